@@ -24,12 +24,14 @@ demo: install
 
 # One worker process per core (tests/conftest.py); `make test WORKERS=0` runs all in one process.
 WORKERS ?= auto
-PYTEST = $(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal
+# Bytecode is cached even where the environment turns that off: otherwise each worker, and each process that a test
+# starts, compiles the project again.
+PYTEST = PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 test: install
 	$(PYTEST)
 
-# For the edit loop: without the tests marked as slow.
+# For the edit loop: without the tests marked as slow, and with fewer hypothesis examples (tests/conftest.py).
 test-fast: install
 	$(PYTEST) -m "not slow"
 

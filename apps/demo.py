@@ -53,8 +53,8 @@ def run(
     console = console or Console()
     fused = out / "fused"
     console.rule("1. fuse: domains into adapters")
-    said = sys.stderr if console.stderr else None  # same stream as the console
-    if subprocess.run([*command, "fuse", plan, "--out", str(fused), "--restart"], stdout=said).returncode != 0:
+    output = sys.stderr if console.stderr else None  # same stream as the console
+    if subprocess.run([*command, "fuse", plan, "--out", str(fused), "--restart"], stdout=output).returncode != 0:
         raise VLoraError("the demo ends here: `vlora fuse` failed, see above")
     report = json.loads((fused / "report.json").read_text())
     console.rule("2. serve: engine and front end")
@@ -154,14 +154,14 @@ def _ask_all(
         by_head = domain["name"] in heads
         started = time.monotonic()
         if by_head:
-            said = client.ask_head(sample.frames, domain["adapter"], domain["name"]).label
+            answer = client.ask_head(sample.frames, domain["adapter"], domain["name"]).label
         else:
-            said = client.generate(sample.question, sample.frames, domain["adapter"], max_tokens=_WORDS).text
+            answer = client.generate(sample.question, sample.frames, domain["adapter"], max_tokens=_WORDS).text
         latencies[by_head].append(time.monotonic() - started)
-        return said.strip().lower() == sample.label.lower()
+        return answer.strip().lower() == sample.label.lower()
 
-    asked = [[(domain, sample) for sample in _samples(tests / domain["name"])] for domain in domains]
-    turns = [each for turn in itertools.zip_longest(*asked) for each in turn if each is not None]
+    by_domain = [[(domain, sample) for sample in _samples(tests / domain["name"])] for domain in domains]
+    turns = [each for turn in itertools.zip_longest(*by_domain) for each in turn if each is not None]
     with ThreadPoolExecutor(_THREADS) as threads:
         answers = threads.map(lambda each: ask(*each), turns)
         right = list(_shown(answers, len(turns), "asking", console))
@@ -183,12 +183,12 @@ def _ask_in_words(
         for frames, question, label in _samples(tests / domain["name"])[:num_each]:
             if not label:
                 continue
-            said = []
+            texts = []
             for adapter in (None, domain["adapter"]):
                 started = time.monotonic()
-                said.append(client.generate(question, frames, adapter, max_tokens=_WORDS).text)
+                texts.append(client.generate(question, frames, adapter, max_tokens=_WORDS).text)
                 latencies.append(time.monotonic() - started)
-            table.add_row(question, label, *said)
+            table.add_row(question, label, *texts)
     console.print(table)
     return latencies
 

@@ -101,8 +101,8 @@ def ask_all(
                 result = client.ask_head([picture], adapter, head)
                 return PictureAnswer(image=image, text=result.label, answer=result)
             assert question is not None
-            said = client.generate(question, [picture], adapter, **sampling)
-            return PictureAnswer(image=image, text=said.text)
+            answer = client.generate(question, [picture], adapter, **sampling)
+            return PictureAnswer(image=image, text=answer.text)
         except (Disconnected, EngineDead, Unauthorized, UnknownAdapter, UnknownHead):
             raise
         except VLoraError as error:

@@ -7,8 +7,7 @@ only; it does not depend on requests or models.
 from atmm.cpu import library as load_kernels
 from atmm.cpu.attention import attend, serves_attention
 from atmm.cpu.norm import rms_norm, serves_norm
-from atmm.head_rows import HeadRows
-from atmm.layers import Factors, Site, SiteGroup
+from atmm.layers import Factors, HeadRows, Site, SiteGroup
 from atmm.operator import add_delta, add_deltas, head_logits, merge
 from atmm.segments import Lane, SegmentPlan
 from atmm.strategies.hybrid import gains_from_copies, longest_short_lane

@@ -9,7 +9,7 @@ from atmm.layers import Layout
 from atmm.segments import SegmentPlan
 
 
-class Run(NamedTuple):
+class LaneRun(NamedTuple):
     """Consecutive lanes that one batched product computes without padding or copies.
 
     The run has `num_lanes` lanes of `length` tokens each, starting at token `start`. Their factors have `rank` rows
@@ -23,7 +23,7 @@ class Run(NamedTuple):
     rank: int
     sign: float
 
-    def goes_on(self, lane: Run) -> bool:
+    def continues_with(self, lane: LaneRun) -> bool:
         """Whether `lane`, a run of one lane, can be appended to this run."""
         return (
             (self.length, self.rank, self.sign) == (lane.length, lane.rank, lane.sign)
@@ -32,7 +32,7 @@ class Run(NamedTuple):
         )
 
 
-class Survey:
+class BatchStats:
     """Statistics of one plan for one layout, which holds all adapters of the plan.
 
     lanes: the lanes of adapters that target a site of the group, in the plan's order. keys: their adapters. live: the
@@ -62,17 +62,17 @@ class Survey:
         return self.stop - self.start
 
     @functools.cached_property
-    def runs(self) -> tuple[tuple[Run, ...], ...]:
+    def runs(self) -> tuple[tuple[LaneRun, ...], ...]:
         """Per site, the lanes joined into as few runs as their order allows."""
         by_site = []
         for spans in self.layout.spans:
-            runs: list[Run] = []
+            runs: list[LaneRun] = []
             for key, start, stop, sign in self.lanes:
                 span = spans.get(key)
                 if span is None or not span.rank:
                     continue
-                lane = Run(start, 1, stop - start, span.start, span.rank, sign)
-                if runs and runs[-1].goes_on(lane):
+                lane = LaneRun(start, 1, stop - start, span.start, span.rank, sign)
+                if runs and runs[-1].continues_with(lane):
                     runs[-1] = runs[-1]._replace(num_lanes=runs[-1].num_lanes + 1)
                 else:
                     runs.append(lane)

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from atmm.head_rows import HeadRows
-from atmm.layers import Packed, Site
+from atmm.layers import HeadRows, Packed, Site
 from atmm.segments import SegmentPlan
 from atmm.tuning.buckets import DTYPES
 

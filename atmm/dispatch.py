@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from atmm.batch_stats import Survey
+from atmm.batch_stats import BatchStats
 from atmm.cpu.lanes import serves
 from atmm.strategies.hybrid import divides
 from atmm.strategies.registry import served
@@ -36,29 +36,29 @@ def is_thin(num_tokens: int, device: torch.device, dtype: torch.dtype) -> bool:
     return num_tokens <= _THIN and serves(device, dtype)
 
 
-def choose(survey: Survey, transposed: bool = False) -> str:
-    """The name of a strategy for a survey with all adapters packed. transposed: whether the output is transposed."""
-    if survey.keys == survey.layout.targeting:  # tables are measured without unused packed adapters
-        known = table_for(survey.layout.device.type).get(Bucket.of(survey).key())
+def choose(stats: BatchStats, transposed: bool = False) -> str:
+    """The name of a strategy for a plan with all adapters packed. transposed: whether the output is transposed."""
+    if stats.keys == stats.layout.targeting:  # tables are measured without unused packed adapters
+        known = table_for(stats.layout.device.type).get(Bucket.of(stats).key())
         if known is not None:
-            return served(known, survey)
-    return rule(survey, transposed)
+            return served(known, stats)
+    return rule(stats, transposed)
 
 
-def rule(survey: Survey, transposed: bool = False) -> str:
+def rule(stats: BatchStats, transposed: bool = False) -> str:
     """The strategy for a shape without measurements.
 
     Thin batches use the compiled kernels. Batches with short and long lanes use them for the short lanes. All others
     use the strategy with the smallest estimate.
     """
-    layout = survey.layout
-    if is_thin(survey.num_tokens, layout.device, layout.dtype):
+    layout = stats.layout
+    if is_thin(stats.num_tokens, layout.device, layout.dtype):
         return "compiled"
-    if divides(survey.lanes) and serves(layout.device, layout.dtype):
+    if divides(stats.lanes) and serves(layout.device, layout.dtype):
         return "divided"
     if transposed and max(layout.widths) <= _WIDEST_TRANSPOSED:
-        return "gathered" if survey.num_tokens * max(layout.d_outs) <= _FEW_VALUES else "stacked"
-    seconds = estimate(survey)
+        return "gathered" if stats.num_tokens * max(layout.d_outs) <= _FEW_VALUES else "stacked"
+    seconds = estimate(stats)
     return min(seconds, key=seconds.__getitem__)
 
 
@@ -74,13 +74,13 @@ _CPU_WIDE = _Machine(3e-6, 12e9, 150e9)
 _CUDA = _Machine(8e-6, 1.5e12, 100e12)
 
 
-def estimate(survey: Survey) -> dict[str, float]:
+def estimate(stats: BatchStats) -> dict[str, float]:
     """Rough estimate of the seconds per strategy for all sites of the group."""
-    layout = survey.layout
+    layout = stats.layout
     on_cpu = _CPU_16_BIT if layout.dtype.itemsize == 2 else _CPU_WIDE
     machine = _CUDA if layout.device.type == "cuda" else on_cpu
     num_lanes = num_runs = used = work = own = 0
-    for d_out, runs in zip(layout.d_outs, survey.runs, strict=True):
+    for d_out, runs in zip(layout.d_outs, stats.runs, strict=True):
         num_runs += len(runs)
         for run in runs:
             num_lanes += run.num_lanes
@@ -92,7 +92,7 @@ def estimate(survey: Survey) -> dict[str, float]:
     expand = sum(width * d_out for width, d_out in zip(layout.widths, layout.d_outs, strict=True))
     # Every strategy reads and writes the outputs. They do not change the ranking, but where they dominate, the
     # estimates are close and the search times more candidates.
-    outputs = 2 * survey.num_tokens * sum(layout.d_outs)
+    outputs = 2 * stats.num_tokens * sum(layout.d_outs)
 
     def seconds(calls: float, elements: int, products: int) -> float:
         read = (elements + outputs) * layout.dtype.itemsize / machine.bytes_per_s
@@ -102,9 +102,9 @@ def estimate(survey: Survey) -> dict[str, float]:
         "loop": seconds(2 * num_lanes, used, work),
         "batched": seconds(2 * num_runs, used, work),
         "stacked": seconds(
-            1 + sum(1 for width in layout.widths if width), shrink + expand, (shrink + expand) * survey.num_tokens
+            1 + sum(1 for width in layout.widths if width), shrink + expand, (shrink + expand) * stats.num_tokens
         ),
     }
     if layout.device.type == "cpu":
-        estimates["gathered"] = seconds(1 + len(survey.live), shrink + expand, shrink * survey.num_tokens) + own / 10e9
+        estimates["gathered"] = seconds(1 + len(stats.live), shrink + expand, shrink * stats.num_tokens) + own / 10e9
     return estimates

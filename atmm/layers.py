@@ -1,4 +1,6 @@
-"""Sites and site groups. A site is one adapted linear layer; a group is a set of sites that read the same input.
+"""Sites, site groups, and task heads as the operator reads them.
+
+A site is one adapted linear layer; a group is a set of sites that read the same input.
 
 Memory of a packed group (k: keys in packing order, r: the rank of that adapter at that site)::
 
@@ -13,6 +15,7 @@ keys of equal rank form a `[keys, r, d]` view. Tensors start at multiples of 256
 from __future__ import annotations
 
 import array
+import dataclasses
 import functools
 import weakref
 from collections.abc import Iterable, Sequence
@@ -86,6 +89,18 @@ class Site:
 
     def __repr__(self) -> str:
         return f"Site({self.name!r}, d_in={self.d_in}, d_out={self.d_out}, adapters={len(self.factors)})"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HeadRows:
+    """A task head: rows of a matrix, and the hidden states that they read.
+
+    weight: [c, hidden]. bias: [c] or None. index: int64 [rows], the rows of the hidden states this head reads.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    index: Tensor
 
 
 class Span(NamedTuple):

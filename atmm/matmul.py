@@ -21,11 +21,14 @@ from torch import Tensor, nn
 from atmm.cpu.products import Weights, multiplies, product
 from atmm.processor import multiplies_bfloat16, prefers_weight_left
 
-Way = Literal["rows", "left", "float32", "library"]
+Method = Literal["rows", "left", "float32", "library"]
 Key = tuple[int, int, int, torch.dtype]
 """The key of a measured choice: rows rounded up to a power of two, d_out, d_in, dtype."""
 
-measured: dict[Key, Way] = {}
+MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+"""Batch sizes for which `atmm.tuning.matmul_choice` measures the methods: powers of two, ascending."""
+
+measured: dict[Key, Method] = {}
 """Choices of `atmm.tuning.matmul_choice.measure`; they take precedence over the rule."""
 
 # Numbers of tokens up to which "rows" is fastest. The alternatives are, in this order, torch's float32 product, torch's
@@ -34,24 +37,24 @@ _THIN_FLOAT32 = 24
 _THIN_BFLOAT16 = 32
 _THIN_WITHOUT_BFLOAT16 = 48
 _FEW = 4  # rows up to which a product without instructions for its type may be memory-bound
-_MOST_ROWS = 512  # larger batches use the choice for this many rows
+_MOST_ROWS = MEASURED_ROWS[-1]  # larger batches use the choice for this many rows
 _BLOCK = 8 * 2**20  # weights that are converted to float32 at a time: 32 MiB
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [..., d_in] times weight [d_out, d_in] transposed, plus bias: [..., d_out], not always contiguous."""
     num_rows = x.numel() // x.shape[-1]
-    way = choose(num_rows, weight)
-    if way == "library":
+    method = choose(num_rows, weight)
+    if method == "library":
         return F.linear(x, weight, bias)
-    y = WAYS[way](x.reshape(num_rows, -1), (Weights(weight, bias),))
+    y = METHODS[method](x.reshape(num_rows, -1), (Weights(weight, bias),))
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
 def linears(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
     """Outputs of layers that read one input x [T, d_in], side by side: [T, sum of d_out]."""
     weights = [Weights(layer.weight, layer.bias) for layer in layers]
-    return WAYS[choose(len(x), weights[0].weight)](x, weights)
+    return METHODS[choose(len(x), weights[0].weight)](x, weights)
 
 
 def joins(num_rows: int, weight: Tensor) -> bool:
@@ -62,12 +65,12 @@ def joins(num_rows: int, weight: Tensor) -> bool:
     return weight.is_cuda or choose(num_rows, weight) in ("rows", "left")
 
 
-def choose(num_rows: int, weight: Tensor) -> Way:
+def choose(num_rows: int, weight: Tensor) -> Method:
     """The method to multiply this many rows with a weight: as measured at start, else by the rule."""
     if weight.device.type != "cpu" or num_rows == 0 or torch.is_grad_enabled():
         return "library"
-    way = measured.get(key_of(num_rows, weight)) if measured else None
-    return way or rule(num_rows, weight)
+    method = measured.get(key_of(num_rows, weight)) if measured else None
+    return method or rule(num_rows, weight)
 
 
 def key_of(num_rows: int, weight: Tensor) -> Key:
@@ -75,10 +78,10 @@ def key_of(num_rows: int, weight: Tensor) -> Key:
     return (1 << (min(num_rows, _MOST_ROWS) - 1).bit_length(), *weight.shape, weight.dtype)
 
 
-def ways(num_rows: int, weight: Tensor) -> list[Way]:
+def methods(num_rows: int, weight: Tensor) -> list[Method]:
     """The methods that can multiply this many rows with this weight on the CPU, except those known to be far slower."""
     slow = _is_slow(weight)
-    found: list[Way] = []
+    found: list[Method] = []
     if multiplies(weight):
         found.append("rows")
     if not slow or num_rows <= _FEW or not found:
@@ -90,7 +93,7 @@ def ways(num_rows: int, weight: Tensor) -> list[Way]:
     return found
 
 
-def rule(num_rows: int, weight: Tensor) -> Way:
+def rule(num_rows: int, weight: Tensor) -> Method:
     """The method for a weight on the CPU without measurements."""
     if prefers_weight_left(num_rows, weight.dtype, weight.device):
         return "left"
@@ -146,7 +149,7 @@ def _float32(x: Tensor, layers: Sequence[Weights]) -> Tensor:
     return y
 
 
-WAYS: dict[Way, Callable[[Tensor, Sequence[Weights]], Tensor]] = {
+METHODS: dict[Method, Callable[[Tensor, Sequence[Weights]], Tensor]] = {
     "rows": product,
     "left": _left,
     "float32": _float32,

@@ -12,15 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from atmm.batch_stats import Survey
+from atmm.batch_stats import BatchStats
 from atmm.checks import check_heads, check_merge, check_tokens
 from atmm.cpu import library
 from atmm.cpu.lanes import Scattered, serves
 from atmm.dispatch import choose
-from atmm.head_rows import HeadRows
-from atmm.layers import Packed, Site, SiteGroup
+from atmm.layers import HeadRows, Packed, Site, SiteGroup
 from atmm.segments import SegmentPlan, Strategy
-from atmm.strategies.hybrid import Divided
+from atmm.strategies.hybrid import Hybrid
 from atmm.strategies.loop import Loop, Unpacked
 from atmm.strategies.registry import NEED_NO_COPY, STRATEGIES, known, lies_transposed, prepare
 
@@ -161,7 +160,7 @@ def _prepare(plan: SegmentPlan, packed: Packed | None, x: Tensor, y: Tensor, sit
     if missing or packed is None:
         serving = serves(x.device, x.dtype)
         if plan.strategy in (None, "divided") and serving:
-            return Divided(plan.lanes)
+            return Hybrid(plan.lanes)
         if plan.strategy == "compiled" and serving:
             return Scattered(plan.lanes)
         if plan.strategy is not None and plan.strategy not in NEED_NO_COPY:
@@ -170,10 +169,10 @@ def _prepare(plan: SegmentPlan, packed: Packed | None, x: Tensor, y: Tensor, sit
                 f"{x.device}; pack the group, or use {' or '.join(map(repr, sorted(NEED_NO_COPY)))}"
             )
         return Unpacked(plan.lanes)
-    survey = Survey(plan, packed.layout)
-    if not survey.lanes and plan.room is None:
+    stats = BatchStats(plan, packed.layout)
+    if not stats.lanes and plan.room is None:
         return Loop(())
-    name = plan.strategy or choose(survey, transposed=bool(packed.bs) and lies_transposed(y))
+    name = plan.strategy or choose(stats, transposed=bool(packed.bs) and lies_transposed(y))
     if plan.room is not None and x.is_cuda and not name.startswith("tiled"):
         name = "tiled"  # the only strategies that can be refilled without a new launch
-    return prepare(name, survey)
+    return prepare(name, stats)

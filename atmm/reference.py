@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from atmm.head_rows import HeadRows
-from atmm.layers import Site
+from atmm.layers import HeadRows, Site
 from atmm.segments import SegmentPlan
 
 

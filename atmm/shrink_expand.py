@@ -24,14 +24,14 @@ def hidden_dtype(num_tokens: int, device: torch.device, dtype: torch.dtype) -> t
     return torch.float32 if is_thin(num_tokens, device, dtype) else dtype
 
 
-class Shrinking(NamedTuple):
+class ShrinkPart(NamedTuple):
     """A lane and its `a` [r, d_in]."""
 
     lane: Lane
     a: Tensor
 
 
-class Expanding(NamedTuple):
+class ExpandPart(NamedTuple):
     """A lane, its `bt` [r, d_out], and the offsets of its hidden values in the flat tensor.
 
     With several offsets, each of them holds an equal share of the r columns, in order.
@@ -50,7 +50,7 @@ class Shrink:
     size: number of values. places: offset of each part in the flat tensor.
     """
 
-    def __init__(self, parts: Sequence[Shrinking], num_tokens: int) -> None:
+    def __init__(self, parts: Sequence[ShrinkPart], num_tokens: int) -> None:
         """num_tokens: tokens of the input. Raises ValueError for factors that differ in dtype or width."""
         self._parts = parts
         self._num_tokens = num_tokens
@@ -82,7 +82,7 @@ class Shrink:
 class Expand:
     """Adds `hidden bt` of each lane to the outputs of one layer. The factors must not move, as for `Shrink`."""
 
-    def __init__(self, parts: Sequence[Expanding], num_tokens: int) -> None:
+    def __init__(self, parts: Sequence[ExpandPart], num_tokens: int) -> None:
         """num_tokens: tokens of the outputs. Raises ValueError for factors that differ in dtype or width."""
         self._parts = parts
         self._num_tokens = num_tokens
@@ -127,8 +127,8 @@ def _kind(factors: Sequence[Tensor]) -> tuple[torch.dtype, int] | None:
     """The common dtype and row length of the factors; None without factors."""
     kinds = {(factor.dtype, factor.shape[1]) for factor in factors}
     if len(kinds) > 1:
-        told = " and ".join(sorted(f"{dtype} in rows of {width}" for dtype, width in kinds))
-        raise ValueError(f"factors of {told}; load all in the model's dtype, for one layer")
+        found = " and ".join(sorted(f"{dtype} in rows of {width}" for dtype, width in kinds))
+        raise ValueError(f"factors of {found}; load all in the model's dtype, for one layer")
     return next(iter(kinds), None)
 
 

@@ -57,9 +57,11 @@ class Binary:
 
     def decode(self, logits: torch.Tensor, grids: Sequence[Grid] = ()) -> Answer:
         so = float(torch.sigmoid(logits.detach().double()[0] / self.temperature))
-        said = int(so >= self.threshold)
+        decision = int(so >= self.threshold)
         scores = (1 - so, so)
-        return Answer(value=said, label=self.labels[said], confidence=scores[said], scores=scores, label_id=said)
+        return Answer(
+            value=decision, label=self.labels[decision], confidence=scores[decision], scores=scores, label_id=decision
+        )
 
     def metrics(self, found: Sequence[Value], wanted: Sequence[Value]) -> dict[str, float]:
         """f1: of the positive label; 1 if there are neither positive answers nor positive labels."""

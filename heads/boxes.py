@@ -115,10 +115,10 @@ def _average_precision(
     total = 0
     for ours, truth in zip(found, wanted, strict=True):
         own = sorted((box for box in ours if box.label == label), key=lambda box: -box.score)
-        told = [box for box in truth if box.label == label]
+        truth_boxes = [box for box in truth if box.label == label]
         scores += [box.score for box in own]
-        hits += _takes(own, told, overlap)
-        total += len(told)
+        hits += _takes(own, truth_boxes, overlap)
+        total += len(truth_boxes)
     if not hits:
         return 0.0
     right = np.cumsum(np.array(hits)[np.argsort(-np.array(scores), kind="stable")])

@@ -17,11 +17,11 @@ _HALVINGS = 60
 def softmax_temperature(logits: torch.Tensor, ids: torch.Tensor) -> float:
     """The temperature that maximizes the softmax likelihood of the labels `ids` [n] under logits [n, c]."""
     logits = logits.detach().double()
-    told = logits.gather(1, ids[:, None])[:, 0]
+    correct = logits.gather(1, ids[:, None])[:, 0]
 
     def slope(inverse: float) -> float:
         expected = (torch.softmax(logits * inverse, -1) * logits).sum(-1)
-        return float((expected - told).mean())
+        return float((expected - correct).mean())
 
     return 1 / _zero(slope, len(logits))
 

@@ -1,4 +1,4 @@
-"""Classification: one of several labels, by softmax over one row per label."""
+"""Classification and action recognition: one of several labels, by softmax over one row per label."""
 
 from __future__ import annotations
 
@@ -82,3 +82,11 @@ class Classification:
     def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
         """The probabilities of all labels, in float64."""
         return torch.softmax(logits.detach().double() / self.temperature, -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Action(Classification):
+    """Action recognition over several frames. The last prompt token attends to all frames in order, so the head reads a
+    clip like a single image."""
+
+    kind: ClassVar[str] = "action"

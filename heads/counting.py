@@ -53,9 +53,9 @@ class Counting(Classification):
 
     def metrics(self, found: Sequence[Value], wanted: Sequence[Value]) -> dict[str, float]:
         """accuracy: exact. within_one: share with an error of at most one. mae: mean absolute error."""
-        apart = [abs(_count(one) - _count(other)) for one, other in zip(found, wanted, strict=True)]
-        near = sum(distance <= 1 for distance in apart) / len(apart)
-        return {"accuracy": share_equal(found, wanted), "within_one": near, "mae": sum(apart) / len(apart)}
+        distances = [abs(_count(one) - _count(other)) for one, other in zip(found, wanted, strict=True)]
+        near = sum(distance <= 1 for distance in distances) / len(distances)
+        return {"accuracy": share_equal(found, wanted), "within_one": near, "mae": sum(distances) / len(distances)}
 
 
 def _count(value: Value) -> int:

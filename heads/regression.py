@@ -62,22 +62,22 @@ class Regression:
     @classmethod
     def for_training(cls, labels: tuple[str, ...], values: Sequence[Value]) -> Self:
         """Offset and scale are the values' mean and standard deviation; the tolerance is a quarter of the scale."""
-        told = torch.tensor([_numbers(value, len(labels)) for value in values], dtype=torch.float64)
-        if not len(told):
+        numbers = torch.tensor([_numbers(value, len(labels)) for value in values], dtype=torch.float64)
+        if not len(numbers):
             raise ValueError("a regression head needs training values, got none")
-        spread = told.std(0, correction=0)
+        spread = numbers.std(0, correction=0)
         # A constant number has no standard deviation; use its magnitude, or at least 1.
-        spread = torch.where(spread > 0, spread, told[0].abs().clamp(min=1))
+        spread = torch.where(spread > 0, spread, numbers[0].abs().clamp(min=1))
         scale = tuple(spread.tolist())
-        return cls(labels, tuple(told.mean(0).tolist()), scale, tuple(_TOLERANCE * each for each in scale), scale)
+        return cls(labels, tuple(numbers.mean(0).tolist()), scale, tuple(_TOLERANCE * each for each in scale), scale)
 
     def loss(
         self, logits: Sequence[torch.Tensor], values: Sequence[Value], grids: Sequence[Sequence[Grid]]
     ) -> torch.Tensor:
         """Huber loss, which limits the effect of outliers."""
         together = torch.stack(list(logits)).float()
-        told = torch.tensor([_numbers(value, len(self.labels)) for value in values], dtype=torch.float64)
-        wanted = (told - torch.tensor(self.offset)) / torch.tensor(self.scale)
+        numbers = torch.tensor([_numbers(value, len(self.labels)) for value in values], dtype=torch.float64)
+        wanted = (numbers - torch.tensor(self.offset)) / torch.tensor(self.scale)
         return F.smooth_l1_loss(together, wanted.float().to(together.device))
 
     def decode(self, logits: torch.Tensor, grids: Sequence[Grid] = ()) -> Answer:
@@ -87,10 +87,10 @@ class Regression:
         confidence = 1.0
         for tolerance, deviation in zip(self.tolerance, self.deviations, strict=True):
             confidence *= math.erf(tolerance / (deviation * math.sqrt(2)))
-        said = [f"{value:.4g}" for value in values]
+        texts = [f"{value:.4g}" for value in values]
         return Answer(
             value=values,
-            label=said[0] if len(said) == 1 else ", ".join(map("{} {}".format, self.labels, said)),
+            label=texts[0] if len(texts) == 1 else ", ".join(map("{} {}".format, self.labels, texts)),
             confidence=confidence,
             values=values,
             deviations=self.deviations,
@@ -99,13 +99,13 @@ class Regression:
     def metrics(self, found: Sequence[Value], wanted: Sequence[Value]) -> dict[str, float]:
         """within: share of samples with every number within its tolerance. mae: mean absolute error of all numbers."""
         count = len(self.labels)
-        apart = [
+        errors = [
             abs(one - other)
             for ours, truth in zip(found, wanted, strict=True)
             for one, other in zip(_numbers(ours, count), _numbers(truth, count), strict=True)
         ]
         right = sum(self.right(ours, truth) for ours, truth in zip(found, wanted, strict=True))
-        return {"within": right / len(wanted), "mae": sum(apart) / len(apart)}
+        return {"within": right / len(wanted), "mae": sum(errors) / len(errors)}
 
     def right(self, found: Value, wanted: Value) -> bool:
         count = len(self.labels)
@@ -122,8 +122,8 @@ class Regression:
         if not logits:
             return self
         found = torch.tensor([self.decode(row).values for row in logits], dtype=torch.float64)
-        told = torch.tensor([_numbers(value, len(self.labels)) for value in values], dtype=torch.float64)
-        roots = (found - told).square().mean(0).sqrt().tolist()
+        numbers = torch.tensor([_numbers(value, len(self.labels)) for value in values], dtype=torch.float64)
+        roots = (found - numbers).square().mean(0).sqrt().tolist()
         least = [tolerance / 200 for tolerance in self.tolerance]
         return dataclasses.replace(self, deviations=tuple(map(max, roots, least)))
 
@@ -131,7 +131,7 @@ class Regression:
 def _numbers(value: Value, count: int) -> tuple[float, ...]:
     """The value as a tuple. Raises ValueError unless it has `count` finite numbers."""
     numbers = value if isinstance(value, tuple) else (value,)
-    told = tuple(float(each) for each in numbers if isinstance(each, int | float) and math.isfinite(each))
-    if len(told) != len(numbers) or len(told) != count:
+    finite = tuple(float(each) for each in numbers if isinstance(each, int | float) and math.isfinite(each))
+    if len(finite) != len(numbers) or len(finite) != count:
         raise ValueError(f"{value!r} is not {count} finite number{'s' * (count != 1)}")
-    return told
+    return finite

@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from heads.action import Action
 from heads.binary import Binary
-from heads.classification import Classification
+from heads.classification import Action, Classification
 from heads.counting import Counting
 from heads.detection import Detection
 from heads.multi_label import MultiLabel

@@ -5,11 +5,18 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import hypothesis
 import psutil
 import pytest
+
+from tests import device
 
 _WORKER_BYTES = 3 * 2**30  # one worker, including the processes that its tests start
 
@@ -23,14 +30,16 @@ def _cores() -> int:
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     os.environ["OMP_NUM_THREADS"] = str(max(1, _cores() // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])))
 
-import torch  # noqa: E402
+if TYPE_CHECKING:
+    from tests.references import CaseReference, Reference
+    from tests.server.running import Running
+    from vlora.client import Client
 
-from vlora.orchestrator.kv_admission import KvAdmission  # noqa: E402
-
-# The examples are the same in every run and have no deadline, so results do not depend on the machine. `pytest
-# --hypothesis-profile explore` searches for new examples.
+# The examples are the same in every run and have no deadline, so results do not depend on the machine. The fast tier
+# draws fewer of them (`pytest_configure`). `pytest --hypothesis-profile explore` searches for new examples.
 _UNHURRIED = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.register_profile("steady", _UNHURRIED, derandomize=True, database=None)
+hypothesis.settings.register_profile("fast", _UNHURRIED, derandomize=True, database=None, max_examples=20)
 hypothesis.settings.register_profile("explore", _UNHURRIED, print_blob=True)
 hypothesis.settings.load_profile("steady")
 
@@ -47,9 +56,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
     pytest-xdist counts the machine's physical cores, which is wrong in a container and on virtual processors.
     """
-    asked = os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS")
-    if asked:
-        return int(asked)
+    if requested := os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS"):
+        return int(requested)
     workers = min(_cores(), psutil.virtual_memory().available // _WORKER_BYTES)
     return workers if workers > 1 else 0
 
@@ -58,29 +66,38 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="device of the oracle tests: cpu or cuda")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Set the device of the oracle tests, and the number of hypothesis examples."""
+    if "not slow" in config.option.markexpr and config.getoption("--hypothesis-profile") is None:
+        hypothesis.settings.load_profile("fast")
+    device.name = config.getoption("--device")
+    if device.name.startswith("cuda"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.exit(f"--device {device.name} was requested, but torch finds no CUDA device", returncode=2)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark tests that run once per model family as slow for all families except one."""
-    if "slow" not in config.option.markexpr:
+    families = sys.modules.get("tests.families")  # imports transformers; not every run collects tests that need it
+    if "slow" not in config.option.markexpr or families is None:
         return
-    from tests.families import FAMILIES  # imports transformers
-
-    others = set(FAMILIES) - {"qwen2_vl"}
+    others = set(families.FAMILIES) - {"qwen2_vl"}
     for item in items:
         call = getattr(item, "callspec", None)
         if call is not None and others.intersection(call.id.split("-")):
             item.add_marker(pytest.mark.slow)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def device(request: pytest.FixtureRequest) -> str:
-    """The device of the oracle tests' engines; the oracle itself runs on the CPU."""
-    name: str = request.config.getoption("--device")
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        pytest.exit(f"--device {name} was requested, but torch finds no CUDA device", returncode=2)
-    from tests import harness
+def pytest_collection_finish() -> None:
+    """Exclude what collecting has imported from later garbage collections, which would visit millions of objects."""
+    gc.collect()
+    gc.freeze()
 
-    harness.DEVICE = name
-    return name
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # extension modules report what is not collected at the end as leaks
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -92,4 +109,51 @@ def data_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture
 def no_kv_admission(monkeypatch: pytest.MonkeyPatch) -> None:
     """Admit requests as if they needed no KV blocks, so that they preempt each other."""
-    monkeypatch.setattr(KvAdmission, "_peak", lambda self, needs: 0)
+    from vlora.orchestrator.admission import kv_admission
+
+    monkeypatch.setattr(kv_admission, "peak_blocks", lambda needs, block_size: 0)
+
+
+# Imports inside of fixtures keep the start short: not every run needs torch, transformers and PEFT.
+
+
+@pytest.fixture(scope="session")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+    """The model, adapters and on-demand reference answers of a family, built once per session."""
+    from tests.references import Reference
+
+    return functools.cache(lambda family: Reference(family, tmp_path_factory.mktemp(family)))
+
+
+@pytest.fixture(scope="session")
+def case_references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], CaseReference]:
+    """The fixed cases of a family with their reference answers, built once per session."""
+    from tests.references import CaseReference
+
+    return functools.cache(lambda family: CaseReference.of(family, tmp_path_factory.mktemp(family)))
+
+
+@pytest.fixture(scope="session")
+def adapters_of_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, str]]:
+    """The oracle's adapter folders of a family by name, written once per session."""
+    from tests.families import build_model
+    from tests.oracle import Oracle
+
+    return functools.cache(lambda family: Oracle(family, build_model(family)).save(tmp_path_factory.mktemp(family)))
+
+
+@pytest.fixture(scope="module")
+def adapter_folders(
+    request: pytest.FixtureRequest, adapters_of_family: Callable[[str], dict[str, str]]
+) -> dict[str, str]:
+    """The oracle's adapter folders of the test module's `FAMILY`. A test that changes one changes a copy."""
+    return dict(adapters_of_family(request.module.FAMILY))
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[Client]:
+    """A client of the module's `server`."""
+    from vlora.client import Client
+
+    with Client(port=server.port) as connected:
+        yield connected

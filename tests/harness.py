@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tests import device
 from tests.families import Prompt, build_model
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
@@ -16,8 +17,6 @@ from vlora.memory.host_to_device import Inline
 from vlora.models import runner
 from vlora.orchestrator.policies.base import Candidate, Decision, PolicyState
 from vlora.types import Mode, Request, SamplingParams
-
-DEVICE = "cpu"  # set once per session from `--device`
 
 
 class FixedModes:
@@ -53,7 +52,7 @@ class Run:
     num_resident: int
 
 
-class Recorded:
+class RecordingEngine:
     """A real engine with a reference's adapters loaded. Its answers include their logits."""
 
     def __init__(
@@ -78,7 +77,7 @@ class Recorded:
         """
         config = EngineConfig(
             model=checkpoint or reference.family,
-            device=DEVICE,
+            device=device.name,
             dtype=str(dtype).removeprefix("torch."),
             max_batch_size=8,
             max_step_tokens=max_step_tokens,
@@ -91,28 +90,28 @@ class Recorded:
         executor = None if background else Inline()
         if checkpoint is None:
             made = model if model is not None else build_model(reference.family, dtype)
-            self.local = LocalEngine(config, model=made.to(DEVICE), executor=executor)
+            self.local = LocalEngine(config, model=made.to(device.name), executor=executor)
         else:
             self.local = LocalEngine(config, executor=executor)
         self.engine = self.local.engine
         if policy is not None:
-            self.engine._scheduler._policy = policy
+            self.engine.parts.scheduler.policy = policy
         if background:
             self.engine.register_adapters(reference.adapters)
         else:
             for name, path in reference.adapters.items():
                 self.engine.load_adapter(name, path)
         self.modes: set[Mode] = set()
-        inner_run = self.engine._runner.run
+        inner_run = self.engine.parts.runner.run
 
         def recording_run(batch: Any) -> Any:
             if batch.items:  # a step may also encode images only
                 self.modes.add(batch.mode)
             self.engine.check_integrity()
-            self.engine._scheduler.check_integrity()
+            self.engine.parts.scheduler.check_integrity()
             return inner_run(batch)
 
-        self.engine._runner.run = recording_run  # type: ignore[method-assign]
+        self.engine.parts.runner.run = recording_run  # type: ignore[method-assign]
         self.cached_tokens: list[int] = []  # per case of the last run, the prompt tokens from the prefix cache
 
     def answer(self, cases: Sequence[tuple[str | None, Prompt]], num_tokens: int) -> Answers:
@@ -165,10 +164,10 @@ def run_engine(
 ) -> Run:
     """Run a reference's cases (or the given ones) concurrently and collect tokens and logits per case.
 
-    settings: see `Recorded`.
+    settings: see `RecordingEngine`.
     """
     chosen = list(cases) if cases is not None else [reference.cases[i] for i in only or range(len(reference.cases))]
-    recorded = Recorded(reference, policy, **settings)
+    recorded = RecordingEngine(reference, policy, **settings)
     answers = recorded.answer(chosen, num_tokens)
     stats = recorded.engine.stats()
     return Run(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import logging
 import math
 import os
 from collections.abc import Sequence
@@ -15,7 +16,11 @@ LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 MIN_SECRET = 16
 SHARDINGS = ("replicated", "slora", "auto")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-POLICY_NAMES = ("vlora_cost", "vlora", "dlora", "merged_only", "unmerged_only")
+POLICY_NAMES = ("cost_based", "algorithm1", "dlora", "merged_only", "unmerged_only")
+POLICY_ALIASES = {"vlora_cost": "cost_based", "vlora": "algorithm1"}
+"""Former names, accepted until the next release."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,7 +30,7 @@ class EngineConfig:
     Args:
         model: A folder or a hub name.
         load_format: "dummy" creates random weights with the shapes of the model's config.
-        policy: The scheduling policy, one of `POLICY_NAMES`.
+        policy: The scheduling policy, one of `POLICY_NAMES`. A former name (`POLICY_ALIASES`) is replaced.
         max_batch_size: Maximum number of requests in a step (MaxBS of V-LoRA's Algorithm 1).
         max_step_tokens: Maximum number of tokens in a step.
         max_context: Maximum length of prompt and answer together, in tokens. None uses the model's limit.
@@ -49,7 +54,8 @@ class EngineConfig:
         tensor_parallel: Number of ranks that share the language model, each with a part of every layer (on GPUs: one
             GPU per rank). arena_bytes and threads then apply to each rank.
         sharding: NAME=KIND pairs that set the sharding of adapters on several ranks (replicated, slora or auto). The
-            name "*" stands for all other adapters. The default is auto.
+            name "*" stands for all other adapters. The default is auto: block-diagonal adapters as stored, all others
+            replicated.
 
     Raises:
         BadConfig: A value is invalid.
@@ -60,7 +66,7 @@ class EngineConfig:
     device: str = "cpu"
     dtype: str = "auto"
     seed: int = 0
-    policy: str = "vlora_cost"
+    policy: str = "cost_based"
     max_batch_size: int = 32
     max_step_tokens: int = 512
     max_context: int | None = None
@@ -84,8 +90,7 @@ class EngineConfig:
             raise BadConfig(f"load_format is {self.load_format!r}; choose auto or dummy")
         if self.dtype not in DTYPES:
             raise BadConfig(f"dtype is {self.dtype!r}; choose one of {', '.join(DTYPES)}")
-        if self.policy not in POLICY_NAMES:
-            raise BadConfig(f"policy is {self.policy!r}; choose one of {', '.join(POLICY_NAMES)}")
+        object.__setattr__(self, "policy", policy_name(self.policy))
         if self.switching not in ("auto", "shadow", "in_place"):
             raise BadConfig(f"switching is {self.switching!r}; choose auto, shadow or in_place")
         for field in ("max_batch_size", "max_step_tokens", "block_size", "tensor_parallel"):
@@ -130,6 +135,24 @@ class EngineConfig:
         """The `sharding` setting of an adapter: replicated, slora or auto."""
         kinds = _parse_sharding(self.sharding)
         return kinds.get(adapter, kinds.get("*", "auto"))
+
+
+def policy_name(name: str) -> str:
+    """The current name of a policy. A former name is accepted, with a warning in the log.
+
+    Raises:
+        BadConfig: The name is unknown; the message lists the known ones.
+    """
+    if name in POLICY_ALIASES:
+        log.warning(
+            "the policy name %r is deprecated and will be removed in the next release; use %r",
+            name,
+            POLICY_ALIASES[name],
+        )
+        return POLICY_ALIASES[name]
+    if name not in POLICY_NAMES:
+        raise BadConfig(f"policy is {name!r}; choose one of {', '.join(POLICY_NAMES)}")
+    return name
 
 
 def _parse_weights(field: str, pairs: Sequence[str]) -> dict[str, float]:
@@ -231,7 +254,7 @@ class ServerConfig:
     max_message_bytes: int = 256 * 2**20
     max_held_bytes: int = 2**30
     max_prompt_chars: int = 1_000_000
-    max_requests: int = 256
+    max_requests: int = 1024
     request_timeout_s: float = 120.0
     drain_s: float = 5.0
     max_streams: int = 64

@@ -22,7 +22,7 @@ from atmm.tuning.buckets import Bucket
 from atmm.tuning.search import SHAPES, Case, Finding, Shape, cases, error, read, search
 from vlora.errors import BadConfig
 from vlora.lora.adapter_pool import site_groups
-from vlora.models.hf_adapter import Seam
+from vlora.models.hf_model import HFModel
 from vlora.models.loading import dummy_model
 from vlora.models.pretrained import from_pretrained
 
@@ -42,12 +42,12 @@ def shapes_of(model: str) -> list[Shape]:
         config = from_pretrained(AutoConfig, model)
     except (OSError, ValueError) as error:
         raise BadConfig(f"cannot load model {model!r}: {error}") from error
-    seam = Seam(dummy_model(config, "bfloat16", torch.device("meta"), seed=0))
-    groups = site_groups(seam.language_linears)
+    hf_model = HFModel(dummy_model(config, "bfloat16", torch.device("meta"), seed=0))
+    groups = site_groups(hf_model.language_linears)
     return sorted({Shape(group.sites[0].d_in, tuple(site.d_out for site in group.sites)) for group in groups})
 
 
-class Tuned(NamedTuple):
+class TuneResult(NamedTuple):
     """Result of a search.
 
     num_measured: buckets measured so far. num_rows: rows of the table, one per bucket in which the rule's choice is too
@@ -61,13 +61,13 @@ class Tuned(NamedTuple):
     num_cases: int
 
     def __str__(self) -> str:
-        told = f"{self.num_measured} buckets measured; the table has rows for {self.num_rows} of them: {self.table}"
+        summary = f"{self.num_measured} buckets measured; the table has rows for {self.num_rows} of them: {self.table}"
         if self.num_done == self.num_cases:
-            return told
-        return f"{told}; {self.num_done} of {self.num_cases} cases are done; run the same command to continue"
+            return summary
+        return f"{summary}; {self.num_done} of {self.num_cases} cases are done; run the same command to continue"
 
 
-def tune(model: str | None, *, device: str, dtypes: Sequence[str], minutes: float, out: Path | None) -> Tuned:
+def tune(model: str | None, *, device: str, dtypes: Sequence[str], minutes: float, out: Path | None) -> TuneResult:
     """Search, or resume an interrupted search, and write the table.
 
     The search uses torch's current number of threads. An existing table keeps its rows for buckets that this search
@@ -108,7 +108,7 @@ def tune(model: str | None, *, device: str, dtypes: Sequence[str], minutes: floa
             journal.unlink()
     except OSError as problem:
         raise BadConfig(f"cannot write the table {out}: {problem}; set --out") from problem
-    return Tuned(str(out), len(findings), len(rows), done, len(todo))
+    return TuneResult(str(out), len(findings), len(rows), done, len(todo))
 
 
 def _existing_rows(path: Path, device: str, threads: int) -> Sequence[tuple[Bucket, str]]:
@@ -187,11 +187,11 @@ def build_cutlass(capabilities: Sequence[int], say: Callable[[str], None]) -> No
     Raises:
         BadConfig: nvcc or CUTLASS's headers are missing, or no tile compiles.
     """
-    sound: list[build.Made] = []
-    faulty: list[build.Made] = []
+    sound: list[build.BuiltTile] = []
+    faulty: list[build.BuiltTile] = []
     try:
-        library = build.place()
-        tools = build.tools()
+        library = build.library_path()
+        tools = build.find_toolchain()
         library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as name, Progress(*_COLUMNS) as progress:
             task = progress.add_task("compiling", total=len(SPACE))

@@ -34,7 +34,7 @@ class AnnotatedVideo:
         for encoded in chunk.shown:
             picture = cv2.imdecode(np.frombuffer(encoded, np.uint8), cv2.IMREAD_COLOR)
             assert picture is not None, "pictures of a chunk are JPEGs made here"
-            drawn = _drawn(picture, chunk, result)
+            drawn = _draw_result(picture, chunk, result)
             if self._writer is None:
                 self._open(drawn, len(chunk.shown) / chunk.seconds)
             assert self._writer is not None
@@ -53,7 +53,7 @@ class AnnotatedVideo:
             raise BadImage(f"cannot write video {str(self.path)!r}")
 
 
-def _drawn(picture: cv2.typing.MatLike, chunk: Chunk, result: ChunkResult) -> cv2.typing.MatLike:
+def _draw_result(picture: cv2.typing.MatLike, chunk: Chunk, result: ChunkResult) -> cv2.typing.MatLike:
     scale = max(1, round(_WIDTH / picture.shape[1]))
     picture = cv2.resize(picture, None, fx=scale, fy=scale, interpolation=cv2.INTER_NEAREST)
     if result.answer is not None and chunk.width:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from apps.video_analytics.reading import Reading
 from apps.video_analytics.sampling import Chunk, ClipShape
+from apps.video_analytics.source_reader import SourceReader
 from apps.video_analytics.sources import Source
 from vlora.client import Client, FrameStream, HeadResult
 from vlora.errors import Disconnected, EngineDead, OverCapacity, UnknownAdapter, UnknownHead, UnknownStream
@@ -26,7 +26,7 @@ _PATIENCE_S = 120.0  # how long to wait for an unreachable server
 _PAUSE_S = 1.0
 
 # Errors that are temporary after a successful start: the head existed then, and will exist again once it is reloaded.
-_AWAY = (Disconnected, EngineDead, UnknownStream, UnknownAdapter, UnknownHead, OverCapacity)
+_RETRIED_ERRORS = (Disconnected, EngineDead, UnknownStream, UnknownAdapter, UnknownHead, OverCapacity)
 
 
 _Take = Callable[[threading.Event], Chunk | None]
@@ -76,13 +76,13 @@ def analyse(
     """
     stop = stop or threading.Event()
     shape = ClipShape(find_head(client, adapter, head).num_frames, fps)
-    reading = Reading(source, [shape], stop=stop, shown=shown, say=say, wait_s=wait_s)
+    reader = SourceReader(source, [shape], stop=stop, shown=shown, say=say, wait_s=wait_s)
     yield from answer(
         client,
         source,
         adapter,
         head,
-        reading,
+        reader,
         0,
         max_latency_s=max_latency_s,
         stop=stop,
@@ -96,7 +96,7 @@ def answer(
     source: Source,
     adapter: str,
     head: str,
-    reading: Reading,
+    reader: SourceReader,
     place: int,
     *,
     max_latency_s: float | None = None,
@@ -120,27 +120,27 @@ def answer(
     """
     unanswered: deque[Chunk] = deque()
     lost_at: float | None = None
-    told = ""
-    take = functools.partial(reading.take, place)
+    reported = ""
+    take = functools.partial(reader.take, place)
     try:
         while True:
             try:
                 with client.open_stream(
                     adapter=adapter, head=head, max_latency_s=max_latency_s, drop="newest" if source.live else "none"
                 ) as stream:
-                    for pair in _through(stream, take, unanswered, source, head):
-                        lost_at, told = None, ""
+                    for pair in _answer_clips(stream, take, unanswered, source, head):
+                        lost_at, reported = None, ""
                         yield pair
                     return
-            except _AWAY as error:
+            except _RETRIED_ERRORS as error:
                 lost_at = lost_at or time.monotonic()
                 if stop.is_set() or (not source.live and time.monotonic() - lost_at > patience_s):
                     raise
-                if told != (told := str(error)):
+                if reported != (reported := str(error)):
                     say(f"{source.name}: {error}; retrying")
                 stop.wait(_PAUSE_S)
     finally:
-        reading.leave(place)
+        reader.leave(place)
 
 
 def find_head(client: Client, adapter: str, head: str) -> HeadSummary:
@@ -156,7 +156,7 @@ def find_head(client: Client, adapter: str, head: str) -> HeadSummary:
     return heads[head]
 
 
-def _through(
+def _answer_clips(
     stream: FrameStream, take: _Take, unanswered: deque[Chunk], source: Source, head: str
 ) -> Iterator[tuple[Chunk, ChunkResult]]:
     """The clips and results of a source through one stream. Chunks move through `unanswered`: its initial chunks are
@@ -185,7 +185,7 @@ def _through(
     try:
         for result in stream:
             error = None if result.error is None else result.error.to_exception()
-            if isinstance(error, _AWAY):
+            if isinstance(error, _RETRIED_ERRORS):
                 raise error
             chunk = unanswered.popleft()
             room.release()

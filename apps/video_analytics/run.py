@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -14,9 +15,9 @@ import msgspec
 from apps.opencv import STDERR
 from apps.video_analytics.annotate import AnnotatedVideo
 from apps.video_analytics.answers import ChunkResult, answer, find_head
-from apps.video_analytics.reading import Reading
 from apps.video_analytics.sampling import ClipShape
-from apps.video_analytics.sources import Source, told_apart
+from apps.video_analytics.source_reader import SourceReader
+from apps.video_analytics.sources import Source, unique_names
 from apps.writing import writing
 from vlora.client import Client, wait_for_server
 from vlora.errors import BadConfig, VLoraError
@@ -35,7 +36,7 @@ def run(
     max_latency_s: float | None = None,
     wait_s: float = 0.0,
     stop: threading.Event | None = None,
-    tell: Callable[[ChunkResult], None] = lambda result: None,
+    on_result: Callable[[ChunkResult], None] = lambda result: None,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, int]:
     """Analyse all sources concurrently until they end or `stop` is set.
@@ -49,7 +50,7 @@ def run(
             awaited.
         out: a folder for NAME.jsonl, NAME.csv and NAME.webm of each source (NAME.HEAD.* with several heads), complete
             up to the last answer at any exit; existing files are replaced.
-        tell: called with each result, from one thread at a time.
+        on_result: called with each result, from one thread at a time.
         say: called with temporary problems.
 
     Raises:
@@ -60,84 +61,113 @@ def run(
     stop = stop or threading.Event()
     lock = threading.Lock()
 
-    def heard(text: str) -> None:
+    def print_line(text: str) -> None:
         with STDERR:  # `say` often prints to stderr, which is redirected while a source opens its video
             say(text)
+
+    def report_result(result: ChunkResult) -> None:
+        with lock:
+            on_result(result)
 
     if out is not None:
         try:
             out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise BadConfig(f"cannot make the folder {str(out)!r}: {error.strerror}") from error
+    wait_for_server(client, wait_s, stop, print_line)
+    analysis = _Analysis(
+        client=client,
+        adapter=adapter,
+        heads=(heads,) if isinstance(heads, str) else tuple(heads),
+        fps=fps,
+        out=out,
+        max_latency_s=max_latency_s,
+        wait_s=wait_s,
+        stop=stop,
+        report_result=report_result,
+        print_line=print_line,
+    )
+    with ThreadPoolExecutor(len(sources), thread_name_prefix="source") as threads:
+        futures = [threads.submit(analysis.analyse, source, reports_end=len(sources) > 1) for source in sources]
+    return {name: count for future in futures for name, count in future.result().items()}
 
-    wait_for_server(client, wait_s, stop, heard)
 
-    heads = (heads,) if isinstance(heads, str) else tuple(heads)
-    suffixes, shown = _suffixes(heads), out is not None
+@dataclasses.dataclass(frozen=True)
+class _Analysis:
+    """The parameters of `run`, which all of its threads share."""
 
-    def one(source: Source) -> dict[str, int]:
-        shapes = [ClipShape(find_head(client, adapter, head).num_frames, fps) for head in heads]
-        reading = Reading(source, shapes, stop=stop, shown=shown, say=heard, wait_s=wait_s)
-        with ThreadPoolExecutor(len(heads), thread_name_prefix=source.name) as threads:
+    client: Client
+    adapter: str
+    heads: tuple[str, ...]
+    fps: float | None
+    out: Path | None
+    max_latency_s: float | None
+    wait_s: float
+    stop: threading.Event
+    report_result: Callable[[ChunkResult], None]
+    print_line: Callable[[str], None]
+
+    def analyse(self, source: Source, *, reports_end: bool) -> dict[str, int]:
+        """Analyse a source with every head. reports_end: print the error that ends it."""
+        try:
+            return self._analyse(source)
+        except VLoraError as error:
+            if reports_end:
+                self.print_line(f"{source.name} ended: {error}")
+            raise
+
+    def _analyse(self, source: Source) -> dict[str, int]:
+        shapes = [ClipShape(find_head(self.client, self.adapter, head).num_frames, self.fps) for head in self.heads]
+        reader = SourceReader(
+            source, shapes, stop=self.stop, shown=self.out is not None, say=self.print_line, wait_s=self.wait_s
+        )
+        with ThreadPoolExecutor(len(self.heads), thread_name_prefix=source.name) as threads:
             futures = {
-                f"{source.name}{suffix}": threads.submit(of_head, source, reading, place)
-                for place, suffix in enumerate(suffixes)
+                (name := f"{source.name}{suffix}"): threads.submit(self._answer, source, reader, place, name)
+                for place, suffix in enumerate(_suffixes(self.heads))
             }
         return {name: future.result() for name, future in futures.items()}
 
-    def of_head(source: Source, reading: Reading, place: int) -> int:
+    def _answer(self, source: Source, reader: SourceReader, place: int, name: str) -> int:
+        """Answer the clips of the head at an index, and write its files. Returns the number of answers."""
         num_answers = 0
-        name = f"{source.name}{suffixes[place]}"
-        video = None if out is None else AnnotatedVideo(out / f"{name}.webm")
+        video = None if self.out is None else AnnotatedVideo(self.out / f"{name}.webm")
         try:
-            rows = None if out is None else ResultRows(out / name)
+            rows = None if self.out is None else ResultRows(self.out / name)
             for clip, result in answer(
-                client,
+                self.client,
                 source,
-                adapter,
-                heads[place],
-                reading,
+                self.adapter,
+                self.heads[place],
+                reader,
                 place,
-                max_latency_s=max_latency_s,
-                stop=stop,
-                say=heard,
+                max_latency_s=self.max_latency_s,
+                stop=self.stop,
+                say=self.print_line,
             ):
                 num_answers += result.answer is not None
                 if rows is not None and video is not None:
                     rows.add(result)
                     video.add(clip, result)
-                with lock:
-                    tell(result)
+                self.report_result(result)
         except VLoraError as error:
             # The other heads continue, of a camera for days. The end of the whole source is reported once, not for each
             # head.
-            if len(heads) > 1 and error is not reading.error:
-                heard(f"{name} ended: {error}")
+            if len(self.heads) > 1 and error is not reader.error:
+                self.print_line(f"{name} ended: {error}")
             raise
         finally:
-            reading.leave(place)
+            reader.leave(place)
             if video is not None:
                 video.close()
         return num_answers
-
-    def told(source: Source) -> dict[str, int]:
-        try:
-            return one(source)
-        except VLoraError as error:
-            if len(sources) > 1:
-                heard(f"{source.name} ended: {error}")
-            raise
-
-    with ThreadPoolExecutor(len(sources), thread_name_prefix="source") as threads:
-        futures = [threads.submit(told, source) for source in sources]
-    return {name: count for future in futures for name, count in future.result().items()}
 
 
 def _suffixes(heads: Sequence[str]) -> list[str]:
     """Suffix of each head in file names: empty with only one head."""
     if len(heads) == 1:
         return [""]
-    return [f".{name}" for name in told_apart([re.sub(r"[^\w-]+", "-", head) for head in heads])]
+    return [f".{name}" for name in unique_names([re.sub(r"[^\w-]+", "-", head) for head in heads])]
 
 
 class ResultRows:

@@ -56,7 +56,7 @@ def find_sources(addresses: Sequence[str]) -> list[Source]:
             found += _of_folder(Path(address))
         else:
             found.append(Source(Path(address).stem or "video", address, "file"))
-    names = told_apart([source.name for source in found])
+    names = unique_names([source.name for source in found])
     return [source._replace(name=name) for source, name in zip(found, names, strict=True)]
 
 
@@ -66,7 +66,7 @@ def _without_password(address: str) -> str:
     return re.sub(r"(?i)(?<=[?&])(pass\w*|pwd|token|secret|key|auth)=[^&]*&?", "", address).rstrip("?&")
 
 
-def told_apart(names: Sequence[str]) -> list[str]:
+def unique_names(names: Sequence[str]) -> list[str]:
     """The names, with a number appended to those used earlier in the list."""
     taken: dict[str, None] = {}
     for name in names:
@@ -116,7 +116,7 @@ def read_clips(
     while not stop.is_set():
         why = "the camera sends no more frames"
         try:
-            for place, chunk in _read_video(source, shapes, stop, shown, say if not any(indices) else _nothing):
+            for place, chunk in _read_video(source, shapes, stop, shown, say if not any(indices) else _ignore):
                 start_s = time.monotonic() - began - chunk.seconds if source.live else chunk.start_s
                 yield place, msgspec.structs.replace(chunk, index=indices[place], start_s=max(0.0, start_s))
                 indices[place], pause_s = indices[place] + 1, _FIRST_PAUSE_S
@@ -132,28 +132,28 @@ def read_clips(
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
-def _nothing(text: str) -> None: ...
+def _ignore(text: str) -> None: ...
 
 
 def _read_video(
     source: Source, shapes: Sequence[ClipShape], stop: threading.Event, shown: bool, say: Callable[[str], None]
 ) -> Iterator[tuple[int, Chunk]]:
-    told = f"cannot read video {_without_password(source.address)!r}"
-    _check_name(source.address, told)
+    message = f"cannot read video {_without_password(source.address)!r}"
+    _check_name(source.address, message)
     capture = cv2.VideoCapture(int(source.address) if source.address.isdecimal() else source.address)
     try:
         if not capture.isOpened():
-            raise BadImage(f"{told}: {_why_closed(source)}")
+            raise BadImage(f"{message}: {_why_closed(source)}")
         named = capture.get(cv2.CAP_PROP_FPS)
         rate = named if 0 < named < 1000 else None
-        possible = _possible(shapes, rate, source, told, say)
+        possible = _possible_shapes(shapes, rate, source, message, say)
         samplers = [Sampler(shape, rate or FALLBACK_FPS, shown) for shape in possible]
         num_clips = 0
         for index in itertools.count():
             if stop.is_set() or not capture.grab():
                 break
             wanting = [sampler for sampler in samplers if sampler.wants(index)]
-            frame = _retrieved(capture) if wanting else None
+            frame = _retrieve(capture) if wanting else None
             for place, sampler in enumerate(samplers):
                 if (chunk := sampler.add(index, frame)) is not None:
                     num_clips += 1
@@ -164,13 +164,13 @@ def _read_video(
                     num_clips += 1
                     yield place, chunk
             if num_clips == 0:
-                raise BadImage(f"{told}: it contains no frame that can be decoded")
+                raise BadImage(f"{message}: it contains no frame that can be decoded")
     finally:
         capture.release()
 
 
-def _possible(
-    shapes: Sequence[ClipShape], rate: float | None, source: Source, told: str, say: Callable[[str], None]
+def _possible_shapes(
+    shapes: Sequence[ClipShape], rate: float | None, source: Source, message: str, say: Callable[[str], None]
 ) -> list[ClipShape]:
     """The shapes, limited to the video's rate; `say` is called once for all of them.
 
@@ -181,20 +181,20 @@ def _possible(
         BadImage: a file has a lower rate.
     """
     highest = rate or FALLBACK_FPS
-    asked = max((shape.fps for shape in shapes if shape.fps is not None), default=0.0)
-    if asked <= highest:
+    wanted = max((shape.fps for shape in shapes if shape.fps is not None), default=0.0)
+    if wanted <= highest:
         return list(shapes)
     if rate is None:
-        said = f"the video has no frame rate; {highest:g} frames per second are assumed, less than {asked:g}"
+        warning = f"the video has no frame rate; {highest:g} frames per second are assumed, less than {wanted:g}"
     elif source.live:
-        said = f"the camera has {rate:g} frames per second, not {asked:g}; every frame is used"
+        warning = f"the camera has {rate:g} frames per second, not {wanted:g}; every frame is used"
     else:
-        raise BadImage(f"{told} at {asked:g} frames per second: it has {rate:g}; give a lower --fps")
-    say(f"{source.name}: {said}")
+        raise BadImage(f"{message} at {wanted:g} frames per second: it has {rate:g}; give a lower --fps")
+    say(f"{source.name}: {warning}")
     return [shape if shape.fps is None else shape._replace(fps=min(shape.fps, highest)) for shape in shapes]
 
 
-def _retrieved(capture: cv2.VideoCapture) -> Frame | None:
+def _retrieve(capture: cv2.VideoCapture) -> Frame | None:
     decoded, frame = capture.retrieve()
     return _frame(frame) if decoded else None
 
@@ -213,12 +213,12 @@ def _why_closed(source: Source) -> str:
     return "no such file or address"
 
 
-def _check_name(path: str, told: str) -> None:
+def _check_name(path: str, message: str) -> None:
     """Reject names that OpenCV would abort on because they are not text. Raises BadImage."""
     try:
         path.encode()
     except UnicodeEncodeError as error:
-        raise BadImage(f"{told}: its name is not UTF-8; rename it") from error
+        raise BadImage(f"{message}: its name is not UTF-8; rename it") from error
 
 
 def _read_pictures(

@@ -11,15 +11,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from atmm.batch_stats import Survey
+from atmm.batch_stats import BatchStats
 from atmm.cpu import library
 from atmm.cpu.table import Rows, hidden_places, lane_table
 from atmm.layers import Factors, Packed, Site, SiteGroup, check_reads, row_strides
 from atmm.segments import Lane
-from atmm.strategies.shared_shrink import GroupShares
+from atmm.strategies.shared_shrink import SharedShrink
 
 
-class Compiled(GroupShares):
+class Compiled(SharedShrink):
     """The share of a site is the hidden values of its lanes, in a buffer of the group. Requires `serves`."""
 
     adds_transposed = True
@@ -28,30 +28,30 @@ class Compiled(GroupShares):
 
     __slots__ = ("_expand", "_hidden", "_lanes", "_num_tokens", "_shrink", "_shrink_lanes", "_signs")
 
-    def __init__(self, survey: Survey) -> None:
-        super().__init__(survey)
-        layout = survey.layout
+    def __init__(self, stats: BatchStats) -> None:
+        super().__init__(stats)
+        layout = stats.layout
         kernels = library()
         assert kernels is not None, "the compiled kernels are not available"
         self._shrink, self._expand = kernels.shrink[layout.dtype], kernels.expand[layout.dtype]
-        self._num_tokens = survey.num_tokens
+        self._num_tokens = stats.num_tokens
         a_stride, bt_strides = row_strides(layout)
         size_of = layout.dtype.itemsize
         parts = [
             (index, lane, span)
-            for index in survey.live
-            for lane in survey.lanes
+            for index in stats.live
+            for lane in stats.lanes
             if (span := layout.spans[index].get(lane.key)) is not None and span.rank
         ]
         places, size = hidden_places((lane, span.rank) for _, lane, span in parts)
         shrunk: list[tuple[Lane, Rows, int]] = []
-        expanded: dict[int, list[tuple[Lane, Rows, int]]] = {index: [] for index in survey.live}
+        expanded: dict[int, list[tuple[Lane, Rows, int]]] = {index: [] for index in stats.live}
         for (index, lane, span), place in zip(parts, places, strict=True):
             row, bt_stride = layout.first_rows[index] + span.start, bt_strides[index]
             shrunk.append((lane, Rows(row * a_stride * size_of, a_stride, span.rank), place))
             expanded[index].append((lane, Rows(span.start * bt_stride * size_of, bt_stride, span.rank), place))
-        self._shrink_lanes = lane_table(shrunk, survey.start)
-        self._lanes = {index: lane_table(own, survey.start) for index, own in expanded.items()}
+        self._shrink_lanes = lane_table(shrunk, stats.start)
+        self._lanes = {index: lane_table(own, stats.start) for index, own in expanded.items()}
         self._signs = torch.tensor([lane.sign for _, lane, _ in parts], dtype=torch.float32)
         self._hidden = torch.empty(size, dtype=torch.float32)
 
@@ -106,10 +106,10 @@ class Scattered:
         """Add all sites of the group. y: [T, sum of d_out], the sites' outputs side by side."""
         self._add(y, x, group, group.sites)
 
-    def _add(self, y: Tensor, x: Tensor, whose: Site | SiteGroup, sites: Sequence[Site]) -> None:
-        tables = self._tables.get(whose)
+    def _add(self, y: Tensor, x: Tensor, owner: Site | SiteGroup, sites: Sequence[Site]) -> None:
+        tables = self._tables.get(owner)
         if tables is None or not all(map(operator.is_, self._factors_of(sites), tables.read)):
-            tables = self._tables_of(whose, sites, x)
+            tables = self._tables_of(owner, sites, x)
         if not tables.num_sites:
             return
         kernels = library()
@@ -126,7 +126,7 @@ class Scattered:
     def _factors_of(self, sites: Sequence[Site]) -> Iterator[Factors | None]:
         return itertools.chain.from_iterable(map(site.factors.get, self._keys) for site in sites)
 
-    def _tables_of(self, whose: Site | SiteGroup, sites: Sequence[Site], x: Tensor) -> _Tables:
+    def _tables_of(self, owner: Site | SiteGroup, sites: Sequence[Site], x: Tensor) -> _Tables:
         kept: list[array.array[int] | Factors] = []
         numbers: list[int] = []
         lasts = True
@@ -143,7 +143,7 @@ class Scattered:
         kept.append(table)
         made = _Tables(tuple(self._factors_of(sites)), table.buffer_info()[0], len(numbers) // 3, kept)
         if lasts:  # a copy would miss later writes to the factors
-            self._tables[whose] = made
+            self._tables[owner] = made
         return made
 
     def _addresses(self, site: Site, x: Tensor) -> tuple[list[int], list[Factors]]:

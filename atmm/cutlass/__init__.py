@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from atmm.cutlass.build import TYPES, place
+from atmm.cutlass.build import TYPES, library_path
 from atmm.cutlass.tiling import SPACE, Tile
 
 ARGUMENT_BYTES = 128  # per problem: the arguments of both products, in the layout of `problems.h`
@@ -31,7 +31,7 @@ _EXPAND = (_POINTER, _INT, _INT, _INT, _INT, _FLOAT, _POINTER)
 _log = logging.getLogger(__name__)
 
 
-class Launches(NamedTuple):
+class TileKernels(NamedTuple):
     """One tile's two products in one type. `tile.cu` documents their arguments; they return 0 on success."""
 
     tile: Tile
@@ -45,12 +45,12 @@ class Library:
     def __init__(self, file: Path) -> None:
         loaded = ctypes.CDLL(str(file))
         self.point = _function(loaded, "atmm_grouped_point", _POINT)
-        self.launches: dict[tuple[torch.dtype, str], Launches] = {}
+        self.tiles: dict[tuple[torch.dtype, str], TileKernels] = {}
         for name in TYPES:
             for tile in SPACE:
                 blocks = getattr(loaded, f"atmm_grouped_blocks_{name}_{tile.symbol}", None)
                 if blocks is not None and blocks() > 0:
-                    self.launches[getattr(torch, name), tile.name] = Launches(
+                    self.tiles[getattr(torch, name), tile.name] = TileKernels(
                         tile,
                         _function(loaded, f"atmm_grouped_shrink_{name}_{tile.symbol}", _SHRINK),
                         _function(loaded, f"atmm_grouped_expand_{name}_{tile.symbol}", _EXPAND),
@@ -67,7 +67,7 @@ def _function(loaded: ctypes.CDLL, name: str, arguments: tuple[type, ...]) -> Ca
 def library() -> Library | None:
     """The library built for this GPU; None without one, which is logged once."""
     try:
-        file = place()
+        file = library_path()
         if not file.exists():
             _log.warning("grouped products are disabled: not built; run `vlora tune --build-cutlass` to build them")
             return None
@@ -75,7 +75,7 @@ def library() -> Library | None:
     except (OSError, AttributeError) as error:
         _log.warning("grouped products are disabled: %s", error)
         return None
-    if not found.launches:
+    if not found.tiles:
         _log.warning(
             "grouped products are disabled: %s has no kernels for this GPU; run `vlora tune --build-cutlass` again",
             file,

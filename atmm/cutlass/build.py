@@ -24,14 +24,14 @@ _FLAGS = ("-std=c++17", "-O3", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC"
 _TIMEOUT_S = 1800
 
 
-class Tools(NamedTuple):
-    """nvcc: the compiler. headers: CUTLASS's include folder."""
+class Toolchain(NamedTuple):
+    """The required tools. nvcc: the compiler. headers: CUTLASS's include folder."""
 
     nvcc: Path
     headers: Path
 
 
-class Made(NamedTuple):
+class BuiltTile(NamedTuple):
     """One tile's compiled products. registers: maximum per thread over its kernels. fault: the reason to reject it."""
 
     tile: Tile
@@ -41,9 +41,9 @@ class Made(NamedTuple):
     fault: str | None
 
 
-def tools() -> Tools:
+def find_toolchain() -> Toolchain:
     """The installed tools. Raises FileNotFoundError if one is missing."""
-    return Tools(_nvcc(), _headers())
+    return Toolchain(_nvcc(), _headers())
 
 
 def _nvcc() -> Path:
@@ -73,7 +73,7 @@ def _headers() -> Path:
     return folder
 
 
-def place() -> Path:
+def library_path() -> Path:
     """The library's file, which may not exist. Its name is a digest of sources, flags and tiles."""
     digest = hashlib.sha256(repr((_FLAGS, SPACE)).encode())
     for name in _SOURCES:
@@ -81,7 +81,7 @@ def place() -> Path:
     return cache.folder() / f"atmm-grouped-{digest.hexdigest()[:16]}.so"
 
 
-def compile_problems(tools: Tools, capabilities: Sequence[int], folder: Path) -> Path:
+def compile_problems(tools: Toolchain, capabilities: Sequence[int], folder: Path) -> Path:
     """The object of `problems.cu`. Raises subprocess.SubprocessError, and OSError if nvcc cannot be run."""
     made = folder / "problems.o"
     _run(tools.nvcc, *_FLAGS, *_targets(capabilities), "-c", _HERE / "problems.cu", "-o", made)
@@ -89,8 +89,8 @@ def compile_problems(tools: Tools, capabilities: Sequence[int], folder: Path) ->
 
 
 def compile_tiles(
-    tools: Tools, capabilities: Sequence[int], folder: Path, tiles: Sequence[Tile] = SPACE
-) -> Iterator[Made]:
+    tools: Toolchain, capabilities: Sequence[int], folder: Path, tiles: Sequence[Tile] = SPACE
+) -> Iterator[BuiltTile]:
     """Compile the tiles in parallel, one per core of this process, and yield each when it is done."""
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         jobs = [pool.submit(_compile, tile, tools, capabilities, folder) for tile in tiles]
@@ -101,7 +101,7 @@ def compile_tiles(
             pool.shutdown(cancel_futures=True)
 
 
-def _compile(tile: Tile, tools: Tools, capabilities: Sequence[int], folder: Path) -> Made:
+def _compile(tile: Tile, tools: Toolchain, capabilities: Sequence[int], folder: Path) -> BuiltTile:
     made = folder / f"{tile.symbol}.o"
     sizes = (
         f"-DTILE={tile.symbol}", f"-DTM={tile.block_m}", f"-DTN={tile.block_n}", f"-DTK={tile.block_k}",
@@ -109,22 +109,22 @@ def _compile(tile: Tile, tools: Tools, capabilities: Sequence[int], folder: Path
     )  # fmt: skip
     options: list[str | Path] = [*_FLAGS, *_targets(capabilities), *sizes, "-I", tools.headers]
     try:
-        told = _run(tools.nvcc, *options, "-c", _HERE / "tile.cu", "-o", made)
+        report = _run(tools.nvcc, *options, "-c", _HERE / "tile.cu", "-o", made)
     except subprocess.CalledProcessError as problem:
         errors = [line for line in problem.stderr.splitlines() if "error" in line]
-        return Made(tile, made, 0, 0, f"does not compile: {(errors or [reason(problem)])[0]}")
-    registers, spilled = resources(told)
-    return Made(tile, made, registers, spilled, f"{spilled} bytes spilled" if spilled else None)
+        return BuiltTile(tile, made, 0, 0, f"does not compile: {(errors or [reason(problem)])[0]}")
+    registers, spilled = resources(report)
+    return BuiltTile(tile, made, registers, spilled, f"{spilled} bytes spilled" if spilled else None)
 
 
-def resources(told: str) -> tuple[int, int]:
+def resources(report: str) -> tuple[int, int]:
     """The maximum registers per thread and the total spilled bytes, from the `ptxas -v` output of several kernels."""
-    registers = [int(count) for count in re.findall(r"Used (\d+) registers", told)]
-    spilled = [int(count) for count in re.findall(r"(\d+) bytes spill (?:stores|loads)", told)]
+    registers = [int(count) for count in re.findall(r"Used (\d+) registers", report)]
+    spilled = [int(count) for count in re.findall(r"(\d+) bytes spill (?:stores|loads)", report)]
     return max(registers, default=0), sum(spilled)
 
 
-def link(tools: Tools, objects: Sequence[Path], library: Path) -> None:
+def link(tools: Toolchain, objects: Sequence[Path], library: Path) -> None:
     """Link the library and move it into place atomically. Raises as `compile_problems`."""
     fresh = objects[0].with_name(library.name)
     # The CUDA packages install the runtime in lib, which their nvcc does not search.

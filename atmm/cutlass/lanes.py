@@ -8,20 +8,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from atmm.batch_stats import Survey
+from atmm.batch_stats import BatchStats
 from atmm.cutlass import ARGUMENT_BYTES, library
 from atmm.cutlass.plan import ALIGNMENT, legal, problems_of
 from atmm.layers import Packed, Site, SiteGroup
-from atmm.strategies.shared_shrink import GroupShares
+from atmm.strategies.shared_shrink import SharedShrink
 
 
-def serves(survey: Survey, name: str) -> bool:
-    """Whether the tile with this name is built for this GPU and can compute this survey."""
-    layout = survey.layout
-    if layout.device.type != "cuda" or not legal(survey):
+def serves(stats: BatchStats, name: str) -> bool:
+    """Whether the tile with this name is built for this GPU and can compute this plan."""
+    layout = stats.layout
+    if layout.device.type != "cuda" or not legal(stats):
         return False
     kernels = library()
-    return kernels is not None and (layout.dtype, name) in kernels.launches
+    return kernels is not None and (layout.dtype, name) in kernels.tiles
 
 
 class _Launch(NamedTuple):
@@ -33,7 +33,7 @@ class _Launch(NamedTuple):
     sign: float
 
 
-class Grouped(GroupShares):
+class Grouped(SharedShrink):
     """The share of a site is the hidden values of all lanes of the group, lane after lane. Requires `serves`.
 
     A group takes three launches: fill in the addresses of the layer's tensors, shrink, expand. Every further round adds
@@ -48,15 +48,15 @@ class Grouped(GroupShares):
         "_problems", "_shrink", "_shrink_tiles",
     )  # fmt: skip
 
-    def __init__(self, survey: Survey, name: str) -> None:
-        super().__init__(survey)
-        kernels, layout = library(), survey.layout
+    def __init__(self, stats: BatchStats, name: str) -> None:
+        super().__init__(stats)
+        kernels, layout = library(), stats.layout
         assert kernels is not None, "the grouped products are not available"
         self._point = kernels.point
-        tile, self._shrink, self._expand = kernels.launches[layout.dtype, name]
-        found = problems_of(survey)
+        tile, self._shrink, self._expand = kernels.tiles[layout.dtype, name]
+        found = problems_of(stats)
         self._columns = tuple(sum(layout.d_outs[:site]) for site in range(len(layout.d_outs)))
-        self._by_site: dict[int, list[_Launch]] = {site: [] for site in survey.live}
+        self._by_site: dict[int, list[_Launch]] = {site: [] for site in stats.live}
         self._all: list[_Launch] = []
         for sign, by_site in found.rounds:
             launches = []

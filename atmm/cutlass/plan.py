@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from atmm.batch_stats import Survey
+from atmm.batch_stats import BatchStats
 from atmm.layers import bt_starts
 from atmm.segments import Lane
 
@@ -15,8 +15,9 @@ ALIGNMENT = 8  # elements of a 128-bit access: sizes, strides and starts are mul
 class Problem(NamedTuple):
     """One lane at one site, in elements; same fields in the same order as `Problem` in `problems.h`.
 
-    token: first token, counted from the survey's start. a, bt: offsets of its rows from the start of the packed A.
-    column: first column in the group's outputs side by side. hidden: offset of its hidden values [num_tokens, rank].
+    token: first token, counted from the start of the plan's range. a, bt: offsets of its rows from the start of the
+    packed A. column: first column in the group's outputs side by side. hidden: offset of its hidden values [num_tokens,
+    rank].
     """
 
     token: int
@@ -47,25 +48,25 @@ class Problems(NamedTuple):
     num_hidden: int
 
 
-def legal(survey: Survey) -> bool:
-    """Whether the products support the survey: 16-bit values, and sizes and offsets that are multiples of 128 bits."""
-    layout = survey.layout
+def legal(stats: BatchStats) -> bool:
+    """Whether the products support the plan: 16-bit values, and sizes and offsets that are multiples of 128 bits."""
+    layout = stats.layout
     if layout.dtype.itemsize != 2:
         return False
-    ranks = {run.rank for site in survey.runs for run in site}
+    ranks = {run.rank for site in stats.runs for run in site}
     return all(size % ALIGNMENT == 0 for size in (layout.d_in, *layout.d_outs, *ranks))
 
 
-def problems_of(survey: Survey) -> Problems:
-    """The problems of a legal survey."""
-    layout = survey.layout
+def problems_of(stats: BatchStats) -> Problems:
+    """The problems of a legal plan."""
+    layout = stats.layout
     starts = bt_starts(layout)
     problems: list[Problem] = []
     rounds = []
     num_hidden = 0
-    for sign, lanes in _apart(survey.lanes):
+    for sign, lanes in _apart(stats.lanes):
         by_site = {}
-        for site in survey.live:
+        for site in stats.live:
             first = len(problems)
             for key, start, stop, _ in lanes:
                 span = layout.spans[site].get(key)
@@ -73,7 +74,7 @@ def problems_of(survey: Survey) -> Problems:
                     continue
                 problems.append(
                     Problem(
-                        token=start - survey.start,
+                        token=start - stats.start,
                         num_tokens=stop - start,
                         rank=span.rank,
                         d_out=layout.d_outs[site],

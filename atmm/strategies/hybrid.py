@@ -17,7 +17,7 @@ from atmm.strategies.loop import Loop
 SHORT = 8
 
 
-class Divided:
+class Hybrid:
     """Short lanes by one call of the compiled kernels, long lanes by two products each.
 
     The kernels pass over every token between the first and the last short lane, so sort batches by lane length.

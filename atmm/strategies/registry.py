@@ -30,15 +30,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from atmm.batch_stats import Survey
+from atmm.batch_stats import BatchStats
 from atmm.cpu.lanes import Compiled, serves
 from atmm.cutlass import lanes as grouped
 from atmm.layers import Packed, Site
 from atmm.processor import prefers_weight_left
 from atmm.segments import Strategy
-from atmm.strategies.hybrid import Divided
+from atmm.strategies.hybrid import Hybrid
 from atmm.strategies.loop import Loop
-from atmm.strategies.shared_shrink import GroupShares
+from atmm.strategies.shared_shrink import SharedShrink
 
 
 class Batched:
@@ -48,9 +48,9 @@ class Batched:
     add_all = None
     refill = None
 
-    def __init__(self, survey: Survey) -> None:
-        self._first_rows = survey.layout.first_rows
-        self._runs = survey.runs
+    def __init__(self, stats: BatchStats) -> None:
+        self._first_rows = stats.layout.first_rows
+        self._runs = stats.runs
 
     def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None:
         assert packed is not None
@@ -80,7 +80,7 @@ def comes_transposed(x: Tensor) -> bool:
     return x.shape[0] > 1 and prefers_weight_left(x.shape[0], x.dtype, x.device)
 
 
-class Stacked(GroupShares):
+class Stacked(SharedShrink):
     """The share of a site is its columns of the masked shrink."""
 
     adds_transposed = True
@@ -89,20 +89,20 @@ class Stacked(GroupShares):
 
     __slots__ = ("_alpha", "_bits", "_columns", "_keep", "_signs", "_thin")
 
-    def __init__(self, survey: Survey) -> None:
-        super().__init__(survey)
-        layout = survey.layout
+    def __init__(self, stats: BatchStats) -> None:
+        super().__init__(stats)
+        layout = stats.layout
         self._columns = [
-            (index, layout.first_rows[index], layout.first_rows[index] + layout.widths[index]) for index in survey.live
+            (index, layout.first_rows[index], layout.first_rows[index] + layout.widths[index]) for index in stats.live
         ]
-        signs, distinct = _signs(survey)
+        signs, distinct = _signs(stats)
         kept = signs != 0
         self._alpha = distinct[0] if len(distinct) == 1 else 1.0
         self._bits = _BITS[layout.dtype.itemsize]
         self._keep = None if kept.all() else kept.to(self._bits).neg_().to(layout.device)
         # The shrink has the factors on the left under the same condition as the layers. Its result is then transposed,
         # as the expand requires.
-        self._thin = prefers_weight_left(survey.num_tokens, layout.dtype, layout.device)
+        self._thin = prefers_weight_left(stats.num_tokens, layout.dtype, layout.device)
         if self._thin and self._keep is not None:
             self._keep = self._keep.t().contiguous().t()
         self._signs = signs.to(layout.device, layout.dtype) if len(distinct) > 1 else None
@@ -137,23 +137,23 @@ class Stacked(GroupShares):
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _signs(survey: Survey) -> tuple[Tensor, list[float]]:
-    """Signs [tokens of the survey, rows of the layout], and the distinct nonzero signs.
+def _signs(stats: BatchStats) -> tuple[Tensor, list[float]]:
+    """Signs [tokens of the range, rows of the layout], and the distinct nonzero signs.
 
     A sign is the sum over the lanes of that token and adapter; 0 if there is none.
     """
-    keys = {key: place for place, key in enumerate(survey.keys)}
-    by_key = torch.zeros(survey.num_tokens, len(keys) + 1)  # last column: packed adapters without a lane
-    for key, start, stop, sign in survey.lanes:
-        by_key[start - survey.start : stop - survey.start, keys[key]] += sign
+    keys = {key: place for place, key in enumerate(stats.keys)}
+    by_key = torch.zeros(stats.num_tokens, len(keys) + 1)  # last column: packed adapters without a lane
+    for key, start, stop, sign in stats.lanes:
+        by_key[start - stats.start : stop - stats.start, keys[key]] += sign
     columns: list[int] = []
-    for site in survey.layout.spans:
+    for site in stats.layout.spans:
         for key, _, rank in site.values():
             columns += [keys.get(key, -1)] * rank
     return by_key[:, columns], by_key[by_key != 0].unique().tolist()
 
 
-class Gathered(GroupShares):
+class Gathered(SharedShrink):
     """The share of a site is the shrink's values for each token's own adapters."""
 
     adds_transposed = True
@@ -162,19 +162,19 @@ class Gathered(GroupShares):
 
     __slots__ = ("_alpha", "_bags", "_num_columns", "_own", "_parts", "_signs")
 
-    def __init__(self, survey: Survey) -> None:
-        super().__init__(survey)
-        layout = survey.layout
+    def __init__(self, stats: BatchStats) -> None:
+        super().__init__(stats)
+        layout = stats.layout
         # The shrink is computed as `a x^T` with at least two columns, because oneDNN reads both faster.
-        self._num_columns = columns = max(2, survey.num_tokens)
+        self._num_columns = columns = max(2, stats.num_tokens)
         own: list[Tensor] = []  # indices into the shrink [rows of the group, columns], by site, token, lane, rank
         signs: list[Tensor] = []
         self._parts = []
         # By site: rows of its Bt, and the offset of each token's first row.
         self._bags: dict[int, tuple[Tensor, Tensor]] = {}
         first = 0
-        for index in survey.live:
-            tokens, rows, site_signs, offsets = _weighed_rows(survey, index)
+        for index in stats.live:
+            tokens, rows, site_signs, offsets = _weighed_rows(stats, index)
             own.append((rows + layout.first_rows[index]) * columns + tokens)
             signs.append(site_signs)
             self._parts.append((index, slice(first, first + len(rows))))
@@ -211,13 +211,13 @@ class Gathered(GroupShares):
 _SUM = 0  # mode of torch.embedding_bag
 
 
-def _weighed_rows(survey: Survey, site: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _weighed_rows(stats: BatchStats, site: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The rows of a site's Bt that each token uses, ordered by token and lane: token, row and sign of each entry, and
     the offset of each token's first entry."""
-    spans = survey.layout.spans[site]
+    spans = stats.layout.spans[site]
     lanes = [
-        (start - survey.start, stop - start, span.start, span.rank, int(sign))
-        for key, start, stop, sign in survey.lanes
+        (start - stats.start, stop - start, span.start, span.rank, int(sign))
+        for key, start, stop, sign in stats.lanes
         if (span := spans.get(key)) is not None
     ]
     starts, lengths, first_rows, ranks, signs = torch.tensor(lanes, dtype=torch.int64).reshape(len(lanes), 5).unbind(1)
@@ -227,35 +227,35 @@ def _weighed_rows(survey: Survey, site: int) -> tuple[Tensor, Tensor, Tensor, Te
     lane, token = lane[in_order], token[in_order]
     place, row = _counted(ranks[lane])
     lane, own = lane[place], token[place]
-    offsets = torch.bincount(own, minlength=survey.num_tokens).cumsum(0)
+    offsets = torch.bincount(own, minlength=stats.num_tokens).cumsum(0)
     return own, row + first_rows[lane], signs[lane], torch.cat([offsets.new_zeros(1), offsets[:-1]])
 
 
 def _counted(counts: Tensor) -> tuple[Tensor, Tensor]:
     """Ranges 0 to counts[0], 0 to counts[1], ..., concatenated: the index of each entry's range, and its value."""
-    whose = torch.repeat_interleave(counts)
-    return whose, torch.arange(len(whose)) - (counts.cumsum(0) - counts)[whose]
+    owner = torch.repeat_interleave(counts)
+    return owner, torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
 
 
-def _compiled(survey: Survey) -> Strategy:
+def _compiled(stats: BatchStats) -> Strategy:
     """The compiled kernels, or the torch fallback without them, so that a table with this name works everywhere."""
-    return Compiled(survey) if serves(survey.layout.device, survey.layout.dtype) else Gathered(survey)
+    return Compiled(stats) if serves(stats.layout.device, stats.layout.dtype) else Gathered(stats)
 
 
-def _divided(survey: Survey) -> Strategy:
+def _divided(stats: BatchStats) -> Strategy:
     """As `_compiled`: without the kernels, every lane is computed as a long lane."""
-    serving = serves(survey.layout.device, survey.layout.dtype)
-    return Divided(survey.lanes) if serving else Loop(survey.lanes)
+    serving = serves(stats.layout.device, stats.layout.dtype)
+    return Hybrid(stats.lanes) if serving else Loop(stats.lanes)
 
 
-def _tiled(survey: Survey, name: str = "tiled") -> Strategy:
+def _tiled(stats: BatchStats, name: str = "tiled") -> Strategy:
     """The Triton kernels, or the most similar strategy where Triton cannot run."""
-    if survey.layout.device.type == "cuda" or triton_interprets():
+    if stats.layout.device.type == "cuda" or triton_interprets():
         from atmm.triton import lanes
         from atmm.triton.tiling import Tiling
 
-        return lanes.prepare(survey, None if name == "tiled" else Tiling.named(name))
-    return Batched(survey)
+        return lanes.prepare(stats, None if name == "tiled" else Tiling.named(name))
+    return Batched(stats)
 
 
 def triton_interprets() -> bool:
@@ -263,8 +263,8 @@ def triton_interprets() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-STRATEGIES: dict[str, Callable[[Survey], Strategy]] = {
-    "loop": lambda survey: Loop(survey.lanes),
+STRATEGIES: dict[str, Callable[[BatchStats], Strategy]] = {
+    "loop": lambda stats: Loop(stats.lanes),
     "batched": Batched,
     "stacked": Stacked,
     "gathered": Gathered,
@@ -283,14 +283,14 @@ def known(name: str) -> bool:
     return name in STRATEGIES or name.startswith(("tiled ", "grouped "))
 
 
-def served(name: str, survey: Survey) -> str:
-    """The name itself, or "tiled" for grouped products that are not built or cannot compute this survey."""
-    return "tiled" if name.startswith("grouped ") and not grouped.serves(survey, name) else name
+def served(name: str, stats: BatchStats) -> str:
+    """The name itself, or "tiled" for grouped products that are not built or cannot compute this plan."""
+    return "tiled" if name.startswith("grouped ") and not grouped.serves(stats, name) else name
 
 
-def prepare(name: str, survey: Survey) -> Strategy:
-    """The strategy with a known name, prepared for a survey."""
-    name = served(name, survey)
+def prepare(name: str, stats: BatchStats) -> Strategy:
+    """The strategy with a known name, prepared for a plan."""
+    name = served(name, stats)
     if name.startswith("grouped "):
-        return grouped.Grouped(survey, name)
-    return _tiled(survey, name) if name.startswith("tiled ") else STRATEGIES[name](survey)
+        return grouped.Grouped(stats, name)
+    return _tiled(stats, name) if name.startswith("tiled ") else STRATEGIES[name](stats)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from atmm.batch_stats import Survey
+from atmm.batch_stats import BatchStats
 from atmm.layers import Packed
 
 
-class HeldInput:
+class CachedInput:
     """The input of a cached result. The reference prevents torch from reusing its memory for another tensor.
 
     Callers pass a new view at every call. It is compared by memory, shape and strides and, where torch counts writes,
@@ -21,33 +21,33 @@ class HeldInput:
         self._x: Tensor | None = None
         self._version: int | None = None
 
-    def take(self, x: Tensor) -> None:
+    def set(self, x: Tensor) -> None:
         self._x = x
         self._version = None if x.is_inference() else x._version
 
-    def drop(self) -> None:
+    def clear(self) -> None:
         self._x = None
 
-    def is_same(self, x: Tensor) -> bool:
+    def matches(self, x: Tensor) -> bool:
         held = self._x
         return held is not None and x.is_set_to(held) and (self._version is None or self._version == x._version)
 
 
-class GroupShares:
+class SharedShrink:
     """Base of strategies with a group-wide shrink: the first site called computes the shares of all sites.
 
     The shares are valid for one packed copy and one input, and each share is used once.
     """
 
-    __slots__ = ("_held", "_live", "_lone", "_packed", "_part", "_shares")
+    __slots__ = ("_cached_input", "_live", "_lone", "_packed", "_part", "_shares")
 
-    def __init__(self, survey: Survey) -> None:
-        self._part = survey.part
-        self._live = survey.live
-        self._lone = len(survey.layout.widths) == 1
+    def __init__(self, stats: BatchStats) -> None:
+        self._part = stats.part
+        self._live = stats.live
+        self._lone = len(stats.layout.widths) == 1
         self._shares: dict[int, Tensor] = {}  # by site, for the sites not called yet
         self._packed: Packed | None = None
-        self._held = HeldInput()
+        self._cached_input = CachedInput()
 
     def _share(self, x: Tensor, index: int, packed: Packed) -> Tensor | None:
         """The site's share, from which it adds its deltas; None if no lane's adapter targets the site."""
@@ -56,14 +56,14 @@ class GroupShares:
         if index not in self._live:
             return None
         share = self._shares.pop(index, None)
-        if share is None or packed is not self._packed or not self._held.is_same(x):
+        if share is None or packed is not self._packed or not self._cached_input.matches(x):
             self._shares = self._compute(x, packed)
             self._packed = packed
-            self._held.take(x)
+            self._cached_input.set(x)
             share = self._shares.pop(index)
         if not self._shares:
             self._packed = None
-            self._held.drop()
+            self._cached_input.clear()
         return share
 
     def _compute(self, x: Tensor, packed: Packed) -> dict[int, Tensor]:

@@ -9,32 +9,32 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from atmm.batch_stats import Survey
+from atmm.batch_stats import BatchStats
 from atmm.layers import ROW_ALIGNMENT, Layout, Packed, Site, SiteGroup
 from atmm.segments import SegmentPlan
-from atmm.strategies.shared_shrink import GroupShares
+from atmm.strategies.shared_shrink import SharedShrink
 from atmm.triton.handles import Handle, handle
-from atmm.triton.plan import Tiles, cut
+from atmm.triton.plan import Tiles, split_lanes
 from atmm.triton.tiling import Tiling, block_r, merge_blocks, usual
 
 # float32 products stay in float32: TF32 on tensor cores would change answers.
 _PRECISION = "ieee"
 
 
-def prepare(survey: Survey, tiling: Tiling | None = None) -> Tiled | SingleLaunch:
+def prepare(stats: BatchStats, tiling: Tiling | None = None) -> Tiled | SingleLaunch:
     """The strategy for a tiling; None uses the default tiling for the shape."""
-    layout = survey.layout
+    layout = stats.layout
     highest = max((span.rank for site in layout.spans for span in site.values()), default=1)
     rows = block_r(highest)
     rank_blocks = -(-highest // rows)
     if tiling is None:
-        longest = max((lane.stop - lane.start for lane in survey.lanes), default=1)
-        num_tiles = sum(-(-(lane.stop - lane.start) // 64) for lane in survey.lanes) * len(survey.live)
+        longest = max((lane.stop - lane.start for lane in stats.lanes), default=1)
+        num_tiles = sum(-(-(lane.stop - lane.start) // 64) for lane in stats.lanes) * len(stats.live)
         tiling = usual(layout.dtype.itemsize, layout.d_in, longest, num_tiles * rank_blocks)
-    return (Tiled if tiling.split_k else SingleLaunch)(survey, tiling, rows, rank_blocks * rows)
+    return (Tiled if tiling.split_k else SingleLaunch)(stats, tiling, rows, rank_blocks * rows)
 
 
-class Tiled(GroupShares):
+class Tiled(SharedShrink):
     """The share of a site is the hidden values of all lanes of the group, float32 [planes, rows, width].
 
     block_r: rows of a factor multiplied at a time. max_rank: upper bound of the ranks; a multiple of block_r.
@@ -44,10 +44,10 @@ class Tiled(GroupShares):
 
     __slots__ = ("_block_m", "_expand_tiles", "_hidden", "_kernel", "_shrink_programs", "_shrink_table")
 
-    def __init__(self, survey: Survey, tiling: Tiling, block_r: int, max_rank: int) -> None:
-        super().__init__(survey)
-        layout = survey.layout
-        tiles = cut(survey, tiling.block_m)
+    def __init__(self, stats: BatchStats, tiling: Tiling, block_r: int, max_rank: int) -> None:
+        super().__init__(stats)
+        layout = stats.layout
+        tiles = split_lanes(stats, tiling.block_m)
         self._block_m = tiling.block_m
         flat = _flat([tiles.shrink, *tiles.expand.values()]).to(layout.device, non_blocking=True)
         self._shrink_table = flat
@@ -84,7 +84,7 @@ class Tiled(GroupShares):
 
     def refill(self, plan: SegmentPlan, layout: Layout) -> None:
         """Write the current lanes into the tables that were sized for the plan's room."""
-        tiles = cut(Survey(plan, layout), self._block_m)
+        tiles = split_lanes(BatchStats(plan, layout), self._block_m)
         self._shrink_table.copy_(_flat([tiles.shrink, *tiles.expand.values()]), non_blocking=True)
 
     def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None:
@@ -126,10 +126,10 @@ class SingleLaunch:
 
     __slots__ = ("_block_m", "_expand_tiles", "_live", "_part", "_table")
 
-    def __init__(self, survey: Survey, tiling: Tiling, block_r: int, max_rank: int) -> None:
-        self._part, self._live = survey.part, survey.live
-        layout = survey.layout
-        tiles = cut(survey, tiling.block_m)
+    def __init__(self, stats: BatchStats, tiling: Tiling, block_r: int, max_rank: int) -> None:
+        self._part, self._live = stats.part, stats.live
+        layout = stats.layout
+        tiles = split_lanes(stats, tiling.block_m)
         self._block_m = tiling.block_m
         self._table = _flat(list(tiles.expand.values())).to(layout.device, non_blocking=True)
 
@@ -152,7 +152,7 @@ class SingleLaunch:
 
     def refill(self, plan: SegmentPlan, layout: Layout) -> None:
         """Write the current lanes into the tables that were sized for the plan's room."""
-        tiles = cut(Survey(plan, layout), self._block_m)
+        tiles = split_lanes(BatchStats(plan, layout), self._block_m)
         self._table.copy_(_flat(list(tiles.expand.values())), non_blocking=True)
 
     def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None:

@@ -126,9 +126,9 @@ _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 def _resources(cubin: bytes) -> tuple[int, int]:
     """Registers per thread, and stack bytes."""
-    told = re.search(r"REG:(\d+) STACK:(\d+)", _run("cuobjdump", "--dump-resource-usage", cubin))
-    assert told is not None, "cuobjdump printed no resource usage"
-    return int(told[1]), int(told[2])
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", _run("cuobjdump", "--dump-resource-usage", cubin))
+    assert usage is not None, "cuobjdump printed no resource usage"
+    return int(usage[1]), int(usage[2])
 
 
 def _disassembled(cubin: bytes) -> str:

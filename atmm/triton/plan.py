@@ -6,13 +6,13 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from atmm.batch_stats import Survey
+from atmm.batch_stats import BatchStats
 from atmm.layers import ROW_ALIGNMENT, TENSOR_ALIGNMENT, bt_starts, row_strides
 from atmm.segments import MOST_WITH_ROOM
 
 
 class Tiles(NamedTuple):
-    """The tile tables of a survey.
+    """The tile tables of a plan.
 
     shrink: [first token, tokens, first row of A, rank, first hidden row] per tile, over all sites of the group.
 
@@ -23,7 +23,7 @@ class Tiles(NamedTuple):
 
     parts: maximum number of lanes per token. num_rows: number of hidden rows.
 
-    For a survey with room, all sizes are the maximum for any lanes, and tiles of zeros pad the tables.
+    For a plan with room, all sizes are the maximum for any lanes, and tiles of zeros pad the tables.
     """
 
     shrink: list[tuple[int, ...]]
@@ -42,28 +42,28 @@ class _Part(NamedTuple):
     sign: int
 
 
-def cut(survey: Survey, block: int) -> Tiles:
-    """Split the lanes into tiles of at most `block` tokens. Tokens are counted from the survey's start."""
+def split_lanes(stats: BatchStats, block: int) -> Tiles:
+    """Split the lanes into tiles of at most `block` tokens. Tokens are counted from the range's start."""
     shrink: list[tuple[int, ...]] = []
     parts_of: dict[int, list[_Part]] = {}
     num_rows = 0
-    for site in survey.live:
+    for site in stats.live:
         parts_of[site] = []
-        for key, start, stop, sign in survey.lanes:
-            span = survey.layout.spans[site].get(key)
+        for key, start, stop, sign in stats.lanes:
+            span = stats.layout.spans[site].get(key)
             if span is None or not span.rank:
                 continue
-            first, last = start - survey.start, stop - survey.start
-            a_row = survey.layout.first_rows[site] + span.start
+            first, last = start - stats.start, stop - stats.start
+            a_row = stats.layout.first_rows[site] + span.start
             parts_of[site].append(_Part(first, last, a_row, span.start, span.rank, num_rows, int(sign)))
             for token in range(first, last, block):
                 shrink.append((token, min(block, last - token), a_row, span.rank, num_rows + token - first))
             num_rows += last - first
     pieces = {site: _pieces(parts) for site, parts in parts_of.items()}
     most = max((len(parts) for own in pieces.values() for _, _, parts in own), default=1)
-    if survey.room is not None:
+    if stats.room is not None:
         most = MOST_WITH_ROOM
-    layout = survey.layout
+    layout = stats.layout
     starts, (_, lengths) = bt_starts(layout), row_strides(layout)
     expand = {
         site: [
@@ -81,13 +81,13 @@ def cut(survey: Survey, block: int) -> Tiles:
         ]
         for site, own in pieces.items()
     }
-    if survey.room is not None:
-        num_tokens, num_sites = survey.num_tokens, len(survey.live)
+    if stats.room is not None:
+        num_tokens, num_sites = stats.num_tokens, len(stats.live)
         own = MOST_WITH_ROOM * num_tokens
         # The last tile of a lane may be short, and so may the tile before each boundary of a lane.
-        _fill(shrink, num_sites * min(own, own // block + survey.room), 5)
+        _fill(shrink, num_sites * min(own, own // block + stats.room), 5)
         for tiles in expand.values():
-            _fill(tiles, min(num_tokens, num_tokens // block + 2 * survey.room), 6 + 5 * MOST_WITH_ROOM)
+            _fill(tiles, min(num_tokens, num_tokens // block + 2 * stats.room), 6 + 5 * MOST_WITH_ROOM)
         num_rows = num_sites * own
     return Tiles(shrink, expand, most, num_rows)
 

@@ -98,8 +98,8 @@ def sensible(itemsize: int, d_in: int, longest: int, num_tokens: int) -> Iterato
     for tiling in space(itemsize):
         empty = tiling.block_m > 16 and tiling.block_m >= 2 * longest
         slivers = tiling.split_k > 1 and (tiling.split_k * tiling.block_k * 2 > d_in or num_tokens > 1024)
-        anew = tiling.split_k == 0 and num_tokens > 64
-        if not empty and not slivers and not anew:
+        wasteful = tiling.split_k == 0 and num_tokens > 64
+        if not empty and not slivers and not wasteful:
             yield tiling
 
 

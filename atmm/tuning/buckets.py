@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from atmm.batch_stats import Survey
+from atmm.batch_stats import BatchStats
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 DEVICE_TYPES = ("cpu", "cuda")
@@ -39,16 +39,16 @@ class Bucket(NamedTuple):
     device_type: str
 
     @classmethod
-    def of(cls, survey: Survey) -> Bucket:
-        layout = survey.layout
-        ranks = [run.rank for site in survey.runs for run in site for _ in range(run.num_lanes)]
-        if len(survey.lanes) == 1:
+    def of(cls, stats: BatchStats) -> Bucket:
+        layout = stats.layout
+        ranks = [run.rank for site in stats.runs for run in site for _ in range(run.num_lanes)]
+        if len(stats.lanes) == 1:
             evenness = Evenness.SINGLE
         else:
-            evenness = Evenness.EVEN if all(len(runs) <= 1 for runs in survey.runs) else Evenness.RAGGED
+            evenness = Evenness.EVEN if all(len(runs) <= 1 for runs in stats.runs) else Evenness.RAGGED
         return cls(
-            tokens=_round_up(survey.num_tokens),
-            adapters=_round_up(len(survey.keys)),
+            tokens=_round_up(stats.num_tokens),
+            adapters=_round_up(len(stats.keys)),
             rank=_round_up(round(sum(ranks) / max(1, len(ranks)))),
             d_in=_round_up(layout.d_in),
             d_out=_round_up(sum(layout.d_outs)),

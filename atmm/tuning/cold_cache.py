@@ -17,26 +17,26 @@ _ALL_CACHES_BYTES = 256 * 2**20  # more than all caches of most machines; used i
 _NUM_ROWS, _WIDTH = 4, 1024
 
 
-class Caches:
+class DeviceCaches:
     """The caches of one device, and a base layer of one dtype to displace their contents."""
 
     def __init__(self, device: str | torch.device, dtype: torch.dtype) -> None:
         device = torch.device(device)
         kernels = library() if device.type == "cpu" else None
-        self._evict = kernels.evict if kernels is not None and kernels.evict(None, 0) else None
+        self._evict_lines = kernels.evict if kernels is not None and kernels.evict(None, 0) else None
         if device.type == "cuda":
             num_bytes = 2 * torch.cuda.get_device_properties(device).L2_cache_size
         else:
-            num_bytes = _ALL_CACHES_BYTES if self._evict is None else _OWN_CACHES_BYTES
+            num_bytes = _ALL_CACHES_BYTES if self._evict_lines is None else _OWN_CACHES_BYTES
         self._rows = torch.ones(_NUM_ROWS, _WIDTH, dtype=dtype, device=device)
         self._weights = torch.ones(num_bytes // dtype.itemsize // _WIDTH, _WIDTH, dtype=dtype, device=device)
 
-    def forget(self, tensors: Iterable[Tensor]) -> None:
+    def evict(self, tensors: Iterable[Tensor]) -> None:
         """Evict the storages of these tensors from the caches, and run the base layer."""
-        if self._evict is not None:
+        if self._evict_lines is not None:
             storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
             for address, storage in storages.items():
-                self._evict(address, storage.nbytes())
+                self._evict_lines(address, storage.nbytes())
         torch.mm(self._rows, self._weights.t())
 
 

@@ -21,13 +21,12 @@ from torch import Tensor
 from atmm import cache, matmul, processor
 from atmm.cpu import library
 from atmm.cpu.products import Weights
-from atmm.matmul import Key, Way
+from atmm.matmul import MEASURED_ROWS, Key, Method
 from atmm.tuning.contention import Contention
 from atmm.tuning.racing import race
 
 log = logging.getLogger(__name__)
 
-_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _LARGE = 16 * 2**20  # bytes of all weights of a shape; smaller ones stay in caches and their products are cheap
 # Limits on the output features of a measured product; the second one applies with many rows. An output head has ten
 # times as many features, all of the same cost.
@@ -51,11 +50,11 @@ def measure(weights: Sequence[Tensor], clock: Callable[[], float] = time.perf_co
     """
     name = f"products-{_machine()}.json"
     known = _read(name)
-    fresh: dict[Key, Way] = {}
+    fresh: dict[Key, Method] = {}
     contention = Contention()
     started = time.monotonic()
     for layers in _by_shape(weights):
-        for num_rows in _ROWS:
+        for num_rows in MEASURED_ROWS:
             key = matmul.key_of(num_rows, layers[0])
             if key not in known and key not in fresh:
                 fresh[key] = _fastest(num_rows, layers, clock)
@@ -76,7 +75,7 @@ def _by_shape(weights: Sequence[Tensor]) -> list[list[Tensor]]:
     return [layers for layers in shapes.values() if sum(layer.nbytes for layer in layers) >= _LARGE]
 
 
-def _fastest(num_rows: int, layers: Sequence[Tensor], clock: Callable[[], float]) -> Way:
+def _fastest(num_rows: int, layers: Sequence[Tensor], clock: Callable[[], float]) -> Method:
     """The fastest method, or the rule's if no method is faster by more than noise."""
     with torch.inference_mode():
         ruled = matmul.rule(num_rows, layers[0])
@@ -85,18 +84,18 @@ def _fastest(num_rows: int, layers: Sequence[Tensor], clock: Callable[[], float]
         num_features = min(_LONGEST, _MOST_OUTPUTS // num_rows)
         turns = itertools.cycle(Weights(layer[:num_features], None) for layer in layers)
 
-        def timed(way: Way) -> Callable[[], float]:
+        def timed(method: Method) -> Callable[[], float]:
             def call() -> float:
                 layer = next(turns)
                 started = clock()
-                matmul.WAYS[way](x, (layer,))
+                matmul.METHODS[method](x, (layer,))
                 return clock() - started
 
             return call
 
-        ways = matmul.ways(num_rows, layers[0])
-        seconds = race({way: timed(way) for way in ways}, _TURNS, _IN_RACE, _ENOUGH_S)
-    best = min(ways, key=seconds.__getitem__)
+        methods = matmul.methods(num_rows, layers[0])
+        seconds = race({method: timed(method) for method in methods}, _TURNS, _IN_RACE, _ENOUGH_S)
+    best = min(methods, key=seconds.__getitem__)
     return best if seconds[best] < _MARGIN * seconds[ruled] else ruled
 
 
@@ -109,19 +108,19 @@ def _machine() -> str:
         torch.__version__,
         torch.get_num_threads(),
         kernels,
-        _ROWS,
+        MEASURED_ROWS,
     )
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
-def _read(name: str) -> dict[Key, Way]:
+def _read(name: str) -> dict[Key, Method]:
     """The results of an earlier start; empty without a file of this version."""
     try:
         found = json.loads((cache.folder() / name).read_text())
         return {
-            (int(rows), int(d_out), int(d_in), _DTYPES[dtype]): way
-            for rows, d_out, d_in, dtype, way in found
-            if way in matmul.WAYS
+            (int(rows), int(d_out), int(d_in), _DTYPES[dtype]): method
+            for rows, d_out, d_in, dtype, method in found
+            if method in matmul.METHODS
         }
     except FileNotFoundError:
         return {}
@@ -130,12 +129,14 @@ def _read(name: str) -> dict[Key, Way]:
         return {}
 
 
-def _write(name: str, known: dict[Key, Way]) -> None:
+def _write(name: str, known: dict[Key, Method]) -> None:
     try:
         file = cache.folder() / name
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         fresh = file.with_suffix(f".{os.getpid()}.new")
-        rows = sorted([num_rows, d_out, d_in, str(dtype), way] for (num_rows, d_out, d_in, dtype), way in known.items())
+        rows = sorted(
+            [num_rows, d_out, d_in, str(dtype), method] for (num_rows, d_out, d_in, dtype), method in known.items()
+        )
         fresh.write_text(json.dumps(rows))
         os.replace(fresh, file)
     except OSError as error:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from atmm import reference
-from atmm.batch_stats import Survey
+from atmm.batch_stats import BatchStats
 from atmm.cpu.lanes import serves
 from atmm.cutlass.lanes import serves as built
 from atmm.cutlass.tiling import sensible as grouped_tiles
@@ -30,7 +30,7 @@ from atmm.segments import Lane, SegmentPlan
 from atmm.strategies.hybrid import divides
 from atmm.strategies.registry import comes_transposed
 from atmm.tuning.buckets import Bucket, Evenness
-from atmm.tuning.cold_cache import Caches, read_by
+from atmm.tuning.cold_cache import DeviceCaches, read_by
 from atmm.tuning.racing import race
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
@@ -175,7 +175,7 @@ def search(cases: Sequence[Case], device: str, journal: Path, seconds: float) ->
                 return
             group = case.group(device)
             assert group.packed is not None
-            bucket = Bucket.of(Survey(case.plan(), group.packed.layout))
+            bucket = Bucket.of(BatchStats(case.plan(), group.packed.layout))
             if bucket in known:
                 yield None
                 continue
@@ -189,7 +189,7 @@ def search(cases: Sequence[Case], device: str, journal: Path, seconds: float) ->
 def measure(case: Case, group: SiteGroup, device: str) -> Finding:
     """Time every candidate of a case."""
     assert group.packed is not None
-    survey = Survey(case.plan(), group.packed.layout)
+    stats = BatchStats(case.plan(), group.packed.layout)
     x, outputs = case.input(device)
     if x.is_cuda:
         outputs = [torch.cat(outputs, 1)]  # on a GPU the engine adds a whole group at once
@@ -197,44 +197,44 @@ def measure(case: Case, group: SiteGroup, device: str) -> Finding:
     transposed = comes_transposed(x)
 
     def timed(plan: SegmentPlan, factors: Sequence[Tensor]) -> float:
-        caches.forget(factors)
+        caches.evict(factors)
         return _time(group, plan, x, outputs)
 
-    names = candidates(survey, transposed)
+    names = candidates(stats, transposed)
     calls = {name: functools.partial(timed, case.plan(name), read_by(name, group)) for name in names}
-    ruled = rule(survey, transposed)
+    ruled = rule(stats, transposed)
     seconds = race(calls, _TURNS, _IN_THE_RACE, _LONG_S)
     best = min(seconds.values())
     # The best of many candidates is partly due to noise. A second race decides whether it really beats the rule.
     finalists = {name: call for name, call in calls.items() if name == ruled or seconds[name] <= _CLOSE * best}
     if len(finalists) > 1:
         seconds |= race(finalists, _FINAL_TURNS, _IN_THE_RACE, _LONG_S, seed=1)
-    return Finding(Bucket.of(survey), seconds, ruled)
+    return Finding(Bucket.of(stats), seconds, ruled)
 
 
-_caches = functools.cache(Caches)
+_caches = functools.cache(DeviceCaches)
 
 
-def candidates(survey: Survey, transposed: bool) -> list[str]:
+def candidates(stats: BatchStats, transposed: bool) -> list[str]:
     """Strategies worth timing, including the rule's choice."""
-    layout = survey.layout
-    estimates = estimate(survey)
+    layout = stats.layout
+    estimates = estimate(stats)
     least = min(estimates.values())
     names = [name for name, seconds in estimates.items() if seconds <= _MOST_ESTIMATED * least]
     if serves(layout.device, layout.dtype):
-        if survey.num_tokens <= _MOST_COMPILED:
+        if stats.num_tokens <= _MOST_COMPILED:
             names.append("compiled")
-        if divides(survey.lanes):
+        if divides(stats.lanes):
             names.append("divided")
     if layout.device.type == "cuda":
         from atmm.triton.tiling import sensible
 
-        longest = max(lane.stop - lane.start for lane in survey.lanes)
-        tilings = sensible(layout.dtype.itemsize, layout.d_in, longest, survey.num_tokens)
+        longest = max(lane.stop - lane.start for lane in stats.lanes)
+        tilings = sensible(layout.dtype.itemsize, layout.d_in, longest, stats.num_tokens)
         names += ["tiled", *(tiling.name for tiling in tilings)]
-        if survey.num_tokens >= _FEWEST_GROUPED:
-            names += [tile.name for tile in grouped_tiles(longest) if built(survey, tile.name)]
-    ruled = rule(survey, transposed)
+        if stats.num_tokens >= _FEWEST_GROUPED:
+            names += [tile.name for tile in grouped_tiles(longest) if built(stats, tile.name)]
+    ruled = rule(stats, transposed)
     return names if ruled in names else [*names, ruled]
 
 

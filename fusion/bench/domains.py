@@ -38,7 +38,7 @@ class Sizes(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Made:
+class BenchDomain:
     """A domain. draw: None for the digits. teacher: the built-in source with a small model for it."""
 
     name: str
@@ -153,44 +153,46 @@ def _only(kind: str) -> Draw:
     return draw
 
 
-_DIGITS = Made("digits", "classification", "what digit is shown?", None, teacher="sklearn-digits")
-_SIGNS = Made("signs", "classification", "what sign is shown?", _sign, SIGNS, "drawn-signs")
+_DIGITS = BenchDomain("digits", "classification", "what digit is shown?", None, teacher="sklearn-digits")
+_SIGNS = BenchDomain("signs", "classification", "what sign is shown?", _sign, SIGNS, "drawn-signs")
 _PLACES = tuple(f"{lane} {side}" for lane in LANES for side in SIDES)
 
 SIX = (
     _DIGITS,
     _SIGNS,
-    Made("actions", "action", "what happens in the video?", _action, ACTIONS, "drawn-actions"),
-    Made("questions", "vqa", "what is on the road?", ask_traffic),
-    Made("references", "referring", "where is it?", refer_to_thing),
-    Made("detection", "detection", "find all vehicles and persons.", find_things, KINDS, "drawn-traffic-detection"),
+    BenchDomain("actions", "action", "what happens in the video?", _action, ACTIONS, "drawn-actions"),
+    BenchDomain("questions", "vqa", "what is on the road?", ask_traffic),
+    BenchDomain("references", "referring", "where is it?", refer_to_thing),
+    BenchDomain(
+        "detection", "detection", "find all vehicles and persons.", find_things, KINDS, "drawn-traffic-detection"
+    ),
 )
 """The table's domains."""
 
-FAMILIES: dict[str, tuple[Made, ...]] = {
+FAMILIES: dict[str, tuple[BenchDomain, ...]] = {
     "classification": (
         _DIGITS,
         _SIGNS,
-        Made("kind", "classification", "what is on the road?", _single("kind"), KINDS),
-        Made("color", "classification", "what color is it?", _single("color"), tuple(COLORS)),
-        Made("place", "classification", "where is it?", _single("place"), _PLACES),
+        BenchDomain("kind", "classification", "what is on the road?", _single("kind"), KINDS),
+        BenchDomain("color", "classification", "what color is it?", _single("color"), tuple(COLORS)),
+        BenchDomain("place", "classification", "where is it?", _single("place"), _PLACES),
     ),
     "action": (
-        Made("way", "action", "which way does it move?", _clip("way"), tuple(_WAYS)),
-        Made("moving", "action", "what moves?", _clip("kind"), _MOVING),
-        Made("moving-color", "action", "what color is what moves?", _clip("color"), tuple(COLORS)),
-        Made("length", "action", "how far does it move?", _clip("length"), tuple(_LENGTHS)),
-        Made("half", "action", "where does it move?", _clip("half"), ("top", "bottom")),
+        BenchDomain("way", "action", "which way does it move?", _clip("way"), tuple(_WAYS)),
+        BenchDomain("moving", "action", "what moves?", _clip("kind"), _MOVING),
+        BenchDomain("moving-color", "action", "what color is what moves?", _clip("color"), tuple(COLORS)),
+        BenchDomain("length", "action", "how far does it move?", _clip("length"), tuple(_LENGTHS)),
+        BenchDomain("half", "action", "where does it move?", _clip("half"), ("top", "bottom")),
     ),
     "questions": (
-        Made("count", "vqa", "how many vehicles are on the road?", _asked("how many")),
-        Made("busy", "vqa", "is the road busy?", _asked("is the road")),
-        Made("far", "vqa", "what is on the far left?", _asked("what is on")),
-        Made("reference", "referring", "where is it?", refer_to_thing),
-        Made("caption", "captioning", "describe the traffic.", caption_traffic),
+        BenchDomain("count", "vqa", "how many vehicles are on the road?", _asked("how many")),
+        BenchDomain("busy", "vqa", "is the road busy?", _asked("is the road")),
+        BenchDomain("far", "vqa", "what is on the far left?", _asked("what is on")),
+        BenchDomain("reference", "referring", "where is it?", refer_to_thing),
+        BenchDomain("caption", "captioning", "describe the traffic.", caption_traffic),
     ),
     "detection": tuple(
-        Made(f"find-{kind}", "detection", f"find every {kind}.", _only(kind), (kind,)) for kind in KINDS
+        BenchDomain(f"find-{kind}", "detection", f"find every {kind}.", _only(kind), (kind,)) for kind in KINDS
     ),
 }
 """Domains for accuracy against the number of fused domains, per kind of task; one-class detectors, as in figure 10."""

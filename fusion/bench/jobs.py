@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from fusion.bench.domains import FAMILIES
 from fusion.bench.measuring import CONFIDENCE, JOINTLY, OPTIMUM, PACKED, curve, table
-from fusion.training.run_lock import held
+from fusion.training.run_lock import lock_folder
 
 _SEEDS = (0, 1, 2)
 _THRESHOLDS = "(threshold)"
@@ -31,7 +31,7 @@ class Goal(NamedTuple):
     at_most: bool = True
 
 
-class Finding(NamedTuple):
+class BenchResult(NamedTuple):
     """rows: the table, one row per seed and method. curves: test scores by the number of fused domains."""
 
     rows: list[dict[str, Any]]
@@ -40,7 +40,7 @@ class Finding(NamedTuple):
     curves: list[dict[str, Any]]
 
 
-class Job(NamedTuple):
+class BenchJob(NamedTuple):
     """One measurement. family: empty for the table."""
 
     seed: int
@@ -53,7 +53,7 @@ class Job(NamedTuple):
         return self.folder / f"{'quick-' if self.quick else ''}{self.family or 'table'}-{self.seed}.json"
 
 
-def run(quick: bool, folder: Path | None, say: Callable[[str], None]) -> Finding:
+def run(quick: bool, folder: Path | None, say: Callable[[str], None]) -> BenchResult:
     """Run all jobs, one process per core.
 
     Args:
@@ -63,14 +63,14 @@ def run(quick: bool, folder: Path | None, say: Callable[[str], None]) -> Finding
     if folder is None:
         with tempfile.TemporaryDirectory() as temporary:
             return run(quick, Path(temporary), say)
-    with held(folder):
+    with lock_folder(folder):
         return _run(quick, folder, say)
 
 
-def _run(quick: bool, folder: Path, say: Callable[[str], None]) -> Finding:
+def _run(quick: bool, folder: Path, say: Callable[[str], None]) -> BenchResult:
     seeds = _SEEDS[:1] if quick else _SEEDS
-    tables = [Job(seed, "", quick, folder) for seed in seeds]
-    curves = [Job(seed, family, quick, folder) for family in FAMILIES for seed in seeds]
+    tables = [BenchJob(seed, "", quick, folder) for seed in seeds]
+    curves = [BenchJob(seed, family, quick, folder) for family in FAMILIES for seed in seeds]
     # Tables first, since they take longest.
     missing = [job for job in (*tables, *curves) if not job.result.exists()]
     cores = len(os.sched_getaffinity(0))
@@ -79,10 +79,10 @@ def _run(quick: bool, folder: Path, say: Callable[[str], None]) -> Finding:
             say(future.result())
     found = [[json.loads(job.result.read_text()) for job in jobs] for jobs in (tables, curves)]
     rows = list(_rows(found[0]))
-    return Finding(rows, _goals(found[0]), *found)
+    return BenchResult(rows, _goals(found[0]), *found)
 
 
-def _work(job: Job) -> str:
+def _work(job: BenchJob) -> str:
     """Run a job; return a line with its duration."""
     import torch
     from transformers.utils.logging import disable_progress_bar

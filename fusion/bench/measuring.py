@@ -6,19 +6,22 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fusion.bench.domains import FAMILIES, SIX, Made, Sizes
+from fusion.bench.domains import FAMILIES, SIX, BenchDomain, Sizes
 from fusion.embedded import checkpoint_path
 from fusion.packing.algorithm import Adapter, Packing, by_value, pack_best, pack_in_sequence
 from fusion.packing.joint import pack_jointly
 from fusion.packing.oracle import Oracle
 from fusion.packing.orders import at_random
-from fusion.packing.pipeline import orders_of, thresholds_of
+from fusion.phases.packing import orders_of
+from fusion.phases.thresholds import thresholds_of
 from fusion.plan.schema import DomainPlan, LoraPlan, Plan, RelativeThreshold, TrainingPlan
 from fusion.teachers.built_in import TEACHERS
 from fusion.training.checkpoint import Checkpoint, State
+from fusion.training.domain import Domain
 from fusion.training.fingerprint import hash_of_processing, identity_of
-from fusion.training.run_cache import Trainings
-from fusion.training.train import Domain, FrozenBase, LoraTrainer
+from fusion.training.frozen_base import FrozenBase
+from fusion.training.run_cache import RunCache
+from fusion.training.trainer import LoraTrainer
 from vlora.config import EngineConfig
 from vlora.models import InputProcessor
 from vlora.models.loading import load_model
@@ -33,7 +36,7 @@ _REHEARSAL = 0.5
 class Bench:
     """Domains, trainer and trainings on the embedded model; trainings are stored in `folder`."""
 
-    def __init__(self, made: Sequence[Made], seed: int, sizes: Sizes, steps: int, folder: Path) -> None:
+    def __init__(self, made: Sequence[BenchDomain], seed: int, sizes: Sizes, steps: int, folder: Path) -> None:
         self.plan = Plan(
             seed=seed,
             lora=LoraPlan(rank=8, alpha=16),
@@ -58,15 +61,15 @@ class Bench:
         self.trainer = LoraTrainer(base, self.domains, self.plan)
         identity = identity_of(self.plan, self.splits, base.weights, hash_of_processing(processor), "cpu")
         checkpoint = Checkpoint(folder, identity, resume=True)
-        self.rehearsing = Trainings(self.trainer, checkpoint, rehearsal=_REHEARSAL)
-        self.forgetting = Trainings(self.trainer, checkpoint, rehearsal=0.0)
+        self.rehearsing = RunCache(self.trainer, checkpoint, rehearsal=_REHEARSAL)
+        self.forgetting = RunCache(self.trainer, checkpoint, rehearsal=0.0)
 
     def tested(self, state: State, names: Sequence[str]) -> dict[str, float]:
         """Scores on test data, which no decision uses."""
-        self.trainer.restore(state)
-        return {name: self.trainer.score(name, self.domains[name].test) for name in names}
+        self.trainer.adapter.restore(state)
+        return {name: self.trainer.evaluator.score(name, self.domains[name].test) for name in names}
 
-    def packed(self, packing: Packing, trainings: Trainings) -> dict[str, float]:
+    def packed(self, packing: Packing, trainings: RunCache) -> dict[str, float]:
         return {
             name: value
             for adapter in packing.adapters
@@ -117,7 +120,7 @@ def table(seed: int, quick: bool, folder: Path) -> dict[str, Any]:
         "packing, jointly": [list(adapter) for adapter in jointly.adapters],
         "optimum": [sorted(group) for group in optimum.adapters],
         "sets trained for the optimum": optimum.num_trained,
-        "teachers": _taught(made, bench),
+        "teachers": _teacher_scores(made, bench),
     }
 
 
@@ -137,13 +140,15 @@ def curve(family: str, seed: int, quick: bool, folder: Path) -> dict[str, Any]:
     return {"family": family, "seed": seed, "alone": alone, "fused": fused}
 
 
-def _taught(made: Sequence[Made], bench: Bench) -> Mapping[str, float]:
+def _teacher_scores(made: Sequence[BenchDomain], bench: Bench) -> Mapping[str, float]:
     """Test scores of small models on the same training data, for domains that have one."""
-    taught = {}
+    teacher_scores = {}
     for one in made:
         if one.teacher is not None:
             splits, task = bench.splits[one.name], bench.domains[one.name].task
             teacher = TEACHERS[one.teacher]()
             teacher.fit(splits)
-            taught[one.name] = task.metric(teacher.answers(splits.test), [sample.target for sample in splits.test])
-    return taught
+            teacher_scores[one.name] = task.metric(
+                teacher.answers(splits.test), [sample.target for sample in splits.test]
+            )
+    return teacher_scores

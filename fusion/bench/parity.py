@@ -26,14 +26,16 @@ from fusion.block_diagonal.blocks import num_parameters
 from fusion.embedded import checkpoint_path
 from fusion.plan.schema import DomainPlan, LoraPlan, Plan, TrainingPlan
 from fusion.synthetic.sources import load_source
-from fusion.training.train import Domain, FrozenBase, LoraTrainer
+from fusion.training.domain import Domain
+from fusion.training.frozen_base import FrozenBase
+from fusion.training.trainer import LoraTrainer
 from vlora.config import EngineConfig
 from vlora.models import InputProcessor
 from vlora.models.loading import load_model
 
 BLOCKS = (1, 2, 4)
 NUM_SEEDS = 3
-_RANK, _ALPHA = 15, 8  # rank 22 in two blocks and rank 28 in four have as many parameters, within 1.1 %
+RANK, _ALPHA = 15, 8  # rank 22 in two blocks and rank 28 in four have as many parameters, within 1.1 %
 _TOLERATED = 0.02  # fixed before any training
 _DOMAINS = {
     "digits": ("sklearn-digits", "what digit is shown ?"),
@@ -77,8 +79,8 @@ def compare(quick: bool, folder: Path | None, say: Callable[[str], None], num_se
 
 def matched_rank(numbers: Callable[[LoraPlan], int], blocks: int) -> int:
     """The rank, a multiple of `blocks`, with the number of parameters closest to that of LoRA."""
-    wanted = numbers(LoraPlan(rank=_RANK))
-    ranks = range(blocks, _RANK * blocks + 1, blocks)
+    wanted = numbers(LoraPlan(rank=RANK))
+    ranks = range(blocks, RANK * blocks + 1, blocks)
     return min(ranks, key=lambda rank: abs(numbers(LoraPlan(rank=rank, blocks=blocks)) - wanted))
 
 
@@ -93,7 +95,7 @@ def _measure(seed: int, blocks: int, quick: bool, features: Path) -> dict[str, A
     base = FrozenBase(model, InputProcessor.from_pretrained(path), features=features)
 
     def numbers(lora: LoraPlan) -> int:
-        return sum(num_parameters(lora, name, layer) for name, layer in base.seam.language_linears.items())
+        return sum(num_parameters(lora, name, layer) for name, layer in base.hf_model.language_linears.items())
 
     lora = LoraPlan(rank=matched_rank(numbers, blocks), alpha=_ALPHA, rslora=True, blocks=blocks)
     plan = Plan(
@@ -116,9 +118,9 @@ def _measure(seed: int, blocks: int, quick: bool, features: Path) -> dict[str, A
     trainer = LoraTrainer(base, domains, plan)
     tested = {}
     for name, domain in domains.items():
-        trainer.fresh()
+        trainer.adapter.reset()
         trainer.train(name, ())
-        tested[name] = trainer.score(name, domain.test)
+        tested[name] = trainer.evaluator.score(name, domain.test)
     return {
         "seed": seed,
         "blocks": blocks,

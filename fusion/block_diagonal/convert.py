@@ -15,11 +15,11 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from fusion.block_diagonal.blocks import block_side, next_multiple, undivided_layer
-from fusion.block_diagonal.distil import Distilled, distil
+from fusion.block_diagonal.distil import DistillationScores, distil
 from fusion.block_diagonal.svd import nearest_blocks
 from fusion.embedded import checkpoint_path
-from fusion.plan.check import check
-from fusion.plan.schema import PlanFile
+from fusion.phases.plan_checked import check_plan
+from fusion.plan.plan_file import PlanFile
 from fusion.progress.progress import Progress
 from vlora.errors import BadAdapter, BadConfig
 from vlora.lora import SiteShape
@@ -32,7 +32,7 @@ from vlora.lora.peft_format import (
     read_config,
     read_header,
 )
-from vlora.models.hf_adapter import Seam
+from vlora.models.hf_model import HFModel
 from vlora.models.loading import dummy_model
 from vlora.models.pretrained import from_pretrained
 from vlora.parallel.adapter_sharding import Blocks
@@ -52,7 +52,7 @@ class Conversion(NamedTuple):
     """domains: scores before and after conversion and distillation; empty without data."""
 
     layers: list[ConvertedLayer]
-    domains: list[Distilled]
+    domains: list[DistillationScores]
 
 
 def convert(
@@ -93,7 +93,7 @@ def convert(
     header = _read(adapter, base)
     ranks = _ranks(header, blocks, rank)
     progress = progress or Progress()
-    checked = None if data is None else check(data, progress)
+    checked = None if data is None else check_plan(data, progress)
     temporary = out.with_name(f"{out.name}.unfinished")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -109,15 +109,15 @@ def convert(
 def _read(adapter: Path, base: str) -> AdapterHeader:
     """Read an adapter's header and check it against the base model's shapes, without loading weights."""
     try:
-        seam = Seam(dummy_model(from_pretrained(AutoConfig, base), "float32", torch.device("meta"), seed=0))
+        hf_model = HFModel(dummy_model(from_pretrained(AutoConfig, base), "float32", torch.device("meta"), seed=0))
     except (OSError, ValueError) as error:
         raise BadConfig(f"the base model {base} cannot be loaded; choose another with --model: {error}") from error
     sites = {
         name: SiteShape(layer.in_features, layer.out_features, vision)
-        for vision, linears in ((False, seam.language_linears), (True, seam.vision_linears))
+        for vision, linears in ((False, hf_model.language_linears), (True, hf_model.vision_linears))
         for name, layer in linears.items()
     }
-    header = read_header(adapter, sites, seam.hidden_size)
+    header = read_header(adapter, sites, hf_model.hidden_size)
     if header.has_blocks:
         raise BadAdapter(f"{adapter} is already block-diagonal; it can be served unchanged on any number of ranks")
     return header
@@ -162,14 +162,14 @@ def _write(
     tensors: dict[str, Tensor] = {}
     by_module: dict[str, int] = {}
     factors = load_file(header.path / WEIGHTS_FILE)
-    with progress.work(f"converting {header.path}", len(header.targets), "layers") as moved:
+    with progress.work(f"converting {header.path}", len(header.targets), "layers") as update:
         for target in header.targets:
             layer, tensors[target.tensor_a], tensors[target.tensor_b] = _converted(
                 header, target, factors, ranks, blocks
             )
             layers.append(layer)
             by_module[_module(target)] = layer.rank
-            moved(len(layers))
+            update(len(layers))
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     (folder / CONFIG_FILE).write_text(json.dumps({**config, **_settings(by_module, layers, blocks)}, indent=2) + "\n")
     for file in HEAD_FILES:

@@ -13,13 +13,14 @@ from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from fusion.plan.check import Checked
+from fusion.phases.plan_checked import PlanChecked
 from fusion.plan.schema import TrainingPlan
-from fusion.progress.progress import Moved, Progress
-from fusion.training.collator import Prepared, read_samples
-from fusion.training.objectives import HeadObjective, Read
+from fusion.progress.progress import Progress, ProgressCallback
+from fusion.training.collator import EncodedSample, forward_samples
+from fusion.training.domain import Domain
+from fusion.training.frozen_base import FrozenBase
+from fusion.training.objectives import ForwardOutputs, HeadObjective
 from fusion.training.precision import mixed_precision
-from fusion.training.train import Domain, FrozenBase
 from heads import TaskHead
 from vlora.config import EngineConfig
 from vlora.errors import BadAdapter, BadPlan
@@ -29,13 +30,13 @@ from vlora.models.loading import load_model
 
 _GENTLER = 1 / 3  # of the plan's learning rate, since distillation starts near the optimum
 _FAR = 0.1  # initial distance of hidden states; below it, the learning rate is reduced further
-_LOOKS = 8  # evaluations on validation data during training, to select the best state
-_LOOKED_AT = 40  # validation samples of each domain per evaluation
+_EVALUATIONS = 8  # evaluations on validation data during training, to select the best state
+_HELD_OUT_SAMPLES = 40  # validation samples of each domain per evaluation
 _AT_ONCE = 50
 _ORIGINAL, _CONVERTED = "original", "converted"
 
 
-class Distilled(NamedTuple):
+class DistillationScores(NamedTuple):
     """A domain's score on test data: of the original adapter, after conversion, and after distillation.
 
     apart_converted, apart_distilled: relative distance of hidden states from the original's, after each of the two.
@@ -50,8 +51,8 @@ class Distilled(NamedTuple):
 
 
 def distil(
-    original: AdapterHeader, converted: Path, base_path: str, checked: Checked, progress: Progress
-) -> list[Distilled]:
+    original: AdapterHeader, converted: Path, base_path: str, checked: PlanChecked, progress: Progress
+) -> list[DistillationScores]:
     """Train the adapter in `converted` to reproduce the original's hidden states.
 
     Training data comes from the plan's domains for which the adapter has heads: the plan's number of steps for each, at
@@ -87,28 +88,30 @@ def distil(
         )
     for name, domain in domains.items():
         _same_labels(domain, original.heads[name])
-    pair = _Pair(base, original, converted, bfloat16=plan.training.bfloat16)
+    pair = _AdapterPair(base, original, converted, bfloat16=plan.training.bfloat16)
 
     def scored(which: str) -> dict[str, float]:
         found = {}
-        with progress.work(f"scoring the {which} adapter", len(domains), "domains") as moved:
+        with progress.work(f"scoring the {which} adapter", len(domains), "domains") as update:
             for name, domain in domains.items():
                 found[name] = pair.score(which, domain, original.heads[name])
-                moved(len(found))
+                update(len(found))
         return found
 
-    def apart() -> dict[str, float]:
-        return {name: pair.apart(domain.test) for name, domain in domains.items()}
+    def distance() -> dict[str, float]:
+        return {name: pair.distance(domain.test) for name, domain in domains.items()}
 
-    first, second, before = scored(_ORIGINAL), scored(_CONVERTED), apart()
+    first, second, before = scored(_ORIGINAL), scored(_CONVERTED), distance()
     steps = plan.training.steps * len(domains)
     samples = [sample for domain in domains.values() for sample in domain.train]
-    looked_at = [sample for domain in domains.values() for sample in domain.validation[:_LOOKED_AT]]
-    with progress.work(f"distilling {', '.join(domains)}", steps, "steps") as moved:
-        pair.train(samples, looked_at, steps, plan.training, np.random.default_rng(plan.seed), moved)
+    held_out = [sample for domain in domains.values() for sample in domain.validation[:_HELD_OUT_SAMPLES]]
+    with progress.work(f"distilling {', '.join(domains)}", steps, "steps") as update:
+        pair.train(samples, held_out, steps, plan.training, np.random.default_rng(plan.seed), update)
     save_file(pair.factors(), converted / WEIGHTS_FILE, metadata={"format": "pt"})
-    third, after = scored(_CONVERTED), apart()
-    return [Distilled(name, first[name], second[name], third[name], before[name], after[name]) for name in domains]
+    third, after = scored(_CONVERTED), distance()
+    return [
+        DistillationScores(name, first[name], second[name], third[name], before[name], after[name]) for name in domains
+    ]
 
 
 def _same_labels(domain: Domain, head: TaskHead) -> None:
@@ -121,7 +124,7 @@ def _same_labels(domain: Domain, head: TaskHead) -> None:
         )
 
 
-class _Pair:
+class _AdapterPair:
     """Both adapters on one base model."""
 
     def __init__(self, base: FrozenBase, original: AdapterHeader, converted: Path, *, bfloat16: bool) -> None:
@@ -133,35 +136,35 @@ class _Pair:
 
     def train(
         self,
-        samples: Sequence[Prepared],
-        looked_at: Sequence[Prepared],
+        samples: Sequence[EncodedSample],
+        held_out: Sequence[EncodedSample],
         steps: int,
         settings: TrainingPlan,
         rng: np.random.Generator,
-        moved: Moved,
+        update: ProgressCallback,
     ) -> None:
-        """Train, then restore the state that was nearest to the original on the samples in `looked_at`."""
+        """Train, then restore the state that was nearest to the original on the samples in `held_out`."""
         self._peft.set_adapter(_CONVERTED)
         parameters = [p for p in self._peft.parameters() if p.requires_grad]
-        nearest, best = self.apart(looked_at), [p.detach().clone() for p in parameters]
+        nearest, best = self.distance(held_out), [p.detach().clone() for p in parameters]
         # Adam's step size depends on the rate alone: a large rate would move away from a start that is already near.
         rate = settings.learning_rate * _GENTLER * min(1.0, nearest / _FAR)
         optimizer = torch.optim.AdamW(parameters, rate, weight_decay=0.0)
-        looks = {steps * look // _LOOKS for look in range(1, _LOOKS + 1)}
+        evaluated_after = {steps * look // _EVALUATIONS for look in range(1, _EVALUATIONS + 1)}
         for step in range(steps):
             for group in optimizer.param_groups:
                 group["lr"] = rate * 0.5 * (1 + math.cos(math.pi * step / steps))
             batch = [samples[i] for i in rng.integers(len(samples), size=settings.batch_size)]
             with torch.no_grad():
                 wanted = self._read(_ORIGINAL, batch)
-            loss = _apart(self._read(_CONVERTED, batch), wanted)
+            loss = _distance(self._read(_CONVERTED, batch), wanted)
             loss.backward()
             nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            if step + 1 in looks and (found := self.apart(looked_at)) < nearest:
+            if step + 1 in evaluated_after and (found := self.distance(held_out)) < nearest:
                 nearest, best = found, [p.detach().clone() for p in parameters]
-            moved(step + 1, f"loss {float(loss.detach()):.4f}, held-out hidden states apart by {nearest:.3f} at best")
+            update(step + 1, f"loss {float(loss.detach()):.4f}, held-out hidden states apart by {nearest:.3f} at best")
         with torch.no_grad():
             for parameter, kept in zip(parameters, best, strict=True):
                 parameter.copy_(kept)
@@ -169,7 +172,7 @@ class _Pair:
     @torch.no_grad()
     def score(self, which: str, domain: Domain, head: TaskHead) -> float:
         """The domain's metric on its test data."""
-        linear = nn.Linear(head.weight.shape[1], head.weight.shape[0], device=self._base.seam.device)
+        linear = nn.Linear(head.weight.shape[1], head.weight.shape[0], device=self._base.hf_model.device)
         linear.weight.copy_(head.weight)
         linear.bias.copy_(head.bias)
         served = HeadObjective(head.task, domain.task.metric_name)  # calibrated as in the adapter's file
@@ -180,10 +183,10 @@ class _Pair:
         return served.metric(answers, [sample.target for sample in domain.test])
 
     @torch.no_grad()
-    def apart(self, samples: Sequence[Prepared]) -> float:
+    def distance(self, samples: Sequence[EncodedSample]) -> float:
         """Square root of the mean over samples of the training loss."""
         squares = [
-            float(_apart(self._read(_CONVERTED, part), self._read(_ORIGINAL, part))) * len(part)
+            float(_distance(self._read(_CONVERTED, part), self._read(_ORIGINAL, part))) * len(part)
             for part in _parts(samples)
         ]
         return math.sqrt(sum(squares) / len(samples))
@@ -192,19 +195,19 @@ class _Pair:
         state = get_peft_model_state_dict(self._peft, adapter_name=_CONVERTED)
         return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
 
-    def _read(self, which: str, samples: Sequence[Prepared]) -> Read:
+    def _read(self, which: str, samples: Sequence[EncodedSample]) -> ForwardOutputs:
         self._peft.set_adapter(which)
         seen = [sample.embeddings for sample in samples]  # read from disk on each access
         features = [rows for rows in seen if rows is not None]
-        with mixed_precision(self._base.seam.device, self._bfloat16):
-            return read_samples(self._base.seam, samples, features)
+        with mixed_precision(self._base.hf_model.device, self._bfloat16):
+            return forward_samples(self._base.hf_model, samples, features)
 
 
-def _parts(samples: Sequence[Prepared]) -> list[Sequence[Prepared]]:
+def _parts(samples: Sequence[EncodedSample]) -> list[Sequence[EncodedSample]]:
     return [samples[first : first + _AT_ONCE] for first in range(0, len(samples), _AT_ONCE)]
 
 
-def _apart(found: Read, wanted: Read) -> Tensor:
+def _distance(found: ForwardOutputs, wanted: ForwardOutputs) -> Tensor:
     """Squared distance relative to the original's squared norm, averaged over the two kinds of hidden states."""
     kinds = ((found.last, wanted.last), (torch.cat(found.images), torch.cat(wanted.images)))
     return torch.stack([(a.float() - b.float()).square().sum() / b.float().square().sum() for a, b in kinds]).mean()

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from vlora.parallel.adapter_sharding import Blocks
 
 
-class Nearest(NamedTuple):
+class BlockApproximation(NamedTuple):
     """Factors in PEFT's block-diagonal format, and the error of their delta: its Frobenius norm relative to that of the
     original delta."""
 
@@ -20,7 +20,7 @@ class Nearest(NamedTuple):
     error: float
 
 
-def nearest_blocks(a: Tensor, b: Tensor, blocks: Blocks, rank: int) -> Nearest:
+def nearest_blocks(a: Tensor, b: Tensor, blocks: Blocks, rank: int) -> BlockApproximation:
     """The factors with N blocks and total rank `rank` with the delta nearest to b a.
 
     With a block-diagonal B (side b), block i of the outputs is B_i A_i: B_i [d_out / N, rank / N] is its block, and
@@ -56,4 +56,4 @@ def nearest_blocks(a: Tensor, b: Tensor, blocks: Blocks, rank: int) -> Nearest:
         lost += float(values[kept:].square().sum())
         whole += float(values.square().sum())
     error = (lost / whole) ** 0.5 if whole else 0.0
-    return Nearest(torch.cat(all_a), torch.cat(all_b, 1 if on_a else 0), error)
+    return BlockApproximation(torch.cat(all_a), torch.cat(all_b, 1 if on_a else 0), error)

@@ -12,8 +12,8 @@ from pydantic import BaseModel, Field, FiniteFloat, TypeAdapter, ValidationError
 
 from fusion.data.frames import Picture
 from fusion.data.items import PARTS, Answer, Item, NamedBox, Part
-from fusion.plan.mistakes import Mistakes
-from fusion.plan.schema import Coco
+from fusion.plan.data_formats import Coco
+from fusion.plan.errors import PlanErrors
 from vlora.wording import pydantic_errors
 
 Parsed = TypeVar("Parsed")
@@ -52,58 +52,58 @@ class CocoFile(BaseModel):
 COCO = TypeAdapter(CocoFile)
 
 
-def read_coco(data: Coco, task: str, mistakes: Mistakes) -> list[Item]:
+def read_coco(data: Coco, task: str, errors: PlanErrors) -> list[Item]:
     """Read one item per picture with its boxes (detection), its labels (multi_label) or the number of its boxes
     (counting), or one item per caption (captioning)."""
     items: list[Item] = []
-    for part, file in _files(data.path, mistakes):
-        found = parse(file, COCO, "path", mistakes)
+    for part, file in _files(data.path, errors):
+        found = parse(file, COCO, "path", errors)
         if found is not None:
-            items += _items(found, file, data.images or file.parent, task, part, mistakes)
+            items += _items(found, file, data.images or file.parent, task, part, errors)
     return items
 
 
-def _files(path: Path, mistakes: Mistakes) -> Iterator[tuple[Part | None, Path]]:
+def _files(path: Path, errors: PlanErrors) -> Iterator[tuple[Part | None, Path]]:
     if path.is_dir():
         for part in PARTS:
             if (path / f"{part}.json").is_file():
                 yield part, path / f"{part}.json"
             else:
-                mistakes.add(f"{path} lacks {part}.json", "path")
+                errors.add(f"{path} lacks {part}.json", "path")
     elif path.is_file():
         yield None, path
     else:
-        mistakes.add(f"there is no file or folder {path}", "path")
+        errors.add(f"there is no file or folder {path}", "path")
 
 
-def parse(file: Path, shape: TypeAdapter[Parsed], field: str, mistakes: Mistakes) -> Parsed | None:
+def parse(file: Path, shape: TypeAdapter[Parsed], field: str, errors: PlanErrors) -> Parsed | None:
     """Parse a JSON file of a known schema.
 
     Args:
         field: the plan's field that names the file.
 
     Returns:
-        The content, or None after reporting a mistake if the file cannot be read.
+        The content, or None after reporting an error if the file cannot be read.
     """
     try:
         return shape.validate_json(file.read_bytes())
     except OSError as error:
-        mistakes.add(f"{file} cannot be read: {error.strerror}", field)
+        errors.add(f"{file} cannot be read: {error.strerror}", field)
     except ValidationError as error:
-        for mistake in error.errors():
-            place = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in mistake["loc"])
-            mistakes.add(f"{file}, `{place.lstrip('.') or 'file'}`: {pydantic_errors.described(mistake)}", field)
+        for entry in error.errors():
+            place = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in entry["loc"])
+            errors.add(f"{file}, `{place.lstrip('.') or 'file'}`: {pydantic_errors.described(entry)}", field)
     return None
 
 
 def _items(
-    found: CocoFile, file: Path, folder: Path, task: str, part: Part | None, mistakes: Mistakes
+    found: CocoFile, file: Path, folder: Path, task: str, part: Part | None, errors: PlanErrors
 ) -> Iterator[Item]:
     # In files merged without new ids, annotations would be assigned to the wrong images or categories.
     for what, entries in (("images", found.images), ("categories", found.categories)):
         for number, count in Counter(entry.id for entry in entries).items():
             if count > 1:
-                mistakes.add(f"{file}: {count} {what} have the id {number}", "path")
+                errors.add(f"{file}: {count} {what} have the id {number}", "path")
     names = {category.id: category.name for category in found.categories}
     images = {image.id: image for image in found.images}
     boxes: dict[int, list[NamedBox]] = {image.id: [] for image in found.images}
@@ -112,26 +112,26 @@ def _items(
         place = f"{file}, annotation {annotation.id}"
         image = images.get(annotation.image_id)
         if image is None:
-            mistakes.add(f"{place}: there is no image {annotation.image_id}", "path")
+            errors.add(f"{place}: there is no image {annotation.image_id}", "path")
         elif task == "captioning":
             if annotation.caption:
                 captions[image.id].append(annotation.caption.strip())
             else:
-                mistakes.add(f"{place}: has no caption", "path")
+                errors.add(f"{place}: has no caption", "path")
         elif annotation.category_id not in names:
-            mistakes.add(f"{place}: category {annotation.category_id} is unknown; known: {_list(names)}", "path")
+            errors.add(f"{place}: category {annotation.category_id} is unknown; known: {_list(names)}", "path")
         elif annotation.bbox is None:
-            mistakes.add(f"{place}: has no bbox", "path")
+            errors.add(f"{place}: has no bbox", "path")
         elif not annotation.iscrowd:
             box = box_of(annotation.bbox, names[annotation.category_id], image)
             if isinstance(box, str):
-                mistakes.add(f"{place}: {box}", "path")
+                errors.add(f"{place}: {box}", "path")
             else:
                 boxes[image.id].append(box)
     for image in found.images:
         place = f"{file}, image {image.id}"
         if not os.path.isfile(folder / image.file_name):  # also false for a name that is too long
-            mistakes.add(f"{place}: there is no picture {folder / image.file_name}", "path")
+            errors.add(f"{place}: there is no picture {folder / image.file_name}", "path")
             continue
         for answer in _answers(task, boxes[image.id], captions[image.id]):
             yield Item(

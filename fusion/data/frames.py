@@ -13,13 +13,13 @@ import cv2
 import numpy as np
 from PIL import Image
 
-from vlora.models.pictures import FORMATS, upright_rgb
+from vlora.models.vision.images import FORMATS, upright_rgb
 
 PICTURE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 VIDEO_SUFFIXES = (".mp4", ".avi", ".mkv", ".mov", ".webm", ".m4v", ".mpg", ".mpeg")
 
 
-class Seen(NamedTuple):
+class FileInfo(NamedTuple):
     """digest: hash of the file's bytes. size: width and height in pixels."""
 
     digest: str
@@ -43,7 +43,7 @@ class Frames(Sequence[np.ndarray]):
     def __iter__(self) -> Iterator[np.ndarray]:
         raise NotImplementedError
 
-    def verify(self) -> Seen:
+    def verify(self) -> FileInfo:
         """Decode the whole file. Raises ValueError with the reason if it cannot be used."""
         try:
             with self.file.open("rb") as source:
@@ -53,7 +53,7 @@ class Frames(Sequence[np.ndarray]):
         height, width = 0, 0
         for frame in self:
             height, width = frame.shape[:2]
-        return Seen(digest, (width, height))
+        return FileInfo(digest, (width, height))
 
 
 @dataclasses.dataclass(frozen=True)

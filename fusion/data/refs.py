@@ -15,8 +15,8 @@ from pydantic import BaseModel, TypeAdapter
 from fusion.data.coco import COCO, box_of, parse
 from fusion.data.frames import Picture
 from fusion.data.items import Item, Part
-from fusion.plan.mistakes import Mistakes
-from fusion.plan.schema import References
+from fusion.plan.data_formats import References
+from fusion.plan.errors import PlanErrors
 from fusion.training.text_metrics import box_in_words
 
 # testA: expressions for people; testB: for other objects.
@@ -53,18 +53,18 @@ class _Ref(BaseModel):
 _REFS = TypeAdapter(list[_Ref])
 
 
-def read_references(data: References, question: str, mistakes: Mistakes) -> list[Item]:
+def read_references(data: References, question: str, errors: PlanErrors) -> list[Item]:
     """Read one item per expression: the question with the expression inserted, and the box of the named object in
     words. Expressions about one picture form one group."""
     if data.path.suffix in (".p", ".pkl", ".pickle"):
-        mistakes.add(
+        errors.add(
             f"{data.path} is a pickle, which can run any code when it is loaded, so it is not read; if you trust it, "
             "convert its list to JSON",
             "path",
         )
         return []
-    refs = parse(data.path, _REFS, "path", mistakes)
-    boxes = parse(data.instances, COCO, "instances", mistakes)
+    refs = parse(data.path, _REFS, "path", errors)
+    boxes = parse(data.instances, COCO, "instances", errors)
     if refs is None or boxes is None:
         return []
     images = {image.id: image for image in boxes.images}
@@ -76,19 +76,19 @@ def read_references(data: References, question: str, mistakes: Mistakes) -> list
         thing, image = things.get(ref.ann_id), images.get(ref.image_id)
         if thing is None or thing.bbox is None:
             what = "has no annotation" if thing is None else "has no bbox for annotation"
-            mistakes.add(f"{place}: {data.instances} {what} {ref.ann_id}", "path")
+            errors.add(f"{place}: {data.instances} {what} {ref.ann_id}", "path")
         elif thing.image_id != ref.image_id:
-            mistakes.add(f"{place}: annotation {ref.ann_id} is of image {thing.image_id}, not {ref.image_id}", "path")
+            errors.add(f"{place}: annotation {ref.ann_id} is of image {thing.image_id}, not {ref.image_id}", "path")
         elif image is None:
-            mistakes.add(f"{place}: {data.instances} has no image {ref.image_id}", "path")
+            errors.add(f"{place}: {data.instances} has no image {ref.image_id}", "path")
         elif ref.split is not None and ref.split not in _PARTS:
-            mistakes.add(f"{place}: `split` is {ref.split!r}; choose {', '.join(_PARTS)}, or omit it", "path")
+            errors.add(f"{place}: `split` is {ref.split!r}; choose {', '.join(_PARTS)}, or omit it", "path")
         elif not os.path.isfile(file := folder / image.file_name):
-            mistakes.add(f"{place}: there is no picture {file}", "images" if data.images else "instances")
+            errors.add(f"{place}: there is no picture {file}", "images" if data.images else "instances")
         elif isinstance(box := box_of(thing.bbox, "", image), str):
-            mistakes.add(f"{place}: {box}", "instances")
+            errors.add(f"{place}: {box}", "instances")
         elif not ref.expressions or not all(ref.expressions):
-            mistakes.add(f"{place}: has no sentence, or an empty one", "path")
+            errors.add(f"{place}: has no sentence, or an empty one", "path")
         else:
             item = Item(
                 Picture(file),
@@ -98,6 +98,6 @@ def read_references(data: References, question: str, mistakes: Mistakes) -> list
                 part=None if ref.split is None else _PARTS[ref.split],
                 size=(image.width, image.height),
             )
-            asked = (question.replace(EXPRESSION, words) for words in ref.expressions)
-            items += [dataclasses.replace(item, question=one) for one in asked]
+            questions = (question.replace(EXPRESSION, words) for words in ref.expressions)
+            items += [dataclasses.replace(item, question=one) for one in questions]
     return items

@@ -56,11 +56,11 @@ class Splits:
 
     def in_words(self) -> Splits:
         """The same samples with label names as targets of the language model instead of indices for a head."""
-        said = {
+        parts = {
             name: [dataclasses.replace(sample, target=self.labels[_index(sample.target)]) for sample in part]
             for name, part in self.parts.items()
         }
-        return Splits("vqa", (), said["train"], said["validation"], said["test"], self.real)
+        return Splits("vqa", (), parts["train"], parts["validation"], parts["test"], self.real)
 
 
 def held_back(samples: Sequence[Sample]) -> tuple[int, ...]:

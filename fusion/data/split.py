@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from fusion.data.items import PARTS, Part
-from fusion.plan.schema import SplitPlan
+from fusion.plan.data_formats import SplitPlan
 
 
 def split(labels: Sequence[Sequence[int]], clusters: Sequence[int], shares: SplitPlan, seed: int) -> list[Part]:

@@ -1,4 +1,4 @@
-"""CSV and JSONL: one row per sample; each mistake is reported with file and line."""
+"""CSV and JSONL: one row per sample; each error is reported with file and line."""
 
 from __future__ import annotations
 
@@ -11,85 +11,83 @@ from typing import Any
 
 from fusion.data.frames import Clip, Picture
 from fusion.data.items import PARTS, Answer, Item, Part
-from fusion.plan.mistakes import Mistakes
-from fusion.plan.schema import Questions, VideoFolder
+from fusion.plan.data_formats import Questions, VideoFolder
+from fusion.plan.errors import PlanErrors
 
 _LONGEST_S = 1e6  # seconds of a video
 _SEVERAL = ";"  # between labels of one cell, as in "car;person"
 
 
-def read_questions(data: Questions, several: bool, mistakes: Mistakes) -> list[Item]:
+def read_questions(data: Questions, several: bool, errors: PlanErrors) -> list[Item]:
     """Read rows image, answer[, question, split, group]. several: an answer is a list of labels, possibly empty."""
     folder = data.images or data.path.parent
     items = []
     parts: dict[str, Part | None] = {}
-    for place, row in _rows(data.path, ("image", "answer"), "path", mistakes):
+    for place, row in _rows(data.path, ("image", "answer"), "path", errors):
         image, answer = str(row["image"]), _answer(row["answer"], several)
-        part = _part(row, place, "path", mistakes)
+        part = _part(row, place, "path", errors)
         if not image:
-            mistakes.add(f"{place}: `image` is empty", "path")
+            errors.add(f"{place}: `image` is empty", "path")
         elif not os.path.isfile(folder / image):  # also false for a name that is too long
-            mistakes.add(f"{place}: there is no picture {folder / image}", "path" if data.images is None else "images")
+            errors.add(f"{place}: there is no picture {folder / image}", "path" if data.images is None else "images")
         elif answer == "":
-            mistakes.add(f"{place}: `answer` is empty", "path")
+            errors.add(f"{place}: `answer` is empty", "path")
         else:
             # Questions about one picture form one group unless the file defines groups.
             group = _text(row, "group") or image
             before = parts.setdefault(group, part)
             if group != image and before != part:
-                mistakes.add(
-                    f"{place}: group {group!r} is in {part or 'no part'}, before in {before or 'none'}", "path"
-                )
+                errors.add(f"{place}: group {group!r} is in {part or 'no part'}, before in {before or 'none'}", "path")
             items.append(Item(Picture(folder / image), answer, place, _text(row, "question"), group, part))
     return items
 
 
-def read_labelled_videos(data: VideoFolder, mistakes: Mistakes) -> list[Item]:
+def read_labelled_videos(data: VideoFolder, errors: PlanErrors) -> list[Item]:
     """Read rows video, label[, split, start_s, end_s]. Clips of one video form one group."""
     assert data.labels is not None
     items = []
-    for place, row in _rows(data.labels, ("video", "label"), "labels", mistakes):
+    for place, row in _rows(data.labels, ("video", "label"), "labels", errors):
         file, label = data.path / str(row["video"]), str(row["label"])
-        part = _part(row, place, "labels", mistakes)
-        start, end = (_seconds(row, field, place, mistakes) for field in ("start_s", "end_s"))
+        part = _part(row, place, "labels", errors)
+        start, end = (_seconds(row, field, place, errors) for field in ("start_s", "end_s"))
         if not os.path.isfile(file):
-            mistakes.add(f"{place}: there is no video {file}", "labels")
+            errors.add(f"{place}: there is no video {file}", "labels")
         elif not label:
-            mistakes.add(f"{place}: `label` is empty", "labels")
+            errors.add(f"{place}: `label` is empty", "labels")
         else:
             items.append(Item(Clip(file, data.frames, start or 0.0, end), label, place, group=str(file), part=part))
     return items
 
 
 def _rows(
-    file: Path, needed: tuple[str, ...], field: str, mistakes: Mistakes
+    file: Path, needed: tuple[str, ...], field: str, errors: PlanErrors
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Rows that have the required fields, each with its file and line."""
     read = {".csv": _csv, ".jsonl": _jsonl}.get(file.suffix.lower())
     if read is None:
-        mistakes.add(f"{file} is neither .csv nor .jsonl", field)
+        errors.add(f"{file} is neither .csv nor .jsonl", field)
         return
     if not file.is_file():
-        mistakes.add(f"there is no file {file}", field)
+        errors.add(f"there is no file {file}", field)
         return
-    told: set[str] = set()
+    reported: set[str] = set()
     try:
         for line, row in read(file):
             place = f"{file}, line {line}"
             if not isinstance(row, dict):
-                mistakes.add(f"{place}: {row}", field)
+                errors.add(f"{place}: {row}", field)
                 continue
             missing = [name for name in needed if row.get(name) is None]
             if not missing:
                 yield place, row
             # A missing column is missing in every row, so it is reported once.
-            elif file.suffix.lower() != ".csv" or not told.issuperset(missing):
-                told.update(missing)
-                mistakes.add(
+            elif file.suffix.lower() != ".csv" or not reported.issuperset(missing):
+                reported.update(missing)
+                errors.add(
                     f"{place}: lacks {' and '.join(f'`{name}`' for name in missing)}; has {', '.join(row)}", field
                 )
     except (OSError, UnicodeDecodeError) as error:
-        mistakes.add(f"{file} cannot be read: {error}", field)
+        errors.add(f"{file} cannot be read: {error}", field)
 
 
 def _csv(file: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
@@ -106,8 +104,8 @@ def _csv(file: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
             for row in reader:
                 last = reader.line_num
                 if None in row:
-                    told = f"has more cells than the first line; put quotes around commas: {row[None]!r}"
-                    yield reader.line_num, told
+                    message = f"has more cells than the first line; put quotes around commas: {row[None]!r}"
+                    yield reader.line_num, message
                 else:
                     yield reader.line_num, row
         except csv.Error as error:
@@ -140,21 +138,21 @@ def _text(row: Mapping[str, Any], field: str) -> str:
     return "" if value is None else str(value).strip()
 
 
-def _part(row: Mapping[str, Any], place: str, field: str, mistakes: Mistakes) -> Part | None:
+def _part(row: Mapping[str, Any], place: str, field: str, errors: PlanErrors) -> Part | None:
     given = _text(row, "split")
     if given and given not in PARTS:
-        mistakes.add(f"{place}: `split` is {given!r}; choose {', '.join(PARTS)}, or omit it", field)
+        errors.add(f"{place}: `split` is {given!r}; choose {', '.join(PARTS)}, or omit it", field)
     return next((part for part in PARTS if part == given), None)
 
 
-def _seconds(row: Mapping[str, Any], field: str, place: str, mistakes: Mistakes) -> float | None:
+def _seconds(row: Mapping[str, Any], field: str, place: str, errors: PlanErrors) -> float | None:
     given = _text(row, field)
     try:
         value = float(given) if given else None
     except ValueError:
         value = -1.0
     if value is not None and not 0 <= value <= _LONGEST_S:
-        told = f"`{field}` is {given!r}; it must be seconds from the video's start, at most {_LONGEST_S:g}"
-        mistakes.add(f"{place}: {told}", "labels")
+        message = f"`{field}` is {given!r}; it must be seconds from the video's start, at most {_LONGEST_S:g}"
+        errors.add(f"{place}: {message}", "labels")
         return None
     return value

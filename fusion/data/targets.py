@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 from fusion.data.items import Answer, Item, NamedBox
 from fusion.data.samples import Target
-from fusion.plan.mistakes import Mistakes
-from fusion.plan.tasks import LEAST_LABELS
+from fusion.plan.errors import PlanErrors
+from fusion.plan.tasks import MIN_LABELS
 from heads import Box
 
 _LIKE_YES = {"no": "no", "false": "no", "0": "no", "yes": "yes", "true": "yes", "1": "yes"}
@@ -18,13 +18,13 @@ _LARGEST = 1e30  # of a target number: float32 can represent it, and float64 a s
 
 
 def targets_of(
-    task: str, items: Sequence[Item], given: tuple[str, ...] | None, mistakes: Mistakes
+    task: str, items: Sequence[Item], given: tuple[str, ...] | None, errors: PlanErrors
 ) -> tuple[tuple[str, ...], list[Target | None]]:
-    """Return the labels and every item's target; None for an item reported as a mistake. given: the plan's labels."""
+    """Return the labels and every item's target; None for an item reported as an error. given: the plan's labels."""
     labels = given or _labels(task, items)
-    least = LEAST_LABELS.get(task, 0)
+    least = MIN_LABELS.get(task, 0)
     if len(labels) < least:
-        mistakes.add(f"{least} labels are needed; the data has {', '.join(labels) or 'none'}")
+        errors.add(f"{least} labels are needed; the data has {', '.join(labels) or 'none'}")
     read = reader(task, labels)
     found: list[Target | None] = []
     for item in items:
@@ -33,7 +33,7 @@ def targets_of(
             found.append(read(item.answer))
         except ValueError as error:
             found.append(None)
-            mistakes.add(f"{item.place}: {error}")
+            errors.add(f"{item.place}: {error}")
     return labels, found
 
 
@@ -77,12 +77,12 @@ def _labels(task: str, items: Sequence[Item]) -> tuple[str, ...]:
     if task == "counting":
         counts = [_digits(item.answer) or 0 for item in items if isinstance(item.answer, str)]
         return tuple(map(str, range(min(_MOST_COUNTED, max(1, *counts, 1)) + 1)))
-    told: set[str] = set()
+    names: set[str] = set()
     for item in items:
         if item.part in (None, "train"):
             answer = item.answer or ()
-            told.update([answer] if isinstance(answer, str) else map(_name, answer))
-    return tuple(sorted(told))
+            names.update([answer] if isinstance(answer, str) else map(_name, answer))
+    return tuple(sorted(names))
 
 
 def _words(answer: Answer) -> str:

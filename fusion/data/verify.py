@@ -8,65 +8,68 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from fusion.data.frames import Frames, Seen
+from fusion.data.frames import FileInfo, Frames
 from fusion.data.items import Item
 from fusion.data.samples import Splits
 from fusion.data.targets import labels_shown
-from fusion.plan.mistakes import Mistakes
+from fusion.plan.errors import PlanErrors
 from fusion.progress.progress import Progress
 
 _SHOWS_LABELS = ("classification", "binary", "action", "multi_label", "detection")  # every part needs every label
 
 
-def verified(items: Sequence[Item], mistakes: Mistakes, progress: Progress, name: str) -> list[Seen]:
+def verify_items(items: Sequence[Item], errors: PlanErrors, progress: Progress, name: str) -> list[FileInfo]:
     """Decode every file once, and report pictures that occur in two parts. name: the domain's name."""
     field = "path"
     different = list(dict.fromkeys(item.frames for item in items))  # a picture may have many questions
-    found: dict[Frames, Seen | str] = {}
-    with ThreadPoolExecutor() as pool, progress.work(f"checking the files of {name}", len(different), "files") as moved:
-        for frames, one in zip(different, pool.map(_see, different), strict=True):
+    found: dict[Frames, FileInfo | str] = {}
+    with (
+        ThreadPoolExecutor() as pool,
+        progress.work(f"checking the files of {name}", len(different), "files") as update,
+    ):
+        for frames, one in zip(different, pool.map(_verify_file, different), strict=True):
             found[frames] = one
-            moved(len(found))
-    seen: list[Seen] = []
+            update(len(found))
+    files: list[FileInfo] = []
     first: dict[str, Item] = {}
-    told: set[tuple[str, Path]] = set()
+    reported: set[tuple[str, Path]] = set()
     for why in found.values():
         if isinstance(why, str):
-            mistakes.add(why, field)
+            errors.add(why, field)
     for item in items:
         one = found[item.frames]
         if isinstance(one, str):
             continue
-        seen.append(one)
+        files.append(one)
         if item.size not in (None, one.size):
-            mistakes.add(f"{item.place} has size {item.size}, but {item.frames.file} has {one.size}", field)
+            errors.add(f"{item.place} has size {item.size}, but {item.frames.file} has {one.size}", field)
         before = first.setdefault(one.digest, item)
         pair = (one.digest, item.frames.file)
-        if before.part != item.part and pair not in told:
-            told.add(pair)
+        if before.part != item.part and pair not in reported:
+            reported.add(pair)
             same = (
                 "is also in" if before.frames.file == item.frames.file else f"is identical to {before.frames.file} in"
             )
-            mistakes.add(
+            errors.add(
                 f"{item.frames.file} in {item.part} {same} {before.part}; parts must not share a picture",
                 field,
             )
-    return seen
+    return files
 
 
-def _see(frames: Frames) -> Seen | str:
+def _verify_file(frames: Frames) -> FileInfo | str:
     try:
         return frames.verify()
     except ValueError as error:
         return str(error)
 
 
-def check_parts(splits: Splits, mistakes: Mistakes) -> None:
+def check_parts(splits: Splits, errors: PlanErrors) -> None:
     """Check that every part has samples, and samples of every label."""
     for name, part in splits.parts.items():
         if not part:
-            mistakes.add(f"{name} is empty", "path")
-    if mistakes or splits.task not in _SHOWS_LABELS:
+            errors.add(f"{name} is empty", "path")
+    if errors or splits.task not in _SHOWS_LABELS:
         return
     shown = {
         name: Counter(itertools.chain.from_iterable(labels_shown(splits.task, sample.target) for sample in part))
@@ -76,6 +79,6 @@ def check_parts(splits: Splits, mistakes: Mistakes) -> None:
         missing = [name for name, counts in shown.items() if not counts[number]]
         if missing:
             there = ", ".join(f"{counts[number]} in {name}" for name, counts in shown.items() if counts[number])
-            mistakes.add(
+            errors.add(
                 f"the label {label!r} is missing from {' and '.join(missing)}: {there or 'none anywhere'}", "path"
             )

@@ -24,10 +24,10 @@ def contact_sheet(seed: int) -> np.ndarray:
         scene = world.clip_scene(rng)
         question, answer = _asked(scene, rng)
         cells = [_cell(frame, f"frame {place + 1}", "") for place, frame in enumerate(scene.frames)]
-        told = np.full((_WIDTH + _CAPTION, _WIDTH * (_COLUMNS - len(cells)), 3), 255, np.uint8)
-        _write(told, question, (8, _WIDTH // 2))
-        _write(told, answer, (8, _WIDTH // 2 + 16), (0, 90, 160))
-        rows.append(np.hstack([*cells, told]))
+        caption = np.full((_WIDTH + _CAPTION, _WIDTH * (_COLUMNS - len(cells)), 3), 255, np.uint8)
+        _write(caption, question, (8, _WIDTH // 2))
+        _write(caption, answer, (8, _WIDTH // 2 + 16), (0, 90, 160))
+        rows.append(np.hstack([*cells, caption]))
     return np.vstack(rows)
 
 

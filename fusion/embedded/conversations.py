@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from fusion.embedded import world
+from fusion.embedded import object_names, world
 from fusion.embedded.model import IMAGE_TOKENS
 
 IGNORED = -100
@@ -30,12 +30,12 @@ class Conversations:
     def _words(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def batch(self, rng: np.random.Generator, scenes: Sequence[world.Scene], length: int) -> Rows:
+    def batch(self, rng: np.random.Generator, scenes: Sequence[world.Scene], length: int) -> TokenRows:
         """One row of `length` tokens per scene: its images, then its questions in random order while they fit."""
         shape = (len(scenes), length)
         ids, labels = np.full(shape, self.pad), np.full(shape, IGNORED)
         turns, positions, present = np.full(shape, -1), np.zeros(shape, np.int64), np.full(shape, IGNORED)
-        meant = np.full((*shape, len(world.ATTRIBUTES)), IGNORED)
+        meant = np.full((*shape, len(object_names.ATTRIBUTES)), IGNORED)
         for row, scene in enumerate(scenes):
             start = [self.bos, self.user] + [self.image] * (IMAGE_TOKENS * len(scene.frames))
             end = len(start)
@@ -54,9 +54,9 @@ class Conversations:
                     if asked.holds is not None:
                         present[row, name] = asked.holds
                     if asked.meant is not None:
-                        meant[row, name] = [attribute in asked.meant for attribute in world.ATTRIBUTES]
+                        meant[row, name] = [attribute in asked.meant for attribute in object_names.ATTRIBUTES]
                 end = here.stop
-        return Rows(*(torch.from_numpy(values) for values in (ids, labels, turns, positions, present, meant)))
+        return TokenRows(*(torch.from_numpy(values) for values in (ids, labels, turns, positions, present, meant)))
 
 
 def _end_of(part: Sequence[int], whole: Sequence[int]) -> int:
@@ -64,7 +64,7 @@ def _end_of(part: Sequence[int], whole: Sequence[int]) -> int:
     return next(end for end in range(len(part), len(whole) + 1) if tuple(whole[end - len(part) : end]) == tuple(part))
 
 
-class Rows(NamedTuple):
+class TokenRows(NamedTuple):
     """Token rows, int64 [n, length] each.
 
     turns: 0 is the image, -1 is padding. present: at the last token of a name, whether the named object exists. meant:
@@ -78,8 +78,8 @@ class Rows(NamedTuple):
     present: torch.Tensor
     meant: torch.Tensor
 
-    def to(self, device: torch.device) -> Rows:
-        return Rows(*(values.to(device) for values in self))
+    def to(self, device: torch.device) -> TokenRows:
+        return TokenRows(*(values.to(device) for values in self))
 
     def mask(self, dtype: torch.dtype) -> torch.Tensor:
         """Additive mask [n, 1, length, length]: a token attends to the image and, causally, to its own turn."""

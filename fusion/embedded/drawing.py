@@ -103,14 +103,14 @@ def plain_background(rng: np.random.Generator) -> np.ndarray:
     return add_noise(rng, canvas, rng.uniform(1, 8))
 
 
-class Street(NamedTuple):
+class StreetBackground(NamedTuple):
     """A road seen from a fixed camera."""
 
     canvas: np.ndarray
     night: bool
 
 
-def street_background(rng: np.random.Generator, night: bool | None = None) -> Street:
+def street_background(rng: np.random.Generator, night: bool | None = None) -> StreetBackground:
     """Sky, grass, a road with two dashed lines; by day or by night."""
     night = chance(rng, 0.35) if night is None else night
     road = int(rng.integers(40, 60)) if night else int(rng.integers(85, 115))
@@ -123,15 +123,15 @@ def street_background(rng: np.random.Generator, night: bool | None = None) -> St
     for y in (horizon + 6 + lane, horizon + 6 + 2 * lane):
         for x in range(int(rng.integers(0, 12)), SIZE, 16):
             cv2.line(canvas, (x, y), (x + 8, y), (140, 140, 140) if night else (210, 210, 210), 1)
-    return Street(add_noise(rng, canvas, 5), night)
+    return StreetBackground(add_noise(rng, canvas, 5), night)
 
 
 def pattern_background(rng: np.random.Generator, kind: str, contrast: float = 1.0) -> np.ndarray:
     """A canvas filled with one of PATTERNS in two random colours."""
     mask = _PATTERN_MASKS[kind](rng)
     low = rng.integers(0, 200, 3).astype(np.float32)
-    apart = rng.integers(60, 160, 3) * (1 if chance(rng, 0.5) else -1)
-    high = np.clip(low + contrast * apart, 0, 255).astype(np.float32)
+    difference = rng.integers(60, 160, 3) * (1 if chance(rng, 0.5) else -1)
+    high = np.clip(low + contrast * difference, 0, 255).astype(np.float32)
     canvas = low + mask[..., None] * (high - low)
     return add_noise(rng, canvas.astype(np.int16), rng.uniform(1, 8))
 

@@ -42,11 +42,11 @@ def accuracy_by_skill(
     scenes = [world.still_scene(rng) for _ in range(num_scenes)] + [
         world.clip_scene(rng) for _ in range(num_scenes // 4)
     ]
-    asked: dict[int, list[tuple[world.Scene, world.Question]]] = defaultdict(list)
+    by_length: dict[int, list[tuple[world.Scene, world.Question]]] = defaultdict(list)
     for scene in scenes:
-        asked[len(scene.frames)] += [(scene, question) for question in scene.questions]
+        by_length[len(scene.frames)] += [(scene, question) for question in scene.questions]
     right: dict[str, list[bool]] = defaultdict(list)
-    for pairs in asked.values():
+    for pairs in by_length.values():
         for start in range(0, len(pairs), _BATCH):
             part = pairs[start : start + _BATCH]
             answers = _answer(model, processor, part, blank)

@@ -17,7 +17,9 @@ from fusion.embedded.evaluate import Accuracy, accuracy_by_skill
 from fusion.plan.schema import DomainPlan, LoraPlan, Plan, TrainingPlan
 from fusion.synthetic.sources import load_source
 from fusion.teachers import TEACHERS
-from fusion.training.train import Domain, FrozenBase, LoraTrainer
+from fusion.training.domain import Domain
+from fusion.training.frozen_base import FrozenBase
+from fusion.training.trainer import LoraTrainer
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
 from vlora.models import InputProcessor
@@ -29,7 +31,7 @@ _TRAINING_S = 60.0
 _STOP_AFTER_S = 57.0  # leaves time for the last step
 _TIMED = 9
 # Skills with a goal of their own, by the names in questions.
-_PROMISED = ("color", "shape", "count", "position", "yes or no", "motion")
+GATED_SKILLS = ("color", "shape", "count", "position", "yes or no", "motion")
 
 QUESTIONS = {
     "sklearn-digits": "what digit is shown?",
@@ -54,7 +56,7 @@ class Gate(NamedTuple):
     at_most: bool = False
 
 
-class Row(NamedTuple):
+class ExamRow(NamedTuple):
     """One line of the table; scores from 0 to 1. teacher: the small model's test score, None without one."""
 
     what: str
@@ -68,7 +70,7 @@ class Row(NamedTuple):
 
 def examine(
     checkpoint: str, *, seeds: Sequence[int], num_scenes: int, say: Callable[[str], None]
-) -> tuple[list[Row], list[Gate]]:
+) -> tuple[list[ExamRow], list[Gate]]:
     """Run all measurements. num_scenes: pictures per seed; a quarter as many clips are added."""
     rows, gates = _ask(checkpoint, seeds, num_scenes, say)
     with tempfile.TemporaryDirectory() as folder:
@@ -79,7 +81,7 @@ def examine(
 
 def _ask(
     checkpoint: str, seeds: Sequence[int], num_scenes: int, say: Callable[[str], None]
-) -> tuple[list[Row], list[Gate]]:
+) -> tuple[list[ExamRow], list[Gate]]:
     """Accuracy on held-out scenes, and for the same questions with a grey picture."""
     seen: list[dict[str, Accuracy]] = []
     blank: list[dict[str, Accuracy]] = []
@@ -90,8 +92,8 @@ def _ask(
     rows, gates = [], []
     for skill in seen[0]:
         right, guessed = (statistics.mean(found[skill].share for found in runs) for runs in (seen, blank))
-        rows.append(Row(skill, "synthetic", right, guessed, None, sum(s[skill].num_questions for s in seen), None))
-        if skill in _PROMISED:
+        rows.append(ExamRow(skill, "synthetic", right, guessed, None, sum(s[skill].num_questions for s in seen), None))
+        if skill in GATED_SKILLS:
             gates.append(Gate(f"{skill}: right", right, 0.75))
             gates.append(Gate(f"{skill}: above a grey picture", right - guessed, 0.25))
         if skill == "overall":
@@ -99,7 +101,7 @@ def _ask(
     return rows, gates
 
 
-def _adapt(checkpoint: str, folder: Path, say: Callable[[str], None]) -> tuple[list[Row], list[Gate]]:
+def _adapt(checkpoint: str, folder: Path, say: Callable[[str], None]) -> tuple[list[ExamRow], list[Gate]]:
     """Train one adapter of rank 8 per domain."""
     rows, gates = [], []
     model = load_model(EngineConfig(model=checkpoint, dtype="float32"))
@@ -118,33 +120,33 @@ def _adapt(checkpoint: str, folder: Path, say: Callable[[str], None]) -> tuple[l
         if trainer is None:
             trainer = LoraTrainer(base, {}, plan)
         trainer.domains[source] = domain
-        trainer.fresh()
-        without = trainer.in_words(source, domain.test)
+        trainer.adapter.reset()
+        without = trainer.evaluator.accuracy_in_words(source, domain.test)
         started = time.process_time()
         trainer.train(source, ())
         seconds = time.process_time() - started
-        right = trainer.score(source, domain.test)
-        trainer.save(folder / source, trainer.snapshot())
-        taught = None
+        right = trainer.evaluator.score(source, domain.test)
+        trainer.save(folder / source, trainer.adapter.snapshot())
+        teacher_score = None
         if source in TEACHERS:
             teacher = TEACHERS[source]()
             teacher.fit(splits)
-            taught = domain.task.metric(teacher.answers(splits.test), [sample.target for sample in splits.test])
+            teacher_score = domain.task.metric(teacher.answers(splits.test), [sample.target for sample in splits.test])
         data = "real" if splits.real else "synthetic"
-        rows.append(Row(source, data, right, without, taught, len(splits.test), seconds))
+        rows.append(ExamRow(source, data, right, without, teacher_score, len(splits.test), seconds))
         say(f"{source}: {right:.3f} after {seconds:.0f} s of training")
         gates.append(Gate(f"{source}: CPU seconds of training", seconds, _TRAINING_S, at_most=True))
-        goal = _goal(splits.task, taught)
+        goal = _goal(splits.task, teacher_score)
         if goal is not None:
             gates.append(Gate(f"{source}: {'F1' if splits.task == 'detection' else 'right'}", right, goal))
             gates.append(Gate(f"{source}: above the base in words", right - without, 0.2))
     return rows, gates
 
 
-def _goal(task: str, taught: float | None) -> float | None:
+def _goal(task: str, teacher_score: float | None) -> float | None:
     if task == "classification":
-        assert taught is not None
-        return min(0.85, taught - 0.08)
+        assert teacher_score is not None
+        return min(0.85, teacher_score - 0.08)
     return {"action": 0.8, "detection": 0.6}.get(task)
 
 
@@ -164,13 +166,13 @@ def _time(checkpoint: str, adapter: Path) -> list[Gate]:
         started = time.perf_counter()
         text = scene.questions[0].text if kind == "question" else QUESTIONS["sklearn-digits"]
         encoded = processor.encode(processor.chat(text, 1), [Image.fromarray(frame)])
-        asked: dict[str, Any] = {"adapter": "digits", "head": "sklearn-digits"} if kind == "head" else {}
+        fields: dict[str, Any] = {"adapter": "digits", "head": "sklearn-digits"} if kind == "head" else {}
         request = Request(
             request_id=str(turn),
             prompt_ids=encoded.prompt_ids,
             vision=encoded.vision,
             sampling=SamplingParams(max_tokens=8),
-            **asked,
+            **fields,
         )
         engine.run([request])
         answers[kind].append(time.perf_counter() - started)

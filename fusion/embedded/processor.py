@@ -12,7 +12,7 @@ from transformers import LlavaProcessor, PreTrainedTokenizerFast
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from fusion.embedded.drawing import COLORS, PATTERNS, SIZE
-from fusion.embedded.world import BOARDS, NUMBERS, THINGS, plural
+from fusion.embedded.object_names import BOARDS, NUMBERS, THINGS, plural
 
 PATCH = 16
 CONTEXT = 1024

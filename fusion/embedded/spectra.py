@@ -45,7 +45,7 @@ def _bins(device: torch.device) -> torch.Tensor:
     shares = []
     for low, high in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
         for direction in range(DIRECTIONS):
-            apart = (angle - math.pi * direction / DIRECTIONS + math.pi / 2) % math.pi - math.pi / 2
-            share = (1 - apart.abs() * DIRECTIONS / math.pi).clamp(min=0)
+            deviation = (angle - math.pi * direction / DIRECTIONS + math.pi / 2) % math.pi - math.pi / 2
+            share = (1 - deviation.abs() * DIRECTIONS / math.pi).clamp(min=0)
             shares.append((share * ((radius >= low) & (radius < high))).flatten())
     return torch.stack(shares)

@@ -39,11 +39,12 @@ from torch.nn import functional
 from transformers import LlavaForConditionalGeneration
 
 from fusion.embedded import world
-from fusion.embedded.conversations import IGNORED, Conversations, Rows
+from fusion.embedded.conversations import IGNORED, Conversations, TokenRows
 from fusion.embedded.evaluate import accuracy_by_skill, as_pixels, format_accuracy
 from fusion.embedded.model import IMAGE_TOKENS, build_model
+from fusion.embedded.probes import Probes, normed
 from fusion.embedded.processor import build_processor
-from fusion.embedded.spectra import GIST_FEATURES, PATCH_FEATURES, gist, patch_spectra
+from fusion.embedded.spectra import gist, patch_spectra
 from fusion.training.precision import mixed_precision
 
 VISION_SHARE = 0.15
@@ -77,92 +78,6 @@ class Budget:
             return min(1.0, step / self.steps)
         assert self.minutes is not None
         return min(1.0, seconds / (60 * self.minutes))
-
-
-class Probes(nn.Module):
-    """Linear probes on single tokens."""
-
-    def __init__(self, vision_size: int, text_size: int) -> None:
-        super().__init__()
-        self.kind = nn.Linear(vision_size, len(world.CELL_KINDS))
-        self.color = nn.Linear(vision_size, len(world.CELL_COLORS))
-        self.center = nn.Linear(vision_size, 2)
-        self.texture = nn.Linear(vision_size, PATCH_FEATURES)
-        self.gist = nn.Linear(text_size, GIST_FEATURES)
-        self.move = nn.Linear(text_size, len(world.CELL_MOVES))
-        self.kept = nn.Linear(text_size, vision_size)
-        self.row = nn.Linear(text_size, world.GRID)
-        self.column = nn.Linear(text_size, world.GRID)
-        self.present = nn.Linear(text_size, 2)
-        self.meant = nn.Linear(text_size, len(world.ATTRIBUTES))
-
-    def cell_loss(self, states: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
-        """states [n, 36, vision], cells [n, 4, 6, 6]."""
-        labels = cells.flatten(2)
-        return (
-            _probe_loss(self.kind(states), labels[:, world.KIND])
-            + _probe_loss(self.color(states), labels[:, world.COLOR])
-            + _probe_loss(self.center(states), labels[:, world.CENTER])
-        )
-
-    def texture_loss(self, states: torch.Tensor, spectra: torch.Tensor) -> torch.Tensor:
-        """states [n, 36, vision], spectra [n, 36, PATCH_FEATURES]."""
-        return functional.mse_loss(self.texture(states).float(), spectra)
-
-    def gist_loss(self, states: torch.Tensor, gists: torch.Tensor) -> torch.Tensor:
-        """states: [questions, text], where an answer begins. gists: [questions, GIST_FEATURES].
-
-        Keeps the whole picture's texture in these states for any question, since heads of domains read them.
-        """
-        return functional.mse_loss(self.gist(states).float(), gists)
-
-    def place_loss(self, features: torch.Tensor) -> torch.Tensor:
-        """Position of each image token from the language model's input. features: [n, 36, text]."""
-        place = torch.arange(world.GRID, device=features.device)
-        rows, columns = place.repeat_interleave(world.GRID), place.repeat(world.GRID)
-        of_row, of_column = self.row(features).float().flatten(0, 1), self.column(features).float().flatten(0, 1)
-        return functional.cross_entropy(of_row, rows.repeat(len(features))) + functional.cross_entropy(
-            of_column, columns.repeat(len(features))
-        )
-
-    def kept_loss(self, features: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """Reconstruction of the vision tower's states from the language model's input, so that the input also keeps
-        information that no question of this world needs. features: [n, 36, text]. states: [n, 36, vision]."""
-        return functional.mse_loss(self.kept(_normed(features)).float(), _normed(states).detach())
-
-    def move_loss(self, states: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
-        """states: [clips, frames * 36, text]. cells: [clips, frames, 4, 6, 6]. The first frame shows no motion."""
-        frames = cells.shape[1]
-        states = states.unflatten(1, (frames, IMAGE_TOKENS))[:, 1:]
-        return _probe_loss(self.move(states), cells[:, 1:, world.MOVE].flatten(2))
-
-    def presence_loss(self, states: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
-        """states: [n, length, text]. present: [n, length], 1 or 0 at the last token of a name, else ignored."""
-        named = present != IGNORED
-        return functional.cross_entropy(self.present(states[named]).float(), present[named])
-
-    def meaning_loss(self, states: torch.Tensor, meant: torch.Tensor) -> torch.Tensor:
-        """states: [n, length, text]. meant: [n, length, attributes], 1 or 0 at the last token of a name, else ignored.
-
-        Summed over attributes, since most are absent and easy.
-        """
-        named = meant[..., 0] != IGNORED
-        told = functional.binary_cross_entropy_with_logits(
-            self.meant(states[named]).float(), meant[named].float(), reduction="sum"
-        )
-        return told / max(1, int(named.sum()))
-
-
-def _normed(states: torch.Tensor) -> torch.Tensor:
-    """States normalised as in the next layer, without its weights."""
-    return functional.rms_norm(states.float(), states.shape[-1:])
-
-
-def _probe_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Cross entropy with a weight of a third for background cells, which are the majority."""
-    weight = torch.ones(logits.shape[-1], device=logits.device)
-    weight[0] = 0.3
-    return functional.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), weight)
 
 
 class Trainer:
@@ -235,7 +150,7 @@ class Trainer:
         """One optimiser step; returns the losses."""
         started = self._clock()
         rng = np.random.default_rng((self.seed, self.step, self.rank))
-        self._set_rates()
+        self.set_rates()
         vision_only = self.done < VISION_SHARE
         with mixed_precision(self.device):
             losses = self._vision_losses(rng) if vision_only else self._joint_losses(rng)
@@ -249,7 +164,7 @@ class Trainer:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         self.step += 1
-        self.seconds = self._agreed(self.seconds + self._clock() - started)
+        self.seconds = self._first_workers_seconds(self.seconds + self._clock() - started)
         return {name: loss.item() for name, loss in losses.items()}
 
     def _average_gradients(self) -> None:
@@ -268,15 +183,15 @@ class Trainer:
         for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(mean.view_as(gradient))
 
-    def _agreed(self, seconds: float) -> float:
+    def _first_workers_seconds(self, seconds: float) -> float:
         """The first worker's time, which determines rates and the end of the run in all workers."""
         if not distributed.is_initialized():
             return seconds
-        told = torch.tensor([seconds], dtype=torch.float64)
-        distributed.broadcast(told, src=0)
-        return told.item()
+        agreed = torch.tensor([seconds], dtype=torch.float64)
+        distributed.broadcast(agreed, src=0)
+        return agreed.item()
 
-    def _set_rates(self) -> None:
+    def set_rates(self) -> None:
         """Set the rate of each part: a short warm-up, then half a cosine to zero at the end of its own training."""
         rates = {
             "vision": min(1.0, (self.step + 1) / 50) * _falling(self.done / FIXED_AFTER),
@@ -314,12 +229,12 @@ class Trainer:
         clip_rows = self.conversations.batch(rng, clips, CLIP_LENGTH).to(self.device)
         still_answer, stills_named, stills_read = self._answer_loss(still_rows, features[:STILLS])
         clip_answer, clips_named, clips_read = self._answer_loss(clip_rows, features[STILLS:])
-        asked, _ = asking = (still_rows.ids == self.conversations.assistant).nonzero(as_tuple=True)
+        rows, _ = ends = (still_rows.ids == self.conversations.assistant).nonzero(as_tuple=True)
         images = clips_read[:, 2 : 2 + world.CLIP_FRAMES * IMAGE_TOKENS]
         return {
             "answer": 0.65 * still_answer + 0.35 * clip_answer,
             **({} if fixed else self._sight_losses(states, cells, spectra)),
-            "gist": self.probes.gist_loss(stills_read[asking], gist(spectra[:STILLS])[asked]),
+            "gist": self.probes.gist_loss(stills_read[ends], gist(spectra[:STILLS])[rows]),
             "places": self.probes.place_loss(features),
             "kept": self.probes.kept_loss(features, states),
             "present": 0.65 * self.probes.presence_loss(stills_named, still_rows.present)
@@ -328,7 +243,7 @@ class Trainer:
             "moves": self.probes.move_loss(images, clip_cells),
         }
 
-    def _answer_loss(self, rows: Rows, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _answer_loss(self, rows: TokenRows, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The loss, and states [n, length, text] before and after the last layer. The last layer can still pass
         information from a name to the answer, so name probes read the states before it."""
         embedded = self.model.get_input_embeddings()(rows.ids).to(features.dtype)
@@ -341,11 +256,11 @@ class Trainer:
             output_hidden_states=True,
         )
         hidden = outputs.last_hidden_state
-        told = rows.labels[:, 1:] != IGNORED
-        logits = self.model.lm_head(hidden[:, :-1][told])
+        answered = rows.labels[:, 1:] != IGNORED
+        logits = self.model.lm_head(hidden[:, :-1][answered])
         return (
-            functional.cross_entropy(logits.float(), rows.labels[:, 1:][told]),
-            _normed(outputs.hidden_states[-2]),
+            functional.cross_entropy(logits.float(), rows.labels[:, 1:][answered]),
+            normed(outputs.hidden_states[-2]),
             hidden,
         )
 
@@ -401,10 +316,10 @@ def train(
         while trainer.done < 1:
             for name, value in trainer.advance().items():
                 means[name] = 0.98 * means.get(name, value) + 0.02 * value
-            told = " ".join(f"{name} {value:.3f}" for name, value in means.items())
-            progress.update(task, completed=trainer.done, description=f"step {trainer.step} {told}")
+            losses = " ".join(f"{name} {value:.3f}" for name, value in means.items())
+            progress.update(task, completed=trainer.done, description=f"step {trainer.step} {losses}")
             if trainer.step % 200 == 0 and rank == 0:
-                progress.console.print(f"step {trainer.step} after {trainer.seconds:.0f} s: {told}")
+                progress.console.print(f"step {trainer.step} after {trainer.seconds:.0f} s: {losses}")
             if rank == 0 and time.monotonic() - saved > SAVE_EVERY_S:
                 trainer.save()
                 saved = time.monotonic()

@@ -14,8 +14,6 @@ training (see `train.py`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import cv2
 import numpy as np
@@ -42,24 +40,13 @@ from fusion.embedded.drawing import (
     polygon,
     street_background,
 )
+from fusion.embedded.object_names import ARROWS, BOARDS, MOVES, NUMBERS, POSITIONS, THINGS, article
+from fusion.embedded.questions import Placed, Question, ask_clip, ask_things, make_question
 from fusion.embedded.textures import texture
 
 GRID = 6
 CELL = SIZE // GRID
 CLIP_FRAMES = 4
-
-NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-THINGS = (*SHAPES, *VEHICLES, "person")
-BOARDS = ("disc", "board", "octagon", "wedge")
-ARROWS = ("left", "right", "up")
-POSITIONS = {
-    "top left": (25, 25),
-    "top right": (71, 25),
-    "center": (48, 48),
-    "bottom left": (25, 71),
-    "bottom right": (71, 71),
-}
-MOVES = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1), "still": (0, 0)}
 
 # Cell classes in the order of their labels; 0 is background.
 CELL_KINDS = (
@@ -73,8 +60,6 @@ CELL_KINDS = (
 )
 CELL_COLORS = ("none", *COLORS)
 CELL_MOVES = ("none", *MOVES)
-ATTRIBUTES = (*POSITIONS, *THINGS, *COLORS)
-"""Attributes of an object in a picture."""
 _KIND_ID = {kind: index for index, kind in enumerate(CELL_KINDS)}
 _COLOR_ID = {color: index for index, color in enumerate(CELL_COLORS)}
 _MOVE_ID = {move: index for index, move in enumerate(CELL_MOVES)}
@@ -85,54 +70,6 @@ UNKNOWN = -100
 """Label of a cell that is excluded from the loss."""
 
 
-class Question(NamedTuple):
-    """skill: the skill that the question tests; accuracy is reported per skill.
-
-    The other fields are used only in training. about: the words of the text that name an object. holds: whether it
-    exists, None if the question presupposes it. meant: attributes (see ATTRIBUTES) of all objects that the words name;
-    None in clips, where objects have no fixed position.
-    """
-
-    skill: str
-    text: str
-    answer: str
-    about: str = ""
-    holds: bool | None = None
-    meant: frozenset[str] | None = None
-
-
-# Forms of each question; the first form is used half of the time.
-_FORMS: dict[str, tuple[str, ...]] = {
-    "count all": ("how many objects are there?", "how many things do you see?", "count the objects."),
-    "count": ("how many {} are there?", "how many {} do you see?", "count the {}."),
-    "at": ("what is at the {}?", "what do you see at the {}?"),
-    "color at": ("what color is the object at the {}?", "what is the color of the object at the {}?"),
-    "kind at": ("what kind of object is at the {}?", "what type of object is at the {}?"),
-    "color": ("what color is the {}?", "what is the color of the {}?"),
-    "where": ("where is the {}?", "where do you see the {}?", "at what position is the {}?"),
-    "kind": ("what is the {} object?", "what kind of object is the {} one?"),
-    "present": ("is there {}?", "do you see {}?", "is {} in the image?"),
-    "describe": ("describe the image.", "what is in the image?", "what does the image show?"),
-    "light": ("is it day or night?", "day or night?"),
-    "digit": ("what digit is shown?", "what number is this?", "what digit do you see?"),
-    "pattern": ("what pattern is shown?", "what pattern is this?"),
-    "brightness": ("is the image bright or dark?", "is this picture bright or dark?"),
-    "sign shape": ("what shape is the sign?", "what is the shape of the sign?"),
-    "sign content": ("what is on the sign?", "what does the sign show?"),
-    "move of": ("which way does the {} move?", "where does the {} go?", "which way is the {} moving?"),
-    "move": ("which way does it move?", "what is the direction of motion?"),
-    "describe clip": ("describe the video.", "what happens in the video?"),
-    "moving": ("what is moving?", "what moves?"),
-}
-
-
-def _question(rng: np.random.Generator, form: str, skill: str, answer: str, name: str = "") -> Question:
-    """Draw a form of a question. name: the object in it."""
-    forms = _FORMS[form]
-    text = forms[0] if chance(rng, 0.5) else pick(rng, forms)
-    return Question(skill, text.format(name), answer)
-
-
 @dataclasses.dataclass(frozen=True)
 class Scene:
     """frames: uint8 [T, 96, 96, 3] (T is 1 or CLIP_FRAMES). cells: int64 [T, 4, 6, 6], the channels named above."""
@@ -140,18 +77,6 @@ class Scene:
     frames: np.ndarray
     questions: tuple[Question, ...]
     cells: np.ndarray
-
-
-def plural(thing: str) -> str:
-    return {"bus": "buses", "cross": "crosses"}.get(thing, thing + "s")
-
-
-def article(words: str) -> str:
-    return f"{'an' if words[0] in 'aeiou' else 'a'} {words}"
-
-
-def _yes_no(holds: bool) -> str:
-    return "yes" if holds else "no"
 
 
 def _mark(cells: np.ndarray, box: Box, kind: str, color: str, move: str = "none") -> None:
@@ -166,16 +91,6 @@ def _mark(cells: np.ndarray, box: Box, kind: str, color: str, move: str = "none"
     row, column = ((box[1] + box[3]) // 2 // CELL, (box[0] + box[2]) // 2 // CELL)
     if 0 <= row < GRID and 0 <= column < GRID:
         cells[CENTER, row, column] = 1
-
-
-class _Placed(NamedTuple):
-    kind: str
-    color: str
-    position: str
-
-    @property
-    def words(self) -> str:
-        return f"{self.color} {self.kind}"
 
 
 def things_scene(rng: np.random.Generator) -> Scene:
@@ -199,7 +114,7 @@ def things_scene(rng: np.random.Generator) -> Scene:
     placed = []
     names = list(POSITIONS)
     for index in sorted(rng.permutation(len(names))[: int(rng.integers(1, 6))]):
-        item = _Placed(pick(rng, among), pick(rng, tuple(COLORS)), names[index])
+        item = Placed(pick(rng, among), pick(rng, tuple(COLORS)), names[index])
         x, y = POSITIONS[item.position]
         center = (x + int(rng.integers(-5, 6)), y + int(rng.integers(-5, 6)))
         color = jitter(rng, COLORS[item.color], 0.75 if night else 1.0)
@@ -207,96 +122,7 @@ def things_scene(rng: np.random.Generator) -> Scene:
         box = draw_thing(canvas, item.kind, color, center, radius, rng.uniform(-0.3, 0.3))
         _mark(cells, box, item.kind, item.color)
         placed.append(item)
-    return Scene(canvas[None], tuple(_ask_things(rng, placed, night)), cells[None])
-
-
-def _ask_things(rng: np.random.Generator, placed: list[_Placed], night: bool | None) -> list[Question]:
-    one = placed[int(rng.integers(len(placed)))]
-    kinds = [item.kind for item in placed]
-    colors = [item.color for item in placed]
-    asked = [_question(rng, "count all", "count", NUMBERS[len(placed)])]
-    for form, skill, answer in (
-        ("at", "scene", article(one.words)),
-        ("color at", "color", one.color),
-        ("kind at", _kind_skill(one.kind), article(one.kind)),
-    ):
-        asked.append(_naming(_question(rng, form, skill, answer, one.position), one.position, placed))
-    for kind in (one.kind, pick(rng, THINGS)):
-        question = _question(rng, "count", "count", NUMBERS[kinds.count(kind)], plural(kind))
-        asked.append(_naming(question, kind, placed, open_=True)._replace(about=plural(kind)))
-    if kinds.count(one.kind) == 1:
-        asked.append(_naming(_question(rng, "color", "color", one.color, one.kind), one.kind, placed))
-    if colors.count(one.color) == 1:
-        question = _question(rng, "kind", _kind_skill(one.kind), article(one.kind), one.color)
-        asked.append(_naming(question, one.color, placed))
-    asked += _ask_presence(rng, placed)
-    asked += _ask_where(rng, placed)
-    if len(placed) <= 2:
-        asked.append(_question(rng, "describe", "describe", " and ".join(article(item.words) for item in placed)))
-    if night is not None:
-        asked.append(_question(rng, "light", "scene", "night" if night else "day"))
-    return asked
-
-
-def _kind_skill(kind: str) -> str:
-    return "shape" if kind in SHAPES else "kind"
-
-
-def _names(item: _Placed) -> tuple[str, str, str]:
-    """The names of an object: its kind, its colour, and both."""
-    return item.kind, item.color, item.words
-
-
-def _naming(question: Question, name: str, placed: Sequence[_Placed], *, open_: bool = False) -> Question:
-    """The question with the meaning of its name. open_: the question does not presuppose that the object exists."""
-    meant = [item for item in placed if name in (*_names(item), item.position)]
-    attributes = frozenset(attribute for item in meant for attribute in item)
-    return question._replace(about=name, holds=bool(meant) if open_ else None, meant=attributes)
-
-
-def _spoken(name: str) -> str:
-    return f"{name} object" if name in COLORS else name
-
-
-def _absent(rng: np.random.Generator, placed: list[_Placed], way: int) -> str:
-    """A name that matches no object: a kind (0), a colour (1), or both (2), one of which is present."""
-    there = {_names(item)[way] for item in placed}
-    while True:
-        one, kind, color = placed[int(rng.integers(len(placed)))], pick(rng, THINGS), pick(rng, tuple(COLORS))
-        both = f"{one.color} {kind}" if chance(rng, 0.5) else f"{color} {one.kind}"
-        name = (kind, color, both)[way]
-        if name not in there:
-            return name
-
-
-def _ask_presence(rng: np.random.Generator, placed: list[_Placed]) -> list[Question]:
-    """Questions whether a kind, a colour or both exist: two of each, and the answer is yes in half of the cases."""
-    asked = []
-    for way in range(3):
-        for _ in range(2):
-            holds = chance(rng, 0.5)
-            name = pick(rng, [_names(item)[way] for item in placed]) if holds else _absent(rng, placed, way)
-            question = _question(rng, "present", "yes or no", _yes_no(holds), article(_spoken(name)))
-            asked.append(_naming(question, name, placed, open_=True))
-    return asked
-
-
-def _ask_where(rng: np.random.Generator, placed: list[_Placed]) -> list[Question]:
-    """Questions for the position of a named object; sometimes no object matches."""
-    asked = []
-    for way in range(3):
-        names = [_names(item)[way] for item in placed]
-        single = [item for item in placed if names.count(_names(item)[way]) == 1]
-        if chance(rng, 0.25):
-            name, answer = _absent(rng, placed, way), "nowhere"
-        elif single:
-            item = single[int(rng.integers(len(single)))]
-            name, answer = _names(item)[way], item.position
-        else:
-            continue
-        question = _question(rng, "where", "position", answer, _spoken(name))
-        asked.append(_naming(question, name, placed, open_=True))
-    return asked
+    return Scene(canvas[None], tuple(ask_things(rng, placed, night)), cells[None])
 
 
 def glyph_scene(rng: np.random.Generator) -> Scene:
@@ -339,12 +165,12 @@ def _printed_scene(rng: np.random.Generator) -> Scene:
     box = (int(columns.min()), int(rows.min()), int(columns.max()), int(rows.max()))
     name = NUMBERS[glyph]
     _mark(cells, box, f"digit {name}", color)
-    asked = (
-        _question(rng, "digit", "digit", name),
-        _question(rng, "color", "color", color, "digit"),
-        _question(rng, "describe", "describe", f"{article(color)} digit {name}"),
+    questions = (
+        make_question(rng, "digit", "digit", name),
+        make_question(rng, "color", "color", color, "digit"),
+        make_question(rng, "describe", "describe", f"{article(color)} digit {name}"),
     )
-    return Scene(canvas[None], asked, cells[None])
+    return Scene(canvas[None], questions, cells[None])
 
 
 def _board_scene(rng: np.random.Generator) -> Scene:
@@ -374,12 +200,12 @@ def _board_scene(rng: np.random.Generator) -> Scene:
     content, inner = _draw_on_board(rng, canvas, (x, y), radius * (0.75 if board == "wedge" else 1.0), mark_color)
     if content is not None and inner is not None:
         _mark(cells, inner, content[0], ink)
-    asked = [
-        _question(rng, "color", "color", color, "sign"),
-        _question(rng, "sign shape", "sign", board),
-        _question(rng, "sign content", "sign", content[1] if content else "nothing"),
+    questions = [
+        make_question(rng, "color", "color", color, "sign"),
+        make_question(rng, "sign shape", "sign", board),
+        make_question(rng, "sign content", "sign", content[1] if content else "nothing"),
     ]
-    return Scene(add_noise(rng, canvas, 4)[None], tuple(asked), cells[None])
+    return Scene(add_noise(rng, canvas, 4)[None], tuple(questions), cells[None])
 
 
 def _draw_on_board(
@@ -409,16 +235,16 @@ def pattern_scene(rng: np.random.Generator) -> Scene:
     kind = pick(rng, PATTERNS)
     cells = np.zeros((4, GRID, GRID), np.int64)
     cells[KIND] = _KIND_ID[kind]
-    asked = (_question(rng, "pattern", "pattern", kind),)
-    return Scene(pattern_background(rng, kind)[None], asked, cells[None])
+    questions = (make_question(rng, "pattern", "pattern", kind),)
+    return Scene(pattern_background(rng, kind)[None], questions, cells[None])
 
 
 def texture_scene(rng: np.random.Generator) -> Scene:
     bright = chance(rng, 0.5)
     canvas = texture(rng, rng.uniform(150, 220) if bright else rng.uniform(30, 105), rng.uniform(10, 60))
     cells = np.full((4, GRID, GRID), UNKNOWN, np.int64)
-    asked = _question(rng, "brightness", "brightness", "bright" if canvas.mean() > 127.5 else "dark")
-    return Scene(canvas[None], (asked,), cells[None])
+    questions = make_question(rng, "brightness", "brightness", "bright" if canvas.mean() > 127.5 else "dark")
+    return Scene(canvas[None], (questions,), cells[None])
 
 
 def clip_scene(rng: np.random.Generator) -> Scene:
@@ -439,7 +265,7 @@ def clip_scene(rng: np.random.Generator) -> Scene:
     cells = np.zeros((CLIP_FRAMES, 4, GRID, GRID), np.int64)
     standing = None
     if chance(rng, 0.35):
-        standing = _Placed(
+        standing = Placed(
             pick(rng, THINGS), pick(rng, tuple(COLORS)), pick(rng, ("top left", "bottom right", "bottom left"))
         )
         box = draw_thing(
@@ -453,25 +279,7 @@ def clip_scene(rng: np.random.Generator) -> Scene:
         center = (round(start[0] + dx * speed * index), round(start[1] + dy * speed * index))
         _mark(cells[index], draw_thing(canvas, kind, ink, center, radius, angle), kind, color, move)
         frames.append(add_noise(rng, canvas, 3))
-    return Scene(np.stack(frames), tuple(_ask_clip(rng, kind, color, move, standing)), cells)
-
-
-def _ask_clip(rng: np.random.Generator, kind: str, color: str, move: str, standing: _Placed | None) -> list[Question]:
-    words = f"{color} {kind}"
-    asked = []
-    if standing is None or standing.kind != kind:
-        asked.append(_question(rng, "move of", "motion", move, kind))
-        for _ in range(2):
-            holds = chance(rng, 0.5)
-            guess = move if holds else pick(rng, [other for other in MOVES if other != move])
-            does = f"does the {kind} stand still?" if guess == "still" else f"does the {kind} move {guess}?"
-            asked.append(Question("motion yes or no", does, _yes_no(holds), guess, holds))
-    if standing is None:
-        asked.append(_question(rng, "move", "motion", move))
-        told = "stands still" if move == "still" else f"moves {move}"
-        asked.append(_question(rng, "describe clip", "describe", f"{article(words)} {told}"))
-    asked.append(_question(rng, "moving", "moving", "nothing" if move == "still" else article(words)))
-    return asked
+    return Scene(np.stack(frames), tuple(ask_clip(rng, kind, color, move, standing)), cells)
 
 
 def still_scene(rng: np.random.Generator) -> Scene:

@@ -24,7 +24,7 @@ class Score(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Trained:
+class TrainingResult:
     """Result of training an adapter.
 
     scores: validation score of every domain in it. seconds: duration of its last training. losses: from the start to
@@ -36,9 +36,9 @@ class Trained:
     losses: tuple[float, ...] = ()
 
 
-Train = Callable[[Adapter], Trained]
+Train = Callable[[Adapter], TrainingResult]
 """Train the last domain of an adapter into the adapter of the domains before it, or look up the result."""
-TrainTogether = Callable[[frozenset[str]], Trained]
+TrainTogether = Callable[[frozenset[str]], TrainingResult]
 """Train domains jointly into one adapter, or look up the result."""
 
 
@@ -51,7 +51,7 @@ class Step:
 
     domains: tuple[str, ...]
     into: Adapter
-    trained: Trained
+    trained: TrainingResult
     broken: Mapping[str, Score]
     kept: bool
 
@@ -64,7 +64,7 @@ class Packing:
     smallest distance from a bound to its threshold, over domains that meet theirs.
     """
 
-    adapters: Mapping[Adapter, Trained]
+    adapters: Mapping[Adapter, TrainingResult]
     steps: tuple[Step, ...]
     missed: Mapping[str, Score]
     margin: float
@@ -72,7 +72,7 @@ class Packing:
     @classmethod
     def of(
         cls,
-        adapters: Mapping[Adapter, Trained],
+        adapters: Mapping[Adapter, TrainingResult],
         steps: Sequence[Step],
         missed: Mapping[str, Score],
         thresholds: Mapping[str, float],
@@ -109,32 +109,32 @@ def pack(
     A domain that misses its threshold even alone is reported, and its adapter takes no other domain. Returns None as
     soon as the packing is certain to be worse than `best`.
     """
-    adapters: dict[Adapter, Trained] = {}
+    adapters: dict[Adapter, TrainingResult] = {}
     steps: list[Step] = []
     missed: dict[str, Score] = {}
     for domain in domains:
         for held in [adapter for adapter in adapters if not missed.keys() & set(adapter)]:
             trained = train((*held, domain))
-            broken = broken_in(trained.scores, thresholds)
+            broken = below_threshold(trained.scores, thresholds)
             steps.append(Step((domain,), held, trained, broken, kept=not broken))
             if not broken:
                 # Replaces the adapter that it extends: adapters stay in the order in which they were created.
                 adapters = {
                     (*held, domain) if a == held else a: trained if a == held else t for a, t in adapters.items()
                 }
-                say(f"{domain} joins {_list(held)}: {told(trained.scores, thresholds)}")
+                say(f"{domain} joins {_list(held)}: {format_scores(trained.scores, thresholds)}")
                 break
-            say(f"rolled back: with {domain} in {_list(held)}, below threshold: {told(broken, thresholds)}")
+            say(f"rolled back: with {domain} in {_list(held)}, below threshold: {format_scores(broken, thresholds)}")
         else:
             trained = train((domain,))
-            broken = broken_in(trained.scores, thresholds)
+            broken = below_threshold(trained.scores, thresholds)
             steps.append(Step((domain,), (), trained, broken, kept=True))
             adapters[(domain,)] = trained
             missed.update(broken)
             say(
-                f"{domain} misses its threshold even alone: {told(broken, thresholds)}"
+                f"{domain} misses its threshold even alone: {format_scores(broken, thresholds)}"
                 if broken
-                else f"{domain} opens adapter {len(adapters)}: {told(trained.scores, thresholds)}"
+                else f"{domain} opens adapter {len(adapters)}: {format_scores(trained.scores, thresholds)}"
             )
         if best is not None and (len(missed), len(adapters)) > best.rank[:2]:
             return None
@@ -173,26 +173,28 @@ def pack_in_sequence(
 
     The paper compares the measured value; pass `by_value(train)` for that.
     """
-    closed: dict[Adapter, Trained] = {}
+    closed: dict[Adapter, TrainingResult] = {}
     steps: list[Step] = []
     held: Adapter = ()
-    current: Trained | None = None
+    current: TrainingResult | None = None
     for domain in domains:
         trained = train((*held, domain))
-        broken = broken_in(trained.scores, thresholds)
+        broken = below_threshold(trained.scores, thresholds)
         steps.append(Step((domain,), held, trained, broken, kept=not (held and broken)))
         if current is not None and broken:
-            say(f"rolled back: with {domain} in {_list(held)}, below threshold: {told(broken, thresholds)}")
+            say(f"rolled back: with {domain} in {_list(held)}, below threshold: {format_scores(broken, thresholds)}")
             closed[held] = current
             held = ()
             trained = train((domain,))
-            steps.append(Step((domain,), (), trained, broken_in(trained.scores, thresholds), kept=True))
+            steps.append(Step((domain,), (), trained, below_threshold(trained.scores, thresholds), kept=True))
         held, current = (*held, domain), trained
-        say(f"{_list(held)}: {told(trained.scores, thresholds)}")
+        say(f"{_list(held)}: {format_scores(trained.scores, thresholds)}")
     if current is not None:
         closed[held] = current
     missed = {
-        name: score for trained in closed.values() for name, score in broken_in(trained.scores, thresholds).items()
+        name: score
+        for trained in closed.values()
+        for name, score in below_threshold(trained.scores, thresholds).items()
     }
     return Packing.of(closed, steps, missed, thresholds)
 
@@ -200,7 +202,7 @@ def pack_in_sequence(
 def by_value(train: Train) -> Train:
     """The same trainings, with the measured values also used as the lower bounds."""
 
-    def trained(adapter: Adapter) -> Trained:
+    def trained(adapter: Adapter) -> TrainingResult:
         found = train(adapter)
         values = {name: Score(score.value, score.value) for name, score in found.scores.items()}
         return dataclasses.replace(found, scores=values)
@@ -228,7 +230,7 @@ def _hashed(name: str, adapter: Adapter) -> str:
     return f"{name[:80]}-{hashlib.sha256(','.join(adapter).encode()).hexdigest()[:12]}"
 
 
-def broken_in(scores: Mapping[str, Score], thresholds: Mapping[str, float]) -> dict[str, Score]:
+def below_threshold(scores: Mapping[str, Score], thresholds: Mapping[str, float]) -> dict[str, Score]:
     """The domains with a lower bound below their threshold."""
     return {name: score for name, score in scores.items() if score.lower < thresholds[name]}
 
@@ -237,7 +239,7 @@ def _list(names: Sequence[str]) -> str:
     return ", ".join(names)
 
 
-def told(scores: Mapping[str, Score], thresholds: Mapping[str, float]) -> str:
+def format_scores(scores: Mapping[str, Score], thresholds: Mapping[str, float]) -> str:
     """Format scores with their thresholds, and with lower bounds if a confidence is set."""
     bounds = {name: f"lower bound {score.lower:.3f}, " for name, score in scores.items() if score.lower != score.value}
     return ", ".join(

@@ -14,7 +14,7 @@ _RESAMPLES = 400
 Target = TypeVar("Target")
 
 
-def bounded(
+def score_with_bound(
     metric: Callable[[Sequence[object], Sequence[Target]], float],
     answers: Sequence[object],
     targets: Sequence[Target],

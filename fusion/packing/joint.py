@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from fusion.packing.algorithm import Packing, Score, Step, Trained, TrainTogether, broken_in, told
+from fusion.packing.algorithm import Packing, Score, Step, TrainingResult, TrainTogether, below_threshold, format_scores
 
 Set = frozenset[str]
 
@@ -20,7 +20,7 @@ def pack_jointly(
     train: TrainTogether,
     *,
     say: Callable[[str], None] = lambda _: None,
-    ahead: Callable[[Sequence[Set]], None] = lambda _: None,
+    run_ahead: Callable[[Sequence[Set]], None] = lambda _: None,
 ) -> Packing:
     """Find sets of domains, each trained jointly, in which every domain's lower bound meets its threshold.
 
@@ -31,20 +31,20 @@ def pack_jointly(
     Args:
         ahead: called with both parts of a set as soon as it is split; both will be trained.
     """
-    found = _Found(thresholds, train, say)
+    found = _TrainedSets(thresholds, train, say)
     waiting = [frozenset(domains)]
     kept: list[Set] = []
     missed: dict[str, Score] = {}
     while waiting:
         together = waiting.pop()
-        broken = found.broken(together)
-        if not broken:
+        below = found.below(together)
+        if not below:
             kept.append(together)
         elif len(together) == 1:
-            missed.update(broken)
+            missed.update(below)
         else:
-            parts = _divided(together, broken, thresholds)
-            ahead(parts)
+            parts = _split(together, below, thresholds)
+            run_ahead(parts)
             waiting += parts
     while (pair := next((pair for pair in _smallest_first(kept) if found.unites(*pair)), None)) is not None:
         kept = [together for together in kept if together not in pair]
@@ -56,7 +56,7 @@ def pack_jointly(
     return Packing.of(adapters, found.steps, missed, thresholds)
 
 
-class _Found:
+class _TrainedSets:
     """Results of trained sets; each set is trained at most once."""
 
     def __init__(self, thresholds: Mapping[str, float], train: TrainTogether, say: Callable[[str], None]) -> None:
@@ -64,32 +64,32 @@ class _Found:
         self._train = train
         self._say = say
         self._failed: list[Set] = []
-        self.trained: dict[Set, Trained] = {}
+        self.trained: dict[Set, TrainingResult] = {}
         self.steps: list[Step] = []
 
-    def broken(self, together: Set) -> dict[str, Score]:
+    def below(self, together: Set) -> dict[str, Score]:
         """The domains that miss their thresholds in one adapter of these domains."""
         trained = self._train(together)
-        broken = broken_in(trained.scores, self._thresholds)
+        below = below_threshold(trained.scores, self._thresholds)
         self.trained[together] = trained
         names = tuple(sorted(together))
-        self.steps.append(Step(names, (), trained, broken, kept=not broken or len(names) == 1))
-        if broken:
+        self.steps.append(Step(names, (), trained, below, kept=not below or len(names) == 1))
+        if below:
             self._failed.append(together)
             why = "misses its threshold even alone" if len(names) == 1 else "do not fit into one adapter"
-            self._say(f"{', '.join(names)} {why}: {told(broken, self._thresholds)}")
+            self._say(f"{', '.join(names)} {why}: {format_scores(below, self._thresholds)}")
         else:
-            self._say(f"{', '.join(names)} in one adapter: {told(trained.scores, self._thresholds)}")
-        return broken
+            self._say(f"{', '.join(names)} in one adapter: {format_scores(trained.scores, self._thresholds)}")
+        return below
 
     def unites(self, one: Set, other: Set) -> bool:
         union = one | other
-        return not any(failed <= union for failed in self._failed) and not self.broken(union)
+        return not any(failed <= union for failed in self._failed) and not self.below(union)
 
 
-def _divided(together: Set, broken: Mapping[str, Score], thresholds: Mapping[str, float]) -> list[Set]:
+def _split(together: Set, below: Mapping[str, Score], thresholds: Mapping[str, float]) -> list[Set]:
     """The domains that meet their thresholds, and the others. If none does, the half furthest below is split off."""
-    out = sorted(broken, key=lambda name: (broken[name].lower - thresholds[name], name))
+    out = sorted(below, key=lambda name: (below[name].lower - thresholds[name], name))
     if len(out) == len(together):
         out = out[: len(out) // 2]
     return [together.difference(out), frozenset(out)]

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from fusion.packing.algorithm import TrainTogether
 
-MOST_DOMAINS = 6  # 203 partitions of 63 sets; seven domains have 877 of 127
+MAX_DOMAINS = 6  # 203 partitions of 63 sets; seven domains have 877 of 127
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Oracle:
     def optimum(self) -> Optimum:
         """The fewest adapters over all partitions; a domain that misses alone gets its own. Trains only needed sets."""
         missed, others = self._alone()
-        if len(others) > MOST_DOMAINS:
-            raise ValueError(f"{len(others)} domains: the exhaustive optimum is for {MOST_DOMAINS} at most")
+        if len(others) > MAX_DOMAINS:
+            raise ValueError(f"{len(others)} domains: the exhaustive optimum is for {MAX_DOMAINS} at most")
         # Among partitions of equal size, even ones first: they are likelier to fit, and the first fit is optimal.
         for partition in sorted(_partitions(others), key=lambda sets: (len(sets), max(map(len, sets), default=0))):
             if all(self.keeps(together) for together in sorted(partition, key=self._known_first)):

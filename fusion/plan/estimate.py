@@ -12,10 +12,12 @@ from typing import NamedTuple
 import torch
 
 from fusion.data.load import DomainData
-from fusion.packing.pipeline import fewest_trainings, most_trainings, surely_alone
+from fusion.packing.training_counts import max_trainings, min_trainings, trained_alone
 from fusion.plan.schema import Plan
-from fusion.training.train import Domain, FrozenBase, LoraTrainer
-from fusion.training.zero_shot import MOST_ASKED, said_before_training
+from fusion.training.domain import Domain
+from fusion.training.frozen_base import FrozenBase
+from fusion.training.trainer import LoraTrainer
+from fusion.training.zero_shot import MAX_SAMPLES, answers_before_training
 
 _BUDGET_S = 4.0  # for measured steps of a whole batch
 _MOST_STEPS = 8
@@ -62,10 +64,10 @@ def estimate(plan: Plan, data: Mapping[str, DomainData], base: FrozenBase) -> Es
         BadPlan: a sample cannot be encoded for the base model.
     """
     rows = list(itertools.islice(itertools.cycle(data), plan.training.batch_size))
-    rates, domains = _encoded(plan, data, base, 1)
+    rates, domains = _encode_few(plan, data, base, 1)
     trainer = LoraTrainer(base, domains, plan)
     few = rows[: len(data)]
-    with base.progress.work("measuring steps", _MOST_STEPS, "steps") as moved:
+    with base.progress.work("measuring steps", _MOST_STEPS, "steps") as update:
         trainer.time_step(few)  # the first step of a process is slower than later ones
         tried: list[float] = []
         while len(tried) < _TRIES and sum(tried) < _BUDGET_S:
@@ -73,25 +75,26 @@ def estimate(plan: Plan, data: Mapping[str, DomainData], base: FrozenBase) -> Es
         measured, samples = [min(tried)], len(few)
         expected = measured[0] * len(rows) / samples + sum(rates[name] for name in rows)
         if expected < _BUDGET_S:
-            rates, trainer.domains = _encoded(plan, data, base, math.ceil(len(rows) / len(data)))
+            rates, domains = _encode_few(plan, data, base, math.ceil(len(rows) / len(data)))
+            trainer.domains.update(domains)
             measured, samples = [], len(rows)
             while not measured or (len(measured) < _MOST_STEPS and sum(measured) + measured[-1] < _BUDGET_S):
                 measured.append(trainer.time_step(rows))
-                moved(len(measured))
+                update(len(measured))
     step_s = sum(measured) / len(measured) * len(rows) / samples
-    score = {name: _seconds_each(trainer, name) for name in trainer.domains}
-    ask = {name: _seconds_to_ask(domain) for name, domain in trainer.domains.items()}
+    score = {name: _score_s_per_sample(trainer, name) for name in trainer.domains}
+    ask = {name: _decode_s_per_sample(domain) for name, domain in trainer.domains.items()}
     once, one = _run_s(plan, data, step_s, _Rates(rates, score, ask))
-    taught = {name: own.taught for name, own in data.items() if own.taught is not None}
+    teacher_scores = {name: own.teacher_score for name, own in data.items() if own.teacher_score is not None}
     return Estimate(
-        at_least_s=once + one * fewest_trainings(plan, surely_alone(plan, taught)),
-        at_most_s=once + one * most_trainings(plan),
+        at_least_s=once + one * min_trainings(plan, trained_alone(plan, teacher_scores)),
+        at_most_s=once + one * max_trainings(plan),
         step_s=step_s,
         batch_size=len(rows),
         measured_steps=len(measured),
         measured_samples=samples,
-        device=base.seam.device.type,
-        threads=torch.get_num_threads() if base.seam.device.type == "cpu" else None,
+        device=base.hf_model.device.type,
+        threads=torch.get_num_threads() if base.hf_model.device.type == "cpu" else None,
     )
 
 
@@ -102,7 +105,7 @@ def _run_s(plan: Plan, data: Mapping[str, DomainData], step_s: float, rates: _Ra
         splits = own.splits
         if not plan.lora.vision:  # else every step encodes its own pictures
             once += rates.encode[name] * sum(map(len, splits.parts.values()))
-        once += rates.ask[name] * min(MOST_ASKED, len(splits.test)) + rates.score[name] * len(splits.test)
+        once += rates.ask[name] * min(MAX_SAMPLES, len(splits.test)) + rates.score[name] * len(splits.test)
         validation += rates.score[name] * len(splits.validation) / len(data)
     training = plan.training.steps * step_s
     if plan.training.seconds is not None:
@@ -112,7 +115,7 @@ def _run_s(plan: Plan, data: Mapping[str, DomainData], step_s: float, rates: _Ra
     return once, training + validation * scored
 
 
-def _encoded(
+def _encode_few(
     plan: Plan, data: Mapping[str, DomainData], base: FrozenBase, most: int
 ) -> tuple[dict[str, float], dict[str, Domain]]:
     """Encode the first `most` samples of each part of each domain; also return the seconds per sample."""
@@ -125,18 +128,18 @@ def _encoded(
     return rates, domains
 
 
-def _seconds_each(trainer: LoraTrainer, name: str) -> float:
+def _score_s_per_sample(trainer: LoraTrainer, name: str) -> float:
     """Seconds to score a sample: one forward, or decoding an answer if the metric compares texts."""
     samples = trainer.domains[name].validation
     began = time.perf_counter()
     if trainer.domains[name].task.needs_text:
-        trainer.said(name, samples)
+        trainer.evaluator.decode_answers(name, samples)
     else:
-        trainer.in_words(name, samples)
+        trainer.evaluator.accuracy_in_words(name, samples)
     return (time.perf_counter() - began) / len(samples)
 
 
-def _seconds_to_ask(domain: Domain) -> float:
+def _decode_s_per_sample(domain: Domain) -> float:
     began = time.perf_counter()
-    said = said_before_training(domain)
-    return (time.perf_counter() - began) / len(said)
+    answers = answers_before_training(domain)
+    return (time.perf_counter() - began) / len(answers)

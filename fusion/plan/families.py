@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fusion.plan.mistakes import Mistakes
+from fusion.plan.errors import PlanErrors
 from fusion.plan.schema import Plan
 from heads import TASKS
 from vlora.models.families import FAMILIES, family_of
-from vlora.models.token_grids import why_no_grid
+from vlora.models.vision.token_grids import why_no_grid
 
 _WHY_NOT = {
     "qwen3_vl": "its vision tower also feeds the first decoder layers (deepstack), which training does not compute",
@@ -31,7 +31,7 @@ def why_not_trained(config: Any) -> str | None:
     return f"models of the family {family} cannot be trained: {why}; families that can: {', '.join(TRAINED)}"
 
 
-def refuse_heads(plan: Plan, tasks: Mapping[str, str], config: Any, mistakes: Mistakes) -> None:
+def refuse_heads(plan: Plan, tasks: Mapping[str, str], config: Any, errors: PlanErrors) -> None:
     """Report each domain with a head that needs a grid of image tokens, if those of this base model form no grid.
 
     Args:
@@ -43,7 +43,7 @@ def refuse_heads(plan: Plan, tasks: Mapping[str, str], config: Any, mistakes: Mi
     for place, domain in enumerate(plan.domains):
         task = TASKS.get(tasks.get(domain.name, ""))
         if task is not None and task.reads_images:
-            mistakes.inside("domains", place).add(
+            errors.inside("domains", place).add(
                 f"{task.kind} cannot be trained on {plan.base}: its head reads image tokens as a grid, but {why}; "
                 "choose another base, or another task"
             )

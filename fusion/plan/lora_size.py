@@ -9,10 +9,10 @@ from transformers import AutoConfig
 
 from fusion.block_diagonal.blocks import num_parameters, undivided
 from fusion.embedded import checkpoint_path
+from fusion.plan.errors import PlanErrors
 from fusion.plan.families import why_not_trained
-from fusion.plan.mistakes import Mistakes
 from fusion.plan.schema import Plan
-from vlora.models.hf_adapter import Seam
+from vlora.models.hf_model import HFModel
 from vlora.models.loading import dummy_model
 from vlora.models.pretrained import from_pretrained
 
@@ -31,39 +31,39 @@ class LoraSize:
         return self.parameters * _BYTES
 
 
-def shapes_of(plan: Plan, mistakes: Mistakes) -> Seam | None:
+def shapes_of(plan: Plan, errors: PlanErrors) -> HFModel | None:
     """The plan's base model without weights, on the meta device.
 
-    Returns None and reports a mistake if the model cannot be loaded or its family cannot be trained.
+    Returns None and reports an error if the model cannot be loaded or its family cannot be trained.
     """
     base = checkpoint_path() if plan.base == "embedded" else plan.base
     try:
         config = from_pretrained(AutoConfig, base)
         model = dummy_model(config, "float32", torch.device("meta"), seed=0)
     except Exception as error:  # libraries raise arbitrary errors for a broken config
-        mistakes.add(f'{plan.base!r} is neither "embedded" nor a model that can be loaded: {error}', "base")
+        errors.add(f'{plan.base!r} is neither "embedded" nor a model that can be loaded: {error}', "base")
         return None
     if why := why_not_trained(config):
-        mistakes.add(f"{plan.base!r}: {why}", "base")
+        errors.add(f"{plan.base!r}: {why}", "base")
         return None
-    return Seam(model)
+    return HFModel(model)
 
 
-def lora_size(plan: Plan, seam: Seam, mistakes: Mistakes) -> LoraSize | None:
+def lora_size(plan: Plan, hf_model: HFModel, errors: PlanErrors) -> LoraSize | None:
     """Size of the plan's adapters for a base model, of which only shapes are read.
 
-    Returns None and reports a mistake for targets or blocks that the model does not support.
+    Returns None and reports an error for targets or blocks that the model does not support.
     """
-    language = {name: layer for name, layer in seam.language_linears.items() if _wanted(name, plan.lora.targets)}
-    known = sorted({name.rpartition(".")[2] for name in seam.language_linears})
+    language = {name: layer for name, layer in hf_model.language_linears.items() if _wanted(name, plan.lora.targets)}
+    known = sorted({name.rpartition(".")[2] for name in hf_model.language_linears})
     unknown = [target for target in plan.lora.targets or () if target not in known]
     if unknown:
-        mistakes.add(f"the model has no {', '.join(unknown)}; it has {', '.join(known)}", "lora", "targets")
+        errors.add(f"the model has no {', '.join(unknown)}; it has {', '.join(known)}", "lora", "targets")
         return None
     if wrong := undivided(plan.lora, language):
-        mistakes.add(wrong, "lora", "blocks")
+        errors.add(wrong, "lora", "blocks")
         return None
-    layers = {**language, **(seam.vision_linears if plan.lora.vision else {})}
+    layers = {**language, **(hf_model.vision_linears if plan.lora.vision else {})}
     return LoraSize(len(layers), sum(num_parameters(plan.lora, name, layer) for name, layer in layers.items()))
 
 

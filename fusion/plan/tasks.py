@@ -36,7 +36,7 @@ METRICS: dict[str, tuple[str, ...]] = {
     "referring": ("exact_match", "token_f1", "accuracy", "overlap"),
 }
 # Minimum number of labels of a task's head; tasks that are answered in words have none.
-LEAST_LABELS = {
+MIN_LABELS = {
     "classification": 2,
     "binary": 2,
     "counting": 2,
@@ -47,7 +47,7 @@ LEAST_LABELS = {
 }
 # Metrics that are means over samples of a value from 0 to 1. The others are computed over all samples together.
 MEANS = frozenset({"accuracy", "within_one", "within", "exact_match", "token_f1", "overlap"})
-SAID = {
+METRIC_DESCRIPTIONS = {
     "accuracy": "share of samples answered correctly",
     "f1": "F1",
     "map": "mean average precision",

@@ -26,18 +26,18 @@ class Display(Protocol):
     def say(self, line: str) -> None:
         """Print a permanent line."""
 
-    def opened(self, work: Work) -> None: ...
+    def started(self, work: Work) -> None: ...
 
-    def moved(self, work: Work) -> None: ...
+    def updated(self, work: Work) -> None: ...
 
-    def closed(self, work: Work, whole: bool) -> None:
+    def ended(self, work: Work, whole: bool) -> None:
         """whole: whether the work ended without an exception."""
 
     def refresh(self) -> None:
         """Show changed totals."""
 
 
-class Bars:
+class ProgressBars:
     """One bar per piece of work and one for all trainings of the run; each is removed when it ends."""
 
     def __init__(self, console: Console, clock: Callable[[], float], totals: Totals) -> None:
@@ -47,7 +47,7 @@ class Bars:
             TextColumn("{task.fields[text]}"),
             TimeRemainingColumn(),
         )
-        self._bars = RichBars(
+        self.bars = RichBars(
             *columns,
             console=console,
             transient=True,
@@ -60,37 +60,37 @@ class Bars:
         self._all: TaskID | None = None
 
     def start(self) -> None:
-        self._bars.start()
+        self.bars.start()
 
     def stop(self) -> None:
-        self._bars.stop()
+        self.bars.stop()
 
     def say(self, line: str) -> None:
-        self._bars.console.print(line, markup=False)
+        self.bars.console.print(line, markup=False)
 
-    def opened(self, work: Work) -> None:
-        self._tasks[work] = self._bars.add_task(work.what, total=1.0, text=_count(work))
+    def started(self, work: Work) -> None:
+        self._tasks[work] = self.bars.add_task(work.what, total=1.0, text=_count(work))
         if work.trainings and self._all is None:
-            self._all = self._bars.add_task("all trainings", total=None, text="")
+            self._all = self.bars.add_task("all trainings", total=None, text="")
         self.refresh()
 
-    def moved(self, work: Work) -> None:
+    def updated(self, work: Work) -> None:
         text = ", ".join(filter(None, (_count(work), work.facts)))
-        self._bars.update(self._tasks[work], completed=work.share, text=text)
+        self.bars.update(self._tasks[work], completed=work.share, text=text)
         self.refresh()
 
-    def closed(self, work: Work, whole: bool) -> None:
-        self._bars.remove_task(self._tasks.pop(work))
+    def ended(self, work: Work, whole: bool) -> None:
+        self.bars.remove_task(self._tasks.pop(work))
         self.refresh()
 
     def refresh(self) -> None:
         if self._all is not None:
             total = self._totals.total
             text = f"{self._totals.done:.1f} of {total:.0f} or more"
-            self._bars.update(self._all, total=total, completed=self._totals.done, text=text)
+            self.bars.update(self._all, total=total, completed=self._totals.done, text=text)
 
 
-class Lines:
+class LogLines:
     """A first and a last line for each training, and for other work that takes more than ten seconds; and one line
     about all running work after each minute without output."""
 
@@ -110,13 +110,13 @@ class Lines:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
         self._last = self._clock()
 
-    def opened(self, work: Work) -> None:
+    def started(self, work: Work) -> None:
         if work.trainings:
             work.shown = True
             left = self._totals.left_s(self._clock())
             self.say(f"{work.what}: {work.total} {work.unit}" + ("" if left is None else f" ({_all_left(left)})"))
 
-    def moved(self, work: Work) -> None:
+    def updated(self, work: Work) -> None:
         now = self._clock()
         if not work.shown and now - work.begun >= _LONG_S:
             work.shown = True
@@ -126,7 +126,7 @@ class Lines:
             left = self._totals.left_s(now)
             self.say("; ".join([*states, *([] if left is None else [_all_left(left)])]))
 
-    def closed(self, work: Work, whole: bool) -> None:
+    def ended(self, work: Work, whole: bool) -> None:
         if work.shown and whole:
             took = f"{work.done} {work.unit} in {duration(self._clock() - work.begun)}"
             self.say(", ".join(filter(None, (f"{work.what}: {took}", work.facts))))

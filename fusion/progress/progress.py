@@ -15,14 +15,14 @@ from typing import NamedTuple, Protocol
 
 from rich.console import Console
 
-from fusion.progress.display import Bars, Display, Lines
+from fusion.progress.display import Display, LogLines, ProgressBars
 from fusion.progress.work import Totals, Work
 
 Clock = Callable[[], float]
 _EVENTS_S = 0.2  # interval between progress events of the same work
 
 
-class Moved(Protocol):
+class ProgressCallback(Protocol):
     """Reports the progress of work."""
 
     def __call__(self, done: int, facts: str = "", share: float | None = None) -> None:
@@ -34,7 +34,7 @@ class Moved(Protocol):
         """
 
 
-class Opened(NamedTuple):
+class WorkStarted(NamedTuple):
     number: int
     what: str
     total: int
@@ -42,24 +42,26 @@ class Opened(NamedTuple):
     trainings: int
 
 
-class Reached(NamedTuple):
+class WorkUpdated(NamedTuple):
     number: int
     done: int
     facts: str
     share: float
 
 
-class Closed(NamedTuple):
+class WorkEnded(NamedTuple):
     number: int
     whole: bool
 
 
-Event = Opened | Reached | Closed
+Event = WorkStarted | WorkUpdated | WorkEnded
 """An event of work in a fork; `number` is unique within the fork."""
 
 
 class Progress:
     """Shows running work; a context manager.
+
+    totals: counts of the run's trainings. watched: whether anything is shown.
 
     Args:
         console: output; None shows nothing.
@@ -70,35 +72,35 @@ class Progress:
         self.clock = clock
         self.watched = console is not None and not console.quiet
         console = console or Console(quiet=True)
-        self._totals = Totals()
-        display = Bars if console.is_terminal else Lines
-        self._display: Display = display(console, clock, self._totals)
+        self.totals = Totals()
+        display = ProgressBars if console.is_terminal else LogLines
+        self.display: Display = display(console, clock, self.totals)
         self._numbers = itertools.count()
         self._from_forks: dict[tuple[Hashable, int], Work] = {}
 
     def __enter__(self) -> Progress:
-        self._display.start()
+        self.display.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: object, trace: TracebackType | None) -> None:
-        self._display.stop()
+        self.display.stop()
 
     def say(self, line: str) -> None:
         """Print a permanent line."""
-        self._display.say(line)
+        self.display.say(line)
 
     def expect(self, trainings: int) -> None:
         """Set the minimum number of single-domain trainings of the run, including those already stored."""
-        self._totals.expected = trainings
+        self.totals.expected = trainings
 
-    def known(self, what: str, trainings: int) -> None:
+    def count_stored(self, what: str, trainings: int) -> None:
         """Record a request for a training of that many domains which an earlier run or a fork has already done."""
-        if self._totals.count(what):
-            self._totals.known += trainings
-            self._display.refresh()
+        if self.totals.count(what):
+            self.totals.stored += trainings
+            self.display.refresh()
 
     @contextlib.contextmanager
-    def work(self, what: str, total: int, unit: str, *, trainings: int = 0) -> Iterator[Moved]:
+    def work(self, what: str, total: int, unit: str, *, trainings: int = 0) -> Iterator[ProgressCallback]:
         """Show a piece of work while the block runs.
 
         Args:
@@ -110,11 +112,11 @@ class Progress:
         work = Work(next(self._numbers), what, total, unit, trainings, self.clock())
         self._open(work)
 
-        def moved(done: int, facts: str = "", share: float | None = None) -> None:
+        def update(done: int, facts: str = "", share: float | None = None) -> None:
             self._move(work, done, facts or work.facts, done / max(1, total) if share is None else share)
 
         try:
-            yield moved
+            yield update
         except BaseException:
             self._close(work, whole=False)
             raise
@@ -122,7 +124,7 @@ class Progress:
 
     def forward(self, send: Callable[[Event], None]) -> None:
         """Send events instead of showing anything; called in a fork, since the parent owns the display."""
-        self._display = _Forwarded(send, self.clock)
+        self.display = _EventSender(send, self.clock)
 
     def receive(self, fork: Hashable, event: Event | None) -> None:
         """Show an event of a fork; None when the fork has ended."""
@@ -130,33 +132,33 @@ class Progress:
             case None:
                 for key in [key for key in self._from_forks if key[0] == fork]:
                     self._close(self._from_forks.pop(key), whole=False)
-            case Opened(number, what, total, unit, trainings):
+            case WorkStarted(number, what, total, unit, trainings):
                 work = Work(number, what, total, unit, trainings, self.clock())
                 self._from_forks[fork, number] = work
                 self._open(work)
-            case Reached(number, done, facts, share):
+            case WorkUpdated(number, done, facts, share):
                 self._move(self._from_forks[fork, number], done, facts, share)
-            case Closed(number, whole):
+            case WorkEnded(number, whole):
                 self._close(self._from_forks.pop((fork, number)), whole=whole)
 
     def _open(self, work: Work) -> None:
-        if work.trainings and self._totals.first is None:
-            self._totals.first = work.begun
-        self._totals.open.append(work)
-        self._display.opened(work)
+        if work.trainings and self.totals.first is None:
+            self.totals.first = work.begun
+        self.totals.open.append(work)
+        self.display.started(work)
 
     def _move(self, work: Work, done: int, facts: str, share: float) -> None:
         work.done, work.facts, work.share = done, facts, min(1.0, share)
-        self._display.moved(work)
+        self.display.updated(work)
 
     def _close(self, work: Work, *, whole: bool) -> None:
-        self._totals.open = [other for other in self._totals.open if other is not work]
-        if whole and work.trainings and self._totals.count(work.what):
-            self._totals.made += work.trainings
-        self._display.closed(work, whole)
+        self.totals.open = [other for other in self.totals.open if other is not work]
+        if whole and work.trainings and self.totals.count(work.what):
+            self.totals.finished += work.trainings
+        self.display.ended(work, whole)
 
 
-class _Forwarded:
+class _EventSender:
     """Sends events of this process's work. Lines are dropped, since the parent repeats the call and prints them."""
 
     def __init__(self, send: Callable[[Event], None], clock: Clock) -> None:
@@ -172,16 +174,16 @@ class _Forwarded:
 
     def say(self, line: str) -> None: ...
 
-    def opened(self, work: Work) -> None:
-        self._send(Opened(work.number, work.what, work.total, work.unit, work.trainings))
+    def started(self, work: Work) -> None:
+        self._send(WorkStarted(work.number, work.what, work.total, work.unit, work.trainings))
 
-    def moved(self, work: Work) -> None:
+    def updated(self, work: Work) -> None:
         now = self._clock()
         if now - self._sent.get(work.number, -_EVENTS_S) >= _EVENTS_S:
             self._sent[work.number] = now
-            self._send(Reached(work.number, work.done, work.facts, work.share))
+            self._send(WorkUpdated(work.number, work.done, work.facts, work.share))
 
-    def closed(self, work: Work, whole: bool) -> None:
+    def ended(self, work: Work, whole: bool) -> None:
         self._sent.pop(work.number, None)
-        self._send(Reached(work.number, work.done, work.facts, work.share))
-        self._send(Closed(work.number, whole))
+        self._send(WorkUpdated(work.number, work.done, work.facts, work.share))
+        self._send(WorkEnded(work.number, whole))

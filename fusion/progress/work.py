@@ -29,14 +29,14 @@ class Work:
 class Totals:
     """Counts of single-domain trainings; a joint training counts once per domain.
 
-    expected: at least. made: done by this run. known: already stored. first: start time of the first one. open: all
-    running work.
+    expected: minimum number in the run. finished: by this run. stored: found on disk. first: start time of the first
+    one. open: all running work.
     """
 
     def __init__(self) -> None:
         self.expected = 0
-        self.made = 0
-        self.known = 0
+        self.finished = 0
+        self.stored = 0
         self.first: float | None = None
         self.open: list[Work] = []
         self._counted: set[str] = set()
@@ -50,13 +50,13 @@ class Totals:
     @property
     def done(self) -> float:
         """Finished trainings, including parts of running ones."""
-        return self.known + self._worked
+        return self.stored + self._worked
 
     @property
     def total(self) -> float:
         """Number of trainings known so far; the final number is known only when packing ends."""
         under_way = sum(work.trainings for work in self.open)
-        return max(self.expected, self.known + self.made + under_way)
+        return max(self.expected, self.stored + self.finished + under_way)
 
     def left_s(self, now: float) -> float | None:
         """Estimated remaining seconds of all expected trainings at the speed so far; None before any progress."""
@@ -66,4 +66,4 @@ class Totals:
 
     @property
     def _worked(self) -> float:
-        return self.made + sum(work.trainings * work.share for work in self.open)
+        return self.finished + sum(work.trainings * work.share for work in self.open)

@@ -35,8 +35,8 @@ def lanes_of(steps: Sequence[StepReport], adapters: Sequence[Sequence[str]]) -> 
     fit when trained jointly: the adapter that holds most of them."""
 
     def lane(step: StepReport) -> int:
-        told = set(step.into or step.domains)
-        return max(range(len(adapters)), key=lambda number: len(told & set(adapters[number])))
+        names = set(step.into or step.domains)
+        return max(range(len(adapters)), key=lambda number: len(names & set(adapters[number])))
 
     return tuple(map(lane, steps))
 
@@ -60,10 +60,10 @@ def timeline_chart(
     for number, (step, lane) in enumerate(zip(steps, lanes, strict=True), 1):
         left, right, y = x_of(step.begin), x_of(step.begin + step.seconds), _TOP + lane * _LANE
         group = _add(svg, "g", "kept" if step.kept else "rolled-back")
-        told = ", ".join(f"{name} {value:.3f}" for name, value in step.values.items())
+        values = ", ".join(f"{name} {value:.3f}" for name, value in step.values.items())
         ElementTree.SubElement(
             group, "title"
-        ).text = f"{number}. {', '.join(step.domains)}: {told}; {step.seconds:.1f} s"
+        ).text = f"{number}. {', '.join(step.domains)}: {values}; {step.seconds:.1f} s"
         _add(group, "rect", "block", x=left + 1, y=y, width=max(2.0, right - left - 2), height=_LANE - 16, rx=4)
         low = [name for name, bound in step.bounds.items() if bound < thresholds[name]]
         lines = (
@@ -76,10 +76,10 @@ def timeline_chart(
             _text(group, left + 7, y + 19 + 17 * place, shown, "first" if place == 0 else "second")
     for seconds in _ticks(total):
         _text(svg, x_of(seconds), bottom + 16, f"{seconds:g} s", "tick")
-    return _written(svg)
+    return _markup(svg)
 
 
-class Point(NamedTuple):
+class CapacityPoint(NamedTuple):
     """A domain's value in an adapter with this number of domains."""
 
     domains: int
@@ -87,12 +87,12 @@ class Point(NamedTuple):
     kept: bool
 
 
-def capacity_points(steps: Sequence[StepReport]) -> dict[str, list[Point]]:
+def capacity_points(steps: Sequence[StepReport]) -> dict[str, list[CapacityPoint]]:
     """Points by domain, in the order of the steps."""
-    points: dict[str, list[Point]] = {}
+    points: dict[str, list[CapacityPoint]] = {}
     for step in steps:
         for name, value in step.values.items():
-            points.setdefault(name, []).append(Point(len(step.into) + len(step.domains), value, step.kept))
+            points.setdefault(name, []).append(CapacityPoint(len(step.into) + len(step.domains), value, step.kept))
     return points
 
 
@@ -127,11 +127,11 @@ def capacity_chart(steps: Sequence[StepReport]) -> Markup:
         for point in own:
             fill = color if point.kept else "none"
             dot = _add(svg, "circle", "dot", cx=x_of(point.domains), cy=y_of(point.value), r=4, stroke=color, fill=fill)
-            said = f"{name}: {point.value:.3f} among {point.domains}{'' if point.kept else ', rolled back'}"
-            ElementTree.SubElement(dot, "title").text = said
+            text = f"{name}: {point.value:.3f} among {point.domains}{'' if point.kept else ', rolled back'}"
+            ElementTree.SubElement(dot, "title").text = text
         _add(svg, "circle", "dot", cx=_WIDTH - 132, cy=top + 14 + 22 * place, r=5, stroke=color, fill=color)
         _text(svg, _WIDTH - 120, top + 19 + 22 * place, name, "name")
-    return _written(svg)
+    return _markup(svg)
 
 
 def _ticks(total: float) -> list[float]:
@@ -145,13 +145,13 @@ def _svg(height: float, title: str) -> ElementTree.Element:
 
 
 def _add(parent: ElementTree.Element, tag: str, kind: str, **attributes: float | str) -> ElementTree.Element:
-    said = {name: value if isinstance(value, str) else f"{value:.1f}" for name, value in attributes.items()}
-    return ElementTree.SubElement(parent, tag, {"class": kind, **said})
+    text = {name: value if isinstance(value, str) else f"{value:.1f}" for name, value in attributes.items()}
+    return ElementTree.SubElement(parent, tag, {"class": kind, **text})
 
 
 def _text(parent: ElementTree.Element, x: float, y: float, words: str, kind: str) -> None:
     _add(parent, "text", kind, x=x, y=y).text = words
 
 
-def _written(svg: ElementTree.Element) -> Markup:
+def _markup(svg: ElementTree.Element) -> Markup:
     return Markup(ElementTree.tostring(svg, encoding="unicode"))  # ElementTree escapes all text

@@ -22,13 +22,16 @@ _FOUND, _WANTED = (255, 90, 40), (60, 220, 120)  # RGB
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """One test sample. pictures: JPEG as data URLs, a clip's frames in order. said: None if an answer in words is only
-    known to be correct or wrong. score: the domain's metric on this sample."""
+    """One test sample.
+
+    pictures: JPEG as data URLs, a clip's frames in order. answer: None if an answer in words is only known to be
+    correct or wrong. score: the domain's metric on this sample.
+    """
 
     pictures: tuple[str, ...]
     question: str
     wanted: str
-    said: str | None
+    answer: str | None
     score: float
 
 
@@ -37,10 +40,10 @@ def confusion_of(
 ) -> ConfusionReport | None:
     """Confusion matrix of a domain; None if answers are not label indices."""
     counts = np.zeros((len(labels), len(labels)), int)
-    for shown, said in zip(targets, answers, strict=True):
-        if not (labels and isinstance(shown, int) and isinstance(said, int)):
+    for shown, answer in zip(targets, answers, strict=True):
+        if not (labels and isinstance(shown, int) and isinstance(answer, int)):
             return None
-        counts[shown, said] += 1
+        counts[shown, answer] += 1
     return ConfusionReport(name, tuple(labels), tuple(map(tuple, counts.tolist())))
 
 
@@ -56,8 +59,8 @@ def examples_of(
         Example(
             tuple(_as_url(_drawn(frame, place, sample.target, answer, labels)) for place, frame in _shown(sample)),
             sample.question or question,
-            _told(sample.target, labels),
-            None if isinstance(answer, bool) else _told(answer, labels),
+            _in_words(sample.target, labels),
+            None if isinstance(answer, bool) else _in_words(answer, labels),
             objective.metric([answer], [sample.target]),
         )
         for sample, answer in zip(samples[:_SHOWN], answers[:_SHOWN], strict=True)
@@ -70,13 +73,13 @@ def _shown(sample: Sample) -> list[tuple[int, np.ndarray]]:
     return frames if len(frames) < 3 else [frames[0], frames[-1]]
 
 
-def _told(value: object, labels: Sequence[str]) -> str:
+def _in_words(value: object, labels: Sequence[str]) -> str:
     if isinstance(value, int):
         return labels[value] if value < len(labels) else str(value)
     if isinstance(value, tuple):
         sure = [each for each in value if not isinstance(each, Box) or each.score >= _SURE]
         return (
-            ", ".join(labels[each.label] if isinstance(each, Box) else _told(each, labels) for each in sure)
+            ", ".join(labels[each.label] if isinstance(each, Box) else _in_words(each, labels) for each in sure)
             or "nothing"
         )
     return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -50,5 +50,5 @@ def _rule(threshold: object) -> str:
     """The rule that set a threshold."""
     if not isinstance(threshold, Mapping):
         return "given"
-    said = str(threshold["relative_to"])
-    return f"{said} minus {threshold['minus']:g}" if threshold["minus"] else said
+    rule = str(threshold["relative_to"])
+    return f"{rule} minus {threshold['minus']:g}" if threshold["minus"] else rule

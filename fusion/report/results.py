@@ -15,15 +15,15 @@ _NAMES = ("adapters", "test", "report.html", _REPORT)
 
 
 @contextlib.contextmanager
-def replaced(out: Path) -> Iterator[Path]:
+def replace_results(out: Path) -> Iterator[Path]:
     """A folder for new results, which replace those in OUT when the block ends; if it raises, OUT does not change."""
     staged = out / "results.unfinished"
     shutil.rmtree(staged, ignore_errors=True)
     staged.mkdir(parents=True)
     yield staged
-    _remove(out / _REPORT)
+    remove(out / _REPORT)
     for name in _NAMES:
-        _remove(out / name)
+        remove(out / name)
         (staged / name).rename(out / name)
     staged.rmdir()
 
@@ -46,7 +46,8 @@ def refuse_to_overwrite(out: Path) -> None:
         )
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """Delete a folder or a file, if it exists."""
     if path.is_dir():
         shutil.rmtree(path)
     else:

@@ -13,7 +13,7 @@ import numpy as np
 
 from fusion.data.samples import Sample
 from fusion.embedded.drawing import COLORS, VEHICLES, add_noise, chance, draw_thing, jitter, pick, street_background
-from fusion.embedded.world import NUMBERS, article, plural
+from fusion.embedded.object_names import NUMBERS, article, plural
 from heads import Box
 
 KINDS = (*VEHICLES, "person")
@@ -86,12 +86,12 @@ def ask_traffic(rng: np.random.Generator) -> Sample:
 def caption_traffic(rng: np.random.Generator) -> Sample:
     """A caption with counts and time of day: "one bus and two cars at night"."""
     street = draw_street(rng, 3)
-    told = []
+    counted = []
     for kind in KINDS:
         count = sum(thing.kind == kind for thing in street.things)
         if count:
-            told.append(f"{NUMBERS[count]} {kind if count == 1 else plural(kind)}")
-    return Sample((street.frame,), f"{' and '.join(told)} {'at night' if street.night else 'by day'}")
+            counted.append(f"{NUMBERS[count]} {kind if count == 1 else plural(kind)}")
+    return Sample((street.frame,), f"{' and '.join(counted)} {'at night' if street.night else 'by day'}")
 
 
 def refer_to_thing(rng: np.random.Generator) -> Sample:

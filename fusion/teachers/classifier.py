@@ -25,7 +25,7 @@ class Preprocessing(NamedTuple):
         return np.ascontiguousarray(normal.transpose(2, 0, 1))
 
 
-def classified(outputs: np.ndarray, labels: Sequence[str]) -> Labelled:
+def classify(outputs: np.ndarray, labels: Sequence[str]) -> Labelled:
     """The label with the highest mean probability over frames. outputs: logits or probabilities [frames, labels]."""
     rows = outputs.astype(np.float64)
     if rows.min() < 0 or not np.allclose(rows.sum(1), 1, atol=1e-3):

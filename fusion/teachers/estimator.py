@@ -9,7 +9,7 @@ from typing import Any
 import cv2
 import numpy as np
 
-from fusion.teachers.classifier import classified
+from fusion.teachers.classifier import classify
 from fusion.teachers.protocol import Clip, Labelled
 
 
@@ -57,7 +57,7 @@ class Estimator:
             )
 
     def label(self, clips: Sequence[Clip]) -> list[Labelled]:
-        return [classified(self._probabilities(clip), self.labels) for clip in clips]
+        return [classify(self._probabilities(clip), self.labels) for clip in clips]
 
     def _probabilities(self, clip: Clip) -> np.ndarray:
         features = np.stack([self._features(frame) for frame in clip])

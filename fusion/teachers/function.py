@@ -26,7 +26,7 @@ def import_function(path: str) -> Callable[..., Any]:
     return found
 
 
-class Function:
+class UserFunction:
     """A function from a list of RGB frames to (answer, confidence).
 
     An answer is a label, a number, words, a list of labels, or a list of boxes (label, left, top, right, bottom[,
@@ -44,12 +44,12 @@ class Function:
 
     def _one(self, frames: list[Any]) -> Labelled:
         try:
-            said = self._function(frames)
+            result = self._function(frames)
         except SystemExit as error:  # would end this process silently
             raise ValueError(f"it ended the process, with {error.code!r}") from error
-        if not (isinstance(said, tuple) and len(said) == 2 and isinstance(said[1], Real)):
-            raise ValueError(f"it returned {said!r}; expected (answer, confidence)")
-        answer, confidence = said
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Real)):
+            raise ValueError(f"it returned {result!r}; expected (answer, confidence)")
+        answer, confidence = result
         if not 0 <= confidence <= 1:
             raise ValueError(f"its confidence is {confidence}; expected 0 to 1")
         return Labelled(_answer(answer), float(confidence))

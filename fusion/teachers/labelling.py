@@ -8,21 +8,22 @@ from collections.abc import Sequence
 from fusion.data.items import Item
 from fusion.data.samples import Splits
 from fusion.data.targets import default_labels, reader
-from fusion.plan.mistakes import Mistakes
-from fusion.plan.schema import BuiltInTeacher, DomainPlan, RelativeThreshold
+from fusion.plan.errors import PlanErrors
+from fusion.plan.schema import DomainPlan, RelativeThreshold
 from fusion.plan.tasks import WORDS
+from fusion.plan.teacher_kinds import BuiltInTeacher
 from fusion.progress.progress import Progress
 from fusion.teachers import TEACHERS
-from fusion.teachers.narrowing import Narrowed, narrowed
+from fusion.teachers.narrowing import RestrictedAnswers, restrict_answers
 from fusion.teachers.opening import open_teacher
 from fusion.teachers.protocol import Clip, Labelled, Teacher
-from fusion.training.objectives import metric_of_some, task_of
+from fusion.training.objectives import metric_of_some, objective_of
 
 _AT_ONCE = 32  # samples per call of a teacher, which are in memory
 
 
 @dataclasses.dataclass(frozen=True)
-class Teaching:
+class TeacherResult:
     """Result of labelling or comparing with a teacher.
 
     score: the domain's metric of its answers on validation data; 1 if the labels are its own. dropped, dropped_boxes:
@@ -37,33 +38,36 @@ class Teaching:
     beyond: int = 0
 
 
-def threshold_before_training(domain: DomainPlan, taught: float | None) -> float | None:
-    """The value of a domain's threshold; None if it is known only after training. taught: validation score of its
-    teacher, if it has one."""
+def threshold_before_training(domain: DomainPlan, teacher_score: float | None) -> float | None:
+    """The value of a domain's threshold; None if it is known only after training.
+
+    Args:
+        teacher_score: validation score of the domain's teacher, if it has one.
+    """
     if not isinstance(domain.threshold, RelativeThreshold):
         return domain.threshold
-    if domain.threshold.relative_to == "teacher" and taught is not None:
-        return taught - domain.threshold.minus
+    if domain.threshold.relative_to == "teacher" and teacher_score is not None:
+        return teacher_score - domain.threshold.minus
     return None
 
 
 def label_by_teacher(
-    domain: DomainPlan, task: str, items: Sequence[Item], mistakes: Mistakes, progress: Progress
-) -> tuple[list[Item | None], Teaching] | None:
+    domain: DomainPlan, task: str, items: Sequence[Item], errors: PlanErrors, progress: Progress
+) -> tuple[list[Item | None], TeacherResult] | None:
     """Label items with the domain's teacher.
 
     Returns:
         The labelled items and a summary. An item is None if the teacher's confidence is too low or its label is not in
-        the plan. Returns None, after reporting a mistake, if the teacher fails.
+        the plan. Returns None, after reporting an error, if the teacher fails.
     """
     assert domain.teacher is not None, "unlabelled data has a teacher"
-    here = mistakes.inside("teacher")
+    here = errors.inside("teacher")
     teacher = open_teacher(domain.teacher, task, here)
-    said = None if teacher is None else _ask(domain, teacher, [item.frames for item in items], here, progress)
-    if teacher is None or said is None:
+    labelled = None if teacher is None else _ask(domain, teacher, [item.frames for item in items], here, progress)
+    if teacher is None or labelled is None:
         return None
     floor = domain.teacher.min_confidence
-    sure = [one for one in said if one.confidence >= floor]
+    sure = [one for one in labelled if one.confidence >= floor]
     if not sure:
         here.add(f"{floor:g} is above every confidence of the teacher: no sample is left", "min_confidence")
         return None
@@ -71,32 +75,34 @@ def label_by_teacher(
     if within is None:
         return None
     answers = iter(within.answers)
-    told = [next(answers) if one.confidence >= floor else None for one in said]
+    confident = [next(answers) if one.confidence >= floor else None for one in labelled]
     kept = [
         None if answer is None else dataclasses.replace(item, answer=answer)
-        for item, answer in zip(items, told, strict=True)
+        for item, answer in zip(items, confident, strict=True)
     ]
     if not any(kept):
         here.add("none of its answers is a label of the domain: no sample is left")
         return None
-    boxes = sum(one.num_dropped for one in said)
-    return kept, Teaching(teacher.name, 1.0, len(said) - len(sure), boxes, within.beyond)
+    boxes = sum(one.num_dropped for one in labelled)
+    return kept, TeacherResult(teacher.name, 1.0, len(labelled) - len(sure), boxes, within.beyond)
 
 
-def compare_with_teacher(domain: DomainPlan, splits: Splits, mistakes: Mistakes, progress: Progress) -> Teaching | None:
-    """Score a teacher on labelled data. Returns None without a teacher or, after reporting a mistake, if it fails."""
+def compare_with_teacher(
+    domain: DomainPlan, splits: Splits, errors: PlanErrors, progress: Progress
+) -> TeacherResult | None:
+    """Score a teacher on labelled data. Returns None without a teacher or, after reporting an error, if it fails."""
     measure = isinstance(domain.threshold, RelativeThreshold) and domain.threshold.relative_to == "teacher"
     if domain.teacher is None and not measure:
         return None
     if domain.teacher is None or isinstance(domain.teacher, BuiltInTeacher):
-        return _score_of_built_in(domain, splits, mistakes)
+        return _score_of_built_in(domain, splits, errors)
     samples = splits.validation
-    here = mistakes.inside("teacher")
+    here = errors.inside("teacher")
     teacher = open_teacher(domain.teacher, splits.task, here)
-    said = None if teacher is None else _ask(domain, teacher, [sample.frames for sample in samples], here, progress)
-    if teacher is None or said is None:
+    labelled = None if teacher is None else _ask(domain, teacher, [sample.frames for sample in samples], here, progress)
+    if teacher is None or labelled is None:
         return None
-    within = _within(splits.task, splits.labels, said, teacher, here)
+    within = _within(splits.task, splits.labels, labelled, teacher, here)
     if within is None:
         return None
     read = reader(splits.task, splits.labels)
@@ -107,28 +113,28 @@ def compare_with_teacher(domain: DomainPlan, splits: Splits, mistakes: Mistakes,
         except ValueError as error:
             here.add(str(error))
             return None
-    return Teaching(teacher.name, _score(domain, splits, answers), beyond=within.beyond)
+    return TeacherResult(teacher.name, _score(domain, splits, answers), beyond=within.beyond)
 
 
 def _within(
-    task: str, labels: tuple[str, ...], said: Sequence[Labelled], teacher: Teacher, mistakes: Mistakes
-) -> Narrowed | None:
+    task: str, labels: tuple[str, ...], labelled: Sequence[Labelled], teacher: Teacher, errors: PlanErrors
+) -> RestrictedAnswers | None:
     try:
-        return narrowed(task, labels, [one.answer for one in said], teacher.labels)
+        return restrict_answers(task, labels, [one.answer for one in labelled], teacher.labels)
     except ValueError as error:
-        mistakes.add(f"{teacher.name}: {error}")
+        errors.add(f"{teacher.name}: {error}")
         return None
 
 
-def _score_of_built_in(domain: DomainPlan, splits: Splits, mistakes: Mistakes) -> Teaching | None:
+def _score_of_built_in(domain: DomainPlan, splits: Splits, errors: PlanErrors) -> TeacherResult | None:
     learner = TEACHERS.get(domain.source or "")
     if learner is None:
         field = "threshold" if domain.teacher is None else "teacher"
-        mistakes.add(f"needs a `teacher`; only these sources have a built-in one: {', '.join(sorted(TEACHERS))}", field)
+        errors.add(f"needs a `teacher`; only these sources have a built-in one: {', '.join(sorted(TEACHERS))}", field)
         return None
     model = learner()
     model.fit(splits)
-    return Teaching(model.name, _score(domain, splits, model.answers(splits.validation)))
+    return TeacherResult(model.name, _score(domain, splits, model.answers(splits.validation)))
 
 
 def _score(domain: DomainPlan, splits: Splits, answers: Sequence[object]) -> float:
@@ -137,20 +143,20 @@ def _score(domain: DomainPlan, splits: Splits, answers: Sequence[object]) -> flo
     if domain.head == WORDS and splits.labels:
         answers = [splits.labels[answer] if isinstance(answer, int) else answer for answer in answers]
         splits = splits.in_words()
-    return metric_of_some(task_of(splits, domain.metric), answers, [sample.target for sample in splits.validation])
+    return metric_of_some(objective_of(splits, domain.metric), answers, [sample.target for sample in splits.validation])
 
 
 def _ask(
-    domain: DomainPlan, teacher: Teacher, clips: Sequence[Clip], mistakes: Mistakes, progress: Progress
+    domain: DomainPlan, teacher: Teacher, clips: Sequence[Clip], errors: PlanErrors, progress: Progress
 ) -> list[Labelled] | None:
-    said: list[Labelled] = []
-    with progress.work(f"asking {teacher.name} about {domain.name}", len(clips), "samples") as moved:
+    labelled: list[Labelled] = []
+    with progress.work(f"asking {teacher.name} about {domain.name}", len(clips), "samples") as update:
         for first in range(0, len(clips), _AT_ONCE):
             part = [list(clip) for clip in clips[first : first + _AT_ONCE]]
             try:
-                said += teacher.label(part)
+                labelled += teacher.label(part)
             except Exception as error:  # foreign code may raise any exception
-                mistakes.add(f"{teacher.name} fails: {type(error).__name__}: {error}")
+                errors.add(f"{teacher.name} fails: {type(error).__name__}: {error}")
                 return None
-            moved(len(said))
-    return said
+            update(len(labelled))
+    return labelled

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from fusion.teachers.classifier import Preprocessing, classified
+from fusion.teachers.classifier import Preprocessing, classify
 from fusion.teachers.function import import_function
 from fusion.teachers.protocol import Clip, Labelled
 
@@ -45,7 +45,7 @@ class ModuleClassifier:
             raise ValueError(f"it gives outputs of the shape {outputs.shape} for {len(labels)} labels")
 
     def label(self, clips: Sequence[Clip]) -> list[Labelled]:
-        return [classified(self._run(clip), self.labels) for clip in clips]
+        return [classify(self._run(clip), self.labels) for clip in clips]
 
     @torch.no_grad()
     def _run(self, clip: Clip) -> np.ndarray:

@@ -13,7 +13,7 @@ _NAMED = ("classification", "action", "binary", "multi_label", "detection")  # a
 _SHOWN = 5
 
 
-class Narrowed(NamedTuple):
+class RestrictedAnswers(NamedTuple):
     """answers: the teacher's answers, without boxes and multi_label labels that the domain does not have; None for a
     single such label. beyond: number of labels outside the domain's."""
 
@@ -21,20 +21,22 @@ class Narrowed(NamedTuple):
     beyond: int
 
 
-def narrowed(task: str, labels: tuple[str, ...], said: Sequence[Answer], knows: Sequence[str]) -> Narrowed:
+def restrict_answers(
+    task: str, labels: tuple[str, ...], answers: Sequence[Answer], knows: Sequence[str]
+) -> RestrictedAnswers:
     """Restrict a teacher's answers to the domain's labels.
 
     Args:
-        knows: all labels of the teacher; if empty, the labels in `said` are used.
+        knows: all labels of the teacher; if empty, the labels in `answers` are used.
 
     Raises:
         ValueError: the teacher gives other labels and lacks one of the domain's. The two then probably use different
             names for one class, and dropping these answers would make the teacher look wrong.
     """
     if task not in _NAMED or not labels:
-        return Narrowed(list(said), 0)
+        return RestrictedAnswers(list(answers), 0)
     number = _number("binary" if task == "binary" else "classification", labels)
-    names = Counter(name for answer in said for name in _names(answer))
+    names = Counter(name for answer in answers for name in _names(answer))
     beyond = Counter({name: count for name, count in names.items() if number(name) is None})
     able = {number(name) for name in (knows or names)}
     missing = [label for place, label in enumerate(labels) if place not in able]
@@ -43,7 +45,7 @@ def narrowed(task: str, labels: tuple[str, ...], said: Sequence[Answer], knows: 
             f"it answers {_list([name for name, _ in beyond.most_common()])} and has no label for {_list(missing)}; "
             "use the same names in both"
         )
-    return Narrowed([_without(answer, beyond) for answer in said], beyond.total())
+    return RestrictedAnswers([_without(answer, beyond) for answer in answers], beyond.total())
 
 
 def _number(task: str, labels: tuple[str, ...]) -> Callable[[str], object]:

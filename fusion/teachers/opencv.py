@@ -10,7 +10,7 @@ import cv2
 import numpy as np
 
 from fusion.data.items import NamedBox
-from fusion.teachers.classifier import Preprocessing, classified
+from fusion.teachers.classifier import Preprocessing, classify
 from fusion.teachers.protocol import Clip, Labelled
 
 FACES = Path(cv2.__file__).parent / "data" / "haarcascade_frontalface_default.xml"
@@ -78,7 +78,7 @@ class OnnxClassifier:
             raise ValueError(f"{file} gives outputs of the shape {outputs.shape} for {len(labels)} labels")
 
     def label(self, clips: Sequence[Clip]) -> list[Labelled]:
-        return [classified(np.stack([self._run(frame) for frame in clip]), self.labels) for clip in clips]
+        return [classify(np.stack([self._run(frame) for frame in clip]), self.labels) for clip in clips]
 
     def _run(self, frame: np.ndarray) -> np.ndarray:
         # One at a time: many exported models accept only batches of 1.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from fusion.plan.mistakes import Mistakes
-from fusion.plan.schema import (
+from fusion.plan.errors import PlanErrors
+from fusion.plan.teacher_kinds import (
     BuiltInTeacher,
     CallableTeacher,
     CascadeTeacher,
@@ -20,7 +20,7 @@ from fusion.teachers import boxes
 from fusion.teachers.boxes import Detector
 from fusion.teachers.classifier import Preprocessing
 from fusion.teachers.estimator import Estimator, load_estimator
-from fusion.teachers.function import Function
+from fusion.teachers.function import UserFunction
 from fusion.teachers.module import ModuleClassifier, load_module
 from fusion.teachers.opencv import Cascade, OnnxClassifier, People
 from fusion.teachers.pretrained import PretrainedDetector, load_pretrained
@@ -30,21 +30,21 @@ _NAMES = ("file", "path", "function")  # fields that identify a teacher
 _ALLOW = "set `allow_code: true` if you trust it"
 
 
-def open_teacher(plan: TeacherPlan, task: str, mistakes: Mistakes) -> Teacher | None:
-    """Load a teacher for a task. Returns None, after reporting a mistake with its field, if that fails."""
+def open_teacher(plan: TeacherPlan, task: str, errors: PlanErrors) -> Teacher | None:
+    """Load a teacher for a task. Returns None, after reporting an error with its field, if that fails."""
     refused = runs_code(plan)
     if refused is not None and not plan.allow_code:
         field, why = refused
-        mistakes.add(f"{why}; {_ALLOW}", field)
+        errors.add(f"{why}; {_ALLOW}", field)
         return None
     file = getattr(plan, "file", None) or getattr(plan, "path", None)
     if file is not None and not os.path.exists(file):  # also false for a name that is too long
-        mistakes.add(f"there is no {file}", "file" if hasattr(plan, "file") else "path")
+        errors.add(f"there is no {file}", "file" if hasattr(plan, "file") else "path")
         return None
     try:
         return _open(plan, task)
     except ValueError as error:
-        mistakes.add(str(error), next((field for field in _NAMES if hasattr(plan, field)), "kind"))
+        errors.add(str(error), next((field for field in _NAMES if hasattr(plan, field)), "kind"))
         return None
 
 
@@ -63,7 +63,7 @@ def _open(plan: TeacherPlan, task: str) -> Teacher:
         case TransformersTeacher():
             return _pretrained(plan, task)
         case CallableTeacher():
-            return Function(plan.function)
+            return UserFunction(plan.function)
         case BuiltInTeacher():
             raise ValueError("a built-in teacher works only with a built-in source; choose another kind")
 

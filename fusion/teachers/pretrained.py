@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from fusion.data.items import NamedBox
-from fusion.teachers.classifier import classified
+from fusion.teachers.classifier import classify
 from fusion.teachers.protocol import Clip, Labelled
 
 _KINDS = {
@@ -70,7 +70,7 @@ class PictureClassifier(_Pretrained):
     @torch.no_grad()
     def label(self, clips: Sequence[Clip]) -> list[Labelled]:
         return [
-            classified(self._model(**self._processor(list(clip), return_tensors="pt")).logits.numpy(), self.labels)
+            classify(self._model(**self._processor(list(clip), return_tensors="pt")).logits.numpy(), self.labels)
             for clip in clips
         ]
 
@@ -87,7 +87,7 @@ class VideoClassifier(_Pretrained):
             if wanted is not None and len(frames) != wanted:
                 frames = [frames[round(place)] for place in np.linspace(0, len(frames) - 1, wanted)]
             inputs = self._processor(frames, return_tensors="pt")
-            answers.append(classified(self._model(**inputs).logits.numpy(), self.labels))
+            answers.append(classify(self._model(**inputs).logits.numpy(), self.labels))
         return answers
 
 

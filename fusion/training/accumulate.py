@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from fusion.training.objectives import Read
+from fusion.training.objectives import ForwardOutputs
 from vlora.errors import BadPlan
 
 Item = TypeVar("Item")
@@ -45,27 +45,27 @@ def halving(size: int, attempt: Callable[[int], Result], undo: Callable[[int], N
 def backward_in_parts(
     batch: Sequence[Item],
     size: int,
-    read: Callable[[Sequence[Item]], Read],
-    loss_of: Callable[[Read], torch.Tensor],
+    forward: Callable[[Sequence[Item]], ForwardOutputs],
+    loss_of: Callable[[ForwardOutputs], torch.Tensor],
 ) -> float:
-    """Add the gradient of `loss_of(read(batch))` to the parameters, keeping activations of at most `size` samples.
+    """Add the gradient of `loss_of(forward(batch))` to the parameters; keep activations of at most `size` samples.
 
     The gradient is exact for any loss, also one that is not a mean over samples: a forward of the whole batch without
-    activations gives the loss and its gradient with respect to each sample's outputs; each part is then read again to
-    propagate that gradient. This costs one forward more than summing over parts.
+    activations gives the loss and its gradient with respect to each sample's outputs, which a second forward of each
+    part propagates. This costs one forward more than summing over parts.
     """
     parts = [batch[first : first + size] for first in range(0, len(batch), size)]
     if len(parts) == 1:
-        loss = loss_of(read(batch))
+        loss = loss_of(forward(batch))
         loss.backward()
         return float(loss.detach())
     with torch.no_grad():
-        seen = [read(part) for part in parts]
-    outputs = [_leaves(one) for one in seen]
-    loss = loss_of(Read.joined(outputs))
+        detached = [forward(part) for part in parts]
+    leaves = [_leaves(outputs) for outputs in detached]
+    loss = loss_of(ForwardOutputs.concatenated(leaves))
     loss.backward()
-    for part, wanted in zip(parts, outputs, strict=True):
-        again = read(part)
+    for part, wanted in zip(parts, leaves, strict=True):
+        again = forward(part)
         pairs = [
             (made, leaf.grad)
             for made, leaf in zip(_differentiable(again), _differentiable(wanted), strict=True)
@@ -80,10 +80,12 @@ def _out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
-def _leaves(read: Read) -> Read:
-    last, words = (tensor.detach().requires_grad_() for tensor in (read.last, read.words))
-    return Read(last, [image.detach().requires_grad_() for image in read.images], read.grids, words, read.exact)
+def _leaves(outputs: ForwardOutputs) -> ForwardOutputs:
+    last, words = (tensor.detach().requires_grad_() for tensor in (outputs.last, outputs.words))
+    return ForwardOutputs(
+        last, [image.detach().requires_grad_() for image in outputs.images], outputs.grids, words, outputs.exact
+    )
 
 
-def _differentiable(read: Read) -> list[torch.Tensor]:
-    return [read.last, read.words, *read.images]
+def _differentiable(outputs: ForwardOutputs) -> list[torch.Tensor]:
+    return [outputs.last, outputs.words, *outputs.images]

@@ -17,8 +17,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from fusion.packing.algorithm import Score, Trained
-from fusion.training.kept import UNFINISHED
+from fusion.packing.algorithm import Score, TrainingResult
+from fusion.training.resume_hint import UNFINISHED
 from vlora.errors import BadPlan
 
 _MADE_OF = "run.json"
@@ -44,13 +44,13 @@ class Checkpoint:
         for left in folder.glob(f"{UNFINISHED}*"):  # by a process that was killed
             shutil.rmtree(left) if left.is_dir() else left.unlink()
 
-    def trained(self, key: str) -> Trained | None:
+    def trained(self, key: str) -> TrainingResult | None:
         """The result of a training, None if it is not stored."""
         file = self._place(key) / "trained.json"
         try:
             found = json.loads(file.read_text())
             scores = {name: Score(*score) for name, score in found["scores"].items()}
-            return Trained(scores, found["seconds"], tuple(found["losses"]))
+            return TrainingResult(scores, found["seconds"], tuple(found["losses"]))
         except FileNotFoundError:
             return None
         except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -63,7 +63,7 @@ class Checkpoint:
         except (OSError, SafetensorError) as error:
             raise _damaged(file) from error
 
-    def keep(self, key: str, trained: Trained, state: Mapping[str, torch.Tensor]) -> None:
+    def keep(self, key: str, trained: TrainingResult, state: Mapping[str, torch.Tensor]) -> None:
         """Write a training atomically: if the process dies while writing, nothing is stored."""
         place = self._place(key)
         # Other processes may store the same training; each writes into a folder of its own.
@@ -71,8 +71,8 @@ class Checkpoint:
         temporary.mkdir()
         save_file({name: tensor.contiguous().cpu() for name, tensor in state.items()}, temporary / "state.safetensors")
         _sync(temporary / "state.safetensors")
-        told = {"key": key, "scores": trained.scores, "seconds": trained.seconds, "losses": trained.losses}
-        _write_through(temporary / "trained.json", json.dumps(told, indent=1).encode())
+        content = {"key": key, "scores": trained.scores, "seconds": trained.seconds, "losses": trained.losses}
+        _write_through(temporary / "trained.json", json.dumps(content, indent=1).encode())
         _sync(temporary)
         try:
             temporary.rename(place)
@@ -99,11 +99,11 @@ def refuse_others(folder: Path, identity: Mapping[str, str]) -> None:
         raise _damaged(made_of)
     changed = [name for name in {**before, **identity} if before.get(name) != identity.get(name)]
     if changed:
-        told = "\n".join(
+        changes = "\n".join(
             f"  {name}: was {_short(before.get(name))}, is {_short(identity.get(name))}" for name in changed
         )
         raise BadPlan(
-            f"{made_of.parent} belongs to a run with different inputs, so it cannot be resumed:\n{told}\n"
+            f"{made_of.parent} belongs to a run with different inputs, so it cannot be resumed:\n{changes}\n"
             "undo the change, or give --restart instead of --resume to start over"
         )
 

@@ -11,17 +11,17 @@ from torch import nn
 
 from fusion.data.samples import Target
 from fusion.training.features import Features
-from fusion.training.objectives import Read
+from fusion.training.objectives import ForwardOutputs
 from heads import Box, Grid
 from heads.boxes import Window, into_windows, out_of_windows
-from vlora.models.hf_adapter import Seam
+from vlora.models.hf_model import HFModel
 from vlora.types import VisionInput
 
 _IGNORE = -100
-_ALIKE = 1.25  # maximum ratio of the longest to the shortest sample of one forward
+_MAX_LENGTH_RATIO = 1.25  # maximum ratio of the longest to the shortest sample of one forward
 
 
-class Prepared(NamedTuple):
+class EncodedSample(NamedTuple):
     """One sample ready for training.
 
     ids: prompt tokens [n]. features: image features of its pictures; None if the vision side is trained. vision: the
@@ -54,41 +54,43 @@ class Prepared(NamedTuple):
         return out_of_windows(boxes, self.windows) if (boxes := _boxes(answer)) else answer
 
 
-def read_samples(seam: Seam, samples: Sequence[Prepared], features: Sequence[torch.Tensor]) -> Read:
+def forward_samples(
+    hf_model: HFModel, samples: Sequence[EncodedSample], features: Sequence[torch.Tensor]
+) -> ForwardOutputs:
     """Run samples and their features through the model with its active adapter.
 
     Samples of similar length share a forward: a batch is padded to its longest sample, so a clip would make pictures in
     the same batch as long as itself.
     """
-    groups = alike([len(sample.ids) + len(sample.answer) for sample in samples])
-    parts = [_read(seam, [samples[row] for row in rows], [features[row] for row in rows]) for rows in groups]
+    groups = group_by_length([len(sample.ids) + len(sample.answer) for sample in samples])
+    parts = [_forward(hf_model, [samples[row] for row in rows], [features[row] for row in rows]) for rows in groups]
     if len(parts) == 1:
         return parts[0]
     places = {row: place for place, row in enumerate(row for rows in groups for row in rows)}
-    return Read.joined(parts).of([places[row] for row in range(len(samples))])
+    return ForwardOutputs.concatenated(parts).select([places[row] for row in range(len(samples))])
 
 
-def alike(lengths: Sequence[int]) -> list[list[int]]:
+def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
     """Group rows of similar length; a single group keeps the order of its rows."""
     shortest, longest = min(lengths), max(lengths)
-    if longest <= _ALIKE * shortest:
+    if longest <= _MAX_LENGTH_RATIO * shortest:
         return [list(range(len(lengths)))]
     groups: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if groups and lengths[row] <= _ALIKE * lengths[groups[-1][0]]:
+        if groups and lengths[row] <= _MAX_LENGTH_RATIO * lengths[groups[-1][0]]:
             groups[-1].append(row)
         else:
             groups.append([row])
     return groups
 
 
-def _read(seam: Seam, samples: Sequence[Prepared], features: Sequence[torch.Tensor]) -> Read:
+def _forward(hf_model: HFModel, samples: Sequence[EncodedSample], features: Sequence[torch.Tensor]) -> ForwardOutputs:
     """One forward, padded to the longest sample."""
-    device = seam.device
+    device = hf_model.device
     rows, positions, wanted, last = [], [], [], []
     for sample, seen in zip(samples, features, strict=True):
         ids = torch.cat([sample.ids, torch.tensor(sample.answer[:-1], dtype=torch.long)])
-        rows.append(embed(seam, ids, seen))
+        rows.append(embed(hf_model, ids, seen))
         tail = torch.arange(len(ids) - len(sample.ids)) + sample.positions.max() + 1
         positions.append(torch.cat([sample.positions, tail.expand(sample.positions.shape[0], -1)], 1).t())
         last.append(len(sample.ids) - 1)
@@ -96,19 +98,21 @@ def _read(seam: Seam, samples: Sequence[Prepared], features: Sequence[torch.Tens
     embeds = nn.utils.rnn.pad_sequence(rows, batch_first=True)
     # Padding is at the end, after every position that is read, so causal attention excludes it without a mask.
     places = nn.utils.rnn.pad_sequence(positions, batch_first=True).permute(2, 0, 1).to(device)
-    hidden = seam.text_model(
-        inputs_embeds=embeds, position_ids=places if seam.family.mrope else places[0], use_cache=False
+    hidden = hf_model.text_model(
+        inputs_embeds=embeds, position_ids=places if hf_model.family.mrope else places[0], use_cache=False
     ).last_hidden_state
     targets = nn.utils.rnn.pad_sequence(wanted, batch_first=True, padding_value=_IGNORE).to(device)
     answered = targets != _IGNORE
-    logits = seam.lm_head(hidden[answered]).float()
+    logits = hf_model.lm_head(hidden[answered]).float()
     losses, hits = torch.zeros(targets.shape, device=device), torch.zeros_like(answered)
     losses[answered] = F.cross_entropy(logits, targets[answered], reduction="none")
     hits[answered] = logits.argmax(-1) == targets[answered]
     counts = answered.sum(1)
-    return Read(
+    return ForwardOutputs(
         last=hidden[torch.arange(len(samples)), torch.tensor(last)],
-        images=[hidden[row, (one.ids == seam.image_token_id).nonzero().flatten()] for row, one in enumerate(samples)],
+        images=[
+            hidden[row, (one.ids == hf_model.image_token_id).nonzero().flatten()] for row, one in enumerate(samples)
+        ],
         grids=[one.grids for one in samples],
         words=losses.sum(1) / counts.clamp(min=1),
         # Every token is correct given the ones before it, so greedy decoding gives this answer.
@@ -116,10 +120,10 @@ def _read(seam: Seam, samples: Sequence[Prepared], features: Sequence[torch.Tens
     )
 
 
-def embed(seam: Seam, ids: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+def embed(hf_model: HFModel, ids: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
     """Embeddings of tokens [n, hidden], with image features at the image tokens."""
-    embeddings = seam.embed(ids.to(seam.device))
-    shown = (ids == seam.image_token_id).to(seam.device)[:, None]
+    embeddings = hf_model.embed(ids.to(hf_model.device))
+    shown = (ids == hf_model.image_token_id).to(hf_model.device)[:, None]
     return embeddings.masked_scatter(shown, seen.to(embeddings))
 
 

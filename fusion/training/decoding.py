@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from vlora.models.hf_adapter import Seam
+from vlora.models.hf_model import HFModel
 
 
 class Prompt(NamedTuple):
@@ -18,43 +18,43 @@ class Prompt(NamedTuple):
 
 
 @torch.no_grad()
-def greedy(seam: Seam, prompts: Sequence[Prompt], limit: int) -> list[tuple[int, ...]]:
+def greedy(hf_model: HFModel, prompts: Sequence[Prompt], limit: int) -> list[tuple[int, ...]]:
     """Decode greedily until an end token, which is left out, or `limit` tokens."""
     # One length at a time needs no padding and no mask; a domain's prompts mostly have the same length.
     lengths: dict[int, list[int]] = {}
     for row, prompt in enumerate(prompts):
         lengths.setdefault(len(prompt.embeddings), []).append(row)
-    said: dict[int, tuple[int, ...]] = {}
+    decoded: dict[int, tuple[int, ...]] = {}
     for rows in lengths.values():
-        said.update(zip(rows, _alike(seam, [prompts[row] for row in rows], limit), strict=True))
-    return [said[row] for row in range(len(prompts))]
+        decoded.update(zip(rows, _decode_one_length(hf_model, [prompts[row] for row in rows], limit), strict=True))
+    return [decoded[row] for row in range(len(prompts))]
 
 
-def _alike(seam: Seam, prompts: Sequence[Prompt], limit: int) -> list[tuple[int, ...]]:
+def _decode_one_length(hf_model: HFModel, prompts: Sequence[Prompt], limit: int) -> list[tuple[int, ...]]:
     """Decode prompts of one length."""
     embeds = torch.stack([prompt.embeddings for prompt in prompts])
     places = torch.stack([prompt.positions for prompt in prompts], 1).to(embeds.device)
     following = places.amax((0, 2))[None, :, None] + 1  # after an image, positions differ from the number of tokens
     cache = None
-    said: list[list[int]] = [[] for _ in prompts]
-    going = set(range(len(prompts)))
+    decoded: list[list[int]] = [[] for _ in prompts]
+    active = set(range(len(prompts)))
     for _ in range(limit):
-        output = seam.text_model(
+        output = hf_model.text_model(
             inputs_embeds=embeds,
-            position_ids=places if seam.family.mrope else places[0],
+            position_ids=places if hf_model.family.mrope else places[0],
             past_key_values=cache,
             use_cache=True,
         )
         cache = output.past_key_values
-        tokens = seam.lm_head(output.last_hidden_state[:, -1]).argmax(-1)
+        tokens = hf_model.lm_head(output.last_hidden_state[:, -1]).argmax(-1)
         for row, token in enumerate(tokens.tolist()):
-            if token in seam.eos_ids:
-                going.discard(row)
-            elif row in going:
-                said[row].append(token)
-        if not going:
+            if token in hf_model.eos_ids:
+                active.discard(row)
+            elif row in active:
+                decoded[row].append(token)
+        if not active:
             break
-        embeds = seam.embed(tokens)[:, None]
+        embeds = hf_model.embed(tokens)[:, None]
         places = following.expand(len(places), -1, -1)
         following = following + 1
-    return [tuple(tokens) for tokens in said]
+    return [tuple(tokens) for tokens in decoded]

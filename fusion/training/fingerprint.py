@@ -45,20 +45,20 @@ def hash_of_weights(named: Iterable[tuple[str, torch.Tensor]]) -> str:
 def hash_of_processing(processor: InputProcessor) -> str:
     """Hash of the settings that turn pictures and questions into tokens, which weights do not determine. The path of
     the checkpoint does not count."""
-    told = {
+    settings = {
         "config": {name: value for name, value in processor.config.to_dict().items() if name != "_name_or_path"},
         "image processor": processor.image_processor.to_dict(),
         "chat template": processor.tokenizer.chat_template,
         "vocabulary": processor.tokenizer.get_vocab(),
     }
-    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _hash_of_data(name: str, splits: Splits, progress: Progress) -> str:
     digest = hashlib.sha256(f"{splits.task} {splits.labels}".encode())
     parts = (splits.train, splits.validation, splits.test)
     done = 0
-    with progress.work(f"reading the pictures of {name}", sum(map(len, parts)), "samples") as moved:
+    with progress.work(f"reading the pictures of {name}", sum(map(len, parts)), "samples") as update:
         for part in parts:
             digest.update(f"part of {len(part)}".encode())
             for sample in part:
@@ -66,7 +66,7 @@ def _hash_of_data(name: str, splits: Splits, progress: Progress) -> str:
                 for frame in sample.frames:
                     digest.update(f"{frame.shape}".encode())
                     digest.update(frame.tobytes())
-                moved(done := done + 1)
+                update(done := done + 1)
     return digest.hexdigest()
 
 

@@ -17,7 +17,7 @@ _OF_WORDS: dict[str, Callable[[str, str], float]] = {"token_f1": token_f1, "over
 _WORDS_WEIGHT = 1.0  # of the language model's loss relative to a head's; with less, other heads displace words
 
 
-class Read(NamedTuple):
+class ForwardOutputs(NamedTuple):
     """Outputs of one forward over n samples.
 
     last: hidden states of the last prompt tokens [n, hidden]. images: hidden states of each sample's image tokens
@@ -32,7 +32,7 @@ class Read(NamedTuple):
     exact: torch.Tensor
 
     @classmethod
-    def joined(cls, parts: Sequence[Read]) -> Read:
+    def concatenated(cls, parts: Sequence[ForwardOutputs]) -> ForwardOutputs:
         return cls(
             torch.cat([one.last for one in parts]),
             [image for one in parts for image in one.images],
@@ -41,8 +41,9 @@ class Read(NamedTuple):
             torch.cat([one.exact for one in parts]),
         )
 
-    def of(self, rows: Sequence[int]) -> Read:
-        return Read(
+    def select(self, rows: Sequence[int]) -> ForwardOutputs:
+        """The outputs of some of the samples."""
+        return ForwardOutputs(
             self.last[rows],
             [self.images[row] for row in rows],
             [self.grids[row] for row in rows],
@@ -68,16 +69,16 @@ class Objective(Protocol):
     @property
     def calibration_decides(self) -> bool: ...
 
-    def loss(self, read: Read, head: nn.Linear | None, targets: Sequence[Target]) -> torch.Tensor:
+    def loss(self, outputs: ForwardOutputs, head: nn.Linear | None, targets: Sequence[Target]) -> torch.Tensor:
         """A scalar to minimise."""
 
-    def answers(self, read: Read, head: nn.Linear | None, targets: Sequence[Target]) -> list[object]:
+    def answers(self, outputs: ForwardOutputs, head: nn.Linear | None, targets: Sequence[Target]) -> list[object]:
         """One answer per sample, in the form that `metric` compares."""
 
     def metric(self, answers: Sequence[object], targets: Sequence[Target]) -> float:
         """Score of the answers by `metric_name`, 0 to 1. Needs at least one sample."""
 
-    def calibrated(self, reads: Sequence[Read], head: nn.Linear | None, targets: Sequence[Target]) -> Self:
+    def calibrated(self, batches: Sequence[ForwardOutputs], head: nn.Linear | None, targets: Sequence[Target]) -> Self:
         """A copy with a head calibrated on samples that took no part in training."""
 
 
@@ -95,29 +96,29 @@ class HeadObjective:
     def calibration_decides(self) -> bool:
         return self.task.calibration_decides
 
-    def loss(self, read: Read, head: nn.Linear | None, targets: Sequence[Target]) -> torch.Tensor:
-        return self.task.loss(self.logits(read, head), targets, read.grids) + _WORDS_WEIGHT * read.words.mean()
+    def loss(self, outputs: ForwardOutputs, head: nn.Linear | None, targets: Sequence[Target]) -> torch.Tensor:
+        return self.task.loss(self.logits(outputs, head), targets, outputs.grids) + _WORDS_WEIGHT * outputs.words.mean()
 
-    def answers(self, read: Read, head: nn.Linear | None, targets: Sequence[Target]) -> list[object]:
-        pairs = zip(self.logits(read, head), read.grids, strict=True)
+    def answers(self, outputs: ForwardOutputs, head: nn.Linear | None, targets: Sequence[Target]) -> list[object]:
+        pairs = zip(self.logits(outputs, head), outputs.grids, strict=True)
         return [self.task.decode(logits, grids).value for logits, grids in pairs]
 
     def metric(self, answers: Sequence[object], targets: Sequence[Target]) -> float:
         return self.task.metrics(answers, targets)[self.metric_name]  # type: ignore[arg-type]
 
-    def calibrated(self, reads: Sequence[Read], head: nn.Linear | None, targets: Sequence[Target]) -> Self:
-        logits = [row for read in reads for row in self.logits(read, head)]
-        task = self.task.calibrated(logits, targets, [grids for read in reads for grids in read.grids])
+    def calibrated(self, batches: Sequence[ForwardOutputs], head: nn.Linear | None, targets: Sequence[Target]) -> Self:
+        logits = [row for outputs in batches for row in self.logits(outputs, head)]
+        task = self.task.calibrated(logits, targets, [grids for outputs in batches for grids in outputs.grids])
         return type(self)(task, self.metric_name)
 
-    def logits(self, read: Read, head: nn.Linear | None) -> list[torch.Tensor]:
+    def logits(self, outputs: ForwardOutputs, head: nn.Linear | None) -> list[torch.Tensor]:
         """The logits of each sample, as its task takes them. Raises ValueError if image tokens form no grid."""
         assert head is not None
         if not self.task.reads_images:
-            return list(head(read.last))
-        if not all(read.grids):
+            return list(head(outputs.last))
+        if not all(outputs.grids):
             raise ValueError(f"a {self.task.kind} head reads image tokens, but this model's form no grid")
-        return list(head(torch.cat(read.images)).split([len(own) for own in read.images]))
+        return list(head(torch.cat(outputs.images)).split([len(own) for own in outputs.images]))
 
 
 class WordsObjective:
@@ -134,12 +135,12 @@ class WordsObjective:
     def needs_text(self) -> bool:
         return self.metric_name in _OF_WORDS
 
-    def loss(self, read: Read, head: nn.Linear | None, targets: Sequence[Target]) -> torch.Tensor:
-        return read.words.mean()
+    def loss(self, outputs: ForwardOutputs, head: nn.Linear | None, targets: Sequence[Target]) -> torch.Tensor:
+        return outputs.words.mean()
 
-    def answers(self, read: Read, head: nn.Linear | None, targets: Sequence[Target]) -> list[object]:
+    def answers(self, outputs: ForwardOutputs, head: nn.Linear | None, targets: Sequence[Target]) -> list[object]:
         """The target if greedy decoding gives it, else None."""
-        return [target if exact else None for target, exact in zip(targets, read.exact.tolist(), strict=True)]
+        return [target if exact else None for target, exact in zip(targets, outputs.exact.tolist(), strict=True)]
 
     def metric(self, answers: Sequence[object], targets: Sequence[Target]) -> float:
         """Accuracy means exact match here."""
@@ -149,11 +150,11 @@ class WordsObjective:
             return sum(worth(str(answer), str(target)) for answer, target in pairs) / len(pairs)
         return sum(answer == target for answer, target in pairs) / len(pairs)
 
-    def calibrated(self, reads: Sequence[Read], head: nn.Linear | None, targets: Sequence[Target]) -> Self:
+    def calibrated(self, batches: Sequence[ForwardOutputs], head: nn.Linear | None, targets: Sequence[Target]) -> Self:
         return self
 
 
-def task_of(splits: Splits, metric: str | None = None) -> Objective:
+def objective_of(splits: Splits, metric: str | None = None) -> Objective:
     """The objective of a domain's samples. metric: one of its task, None for the first. Raises ValueError for labels
     that its task does not allow."""
     chosen = metric or METRICS[splits.task][0]

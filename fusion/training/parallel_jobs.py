@@ -20,7 +20,7 @@ import torch
 from fusion.progress.progress import Event
 
 Job = Callable[[], object]
-Ahead = Callable[[Sequence[Job]], None]
+RunAhead = Callable[[Sequence[Job]], None]
 """Runs jobs in advance if their results will be needed, or does nothing; later calls find the stored results."""
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -37,7 +37,7 @@ class Watcher(Protocol):
         """Show an event of a fork; None when the fork has ended."""
 
 
-def side_by_side(jobs: Sequence[Job], at_once: int, watcher: Watcher) -> None:
+def run_in_parallel(jobs: Sequence[Job], at_once: int, watcher: Watcher) -> None:
     """Run jobs in forks of one thread each, `at_once` at a time.
 
     Return values and exceptions of a job are discarded. The parent calls the job again: it finds the stored result, or

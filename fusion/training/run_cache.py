@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 
-from fusion.packing.algorithm import Adapter, Trained
+from fusion.packing.algorithm import Adapter, TrainingResult
 from fusion.progress.progress import Progress
 from fusion.training.checkpoint import Checkpoint, State
-from fusion.training.train import LoraTrainer, trained_at_once, trained_into
+from fusion.training.trainer import LoraTrainer, joint_training_title, training_title
 
 
-class Trainings:
+class RunCache:
     """`fusion.packing.algorithm.Train` with one trainer.
 
     Args:
@@ -32,7 +32,7 @@ class Trainings:
         self._rehearsal = rehearsal
         self._progress = progress or Progress()
 
-    def __call__(self, adapter: Adapter) -> Trained:
+    def __call__(self, adapter: Adapter) -> TrainingResult:
         """Train the last domain into the adapter of the domains before it."""
 
         def train() -> tuple[float, ...]:
@@ -40,24 +40,24 @@ class Trainings:
             if beside:
                 if self._checkpoint.trained(self._key(tuple(beside))) is None:
                     self(tuple(beside))
-                self.trainer.restore(self.state(tuple(beside)))
+                self.trainer.adapter.restore(self.state(tuple(beside)))
             else:
-                self.trainer.fresh()
+                self.trainer.adapter.reset()
             return self.trainer.train(domain, beside, rehearsal=self._rehearsal)
 
-        return self._made(self._key(adapter), adapter, trained_into(adapter[-1], adapter[:-1]), 1, train)
+        return self._load_or_train(self._key(adapter), adapter, training_title(adapter[-1], adapter[:-1]), 1, train)
 
-    def together(self, domains: Collection[str]) -> Trained:
+    def together(self, domains: Collection[str]) -> TrainingResult:
         """Train a set of domains jointly into one adapter. A single domain is the same training as in sequence."""
         names = tuple(sorted(domains))
         if len(names) == 1:
             return self(names)
 
         def train() -> tuple[float, ...]:
-            self.trainer.fresh()
+            self.trainer.adapter.reset()
             return self.trainer.train_together(names)
 
-        return self._made(self._key_together(names), names, trained_at_once(names), len(names), train)
+        return self._load_or_train(self._key_together(names), names, joint_training_title(names), len(names), train)
 
     def state(self, adapter: Adapter) -> State:
         """Weights of a trained adapter."""
@@ -67,19 +67,19 @@ class Trainings:
         names = tuple(sorted(domains))
         return self._checkpoint.state(self._key(names) if len(names) == 1 else self._key_together(names))
 
-    def _made(
+    def _load_or_train(
         self, key: str, domains: Adapter, what: str, size: int, train: Callable[[], tuple[float, ...]]
-    ) -> Trained:
+    ) -> TrainingResult:
         found = self._checkpoint.trained(key)
         if found is None:
             started = time.perf_counter()
             losses = train()
             own = self.trainer.domains
-            scores = {name: self.trainer.bounded_score(name, own[name].validation) for name in domains}
-            found = Trained(scores, time.perf_counter() - started, losses)
-            self._checkpoint.keep(key, found, self.trainer.snapshot())
+            scores = {name: self.trainer.evaluator.bounded_score(name, own[name].validation) for name in domains}
+            found = TrainingResult(scores, time.perf_counter() - started, losses)
+            self._checkpoint.keep(key, found, self.trainer.adapter.snapshot())
         else:
-            self._progress.known(what, size)
+            self._progress.count_stored(what, size)
         return found
 
     def _key(self, adapter: Adapter) -> str:

@@ -16,7 +16,7 @@ _FILE = "in-use"
 
 
 @contextlib.contextmanager
-def held(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Create a folder and lock it. The kernel releases the lock however this process ends.
 
     Raises:

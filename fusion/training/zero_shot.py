@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from fusion.data.samples import Splits, Target
 from fusion.data.targets import reader
 from fusion.training.accumulate import halving
-from fusion.training.collator import Prepared
-from fusion.training.objectives import answer_in_words, metric_of_some, task_of
-from fusion.training.train import Domain
+from fusion.training.collator import EncodedSample
+from fusion.training.domain import Domain
+from fusion.training.objectives import answer_in_words, metric_of_some, objective_of
 
-_LONGEST_LABEL = 8  # minimum token limit for an answer of the base model
-MOST_ASKED = 100  # test samples per domain, since decoding an answer takes many steps
+_MIN_TOKEN_LIMIT = 8  # minimum token limit for an answer of the base model
+MAX_SAMPLES = 100  # test samples per domain, since decoding an answer takes many steps
 _AT_ONCE = 32  # samples per batch, with keys and values in memory
 
 
@@ -22,49 +22,49 @@ def score_before_training(domain: Domain) -> float:
 
     Call it before a trainer is created on the domain's base, which adds an adapter to it.
     """
-    own = dataclasses.replace(domain.splits, test=domain.splits.test[:MOST_ASKED])
-    return score_of_words(own, domain.plan.metric, said_before_training(domain))
+    own = dataclasses.replace(domain.splits, test=domain.splits.test[:MAX_SAMPLES])
+    return score_texts(own, domain.plan.metric, answers_before_training(domain))
 
 
-def said_before_training(domain: Domain) -> list[str]:
-    """The base model's answers to the domain's first prepared test samples."""
+def answers_before_training(domain: Domain) -> list[str]:
+    """The base model's answers to the domain's first encoded test samples."""
     tokenizer = domain.base.processor.tokenizer
-    wanted = [answer_in_words(domain.splits, sample) for sample in domain.splits.test[:MOST_ASKED]]
-    longest = max(_LONGEST_LABEL, *(len(tokenizer(words)["input_ids"]) for words in wanted))
-    return _said(domain, domain.test[:MOST_ASKED], longest)
+    wanted = [answer_in_words(domain.splits, sample) for sample in domain.splits.test[:MAX_SAMPLES]]
+    longest = max(_MIN_TOKEN_LIMIT, *(len(tokenizer(words)["input_ids"]) for words in wanted))
+    return decode_in_parts(domain, domain.test[:MAX_SAMPLES], longest)
 
 
-def _said(domain: Domain, samples: Sequence[Prepared], longest: int) -> list[str]:
+def decode_in_parts(domain: Domain, samples: Sequence[EncodedSample], longest: int) -> list[str]:
     """Decode at most `longest` tokens, with as many samples per batch as memory allows."""
-    said: list[str] = []
+    texts: list[str] = []
     at_once = _AT_ONCE
     what = f"asking the base model about {domain.plan.name}"
-    with domain.base.progress.work(what, len(samples), "samples") as moved:
-        while len(said) < len(samples):
+    with domain.base.progress.work(what, len(samples), "samples") as update:
+        while len(texts) < len(samples):
 
-            def attempt(size: int, left: Sequence[Prepared] = samples[len(said) :]) -> list[str]:
-                return domain.base.said(left[:size], longest)
+            def attempt(size: int, left: Sequence[EncodedSample] = samples[len(texts) :]) -> list[str]:
+                return domain.base.decode_answers(left[:size], longest)
 
             found, at_once = halving(at_once, attempt, lambda size: None)
-            said += found
-            moved(len(said))
-    return said
+            texts += found
+            update(len(texts))
+    return texts
 
 
-def score_of_words(splits: Splits, metric: str | None, said: Sequence[str]) -> float:
+def score_texts(splits: Splits, metric: str | None, texts: Sequence[str]) -> float:
     """The domain's metric of one text per test sample, ignoring case. metric: None for the task's first.
 
     A text that is not an answer of the task (which is every text for detection) counts as 0.
     """
     read = _reader(splits)
     answers: list[object] = []
-    for words in said:
+    for words in texts:
         try:
             answers.append(read(words.strip().lower()))
         except ValueError:
             answers.append(None)
     targets = [sample.target.lower() if isinstance(sample.target, str) else sample.target for sample in splits.test]
-    return metric_of_some(task_of(splits, metric), answers, targets)
+    return metric_of_some(objective_of(splits, metric), answers, targets)
 
 
 def _reader(splits: Splits) -> Callable[[str], Target]:

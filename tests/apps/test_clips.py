@@ -17,27 +17,20 @@ import pytest
 
 from apps.video_analytics import Chunk, ChunkResult, ClipShape, Source, read_clips, run
 from apps.video_analytics import sources as sources_module
-from apps.video_analytics.reading import Reading
 from apps.video_analytics.sampling import Frame, Sampler
-from tests.apps.test_video_analytics import file_source, labels, shades, write_video
+from apps.video_analytics.source_reader import SourceReader
+from tests.apps.test_video_analytics import file_source, labels
 from tests.server.running import Running, png, running_server
 from tests.server.scripted import write_adapter
+from tests.video_files import shades, write_video
 from vlora.client import Client
 from vlora.errors import BadConfig, BadImage, UnknownHead
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with running_server() as running:
-        folder = write_adapter(tmp_path_factory.mktemp("adapter"), {"night": 2, "one": 1})
-        running.on_loop(running.front_end.load_adapter("cam", folder))
+def server() -> Iterator[Running]:
+    with running_server({"cam": {"night": 2, "one": 1}}) as running:
         yield running
-
-
-@pytest.fixture
-def client(server: Running) -> Iterator[Client]:
-    with Client(port=server.port) as made:
-        yield made
 
 
 def write_ramp(path: Path, num_frames: int, fps: int = 10) -> Path:
@@ -87,7 +80,7 @@ def count_openings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (ClipShape(1), [[5], [15]]),
     ],
 )
-def test_a_clip_has_the_frames_that_its_rate_chooses(tmp_path: Path, shape: ClipShape, wanted: list[list[int]]) -> None:
+def test_a_clip_has_the_frames_of_its_rate(tmp_path: Path, shape: ClipShape, wanted: list[list[int]]) -> None:
     source = file_source(write_ramp(tmp_path / "ramp.mp4", 21))
     clips = [clip for _, clip in read_clips(source, [shape])]
     assert [numbers(clip) for clip in clips] == wanted
@@ -121,20 +114,18 @@ def test_heads_of_different_sizes_read_one_video_once(tmp_path: Path, monkeypatc
     assert [clip.index for place, clip in clips if place == 0] == [0, 1, 2, 3]
 
 
-def test_a_file_has_no_more_frames_than_it_has(tmp_path: Path) -> None:
+def test_a_rate_above_a_files_is_refused_and_above_a_cameras_capped(tmp_path: Path) -> None:
     source = file_source(write_ramp(tmp_path / "ramp.mp4", 12))
     with pytest.raises(BadImage, match=r"ramp\.mp4' at 25 frames per second: it has 10; give a lower --fps"):
         list(read_clips(source, [ClipShape(1, 25)]))
-    said: list[str] = []
+    lines: list[str] = []
     camera = source._replace(kind="live")
-    clips = itertools.islice(read_clips(camera, [ClipShape(1, 25), ClipShape(1, 25)], say=said.append), 24)
+    clips = itertools.islice(read_clips(camera, [ClipShape(1, 25), ClipShape(1, 25)], say=lines.append), 24)
     assert [(place, numbers(clip)) for place, clip in clips] == [(n % 2, [n // 2]) for n in range(24)]
-    assert said == ["ramp: the camera has 10 frames per second, not 25; every frame is used"], "once for all heads"
+    assert lines == ["ramp: the camera has 10 frames per second, not 25; every frame is used"], "once for all heads"
 
 
-def test_a_video_that_names_no_rate_gives_at_most_the_assumed_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_video_without_a_rate_uses_at_most_the_assumed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     capture = cv2.VideoCapture
 
     class Nameless:
@@ -149,11 +140,11 @@ def test_a_video_that_names_no_rate_gives_at_most_the_assumed_one(
 
     source = file_source(write_ramp(tmp_path / "ramp.mp4", 20))
     monkeypatch.setattr(sources_module.cv2, "VideoCapture", Nameless)
-    said: list[str] = []
-    clips = list(read_clips(source, [ClipShape(1, 60), ClipShape(2, 15)], say=said.append))
+    lines: list[str] = []
+    clips = list(read_clips(source, [ClipShape(1, 60), ClipShape(2, 15)], say=lines.append))
     assert [numbers(clip) for place, clip in clips if place == 0] == [[number] for number in range(20)]
     assert [numbers(clip) for place, clip in clips if place == 1] == [[n, n + 2] for n in range(0, 20, 4)]
-    assert said == ["ramp: the video has no frame rate; 30 frames per second are assumed, less than 60"]
+    assert lines == ["ramp: the video has no frame rate; 30 frames per second are assumed, less than 60"]
 
 
 def test_pictures_of_a_folder_go_to_every_head(tmp_path: Path) -> None:
@@ -167,7 +158,7 @@ def test_pictures_of_a_folder_go_to_every_head(tmp_path: Path) -> None:
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-def fed(monkeypatch: pytest.MonkeyPatch, kind: Any, number: int, pause_s: float = 0.0) -> Reading:
+def fed(monkeypatch: pytest.MonkeyPatch, kind: Any, number: int, pause_s: float = 0.0) -> SourceReader:
     """A reading for two heads, with this many clips for each."""
 
     def clips(source: Source, shapes: Sequence[ClipShape], **_: object) -> Iterator[tuple[int, Chunk]]:
@@ -176,40 +167,40 @@ def fed(monkeypatch: pytest.MonkeyPatch, kind: Any, number: int, pause_s: float 
             for head in range(len(shapes)):
                 yield head, Chunk(index, float(index), (b"frame",))
 
-    monkeypatch.setattr("apps.video_analytics.reading.read_clips", clips)
-    return Reading(Source("s", "0", kind), [ClipShape(1), ClipShape(1)], stop=threading.Event())
+    monkeypatch.setattr("apps.video_analytics.source_reader.read_clips", clips)
+    return SourceReader(Source("s", "0", kind), [ClipShape(1), ClipShape(1)], stop=threading.Event())
 
 
 def test_a_slow_head_does_not_hold_up_the_others_of_a_camera(monkeypatch: pytest.MonkeyPatch) -> None:
-    reading, gone = fed(monkeypatch, "live", 20, pause_s=0.01), threading.Event()
-    taken = [clip.index for clip in iter(lambda: reading.take(0, gone), None)]
+    reader, gone = fed(monkeypatch, "live", 20, pause_s=0.01), threading.Event()
+    taken = [clip.index for clip in iter(lambda: reader.take(0, gone), None)]
     assert taken == list(range(20)), "the other head has taken no clip"
-    left = [clip.index for clip in iter(lambda: reading.take(1, gone), None)]
+    left = [clip.index for clip in iter(lambda: reader.take(1, gone), None)]
     assert left and left[-1] == 19 and len(left) <= 3, "the newest clips are left"
     for head in range(2):
-        reading.leave(head)
+        reader.leave(head)
 
 
 def test_a_file_waits_for_every_head_until_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    reading, gone = fed(monkeypatch, "file", 50), threading.Event()
-    taken = [reading.take(0, gone) for _ in range(3)]
+    reader, gone = fed(monkeypatch, "file", 50), threading.Event()
+    taken = [reader.take(0, gone) for _ in range(3)]
     assert all(taken)
-    reading.leave(1)  # its stream has failed
-    assert len([clip for clip in iter(lambda: reading.take(0, gone), None)]) == 47
-    reading.leave(0)
-    assert not reading._thread.is_alive()
+    reader.leave(1)  # its stream has failed
+    assert len([clip for clip in iter(lambda: reader.take(0, gone), None)]) == 47
+    reader.leave(0)
+    assert not reader.running
 
 
 # -- whole runs -------------------------------------------------------------------------------------------------------
 
 
-def test_two_heads_answer_every_clip_into_files_of_their_own(
+def test_two_heads_write_their_answers_into_separate_files(
     client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = file_source(write_video(tmp_path / "street.mp4", shades(4)))
-    told: list[ChunkResult] = []
+    results: list[ChunkResult] = []
     opened = count_openings(monkeypatch)
-    counts = run(client, [source], "cam", ("night", "one"), fps=2, out=tmp_path / "out", tell=told.append)
+    counts = run(client, [source], "cam", ("night", "one"), fps=2, out=tmp_path / "out", on_result=results.append)
     assert counts == {"street.night": 4, "street.one": 8} and opened == [source.address]
     assert {name.name for name in (tmp_path / "out").iterdir()} == {
         f"street.{head}.{kind}" for head in ("night", "one") for kind in ("jsonl", "csv", "webm")
@@ -224,14 +215,14 @@ def test_two_heads_answer_every_clip_into_files_of_their_own(
         capture = cv2.VideoCapture(str(tmp_path / "out" / f"street.{head}.webm"))
         assert capture.get(cv2.CAP_PROP_FPS) == 10 and capture.get(cv2.CAP_PROP_FRAME_COUNT) == 40
     for head, number in (("night", 4), ("one", 8)):
-        assert [result.index for result in told if result.head == head] == list(range(number))
+        assert [result.index for result in results if result.head == head] == list(range(number))
 
 
-def test_heads_that_are_alike_in_names_of_files_are_told_apart(tmp_path: Path) -> None:
+def test_heads_with_the_same_file_name_get_numbers(tmp_path: Path) -> None:
     source = file_source(write_video(tmp_path / "street.mp4", shades(2)))
     with running_server() as running:
         folder = write_adapter(tmp_path / "adapter", {"a b": 1, "a/b": 1, "a-b-2": 1})
-        running.on_loop(running.front_end.load_adapter("cam", folder))
+        running.on_loop(running.front_end.adapters.load("cam", folder))
         with Client(port=running.port) as client:
             counts = run(client, [source], "cam", ("a b", "a/b", "a-b-2"))
     assert counts == {"street.a-b": 2, "street.a-b-2": 2, "street.a-b-2-2": 2}
@@ -259,13 +250,13 @@ def test_a_head_that_ends_is_reported_while_the_others_go_on(client: Client, tmp
 def test_a_source_that_cannot_be_read_is_reported_once_for_all_heads(client: Client, tmp_path: Path) -> None:
     (tmp_path / "bad.mp4").write_bytes(b"no video")
     sources = [file_source(tmp_path / "bad.mp4"), file_source(write_video(tmp_path / "good.mp4", shades(1)))]
-    said: list[str] = []
+    lines: list[str] = []
     with pytest.raises(BadImage):
-        run(client, sources, "cam", ("night", "one"), say=said.append)
-    assert len(said) == 1 and said[0].startswith("bad ended: cannot read video")
+        run(client, sources, "cam", ("night", "one"), say=lines.append)
+    assert len(lines) == 1 and lines[0].startswith("bad ended: cannot read video")
 
 
-def test_an_unknown_head_is_named_before_anything_is_read(client: Client, tmp_path: Path) -> None:
+def test_an_unknown_head_is_refused_before_reading(client: Client, tmp_path: Path) -> None:
     source = file_source(write_video(tmp_path / "street.mp4", shades(1)))
     with pytest.raises(UnknownHead, match="has no head 'day'; its heads: night, one"):
         run(client, [source], "cam", ("night", "day"))

@@ -11,16 +11,13 @@ import pytest
 
 from apps.image_query import AT_ONCE, ask_all, find_pictures
 from tests.server.running import Running, png, running_server
-from tests.server.scripted import write_adapter
 from vlora.client import Client
 from vlora.errors import BadImage, BadRequest, Disconnected, UnknownAdapter, UnknownHead
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with running_server() as running:
-        folder = write_adapter(tmp_path_factory.mktemp("adapter") / "cam", {"night": 1})
-        running.on_loop(running.front_end.load_adapter("cam", folder))
+def server() -> Iterator[Running]:
+    with running_server({"cam": {"night": 1}}) as running:
         yield running
 
 
@@ -49,7 +46,7 @@ def test_answers_come_in_order_and_a_bad_picture_ends_nothing(server: Running, p
     assert [answer.text for answer in words] == ["yes"] * 3
 
 
-def test_a_name_that_is_no_text_can_be_written_down(server: Running, tmp_path: Path) -> None:
+def test_a_file_name_that_is_not_utf8_can_be_written(server: Running, tmp_path: Path) -> None:
     (tmp_path / "caf\udce9.png").write_bytes(png(230))
     with Client(port=server.port) as client:
         (answer,) = ask_all(client, find_pictures([tmp_path]), head="night", adapter="cam")
@@ -58,7 +55,7 @@ def test_a_name_that_is_no_text_can_be_written_down(server: Running, tmp_path: P
     )
 
 
-def test_when_told_to_stop_no_more_is_asked(server: Running, pictures: Path) -> None:
+def test_after_stop_no_more_requests_are_sent(server: Running, pictures: Path) -> None:
     stop = threading.Event()
     with Client(port=server.port) as client:
         answers = ask_all(client, find_pictures([pictures]), head="night", adapter="cam", stop=stop)
@@ -68,7 +65,7 @@ def test_when_told_to_stop_no_more_is_asked(server: Running, pictures: Path) -> 
     assert first.text == "dark" and len(rest) == AT_ONCE - 1
 
 
-def test_what_cannot_be_asked_is_told(server: Running, pictures: Path, tmp_path: Path) -> None:
+def test_queries_that_cannot_be_sent_are_errors(server: Running, pictures: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for path, message in (
         (tmp_path / "empty", "contains no picture"),

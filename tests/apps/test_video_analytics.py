@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import cv2
-import numpy as np
 import pytest
 
 from apps.opencv import quiet
 from apps.video_analytics import Chunk, ChunkResult, ClipShape, Source, analyse, find_sources, read_clips, run
 from apps.video_analytics import sources as sources_module
 from tests.server.running import Running, png, running_server
-from tests.server.scripted import write_adapter
+from tests.video_files import shades, write_video
 from vlora.client import Client, FrameStream
 from vlora.client.connection import ServerConnection
 from vlora.errors import (
@@ -39,31 +38,9 @@ BRIGHT = "bright"
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Running]:
-    with running_server() as running:
-        folder = write_adapter(tmp_path / "adapter", {"night": 2, "one": 1})
-        running.on_loop(running.front_end.load_adapter("cam", folder))
+def server() -> Iterator[Running]:
+    with running_server({"cam": {"night": 2, "one": 1}}) as running:
         yield running
-
-
-@pytest.fixture
-def client(server: Running) -> Iterator[Client]:
-    with Client(port=server.port) as made:
-        yield made
-
-
-def write_video(path: Path, shades: list[int], fps: int = 10, size: tuple[int, int] = (64, 48)) -> Path:
-    """A second of each shade."""
-    writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"mp4v"), fps, size)
-    for shade in shades:
-        for _ in range(fps):
-            writer.write(np.full((size[1], size[0], 3), shade, np.uint8))
-    writer.release()
-    return path
-
-
-def shades(count: int) -> list[int]:
-    return [20 if place % 3 else 230 for place in range(count)]
 
 
 def labels(count: int) -> list[str]:
@@ -83,7 +60,7 @@ def clips_of(source: Source, num_frames: int, fps: float | None = None, **option
 # -- sources ----------------------------------------------------------------------------------------------------------
 
 
-def test_addresses_become_sources_with_names_of_their_own(tmp_path: Path) -> None:
+def test_addresses_become_sources_with_unique_names(tmp_path: Path) -> None:
     for name in ("b.mp4", "a.MP4", "notes.txt", "c.png"):
         (tmp_path / name).write_bytes(b"")
     found = find_sources(
@@ -131,12 +108,12 @@ def test_a_folders_pictures_are_chunks_of_as_many_as_the_head_reads(tmp_path: Pa
         (__file__, "not a video that this machine can decode"),
     ],
 )
-def test_why_a_source_cannot_be_read(address: str, why: str) -> None:
+def test_errors_name_why_a_source_cannot_be_read(address: str, why: str) -> None:
     with pytest.raises(BadImage, match=why):
         next(clips_of(find_sources([address])[0], 1))
 
 
-def test_a_file_whose_name_is_no_text_is_told_of(tmp_path: Path) -> None:
+def test_a_file_name_that_is_not_utf8_is_an_error(tmp_path: Path) -> None:
     """OpenCV aborts the process for such a name."""
     folder = tmp_path / "pictures"
     folder.mkdir()
@@ -148,7 +125,7 @@ def test_a_file_whose_name_is_no_text_is_told_of(tmp_path: Path) -> None:
 
 
 def test_a_camera_that_is_lost_is_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    stop, said, opened = threading.Event(), [], []
+    stop, lines, opened = threading.Event(), [], []
 
     def read(*_: object) -> Iterator[tuple[int, Chunk]]:
         opened.append(time.monotonic())
@@ -159,12 +136,12 @@ def test_a_camera_that_is_lost_is_opened_again(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(sources_module, "_read_video", read)
     monkeypatch.setattr(sources_module, "_FIRST_PAUSE_S", 0.01)
-    chunks = clips_of(Source("camera-0", "0", "live"), 1, stop=stop, say=said.append)
+    chunks = clips_of(Source("camera-0", "0", "live"), 1, stop=stop, say=lines.append)
     assert [next(chunks).index for _ in range(6)] == [0, 1, 2, 3, 4, 5]
     stop.set()
     assert list(chunks) == [] and len(opened) == 4
-    assert said[0].startswith("camera-0: the camera sends no more frames; retrying")
-    assert said[1].startswith("camera-0: cannot read video; retrying")
+    assert lines[0].startswith("camera-0: the camera sends no more frames; retrying")
+    assert lines[1].startswith("camera-0: cannot read video; retrying")
 
 
 def test_a_camera_that_is_not_there_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,10 +181,10 @@ def test_a_broken_connection_and_a_lost_stream_lose_no_second(
     client: Client, server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("apps.video_analytics.answers._PAUSE_S", 0.05)
-    said: list[str] = []
+    lines: list[str] = []
     found: list[ChunkResult] = []
     video = write_video(tmp_path / "street.mp4", shades(12))
-    for _, result in analyse(client, file_source(video), "cam", "night", say=said.append):
+    for _, result in analyse(client, file_source(video), "cam", "night", say=lines.append):
         found.append(result)
         if len(found) == 3:
             client.connection().close()
@@ -215,7 +192,7 @@ def test_a_broken_connection_and_a_lost_stream_lose_no_second(
             server.loop.call_soon_threadsafe(server.front_end.streams.close)
     assert [result.index for result in found] == list(range(12))
     assert [result.label for result in found] == labels(12)
-    assert any("no stream" in text or "closed" in text for text in said)
+    assert any("no stream" in text or "closed" in text for text in lines)
 
 
 def test_a_server_that_stays_away_is_given_up(server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,30 +216,30 @@ def test_a_server_that_is_not_there_yet_is_waited_for(
 ) -> None:
     monkeypatch.setattr(sys.modules["vlora.client.waiting"], "_PAUSE_S", 0.01)
     sources = [file_source(write_video(tmp_path / "street.mp4", shades(2)))]
-    asked = client.stats
+    answered_stats = client.stats
     tries: list[int] = []
 
     def stats() -> EngineStats:
         tries.append(len(tries))
         if len(tries) < 4:
             raise Disconnected("no server")
-        return asked()
+        return answered_stats()
 
     monkeypatch.setattr(client, "stats", stats)
-    said: list[str] = []
+    lines: list[str] = []
     with pytest.raises(Disconnected):
-        run(client, sources, "cam", "night", say=said.append)
-    assert len(tries) == 1 and not said
+        run(client, sources, "cam", "night", say=lines.append)
+    assert len(tries) == 1 and not lines
     stopped = threading.Event()
     stopped.set()
     with pytest.raises(Disconnected):
         run(client, sources, "cam", "night", wait_s=60, stop=stopped)
     assert len(tries) == 2
-    assert run(client, sources, "cam", "night", wait_s=60, say=said.append) == {"street": 2}
-    assert said == ["no server; waiting for it"]
+    assert run(client, sources, "cam", "night", wait_s=60, say=lines.append) == {"street": 2}
+    assert lines == ["no server; waiting for it"]
 
 
-def test_a_camera_waits_for_its_server_until_told_to_stop(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_camera_waits_for_its_server_until_stop_is_set(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("apps.video_analytics.answers._PAUSE_S", 0.02)
     monkeypatch.setattr("vlora.client.stream_state._RETRY_S", 0.05)
 
@@ -270,14 +247,14 @@ def test_a_camera_waits_for_its_server_until_told_to_stop(server: Running, monke
         while not stop.wait(0.01):
             yield 0, Chunk(0, 0.0, (png(), png()))
 
-    monkeypatch.setattr("apps.video_analytics.reading.read_clips", frames)
+    monkeypatch.setattr("apps.video_analytics.source_reader.read_clips", frames)
     stop = threading.Event()
-    said: list[str] = []
+    lines: list[str] = []
     tries: list[None] = []
 
     with Client(port=server.port) as client:
         camera = Source("camera-0", "0", "live")
-        answers = analyse(client, camera, "cam", "night", stop=stop, say=said.append, patience_s=0.0)
+        answers = analyse(client, camera, "cam", "night", stop=stop, say=lines.append, patience_s=0.0)
         assert next(answers)[1].label == "bright"
         monkeypatch.setattr(client, "_port", 1)
         open_stream = client.open_stream
@@ -292,11 +269,11 @@ def test_a_camera_waits_for_its_server_until_told_to_stop(server: Running, monke
         client.connection().close()
         with pytest.raises(Disconnected):
             list(answers)
-    assert len(tries) == 10 and 1 <= len(said) == len(set(said)) <= 2, "a permanent problem is reported once"
+    assert len(tries) == 10 and 1 <= len(lines) == len(set(lines)) <= 2, "a permanent problem is reported once"
 
 
 @pytest.mark.parametrize("lost", [UnknownAdapter("not loaded"), UnknownHead("not there"), OverCapacity("full")])
-def test_a_server_that_came_back_otherwise_is_tried_until_it_is_as_before(
+def test_a_server_that_returned_without_the_adapter_is_retried(
     client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: VLoraError
 ) -> None:
     monkeypatch.setattr("apps.video_analytics.answers._PAUSE_S", 0.02)
@@ -310,10 +287,10 @@ def test_a_server_that_came_back_otherwise_is_tried_until_it_is_as_before(
         return open_stream(**options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(client, "open_stream", opened)
-    said: list[str] = []
+    lines: list[str] = []
     video = file_source(write_video(tmp_path / "street.mp4", shades(3)))
-    assert [pair[1].label for pair in analyse(client, video, "cam", "night", say=said.append)] == labels(3)
-    assert said == [f"street: {lost}; retrying"]
+    assert [pair[1].label for pair in analyse(client, video, "cam", "night", say=lines.append)] == labels(3)
+    assert lines == [f"street: {lost}; retrying"]
     tries.clear()
     with pytest.raises(type(lost)):
         list(analyse(client, video, "cam", "night", patience_s=0.0))
@@ -324,27 +301,27 @@ def test_seconds_refused_by_a_server_that_shuts_down_are_sent_again(
     client: Client, server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: type[VLoraError]
 ) -> None:
     monkeypatch.setattr("apps.video_analytics.answers._PAUSE_S", 0.02)
-    streams, asked = server.front_end.streams, []
-    ask = streams._ask
+    front_end, attempts = server.front_end, []
+    ask_head = front_end.ask_head
 
     async def refuse(*args: Any, **options: Any) -> Any:
-        asked.append(None)
-        if 3 <= len(asked) <= 9:
+        attempts.append(None)
+        if 3 <= len(attempts) <= 9:
             raise code("not now")
-        return await ask(*args, **options)
+        return await ask_head(*args, **options)
 
-    monkeypatch.setattr(streams, "_ask", refuse)
-    said: list[str] = []
+    monkeypatch.setattr(front_end, "ask_head", refuse)
+    lines: list[str] = []
     video = file_source(write_video(tmp_path / "street.mp4", shades(9)))
-    pairs = list(analyse(client, video, "cam", "night", say=said.append))
+    pairs = list(analyse(client, video, "cam", "night", say=lines.append))
     assert [result.label for _, result in pairs] == labels(9) and not any(result.problem for _, result in pairs)
-    assert set(said) == {"street: not now; retrying"}
+    assert set(lines) == {"street: not now; retrying"}
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-def test_many_sources_write_their_files_side_by_side(client: Client, tmp_path: Path) -> None:
+def test_many_sources_write_their_files_in_parallel(client: Client, tmp_path: Path) -> None:
     sources = find_sources([str(write_video(tmp_path / f"v{n}.mp4", shades(n + 2), size=(65, 49))) for n in range(3)])
     out = tmp_path / "results"
     assert run(client, sources, "cam", "night", out=out) == {"v0": 2, "v1": 3, "v2": 4}
@@ -366,7 +343,7 @@ def test_many_sources_write_their_files_side_by_side(client: Client, tmp_path: P
 def test_a_source_that_fails_does_not_end_the_others(client: Client, tmp_path: Path) -> None:
     good = write_video(tmp_path / "good.mp4", shades(4))
     (tmp_path / "bad.mp4").write_bytes(b"no video")
-    said: list[str] = []
+    lines: list[str] = []
     with pytest.raises(BadImage, match=r"bad\.mp4"):
         run(
             client,
@@ -374,13 +351,13 @@ def test_a_source_that_fails_does_not_end_the_others(client: Client, tmp_path: P
             "cam",
             "night",
             out=tmp_path / "out",
-            say=said.append,
+            say=lines.append,
         )
     assert len((tmp_path / "out" / "good.jsonl").read_text().splitlines()) == 4
-    assert len(said) == 1 and said[0].startswith("bad ended: cannot read video")
+    assert len(lines) == 1 and lines[0].startswith("bad ended: cannot read video")
 
 
-def test_what_sources_say_is_heard_while_others_open_their_videos(
+def test_messages_of_sources_appear_while_others_open_videos(
     client: Client, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     inside, leave = threading.Event(), threading.Event()
@@ -421,17 +398,17 @@ def test_a_file_that_cannot_be_written_is_named(client: Client, tmp_path: Path, 
 
 
 @pytest.mark.slow
-def test_when_told_to_stop_what_was_read_is_answered_and_files_are_whole(client: Client, tmp_path: Path) -> None:
+def test_after_stop_read_clips_are_answered_and_files_are_complete(client: Client, tmp_path: Path) -> None:
     video = write_video(tmp_path / "long.mp4", shades(300))
     stop = threading.Event()
     seen: list[ChunkResult] = []
 
-    def tell(result: ChunkResult) -> None:
+    def on_result(result: ChunkResult) -> None:
         seen.append(result)
         if len(seen) == 5:
             stop.set()
 
-    counts = run(client, [file_source(video)], "cam", "night", out=tmp_path / "out", stop=stop, tell=tell)
+    counts = run(client, [file_source(video)], "cam", "night", out=tmp_path / "out", stop=stop, on_result=on_result)
     assert 5 <= counts["long"] < 40 and [result.index for result in seen] == list(range(len(seen)))
     lines = (tmp_path / "out" / "long.jsonl").read_text().splitlines()
     assert [json.loads(line)["index"] for line in lines] == list(range(counts["long"]))

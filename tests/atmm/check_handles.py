@@ -20,7 +20,7 @@ import atmm.operator
 import atmm.strategies.registry
 import atmm.warmup
 from atmm import Lane, SegmentPlan, add_deltas, compile_ahead
-from atmm.batch_stats import Survey
+from atmm.batch_stats import BatchStats
 from atmm.layers import SiteGroup
 from atmm.triton import kernels
 from atmm.triton.handles import handle
@@ -86,7 +86,7 @@ def count_launches(patch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
-def asked(_clean: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def triton_launches(_clean: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return count_launches(monkeypatch)
 
 
@@ -94,7 +94,7 @@ def serve(group: SiteGroup, y: torch.Tensor, x: torch.Tensor, tiling: str) -> No
     """The call of one step for a whole group, as on a GPU."""
     assert group.packed is not None
     plan = SegmentPlan(len(x), segments({"a": 3, "b": 5}))
-    strategy = prepare(Survey(plan, group.packed.layout), Tiling.named(tiling))
+    strategy = prepare(BatchStats(plan, group.packed.layout), Tiling.named(tiling))
     strategy.add_all(y, x, group)
 
 
@@ -108,15 +108,15 @@ def make(d_in: int = 256, num_tokens: int = 8) -> tuple[SiteGroup, torch.Tensor,
     "tiling, names",
     (("tiled m16 n64 k64 s2 p2", ["shrink", "expand"]), ("tiled m16 n64 k64 s0 p2", ["single"])),
 )
-def test_a_step_asks_once_and_every_later_one_launches_the_same(
-    tiling: str, names: list[str], asked: list[str]
+def test_later_launches_reuse_the_handle_of_the_first(
+    tiling: str, names: list[str], triton_launches: list[str]
 ) -> None:
     group, y, x = make()
     serve(group, y, x, tiling)
-    assert asked == names
+    assert triton_launches == names
     first = launched.copy()
     serve(group, y, x, tiling)
-    assert asked == names, "the second step used Triton's launch again"
+    assert triton_launches == names, "the second step used Triton's launch again"
     again = launched[len(first) :]
     assert len(again) == len(first) == len(names)
     for (name, grid, arguments), (other, other_grid, others) in zip(first, again, strict=True):
@@ -126,22 +126,22 @@ def test_a_step_asks_once_and_every_later_one_launches_the_same(
             assert one is another or (torch.is_tensor(one) and one.shape == another.shape) or one == another
 
 
-def test_another_alignment_is_another_kernel(asked: list[str]) -> None:
+def test_another_alignment_uses_another_kernel(triton_launches: list[str]) -> None:
     group, y, _ = make()
     flat = torch.ones(8 * 256 + 8, dtype=torch.bfloat16)
     for offset in (0, 1, 0, 1, 8):
         serve(group, y, flat[offset : offset + 8 * 256].view(8, 256), "tiled m16 n64 k64 s1 p2")
-    assert asked.count("shrink") == 2 and asked.count("expand") == 1
+    assert triton_launches.count("shrink") == 2 and triton_launches.count("expand") == 1
 
 
-def test_merging_asks_once(asked: list[str]) -> None:
+def test_merging_looks_up_its_kernel_once(triton_launches: list[str]) -> None:
     base, a, bt = torch.zeros(2, 64, 128), torch.ones(2, 8, 128), torch.ones(2, 8, 64)
     for scale in (1.0, -0.5):
         merge(base, base, a, bt, scale)
-    assert asked == ["merge"] and [arguments[15] for _, _, arguments in launched] == [1.0, -0.5]
+    assert triton_launches == ["merge"] and [arguments[15] for _, _, arguments in launched] == [1.0, -0.5]
 
 
-def test_kernels_declare_their_sizes_in_the_order_the_handles_give_them(asked: list[str]) -> None:
+def test_kernels_declare_their_sizes_in_the_order_the_handles_give_them(triton_launches: list[str]) -> None:
     group, y, x = make()
     serve(group, y, x, "tiled m16 n64 k64 s2 p2")
     serve(group, y, x, "tiled m16 n64 k64 s0 p2")
@@ -158,7 +158,7 @@ def test_kernels_declare_their_sizes_in_the_order_the_handles_give_them(asked: l
 
 @settings(max_examples=60)
 @given(data=st.data())
-def test_no_step_asks_what_was_compiled_ahead(data: st.DataObject, ahead: list[str]) -> None:
+def test_kernels_compiled_ahead_are_not_compiled_in_a_step(data: st.DataObject, ahead: list[str]) -> None:
     ranks = data.draw(st.lists(st.integers(1, 16), min_size=1, max_size=16))
     adapters = {f"adapter {index}": rank for index, rank in enumerate(ranks)}
     group = make_group(adapters, d_in=256, d_outs=(128, 64), dtype=torch.bfloat16)
@@ -179,7 +179,7 @@ def ahead() -> Iterator[list[str]]:
     driver.set_active(_Driver())
     handle.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(atmm.operator, "choose", lambda survey, transposed: "tiled")
+        patch.setattr(atmm.operator, "choose", lambda stats, transposed: "tiled")
         patch.setattr(atmm.strategies.registry, "triton_interprets", lambda: True)
         group = make_group({}, d_in=256, d_outs=(128, 64), dtype=torch.bfloat16)
         # Compile and draw only a third of the space: the whole space takes a minute.

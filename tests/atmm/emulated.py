@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from atmm.cutlass import Launches
+from atmm.cutlass import TileKernels
 from atmm.cutlass.tiling import SPACE, Tile
 
 _PROBLEM = struct.Struct("8q")
@@ -67,8 +67,8 @@ class Emulated:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.launches = {
-            (dtype, tile.name): Launches(tile, *self._launches_of(tile, dtype))
+        self.tiles = {
+            (dtype, tile.name): TileKernels(tile, *self._kernels_of(tile, dtype))
             for dtype in (torch.bfloat16, torch.float16)
             for tile in SPACE
         }
@@ -77,12 +77,12 @@ class Emulated:
         self.calls.append("point")
         return point(*arguments)
 
-    def _launches_of(self, tile: Tile, dtype: torch.dtype) -> tuple[Callable[..., int], Callable[..., int]]:
+    def _kernels_of(self, tile: Tile, dtype: torch.dtype) -> tuple[Callable[..., int], Callable[..., int]]:
         def shrink(buffer: int, count: int, num_tiles: int, stream: int) -> int:
             self.calls.append("shrink")
-            asked = list(products(buffer, count, 0))
-            _check(asked, tile, num_tiles)
-            for p in asked:
+            problems = list(products(buffer, count, 0))
+            _check(problems, tile, num_tiles)
+            for p in problems:
                 left = matrix(p.left, p.m, p.k, p.left_stride, dtype)
                 right = matrix(p.right, p.n, p.k, p.right_stride, dtype)
                 matrix(p.out, p.m, p.n, p.out_stride, dtype).copy_(left.float() @ right.float().t())
@@ -90,10 +90,10 @@ class Emulated:
 
         def expand(buffer: int, count: int, first: int, num: int, num_tiles: int, sign: float, stream: int) -> int:
             self.calls.append("expand")
-            asked = list(products(buffer, count, 1))[first : first + num]
-            assert len(asked) == num
-            _check(asked, tile, num_tiles)
-            for p in asked:
+            problems = list(products(buffer, count, 1))[first : first + num]
+            assert len(problems) == num
+            _check(problems, tile, num_tiles)
+            for p in problems:
                 left = matrix(p.left, p.m, p.k, p.left_stride, dtype)
                 right = matrix(p.right, p.k, p.n, p.right_stride, dtype)
                 out = matrix(p.out, p.m, p.n, p.out_stride, dtype)
@@ -110,16 +110,16 @@ def matrix(address: int, rows: int, columns: int, stride: int, dtype: torch.dtyp
     return torch.frombuffer(memory, dtype=dtype).as_strided((rows, columns), (stride, 1))
 
 
-def _check(asked: list[Product], tile: Tile, num_tiles: int) -> None:
+def _check(problems: list[Product], tile: Tile, num_tiles: int) -> None:
     """The requirements of CUTLASS: 128-bit accesses, and no value written twice in one launch."""
-    assert num_tiles == sum(tile.num_tiles(p.m, p.n) for p in asked)
-    for p in asked:
+    assert num_tiles == sum(tile.num_tiles(p.m, p.n) for p in problems)
+    for p in problems:
         assert min(p.m, p.n, p.k) > 0
         assert not any(address % 16 for address in p[:3])
         assert not any(size % 8 for size in (*p[3:6], p.n, p.k))
     written = sorted(
         (start, start + 2 * p.n)
-        for p in asked
+        for p in problems
         for start in range(p.out, p.out + 2 * p.m * p.out_stride, 2 * p.out_stride)
     )
     assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(written))

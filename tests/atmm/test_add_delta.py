@@ -22,6 +22,7 @@ from tests.atmm.cases import (
     relative_error,
     segments,
 )
+from tests.example_counts import scaled
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -189,7 +190,7 @@ def test_one_plan_serves_layers_packed_differently(inference: bool) -> None:
 
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_an_adapter_that_overflows_spoils_its_own_tokens_only(strategy: str, dtype: torch.dtype) -> None:
+def test_an_overflowing_adapter_affects_only_its_own_tokens(strategy: str, dtype: torch.dtype) -> None:
     group = make_group({"a": 4, "b": 4}, d_outs=(16,), dtype=dtype)
     site = group.sites[0]
     site.factors["b"] = site.factors["b"]._replace(a=torch.full((4, 48), torch.finfo(dtype).max, dtype=dtype))
@@ -213,7 +214,7 @@ def test_a_whole_group_at_once(kind: str, packed: str, transposed: bool, dtype: 
     check_group_against_reference(group, plan, *make_input(num_tokens, group, dtype), transposed)
 
 
-def test_outputs_that_do_not_lie_side_by_side_are_refused() -> None:
+def test_outputs_that_are_not_side_by_side_are_refused() -> None:
     group = make_group({"a": 4})
     plan = SegmentPlan(3, [Lane("a", 0, 3)])
     for y in (torch.zeros(3, 71), torch.zeros(72, 3), torch.zeros(216)):
@@ -240,7 +241,7 @@ def plans(draw: st.DrawFn) -> tuple[dict[str, int], list[tuple[str, int]], str, 
 
 
 @pytest.mark.slow
-@settings(max_examples=120)
+@settings(max_examples=scaled(120))
 @given(plans(), st.sampled_from([*STRATEGIES, None]), st.booleans())
 def test_any_plan_agrees_with_the_reference(case: tuple, strategy: str | None, inference: bool) -> None:
     ranks, missing, packed, num_tokens, lanes = case
@@ -252,7 +253,7 @@ def test_any_plan_agrees_with_the_reference(case: tuple, strategy: str | None, i
 
 
 @pytest.mark.slow
-@settings(max_examples=150)
+@settings(max_examples=scaled(150))
 @given(batches(), st.sampled_from([*STRATEGIES, None]), st.sampled_from(list(RELATIVE)))
 def test_any_batch_is_within_its_error(batch: Batch, strategy: str | None, dtype: torch.dtype) -> None:
     assert relative_error(batch, strategy, dtype) <= RELATIVE[dtype]
@@ -271,7 +272,7 @@ def test_every_strategy_agrees_with_the_reference_on_cuda(strategy: str | None) 
         check_against_reference(group, SegmentPlan(num_tokens, lanes, strategy), x, outputs)
 
 
-def test_the_reference_adds_nothing_where_no_lane_lies() -> None:
+def test_the_reference_adds_nothing_outside_the_lanes() -> None:
     group = make_group({"a": 4})
     x, outputs = make_input(6, group, torch.float32)
     plan = SegmentPlan(6, [Lane("a", 2, 4)])

@@ -74,7 +74,7 @@ def test_every_grouping_and_length(heads: int, kv_heads: int, dim: int, dtype: t
 
 
 @needs_compiler
-def test_large_scores_are_exact_where_a_softmax_is_nearly_a_choice() -> None:
+def test_large_scores_are_exact_for_a_nearly_one_hot_softmax() -> None:
     q, k, v, contexts = make(14, 2, 64, torch.float32)
     found = attend(q, k, v, contexts, 20.0)
     torch.testing.assert_close(found.double(), reference(q, k, v, contexts, 20.0), atol=2e-4, rtol=0)
@@ -108,7 +108,7 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("side", ("k", "v"))
-def test_what_is_not_a_number_in_a_context_shows_there_and_nowhere_else(side: str) -> None:
+def test_nan_in_one_context_does_not_affect_other_rows(side: str) -> None:
     q, k, v, contexts = make(4, 2, 16, torch.bfloat16, lengths=(20, 300, 5))
     clean = attend(q, k, v, contexts, 0.25)
     (k if side == "k" else v)[contexts[1][7], 3] = math.nan  # in the first KV head, which heads 0 and 1 read
@@ -118,7 +118,7 @@ def test_what_is_not_a_number_in_a_context_shows_there_and_nowhere_else(side: st
 
 
 @needs_compiler
-def test_what_does_not_fit_is_refused_before_anything_is_written() -> None:
+def test_mismatched_arguments_are_refused_before_anything_is_written() -> None:
     q, k, v, _ = make(4, 2, 16, torch.float32, lengths=(3,))
     good = {"out": torch.zeros_like(q), "q": q, "k": k, "v": v, "places": torch.tensor([0]), "rows": torch.arange(3)}
     good |= {"starts": torch.tensor([0, 3])}

@@ -43,11 +43,11 @@ BAD_TENSORS: dict[str, tuple[Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], 
 @pytest.mark.parametrize("packed", ("ab", ""))
 @pytest.mark.parametrize("bad", BAD_TENSORS)
 def test_tensors_that_do_not_fit(bad: str, packed: str, whole: bool) -> None:
-    spoil, words = BAD_TENSORS[bad]
+    corrupt, words = BAD_TENSORS[bad]
     group = make_group({"a": 4, "b": 8})
     group.pack(packed)
     x, outputs = make_input(5, group, torch.float32)
-    y, x = spoil(torch.cat(outputs, 1) if whole else outputs[0], x)
+    y, x = corrupt(torch.cat(outputs, 1) if whole else outputs[0], x)
     before = y.clone()
     with pytest.raises(ValueError, match=words):
         if whole:
@@ -72,9 +72,9 @@ BAD_FACTORS: dict[str, tuple[Callable[[Factors], Factors], str]] = {
 @pytest.mark.parametrize("whole", (False, True), ids=("site", "group"))
 @pytest.mark.parametrize("bad", BAD_FACTORS)
 def test_factors_that_do_not_fit(bad: str, whole: bool, num_tokens: int) -> None:
-    spoil, words = BAD_FACTORS[bad]
+    corrupt, words = BAD_FACTORS[bad]
     group = make_group({"a": 4, "b": 8}, d_outs=(40, 16))
-    group.sites[1].factors["b"] = spoil(group.sites[1].factors["b"])
+    group.sites[1].factors["b"] = corrupt(group.sites[1].factors["b"])
     x, outputs = make_input(num_tokens, group, torch.float32)
     lanes = SegmentPlan(num_tokens, segments({"a": 2, "b": num_tokens - 2}))
     y = torch.cat(outputs, 1) if whole else outputs[1]
@@ -107,10 +107,10 @@ BAD_MERGES: dict[str, tuple[Callable[[dict[str, Tensor]], None], str]] = {
 
 @pytest.mark.parametrize("bad", BAD_MERGES)
 def test_merges_that_do_not_fit(bad: str) -> None:
-    spoil, words = BAD_MERGES[bad]
+    corrupt, words = BAD_MERGES[bad]
     shapes = {"out": (2, 6, 5), "base": (2, 6, 5), "a": (2, 4, 5), "bt": (2, 4, 6)}
     tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    spoil(tensors)
+    corrupt(tensors)
     tensors["out"].fill_(7)
     with pytest.raises(ValueError, match=words):
         merge(**tensors)

@@ -34,7 +34,7 @@ def unwritable(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def homeless(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def without_home(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A user without a passwd entry and without HOME, as in containers."""
 
     def no_entry(user: int) -> pwd.struct_passwd:
@@ -46,7 +46,7 @@ def homeless(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tables.choose_table.cache_clear()
 
 
-def test_a_user_without_a_home_has_no_folders(homeless: None) -> None:
+def test_a_user_without_a_home_folder_has_no_cache_folder(without_home: None) -> None:
     with pytest.raises(FileNotFoundError, match="no home folder and XDG_CACHE_HOME is not set"):
         cache.folder()
     with pytest.raises(FileNotFoundError, match="no home folder and XDG_DATA_HOME is not set"):
@@ -55,20 +55,23 @@ def test_a_user_without_a_home_has_no_folders(homeless: None) -> None:
         tune.tune(None, device="cpu", dtypes=["float32"], minutes=0, out=None)
 
 
-def test_a_user_without_a_home_gets_the_packages_tables(homeless: None, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_user_without_a_home_folder_uses_packaged_tables(
+    without_home: None, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
         table = tables.choose_table("cpu", 1).table
     assert table is None or not table.from_user
     assert "skipped a folder of ATMM tables: this user has no home folder" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unwritable")
-def test_measured_products_serve_though_they_cannot_be_kept(
+def test_measured_products_are_used_without_a_cache_folder(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(matmul, "measured", {})
     monkeypatch.setattr(matmul_choice, "_LARGE", 1)
-    monkeypatch.setattr(matmul_choice, "_ROWS", (1,))
+    monkeypatch.setattr(matmul_choice, "MEASURED_ROWS", (1,))
     monkeypatch.setattr(matmul_choice, "library", lambda: None)
     monkeypatch.setattr(Contention, "disturbs", lambda self: False)
     with caplog.at_level(logging.WARNING):
@@ -80,7 +83,7 @@ def test_measured_products_serve_though_they_cannot_be_kept(
 
 
 @needs_compiler
-def test_kernels_are_compiled_elsewhere_where_they_cannot_be_kept(
+def test_kernels_are_compiled_in_a_temporary_folder_without_a_cache(
     unwritable: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept = cpu._built
@@ -119,7 +122,7 @@ def test_kernels_are_compiled_elsewhere_where_they_cannot_be_kept(
 
 @needs_compiler
 @pytest.mark.slow
-def test_a_process_without_a_home_computes_with_compiled_kernels() -> None:
+def test_a_process_without_a_home_folder_uses_compiled_kernels() -> None:
     code = (
         "import os, pwd\n"
         "def no_entry(user): raise KeyError(user)\n"

@@ -29,6 +29,6 @@ def test_time_without_a_core_is_summed_over_threads(tmp_path: Path, monkeypatch:
     assert found.disturbs(), "120 ms of 2 s"
 
 
-def test_systems_that_do_not_say_count_as_undisturbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_systems_without_schedstat_count_as_undisturbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contention, "_TASKS", tmp_path / "none")
     assert not Contention().disturbs()

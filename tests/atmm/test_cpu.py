@@ -52,7 +52,7 @@ def test_odd_shapes_and_strides(packed: str, d_in: int, transposed: bool, dtype:
 
 
 @needs_compiler
-def test_adapters_are_read_where_they_lie_now() -> None:
+def test_adapters_are_read_at_their_current_address() -> None:
     group = make_group({"a": 4, "b": 8}, missing=[("b", 1)])
     site = group.sites[0]
     plan = SegmentPlan(5, [*segments({"a": 2, "b": 3}), Lane("c", 1, 4, -1.0)], "compiled")
@@ -70,7 +70,7 @@ def test_adapters_are_read_where_they_lie_now() -> None:
 
 
 @needs_compiler
-def test_what_is_known_of_factors_serves_every_plan() -> None:
+def test_addresses_of_factors_are_shared_by_all_plans() -> None:
     group = make_group({"a": 4, "b": 8, "c": 3})
     known = {key: factors.rows for key, factors in group.sites[0].factors.items()}
     for lanes in (segments({"a": 1, "b": 4}), segments({"b": 2, "c": 3}), [Lane("c", 0, 5), Lane("a", 1, 3, -1.0)]):
@@ -98,7 +98,7 @@ def test_factors_at_odd_addresses(dtype: torch.dtype, packed: str) -> None:
 
 
 @needs_compiler
-def test_columns_of_one_value_and_no_rows_lie_in_rows() -> None:
+def test_columns_of_one_value_and_empty_factors_count_as_rows() -> None:
     site = Site("site", 1, 5)
     group = SiteGroup([site])
     site.factors["a"] = Factors(torch.randn(1, 3).t(), torch.randn(3, 5))
@@ -143,7 +143,9 @@ def test_threads_share_the_work_and_change_no_bit() -> None:
 @needs_compiler
 @pytest.mark.parametrize("o, i", ((1, 1), (5, 16), (8, 33), (70, 96)))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-def test_merge_of_odd_shapes_is_the_twins(dtype: torch.dtype, o: int, i: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_merge_of_odd_shapes_equals_plain_torch(
+    dtype: torch.dtype, o: int, i: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     generator = torch.Generator().manual_seed(o * i)
     shapes = ((3, o, i), (3, 6, i), (3, 6, o))
     base, a, bt = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
@@ -161,7 +163,7 @@ def test_merge_of_odd_shapes_is_the_twins(dtype: torch.dtype, o: int, i: int, mo
 
 @needs_compiler
 @pytest.mark.slow
-def test_what_was_built_is_found_again(fresh: Path) -> None:
+def test_built_kernels_are_found_again(fresh: Path) -> None:
     assert cpu.library() is not None
     (file,) = (fresh / "vlora").iterdir()
     assert stat.S_IMODE((fresh / "vlora").stat().st_mode) == 0o700
@@ -198,7 +200,7 @@ def another_processor(request: pytest.FixtureRequest, home: Path, monkeypatch: p
 
 @needs_compiler
 @pytest.mark.slow
-def test_machines_that_share_a_home_directory_have_kernels_each(
+def test_machines_that_share_a_home_folder_compile_their_own_kernels(
     another_processor: str, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert cpu.library() is not None
@@ -249,7 +251,7 @@ def test_bfloat16_is_rounded_alike_by_every_processor(another_processor: str) ->
     _rounded_as_torch_does()
 
 
-def test_without_a_compiler_the_twins_serve(
+def test_without_a_compiler_plain_torch_is_used(
     fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
@@ -263,7 +265,7 @@ def test_without_a_compiler_the_twins_serve(
     assert check_against_reference(group, plan, *make_input(2, group, torch.float32)) > 1
 
 
-def test_a_compiler_that_fails_is_told_and_left_alone(
+def test_a_failing_compiler_is_reported_and_not_tried_again(
     fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken = fresh / "broken-c++"
@@ -274,14 +276,14 @@ def test_a_compiler_that_fails_is_told_and_left_alone(
     assert "cannot find a target" in caplog.text
 
 
-def test_the_environment_switches_them_off(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_disables_the_compiled_kernels(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATMM_COMPILED", "0")
     assert cpu.library() is None
     assert not list(fresh.iterdir())
 
 
 @needs_compiler
-def test_a_type_without_a_kernel_is_served_by_the_twin() -> None:
+def test_a_type_without_a_kernel_uses_plain_torch() -> None:
     group = make_group({"a": 8}, dtype=torch.float64)
     group.pack("a")
     plan = SegmentPlan(2, [Lane("a", 0, 2)], "compiled")

@@ -20,7 +20,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from atmm import Lane, SegmentPlan, SiteGroup, add_delta, cutlass, dispatch
-from atmm.batch_stats import Survey
+from atmm.batch_stats import BatchStats
 from atmm.cutlass import build, lanes
 from atmm.cutlass.plan import legal, problems_of
 from atmm.cutlass.tiling import SPACE
@@ -39,6 +39,7 @@ from tests.atmm.cases import (
     segments,
 )
 from tests.atmm.emulated import Emulated
+from tests.example_counts import scaled
 
 NAME = SPACE[0].name
 HEADER = Path(cutlass.__file__).parent / "problems.h"
@@ -79,7 +80,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Emulated:
 
 def use(found: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes, "library", lambda: found)
-    monkeypatch.setattr(lanes, "serves", lambda survey, name: legal(survey))
+    monkeypatch.setattr(lanes, "serves", lambda stats, name: legal(stats))
     monkeypatch.setattr(lanes, "_stream", lambda device: 0)
     # Hidden values are rounded once, y once per round.
     monkeypatch.setitem(ROUNDINGS, torch.bfloat16, 2)
@@ -160,7 +161,7 @@ def batches(draw: st.DrawFn) -> Batch:
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=scaled(60))
 @given(batch=batches(), dtype=st.sampled_from((torch.bfloat16, torch.float16)), whole=st.booleans())
 def test_drawn_batches(batch: Batch, dtype: torch.dtype, whole: bool) -> None:
     with pytest.MonkeyPatch.context() as patched:
@@ -186,9 +187,9 @@ def pack_into_poison(group: SiteGroup, keys: list[str]) -> None:
 
 def prepare_poisoned(group: SiteGroup, plan: SegmentPlan) -> None:
     assert group.packed is not None
-    survey = Survey(plan, group.packed.layout)
-    if survey.live:
-        strategy = lanes.Grouped(survey, NAME)
+    stats = BatchStats(plan, group.packed.layout)
+    if stats.live:
+        strategy = lanes.Grouped(stats, NAME)
         strategy._hidden.fill_(float("nan"))
         strategy._arguments.fill_(0xFF)
         plan.prepared[group.packed.layout] = strategy
@@ -200,16 +201,16 @@ def in_poison(tensor: torch.Tensor, gap: int) -> torch.Tensor:
     return room[:, gap : gap + width].copy_(tensor)
 
 
-@settings(max_examples=30)
+@settings(max_examples=scaled(30))
 @given(batch=batches(), start=st.integers(0, 2**40), column=st.sampled_from((0, 8, 40)))
-def test_the_header_points_where_its_twin_does(
+def test_the_header_computes_the_same_addresses_as_python(
     header: Callable[..., int], batch: Batch, start: int, column: int
 ) -> None:
     group = make_group(batch.ranks, d_in=batch.d_in, d_outs=batch.d_outs, dtype=torch.bfloat16)
     group.pack(batch.ranks)
     assert group.packed is not None
-    survey = Survey(SegmentPlan(batch.num_tokens, batch.lanes), group.packed.layout)
-    found = problems_of(survey).problems
+    stats = BatchStats(SegmentPlan(batch.num_tokens, batch.lanes), group.packed.layout)
+    found = problems_of(stats).problems
     problems = torch.tensor(found, dtype=torch.int64)
     buffers = [torch.zeros(cutlass.ARGUMENT_BYTES * len(found), dtype=torch.uint8) for _ in range(2)]
     for buffer, function in zip(buffers, (header, emulated.point), strict=True):
@@ -220,7 +221,7 @@ def test_the_header_points_where_its_twin_does(
 
 
 @pytest.mark.parametrize("change", ({"d_in": 44}, {"d_outs": (40, 12, 16)}, {"dtype": torch.float32}, {"rank": 12}))
-def test_what_has_no_128_bit_rows_is_computed_otherwise(change: dict, library: Emulated) -> None:
+def test_rows_without_128_bit_alignment_use_another_strategy(change: dict, library: Emulated) -> None:
     rank = change.pop("rank", 8)
     group = make_group({"a": rank, "b": 8}, **{"dtype": torch.bfloat16, **change})
     group.pack("ab")
@@ -231,7 +232,7 @@ def test_what_has_no_128_bit_rows_is_computed_otherwise(change: dict, library: E
     assert all(isinstance(strategy, Batched) for strategy in plan.prepared.values())
 
 
-def test_an_odd_rank_that_has_no_lane_does_no_harm(library: Emulated) -> None:
+def test_an_odd_rank_without_a_lane_is_harmless(library: Emulated) -> None:
     group = make_group({"a": 5, "b": 8, "c": 16}, dtype=torch.bfloat16)
     group.pack("abc")
     plan = SegmentPlan(20, segments({"b": 12, "c": 8}), NAME)
@@ -239,9 +240,9 @@ def test_an_odd_rank_that_has_no_lane_does_no_harm(library: Emulated) -> None:
     assert "expand" in library.calls
 
 
-def test_a_launch_that_fails_is_told(library: Emulated) -> None:
-    launches = library.launches[torch.bfloat16, NAME]
-    library.launches[torch.bfloat16, NAME] = launches._replace(expand=lambda *_: 1)
+def test_a_failed_launch_raises_an_error(library: Emulated) -> None:
+    kernels = library.tiles[torch.bfloat16, NAME]
+    library.tiles[torch.bfloat16, NAME] = kernels._replace(expand=lambda *_: 1)
     group = make_group({"a": 8}, dtype=torch.bfloat16)
     group.pack("a")
     x, outputs = make_input(4, group, torch.bfloat16)
@@ -249,7 +250,7 @@ def test_a_launch_that_fails_is_told(library: Emulated) -> None:
         add_delta(outputs[0], x, group.sites[0], SegmentPlan(4, [Lane("a", 0, 4)], NAME))
 
 
-def test_without_a_gpu_another_strategy_serves_what_a_table_names() -> None:
+def test_without_a_gpu_grouped_table_entries_use_another_strategy() -> None:
     group = make_group({"a": 8, "b": 16}, dtype=torch.bfloat16)
     group.pack("ab")
     plan = SegmentPlan(20, segments({"a": 12, "b": 8}), NAME)
@@ -260,19 +261,19 @@ def test_without_a_gpu_another_strategy_serves_what_a_table_names() -> None:
 # -- selection --------------------------------------------------------------------------------------------------------
 
 
-def on_gpu(ranks: dict[str, int], num_tokens: int, lengths: dict[str, int]) -> Survey:
-    """A survey of sites on a GPU, without their tensors."""
+def on_gpu(ranks: dict[str, int], num_tokens: int, lengths: dict[str, int]) -> BatchStats:
+    """Statistics of sites on a GPU, without their tensors."""
     group = make_group(ranks, d_in=64, d_outs=(64, 32), dtype=torch.bfloat16)
     group.pack(ranks)
     assert group.packed is not None
     near = group.packed.layout
     spans = tuple(tuple(site.values()) for site in near.spans)
     layout = Layout(near.keys, spans, near.d_in, near.d_outs, near.dtype, torch.device("cuda"))
-    return Survey(SegmentPlan(num_tokens, segments(lengths)), layout)
+    return BatchStats(SegmentPlan(num_tokens, segments(lengths)), layout)
 
 
 @pytest.fixture
-def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+def not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """A separate, empty cache folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cutlass.library.cache_clear()
@@ -280,7 +281,7 @@ def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     cutlass.library.cache_clear()
 
 
-def test_it_is_searched_where_it_is_built_and_legal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_are_searched_where_built_and_legal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes, "library", Emulated)
     names = {tile.name for tile in SPACE}
     long = {"a": 256, "b": 256}
@@ -292,8 +293,8 @@ def test_it_is_searched_where_it_is_built_and_legal(monkeypatch: pytest.MonkeyPa
     assert short and all(" m16 " in name or " m32 " in name for name in short) and short < names
 
 
-def test_it_is_not_searched_where_it_is_not_built_which_is_said_once(
-    nowhere: Path, caplog: pytest.LogCaptureFixture
+def test_without_a_build_no_tile_is_searched_and_one_warning_is_logged(
+    not_built: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(2):
         found = search.candidates(on_gpu({"a": 8, "b": 64}, 512, {"a": 256, "b": 256}), False)
@@ -301,18 +302,18 @@ def test_it_is_not_searched_where_it_is_not_built_which_is_said_once(
     assert caplog.text.count("disabled: not built") == 1
 
 
-def test_a_row_that_names_it_is_another_strategys_where_it_cannot_serve(
-    monkeypatch: pytest.MonkeyPatch, nowhere: Path, caplog: pytest.LogCaptureFixture
+def test_a_table_row_falls_back_to_tiled_where_grouped_cannot_run(
+    monkeypatch: pytest.MonkeyPatch, not_built: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    survey = on_gpu({"a": 8, "b": 64}, 512, {"a": 256, "b": 256})
+    stats = on_gpu({"a": 8, "b": 64}, 512, {"a": 256, "b": 256})
     odd = on_gpu({"a": 8, "b": 60}, 512, {"a": 256, "b": 256})
-    rows = {Bucket.of(case).key(): NAME for case in (survey, odd)}
+    rows = {Bucket.of(case).key(): NAME for case in (stats, odd)}
     monkeypatch.setattr(dispatch, "table_for", lambda _: rows)
-    assert dispatch.choose(survey) == dispatch.choose(odd) == "tiled"
+    assert dispatch.choose(stats) == dispatch.choose(odd) == "tiled"
     assert caplog.text.count("disabled: not built") == 1
     monkeypatch.setattr(lanes, "library", Emulated)
-    assert dispatch.choose(survey) == NAME and dispatch.choose(odd) == "tiled"
-    assert served("grouped m8 n8 k8 s9", survey) == "tiled"  # from a table older than the tile space
+    assert dispatch.choose(stats) == NAME and dispatch.choose(odd) == "tiled"
+    assert served("grouped m8 n8 k8 s9", stats) == "tiled"  # from a table older than the tile space
 
 
 def test_names_are_known_and_differ() -> None:
@@ -320,7 +321,7 @@ def test_names_are_known_and_differ() -> None:
     assert len({tile.name for tile in SPACE}) == len({tile.symbol for tile in SPACE}) == len(SPACE) <= 12
 
 
-def test_a_table_that_names_it_is_read_without_it(tmp_path: Path, nowhere: Path) -> None:
+def test_a_table_with_grouped_rows_is_readable_without_a_build(tmp_path: Path, not_built: Path) -> None:
     row = [512, 2, 64, 64, 128, 2, "EVEN", "bfloat16", NAME]
     table = tmp_path / "table.json"
     table.write_text(json.dumps({"device": "a GPU", "columns": tables.COLUMNS, "rows": [row]}))
@@ -328,11 +329,9 @@ def test_a_table_that_names_it_is_read_without_it(tmp_path: Path, nowhere: Path)
 
 
 @pytest.mark.parametrize("content", (b"", b"no library"))
-def test_a_library_that_cannot_be_loaded_is_said(
-    content: bytes, nowhere: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    build.place().parent.mkdir()
-    build.place().write_bytes(content)
+def test_an_unloadable_library_is_reported(content: bytes, not_built: Path, caplog: pytest.LogCaptureFixture) -> None:
+    build.library_path().parent.mkdir()
+    build.library_path().write_bytes(content)
     assert cutlass.library() is None
     assert "grouped products are disabled" in caplog.text
 
@@ -341,11 +340,9 @@ def test_a_library_that_cannot_be_loaded_is_said(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("name", [tile.name for tile in SPACE])
-def test_what_was_built_agrees_with_the_reference(
-    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_built_kernels_agree_with_the_reference(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     found = cutlass.library()
-    if found is None or (dtype, name) not in found.launches:
+    if found is None or (dtype, name) not in found.tiles:
         pytest.skip("not built")
     monkeypatch.setitem(ROUNDINGS, torch.bfloat16, 2)
     for num_tokens, kinds in (*KINDS.values(), (900, segments({"a": 300, "b": 1, "c": 599}))):

@@ -24,11 +24,11 @@ ptxas info    : Used 96 registers, used 1 barriers
 
 
 @pytest.mark.parametrize(("stores", "loads", "spilled"), ((0, 0, 0), (28, 40, 68)))
-def test_what_ptxas_says_is_understood(stores: int, loads: int, spilled: int) -> None:
+def test_the_ptxas_report_is_parsed(stores: int, loads: int, spilled: int) -> None:
     assert build.resources(SAID.format(stores=stores, loads=loads)) == (128, spilled)
 
 
-def test_nvcc_is_looked_for_where_it_may_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_nvcc_is_found_in_every_usual_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folders = {name: tmp_path / name for name in ("home/bin", "path", "nvidia/cu13/bin")}
     for folder in folders.values():
         folder.mkdir(parents=True)
@@ -59,15 +59,15 @@ def test_headers_are_found_without_importing_the_package(monkeypatch: pytest.Mon
 
 def test_another_source_is_another_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first = build.place()
+    first = build.library_path()
     assert first.parent == tmp_path / "vlora"
     monkeypatch.setattr(build, "_FLAGS", (*build._FLAGS, "-lineinfo"))
-    assert build.place() != first
+    assert build.library_path() != first
 
 
 def test_one_tile_compiles_without_spilling(tmp_path: Path) -> None:
     try:
-        tools = build.tools()
+        tools = build.find_toolchain()
     except FileNotFoundError as missing:
         pytest.skip(str(missing))
     tile, library = SPACE[0], tmp_path / "library.so"
@@ -76,4 +76,4 @@ def test_one_tile_compiles_without_spilling(tmp_path: Path) -> None:
     build.link(tools, [build.compile_problems(tools, (80,), tmp_path), made.object], library)
     operands = tile.num_stages * (tile.block_m + tile.block_n) * tile.block_k * 2
     assert operands <= build.shared_bytes(tile, library) <= 166_912
-    assert {name for _, name in cutlass.Library(library).launches} <= {tile.name}  # empty without a GPU
+    assert {name for _, name in cutlass.Library(library).tiles} <= {tile.name}  # empty without a GPU

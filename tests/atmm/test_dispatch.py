@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atmm import STRATEGIES, Lane, SegmentPlan, dispatch, operator, processor
-from atmm.batch_stats import Survey
+from atmm.batch_stats import BatchStats
 from atmm.tuning import tables
 from atmm.tuning.buckets import DEVICE_TYPES, DTYPES, Bucket, Evenness
 from tests.atmm.cases import check_against_reference, make_group, make_input, segments
@@ -58,7 +58,7 @@ def test_keys_of_neighbouring_buckets_differ() -> None:
         ({"device_type": "tpu"}, "tpu"),
     ),
 )
-def test_what_does_not_fit_a_key_is_refused(change: dict, words: str) -> None:
+def test_sizes_that_do_not_fit_a_key_are_refused(change: dict, words: str) -> None:
     bucket = Bucket(1, 1, 1, 1, 1, 1, Evenness.SINGLE, torch.float32, "cpu")
     with pytest.raises(ValueError, match=words):
         bucket._replace(**change).key()
@@ -76,11 +76,11 @@ def test_what_does_not_fit_a_key_is_refused(change: dict, words: str) -> None:
         (8, segments({"a": 4, "c": 4}), (8, 2, 16, Evenness.RAGGED)),
     ),
 )
-def test_a_survey_falls_into_its_bucket(num_tokens: int, lanes: list[Lane], expected: tuple) -> None:
+def test_statistics_fall_into_their_bucket(num_tokens: int, lanes: list[Lane], expected: tuple) -> None:
     group = make_group({"a": 4, "b": 4, "c": 16}, d_in=48, d_outs=(40, 16, 16))
     group.pack("abc")
     assert group.packed is not None
-    bucket = Bucket.of(Survey(SegmentPlan(num_tokens, lanes), group.packed.layout))
+    bucket = Bucket.of(BatchStats(SegmentPlan(num_tokens, lanes), group.packed.layout))
     assert (bucket.tokens, bucket.adapters, bucket.rank, bucket.evenness) == expected
     assert (bucket.d_in, bucket.d_out, bucket.num_sites) == (64, 128, 3)
 
@@ -91,14 +91,14 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "serves", lambda device, dtype: False)
 
 
-def test_a_thin_batch_is_compiled_where_that_is_possible(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thin_batches_use_the_compiled_kernels_where_available(monkeypatch: pytest.MonkeyPatch) -> None:
     group = make_group({"a": 4, "b": 4})
     group.pack("ab")
     assert group.packed is not None
     monkeypatch.setattr(dispatch, "serves", lambda device, dtype: True)
     for num_tokens, expected in ((2, True), (32, True), (4096, False)):
-        survey = Survey(SegmentPlan(num_tokens, segments({"a": 1, "b": num_tokens - 1})), group.packed.layout)
-        assert (dispatch.choose(survey) == "compiled") == expected
+        stats = BatchStats(SegmentPlan(num_tokens, segments({"a": 1, "b": num_tokens - 1})), group.packed.layout)
+        assert (dispatch.choose(stats) == "compiled") == expected
 
 
 @pytest.mark.usefixtures("plain")
@@ -106,22 +106,22 @@ def test_the_table_decides_where_it_knows_the_bucket(monkeypatch: pytest.MonkeyP
     group = make_group({"a": 4, "b": 4})
     group.pack("ab")
     assert group.packed is not None
-    survey = Survey(SegmentPlan(6, segments({"a": 3, "b": 3})), group.packed.layout)
+    stats = BatchStats(SegmentPlan(6, segments({"a": 3, "b": 3})), group.packed.layout)
     for name in STRATEGIES:
-        monkeypatch.setattr(dispatch, "table_for", lambda _, name=name: {Bucket.of(survey).key(): name})
-        assert dispatch.choose(survey) == name
+        monkeypatch.setattr(dispatch, "table_for", lambda _, name=name: {Bucket.of(stats).key(): name})
+        assert dispatch.choose(stats) == name
     monkeypatch.setattr(dispatch, "table_for", lambda _: {})
-    assert dispatch.choose(survey) == dispatch.rule(survey)
+    assert dispatch.choose(stats) == dispatch.rule(stats)
 
 
 @pytest.mark.usefixtures("plain")
-def test_the_table_is_not_asked_when_more_is_packed_than_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_is_skipped_if_unused_adapters_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     group = make_group({"a": 4, "b": 4, "c": 64})
     group.pack("abc")
     assert group.packed is not None
-    survey = Survey(SegmentPlan(6, segments({"a": 3, "b": 3})), group.packed.layout)
-    monkeypatch.setattr(dispatch, "table_for", lambda _: {Bucket.of(survey).key(): "no such strategy"})
-    assert dispatch.choose(survey) == dispatch.rule(survey)
+    stats = BatchStats(SegmentPlan(6, segments({"a": 3, "b": 3})), group.packed.layout)
+    monkeypatch.setattr(dispatch, "table_for", lambda _: {Bucket.of(stats).key(): "no such strategy"})
+    assert dispatch.choose(stats) == dispatch.rule(stats)
 
 
 @pytest.mark.parametrize(
@@ -139,14 +139,14 @@ def test_the_rule_prefers_few_calls_for_decoding_and_no_waste_for_prefill(
     group = make_group(ranks, d_in=896, d_outs=(4864, 4864), dtype=torch.bfloat16)
     group.pack(ranks)
     assert group.packed is not None
-    assert dispatch.rule(Survey(SegmentPlan(num_tokens, segments(lengths)), group.packed.layout)) in expected
+    assert dispatch.rule(BatchStats(SegmentPlan(num_tokens, segments(lengths)), group.packed.layout)) in expected
 
 
 def test_a_strategy_is_chosen_once_per_class_of_sites_and_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = []
 
-    def choose(survey: Survey, transposed: bool) -> str:
-        chosen.append(survey.layout.d_in)
+    def choose(stats: BatchStats, transposed: bool) -> str:
+        chosen.append(stats.layout.d_in)
         return "stacked"
 
     monkeypatch.setattr(operator, "choose", choose)
@@ -177,7 +177,7 @@ def test_a_strategy_that_needs_a_packed_copy_says_so(strategy: str) -> None:
             operator.add_delta(outputs[0], x, group.sites[0], SegmentPlan(2, [Lane("a", 0, 2)], strategy))
 
 
-def test_what_the_kernels_do_not_read_in_place_is_told_by_its_type() -> None:
+def test_compiled_without_packing_is_refused_for_types_without_kernels() -> None:
     group = make_group({"a": 4}, dtype=torch.float16)
     x, outputs = make_input(2, group, torch.float16)
     with pytest.raises(ValueError, match=r"'compiled' needs a packed copy of a for torch.float16 on cpu"):
@@ -220,7 +220,7 @@ def test_a_cpu_is_named_by_its_products(flags: str, expected: str, monkeypatch: 
 
 
 @pytest.mark.parametrize("path", sorted(tables.FOLDER.glob("*.json")), ids=lambda path: path.stem)
-def test_every_table_in_the_package_is_one_of_this_version(path: pathlib.Path) -> None:
+def test_packaged_tables_have_this_version(path: pathlib.Path) -> None:
     document = json.loads(path.read_text())
     assert document["device"] == path.stem and document["rows"]
     assert {"torch", "threads", "date"} <= set(document)

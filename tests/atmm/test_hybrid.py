@@ -9,10 +9,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from atmm import Factors, Lane, SegmentPlan, add_delta, add_deltas, gains_from_copies
-from atmm.batch_stats import Survey
+from atmm.batch_stats import BatchStats
 from atmm.dispatch import rule
 from atmm.strategies import loop
-from atmm.strategies.hybrid import SHORT, Divided, divides
+from atmm.strategies.hybrid import SHORT, Hybrid, divides
 from tests.atmm.cases import (
     check_against_reference,
     check_group_against_reference,
@@ -40,13 +40,13 @@ def test_short_and_long_lanes_agree_with_the_reference(
         if transposed:
             x, outputs = x.t().contiguous().t(), [y.t().contiguous().t() for y in outputs]
         assert check_against_reference(group, plan, x, outputs) > 1
-        assert all(isinstance(strategy, Divided) for strategy in plan.prepared.values())
+        assert all(isinstance(strategy, Hybrid) for strategy in plan.prepared.values())
 
 
 @needs_compiler
 @pytest.mark.parametrize("packed", (False, True))
 @pytest.mark.parametrize("together", (False, True))
-def test_decoding_passes_over_its_outputs_once_however_they_lie(together: bool, packed: bool) -> None:
+def test_decoding_does_not_copy_transposed_outputs(together: bool, packed: bool) -> None:
     """Without long lanes, transposed outputs are not copied to row-major order."""
     group = make_group({"a": 4, "b": 8, "elsewhere": 0 if packed else 4})
     if packed:
@@ -86,7 +86,7 @@ def test_one_plan_serves_sites_of_several_dtypes() -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("bad", ("short", "long"))
-def test_nothing_is_added_where_either_kind_has_bad_factors(bad: str) -> None:
+def test_bad_factors_of_either_lane_kind_add_nothing(bad: str) -> None:
     group = make_group({"short": 4, "long": 8})
     last = group.sites[-1]
     last.factors[bad] = Factors(torch.randn(4, last.d_in), torch.randn(3, last.d_out))
@@ -105,7 +105,7 @@ def test_nothing_is_added_where_either_kind_has_bad_factors(bad: str) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("together", (False, True))
-def test_a_long_lane_s_factors_are_looked_at_once_a_site(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_factors_of_a_long_lane_are_checked_once_per_site(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[str] = []
     monkeypatch.setattr(loop, "check_reads", lambda site, key, *_: looked.append(f"{site.name} {key}"))
     group = make_group({"short": 4, "long": 8})
@@ -120,14 +120,14 @@ def test_a_long_lane_s_factors_are_looked_at_once_a_site(together: bool, monkeyp
 
 
 @needs_compiler
-def test_it_is_the_rule_for_packed_adapters_of_short_and_long_lanes() -> None:
+def test_the_rule_selects_divided_for_packed_short_and_long_lanes() -> None:
     group = make_group({key: 4 for key in "abcd"})
     group.pack("abcd")
     assert group.packed is not None
     for lengths, expected in (((1, 1, 1, 64), True), ((1, 1, 1, 2), False), ((64, 64, 64, 64), False)):
         plan = SegmentPlan(sum(lengths), segments(dict(zip("abcd", lengths, strict=True))))
         assert divides(plan.lanes) == expected
-        assert (rule(Survey(plan, group.packed.layout)) == "divided") == expected
+        assert (rule(BatchStats(plan, group.packed.layout)) == "divided") == expected
 
 
 @needs_compiler

@@ -10,7 +10,7 @@ from tests.atmm.cases import check_against_reference, make_group, make_input
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-def test_a_packed_copy_holds_the_factors_side_by_side_in_the_given_order(dtype: torch.dtype) -> None:
+def test_a_packed_copy_contains_the_factors_in_the_given_order(dtype: torch.dtype) -> None:
     group = make_group({"a": 4, "b": 3, "c": 5}, d_in=13, d_outs=(7, 9), missing=[("a", 1)], dtype=dtype)
     group.pack("cab")
     packed = group.packed
@@ -21,7 +21,7 @@ def test_a_packed_copy_holds_the_factors_side_by_side_in_the_given_order(dtype: 
     assert torch.equal(packed.bts[1], torch.cat([k["c"].bt, k["b"].bt]))
 
 
-def test_a_packed_copy_lies_in_the_buffer_aligned() -> None:
+def test_a_packed_copy_is_aligned_in_the_buffer() -> None:
     group = make_group({"a": 4, "b": 3}, d_in=13, d_outs=(7, 9))
     memory = torch.zeros(1 << 14, dtype=torch.uint8)
     start = -memory.data_ptr() % 256
@@ -47,7 +47,7 @@ def test_packing_nothing_needs_nothing() -> None:
         assert group.packed is None
 
 
-def test_unpack_forgets_the_copy() -> None:
+def test_unpack_removes_the_copy() -> None:
     group = make_group({"a": 4})
     group.pack("a")
     group.unpack()

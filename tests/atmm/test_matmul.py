@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from atmm import matmul, processor
 from atmm.cpu import library
 from atmm.cpu.products import Weights, multiplies, product
+from tests.example_counts import scaled
 
 TYPES = (torch.bfloat16, torch.float32)
 needs_kernels = pytest.mark.skipif(library() is None, reason="no C++ compiler here")
@@ -41,7 +42,7 @@ def assert_near(found: Tensor, right: Tensor) -> None:
 
 
 @needs_kernels
-@settings(max_examples=60)
+@settings(max_examples=scaled(60))
 @given(
     num_rows=st.integers(1, 37),
     d_in=st.integers(1, 200),

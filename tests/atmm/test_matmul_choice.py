@@ -22,23 +22,23 @@ class Machine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float]) -> None:
         self.now = 0.0
         self.calls: list[tuple[str, int]] = []
-        for way, taken in seconds.items():
-            monkeypatch.setitem(matmul.WAYS, way, self._way(way, taken))  # type: ignore[misc]
+        for method, taken in seconds.items():
+            monkeypatch.setitem(matmul.METHODS, method, self._timed(method, taken))  # type: ignore[misc]
 
     def __call__(self) -> float:
         return self.now
 
-    def _way(self, way: str, taken: float):  # type: ignore[no-untyped-def]
+    def _timed(self, method: str, taken: float):  # type: ignore[no-untyped-def]
         def call(x: Tensor, layers: Sequence[Weights]) -> Tensor:
             self.now += taken
-            self.calls.append((way, len(x)))
+            self.calls.append((method, len(x)))
             return x.new_empty(len(x), 0)
 
         return call
 
 
 @pytest.fixture(autouse=True)
-def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def isolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A separate cache folder, no measured choices, and layers of all sizes measured."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(matmul, "measured", {})
@@ -58,7 +58,7 @@ def chosen(num_rows: int) -> str:
         return matmul.choose(num_rows, WEIGHTS[0])
 
 
-def test_the_fastest_way_is_chosen_and_later_starts_know_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fastest_method_is_chosen_and_cached_for_later_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, {"rows": 4.0, "library": 3.0, "float32": 1.0})
     assert chosen(3) == "rows"
     matmul_choice.measure(WEIGHTS, machine)
@@ -69,7 +69,7 @@ def test_the_fastest_way_is_chosen_and_later_starts_know_it(monkeypatch: pytest.
     assert not machine.calls and chosen(3) == "float32"
 
 
-def test_nothing_is_learned_while_others_take_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disturbed_measurements_are_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, {"rows": 4.0, "library": 3.0, "float32": 1.0})
     monkeypatch.setattr(Contention, "disturbs", lambda self: True)
     matmul_choice.measure(WEIGHTS, machine)
@@ -97,7 +97,7 @@ def test_other_threads_are_measured_for_themselves(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     "content", ("{", "[[1, 8]]", '[["a", 8, 4, "torch.bfloat16", "rows"]]', '[[1, 8, 4, "no", "rows"]]')
 )
-def test_a_file_that_cannot_be_read_is_measured_anew(
+def test_an_unreadable_file_is_measured_again(
     content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     machine = Machine(monkeypatch, {"rows": 4.0, "library": 3.0, "float32": 1.0})
@@ -117,7 +117,7 @@ def test_small_models_keep_the_rule(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert not machine.calls and chosen(3) == "rows" and not (tmp_path / "vlora").exists()
 
 
-def test_the_real_ways_are_measured_without_error() -> None:
+def test_the_real_methods_are_measured_without_error() -> None:
     weights = [torch.randn(64, 48).bfloat16() for _ in range(2)] + [torch.randn(64, 48)]
     matmul_choice.measure(weights)
     assert {key[1:] for key in matmul.measured} == {(64, 48, torch.bfloat16), (64, 48, torch.float32)}

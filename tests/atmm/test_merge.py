@@ -76,14 +76,14 @@ def test_merge_takes_strided_views_and_writes_nothing_else(dtype: torch.dtype) -
     assert (wide_out == 0).all()
 
 
-def test_base_and_factors_are_left_alone() -> None:
+def test_merge_does_not_change_base_and_factors() -> None:
     base, a, bt = weights(torch.bfloat16)
     copies = [tensor.clone() for tensor in (base, a, bt)]
     merge(torch.empty_like(base), base, a, bt, 0.5)
     assert all(torch.equal(tensor, copy) for tensor, copy in zip((base, a, bt), copies, strict=True))
 
 
-def test_merge_refuses_what_does_not_fit() -> None:
+def test_merge_refuses_mismatched_arguments() -> None:
     base, a, bt = weights(torch.float32)
     for arguments in (
         (base[:2], base, a, bt),

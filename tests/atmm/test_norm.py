@@ -43,7 +43,7 @@ def test_bfloat16_rounds_as_eager_torch_does(width: int) -> None:
     torch.testing.assert_close(got, want, rtol=2**-6, atol=1e-6)
 
 
-def test_rows_may_lie_apart_and_do_not_depend_on_others() -> None:
+def test_strided_rows_are_independent_of_each_other() -> None:
     whole = torch.randn(600, 96)
     x, weight = whole[:, 16:80], torch.randn(64)
     together = atmm.rms_norm(x, weight, EPSILON)
@@ -57,7 +57,7 @@ def test_rows_may_lie_apart_and_do_not_depend_on_others() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_what_is_not_a_number_stays_in_its_row(dtype: torch.dtype, value: float) -> None:
+def test_nan_stays_in_its_row(dtype: torch.dtype, value: float) -> None:
     x = torch.ones(3, 40, dtype=dtype)
     x[1, 7] = value
     y = atmm.rms_norm(x, torch.ones(40, dtype=dtype), EPSILON)

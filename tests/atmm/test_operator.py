@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import atmm
 from atmm import STRATEGIES, Factors, HeadRows, Lane, SegmentPlan, Site, SiteGroup
+from tests.example_counts import scaled
 
 D_IN = 24
 OUT = (40, 16, 16)
@@ -24,7 +25,7 @@ BATCHES: dict[str, tuple[int, list[Lane]]] = {
     "mixed mode": (12, [Lane("a", 0, 4), Lane("b", 4, 7), Lane("c", 0, 9, -1.0)]),
     "one token": (1, [Lane("c", 0, 1)]),
     "empty lane": (5, [Lane("a", 3, 3), Lane("b", 0, 5)]),
-    "nobody": (5, []),
+    "no lanes": (5, []),
 }
 
 
@@ -97,7 +98,7 @@ def test_a_lone_site_needs_no_group() -> None:
     torch.testing.assert_close(y.double(), want, rtol=1e-5, atol=1e-5)
 
 
-def test_after_unpacking_nothing_of_the_packed_copy_is_read() -> None:
+def test_after_unpacking_the_packed_copy_is_not_read() -> None:
     group = make_group(torch.float32, packed=False)
     buffer = torch.zeros(group.packed_bytes(tuple(RANKS)), dtype=torch.uint8)
     group.pack(tuple(RANKS), buffer)
@@ -107,7 +108,7 @@ def test_after_unpacking_nothing_of_the_packed_copy_is_read() -> None:
     check(group, *BATCHES["ragged"], None, torch.float32)
 
 
-def test_another_adapter_s_infinity_stays_its_own() -> None:
+def test_infinity_in_one_adapter_does_not_spread() -> None:
     group = make_group(torch.float32, packed=False)
     for site in group.sites:
         site.factors["c"].a.fill_(float("inf"))
@@ -115,7 +116,7 @@ def test_another_adapter_s_infinity_stays_its_own() -> None:
     check(group, 6, [Lane("a", 0, 3), Lane("b", 3, 6)], "stacked", torch.float32)
 
 
-@settings(max_examples=60)
+@settings(max_examples=scaled(60))
 @given(
     num_tokens=st.integers(1, 33),
     cuts=st.lists(st.tuples(st.sampled_from(sorted(RANKS)), st.integers(0, 33), st.integers(0, 33)), max_size=6),
@@ -132,7 +133,7 @@ def test_any_plan(num_tokens: int, cuts: list[tuple[str, int, int]], merged: str
 
 
 @pytest.mark.parametrize("lane", [Lane("a", -1, 3), Lane("a", 2, 99), Lane("a", 3, 2), Lane("a", 0, 2, 0.5)])
-def test_lanes_that_cannot_be(lane: Lane) -> None:
+def test_invalid_lanes_are_refused(lane: Lane) -> None:
     with pytest.raises(ValueError, match="lane"):
         SegmentPlan(5, [lane])
 

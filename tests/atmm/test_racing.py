@@ -30,7 +30,7 @@ def test_the_first_call_prepares_and_does_not_count() -> None:
     assert run([], slow_to_start=(9.0, 1.0), steady=(1.1,)) == {"slow_to_start": 1.0, "steady": 1.1}
 
 
-def test_who_falls_behind_is_not_timed_again() -> None:
+def test_slow_candidates_are_not_timed_again() -> None:
     log: list[str] = []
     seconds = run(log, fast=(1.0,), near=(1.2,), behind=(2.0,))
     assert seconds == {"fast": 1.0, "near": 1.2, "behind": 2.0}
@@ -38,18 +38,18 @@ def test_who_falls_behind_is_not_timed_again() -> None:
     assert log.count("behind") == 1 + 2
 
 
-def test_who_is_slow_at_first_stays_in_the_race() -> None:
+def test_a_candidate_with_slow_first_calls_stays_in_the_race() -> None:
     seconds = run([], late=(3.0, 3.0, 0.9, 0.8), steady=(1.0,))
     assert seconds["late"] < seconds["steady"]
 
 
-def test_a_race_with_one_left_is_over() -> None:
+def test_a_race_ends_with_one_candidate_left() -> None:
     log: list[str] = []
     run(log, fast=(1.0,), behind=(2.0,))
     assert len(log) == 2 * (1 + 2)
 
 
-def test_a_lucky_call_does_not_win() -> None:
+def test_one_fast_call_does_not_win_a_race() -> None:
     """One call in six takes two thirds of the time: the minimum of nine calls would be random."""
     draw = random.Random(1)
     lucky = [1.0, *(0.66 if draw.random() < 1 / 6 else 1.0 for _ in range(20))]
@@ -57,7 +57,7 @@ def test_a_lucky_call_does_not_win() -> None:
     assert min(lucky) < 0.8 < seconds["lucky"] and seconds["steady"] == 0.8
 
 
-def test_nobody_always_follows_the_same_candidate() -> None:
+def test_the_order_of_candidates_is_shuffled() -> None:
     log: list[str] = []
     run(log, a=(1.0,), b=(1.0,), c=(1.0,))
     turns = [tuple(log[start : start + 3]) for start in range(3, len(log), 3)]

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atmm import STRATEGIES
-from atmm.batch_stats import Survey
+from atmm.batch_stats import BatchStats
 from atmm.cpu.lanes import serves
 from atmm.dispatch import rule
 from atmm.operator import add_delta
 from atmm.triton.tiling import Tiling, all_usual, fits, sensible, space, usual
 from atmm.tuning.buckets import Bucket, Evenness
-from atmm.tuning.cold_cache import Caches, factors_of, read_by
+from atmm.tuning.cold_cache import DeviceCaches, factors_of, read_by
 from atmm.tuning.search import ADAPTERS, RANKS, TOKENS, Case, Shape, candidates, cases, error, measure, read, search
 
 SMALL = [Shape(48, (40, 16, 16)), Shape(40, (48,))]
@@ -27,10 +27,10 @@ def some(count: int) -> list[Case]:
     return [case for case in cases(SMALL, ["float32", "bfloat16"]) if case.num_tokens <= 32][:count]
 
 
-def survey_of(case: Case) -> Survey:
+def stats_of(case: Case) -> BatchStats:
     packed = case.group("cpu").packed
     assert packed is not None
-    return Survey(case.plan(), packed.layout)
+    return BatchStats(case.plan(), packed.layout)
 
 
 def test_the_grid_covers_every_size_and_is_the_same_every_time() -> None:
@@ -44,8 +44,8 @@ def test_the_grid_covers_every_size_and_is_the_same_every_time() -> None:
 
 def test_a_bucket_has_a_case_that_falls_into_it() -> None:
     for case in some(60):
-        bucket = Bucket.of(survey_of(case))
-        assert Bucket.of(survey_of(Case.of(bucket))) == bucket
+        bucket = Bucket.of(stats_of(case))
+        assert Bucket.of(stats_of(Case.of(bucket))) == bucket
 
 
 def test_ragged_segments_halve() -> None:
@@ -56,31 +56,31 @@ def test_ragged_segments_halve() -> None:
 
 def test_every_candidate_is_timed_and_the_rule_among_them() -> None:
     for case in some(6):
-        survey = survey_of(case)
+        stats = stats_of(case)
         finding = measure(case, case.group("cpu"), "cpu")
-        assert finding.bucket == Bucket.of(survey)
+        assert finding.bucket == Bucket.of(stats)
         assert finding.ruled in finding.seconds and finding.best in finding.seconds
         assert set(finding.seconds) <= set(STRATEGIES) and all(value > 0 for value in finding.seconds.values())
 
 
-def test_what_is_plainly_slower_is_not_timed() -> None:
+def test_clearly_slower_candidates_are_not_timed() -> None:
     case = Case(Shape(896, (896,)), 64, "float32", 16, 2048, True)
-    names = candidates(survey_of(case), transposed=False)
+    names = candidates(stats_of(case), transposed=False)
     # "stacked" has 16 times the arithmetic of the others, "compiled" processes one token at a time.
     assert "stacked" not in names and "compiled" not in names
-    assert "batched" in names and rule(survey_of(case)) in names
+    assert "batched" in names and rule(stats_of(case)) in names
 
 
-def test_what_leaves_the_caches_is_as_it_was() -> None:
+def test_evicting_caches_does_not_change_tensors() -> None:
     group = Case(SMALL[0], 8, "float32", 2, 8, True).group("cpu")
     factors = factors_of(group)
     before = [tensor.clone() for tensor in factors]
-    Caches("cpu", torch.float32).forget(factors)
+    DeviceCaches("cpu", torch.float32).evict(factors)
     assert len(factors) == 2 * 2 * 3 + 1 + 3 + len(group.packed.bs if group.packed else ())
     assert all(torch.equal(now, then) for now, then in zip(factors, before, strict=True))
 
 
-def test_what_a_strategy_reads_is_what_moves_its_outputs() -> None:
+def test_outputs_depend_on_the_factors_that_a_strategy_reads() -> None:
     case = Case(SMALL[0], 8, "float32", 2, 24, False)
     for name in ("loop", "divided", "batched", "stacked", "gathered", "compiled"):
         group = case.group("cpu")
@@ -105,10 +105,10 @@ def test_divided_is_timed_where_some_lanes_are_short_and_some_long() -> None:
         (Case(SMALL[0], 8, "float32", 4, 64, True), False),
         (Case(SMALL[0], 8, "float32", 4, 8, False), False),
     ):
-        assert ("divided" in candidates(survey_of(case), transposed=False)) == expected
+        assert ("divided" in candidates(stats_of(case), transposed=False)) == expected
 
 
-def test_a_stopped_search_goes_on(tmp_path: Path) -> None:
+def test_an_interrupted_search_resumes(tmp_path: Path) -> None:
     journal, todo = tmp_path / "found.partial", some(5)
     assert list(search(todo, "cpu", journal, seconds=0.0)) == []
     first = list(search(todo[:2], "cpu", journal, seconds=60.0))
@@ -121,7 +121,7 @@ def test_a_stopped_search_goes_on(tmp_path: Path) -> None:
     assert len({finding.bucket for finding in known}) == len(known)
 
 
-def test_a_wrong_strategy_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_strategy_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(SMALL[0], 8, "float32", 2, 8, True)
     assert error(case, "batched", "cpu") < 1e-5
 
@@ -129,7 +129,7 @@ def test_a_wrong_strategy_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
         adds_transposed = True
         add_all = refill = None
 
-        def __init__(self, survey: Survey) -> None: ...
+        def __init__(self, stats: BatchStats) -> None: ...
         def __call__(self, *_: object) -> None: ...
 
     monkeypatch.setitem(STRATEGIES, "batched", Lazy)
@@ -144,7 +144,7 @@ def test_a_tiling_is_found_again_by_its_name(tiling: Tiling) -> None:
 
 
 @pytest.mark.parametrize("name", ("tiled m16", "tiled", "tiled m16 n128 k128 s4 p3 w8", "loop"))
-def test_what_names_no_tiling_is_refused(name: str) -> None:
+def test_an_invalid_tiling_name_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="is not a tiling"):
         Tiling.named(name)
 
@@ -160,14 +160,14 @@ def test_tilings_too_large_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("itemsize", (2, 4))
-def test_what_is_taken_unmeasured_is_of_the_space(itemsize: int) -> None:
+def test_default_tilings_are_in_the_search_space(itemsize: int) -> None:
     known = set(space(itemsize))
     assert set(all_usual(itemsize)) <= known
     for d_in, longest, programs in itertools.product((16, 896, 18944), (1, 17, 33, 2048), (1, 4, 100, 5000)):
         assert usual(itemsize, d_in, longest, programs) in set(all_usual(itemsize))
 
 
-def test_buckets_tell_even_from_ragged() -> None:
-    assert Bucket.of(survey_of(Case(SMALL[1], 8, "float32", 4, 16, True))).evenness == Evenness.EVEN
-    assert Bucket.of(survey_of(Case(SMALL[1], 8, "float32", 4, 16, False))).evenness == Evenness.RAGGED
-    assert torch.float32 == Bucket.of(survey_of(Case(SMALL[1], 8, "float32", 1, 16, True))).dtype
+def test_buckets_distinguish_even_from_ragged() -> None:
+    assert Bucket.of(stats_of(Case(SMALL[1], 8, "float32", 4, 16, True))).evenness == Evenness.EVEN
+    assert Bucket.of(stats_of(Case(SMALL[1], 8, "float32", 4, 16, False))).evenness == Evenness.RAGGED
+    assert torch.float32 == Bucket.of(stats_of(Case(SMALL[1], 8, "float32", 1, 16, True))).dtype

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from atmm import STRATEGIES, Lane, SegmentPlan
 from tests.atmm.cases import check_against_reference, check_group_against_reference, make_group, make_input
+from tests.example_counts import scaled
 
 
 @pytest.mark.parametrize("lane", (Lane("a", -1, 2), Lane("a", 0, 6), Lane("a", 3, 2), Lane("a", 6, 6)))
@@ -55,7 +56,7 @@ def fillings(draw: st.DrawFn) -> list[list[Lane]]:
 
 
 @pytest.mark.slow
-@settings(max_examples=100)
+@settings(max_examples=scaled(100))
 @given(fillings(), st.sampled_from([*STRATEGIES, None]), st.booleans())
 def test_a_plan_with_room_computes_what_it_holds_now(
     filled: list[list[Lane]], strategy: str | None, packed: bool
@@ -73,7 +74,7 @@ def test_a_plan_with_room_computes_what_it_holds_now(
         check_group_against_reference(group, plan, x, outputs)
 
 
-def test_what_a_room_does_not_hold_is_refused_and_changes_nothing() -> None:
+def test_lanes_beyond_the_room_are_refused_and_change_nothing() -> None:
     plan = SegmentPlan(4, [Lane("a", 0, 2)], room=2)
     for lanes, words in (
         ([Lane("a", 0, 1), Lane("b", 1, 2), Lane("c", 2, 3)], "3 lanes, up to 1 per token; the plan has room for 2"),

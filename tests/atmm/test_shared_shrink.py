@@ -77,7 +77,7 @@ def test_sites_may_be_called_in_any_order_or_not_at_all(strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", SHARING)
 @pytest.mark.parametrize("inference", (True, False))
-def test_another_input_is_computed_afresh(strategy: str, inference: bool) -> None:
+def test_another_input_is_recomputed(strategy: str, inference: bool) -> None:
     plan = SegmentPlan(5, segments({"a": 3, "b": 2}), strategy)
     group = packed_group()
     with torch.inference_mode(inference):
@@ -88,7 +88,7 @@ def test_another_input_is_computed_afresh(strategy: str, inference: bool) -> Non
 
 
 @pytest.mark.parametrize("strategy", SHARING)
-def test_another_view_of_the_same_memory_is_computed_afresh(strategy: str) -> None:
+def test_another_view_of_the_same_memory_is_recomputed(strategy: str) -> None:
     plan = SegmentPlan(48, [Lane("a", 0, 48)], strategy)
     group = packed_group()
     x = torch.randn(48, 48)
@@ -98,7 +98,7 @@ def test_another_view_of_the_same_memory_is_computed_afresh(strategy: str) -> No
 
 
 @pytest.mark.parametrize("strategy", SHARING)
-def test_an_input_written_in_between_is_computed_afresh(strategy: str) -> None:
+def test_an_input_written_in_between_is_recomputed(strategy: str) -> None:
     plan = SegmentPlan(5, segments({"a": 3, "b": 2}), strategy)
     group = packed_group()
     x = torch.randn(5, 48)
@@ -109,7 +109,7 @@ def test_an_input_written_in_between_is_computed_afresh(strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", SHARING)
 @pytest.mark.parametrize("order", ("ab", "ba"))
-def test_a_copy_packed_anew_in_between_is_used(strategy: str, order: str) -> None:
+def test_a_group_packed_again_in_between_is_used(strategy: str, order: str) -> None:
     plan = SegmentPlan(5, segments({"a": 3, "b": 2}), strategy)
     group, other = packed_group(), packed_group(seed=1)
     x = torch.randn(5, 48)
@@ -121,7 +121,7 @@ def test_a_copy_packed_anew_in_between_is_used(strategy: str, order: str) -> Non
 
 
 @pytest.mark.parametrize("strategy", SHARING)
-def test_groups_with_one_input_do_not_take_each_others_shrink(strategy: str) -> None:
+def test_groups_with_one_input_do_not_share_a_shrink(strategy: str) -> None:
     plan = SegmentPlan(5, segments({"a": 3, "b": 2}), strategy)
     groups = [packed_group(seed=seed) for seed in (0, 1)]
     x = torch.randn(5, 48)
@@ -131,7 +131,7 @@ def test_groups_with_one_input_do_not_take_each_others_shrink(strategy: str) -> 
 
 
 @pytest.mark.parametrize("strategy", SHARING)
-def test_the_input_is_let_go_when_the_last_site_was_served(strategy: str) -> None:
+def test_the_input_is_released_after_the_last_site(strategy: str) -> None:
     plan = SegmentPlan(5, segments({"a": 3, "b": 2}), strategy)
     group = packed_group()
     x, outputs = make_input(5, group, torch.float32)

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atmm import Lane, SegmentPlan, reference
-from atmm.shrink_expand import Expand, Expanding, Shrink, Shrinking, hidden_dtype
+from atmm.shrink_expand import Expand, ExpandPart, Shrink, ShrinkPart, hidden_dtype
 from tests.atmm.cases import bound, make_group, make_input
+from tests.example_counts import scaled
 
 RANKS = {"a": 4, "b": 8, "c": 24}
 
@@ -25,14 +26,16 @@ def plans(draw: st.DrawFn) -> SegmentPlan:
     return SegmentPlan(num_tokens, lanes)
 
 
-@settings(max_examples=60)
+@settings(max_examples=scaled(60))
 @given(
     plan=plans(),
     num_shares=st.sampled_from([1, 2, 4]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     transposed=st.booleans(),
 )
-def test_both_halves_make_the_delta(plan: SegmentPlan, num_shares: int, dtype: torch.dtype, transposed: bool) -> None:
+def test_shrink_and_expand_give_the_delta(
+    plan: SegmentPlan, num_shares: int, dtype: torch.dtype, transposed: bool
+) -> None:
     """Each share of the rank rows has separate hidden values, which are stored share after share."""
     group = make_group(RANKS, d_in=37, d_outs=(40, 16), dtype=dtype, missing=[("b", 1)])
     x, outputs = make_input(plan.num_tokens, group, dtype)
@@ -41,7 +44,7 @@ def test_both_halves_make_the_delta(plan: SegmentPlan, num_shares: int, dtype: t
     lanes = [(site, lane) for site in group.sites for lane in plan.lanes if lane.key in site.factors]
     shares = [
         Shrink(
-            [Shrinking(lane, site.factors[lane.key].a.chunk(num_shares)[share]) for site, lane in lanes],
+            [ShrinkPart(lane, site.factors[lane.key].a.chunk(num_shares)[share]) for site, lane in lanes],
             plan.num_tokens,
         )
         for share in range(num_shares)
@@ -50,7 +53,7 @@ def test_both_halves_make_the_delta(plan: SegmentPlan, num_shares: int, dtype: t
     assert hidden.dtype == hidden_dtype(plan.num_tokens, x.device, dtype) and len(hidden) == num_shares * shares[0].size
     for site, y in zip(group.sites, outputs, strict=True):
         parts = [
-            Expanding(lane, site.factors[lane.key].bt, [share * shares[0].size + place for share in range(num_shares)])
+            ExpandPart(lane, site.factors[lane.key].bt, [share * shares[0].size + place for share in range(num_shares)])
             for (at, lane), place in zip(lanes, shares[0].places, strict=True)
             if at is site
         ]
@@ -61,10 +64,10 @@ def test_both_halves_make_the_delta(plan: SegmentPlan, num_shares: int, dtype: t
         assert bool(((y.double() - wanted).abs() <= allowed).all())
 
 
-def test_what_does_not_fit_is_refused_before_any_memory_is_read() -> None:
+def test_mismatched_arguments_are_refused_before_memory_is_read() -> None:
     group = make_group(RANKS, d_in=16, d_outs=(8,))
     factors, lane = group.sites[0].factors["a"], Lane("a", 0, 3)
-    shrink = Shrink([Shrinking(lane, factors.a)], 3)
+    shrink = Shrink([ShrinkPart(lane, factors.a)], 3)
     with pytest.raises(ValueError, match=r"\(2, 16\) values of torch.float32 do not fit 3 tokens"):
         shrink(torch.zeros(2, 16))
     with pytest.raises(ValueError, match=r"factors of torch\.float32 in rows of 16; prepare"):
@@ -72,6 +75,6 @@ def test_what_does_not_fit_is_refused_before_any_memory_is_read() -> None:
     with pytest.raises(ValueError, match=r"\(3, 15\) values .*in rows of 16"):
         shrink(torch.zeros(3, 15))
     with pytest.raises(ValueError, match="do not fit 3 tokens"):
-        Expand([Expanding(lane, factors.bt, [0])], 3)(torch.zeros(4, 8), shrink(torch.zeros(3, 16)))
+        Expand([ExpandPart(lane, factors.bt, [0])], 3)(torch.zeros(4, 8), shrink(torch.zeros(3, 16)))
     with pytest.raises(ValueError, match=r"factors of torch\.bfloat16 in rows of 16 and torch\.float32 in"):
-        Shrink([Shrinking(lane, factors.a), Shrinking(lane, factors.a.bfloat16())], 3)
+        Shrink([ShrinkPart(lane, factors.a), ShrinkPart(lane, factors.a.bfloat16())], 3)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from atmm import SegmentPlan, dispatch, processor
-from atmm.batch_stats import Survey
+from atmm.batch_stats import BatchStats
 from atmm.tuning import tables
 from atmm.tuning.buckets import Bucket
 from tests.atmm.cases import make_group, segments
@@ -134,14 +134,14 @@ def test_the_choice_follows_the_number_of_threads(user: Put, monkeypatch: pytest
     group = make_group({"a": 4, "b": 4})
     group.pack("ab")
     assert group.packed is not None
-    survey = Survey(SegmentPlan(6, segments({"a": 3, "b": 3})), group.packed.layout)
-    bucket = Bucket.of(survey)
+    stats = BatchStats(SegmentPlan(6, segments({"a": 3, "b": 3})), group.packed.layout)
+    bucket = Bucket.of(stats)
     row = [*bucket[:6], bucket.evenness.name, "float32"]
     for threads, strategy in ((1, "loop"), (2, "stacked")):
         user(f"t{threads}", threads=threads, rows=[[*row, strategy]])
     for threads, strategy in ((1, "loop"), (2, "stacked"), (1, "loop")):
         torch.set_num_threads(threads)
-        assert dispatch.choose(survey) == strategy
+        assert dispatch.choose(stats) == strategy
 
 
 @pytest.mark.parametrize(

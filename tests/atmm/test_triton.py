@@ -23,7 +23,7 @@ def test_kernels_agree_with_the_reference_in_the_interpreter(checks: str) -> Non
     _passes(f"interpreted/{checks}", {"TRITON_INTERPRET": "1"})
 
 
-def test_compiled_kernels_are_launched_as_they_are() -> None:
+def test_compiled_kernels_are_launched_without_recompiling() -> None:
     # A process has one driver, and the driver of this test has no GPU.
     _passes("check_handles.py", {})
 
@@ -59,7 +59,7 @@ def test_kernels_compile_ahead_without_spilling(capability: int) -> None:
         ("expand", 4, 4, {"BLOCK_M": 64, "LINE": 4}, "bytes spilled"),
     ),
 )
-def test_kernels_that_load_narrowly_or_spill_are_found_out(
+def test_kernels_with_narrow_loads_or_spills_are_found(
     name: str, warps: int, itemsize: int, changed: dict[str, int], words: str
 ) -> None:
     from atmm.triton.lint import Kernel, inspect, kernels_of
@@ -71,7 +71,7 @@ def test_kernels_that_load_narrowly_or_spill_are_found_out(
 
 
 @pytest.mark.parametrize("capability", (80, 90))
-def test_shared_memory_that_is_not_there_is_found_out(capability: int) -> None:
+def test_kernels_with_too_much_shared_memory_are_found(capability: int) -> None:
     from atmm.triton.lint import inspect, kernels_of
     from atmm.triton.tiling import Tiling
 

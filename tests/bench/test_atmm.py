@@ -15,15 +15,15 @@ import pytest
 import torch
 
 from atmm.tuning.search import Case, Shape
-from vlora.bench import atmm as bench
+from vlora.bench.kernels import atmm as bench
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 BASELINES = ("gather and bmm", "padded einsum", "plain loop", "PEFT layer")
 
 
-def test_a_cell_tells_what_was_chosen_and_how_far_the_others_are_behind() -> None:
+def test_a_cell_has_the_chosen_strategy_and_the_other_times() -> None:
     with torch.inference_mode():
-        row, seconds = bench._measure(Case(Shape(48, (40,)), 8, "float32", 2, 8, False), rounds=2)
+        row, seconds = bench.measure_cell(Case(Shape(48, (40,)), 8, "float32", 2, 8, False), rounds=2)
     assert (row["layer"], row["tokens"], row["adapters"], row["segments"]) == ("48x40", 8, 2, "uneven")
     assert row["chosen / best"] >= 1
     assert all(row[name] > 0 for name in BASELINES)
@@ -38,17 +38,17 @@ def calls(**seconds: list[float]) -> dict[str, Callable[[], float]]:
     }
 
 
-def test_a_choice_far_behind_is_raced_again_and_what_it_takes_then_counts() -> None:
+def test_a_slow_choice_is_timed_again_and_the_second_time_counts() -> None:
     turns = 3
-    unlucky = bench._raced(calls(chosen=[2.0] * 4 + [1.0], other=[1.0], slow=[9.0]), "chosen", turns)
+    unlucky = bench.race_strategies(calls(chosen=[2.0] * 4 + [1.0], other=[1.0], slow=[9.0]), "chosen", turns)
     assert unlucky == {"chosen": 1.0, "other": 1.0}
-    worse = bench._raced(calls(chosen=[1.2] * 4 + [1.5], other=[1.0]), "chosen", turns)
+    worse = bench.race_strategies(calls(chosen=[1.2] * 4 + [1.5], other=[1.0]), "chosen", turns)
     assert worse["chosen"] / worse["other"] == 1.5
-    near = bench._raced(calls(chosen=[1.09], other=[1.0]), "chosen", turns)
+    near = bench.race_strategies(calls(chosen=[1.09], other=[1.0]), "chosen", turns)
     assert near["chosen"] == pytest.approx(1.09)
 
 
-def test_spread_is_of_all_cells_together_and_of_none_because_it_takes_longer() -> None:
+def test_the_spread_is_over_all_cells_relative_to_their_medians() -> None:
     steady, uneven = [1.0] * 20, [1.0] * 18 + [2.0, 2.0]
     cells = [{"chosen": uneven, "a": steady, "b": [100 * taken for taken in steady]}]
     assert bench.Spread.of(cells) == (2.0, 1.0, 0.0)
@@ -59,7 +59,7 @@ def test_spread_is_of_all_cells_together_and_of_none_because_it_takes_longer() -
 
 
 @pytest.mark.slow
-def test_the_error_of_a_spread_is_how_much_it_varies_between_runs() -> None:
+def test_the_error_of_a_spread_is_its_variation_between_runs() -> None:
     def run(seed: int) -> bench.Spread:
         draw = random.Random(seed)
         return bench.Spread.of(
@@ -75,13 +75,13 @@ def test_the_error_of_a_spread_is_how_much_it_varies_between_runs() -> None:
 
 
 @pytest.mark.parametrize("kept", sorted(RESULTS.glob("atmm_*.json")), ids=lambda path: path.stem)
-def test_what_is_stated_follows_from_the_cells_that_are_kept(kept: Path) -> None:
+def test_published_goals_follow_from_published_cells(kept: Path) -> None:
     found = json.loads(kept.read_text())
     # Older reports computed the spread cell by cell, or had no error of it.
-    told = "error" in found.get("spread", {})
-    spread = bench.Spread(**found["spread"]) if told else bench.Spread(1.0, 1.0, 0.0)
-    stated, kept_goals = [goal.as_dict() for goal in bench._goals(found["rows"], spread)], found["goals"]
-    if not told:
+    has_error = "error" in found.get("spread", {})
+    spread = bench.Spread(**found["spread"]) if has_error else bench.Spread(1.0, 1.0, 0.0)
+    stated, kept_goals = [goal.as_dict() for goal in bench.goals_of(found["rows"], spread)], found["goals"]
+    if not has_error:
         stated, kept_goals = ([goal for goal in goals if "p95" not in goal["name"]] for goals in (stated, kept_goals))
     assert stated == kept_goals
     assert found["env"]["machine"] and found["env"]["commit"]
@@ -115,7 +115,7 @@ def cells(chosen: tuple[str, ...], others: tuple[str, ...]) -> list[dict[str, An
     ),
     ids=("cpu", "gpu"),
 )
-def test_pictures_of_every_kind_of_cell(rows: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_plots_of_every_kind_of_cell(rows: list[dict[str, Any]], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     bench.draw(rows, tmp_path)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["chosen.png", "latency.png"]

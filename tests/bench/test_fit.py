@@ -8,13 +8,10 @@ import pytest
 import torch
 
 import atmm
-from vlora.bench import fit as fitting
 from vlora.bench.dummy import small_config
-from vlora.bench.fit import Sample, fit, fitted
-from vlora.bench.models import Model
+from vlora.bench.scheduling.fit import StepSample, fit, fit_costs, patch_cost
+from vlora.bench.scheduling.models import BenchModel
 from vlora.orchestrator import Costs, StepSize
-
-pytestmark = pytest.mark.slow
 
 TRUE = Costs(0.1, 1e-3, 8e-4, 2e-4, 2e-6, 4e-3, 1.2e-2, short_lane=8)
 
@@ -29,34 +26,35 @@ def some_size(draws: random.Random) -> StepSize:
     return StepSize.holding(items, merged, draws.randint(0, 9000))
 
 
-def test_a_linear_machine_is_found_through_noise() -> None:
+def test_linear_costs_are_recovered_from_noisy_samples() -> None:
     draws = random.Random(0)
     samples = [
-        Sample(size, TRUE.step_s(size) * draws.gauss(1, 0.02)) for size in (some_size(draws) for _ in range(300))
+        StepSample(size, TRUE.step_s(size) * draws.gauss(1, 0.02)) for size in (some_size(draws) for _ in range(300))
     ]
-    found = fitted(samples, TRUE.short_lane)
+    found = fit_costs(samples, TRUE.short_lane)
     assert found[:7] == pytest.approx(TRUE[:7], rel=0.15, abs=1e-6)
     assert found.merge_s == found.back_s == 0
 
 
-def test_decoding_counts_as_much_as_prompts() -> None:
+def test_decode_steps_weigh_as_much_as_prefill_steps() -> None:
     """A token costs less in a small step than in a large one. An error of a third of a decode step is negligible next
     to a prefill step, but most steps of a run are decode steps.
     """
     small, large = StepSize(16, (), 3200), StepSize(512, (), 0)
-    samples = [Sample(small, 0.1), Sample(StepSize(32, (), 6400), 0.11)] * 3 + [Sample(large, 1.0)] * 3
-    found = fitted(samples, 8)
+    samples = [StepSample(small, 0.1), StepSample(StepSize(32, (), 6400), 0.11)] * 3 + [StepSample(large, 1.0)] * 3
+    found = fit_costs(samples, 8)
     assert found.step_s(small) == pytest.approx(0.1, rel=0.1)
 
 
-def test_no_price_is_below_nothing() -> None:
-    samples = [Sample(StepSize(n, (), 0), 0.2 - 1e-4 * n) for n in (1, 100, 500)]
-    assert min(fitted(samples, 8)) >= 0
+def test_no_cost_is_negative() -> None:
+    samples = [StepSample(StepSize(n, (), 0), 0.2 - 1e-4 * n) for n in (1, 100, 500)]
+    assert min(fit_costs(samples, 8)) >= 0
 
 
-def test_every_kind_of_step_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fitting, "_BATCHES", ((1, 8), (4, 16)))
-    found = fit(Model("small", small_config, 256 * 2**20), torch.device("cpu"), decode_steps=1)
+@pytest.mark.slow
+def test_every_kind_of_step_is_timed() -> None:
+    model = BenchModel("small", small_config, 256 * 2**20)
+    found = fit(model, torch.device("cpu"), decode_steps=1, batches=((1, 8), (4, 16)))
     sizes = {sample.size for sample in found.samples}
     prompts = {size.lanes for size in sizes if size.num_tokens == 64}
     assert {(), (16,) * 4, (32, 32)} <= prompts, "no lane, distinct adapters, shared adapters"
@@ -69,7 +67,7 @@ def test_every_kind_of_step_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.costs.patch_s > 0 and len({size.num_patches for size in sizes if not size.num_tokens}) == 4
 
 
-def test_the_price_of_a_patch_counts_small_pictures_as_much_as_large_ones() -> None:
-    samples = [Sample(StepSize(0, (), 0, n), 2e-3 * n) for n in (256.0, 5476.0)]
-    assert fitting.price_of_patch(samples) == pytest.approx(2e-3)
+def test_the_patch_cost_weighs_small_and_large_pictures_equally() -> None:
+    samples = [StepSample(StepSize(0, (), 0, n), 2e-3 * n) for n in (256.0, 5476.0)]
+    assert patch_cost(samples) == pytest.approx(2e-3)
     assert Costs(patch_s=2e-3).step_s(samples[1].size) == pytest.approx(samples[1].seconds)

@@ -14,41 +14,42 @@ from multiprocessing import connection
 import pytest
 
 from fusion.embedded import checkpoint_path
-from vlora.bench.gateway import Spent, _error, _row, _Web
-from vlora.bench.instrumented_engine import Question
-from vlora.bench.served import running
+from vlora.bench.serving.gateway import BlockingHttpClient, RequestTimes, median_error, pair_row
+from vlora.bench.serving.instrumented_engine import DirectRequest
+from vlora.bench.serving.server_process import launched_server
 from vlora.client import Client
 from vlora.models.processing import InputProcessor
 
-pytestmark = pytest.mark.slow
 
-
-def test_what_is_added_is_counted_pair_by_pair() -> None:
+def test_added_latency_is_measured_pair_by_pair() -> None:
     """A slowdown of the machine affects both measurements of a pair."""
     pairs = [
-        (Spent(0.1 * slow, 1.0 * slow), Spent(0.1 * slow + 0.001, 1.0 * slow + added), 0.25)
+        (RequestTimes(0.1 * slow, 1.0 * slow), RequestTimes(0.1 * slow + 0.001, 1.0 * slow + added), 0.25)
         for slow, added in ((1, 0.002), (1, 0.004), (5, 0.003), (5, 0.009), (5, 0.003))
     ]
-    row = _row("HTTP", 16, pairs)
+    row = pair_row("HTTP", 16, pairs)
     assert row["requests"] == 5 and row["engine ms"] == 5000 and row["front end's CPU ms"] == 250
     assert row["adds ms"] == pytest.approx(3) and row["adds p95 ms"] == pytest.approx(4)
     assert row["first adds ms"] == row["first adds p95 ms"] == pytest.approx(1)
     assert row["engine adds ms"] is None
-    whole = _row("HTTP", 16, [(alone, Spent(None, seen.whole_s), cpu) for alone, seen, cpu in pairs])
+    whole = pair_row("HTTP", 16, [(alone, RequestTimes(None, seen.whole_s), cpu) for alone, seen, cpu in pairs])
     assert whole["first adds ms"] is None and whole["adds ms"] == row["adds ms"]
-    told = _row("RPyC", 16, [(alone, seen._replace(engine_s=seen.whole_s - 0.0015), cpu) for alone, seen, cpu in pairs])
-    assert told["engine adds ms"] == pytest.approx(1.5)
+    with_engine = pair_row(
+        "RPyC", 16, [(alone, seen._replace(engine_s=seen.whole_s - 0.0015), cpu) for alone, seen, cpu in pairs]
+    )
+    assert with_engine["engine adds ms"] == pytest.approx(1.5)
 
 
-def test_the_error_of_a_median_is_what_medians_scatter_by() -> None:
+def test_the_error_of_a_median_is_the_scatter_of_medians() -> None:
     draws = random.Random(0)
     samples = [[draws.expovariate(1) for _ in range(101)] for _ in range(2000)]
     scatter = statistics.pstdev(statistics.median(sample) for sample in samples)
-    assert statistics.fmean(map(_error, samples)) == pytest.approx(scatter, rel=0.15)
-    assert _error([1.0]) == 0
+    assert statistics.fmean(map(median_error, samples)) == pytest.approx(scatter, rel=0.15)
+    assert median_error([1.0]) == 0
 
 
-def test_a_stream_begins_with_its_first_text_and_ends_with_its_last_chunk() -> None:
+@pytest.mark.slow
+def test_first_text_and_end_of_a_stream() -> None:
     """Earlier events with roles and empty text do not count."""
     read = threading.Event()
 
@@ -75,7 +76,7 @@ def test_a_stream_begins_with_its_first_text_and_ends_with_its_last_chunk() -> N
 
     with HTTPServer(("127.0.0.1", 0), Streaming) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        web = _Web(server.server_port)
+        web = BlockingHttpClient(server.server_port)
         spent = [web.stream("what is it ?", 2) for _ in range(2)]
         web.close()
         server.shutdown()
@@ -83,20 +84,21 @@ def test_a_stream_begins_with_its_first_text_and_ends_with_its_last_chunk() -> N
         assert each.first_s is not None and 0.2 <= each.first_s <= each.whole_s - 0.15
 
 
-def test_the_engine_that_is_asked_directly_is_the_one_that_serves() -> None:
+@pytest.mark.slow
+def test_direct_requests_run_on_the_serving_engine() -> None:
     question = "is there a red disc in this picture"
     processor = InputProcessor.from_pretrained(str(checkpoint_path()))
     prompt_ids = processor.encode(processor.chat(question)).prompt_ids
     with (
         tempfile.TemporaryDirectory() as folder,
-        running("vlora.cli.instrumented_server", path := f"{folder}/engine") as server,
+        launched_server("vlora.cli.instrumented_server", path := f"{folder}/engine") as server,
         Client(port=server.rpyc_port) as client,
         contextlib.closing(connection.Client(path)) as engine,
     ):
-        engine.send(Question(prompt_ids, 5))
-        said = engine.recv()
-        assert [len(new_ids) for _, new_ids in said] == [1] * 5
-        assert 0 < said[0][0] < said[-1][0]
-        token_ids = [token for _, new_ids in said for token in new_ids]
+        engine.send(DirectRequest(prompt_ids, 5))
+        timed_tokens = engine.recv()
+        assert [len(new_ids) for _, new_ids in timed_tokens] == [1] * 5
+        assert 0 < timed_tokens[0][0] < timed_tokens[-1][0]
+        token_ids = [token for _, new_ids in timed_tokens for token in new_ids]
         assert client.generate(question, max_tokens=5).text == processor.decode(token_ids)
         assert client.stats().num_finished == 2

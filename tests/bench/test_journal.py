@@ -13,7 +13,7 @@ def never() -> object:
     raise AssertionError("made twice")
 
 
-def test_what_was_found_is_not_made_again(tmp_path: Path) -> None:
+def test_known_values_are_not_computed_again(tmp_path: Path) -> None:
     path = tmp_path / "results" / "policy.partial"
     first = Journal(path, OF)
     assert first.once("cell 1", lambda: {"ms": (1.5, 2)}) == {"ms": [1.5, 2]}, "as a later run reads it"
@@ -24,7 +24,7 @@ def test_what_was_found_is_not_made_again(tmp_path: Path) -> None:
     assert Journal(path, OF).once("cell 2", never) == 3
 
 
-def test_a_line_that_was_cut_off_is_made_again_and_those_behind_it_count(tmp_path: Path) -> None:
+def test_only_a_truncated_line_is_computed_again(tmp_path: Path) -> None:
     path = tmp_path / "partial"
     journal = Journal(path, OF)
     journal.once("whole", lambda: 1)
@@ -37,7 +37,7 @@ def test_a_line_that_was_cut_off_is_made_again_and_those_behind_it_count(tmp_pat
     assert (last.once("whole", never), last.once("cut", never)) == (1, "new")
 
 
-def test_what_belongs_to_another_commit_is_begun_anew(tmp_path: Path) -> None:
+def test_values_of_another_commit_are_discarded(tmp_path: Path) -> None:
     path = tmp_path / "partial"
     Journal(path, OF).once("cell", lambda: 1)
     other = Journal(path, {**OF, "commit": "def"})
@@ -45,7 +45,7 @@ def test_what_belongs_to_another_commit_is_begun_anew(tmp_path: Path) -> None:
     assert Journal(path, OF).once("cell", lambda: 3) == 3, "and not the value before that"
 
 
-def test_once_all_is_done_nothing_is_left(tmp_path: Path) -> None:
+def test_close_deletes_the_file(tmp_path: Path) -> None:
     path = tmp_path / "partial"
     journal = Journal(path, OF)
     journal.once("cell", lambda: 1)
@@ -53,7 +53,7 @@ def test_once_all_is_done_nothing_is_left(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_without_a_file_it_is_kept_in_memory() -> None:
+def test_without_a_file_values_are_kept_in_memory() -> None:
     journal = Journal(None, OF)
     assert journal.once("cell", lambda: 1) == journal.once("cell", never) == 1
     journal.close()

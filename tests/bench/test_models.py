@@ -15,8 +15,8 @@ from vlora.bench.dummy import (
     small_config,
     small_served_config,
 )
-from vlora.bench.fit import RANK
-from vlora.bench.models import MODELS, model_named
+from vlora.bench.scheduling.fit import RANK
+from vlora.bench.scheduling.models import MODELS, model_named
 from vlora.errors import BadConfig
 from vlora.memory.arena import block_pages, pages_for
 from vlora.models.families import family_of
@@ -26,7 +26,7 @@ from vlora.models.families import family_of
     ("name", "billions", "tower_millions"),
     [("qwen2-0.5b", 0.592, 98), ("qwen2-vl-7b", 8.29, 676), ("llava-13b", 13.35, 304)],
 )
-def test_shapes_and_room(name: str, billions: float, tower_millions: float) -> None:
+def test_models_have_their_shapes_and_arenas_their_capacity(name: str, billions: float, tower_millions: float) -> None:
     model = model_named(name)
     config = model.config()
     family_of(config)
@@ -45,7 +45,7 @@ def test_shapes_and_room(name: str, billions: float, tower_millions: float) -> N
     assert 8 * adapter <= pages // 2 and requests <= pages // 2
 
 
-def test_unknown_names_are_told_with_the_known_ones() -> None:
+def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(BadConfig, match="no model named 'gpt'.*" + ", ".join(MODELS)):
         model_named("gpt")
 
@@ -71,5 +71,5 @@ def num_parameters(config: Any) -> tuple[float, float]:
         (small_served_config(), 10.9, 0.94),
     ],
 )
-def test_towers_are_a_shape_of_their_family_or_cost_nothing(config: Any, whole: float, tower: float) -> None:
+def test_towers_have_their_family_shape_or_negligible_cost(config: Any, whole: float, tower: float) -> None:
     assert num_parameters(config) == pytest.approx((whole, tower), rel=0.05)

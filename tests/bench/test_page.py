@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from vlora.bench import keep
+from vlora.bench import save_report
 from vlora.bench.page import page
 from vlora.bench.report import Goal, Report
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
 
-def test_a_kept_report_is_on_the_page_beside_those_before(tmp_path: Path) -> None:
-    keep(Report("first", [], [Goal("speed, x", 2.5, 2, at_most=False)]), None, tmp_path)
-    keep(Report("second", [], [Goal("lost", 3, 0, at_most=True), Goal("late", 0, 0, at_most=True)]), None, tmp_path)
+def test_a_saved_report_is_added_to_the_page(tmp_path: Path) -> None:
+    save_report(Report("first", [], [Goal("speed, x", 2.5, 2, at_most=False)]), None, tmp_path)
+    save_report(
+        Report("second", [], [Goal("lost", 3, 0, at_most=True), Goal("late", 0, 0, at_most=True)]), None, tmp_path
+    )
     written = (tmp_path / "README.md").read_text()
     assert written == page(tmp_path)
     assert written.index("## first: ") < written.index("| speed, x | 2.5 | >= 2 |") < written.index("## second: ")
@@ -22,14 +24,14 @@ def test_a_kept_report_is_on_the_page_beside_those_before(tmp_path: Path) -> Non
     assert "| late | 0 | <= 0 |" in written
 
 
-def test_files_that_promise_nothing_are_left_out(tmp_path: Path) -> None:
+def test_reports_without_goals_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "costs.json").write_text(json.dumps({"costs": {"base_s": 0.1}}))
-    keep(Report("costs", [], []), None, tmp_path / "other")
+    save_report(Report("costs", [], []), None, tmp_path / "other")
     assert "##" not in page(tmp_path)
     assert "##" not in page(tmp_path / "other")
 
 
-def test_the_page_of_the_results_kept_here_is_theirs() -> None:
+def test_the_published_page_agrees_with_the_published_results() -> None:
     assert (RESULTS / "README.md").read_text() == page(RESULTS), (
         'write it again: python -c "from pathlib import Path; from vlora.bench.page import write_page; '
         "write_page(Path('docs/results'))\""

@@ -8,19 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from vlora.bench import policy_engine
 from vlora.bench.dummy import dummy_picture, small_config
-from vlora.bench.models import Model
-from vlora.bench.policy_engine import FLOOR, Point, confirm, retrieval, video
-from vlora.bench.policy_workers import WorkClock, average_token_latency_ms, capacity, drive
+from vlora.bench.scheduling import policy_engine
+from vlora.bench.scheduling.models import BenchModel
+from vlora.bench.scheduling.policy_engine import FLOOR, EnginePoint, measure_policies, retrieval, video
+from vlora.bench.scheduling.policy_workers import WorkClock, average_token_latency_ms, capacity, drive
 from vlora.bench.timing import threads
 from vlora.orchestrator import POLICIES, Costs
 from vlora.simulator import Arrival
 from vlora.types import RequestOutput, Timings
 
-pytestmark = pytest.mark.slow
-
-SMALL = Model("small", small_config, 256 * 2**20, all_policies=True)
+SMALL = BenchModel("small", small_config, 256 * 2**20, all_policies=True)
 PAIR = SMALL._replace(all_policies=False)
 CPU = torch.device("cpu")
 PICTURE = dummy_picture(small_config(), 8)
@@ -33,25 +31,26 @@ def _one_thread() -> Iterator[None]:
         yield
 
 
-def test_every_policy_answers_every_arrival_on_the_engine_and_two_in_the_simulator() -> None:
+@pytest.mark.slow
+def test_all_policies_answer_all_arrivals_on_the_engine() -> None:
     costs = Costs(base_s=0.01, token_s=1e-4, lane_s=2e-3, long_lane_s=1e-4, merge_s=0.01, short_lane=8, patch_s=1e-4)
 
     def once(name: str, make: Callable[[], Any]) -> Any:
         return 5.0 if name.startswith("capacity") else make()
 
-    points = confirm(costs, SMALL, 4, CPU, skews=(0.6,), repeats=1, num_requests=6, once=once)
+    points = measure_policies(costs, SMALL, 4, CPU, skews=(0.6,), repeats=1, num_requests=6, once=once)
     assert [(point.app, point.skew) for point in points] == [("retrieval", 0.6), ("video", 0.5), ("video", 0.125)]
     for point in points:
         assert point.requests_s > 0 and point.threads == 1
         assert point.latency_ms.keys() == {*POLICIES, FLOOR}
         assert all(len(found) == 1 for found in (*point.latency_ms.values(), point.simulated))
         assert all(0.2 < ratio < 5 for ratio in (*point.ratios(), *point.simulated)), "both did the same work"
-        assert point.best in POLICIES and point.best != "vlora_cost"
+        assert point.best in POLICIES and point.best != "cost_based"
         for goal in point.goals():
             assert point.app in goal.name
 
 
-def test_video_is_pictures_that_a_head_answers_at_the_rate_asked_for() -> None:
+def test_video_is_pictures_for_a_head_at_the_given_rate() -> None:
     arrivals = video(2, PICTURE).make(80, 4.0, 1)
     assert all(each.answer_tokens == 0 and each.images == 2 * (PICTURE.num_patches,) for each in arrivals)
     assert all(each.prompt_tokens == 2 * (PICTURE.num_tokens + 1) + 1 for each in arrivals)
@@ -59,11 +58,12 @@ def test_video_is_pictures_that_a_head_answers_at_the_rate_asked_for() -> None:
     assert arrivals[-1].time_s == pytest.approx(80 / 4.0, rel=0.1)
 
 
-def test_capacity_is_a_full_batch_s() -> None:
+@pytest.mark.slow
+def test_capacity_is_that_of_a_full_batch() -> None:
     """With a clock that counts steps: a request keeps its place for as many steps as its answer has tokens, sixteen in
     the median, for any order in which the policy serves waiting requests.
     """
-    worker = policy_engine._Engines(PAIR, 4, CPU, RETRIEVAL).workers["unmerged_only"]
+    worker = policy_engine.PolicyEngines(PAIR, 4, CPU, RETRIEVAL).workers["unmerged_only"]
     num_steps = 0
     run = worker.engine.step
 
@@ -79,11 +79,12 @@ def test_capacity_is_a_full_batch_s() -> None:
     assert not worker.engine.has_work, "running requests were cancelled"
 
 
-def test_engines_side_by_side_are_at_the_same_place_of_the_same_arrivals() -> None:
+@pytest.mark.slow
+def test_parallel_engines_are_at_the_same_arrivals() -> None:
     """A tenfold slowdown of the machine for a second affects every engine: with a clock in which every step takes its
     turn's time, no engine is ahead of another by more than a step, and each skips its own idle time.
     """
-    workers = policy_engine._Engines(PAIR, 4, CPU, RETRIEVAL).workers
+    workers = policy_engine.PolicyEngines(PAIR, 4, CPU, RETRIEVAL).workers
     now = 0.0
     elapsed: dict[str, float] = dict.fromkeys(workers, 0.0)
     for name, worker in workers.items():
@@ -107,7 +108,7 @@ def test_engines_side_by_side_are_at_the_same_place_of_the_same_arrivals() -> No
     assert sum(elapsed.values()) == pytest.approx(now), "a clock stops while another engine runs"
 
 
-def test_the_twin_on_paper_has_the_same_past() -> None:
+def test_the_simulated_engine_has_the_same_history() -> None:
     """An engine without a history has to learn first what merging saves."""
     costs = Costs(
         base_s=0.1,
@@ -120,21 +121,21 @@ def test_the_twin_on_paper_has_the_same_past() -> None:
         short_lane=8,
     )
     arrivals = RETRIEVAL.make(40, 5.0, 1)
-    twin = policy_engine._Paper(costs, "vlora_cost", RETRIEVAL.make(32, 1e6, 0))
+    twin = policy_engine.SimulatedEngine(costs, "cost_based", RETRIEVAL.make(32, 1e6, 0))
     first, second = twin.latency_ms(arrivals), twin.latency_ms(arrivals)
-    assert twin._replica.scheduler._cost.costs.merged_s(32, 0) == pytest.approx(0.132, rel=0.02)
+    assert twin.learned_costs.merged_s(32, 0) == pytest.approx(0.132, rel=0.02)
     assert second == pytest.approx(first, rel=0.2)
 
 
-def test_what_a_point_says() -> None:
+def test_ratios_and_goals_of_a_point() -> None:
     latency_ms = {
-        "vlora_cost": (7.0, 8.0, 9.0),
+        "cost_based": (7.0, 8.0, 9.0),
         "unmerged_only": (10.0, 10.0, 10.0),
         "dlora": (8.0, 8.0, 10.0),
         "merged_only": (1.0, 1.0, 1.0),
         FLOOR: (6.0, 5.0, 4.0),
     }
-    point = Point("retrieval", 0.6, 1, 1.0, latency_ms, (0.75, 0.85, 0.86), ("merged_only",))
+    point = EnginePoint("retrieval", 0.6, 1, 1.0, latency_ms, (0.75, 0.85, 0.86), ("merged_only",))
     assert point.ratio == 0.8 and point.floor == 0.5 and point.error == pytest.approx(0.05)
     assert point.best == "dlora", "a policy that broke the waiting bound does not compete"
     to_baseline, to_best, simulated = point.goals()
@@ -143,7 +144,7 @@ def test_what_a_point_says() -> None:
     assert simulated.value == pytest.approx(0.05) and simulated.goal == pytest.approx(0.2)
 
 
-def test_the_clock_runs_with_its_engine_skips_idle_time_and_never_goes_back() -> None:
+def test_the_clock_runs_with_its_engine_and_skips_idle_time() -> None:
     now = 5.0
     clock = WorkClock(lambda: now)
     with clock.running():
@@ -157,7 +158,7 @@ def test_the_clock_runs_with_its_engine_skips_idle_time_and_never_goes_back() ->
     assert clock() == 10
 
 
-def test_average_token_latency_is_by_all_tokens() -> None:
+def test_average_token_latency_counts_all_tokens() -> None:
     def output(latency_s: float, prompt: int, answer: int) -> RequestOutput:
         timings = Timings(
             queue_s=0.0,

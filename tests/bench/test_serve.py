@@ -20,15 +20,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlora.bench import serve
 from vlora.bench.dummy import small_served_config
-from vlora.bench.serve.answers import NEAR_TIE, compare
-from vlora.bench.serve.baseline import Baseline, prepare
-from vlora.bench.serve.comparison import CASES, Files, check_answers, model_files, serving
-from vlora.bench.serve.figures import Answered, Run, percentile, row
-from vlora.bench.serve.load import drive
-from vlora.bench.serve.surfaces import ChatCompletions, EventReader
-from vlora.bench.serve.workload import Ask, Workload, arrivals, asks
+from vlora.bench.serving import serve
+from vlora.bench.serving.serve.answers import NEAR_TIE, compare
+from vlora.bench.serving.serve.baseline import Baseline, prepare
+from vlora.bench.serving.serve.comparison import CASES, ModelFiles, check_answers, serving, write_model_files
+from vlora.bench.serving.serve.load import drive
+from vlora.bench.serving.serve.measurements import LoadRun, ObservedAnswer, percentile, row
+from vlora.bench.serving.serve.surfaces import ChatCompletions, EventReader
+from vlora.bench.serving.serve.workload import Workload, WorkloadRequest, arrivals, workload_requests
 from vlora.errors import BadConfig
 from vlora.models.processing import InputProcessor
 
@@ -37,8 +37,8 @@ TINY = dataclasses.replace(TINY, picture_height=56)
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    return model_files(small_served_config(), tmp_path_factory.mktemp("served"), TINY.adapters)
+def files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
+    return write_model_files(small_served_config(), tmp_path_factory.mktemp("served"), TINY.adapters)
 
 
 # -- the workload -----------------------------------------------------------------------------------------------------
@@ -46,10 +46,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 def adapters_of(count: int, **settings: Any) -> collections.Counter[int | None]:
     workload = Workload(pictures=0, prompt_tokens=20, **settings)
-    return collections.Counter(ask.adapter for ask in itertools.islice(asks(workload, adapted=True), count))
+    return collections.Counter(
+        request.adapter for request in itertools.islice(workload_requests(workload, adapted=True), count)
+    )
 
 
-def test_popularity() -> None:
+def test_popularity_of_adapters() -> None:
     assert adapters_of(400) == {0: 100, 1: 100, 2: 100, 3: 100}
     zipf = adapters_of(4000, popularity="zipf")
     assert [zipf[i] / 4000 for i in range(4)] == pytest.approx([0.48, 0.24, 0.16, 0.12], abs=0.02)
@@ -57,25 +59,27 @@ def test_popularity() -> None:
     assert [hottest[i] / 4000 for i in range(4)] == pytest.approx([0.7, 0.1, 0.1, 0.1], abs=0.02)
 
 
-def test_requests_are_the_same_again_and_their_pictures_are_not() -> None:
+def test_requests_are_reproducible_and_their_pictures_differ() -> None:
     workload = dataclasses.replace(TINY, pictures=2, prompt_tokens=64)
-    first, again = (list(itertools.islice(asks(workload, adapted=True), 5)) for _ in range(2))
+    first, again = (list(itertools.islice(workload_requests(workload, adapted=True), 5)) for _ in range(2))
     assert first == again
-    other = itertools.islice(asks(dataclasses.replace(workload, seed=1), adapted=True), 5)
-    pictures = [picture for ask in (*first, *other) for picture in ask.pictures]
+    other = itertools.islice(workload_requests(dataclasses.replace(workload, seed=1), adapted=True), 5)
+    pictures = [picture for request in (*first, *other) for picture in request.pictures]
     assert len(set(pictures)) == len(pictures) == 20
-    base = list(itertools.islice(asks(workload, adapted=False), 5))
-    assert [ask._replace(adapter=None) for ask in first] == base
+    base = list(itertools.islice(workload_requests(workload, adapted=False), 5))
+    assert [request._replace(adapter=None) for request in first] == base
 
 
 @pytest.mark.parametrize(
     ("pictures", "width", "height", "tokens"),
     [(0, 224, 224, 20), (1, 224, 224, 256), (2, 112, 224, 100), (1, 420, 84, 90)],
 )
-def test_a_prompt_is_as_long_as_asked(files: Files, pictures: int, width: int, height: int, tokens: int) -> None:
+def test_prompts_have_the_configured_length(
+    files: ModelFiles, pictures: int, width: int, height: int, tokens: int
+) -> None:
     workload = Workload(pictures=pictures, picture_width=width, picture_height=height, prompt_tokens=tokens)
     processor = InputProcessor.from_pretrained(files.model)
-    prepared = prepare(processor, next(asks(workload, adapted=False)))
+    prepared = prepare(processor, next(workload_requests(workload, adapted=False)))
     assert len(prepared.prompt_ids) == tokens
 
 
@@ -91,7 +95,7 @@ def test_a_prompt_is_as_long_as_asked(files: Files, pictures: int, width: int, h
         ({"skew": 1.5}, "skew is 1.5"),
     ],
 )
-def test_what_cannot_work_is_refused(settings: dict[str, Any], message: str) -> None:
+def test_invalid_workloads_are_rejected(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(BadConfig, match=message):
         Workload(**settings)
 
@@ -111,11 +115,11 @@ class Counting:
 
     def __init__(self, seconds: float = 0.0, fails: int | None = None) -> None:
         self.seconds, self.fails = seconds, fails
-        self.seen: list[Ask] = []
+        self.seen: list[WorkloadRequest] = []
         self.under_way = self.most = 0
 
-    async def __call__(self, ask: Ask, answered: Answered) -> None:
-        self.seen.append(ask)
+    async def __call__(self, request: WorkloadRequest, answer: ObservedAnswer) -> None:
+        self.seen.append(request)
         number = len(self.seen)
         self.under_way += 1
         self.most = max(self.most, self.under_way)
@@ -123,17 +127,17 @@ class Counting:
         self.under_way -= 1
         if number == self.fails:
             raise ValueError("broken")
-        answered.answer_tokens = ask.answer_tokens
+        answer.answer_tokens = request.answer_tokens
 
 
 TEXT = Workload(pictures=0, prompt_tokens=20, requests=20, concurrency=3)
 
 
-def test_a_closed_loop_keeps_so_many_outstanding() -> None:
+def test_a_closed_loop_keeps_the_number_of_outstanding_requests() -> None:
     server = Counting(0.001, fails=7)
-    run = asyncio.run(drive(TEXT, asks(TEXT, adapted=True), server))
+    run = asyncio.run(drive(TEXT, workload_requests(TEXT, adapted=True), server))
     assert server.most == 3
-    assert server.seen == list(itertools.islice(asks(TEXT, adapted=True), 20))
+    assert server.seen == list(itertools.islice(workload_requests(TEXT, adapted=True), 20))
     assert run.errors == ["ValueError: broken"] and len(run.completed) == 19
     assert run.answer_tokens == 19 * 32
     assert all(answer.end_s >= answer.due_s for answer in run.answers)
@@ -141,49 +145,49 @@ def test_a_closed_loop_keeps_so_many_outstanding() -> None:
 
 def test_a_closed_loop_ends_with_its_duration() -> None:
     timed = dataclasses.replace(TEXT, requests=None, duration_s=0.2)
-    run = asyncio.run(drive(timed, asks(timed, adapted=True), Counting(0.01)))
+    run = asyncio.run(drive(timed, workload_requests(timed, adapted=True), Counting(0.01)))
     assert len(run.answers) >= 3 and run.seconds >= 0.2
 
 
-def test_an_open_loop_waits_for_nothing_and_counts_from_when_requests_were_due() -> None:
+def test_an_open_loop_does_not_wait_and_measures_from_due_times() -> None:
     fast = dataclasses.replace(TEXT, rate=1000.0)
     server = Counting(0.3)
-    run = asyncio.run(drive(fast, asks(fast, adapted=True), server))
+    run = asyncio.run(drive(fast, workload_requests(fast, adapted=True), server))
     assert server.most == 20 > fast.concurrency
     due = [answer.due_s - run.started_s for answer in run.answers]
     expected = list(itertools.islice(arrivals(fast), 20))
     assert due == pytest.approx([at - expected[0] for at in expected], abs=1e-6)
     timed = dataclasses.replace(fast, requests=None, duration_s=0.05)
     count = sum(at <= 0.05 for at in itertools.islice(arrivals(timed), 1000))
-    assert len(asyncio.run(drive(timed, asks(timed, adapted=True), Counting())).answers) == count
+    assert len(asyncio.run(drive(timed, workload_requests(timed, adapted=True), Counting())).answers) == count
 
 
 # -- figures ----------------------------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=200), st.floats(0.1, 100))
-def test_percentiles_are_numpys_nearest_rank(values: list[float], percent: float) -> None:
+def test_percentiles_are_the_nearest_rank_of_numpy(values: list[float], percent: float) -> None:
     assert percentile(values, percent) == pytest.approx(np.percentile(values, percent, method="inverted_cdf"))
 
 
-def test_figures_of_a_run() -> None:
-    first = Answered(0.0, [1.0, 1.5, 1.75], 2.0, "a b c", prompt_tokens=10, answer_tokens=3)
-    second = Answered(1.0, [1.5], 4.0, "a", prompt_tokens=10, answer_tokens=1)
-    failed = Answered(1.0, [1.1], 9.0, "a", prompt_tokens=10, answer_tokens=1, error="ValueError: broken")
-    found = row([Run([first, second, failed], 0.0, 4.0)], case="adapters")
+def test_statistics_of_a_run() -> None:
+    first = ObservedAnswer(0.0, [1.0, 1.5, 1.75], 2.0, "a b c", prompt_tokens=10, answer_tokens=3)
+    second = ObservedAnswer(1.0, [1.5], 4.0, "a", prompt_tokens=10, answer_tokens=1)
+    failed = ObservedAnswer(1.0, [1.1], 9.0, "a", prompt_tokens=10, answer_tokens=1, error="ValueError: broken")
+    found = row([LoadRun([first, second, failed], 0.0, 4.0)], case="adapters")
     assert found["case"] == "adapters" and (found["runs"], found["requests"], found["errors"]) == (1, 3, 1)
     assert found["answer tokens/s"] == 1.0 and found["all tokens/s"] == 6.0
     assert [found[f"TTFT p{p} s"] for p in (50, 95, 99)] == [0.5, 1.0, 1.0]
     assert [found[f"ITL p{p} s"] for p in (50, 95, 99)] == [0.25, 0.5, 0.5]
     assert [found[f"latency p{p} s"] for p in (50, 95, 99)] == [2.0, 3.0, 3.0]
-    assert row([Run([failed], 0.0, 4.0)])["TTFT p50 s"] is None
+    assert row([LoadRun([failed], 0.0, 4.0)])["TTFT p50 s"] is None
 
 
 # -- streams ----------------------------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.integers(1, 40), max_size=10))
-def test_events_are_whole_however_their_bytes_arrive(cuts: list[int]) -> None:
+def test_events_are_complete_for_any_split_of_their_bytes(cuts: list[int]) -> None:
     events = [{"text": "a\nb"}, {"text": "\u00fc"}, {}]
     body = b": a comment\n\n" + b"".join(b"data: %b\r\n\r\n" % json.dumps(each).encode() for each in events)
     body += b"data:[DONE]\n\n"
@@ -237,10 +241,10 @@ def test_streamed_answers_over_http() -> None:
         async with answering((200, whole), (200, whole)) as (url, requests):
             send = ChatCompletions(url, "base", ["one", "two"], token="secret-of-the-test")
             for adapter in (1, None):
-                answered = Answered(0.0)
-                await send(Ask(adapter, "what ?", (b"jpeg",), 5), answered)
-                assert (answered.text, answered.prompt_tokens, answered.answer_tokens) == ("a b", 7, 2)
-                assert len(answered.pieces_s) == 2 and answered.pieces_s[0] < answered.pieces_s[1]
+                answer = ObservedAnswer(0.0)
+                await send(WorkloadRequest(adapter, "what ?", (b"jpeg",), 5), answer)
+                assert (answer.text, answer.prompt_tokens, answer.answer_tokens) == ("a b", 7, 2)
+                assert len(answer.pieces_s) == 2 and answer.pieces_s[0] < answer.pieces_s[1]
             await send.close()
         heads, bodies = zip(*(each.split(b"\r\n\r\n", 1) for each in requests), strict=True)
         assert all(b"Bearer secret-of-the-test" in head and b"/v1/chat/completions" in head for head in heads)
@@ -260,16 +264,16 @@ def test_streamed_answers_over_http() -> None:
     ],
 )
 def test_broken_answers_are_errors(status: int, pieces: list[bytes], message: str) -> None:
-    async def main() -> Run:
+    async def main() -> LoadRun:
         async with answering((status, pieces)) as (url, _):
             one = dataclasses.replace(TEXT, requests=1)
-            return await drive(one, asks(one, adapted=False), ChatCompletions(url, "base", []))
+            return await drive(one, workload_requests(one, adapted=False), ChatCompletions(url, "base", []))
 
     with pytest.raises(ValueError, match=message):
         raise ValueError(*asyncio.run(main()).errors)
 
 
-def test_what_is_no_url_is_refused() -> None:
+def test_invalid_urls_are_rejected() -> None:
     with pytest.raises(BadConfig, match="url is 'localhost:8000'"):
         ChatCompletions("localhost:8000", "base", [])
 
@@ -308,17 +312,21 @@ def test_answers_are_compared_up_to_a_tie() -> None:
     assert compare(words, [1.0, 1.0, NEAR_TIE / 2, 1.0], "a x y z") == (1, None, True)
 
 
-def test_a_batch_of_the_baseline_is_as_each_alone(files: Files) -> None:
+@pytest.mark.slow
+def test_a_batch_of_the_baseline_equals_single_requests(files: ModelFiles) -> None:
     """Prompts of several lengths, padded on the left; adapters and the base model in one batch."""
     baseline = Baseline(files.model, list(files.adapters.values()), "float32")
     processor = InputProcessor.from_pretrained(files.model)
     requests = [
-        prepare(processor, next(asks(dataclasses.replace(TINY, prompt_tokens=length, seed=length), adapted=False)))
+        prepare(
+            processor,
+            next(workload_requests(dataclasses.replace(TINY, prompt_tokens=length, seed=length), adapted=False)),
+        )
         for length in (20, 48, 31)
     ]
     requests = [each._replace(adapter=adapter) for each, adapter in zip(requests, (1, None, 0), strict=True)]
     alone = [baseline.greedy(each).token_ids for each in requests]
-    assert baseline._generate(requests).sequences.tolist() == alone
+    assert baseline.generate(requests).sequences.tolist() == alone
     run = baseline.run(requests, batch=2)
     assert run.answer_tokens == 18 and run.prompt_tokens == 99 and len({answer.end_s for answer in run.answers}) == 3
     others = [baseline.greedy(requests[0]._replace(adapter=adapter)).token_ids for adapter in (None, 0)]
@@ -326,13 +334,14 @@ def test_a_batch_of_the_baseline_is_as_each_alone(files: Files) -> None:
 
 
 @pytest.fixture(scope="module")
-def server(files: Files) -> Iterator[Any]:
+def server(files: ModelFiles) -> Iterator[Any]:
     with serving(files, "float32", 1) as found:
         yield found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("surface", ["http", "rpyc"])
-def test_right_answers_are_right_and_those_of_another_adapter_wrong(files: Files, server: Any, surface: str) -> None:
+def test_answers_of_another_adapter_are_detected_as_wrong(files: ModelFiles, server: Any, surface: str) -> None:
     paths = list(files.adapters.values())
     found = check_answers(server, surface, files, TINY, Baseline(files.model, paths, "float32"))
     assert found["wrong"] == [] and found["ties"] < found["answers"] == 12
@@ -341,7 +350,8 @@ def test_right_answers_are_right_and_those_of_another_adapter_wrong(files: Files
     assert len(swapped["wrong"]) >= 4
 
 
-def test_all_of_it() -> None:
+@pytest.mark.slow
+def test_a_complete_quick_run() -> None:
     settings = dataclasses.asdict(TINY) | {"answer_tokens": 4}
     del settings["duration_s"], settings["rate"]
     report = serve.run(True, rounds=1, threads=[1], dtype="float32", **settings)

@@ -10,7 +10,6 @@ import pytest
 
 import vlora.cli
 from tests.server.running import Running, png, running_server
-from tests.server.scripted import write_adapter
 
 Vlora = Callable[..., tuple[int, str, str]]
 
@@ -30,12 +29,8 @@ def vlora_command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """Adapters: cam with the heads night (2 frames) and day (1), signs without."""
-    with running_server() as running:
-        folder = tmp_path_factory.mktemp("adapters")
-        running.on_loop(running.front_end.load_adapter("cam", write_adapter(folder / "cam", {"night": 2, "day": 1})))
-        running.on_loop(running.front_end.load_adapter("signs", write_adapter(folder / "signs")))
+def server() -> Iterator[Running]:
+    with running_server({"cam": {"night": 2, "day": 1}, "signs": {}}) as running:
         yield running
 
 

@@ -17,7 +17,7 @@ from rich.console import Console
 import vlora.cli
 import vlora.cli.serve
 from fusion.block_diagonal.convert import Conversion, ConvertedLayer
-from fusion.block_diagonal.distil import Distilled
+from fusion.block_diagonal.distil import DistillationScores
 from tests.cli.conftest import Vlora
 from tests.server.running import running_server
 from tests.server.scripted import write_adapter
@@ -68,7 +68,7 @@ def test_a_query_loads_no_model_libraries(address: str, image: str) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_explains_itself_with_an_example(vlora_command: Vlora, command: str) -> None:
+def test_every_command_has_an_example_in_its_help(vlora_command: Vlora, command: str) -> None:
     code, out, _ = vlora_command(command, "--help")
     assert code == 0 and f"  vlora {command}" in out.split("\n\n")[2], "a summary, then an example"
 
@@ -90,7 +90,7 @@ def test_every_setting_is_a_flag_with_its_own_default_and_a_help_text(config: ty
             assert option.default == field.default
 
 
-def test_what_is_on_by_default_can_be_switched_off() -> None:
+def test_flags_that_are_on_by_default_can_be_switched_off() -> None:
     serve = vlora.cli.cli.commands["serve"]
     for flag, value in (("--no-prefix-cache", False), ("--prefix-cache", True)):
         assert serve.make_context("serve", [flag]).params["prefix_cache"] is value
@@ -142,9 +142,9 @@ def test_adapters_are_loaded_pinned_and_unloaded(vlora_command: Vlora, tmp_path:
         assert code == 2 and "write --server after 'unload'" in err
 
 
-def test_adapters_that_were_only_registered_are_told_apart(vlora_command: Vlora, tmp_path: Path) -> None:
+def test_registered_adapters_are_shown_as_not_loaded(vlora_command: Vlora, tmp_path: Path) -> None:
     with running_server() as running:
-        running.on_loop(running.front_end.register_adapters({"later": write_adapter(tmp_path / "later")}))
+        running.on_loop(running.front_end.adapters.register({"later": write_adapter(tmp_path / "later")}))
         code, out, _ = vlora_command("adapters", "--server", f"127.0.0.1:{running.port}")
     assert code == 0 and out == "later  rank 8  0.0 MiB  read at first use\n"
 
@@ -165,7 +165,7 @@ def test_stream_prints_a_line_per_second_of_video(vlora_command: Vlora, address:
     assert all(result["latency_s"] > 0 and 0.5 < result["confidence"] <= 1 for result in results)
 
 
-def test_seconds_without_an_answer_are_told_and_end_with_code_1(
+def test_failed_clips_are_reported_and_end_with_code_1(
     vlora_command: Vlora, address: str, video: str, tmp_path: Path
 ) -> None:
     late = ("--max-latency-s", "0.0000001")
@@ -175,7 +175,7 @@ def test_seconds_without_an_answer_are_told_and_end_with_code_1(
     assert all(json.loads(line)["problem"] for line in rows.read_text().splitlines())
 
 
-def test_several_heads_are_asked_at_a_chosen_rate(vlora_command: Vlora, address: str, video: str) -> None:
+def test_several_heads_answer_at_a_chosen_rate(vlora_command: Vlora, address: str, video: str) -> None:
     heads = ("--adapter", "cam", "--head", "night", "--head", "day", "--fps", "2")
     code, out, err = vlora_command("stream", video, *heads, "--server", address)
     assert (code, err) == (0, "")
@@ -270,7 +270,7 @@ def test_several_heads_are_asked_at_a_chosen_rate(vlora_command: Vlora, address:
         (["fuse", "demo", "--out", "x", "--resume", "--restart"], "give one of them"),
     ],
 )
-def test_mistakes_are_one_line_and_code_2(
+def test_user_errors_are_one_line_and_code_2(
     vlora_command: Vlora, address: str, image: str, monkeypatch: pytest.MonkeyPatch, args: list[str], message: str
 ) -> None:
     monkeypatch.setenv("VLORA_SERVER", address)
@@ -279,7 +279,7 @@ def test_mistakes_are_one_line_and_code_2(
     assert err.startswith("error: ") and message in err and err.count("\n") == 1, err
 
 
-def test_a_video_cut_short_is_one_line_too(address: str, video: str, tmp_path: Path) -> None:
+def test_a_truncated_video_is_one_line(address: str, video: str, tmp_path: Path) -> None:
     broken = tmp_path / "broken.mp4"
     broken.write_bytes(Path(video).read_bytes()[:400])
     command = [sys.executable, "-m", "vlora.cli", "stream", str(broken), *NIGHT, "--server", address]
@@ -288,7 +288,7 @@ def test_a_video_cut_short_is_one_line_too(address: str, video: str, tmp_path: P
     assert done.stderr == f"error: cannot read video {str(broken)!r}: it is not a video that this machine can decode\n"
 
 
-def test_several_mistakes_of_a_plan_have_a_line_each(vlora_command: Vlora, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_errors_of_a_plan_have_a_line_each(vlora_command: Vlora, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **options: object) -> None:
         raise BadPlan("plan.yaml, line 3, field `a`: is missing\nplan.yaml, line 9, field `b`: no such field")
 
@@ -302,7 +302,7 @@ def test_several_mistakes_of_a_plan_have_a_line_each(vlora_command: Vlora, monke
 @pytest.mark.parametrize(
     ("command", "runs"), [(("fuse", "demo", "--out", "x"), "fusion.commands.fuse"), (("demo",), "apps.demo.run")]
 )
-def test_with_json_what_is_told_meanwhile_goes_elsewhere(
+def test_with_json_progress_is_written_to_stderr(
     vlora_command: Vlora, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], runs: str
 ) -> None:
     def run(*args: object, console: Console, **options: object) -> dict[str, int]:
@@ -314,9 +314,9 @@ def test_with_json_what_is_told_meanwhile_goes_elsewhere(
     assert vlora_command(*command, "--json") == (0, '{"adapters":2}\n', "training\n")
 
 
-def test_a_conversion_is_told_in_words_or_json(vlora_command: Vlora, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversion_is_reported_as_text_or_json(vlora_command: Vlora, monkeypatch: pytest.MonkeyPatch) -> None:
     layers = [ConvertedLayer("q_proj", Blocks("a", 2), 4, 0.25), ConvertedLayer("fc", None, 8, 0.0)]
-    conversion = Conversion(layers, [Distilled("signs", 0.9, 0.5, 0.8, 0.3, 0.1)])
+    conversion = Conversion(layers, [DistillationScores("signs", 0.9, 0.5, 0.8, 0.3, 0.1)])
     monkeypatch.setattr("fusion.block_diagonal.convert.convert", lambda *_, **__: conversion)
     command = ("convert-bd", "signs", "--blocks", "2")
     code, out, err = vlora_command(*command)
@@ -332,7 +332,7 @@ def test_a_conversion_is_told_in_words_or_json(vlora_command: Vlora, monkeypatch
     }
 
 
-def test_a_models_name_tells_nothing_of_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_models_name_does_not_contain_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "qwen2-vl").mkdir()
     monkeypatch.chdir(tmp_path)
     for model in (f"{tmp_path}/qwen2-vl", f"{tmp_path}/qwen2-vl/", "qwen2-vl", "./qwen2-vl/."):

@@ -60,6 +60,6 @@ def test_the_annotated_video_shows_every_frame(tmp_path: Path) -> None:
     assert frames[5][-48:].max() > 200  # the answer below it
 
 
-def test_a_failed_step_ends_it_with_a_word(tmp_path: Path) -> None:
+def test_a_failed_step_ends_the_demo_with_one_line(tmp_path: Path) -> None:
     with pytest.raises(VLoraError, match="`vlora fuse` failed"):
         apps.demo.run(tmp_path, plan="broken", command=COMMAND, console=Console(file=io.StringIO()))

@@ -22,11 +22,11 @@ def check(**environ: str) -> None:
         *("PATH", "VLORAX_SERVE", "MY_VLORA_SERVE"),
     ],
 )
-def test_what_is_read_passes(name: str) -> None:
+def test_known_variables_are_accepted(name: str) -> None:
     check(**{name: "1"})
 
 
-def test_what_kubernetes_sets_for_a_service_passes() -> None:
+def test_variables_of_kubernetes_services_are_accepted() -> None:
     check(
         VLORA_SERVICE_HOST="10.0.0.7",
         VLORA_SERVICE_PORT="8000",
@@ -47,7 +47,7 @@ def test_what_kubernetes_sets_for_a_service_passes() -> None:
         ("VLORA_QZX", "; unset it"),
     ],
 )
-def test_others_are_refused_with_what_they_resemble(name: str, meant: str) -> None:
+def test_unknown_variables_are_refused_with_the_closest_known_one(name: str, meant: str) -> None:
     with pytest.raises(BadConfig, match=f"no command reads the environment variable {name}") as refused:
         check(**{name: "8000"})
     assert meant in str(refused.value)

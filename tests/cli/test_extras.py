@@ -39,7 +39,7 @@ def run(*arguments: str, extra: str = "nothing") -> subprocess.CompletedProcess[
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
-def test_what_commands_check_for_is_what_the_extra_installs(extra: str) -> None:
+def test_commands_check_for_the_packages_that_the_extra_installs(extra: str) -> None:
     declared = set(distributions(PROJECT["optional-dependencies"][extra]))
     assert set(EXTRAS[extra]) == declared - {"triton"}
 
@@ -56,7 +56,8 @@ def test_help_needs_no_extra(command: str) -> None:
     assert done.returncode == 0 and done.stdout.startswith("Usage: vlora"), done.stderr
 
 
-def test_commands_that_ask_need_no_extra(address: str, image: str, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_client_commands_need_no_extra(address: str, image: str, tmp_path: Path) -> None:
     query = run("query", image, "say:light", "--server", address)
     assert (query.returncode, query.stdout) == (0, "light\n"), query.stderr
     status = run("status", "--json", "--server", address)
@@ -107,7 +108,7 @@ def test_other_commands_name_the_extra_in_one_line(arguments: str, extra: str) -
 
 
 @pytest.mark.slow
-def test_the_client_alone_asks_from_a_fresh_environment(tmp_path: Path, address: str, image: str) -> None:
+def test_the_client_alone_works_in_a_fresh_environment(tmp_path: Path, address: str, image: str) -> None:
     source = tmp_path / "source"  # pip leaves its build folder next to the sources
     source.mkdir()
     for folder in ("vlora", "atmm", "heads", "fusion", "apps"):
@@ -140,6 +141,7 @@ def test_the_client_alone_asks_from_a_fresh_environment(tmp_path: Path, address:
     assert size_mb < CLIENT_MB, f"{size_mb:.0f} MiB"
 
 
+@pytest.mark.slow
 def test_the_server_imports_nothing_of_the_other_extras() -> None:
     """`vlora serve`, its engine process, `vlora tune` and the packaged model, without the packages that only `fuse`
     installs.

@@ -19,9 +19,9 @@ import click
 import pytest
 
 import vlora.cli
-from tests.apps.test_video_analytics import shades, write_video
 from tests.cli.conftest import Vlora
 from tests.server.running import Running, png
+from tests.video_files import shades, write_video
 from vlora.bench.report import Goal, Report
 from vlora.cli.group import cli
 from vlora.cli.options import long_flag
@@ -45,7 +45,7 @@ def theta(monkeypatch: pytest.MonkeyPatch, *before: str, flags: tuple[str, ...] 
 @pytest.mark.parametrize("in_file", [False, True])
 @pytest.mark.parametrize("in_environment", [False, True])
 @pytest.mark.parametrize("as_flag", [False, True])
-def test_a_flag_goes_before_the_environment_and_that_before_the_file(
+def test_flags_override_the_environment_which_overrides_the_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, in_file: bool, in_environment: bool, as_flag: bool
 ) -> None:
     config = tmp_path / "vlora.yaml"
@@ -60,7 +60,7 @@ def test_a_flag_goes_before_the_environment_and_that_before_the_file(
     assert value == (1 if as_flag else 2 if in_environment else 3 if in_file else 0.1)
 
 
-def test_the_file_may_be_named_by_the_environment_and_hold_lists(
+def test_the_environment_may_name_the_file_and_the_file_may_have_lists(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     config = tmp_path / "vlora.yaml"
@@ -79,7 +79,7 @@ def test_the_file_may_be_named_by_the_environment_and_hold_lists(
     )
 
 
-def test_every_option_is_known_in_the_environment_by_its_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_option_has_a_variable_named_by_its_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("VLORA_LOG_LEVEL", "VLORA_LOG_JSON"):  # set by a server started earlier in this process
         monkeypatch.delenv(variable, raising=False)
     for name, command in commands(cli):
@@ -109,7 +109,7 @@ def test_every_option_is_known_in_the_environment_by_its_flag(monkeypatch: pytes
         ("serve: {weight: [null]}", "serve: weight is [None]; write a value, or a list of them"),
     ],
 )
-def test_a_mistake_in_the_file_is_one_line(vlora_command: Vlora, tmp_path: Path, text: str, message: str) -> None:
+def test_an_error_in_the_file_is_one_line(vlora_command: Vlora, tmp_path: Path, text: str, message: str) -> None:
     config = tmp_path / "vlora.yaml"
     config.write_text(text)
     code, out, err = vlora_command("--config", str(config), "serve", "--adapter", "x")
@@ -120,7 +120,7 @@ def test_a_mistake_in_the_file_is_one_line(vlora_command: Vlora, tmp_path: Path,
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_there_is_a_script_for_every_shell(vlora_command: Vlora, tmp_path: Path, shell: str) -> None:
+def test_every_shell_has_a_completion_script(vlora_command: Vlora, tmp_path: Path, shell: str) -> None:
     if shell == "bash" and not shutil.which("bash"):
         pytest.skip("no bash here")
     code, out, err = vlora_command("completion", shell)
@@ -131,20 +131,20 @@ def test_there_is_a_script_for_every_shell(vlora_command: Vlora, tmp_path: Path,
 
 
 @pytest.mark.parametrize(
-    ("words", "offered"), [("vlora str", {"stream"}), ("vlora serve --policy vlora --switching s", {"shadow"})]
+    ("words", "offered"), [("vlora str", {"stream"}), ("vlora serve --policy algorithm1 --switching s", {"shadow"})]
 )
 def test_commands_options_and_choices_are_completed(words: str, offered: set[str]) -> None:
     place = str(len(words.split()) - 1)
-    asked = os.environ | {"_VLORA_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": place}
-    done = subprocess.run(COMMAND, env=asked, cwd=ROOT, capture_output=True, text=True, check=True)
+    environment = os.environ | {"_VLORA_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": place}
+    done = subprocess.run(COMMAND, env=environment, cwd=ROOT, capture_output=True, text=True, check=True)
     assert {line.partition(",")[2] for line in done.stdout.splitlines()} == offered
 
 
 # -- progress ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stdout_too", [False, True])
-def test_progress_shows_on_a_terminal_only_and_never_in_what_is_printed(tmp_path: Path, stdout_too: bool) -> None:
+@pytest.mark.parametrize("stdout_too", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_progress_is_shown_on_a_terminal_only_and_not_in_the_output(tmp_path: Path, stdout_too: bool) -> None:
     code = (
         "import time, click\n"
         "from vlora.cli.progress import counting, waiting\n"
@@ -182,7 +182,7 @@ def read_all(terminal: int) -> str:
     return data.decode(errors="replace")
 
 
-def test_where_nobody_watches_nothing_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_no_progress_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     with counting("pictures", 2) as advance, waiting("loading") as done:
         advance()
         done()
@@ -193,7 +193,7 @@ def test_where_nobody_watches_nothing_is_shown(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.slow
-def test_an_interrupt_finishes_what_is_under_way(server: Running, address: str, tmp_path: Path) -> None:
+def test_an_interrupt_finishes_the_work_in_progress(server: Running, address: str, tmp_path: Path) -> None:
     video = write_video(tmp_path / "long.mp4", shades(400))
     command = [*COMMAND, "stream", str(video), "--adapter", "cam", "--head", "night", "--server", address]
     child = subprocess.Popen(
@@ -217,8 +217,8 @@ def test_an_interrupt_ends_waiting_for_a_server(tmp_path: Path) -> None:
     assert child.stderr is not None and "waiting for it" in child.stderr.readline()
     child.send_signal(signal.SIGINT)
     assert child.wait(10) == 130
-    told = child.stderr.read().splitlines()
-    assert len(told) == 2 and told[1].startswith("error: cannot reach a server at 127.0.0.1:1")
+    lines = child.stderr.read().splitlines()
+    assert len(lines) == 2 and lines[1].startswith("error: cannot reach a server at 127.0.0.1:1")
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="for systems with a disk that is always full")
@@ -230,7 +230,7 @@ def test_a_full_disk_is_one_line() -> None:
     assert (done.returncode, done.stderr) == (1, "error: cannot write: No space left on device\n")
 
 
-def test_help_says_how_commands_end(vlora_command: Vlora) -> None:
+def test_help_lists_the_exit_codes(vlora_command: Vlora) -> None:
     _, out, _ = vlora_command("--help")
     assert all(word in out for word in ("Exit codes", "130", "143", "VLORA_SERVE_HTTP_PORT"))
 
@@ -248,7 +248,7 @@ def test_every_command_that_reports_has_json() -> None:
     assert without == {"serve", "completion"}, "one serves, the other prints a script"
 
 
-def test_a_benchs_json_stands_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_with_json_a_bench_prints_only_json(capsys: pytest.CaptureFixture[str]) -> None:
     report = Report("step", [{"what": "a", "ms": 1.5}], [Goal("ratio", 1.0, 1.2, True)])
     report.print()
     table, _, line = capsys.readouterr().out.rstrip().rpartition("\n")
@@ -260,7 +260,7 @@ def test_a_benchs_json_stands_alone(capsys: pytest.CaptureFixture[str]) -> None:
 # -- batch and status -------------------------------------------------------------------------------------
 
 
-def test_batch_answers_in_order_and_tells_bad_pictures(
+def test_batch_answers_in_order_and_reports_bad_pictures(
     vlora_command: Vlora,
     address: str,
     tmp_path: Path,
@@ -281,7 +281,7 @@ def test_batch_answers_in_order_and_tells_bad_pictures(
     assert code == 2 and err == "error: give a question, or a head and the adapter it belongs to\n"
 
 
-def test_status_tells_a_server_at_a_glance(vlora_command: Vlora, address: str) -> None:
+def test_status_summarizes_a_server(vlora_command: Vlora, address: str) -> None:
     code, out, err = vlora_command("status", "--server", address)
     assert (code, err) == (0, "") and "0 running, 0 waiting" in out and out.count("\n") == 11
     assert "threads    1\n" in out and "sized by   arena_bytes\n" in out
@@ -292,14 +292,14 @@ def test_status_tells_a_server_at_a_glance(vlora_command: Vlora, address: str) -
     assert code == 0 and json.loads(out)["num_running"] == 0
 
 
-def test_status_waits_as_long_as_it_is_told(vlora_command: Vlora, address: str) -> None:
+def test_status_waits_for_the_given_time(vlora_command: Vlora, address: str) -> None:
     code, _, err = vlora_command("status", "--server", address, "--wait-s", "60")
     assert (code, err) == (0, "")
     code, out, err = vlora_command("status", "--server", "127.0.0.1:1", "--wait-s", "0.1")
     assert (code, out) == (2, "") and err.startswith("error: cannot reach a server at 127.0.0.1:1")
 
 
-def test_a_bad_value_says_where_it_stands(
+def test_an_invalid_value_is_reported_with_its_source(
     vlora_command: Vlora,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -308,11 +308,11 @@ def test_a_bad_value_says_where_it_stands(
     assert vlora_command("status", "--wait-s", "soon")[2] == f"{bad}; see 'vlora status --help'\n"
     config = tmp_path / "vlora.yaml"
     config.write_text("status:\n  wait-s: soon\n")
-    said = vlora_command("--config", str(config), "status")[2]
-    assert said == f"{bad} (from the config file); see 'vlora status --help'\n"
+    error = vlora_command("--config", str(config), "status")[2]
+    assert error == f"{bad} (from the config file); see 'vlora status --help'\n"
     monkeypatch.setenv("VLORA_STATUS_WAIT_S", "soon")
-    said = vlora_command("--config", str(config), "status")[2]
-    assert said == f"{bad} (from the environment, VLORA_STATUS_WAIT_S); see 'vlora status --help'\n"
+    error = vlora_command("--config", str(config), "status")[2]
+    assert error == f"{bad} (from the environment, VLORA_STATUS_WAIT_S); see 'vlora status --help'\n"
 
 
 def test_the_module_runs_as_the_command() -> None:
@@ -321,7 +321,7 @@ def test_the_module_runs_as_the_command() -> None:
 
 
 @pytest.mark.parametrize(("number", "code", "word"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")])
-def test_a_command_that_ends_at_once_does_so_with_one_line(number: str, code: int, word: str) -> None:
+def test_an_interrupted_command_ends_at_once_with_one_line(number: str, code: int, word: str) -> None:
     """After one signal or two: the block here does not end by itself."""
     code_of = (
         "import sys, time\n"
@@ -344,5 +344,5 @@ def test_a_command_that_ends_at_once_does_so_with_one_line(number: str, code: in
         if times == 2:
             assert child.stdout.readline() == "left\n"
             child.send_signal(getattr(signal, number))
-        _, said = child.communicate(timeout=20)
-        assert (child.returncode, said) == (code, f"{word}: resume with: that\n")
+        _, error = child.communicate(timeout=20)
+        assert (child.returncode, error) == (code, f"{word}: resume with: that\n")

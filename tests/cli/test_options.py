@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 
 import click
@@ -11,12 +12,12 @@ import pytest
 from tests.cli.conftest import Vlora
 from vlora.cli.group import cli
 from vlora.cli.options import HeadedOption, long_flag
-from vlora.config import POLICY_NAMES, EngineConfig
+from vlora.config import POLICY_ALIASES, POLICY_NAMES, EngineConfig
 from vlora.errors import BadConfig
 from vlora.orchestrator.policies.registry import POLICIES
 
 
-def test_options_of_serve_stand_under_headings(vlora_command: Vlora) -> None:
+def test_options_of_serve_are_grouped_under_headings(vlora_command: Vlora) -> None:
     _, out, _ = vlora_command("serve", "--help")
     headings = re.findall(r"^(\w+):$", out, re.MULTILINE)
     assert headings == ["Model", "Adapters", "Network", "Log", "Scheduling", "Memory", "Limits", "Options"]
@@ -27,7 +28,7 @@ def test_options_of_serve_stand_under_headings(vlora_command: Vlora) -> None:
         assert isinstance(option, HeadedOption) and out.count(f"--{long_flag(option)} ") >= 1
 
 
-def test_each_policy_has_a_line_of_its_own(vlora_command: Vlora) -> None:
+def test_each_policy_has_its_own_help_line(vlora_command: Vlora) -> None:
     _, out, _ = vlora_command("serve", "--help")
     section = out[out.index("--policy [") : out.index("--max-batch-size")]
     assert set(POLICY_NAMES) == set(POLICIES)
@@ -35,18 +36,31 @@ def test_each_policy_has_a_line_of_its_own(vlora_command: Vlora) -> None:
         assert re.search(rf"^\s+{name} {{2,}}\w+", section, re.MULTILINE), name
 
 
-@pytest.mark.parametrize(("flag", "known"), [("--policy", "'vlora_cost', 'vlora'"), ("--dtype", "'auto', 'float32'")])
-def test_a_choice_lists_what_there_is(vlora_command: Vlora, flag: str, known: str) -> None:
+@pytest.mark.parametrize(
+    ("flag", "known"), [("--policy", "'cost_based', 'algorithm1'"), ("--dtype", "'auto', 'float32'")]
+)
+def test_an_invalid_choice_lists_the_valid_ones(vlora_command: Vlora, flag: str, known: str) -> None:
     code, _, err = vlora_command("serve", flag, "quick")
     assert code == 2 and f"invalid value for '{flag}': 'quick' is not one of {known}" in err
 
 
-def test_a_policy_is_checked_wherever_it_comes_from() -> None:
-    with pytest.raises(BadConfig, match="policy is 'quick'; choose one of vlora_cost, vlora, dlora"):
+def test_a_policy_from_any_source_is_checked() -> None:
+    with pytest.raises(BadConfig, match="policy is 'quick'; choose one of cost_based, algorithm1, dlora"):
         EngineConfig(model="m", policy="quick")
 
 
-def test_short_forms_mean_the_same_everywhere() -> None:
+@pytest.mark.parametrize(("former", "current"), POLICY_ALIASES.items())
+def test_former_policy_names_are_accepted_with_a_warning(
+    vlora_command: Vlora, caplog: pytest.LogCaptureFixture, former: str, current: str
+) -> None:
+    code, out, _ = vlora_command("simulate", "gamma", "--requests", "3", "--policy", former, "--json")
+    assert code == 0 and json.loads(out)["policy"] == current
+    assert [record.getMessage() for record in caplog.records] == [
+        f"the policy name {former!r} is deprecated and will be removed in the next release; use {current!r}"
+    ]
+
+
+def test_short_options_mean_the_same_in_every_command() -> None:
     meanings: dict[str, set[str]] = {}
     commands = itertools.chain.from_iterable(
         command.commands.values() if isinstance(command, click.Group) else [command]

@@ -79,7 +79,7 @@ def test_a_head_answers_with_its_label(
     assert code == 2 and "head 'night'" in err and "2 images" in err
 
 
-def test_a_question_of_a_head_is_answered_by_the_head_and_says_so(
+def test_a_question_of_a_head_is_answered_by_the_head_with_a_note(
     vlora_command: Vlora, address: str, image: str, bright: str
 ) -> None:
     at = ("--adapter", "cam", "--server", address)
@@ -100,14 +100,14 @@ def test_a_question_of_a_head_is_answered_by_the_head_and_says_so(
         ("Is it day?",),
     ],
 )
-def test_other_questions_and_words_are_generated(
+def test_other_questions_and_the_words_flag_generate_text(
     vlora_command: Vlora, address: str, bright: str, args: tuple[str, ...]
 ) -> None:
     code, out, err = vlora_command("query", bright, *args, "--adapter", "cam", "--server", address, "--json")
     assert (code, err) == (0, "") and "text" in json.loads(out) and "head" not in json.loads(out)
 
 
-def test_words_and_a_head_exclude_one_another(vlora_command: Vlora, address: str, bright: str) -> None:
+def test_the_words_flag_and_a_head_exclude_each_other(vlora_command: Vlora, address: str, bright: str) -> None:
     code, _, err = vlora_command("query", bright, "--words", "--head", "day", "--adapter", "cam", "--server", address)
     assert code == 2 and "leave out --words or --head" in err
 
@@ -115,7 +115,7 @@ def test_words_and_a_head_exclude_one_another(vlora_command: Vlora, address: str
 def test_boxes_of_a_detection_are_listed(vlora_command: Vlora, bright: str, image: str, tmp_path: Path) -> None:
     with running_server() as running:
         folder = write_adapter(tmp_path / "cars", {"detection": 1})
-        running.on_loop(running.front_end.load_adapter("cars", folder))
+        running.on_loop(running.front_end.adapters.load("cars", folder))
         at = ("--adapter", "cars", "--head", "detection", "--server", f"127.0.0.1:{running.port}")
         code, out, _ = vlora_command("query", bright, *at)
     assert code == 0
@@ -148,7 +148,7 @@ def test_a_picture_by_url_is_fetched(vlora_command: Vlora, server: Running, site
         (["IMAGE", "--head", "zzz", "--adapter", "cam"], "adapter 'cam' has no head 'zzz'; its heads: "),
     ],
 )
-def test_mistakes_are_one_line(
+def test_errors_are_one_line(
     vlora_command: Vlora,
     address: str,
     site: str,
@@ -163,9 +163,7 @@ def test_mistakes_are_one_line(
     assert (code, out) == (2, "") and err.startswith("error: ") and message in err and err.count("\n") == 1
 
 
-def test_a_site_that_stays_silent_is_given_up(
-    vlora_command: Vlora, address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unresponsive_site_times_out(vlora_command: Vlora, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vlora.cli.fetching, "_TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/a.png"

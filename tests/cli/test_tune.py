@@ -40,30 +40,30 @@ def embedded() -> str:
     return str(checkpoint_path())
 
 
-def test_a_search_writes_a_table_that_holds(tmp_path: Path) -> None:
+def test_a_search_writes_a_valid_table(tmp_path: Path) -> None:
     out = tmp_path / "tables" / "here.json"
-    code, told = tune("--model", "embedded", "--dtype", "float32", "--threads", "1", "--out", str(out))
+    code, output = tune("--model", "embedded", "--dtype", "float32", "--threads", "1", "--out", str(out))
     # Four groups of sites, eight tokens of two adapters, even and ragged.
-    assert code == 0 and "8 buckets measured" in told
+    assert code == 0 and "8 buckets measured" in output
     assert not list(out.parent.glob("*.partial"))
     document = json.loads(out.read_text())
     assert document["threads"] == 1 and document["torch"] == torch.__version__
-    code, told = tune("--check", "--out", str(out))
-    assert code == 0 and "agree with float64" in told
-    code, told = tune("--check", "--out", str(out), "--json")
-    assert code == 0 and json.loads(told) == {"sound": True, "told": [json.loads(told)["told"][0]]}
+    code, output = tune("--check", "--out", str(out))
+    assert code == 0 and "agree with float64" in output
+    code, output = tune("--check", "--out", str(out), "--json")
+    assert code == 0 and json.loads(output) == {"sound": True, "told": [json.loads(output)["told"][0]]}
 
 
-def test_a_search_out_of_time_says_how_far_it_came_and_goes_on(tmp_path: Path) -> None:
+def test_a_search_out_of_time_reports_its_progress_and_resumes(tmp_path: Path) -> None:
     out = tmp_path / "here.json"
-    asked = ("--model", "embedded", "--dtype", "float32", "--out", str(out))
-    code, told = tune(*asked, "--minutes", "0")
-    assert code == 0 and "0 of 8 cases" in told and "run the same command to continue" in told
-    code, told = tune(*asked, "--minutes", "0", "--json")
+    arguments = ("--model", "embedded", "--dtype", "float32", "--out", str(out))
+    code, output = tune(*arguments, "--minutes", "0")
+    assert code == 0 and "0 of 8 cases" in output and "run the same command to continue" in output
+    code, output = tune(*arguments, "--minutes", "0", "--json")
     facts = {"table": str(out), "num_measured": 0, "num_rows": 0, "num_done": 0, "num_cases": 8}
-    assert code == 0 and json.loads(told.splitlines()[-1]) == facts
+    assert code == 0 and json.loads(output.splitlines()[-1]) == facts
     assert list(tmp_path.glob("*.partial"))
-    assert "8 buckets measured" in tune(*asked)[1]
+    assert "8 buckets measured" in tune(*arguments)[1]
 
 
 def test_a_search_keeps_the_rows_of_other_shapes(tmp_path: Path) -> None:
@@ -77,6 +77,7 @@ def test_a_search_keeps_the_rows_of_other_shapes(tmp_path: Path) -> None:
         assert row in json.loads(out.read_text())["rows"]
 
 
+@pytest.mark.slow
 def test_the_engine_finds_the_table_of_a_search_by_its_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     tables.choose_table.cache_clear()
@@ -117,20 +118,20 @@ def test_a_table_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", (("--minutes", "-1"), ("--threads", "0"), ("--dtype", "int8"), ("--device", "tpu")))
-def test_what_cannot_be_is_refused_as_it_is_typed(wrong: tuple[str, str]) -> None:
-    code, told = tune(*wrong)
-    assert code == 2 and wrong[0] in told
+def test_invalid_options_are_refused_by_name(wrong: tuple[str, str]) -> None:
+    code, output = tune(*wrong)
+    assert code == 2 and wrong[0] in output
 
 
-def test_a_row_that_computes_something_else_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_with_wrong_results_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "here.json"
     tune("--model", "embedded", "--dtype", "float32", "--out", str(out))
     document = json.loads(out.read_text())
     document["rows"] = [[8, 2, 8, 64, 64, 1, "EVEN", "float32", "loop"]]
     out.write_text(json.dumps(document))
     monkeypatch.setattr("vlora.tune.error", lambda *_: float("nan"))
-    code, told = tune("--check", "--out", str(out))
-    assert code == 1 and "loop: Bucket(tokens=8" in told and "0 of 1 rows" in told
+    code, output = tune("--check", "--out", str(out))
+    assert code == 1 and "loop: Bucket(tokens=8" in output and "0 of 1 rows" in output
 
 
 @pytest.mark.parametrize("text", (None, "{"))
@@ -143,7 +144,7 @@ def test_a_table_that_cannot_be_read_is_named(tmp_path: Path, text: str | None) 
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
-def test_a_gpu_that_is_not_there_is_refused() -> None:
+def test_a_missing_gpu_is_refused() -> None:
     with pytest.raises(BadConfig, match="no CUDA device"):
         CliRunner().invoke(cli, ["tune", "--device", "cuda"], catch_exceptions=False)
 
@@ -157,7 +158,7 @@ def test_shapes_of_a_model_are_its_groups() -> None:
     ]
 
 
-def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_missing_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadConfig, match="cannot load model"):
         shapes_of(str(tmp_path / "nothing"))
 
@@ -182,41 +183,41 @@ def nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file = tmp_path / "nvcc"
     file.write_text(_NVCC % {"spills": SPACE[1].symbol, "breaks": SPACE[2].symbol})
     file.chmod(0o755)
-    monkeypatch.setattr(build, "tools", lambda: build.Tools(file, tmp_path))
+    monkeypatch.setattr(build, "find_toolchain", lambda: build.Toolchain(file, tmp_path))
     monkeypatch.setattr(build, "shared_bytes", lambda tile, library: 98_304)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return file
 
 
 def test_tiles_that_spill_or_do_not_compile_are_left_out(nvcc: Path) -> None:
-    code, told = tune("--build-cutlass", "--capability", "80", "--capability", "90")
-    assert code == 0 and f"{len(SPACE) - 2} of {len(SPACE)} tiles are built for sm_80, sm_90" in told
-    assert f"{SPACE[0].name}: 96 registers, nothing spilled, 98304 bytes of shared memory" in told
-    assert f"{SPACE[1].name} is left out: 24 bytes spilled" in told
-    assert f"{SPACE[2].name} is left out: does not compile: tile.cu(9): error: no such shape" in told
-    linked = build.place().read_text()
+    code, output = tune("--build-cutlass", "--capability", "80", "--capability", "90")
+    assert code == 0 and f"{len(SPACE) - 2} of {len(SPACE)} tiles are built for sm_80, sm_90" in output
+    assert f"{SPACE[0].name}: 96 registers, nothing spilled, 98304 bytes of shared memory" in output
+    assert f"{SPACE[1].name} is left out: 24 bytes spilled" in output
+    assert f"{SPACE[2].name} is left out: does not compile: tile.cu(9): error: no such shape" in output
+    linked = build.library_path().read_text()
     assert all((f"{tile.symbol}.o" in linked) == (tile not in SPACE[1:3]) for tile in SPACE)
     assert "problems.o" in linked
-    assert [file.name for file in build.place().parent.iterdir()] == [build.place().name]
+    assert [file.name for file in build.library_path().parent.iterdir()] == [build.library_path().name]
 
 
-def test_a_build_without_tools_says_what_is_missing(nvcc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing() -> build.Tools:
+def test_a_build_without_tools_names_the_missing_ones(nvcc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> build.Toolchain:
         raise FileNotFoundError("there is no nvcc")
 
-    monkeypatch.setattr(build, "tools", missing)
+    monkeypatch.setattr(build, "find_toolchain", missing)
     with pytest.raises(BadConfig, match="cannot build the grouped products: there is no nvcc"):
         CliRunner().invoke(cli, ["tune", "--build-cutlass"], catch_exceptions=False)
-    assert not build.place().parent.exists()
+    assert not build.library_path().parent.exists()
 
 
-def test_a_compiler_that_cannot_work_is_told(nvcc: Path) -> None:
+def test_a_failing_compiler_is_reported(nvcc: Path) -> None:
     nvcc.write_text("#!/bin/sh\necho 'no host compiler' >&2\nexit 1\n")
     with pytest.raises(BadConfig, match="nvcc failed: no host compiler"):
         CliRunner().invoke(cli, ["tune", "--build-cutlass"], catch_exceptions=False)
-    assert not build.place().exists()
+    assert not build.library_path().exists()
 
 
-def test_capabilities_belong_to_a_build() -> None:
+def test_capabilities_require_a_build() -> None:
     with pytest.raises(BadConfig, match="--capability requires --build-cutlass"):
         CliRunner().invoke(cli, ["tune", "--capability", "80"], catch_exceptions=False)

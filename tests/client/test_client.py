@@ -43,12 +43,6 @@ def server() -> Iterator[Running]:
         yield running
 
 
-@pytest.fixture
-def client(server: Running) -> Iterator[Client]:
-    with Client(port=server.port) as made:
-        yield made
-
-
 def idle(server: Running) -> bool:
     deadline = time.monotonic() + 5
     while server.engine.engine.running and time.monotonic() < deadline:
@@ -69,7 +63,7 @@ def test_public_names_and_defaults() -> None:
     assert (ServerConfig().host, ServerConfig().rpyc_port) == (DEFAULT_HOST, DEFAULT_PORT)
 
 
-def test_generate_takes_bytes_and_paths_and_gives_the_whole_answer(client: Client, tmp_path: Path) -> None:
+def test_generate_accepts_bytes_and_paths(client: Client, tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(png())
     images = [png(), tmp_path / "a.png", str(tmp_path / "a.png"), bytearray(png()), memoryview(png())]
     answer = client.generate("say:fünf Bilder", images)
@@ -79,7 +73,7 @@ def test_generate_takes_bytes_and_paths_and_gives_the_whole_answer(client: Clien
     assert client.generate("say:a.b", stop=".").text == client.generate("say:a.b", stop=["."]).text == "a"
 
 
-def test_stream_gives_pieces_and_then_the_answer(client: Client) -> None:
+def test_stream_yields_pieces_and_then_the_answer(client: Client) -> None:
     stream = client.stream("say:" + "word " * 20)
     pieces = list(stream)
     assert len(pieces) > 5 and "".join(pieces) == "word " * 20
@@ -87,7 +81,7 @@ def test_stream_gives_pieces_and_then_the_answer(client: Client) -> None:
 
 
 @pytest.mark.parametrize("leave", ["close", "with", "drop", "disconnect"])
-def test_leaving_a_stream_frees_its_request(server: Running, leave: str) -> None:
+def test_leaving_a_stream_cancels_its_request(server: Running, leave: str) -> None:
     client = Client(port=server.port)
     stream = client.stream("forever", max_tokens=90_000)
     assert next(stream).startswith("x")
@@ -138,7 +132,7 @@ def test_heads_and_adapters(client: Client, tmp_path: Path) -> None:
         client.unload_adapter("cam")
 
 
-def test_mistakes_come_back_as_typed_errors(client: Client) -> None:
+def test_errors_are_returned_as_typed_errors(client: Client) -> None:
     with pytest.raises(BadRequest, match="the prompt is empty"):
         client.generate("")
     with pytest.raises(BadImage, match="image 1"):
@@ -181,7 +175,7 @@ def test_many_threads_share_one_client(client: Client) -> None:
         assert list(threads.map(ask, range(64))) == [f"thread {i}" for i in range(64)]
 
 
-def test_requests_of_one_client_are_under_way_together(server: Running, client: Client) -> None:
+def test_requests_of_one_client_run_concurrently(server: Running, client: Client) -> None:
     slow = [client.stream("forever", max_tokens=90_000) for _ in range(3)]
     for stream in slow:
         assert next(stream).startswith("x")
@@ -219,7 +213,7 @@ def test_service_levels_reach_the_engine(server: Running, client: Client, tmp_pa
     client.unload_adapter("levels")
 
 
-def test_a_client_that_gives_up_cancels(server: Running) -> None:
+def test_a_client_that_times_out_cancels_its_request(server: Running) -> None:
     with Client(port=server.port, timeout_s=0.2) as client:
         with pytest.raises(DeadlineMissed, match=r"within 0\.2 s"):
             client.generate("never")
@@ -246,7 +240,7 @@ def test_an_adapter_unloaded_with_drain_lets_its_requests_finish(client: Client,
 
 
 @pytest.mark.slow
-def test_no_server_and_a_lost_server_are_told_and_a_new_one_is_found() -> None:
+def test_a_missing_or_lost_server_is_reported_and_a_new_one_found() -> None:
     with pytest.raises(Disconnected, match=r"cannot reach a server at 127.0.0.1:1: .*vlora serve"):
         Client(port=1).stats()
     with running_server() as first:
@@ -277,9 +271,9 @@ def test_asyncio_client(server: Running, tmp_path: Path) -> None:
     async def main() -> None:
         async with AsyncClient(port=server.port) as client:
             await client.load_adapter("cam", write_adapter(tmp_path / "cam", {"night": 1}))
-            asked = [client.generate(f"say:task {i}") for i in range(30)]
+            requests = [client.generate(f"say:task {i}") for i in range(30)]
             heads = [client.ask_head([png(5)], "cam", "night") for _ in range(5)]
-            answers = await asyncio.gather(*asked)
+            answers = await asyncio.gather(*requests)
             assert [answer.text for answer in answers] == [f"task {i}" for i in range(30)]
             assert {result.label for result in await asyncio.gather(*heads)} == {"dark"}
             *pieces, last = [part async for part in client.stream("say:streamed")]
@@ -340,13 +334,13 @@ def _answering(data: bytes) -> tuple[socket.socket, int]:
         struct.pack("!LB", 0, 0) + b"\n",
     ],
 )
-def test_whatever_answers_instead_of_a_server_is_told(data: bytes) -> None:
+def test_any_other_kind_of_server_is_reported(data: bytes) -> None:
     listener, port = _answering(data)
     with listener, Client(port=port) as client, pytest.raises(Disconnected, match="cannot reach a server"):
         client.stats()
 
 
-def test_a_server_that_begins_to_talk_nonsense_is_lost(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_data_from_a_server_ends_the_connection(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     unheard: list[object] = []
     monkeypatch.setattr(threading, "excepthook", unheard.append)
     with socket.create_server(("127.0.0.1", 0)) as between:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import array
 import asyncio
 import contextlib
+import functools
 import re
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -21,7 +21,8 @@ from rpyc.core import consts
 from tests.server.running import Running, png, running_server
 from tests.server.scripted import write_adapter
 from vlora.client import AsyncClient, Client, FrameStream, stream_state
-from vlora.client.stream_state import Retry
+from vlora.client.calls import Call
+from vlora.client.stream_state import ReconnectBackoff
 from vlora.config import ServerConfig, Token
 from vlora.errors import (
     BadImage,
@@ -39,17 +40,10 @@ DARK, BRIGHT = png(10), png(250)
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with running_server(max_image_pixels=10_000, max_streams=8, stream_keep_s=0.4) as running:
-        folder = write_adapter(tmp_path_factory.mktemp("cam"), {"night": 1, "motion": 2, "never": 1})
-        running.on_loop(running.front_end.load_adapter("cam", folder))
+def server() -> Iterator[Running]:
+    adapters = {"cam": {"night": 1, "motion": 2, "never": 1}}
+    with running_server(adapters, max_image_pixels=10_000, max_streams=8, stream_keep_s=0.4) as running:
         yield running
-
-
-@pytest.fixture
-def client(server: Running) -> Iterator[Client]:
-    with Client(port=server.port) as made:
-        yield made
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +67,12 @@ def wait_until(ready: Any) -> bool:
 
 def cut(client: Client) -> None:
     with contextlib.suppress(EOFError, OSError):  # the connection may already be closed
-        client.connection()._stream.sock.shutdown(socket.SHUT_RDWR)
+        client.connection().close()
+
+
+def answer_of(client: Client, call: Call[Any]) -> Any:
+    connection = client.connection()
+    return connection.wait(connection.start(call), 10)
 
 
 def labels(stream: FrameStream) -> list[tuple[int, str]]:
@@ -98,10 +97,10 @@ def test_every_frame_gets_its_answer_in_order(client: Client, tmp_path: Path) ->
         assert next(stream).answer is not None
 
 
-def test_the_readmes_camera(
+def test_the_camera_example_of_the_readme(
     server: Running, client: Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    server.on_loop(server.front_end.load_adapter("traffic", write_adapter(tmp_path, {"jam": 1})))
+    server.on_loop(server.front_end.adapters.load("traffic", write_adapter(tmp_path, {"jam": 1})))
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     (code,) = [block for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "open_stream" in block]
     names: dict[str, Any] = {}
@@ -111,7 +110,7 @@ def test_the_readmes_camera(
     assert first.startswith("0 bright 0.9") and second.startswith("1 image 1 (8 bytes)")
 
 
-def test_a_broken_frame_fails_alone_and_what_is_no_frame_is_not_sent(client: Client) -> None:
+def test_a_broken_frame_fails_alone_and_other_types_are_not_sent(client: Client) -> None:
     with client.open_stream(adapter="cam", head="night", drop="none") as stream:
         for frame, error in (
             (7, BadImage),
@@ -134,7 +133,7 @@ def test_a_broken_frame_fails_alone_and_what_is_no_frame_is_not_sent(client: Cli
         assert good.answer is not None and good.number == 1
 
 
-def test_the_connection_breaks_and_nothing_is_lost_or_doubled(client: Client) -> None:
+def test_a_broken_connection_loses_and_repeats_no_result(client: Client) -> None:
     expected = [(number, "bright" if number % 3 == 0 else "dark") for number in range(60)]
     with client.open_stream(adapter="cam", head="night", drop="none") as stream:
 
@@ -157,11 +156,11 @@ def test_the_connection_breaks_and_nothing_is_lost_or_doubled(client: Client) ->
     assert got == expected
 
 
-def test_the_server_is_tried_again_for_as_long_as_it_keeps_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reconnection_is_tried_until_the_stream_has_expired(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ServerConfig().stream_keep_s == 30
     now = 0.0
     monkeypatch.setattr(stream_state.time, "monotonic", lambda: now)
-    retry, error = Retry(), Disconnected("gone")
+    retry, error = ReconnectBackoff(), Disconnected("gone")
     now = 20.0  # the call was held before its connection broke
     pauses = []
     while now < 49:
@@ -173,7 +172,7 @@ def test_the_server_is_tried_again_for_as_long_as_it_keeps_a_stream(monkeypatch:
         retry.pause_s(error)
 
 
-def test_asyncio_breaks_and_goes_on(server: Running) -> None:
+def test_asyncio_reconnects_after_a_broken_connection(server: Running) -> None:
     async def main() -> list[int]:
         async with AsyncClient(port=server.port) as client:
             stream = await client.open_stream(adapter="cam", head="night", drop="none")
@@ -228,24 +227,23 @@ def test_streams_of_one_connection_do_not_block_one_another(server: Running) -> 
         assert time.monotonic() - started < 3
 
 
-def test_waiting_for_results_asks_nothing_of_the_server(client: Client, server: Running) -> None:
-    asked = 0
+def test_waiting_for_results_sends_few_calls(client: Client, server: Running) -> None:
+    num_calls = 0
+
+    def counted(call: Call[Any]) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        return answer_of(client, call)
+
     with client.open_stream(adapter="cam", head="night") as stream:
-        ask = stream._ask
-
-        def counted(call: Any) -> Any:
-            nonlocal asked
-            asked += 1
-            return ask(call)
-
-        stream._ask = counted
-        reader = threading.Thread(target=lambda: next(stream))
+        reading = FrameStream(stream.stream_id, counted, 10.0)
+        reader = threading.Thread(target=lambda: next(reading))
         reader.start()
         time.sleep(0.3)
-        assert asked == 1
-        stream.send(DARK)
+        assert num_calls == 1
+        reading.send(DARK)
         reader.join(5)
-        assert asked == 2 and not reader.is_alive()
+        assert num_calls == 2 and not reader.is_alive()
 
 
 def test_closing_ends_a_reader(client: Client) -> None:
@@ -259,7 +257,7 @@ def test_closing_ends_a_reader(client: Client) -> None:
     assert not reader.is_alive() and read == []
 
 
-def test_what_cannot_be_opened(client: Client) -> None:
+def test_invalid_streams_cannot_be_opened(client: Client) -> None:
     for options, error, why in (
         ({"head": "day"}, UnknownHead, "its heads"),
         ({"max_latency_s": 0}, BadRequest, "max_latency_s is 0"),
@@ -275,17 +273,17 @@ def test_what_cannot_be_opened(client: Client) -> None:
             client.open_stream(adapter="cam", head="night")
 
 
-def test_a_stream_is_its_tokens(tmp_path: Path) -> None:
+def test_a_stream_belongs_to_its_token(tmp_path: Path) -> None:
     tokens = tuple(Token(name=name, secret=name * 16) for name in "ab")
     with running_server(tokens=tokens) as server:
-        server.on_loop(server.front_end.load_adapter("cam", write_adapter(tmp_path, {"night": 1})))
+        server.on_loop(server.front_end.adapters.load("cam", write_adapter(tmp_path, {"night": 1})))
         with (
             Client(port=server.port, token="a" * 16) as mine,
             Client(port=server.port, token="b" * 16) as other,
             mine.open_stream(adapter="cam", head="night") as stream,
         ):
             stream.send(DARK)
-            thief = FrameStream(stream.stream_id, lambda call: other._wait(other.connection(), call), 1)
+            thief = FrameStream(stream.stream_id, functools.partial(answer_of, other), 1)
             for steal in (lambda: next(thief), lambda: thief.send(DARK), thief.end):
                 with pytest.raises(UnknownStream):
                     steal()
@@ -294,12 +292,12 @@ def test_a_stream_is_its_tokens(tmp_path: Path) -> None:
 
 
 def test_hostile_messages_are_typed_errors(server: Running, hang_up: contextlib.ExitStack) -> None:
-    def say(method: str, *args: Any) -> Any:
+    def call(method: str, *args: Any) -> Any:
         return peer.sync_request(consts.HANDLE_CALLATTR, peer.root, f"exposed_{method}", args, ())
 
     peer = rpyc.connect("127.0.0.1", server.port, config={"sync_request_timeout": 5})
     hang_up.callback(peer.close)
-    good, packed = say("open_frames", "cam", "night", None, None, "newest", 0)
+    good, packed = call("open_frames", "cam", "night", None, None, "newest", 0)
     assert good
     stream_id = packed[1:].decode()
     for method, *args in (
@@ -332,8 +330,8 @@ def test_hostile_messages_are_typed_errors(server: Running, hang_up: contextlib.
         ("end_frames", (stream_id,)),
         ("close_frames", 7),
     ):
-        good, *error = say(method, *args)
+        good, *error = call(method, *args)
         assert not good and isinstance(error_from_code(*error), BadRequest), (method, args, error)
         assert "mistake" not in error[1] and len(error[1]) < 400
-    assert say("close_frames", "unknown")[0]
-    assert say("send_frame", stream_id, 0, (DARK,), 0.0)[0]
+    assert call("close_frames", "unknown")[0]
+    assert call("send_frame", stream_id, 0, (DARK,), 0.0)[0]

@@ -61,10 +61,10 @@ def test_the_only_head_for_a_question(name: str, question: str, num_images: int,
     assert head_of_question(CAMS, question, num_images, name) == wanted
 
 
-def test_clients_look_it_up_on_the_server(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_clients_look_the_head_up_on_the_server(tmp_path_factory: pytest.TempPathFactory) -> None:
     with running_server() as running:
         folder = write_adapter(tmp_path_factory.mktemp("adapters") / "cam", {"day": 1})
-        running.on_loop(running.front_end.load_adapter("cam", folder))
+        running.on_loop(running.front_end.adapters.load("cam", folder))
         with Client(port=running.port) as client:
             assert client.head_of("is it day?", "cam") == "day" and client.head_of("is it day?", None) is None
 

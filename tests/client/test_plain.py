@@ -25,14 +25,14 @@ class _Sparing:
         return min(len(data), 1000)
 
 
-def test_a_large_message_is_sent_whole_and_never_copied() -> None:
+def test_a_large_message_is_sent_whole_without_copies() -> None:
     data, sock = os.urandom(300_500), _Sparing()
     PlainStream(sock).write(data)
     assert sock.taken == data
     assert sock.owners == {id(data)}, "every piece is a view of the message itself"
 
 
-def test_what_is_written_on_a_real_socket_is_what_is_read() -> None:
+def test_data_written_to_a_real_socket_is_read_unchanged() -> None:
     ours, theirs = socket.socketpair()
     data = os.urandom(3_000_000)
     writing = threading.Thread(target=PlainStream(ours).write, args=(data,))
@@ -43,7 +43,7 @@ def test_what_is_written_on_a_real_socket_is_what_is_read() -> None:
     theirs.close()
 
 
-def test_a_peer_that_takes_nothing_and_one_that_is_gone_are_the_end() -> None:
+def test_a_silent_or_closed_peer_ends_the_connection() -> None:
     ours, theirs = socket.socketpair()
     ours.settimeout(0.05)
     stream = PlainStream(ours)

@@ -40,7 +40,7 @@ def test_closing_ends_the_plain_socket_before_its_tls_state(monkeypatch: pytest.
     theirs.close()
 
 
-def test_a_closed_socket_is_left_be() -> None:
+def test_a_closed_socket_is_ignored() -> None:
     ours, theirs = socket.socketpair()
     reading = threading.Thread(target=ours.recv, args=(1,))
     reading.start()

@@ -27,35 +27,35 @@ class Coming:
 
 
 def wait(client: Any, wait_s: float, stop: threading.Event | None = None) -> list[str]:
-    said: list[str] = []
-    wait_for_server(client, wait_s, stop, said.append)
-    return said
+    messages: list[str] = []
+    wait_for_server(client, wait_s, stop, messages.append)
+    return messages
 
 
-def test_a_server_that_is_there_is_not_waited_for() -> None:
+def test_a_ready_server_causes_no_wait() -> None:
     with running_server() as server, Client(port=server.port) as client:
         assert wait(client, 0.0) == []
 
 
 @pytest.mark.slow
-def test_one_that_comes_is_waited_for_and_that_is_told_once() -> None:
+def test_a_starting_server_is_awaited_and_reported_once() -> None:
     coming = Coming(Disconnected("no server"), EngineDead("its engine died"))
     assert wait(coming, 30.0) == ["no server; waiting for it"] and coming.errors == []
 
 
-def test_one_that_does_not_come_is_an_error_in_time() -> None:
+def test_a_missing_server_is_an_error_after_the_wait() -> None:
     began = time.monotonic()
     with Client(port=NOBODY) as client, pytest.raises(Disconnected, match="vlora serve"):
         wait(client, 0.3)
     assert time.monotonic() - began >= 0.3
 
 
-def test_what_waiting_does_not_mend_is_told_at_once() -> None:
+def test_errors_that_waiting_cannot_fix_are_raised_at_once() -> None:
     with pytest.raises(BadRequest):
         wait(Coming(BadRequest("another protocol")), 3600.0)
 
 
-def test_whoever_says_stop_is_heard() -> None:
+def test_the_stop_event_ends_the_wait() -> None:
     stop = threading.Event()
     threading.Timer(0.1, stop.set).start()
     with pytest.raises(Disconnected):

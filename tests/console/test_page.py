@@ -35,7 +35,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def api(folders: dict[str, str]) -> Iterator[Api]:
     with running_api() as made:
         for name, path in folders.items():
-            made.on_loop(made.front_end.load_adapter(name, path))
+            made.on_loop(made.front_end.adapters.load(name, path))
         yield made
 
 
@@ -84,7 +84,7 @@ def ask(page: Page, question: str) -> None:
 # -- live state -------------------------------------------------------------------------------------------------------
 
 
-def test_every_part_shows_what_the_engine_says(watched: Watched, api: Api) -> None:
+def test_every_panel_shows_the_engines_state(watched: Watched, api: Api) -> None:
     page = watched.page
     ask(page, "never")
     expect(page.locator("#queue-rows li").first).to_contain_text("base model")
@@ -101,7 +101,7 @@ def test_every_part_shows_what_the_engine_says(watched: Watched, api: Api) -> No
     assert api.idle() and len(api.engine.engine.cancelled) == 1
 
 
-def test_canvases_are_drawn_and_explain_themselves(watched: Watched) -> None:
+def test_canvases_are_drawn_and_have_descriptions(watched: Watched) -> None:
     page = watched.page
     ask(page, "never")
     expect(page.locator("#modes-summary")).to_contain_text("merged")
@@ -140,7 +140,7 @@ def test_an_adapter_is_loaded_pinned_and_unloaded(watched: Watched, api: Api, tm
         page.click(f"#admin-form button[value={what}]")
 
     def pinned() -> dict[str, bool]:
-        return {status.name: status.pinned for status in api.on_loop(api.front_end.adapters())}
+        return {status.name: status.pinned for status in api.on_loop(api.front_end.adapters.list())}
 
     page.fill("#admin-path", write_adapter(tmp_path / "signs", {"kind": 1}))
     do("load", "signs")
@@ -160,7 +160,7 @@ def test_an_adapter_is_loaded_pinned_and_unloaded(watched: Watched, api: Api, tm
     expect(page.locator("#admin-note")).to_contain_text("no adapter_config.json")
 
 
-def test_names_are_text_and_nothing_else(watched: Watched, api: Api) -> None:
+def test_adapter_names_are_shown_as_text_only(watched: Watched, api: Api) -> None:
     page = watched.page
     send(api, open_stream(api, None), None, 0)
     expect(page.locator("#adapter-rows")).to_contain_text(HOSTILE)
@@ -172,7 +172,7 @@ def test_names_are_text_and_nothing_else(watched: Watched, api: Api) -> None:
     assert page.locator("#adapters img, #queue img, #answer img").count() == 0
 
 
-def test_streams_show_their_last_frame(watched: Watched, api: Api) -> None:
+def test_streams_show_their_preview(watched: Watched, api: Api) -> None:
     page = watched.page
     expect(page.locator("#stream-cards")).to_have_text("no stream is open")
     stream_id = open_stream(api, None)
@@ -199,7 +199,7 @@ def test_streams_show_their_last_frame(watched: Watched, api: Api) -> None:
     expect(page.locator("#stream-cards")).to_have_text("no stream is open")
 
 
-def test_an_engine_that_died_is_told_and_no_error_is_thrown(browser: Browser, api: Api) -> None:
+def test_a_dead_engine_is_shown_and_no_error_is_thrown(browser: Browser, api: Api) -> None:
     watched = Watched(browser, api)
     expect(watched.page.locator("#status")).to_have_text("live")
     api.engine.dead = "the engine process was killed by SIGKILL"
@@ -217,7 +217,7 @@ def test_an_engine_that_died_is_told_and_no_error_is_thrown(browser: Browser, ap
 # -- requests ---------------------------------------------------------------------------------------------------------
 
 
-def test_an_answer_in_words_is_streamed(watched: Watched) -> None:
+def test_a_text_answer_is_streamed(watched: Watched) -> None:
     page = watched.page
     page.set_input_files("#ask-files", [PHOTO, PHOTO])  # type: ignore[arg-type]
     expect(page.locator("#ask-previews img")).to_have_count(2)
@@ -246,9 +246,9 @@ def test_a_head_answers_with_every_label(watched: Watched) -> None:
 # -- tokens -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_token_is_asked_for_and_never_stands_in_a_url(browser: Browser, folders: dict[str, str]) -> None:
+def test_a_token_is_requested_and_is_in_no_url(browser: Browser, folders: dict[str, str]) -> None:
     with running_api(tokens=(CAMERAS, OPS)) as api:
-        api.on_loop(api.front_end.load_adapter("cam", folders["cam"]))
+        api.on_loop(api.front_end.adapters.load("cam", folders["cam"]))
         for owner in (CAMERAS, OPS):
             open_stream(api, owner)
         watched = Watched(browser, api)
@@ -283,7 +283,7 @@ def test_a_token_is_asked_for_and_never_stands_in_a_url(browser: Browser, folder
 
 
 @pytest.mark.parametrize(("width", "height"), [(1280, 800), (820, 1100), (390, 844)])
-def test_it_fits_desks_and_phones(browser: Browser, api: Api, width: int, height: int) -> None:
+def test_the_page_fits_desktops_and_phones(browser: Browser, api: Api, width: int, height: int) -> None:
     watched = Watched(browser, api, width=width, height=height)
     page = watched.page
     expect(page.locator("#adapter-rows tr")).to_have_count(2)
@@ -295,7 +295,7 @@ def test_it_fits_desks_and_phones(browser: Browser, api: Api, width: int, height
     watched.close()
 
 
-def test_it_is_dark_where_the_system_is(browser: Browser, api: Api) -> None:
+def test_the_page_follows_the_systems_dark_mode(browser: Browser, api: Api) -> None:
     grounds = []
     for dark in (False, True):
         watched = Watched(browser, api, dark=dark)
@@ -305,7 +305,7 @@ def test_it_is_dark_where_the_system_is(browser: Browser, api: Api) -> None:
     assert grounds == ["rgb(244, 245, 247)", "rgb(16, 20, 26)"]
 
 
-def test_everything_can_be_reached_by_keyboard(watched: Watched) -> None:
+def test_everything_is_reachable_by_keyboard(watched: Watched) -> None:
     page = watched.page
     expect(page.locator("#adapter-rows tr")).to_have_count(2)
     reached = set()

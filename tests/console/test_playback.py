@@ -11,9 +11,9 @@ pytest.importorskip("playwright", reason="`make console-test` installs it")
 from playwright.sync_api import Browser
 
 from apps.video_analytics import find_sources, run
-from tests.apps.test_video_analytics import shades, write_video
 from tests.server.running import running_server
 from tests.server.scripted import write_adapter
+from tests.video_files import shades, write_video
 from vlora.client import Client
 
 PLAY = """async video => {
@@ -26,7 +26,7 @@ PLAY = """async video => {
 
 def test_a_browser_plays_the_annotated_video(browser: Browser, tmp_path: Path) -> None:
     with running_server() as server, Client(port=server.port) as client:
-        server.on_loop(server.front_end.load_adapter("cam", write_adapter(tmp_path / "cam", {"night": 1})))
+        server.on_loop(server.front_end.adapters.load("cam", write_adapter(tmp_path / "cam", {"night": 1})))
         video = write_video(tmp_path / "street.mp4", shades(2))
         run(client, find_sources([str(video)]), "cam", "night", out=tmp_path / "results")
     page = browser.new_page()

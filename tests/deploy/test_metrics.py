@@ -41,9 +41,9 @@ def series() -> Series:
     """The labels of each sample, and the values of each label, in the metrics of a server after one answer."""
     secret = "0123456789abcdef"
     with running_api(tokens=(Token(name="cameras", secret=secret),)) as api:
-        asked = api._replace(token=secret)
-        assert asked.chat("say:four")[0] == 200
-        text = asked.call("GET", "/metrics")[1]
+        caller = api._replace(token=secret)
+        assert caller.chat("say:four")[0] == 200
+        text = caller.call("GET", "/metrics")[1]
     found: Series = {"up": {}}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -83,17 +83,17 @@ def problems(expression: str, series: Series) -> list[str]:
         ("sum by (tenant) (vlora_requests_total)", "no label tenant"),
     ],
 )
-def test_a_wrong_expression_is_found(expression: str, problem: str, series: Series) -> None:
+def test_wrong_expressions_are_detected(expression: str, problem: str, series: Series) -> None:
     assert problems(expression, series) == [problem]
 
 
-def test_expressions_ask_for_what_there_is(series: Series) -> None:
-    asked = list(expressions())
-    assert len(asked) > 40
-    assert [(where, found) for where, text in asked if (found := problems(text, series))] == []
+def test_expressions_use_existing_metrics_and_labels(series: Series) -> None:
+    found_expressions = list(expressions())
+    assert len(found_expressions) > 40
+    assert [(where, found) for where, text in found_expressions if (found := problems(text, series))] == []
 
 
-def test_legends_and_annotations_name_labels_that_the_expression_keeps() -> None:
+def test_legends_and_annotations_use_labels_of_the_expression() -> None:
     for panel in dashboard()["panels"]:
         for target in panel.get("targets", ()):
             for label in re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]):
@@ -106,7 +106,7 @@ def test_legends_and_annotations_name_labels_that_the_expression_keeps() -> None
                 assert label in OF_PROMETHEUS if kept is None else label in kept["labels"], rule["alert"]
 
 
-def test_panels_have_places_and_identifiers_of_their_own() -> None:
+def test_panels_have_unique_positions_and_identifiers() -> None:
     panels = dashboard()["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     cells = [
@@ -118,7 +118,7 @@ def test_panels_have_places_and_identifiers_of_their_own() -> None:
     assert len(cells) == len(set(cells)) and max(x for x, _ in cells) < 24
 
 
-def test_the_guide_says_how_many_series_there_may_be() -> None:
+def test_the_guide_states_the_number_of_series() -> None:
     lines = Metrics().render(None).decode().splitlines()
     per_adapter = round(sum('adapter="base"' in line for line in lines), -1)
     guide = (ROOT / "docs" / "deployment.md").read_text()

@@ -18,7 +18,7 @@ from vlora.cli.environment import refuse_unknown
 from vlora.cli.options import long_flag
 from vlora.cli.settings import make_config
 from vlora.config import EngineConfig, ServerConfig, Token
-from vlora.logs import JSON_VARIABLE
+from vlora.logging_format import JSON_VARIABLE
 
 TOKENS = (Token(name="VLORA_TOKEN", secret="0123456789abcdef"),)
 OURS = re.compile(r"\bVLORA_[A-Z_]+\b")
@@ -58,7 +58,7 @@ ENVIRONMENTS = dict(environments())
 
 
 @pytest.mark.parametrize("where", ENVIRONMENTS)
-def test_serve_takes_the_environment(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_accepts_the_environment(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     environment = {name: value for name, value in ENVIRONMENTS[where].items() if name.startswith("VLORA_")}
     assert environment
     for name, value in environment.items():
@@ -80,7 +80,7 @@ def test_serve_takes_the_environment(where: str, monkeypatch: pytest.MonkeyPatch
     make_config(ServerConfig, settings, tokens=TOKENS)
 
 
-def test_no_other_variable_of_ours_is_named() -> None:
+def test_no_unknown_variable_is_named() -> None:
     text = "\n".join(file.read_text() for file in DEPLOY.rglob("*") if file.is_file())
     text += (ROOT / "docs" / "deployment.md").read_text()
     named = {name for name in OURS.findall(text) if not name.endswith("_")}
@@ -88,14 +88,14 @@ def test_no_other_variable_of_ours_is_named() -> None:
     refuse_unknown(cli, "VLORA", dict.fromkeys(named, "1"))
 
 
-def test_every_flag_that_is_named_is_one_of_serve() -> None:
+def test_named_flags_are_flags_of_serve() -> None:
     flags = {flag for option in cli.commands["serve"].params for flag in (*option.opts, *option.secondary_opts)}
     for file in ("prometheus/vlora.rules.yml", "systemd/vlora.env", "systemd/vlora.service"):
         found = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", (DEPLOY / file).read_text()))
         assert found <= flags | {"--help"}, file
 
 
-def test_the_commands_that_are_started_exist() -> None:
+def test_started_commands_exist() -> None:
     (command,) = (value for key, value in unit_settings() if key == "ExecStart")
     program, *arguments = command.split()
     assert program.endswith("/bin/vlora") and arguments[0] in cli.commands
@@ -104,7 +104,7 @@ def test_the_commands_that_are_started_exist() -> None:
     assert container["args"][0] in cli.commands
 
 
-def test_paths_and_ports_that_are_asked_are_served() -> None:
+def test_probed_paths_and_ports_are_served() -> None:
     (container,) = manifests()["Deployment"]["spec"]["template"]["spec"]["containers"]
     probes = [container[f"{kind}Probe"]["httpGet"] for kind in ("startup", "readiness", "liveness")]
     with running_api() as api:
@@ -128,7 +128,7 @@ def test_a_drain_ends_before_the_server_is_killed() -> None:
     assert all(seconds >= 2 * ServerConfig.drain_s for seconds in (int(stop), pod, int(container.removesuffix("s"))))
 
 
-def test_the_image_is_built_from_what_the_build_context_has() -> None:
+def test_the_image_is_built_from_files_of_the_build_context() -> None:
     listed = (ROOT / ".dockerignore").read_text().splitlines()
     kept = {line.removeprefix("!") for line in listed if line.startswith("!")}
     assert "*" in listed and all((ROOT / path).exists() for path in kept)
@@ -143,7 +143,7 @@ def test_the_image_is_built_from_what_the_build_context_has() -> None:
     assert f"torch=={torch}" in (ROOT / "Makefile").read_text()
 
 
-def test_the_server_may_write_where_it_keeps_files() -> None:
+def test_the_server_can_write_to_its_folders() -> None:
     """The folders of the image, the unit and the pod agree, also with a read-only root."""
     image = image_environment()
     unit = dict(pair.split("=", 1) for key, value in unit_settings() if key == "Environment" for pair in value.split())
@@ -179,7 +179,7 @@ def test_the_files_that_compose_mounts_exist() -> None:
     assert any(volume.split(":")[1] == provider["options"]["path"] for volume in services["grafana"]["volumes"])
 
 
-def test_tokens_are_in_no_file() -> None:
+def test_no_file_contains_tokens() -> None:
     assert env_file("docker/example.env")[0] == {
         "VLORA_TOKEN": "",
         "VLORA_ADMIN_TOKEN": "",
@@ -190,7 +190,7 @@ def test_tokens_are_in_no_file() -> None:
 
 
 @pytest.mark.parametrize("dead", [False, True])
-def test_the_health_check_says_whether_the_engine_lives(dead: bool) -> None:
+def test_the_health_check_reports_the_engine_state(dead: bool) -> None:
     with running_api() as api:
         if dead:
             api.engine.dead = "killed"

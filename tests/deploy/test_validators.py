@@ -21,7 +21,7 @@ def check(*command: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     unit = tmp_path / UNIT.name
     # The check requires an existing program.
     unit.write_text(UNIT.read_text().replace("/opt/vlora/bin/vlora", "/bin/echo"))
@@ -31,22 +31,22 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
     check("systemd-analyze", "verify", "--man=no", str(unit))
 
 
-def test_promtool_takes_the_rules() -> None:
+def test_promtool_accepts_the_rules() -> None:
     check("promtool", "check", "rules", str(RULES))
 
 
-def test_promtool_takes_the_configuration() -> None:
+def test_promtool_accepts_the_configuration() -> None:
     check("promtool", "check", "config", "--syntax-only", str(RULES.with_name("prometheus.yml")))
 
 
-def test_alerts_fire_and_rest() -> None:
+def test_alerts_fire_and_resolve() -> None:
     check("promtool", "test", "rules", str(Path(__file__).with_name("alerts.yml")))
 
 
-def test_hadolint_takes_the_dockerfile() -> None:
+def test_hadolint_accepts_the_dockerfile() -> None:
     check("hadolint", str(DOCKERFILE))
 
 
 @pytest.mark.parametrize("validator", ["kubeconform", "kubernetes-validate"])
-def test_kubernetes_takes_the_manifest(validator: str) -> None:
+def test_kubernetes_accepts_the_manifest(validator: str) -> None:
     check(validator, *(["-strict"] if validator == "kubeconform" else []), str(KUBERNETES))

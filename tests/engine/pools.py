@@ -61,7 +61,7 @@ def main(folder: Path, *, bounded: bool) -> None:
 
     def ask(stage: str, *requests: Request, merged: str | None = None) -> None:
         mode = Mode.UNMERGED if merged is None else Mode.MERGED
-        local.engine._scheduler._policy = FixedModes(mode, merged)
+        local.engine.parts.scheduler.policy = FixedModes(mode, merged)
         outputs = local.run(requests)
         assert all(parts[-1].error is None for parts in outputs.values()), outputs
         counts[stage] = num_native_threads()

@@ -12,7 +12,6 @@ import torch
 
 from heads import HeadSpec, TaskHead, save_heads
 from tests.families import IMAGE, Prompt, build_model, make_prompt
-from tests.oracle import Oracle
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
 from vlora.errors import (
@@ -33,8 +32,10 @@ FAMILY = "llava"
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    folders = Oracle(FAMILY, build_model(FAMILY)).save(Path(tmp_path_factory.mktemp("adapters")))
+def folders(adapter_folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Adapter folders; `wide8` has a head."""
+    with_head = shutil.copytree(adapter_folders["wide8"], tmp_path_factory.mktemp("adapters") / "wide8")
+    folders = {**adapter_folders, "wide8": str(with_head)}
     spec = HeadSpec(
         name="kind", task="classification", labels=("cat", "dog"), prompt="what is it", num_frames=1, hidden_size=64
     )
@@ -108,7 +109,7 @@ CASES = tuple(bad_requests(Prompt({}, (1,), make_prompt(FAMILY, build_model(FAMI
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_a_bad_request_is_told_why_and_harms_nobody(case: str, local: LocalEngine, prompt: Prompt) -> None:
+def test_a_bad_request_fails_alone_with_the_reason(case: str, local: LocalEngine, prompt: Prompt) -> None:
     bad, error, text = bad_requests(prompt)[case]
     alone = local.run([request(prompt)])["good"]
     engine = local.engine
@@ -162,7 +163,7 @@ def test_a_failing_batch_fails_only_its_requests(
         raise RuntimeError("out of luck")
 
     with monkeypatch.context() as patch:
-        patch.setattr(local.engine._seam, "forward", broken)
+        patch.setattr(local.engine.parts.device.hf_model, "forward", broken)
         lost = local.run([request(prompt, "lost")])["lost"]
     assert (
         lost[-1].error is not None and lost[-1].error.code == "step_failed" and "out of luck" in lost[-1].error.message
@@ -187,7 +188,7 @@ def test_an_adapter_larger_than_its_share_of_memory(folders: dict[str, str]) -> 
     assert local.engine.adapters() == ()
 
 
-def test_reloading_a_name_lets_requests_under_way_finish_on_the_old_version(
+def test_running_requests_finish_on_the_old_version_of_a_reloaded_name(
     local: LocalEngine, folders: dict[str, str], prompt: Prompt, tmp_path: Path
 ) -> None:
     old = [o.token_ids for o in local.run([request(prompt)])["good"]]
@@ -203,11 +204,11 @@ def test_reloading_a_name_lets_requests_under_way_finish_on_the_old_version(
     assert [o.token_ids for o in outputs if o.request_id == "after"] != old
     first, second = engine.adapters()
     assert engine.adapters(most=1) == (first,) and engine.adapters(after=first.name) == (second,)
-    assert len(engine._bank.resident) <= 2
+    assert len(engine.parts.device.pool.resident) <= 2
     engine.check_integrity()
 
 
-def test_unloading_ends_its_requests_with_a_word(local: LocalEngine, prompt: Prompt) -> None:
+def test_unloading_ends_its_requests_with_an_error(local: LocalEngine, prompt: Prompt) -> None:
     engine = local.engine
     engine.add(request(prompt))
     engine.add(request(prompt, "other", adapter="everywhere64"))
@@ -221,7 +222,7 @@ def test_unloading_ends_its_requests_with_a_word(local: LocalEngine, prompt: Pro
     assert outputs[-1].request_id == "other" and outputs[-1].finish_reason == "length"
     with pytest.raises(UnknownAdapter):
         engine.unload_adapter("wide8")
-    assert engine._bank.resident == frozenset({engine._registry.get("everywhere64").key})
+    assert engine.parts.device.pool.resident == frozenset({engine.parts.registry.get("everywhere64").key})
 
 
 def test_cancel_frees_everything(local: LocalEngine, prompt: Prompt) -> None:
@@ -245,7 +246,7 @@ def test_missed_deadline(local: LocalEngine, prompt: Prompt) -> None:
     assert outputs["patient"][-1].finish_reason == "length"
 
 
-def test_families_that_are_not_served_are_refused_with_the_reason() -> None:
+def test_unsupported_families_are_refused_with_the_reason() -> None:
     from transformers import AutoConfig, Qwen2VLConfig
 
     with pytest.raises(UnsupportedModel, match="both directions"):
@@ -260,20 +261,20 @@ def test_families_that_are_not_served_are_refused_with_the_reason() -> None:
     [
         ({"model": "/nowhere/at/all"}, "/nowhere/at/all"),
         ({"model": FAMILY, "device": "warp"}, "warp"),
-        ({"model": FAMILY, "policy": "best"}, "best.*vlora"),
+        ({"model": FAMILY, "policy": "best"}, "best.*algorithm1"),
         ({"model": FAMILY, "arena_bytes": 1}, "arena"),
         ({"model": FAMILY, "theta_s": 0}, "theta_s"),
         ({"model": FAMILY, "max_batch_size": 64, "max_step_tokens": 8}, "max_step_tokens"),
     ],
 )
-def test_settings_that_cannot_work(settings: dict[str, object], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, object], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     model = None if settings["model"] != FAMILY or "device" in settings else build_model(FAMILY)
     with pytest.raises(BadConfig, match=text):
         LocalEngine(EngineConfig(**settings), model=model)  # type: ignore[arg-type]
 
 
-def test_the_asyncio_side(local: LocalEngine, prompt: Prompt) -> None:
+def test_asyncio_calls_of_the_local_engine(local: LocalEngine, prompt: Prompt) -> None:
     alone = [o.token_ids for o in local.run([request(prompt)])["good"]]
 
     async def talk() -> None:

@@ -20,19 +20,19 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fusion.embedded import checkpoint_path
+from tests.example_counts import scaled
 from tests.families import VOCAB, build_model
 from tests.harness import FixedModes
 from tests.oracle import Oracle
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
-from vlora.engine.grammar_cache import Grammars
+from vlora.engine.grammar_cache import GrammarCache
 from vlora.errors import BadRequest
 from vlora.memory.arena import PAGE_BYTES
 from vlora.memory.host_to_device import Inline
 from vlora.models.grammar import Cursor, Grammar, GrammarCompiler
 from vlora.server.http.response_format import json_grammar
-from vlora.server.http.tool_calls import CallReader
-from vlora.server.http.tools import Tool, call_grammar
+from vlora.server.http.tools import Tool, ToolCallParser, call_grammar
 from vlora.types import MAX_GRAMMAR_CHARS, Mode, Request, RequestOutput, SamplingParams
 
 pytestmark = pytest.mark.slow
@@ -182,8 +182,8 @@ SCHEMAS = st.recursive(
 
 
 @given(schemas=st.lists(SCHEMAS, min_size=3, max_size=6), seed=st.integers(0, 2**20))
-@settings(max_examples=25, suppress_health_check=list(HealthCheck))
-def test_what_a_random_model_says_at_temperature_1_is_what_the_schema_asks_for(
+@settings(max_examples=scaled(25), suppress_health_check=list(HealthCheck))
+def test_answers_of_a_random_model_match_their_schema(
     local: LocalEngine, tokenizer: Any, schemas: list[Any], seed: int
 ) -> None:
     answers = local.run(ask(f"r{i}", schema_grammar(schema), seed=seed + i) for i, schema in enumerate(schemas))
@@ -210,7 +210,7 @@ def test_json_is_on_one_line_with_single_spaces(local: LocalEngine, tokenizer: A
         assert text.replace(" ", "") == json.dumps(json.loads(text), separators=(",", ":"))
 
 
-def test_a_random_model_calls_tools_as_they_are_declared(local: LocalEngine, tokenizer: Any) -> None:
+def test_a_random_model_calls_tools_as_declared(local: LocalEngine, tokenizer: Any) -> None:
     entries = {"type": "string", "pattern": "^[ab]{1,4}$"}
     schemas: dict[str, dict[str, Any]] = {
         "name": {"type": "object", "properties": {"aa": entries}, "required": ["aa"], "additionalProperties": False},
@@ -224,7 +224,7 @@ def test_a_random_model_calls_tools_as_they_are_declared(local: LocalEngine, tok
     found = []
     for outputs in local.run(ask(f"r{seed}", grammar, seed=seed) for seed in range(12)).values():
         assert outputs[-1].finish_reason == "stop"
-        reader = CallReader()
+        reader = ToolCallParser()
         around, calls = reader.feed(text_of(tokenizer, outputs))
         assert calls and not (around + reader.finish()).strip()
         found += calls
@@ -263,11 +263,11 @@ def naive(model: Any, tokenizer: Any, prompt_ids: Sequence[int], grammar: str, m
     while len(tokens) < max_tokens:
         ids = torch.tensor([[*prompt_ids, *tokens]])
         logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, -1]
-        said = tokenizer.decode(tokens)
+        text = tokenizer.decode(tokens)
         for token in logits.argsort(descending=True).tolist():
-            if token == EOS and prefixes.ends(said):
+            if token == EOS and prefixes.ends(text):
                 return [*tokens, EOS]
-            if 2 < token < len(tokenizer) and prefixes.begins(said + tokenizer.decode([token])):
+            if 2 < token < len(tokenizer) and prefixes.begins(text + tokenizer.decode([token])):
                 tokens.append(token)
                 break
         else:
@@ -284,7 +284,7 @@ def naive(model: Any, tokenizer: Any, prompt_ids: Sequence[int], grammar: str, m
     ],
     ids=lambda schema: next(iter(schema.values())) if isinstance(schema, dict) else "",
 )
-def test_greedy_answers_are_those_of_the_naive_way(folder: str, tokenizer: Any, schema: Any) -> None:
+def test_greedy_answers_equal_those_of_the_naive_search(folder: str, tokenizer: Any, schema: Any) -> None:
     # Where only one text can follow, the library otherwise forces the token that the tokenizer would produce.
     grammar = '%llguidance {"no_forcing": true}\n' + schema_grammar(schema)
     local, model = engine(folder), build_model(FAMILY).eval()
@@ -306,7 +306,7 @@ PERSON = {
 }
 
 
-def test_nobody_in_the_batch_changes_anybody_else(local: LocalEngine) -> None:
+def test_requests_of_a_batch_do_not_change_each_other(local: LocalEngine) -> None:
     requests = [
         ask(f"r{i}", schema_grammar(PERSON) if i % 2 else None, seed=i, max_tokens=40, logprobs=2) for i in range(6)
     ]
@@ -317,7 +317,7 @@ def test_nobody_in_the_batch_changes_anybody_else(local: LocalEngine) -> None:
         assert logprobs_of(alone) == pytest.approx(logprobs_of(together[request.request_id]), abs=1e-3)
 
 
-def test_scores_are_the_models_own(local: LocalEngine) -> None:
+def test_scores_are_those_of_the_model_without_a_grammar(local: LocalEngine) -> None:
     """The log probability of a forced token is the model's own, so it may be low."""
     (outputs,) = local.run([ask("r", schema_grammar({"const": "zz"}), logprobs=1)]).values()
     scores = [score for output in outputs for score in output.scores]
@@ -325,7 +325,7 @@ def test_scores_are_the_models_own(local: LocalEngine) -> None:
 
 
 @pytest.mark.usefixtures("no_kv_admission")
-def test_a_preempted_answer_goes_on_where_it_was(folder: str) -> None:
+def test_a_preempted_answer_continues_its_grammar(folder: str) -> None:
     requests = [ask(f"r{i}", schema_grammar(PERSON), seed=i, max_tokens=60) for i in range(8)]
     roomy, scarce = engine(folder, prefix_cache=False), engine(folder, pages=26, prefix_cache=False)
     expected, got = roomy.run(requests), scarce.run(requests)
@@ -335,12 +335,12 @@ def test_a_preempted_answer_goes_on_where_it_was(folder: str) -> None:
     }
 
 
-def test_a_change_of_modes_changes_nothing(folder: str, tmp_path: Path) -> None:
+def test_mode_changes_do_not_change_answers(folder: str, tmp_path: Path) -> None:
     adapters = Oracle(FAMILY, build_model(FAMILY)).save(tmp_path)
 
     def answers(plan: list[tuple[Mode, str | None]]) -> tuple[list[list[int]], int]:
         local = engine(folder, executor=Inline())
-        local.engine._scheduler._policy = FixedModes(*plan[0], plan=plan)
+        local.engine.parts.scheduler.policy = FixedModes(*plan[0], plan=plan)
         for name, path in adapters.items():
             local.engine.load_adapter(name, path)
         requests = [
@@ -383,9 +383,7 @@ def test_a_change_of_modes_changes_nothing(folder: str, tmp_path: Path) -> None:
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_a_schema_that_is_not_served_fails_its_request_with_the_reason(
-    local: LocalEngine, schema: Any, reason: str
-) -> None:
+def test_an_unsupported_schema_fails_its_request_with_the_reason(local: LocalEngine, schema: Any, reason: str) -> None:
     good = ask("good", schema_grammar({"type": "boolean"}))
     answers = local.run([ask("bad", schema_grammar(schema)), good])
     (refused,) = answers["bad"]
@@ -393,19 +391,19 @@ def test_a_schema_that_is_not_served_fails_its_request_with_the_reason(
     assert "\n" not in refused.error.message and answers["good"][-1].finish_reason == "stop"
 
 
-def test_what_the_tokenizer_cannot_write_is_told(tokenizer: Any) -> None:
+def test_a_text_that_the_tokenizer_cannot_write_is_refused(tokenizer: Any) -> None:
     """The embedded model's tokenizer has words: it puts a space before each word, and before a quote."""
     words = AutoTokenizer.from_pretrained(checkpoint_path())
     compiler = GrammarCompiler(str(checkpoint_path()), 480, [words.eos_token_id])
     random = np.random.default_rng(0)
 
     def say(schema: Any) -> str:
-        cursor, said = compiler.compile(schema_grammar(schema)).begin(), []
+        cursor, tokens = compiler.compile(schema_grammar(schema)).begin(), []
         while True:
-            said.append(int(random.choice(np.flatnonzero(cursor.allowed()))))
-            if said[-1] == words.eos_token_id:
-                return str(words.decode(said, skip_special_tokens=True))
-            cursor.advance(said[-1])
+            tokens.append(int(random.choice(np.flatnonzero(cursor.allowed()))))
+            if tokens[-1] == words.eos_token_id:
+                return str(words.decode(tokens, skip_special_tokens=True))
+            cursor.advance(tokens[-1])
 
     for _ in range(20):
         schema = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 4}
@@ -435,8 +433,8 @@ JUNK = st.recursive(
 
 
 @given(schema=st.dictionaries(KEYWORDS, JUNK, max_size=4))
-@settings(max_examples=300, suppress_health_check=list(HealthCheck))
-def test_any_schema_is_a_grammar_or_a_refusal(compiler: GrammarCompiler, schema: Any) -> None:
+@settings(max_examples=scaled(300), suppress_health_check=list(HealthCheck))
+def test_any_schema_compiles_or_is_refused(compiler: GrammarCompiler, schema: Any) -> None:
     try:
         cursor = compiler.compile(schema_grammar(schema)).begin()
         for _ in range(8):
@@ -450,7 +448,7 @@ def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
     assert answer[-1].error is not None and "this model does not support grammars" in answer[-1].error.message
 
 
-def test_limits_of_the_value() -> None:
+def test_size_limits_of_a_grammar() -> None:
     with pytest.raises(BadRequest, match=f"at most {MAX_GRAMMAR_CHARS}"):
         SamplingParams(grammar="x" * (MAX_GRAMMAR_CHARS + 1))
     with pytest.raises(BadRequest, match="ignore_eos"):
@@ -479,10 +477,10 @@ class Later(Executor):
         return future
 
 
-def test_steps_go_on_while_a_grammar_is_compiled(folder: str) -> None:
-    local, later = engine(folder), Later()
-    inner = local.engine
-    inner._grammars = Grammars(inner._grammars._compiler, later)
+def test_steps_continue_while_a_grammar_is_compiled(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    later = Later()
+    monkeypatch.setattr("vlora.engine.build.GrammarCache", lambda compiler, executor: GrammarCache(compiler, later))
+    inner = engine(folder).engine
     for name in ("held", "other", "cancelled", "late"):
         inner.add(
             Request(
@@ -507,10 +505,10 @@ def test_steps_go_on_while_a_grammar_is_compiled(folder: str) -> None:
         outputs += inner.step()
         inner.check_integrity()
     assert {output.request_id for output in outputs} == {"held"} and outputs[-1].finish_reason == "stop"
-    assert not inner._grammars.pending
+    assert not any(pending() for pending in inner.parts.hooks.pending)
 
 
-def test_sixteen_grammars_are_kept_and_a_wrong_one_is_not_compiled_again() -> None:
+def test_sixteen_grammars_are_kept_and_an_invalid_one_is_not_recompiled() -> None:
     compiled: list[str] = []
 
     class Compiler:
@@ -522,19 +520,19 @@ def test_sixteen_grammars_are_kept_and_a_wrong_one_is_not_compiled_again() -> No
                 raise RuntimeError("tripped")
             return Grammar(None, 1)
 
-    grammars = Grammars(Compiler(), Inline())  # type: ignore[arg-type]
+    grammars = GrammarCache(Compiler(), Inline())  # type: ignore[arg-type]
     for number, grammar in enumerate(["wrong", "trip", "wrong", *map(str, range(14)), "wrong", *map(str, range(14))]):
-        grammars.wait_for(f"r{number}", grammar)
-    told = dict(grammars.collect())
+        grammars.compile_for(f"r{number}", grammar)
+    compiled_by = dict(grammars.collect())
     assert compiled == ["wrong", "trip", *map(str, range(14))]
-    assert isinstance(told["r0"], BadRequest) and isinstance(told["r3"], Grammar)
-    assert isinstance(told["r1"], BadRequest) and "RuntimeError: tripped" in str(told["r1"])
-    grammars.wait_for("more", "14")
-    grammars.wait_for("again", "trip")
+    assert isinstance(compiled_by["r0"], BadRequest) and isinstance(compiled_by["r3"], Grammar)
+    assert isinstance(compiled_by["r1"], BadRequest) and "RuntimeError: tripped" in str(compiled_by["r1"])
+    grammars.compile_for("more", "14")
+    grammars.compile_for("again", "trip")
     assert compiled[-2:] == ["14", "trip"], "the least recently used one was evicted"
 
 
-def test_a_grammar_that_nobody_waits_for_any_more_holds_up_no_other() -> None:
+def test_an_abandoned_grammar_does_not_delay_others() -> None:
     compiled: list[str] = []
     gate = threading.Event()
 
@@ -544,23 +542,23 @@ def test_a_grammar_that_nobody_waits_for_any_more_holds_up_no_other() -> None:
             assert gate.wait(60)
             return Grammar(None, 1)
 
-    grammars = Grammars(Compiler())  # type: ignore[arg-type]
-    grammars.wait_for("first", "a")
+    grammars = GrammarCache(Compiler())  # type: ignore[arg-type]
+    grammars.compile_for("first", "a")
     for number in range(100):
-        grammars.wait_for(f"r{number}", str(number))
+        grammars.compile_for(f"r{number}", str(number))
         grammars.forget(f"r{number}")
     for name, grammar in (("gone", "b"), ("there", "b"), ("again", "99")):
-        grammars.wait_for(name, grammar)
+        grammars.compile_for(name, grammar)
     grammars.forget("gone")
     gate.set()
-    told: dict[str, object] = {}
-    while len(told) < 3:
-        told |= dict(grammars.collect())
+    collected: dict[str, object] = {}
+    while len(collected) < 3:
+        collected |= dict(grammars.collect())
     grammars.close()
-    assert told.keys() == {"first", "there", "again"} and compiled == ["a", "b", "99"]
+    assert collected.keys() == {"first", "there", "again"} and compiled == ["a", "b", "99"]
 
 
-def test_a_cursor_is_its_answers_own(compiler: GrammarCompiler) -> None:
+def test_each_answer_has_its_own_cursor(compiler: GrammarCompiler) -> None:
     grammar = compiler.compile(schema_grammar({"enum": ["aba", "12"]}))
     one, other = grammar.begin(), grammar.begin()
     before = other.allowed()

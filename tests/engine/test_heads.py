@@ -15,15 +15,15 @@ import torch
 from torch import nn
 
 from heads import Grid, HeadSpec, TaskHead, load_heads, save_heads
-from tests.engine.test_reuse import BLOCK, MODES, Reference, continued, words
-from tests.families import HIDDEN, IMAGE, VIDEO, Prompt, build_model, make_prompt
-from tests.harness import FixedModes, Recorded
-from tests.oracle import Oracle
+from tests.engine.test_reuse import BLOCK, MODES, continued, words
+from tests.families import HIDDEN, IMAGE, VIDEO, Prompt, make_prompt
+from tests.harness import FixedModes, RecordingEngine
+from tests.references import Reference
 from vlora.errors import BadRequest
-from vlora.lora.adapter_pool import AdapterBank
+from vlora.lora.adapter_pool import AdapterPool
 from vlora.models import head_reading
 from vlora.models.request_state import RequestState
-from vlora.models.token_grids import image_grids
+from vlora.models.vision.token_grids import image_grids
 from vlora.orchestrator.policies.base import Candidate, Decision, PolicyState
 from vlora.types import HeadAnswer, Mode, Request, RequestOutput, SamplingParams
 
@@ -65,11 +65,7 @@ class Headed(Reference):
     """A reference with adapters that have heads of every task."""
 
     def __init__(self, family: str, folder: Path) -> None:
-        self.family = family
-        self.model = build_model(family)
-        self.oracle = Oracle(family, self.model)
-        self.adapters = self.oracle.save(folder)
-        self._told = {}
+        super().__init__(family, folder)
         self.heads = {name: heads_of(seed) for seed, name in enumerate(HEADED)}
         for name, own in self.heads.items():
             save_heads(self.adapters[name], own)
@@ -115,7 +111,7 @@ def read_logits(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
     return seen
 
 
-def asked(request_id: str, prompt: Prompt, adapter: str | None, head: str | None = None) -> Request:
+def head_request(request_id: str, prompt: Prompt, adapter: str | None, head: str | None = None) -> Request:
     sampling = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
     return Request(
         request_id=request_id,
@@ -135,11 +131,11 @@ def requests_of(headed: Headed) -> tuple[list[Request], Mapping[str, Prompt]]:
         for task in TASKS:
             prompt = continued(headed.picture(number, num_images=2), words(number, 5))
             prompts[f"{adapter} {task}"] = prompt
-            requests.append(asked(f"{adapter} {task}", prompt, adapter, task))
+            requests.append(head_request(f"{adapter} {task}", prompt, adapter, task))
         for speaker in (None, "patterned16", adapter):
             prompt = continued(headed.picture(7 + number), words(9 + number, 4))
             prompts[f"{number} {speaker} says"] = prompt
-            requests.append(asked(f"{number} {speaker} says", prompt, speaker))
+            requests.append(head_request(f"{number} {speaker} says", prompt, speaker))
     return requests, prompts
 
 
@@ -150,8 +146,8 @@ def check(headed: Headed, prompts: Mapping[str, Prompt], outputs: Mapping[str, A
         adapter, task = request_id.split(" ", 1)
         if task.endswith("says"):
             speaker = task.removesuffix(" says")
-            told, _ = headed.oracle.generate(prompt, None if speaker == "None" else speaker, NUM_TOKENS)
-            assert [token for part in outputs[request_id] for token in part.token_ids] == told
+            expected, _ = headed.oracle.generate(prompt, None if speaker == "None" else speaker, NUM_TOKENS)
+            assert [token for part in outputs[request_id] for token in part.token_ids] == expected
             continue
         want = headed.logits(prompt, adapter, task)
         assert read[request_id].shape == want.shape
@@ -177,10 +173,10 @@ def same(got: HeadAnswer, head: TaskHead, logits: torch.Tensor, grids: tuple[Gri
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("max_step_tokens", [512, 11])
-def test_every_head_of_two_adapters_beside_words(
+def test_every_head_of_two_adapters_in_a_batch_with_text(
     headed: Headed, mode: str, max_step_tokens: int, read_logits: dict[str, torch.Tensor]
 ) -> None:
-    recorded = Recorded(headed, MODES[mode], max_step_tokens=max_step_tokens)
+    recorded = RecordingEngine(headed, MODES[mode], max_step_tokens=max_step_tokens)
     requests, prompts = requests_of(headed)
     if mode == "merged":  # it serves one adapter
         requests = [request for request in requests if request.adapter == "wide8"]
@@ -189,9 +185,9 @@ def test_every_head_of_two_adapters_beside_words(
     assert recorded.modes >= ({Mode.MIXED, Mode.UNMERGED} if mode == "changing" else {Mode(mode)})
 
 
-def test_boxes_were_found_in_both_pictures(headed: Headed) -> None:
+def test_boxes_are_found_in_both_pictures(headed: Headed) -> None:
     """Otherwise the tests above would compare empty results."""
-    recorded = Recorded(headed, MODES["unmerged"])
+    recorded = RecordingEngine(headed, MODES["unmerged"])
     requests, _ = requests_of(headed)
     outputs = recorded.local.run([request for request in requests if request.head == "detection"])
     for parts in outputs.values():
@@ -199,14 +195,14 @@ def test_boxes_were_found_in_both_pictures(headed: Headed) -> None:
         assert {box.image for box in parts[-1].head.boxes} == {0, 1}
 
 
-def test_a_head_over_image_tokens_reuses_nothing_from_its_first_one_on(
+def test_a_head_over_image_tokens_reuses_no_block_after_the_first_image(
     qwen: Headed, read_logits: dict[str, torch.Tensor]
 ) -> None:
-    recorded = Recorded(qwen, MODES["unmerged"], max_step_tokens=13)
+    recorded = RecordingEngine(qwen, MODES["unmerged"], max_step_tokens=13)
     prompt = continued(dataclasses.replace(with_words_before(qwen, 3 * BLOCK + 2)), words(1, 9))
     first_image = prompt.prompt_ids.index(IMAGE)
     for number in range(2):
-        requests = [asked(f"wide8 {task}", prompt, "wide8", task) for task in ("classification", "detection")]
+        requests = [head_request(f"wide8 {task}", prompt, "wide8", task) for task in ("classification", "detection")]
         for request in requests:
             outputs = recorded.local.run([request])
             check(qwen, {request.request_id: prompt}, outputs, read_logits)
@@ -235,56 +231,56 @@ class Pausing(FixedModes):
 
 
 @pytest.mark.usefixtures("no_kv_admission")
-def test_rows_gathered_before_a_preemption_are_gathered_anew(
+def test_rows_gathered_before_a_preemption_are_gathered_again(
     qwen: Headed, read_logits: dict[str, torch.Tensor]
 ) -> None:
     prompt = continued(qwen.picture(0, num_images=2), words(0, 5))
-    recorded = Recorded(qwen, Pausing(Mode.UNMERGED), max_step_tokens=8, scarce_memory=True)
+    recorded = RecordingEngine(qwen, Pausing(Mode.UNMERGED), max_step_tokens=8, scarce_memory=True)
     long = SamplingParams(max_tokens=90, ignore_eos=True)
     speakers = [
         Request(request_id=f"{i}", prompt_ids=tuple(words(i, 9)), adapter="wide8", sampling=long) for i in range(8)
     ]
-    outputs = recorded.local.run([asked("wide8 detection", prompt, "wide8", "detection"), *speakers])
+    outputs = recorded.local.run([head_request("wide8 detection", prompt, "wide8", "detection"), *speakers])
     timings = outputs["wide8 detection"][-1].timings
     assert timings is not None and timings.num_preemptions > 0
     check(qwen, {"wide8 detection": prompt}, outputs, read_logits)
 
 
-def test_frames_of_a_video_are_pictures_of_their_own(qwen: Headed, read_logits: dict[str, torch.Tensor]) -> None:
-    recorded = Recorded(qwen, MODES["unmerged"], max_step_tokens=16)
+def test_frames_of_a_video_are_separate_pictures(qwen: Headed, read_logits: dict[str, torch.Tensor]) -> None:
+    recorded = RecordingEngine(qwen, MODES["unmerged"], max_step_tokens=16)
     prompt = make_prompt("qwen2_vl", qwen.model, 1, num_videos=1)
     times, rows, columns = prompt.kwargs["video_grid_thw"][0].tolist()
     assert image_grids(qwen.model.config, prompt.vision) == ((rows // 2, columns // 2),) * times
-    outputs = recorded.local.run([asked("wide8 detection", prompt, "wide8", "detection")])
+    outputs = recorded.local.run([head_request("wide8 detection", prompt, "wide8", "detection")])
     check(qwen, {"wide8 detection": prompt}, outputs, read_logits)
 
 
-def test_what_a_head_over_image_tokens_cannot_read(tmp_path: Path) -> None:
+def test_requests_that_a_head_over_image_tokens_refuses(tmp_path: Path) -> None:
     """A model without a grid, and a prompt without an image."""
     for family, num_images, text in (("llava_next", 1, "tiles"), ("qwen2_vl", 0, "has no image")):
         headed = Headed(family, tmp_path / family)
-        recorded = Recorded(headed, MODES["unmerged"])
+        recorded = RecordingEngine(headed, MODES["unmerged"])
         prompt = make_prompt(family, headed.model, 0, num_images=num_images)
         with pytest.raises(BadRequest, match=text):
-            recorded.engine.add(asked("x", prompt, "wide8", "detection"))
+            recorded.engine.add(head_request("x", prompt, "wide8", "detection"))
         assert not recorded.engine.has_work
-        outputs = recorded.local.run([asked("y", prompt, "wide8", "classification")])
+        outputs = recorded.local.run([head_request("y", prompt, "wide8", "classification")])
         assert outputs["y"][-1].head is not None
 
 
 def test_a_head_whose_values_overflow_fails_alone(
     qwen: Headed, monkeypatch: pytest.MonkeyPatch, read_logits: dict[str, torch.Tensor]
 ) -> None:
-    recorded = Recorded(qwen, MODES["unmerged"])
-    found = AdapterBank.head
+    recorded = RecordingEngine(qwen, MODES["unmerged"])
+    found = AdapterPool.head
 
-    def overflowing(self: AdapterBank, key: str, name: str) -> TaskHead:
+    def overflowing(self: AdapterPool, key: str, name: str) -> TaskHead:
         head = found(self, key, name)
         if name == "regression":
             head.bias[0] = torch.inf
         return head
 
-    monkeypatch.setattr(AdapterBank, "head", overflowing)
+    monkeypatch.setattr(AdapterPool, "head", overflowing)
     requests, prompts = requests_of(qwen)
     outputs = recorded.local.run(requests)
     for request_id in [name for name in prompts if name.endswith("regression")]:
@@ -300,9 +296,9 @@ def test_heads_written_by_an_older_version_still_answer(qwen: Headed, tmp_path: 
         '"prompt": "what is it", "num_frames": 1, "hidden_size": 64}]}'
     )
     spec = load_spec(folder)
-    recorded = Recorded(qwen, MODES["unmerged"])
+    recorded = RecordingEngine(qwen, MODES["unmerged"])
     recorded.engine.load_adapter("old", str(folder))
-    (output,) = recorded.local.run([asked("q", qwen.picture(1), "old", "kind")])["q"]
+    (output,) = recorded.local.run([head_request("q", qwen.picture(1), "old", "kind")])["q"]
     assert output.head is not None and output.head.label in spec.labels
 
 

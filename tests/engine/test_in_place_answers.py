@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 import atmm
-from tests.engine.test_same_answers import CASES, NUM_TOKENS, Reference, assert_same
 from tests.families import build_model
 from tests.harness import FixedModes, run_engine
+from tests.references import CASES, NUM_TOKENS, CaseReference, assert_same
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
 from vlora.engine.engine import Engine
 from vlora.errors import BadConfig
-from vlora.lora.base_weights import CheckpointOriginals, CopiedOriginals
+from vlora.lora.base_weights import CheckpointBaseWeights, CopiedBaseWeights
 from vlora.lora.merge_in_place import MAX_DRIFT, InPlaceSwitcher
 from vlora.lora.merge_shadow import ShadowSwitcher
 from vlora.types import Mode, Request, SamplingParams
@@ -29,15 +30,19 @@ PLAN = [(Mode.MIXED, "wide8"), (Mode.UNMERGED, None), (Mode.MIXED, "everywhere64
 class Saved:
     """A family's reference, and its model as a checkpoint on disk."""
 
-    def __init__(self, family: str, folder: Path) -> None:
-        self.reference = Reference(family, folder / "adapters")
+    def __init__(self, reference: CaseReference, folder: Path) -> None:
+        self.reference = reference
         self.folder = str(folder / "model")
-        build_model(family).save_pretrained(self.folder)
+        build_model(reference.family).save_pretrained(self.folder)
 
 
 @pytest.fixture(scope="module", params=["qwen2_vl", "llava"])
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    return Saved(request.param, tmp_path_factory.mktemp(request.param))
+def saved(
+    request: pytest.FixtureRequest,
+    case_references: Callable[[str], CaseReference],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Saved:
+    return Saved(case_references(request.param), tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture(params=[False, True], ids=["rewriting", "subtracting"])
@@ -66,7 +71,7 @@ def test_modes_change_in_the_middle_of_requests(saved: Saved, subtracting: bool)
         assert_same(got, want)
 
 
-@pytest.mark.parametrize("merged", ["wide8", "everywhere64"])
+@pytest.mark.parametrize("merged", [pytest.param("wide8", marks=pytest.mark.slow), "everywhere64"])
 def test_merged_batch_of_one_adapter(saved: Saved, subtracting: bool, merged: str) -> None:
     own = [i for i, (adapter, _) in enumerate(CASES) if adapter == merged]
     run = run_engine(
@@ -82,26 +87,27 @@ def test_merged_batch_of_one_adapter(saved: Saved, subtracting: bool, merged: st
         assert_same(got, saved.reference.answers[case])
 
 
-def test_the_paper_s_policy_end_to_end(saved: Saved, subtracting: bool) -> None:
+@pytest.mark.slow
+def test_algorithm_1_end_to_end(saved: Saved, subtracting: bool) -> None:
     run = run_engine(saved.reference, None, NUM_TOKENS, checkpoint=saved.folder, switching="in_place")
     for got, want in zip(run.answers, saved.reference.answers, strict=True):
         assert_same(got, want)
 
 
 @pytest.mark.slow
-def test_bfloat16_weights_and_answers_are_the_shadow_s(saved: Saved, subtracting: bool) -> None:
+def test_bfloat16_weights_and_answers_equal_those_of_the_shadow(saved: Saved, subtracting: bool) -> None:
     engines = [engine_of(saved, switching=switching, dtype="bfloat16").engine for switching in ("in_place", "shadow")]
-    in_place, shadow = (engine._slabs.linears for engine in engines)
+    in_place, shadow = (engine.parts.device.slabs.linears for engine in engines)
     draw = random.Random(5)
     for _ in range(50):
         name = draw.choice(["wide8", "narrow4", None])
         for engine in engines:
-            key = None if name is None else engine._registry.get(name).key
+            key = None if name is None else engine.parts.registry.get(name).key
             if name is not None:
                 engine.pin_adapter(name, True)  # blocks until it is resident
                 engine.pin_adapter(name, False)
             with torch.no_grad():
-                engine._switcher.switch(key)
+                engine.parts.device.switcher.switch(key)
         for site, linear in in_place.items():
             want = shadow[site].weight.float()
             assert float((linear.weight.float() - want).norm() / want.norm()) <= (MAX_DRIFT if subtracting else 0), site
@@ -143,20 +149,25 @@ def request_of(saved: Saved, case: int, request_id: str = "r") -> Request:
 def merged_while_answering(engine: Engine, saved: Saved) -> str:
     """Step until a request's adapter is merged; reading and loading it takes several steps."""
     engine.add(request_of(saved, CASES.index(("wide8", 1))))
-    while engine._switcher.merged_key is None:
+    while engine.parts.device.switcher.merged_key is None:
         assert engine.has_work
         engine.step()
-    return engine._switcher.merged_key
+    return engine.parts.device.switcher.merged_key
 
 
 def test_an_adapter_that_is_unloaded_while_merged_leaves_the_base_weights(saved: Saved, subtracting: bool) -> None:
     engine = engine_of(saved, switching="in_place").engine
-    before = [linear.weight.clone() for linear in engine._slabs.linears.values()]
+    linears = engine.parts.device.slabs.linears.values()
+    before = [linear.weight.clone() for linear in linears]
     assert merged_while_answering(engine, saved).startswith("wide8@")
-    assert not all(torch.equal(a.weight, b) for a, b in zip(engine._slabs.linears.values(), before, strict=True))
+    assert not all(
+        torch.equal(a.weight, b) for a, b in zip(engine.parts.device.slabs.linears.values(), before, strict=True)
+    )
     engine.unload_adapter("wide8")
-    assert engine._switcher.merged_key is None
-    assert all(torch.equal(a.weight, b) for a, b in zip(engine._slabs.linears.values(), before, strict=True))
+    assert engine.parts.device.switcher.merged_key is None
+    assert all(
+        torch.equal(a.weight, b) for a, b in zip(engine.parts.device.slabs.linears.values(), before, strict=True)
+    )
 
 
 def test_fidelity_is_measured_against_the_base_weights_whatever_is_merged(saved: Saved, subtracting: bool) -> None:
@@ -167,9 +178,7 @@ def test_fidelity_is_measured_against_the_base_weights_whatever_is_merged(saved:
     assert after.merge_fidelity == before.merge_fidelity
 
 
-def test_a_switch_that_breaks_down_fails_its_batch_and_no_other(
-    saved: Saved, subtracting: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_switch_fails_only_its_batch(saved: Saved, subtracting: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     local = engine_of(saved, switching="in_place")
     calls = 0
 
@@ -184,7 +193,7 @@ def test_a_switch_that_breaks_down_fails_its_batch_and_no_other(
     monkeypatch.setattr(atmm, "merge", breaking)
     failed = local.run([request_of(saved, case, "first")])["first"][-1]
     assert failed.error is not None and failed.error.code == "step_failed" and "out of memory" in failed.error.message
-    assert local.engine._switcher.merged_key is None
+    assert local.engine.parts.device.switcher.merged_key is None
     answered = local.run([request_of(saved, case, "second"), request_of(saved, CASES.index((None, 0)), "third")])
     for request_id, own in (("second", case), ("third", CASES.index((None, 0)))):
         tokens = [token for part in answered[request_id] for token in part.token_ids]
@@ -192,23 +201,23 @@ def test_a_switch_that_breaks_down_fails_its_batch_and_no_other(
 
 
 @pytest.mark.parametrize("fits", [True, False])
-def test_auto_goes_by_memory(
+def test_auto_selects_by_memory(
     saved: Saved, fits: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("vlora.engine.limits._available", lambda device: 2**26 + (2**22 if fits else 1))
     engine = engine_of(saved).engine
-    assert engine._slabs.num_bytes < 2**22
-    assert isinstance(engine._switcher, ShadowSwitcher if fits else InPlaceSwitcher)
+    assert engine.parts.device.slabs.num_bytes < 2**22
+    assert isinstance(engine.parts.device.switcher, ShadowSwitcher if fits else InPlaceSwitcher)
     assert ("no room for a shadow copy" in caplog.text) == (not fits)
 
 
-def test_auto_without_files_to_go_back_to_keeps_the_shadow(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_without_checkpoint_files_keeps_the_shadow(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise BadConfig("layers.1 is not what was loaded")
 
     monkeypatch.setattr("vlora.engine.limits._available", lambda device: 2**26)
-    monkeypatch.setattr("vlora.engine.switching.CheckpointOriginals", refuse)
-    assert isinstance(engine_of(saved).engine._switcher, ShadowSwitcher)
+    monkeypatch.setattr("vlora.engine.device_runtime.CheckpointBaseWeights", refuse)
+    assert isinstance(engine_of(saved).engine.parts.device.switcher, ShadowSwitcher)
     with pytest.raises(BadConfig, match="not what was loaded"):
         engine_of(saved, switching="in_place")
 
@@ -216,6 +225,6 @@ def test_auto_without_files_to_go_back_to_keeps_the_shadow(saved: Saved, monkeyp
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 def test_random_weights_are_copied_and_a_checkpoint_is_not(saved: Saved, load_format: str) -> None:
     engine = engine_of(saved, switching="in_place", load_format=load_format).engine
-    assert isinstance(engine._switcher, InPlaceSwitcher)
-    kind = CheckpointOriginals if load_format == "auto" else CopiedOriginals
-    assert isinstance(engine._switcher._originals, kind)
+    assert isinstance(engine.parts.device.switcher, InPlaceSwitcher)
+    kind = CheckpointBaseWeights if load_format == "auto" else CopiedBaseWeights
+    assert isinstance(engine.parts.device.switcher._base_weights, kind)

@@ -23,11 +23,11 @@ def adapter_pages(folder: str) -> int:
     return pages_for(engine.load_adapter("a", folder).num_bytes)
 
 
-def test_adapters_nobody_needs_make_room_for_kv(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_unneeded_adapters_are_evicted_for_kv(tmp_path_factory: pytest.TempPathFactory) -> None:
     oracle = Oracle(FAMILY, build_model(FAMILY))
     folders = oracle.save(tmp_path_factory.mktemp("adapters"))
     prompt = make_prompt(FAMILY, build_model(FAMILY), 0, text=(30, 30))
-    wanted = oracle.generate(prompt, None, NUM_TOKENS)[0]
+    expected = oracle.generate(prompt, None, NUM_TOKENS)[0]
     pages = {name: adapter_pages(folder) for name, folder in folders.items() if name in ADAPTERS}
     # A block is one page here. Four requests need all pages that the pinned adapter leaves.
     blocks = 4 * -(-(len(prompt.prompt_ids) + NUM_TOKENS) // 8)
@@ -53,9 +53,11 @@ def test_adapters_nobody_needs_make_room_for_kv(tmp_path_factory: pytest.TempPat
         for i in range(4)
     )
     for i in range(4):
-        assert [token for output in outputs[f"r{i}"] for token in output.token_ids] == wanted
+        assert [token for output in outputs[f"r{i}"] for token in output.token_ids] == expected
     stats = engine.stats()
     assert stats.num_preemptions == 0
     assert {status.name for status in engine.adapters() if status.resident} == {"patterned16"}, "it is pinned"
     engine.check_integrity()
-    assert not any(site.site.factors.keys() - engine._bank.resident for site in engine._bank._linears.values())
+    device = engine.parts.device
+    for linears in (device.hf_model.language_linears, device.hf_model.vision_linears):
+        assert not any(linear.site.factors.keys() - device.pool.resident for linear in linears.values())

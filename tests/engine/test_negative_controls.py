@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from tests.engine.test_same_answers import NUM_TOKENS, TOLERANCE, Reference
 from tests.harness import FixedModes, Run, run_engine
+from tests.references import NUM_TOKENS, TOLERANCE, CaseReference
 from vlora.models.forward_batch import ForwardBatch
-from vlora.models.hf_adapter import Positions, Seam
+from vlora.models.hf_model import HFModel, Positions
 from vlora.types import Mode
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return Reference("qwen2_vl", tmp_path_factory.mktemp("qwen2_vl"))
+def reference(case_references: Callable[[str], CaseReference]) -> CaseReference:
+    return case_references("qwen2_vl")
 
 
-def worst(run: Run, reference: Reference) -> float:
+def worst(run: Run, reference: CaseReference) -> float:
     """Largest logit difference over all requests, up to the first token that differs (later inputs differ too)."""
     out = 0.0
     for (tokens, logits), (want_tokens, want) in zip(run.answers, reference.answers, strict=True):
@@ -34,24 +34,24 @@ def worst(run: Run, reference: Reference) -> float:
     return out
 
 
-def test_with_everything_in_place_the_difference_is_rounding(reference: Reference) -> None:
+def test_the_unchanged_engine_differs_by_rounding_only(reference: CaseReference) -> None:
     assert worst(run_engine(reference, FixedModes(Mode.MIXED, "wide8"), NUM_TOKENS), reference) < TOLERANCE
 
 
-def test_without_the_rope_delta(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
-    positions = Seam.positions
-    monkeypatch.setattr(Seam, "positions", lambda *a: Positions(positions(*a).rows, 0))
+def test_without_the_rope_delta(reference: CaseReference, monkeypatch: pytest.MonkeyPatch) -> None:
+    positions = HFModel.positions
+    monkeypatch.setattr(HFModel, "positions", lambda *a: Positions(positions(*a).rows, 0))
     assert worst(run_engine(reference, FixedModes(Mode.UNMERGED), NUM_TOKENS), reference) > 100 * TOLERANCE
 
 
-def test_without_the_de_lora_branch(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_de_lora_branch(reference: CaseReference, monkeypatch: pytest.MonkeyPatch) -> None:
     lanes = ForwardBatch.lanes
     monkeypatch.setattr(ForwardBatch, "lanes", lambda *a: [lane for lane in lanes(*a) if lane.sign > 0])
     assert worst(run_engine(reference, FixedModes(Mode.MIXED, "wide8"), NUM_TOKENS), reference) > 100 * TOLERANCE
 
 
 @pytest.fixture
-def unscaled(reference: Reference, tmp_path: Path) -> Iterator[Any]:
+def unscaled(reference: CaseReference, tmp_path: Path) -> Iterator[Any]:
     """The same adapters on disk, one of them without rsLoRA's scale."""
     import shutil
 
@@ -68,11 +68,11 @@ def unscaled(reference: Reference, tmp_path: Path) -> Iterator[Any]:
     yield Changed()
 
 
-def test_with_a_wrong_adapter_scale(reference: Reference, unscaled: Any) -> None:
+def test_with_a_wrong_adapter_scale(reference: CaseReference, unscaled: Any) -> None:
     assert worst(run_engine(unscaled, FixedModes(Mode.UNMERGED), NUM_TOKENS), reference) > 100 * TOLERANCE
 
 
-def test_with_image_embeddings_of_the_wrong_adapter(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_image_embeddings_of_the_wrong_adapter(reference: CaseReference, monkeypatch: pytest.MonkeyPatch) -> None:
     # As if the embedding cache ignored that an adapter targets the vision tower.
     from vlora.models.runner import ModelRunner
 
@@ -82,12 +82,14 @@ def test_with_image_embeddings_of_the_wrong_adapter(reference: Reference, monkey
 
 
 @pytest.mark.slow
-def test_without_deepstack_levels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reference = Reference("qwen3_vl", tmp_path)
-    forward = Seam.forward
+def test_without_deepstack_levels(
+    case_references: Callable[[str], CaseReference], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = case_references("qwen3_vl")
+    forward = HFModel.forward
 
-    def without(self: Seam, e: torch.Tensor, p: torch.Tensor, s: Any, mask: Any, deepstack: Any) -> torch.Tensor:
+    def without(self: HFModel, e: torch.Tensor, p: torch.Tensor, s: Any, mask: Any, deepstack: Any) -> torch.Tensor:
         return forward(self, e, p, s, None, [])
 
-    monkeypatch.setattr(Seam, "forward", without)
+    monkeypatch.setattr(HFModel, "forward", without)
     assert worst(run_engine(reference, FixedModes(Mode.UNMERGED), NUM_TOKENS), reference) > 100 * TOLERANCE

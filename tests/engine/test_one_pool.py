@@ -24,18 +24,20 @@ def counts(folder: Path, kind: str) -> dict[str, int]:
     return found
 
 
-def test_no_second_pool_appears_whatever_the_engine_does(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_the_engine_creates_no_second_openmp_pool(tmp_path: Path) -> None:
     found = counts(tmp_path, "bounded")
     assert len(found) == 7
     assert set(found.values()) == {found["base model"]}, found
 
 
+@pytest.mark.slow
 def test_the_count_shows_a_second_pool(tmp_path: Path) -> None:
     found = counts(tmp_path, "unbounded")
     assert found["images"] == found["base model"] < found["merged adapter"] == found["grammar"], found
 
 
-def test_each_thread_has_the_number_that_was_meant_for_it() -> None:
+def test_each_thread_computes_with_its_number_of_threads() -> None:
     found: dict[str, int] = {}
 
     def own_steps() -> None:
@@ -60,7 +62,7 @@ def test_each_thread_has_the_number_that_was_meant_for_it() -> None:
 
 
 @pytest.mark.parametrize("room", ["adapters", "engine", "memory", "models", "orchestrator", "parallel"])
-def test_executors_of_the_engine_are_made_in_one_place(room: str) -> None:
+def test_executors_are_created_only_in_vlora_threads(room: str) -> None:
     for file in (ROOT / "vlora" / room).rglob("*.py"):
         names = {node.id for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Name)}
         assert not names & {"ThreadPoolExecutor", "ProcessPoolExecutor"}, f"{file}: use vlora.threads"

@@ -19,7 +19,7 @@ NUM_TOKENS = 12
 
 
 @pytest.mark.parametrize("merged", [False, True])
-def test_answers_are_those_of_transformers(tmp_path: Path, merged: bool) -> None:
+def test_answers_equal_those_of_transformers(tmp_path: Path, merged: bool) -> None:
     oracle = Oracle(FAMILY, build_model(FAMILY))
     model = build_model(FAMILY)
     policy = {"policy": "merged_only" if merged else "unmerged_only"}
@@ -51,16 +51,16 @@ def test_answers_are_those_of_transformers(tmp_path: Path, merged: bool) -> None
     for i, ((ours, theirs), prompt) in enumerate(zip(cases, prompts, strict=True)):
         with torch.no_grad():
             whole = oracle.peft.generate(**prompt.kwargs, max_new_tokens=NUM_TOKENS, do_sample=False, **theirs)
-        wanted = whole[0, len(prompt.prompt_ids) :].tolist()
-        assert [token for output in outputs[str(i)] for token in output.token_ids] == wanted
-        assert (wanted != plain[i]) == bool(ours), "the oracle's parameter changes the answer"
+        expected = whole[0, len(prompt.prompt_ids) :].tolist()
+        assert [token for output in outputs[str(i)] for token in output.token_ids] == expected
+        assert (expected != plain[i]) == bool(ours), "the oracle's parameter changes the answer"
 
 
 def test_no_end_before_min_tokens(tmp_path: Path) -> None:
     model = build_model(FAMILY)
     local = LocalEngine(EngineConfig(model=FAMILY, arena_bytes=64 * 2**20), model=model)
     prompt = make_prompt(FAMILY, model, 0)
-    (eos, *_) = sorted(local.engine._seam.eos_ids)
+    (eos, *_) = sorted(local.engine.parts.device.hf_model.eos_ids)
 
     def ask(name: str, **fields: Any) -> Request:
         sampling = SamplingParams(max_tokens=9, logit_bias=((eos, 100.0),), **fields)
@@ -73,7 +73,7 @@ def test_no_end_before_min_tokens(tmp_path: Path) -> None:
     assert tokens["never"] == [eos] * 9
 
 
-def test_a_bias_of_no_token_is_refused() -> None:
+def test_a_bias_of_an_unknown_token_is_refused() -> None:
     model = build_model(FAMILY)
     local = LocalEngine(EngineConfig(model=FAMILY, arena_bytes=64 * 2**20), model=model)
     sampling = SamplingParams(max_tokens=1, logit_bias=((10**6, 1.0),))

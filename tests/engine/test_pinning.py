@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tests.families import build_model, make_prompt
-from tests.oracle import Oracle
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
 from vlora.errors import BadRequest, OverCapacity, UnknownAdapter
@@ -13,11 +12,6 @@ from vlora.memory.arena import PAGE_BYTES
 from vlora.types import Request, SamplingParams
 
 FAMILY = "llava"
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return Oracle(FAMILY, build_model(FAMILY)).save(tmp_path_factory.mktemp("adapters"))
 
 
 def engine(num_pages: int) -> LocalEngine:
@@ -37,15 +31,15 @@ def residents(local: LocalEngine) -> set[str]:
     return {status.name for status in local.engine.adapters() if status.resident}
 
 
-def test_a_pinned_adapter_stays_while_others_come_and_go(folders: dict[str, str]) -> None:
+def test_a_pinned_adapter_stays_while_others_are_loaded_and_evicted(adapter_folders: dict[str, str]) -> None:
     pages = {}
-    for name, path in folders.items():
+    for name, path in adapter_folders.items():
         pages[name] = -(-engine(400).engine.load_adapter(name, path).num_bytes // PAGE_BYTES)
     largest = max(pages, key=lambda name: pages[name])
     pinned, *others = sorted(set(pages) - {largest}, key=lambda name: pages[name])
     # Room for the pinned adapter and the largest one, and no third one.
     local = engine(2 * (pages[pinned] + pages[largest]))
-    for name, path in folders.items():
+    for name, path in adapter_folders.items():
         local.engine.load_adapter(name, path)
     status = local.engine.pin_adapter(pinned, True)
     assert status.pinned and status.resident and residents(local) == {pinned}
@@ -62,15 +56,15 @@ def test_a_pinned_adapter_stays_while_others_come_and_go(folders: dict[str, str]
     with pytest.raises(OverCapacity, match=f"would leave .* pages of the arena, .* adapter '{largest}' needs"):
         local.engine.pin_adapter(others[0], True)
     with pytest.raises(BadRequest, match=f"'{pinned}' is pinned; unpin it"):
-        local.engine.load_adapter(pinned, folders[largest])
+        local.engine.load_adapter(pinned, adapter_folders[largest])
     local.engine.check_integrity()
     assert not local.engine.pin_adapter(pinned, False).pinned
     assert local.engine.pin_adapter(pinned, True).pinned
 
 
-def test_unloading_a_pinned_adapter_frees_it(folders: dict[str, str]) -> None:
+def test_unloading_a_pinned_adapter_frees_it(adapter_folders: dict[str, str]) -> None:
     local = engine(400)
-    local.engine.load_adapter("a", folders["narrow4"])
+    local.engine.load_adapter("a", adapter_folders["narrow4"])
     local.engine.pin_adapter("a", True)
     local.engine.unload_adapter("a")
     assert local.engine.stats().adapter_bytes == 0 and local.engine.adapters() == ()
@@ -79,36 +73,36 @@ def test_unloading_a_pinned_adapter_frees_it(folders: dict[str, str]) -> None:
         local.engine.pin_adapter("a", True)
 
 
-def test_an_adapter_too_large_beside_pinned_ones_is_refused(folders: dict[str, str]) -> None:
+def test_an_adapter_too_large_next_to_pinned_ones_is_refused(adapter_folders: dict[str, str]) -> None:
     roomy = engine(400)
     large, small = (
-        -(-roomy.engine.load_adapter(name, folders[name]).num_bytes // PAGE_BYTES)
+        -(-roomy.engine.load_adapter(name, adapter_folders[name]).num_bytes // PAGE_BYTES)
         for name in ("everywhere64", "narrow4")
     )
     tight = engine(2 * (large + small - 1))
-    tight.engine.load_adapter("everywhere64", folders["everywhere64"])
+    tight.engine.load_adapter("everywhere64", adapter_folders["everywhere64"])
     tight.engine.unload_adapter("everywhere64")
-    tight.engine.load_adapter("narrow4", folders["narrow4"])
+    tight.engine.load_adapter("narrow4", adapter_folders["narrow4"])
     tight.engine.pin_adapter("narrow4", True)
     with pytest.raises(
         OverCapacity, match=f"needs {large} contiguous .* only {large - 1} are available .1 adapters are pinned"
     ):
-        tight.engine.load_adapter("everywhere64", folders["everywhere64"])
+        tight.engine.load_adapter("everywhere64", adapter_folders["everywhere64"])
 
 
 @pytest.mark.slow
-def test_content_too_large_for_its_name_leaves_the_old_one_serving(folders: dict[str, str]) -> None:
+def test_new_content_that_does_not_fit_leaves_the_old_one_serving(adapter_folders: dict[str, str]) -> None:
     roomy = engine(400)
     large, small = (
-        -(-roomy.engine.load_adapter(name, folders[name]).num_bytes // PAGE_BYTES)
+        -(-roomy.engine.load_adapter(name, adapter_folders[name]).num_bytes // PAGE_BYTES)
         for name in ("everywhere64", "narrow4")
     )
     tight = engine(2 * (large + small - 1))
-    before = tight.engine.load_adapter("a", folders["narrow4"])
-    tight.engine.load_adapter("pinned", folders["narrow4"])
+    before = tight.engine.load_adapter("a", adapter_folders["narrow4"])
+    tight.engine.load_adapter("pinned", adapter_folders["narrow4"])
     tight.engine.pin_adapter("pinned", True)
     with pytest.raises(OverCapacity, match="adapter 'a' needs"):
-        tight.engine.load_adapter("a", folders["everywhere64"])
+        tight.engine.load_adapter("a", adapter_folders["everywhere64"])
     assert before.version in {status.version for status in tight.engine.adapters() if status.name == "a"}
     answer(tight, "a")
     assert tight.engine.stats().num_adapters == 2

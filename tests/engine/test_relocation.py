@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from tests.engine.test_same_answers import NUM_TOKENS, Reference, assert_same
 from tests.families import build_model
-from tests.harness import FixedModes, Recorded
+from tests.harness import FixedModes, RecordingEngine
+from tests.references import NUM_TOKENS, CaseReference, assert_same
 from vlora.config import EngineConfig
 from vlora.engine import Engine, LocalEngine
 from vlora.memory.arena import PAGE_BYTES, pages_for
@@ -20,47 +21,51 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module", params=["qwen2_vl", "llava"])
-def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return Reference(request.param, tmp_path_factory.mktemp(request.param))
+def reference(request: pytest.FixtureRequest, case_references: Callable[[str], CaseReference]) -> CaseReference:
+    return case_references(request.param)
 
 
 def shuffle(engine: Engine, draws: random.Random) -> int:
     """Move each movable block and adapter to a random free place, if there is one, and fill free pages with NaN.
     Returns the number of moves.
     """
-    books, residency, bank = engine._books, engine._residency, engine._bank
+    allocator, adapter_cache, pool = (
+        engine.parts.block_manager.allocator,
+        engine.parts.adapter_cache,
+        engine.parts.device.pool,
+    )
     moved = 0
-    for block in sorted(books.taken_blocks | books.cached_blocks):
-        free = [target for target in range(books.num_blocks) if not any(page_map(engine, target))]
+    for block in sorted(allocator.taken_blocks | allocator.cached_blocks):
+        free = [target for target in range(allocator.num_blocks) if not any(page_map(engine, target))]
         if free:
-            books.move_block(block, draws.choice(free))
+            allocator.move_block(block, draws.choice(free))
             moved += 1
-    for name in sorted(residency.resident):
-        run = residency.run(name)
-        pages = books.page_map()
+    for name in sorted(adapter_cache.resident):
+        run = adapter_cache.run(name)
+        pages = allocator.page_map()
         pages[run.first_page : run.end] = bytes(run.num_pages)
         gaps = [
             first
-            for first in range(residency.max_pages - run.num_pages + 1)
+            for first in range(adapter_cache.max_pages - run.num_pages + 1)
             if not any(pages[first : first + run.num_pages])
         ]
         target = draws.choice(gaps)
-        if not residency._pins[name] and target != run.first_page:
-            residency._runs[name] = books.move_run(run, target)
-            bank.follow(name)
+        if not adapter_cache._pins[name] and target != run.first_page:
+            adapter_cache._runs[name] = allocator.move_run(run, target)
+            pool.relocate(name)
             moved += 1
-    for page, kind in enumerate(books.page_map()):
+    for page, kind in enumerate(allocator.page_map()):
         if not kind:
-            bank._arena.buffer(page, 1).fill_(255)  # NaN in every dtype
+            engine.parts.device.arena.buffer(page, 1).fill_(255)  # NaN in every dtype
     return moved
 
 
 def page_map(engine: Engine, block: int) -> bytearray:
-    run = engine._books.pages_of(block)
-    return engine._books.page_map()[run.first_page : run.end]
+    run = engine.parts.block_manager.allocator.pages_of(block)
+    return engine.parts.block_manager.allocator.page_map()[run.first_page : run.end]
 
 
-def shuffled(recorded: Recorded) -> list[int]:
+def shuffled(recorded: RecordingEngine) -> list[int]:
     """Shuffle before every step from now on; returns the list of the number of moves per step."""
     counts: list[int] = []
     draws = random.Random(0)
@@ -77,13 +82,13 @@ def shuffled(recorded: Recorded) -> list[int]:
 
 @pytest.mark.usefixtures("no_kv_admission")
 @pytest.mark.parametrize("memory", ["ample", "scarce"])
-def test_answers_stay_the_same_when_all_moves_between_any_two_steps(reference: Reference, memory: str) -> None:
+def test_answers_stay_the_same_when_all_pages_move_between_steps(reference: CaseReference, memory: str) -> None:
     plan = [(Mode.MIXED, "wide8"), (Mode.UNMERGED, None), (Mode.MIXED, "everywhere64"), (Mode.MIXED, "patterned16")]
     policy = FixedModes(*plan[0], plan=plan)
     recorded = (
-        Recorded(reference, policy, scarce_memory=True)
+        RecordingEngine(reference, policy, scarce_memory=True)
         if memory == "scarce"
-        else Recorded(reference, policy, max_step_tokens=24)
+        else RecordingEngine(reference, policy, max_step_tokens=24)
     )
     recorded.answer(reference.cases, 1)  # from now on images are cached, so that all requests start at once
     counts = shuffled(recorded)
@@ -99,21 +104,21 @@ def test_answers_stay_the_same_when_all_moves_between_any_two_steps(reference: R
     assert memory == "scarce" or min(recorded.cached_tokens) > 0
 
 
-def test_a_view_that_is_not_updated_is_noticed(reference: Reference) -> None:
+def test_a_view_that_is_not_updated_changes_answers(reference: CaseReference) -> None:
     """The negative control: an adapter moved without updating its views changes the answer or fails."""
-    recorded = Recorded(reference, FixedModes(Mode.UNMERGED))
-    recorded.engine._bank.follow = lambda name: None  # type: ignore[method-assign]
+    recorded = RecordingEngine(reference, FixedModes(Mode.UNMERGED))
+    recorded.engine.parts.device.pool.relocate = lambda name: None  # type: ignore[method-assign]
     shuffled(recorded)
     adapted = [case for case in reference.cases if case[0] == "wide8"]
-    wanted = [answer for case, answer in zip(reference.cases, reference.answers, strict=True) if case[0] == "wide8"]
+    expected = [answer for case, answer in zip(reference.cases, reference.answers, strict=True) if case[0] == "wide8"]
     answers = recorded.answer(adapted, NUM_TOKENS)
-    assert not any(torch.allclose(got[1], want[1], atol=1e-3) for got, want in zip(answers, wanted, strict=True))
+    assert not any(torch.allclose(got[1], want[1], atol=1e-3) for got, want in zip(answers, expected, strict=True))
 
 
-def test_an_adapter_finds_room_where_another_is_in_the_way(reference: Reference) -> None:
+def test_an_adapter_gets_room_by_moving_another(reference: CaseReference) -> None:
     pages = {
         name: pages_for(status.num_bytes)
-        for name, status in ((s.name, s) for s in Recorded(reference, None).engine.adapters())
+        for name, status in ((s.name, s) for s in RecordingEngine(reference, None).engine.adapters())
     }
     # narrow4 is between two gaps, which together have exactly the pages that the largest adapter needs. The least
     # recently used adapter is larger.
@@ -127,21 +132,21 @@ def test_an_adapter_finds_room_where_another_is_in_the_way(reference: Reference)
     answers = {case[0]: (case[1], want) for case, want in zip(reference.cases, reference.answers, strict=True)}
 
     def ask(name: str) -> None:
-        prompt, (wanted, _) = answers[name]
+        prompt, (expected, _) = answers[name]
         sampling = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
         request = Request(
             request_id=name, prompt_ids=prompt.prompt_ids, vision=prompt.vision, adapter=name, sampling=sampling
         )
         got = [token for output in local.run([request])[name] for token in output.token_ids]
-        assert got == wanted, name
+        assert got == expected, name
         local.engine.check_integrity()
 
     ask("wide8")
     ask("narrow4")
-    held = local.engine._residency.reserve(gap)
+    held = local.engine.parts.adapter_cache.reserve(gap)
     assert held is not None
     ask("patterned16")
-    local.engine._residency.release(held)
+    local.engine.parts.adapter_cache.release(held)
     ask("narrow4")
     local.engine.unload_adapter("wide8")
     ask("everywhere64")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,9 @@ import pytest
 import torch
 
 from heads import HeadSpec, TaskHead, save_heads
-from tests.engine.test_same_answers import TOLERANCE, assert_same
-from tests.families import HIDDEN, VIDEO_FAMILIES, Prompt, build_model, make_prompt
-from tests.harness import FixedModes, Recorded
-from tests.oracle import Oracle
+from tests.families import HIDDEN, VIDEO_FAMILIES, Prompt, make_prompt
+from tests.harness import FixedModes, RecordingEngine
+from tests.references import TOLERANCE, Reference
 from vlora.memory import prefix_cache as prefix_cache_module
 from vlora.types import Mode, Request
 
@@ -30,35 +30,14 @@ MODES = {
 }
 
 
-class Reference:
-    """A family's model, adapters on disk, and reference answers."""
-
-    def __init__(self, family: str, folder: Path) -> None:
-        self.family = family
-        self.model = build_model(family)
-        self.oracle = Oracle(family, self.model)
-        self.adapters = self.oracle.save(folder)
-        self._told: dict[Any, tuple[list[int], torch.Tensor]] = {}
-
-    def picture(self, seed: int, num_images: int = 1) -> Prompt:
-        """Images, each after some text; the same seed gives the same beginning for any number of images."""
-        return make_prompt(self.family, self.model, seed, num_images=num_images, text=(5, 0))
-
-    def expect(self, got: tuple[list[int], torch.Tensor], adapter: str | None, prompt: Prompt) -> None:
-        asked = (adapter, prompt.prompt_ids, tuple(item.content_hash for item in prompt.vision))
-        if asked not in self._told:
-            self._told[asked] = self.oracle.generate(prompt, adapter, NUM_TOKENS)
-        assert_same(got, self._told[asked])
-
-
 @pytest.fixture(scope="module", params=["qwen2_vl", "qwen3_vl", "llava"])
-def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return Reference(request.param, tmp_path_factory.mktemp(request.param))
+def reference(request: pytest.FixtureRequest, references: Callable[[str], Reference]) -> Reference:
+    return references(request.param)
 
 
 @pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return Reference("qwen2_vl", tmp_path_factory.mktemp("qwen2_vl"))
+def qwen(references: Callable[[str], Reference]) -> Reference:
+    return references("qwen2_vl")
 
 
 def continued(prompt: Prompt, more: list[int]) -> Prompt:
@@ -86,7 +65,7 @@ def found(prompt: Prompt) -> int:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("max_step_tokens", [512, 11])
 def test_two_turns_on_one_picture(reference: Reference, mode: str, max_step_tokens: int) -> None:
-    recorded = Recorded(reference, MODES[mode], max_step_tokens=max_step_tokens, vision_cache_bytes=0)
+    recorded = RecordingEngine(reference, MODES[mode], max_step_tokens=max_step_tokens, vision_cache_bytes=0)
     first = continued(reference.picture(1), words(1, 9))
     (answer,) = recorded.answer([("wide8", first)], NUM_TOKENS)
     reference.expect(answer, "wide8", first)
@@ -102,7 +81,7 @@ def test_two_turns_on_one_picture(reference: Reference, mode: str, max_step_toke
 
 @pytest.mark.parametrize("adapter", ["everywhere64", None])
 def test_a_second_picture_in_the_second_turn(reference: Reference, adapter: str | None) -> None:
-    recorded = Recorded(reference, MODES["unmerged"], vision_cache_bytes=0)
+    recorded = RecordingEngine(reference, MODES["unmerged"], vision_cache_bytes=0)
     first, second = (continued(reference.picture(2, count), words(count, 6)) for count in (1, 2))
     for prompt in (first, second):
         (answer,) = recorded.answer([(adapter, prompt)], NUM_TOKENS)
@@ -114,16 +93,16 @@ def test_a_second_picture_in_the_second_turn(reference: Reference, adapter: str 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("together", "prefix_cache"), [(True, True), (False, True), (True, False)])
 def test_ten_questions_on_one_picture(reference: Reference, mode: str, together: bool, prefix_cache: bool) -> None:
-    recorded = Recorded(reference, MODES[mode], prefix_cache=prefix_cache)
-    asked = [continued(reference.picture(3), words(10 + i, 3 + i)) for i in range(10)]
-    cases = [("wide8", prompt) for prompt in asked]
+    recorded = RecordingEngine(reference, MODES[mode], prefix_cache=prefix_cache)
+    prompts = [continued(reference.picture(3), words(10 + i, 3 + i)) for i in range(10)]
+    cases = [("wide8", prompt) for prompt in prompts]
     answers = (
         recorded.answer(cases, NUM_TOKENS) if together else [recorded.answer([case], NUM_TOKENS)[0] for case in cases]
     )
-    for answer, prompt in zip(answers, asked, strict=True):
+    for answer, prompt in zip(answers, prompts, strict=True):
         reference.expect(answer, "wide8", prompt)
     stats = recorded.engine.stats()
-    tokens = sum(len(prompt.prompt_ids) for prompt in asked)
+    tokens = sum(len(prompt.prompt_ids) for prompt in prompts)
     assert stats.num_computed_tokens + stats.num_reused_tokens == tokens
     shared = len(reference.picture(3).prompt_ids) // BLOCK * BLOCK
     assert stats.num_reused_tokens == (9 * shared if prefix_cache else 0)
@@ -131,8 +110,8 @@ def test_ten_questions_on_one_picture(reference: Reference, mode: str, together:
 
 
 @pytest.mark.parametrize("mode", ["unmerged", "mixed", "changing"])
-def test_every_adapter_computes_its_own(reference: Reference, mode: str) -> None:
-    recorded = Recorded(reference, MODES[mode])
+def test_each_adapter_computes_its_own_blocks(reference: Reference, mode: str) -> None:
+    recorded = RecordingEngine(reference, MODES[mode])
     prompt = continued(reference.picture(4), words(4, 10))
     adapters = [None, "wide8", "everywhere64", "patterned16", "narrow4"]
     for reused in (0, found(prompt)):
@@ -142,8 +121,8 @@ def test_every_adapter_computes_its_own(reference: Reference, mode: str) -> None
         assert recorded.cached_tokens == [reused] * len(adapters)
 
 
-def test_a_reloaded_name_never_answers_from_what_the_old_content_left(reference: Reference) -> None:
-    recorded = Recorded(reference, MODES["unmerged"])
+def test_a_reloaded_name_reuses_no_block_of_its_old_content(reference: Reference) -> None:
+    recorded = RecordingEngine(reference, MODES["unmerged"])
     engine = recorded.engine
     prompt = continued(reference.picture(5), words(5, 10))
     for content in ("narrow4", "everywhere64", "narrow4", "patterned16"):
@@ -158,8 +137,8 @@ def test_a_reloaded_name_never_answers_from_what_the_old_content_left(reference:
 
 
 @pytest.mark.usefixtures("no_kv_admission")
-def test_preempted_requests_find_what_is_left_of_them(reference: Reference) -> None:
-    recorded = Recorded(reference, MODES["mixed"], scarce_memory=True, vision_cache_bytes=0)
+def test_preempted_requests_reuse_their_remaining_blocks(reference: Reference) -> None:
+    recorded = RecordingEngine(reference, MODES["mixed"], scarce_memory=True, vision_cache_bytes=0)
     adapters = ["wide8", None, "patterned16", "wide8"]
     cases = [
         (adapter, continued(reference.picture(6 + picture), words(20 + i, 70)))
@@ -174,8 +153,8 @@ def test_preempted_requests_find_what_is_left_of_them(reference: Reference) -> N
 
 @pytest.mark.parametrize("over", range(-2, 3))
 @pytest.mark.parametrize("adapter", ["everywhere64", None])
-def test_lengths_around_a_block_s_end(qwen: Reference, over: int, adapter: str | None) -> None:
-    recorded = Recorded(qwen, MODES["unmerged"])
+def test_prompt_lengths_around_a_block_boundary(qwen: Reference, over: int, adapter: str | None) -> None:
+    recorded = RecordingEngine(qwen, MODES["unmerged"])
     picture = qwen.picture(7)
     prompt = continued(picture, words(7, -len(picture.prompt_ids) % BLOCK + BLOCK + over))
     assert len(prompt.prompt_ids) % BLOCK == over % BLOCK
@@ -185,9 +164,9 @@ def test_lengths_around_a_block_s_end(qwen: Reference, over: int, adapter: str |
         assert recorded.cached_tokens == [reused]
 
 
-def test_a_picture_cut_by_a_block_s_end_is_encoded_for_what_is_left_of_it(qwen: Reference) -> None:
+def test_a_picture_across_a_block_boundary_is_encoded_for_its_remainder(qwen: Reference) -> None:
     """Two prompts with the same image differ within the block in which the image ends."""
-    recorded = Recorded(qwen, MODES["unmerged"], vision_cache_bytes=0)
+    recorded = RecordingEngine(qwen, MODES["unmerged"], vision_cache_bytes=0)
     picture = qwen.picture(1)
     last = max(i for i, token in enumerate(picture.prompt_ids) if token == qwen.model.config.image_token_id)
     assert last % BLOCK < BLOCK - 2 and len(picture.prompt_ids) > last + 2, "tokens after the image share its block"
@@ -202,7 +181,7 @@ def test_a_picture_cut_by_a_block_s_end_is_encoded_for_what_is_left_of_it(qwen: 
 @pytest.mark.parametrize("family", VIDEO_FAMILIES)
 def test_two_turns_on_videos(family: str, tmp_path: Path) -> None:
     reference = Reference(family, tmp_path)
-    recorded = Recorded(reference, MODES["unmerged"], vision_cache_bytes=0)
+    recorded = RecordingEngine(reference, MODES["unmerged"], vision_cache_bytes=0)
     count = 1 if family == "llava_onevision" else 2
     first = make_prompt(family, reference.model, 3, num_videos=count, text=(5, 9))
     (answer,) = recorded.answer([("everywhere64", first)], NUM_TOKENS)
@@ -214,7 +193,7 @@ def test_two_turns_on_videos(family: str, tmp_path: Path) -> None:
     assert recorded.engine.stats().num_vision_encoded == count
 
 
-def test_a_head_reads_the_same_behind_what_was_reused(qwen: Reference, tmp_path: Path) -> None:
+def test_a_head_reads_the_same_after_reused_blocks(qwen: Reference, tmp_path: Path) -> None:
     spec = HeadSpec(
         name="kind", task="classification", labels=("cat", "dog"), prompt="what is it", num_frames=1, hidden_size=HIDDEN
     )
@@ -224,7 +203,7 @@ def test_a_head_reads_the_same_behind_what_was_reused(qwen: Reference, tmp_path:
     prompt = continued(qwen.picture(1), words(1, 11))
     scores: dict[bool, tuple[float, ...]] = {}
     for prefix_cache in (True, False):
-        recorded = Recorded(qwen, MODES["unmerged"], prefix_cache=prefix_cache)
+        recorded = RecordingEngine(qwen, MODES["unmerged"], prefix_cache=prefix_cache)
         recorded.engine.load_adapter("headed", str(folder))
         (answer,) = recorded.answer([("headed", prompt)], NUM_TOKENS)
         qwen.expect(answer, "wide8", prompt)
@@ -238,10 +217,10 @@ def test_a_head_reads_the_same_behind_what_was_reused(qwen: Reference, tmp_path:
     assert scores[True] == pytest.approx(scores[False], abs=TOLERANCE)
 
 
-def test_nobody_reads_what_a_failed_step_left_behind(qwen: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded = Recorded(qwen, MODES["unmerged"], max_step_tokens=16)
-    seam = recorded.engine._seam
-    forward, calls = seam.forward, 0
+def test_blocks_of_a_failed_step_are_not_reused(qwen: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = RecordingEngine(qwen, MODES["unmerged"], max_step_tokens=16)
+    hf_model = recorded.engine.parts.device.hf_model
+    forward, calls = hf_model.forward, 0
 
     def fails_once_it_has_written(embeddings: torch.Tensor, *args: Any) -> torch.Tensor:
         nonlocal calls
@@ -252,7 +231,7 @@ def test_nobody_reads_what_a_failed_step_left_behind(qwen: Reference, monkeypatc
         return forward(embeddings, *args)
 
     prompt = continued(qwen.picture(2), words(2, 30))
-    monkeypatch.setattr(seam, "forward", fails_once_it_has_written)
+    monkeypatch.setattr(hf_model, "forward", fails_once_it_has_written)
     lost = Request(request_id="lost", prompt_ids=prompt.prompt_ids, vision=prompt.vision)
     (output,) = recorded.local.run([lost])["lost"]
     assert output.error is not None and output.error.code == "step_failed"
@@ -264,7 +243,7 @@ def test_nobody_reads_what_a_failed_step_left_behind(qwen: Reference, monkeypatc
 # -- negative controls ------------------------------------------------------------------------------------------------
 
 
-def worst(recorded: Recorded, reference: Reference, cases: list[tuple[str | None, Prompt]]) -> float:
+def worst(recorded: RecordingEngine, reference: Reference, cases: list[tuple[str | None, Prompt]]) -> float:
     """Largest difference of the first token's logits, over cases run one after the other."""
     out = 0.0
     for adapter, prompt in cases:
@@ -281,15 +260,15 @@ def test_without_pictures_in_the_keys(qwen: Reference, monkeypatch: pytest.Monke
     for prompt in prompts:
         prompt.kwargs["input_ids"] = torch.tensor([prompt.prompt_ids])
     cases: list[tuple[str | None, Prompt]] = [(None, prompt) for prompt in prompts]
-    assert worst(Recorded(qwen, MODES["unmerged"]), qwen, cases) < TOLERANCE
+    assert worst(RecordingEngine(qwen, MODES["unmerged"]), qwen, cases) < TOLERANCE
     monkeypatch.setattr(prefix_cache_module._Cursor, "take", lambda self, count: [])
-    assert worst(Recorded(qwen, MODES["unmerged"]), qwen, cases) > 100 * TOLERANCE
+    assert worst(RecordingEngine(qwen, MODES["unmerged"]), qwen, cases) > 100 * TOLERANCE
 
 
 def test_without_the_adapter_in_the_keys(qwen: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = continued(qwen.picture(1), words(1, 12))
     cases: list[tuple[str | None, Prompt]] = [("wide8", prompt), (None, prompt)]
-    assert worst(Recorded(qwen, MODES["unmerged"]), qwen, cases) < TOLERANCE
+    assert worst(RecordingEngine(qwen, MODES["unmerged"]), qwen, cases) < TOLERANCE
     init = prefix_cache_module.TokenChain.__init__
 
     def nameless(self: prefix_cache_module.TokenChain, *args: object) -> None:
@@ -297,4 +276,4 @@ def test_without_the_adapter_in_the_keys(qwen: Reference, monkeypatch: pytest.Mo
         self._root = b""
 
     monkeypatch.setattr(prefix_cache_module.TokenChain, "__init__", nameless)
-    assert worst(Recorded(qwen, MODES["unmerged"]), qwen, cases) > 100 * TOLERANCE
+    assert worst(RecordingEngine(qwen, MODES["unmerged"]), qwen, cases) > 100 * TOLERANCE

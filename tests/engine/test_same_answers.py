@@ -3,68 +3,24 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
-import torch
 
-from tests.families import FAMILIES, VIDEO_FAMILIES, Prompt, build_model, make_prompt
+from tests.families import FAMILIES
 from tests.harness import FixedModes, run_engine
-from tests.oracle import Oracle
+from tests.references import NUM_TOKENS, CaseReference, assert_same
 from vlora.types import Mode
 
 pytestmark = pytest.mark.gpu
 
-NUM_TOKENS = 16
-TOLERANCE = 1e-4
-
-# One prompt per adapter (None: the base model), most with images, some with several; texts of different lengths.
-CASES: Sequence[tuple[str | None, int]] = (
-    ("everywhere64", 1),
-    (None, 0),
-    ("wide8", 1),
-    ("narrow4", 2),
-    ("patterned16", 0),
-    (None, 1),
-    ("wide8", 0),
-    ("everywhere64", 2),
-)
-
-
-class Reference:
-    """A family's model, adapters on disk, prompts, and reference answers."""
-
-    def __init__(self, family: str, folder: Path) -> None:
-        self.family = family
-        oracle = Oracle(family, build_model(family))
-        self.adapters = oracle.save(folder)
-        model = build_model(family)
-        self.cases: list[tuple[str | None, Prompt]] = [
-            (adapter, make_prompt(family, model, seed, num_images=images, text=(5 + 3 * seed, 4 + 2 * seed)))
-            for seed, (adapter, images) in enumerate(CASES)
-        ]
-        self.answers = [oracle.generate(prompt, adapter, NUM_TOKENS) for adapter, prompt in self.cases]
-        self.video_case: tuple[str | None, Prompt] | None = None
-        if family in VIDEO_FAMILIES:
-            self.video_case = (
-                "everywhere64",
-                make_prompt(family, model, 3, num_videos=1 if family == "llava_onevision" else 2),
-            )
-            self.video_answer = oracle.generate(self.video_case[1], self.video_case[0], NUM_TOKENS)
-
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return Reference(request.param, tmp_path_factory.mktemp(request.param))
+def reference(request: pytest.FixtureRequest, case_references: Callable[[str], CaseReference]) -> CaseReference:
+    return case_references(request.param)
 
 
-def assert_same(got: tuple[list[int], torch.Tensor], want: tuple[list[int], torch.Tensor]) -> None:
-    assert got[0] == want[0]
-    assert float((got[1] - want[1]).abs().max()) < TOLERANCE
-
-
-def test_unmerged_batch_of_all_ranks(reference: Reference) -> None:
+def test_unmerged_batch_of_all_ranks(reference: CaseReference) -> None:
     run = run_engine(reference, FixedModes(Mode.UNMERGED), NUM_TOKENS)
     # A step with only base-model requests, with images encoded before, needs no delta: it counts as merged.
     assert Mode.UNMERGED in run.modes and Mode.MIXED not in run.modes
@@ -73,7 +29,7 @@ def test_unmerged_batch_of_all_ranks(reference: Reference) -> None:
 
 
 @pytest.mark.parametrize("merged", ["wide8", "everywhere64", "patterned16", "narrow4"])
-def test_mixed_batch_over_one_merged_adapter(reference: Reference, merged: str) -> None:
+def test_mixed_batch_over_one_merged_adapter(reference: CaseReference, merged: str) -> None:
     run = run_engine(reference, FixedModes(Mode.MIXED, merged), NUM_TOKENS)
     assert Mode.MIXED in run.modes
     for got, want in zip(run.answers, reference.answers, strict=True):
@@ -81,7 +37,7 @@ def test_mixed_batch_over_one_merged_adapter(reference: Reference, merged: str) 
 
 
 @pytest.mark.parametrize("merged", ["wide8", "everywhere64", None])
-def test_merged_batch_of_one_adapter(reference: Reference, merged: str | None) -> None:
+def test_merged_batch_of_one_adapter(reference: CaseReference, merged: str | None) -> None:
     own = [i for i, (adapter, _) in enumerate(reference.cases) if adapter == merged]
     run = run_engine(reference, FixedModes(Mode.MERGED, merged), NUM_TOKENS, only=own)
     assert run.modes == {Mode.MERGED}
@@ -89,7 +45,7 @@ def test_merged_batch_of_one_adapter(reference: Reference, merged: str | None) -
         assert_same(got, reference.answers[case])
 
 
-def test_modes_change_in_the_middle_of_requests(reference: Reference) -> None:
+def test_modes_change_in_the_middle_of_requests(reference: CaseReference) -> None:
     # The merged adapter (or none) changes every few steps: chunks of one prompt and tokens of one answer run in every
     # mode.
     plan = [(Mode.MIXED, "wide8"), (Mode.UNMERGED, None), (Mode.MIXED, "everywhere64"), (Mode.MIXED, "patterned16")]
@@ -101,14 +57,14 @@ def test_modes_change_in_the_middle_of_requests(reference: Reference) -> None:
 
 
 @pytest.mark.slow
-def test_prompts_run_in_chunks(reference: Reference) -> None:
+def test_prompts_run_in_chunks(reference: CaseReference) -> None:
     run = run_engine(reference, FixedModes(Mode.UNMERGED), NUM_TOKENS, max_step_tokens=11)
     for got, want in zip(run.answers, reference.answers, strict=True):
         assert_same(got, want)
 
 
 @pytest.mark.usefixtures("no_kv_admission")
-def test_preempted_requests_go_on_where_they_were(reference: Reference) -> None:
+def test_preempted_requests_continue_their_answers(reference: CaseReference) -> None:
     policy = FixedModes(Mode.MIXED, "wide8")
     # All images first: requests that start one after the other never fill the memory together.
     run = run_engine(reference, policy, NUM_TOKENS, scarce_memory=True, encode_share=1e9)
@@ -119,7 +75,7 @@ def test_preempted_requests_go_on_where_they_were(reference: Reference) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", [None, FixedModes(Mode.MIXED, "wide8-1")], ids=["paper", "mixed"])
-def test_adapters_come_and_go_in_a_tiny_arena(reference: Reference, policy: FixedModes | None) -> None:
+def test_adapters_are_loaded_and_evicted_in_a_tiny_arena(reference: CaseReference, policy: FixedModes | None) -> None:
     """Every adapter under two names; the largest do not fit at the same time. Threads read and load them."""
     twice = copy.copy(reference)
     twice.adapters = {f"{name}-{i}": path for i in (0, 1) for name, path in reference.adapters.items()}
@@ -130,13 +86,13 @@ def test_adapters_come_and_go_in_a_tiny_arena(reference: Reference, policy: Fixe
         assert_same(got, want)
 
 
-def test_the_paper_s_policy_end_to_end(reference: Reference) -> None:
+def test_algorithm_1_end_to_end(reference: CaseReference) -> None:
     run = run_engine(reference, None, NUM_TOKENS)
     for got, want in zip(run.answers, reference.answers, strict=True):
         assert_same(got, want)
 
 
-def test_video(reference: Reference) -> None:
+def test_video(reference: CaseReference) -> None:
     if reference.video_case is None:
         pytest.skip(f"{reference.family} takes no video")
     run = run_engine(reference, FixedModes(Mode.UNMERGED), NUM_TOKENS, cases=[reference.video_case])

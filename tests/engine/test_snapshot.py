@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -12,29 +11,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.families import build_model, make_prompt
-from tests.oracle import Oracle
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
 from vlora.engine.monitor import Rates, arena_cells
 from vlora.engine.snapshot import EngineSnapshot
 from vlora.memory.arena import PAGE_BYTES
-from vlora.memory.books import Run
+from vlora.memory.page_allocator import PageRun
 from vlora.types import Request, SamplingParams
 
 FAMILY = "llava"
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return Oracle(FAMILY, build_model(FAMILY)).save(Path(tmp_path_factory.mktemp("adapters")))
-
-
 @pytest.fixture
-def local(folders: dict[str, str]) -> LocalEngine:
+def local(adapter_folders: dict[str, str]) -> LocalEngine:
     config = EngineConfig(model=FAMILY, arena_bytes=32 * 2**20, max_context=256, max_batch_size=4)
     made = LocalEngine(config, model=build_model(FAMILY))
     for name in ("wide8", "everywhere64"):
-        made.engine.load_adapter(name, folders[name])
+        made.engine.load_adapter(name, adapter_folders[name])
     return made
 
 
@@ -72,7 +65,7 @@ def check(snapshot: EngineSnapshot) -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(snapshot), type=EngineSnapshot) == snapshot
 
 
-def test_a_snapshot_agrees_with_counters_and_books_between_any_two_steps(local: LocalEngine) -> None:
+def test_a_snapshot_agrees_with_counters_and_page_map_between_steps(local: LocalEngine) -> None:
     engine = local.engine
     for request in requests(8):
         engine.add(request)
@@ -89,12 +82,14 @@ def test_a_snapshot_agrees_with_counters_and_books_between_any_two_steps(local: 
     assert engine.snapshot(10**9).steps == ()
 
 
-def test_adapters_in_demand_are_told_and_those_at_rest_are_not(local: LocalEngine, folders: dict[str, str]) -> None:
+def test_only_adapters_in_demand_or_on_the_device_are_listed(
+    local: LocalEngine, adapter_folders: dict[str, str]
+) -> None:
     engine = local.engine
-    engine.register_adapters({"later": folders["wide8"], "never": folders["wide8"]})
+    engine.register_adapters({"later": adapter_folders["wide8"], "never": adapter_folders["wide8"]})
     assert engine.snapshot().adapters == ()
-    asked = [*requests(6), msgspec.structs.replace(requests(1)[0], request_id="x", adapter="later")]
-    for request in asked:
+    added = [*requests(6), msgspec.structs.replace(requests(1)[0], request_id="x", adapter="later")]
+    for request in added:
         engine.add(request)
     before = {load.name: load for load in engine.snapshot().adapters}
     assert {name: load.num_under_way for name, load in before.items()} == {"wide8": 4, "everywhere64": 1, "later": 1}
@@ -110,7 +105,7 @@ def test_adapters_in_demand_are_told_and_those_at_rest_are_not(local: LocalEngin
     assert set(load.name for load in engine.snapshot().adapters) == {"everywhere64", "later"}
 
 
-def test_only_the_last_steps_are_kept(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_last_steps_are_kept(adapter_folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vlora.engine.monitor.MAX_STEPS", 10)
     local = LocalEngine(EngineConfig(model=FAMILY, arena_bytes=32 * 2**20), model=build_model(FAMILY))
     sampling = SamplingParams(max_tokens=13, ignore_eos=True)
@@ -120,9 +115,9 @@ def test_only_the_last_steps_are_kept(folders: dict[str, str], monkeypatch: pyte
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=300), st.integers(1, 50), st.data())
-def test_a_cell_shows_what_most_of_its_pages_are(kinds: list[int], most: int, data: st.DataObject) -> None:
+def test_a_cell_shows_the_kind_of_most_of_its_pages(kinds: list[int], most: int, data: st.DataObject) -> None:
     first = data.draw(st.integers(0, len(kinds) - 1))
-    packed = Run(first, data.draw(st.integers(1, len(kinds) - first)))
+    packed = PageRun(first, data.draw(st.integers(1, len(kinds) - first)))
     size, cells = arena_cells(bytes(kinds), [packed], most)
     assert len(cells) <= most and (len(cells) - 1) * size < len(kinds) <= len(cells) * size
     letters = ["p" if packed.first_page <= page < packed.end else "fakc"[kind] for page, kind in enumerate(kinds)]
@@ -132,7 +127,7 @@ def test_a_cell_shows_what_most_of_its_pages_are(kinds: list[int], most: int, da
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.floats(0, 30)), max_size=40))
-def test_rates_are_the_sum_of_what_each_request_still_counts(arrivals: list[tuple[str, float]]) -> None:
+def test_a_rate_is_the_sum_of_decayed_requests(arrivals: list[tuple[str, float]]) -> None:
     now = 0.0
     rates = Rates(lambda: now)
     times: dict[str, list[float]] = {}
@@ -141,7 +136,7 @@ def test_rates_are_the_sum_of_what_each_request_still_counts(arrivals: list[tupl
         rates.count(name)
         times.setdefault(name, []).append(now)
     now += 1.0
-    expected = {name: sum(math.exp((then - now) / 10) / 10 for then in asked) for name, asked in times.items()}
+    expected = {name: sum(math.exp((then - now) / 10) / 10 for then in added_s) for name, added_s in times.items()}
     found = rates.read()
     for name, rate in expected.items():
         assert found.get(name, 0.0) == pytest.approx(rate, abs=1.1e-3)

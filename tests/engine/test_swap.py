@@ -16,9 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.engine.on_demand import OnDemand
 from tests.families import Prompt, build_model, make_prompt
-from tests.oracle import Oracle
+from tests.queued_executor import QueuedExecutor
 from vlora.config import EngineConfig
 from vlora.engine import Engine, LocalEngine
 from vlora.errors import BadAdapter, BadRequest, OverCapacity, UnknownAdapter
@@ -28,22 +27,17 @@ FAMILY = "llava"
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return Oracle(FAMILY, build_model(FAMILY)).save(tmp_path_factory.mktemp("adapters"))
-
-
-@pytest.fixture(scope="module")
 def prompt() -> Prompt:
     # Without images, which take extra steps: some tests count steps.
     return make_prompt(FAMILY, build_model(FAMILY), 0, num_images=0)
 
 
 @pytest.fixture
-def background() -> OnDemand:
-    return OnDemand()
+def background() -> QueuedExecutor:
+    return QueuedExecutor()
 
 
-def make_engine(executor: OnDemand | None = None, num_bytes: int = 64 * 2**20) -> LocalEngine:
+def make_engine(executor: QueuedExecutor | None = None, num_bytes: int = 64 * 2**20) -> LocalEngine:
     config = EngineConfig(model=FAMILY, arena_bytes=num_bytes, max_context=256, block_size=8)
     return LocalEngine(config, model=build_model(FAMILY), executor=executor)
 
@@ -77,7 +71,7 @@ def steps(engine: Engine, number: int) -> list[RequestOutput]:
     return outputs
 
 
-def finish(engine: Engine, background: OnDemand | None = None) -> list[RequestOutput]:
+def finish(engine: Engine, background: QueuedExecutor | None = None) -> list[RequestOutput]:
     """Step until all work is done, running one background task before each step."""
     outputs: list[RequestOutput] = []
     while engine.has_work:
@@ -88,23 +82,23 @@ def finish(engine: Engine, background: OnDemand | None = None) -> list[RequestOu
 
 
 @pytest.fixture(scope="module")
-def answers(folders: dict[str, str], prompt: Prompt) -> dict[str | None, list[int]]:
+def answers(adapter_folders: dict[str, str], prompt: Prompt) -> dict[str | None, list[int]]:
     """Every adapter's answer, loaded and run one at a time."""
     local = make_engine()
-    for name, path in folders.items():
+    for name, path in adapter_folders.items():
         local.engine.load_adapter(name, path)
     found = {}
-    for name in (None, *folders):
+    for name in (None, *adapter_folders):
         found[name] = tokens(local.run([ask(prompt, "r", name)])["r"], "r")
-    assert len({tuple(said) for said in found.values()}) == len(found), "equal answers would prove nothing"
+    assert len({tuple(tokens) for tokens in found.values()}) == len(found), "equal answers would prove nothing"
     return found
 
 
 def test_a_cold_adapter_never_stalls_the_running_batch(
-    folders: dict[str, str], prompt: Prompt, answers: dict[str | None, list[int]], background: OnDemand
+    adapter_folders: dict[str, str], prompt: Prompt, answers: dict[str | None, list[int]], background: QueuedExecutor
 ) -> None:
     engine = make_engine(background).engine
-    engine.register_adapters(folders)
+    engine.register_adapters(adapter_folders)
     (status, *_) = engine.adapters()
     assert not status.loaded and not status.version and not status.mergeable and not background.waiting
     engine.add(ask(prompt, "cold", "wide8"))
@@ -115,8 +109,8 @@ def test_a_cold_adapter_never_stalls_the_running_batch(
     engine.add(ask(prompt, "next", None))
     assert background.run(), "the adapter is queued for reading"
     outputs = steps(engine, 5)
-    assert tokens(outputs, "next") == answers[None] and not engine._bank.resident
-    assert engine.stats().host_adapter_bytes == engine._registry.get("wide8").num_bytes
+    assert tokens(outputs, "next") == answers[None] and not engine.parts.device.pool.resident
+    assert engine.stats().host_adapter_bytes == engine.parts.registry.get("wide8").num_bytes
     assert background.run(), "the adapter is queued for loading"
     assert not background.waiting
     outputs = finish(engine)
@@ -125,32 +119,34 @@ def test_a_cold_adapter_never_stalls_the_running_batch(
     assert status.loaded and status.version and status.resident
 
 
-def test_what_waits_to_be_let_in_is_read_meanwhile_and_not_brought(
-    folders: dict[str, str], prompt: Prompt, answers: dict[str | None, list[int]], background: OnDemand
+def test_adapters_of_unadmitted_requests_are_read_and_not_loaded(
+    adapter_folders: dict[str, str], prompt: Prompt, answers: dict[str | None, list[int]], background: QueuedExecutor
 ) -> None:
     config = EngineConfig(model=FAMILY, arena_bytes=64 * 2**20, max_context=256, block_size=8, max_batch_size=1)
     engine = Engine(config, model=build_model(FAMILY), executor=background)
-    engine.register_adapters(folders)
+    engine.register_adapters(adapter_folders)
     engine.add(ask(prompt, "inside", None, max_ttft_s=1e6))
     outputs = steps(engine, 2)
     engine.add(ask(prompt, "outside", "wide8", max_ttft_s=1e6))
     engine.add(ask(prompt, "behind", "narrow4", max_ttft_s=1e6))
     outputs += steps(engine, 2)
-    assert not ends(outputs) and not engine._scheduler.needed_adapters, "one at a time is admitted here"
+    assert not ends(outputs) and not engine.parts.scheduler.demand.needed_adapters, "one at a time is admitted here"
     assert background.run() and background.run() and not background.waiting, "only these two are queued for reading"
     outputs += steps(engine, 1)
     assert [s.loaded for s in engine.adapters() if s.name in ("narrow4", "wide8")] == [True, True]
-    assert not engine._bank.resident and not engine._bank.arriving
+    assert not engine.parts.device.pool.resident and not engine.parts.device.pool.loading
     outputs += finish(engine, background)
     assert tokens(outputs, "outside") == answers["wide8"] and tokens(outputs, "behind") == answers["narrow4"]
 
 
-def test_the_most_wanted_adapters_are_read_first(folders: dict[str, str], prompt: Prompt, background: OnDemand) -> None:
+def test_the_most_requested_adapters_are_read_first(
+    adapter_folders: dict[str, str], prompt: Prompt, background: QueuedExecutor
+) -> None:
     now = 0.0
     config = EngineConfig(model=FAMILY, arena_bytes=64 * 2**20, max_context=256)
     engine = Engine(config, model=build_model(FAMILY), clock=lambda: now, executor=background)
     names = [f"a{i}" for i in range(20)]
-    engine.register_adapters(dict.fromkeys(names, folders["narrow4"]))
+    engine.register_adapters(dict.fromkeys(names, adapter_folders["narrow4"]))
     for name in names[:10]:
         engine.add(ask(prompt, name, name))
         now += 1.0
@@ -164,11 +160,11 @@ def test_the_most_wanted_adapters_are_read_first(folders: dict[str, str], prompt
     assert first == names[:10]
 
 
-def test_a_request_without_a_model_to_run_on_waits_without_spinning(
-    folders: dict[str, str], prompt: Prompt, background: OnDemand
+def test_a_step_waits_for_a_load_without_spinning(
+    adapter_folders: dict[str, str], prompt: Prompt, background: QueuedExecutor
 ) -> None:
     engine = make_engine(background).engine
-    engine.register_adapters(folders)
+    engine.register_adapters(adapter_folders)
     engine.add(ask(prompt, "cold", "wide8"))
     assert steps(engine, 3) == []
     stats = engine.stats()
@@ -176,11 +172,11 @@ def test_a_request_without_a_model_to_run_on_waits_without_spinning(
 
 
 def test_many_at_once_over_threads_and_a_tiny_arena(
-    folders: dict[str, str], prompt: Prompt, answers: dict[str | None, list[int]]
+    adapter_folders: dict[str, str], prompt: Prompt, answers: dict[str | None, list[int]]
 ) -> None:
     local = make_engine(num_bytes=128 * 65536)
     engine = local.engine
-    copies = {f"{name}-{i}": path for i in range(6) for name, path in folders.items()}
+    copies = {f"{name}-{i}": path for i in range(6) for name, path in adapter_folders.items()}
     engine.register_adapters(copies)
     outputs = local.run(ask(prompt, name, name) for name in copies)
     for name in copies:
@@ -194,74 +190,82 @@ def test_many_at_once_over_threads_and_a_tiny_arena(
 
 
 @pytest.mark.parametrize("done", ["nothing", "read", "copied"])
-def test_a_reload_while_the_old_content_is_on_its_way(
-    done: str, folders: dict[str, str], prompt: Prompt, answers: dict[str | None, list[int]], background: OnDemand
+def test_a_reload_while_the_old_content_is_loading(
+    done: str,
+    adapter_folders: dict[str, str],
+    prompt: Prompt,
+    answers: dict[str | None, list[int]],
+    background: QueuedExecutor,
 ) -> None:
     engine = make_engine(background).engine
-    engine.register_adapters({"a": folders["wide8"]})
+    engine.register_adapters({"a": adapter_folders["wide8"]})
     engine.add(ask(prompt, "before", "a"))
     outputs = steps(engine, 1)
     for _ in range(["nothing", "read", "copied"].index(done)):
         background.run()
         outputs += steps(engine, 1)
-    engine.load_adapter("a", folders["narrow4"])
+    engine.load_adapter("a", adapter_folders["narrow4"])
     engine.add(ask(prompt, "after", "a"))
     outputs += finish(engine, background)
     assert tokens(outputs, "before") == answers["wide8"] and tokens(outputs, "after") == answers["narrow4"]
     # The old registration holds no memory.
-    assert len(engine._bank.resident) == 1 == engine.stats().num_adapters
-    assert engine.stats().host_adapter_bytes == engine._registry.get("a").num_bytes
+    assert len(engine.parts.device.pool.resident) == 1 == engine.stats().num_adapters
+    assert engine.stats().host_adapter_bytes == engine.parts.registry.get("a").num_bytes
 
 
 def test_registering_a_name_again_serves_the_new_weights_at_once(
-    folders: dict[str, str], prompt: Prompt, answers: dict[str | None, list[int]]
+    adapter_folders: dict[str, str], prompt: Prompt, answers: dict[str | None, list[int]]
 ) -> None:
     local = make_engine()
-    local.engine.load_adapter("a", folders["wide8"])
+    local.engine.load_adapter("a", adapter_folders["wide8"])
     assert tokens(local.run([ask(prompt, "r", "a")])["r"], "r") == answers["wide8"]
-    local.engine.register_adapters({"a": folders["narrow4"]})
+    local.engine.register_adapters({"a": adapter_folders["narrow4"]})
     assert tokens(local.run([ask(prompt, "r", "a")])["r"], "r") == answers["narrow4"]
-    assert local.engine.stats().host_adapter_bytes == local.engine._registry.get("a").num_bytes
+    assert local.engine.stats().host_adapter_bytes == local.engine.parts.registry.get("a").num_bytes
     local.engine.pin_adapter("a", True)
     with pytest.raises(BadRequest, match="'a' is pinned"):
-        local.engine.register_adapters({"b": folders["wide8"], "a": folders["wide8"]})
+        local.engine.register_adapters({"b": adapter_folders["wide8"], "a": adapter_folders["wide8"]})
     assert [status.name for status in local.engine.adapters()] == ["a"]
 
 
-def test_loading_the_same_content_again_changes_nothing(folders: dict[str, str], prompt: Prompt) -> None:
+def test_loading_the_same_content_again_changes_nothing(adapter_folders: dict[str, str], prompt: Prompt) -> None:
     local = make_engine()
-    first = local.engine.load_adapter("a", folders["wide8"])
+    first = local.engine.load_adapter("a", adapter_folders["wide8"])
     local.run([ask(prompt, "r", "a")])
-    again = local.engine.load_adapter("a", folders["wide8"])
+    again = local.engine.load_adapter("a", adapter_folders["wide8"])
     assert again.version == first.version and again.resident, "it stays on the device"
 
 
-def test_registering_is_all_or_nothing(folders: dict[str, str], tmp_path: Path) -> None:
+def test_registering_is_all_or_nothing(adapter_folders: dict[str, str], tmp_path: Path) -> None:
     engine = make_engine().engine
     with pytest.raises(BadAdapter, match=r"no adapter_config\.json"):
-        engine.register_adapters({**folders, "bad": str(tmp_path)})
+        engine.register_adapters({**adapter_folders, "bad": str(tmp_path)})
     with pytest.raises(OverCapacity, match="adapter 'everywhere64' needs"):
-        make_engine(num_bytes=8 * 65536).engine.register_adapters(folders)
+        make_engine(num_bytes=8 * 65536).engine.register_adapters(adapter_folders)
     assert engine.adapters() == ()
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 
-def spoiled(folders: dict[str, str], folder: Path) -> str:
+def spoiled(adapter_folders: dict[str, str], folder: Path) -> str:
     """An adapter with a valid header and a non-finite value."""
-    shutil.copytree(folders["narrow4"], folder)
+    shutil.copytree(adapter_folders["narrow4"], folder)
     tensors = load_file(str(folder / "adapter_model.safetensors"))
     tensors[min(tensors)][0, 0] = torch.inf
     save_file(tensors, str(folder / "adapter_model.safetensors"))
     return str(folder)
 
 
-def test_an_adapter_that_turns_out_bad_fails_its_own_requests_only(
-    folders: dict[str, str], prompt: Prompt, answers: dict[str | None, list[int]], background: OnDemand, tmp_path: Path
+def test_an_invalid_adapter_fails_only_its_own_requests(
+    adapter_folders: dict[str, str],
+    prompt: Prompt,
+    answers: dict[str | None, list[int]],
+    background: QueuedExecutor,
+    tmp_path: Path,
 ) -> None:
     engine = make_engine(background).engine
-    engine.register_adapters({"bad": spoiled(folders, tmp_path / "bad"), "good": folders["wide8"]})
+    engine.register_adapters({"bad": spoiled(adapter_folders, tmp_path / "bad"), "good": adapter_folders["wide8"]})
     for name, adapter in (("one", "bad"), ("two", "bad"), ("other", "good")):
         engine.add(ask(prompt, name, adapter))
     outputs = finish(engine, background)
@@ -274,30 +278,30 @@ def test_an_adapter_that_turns_out_bad_fails_its_own_requests_only(
         engine.add(ask(prompt, "three", "bad"))
     (status,) = (status for status in engine.adapters() if status.name == "bad")
     assert not status.loaded and status.error == error
-    engine.load_adapter("bad", folders["narrow4"])
+    engine.load_adapter("bad", adapter_folders["narrow4"])
     engine.add(ask(prompt, "healed", "bad"))
     assert tokens(finish(engine, background), "healed") == answers["narrow4"]
 
 
-def test_files_that_changed_since_they_were_registered(
-    folders: dict[str, str], prompt: Prompt, background: OnDemand, tmp_path: Path
+def test_files_that_changed_after_registration_are_refused(
+    adapter_folders: dict[str, str], prompt: Prompt, background: QueuedExecutor, tmp_path: Path
 ) -> None:
     """The served content must match the registered header (heads, vision side, size)."""
     engine = make_engine(background).engine
-    path = shutil.copytree(folders["narrow4"], tmp_path / "a")
+    path = shutil.copytree(adapter_folders["narrow4"], tmp_path / "a")
     engine.register_adapters({"a": str(path)})
     shutil.rmtree(path)
-    shutil.copytree(folders["everywhere64"], path)
+    shutil.copytree(adapter_folders["everywhere64"], path)
     engine.add(ask(prompt, "r", "a"))
     (last,) = (output for output in finish(engine, background) if output.finished)
     assert last.error is not None and "changed since it was registered as 'a'" in last.error.message
 
 
-def test_a_copy_that_fails_costs_its_requests_only(
-    folders: dict[str, str], prompt: Prompt, answers: dict[str | None, list[int]], background: OnDemand
+def test_a_failed_copy_fails_only_its_requests(
+    adapter_folders: dict[str, str], prompt: Prompt, answers: dict[str | None, list[int]], background: QueuedExecutor
 ) -> None:
     engine = make_engine(background).engine
-    engine.register_adapters(folders)
+    engine.register_adapters(adapter_folders)
     engine.add(ask(prompt, "lost", "wide8"))
     engine.add(ask(prompt, "base", None))
     outputs = steps(engine, 1)
@@ -324,16 +328,16 @@ def held(engine: Engine) -> tuple[int, int, int, int]:
 
 @pytest.mark.parametrize("drain", [False, True])
 @pytest.mark.parametrize("moment", ["registered", "reading", "read", "copying", "running"])
-def test_unloading_frees_every_byte_whenever_it_comes(
+def test_unloading_at_any_time_frees_every_byte(
     moment: str,
     drain: bool,
-    folders: dict[str, str],
+    adapter_folders: dict[str, str],
     prompt: Prompt,
     answers: dict[str | None, list[int]],
-    background: OnDemand,
+    background: QueuedExecutor,
 ) -> None:
     engine = make_engine(background).engine
-    engine.register_adapters({"a": folders["everywhere64"]})
+    engine.register_adapters({"a": adapter_folders["everywhere64"]})
     number = ["registered", "reading", "read", "copying", "running"].index(moment)
     outputs: list[RequestOutput] = []
     if number:
@@ -356,16 +360,18 @@ def test_unloading_frees_every_byte_whenever_it_comes(
     if drain and number:
         assert tokens(outputs, "one") == tokens(outputs, "two") == answers["everywhere64"]
     assert held(engine) == (0, 0, 0, 0)
-    assert not engine._registry._known and not engine._users and not engine._key_of
+    assert not engine.parts.registry.num_known and not engine.parts.loader.users and not engine.close()
 
 
-def test_unloading_lets_go_of_host_memory(folders: dict[str, str], prompt: Prompt) -> None:
+def test_unloading_frees_host_memory(adapter_folders: dict[str, str], prompt: Prompt) -> None:
     local = make_engine()
-    local.engine.register_adapters(folders)
-    local.run(ask(prompt, name, name) for name in folders)
-    runs = [weakref.ref(local.engine._registry.known(key).adapter) for key in local.engine._bank.resident]
+    local.engine.register_adapters(adapter_folders)
+    local.run(ask(prompt, name, name) for name in adapter_folders)
+    runs = [
+        weakref.ref(local.engine.parts.registry.known(key).adapter) for key in local.engine.parts.device.pool.resident
+    ]
     assert len(runs) == 4 and all(run() is not None for run in runs)
-    for name in folders:
+    for name in adapter_folders:
         local.engine.unload_adapter(name)
     gc.collect()
     assert not any(run() is not None for run in runs)
@@ -374,25 +380,25 @@ def test_unloading_lets_go_of_host_memory(folders: dict[str, str], prompt: Promp
 
 
 def test_a_name_serves_new_content_while_the_old_one_drains(
-    folders: dict[str, str], prompt: Prompt, answers: dict[str | None, list[int]], background: OnDemand
+    adapter_folders: dict[str, str], prompt: Prompt, answers: dict[str | None, list[int]], background: QueuedExecutor
 ) -> None:
     engine = make_engine(background).engine
-    engine.register_adapters({"a": folders["wide8"]})
+    engine.register_adapters({"a": adapter_folders["wide8"]})
     engine.add(ask(prompt, "old", "a"))
     outputs = steps(engine, 1)
     assert engine.unload_adapter("a", drain=True) == ()
-    engine.load_adapter("a", folders["narrow4"])
+    engine.load_adapter("a", adapter_folders["narrow4"])
     engine.add(ask(prompt, "new", "a"))
     outputs += finish(engine, background)
     assert tokens(outputs, "old") == answers["wide8"] and tokens(outputs, "new") == answers["narrow4"]
     assert engine.stats().num_resident_adapters == 1
 
 
-def test_a_cancelled_request_leaves_its_adapter_on_its_way(
-    folders: dict[str, str], prompt: Prompt, answers: dict[str | None, list[int]], background: OnDemand
+def test_cancelling_a_request_does_not_cancel_the_load_of_its_adapter(
+    adapter_folders: dict[str, str], prompt: Prompt, answers: dict[str | None, list[int]], background: QueuedExecutor
 ) -> None:
     engine = make_engine(background).engine
-    engine.register_adapters(folders)
+    engine.register_adapters(adapter_folders)
     engine.add(ask(prompt, "gone", "wide8"))
     steps(engine, 1)
     background.run()
@@ -404,21 +410,21 @@ def test_a_cancelled_request_leaves_its_adapter_on_its_way(
     assert tokens(finish(engine, background), "next") == answers["wide8"]
 
 
-def test_pinning_reads_and_brings_before_it_answers(folders: dict[str, str], prompt: Prompt) -> None:
+def test_pinning_reads_and_loads_before_it_returns(adapter_folders: dict[str, str], prompt: Prompt) -> None:
     local = make_engine()
-    local.engine.register_adapters(folders)
+    local.engine.register_adapters(adapter_folders)
     status = local.engine.pin_adapter("wide8", True)
     assert status.loaded and status.resident and status.pinned
     local.engine.check_integrity()
 
 
-def test_draining_over_the_engine_s_own_thread(
-    folders: dict[str, str], prompt: Prompt, answers: dict[str | None, list[int]]
+def test_draining_through_the_engine_thread(
+    adapter_folders: dict[str, str], prompt: Prompt, answers: dict[str | None, list[int]]
 ) -> None:
     local = make_engine()
 
     async def story() -> list[RequestOutput]:
-        await local.register_adapters({"a": folders["wide8"]})
+        await local.register_adapters({"a": adapter_folders["wide8"]})
         stream = local.generate(ask(prompt, "r", "a"))
         outputs = [await anext(stream)]
         await local.unload_adapter("a", drain=True)

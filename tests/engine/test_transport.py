@@ -14,22 +14,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlora.engine.ipc.transport import EngineLine, Line
+from vlora.engine.ipc.transport import ClientTransport, EngineTransport
 
 _LARGE = 3_000_001  # more than the kernel buffers for one end
 
 
-def run(main: Callable[[Line, EngineLine, asyncio.Queue[bytes]], Awaitable[None]]) -> None:
-    """Run with both ends of a line, and a queue of what the front end receives."""
+def run(main: Callable[[ClientTransport, EngineTransport, asyncio.Queue[bytes]], Awaitable[None]]) -> None:
+    """Run with both ends of a connection, and a queue of what the front end receives."""
 
     async def with_ends() -> None:
         here, there = socket.socketpair()
-        heard: asyncio.Queue[bytes] = asyncio.Queue()
-        line = await Line.open(here, heard.put_nowait)
+        inbox: asyncio.Queue[bytes] = asyncio.Queue()
+        client = await ClientTransport.open(here, inbox.put_nowait)
         with there:
-            await asyncio.wait_for(main(line, EngineLine(there), heard), 30)
-            line.close()
-            line.close()
+            await asyncio.wait_for(main(client, EngineTransport(there), inbox), 30)
+            client.close()
+            client.close()
 
     asyncio.run(with_ends())
 
@@ -41,7 +41,7 @@ def test_messages_cross_in_order_both_ways_at_once() -> None:
     def message(number: int) -> bytes:
         return b"%d " % number + b"." * (_LARGE if number % 50 == 7 else 0)
 
-    async def main(line: Line, engine: EngineLine, heard: asyncio.Queue[bytes]) -> None:
+    async def main(client: ClientTransport, engine: EngineTransport, inbox: asyncio.Queue[bytes]) -> None:
         received: list[bytes] = []
 
         def other() -> None:
@@ -54,8 +54,8 @@ def test_messages_cross_in_order_both_ways_at_once() -> None:
         thread = threading.Thread(target=other, daemon=True)
         thread.start()
         for number in range(count):
-            line.send(message(number))
-        assert [await heard.get() for _ in range(2 * count)] == [message(number) for number in range(2 * count)]
+            client.send(message(number))
+        assert [await inbox.get() for _ in range(2 * count)] == [message(number) for number in range(2 * count)]
         thread.join()
         assert received == [message(number) for number in range(count)]
         assert engine.receive(block=False) is None
@@ -66,21 +66,21 @@ def test_messages_cross_in_order_both_ways_at_once() -> None:
 
 
 @given(st.lists(st.binary(min_size=1, max_size=40), max_size=8), st.lists(st.integers(1, 30), min_size=1))
-def test_how_a_stream_is_cut_makes_no_difference(messages: list[bytes], cuts: list[int]) -> None:
+def test_messages_are_independent_of_how_the_stream_is_cut(messages: list[bytes], cuts: list[int]) -> None:
     async def main() -> None:
-        heard: list[bytes] = []
-        line = Line(heard.append)
+        inbox: list[bytes] = []
+        client = ClientTransport(inbox.append)
         stream = b"".join(struct.pack("<Q", len(message)) + message for message in messages)
         for number in range(len(stream)):
             size = cuts[number % len(cuts)]
-            line.data_received(stream[:size])
+            client.data_received(stream[:size])
             stream = stream[size:]
-        assert heard == messages
+        assert inbox == messages
 
     asyncio.run(main())
 
 
-def test_a_read_that_a_signal_cuts_short_goes_on() -> None:
+def test_a_read_interrupted_by_a_signal_continues() -> None:
     """As when the process is suspended while it receives an image."""
     stream = bytearray(b"".join(struct.pack("<Q", len(word)) + word for word in (b"first word", b"second")))
 
@@ -98,62 +98,62 @@ def test_a_read_that_a_signal_cuts_short_goes_on() -> None:
             return readable.fileno()
 
     with readable, other:
-        engine = EngineLine(Interrupted())  # type: ignore[arg-type]
+        engine = EngineTransport(Interrupted())  # type: ignore[arg-type]
         assert engine.receive(block=True) == b"first word" and engine.receive(block=True) == b"second"
         with pytest.raises(EOFError):
             engine.receive(block=True)
 
 
-def test_a_mistake_of_who_hears_ends_the_reading_and_is_told() -> None:
-    async def main(line: Line, engine: EngineLine, heard: asyncio.Queue[bytes]) -> None:
-        line.hear = int
+def test_an_error_of_the_message_callback_closes_the_transport() -> None:
+    async def main(client: ClientTransport, engine: EngineTransport, inbox: asyncio.Queue[bytes]) -> None:
+        client.on_message = int
         for word in (b"1", b"two", b"three"):
             engine.send(word)
         with pytest.raises(ValueError, match="two"):
-            await line.closed
+            await client.closed
         with pytest.raises(EOFError):
             await asyncio.to_thread(engine.receive, block=True)
 
     run(main)
 
 
-def test_what_was_said_before_an_end_is_heard_before_it() -> None:
-    async def engine_ends(line: Line, engine: EngineLine, heard: asyncio.Queue[bytes]) -> None:
-        engine.send(b"last words")
+def test_messages_sent_before_the_end_are_received() -> None:
+    async def engine_ends(client: ClientTransport, engine: EngineTransport, inbox: asyncio.Queue[bytes]) -> None:
+        engine.send(b"last message")
         engine._socket.shutdown(socket.SHUT_RDWR)  # as when its process ends
-        await line.closed
-        assert heard.get_nowait() == b"last words"
-        line.send(b"nobody hears this")
+        await client.closed
+        assert inbox.get_nowait() == b"last message"
+        client.send(b"dropped")
 
-    async def front_end_ends(line: Line, engine: EngineLine, heard: asyncio.Queue[bytes]) -> None:
-        line.send(b"last words")
-        line.close()
-        assert await asyncio.to_thread(engine.receive, block=True) == b"last words"
+    async def front_end_ends(client: ClientTransport, engine: EngineTransport, inbox: asyncio.Queue[bytes]) -> None:
+        client.send(b"last message")
+        client.close()
+        assert await asyncio.to_thread(engine.receive, block=True) == b"last message"
         with pytest.raises(EOFError):
             await asyncio.to_thread(engine.receive, block=True)
-        engine.send(b"nobody hears this")
+        engine.send(b"dropped")
 
     run(engine_ends)
     run(front_end_ends)
 
 
-def test_a_front_end_that_is_gone_with_words_unread_hears_no_more() -> None:
+def test_a_closed_front_end_with_unread_messages_ends_the_reading() -> None:
     """The kernel reports a reset connection, not an end of file."""
     for _ in range(20):
         here, there = socket.socketpair()
         with there:
-            engine = EngineLine(there)
+            engine = EngineTransport(there)
             engine.send(b"unread")
             here.close()
-            engine.send(b"nobody hears this")
+            engine.send(b"dropped")
             with pytest.raises(EOFError):
                 engine.receive(block=True)
 
 
-def test_an_engine_far_ahead_waits_for_its_reader() -> None:
+def test_a_full_socket_blocks_the_engine() -> None:
     """No message is dropped, and memory does not grow."""
 
-    async def main(line: Line, engine: EngineLine, heard: asyncio.Queue[bytes]) -> None:
+    async def main(client: ClientTransport, engine: EngineTransport, inbox: asyncio.Queue[bytes]) -> None:
         count, sent = 20_000, [0]
 
         def other() -> None:
@@ -165,19 +165,19 @@ def test_an_engine_far_ahead_waits_for_its_reader() -> None:
         thread.start()
         thread.join(0.5)  # the loop is blocked
         assert 0 < sent[0] < count
-        assert [int(await heard.get()) for _ in range(count)] == list(range(count))
+        assert [int(await inbox.get()) for _ in range(count)] == list(range(count))
 
     run(main)
 
 
-def test_a_token_that_is_read_wakes_nobody_in_the_engine() -> None:
+def test_a_token_that_is_read_wakes_no_engine_thread() -> None:
     """Otherwise the thread that waits for requests runs after each token, often on the core that computes the next
     one.
     """
     here, there = socket.socketpair()
     others = set(threading.enumerate())
     with here, there:
-        engine = EngineLine(there)
+        engine = EngineTransport(there)
         (reader,) = set(threading.enumerate()) - others
         before = _times_asleep(reader)
         for _ in range(200):

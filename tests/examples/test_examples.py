@@ -27,11 +27,8 @@ from vlora.types import Request, SamplingParams
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Running]:
-    with running_server() as running:
-        for name in ("cam", "signs"):
-            folder = write_adapter(tmp_path / name, {"night": 1})
-            running.on_loop(running.front_end.load_adapter(name, folder))
+def server() -> Iterator[Running]:
+    with running_server({"cam": {"night": 1}, "signs": {"night": 1}}) as running:
         yield running
 
 
@@ -100,7 +97,7 @@ def test_openai_s_client_asks_base_model_and_adapter(tmp_path: Path) -> None:
     picture = tmp_path / "a.png"
     picture.write_bytes(png(10))
     with running_api() as api:
-        api.on_loop(api.front_end.load_adapter("signs", write_adapter(tmp_path / "signs")))
+        api.on_loop(api.front_end.adapters.load("signs", write_adapter(tmp_path / "signs")))
         client: Any = openai.OpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=0, timeout=30)
         with client:
             answers = ask_over_http.ask(client, picture, "say:hello", ["signs"])

@@ -8,8 +8,8 @@ import cv2
 import numpy as np
 
 from fusion.data.load import DomainData, load_domains
-from fusion.plan.mistakes import Mistakes
-from fusion.plan.schema import read_plan_file
+from fusion.plan.errors import PlanErrors
+from fusion.plan.plan_file import read_plan_file
 
 
 def picture(file: Path, seed: int, size: tuple[int, int] = (24, 32)) -> Path:
@@ -45,9 +45,9 @@ def write_plan(folder: Path, *domains: str, more: str = "") -> Path:
 
 
 def load_plan(file: Path) -> dict[str, DomainData]:
-    """Load the data of a plan's domains. Raises BadPlan with all mistakes in it."""
+    """Load the data of a plan's domains. Raises BadPlan with all errors in it."""
     plan = read_plan_file(file)
-    mistakes = Mistakes(plan.text)
-    data = load_domains(plan.plan, mistakes)
-    mistakes.refuse()
+    errors = PlanErrors(plan.text)
+    data = load_domains(plan.plan, errors)
+    errors.raise_if_any()
     return data

@@ -15,8 +15,10 @@ from fusion.data.samples import Sample, Splits
 from fusion.embedded.model import model_config
 from fusion.embedded.processor import build_processor
 from fusion.plan.schema import DomainPlan, LoraPlan, Plan, TrainingPlan
-from fusion.progress.progress import Moved, Progress
-from fusion.training.train import Domain, FrozenBase, LoraTrainer
+from fusion.progress.progress import Progress, ProgressCallback
+from fusion.training.domain import Domain
+from fusion.training.frozen_base import FrozenBase
+from fusion.training.trainer import LoraTrainer
 from vlora.config import EngineConfig
 from vlora.models import InputProcessor
 from vlora.models.loading import load_model
@@ -72,12 +74,14 @@ def plan_of(base: str, names: tuple[str, ...], *, lora: LoraPlan | None = None, 
     )
 
 
-def trainer_of(plan: Plan, splits: Mapping[str, Splits], features: Path | None = None) -> LoraTrainer:
+def trainer_of(
+    plan: Plan, splits: Mapping[str, Splits], features: Path | None = None, progress: Progress | None = None
+) -> LoraTrainer:
     model = load_model(EngineConfig(model=plan.base))
     processor = InputProcessor.from_pretrained(plan.base)
     base = FrozenBase(model, processor, features=features, train_vision=plan.lora.vision)
     domains = {domain.name: Domain(domain, splits[domain.name], base) for domain in plan.domains}
-    return LoraTrainer(base, domains, plan)
+    return LoraTrainer(base, domains, plan, progress=progress)
 
 
 class StepsReported(Progress):
@@ -88,12 +92,12 @@ class StepsReported(Progress):
         self.steps: list[int] = []
 
     @contextlib.contextmanager
-    def work(self, what: str, total: int, unit: str, *, trainings: int = 0) -> Iterator[Moved]:
-        def moved(done: int, facts: str = "", share: float | None = None) -> None:
+    def work(self, what: str, total: int, unit: str, *, trainings: int = 0) -> Iterator[ProgressCallback]:
+        def update(done: int, facts: str = "", share: float | None = None) -> None:
             if trainings:
                 self.steps.append(done)
 
-        yield moved
+        yield update
 
 
 def write_folders(folder: Path, told: tuple[str, ...] = COLORS, by_chance: bool = False) -> Path:

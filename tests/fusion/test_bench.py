@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fusion.bench import draw, jobs
-from fusion.bench.domains import FAMILIES, SIX, Made, Sizes
+from fusion.bench.domains import FAMILIES, SIX, BenchDomain, Sizes
 from fusion.bench.measuring import JOINTLY, NAIVE, OPTIMUM, PACKED
 
 EVERY = {made.name: made for made in (*SIX, *(made for family in FAMILIES.values() for made in family))}
@@ -18,16 +18,16 @@ EVERY = {made.name: made for made in (*SIX, *(made for family in FAMILIES.values
 
 @pytest.mark.slow
 @pytest.mark.parametrize("made", [made for made in EVERY.values() if made.draw is not None], ids=lambda made: made.name)
-def test_a_domains_parts_share_no_picture_and_hold_every_label(made: Made) -> None:
+def test_a_domains_parts_share_no_picture_and_hold_every_label(made: BenchDomain) -> None:
     splits = made.splits(0, Sizes(60, 30, 10))
     parts = (splits.train, splits.validation, splits.test)
     assert [len(part) for part in parts] == [60, 30, 10]
     shown = [tuple(frame.tobytes() for frame in sample.frames) for part in parts for sample in part]
     assert len(set(shown)) == 100
     if made.labels and made.task != "detection":
-        told = [sample.target for part in parts for sample in part]
-        assert set(told) == set(range(len(made.labels)))
-        assert max(map(told.count, set(told))) < 80  # no label dominates
+        targets = [sample.target for part in parts for sample in part]
+        assert set(targets) == set(range(len(made.labels)))
+        assert max(map(targets.count, set(targets))) < 80  # no label dominates
     again = made.splits(0, Sizes(2, 1, 1))
     assert np.array_equal(again.train[0].frames[0], splits.train[0].frames[0])
     assert not np.array_equal(made.splits(1, Sizes(2, 1, 1)).train[0].frames[0], splits.train[0].frames[0])
@@ -41,7 +41,7 @@ def test_the_digits_are_cut_so_that_five_hundred_test() -> None:
     assert len(set(shown)) > 1780  # some scans are identical
 
 
-def test_a_detector_of_one_class_is_told_of_that_class_only() -> None:
+def test_a_detector_of_one_class_learns_that_class_only() -> None:
     targets = [sample.target for sample in EVERY["find-bus"].splits(0, Sizes(40, 10, 10)).train]
     assert all(box.label == 0 for target in targets for box in target)  # type: ignore[union-attr]
     assert 20 < sum(bool(target) for target in targets) < 40
@@ -79,7 +79,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_broken_promises_are_counted_on_test_data(folder: Path) -> None:
+def test_missed_thresholds_are_counted_on_test_data(folder: Path) -> None:
     """All results are stored, so nothing is trained."""
     found = jobs.run(False, folder, pytest.fail)
     packed = [row for row in found.rows if row["method"] == PACKED]
@@ -95,19 +95,19 @@ def test_broken_promises_are_counted_on_test_data(folder: Path) -> None:
         assert more.goal == 1 and broken.goal == pytest.approx(0.3) and "of 6 at 0.95" in broken.name
 
 
-def test_a_domain_that_misses_alone_was_promised_nothing(folder: Path) -> None:
+def test_a_domain_that_misses_alone_is_not_counted(folder: Path) -> None:
     table = a_table(0, 0.79)
     table["missed alone"] = ["a"]
     (folder / "table-0.json").write_text(json.dumps(table))
     assert jobs.run(False, folder, pytest.fail).goals[1].value == 0
 
 
-def test_what_is_missing_is_done_by_a_process_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_results_are_measured_in_their_own_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "action-1.json").unlink()
-    asked: list[jobs.Job] = []
+    measured: list[jobs.BenchJob] = []
 
-    def work(job: jobs.Job) -> str:
-        asked.append(job)
+    def work(job: jobs.BenchJob) -> str:
+        measured.append(job)
         job.result.write_text(json.dumps(a_curve(job.family, job.seed)))
         return f"{job.family}, seed {job.seed}"
 
@@ -115,12 +115,12 @@ def test_what_is_missing_is_done_by_a_process_of_its_own(folder: Path, monkeypat
 
     monkeypatch.setattr(jobs, "ProcessPoolExecutor", lambda workers, context: ThreadPoolExecutor(workers))
     monkeypatch.setattr(jobs, "_work", work)
-    told: list[str] = []
-    assert len(jobs.run(False, folder, told.append).curves) == 12
-    assert [(job.family, job.seed) for job in asked] == [("action", 1)] and told == ["action, seed 1"]
+    lines: list[str] = []
+    assert len(jobs.run(False, folder, lines.append).curves) == 12
+    assert [(job.family, job.seed) for job in measured] == [("action", 1)] and lines == ["action, seed 1"]
 
 
-def test_pictures_are_drawn(folder: Path, tmp_path: Path) -> None:
+def test_plots_are_written(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     import cv2
 

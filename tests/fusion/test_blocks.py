@@ -14,15 +14,15 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
+from fusion.plan.errors import PlanErrors, PlanText
 from fusion.plan.lora_size import lora_size, shapes_of
-from fusion.plan.mistakes import Mistakes, PlanText
 from fusion.plan.schema import LoraPlan
 from fusion.training.checkpoint import Checkpoint
 from fusion.training.fingerprint import identity_of
-from fusion.training.train import LoraTrainer
+from fusion.training.trainer import LoraTrainer
 from tests.fusion.small import color_splits, plan_of, trainer_of, write_base
 from tests.fusion.test_check import run
-from tests.harness import FixedModes, Recorded
+from tests.harness import FixedModes, RecordingEngine
 from vlora.errors import BadPlan
 from vlora.models.processing import to_tensor
 from vlora.types import Mode
@@ -41,7 +41,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
 def trained(base: str) -> LoraTrainer:
     torch.set_num_threads(1)
     trainer = trainer_of(plan_of(base, ("colors",), lora=LORA), {"colors": color_splits()})
-    trainer.fresh()
+    trainer.adapter.reset()
     trainer.train("colors", ())
     return trainer
 
@@ -49,22 +49,22 @@ def trained(base: str) -> LoraTrainer:
 @pytest.fixture(scope="module")
 def adapter(trained: LoraTrainer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("adapter") / "colors"
-    trained.save(folder, trained.snapshot())
+    trained.save(folder, trained.adapter.snapshot())
     return folder
 
 
 def test_blocks_learn(trained: LoraTrainer) -> None:
-    assert trained.score("colors", trained.domains["colors"].test) > 0.8
+    assert trained.evaluator.score("colors", trained.domains["colors"].test) > 0.8
 
 
 def test_plain_peft_and_the_engine_give_the_same_logits(trained: LoraTrainer, base: str, adapter: Path) -> None:
     domain = trained.domains["colors"]
-    processor = trained._base.processor
+    processor = trained.adapter.base.processor
     prompts = [
         processor.encode(processor.chat(domain.plan.question, 1), [Image.fromarray(sample.frames[0])])
         for sample in domain.splits.test[:4]
     ]
-    served = Recorded(
+    served = RecordingEngine(
         SimpleNamespace(adapters={"colors": str(adapter)}, family="llava"),
         FixedModes(Mode.UNMERGED),
         checkpoint=base,
@@ -89,7 +89,7 @@ def test_a_block_is_a_lora_of_its_own_scaled_by_the_papers_rule(trained: LoraTra
     assert config["use_bdlora"]["nblocks"] == 2 and config["lora_alpha"] == pytest.approx(8 * math.sqrt(2))
     factors = load_file(adapter / "adapter_model.safetensors")
     paper = LORA.alpha * math.sqrt(LORA.blocks) / math.sqrt(LORA.rank)
-    found = {name.removeprefix("base_model.model."): m for name, m in trained._peft.named_modules()}
+    found = {name.removeprefix("base_model.model."): m for name, m in trained.adapter.model.named_modules()}
     for layer, by_columns in (("self_attn.q_proj", True), ("mlp.up_proj", True), ("mlp.down_proj", False)):
         name = f"model.language_model.layers.1.{layer}"
         a, b = (factors[f"base_model.model.{name}.lora_{side}.weight"] for side in "AB")
@@ -117,17 +117,17 @@ def test_scaling_is_that_of_a_blocks_rank(rslora: bool, alpha: float) -> None:
     assert scaled_alpha(lora) / divide(8) == pytest.approx(scaled_alpha(alone) / divide(2))
 
 
-def test_the_size_told_is_what_is_trained(trained: LoraTrainer, base: str) -> None:
-    plan, mistakes = plan_of(base, ("colors",), lora=LORA), Mistakes(PlanText())
-    seam = shapes_of(plan, mistakes)
-    assert seam is not None
-    size = lora_size(plan, seam, mistakes)
+def test_the_summary_has_the_trained_size(trained: LoraTrainer, base: str) -> None:
+    plan, errors = plan_of(base, ("colors",), lora=LORA), PlanErrors(PlanText())
+    hf_model = shapes_of(plan, errors)
+    assert hf_model is not None
+    size = lora_size(plan, hf_model, errors)
     assert size is not None
-    assert size.parameters == sum(p.numel() for p in trained._lora.values())
+    assert size.parameters == sum(p.numel() for p in trained.adapter.lora.values())
 
 
 @pytest.mark.parametrize(
-    ("lora", "said"),
+    ("lora", "message"),
     [
         ("{rank: 8, blocks: 3}", "3 blocks do not divide rank 8; 9 works"),
         ("{rank: 9, blocks: 3}", "3 blocks do not divide the 256 outputs of model.language_model.layers.0"),
@@ -135,17 +135,17 @@ def test_the_size_told_is_what_is_trained(trained: LoraTrainer, base: str) -> No
         ("{blocks: 0}", "is 0; it must be at least 1"),
     ],
 )
-def test_blocks_that_cannot_be_are_told_by_line_and_field(tmp_path: Path, lora: str, said: str) -> None:
+def test_invalid_blocks_are_refused_with_line_and_field(tmp_path: Path, lora: str, message: str) -> None:
     plan = tmp_path / "plan.yaml"
     plan.write_text(
         "seed: 1\nlora: " + lora + "\ndomains:\n  - {name: a, source: drawn-signs, question: what, threshold: 0.5}\n"
     )
     code, output = run(str(plan), "--check")
     assert code != 0
-    assert "line 2, field `lora.blocks`" in output and said in output
+    assert "line 2, field `lora.blocks`" in output and message in output
 
 
-def test_a_trainer_refuses_them_too(base: str) -> None:
+def test_a_trainer_refuses_invalid_blocks(base: str) -> None:
     with pytest.raises(BadPlan, match="3 blocks do not divide rank 8"):
         trainer_of(plan_of(base, ("a",), lora=LoraPlan(rank=8, blocks=3)), {"a": color_splits()})
 

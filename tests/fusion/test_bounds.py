@@ -10,9 +10,9 @@ import pytest
 from scipy.stats import binom
 
 from fusion.data.samples import Splits
-from fusion.packing.bounds import bounded
+from fusion.packing.bounds import score_with_bound
 from fusion.plan.tasks import MEANS
-from fusion.training.objectives import task_of
+from fusion.training.objectives import objective_of
 from heads import Box
 
 pytestmark = pytest.mark.slow
@@ -27,16 +27,16 @@ def tail(right: int, number: int, p: float) -> float:
 
 
 @pytest.mark.parametrize(("right", "number"), [(1, 10), (8, 10), (270, 300), (300, 300)])
-def test_a_share_is_bounded_as_clopper_and_pearson_define_it(right: int, number: int) -> None:
+def test_a_share_has_clopper_and_pearsons_bound(right: int, number: int) -> None:
     """At the bound, at least this many right answers have a probability of 1 - confidence."""
     answers = [1] * right + [0] * (number - right)
-    score = bounded(share, answers, [1] * number, mean=True, confidence=0.95)
+    score = score_with_bound(share, answers, [1] * number, mean=True, confidence=0.95)
     assert score.value == right / number
     assert tail(right, number, score.lower) == pytest.approx(0.05, rel=1e-6)
 
 
-def test_nothing_right_promises_nothing() -> None:
-    assert bounded(share, [0] * 20, [1] * 20, mean=True, confidence=0.95) == (0.0, 0.0)
+def test_the_bound_without_a_correct_sample_is_zero() -> None:
+    assert score_with_bound(share, [0] * 20, [1] * 20, mean=True, confidence=0.95) == (0.0, 0.0)
 
 
 Draw = Callable[[np.random.Generator, int], tuple[list[object], list[object]]]
@@ -63,16 +63,16 @@ def labels(right: float) -> Draw:
 
     def draw(rng: np.random.Generator, number: int) -> tuple[list[object], list[object]]:
         truth = rng.choice(3, number, p=(0.5, 0.35, 0.15))
-        said = np.where(rng.random(number) < right, truth, (truth + 1) % 3)
-        return said.tolist(), truth.tolist()
+        answers = np.where(rng.random(number) < right, truth, (truth + 1) % 3)
+        return answers.tolist(), truth.tolist()
 
     return draw
 
 
 def words(right: float) -> Draw:
     def draw(rng: np.random.Generator, number: int) -> tuple[list[object], list[object]]:
-        said = [" ".join(np.where(rng.random(4) < right, list("abcd"), "x")) for _ in range(number)]
-        return list(said), ["a b c d"] * number
+        answers = [" ".join(np.where(rng.random(4) < right, list("abcd"), "x")) for _ in range(number)]
+        return list(answers), ["a b c d"] * number
 
     return draw
 
@@ -88,29 +88,29 @@ DRAWS: list[tuple[str, str, Draw]] = [
 
 
 @pytest.mark.parametrize(("task", "name", "draw"), DRAWS)
-def test_a_resampled_bound_holds_as_often_as_it_says(task: str, name: str, draw: Draw) -> None:
+def test_a_resampled_bound_has_its_nominal_coverage(task: str, name: str, draw: Draw) -> None:
     """The metric of a large sample serves as its true value."""
     chosen = () if task == "captioning" else ("a", "b", "c")
-    metric = task_of(Splits(task, chosen, (), (), (), real=True), name).metric
+    metric = objective_of(Splits(task, chosen, (), (), (), real=True), name).metric
     rng = np.random.default_rng(0)
     truth = metric(*draw(rng, 4_000))  # type: ignore[arg-type]
     held = 0
     turns, number = (20, 30) if task == "detection" else (60, 60)  # boxes take longest to compare
     for turn in range(turns):
         answers, targets = draw(rng, number)
-        held += bounded(metric, answers, targets, mean=name in MEANS, confidence=0.9, seed=turn).lower <= truth  # type: ignore[type-var]
+        held += score_with_bound(metric, answers, targets, mean=name in MEANS, confidence=0.9, seed=turn).lower <= truth  # type: ignore[type-var]
     assert held >= binom.ppf(1e-3, turns, 0.9), held
 
 
 @pytest.mark.parametrize(("task", "name", "right"), [("detection", "map", (HERE,)), ("classification", "f1", 1)])
-def test_few_samples_that_are_all_right_promise_little(task: str, name: str, right: object) -> None:
+def test_few_correct_samples_have_a_low_bound(task: str, name: str, right: object) -> None:
     """About Clopper and Pearson's bound; resampling only the samples would give 1."""
-    metric = task_of(Splits(task, ("a", "b", "c"), (), (), (), real=True), name).metric
-    score = bounded(metric, [right] * 10, [right] * 10, mean=False, confidence=0.95)
+    metric = objective_of(Splits(task, ("a", "b", "c"), (), (), (), real=True), name).metric
+    score = score_with_bound(metric, [right] * 10, [right] * 10, mean=False, confidence=0.95)
     assert score.value == 1.0 and score.lower == pytest.approx(0.05**0.1, abs=0.06)
 
 
-def test_a_surer_bound_is_lower() -> None:
+def test_a_higher_confidence_gives_a_lower_bound() -> None:
     answers = [1] * 80 + [0] * 20
-    found = [bounded(share, answers, [1] * 100, mean=True, confidence=c).lower for c in (0.8, 0.95, 0.99)]
+    found = [score_with_bound(share, answers, [1] * 100, mean=True, confidence=c).lower for c in (0.8, 0.95, 0.99)]
     assert found == sorted(found, reverse=True) and found[0] < 0.8

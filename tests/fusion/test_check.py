@@ -1,4 +1,4 @@
-"""`vlora fuse --check` describes a plan, or lists all its mistakes, without training."""
+"""`vlora fuse --check` describes a plan, or lists all its errors, without training."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from click.testing import CliRunner
 
 from fusion.embedded.model import build_model
 from fusion.embedded.processor import build_processor
-from fusion.plan.check import check, explain
+from fusion.phases.plan_checked import check_plan
+from fusion.plan.errors import PlanErrors, PlanText
 from fusion.plan.lora_size import lora_size, shapes_of
-from fusion.plan.mistakes import Mistakes, PlanText
-from fusion.plan.schema import LoraPlan, Plan, read_plan_file
+from fusion.plan.plan_file import read_plan_file
+from fusion.plan.schema import LoraPlan, Plan
+from fusion.plan.summary import summarize
 from fusion.teachers.labelling import threshold_before_training
 from tests.fusion.made import picture, write_plan
 from vlora.cli import cli, main
@@ -34,34 +36,34 @@ def animals(root: Path, count: int = 20) -> None:
 def run(*arguments: str) -> tuple[int, str]:
     """Exit code and output, with the error message that the command line's entry point prints."""
     result = CliRunner().invoke(cli, ["fuse", *arguments])
-    told = str(result.exception) if isinstance(result.exception, BadPlan) else ""
-    return result.exit_code, (result.output if result.exit_code else result.stdout) + told  # progress is on stderr
+    message = str(result.exception) if isinstance(result.exception, BadPlan) else ""
+    return result.exit_code, (result.output if result.exit_code else result.stdout) + message  # progress is on stderr
 
 
-def test_a_plan_is_told_as_json(tmp_path: Path) -> None:
+def test_a_plan_is_summarized_as_json(tmp_path: Path) -> None:
     animals(tmp_path)
     plan = write_plan(tmp_path, "data: {format: image_folder, path: pictures}", more="training: {seconds: 6}\n")
     code, output = run(str(plan), "--check", "--json")
-    told = json.loads(output)
+    summary = json.loads(output)
     assert code == 0 and output.count("\n") == 1
-    assert told["lora"]["bytes"] == 4 * told["lora"]["parameters"] and told["training_s_at_most"] == 6
-    found = told["estimate"]
+    assert summary["lora"]["bytes"] == 4 * summary["lora"]["parameters"] and summary["training_s_at_most"] == 6
+    found = summary["estimate"]
     assert found["step_s"] > 0 and found["measured_steps"] >= 1
     assert 1 <= found["measured_samples"] <= found["batch_size"]
     assert found["device"] == "cpu" and found["threads"] >= 1 and found["at_least_s"] == found["at_most_s"]
     assert found["at_least_s"] > min(6, 100 * found["step_s"]), "a single domain takes one training"
-    (domain,) = told["domains"]
+    (domain,) = summary["domains"]
     assert domain["counts"] == {"train": 28, "validation": 6, "test": 6}
     assert domain["classes"]["dog"] == {"train": 14, "validation": 3, "test": 3}
     assert (domain["task"], domain["head"], domain["metric"]) == ("classification", "classification", "accuracy")
     assert domain["threshold"] == 0.5 and domain["teacher"] is None
 
 
-def test_a_plan_is_told_in_words(tmp_path: Path) -> None:
+def test_a_plan_is_summarized_as_text(tmp_path: Path) -> None:
     animals(tmp_path)
     code, output = run(str(write_plan(tmp_path, "data: {format: image_folder, path: pictures}")), "--check")
     assert code == 0
-    for said in (
+    for text in (
         "what is it ?",
         "a classification head (and in words; the report gives both accuracies)",
         "28 train, 6 validation, 6 test, one picture each",
@@ -70,10 +72,10 @@ def test_a_plan_is_told_in_words(tmp_path: Path) -> None:
         "time      about ",
         " measured on this machine (cpu, ",
     ):
-        assert said in output
+        assert text in output
 
 
-def test_domains_trained_at_once_are_told_so(tmp_path: Path) -> None:
+def test_the_summary_names_joint_training(tmp_path: Path) -> None:
     animals(tmp_path)
     lines = "data: {format: image_folder, path: pictures}"
     code, output = run(str(write_plan(tmp_path, lines, more="packing: jointly\ntraining: {seconds: 60}\n")), "--check")
@@ -82,18 +84,18 @@ def test_domains_trained_at_once_are_told_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "says"),
+    ("more", "message"),
     [
         ("base: nowhere/at/all\n", "line 1, field `base`: 'nowhere/at/all' is neither"),
         ("lora:\n  targets: [q_proj, nose]\n", "line 2, field `lora.targets`"),
     ],
 )
-def test_what_cannot_be_run_is_refused_before_training(tmp_path: Path, more: str, says: str) -> None:
+def test_invalid_plans_are_refused_before_training(tmp_path: Path, more: str, message: str) -> None:
     animals(tmp_path)
     plan = write_plan(tmp_path, "data: {format: image_folder, path: pictures}", more=more)
     for arguments in (("--check",), ("--out", str(tmp_path / "out"))):
         code, output = run(str(plan), *arguments)
-        assert code != 0 and says in output
+        assert code != 0 and message in output
     assert not (tmp_path / "out").exists()
 
 
@@ -112,41 +114,44 @@ def test_a_base_that_is_broken_or_code_is_refused(tmp_path: Path, config: str) -
     (tmp_path / "base" / "config.json").write_text(config)
     (tmp_path / "base" / "own.py").write_text("raise SystemExit('code was run without permission')")
     with pytest.raises(BadPlan, match=r"line 1, field `base`: .* is neither"):
-        check(read_plan_file(write_plan(tmp_path, "source: lfw-faces", more="base: base\n")))
+        check_plan(read_plan_file(write_plan(tmp_path, "source: lfw-faces", more="base: base\n")))
 
 
-def test_all_that_is_wrong_is_told_together(tmp_path: Path) -> None:
+def test_all_errors_of_a_check_are_reported_together(tmp_path: Path) -> None:
     more = "base: nowhere/at/all\n"
     plan = write_plan(tmp_path, "source: nowhere", "source: lfw-faces\nmetric: map", more=more)
     with pytest.raises(BadPlan) as caught:
-        check(read_plan_file(plan))
+        check_plan(read_plan_file(plan))
     fields = [line.split("`")[1] for line in str(caught.value).splitlines()]
     assert fields == ["base", "domains[0].source", "domains[1].metric"]
 
 
 def test_a_threshold_relative_to_a_teacher_becomes_a_number(tmp_path: Path) -> None:
     plan = write_plan(tmp_path, "source: lfw-faces\nthreshold: {relative_to: teacher, minus: 0.1}")
-    checked = check(read_plan_file(plan))
-    teaching = checked.data["domain0"].teaching
-    assert teaching is not None and 0.9 < teaching.score <= 1
-    assert threshold_before_training(checked.plan.domains[0], teaching.score) == teaching.score - 0.1
-    (told,) = explain(checked)
-    assert told.threshold == teaching.score - 0.1 and f"its teacher's {teaching.score:.3f} minus 0.1" in told.promise
+    checked = check_plan(read_plan_file(plan))
+    teacher_result = checked.data["domain0"].teacher_result
+    assert teacher_result is not None and 0.9 < teacher_result.score <= 1
+    assert threshold_before_training(checked.plan.domains[0], teacher_result.score) == teacher_result.score - 0.1
+    (summary,) = summarize(checked)
+    assert (
+        summary.threshold == teacher_result.score - 0.1
+        and f"its teacher's {teacher_result.score:.3f} minus 0.1" in summary.promise
+    )
     # No person has 128 pixels, so about half of the answers are correct.
     unfit = "source: lfw-faces\nthreshold: {relative_to: teacher, minus: 0.9}\nteacher: {kind: hog, absent: no face}"
     with pytest.raises(BadPlan, match="which every adapter meets") as caught:
-        check(read_plan_file(write_plan(tmp_path, unfit)))
+        check_plan(read_plan_file(write_plan(tmp_path, unfit)))
     assert "line 5, field `domains[0].threshold`: comes to -0." in str(caught.value)
 
 
-def test_data_is_told_as_wrong_with_a_non_zero_exit(tmp_path: Path) -> None:
+def test_invalid_data_gives_a_non_zero_exit_code(tmp_path: Path) -> None:
     animals(tmp_path)
     (tmp_path / "pictures" / "cat" / "0.png").write_bytes(b"")
     code, output = run(str(write_plan(tmp_path, "data: {format: image_folder, path: pictures}")), "--check")
     assert code == 1 and "cat/0.png is not a valid picture (JPEG" in output
 
 
-def test_the_command_tells_each_mistake_on_a_line_of_its_own(
+def test_the_command_prints_one_error_per_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = write_plan(tmp_path, "source: nowhere", "source: here")
@@ -154,9 +159,9 @@ def test_the_command_tells_each_mistake_on_a_line_of_its_own(
     with pytest.raises(SystemExit) as left:
         main()
     assert left.value.code == 2
-    told = capsys.readouterr().err.splitlines()
-    assert [line.split(",")[1] for line in told] == [" line 5", " line 9"]
-    assert all(line.startswith(f"error: {plan}") for line in told)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(",")[1] for line in lines] == [" line 5", " line 9"]
+    assert all(line.startswith(f"error: {plan}") for line in lines)
 
 
 def test_without_check_a_folder_for_the_result_is_needed(tmp_path: Path) -> None:
@@ -168,7 +173,7 @@ def test_the_plan_that_ships_can_be_run() -> None:
     import fusion
 
     file = Path(fusion.__file__).parent / "plans" / "demo.yaml"
-    domains = explain(check(read_plan_file(file)))
+    domains = summarize(check_plan(read_plan_file(file)))
     assert [domain.counts["test"] for domain in domains] == [397, 400, 400, 500, 500, 500, 500, 320]
     assert [domain.frames for domain in domains] == [1, 1, 1, 1, 1, 1, 1, 2]
 
@@ -184,10 +189,10 @@ def test_an_adapter_is_as_large_as_peft_makes_it(tmp_path: Path, settings: dict[
     model.save_pretrained(str(tmp_path))
     build_processor().save_pretrained(str(tmp_path))
     lora = LoraPlan(**settings)
-    plan, mistakes = Plan(base=str(tmp_path), lora=lora, domains=(DOMAIN,)), Mistakes(PlanText())
-    seam = shapes_of(plan, mistakes)
-    assert seam is not None
-    size = lora_size(plan, seam, mistakes)
+    plan, errors = Plan(base=str(tmp_path), lora=lora, domains=(DOMAIN,)), PlanErrors(PlanText())
+    hf_model = shapes_of(plan, errors)
+    assert hf_model is not None
+    size = lora_size(plan, hf_model, errors)
     leaves = {name.rpartition(".")[2] for name, m in model.model.language_model.named_modules() if type(m) is nn.Linear}
     pattern = rf".*language_model\..*\.({'|'.join(lora.targets or leaves)})"
     if lora.vision:

@@ -12,18 +12,18 @@ import torch
 from fusion.data.samples import Sample, Splits
 from fusion.embedded.model import build_model
 from fusion.embedded.processor import build_processor
-from fusion.packing.algorithm import Score, Trained
+from fusion.packing.algorithm import Score, TrainingResult
 from fusion.plan.schema import DomainPlan, Plan
 from fusion.training.checkpoint import Checkpoint
 from fusion.training.fingerprint import hash_of_processing, identity_of
 from vlora.errors import BadPlan
 from vlora.models import InputProcessor
 
-TRAINED = Trained({"a": Score(0.1 + 0.2, 1 / 3)}, 1.5, (2.0, 0.1))
+TRAINED = TrainingResult({"a": Score(0.1 + 0.2, 1 / 3)}, 1.5, (2.0, 0.1))
 STATE = {"lora.x": torch.randn(3, 4), "head.a.weight": torch.randn(4, 2).t()}
 
 
-def test_what_was_kept_is_found_by_the_next_process(tmp_path: Path) -> None:
+def test_a_stored_training_is_found_by_the_next_process(tmp_path: Path) -> None:
     Checkpoint(tmp_path, {"plan": "1"}, resume=False).keep("a, b", TRAINED, STATE)
     again = Checkpoint(tmp_path, {"plan": "1"}, resume=True)
     assert again.trained("a, b") == TRAINED
@@ -31,17 +31,17 @@ def test_what_was_kept_is_found_by_the_next_process(tmp_path: Path) -> None:
     assert again.trained("a") is None
 
 
-def test_without_resuming_nothing_is_left_of_an_earlier_run(tmp_path: Path) -> None:
+def test_without_resume_an_earlier_run_is_deleted(tmp_path: Path) -> None:
     Checkpoint(tmp_path, {"plan": "1"}, resume=False).keep("a", TRAINED, STATE)
     assert Checkpoint(tmp_path, {"plan": "1"}, resume=False).trained("a") is None
 
 
-def test_resuming_with_nothing_there_begins(tmp_path: Path) -> None:
+def test_resume_without_an_earlier_run_starts_one(tmp_path: Path) -> None:
     Checkpoint(tmp_path / "new", {"plan": "1"}, resume=True).keep("a", TRAINED, STATE)
     assert Checkpoint(tmp_path / "new", {"plan": "1"}, resume=True).trained("a") == TRAINED
 
 
-def test_a_process_that_dies_while_writing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_dies_while_writing_stores_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed before the last rename: for the next process the training does not exist."""
     checkpoint = Checkpoint(tmp_path, {"plan": "1"}, resume=False)
 
@@ -56,7 +56,7 @@ def test_a_process_that_dies_while_writing_leaves_nothing(tmp_path: Path, monkey
     assert [file.name for file in tmp_path.iterdir()] == ["run.json"]
 
 
-def test_two_that_made_the_same_are_both_content(tmp_path: Path) -> None:
+def test_a_training_may_be_stored_twice(tmp_path: Path) -> None:
     checkpoint = Checkpoint(tmp_path, {"plan": "1"}, resume=False)
     checkpoint.keep("a", TRAINED, STATE)
     checkpoint.keep("a", TRAINED, STATE)
@@ -66,7 +66,7 @@ def test_two_that_made_the_same_are_both_content(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"scores": [1]}'])
 @pytest.mark.parametrize("name", ["run.json", "trained.json", "state.safetensors"])
-def test_what_something_else_has_changed_is_refused_by_name(tmp_path: Path, name: str, text: str) -> None:
+def test_files_damaged_by_other_programs_are_refused_by_name(tmp_path: Path, name: str, text: str) -> None:
     Checkpoint(tmp_path, {"plan": "1"}, resume=False).keep("a", TRAINED, STATE)
     (file,) = tmp_path.rglob(name)
     file.write_text(text)
@@ -87,7 +87,7 @@ def test_a_changed_plan_or_changed_data_is_refused_by_name(tmp_path: Path) -> No
     steps = plan.training.model_copy(update={"steps": 7})
     identity = identity_of(plan, {"signs": splits(0)}, "w", "p", "cpu")
     Checkpoint(tmp_path, identity, resume=False).keep("a", TRAINED, STATE)
-    for changed, told in (
+    for changed, message in (
         (identity_of(plan, {"signs": splits(1)}, "w", "p", "cpu"), "data of signs: was"),
         (
             identity_of(plan.model_copy(update={"training": steps}), {"signs": splits(0)}, "w", "p", "cpu"),
@@ -99,19 +99,19 @@ def test_a_changed_plan_or_changed_data_is_refused_by_name(tmp_path: Path) -> No
     ):
         with pytest.raises(BadPlan, match="cannot be resumed") as refused:
             Checkpoint(tmp_path, changed, resume=True)
-        assert told in str(refused.value)
+        assert message in str(refused.value)
         assert len(str(refused.value).splitlines()) == 3  # only this difference
     assert Checkpoint(tmp_path, identity, resume=True).trained("a") == TRAINED
 
 
-def test_the_same_weights_shown_something_else_are_another_base(tmp_path: Path) -> None:
-    first, moved = tmp_path / "first", tmp_path / "moved"
+def test_other_processing_of_pictures_is_another_base(tmp_path: Path) -> None:
+    first, moved_copy = tmp_path / "first", tmp_path / "moved"
     build_processor().save_pretrained(str(first))
     build_model(seed=0).config.save_pretrained(str(first))
-    shutil.copytree(first, moved)
+    shutil.copytree(first, moved_copy)
     processor = InputProcessor.from_pretrained(str(first))
     before = hash_of_processing(processor)
-    assert hash_of_processing(InputProcessor.from_pretrained(str(moved))) == before
+    assert hash_of_processing(InputProcessor.from_pretrained(str(moved_copy))) == before
     processor.tokenizer.chat_template += " "
     template = hash_of_processing(processor)
     processor.image_processor.image_mean = [0.1, 0.2, 0.3]

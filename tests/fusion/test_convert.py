@@ -18,8 +18,10 @@ from transformers import AutoModelForImageTextToText
 from fusion.block_diagonal.blocks import block_side
 from fusion.block_diagonal.convert import convert
 from fusion.block_diagonal.svd import nearest_blocks
-from fusion.plan.schema import LoraPlan, read_plan_file
+from fusion.plan.plan_file import read_plan_file
+from fusion.plan.schema import LoraPlan
 from heads import TASKS, HeadSpec, TaskHead, save_heads
+from tests.example_counts import scaled
 from tests.fusion.small import COLORS, color_splits, plan_of, trainer_of, write_base, write_folders
 from vlora.cli import cli
 from vlora.errors import BadAdapter, BadConfig, BadPlan
@@ -53,7 +55,7 @@ def best_by_numpy(delta: np.ndarray, blocks: Blocks, rank: int) -> np.ndarray:
 # -- one layer --------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60)
+@settings(max_examples=scaled(60))
 @given(
     side=st.sampled_from(["a", "b"]),
     num=st.sampled_from([2, 3, 4]),
@@ -62,7 +64,7 @@ def best_by_numpy(delta: np.ndarray, blocks: Blocks, rank: int) -> np.ndarray:
     widths=st.tuples(st.integers(1, 5), st.integers(1, 14)),
     seed=st.integers(0, 1000),
 )
-def test_no_factors_in_blocks_are_nearer(
+def test_no_other_block_factors_are_nearer(
     side: Side, num: int, each: int, own: int, widths: tuple[int, int], seed: int
 ) -> None:
     """Random deltas of any rank: numpy's truncated SVD of each block, in float64."""
@@ -81,7 +83,7 @@ def test_no_factors_in_blocks_are_nearer(
 
 
 @pytest.mark.parametrize("side", ["a", "b"])
-def test_what_is_block_diagonal_already_is_found_again(side: Side) -> None:
+def test_a_block_diagonal_delta_is_recovered(side: Side) -> None:
     torch.manual_seed(0)
     blocks = Blocks(side, 4)
     a = torch.block_diag(*torch.randn(4, 2, 6)) if side == "a" else torch.randn(8, 10)
@@ -91,7 +93,7 @@ def test_what_is_block_diagonal_already_is_found_again(side: Side) -> None:
     np.testing.assert_allclose(dense_of(found.a, found.b, blocks), (b.double() @ a.double()).numpy(), atol=1e-5)
 
 
-def test_a_delta_of_nothing_has_no_error() -> None:
+def test_a_zero_delta_has_no_error() -> None:
     assert nearest_blocks(torch.randn(4, 8), torch.zeros(8, 4), Blocks("b", 2), 4).error == 0
 
 
@@ -174,7 +176,7 @@ def test_each_layers_error_is_the_float64_optimum_in_plain_peft(base: str, adapt
         assert (tmp_path / "bd" / file).read_bytes() == (adapter / file).read_bytes()
 
 
-def test_at_as_many_times_the_rank_nothing_is_lost(base: str, adapter: Path, tmp_path: Path) -> None:
+def test_rank_times_blocks_is_lossless(base: str, adapter: Path, tmp_path: Path) -> None:
     found = convert(adapter, tmp_path / "bd", blocks=4, rank=32)
     assert max(layer.error for layer in found.layers) < 1e-6
     torch.testing.assert_close(logits(base, tmp_path / "bd"), logits(base, adapter), atol=1e-4, rtol=0)
@@ -186,7 +188,7 @@ def test_at_as_many_times_the_rank_nothing_is_lost(base: str, adapter: Path, tmp
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"blocks": 8}, r"8 blocks do not divide rank 4 of .*layers\.1\.self_attn\.q_proj; --rank 8 works"),
         ({"blocks": 2, "rank": 7}, r"2 blocks do not divide rank 7 of .*; --rank 8 works"),
@@ -194,14 +196,14 @@ def test_at_as_many_times_the_rank_nothing_is_lost(base: str, adapter: Path, tmp
     ],
 )
 def test_blocks_that_do_not_divide_are_refused(
-    adapter: Path, tmp_path: Path, options: dict[str, int], said: str
+    adapter: Path, tmp_path: Path, options: dict[str, int], message: str
 ) -> None:
-    with pytest.raises(BadAdapter, match=said):
+    with pytest.raises(BadAdapter, match=message):
         convert(adapter, tmp_path / "bd", **options)  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_no_adapter_or_block_diagonal_already_is_refused(adapter: Path, tmp_path: Path) -> None:
+def test_no_adapter_and_block_diagonal_adapters_are_refused(adapter: Path, tmp_path: Path) -> None:
     with pytest.raises(BadAdapter, match="is not a folder"):
         convert(tmp_path / "none", tmp_path / "bd", blocks=2)
     (tmp_path / "empty").mkdir()
@@ -226,7 +228,7 @@ def test_factors_that_are_not_finite_are_named(adapter: Path, tmp_path: Path) ->
     assert [path.name for path in tmp_path.iterdir()] == ["broken"]
 
 
-def test_a_vision_layer_that_peft_would_take_for_one_with_blocks_is_named(base: str, tmp_path: Path) -> None:
+def test_a_vision_layer_that_peft_would_divide_is_named(base: str, tmp_path: Path) -> None:
     model = get_peft_model(
         AutoModelForImageTextToText.from_pretrained(base),
         LoraConfig(r=2, target_modules=["q_proj"], base_model_name_or_path=base),
@@ -239,11 +241,11 @@ def test_a_vision_layer_that_peft_would_take_for_one_with_blocks_is_named(base: 
 # -- distillation -----------------------------------------------------------------------------------------------------
 
 
-def test_distillation_brings_it_nearer_on_data_it_has_not_seen(base: str, tmp_path: Path) -> None:
+def test_distillation_reduces_the_distance_on_unseen_data(base: str, tmp_path: Path) -> None:
     trainer = trainer_of(plan_of(base, ("colors",), lora=LoraPlan(rank=4, alpha=8)), {"colors": color_splits()})
-    trainer.fresh()
+    trainer.adapter.reset()
     trainer.train("colors", ())
-    trainer.save(tmp_path / "colors", trainer.snapshot())
+    trainer.save(tmp_path / "colors", trainer.adapter.snapshot())
     write_folders(tmp_path / "pictures")
     plan = tmp_path / "plan.yaml"
     labels = f", labels: [{', '.join(COLORS)}]"

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from fusion.data.samples import Sample, Splits
 from fusion.plan.schema import DomainPlan
-from fusion.training.train import Domain, FrozenBase
+from fusion.training.domain import Domain
+from fusion.training.frozen_base import FrozenBase
 from heads import Box
 from heads.boxes import into_windows, out_of_windows
 from tests.fusion.small import write_base
@@ -27,7 +28,9 @@ edges = st.floats(0, 1)
 
 
 @given(edges, edges, edges, edges, st.floats(0, 0.5), st.floats(0, 0.5))
-def test_what_is_shown_of_a_box_comes_back(a: float, b: float, c: float, d: float, left: float, top: float) -> None:
+def test_visible_boxes_survive_the_way_into_windows_and_back(
+    a: float, b: float, c: float, d: float, left: float, top: float
+) -> None:
     box = Box(2, min(a, b), min(c, d), max(a, b), max(c, d), 0.7)
     window = (left, top, 1 - 2 * left + 1e-3, 1 - 2 * top + 1e-3)
     seen = into_windows([box], [window])

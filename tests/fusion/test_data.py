@@ -1,4 +1,4 @@
-"""User data: reading, checking and splitting; mistakes are reported with line, field and file."""
+"""User data: reading, checking and splitting; errors are reported with line, field and file."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from fusion.data.items import PARTS
 from fusion.data.load import DomainData
 from fusion.data.samples import Sample
 from fusion.data.split import clusters_of, split
-from fusion.plan.schema import SplitPlan
+from fusion.plan.data_formats import SplitPlan
 from heads import Box
+from tests.example_counts import scaled
 from tests.fusion.made import load_plan, picture, video, write_plan
 from vlora.errors import BadPlan
 
@@ -30,7 +31,7 @@ def load(plan: Path) -> DomainData:
     return data
 
 
-def mistakes_of(plan: Path) -> list[str]:
+def errors_of(plan: Path) -> list[str]:
     with pytest.raises(BadPlan) as caught:
         load_plan(plan)
     return str(caught.value).splitlines()
@@ -66,7 +67,7 @@ def test_a_source_may_be_an_image_folder(tmp_path: Path) -> None:
     assert len(load(write_plan(tmp_path, "source: pictures")).splits.train) == 6
 
 
-def test_an_image_folder_without_parts_is_cut_alike_for_a_seed(tmp_path: Path) -> None:
+def test_an_image_folder_is_split_the_same_way_for_a_seed(tmp_path: Path) -> None:
     image_folder(tmp_path / "pictures", {"": 20})
 
     def files(seed: int) -> list[list[Path]]:
@@ -79,7 +80,7 @@ def test_an_image_folder_without_parts_is_cut_alike_for_a_seed(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("parts", [{"": 60}, {"train": 42, "validation": 9, "test": 9}])
-def test_the_first_samples_of_a_part_stand_for_all_of_it(tmp_path: Path, parts: dict[str, int]) -> None:
+def test_the_first_samples_of_a_part_have_all_labels(tmp_path: Path, parts: dict[str, int]) -> None:
     """Training holds back the first samples for early stopping; in file order they would all have one label."""
     image_folder(tmp_path / "pictures", parts)
     for part in load(write_plan(tmp_path, IMAGES)).splits.parts.values():
@@ -223,13 +224,13 @@ def test_groups_of_a_table_stay_together_and_its_parts_are_kept(tmp_path: Path) 
     assert [int(file_of(s).stem) % 3 for s in load(write_plan(tmp_path, lines)).splits.train] == [1] * 8
 
 
-def test_labels_to_be_said_in_words(tmp_path: Path) -> None:
+def test_labels_may_be_answered_in_words(tmp_path: Path) -> None:
     image_folder(tmp_path / "pictures", {"train": 3, "validation": 1, "test": 2})
     splits = load(write_plan(tmp_path, f"{IMAGES}\nhead: words")).splits
     assert splits.labels == () and {sample.target for sample in splits.validation} == {"cat", "dog"}
 
 
-def test_sixteen_bits_and_rotations_are_read_as_the_server_reads_them(tmp_path: Path) -> None:
+def test_16_bit_and_rotated_pictures_are_read_as_by_the_server(tmp_path: Path) -> None:
     from PIL import Image
 
     grey = (np.arange(12, dtype=np.uint16) * 5000).reshape(3, 4)
@@ -250,7 +251,7 @@ def test_a_short_clip_repeats_frames(tmp_path: Path) -> None:
 # -- splits -----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60)
+@settings(max_examples=scaled(60))
 @given(
     items=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 30)), min_size=1, max_size=80), seed=st.integers(0, 9)
 )
@@ -264,9 +265,9 @@ def test_groups_are_never_cut(items: list[tuple[int, int]], seed: int) -> None:
     assert all(len(home) == 1 for home in homes.values())
 
 
-@settings(max_examples=60)
+@settings(max_examples=scaled(60))
 @given(counts=st.lists(st.integers(3, 60), min_size=1, max_size=5), seed=st.integers(0, 9))
-def test_every_label_is_in_every_part_in_its_share(counts: list[int], seed: int) -> None:
+def test_every_part_has_every_label_in_proportion(counts: list[int], seed: int) -> None:
     labels = [[label] for label, count in enumerate(counts) for _ in range(count)]
     parts = split(labels, range(len(labels)), SplitPlan(validation=0.2, test=0.2), seed)
     for label, count in enumerate(counts):
@@ -275,7 +276,7 @@ def test_every_label_is_in_every_part_in_its_share(counts: list[int], seed: int)
             assert found[part] >= 1 and abs(found[part] - share * count) <= 1.5
 
 
-def test_samples_know_what_they_belong_with(tmp_path: Path) -> None:
+def test_samples_carry_their_groups(tmp_path: Path) -> None:
     """Groups come from the file and from identical pictures; held-back samples respect them."""
     rows = []
     for number in range(24):
@@ -290,13 +291,13 @@ def test_samples_know_what_they_belong_with(tmp_path: Path) -> None:
     assert sorted(map(sorted, groups.values())) == sorted([*pairs, [2, 3, 20, 21]])
 
 
-def test_patience_needs_samples_to_look_at(tmp_path: Path) -> None:
+def test_patience_needs_samples_that_can_be_held_back(tmp_path: Path) -> None:
     image_folder(tmp_path / "pictures", {"train": 4, "validation": 1, "test": 1})
-    (told,) = mistakes_of(write_plan(tmp_path, IMAGES, more="training: {patience: 3}\n"))
-    assert "field `domains[0]`: `training.patience`" in told and "none of these 8 can be held back" in told
+    (error,) = errors_of(write_plan(tmp_path, IMAGES, more="training: {patience: 3}\n"))
+    assert "field `domains[0]`: `training.patience`" in error and "none of these 8 can be held back" in error
 
 
-# -- mistakes ---------------------------------------------------------------------------------------------------------
+# -- errors ---------------------------------------------------------------------------------------------------------
 
 
 def remove(file: str) -> Callable[[Path], None]:
@@ -316,7 +317,7 @@ def cut(file: str) -> Callable[[Path], None]:
 
 
 @pytest.mark.parametrize(
-    ("lines", "spoil", "field", "says"),
+    ("lines", "spoil", "field", "message"),
     [
         ("data: {format: image_folder, path: nowhere}", None, "data.path", "nowhere is not a folder"),
         ("source: nowhere", None, "source", "neither a folder nor built in"),
@@ -358,40 +359,40 @@ def cut(file: str) -> Callable[[Path], None]:
         ("source: lfw-faces\nmetric: token_f1", None, "metric", "supports accuracy"),
     ],
 )
-def test_mistakes_in_a_folder(
-    tmp_path: Path, lines: str, spoil: Callable[[Path], None] | None, field: str, says: str
+def test_errors_in_a_folder(
+    tmp_path: Path, lines: str, spoil: Callable[[Path], None] | None, field: str, message: str
 ) -> None:
     image_folder(tmp_path / "pictures", {"train": 2, "validation": 1, "test": 1})
     if spoil is not None:
         spoil(tmp_path)
     plan = write_plan(tmp_path, lines)
-    told = mistakes_of(plan)[0]
+    error = errors_of(plan)[0]
     line = 1 + next(
         number for number, text in enumerate(plan.read_text().splitlines()) if f" {field.split('.')[0]}:" in text
     )
-    assert told.startswith(f"{plan}, line {line}, field `domains[0].{field}`: ") and says in told
+    assert error.startswith(f"{plan}, line {line}, field `domains[0].{field}`: ") and message in error
 
 
 def test_a_part_that_is_missing_or_empty(tmp_path: Path) -> None:
     image_folder(tmp_path / "pictures", {"train": 2, "test": 1})
-    (told,) = mistakes_of(write_plan(tmp_path, IMAGES))
-    assert "has train, test, but no validation" in told
+    (error,) = errors_of(write_plan(tmp_path, IMAGES))
+    assert "has train, test, but no validation" in error
     for label in ("cat", "dog"):
         (tmp_path / "pictures" / "validation" / label).mkdir(parents=True)
-    (told,) = mistakes_of(write_plan(tmp_path, IMAGES))
-    assert "validation is empty" in told
+    (error,) = errors_of(write_plan(tmp_path, IMAGES))
+    assert "validation is empty" in error
 
 
-def test_a_threshold_that_so_few_samples_cannot_prove(tmp_path: Path) -> None:
+def test_a_threshold_above_the_best_possible_bound_is_refused(tmp_path: Path) -> None:
     image_folder(tmp_path / "pictures", {"train": 2, "validation": 10, "test": 1})
-    (told,) = mistakes_of(write_plan(tmp_path, f"{IMAGES}\nthreshold: 0.9", more="confidence: 0.95\n"))
+    (error,) = errors_of(write_plan(tmp_path, f"{IMAGES}\nthreshold: 0.9", more="confidence: 0.95\n"))
     # Clopper and Pearson: the bound of 20 correct out of 20 is 0.05 ** (1 / 20).
-    assert "`domains[0].threshold`: 0.9 cannot be reached: with 20 validation samples" in told and "0.861" in told
+    assert "`domains[0].threshold`: 0.9 cannot be reached: with 20 validation samples" in error and "0.861" in error
     load(write_plan(tmp_path, f"{IMAGES}\nthreshold: 0.86", more="confidence: 0.95\n"))
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"annotations": [{"image_id": 77}]}, "annotation 2: there is no image 77"),
         ({"annotations": [{"category_id": 5}]}, "annotation 2: category 5 is unknown; known: 3 (car), 8 (van)"),
@@ -411,26 +412,28 @@ def test_a_threshold_that_so_few_samples_cannot_prove(tmp_path: Path) -> None:
         ({"images": [{"width": 64}]}, "image 1 has size (64, 24), but"),
     ],
 )
-def test_mistakes_in_coco(tmp_path: Path, change: dict[str, list[dict[str, Any]]], says: str) -> None:
+def test_errors_in_coco(tmp_path: Path, change: dict[str, list[dict[str, Any]]], message: str) -> None:
     content = coco(tmp_path)
     for key, entries in change.items():
         for number, entry in enumerate(entries):
             content[key][number].update(entry)
     (tmp_path / "boxes.json").write_text(json.dumps(content))
-    told = mistakes_of(write_plan(tmp_path, COCO))[0]
-    assert "line 5, field `domains[0].data.path`" in told and "boxes.json" in told and says in told
-
-
-@pytest.mark.parametrize(("key", "says"), [("images", "2 images have the id 1"), ("categories", "2 categories have")])
-def test_coco_files_put_together_without_new_ids(tmp_path: Path, key: str, says: str) -> None:
-    content = coco(tmp_path)
-    content[key].append(content[key][0])
-    (tmp_path / "boxes.json").write_text(json.dumps(content))
-    assert says in mistakes_of(write_plan(tmp_path, COCO))[0]
+    error = errors_of(write_plan(tmp_path, COCO))[0]
+    assert "line 5, field `domains[0].data.path`" in error and "boxes.json" in error and message in error
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("key", "message"), [("images", "2 images have the id 1"), ("categories", "2 categories have")]
+)
+def test_merged_coco_files_with_repeated_ids_are_refused(tmp_path: Path, key: str, message: str) -> None:
+    content = coco(tmp_path)
+    content[key].append(content[key][0])
+    (tmp_path / "boxes.json").write_text(json.dumps(content))
+    assert message in errors_of(write_plan(tmp_path, COCO))[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
     [
         ("image,answer\n0.png,\n", "rows.csv, line 2: `answer` is empty"),
         ("image,answer\n9.png,cat\n", "rows.csv, line 2: there is no picture"),
@@ -451,67 +454,67 @@ def test_coco_files_put_together_without_new_ids(tmp_path: Path, key: str, says:
         ("image,answer,answer\n0.png,cat,dog\n", "line 1: names a column twice: image, answer, answer"),
     ],
 )
-def test_mistakes_in_a_table(tmp_path: Path, text: str, says: str) -> None:
+def test_errors_in_a_table(tmp_path: Path, text: str, message: str) -> None:
     for number in range(3):
         picture(tmp_path / f"{number}.png", number)
     (tmp_path / "rows.csv").write_text(text)
     lines = "task: classification\nlabels: [cat, dog]\ndata: {format: questions, path: rows.csv}"
-    assert says in mistakes_of(write_plan(tmp_path, lines))[0]
+    assert message in errors_of(write_plan(tmp_path, lines))[0]
 
 
 @pytest.mark.parametrize(
-    ("task", "labels", "says"),
+    ("task", "labels", "message"),
     [
         ("vqa", "[it is, it is not]", "vqa takes no labels; remove them"),
         ("regression", "[metres, feet]", "regression takes no labels"),
         ("binary", "['no', maybe, 'yes']", "binary takes two labels: negative, then positive"),
     ],
 )
-def test_labels_that_a_task_cannot_have(tmp_path: Path, task: str, labels: str, says: str) -> None:
+def test_labels_that_a_task_cannot_have(tmp_path: Path, task: str, labels: str, message: str) -> None:
     picture(tmp_path / "0.png", 0)
     (tmp_path / "rows.csv").write_text("image,answer\n0.png,1\n")
     lines = f"task: {task}\nlabels: {labels}\ndata: {{format: questions, path: rows.csv}}"
-    told = mistakes_of(write_plan(tmp_path, lines))[0]
-    assert "line 6, field `domains[0].labels`" in told and says in told
+    error = errors_of(write_plan(tmp_path, lines))[0]
+    assert "line 6, field `domains[0].labels`" in error and message in error
 
 
 def test_a_count_of_more_digits_than_python_reads(tmp_path: Path) -> None:
     picture(tmp_path / "0.png", 0)
     (tmp_path / "rows.csv").write_text(f"image,answer\n0.png,{'9' * 5000}\n")
-    told = mistakes_of(write_plan(tmp_path, "task: counting\ndata: {format: questions, path: rows.csv}"))[0]
-    assert "a count of 0 to 1 is expected" in told
+    error = errors_of(write_plan(tmp_path, "task: counting\ndata: {format: questions, path: rows.csv}"))[0]
+    assert "a count of 0 to 1 is expected" in error
 
 
 def test_lines_that_are_no_json(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"image": "0.png", "answer"\n[1]\n' + "[" * 100_000)
-    told = mistakes_of(write_plan(tmp_path, "data: {format: questions, path: rows.jsonl}"))
-    assert "line 1: is not JSON" in told[0] and "line 2: is list; a row must be an object" in told[1]
-    assert "line 3: is not JSON" in told[2]
+    errors = errors_of(write_plan(tmp_path, "data: {format: questions, path: rows.jsonl}"))
+    assert "line 1: is not JSON" in errors[0] and "line 2: is list; a row must be an object" in errors[1]
+    assert "line 3: is not JSON" in errors[2]
     (tmp_path / "rows.jsonl").write_text('{"image": "0.png", "answer": "\\ud83d"}')
-    told = mistakes_of(write_plan(tmp_path, "data: {format: questions, path: rows.jsonl}"))
-    assert "line 1: is not JSON" in told[0] and "surrogates not allowed" in told[0]
+    errors = errors_of(write_plan(tmp_path, "data: {format: questions, path: rows.jsonl}"))
+    assert "line 1: is not JSON" in errors[0] and "surrogates not allowed" in errors[0]
 
 
 def test_videos_that_do_not_open(tmp_path: Path) -> None:
     for label in ("left", "right"):
         (tmp_path / "videos" / label).mkdir(parents=True)
         (tmp_path / "videos" / label / "a.mp4").write_bytes(b"no video " + label.encode())
-    told = mistakes_of(write_plan(tmp_path, "data: {format: video_folder, path: videos}"))
-    assert len(told) == 2 and "left/a.mp4 is not a video that this machine can decode" in told[0]
+    errors = errors_of(write_plan(tmp_path, "data: {format: video_folder, path: videos}"))
+    assert len(errors) == 2 and "left/a.mp4 is not a video that this machine can decode" in errors[0]
     video(tmp_path / "b.avi", 0)
     write_csv(tmp_path / "labels.csv", ["video", "label", "start_s"], [["b.avi", "x", "7"], ["b.avi", "x", "soon"]])
-    told = mistakes_of(write_plan(tmp_path, "data: {format: video_folder, path: ., labels: labels.csv}"))
-    assert "labels.csv, line 3: `start_s` is 'soon'" in told[0]
-    assert "has no frame from second 7 to its end; its duration is 2.00 s" in told[1]
+    errors = errors_of(write_plan(tmp_path, "data: {format: video_folder, path: ., labels: labels.csv}"))
+    assert "labels.csv, line 3: `start_s` is 'soon'" in errors[0]
+    assert "has no frame from second 7 to its end; its duration is 2.00 s" in errors[1]
     for start in ("nan", "inf", "1e308", "-1"):
         write_csv(tmp_path / "labels.csv", ["video", "label", "start_s"], [["b.avi", "x", start]])
-        told = mistakes_of(write_plan(tmp_path, "data: {format: video_folder, path: ., labels: labels.csv}"))
-        assert f"labels.csv, line 2: `start_s` is '{start}'; it must be seconds" in told[0]
+        errors = errors_of(write_plan(tmp_path, "data: {format: video_folder, path: ., labels: labels.csv}"))
+        assert f"labels.csv, line 2: `start_s` is '{start}'; it must be seconds" in errors[0]
 
 
-def test_every_domain_s_mistakes_are_told(tmp_path: Path) -> None:
-    told = mistakes_of(write_plan(tmp_path, IMAGES, "source: nowhere", "data: {format: coco, path: none.json}"))
-    assert [line.split("`")[1] for line in told] == [
+def test_the_errors_of_every_domain_are_reported(tmp_path: Path) -> None:
+    errors = errors_of(write_plan(tmp_path, IMAGES, "source: nowhere", "data: {format: coco, path: none.json}"))
+    assert [line.split("`")[1] for line in errors] == [
         "domains[0].data.path",
         "domains[1].source",
         "domains[2].data.path",

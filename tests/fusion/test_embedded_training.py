@@ -11,6 +11,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from fusion.embedded import contact_sheet
 from fusion.embedded import train as training
 from fusion.embedded.evaluate import accuracy_by_skill
+from fusion.embedded.probes import Probes
 from fusion.embedded.train import Budget, Trainer, train
 
 pytestmark = pytest.mark.slow
@@ -35,7 +36,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_a_stopped_run_goes_on_to_the_same_end(whole: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_gives_the_same_weights(whole: Path, tmp_path: Path) -> None:
     trainer = Trainer(tmp_path, Budget(STEPS, None), torch.device("cpu"), 0)
     for _ in range(2):  # one step of each stage
         trainer.advance()
@@ -47,7 +48,7 @@ def test_a_stopped_run_goes_on_to_the_same_end(whole: Path, tmp_path: Path) -> N
     assert any(not torch.equal(fresh[name], first[name]) for name in first)
 
 
-def test_the_checkpoint_loads_like_any_other(whole: Path) -> None:
+def test_the_checkpoint_loads_in_transformers(whole: Path) -> None:
     processor = AutoProcessor.from_pretrained(whole)
     model = AutoModelForImageTextToText.from_pretrained(whole)
     assert sum(file.stat().st_size for file in whole.glob("*.safetensors")) < 12e6
@@ -61,7 +62,7 @@ def test_each_part_learns_until_its_own_end(tmp_path: Path) -> None:
     rates: dict[str, list[float]] = {"vision": [], "rest": []}
     for step in (0, 100, 149, 150, 200, 599, 600, 999):
         trainer.step = step
-        trainer._set_rates()
+        trainer.set_rates()
         for part, found in rates.items():
             groups = [group for o in trainer.optimizers for group in o.param_groups if group["part"] == part]
             shares = {round(group["lr"] / group["base"], 9) for group in groups}
@@ -76,9 +77,9 @@ def test_each_part_learns_until_its_own_end(tmp_path: Path) -> None:
     assert vision >= {id(p) for p in trainer.vision.parameters()} and id(trainer.probes.kind.bias) in vision
 
 
-def test_what_the_projector_drops_is_missed() -> None:
+def test_information_lost_by_the_projector_costs_loss() -> None:
     torch.manual_seed(0)
-    probes = training.Probes(4, 6)
+    probes = Probes(4, 6)
     with torch.no_grad():
         probes.kept.weight.copy_(torch.eye(4, 6))
         probes.kept.bias.zero_()
@@ -92,7 +93,7 @@ def test_what_the_projector_drops_is_missed() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments, told",
+    "arguments, message",
     (
         (["--steps", "-3"], "-3 was given; it must be finite and above 0"),
         (["--minutes", "nan"], "nan was given"),
@@ -101,23 +102,27 @@ def test_what_the_projector_drops_is_missed() -> None:
         (["--device", "cuda:9"], "'cuda:9' was requested"),
     ),
 )
-def test_bad_arguments_are_told_before_anything_is_made(
-    arguments: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_bad_arguments_are_refused_before_anything_is_written(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(training.torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("sys.argv", ["train", "--out", str(tmp_path / "run"), *arguments])
     with pytest.raises(SystemExit, match="2"):
         training.main()
-    assert told in capsys.readouterr().err and not (tmp_path / "run").exists()
+    assert message in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
-    "name, told", (("nowhere/page.jpg", "check that its folder exists"), ("page.txt", "no supported picture suffix"))
+    "name, message", (("nowhere/page.jpg", "check that its folder exists"), ("page.txt", "no supported picture suffix"))
 )
-def test_a_contact_sheet_that_cannot_be_written_is_told(
-    name: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_contact_sheet_that_cannot_be_written_is_an_error(
+    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["contact_sheet", str(tmp_path / name)])
     with pytest.raises(SystemExit, match="2"):
         contact_sheet.main()
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err

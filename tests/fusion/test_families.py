@@ -13,14 +13,17 @@ from PIL import Image
 
 from fusion.commands import fuse
 from fusion.data.samples import Sample, Splits
-from fusion.plan.check import check
+from fusion.phases.plan_checked import check_plan
 from fusion.plan.families import TRAINED, why_not_trained
-from fusion.plan.schema import DomainPlan, LoraPlan, Plan, TrainingPlan, read_plan_file
-from fusion.training.collator import read_samples
-from fusion.training.train import Domain, FrozenBase, LoraTrainer
+from fusion.plan.plan_file import read_plan_file
+from fusion.plan.schema import DomainPlan, LoraPlan, Plan, TrainingPlan
+from fusion.training.collator import forward_samples
+from fusion.training.domain import Domain
+from fusion.training.frozen_base import FrozenBase
+from fusion.training.trainer import LoraTrainer
 from tests.families import FAMILIES, build_model
 from tests.fusion.made import write_plan
-from tests.models.test_processing import image_processor, tokenizer
+from tests.processors import image_processor, tokenizer
 from vlora.cli import main
 from vlora.errors import BadPlan
 from vlora.models import InputProcessor
@@ -80,7 +83,7 @@ def test_a_family_that_trains_has_the_loss_of_transformers(family: str, num_fram
     base = FrozenBase(model, processor_of(family, model.config))
     domain, reference = Domain(PLAN, splits, base), build_model(family)
     with torch.no_grad():
-        read = read_samples(base.seam, domain.train, base.features_of(domain.train))
+        read = forward_samples(base.hf_model, domain.train, base.features_of(domain.train))
         expected = [
             loss_of_transformers(reference, base.processor, sample, one.answer)
             for sample, one in zip(splits.train, domain.train, strict=True)
@@ -97,13 +100,13 @@ def test_a_family_that_trains_reaches_every_layer_it_adapts(family: str, vision:
     training = TrainingPlan(steps=2, batch_size=4, learning_rate=0.01)
     plan = Plan(lora=LoraPlan(rank=2, vision=vision), training=training, domains=(PLAN,))
     trainer = LoraTrainer(base, {PLAN.name: Domain(PLAN, clips(1), base)}, plan)
-    trainer.fresh()
+    trainer.adapter.reset()
     trainer.train(PLAN.name, ())
-    still = {name for name, p in trainer._lora.items() if "lora_B" in name and not p.abs().max()}
+    still = {name for name, p in trainer.adapter.lora.items() if "lora_B" in name and not p.abs().max()}
     # LLaVA reads the tower's second-to-last layer, so deltas on the last layer are unused.
     last = rf"vision_tower\.encoder\.layers\.{getattr(model.config.vision_config, 'num_hidden_layers', 0) - 1}\."
     assert not {name for name in still if not re.search(last, name)}, still
-    assert trainer.said(PLAN.name, trainer.domains[PLAN.name].test)
+    assert trainer.evaluator.decode_answers(PLAN.name, trainer.domains[PLAN.name].test)
 
 
 def write_base(folder: Path, family: str) -> None:
@@ -133,13 +136,14 @@ def test_every_family_but_those_refused_passes_the_check(tmp_path: Path) -> None
         write_base(tmp_path / family / "base", family)
         plan = read_plan_file(write_plan(tmp_path / family, "source: sklearn-digits", more="base: base\n"))
         if family in TRAINED:
-            assert check(plan).size.layers == 4 * 7
+            assert check_plan(plan).size.layers == 4 * 7
         else:
             with pytest.raises(BadPlan, match=family):
-                check(plan)
+                check_plan(plan)
     assert why_not_trained(build_model("qwen2_vl").config) is None and "qwen3_vl" not in TRAINED
 
 
+@pytest.mark.slow
 def test_a_head_that_needs_a_grid_is_refused_where_tokens_form_none(tmp_path: Path) -> None:
     """Detection on a family that splits pictures into tiles."""
     write_base(tmp_path / "base", "llava_next")

@@ -11,9 +11,9 @@ import torch
 
 from fusion.data.samples import Splits
 from fusion.training.features import FeatureCache
-from fusion.training.train import FrozenBase
+from fusion.training.frozen_base import FrozenBase
 from tests.fusion.small import COLORS, colors, plan_of, trainer_of, write_base
-from vlora.models.vision import VisionEncoder
+from vlora.models.vision.encoder import VisionEncoder
 
 _AT_ONCE = 8
 
@@ -59,16 +59,16 @@ def test_features_held_do_not_grow_with_samples(number: int, tmp_path: Path, mon
 
     monkeypatch.setattr(VisionEncoder, "encode", encoded)
     monkeypatch.setattr(FrozenBase, "features_of", read)
-    monkeypatch.setattr("fusion.training.train._ENCODE_AT_ONCE", _AT_ONCE)
-    monkeypatch.setattr("fusion.training.train._SCORE_AT_ONCE", _AT_ONCE)
+    monkeypatch.setattr("fusion.training.frozen_base.ENCODE_AT_ONCE", _AT_ONCE)
+    monkeypatch.setattr("fusion.training.scoring.SCORE_AT_ONCE", _AT_ONCE)
     torch.set_num_threads(1)
     plan = plan_of(write_base(tmp_path / "base"), ("colors",), steps=2, batch_size=_AT_ONCE)
     parts = [colors(count, seed) for seed, count in enumerate((number, number, 4))]
     trainer = trainer_of(plan, {"colors": Splits("classification", COLORS, *parts, real=False)}, tmp_path / "features")
     assert not alive
-    trainer.fresh()
+    trainer.adapter.reset()
     trainer.train("colors", ())
-    trainer.score("colors", trainer.domains["colors"].validation)
+    trainer.evaluator.score("colors", trainer.domains["colors"].validation)
     assert not alive
     one = shape[0] * shape[1] * 4
     assert one <= most <= 2 * _AT_ONCE * one

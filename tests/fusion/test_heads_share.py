@@ -14,7 +14,9 @@ from PIL import Image
 
 from fusion.data.samples import Sample, Splits, Target
 from fusion.plan.schema import DomainPlan, LoraPlan, Plan, TrainingPlan
-from fusion.training.train import Domain, FrozenBase, LoraTrainer
+from fusion.training.domain import Domain
+from fusion.training.frozen_base import FrozenBase
+from fusion.training.trainer import LoraTrainer
 from heads import Box, load_heads
 from tests.fusion.small import write_base
 from vlora.config import EngineConfig
@@ -54,7 +56,7 @@ def samples(task: str, count: int, seed: int) -> list[Sample]:
     return [Sample((shown.draw(rng),), TARGETS[task][1](shown)) for shown in drawn]
 
 
-class Trained(NamedTuple):
+class SharedAdapter(NamedTuple):
     """words: accuracy in words on the colour test samples, before and after detection is added."""
 
     trainer: LoraTrainer
@@ -64,7 +66,7 @@ class Trained(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> SharedAdapter:
     folder = write_base(tmp_path_factory.mktemp("base"))
     torch.set_num_threads(1)
     plans = tuple(DomainPlan(name=task, source="made", question=f"{task} ?", threshold=0.5) for task in TARGETS)
@@ -80,58 +82,61 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
         parts = [samples(own.name, count, seed) for seed, count in enumerate((60, 30, 30))]
         domains[own.name] = Domain(own, Splits(own.name, TARGETS[own.name][0], *parts, real=False), base)
     trainer = LoraTrainer(base, domains, plan)
-    trainer.fresh()
+    trainer.adapter.reset()
     losses = {}
     held: list[str] = []
     before = 0.0
     for task in TARGETS:
-        trainer._heads[task] = trainer._new_head(task)
+        trainer.adapter.add_head(task)
         untrained = loss_of(trainer, task)
         trainer.train(task, tuple(held))
         losses[task] = (untrained, loss_of(trainer, task))
         held.append(task)
         if task == "classification":
-            before = trainer.in_words(task, domains[task].test)
-    return Trained(
-        trainer, (before, trainer.in_words("classification", domains["classification"].test)), losses, folder
+            before = trainer.evaluator.accuracy_in_words(task, domains[task].test)
+    return SharedAdapter(
+        trainer,
+        (before, trainer.evaluator.accuracy_in_words("classification", domains["classification"].test)),
+        losses,
+        folder,
     )
 
 
 @torch.no_grad()
 def loss_of(trainer: LoraTrainer, task: str) -> float:
     own = trainer.domains[task]
-    ((part, read),) = trainer._reads(task, own.test)
-    return own.task.loss(read, trainer._heads[task], [sample.target for sample in part]).item()
+    ((part, outputs),) = trainer.evaluator.forward(task, own.test)
+    return own.task.loss(outputs, trainer.adapter.heads[task], [sample.target for sample in part]).item()
 
 
-def test_every_task_learns(trained: Trained) -> None:
+def test_every_task_learns(trained: SharedAdapter) -> None:
     for task, (before, after) in trained.losses.items():
         assert after < 0.8 * before, task
 
 
-def test_words_hold_beside_a_task_without_any(trained: Trained) -> None:
+def test_accuracy_in_words_holds_next_to_a_task_without_words(trained: SharedAdapter) -> None:
     before, after = trained.words
     assert before > 0.8  # otherwise nothing could be lost
     assert after >= before - 0.15
 
 
-def test_without_rehearsal_words_would_not_hold(trained: Trained) -> None:
+def test_without_rehearsal_accuracy_in_words_is_lost(trained: SharedAdapter) -> None:
     """Negative control for the test above: the same training without rehearsal of colours."""
     trainer = trained.trainer
-    state = trainer.snapshot()
-    plan = trainer._plan
+    state = trainer.adapter.snapshot()
+    plan = trainer.plan
     alone = plan.training.model_copy(update={"learning_rate": 0.02})
-    trainer._plan = plan.model_copy(update={"training": alone})
+    trainer.plan = plan.model_copy(update={"training": alone})
     trainer.train("detection", ())
-    forgotten = trainer.in_words("classification", trainer.domains["classification"].test)
-    trainer._plan = plan
-    trainer.restore(state)
+    forgotten = trainer.evaluator.accuracy_in_words("classification", trainer.domains["classification"].test)
+    trainer.plan = plan
+    trainer.adapter.restore(state)
     assert forgotten < trained.words[1] - 0.3
 
 
-def test_heads_are_saved_with_what_calibration_found_and_served_so(trained: Trained, tmp_path: Path) -> None:
+def test_heads_are_saved_and_served_with_their_calibration(trained: SharedAdapter, tmp_path: Path) -> None:
     trainer = trained.trainer
-    trainer.save(tmp_path, trainer.snapshot())
+    trainer.save(tmp_path, trainer.adapter.snapshot())
     heads = load_heads(tmp_path)
     assert heads.keys() == TARGETS.keys()
     for head in heads.values():
@@ -154,11 +159,11 @@ def test_heads_are_saved_with_what_calibration_found_and_served_so(trained: Trai
             )
     outputs = engine.run(requests)
     for task, domain in trainer.domains.items():
-        told = [outputs[f"{task} {number}"][-1].head for number in range(len(domain.splits.test))]
-        found = [value_of(answer) for answer in told]
+        answers = [outputs[f"{task} {number}"][-1].head for number in range(len(domain.splits.test))]
+        found = [value_of(answer) for answer in answers]
         metrics = heads[task].task.metrics(found, [sample.target for sample in domain.splits.test])
         # Training evaluates in bfloat16 autocast, serving in float32: two samples may be answered differently.
-        assert abs(metrics[domain.task.metric_name] - trainer.score(task, domain.test)) < 2.1 / len(found)
+        assert abs(metrics[domain.task.metric_name] - trainer.evaluator.score(task, domain.test)) < 2.1 / len(found)
 
 
 def value_of(answer: HeadAnswer | None) -> Target:

@@ -29,7 +29,7 @@ def test_samples_that_stand_alone_are_the_first_tenth() -> None:
     assert held_back(samples[:9]) == ()
 
 
-def test_a_group_larger_than_what_may_be_kept_trains() -> None:
+def test_a_group_too_large_to_hold_back_is_trained_on() -> None:
     large = [Sample(FRAME, 0, group="long")] * 18
     assert held_back([*large, Sample(FRAME, 0, group="short"), Sample(FRAME, 0, group="short")]) == (18, 19)
     assert held_back(large) == ()

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from fusion.data.samples import Sample, Splits
 from fusion.plan.tasks import METRICS, TASKS
 from fusion.training.decoding import Prompt, greedy
-from fusion.training.objectives import task_of
+from fusion.training.objectives import objective_of
 from fusion.training.text_metrics import token_f1
-from fusion.training.zero_shot import score_of_words
+from fusion.training.zero_shot import score_texts
 from heads import Box
 from tests.families import build_model, make_prompt
 from tests.fusion.small import color_splits, plan_of, trainer_of, write_base
-from vlora.models.hf_adapter import Seam
+from vlora.models.hf_model import HFModel
 
 BOX, MISSED = Box(0, 0.1, 0.1, 0.4, 0.4), Box(1, 0.6, 0.6, 0.9, 0.9)
 LABELS = {"binary": ("no", "yes"), "regression": ("value",), "counting": tuple("0123456789")}
@@ -49,19 +49,19 @@ def splits_of(task: str, labels: tuple[str, ...], targets: list[object]) -> Spli
 
 
 @pytest.mark.parametrize(("task", "name"), [(task, name) for task in TASKS for name in METRICS[task]])
-def test_the_metric_that_is_asked_for_decides(task: str, name: str) -> None:
-    answers, targets, said = WORKED[task]
-    assert said.keys() == set(METRICS[task])
+def test_the_plans_metric_is_used(task: str, name: str) -> None:
+    answers, targets, scores = WORKED[task]
+    assert scores.keys() == set(METRICS[task])
     words = task in ("vqa", "captioning", "referring")
     splits = splits_of(task, () if words else LABELS.get(task, ("a", "b", "c")), targets)
-    objective = task_of(splits, name)
-    assert objective.metric(answers, targets) == pytest.approx(said[name])  # type: ignore[arg-type]
+    objective = objective_of(splits, name)
+    assert objective.metric(answers, targets) == pytest.approx(scores[name])  # type: ignore[arg-type]
     assert objective.metric(targets, targets) == 1.0  # type: ignore[arg-type]
-    assert task_of(splits).metric_name == METRICS[task][0]
+    assert objective_of(splits).metric_name == METRICS[task][0]
 
 
 @given(st.lists(st.sampled_from("abcd")), st.lists(st.sampled_from("abcd")), st.randoms())
-def test_f1_of_words_is_symmetric_and_blind_to_order_and_case(one: list[str], other: list[str], rng: object) -> None:
+def test_f1_of_words_is_symmetric_and_ignores_order_and_case(one: list[str], other: list[str], rng: object) -> None:
     value = token_f1(" ".join(one), " ".join(other))
     left = list(other)
     hits = sum(word in left and not left.remove(word) for word in one)  # type: ignore[func-returns-value]
@@ -73,18 +73,18 @@ def test_f1_of_words_is_symmetric_and_blind_to_order_and_case(one: list[str], ot
 def test_words_are_read_as_answers_of_the_task() -> None:
     """Answers of the base model before training; an invalid answer counts as 0 in every metric."""
     splits = splits_of("classification", ("Red", "green"), [0, 1, 1, 0])
-    assert score_of_words(splits, None, ["red", "a green thing", "GREEN", "green"]) == 0.5
-    assert score_of_words(splits, "f1", ["red", " Green", "green", "Red"]) == 1.0
+    assert score_texts(splits, None, ["red", "a green thing", "GREEN", "green"]) == 0.5
+    assert score_texts(splits, "f1", ["red", " Green", "green", "Red"]) == 1.0
     several = splits_of("multi_label", ("a", "b"), [(0, 1), ()])
-    assert score_of_words(several, "accuracy", ["b , a", "none"]) == 1.0
-    assert score_of_words(splits_of("counting", tuple("0123"), [2, 3]), "within_one", ["3", "many"]) == 0.5
-    assert score_of_words(splits_of("regression", ("value",), [2.0, 4.0]), None, ["2.1", "four"]) == 0.5
-    assert score_of_words(splits_of("detection", ("car",), [(BOX,)]), "map", ["a car"]) == 0.0
-    assert score_of_words(splits_of("vqa", (), ["A car"]), "token_f1", ["one car"]) == 0.5
+    assert score_texts(several, "accuracy", ["b , a", "none"]) == 1.0
+    assert score_texts(splits_of("counting", tuple("0123"), [2, 3]), "within_one", ["3", "many"]) == 0.5
+    assert score_texts(splits_of("regression", ("value",), [2.0, 4.0]), None, ["2.1", "four"]) == 0.5
+    assert score_texts(splits_of("detection", ("car",), [(BOX,)]), "map", ["a car"]) == 0.0
+    assert score_texts(splits_of("vqa", (), ["A car"]), "token_f1", ["one car"]) == 0.5
 
 
 @pytest.mark.parametrize("family", ["llava", "qwen2_vl"])
-def test_decoding_says_what_transformers_generates(family: str) -> None:
+def test_decoding_equals_transformers_generate(family: str) -> None:
     """Greedy, in float32, with images, prompts of two lengths in one call, and one that ends early."""
     model = build_model(family).eval()
     model.generation_config.eos_token_id = None
@@ -100,9 +100,9 @@ def test_decoding_says_what_transformers_generates(family: str) -> None:
     model.generation_config.eos_token_id = end
     expected = [tuple(itertools.takewhile(lambda token: token != end, tokens)) for tokens in wanted]
     made = [embeddings_of(model, prompt.kwargs) for prompt in prompts]
-    seam = Seam(model)
+    hf_model = HFModel(model)
     model.set_attn_implementation({"text_config": "eager"})
-    assert greedy(seam, made, limit) == expected
+    assert greedy(hf_model, made, limit) == expected
     assert len(expected[0]) < limit == max(map(len, wanted))
 
 
@@ -123,20 +123,21 @@ def embeddings_of(model: torch.nn.Module, kwargs: dict[str, torch.Tensor]) -> Pr
     return Prompt(seen["embeddings"], positions[:, 0] if positions.ndim == 3 else positions)
 
 
-def test_a_domain_in_words_is_scored_by_what_is_decoded(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_domain_in_words_is_scored_by_decoded_text(tmp_path: Path) -> None:
     """Trained to name colours: single correct words count, and agree with the exact matches of one forward."""
     torch.set_num_threads(1)
     plan = plan_of(write_base(tmp_path), ("colors",), steps=50, learning_rate=4e-3)
     named = plan.domains[0].model_copy(update={"metric": "token_f1"})
     plan = plan.model_copy(update={"domains": (named,), "confidence": 0.9})
     trainer = trainer_of(plan, {"colors": color_splits().in_words()})
-    trainer.fresh()
+    trainer.adapter.reset()
     trainer.train("colors", ())
     own = trainer.domains["colors"]
-    said = trainer.said("colors", own.test)
+    texts = trainer.evaluator.decode_answers("colors", own.test)
     targets = [str(sample.target) for sample in own.test]
-    score = trainer.bounded_score("colors", own.test)
-    assert score.value == pytest.approx(np.mean([token_f1(a, b) for a, b in zip(said, targets, strict=True)]))
+    score = trainer.evaluator.bounded_score("colors", own.test)
+    assert score.value == pytest.approx(np.mean([token_f1(a, b) for a, b in zip(texts, targets, strict=True)]))
     assert score.value > 0.4 and score.lower < score.value
-    exact = np.mean([a == b for a, b in zip(said, targets, strict=True)])
-    assert abs(exact - trainer.in_words("colors", own.test)) <= 1 / len(targets) + 1e-9
+    exact = np.mean([a == b for a, b in zip(texts, targets, strict=True)])
+    assert abs(exact - trainer.evaluator.accuracy_in_words("colors", own.test)) <= 1 / len(targets) + 1e-9

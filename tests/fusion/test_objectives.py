@@ -7,16 +7,18 @@ import torch
 from torch import nn
 
 from fusion.data.samples import Sample, Splits
-from fusion.embedded.world import NUMBERS
+from fusion.embedded.object_names import NUMBERS
 from fusion.synthetic.streets import KINDS, ask_traffic, count_vehicles, find_things
-from fusion.training.objectives import Read, answer_in_words, task_of
+from fusion.training.objectives import ForwardOutputs, answer_in_words, objective_of
 from heads import Box, detection
 
 
-def read_of(last: torch.Tensor, images: list[torch.Tensor] | None = None, exact: list[bool] | None = None) -> Read:
+def read_of(
+    last: torch.Tensor, images: list[torch.Tensor] | None = None, exact: list[bool] | None = None
+) -> ForwardOutputs:
     count = len(last)
     images = images or [torch.zeros(4, 2)] * count
-    return Read(last, images, [((2, 2),)] * count, torch.ones(count), torch.tensor(exact or [True] * count))
+    return ForwardOutputs(last, images, [((2, 2),)] * count, torch.ones(count), torch.tensor(exact or [True] * count))
 
 
 def splits(task: str, labels: tuple[str, ...]) -> Splits:
@@ -24,7 +26,7 @@ def splits(task: str, labels: tuple[str, ...]) -> Splits:
 
 
 def test_a_choice_is_the_likeliest_label() -> None:
-    task = task_of(splits("classification", ("left", "right")))
+    task = objective_of(splits("classification", ("left", "right")))
     head = nn.Linear(2, 2)
     with torch.no_grad():
         head.weight.copy_(torch.eye(2))
@@ -36,7 +38,7 @@ def test_a_choice_is_the_likeliest_label() -> None:
 
 
 def test_words_are_right_word_for_word() -> None:
-    task = task_of(splits("vqa", ()))
+    task = objective_of(splits("vqa", ()))
     assert task.num_outputs == 0
     read = read_of(torch.zeros(4, 2), exact=[True, False, True, True])
     assert task.metric(task.answers(read, None, ["a"] * 4), ["a"] * 4) == 0.75
@@ -44,7 +46,7 @@ def test_words_are_right_word_for_word() -> None:
 
 def test_detection_reads_every_image_token() -> None:
     boxes = (Box(1, 0.1, 0.1, 0.4, 0.4), Box(0, 0.6, 0.5, 0.9, 0.9))
-    task = task_of(splits("detection", ("car", "bus")))
+    task = objective_of(splits("detection", ("car", "bus")))
     classes, edges = detection.targets(boxes, (2, 2))
     logits = torch.cat([nn.functional.one_hot(classes, 3) * 20.0, edges], -1)
     head = nn.Linear(task.num_outputs, task.num_outputs)
@@ -58,7 +60,7 @@ def test_detection_reads_every_image_token() -> None:
     assert task.loss(read, head, [boxes]) < task.loss(read_of(read.last, [logits.flip(0)]), head, [boxes])
 
 
-def test_what_is_to_be_said_of_a_sample() -> None:
+def test_the_answer_in_words_of_a_sample() -> None:
     rng = np.random.default_rng(0)
     for own, sample in (
         (splits("counting", NUMBERS[:6]), count_vehicles(rng)),

@@ -16,11 +16,11 @@ from rich.console import Console
 
 from fusion.commands import fuse
 from fusion.data.samples import Target
-from fusion.progress.progress import Moved
-from fusion.training.collator import Prepared
+from fusion.progress.progress import ProgressCallback
+from fusion.training.collator import EncodedSample
 from fusion.training.objectives import HeadObjective
-from fusion.training.run_lock import held
-from fusion.training.train import LoraTrainer
+from fusion.training.run_lock import lock_folder
+from fusion.training.scoring import Evaluator
 from heads import Answer, Box, load_heads
 from tests.fusion.made import load_plan, picture, video, write_plan
 from tests.fusion.small import write_base
@@ -47,7 +47,7 @@ def test_from_files_to_adapters(tmp_path: Path) -> None:
         "teacher: {kind: callable, function: 'tests.fusion.test_own_data_run:half', allow_code: true}",
         more="base: base\ntraining: {steps: 2, batch_size: 4}\n",
     )
-    with held(tmp_path / "out"), pytest.raises(BadConfig, match="in use by process"):
+    with lock_folder(tmp_path / "out"), pytest.raises(BadConfig, match="in use by process"):
         fuse(plan, tmp_path / "out", console=Console(quiet=True))
     report = fuse(plan, tmp_path / "out", console=Console(quiet=True))
     assert [(domain.task, domain.num_test) for domain in report.domains] == [("action", 2), ("captioning", 1)]
@@ -75,38 +75,47 @@ def squares(folder: Path, number: int) -> dict[str, object]:
         boxes[name] = [left, 8, size, size]
     folder.mkdir(exist_ok=True)
     assert cv2.imwrite(str(folder / f"{number}.png"), pixels)
-    said = {"binary": "yes" if "blue" in names else "no", "counting": str(len(names)), "multi_label": ";".join(names)}
-    return {**said, "regression": str(sum(box[2] for box in boxes.values())), "detection": boxes}
+    answers = {
+        "binary": "yes" if "blue" in names else "no",
+        "counting": str(len(names)),
+        "multi_label": ";".join(names),
+    }
+    return {**answers, "regression": str(sum(box[2] for box in boxes.values())), "detection": boxes}
 
 
+@pytest.mark.slow
 def test_every_head_answers_in_the_engine_as_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32, so that no answer may differ: the engine gives the report's test scores, and the calibrated head's
     answer and confidence for each sample."""
     answers: dict[str, list[Answer]] = {}
-    answer = LoraTrainer.answers
+    evaluate = Evaluator.answers
 
-    def listen(self: LoraTrainer, name: str, samples: Sequence[Prepared], *moved: Moved) -> list[object]:
+    def record(self: Evaluator, name: str, samples: Sequence[EncodedSample], *update: ProgressCallback) -> list[object]:
         with torch.no_grad():
             served = self.calibrated(name)
             assert isinstance(served, HeadObjective)
-            reads = [read for _, read in self._reads(name, samples)]
-            rows = [logits for read in reads for logits in served.logits(read, self._heads[name])]
-        grids = [own for read in reads for own in read.grids]
+            batches = [outputs for _, outputs in self.forward(name, samples)]
+            rows = [logits for outputs in batches for logits in served.logits(outputs, self.adapter.heads[name])]
+        grids = [own for outputs in batches for own in outputs.grids]
         answers[name] = [served.task.decode(*one) for one in zip(rows, grids, strict=True)]
-        return answer(self, name, samples, *moved)
+        return evaluate(self, name, samples, *update)
 
-    monkeypatch.setattr(LoraTrainer, "answers", listen)
+    monkeypatch.setattr(Evaluator, "answers", record)
     torch.set_num_threads(1)
     write_base(tmp_path / "base")
-    told = [squares(tmp_path / "pictures", number) for number in range(32)]
+    targets_by_picture = [squares(tmp_path / "pictures", number) for number in range(32)]
     domains = []
     for task in TASKS[:-1]:
-        lines = [json.dumps({"image": f"{number}.png", "answer": own[task]}) for number, own in enumerate(told)]
+        lines = [
+            json.dumps({"image": f"{number}.png", "answer": own[task]}) for number, own in enumerate(targets_by_picture)
+        ]
         (tmp_path / f"{task}.jsonl").write_text("\n".join(lines))
         domains.append(f"data: {{format: questions, path: {task}.jsonl, images: pictures, SPLIT}}")
-    pairs = [(n, name, box) for n, own in enumerate(told) for name, box in own["detection"].items()]  # type: ignore[attr-defined]
+    pairs = [(n, name, box) for n, own in enumerate(targets_by_picture) for name, box in own["detection"].items()]  # type: ignore[attr-defined]
     content = {
-        "images": [{"id": n, "file_name": f"{n}.png", "width": 64, "height": 64} for n in range(len(told))],
+        "images": [
+            {"id": n, "file_name": f"{n}.png", "width": 64, "height": 64} for n in range(len(targets_by_picture))
+        ],
         "categories": [{"id": 1, "name": "blue"}, {"id": 2, "name": "green"}],
         "annotations": [
             {"id": place, "image_id": n, "category_id": 1 + (name == "green"), "bbox": box}
@@ -140,8 +149,8 @@ def test_every_head_answers_in_the_engine_as_in_training(tmp_path: Path, monkeyp
         for number, sample in enumerate(data[domain.name].splits.test):
             images = [Image.fromarray(frame) for frame in sample.frames]
             encoded = processor.encode(processor.chat("what is it ?", 1), images)
-            asked = {"adapter": domain.adapter, "head": domain.name, "vision": encoded.vision}
-            requests.append(Request(request_id=str(number), prompt_ids=encoded.prompt_ids, **asked))  # type: ignore[arg-type]
+            fields = {"adapter": domain.adapter, "head": domain.name, "vision": encoded.vision}
+            requests.append(Request(request_id=str(number), prompt_ids=encoded.prompt_ids, **fields))  # type: ignore[arg-type]
         outputs = engine.run(requests)
         found = [value_of(outputs[request.request_id][-1].head) for request in requests]
         targets = [sample.target for sample in data[domain.name].splits.test]

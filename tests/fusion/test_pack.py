@@ -16,14 +16,15 @@ from fusion.packing.algorithm import (
     Adapter,
     Packing,
     Score,
-    Trained,
+    TrainingResult,
     by_value,
     names_of,
     pack,
     pack_best,
     pack_in_sequence,
 )
-from fusion.packing.oracle import MOST_DOMAINS, Oracle
+from fusion.packing.oracle import MAX_DOMAINS, Oracle
+from tests.example_counts import scaled
 
 
 class Scripted:
@@ -35,11 +36,11 @@ class Scripted:
         self.slack = slack
         self.trainings: list[Adapter] = []
 
-    def __call__(self, adapter: Adapter) -> Trained:
+    def __call__(self, adapter: Adapter) -> TrainingResult:
         self.trainings.append(adapter)
         shared = "".join(sorted(adapter))
         values = {name: self.table.get((name, shared), self.default) for name in adapter}
-        return Trained({name: Score(value, value - self.slack) for name, value in values.items()}, 1.0)
+        return TrainingResult({name: Score(value, value - self.slack) for name, value in values.items()}, 1.0)
 
 
 THRESHOLDS = {"a": 0.8, "b": 0.8, "c": 0.8}
@@ -86,7 +87,7 @@ def test_a_domain_that_is_harmed_itself_is_rolled_back_too() -> None:
     assert packing.rollbacks[0].broken == {"b": Score(0.79, 0.79)}
 
 
-def test_a_domain_that_fails_alone_is_reported_and_poisons_nothing() -> None:
+def test_a_domain_that_fails_alone_is_reported_and_affects_no_other() -> None:
     hopeless = {("b", shared): 0.3 for shared in ("b", "ab", "bc", "abc")}
     packing = packed("abc", Scripted(hopeless))
     assert packing.missed == {"b": Score(0.3, 0.3)}
@@ -125,12 +126,12 @@ def test_an_adapter_of_many_domains_has_a_name_that_a_folder_can_have(tmp_path: 
         (tmp_path / f"{name}.unfinished").mkdir()
 
 
-def test_adapters_whose_domains_read_alike_have_names_of_their_own() -> None:
-    alike: list[Adapter] = [("a", "b-c"), ("a-b", "c"), ("A-B-c2",), ("a-b-c2",)]
-    names = names_of([*alike, ("d-e",)])
+def test_adapters_with_the_same_joined_name_get_hashes() -> None:
+    group_by_length: list[Adapter] = [("a", "b-c"), ("a-b", "c"), ("A-B-c2",), ("a-b-c2",)]
+    names = names_of([*group_by_length, ("d-e",)])
     assert names["d-e",] == "d-e"
     assert len({name.casefold() for name in names.values()}) == 5
-    assert all(names[one].casefold().startswith("a-b-c") for one in alike)
+    assert all(names[one].casefold().startswith("a-b-c") for one in group_by_length)
 
 
 # -- simulated forgetting ----------------------------------------------------------------------------------------------
@@ -153,14 +154,14 @@ class World:
         harm = sum(self.conflict.get(frozenset((name, other)), 0.0) for other in adapter if other != name)
         return max(0.0, self.skill[name] - harm - self.forget * later)
 
-    def train(self, adapter: Adapter) -> Trained:
+    def train(self, adapter: Adapter) -> TrainingResult:
         values = {name: self.accuracy(name, adapter) for name in adapter}
-        return Trained({name: Score(value, value - 0.02) for name, value in values.items()}, 1.0)
+        return TrainingResult({name: Score(value, value - 0.02) for name, value in values.items()}, 1.0)
 
-    def together(self, domains: frozenset[str]) -> Trained:
+    def together(self, domains: frozenset[str]) -> TrainingResult:
         # Joint training forgets nothing, as if each domain were the last.
         values = {name: self.accuracy(name, [*sorted(domains - {name}), name]) for name in domains}
-        return Trained({name: Score(value, value) for name, value in values.items()}, 1.0)
+        return TrainingResult({name: Score(value, value) for name, value in values.items()}, 1.0)
 
 
 @st.composite
@@ -183,8 +184,8 @@ def orders_of(world: World, count: int) -> list[tuple[str, ...]]:
 
 
 @given(worlds())
-@settings(max_examples=200)
-def test_no_promise_is_broken_and_adapters_never_outnumber_domains(world: World) -> None:
+@settings(max_examples=scaled(200))
+def test_thresholds_hold_and_adapters_never_outnumber_domains(world: World) -> None:
     thresholds = thresholds_of(world)
     packing = pack(world.names, thresholds, world.train)
     assert packing is not None
@@ -199,7 +200,7 @@ def test_no_promise_is_broken_and_adapters_never_outnumber_domains(world: World)
 
 
 @given(worlds(), st.integers(1, 5), st.randoms(use_true_random=False))
-@settings(max_examples=200)
+@settings(max_examples=scaled(200))
 def test_candidates_in_any_order_give_the_same_packing_and_the_best(world: World, count: int, random: object) -> None:
     thresholds = thresholds_of(world)
     orders = orders_of(world, count)
@@ -239,7 +240,7 @@ class Paper:
 
 
 @given(worlds())
-@settings(max_examples=200)
+@settings(max_examples=scaled(200))
 def test_the_naive_variant_is_the_papers_algorithm(world: World) -> None:
     thresholds = thresholds_of(world)
     packing = pack_in_sequence(world.names, thresholds, by_value(world.train))
@@ -268,16 +269,16 @@ def keeps_all(world: World, together: frozenset[str]) -> bool:
 
 
 @given(worlds())
-@settings(max_examples=40)
+@settings(max_examples=scaled(40))
 def test_the_optimum_is_what_trying_everything_finds(world: World) -> None:
-    asked: list[frozenset[str]] = []
+    trained: list[frozenset[str]] = []
 
-    def train(together: frozenset[str]) -> Trained:
-        asked.append(together)
+    def train(together: frozenset[str]) -> TrainingResult:
+        trained.append(together)
         return world.together(together)
 
     optimum = Oracle(world.names, thresholds_of(world), train).optimum()
-    assert len(asked) == len(set(asked)) == optimum.num_trained
+    assert len(trained) == len(set(trained)) == optimum.num_trained
     missing = {name for name in world.names if not keeps_all(world, frozenset(name))}
     assert set(optimum.missed) == missing
     fewest = min(
@@ -291,7 +292,7 @@ def test_the_optimum_is_what_trying_everything_finds(world: World) -> None:
 
 
 @given(worlds())
-@settings(max_examples=100)
+@settings(max_examples=scaled(100))
 def test_the_lower_bound_is_below_the_optimum(world: World) -> None:
     # In this world conflicts only accumulate, as the bound assumes.
     oracle = Oracle(world.names, thresholds_of(world), world.together)
@@ -308,6 +309,6 @@ def test_three_domains_that_all_conflict_need_three_adapters() -> None:
 
 def test_too_many_domains_for_the_optimum_are_refused() -> None:
     names = "abcdefg"
-    train = lambda together: Trained({name: Score(1.0, 1.0) for name in together}, 0.0)  # noqa: E731
-    with pytest.raises(ValueError, match=f"7 domains.*{MOST_DOMAINS} at most"):
+    train = lambda together: TrainingResult({name: Score(1.0, 1.0) for name in together}, 0.0)  # noqa: E731
+    with pytest.raises(ValueError, match=f"7 domains.*{MAX_DOMAINS} at most"):
         Oracle(names, dict.fromkeys(names, 0.5), train).optimum()

@@ -9,9 +9,10 @@ from collections.abc import Collection
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from fusion.packing.algorithm import Score, Trained
+from fusion.packing.algorithm import Score, TrainingResult
 from fusion.packing.joint import pack_jointly
 from fusion.packing.oracle import Oracle
+from tests.example_counts import scaled
 
 NAMES = "abcdef"
 THRESHOLDS = dict.fromkeys(NAMES, 0.8)
@@ -24,10 +25,10 @@ class Conflicts:
         self.groups = [frozenset(group) for group in groups]
         self.trained: list[frozenset[str]] = []
 
-    def __call__(self, together: frozenset[str]) -> Trained:
+    def __call__(self, together: frozenset[str]) -> TrainingResult:
         self.trained.append(together)
         hurt = frozenset[str]().union(*(group for group in self.groups if group <= together))
-        return Trained(
+        return TrainingResult(
             {name: Score(value, value) for name in together for value in [0.5 if name in hurt else 0.9]}, 1.0
         )
 
@@ -41,34 +42,34 @@ def sets(domains: str, train: Conflicts) -> list[str]:
     return ["".join(adapter) for adapter in packing.adapters]
 
 
-def test_what_fits_together_is_one_training() -> None:
+def test_domains_that_fit_together_take_one_training() -> None:
     train = Conflicts()
     assert sets("abcdef", train) == ["abcdef"]
     assert len(train.trained) == 1
 
 
-def test_who_breaks_a_promise_goes_and_finds_company() -> None:
+def test_domains_below_their_thresholds_are_split_off_and_merged() -> None:
     train = Conflicts("ab")
     assert sets("abcd", train) == ["acd", "b"]
     # All; the unaffected ones; the two in conflict, one at a time; then a with the unaffected ones.
     assert ["".join(sorted(names)) for names in train.trained] == ["abcd", "ab", "a", "b", "cd", "acd"]
 
 
-def test_adapters_and_what_is_in_them_come_as_the_plan_has_them() -> None:
+def test_adapters_and_their_domains_are_in_the_plans_order() -> None:
     assert sets("dbca", Conflicts("ab")) == ["dca", "b"]
     assert sets("badc", Conflicts("ab")) == ["b", "adc"]
 
 
-def test_a_domain_that_fails_alone_is_reported_and_poisons_nothing() -> None:
+def test_a_domain_that_fails_alone_is_reported_and_affects_no_other() -> None:
     packing = pack_jointly("abc", THRESHOLDS, Conflicts("b"))
     assert packing.missed == {"b": Score(0.5, 0.5)}
     assert list(packing.adapters) == [("a", "c"), ("b",)]
     assert packing.margin > 0
 
 
-@settings(max_examples=60)
+@settings(max_examples=scaled(60))
 @given(st.lists(st.sets(st.sampled_from(NAMES), min_size=1, max_size=3), max_size=5))
-def test_every_promise_that_can_be_is_kept(groups: list[set[str]]) -> None:
+def test_every_reachable_threshold_is_met(groups: list[set[str]]) -> None:
     train = Conflicts(*groups)
     packing = pack_jointly(tuple(NAMES), THRESHOLDS, train)
     hopeless = {name for group in groups if len(group) == 1 for name in group}
@@ -87,13 +88,13 @@ def more_than_needed(domains: str, *groups: Collection[str]) -> int:
     return len(pack_jointly(tuple(domains), THRESHOLDS, Conflicts(*groups)).adapters) - len(best.adapters)
 
 
-def test_whatever_two_of_five_domains_conflict_one_adapter_more_than_needed_is_the_worst() -> None:
+def test_with_conflicts_of_five_domains_at_most_one_adapter_too_many() -> None:
     pairs = list(itertools.combinations("abcde", 2))
     graphs = [[pair for place, pair in enumerate(pairs) if bits >> place & 1] for bits in range(1 << len(pairs))]
     found = Counter(more_than_needed("abcde", *graph) for graph in graphs)
     assert found.keys() == {0, 1} and found[0] > 0.85 * len(graphs)
 
 
-def test_with_six_it_may_be_two() -> None:
+def test_with_six_domains_it_may_be_two_too_many() -> None:
     """Merging the smallest first can be suboptimal: in 18 of all 32,768 graphs on six domains."""
     assert more_than_needed("abcdef", "af", "bc", "be", "cf", "de", "ef") == 2

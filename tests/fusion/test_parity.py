@@ -21,11 +21,11 @@ def numbers(lora: LoraPlan) -> int:
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 4])
-def test_no_other_rank_has_a_count_of_numbers_nearer_to_loras(blocks: int) -> None:
+def test_no_other_rank_has_a_parameter_count_nearer_to_the_loras(blocks: int) -> None:
     rank = parity.matched_rank(numbers, blocks)
-    wanted = numbers(LoraPlan(rank=parity._RANK))
+    wanted = numbers(LoraPlan(rank=parity.RANK))
     found = abs(numbers(LoraPlan(rank=rank, blocks=blocks)) - wanted)
-    assert rank % blocks == 0 and (rank == parity._RANK if blocks == 1 else rank > parity._RANK)
+    assert rank % blocks == 0 and (rank == parity.RANK if blocks == 1 else rank > parity.RANK)
     for other in (rank - blocks, rank + blocks):
         assert abs(numbers(LoraPlan(rank=other, blocks=blocks)) - wanted) >= found
 
@@ -49,9 +49,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_mean_and_spread_are_over_seeds_and_a_gap_falls_short(folder: Path) -> None:
+def test_mean_and_spread_are_over_seeds_and_a_gap_misses_the_goal(folder: Path) -> None:
     """All results are stored, so nothing is trained."""
-    found = compare(False, folder, lambda told: None)
+    found = compare(False, folder, lambda line: None)
     assert [row["method"] for row in found.rows] == ["LoRA", "BD-LoRA, 2 blocks", "BD-LoRA, 4 blocks"]
     two = found.rows[1]
     assert two["digits"] == pytest.approx(0.9) and two["digits +-"] == pytest.approx(0.1 * (2 / 3) ** 0.5)
@@ -63,17 +63,17 @@ def test_mean_and_spread_are_over_seeds_and_a_gap_falls_short(folder: Path) -> N
     assert (near.goal, near.at_most) == (-0.02, False) and len(found.runs) == 9
 
 
-def test_only_what_is_missing_is_trained(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_missing_measurements_are_trained(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "4-1.json").unlink()
-    asked: list[tuple[int, int]] = []
+    trained: list[tuple[int, int]] = []
 
     def measure(seed: int, blocks: int, quick: bool, features: Path) -> dict[str, Any]:
-        asked.append((seed, blocks))
+        trained.append((seed, blocks))
         return a_run(blocks, seed, 0.75)
 
     monkeypatch.setattr(parity, "_measure", measure)
-    compare(False, folder, lambda told: None)
-    assert asked == [(1, 4)] and (folder / "4-1.json").exists()
+    compare(False, folder, lambda line: None)
+    assert trained == [(1, 4)] and (folder / "4-1.json").exists()
 
 
 def test_the_command_takes_a_number_of_seeds(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

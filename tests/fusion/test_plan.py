@@ -1,4 +1,4 @@
-"""Mistakes in a plan are reported with file, line and field."""
+"""Errors in a plan are reported with file, line and field."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import fusion
-from fusion.plan.schema import read_plan
+from fusion.plan.plan_file import read_plan
 from vlora.errors import BadPlan
 
 GOOD = """\
@@ -98,7 +98,7 @@ def test_the_plan_that_ships() -> None:
         ),
     ],
 )
-def test_mistakes_are_located(tmp_path: Path, old: str, new: str, line: int, field: str, text: str) -> None:
+def test_errors_are_located(tmp_path: Path, old: str, new: str, line: int, field: str, text: str) -> None:
     file = write(tmp_path, GOOD.replace(old, new))
     with pytest.raises(BadPlan) as caught:
         read_plan(file)
@@ -107,18 +107,18 @@ def test_mistakes_are_located(tmp_path: Path, old: str, new: str, line: int, fie
 
 
 @pytest.mark.parametrize("number", [2**63, "0x" + "f" * 20_000])
-def test_numbers_that_nothing_counts_to_are_refused(tmp_path: Path, number: object) -> None:
+def test_integers_of_more_than_63_bits_are_refused(tmp_path: Path, number: object) -> None:
     with pytest.raises(BadPlan, match=r"plan.yaml, line 1: not YAML: .* cannot be read \(more than 63 bits\)"):
         read_plan(write(tmp_path, f"seed: {number}\n{GOOD}"))
     assert read_plan(write(tmp_path, f"seed: {2**63 - 1}\n{GOOD}")).seed == 2**63 - 1
 
 
-def test_what_is_trained_at_once_needs_no_order(tmp_path: Path) -> None:
+def test_joint_packing_takes_no_order_and_no_rehearsal(tmp_path: Path) -> None:
     plan = read_plan(write(tmp_path, GOOD.replace("base: embedded", "packing: jointly")))
     assert plan.packing == "jointly" and plan.training.steps == 10
 
 
-def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
+def test_all_errors_are_reported_together(tmp_path: Path) -> None:
     text = GOOD.replace("steps: 10", "steps: 0").replace("threshold: 0.8", "threshold: 2").replace("0.7", "-1")
     with pytest.raises(BadPlan) as caught:
         read_plan(write(tmp_path, text))
@@ -129,15 +129,15 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
     ]
 
 
-def test_at_most_twenty_are_told(tmp_path: Path) -> None:
+def test_at_most_twenty_errors_are_listed(tmp_path: Path) -> None:
     file = write(tmp_path, "\n".join(f"field{number}: 1" for number in range(30)) + "\n" + GOOD)
     with pytest.raises(BadPlan) as caught:
         read_plan(file)
-    told = str(caught.value).splitlines()
-    assert len(told) == 21 and told[-1] == "and 10 more"
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 21 and lines[-1] == "and 10 more"
 
 
-def test_paths_count_from_the_plan(tmp_path: Path) -> None:
+def test_paths_are_relative_to_the_plan(tmp_path: Path) -> None:
     (tmp_path / "pictures").mkdir()
     text = GOOD.replace("source: sklearn-digits", "source: pictures")
     text = text.replace("source: library-photos", "data: {format: coco, path: there/boxes.json}")
@@ -165,12 +165,12 @@ def test_paths_count_from_the_plan(tmp_path: Path) -> None:
         ('base: "\\0"\ndomains: []\n', "`domains` is empty"),
     ],
 )
-def test_what_is_no_plan_at_all(tmp_path: Path, text: str, want: str) -> None:
+def test_files_that_are_no_plan_are_refused(tmp_path: Path, text: str, want: str) -> None:
     with pytest.raises(BadPlan, match=want):
         read_plan(write(tmp_path, text))
 
 
-def test_what_is_merged_in_may_be_overridden(tmp_path: Path) -> None:
+def test_yaml_merge_keys_may_be_overridden(tmp_path: Path) -> None:
     text = GOOD.replace("  - name: digits\n", "  - &first\n    name: digits\n")
     text += "  - {<<: *first, name: again, threshold: 0.6}\n"
     assert [domain.threshold for domain in read_plan(write(tmp_path, text)).domains] == [0.8, 0.7, 0.6]

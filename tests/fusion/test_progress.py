@@ -12,9 +12,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from fusion.progress.display import duration
-from fusion.progress.progress import Closed, Event, Opened, Progress, Reached
-from fusion.training.looks import Looks
+from fusion.progress.display import ProgressBars, duration
+from fusion.progress.progress import Event, Progress, WorkEnded, WorkStarted, WorkUpdated
+from fusion.training.held_out_scores import HeldOutScores
 from tests.fusion.small import color_splits, plan_of, trainer_of, write_base
 
 
@@ -42,10 +42,10 @@ def log(clock: Clock) -> tuple[Progress, io.StringIO]:
 
 def test_a_training_has_a_first_line_a_line_a_minute_and_a_last_one(clock: Clock) -> None:
     progress, shown = log(clock)
-    with progress, progress.work("training a", 400, "steps", trainings=1) as moved:
+    with progress, progress.work("training a", 400, "steps", trainings=1) as update:
         for step in range(400):
             clock.now += 0.5
-            moved(step + 1, f"loss {1 / (step + 1):.3f}")
+            update(step + 1, f"loss {1 / (step + 1):.3f}")
     assert shown.getvalue().splitlines() == [
         "training a: 400 steps",
         "training a: 120 of 400 steps, loss 0.008, about 2 min left; all trainings: about 2 min left",
@@ -59,10 +59,10 @@ def test_other_work_has_lines_only_where_it_takes_long(clock: Clock) -> None:
     progress, shown = log(clock)
     with progress:
         for seconds in (0.1, 3.0):
-            with progress.work(f"reading for {seconds:g} s each", 10, "samples") as moved:
+            with progress.work(f"reading for {seconds:g} s each", 10, "samples") as update:
                 for done in range(10):
                     clock.now += seconds
-                    moved(done + 1)
+                    update(done + 1)
     assert shown.getvalue().splitlines() == [
         "reading for 3 s each: 4 of 10 samples, about 20 s left",
         "reading for 3 s each: 10 samples in 30 s",
@@ -74,11 +74,11 @@ def test_trainings_that_are_not_foreseen_prolong_what_is_left(clock: Clock) -> N
     with progress:
         progress.expect(2)
         for name in "abc":
-            with progress.work(f"training {name}", 10, "steps", trainings=1) as moved:
+            with progress.work(f"training {name}", 10, "steps", trainings=1) as update:
                 for step in range(10):
                     clock.now += 6.0
-                    moved(step + 1)
-                    assert progress._totals.total >= len("abc"[: "abc".index(name) + 1])
+                    update(step + 1)
+                    assert progress.totals.total >= len("abc"[: "abc".index(name) + 1])
     begun = [line for line in shown.getvalue().splitlines() if line.endswith("10 steps") or "(" in line]
     assert begun == [
         "training a: 10 steps",
@@ -87,33 +87,33 @@ def test_trainings_that_are_not_foreseen_prolong_what_is_left(clock: Clock) -> N
     ]
 
 
-def test_what_is_known_from_an_earlier_run_is_done_and_costs_no_time(clock: Clock) -> None:
+def test_stored_trainings_count_as_done_and_take_no_time(clock: Clock) -> None:
     progress, _ = log(clock)
     progress.expect(4)
-    progress.known("training a", 1)
-    progress.known("training a", 1)  # requested twice, counted once
-    with progress.work("training b, c at once", 10, "steps", trainings=2) as moved:
+    progress.count_stored("training a", 1)
+    progress.count_stored("training a", 1)  # requested twice, counted once
+    with progress.work("training b, c at once", 10, "steps", trainings=2) as update:
         clock.now += 10
-        moved(5)
-        assert progress._totals.done == pytest.approx(2.0) and progress._totals.total == 4
-        assert progress._totals.left_s(clock.now) == pytest.approx(20.0)
-    assert progress._totals.made == 2 and progress._totals.done == 3
+        update(5)
+        assert progress.totals.done == pytest.approx(2.0) and progress.totals.total == 4
+        assert progress.totals.left_s(clock.now) == pytest.approx(20.0)
+    assert progress.totals.finished == 2 and progress.totals.done == 3
 
 
-def test_an_interrupted_training_is_not_called_done(clock: Clock) -> None:
+def test_an_interrupted_training_is_not_counted(clock: Clock) -> None:
     progress, shown = log(clock)
-    with pytest.raises(KeyboardInterrupt), progress, progress.work("training a", 10, "steps", trainings=1) as moved:
-        moved(1)
+    with pytest.raises(KeyboardInterrupt), progress, progress.work("training a", 10, "steps", trainings=1) as update:
+        update(1)
         raise KeyboardInterrupt
-    assert shown.getvalue().splitlines() == ["training a: 10 steps"] and progress._totals.made == 0
+    assert shown.getvalue().splitlines() == ["training a: 10 steps"] and progress.totals.finished == 0
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"),
+    ("seconds", "text"),
     [(0.04, "0.0 s"), (8.4, "8 s"), (47, "45 s"), (89, "90 s"), (91, "2 min"), (5399, "90 min"), (9000, "2.5 h")],
 )
-def test_durations_are_rounded_as_people_do(seconds: float, said: str) -> None:
-    assert duration(seconds) == said
+def test_durations_are_rounded(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
 
 
 # -- a terminal -------------------------------------------------------------------------------------------------------
@@ -124,11 +124,12 @@ def test_bars_show_steps_facts_and_all_trainings(clock: Clock) -> None:
     console = Console(file=shown, width=150, force_terminal=True, color_system=None, legacy_windows=False)
     with Progress(console, clock=clock) as progress:
         progress.expect(2)
-        with progress.work("training a", 4, "steps", trainings=1) as moved:
+        with progress.work("training a", 4, "steps", trainings=1) as update:
             for step in range(3):
                 clock.now += 1
-                moved(step + 1, f"loss {step}")
-            bars = progress._display._bars  # type: ignore[attr-defined]
+                update(step + 1, f"loss {step}")
+            assert isinstance(progress.display, ProgressBars)
+            bars = progress.display.bars
             bars.refresh()
             assert [task.description for task in bars.tasks] == ["training a", "all trainings"]
             assert bars.tasks[0].percentage == 75 and bars.tasks[1].completed == pytest.approx(0.75)
@@ -139,18 +140,18 @@ def test_bars_show_steps_facts_and_all_trainings(clock: Clock) -> None:
 @pytest.mark.parametrize("terminal", [False, True])
 def test_reporting_a_step_takes_less_than_a_thousandth_of_a_second(terminal: bool) -> None:
     console = Console(file=io.StringIO(), width=150, force_terminal=terminal)
-    with Progress(console) as progress, progress.work("training a", 2000, "steps", trainings=1) as moved:
+    with Progress(console) as progress, progress.work("training a", 2000, "steps", trainings=1) as update:
         began = time.thread_time()
         for step in range(2000):
-            moved(step + 1, f"loss {step}")
+            update(step + 1, f"loss {step}")
         assert time.thread_time() - began < 2.0
 
 
 def test_nothing_is_shown_without_a_console() -> None:
     progress = Progress()
     assert not progress.watched
-    with progress, progress.work("training a", 4, "steps", trainings=1) as moved:
-        moved(1)
+    with progress, progress.work("training a", 4, "steps", trainings=1) as update:
+        update(1)
 
 
 # -- forks ------------------------------------------------------------------------------------------------------------
@@ -159,13 +160,13 @@ def test_nothing_is_shown_without_a_console() -> None:
 def test_events_of_forks_are_shown_as_work_of_this_process(clock: Clock) -> None:
     progress, shown = log(clock)
     with progress:
-        for event in (Opened(0, "training a", 10, "steps", 1), Reached(0, 5, "loss 1", 0.5)):
+        for event in (WorkStarted(0, "training a", 10, "steps", 1), WorkUpdated(0, 5, "loss 1", 0.5)):
             progress.receive("one", event)
-        progress.receive("two", Opened(0, "training b", 10, "steps", 1))
-        assert len(progress._totals.open) == 2 and progress._totals.done == 0.5
-        progress.receive("one", Closed(0, True))
+        progress.receive("two", WorkStarted(0, "training b", 10, "steps", 1))
+        assert len(progress.totals.open) == 2 and progress.totals.done == 0.5
+        progress.receive("one", WorkEnded(0, True))
         progress.receive("two", None)  # it was killed
-    assert progress._totals.made == 1 and not progress._totals.open
+    assert progress.totals.finished == 1 and not progress.totals.open
     assert shown.getvalue().splitlines()[0] == "training a: 10 steps"
 
 
@@ -174,67 +175,72 @@ def test_a_fork_sends_few_events_and_always_the_last(clock: Clock) -> None:
     progress, shown = log(clock)
     progress.forward(sent.append)
     progress.say("the parent prints this itself")
-    with progress.work("training a", 1000, "steps", trainings=1) as moved:
+    with progress.work("training a", 1000, "steps", trainings=1) as update:
         for step in range(1000):
             clock.now += 0.001
-            moved(step + 1)
-    assert isinstance(sent[0], Opened) and isinstance(sent[-1], Closed) and sent[-2] == Reached(0, 1000, "", 1.0)
+            update(step + 1)
+    assert (
+        isinstance(sent[0], WorkStarted)
+        and isinstance(sent[-1], WorkEnded)
+        and sent[-2] == WorkUpdated(0, 1000, "", 1.0)
+    )
     assert 5 < len(sent) < 12 and shown.getvalue() == ""
 
 
 # -- held-out samples -------------------------------------------------------------------------------------------------
 
 
-def test_looks_take_at_most_a_hundredth_of_the_time(clock: Clock) -> None:
+def test_held_out_scoring_takes_at_most_a_hundredth_of_the_time(clock: Clock) -> None:
     def score(domain: str, count: int) -> float:
         clock.now += 5.0
         return {"a": 0.5, "b": 1.0}[domain]
 
-    looks = Looks(score, ("a", "b"), clock)
-    assert not looks.due and str(looks) == ""
+    scores = HeldOutScores(score, ("a", "b"), clock)
+    assert not scores.due and str(scores) == ""
     clock.now += 10.0
-    assert looks.due
-    looks.look()
-    assert str(looks) == "0.750 (lowest a 0.500)"
+    assert scores.due
+    scores.update()
+    assert str(scores) == "0.750 (lowest a 0.500)"
     clock.now += 999.0
-    assert not looks.due
+    assert not scores.due
     clock.now += 1.0
-    assert looks.due
+    assert scores.due
 
 
-def test_whether_anybody_watches_changes_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fusion.training.looks._EVERY_S", 0.0)
-    monkeypatch.setattr("fusion.training.looks._SHARE", 1e9)
+@pytest.mark.slow
+def test_progress_display_changes_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fusion.training.held_out_scores._EVERY_S", 0.0)
+    monkeypatch.setattr("fusion.training.held_out_scores._SHARE", 1e9)
     plan = plan_of(write_base(tmp_path / "base"), ("colors",), steps=4, batch_size=4)
     states = []
     shown = io.StringIO()
     for progress in (Progress(), Progress(Console(file=shown, width=200))):
-        trainer = trainer_of(plan, {"colors": color_splits()})
-        trainer._progress = progress
-        trainer.fresh()
+        trainer = trainer_of(plan, {"colors": color_splits()}, progress=progress)
+        trainer.adapter.reset()
         trainer.train("colors", ())
-        states.append(trainer.snapshot())
+        states.append(trainer.adapter.snapshot())
     assert re.search(r"4 steps in .*, loss \d\.\d{3}, held-out [01]\.\d{3}$", shown.getvalue().strip())
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
 
+@pytest.mark.slow
 def test_the_log_of_a_real_run_names_every_stage(tmp_path: Path) -> None:
     """Also with forks: the parent prints each of their lines once."""
-    from fusion.training.parallel_jobs import one_thread, side_by_side
+    from fusion.training.parallel_jobs import one_thread, run_in_parallel
 
     plan = plan_of(write_base(tmp_path / "base"), ("a", "b"), steps=2, batch_size=4)
-    trainer = trainer_of(plan, {"a": color_splits(), "b": color_splits()})
     shown = io.StringIO()
-    trainer._progress = progress = Progress(Console(file=shown, width=200))
+    progress = Progress(Console(file=shown, width=200))
+    trainer = trainer_of(plan, {"a": color_splits(), "b": color_splits()}, progress=progress)
 
     def job(domain: str) -> None:
-        trainer.fresh()
+        trainer.adapter.reset()
         trainer.train(domain, ())
         assert os.getpid() != parent
 
     parent = os.getpid()
     with one_thread(), progress:
-        side_by_side([lambda: job("a"), lambda: job("b")], 2, progress)
+        run_in_parallel([lambda: job("a"), lambda: job("b")], 2, progress)
     lines = shown.getvalue().splitlines()
     for domain in "ab":
         assert lines.count(f"training {domain} into a new adapter: 2 steps") <= 1

@@ -30,9 +30,9 @@ def write(folder: Path, question: str = "where is {expression} ?", lines: str = 
         things["images"].append({"id": 100 + number, "file_name": f"{number}.png", "width": 40, "height": 20})
         box = {"bbox": [10, 5, 20, 10 + number], "category_id": 7}
         things["annotations"].append({"id": 200 + number, "image_id": 100 + number, **box})
-        said = [{"sent": f"cow {number}", "raw": f"Cow {number}!", "sent_id": 1}, {"raw": f"Other {number}"}]
+        sentences = [{"sent": f"cow {number}", "raw": f"Cow {number}!", "sent_id": 1}, {"raw": f"Other {number}"}]
         refs.append(
-            {"ref_id": number, "ann_id": 200 + number, "image_id": 100 + number, "split": split, "sentences": said}
+            {"ref_id": number, "ann_id": 200 + number, "image_id": 100 + number, "split": split, "sentences": sentences}
         )
     (folder / "things.json").write_text(json.dumps(things))
     (folder / "refs.json").write_text(json.dumps(refs))
@@ -46,15 +46,15 @@ def test_an_expression_asks_for_the_box_that_it_names(tmp_path: Path) -> None:
     splits = data.splits
     assert splits.task == "referring" and splits.labels == ()
     assert [len(part) for part in splits.parts.values()] == [4, 2, 4]
-    asked = {sample.question: sample.target for part in splits.parts.values() for sample in part}
-    assert asked["where is cow 0 ?"] == asked["where is Other 0 ?"] == "[250, 250, 750, 750]"
-    assert asked["where is cow 4 ?"] == "[250, 250, 750, 950]"
+    targets = {sample.question: sample.target for part in splits.parts.values() for sample in part}
+    assert targets["where is cow 0 ?"] == targets["where is Other 0 ?"] == "[250, 250, 750, 750]"
+    assert targets["where is cow 4 ?"] == "[250, 250, 750, 950]"
     for part in splits.parts.values():  # expressions about one picture stay together
         assert all(part[0].group != other.group or part[0].target == other.target for other in part)
     assert len({sample.group for sample in splits.train}) == 2
 
 
-def test_pictures_without_parts_are_cut(tmp_path: Path) -> None:
+def test_references_without_parts_are_split(tmp_path: Path) -> None:
     plan = write(tmp_path)
     refs = json.loads((tmp_path / "refs.json").read_text())
     (tmp_path / "refs.json").write_text(json.dumps([{**ref, "split": None} for ref in refs]))
@@ -68,7 +68,7 @@ def change(**fields: Any) -> Callable[[list[dict[str, Any]]], None]:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "says"),
+    ("spoil", "message"),
     [
         (change(ann_id=999), "refs.json, ref 1: .*things.json has no annotation 999"),
         (change(image_id=100), "ref 1: annotation 201 is of image 101, not 100"),
@@ -79,12 +79,12 @@ def change(**fields: Any) -> Callable[[list[dict[str, Any]]], None]:
         (lambda refs: refs.clear(), "train is empty"),
     ],
 )
-def test_mistakes_in_references(tmp_path: Path, spoil: Callable[[list[dict[str, Any]]], None], says: str) -> None:
+def test_errors_in_references(tmp_path: Path, spoil: Callable[[list[dict[str, Any]]], None], message: str) -> None:
     plan = write(tmp_path)
     refs = json.loads((tmp_path / "refs.json").read_text())
     spoil(refs)
     (tmp_path / "refs.json").write_text(json.dumps(refs))
-    with pytest.raises(BadPlan, match=says):
+    with pytest.raises(BadPlan, match=message):
         load_plan(plan)
 
 
@@ -95,7 +95,7 @@ def test_a_pickle_is_not_opened(tmp_path: Path) -> None:
         load_plan(plan)
 
 
-def test_what_references_need(tmp_path: Path) -> None:
+def test_fields_that_references_need(tmp_path: Path) -> None:
     with pytest.raises(BadPlan, match=r"field `domains.0..question`: must contain {expression} in place of"):
         load_plan(write(tmp_path, question="where ?"))
     with pytest.raises(BadPlan, match=r"has no `metric`; .* use `overlap`"):
@@ -119,14 +119,14 @@ def test_what_references_need(tmp_path: Path) -> None:
 def test_boxes_come_back_from_words(place: tuple[float, float, float, float]) -> None:
     left, top, width, height = place
     box = Box(0, left, top, min(1.0, left + width), min(1.0, top + height))
-    said = box_in_words((box.left, box.top, box.right, box.bottom))
-    again = box_of_words(said)
+    answer = box_in_words((box.left, box.top, box.right, box.bottom))
+    again = box_of_words(answer)
     assert again is not None and iou(box, again) > 0.9
-    assert overlap(f"It is here: ({said.strip('[]').replace(',', ' ;')}).", said) == 1.0
+    assert overlap(f"It is here: ({answer.strip('[]').replace(',', ' ;')}).", answer) == 1.0
 
 
 @pytest.mark.parametrize(
-    "said",
+    "answer",
     [
         "",
         "left",
@@ -138,8 +138,8 @@ def test_boxes_come_back_from_words(place: tuple[float, float, float, float]) ->
         f"{'9' * 99} 1 2 3",
     ],
 )
-def test_what_is_no_box_is_worth_nothing(said: str) -> None:
-    assert box_of_words(said) is None and overlap(said, "[0, 0, 500, 500]") == 0.0
+def test_an_answer_that_is_no_box_scores_zero(answer: str) -> None:
+    assert box_of_words(answer) is None and overlap(answer, "[0, 0, 500, 500]") == 0.0
 
 
 def test_half_of_the_union_is_enough() -> None:

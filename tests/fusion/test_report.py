@@ -10,8 +10,8 @@ from pathlib import Path
 import yaml
 from rich.console import Console
 
-from fusion.commands import timeline
-from fusion.packing.algorithm import Score, Trained, pack, told
+from fusion.packing.algorithm import Score, TrainingResult, format_scores, pack
+from fusion.phases.report import timeline
 from fusion.plan.schema import DomainPlan, LoraPlan, Plan
 from fusion.report.report import AdapterReport, DomainReport, FusionReport, model_card
 
@@ -24,8 +24,10 @@ def report(lora: LoraPlan | None = None) -> FusionReport:
         domains=tuple(DomainPlan(name=name, source="made", question="what?", threshold=0.8) for name in names),
     )
 
-    def train(adapter: tuple[str, ...]) -> Trained:
-        return Trained({name: Score(0.9, 0.85 if len(adapter) == 1 else 0.75) for name in adapter}, 2.0, (1.0, 0.5))
+    def train(adapter: tuple[str, ...]) -> TrainingResult:
+        return TrainingResult(
+            {name: Score(0.9, 0.85 if len(adapter) == 1 else 0.75) for name in adapter}, 2.0, (1.0, 0.5)
+        )
 
     packing = pack(names, dict.fromkeys(names, 0.8), train)
     assert packing is not None
@@ -38,21 +40,21 @@ def report(lora: LoraPlan | None = None) -> FusionReport:
     return FusionReport("embedded", 0, 6.0, 0.95, domains, adapters, (), steps, (), None, plan.model_dump(mode="json"))
 
 
-def test_the_timeline_tells_every_training_in_order(tmp_path: Path) -> None:
+def test_the_timeline_lists_every_training_in_order(tmp_path: Path) -> None:
     report().write(tmp_path / "report.json")
-    told = json.loads((tmp_path / "report.json").read_text())
-    assert [(*step["domains"], step["into"], step["kept"], step["begin"]) for step in told["timeline"]] == [
+    format_scores = json.loads((tmp_path / "report.json").read_text())
+    assert [(*step["domains"], step["into"], step["kept"], step["begin"]) for step in format_scores["timeline"]] == [
         ("signs", [], True, 0.0),
         ("digits", ["signs"], False, 2.0),
         ("digits", [], True, 4.0),
     ]
-    assert told["timeline"][1]["values"] == {"signs": 0.9, "digits": 0.9}
-    assert told["timeline"][1]["bounds"] == {"signs": 0.75, "digits": 0.75}
-    assert told["timeline"][1]["losses"] == [1.0, 0.5]
-    assert told["plan"]["training"]["patience"] is None
+    assert format_scores["timeline"][1]["values"] == {"signs": 0.9, "digits": 0.9}
+    assert format_scores["timeline"][1]["bounds"] == {"signs": 0.75, "digits": 0.75}
+    assert format_scores["timeline"][1]["losses"] == [1.0, 0.5]
+    assert format_scores["plan"]["training"]["patience"] is None
 
 
-def test_an_adapters_card_tells_what_it_promises() -> None:
+def test_an_adapters_card_has_its_scores_and_thresholds() -> None:
     made = report(LoraPlan(rank=4, rslora=True, targets=("q_proj", "v_proj"), vision=True))
     card = model_card(made, made.adapters[1])
     _, head, body = card.split("---\n", 2)
@@ -64,7 +66,7 @@ def test_an_adapters_card_tells_what_it_promises() -> None:
     assert "0.850 (missed)" in model_card(missed, missed.adapters[1])
 
 
-def test_an_adapters_card_tells_how_it_was_trained() -> None:
+def test_an_adapters_card_describes_its_training() -> None:
     made = report()
     both = AdapterReport("signs-digits", ("signs", "digits"))
     assert "Trained for at most 120 steps of 32 samples.\n" in model_card(made, made.adapters[0])
@@ -75,7 +77,7 @@ def test_an_adapters_card_tells_how_it_was_trained() -> None:
     assert "of each batch" not in jointly
 
 
-def test_the_table_has_lower_bounds_where_a_confidence_is_set_and_cuts_nothing_off() -> None:
+def test_the_table_has_bounds_if_a_confidence_is_set_and_cuts_nothing() -> None:
     def shown(made: FusionReport) -> str:
         console = Console(width=60, file=io.StringIO())
         console.print(made.table())
@@ -88,11 +90,13 @@ def test_the_table_has_lower_bounds_where_a_confidence_is_set_and_cuts_nothing_o
     assert "0.850" in shown(made) and "0.850" not in shown(one)
     assert "…" not in shown(made)
     assert made.in_words() == "accuracy in words, for domains with heads: signs 0.700, digits 0.700"
-    said = dataclasses.replace(made, domains=tuple(dataclasses.replace(d, words=None) for d in made.domains))
-    assert said.in_words() == ""
+    wordless = dataclasses.replace(made, domains=tuple(dataclasses.replace(d, words=None) for d in made.domains))
+    assert wordless.in_words() == ""
 
 
-def test_scores_are_told_beside_their_thresholds() -> None:
+def test_scores_are_formatted_with_their_thresholds() -> None:
     thresholds = {"digits": 0.88}
-    assert told({"digits": Score(0.93, 0.93)}, thresholds) == "digits 0.930 (threshold 0.880)"
-    assert told({"digits": Score(0.93, 0.912)}, thresholds) == "digits 0.930 (lower bound 0.912, threshold 0.880)"
+    assert format_scores({"digits": Score(0.93, 0.93)}, thresholds) == "digits 0.930 (threshold 0.880)"
+    assert (
+        format_scores({"digits": Score(0.93, 0.912)}, thresholds) == "digits 0.930 (lower bound 0.912, threshold 0.880)"
+    )

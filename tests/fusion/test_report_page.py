@@ -16,7 +16,7 @@ from fusion.report.charts import capacity_points, lanes_of
 from fusion.report.examples import Example, confusion_of, examples_of
 from fusion.report.page import page
 from fusion.report.report import ConfusionReport, RollbackReport, StepReport
-from fusion.training.objectives import task_of
+from fusion.training.objectives import objective_of
 from heads import Box
 from tests.fusion.small import color_splits
 from tests.fusion.test_report import report
@@ -54,7 +54,7 @@ def step(domain: str, into: tuple[str, ...], kept: bool, **values: float) -> Ste
     return StepReport((domain,), into, kept, 0.0, 1.0, values, values, (1.0,))
 
 
-def test_what_it_says() -> None:
+def test_the_page_shows_the_report() -> None:
     made = report()
     first, second = made.domains
     made = dataclasses.replace(
@@ -76,7 +76,7 @@ def test_what_it_says() -> None:
     assert links == [f"adapters/{name}/{file}" for name in ("signs", "digits") for file in ("", "README.md")]
 
 
-def test_it_needs_no_network_and_no_script_and_trusts_no_text() -> None:
+def test_the_page_has_no_network_no_script_and_escapes_text() -> None:
     bad = '<script>alert("x")</script>'
     made = dataclasses.replace(
         report(), base=bad, confusions=(ConfusionReport("signs", (bad, "go"), ((1, 0), (0, 1))),)
@@ -103,7 +103,7 @@ def test_lanes_follow_adapters_through_rollbacks() -> None:
     assert capacity_points(steps)["a"] == [(1, 0.9, True), (2, 0.4, False), (2, 0.9, True), (3, 0.3, False)]
 
 
-def test_lanes_are_those_of_the_adapters_that_came_of_it() -> None:
+def test_lanes_are_those_of_the_final_adapters() -> None:
     """Joint training: a failed set has no lane of its own, and a merged set has the lane of the union."""
     bad = {"a": 0.9, "b": 0.4, "c": 0.9, "d": 0.9}
     tried = ("abcd", False), ("cd", True), ("ab", False), ("a", True), ("b", True), ("acd", True), ("bcd", False)
@@ -111,7 +111,7 @@ def test_lanes_are_those_of_the_adapters_that_came_of_it() -> None:
     assert lanes_of(steps, (("a", "c", "d"), ("b",))) == (0, 0, 0, 0, 1, 0, 0)
 
 
-def test_which_label_is_taken_for_which() -> None:
+def test_the_confusion_matrix() -> None:
     found = confusion_of("d", ("x", "y"), [0, 1, 1, 1], [0, 0, 1, 1])
     assert found == ConfusionReport("d", ("x", "y"), ((1, 1), (0, 2)))
     assert confusion_of("words", (), [True], ["a car"]) is None
@@ -128,9 +128,9 @@ def decoded(url: str) -> np.ndarray:
 def test_examples_tell_right_from_wrong() -> None:
     splits = color_splits()
     answers = [(sample.target + (place == 1)) % 3 for place, sample in enumerate(splits.test)]  # type: ignore[operator]
-    found = examples_of(splits.test, answers, splits.labels, task_of(splits, None), "what color ?")
+    found = examples_of(splits.test, answers, splits.labels, objective_of(splits, None), "what color ?")
     assert [example.score for example in found] == [1.0, 0.0, 1.0, 1.0, 1.0]
-    assert [example.said == example.wanted for example in found] == [True, False, True, True, True]
+    assert [example.answer == example.wanted for example in found] == [True, False, True, True, True]
     shown = decoded(found[0].pictures[0]).mean((0, 1))
     assert int(shown.argmax()) == splits.test[0].target
 
@@ -138,10 +138,10 @@ def test_examples_tell_right_from_wrong() -> None:
 @pytest.mark.parametrize("frames", [1, 4])
 def test_boxes_are_drawn_where_they_are(frames: int) -> None:
     black = np.zeros((84, 84, 3), np.uint8)
-    wanted, said = Box(0, 0.1, 0.1, 0.4, 0.4, image=0), Box(0, 0.5, 0.5, 0.9, 0.9, image=frames - 1)
+    wanted, answer = Box(0, 0.1, 0.1, 0.4, 0.4, image=0), Box(0, 0.5, 0.5, 0.9, 0.9, image=frames - 1)
     splits = Splits("detection", ("car",), *([Sample((black,) * frames, (wanted,))],) * 3, real=False)
-    (example,) = examples_of(splits.test, [(said,)], splits.labels, task_of(splits, None), "what ?")
-    assert (example.said, example.wanted, example.score) == ("car", "car", 0.0)
+    (example,) = examples_of(splits.test, [(answer,)], splits.labels, objective_of(splits, None), "what ?")
+    assert (example.answer, example.wanted, example.score) == ("car", "car", 0.0)
     assert len(example.pictures) == min(frames, 2)
     first, last = decoded(example.pictures[0]), decoded(example.pictures[-1])
     assert first[17:66, 17][:, 1].mean() > 120 and last[90:150, 84][:, 0].mean() > 150

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from fusion.commands import fuse
 from fusion.report import results
-from fusion.report.results import refuse_to_overwrite, replaced
+from fusion.report.results import refuse_to_overwrite, replace_results
 from vlora.errors import BadConfig
 
 
@@ -26,7 +27,7 @@ def found(out: Path) -> set[str]:
 
 def test_results_replace_those_of_an_earlier_run(tmp_path: Path) -> None:
     for content in ("first", "second"):
-        with replaced(tmp_path) as folder:
+        with replace_results(tmp_path) as folder:
             write(folder, content)
             assert found(tmp_path) >= {content}
         assert found(tmp_path) == {content}
@@ -35,33 +36,33 @@ def test_results_replace_those_of_an_earlier_run(tmp_path: Path) -> None:
 
 def test_results_that_cannot_be_written_replace_nothing(tmp_path: Path) -> None:
     write(tmp_path, "first")
-    with pytest.raises(OSError, match="disk full"), replaced(tmp_path) as folder:
+    with pytest.raises(OSError, match="disk full"), replace_results(tmp_path) as folder:
         (folder / "adapters").mkdir()
         raise OSError("disk full")
     assert all((tmp_path / name).exists() for name in ("adapters/signs/file", "test/signs/file", "report.html"))
-    with replaced(tmp_path) as folder:
+    with replace_results(tmp_path) as folder:
         write(folder, "second")
     assert found(tmp_path) == {"second"}
 
 
-def test_a_report_stands_for_all_that_is_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_replacement_leaves_no_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process is killed in the middle of replacing."""
     write(tmp_path, "first")
     removed: list[str] = []
 
-    def remove(path: Path, remove: object = results._remove) -> None:
+    def interrupted(path: Path, remove: Callable[[Path], None] = results.remove) -> None:
         removed.append(path.name)
         if removed[-1] == "test":
             raise KeyboardInterrupt
-        remove(path)  # type: ignore[operator]
+        remove(path)
 
-    monkeypatch.setattr(results, "_remove", remove)
-    with pytest.raises(KeyboardInterrupt), replaced(tmp_path) as folder:
+    monkeypatch.setattr(results, "remove", interrupted)
+    with pytest.raises(KeyboardInterrupt), replace_results(tmp_path) as folder:
         write(folder, "second")
     assert not (tmp_path / "report.json").exists()
 
 
-def test_an_earlier_runs_work_is_not_deleted_unasked(tmp_path: Path) -> None:
+def test_an_earlier_run_is_deleted_only_with_restart(tmp_path: Path) -> None:
     refuse_to_overwrite(tmp_path / "none")
     refuse_to_overwrite(tmp_path)
     for number, words in ((1, "1 finished training of"), (2, "2 finished trainings of")):
@@ -74,7 +75,7 @@ def test_an_earlier_runs_work_is_not_deleted_unasked(tmp_path: Path) -> None:
         refuse_to_overwrite(tmp_path)
 
 
-def test_the_folder_is_looked_at_before_the_plans_data(tmp_path: Path) -> None:
+def test_the_folder_is_checked_before_the_plans_data(tmp_path: Path) -> None:
     plan, out = tmp_path / "plan.yaml", tmp_path / "out"
     plan.write_text("domains:\n  - {name: a, source: /nowhere, question: q, threshold: 0.5}\n")
     write(out, "first")

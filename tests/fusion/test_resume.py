@@ -151,7 +151,7 @@ def test_a_run_of_other_data_is_not_resumed(made: Path) -> None:
     assert "data of others" not in str(refused.value)
 
 
-def test_a_plan_that_is_refused_takes_nothing_from_an_earlier_run(made: Path) -> None:
+def test_a_refused_plan_deletes_nothing_of_an_earlier_run(made: Path) -> None:
     plan, out = write_plan(made, steps=1), made / "kept"
     finished(plan, out)
     before = num_trained(out)

@@ -16,8 +16,8 @@ from fusion.data.samples import Sample, Splits
 from fusion.embedded.drawing import SIZE
 from fusion.plan.schema import LoraPlan
 from fusion.training.accumulate import backward_in_parts, halving
-from fusion.training.objectives import HeadObjective, Read
-from fusion.training.train import LoraTrainer
+from fusion.training.objectives import ForwardOutputs, HeadObjective
+from fusion.training.trainer import LoraTrainer
 from heads import Box, load_heads
 from tests.fusion.small import COLORS, StepsReported, color_splits, plan_of, trainer_of, write_base
 from vlora.errors import BadImage, BadPlan
@@ -53,19 +53,19 @@ def mixed(base: str) -> LoraTrainer:
     found = Splits("detection", ("square",), boxes(30, 0), boxes(10, 1), boxes(10, 2), real=False)
     plan = plan_of(base, ("colors", "squares"), bfloat16=False, steps=3)
     trainer = trainer_of(plan, {"colors": color_splits(), "squares": found})
-    trainer.fresh()
+    trainer.adapter.reset()
     trainer.train_together(("colors", "squares"))
     return trainer
 
 
 def gradients(trainer: LoraTrainer, at_once: int) -> dict[str, torch.Tensor]:
     rng = np.random.default_rng(0)
-    batch = [*trainer._draw(rng, "colors", 5), *trainer._draw(rng, "squares", 6)]
-    parameters = {**trainer._lora, **{f"head {n}": p for n, h in trainer._heads.items() for p in h.parameters()}}
+    batch = [*trainer.draw(rng, "colors", 5), *trainer.draw(rng, "squares", 6)]
+    parameters = trainer.adapter.parameters
     for parameter in parameters.values():
         parameter.requires_grad_(True)
         parameter.grad = None
-    trainer._backward(batch, at_once)
+    trainer.backward(batch, at_once)
     return {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
 
 
@@ -79,58 +79,58 @@ def test_parts_of_a_batch_give_the_gradient_of_the_whole(mixed: LoraTrainer, at_
 
 def test_activations_computed_twice_give_the_same_gradient(mixed: LoraTrainer) -> None:
     kept = gradients(mixed, 11)
-    mixed._base.model.gradient_checkpointing_enable({"use_reentrant": False})
-    mixed._peft.train()
+    mixed.adapter.base.model.gradient_checkpointing_enable({"use_reentrant": False})
+    mixed.adapter.model.train()
     try:
         again = gradients(mixed, 11)
     finally:
-        mixed._base.model.gradient_checkpointing_disable()
-        mixed._peft.eval()
+        mixed.adapter.base.model.gradient_checkpointing_disable()
+        mixed.adapter.model.eval()
     for name, wanted in kept.items():
         assert torch.allclose(again[name], wanted, rtol=1e-4, atol=1e-7), name
 
 
-def test_boxes_are_judged_as_they_are_served(mixed: LoraTrainer, tmp_path: Path) -> None:
+def test_boxes_are_scored_as_they_are_served(mixed: LoraTrainer, tmp_path: Path) -> None:
     """With the calibrated head; its temperature comes from samples used neither for training nor for validation."""
-    before = mixed.snapshot()
+    before = mixed.adapter.snapshot()
     mixed.save(tmp_path, {**before, "head.squares.weight": before["head.squares.weight"] * 5})  # far too confident
     served, plain = load_heads(tmp_path)["squares"].task, mixed.domains["squares"].task
     own = mixed.domains["squares"]
     assert isinstance(plain, HeadObjective)
     with torch.no_grad():  # with gradients, torch computes norms with other code
-        ((part, read),) = mixed._reads("squares", own.validation)
-        logits = list(zip(part, plain.logits(read, mixed._heads["squares"]), read.grids, strict=True))
-    answers = mixed.answers("squares", own.validation)
+        ((part, outputs),) = mixed.evaluator.forward("squares", own.validation)
+        logits = list(zip(part, plain.logits(outputs, mixed.adapter.heads["squares"]), outputs.grids, strict=True))
+    answers = mixed.evaluator.answers("squares", own.validation)
     assert answers == [one.of_whole_pictures(served.decode(rows, grids).value) for one, rows, grids in logits]
     assert answers != [one.of_whole_pictures(plain.task.decode(rows, grids).value) for one, rows, grids in logits]
     assert any(answers)
     validation, own.validation = own.validation, own.validation[:1]
-    assert mixed.calibrated("squares").task == served  # type: ignore[attr-defined]
+    assert mixed.evaluator.calibrated("squares").task == served  # type: ignore[attr-defined]
     own.validation = validation
-    mixed.restore(before)
+    mixed.adapter.restore(before)
 
 
 def test_only_what_calibration_decides_keeps_samples_from_training(mixed: LoraTrainer) -> None:
     for name, kept in (("squares", True), ("colors", False)):
         own = mixed.domains[name]
-        drawn = {id(sample.ids) for _, sample in mixed._draw(np.random.default_rng(0), name, 500)}
+        drawn = {id(sample.ids) for _, sample in mixed.draw(np.random.default_rng(0), name, 500)}
         assert len(own.held_back) == len(own.train) // 10
         assert bool(drawn & {id(sample.ids) for sample in own.held_back}) == (not kept)
 
 
-class Short:
+class LimitedMemory:
     """Memory for `room` samples."""
 
     def __init__(self, trainer: LoraTrainer, room: int) -> None:
         self.room = room
-        self.read = trainer._read
+        self.forward = trainer.adapter.forward
         self.sizes: list[int] = []
 
-    def __call__(self, batch: list[object]) -> Read:
+    def __call__(self, batch: list[object]) -> ForwardOutputs:
         self.sizes.append(len(batch))
         if len(batch) > self.room:
             raise torch.OutOfMemoryError(f"no room for {len(batch)}")
-        return self.read(batch)  # type: ignore[arg-type]
+        return self.forward(batch)  # type: ignore[arg-type]
 
 
 def test_out_of_memory_goes_on_with_smaller_parts_to_the_same_adapter(
@@ -138,22 +138,22 @@ def test_out_of_memory_goes_on_with_smaller_parts_to_the_same_adapter(
 ) -> None:
     plan = plan_of(base, ("colors",), bfloat16=False, steps=4, learning_rate=1e-3)
     trainer = trainer_of(plan, {"colors": color_splits()})
-    trainer.fresh()
+    trainer.adapter.reset()
     roomy_losses = trainer.train("colors", ())
-    roomy = trainer.snapshot()
-    short = Short(trainer, room=5)
-    told: list[str] = []
+    roomy = trainer.adapter.snapshot()
+    short = LimitedMemory(trainer, room=5)
+    lines: list[str] = []
     with monkeypatch.context() as patched:
-        patched.setattr(trainer, "_read", short)
-        patched.setattr(trainer._progress, "say", told.append)
-        trainer.fresh()
+        patched.setattr(trainer.adapter, "forward", short)
+        patched.setattr(trainer.progress, "say", lines.append)
+        trainer.adapter.reset()
         assert trainer.train("colors", ()) == pytest.approx(roomy_losses, rel=1e-4)
-        assert trainer.score("colors", trainer.domains["colors"].validation) >= 0
+        assert trainer.evaluator.score("colors", trainer.domains["colors"].validation) >= 0
     assert short.sizes[:4] == [12, 6, 3, 3]  # halved until it fits; larger sizes are not tried again
     assert short.sizes.count(12) == 1
     line = "out of memory: continuing with {} samples at a time; gradients do not change"
-    assert told == [line.format(6), line.format(3)]
-    for name, value in trainer.snapshot().items():
+    assert lines == [line.format(6), line.format(3)]
+    for name, value in trainer.adapter.snapshot().items():
         # Adam divides by the gradient's magnitude: if that is near 0, rounding decides the sign.
         assert (value - roomy[name]).abs().mean() < 1e-5, name
 
@@ -166,7 +166,7 @@ def no_room_on_a_cpu() -> RuntimeError:
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), no_room_on_a_cpu()])
-def test_what_does_not_fit_at_all_is_told(error: RuntimeError) -> None:
+def test_a_single_sample_that_does_not_fit_is_an_error(error: RuntimeError) -> None:
     def never(size: int) -> None:
         raise error
 
@@ -184,18 +184,18 @@ def test_other_errors_are_no_lack_of_memory() -> None:
         halving(5, wrong, lambda size: None)
 
 
-def test_a_half_done_batch_leaves_nothing_behind() -> None:
+def test_gradients_of_an_abandoned_batch_are_dropped() -> None:
     """Memory may run out in the second part, after the first has added its gradient."""
     weight = torch.zeros(1, requires_grad=True)
     calls = 0
 
-    def read(part: object) -> Read:
+    def read(part: object) -> ForwardOutputs:
         nonlocal calls
         calls += 1
         if calls == 4:  # the second part, read again
             raise torch.OutOfMemoryError
         values = torch.tensor(part, dtype=torch.float32) * weight
-        return Read(values[:, None], [], [], values, torch.zeros(len(values)))
+        return ForwardOutputs(values[:, None], [], [], values, torch.zeros(len(values)))
 
     def attempt(size: int) -> float:
         return backward_in_parts([1.0, 2.0, 3.0, 4.0], size, read, lambda r: (r.last.sum() - 1) ** 2)
@@ -219,25 +219,27 @@ def test_the_vision_side_learns_and_peft_gives_the_same_logits(base: str, tmp_pa
     plan = plan_of(base, ("colors",), lora=LoraPlan(rank=4, alpha=8, vision=True), steps=6, bfloat16=False)
     trainer = trainer_of(plan, {"colors": color_splits()})
     logits_agree(trainer, base, tmp_path)
-    moved = [name for name, p in trainer._lora.items() if "lora_B" in name and float(p.detach().abs().max()) > 0]
+    changed = [
+        name for name, p in trainer.adapter.lora.items() if "lora_B" in name and float(p.detach().abs().max()) > 0
+    ]
     for part in ("vision_tower", "multi_modal_projector", "language_model"):
-        assert any(part in name for name in moved), part
+        assert any(part in name for name in changed), part
 
 
 def logits_agree(trainer: LoraTrainer, base: str, folder: Path) -> None:
     """Train, save, and compare with plain transformers and PEFT, from pixels to logits."""
-    trainer.fresh()
+    trainer.adapter.reset()
     trainer.train("colors", ())
-    trainer.save(folder, trainer.snapshot())
+    trainer.save(folder, trainer.adapter.snapshot())
     plain = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
     with_adapter = PeftModel.from_pretrained(plain, str(folder)).eval()
     domain = trainer.domains["colors"]
     for sample, prepared in list(zip(domain.splits.test, domain.test, strict=True))[:4]:
-        ids = torch.tensor([domain.base._encode(domain.plan.question, sample).prompt_ids])
+        ids = torch.tensor([domain.base.encode_prompt(domain.plan.question, sample).prompt_ids])
         pixels = torch.from_numpy(np.stack(sample.frames)).permute(0, 3, 1, 2).float() / 127.5 - 1
         with torch.no_grad():
             wanted = with_adapter(input_ids=ids, pixel_values=pixels).logits[0, -1]
-            got = trainer._base.seam.lm_head(trainer._read([("colors", prepared)]).last[0])
+            got = trainer.adapter.base.hf_model.lm_head(trainer.adapter.forward([("colors", prepared)]).last[0])
             with with_adapter.disable_adapter():
                 without = with_adapter(input_ids=ids, pixel_values=pixels).logits[0, -1]
         assert torch.allclose(got, wanted, atol=1e-4), (got - wanted).abs().max()
@@ -256,14 +258,14 @@ def test_a_picture_that_the_base_cannot_be_shown_is_named(base: str, monkeypatch
         trainer_of(plan, {"colors": Splits("classification", COLORS, wide, wide, wide, real=True)})
 
 
-def test_what_is_longer_than_the_base_reads_is_named(base: str) -> None:
+def test_a_sample_longer_than_the_base_takes_is_named(base: str) -> None:
     splits = color_splits(labels=("red", "green", "blue " * 1100))
     with pytest.raises(BadPlan, match=r"^a drawn picture: .* answer take \d{4,} tokens; .* takes at most 1024$"):
         trainer_of(plan_of(base, ("colors",)), {"colors": splits})
 
 
 @pytest.mark.parametrize(("words", "mark"), [("a <image>", "<image>"), ("<eos>", "<eos>"), ("\U0001f697", "<unk>")])
-def test_answers_that_are_no_words_to_the_base_are_refused(base: str, words: str, mark: str) -> None:
+def test_answers_with_special_tokens_are_refused(base: str, words: str, mark: str) -> None:
     """Two answers of unknown words only would have the same tokens, and each would count as correct for the other."""
     splits = color_splits(labels=(words, "green", "blue"))
     with pytest.raises(BadPlan, match=rf"the answer '{words}' contains {mark}, a special token of the base model"):
@@ -286,7 +288,7 @@ def test_features_come_from_disk_the_second_time(base: str, tmp_path: Path, monk
     def encode(self: object, tasks: object) -> None:
         raise AssertionError("the vision tower ran again")
 
-    monkeypatch.setattr("vlora.models.vision.VisionEncoder.encode", encode)
+    monkeypatch.setattr("vlora.models.vision.encoder.VisionEncoder.encode", encode)
     second = trainer_of(plan, {"colors": color_splits()}, tmp_path).domains["colors"]
     for one, other in zip(first.train, second.train, strict=True):
         assert one.embeddings is not None and other.embeddings is not None
@@ -299,38 +301,42 @@ def test_features_come_from_disk_the_second_time(base: str, tmp_path: Path, monk
         trainer_of(plan, {"colors": color_splits()}, tmp_path)
 
 
-def test_training_stops_when_nothing_more_is_learned(base: str) -> None:
+def test_training_stops_when_nothing_more_is_learned(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four evaluations are not better than the second one, so training stops and restores its state."""
-    trainer = trainer_of(plan_of(base, ("colors",), steps=24, patience=4, batch_size=2), {"colors": color_splits()})
-    told = iter((3.0, 2.0, 2.0, 2.5, 2.1, 2.0, 1.0))
-    looks: list[dict[str, torch.Tensor]] = []
+    plan, reported = plan_of(base, ("colors",), steps=24, patience=4, batch_size=2), StepsReported()
+    trainer = trainer_of(plan, {"colors": color_splits()}, progress=reported)
+    losses = iter((3.0, 2.0, 2.0, 2.5, 2.1, 2.0, 1.0))
+    states: list[dict[str, torch.Tensor]] = []
 
-    def looking(domains: Sequence[str]) -> float:
-        looks.append(trainer.snapshot())
-        return next(told)
+    def held_back_loss(domains: Sequence[str]) -> float:
+        states.append(trainer.adapter.snapshot())
+        return next(losses)
 
-    trainer._held_back_loss = looking  # type: ignore[method-assign]
-    trainer._progress = reported = StepsReported()
-    trainer.fresh()
+    monkeypatch.setattr(trainer.evaluator, "held_back_loss", held_back_loss)
+    trainer.adapter.reset()
     trainer.train("colors", ())
-    assert len(looks) == 6 and reported.steps[-1] == 12  # twelve evaluations in 24 steps
-    assert all(torch.equal(value, looks[1][name]) for name, value in trainer.snapshot().items())
+    assert len(states) == 6 and reported.steps[-1] == 12  # twelve evaluations in 24 steps
+    assert all(torch.equal(value, states[1][name]) for name, value in trainer.adapter.snapshot().items())
     held_back = trainer.domains["colors"].held_back
     assert len(held_back) == 6
-    drawn = trainer._draw(np.random.default_rng(0), "colors", 500)
+    drawn = trainer.draw(np.random.default_rng(0), "colors", 500)
     assert not {id(sample.ids) for _, sample in drawn} & {id(sample.ids) for sample in held_back}
 
 
-def test_patience_lasts_as_long_for_domains_that_are_trained_at_once(base: str) -> None:
+def test_patience_lasts_as_long_in_a_joint_training(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twelve evaluations over all steps: the same number of samples per domain between two of them as alone."""
-    plan = plan_of(base, ("a", "b", "c"), steps=24, patience=12, batch_size=3)
-    trainer = trainer_of(plan, dict.fromkeys(("a", "b", "c"), color_splits()))
-    looks: list[int] = []
-    trainer._progress = reported = StepsReported()
-    trainer._held_back_loss = lambda domains: looks.append(reported.steps[-1]) or 1.0  # type: ignore[assignment]
-    trainer.fresh()
+    plan, reported = plan_of(base, ("a", "b", "c"), steps=24, patience=12, batch_size=3), StepsReported()
+    trainer = trainer_of(plan, dict.fromkeys(("a", "b", "c"), color_splits()), progress=reported)
+    evaluated_after: list[int] = []
+
+    def held_back_loss(domains: Sequence[str]) -> float:
+        evaluated_after.append(reported.steps[-1])
+        return 1.0
+
+    monkeypatch.setattr(trainer.evaluator, "held_back_loss", held_back_loss)
+    trainer.adapter.reset()
     trainer.train_together(("a", "b", "c"))
-    assert looks == list(range(6, 73, 6))
+    assert evaluated_after == list(range(6, 73, 6))
 
 
 def test_all_held_domains_are_rehearsed_even_in_a_small_batch(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,8 +344,8 @@ def test_all_held_domains_are_rehearsed_even_in_a_small_batch(base: str, monkeyp
     plan = plan_of(base, names, steps=6, batch_size=4)
     trainer = trainer_of(plan, dict.fromkeys(names, color_splits(labels=COLORS)))
     seen: list[str] = []
-    monkeypatch.setattr(trainer, "_backward", lambda batch, at_once: seen.extend(name for name, _ in batch) or 0.0)
-    trainer.fresh()
+    monkeypatch.setattr(trainer, "backward", lambda batch, at_once: seen.extend(name for name, _ in batch) or 0.0)
+    trainer.adapter.reset()
     for place, name in enumerate(names):
         trainer.train(name, names[:place])
     last = seen[-6 * 4 :]

@@ -10,13 +10,18 @@ import numpy as np
 import pytest
 
 from fusion.data.samples import Splits
-from fusion.embedded.world import NUMBERS
+from fusion.embedded.object_names import NUMBERS
 from fusion.synthetic.road_signs import ACTIONS, render_stream
 from fusion.synthetic.sources import _COLUMNS, BUILT_IN, STREAMS, load_source
 from fusion.synthetic.streets import draw_street, look_for_person
 
+_FAST_SOURCE = "drawn-signs"
 
-@pytest.fixture(scope="module", params=sorted(BUILT_IN))
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=() if name == _FAST_SOURCE else pytest.mark.slow) for name in sorted(BUILT_IN)],
+)
 def source(request: pytest.FixtureRequest) -> tuple[str, Splits]:
     """Each source is drawn once for all tests; one is in memory at a time."""
     return request.param, load_source(request.param, 0)
@@ -62,7 +67,7 @@ def test_a_camera_sees_a_second_of_each_label(name: str, tmp_path: Path) -> None
     assert labels is None or set(labels) <= {*ACTIONS, *NUMBERS[:6]}
 
 
-def test_persons_and_vehicles_are_told_as_they_are_drawn() -> None:
+def test_labels_of_persons_and_vehicles_match_the_drawing() -> None:
     rng = np.random.default_rng(0)
     streets = [draw_street(rng, 5) for _ in range(200)]
     for street in streets:

@@ -28,7 +28,7 @@ def plain_spectra(frame: np.ndarray) -> np.ndarray:
     grey = (frame.astype(np.float64).mean(-1) / 127.5 - 1) / 2
     edges = np.geomspace(0.05, 0.75, SCALES + 1)
     window = np.array([0.5 - 0.5 * math.cos(2 * math.pi * (i + 1) / (PATCH + 1)) for i in range(PATCH)])
-    told = []
+    rows = []
     for top in range(0, SIZE, PATCH):
         for left in range(0, SIZE, PATCH):
             patch = grey[top : top + PATCH, left : left + PATCH]
@@ -43,11 +43,11 @@ def plain_spectra(frame: np.ndarray) -> np.ndarray:
                     waves = np.exp(-2j * math.pi * (np.arange(PATCH)[:, None] * v + np.arange(PATCH) * u) / PATCH)
                     energy = abs((seen * waves).sum()) ** 2
                     for direction in range(DIRECTIONS):
-                        apart = (angle - math.pi * direction / DIRECTIONS) % math.pi
-                        apart = min(apart, math.pi - apart)
-                        energies[scale, direction] += energy * max(0.0, 1 - apart * DIRECTIONS / math.pi)
-            told.append([*(np.log(energies.flatten() + 1e-3) / 2), 4 * patch.mean()])
-    return np.array(told)
+                        angle_difference = (angle - math.pi * direction / DIRECTIONS) % math.pi
+                        angle_difference = min(angle_difference, math.pi - angle_difference)
+                        energies[scale, direction] += energy * max(0.0, 1 - angle_difference * DIRECTIONS / math.pi)
+            rows.append([*(np.log(energies.flatten() + 1e-3) / 2), 4 * patch.mean()])
+    return np.array(rows)
 
 
 def test_spectra_are_the_sums_they_claim_to_be() -> None:
@@ -56,7 +56,7 @@ def test_spectra_are_the_sums_they_claim_to_be() -> None:
 
 
 @pytest.mark.parametrize("direction", range(DIRECTIONS))
-def test_a_grating_is_told_by_direction_and_scale(direction: int) -> None:
+def test_a_grating_is_described_by_direction_and_scale(direction: int) -> None:
     for scale, period in enumerate((16, 7, 3.8, 2.4)):
         spectra = patch_spectra(as_pixels(grating(math.pi * direction / DIRECTIONS, period)))[0, :, :-1]
         assert (spectra.argmax(-1) == scale * DIRECTIONS + direction).float().mean() > 0.8, (direction, period)
@@ -72,6 +72,7 @@ def test_gist_is_the_whole_picture() -> None:
     assert torch.all(whole[:, 3] <= whole[:, 0]) and torch.all(whole[:, 0] <= whole[:, 2])
 
 
+@pytest.mark.slow
 def test_textures_are_seeded_and_keep_their_level() -> None:
     one, again = (texture(np.random.default_rng(5), 100, 20) for _ in range(2))
     assert one.dtype == np.uint8 and one.shape == (SIZE, SIZE, 3) and np.array_equal(one, again)

@@ -9,17 +9,18 @@ import torch
 from fusion.data.samples import Sample, Splits
 from fusion.synthetic.sources import load_source
 from fusion.teachers import TEACHERS, SmallNetwork
-from fusion.training.objectives import task_of
+from fusion.training.objectives import objective_of
 from heads import Box
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ("sklearn-digits", "lfw-faces", "drawn-actions"))
-def test_a_teacher_is_worth_listening_to(source: str) -> None:
+def test_a_built_in_teacher_answers_test_samples_correctly(source: str) -> None:
     splits = load_source(source, 0)
     teacher = TEACHERS[source]()
     teacher.fit(splits)
     test = splits.test[:120]
-    assert task_of(splits).metric(teacher.answers(test), [sample.target for sample in test]) > 0.95
+    assert objective_of(splits).metric(teacher.answers(test), [sample.target for sample in test]) > 0.95
 
 
 def dots(count: int, seed: int, task: str) -> list[Sample]:
@@ -36,13 +37,14 @@ def dots(count: int, seed: int, task: str) -> list[Sample]:
     return samples
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ("classification", "detection"))
 def test_the_small_network_learns_in_seconds(task: str) -> None:
     torch.set_num_threads(1)
     splits = Splits(task, ("left", "right"), dots(320, 0, task), (), dots(60, 1, task), real=False)
     teacher = SmallNetwork()
     teacher.fit(splits)
-    score = task_of(splits).metric(teacher.answers(splits.test), [sample.target for sample in splits.test])
+    score = objective_of(splits).metric(teacher.answers(splits.test), [sample.target for sample in splits.test])
     assert score > (0.95 if task == "classification" else 0.6)
     blind = [() if task == "detection" else 0 for _ in splits.test]
-    assert task_of(splits).metric(blind, [sample.target for sample in splits.test]) < 0.7
+    assert objective_of(splits).metric(blind, [sample.target for sample in splits.test]) < 0.7

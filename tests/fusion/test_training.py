@@ -14,7 +14,9 @@ from PIL import Image
 
 from fusion.data.samples import Sample, Splits
 from fusion.plan.schema import DomainPlan, LoraPlan, Plan, TrainingPlan
-from fusion.training.train import Domain, FrozenBase, LoraTrainer
+from fusion.training.domain import Domain
+from fusion.training.frozen_base import FrozenBase
+from fusion.training.trainer import LoraTrainer
 from tests.fusion.small import write_base
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
@@ -58,40 +60,40 @@ def trained(base_folder: str) -> tuple[LoraTrainer, Domain]:
     splits = Splits("classification", LABELS, colors(60, 0), colors(30, 1), colors(30, 2), real=False)
     domain = Domain(plan.domains[0], splits, base)
     trainer = LoraTrainer(base, {"colors": domain}, plan)
-    trainer.fresh()
+    trainer.adapter.reset()
     trainer.train("colors", ())
     return trainer, domain
 
 
 def test_training_beats_chance_by_far(trained: tuple[LoraTrainer, Domain]) -> None:
     trainer, domain = trained
-    assert trainer.score("colors", domain.test) > 0.8
+    assert trainer.evaluator.score("colors", domain.test) > 0.8
 
 
 def test_training_stops_when_its_time_is_up(
     trained: tuple[LoraTrainer, Domain], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, _ = trained
-    state = trainer.snapshot()
+    state = trainer.adapter.snapshot()
     hurried = TrainingPlan(steps=100_000, seconds=0.5, batch_size=4)
-    monkeypatch.setattr(trainer, "_plan", trainer._plan.model_copy(update={"training": hurried}))
+    monkeypatch.setattr(trainer, "plan", trainer.plan.model_copy(update={"training": hurried}))
     started = time.process_time()
     trainer.train("colors", ())
     assert time.process_time() - started < 5
-    trainer.restore(state)
+    trainer.adapter.restore(state)
 
 
-def test_restoring_a_snapshot_brings_the_accuracy_back(trained: tuple[LoraTrainer, Domain]) -> None:
+def test_a_restored_snapshot_has_the_same_accuracy(trained: tuple[LoraTrainer, Domain]) -> None:
     trainer, domain = trained
-    state = trainer.snapshot()
-    before = trainer.score("colors", domain.test)
-    trainer.fresh()
-    trainer.restore(state)
-    assert trainer.score("colors", domain.test) == before
-    assert all(torch.equal(value, state[name]) for name, value in trainer.snapshot().items())
+    state = trainer.adapter.snapshot()
+    before = trainer.evaluator.score("colors", domain.test)
+    trainer.adapter.reset()
+    trainer.adapter.restore(state)
+    assert trainer.evaluator.score("colors", domain.test) == before
+    assert all(torch.equal(value, state[name]) for name, value in trainer.adapter.snapshot().items())
 
 
-def test_words_are_scored_as_greedy_decoding_says_them(base_folder: str, tmp_path: Path) -> None:
+def test_accuracy_in_words_agrees_with_greedy_decoding(base_folder: str, tmp_path: Path) -> None:
     """One forward over the correct answer agrees with the engine's token-by-token decoding."""
     question = DomainPlan(name="colors", source="made", question="what color is the image ?", threshold=0.9)
     plan = Plan(
@@ -108,9 +110,9 @@ def test_words_are_scored_as_greedy_decoding_says_them(base_folder: str, tmp_pat
     base = FrozenBase(load_model(EngineConfig(model=base_folder)), InputProcessor.from_pretrained(base_folder))
     domain = Domain(question, splits, base)
     trainer = LoraTrainer(base, {"colors": domain}, plan)
-    trainer.fresh()
+    trainer.adapter.reset()
     trainer.train("colors", ())
-    trainer.save(tmp_path / "adapter", trainer.snapshot())
+    trainer.save(tmp_path / "adapter", trainer.adapter.snapshot())
     engine = LocalEngine(EngineConfig(model=base_folder, arena_bytes=64 * 2**20))
     engine.engine.load_adapter("colors", str(tmp_path / "adapter"))
     processor = InputProcessor.from_pretrained(base_folder)
@@ -129,17 +131,20 @@ def test_words_are_scored_as_greedy_decoding_says_them(base_folder: str, tmp_pat
     outputs = engine.run(requests)
     hits = 0
     for number, sample in enumerate(domain.splits.test):
-        said = processor.decode([token for output in outputs[str(number)] for token in output.token_ids])
-        hits += said.strip() == sample.target
+        text = processor.decode([token for output in outputs[str(number)] for token in output.token_ids])
+        hits += text.strip() == sample.target
     assert hits > 0.4 * len(domain.test)  # it has learned the words, so the comparison is meaningful
-    assert abs(hits / len(domain.test) - trainer.in_words("colors", domain.test)) <= 1 / len(domain.test) + 1e-9
+    assert (
+        abs(hits / len(domain.test) - trainer.evaluator.accuracy_in_words("colors", domain.test))
+        <= 1 / len(domain.test) + 1e-9
+    )
 
 
 def test_the_saved_adapter_is_read_by_peft_and_served_the_same(
     trained: tuple[LoraTrainer, Domain], base_folder: str, tmp_path: Path
 ) -> None:
     trainer, domain = trained
-    trainer.save(tmp_path / "adapter", trainer.snapshot())
+    trainer.save(tmp_path / "adapter", trainer.adapter.snapshot())
     from transformers import AutoModelForImageTextToText
 
     PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(base_folder), str(tmp_path / "adapter"))
@@ -166,4 +171,4 @@ def test_the_saved_adapter_is_read_by_peft_and_served_the_same(
         assert answer is not None
         hits += answer.label == LABELS[sample.target]
     # Training evaluates in bfloat16 autocast, serving in float32: one sample may be answered differently.
-    assert abs(hits / len(domain.test) - trainer.score("colors", domain.test)) <= 1 / len(domain.test) + 1e-9
+    assert abs(hits / len(domain.test) - trainer.evaluator.score("colors", domain.test)) <= 1 / len(domain.test) + 1e-9

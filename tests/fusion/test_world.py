@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fusion.embedded import world
+from fusion.embedded import object_names, world
 from fusion.embedded.conversations import Conversations
 from fusion.embedded.model import IMAGE_TOKENS
 from fusion.embedded.processor import build_processor
@@ -25,6 +25,7 @@ def test_a_seed_gives_the_same_scenes() -> None:
     assert not np.array_equal(scenes(1)[0].frames, scenes(1, seed=1)[0].frames)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("skill", ("yes or no", "motion yes or no"))
 def test_yes_and_no_are_balanced(skill: str) -> None:
     answers = Counter(q.answer for scene in scenes(1200) for q in scene.questions if q.skill == skill)
@@ -32,39 +33,39 @@ def test_yes_and_no_are_balanced(skill: str) -> None:
     assert abs(answers["yes"] / answers.total() - 0.5) < 0.05
 
 
-def test_every_promised_thing_is_there() -> None:
+def test_every_skill_has_all_its_answers() -> None:
     answers: dict[str, set[str]] = {}
     for scene in scenes(800):
         for question in scene.questions:
             answers.setdefault(question.skill, set()).add(question.answer)
     assert answers["color"] == set(world.COLORS)
-    assert set(world.POSITIONS) < answers["position"] and "nowhere" in answers["position"]
+    assert set(object_names.POSITIONS) < answers["position"] and "nowhere" in answers["position"]
     assert {"one", "two", "three", "four", "five"} <= answers["count"]
-    assert answers["motion"] == set(world.MOVES) and len(world.MOVES) == 5
+    assert answers["motion"] == set(object_names.MOVES) and len(object_names.MOVES) == 5
     assert len(answers["shape"]) >= 4 and len(answers["digit"]) == 10
 
 
-def test_questions_that_name_something_say_whether_it_is_there() -> None:
+def test_questions_that_name_an_object_know_whether_it_exists() -> None:
     for scene in scenes(150):
         for question in scene.questions:
             assert question.about in question.text
             if question.holds is not None:
                 assert question.holds != (question.answer in ("no", "nowhere", "zero"))
             if question.meant is not None:
-                assert question.meant <= set(world.ATTRIBUTES)
+                assert question.meant <= set(object_names.ATTRIBUTES)
                 assert bool(question.meant) == (question.holds is not False)
 
 
-def test_what_a_name_means_contains_the_answer() -> None:
-    asked = 0
+def test_the_attributes_of_a_named_object_contain_the_answer() -> None:
+    checked = 0
     for scene in scenes(150):
         for question in scene.questions:
             answer = question.answer.split()[-1] if question.skill in ("shape", "kind") else question.answer
-            if question.meant and answer in world.ATTRIBUTES and question.skill != "scene":
+            if question.meant and answer in object_names.ATTRIBUTES and question.skill != "scene":
                 assert answer in question.meant
                 assert question.about in question.meant or question.skill == "count" or " " in question.about
-                asked += 1
-    assert asked > 300
+                checked += 1
+    assert checked > 300
 
 
 def test_every_word_is_one_token() -> None:
@@ -75,7 +76,7 @@ def test_every_word_is_one_token() -> None:
             assert not [piece for piece in pieces if piece.startswith("##") or piece == "<unk>"], question
 
 
-def test_questions_of_a_row_do_not_see_one_another() -> None:
+def test_questions_of_a_row_do_not_attend_to_each_other() -> None:
     conversations = Conversations(build_processor().tokenizer)
     batch = scenes(8)[:8]
     rows = conversations.batch(np.random.default_rng(0), batch, 160)

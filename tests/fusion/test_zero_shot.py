@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText
 from fusion.commands import fuse
 from fusion.data.samples import Sample, Splits
 from fusion.embedded import checkpoint_path
-from fusion.training.zero_shot import _said, score_before_training
+from fusion.training.zero_shot import decode_in_parts, score_before_training
 from tests.fusion.small import color_splits, colors, plan_of, trainer_of, write_base, write_folders
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
@@ -44,41 +44,41 @@ def clips() -> Splits:
 
 
 @pytest.mark.parametrize("make", [color_splits, clips])
-def test_it_says_what_the_engine_would(make: Callable[[], Splits]) -> None:
+def test_answers_equal_the_engines(make: Callable[[], Splits]) -> None:
     splits, base = make(), checkpoint_path()  # random weights give no meaningful answers
-    domain = trainer_of(plan_of(base, ("asked",)), {"asked": splits}).domains["asked"]
+    domain = trainer_of(plan_of(base, ("fields",)), {"fields": splits}).domains["fields"]
     processor = InputProcessor.from_pretrained(base)
     engine = LocalEngine(EngineConfig(model=base, dtype="float32", arena_bytes=64 * 2**20))
     requests = []
     for number, sample in enumerate(splits.test):
         prompt = processor.chat(sample.question or domain.plan.question, len(sample.frames))
         encoded = processor.encode(prompt, [Image.fromarray(frame) for frame in sample.frames])
-        asked: dict[str, Any] = {"prompt_ids": encoded.prompt_ids, "vision": encoded.vision}
-        requests.append(Request(request_id=str(number), sampling=SamplingParams(max_tokens=LIMIT), **asked))
+        fields: dict[str, Any] = {"prompt_ids": encoded.prompt_ids, "vision": encoded.vision}
+        requests.append(Request(request_id=str(number), sampling=SamplingParams(max_tokens=LIMIT), **fields))
     outputs = engine.run(requests)
     expected = [
         processor.decode([token for output in outputs[request.request_id] for token in output.token_ids]).strip()
         for request in requests
     ]
-    said = _said(domain, domain.test, LIMIT)
-    assert said == expected
-    assert len(set(said)) > 1  # otherwise the comparison is meaningless
+    answers = decode_in_parts(domain, domain.test, LIMIT)
+    assert answers == expected
+    assert len(set(answers)) > 1  # otherwise the comparison is meaningless
 
 
-def test_what_does_not_fit_is_asked_in_smaller_parts(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    domain = trainer_of(plan_of(base, ("asked",)), {"asked": color_splits()}).domains["asked"]
-    whole, score = _said(domain, domain.test, LIMIT), score_before_training(domain)
-    say = domain.base.said
+def test_decoding_continues_in_smaller_parts_when_memory_runs_out(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    domain = trainer_of(plan_of(base, ("fields",)), {"fields": color_splits()}).domains["fields"]
+    whole, score = decode_in_parts(domain, domain.test, LIMIT), score_before_training(domain)
+    decode = domain.base.decode_answers
     sizes: list[int] = []
 
     def short(samples: list[object], limit: int) -> list[str]:
         sizes.append(len(samples))
         if len(samples) > 8:
             raise torch.OutOfMemoryError
-        return say(samples, limit)  # type: ignore[arg-type]
+        return decode(samples, limit)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(domain.base, "said", short)
-    assert _said(domain, domain.test, LIMIT) == whole
+    monkeypatch.setattr(domain.base, "decode_answers", short)
+    assert decode_in_parts(domain, domain.test, LIMIT) == whole
     assert sizes == [30, 16, 8, 8, 8, 6]
     assert score_before_training(domain) == score
 

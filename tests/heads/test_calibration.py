@@ -12,6 +12,7 @@ from scipy.optimize import minimize_scalar
 
 from heads import Box, Value, expected_calibration_error, make_task
 from heads.calibration import sigmoid_temperature, softmax_temperature
+from tests.example_counts import scaled
 
 
 def drawn(seed: int, num: int, classes: int, sure: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -22,7 +23,7 @@ def drawn(seed: int, num: int, classes: int, sure: float) -> tuple[torch.Tensor,
     return logits * sure, ids
 
 
-@settings(max_examples=25)
+@settings(max_examples=scaled(25))
 @given(st.integers(0, 10_000), st.integers(5, 80), st.integers(2, 6), st.floats(0.1, 10))
 def test_the_temperature_is_where_the_penalised_log_loss_is_smallest(
     seed: int, num: int, classes: int, sure: float
@@ -45,7 +46,7 @@ def test_the_temperature_is_where_the_penalised_log_loss_is_smallest(
         assert loss(1 / found) <= best.fun + 1e-9
 
 
-def test_samples_that_are_all_right_do_not_make_it_endlessly_sure() -> None:
+def test_all_correct_samples_keep_the_temperature_bounded() -> None:
     logits = torch.tensor([[4.0, 0.0], [0.0, 3.0]])
     found = softmax_temperature(logits, torch.tensor([0, 1]))
     assert 0.3 < found < 1.0

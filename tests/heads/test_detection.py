@@ -46,7 +46,7 @@ def scenes(draw: st.DrawFn) -> list[Box]:
 
 
 @given(scenes())
-def test_what_is_taught_is_what_is_answered(boxes: list[Box]) -> None:
+def test_targets_are_decoded_as_answers(boxes: list[Box]) -> None:
     found = detection.decode(logits_of(boxes, 3), GRID)
     assert sorted(round(box.left, 4) for box in found) == sorted(round(box.left, 4) for box in boxes) or any(
         iou(a, b) > 0.4 for i, a in enumerate(boxes) for b in boxes[i + 1 :]
@@ -54,7 +54,7 @@ def test_what_is_taught_is_what_is_answered(boxes: list[Box]) -> None:
     assert f1([found], [boxes]) > 0.99 or not boxes or len(found) < len(boxes)
 
 
-def test_two_answers_for_one_thing_become_the_surer_one() -> None:
+def test_duplicate_boxes_are_suppressed() -> None:
     box = Box(1, 0.30, 0.30, 0.55, 0.55)
     logits = logits_of([box], 2)
     token = int(logits[:, 2].argmax())
@@ -73,7 +73,7 @@ def test_two_answers_for_one_thing_become_the_surer_one() -> None:
     assert len(detection.decode(logits, GRID)) == 2
 
 
-def test_nothing_is_found_where_nothing_is_sure() -> None:
+def test_background_gives_no_boxes() -> None:
     assert detection.decode(torch.zeros(36, detection.num_outputs(3)) + torch.tensor([5.0, *[0.0] * 7]), GRID) == []
 
 
@@ -118,7 +118,7 @@ def test_average_precision_by_hand() -> None:
 
 @pytest.mark.slow
 @given(st.lists(st.tuples(_random_boxes, _random_boxes), min_size=1, max_size=4))
-def test_average_precision_is_the_area_under_the_best_precision_still_to_be_had(
+def test_average_precision_is_the_area_under_the_precision_envelope(
     samples: list[tuple[list[Box], list[Box]]],
 ) -> None:
     """PASCAL VOC's definition: at every recall, the best precision at this or a higher recall."""
@@ -130,10 +130,10 @@ def test_average_precision_is_the_area_under_the_best_precision_still_to_be_had(
         scores = sorted({box.score for boxes in found for box in boxes if box.label == label}, reverse=True)
         points = []  # recall and precision of the boxes with at least a given score
         for least in scores:
-            told = [[b for b in boxes if b.label == label and b.score >= least] for boxes in found]
+            confident = [[b for b in boxes if b.label == label and b.score >= least] for boxes in found]
             true = [[b for b in boxes if b.label == label] for boxes in wanted]
-            right = f1(told, true) * (sum(map(len, told)) + total) / 2
-            points.append((right / total, right / sum(map(len, told))))
+            right = f1(confident, true) * (sum(map(len, confident)) + total) / 2
+            points.append((right / total, right / sum(map(len, confident))))
         levels = sorted({recall for recall, _ in points})
         widths = [level - below for below, level in zip([0.0, *levels], levels, strict=False)]
         areas.append(sum(w * max(p for r, p in points if r >= level) for w, level in zip(widths, levels, strict=True)))
@@ -143,7 +143,7 @@ def test_average_precision_is_the_area_under_the_best_precision_still_to_be_had(
         assert mean_average_precision(found, wanted) == pytest.approx(sum(areas) / len(areas))
 
 
-def test_pictures_of_any_grid_are_told_apart() -> None:
+def test_pictures_of_different_grids_are_separated() -> None:
     task = detection.Detection(("car", "bus"))
     boxes = (Box(0, 0.1, 0.2, 0.3, 0.6), Box(1, 0.7, 0.1, 0.9, 0.3, image=1), Box(0, 0.1, 0.2, 0.3, 0.6, image=1))
     grids = ((2, 5), (7, 3))

@@ -30,7 +30,7 @@ def head(name: str = "kind") -> TaskHead:
     return TaskHead(spec(name), torch.randn(3, 8, generator=generator), torch.randn(3, generator=generator))
 
 
-def test_what_a_task_knows_comes_back_from_disk(tmp_path: Path) -> None:
+def test_a_tasks_parameters_come_back_from_disk(tmp_path: Path) -> None:
     measures = {"offset": (1.5,), "scale": (2.0,), "tolerance": (0.5,), "deviations": (0.25,)}
     tasks: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         "binary": (("no", "yes"), {"threshold": 0.25, "temperature": 1.75}),
@@ -84,7 +84,7 @@ def test_heads_come_back_from_disk(tmp_path: Path) -> None:
         ({"parameters": [1]}, r"parameters are \[1\]; expected a mapping"),
     ],
 )
-def test_specs_that_cannot_work(changes: dict[str, object], text: str) -> None:
+def test_invalid_specs_are_refused(changes: dict[str, object], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         spec(**changes)  # type: ignore[arg-type]
 

@@ -57,7 +57,7 @@ def taught(kind: str) -> tuple[Task, list[torch.Tensor], list[Value]]:
 
 
 @pytest.mark.parametrize("kind", TASKS)
-def test_what_is_taught_is_what_is_answered(kind: str) -> None:
+def test_targets_are_decoded_as_answers(kind: str) -> None:
     task, logits, values = taught(kind)
     answers = [task.decode(each, GRIDS) for each in logits]
     found = [answer.value for answer in answers]
@@ -71,7 +71,7 @@ def test_what_is_taught_is_what_is_answered(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", TASKS)
-def test_parameters_make_the_same_task_again(kind: str) -> None:
+def test_parameters_recreate_the_same_task(kind: str) -> None:
     task, logits, values = taught(kind)
     for each in (task, task.calibrated(logits, values, [GRIDS] * len(values))):
         again = make_task(kind, each.labels, each.parameters)
@@ -80,7 +80,7 @@ def test_parameters_make_the_same_task_again(kind: str) -> None:
     assert task.calibrated([], [], []) == task
 
 
-def test_answers_say_what_their_task_has() -> None:
+def test_answers_have_the_fields_of_their_task() -> None:
     def answer(kind: str, logits: Sequence[float], **parameters: Any) -> Any:
         return make_task(kind, SAMPLES[kind][0], parameters).decode(torch.tensor(logits))
 
@@ -119,9 +119,9 @@ def test_metrics_by_hand() -> None:
     assert metrics("binary", [1, 1, 0, 0], [1, 0, 1, 0]) == {"accuracy": 0.5, "f1": 0.5}
     assert metrics("binary", [0, 0], [0, 0]) == {"accuracy": 1.0, "f1": 1.0}
     assert metrics("multi_label", [(0, 1), (2,)], [(1,), (2, 0)]) == {"f1": pytest.approx(2 / 3), "accuracy": 0.0}
-    truth, said = [0, 0, 1, 2, 2, 2], [0, 1, 1, 2, 2, 0]
-    macro = float(f1_score(truth, said, average="macro"))
-    assert metrics("classification", [*said], [*truth]) == {
+    truth, answers = [0, 0, 1, 2, 2, 2], [0, 1, 1, 2, 2, 0]
+    macro = float(f1_score(truth, answers, average="macro"))
+    assert metrics("classification", [*answers], [*truth]) == {
         "accuracy": pytest.approx(4 / 6),
         "f1": pytest.approx(macro),
     }
@@ -137,9 +137,9 @@ def test_metrics_by_hand() -> None:
 def test_far_counts_cost_more_than_near_ones() -> None:
     task = make_task("counting", tuple(map(str, range(6))), {})
     losses = []
-    for said in range(6):
+    for answered in range(6):
         logits = torch.zeros(6)
-        logits[said] = 4.0
+        logits[answered] = 4.0
         losses.append(task.loss([logits], [2], []).item())
     assert losses[2] < losses[1] < losses[0] and losses[2] < losses[3] < losses[4] < losses[5]
 
@@ -165,7 +165,7 @@ def test_counting_makes_its_own_labels() -> None:
     assert TASKS["counting"].for_training((), []).labels == ("0", "1")
 
 
-def test_a_number_that_never_changes_can_be_learned() -> None:
+def test_a_constant_number_can_be_learned() -> None:
     task = TASKS["regression"].for_training(("x",), [7.0, 7.0])
     answer = task.decode(torch.zeros(1))
     assert answer.value == (7.0,) and task.metrics([answer.value], [7.0])["within"] == 1.0
@@ -196,7 +196,7 @@ def test_a_number_that_never_changes_can_be_learned() -> None:
         ("detection", ("car",), {"overlap": 0}, "overlap is 0"),
     ],
 )
-def test_tasks_that_cannot_be(kind: str, labels: tuple[str, ...], parameters: dict[str, Any], text: str) -> None:
+def test_invalid_tasks_are_refused(kind: str, labels: tuple[str, ...], parameters: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         make_task(kind, labels, parameters)
 
@@ -214,7 +214,7 @@ def test_tasks_that_cannot_be(kind: str, labels: tuple[str, ...], parameters: di
         ("detection", (1, 2), "is not a tuple of boxes"),
     ],
 )
-def test_values_that_are_none_of_the_task(kind: str, value: Value, text: str) -> None:
+def test_values_of_another_task_are_refused(kind: str, value: Value, text: str) -> None:
     labels, values = SAMPLES[kind]
     task = TASKS[kind].for_training(labels, values)
     rows = (sum(r * c for r, c in GRIDS),) if task.reads_images else ()
@@ -228,23 +228,25 @@ def test_values_that_are_none_of_the_task(kind: str, value: Value, text: str) ->
     st.floats(0.2, 0.8),
     st.integers(0, 10_000),
 )
-def test_calibration_changes_answers_only_where_a_task_says_so(
+def test_calibration_keeps_answers_of_tasks_that_do_not_depend_on_it(
     kind: str, temperature: float, threshold: float, seed: int
 ) -> None:
     labels, values = SAMPLES[kind]
     plain = TASKS[kind].for_training(labels, values)
-    told = dict(plain.parameters)
-    if seed % 2 and "threshold" in told:
-        told["threshold"] = threshold
-    changed = {"temperature": temperature} if "temperature" in told else {"deviations": (temperature,) * len(labels)}
-    first, second = (make_task(kind, labels, {**told, **own}) for own in ({}, changed))
+    parameters = dict(plain.parameters)
+    if seed % 2 and "threshold" in parameters:
+        parameters["threshold"] = threshold
+    changed = (
+        {"temperature": temperature} if "temperature" in parameters else {"deviations": (temperature,) * len(labels)}
+    )
+    first, second = (make_task(kind, labels, {**parameters, **own}) for own in ({}, changed))
     if not first.calibration_decides:
         rows = (sum(r * c for r, c in GRIDS),) if plain.reads_images else ()
         logits = torch.randn(*rows, plain.num_outputs, generator=torch.Generator().manual_seed(seed))
         assert first.decode(logits, GRIDS).value == second.decode(logits, GRIDS).value
 
 
-def test_where_a_task_says_so_calibration_does_change_answers() -> None:
+def test_calibration_changes_answers_of_tasks_that_depend_on_it() -> None:
     # "nothing" is more probable than each label, but less than both together.
     unsure = torch.tensor([[0.5, 0.0, 0.0, *[0.1] * 4]] * 10)
     for kind, parameters, logits in (

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
 
 from atmm import Factors, Lane, SiteGroup, processor
 from atmm.matmul import linear, linears
+from vlora.lora import adapted_linear
 from vlora.lora.adapted_linear import AdaptedLinear, LaneScope, Siblings, adapt
 
 
-def test_a_plan_serves_the_steps_that_look_alike_and_reads_what_is_loaded_now() -> None:
+def test_steps_with_equal_lanes_share_a_plan_that_reads_the_current_factors() -> None:
     scope = LaneScope()
     layer = adapt(nn.Linear(6, 4, bias=False), "layer", scope)
     x, plans = torch.randn(3, 6), []
@@ -43,7 +46,7 @@ def test_a_plan_serves_the_steps_that_look_alike_and_reads_what_is_loaded_now() 
     assert plans[5] is None and plans[6] is plans[4]
 
 
-def test_lanes_in_proportion_follow_their_plan() -> None:
+def test_scaled_lanes_follow_the_current_plan() -> None:
     scope = LaneScope()
     for stop in (4, 8):
         with scope.lanes(8, [Lane("a", 0, stop)]):
@@ -74,7 +77,7 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("bias", (False, True))
-def test_siblings_answer_as_each_would_alone(bias: bool) -> None:
+def test_siblings_give_the_outputs_of_single_layers(bias: bool) -> None:
     scope = LaneScope()
     layers = siblings(scope, bias=bias)
     inputs = [torch.randn(2, 3, 6).bfloat16(), torch.randn(2, 3, 6).bfloat16()]
@@ -99,7 +102,7 @@ def test_siblings_answer_as_each_would_alone(bias: bool) -> None:
 @pytest.mark.parametrize("bias", (False, True))
 @pytest.mark.parametrize("num_rows", (1, 3, 129))
 @pytest.mark.parametrize("features", ((), ("amx_bf16",)), ids=("plain", "tiles"))
-def test_a_product_is_the_same_however_it_is_arranged(
+def test_a_product_is_equal_for_every_arrangement(
     features: tuple[str, ...], num_rows: int, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processor, "flags", lambda: frozenset(features))
@@ -113,18 +116,21 @@ def test_a_product_is_the_same_however_it_is_arranged(
 
 
 @pytest.mark.usefixtures("tiles")
-def test_siblings_compute_once_for_all_and_hold_nothing_after(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_siblings_compute_once_and_release_the_input(monkeypatch: pytest.MonkeyPatch) -> None:
     scope = LaneScope()
     layers = siblings(scope, bias=True)
-    together = Siblings(layers)
+    Siblings(layers)
     calls = []
-    plain = Siblings._compute
-    monkeypatch.setattr(Siblings, "_compute", lambda *given: (calls.append(1), plain(*given)))
-    x = torch.randn(3, 6).bfloat16()
+    monkeypatch.setattr(adapted_linear, "linears", lambda *given: (calls.append(1), linears(*given))[1])
     with torch.inference_mode(), scope.lanes(3, [Lane("a", 0, 3)]):
+        x = torch.randn(3, 6).bfloat16()
         for layer in layers:
             layer(x)
-        assert len(calls) == 1 and not together._held.is_same(x) and not together._outputs
+        assert len(calls) == 1
+        held = weakref.ref(x)
+        del x
+        assert held() is None, "the input is released after the last layer"
+        x = torch.randn(3, 6).bfloat16()
         layers[0](x)
         other = x + 1  # outputs kept for the old input must not be used for the new one
         torch.testing.assert_close(layers[1](other), nn.functional.linear(other, layers[1].weight, layers[1].bias))

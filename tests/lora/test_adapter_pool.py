@@ -12,16 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.engine.on_demand import OnDemand
+from tests.example_counts import scaled
 from tests.lora import made_adapters
 from tests.lora.made_adapters import factors_of
+from tests.queued_executor import QueuedExecutor
 from vlora.lora import HostAdapter, HostFactors
 from vlora.lora.adapted_linear import AdaptedLinear, LaneScope, adapt
-from vlora.lora.adapter_pool import AdapterBank
-from vlora.memory.adapter_cache import Appointed, Residency
+from vlora.lora.adapter_pool import AdapterPool
+from vlora.memory.adapter_cache import AdapterCache, WorkerAdapterCache
 from vlora.memory.arena import Arena, pages_for
-from vlora.memory.books import ArenaBooks, Run
 from vlora.memory.host_to_device import HostTransfer, Inline
+from vlora.memory.page_allocator import PageAllocator, PageRun
 
 NUM_PAGES, MAX_PAGES = 16, 10
 RANKS = {"a": 8, "b": 20, "c": 40, "d": 64, "e": 90}  # 1 to 5 pages
@@ -56,75 +57,75 @@ def check_packed(layers: dict[str, AdaptedLinear], resident: Set[str]) -> bool:
     return all(group.packed is not None for group in groups)
 
 
-def test_a_packed_copy_is_not_given_up_for_an_adapter_that_finds_no_room_anyway() -> None:
+def test_a_packed_copy_is_kept_if_freeing_it_does_not_make_enough_room() -> None:
     arena = Arena(NUM_PAGES, torch.device("cpu"))
-    residency = Residency(ArenaBooks(NUM_PAGES, 2, copy=arena.copy), MAX_PAGES)
+    adapter_cache = AdapterCache(PageAllocator(NUM_PAGES, 2, copy=arena.copy), MAX_PAGES)
     layers = linears()
-    bank = AdapterBank(arena, residency, HostTransfer(Inline()), layers, {}, tuple(layers))
+    pool = AdapterPool(arena, adapter_cache, HostTransfer(Inline()), layers, {}, tuple(layers))
     for name in "abcd":
-        assert bank.bring(ADAPTERS[name])
-        residency.pin(ADAPTERS[name].key)
+        assert pool.load(ADAPTERS[name])
+        adapter_cache.pin(ADAPTERS[name].key)
     for _ in range(3):
-        bank.pack_for(("a@1", "b@1"))
-    assert check_packed(layers, bank.resident) and residency.num_pages == 9
-    assert not bank.bring(ADAPTERS["e"]), (
+        pool.pack_for(("a@1", "b@1"))
+    assert check_packed(layers, pool.resident) and adapter_cache.num_pages == 9
+    assert not pool.load(ADAPTERS["e"]), (
         "freeing the packed copy's two pages would give three, but the adapter needs four"
     )
-    assert check_packed(layers, bank.resident)
+    assert check_packed(layers, pool.resident)
 
 
 class Another:
-    """Another rank's bank, which gets every order at once instead of with the next step."""
+    """Another rank's pool, which receives every order at once instead of with the next step."""
 
     def __init__(self, layers: dict[str, AdaptedLinear]) -> None:
-        self.appointed = Appointed()
-        self.bank = AdapterBank(
-            Arena(NUM_PAGES, torch.device("cpu")), self.appointed, HostTransfer(Inline()), layers, {}, tuple(layers)
+        self.adapter_cache = WorkerAdapterCache()
+        self.pool = AdapterPool(
+            Arena(NUM_PAGES, torch.device("cpu")), self.adapter_cache, HostTransfer(Inline()), layers, {}, tuple(layers)
         )
 
-    def bring(self, key: str, run: Run) -> Future[None]:
-        self.appointed.appoint(key, run)
-        self.bank.bring(ADAPTERS[key[0]])
-        brought: Future[None] = Future()
-        brought.set_result(None)
-        return brought
+    def load(self, key: str, run: PageRun) -> Future[None]:
+        self.adapter_cache.place(key, run)
+        self.pool.load(ADAPTERS[key[0]])
+        loaded: Future[None] = Future()
+        loaded.set_result(None)
+        return loaded
 
-    def move(self, key: str, run: Run) -> None:
+    def move(self, key: str, run: PageRun) -> None:
         raise AssertionError("unexpected move")
 
-    def drop(self, key: str) -> None:
-        self.bank.drop(key)
+    def evict(self, key: str) -> None:
+        self.pool.evict(key)
 
-    def pack(self, keys: tuple[str, ...], run: Run) -> None:
-        self.bank.pack(keys, run)
+    def pack(self, keys: tuple[str, ...], run: PageRun) -> None:
+        self.pool.pack(keys, run)
 
     def unpack(self) -> None:
-        self.bank.unpack()
+        self.pool.unpack()
 
 
 def test_other_ranks_pack_what_rank_0_packs() -> None:
     arena = Arena(NUM_PAGES, torch.device("cpu"))
-    residency = Residency(ArenaBooks(NUM_PAGES, 2, copy=arena.copy), MAX_PAGES)
+    adapter_cache = AdapterCache(PageAllocator(NUM_PAGES, 2, copy=arena.copy), MAX_PAGES)
     layers, layers_there = linears(), linears()
     there = Another(layers_there)
-    bank = AdapterBank(arena, residency, HostTransfer(Inline()), layers, {}, tuple(layers), there)
+    pool = AdapterPool(arena, adapter_cache, HostTransfer(Inline()), layers, {}, tuple(layers), there)
     for name in "abcd":
-        assert bank.bring(ADAPTERS[name])
+        assert pool.load(ADAPTERS[name])
     for _ in range(3):
-        assert not check_packed(layers_there, there.bank.resident)
-        bank.pack_for(("a@1", "b@1"))
-    assert check_packed(layers, bank.resident) and check_packed(layers_there, there.bank.resident)
+        assert not check_packed(layers_there, there.pool.resident)
+        pool.pack_for(("a@1", "b@1"))
+    assert check_packed(layers, pool.resident) and check_packed(layers_there, there.pool.resident)
     for _ in range(3):
-        bank.pack_for(("c@1", "a@1"))
-    assert check_packed(layers_there, there.bank.resident)
+        pool.pack_for(("c@1", "a@1"))
+    assert check_packed(layers_there, there.pool.resident)
     (group, _) = (layer.site.group for layer in layers_there.values())
     assert group is not None and group.packed is not None and group.packed.layout.keys == {"a@1", "c@1"}
-    bank.drop("c@1")
-    assert not check_packed(layers, bank.resident) and not check_packed(layers_there, there.bank.resident)
-    assert there.bank.resident == bank.resident == {"a@1", "b@1", "d@1"}
+    pool.evict("c@1")
+    assert not check_packed(layers, pool.resident) and not check_packed(layers_there, there.pool.resident)
+    assert there.pool.resident == pool.resident == {"a@1", "b@1", "d@1"}
 
 
-def test_the_sizes_are_what_the_story_needs() -> None:
+def test_adapters_of_this_module_have_the_expected_sizes() -> None:
     assert [pages_for(adapter.run.nbytes) for adapter in ADAPTERS.values()] == [1, 1, 2, 3, 4]
     for adapter in ADAPTERS.values():
         used = sum(math.prod(tensor.shape) * 4 for pair in factors_of(adapter).values() for tensor in pair)
@@ -132,66 +133,66 @@ def test_the_sizes_are_what_the_story_needs() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=200)
+@settings(max_examples=scaled(200))
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["bring", "bring", "copy", "copy", "collect", "drop", "fail", "take", "return", "pack"]),
+            st.sampled_from(["load", "load", "copy", "copy", "collect", "evict", "fail", "take", "return", "pack"]),
             st.sampled_from(sorted(RANKS)),
         ),
         max_size=60,
     )
 )
-def test_any_order_of_loads_keeps_books_and_bytes(actions: list[tuple[str, str]]) -> None:
-    background = OnDemand()
+def test_any_order_of_loads_keeps_pages_and_factors(actions: list[tuple[str, str]]) -> None:
+    background = QueuedExecutor()
     arena = Arena(NUM_PAGES, torch.device("cpu"))
-    books = ArenaBooks(NUM_PAGES, 2, copy=arena.copy)
-    residency = Residency(books, MAX_PAGES)
+    allocator = PageAllocator(NUM_PAGES, 2, copy=arena.copy)
+    adapter_cache = AdapterCache(allocator, MAX_PAGES)
     layers = linears()
-    bank = AdapterBank(arena, residency, HostTransfer(background), layers, {}, tuple(layers))
+    pool = AdapterPool(arena, adapter_cache, HostTransfer(background), layers, {}, tuple(layers))
     blocks: dict[int, int] = {}  # fill value by block number
-    books.on_renamed(lambda block, target: blocks.update({target: blocks.pop(block)}))
+    allocator.on_block_moved(lambda block, target: blocks.update({target: blocks.pop(block)}))
     for filling, (action, name) in enumerate(actions, 1):
         adapter = ADAPTERS[name]
-        before, arriving = bank.resident, bank.arriving
-        if action == "bring":
-            if bank.bring(adapter):
-                assert adapter.key in bank.resident | bank.arriving
-                assert arriving <= bank.arriving, "loading adapters stay"
+        before, arriving = pool.resident, pool.loading
+        if action == "load":
+            if pool.load(adapter):
+                assert adapter.key in pool.resident | pool.loading
+                assert arriving <= pool.loading, "loading adapters stay"
             else:
-                assert (bank.resident, bank.arriving) == (before, arriving), "a refused load evicts nothing"
+                assert (pool.resident, pool.loading) == (before, arriving), "a refused load evicts nothing"
         elif action == "copy":
             background.run()
-            assert bank.resident == before, "an adapter is usable only after it is collected"
+            assert pool.resident == before, "an adapter is usable only after it is collected"
         elif action == "fail" and background.waiting:
             future, _ = background.waiting.popleft()
             if not future.cancelled():
                 future.set_exception(RuntimeError("copy failed"))
         elif action == "collect":
-            failed = bank.collect()
-            assert bank.arriving == arriving - bank.resident - failed.keys()
-        elif action == "drop":
-            bank.drop(adapter.key)
-            assert adapter.key not in bank.resident | bank.arriving
-        elif action == "take" and (block := books.take_block()) is not None:
+            failed = pool.collect()
+            assert pool.loading == arriving - pool.resident - failed.keys()
+        elif action == "evict":
+            pool.evict(adapter.key)
+            assert adapter.key not in pool.resident | pool.loading
+        elif action == "take" and (block := allocator.allocate_block()) is not None:
             blocks[block] = filling
             arena.buffer(2 * block, 2).fill_(filling)
         elif action == "return" and blocks:
-            books.return_block(blocks.popitem()[0])
+            allocator.free_block(blocks.popitem()[0])
         elif action == "pack":
             for _ in range(3):  # consecutive steps use these adapters together
-                bank.pack_for(bank.resident)
-        residency.check_integrity()
-        books.check_integrity()
-        assert residency.resident == bank.resident | bank.arriving
-        for key in bank.resident:
+                pool.pack_for(pool.resident)
+        adapter_cache.check_integrity()
+        allocator.check_integrity()
+        assert adapter_cache.resident == pool.resident | pool.loading
+        for key in pool.resident:
             for site, (a, bt) in factors_of(ADAPTERS[key[0]]).items():
-                assert torch.equal(bank.factors(key, site).a, a) and torch.equal(bank.factors(key, site).bt, bt)
-                assert layers[site].site.factors[key].a is bank.factors(key, site).a
-        assert all(layer.site.factors.keys() == bank.resident for layer in layers.values())
-        check_packed(layers, bank.resident)
+                assert torch.equal(pool.factors(key, site).a, a) and torch.equal(pool.factors(key, site).bt, bt)
+                assert layers[site].site.factors[key].a is pool.factors(key, site).a
+        assert all(layer.site.factors.keys() == pool.resident for layer in layers.values())
+        check_packed(layers, pool.resident)
         for block, filled in blocks.items():
             assert (arena.buffer(2 * block, 2) == filled).all(), "a copy overwrote a KV block"
     for name in RANKS:
-        bank.drop(ADAPTERS[name].key)
-    assert residency.num_pages == 0 and not bank.pending
+        pool.evict(ADAPTERS[name].key)
+    assert adapter_cache.num_pages == 0 and not pool.pending

@@ -1,4 +1,4 @@
-"""Switching in place: drift is always bounded, and 0 for weights rewritten from the originals."""
+"""Switching in place: drift is always bounded, and 0 for weights rewritten from the base weights."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from hypothesis import strategies as st
 from torch import nn
 
 import atmm
+from tests.example_counts import scaled
 from tests.lora.made_adapters import factors_of, host_adapter
 from vlora.lora import HostAdapter, HostFactors
 from vlora.lora.adapted_linear import LaneScope, adapt
-from vlora.lora.adapter_pool import AdapterBank
-from vlora.lora.base_weights import CopiedOriginals
+from vlora.lora.adapter_pool import AdapterPool
+from vlora.lora.base_weights import CopiedBaseWeights
 from vlora.lora.merge_in_place import MAX_DRIFT, InPlaceSwitcher
 from vlora.lora.weight_slabs import WeightSlabs
-from vlora.memory.adapter_cache import Residency
+from vlora.memory.adapter_cache import AdapterCache
 from vlora.memory.arena import PAGE_BYTES, Arena
-from vlora.memory.books import ArenaBooks
 from vlora.memory.host_to_device import Inline, make_transfer
+from vlora.memory.page_allocator import PageAllocator
 
 pytestmark = pytest.mark.slow
 
@@ -47,16 +48,16 @@ class Box:
         self.before = {name: linear.weight.clone() for name, linear in linears.items()}
         self.slabs = WeightSlabs(linears)
         arena = Arena(2**24 // PAGE_BYTES, torch.device("cpu"))
-        self.bank = AdapterBank(
+        self.pool = AdapterPool(
             arena,
-            Residency(ArenaBooks(arena.num_pages, 1), arena.num_pages),
+            AdapterCache(PageAllocator(arena.num_pages, 1), arena.num_pages),
             make_transfer(torch.device("cpu"), Inline()),
             linears,
             {},
             self.slabs.order,
         )
-        self.originals = CopiedOriginals(self.slabs)
-        self.switcher = InPlaceSwitcher(self.slabs, self.bank, self.originals, subtracting=subtracting)
+        self.base_weights = CopiedBaseWeights(self.slabs)
+        self.switcher = InPlaceSwitcher(self.slabs, self.pool, self.base_weights, subtracting=subtracting)
         self.adapters: dict[str, HostAdapter] = {}
         self.known: dict[tuple[str, str], torch.Tensor] = {}
         for number, rank in enumerate(ranks):
@@ -71,7 +72,7 @@ class Box:
                 for name in names
             }
             adapter = host_adapter(f"a{number}@1", factors)
-            assert self.bank.bring(adapter)
+            assert self.pool.load(adapter)
             self.adapters[adapter.key] = adapter
 
     def random(self, *shape: int) -> torch.Tensor:
@@ -124,7 +125,7 @@ def test_drift_over_a_thousand_switches_among_different_adapters(
     assert box.switcher.merged_key is None and box.is_original()
 
 
-def test_subtracting_does_drift_and_unbounded_it_would_break_the_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_subtracting_without_rewriting_exceeds_the_drift_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     box = Box(torch.bfloat16, subtracting=True, ratio=0.1, ranks=(8, 64, 16, 32) * 4)
     monkeypatch.setattr(InPlaceSwitcher, "_drifted", lambda self, key: set())
     for key in (*box.adapters, None):
@@ -132,7 +133,7 @@ def test_subtracting_does_drift_and_unbounded_it_would_break_the_promise(monkeyp
     assert MAX_DRIFT < box.drift() < 5 * MAX_DRIFT
 
 
-@settings(max_examples=40)
+@settings(max_examples=scaled(40))
 @given(
     moves=st.lists(st.tuples(st.sampled_from(["switch", "forget", "fail"]), st.integers(0, 5)), max_size=30),
     subtracting=st.booleans(),
@@ -179,11 +180,11 @@ def fail_after(box: Box, num_calls: int, key: str | None) -> None:
             box.switcher.switch(key)
 
 
-def test_what_cannot_even_be_restored_is_restored_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_restore_is_completed_by_the_next_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     box = Box(torch.bfloat16, subtracting=True, ratio=0.1, ranks=(8, 8))
     first, second = box.adapters
     box.switcher.switch(first)
-    monkeypatch.setattr(CopiedOriginals, "weight", lambda self, name: 1 / 0)
+    monkeypatch.setattr(CopiedBaseWeights, "weight", lambda self, name: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         box.switcher.forget(first)
     with pytest.raises(ZeroDivisionError):
@@ -196,14 +197,14 @@ def test_what_cannot_even_be_restored_is_restored_before_anything_else(monkeypat
 
 
 @pytest.mark.parametrize("size", [1e3, 1e38])
-def test_an_adapter_that_drowns_a_row_nobody_looks_at_costs_others_nothing(
+def test_a_huge_delta_in_an_unsampled_row_does_not_damage_the_weights(
     monkeypatch: pytest.MonkeyPatch, size: float
 ) -> None:
     monkeypatch.setattr("vlora.lora.merge_in_place._SAMPLE_VALUES", 1)
     box = Box(torch.bfloat16, subtracting=True, ratio=0.01, ranks=(8, 8))
     drowning = next(iter(box.adapters))
     for name in box.adapters[drowning].shapes:
-        box.bank.factors(drowning, name).bt[:, 1] = size
+        box.pool.factors(drowning, name).bt[:, 1] = size
     box.switcher.switch(drowning)
     assert not box.is_original()
     box.switcher.switch(None)

@@ -17,27 +17,21 @@ from safetensors.torch import load_file, save_file
 
 from tests.families import build_model
 from tests.lora.made_adapters import factors_of
-from tests.oracle import Oracle
 from vlora.errors import BadAdapter, UnknownAdapter
 from vlora.lora import AdapterRegistry, HostAdapter, SiteShape
 from vlora.lora.legacy_names import resolve
 from vlora.lora.peft_format import read_header
-from vlora.models.hf_adapter import Seam
+from vlora.models.hf_model import HFModel
 
 FAMILY = "qwen2_vl"
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return Oracle(FAMILY, build_model(FAMILY)).save(Path(tmp_path_factory.mktemp("adapters")))
-
-
-@pytest.fixture(scope="module")
 def sites() -> dict[str, SiteShape]:
-    seam = Seam(build_model(FAMILY))
+    hf_model = HFModel(build_model(FAMILY))
     return {
         name: SiteShape(linear.in_features, linear.out_features, vision)
-        for vision, linears in ((False, seam.language_linears), (True, seam.vision_linears))
+        for vision, linears in ((False, hf_model.language_linears), (True, hf_model.vision_linears))
         for name, linear in linears.items()
     }
 
@@ -48,9 +42,9 @@ def registry(sites: dict[str, SiteShape]) -> AdapterRegistry:
 
 
 @pytest.fixture
-def copied(folders: dict[str, str], tmp_path: Path) -> Path:
+def copied(adapter_folders: dict[str, str], tmp_path: Path) -> Path:
     """A valid adapter that a test may corrupt."""
-    return Path(shutil.copytree(folders["wide8"], tmp_path / "adapter"))
+    return Path(shutil.copytree(adapter_folders["wide8"], tmp_path / "adapter"))
 
 
 def load(registry: AdapterRegistry, name: str, folder: str) -> HostAdapter:
@@ -72,8 +66,8 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]
 
 
 @pytest.mark.slow
-def test_what_collections_walk_through_does_not_grow_with_an_adapters_layers(
-    folders: dict[str, str], sites: dict[str, SiteShape]
+def test_objects_tracked_by_garbage_collection_do_not_grow_with_layers(
+    adapter_folders: dict[str, str], sites: dict[str, SiteShape]
 ) -> None:
     def objects(folder: str) -> float:
         """Tracked objects per additional adapter, registered and read."""
@@ -85,15 +79,15 @@ def test_what_collections_walk_through_does_not_grow_with_an_adapters_layers(
             counts.append(len(gc.get_objects()))
         return counts[2] - counts[1]
 
-    narrow, wide = (len(read_header(Path(folders[name]), sites, 64).targets) for name in ("narrow4", "wide8"))
+    narrow, wide = (len(read_header(Path(adapter_folders[name]), sites, 64).targets) for name in ("narrow4", "wide8"))
     assert wide > 2 * narrow
     # A registration, its header, the content, and their dicts and tensors; none per layer.
-    assert objects(folders["wide8"]) <= objects(folders["narrow4"]) <= 16
+    assert objects(adapter_folders["wide8"]) <= objects(adapter_folders["narrow4"]) <= 16
 
 
-def test_scaling_rank_and_alpha_patterns(folders: dict[str, str], registry: AdapterRegistry) -> None:
-    adapter = load(registry, "patterned16", folders["patterned16"])
-    raw = load_file(f"{folders['patterned16']}/adapter_model.safetensors")
+def test_scaling_rank_and_alpha_patterns(adapter_folders: dict[str, str], registry: AdapterRegistry) -> None:
+    adapter = load(registry, "patterned16", adapter_folders["patterned16"])
+    raw = load_file(f"{adapter_folders['patterned16']}/adapter_model.safetensors")
     for site, factors in factors_of(adapter).items():
         rank, alpha = (5, 20) if site.endswith("layers.1.self_attn.q_proj") else (16, 16)
         assert factors.a.shape[0] == rank
@@ -101,19 +95,19 @@ def test_scaling_rank_and_alpha_patterns(folders: dict[str, str], registry: Adap
         assert torch.equal(factors.bt, want.t())
 
 
-def test_rslora_scales_by_the_square_root(folders: dict[str, str], registry: AdapterRegistry) -> None:
-    adapter = load(registry, "wide8", folders["wide8"])
-    raw = load_file(f"{folders['wide8']}/adapter_model.safetensors")
+def test_rslora_scales_by_the_square_root(adapter_folders: dict[str, str], registry: AdapterRegistry) -> None:
+    adapter = load(registry, "wide8", adapter_folders["wide8"])
+    raw = load_file(f"{adapter_folders['wide8']}/adapter_model.safetensors")
     site, factors = next(iter(factors_of(adapter).items()))
     torch.testing.assert_close(factors.bt, (raw[f"base_model.model.{site}.lora_B.weight"] * 16 / 8**0.5).t())
 
 
-def test_vision_side_is_noticed(folders: dict[str, str], registry: AdapterRegistry) -> None:
-    assert load(registry, "everywhere64", folders["everywhere64"]).touches_vision
-    assert not load(registry, "wide8", folders["wide8"]).touches_vision
+def test_vision_side_is_noticed(adapter_folders: dict[str, str], registry: AdapterRegistry) -> None:
+    assert load(registry, "everywhere64", adapter_folders["everywhere64"]).touches_vision
+    assert not load(registry, "wide8", adapter_folders["wide8"]).touches_vision
 
 
-def test_the_version_is_the_content(copied: Path, registry: AdapterRegistry) -> None:
+def test_the_version_is_a_hash_of_the_content(copied: Path, registry: AdapterRegistry) -> None:
     first = load(registry, "a", str(copied)).version
     assert load(registry, "a", str(copied)).version == first
 
@@ -155,7 +149,7 @@ BAD_BLOCKS = {
 
 
 @pytest.mark.parametrize("wrong", BAD_BLOCKS)
-def test_blocks_that_are_not_what_is_stored(wrong: str, copied: Path, registry: AdapterRegistry) -> None:
+def test_block_settings_that_contradict_the_tensors(wrong: str, copied: Path, registry: AdapterRegistry) -> None:
     declared, message = BAD_BLOCKS[wrong]
     edit_config(copied, use_bdlora=declared)
     with pytest.raises(BadAdapter, match=message):
@@ -163,13 +157,13 @@ def test_blocks_that_are_not_what_is_stored(wrong: str, copied: Path, registry: 
 
 
 def test_blocks_that_do_not_divide_a_layer(copied: Path, registry: AdapterRegistry) -> None:
-    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+    def corrupt(tensors: dict[str, torch.Tensor]) -> None:
         for tensor in [tensor for tensor in tensors if "q_proj" not in tensor]:
             del tensors[tensor]
         for tensor in tensors:
             tensors[tensor] = torch.randn((6, 64) if "lora_A" in tensor else (64, 2))
 
-    edit_tensors(copied, spoil)
+    edit_tensors(copied, corrupt)
     edit_config(copied, use_bdlora={"nblocks": 3, "target_modules_bd_b": ["q_proj"]})
     with pytest.raises(BadAdapter, match="has rank 6 and 64 outputs, which cannot be divided into its 3 blocks"):
         load(registry, "a", str(copied))
@@ -183,10 +177,10 @@ def test_unsupported_settings_are_refused_by_name(setting: str, copied: Path, re
 
 
 def test_values_that_are_not_finite(copied: Path, registry: AdapterRegistry) -> None:
-    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+    def corrupt(tensors: dict[str, torch.Tensor]) -> None:
         tensors[sorted(tensors)[3]][0, 0] = float("nan")
 
-    edit_tensors(copied, spoil)
+    edit_tensors(copied, corrupt)
     with pytest.raises(BadAdapter, match="not finite"):
         load(registry, "a", str(copied))
 
@@ -205,7 +199,7 @@ def test_truncated_weights(copied: Path, registry: AdapterRegistry) -> None:
         load(registry, "a", str(copied))
 
 
-def test_another_base_model_by_shape(copied: Path, registry: AdapterRegistry) -> None:
+def test_an_adapter_for_another_base_model_by_shape(copied: Path, registry: AdapterRegistry) -> None:
     def widen(tensors: dict[str, torch.Tensor]) -> None:
         name = next(name for name in tensors if "lora_A" in name)
         tensors[name] = torch.zeros(8, 4096)
@@ -235,7 +229,7 @@ def test_alpha_patterns_that_are_none(pattern: object, message: str, copied: Pat
         load(registry, "a", str(copied))
 
 
-def test_another_base_model_by_missing_target(copied: Path, registry: AdapterRegistry) -> None:
+def test_an_adapter_for_another_base_model_by_missing_layer(copied: Path, registry: AdapterRegistry) -> None:
     def rename(tensors: dict[str, torch.Tensor]) -> None:
         for name in [name for name in tensors if "layers.0" in name]:
             tensors[name.replace("layers.0", "layers.77")] = tensors.pop(name)
@@ -277,12 +271,12 @@ def test_configuration_that_is_no_json(copied: Path, registry: AdapterRegistry) 
 
 
 @pytest.mark.parametrize("name", ["", " a", "a@b", "a/b", "a\nb"])
-def test_names_that_would_confuse(name: str, copied: Path, registry: AdapterRegistry) -> None:
+def test_confusable_names_are_refused(name: str, copied: Path, registry: AdapterRegistry) -> None:
     with pytest.raises(BadAdapter, match="is invalid"):
         load(registry, name, str(copied))
 
 
-def test_a_refused_reload_leaves_the_old_content(copied: Path, registry: AdapterRegistry) -> None:
+def test_a_refused_reload_keeps_the_old_content(copied: Path, registry: AdapterRegistry) -> None:
     version = load(registry, "a", str(copied)).version
     edit_config(copied, use_dora=True)
     with pytest.raises(BadAdapter):
@@ -291,10 +285,10 @@ def test_a_refused_reload_leaves_the_old_content(copied: Path, registry: Adapter
 
 
 def test_registering_reads_no_tensor(copied: Path, registry: AdapterRegistry) -> None:
-    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+    def corrupt(tensors: dict[str, torch.Tensor]) -> None:
         tensors[min(tensors)].fill_(float("nan"))
 
-    edit_tensors(copied, spoil)
+    edit_tensors(copied, corrupt)
     registry.register({"a": str(copied)})
     assert registry.names == ("a",) and registry.num_bytes == 0
     with pytest.raises(BadAdapter, match="not finite"):
@@ -326,14 +320,14 @@ def test_names_from_before_transformers_5(old: str, new: str) -> None:
 
 
 def test_an_adapter_with_old_names_loads_to_the_same_factors(
-    copied: Path, folders: dict[str, str], registry: AdapterRegistry, sites: dict[str, SiteShape]
+    copied: Path, adapter_folders: dict[str, str], registry: AdapterRegistry, sites: dict[str, SiteShape]
 ) -> None:
     def rename(tensors: dict[str, torch.Tensor]) -> None:
         for name in list(tensors):
             tensors[name.replace("model.language_model.layers", "model.layers")] = tensors.pop(name)
 
     edit_tensors(copied, rename)
-    old, new = load(registry, "old", str(copied)), load(registry, "new", folders["wide8"])
+    old, new = load(registry, "old", str(copied)), load(registry, "new", adapter_folders["wide8"])
     assert {t.site for t in read_header(copied, sites, 64).targets} == set(new.shapes)
     for site, factors in factors_of(new).items():
         assert torch.equal(factors_of(old)[site].bt, factors.bt)

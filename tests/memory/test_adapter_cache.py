@@ -1,4 +1,4 @@
-"""Adapter residency: LRU eviction, pinning, reservations, and no eviction without a successful allocation."""
+"""The adapter cache: LRU eviction, pinning, reservations, and no eviction without a successful allocation."""
 
 from __future__ import annotations
 
@@ -8,190 +8,193 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlora.memory.adapter_cache import Residency
-from vlora.memory.books import ArenaBooks, Run
+from vlora.memory.adapter_cache import AdapterCache
+from vlora.memory.page_allocator import PageAllocator, PageRun
 
 
-def make(num_pages: int = 20, max_pages: int = 10) -> Residency:
-    return Residency(ArenaBooks(num_pages, 2), max_pages)
+def make(num_pages: int = 20, max_pages: int = 10) -> AdapterCache:
+    return AdapterCache(PageAllocator(num_pages, 2), max_pages)
 
 
 def test_the_least_recently_used_adapter_leaves_first() -> None:
-    residency = make()
+    adapter_cache = make()
     for name in ("a", "b", "c"):
-        residency.bring(name, 3)
-    residency.touch("a")
-    assert residency.bring("d", 3) == Run(3, 3)
-    assert residency.drain_evicted() == ("b",)
-    assert residency.drain_evicted() == ()
-    assert residency.resident == {"a", "c", "d"}
-    residency.check_integrity()
+        adapter_cache.allocate(name, 3)
+    adapter_cache.touch("a")
+    assert adapter_cache.allocate("d", 3) == PageRun(3, 3)
+    assert adapter_cache.drain_evicted() == ("b",)
+    assert adapter_cache.drain_evicted() == ()
+    assert adapter_cache.resident == {"a", "c", "d"}
+    adapter_cache.check_integrity()
 
 
-def test_bringing_a_resident_adapter_only_touches_it() -> None:
-    residency = make()
+def test_allocating_a_resident_adapter_only_marks_it_as_used() -> None:
+    adapter_cache = make()
     for name in ("a", "b", "c"):
-        residency.bring(name, 3)
-    assert residency.bring("a", 3) == residency.run("a") == Run(0, 3)
-    residency.bring("d", 3)
-    assert residency.drain_evicted() == ("b",)
+        adapter_cache.allocate(name, 3)
+    assert adapter_cache.allocate("a", 3) == adapter_cache.run("a") == PageRun(0, 3)
+    adapter_cache.allocate("d", 3)
+    assert adapter_cache.drain_evicted() == ("b",)
 
 
 def test_a_pinned_adapter_stays_until_unpinned_as_often_as_pinned() -> None:
-    residency = make(max_pages=4)
-    residency.bring("a", 4)
-    residency.pin("a")
-    residency.pin("a")
-    assert residency.bring("b", 1) is None
-    residency.unpin("a")
-    assert residency.bring("b", 1) is None
-    residency.unpin("a")
-    assert residency.bring("b", 1) == Run(0, 1)
-    residency.check_integrity()
+    adapter_cache = make(max_pages=4)
+    adapter_cache.allocate("a", 4)
+    adapter_cache.pin("a")
+    adapter_cache.pin("a")
+    assert adapter_cache.allocate("b", 1) is None
+    adapter_cache.unpin("a")
+    assert adapter_cache.allocate("b", 1) is None
+    adapter_cache.unpin("a")
+    assert adapter_cache.allocate("b", 1) == PageRun(0, 1)
+    adapter_cache.check_integrity()
 
 
-def test_nobody_is_evicted_for_an_adapter_that_does_not_fit_anyway() -> None:
-    residency = make()
-    residency.bring("cold", 2)
-    residency.bring("pinned", 4)
-    residency.pin("pinned")
-    assert residency.bring("large", 5) is None, "2 free pages before the pinned run and 4 after it hold no run of 5"
-    assert residency.bring("larger", 11) is None
-    assert residency.resident == {"cold", "pinned"} and residency.drain_evicted() == ()
+def test_a_failing_allocation_evicts_nothing() -> None:
+    adapter_cache = make()
+    adapter_cache.allocate("cold", 2)
+    adapter_cache.allocate("pinned", 4)
+    adapter_cache.pin("pinned")
+    assert adapter_cache.allocate("large", 5) is None, (
+        "2 free pages before the pinned run and 4 after it hold no run of 5"
+    )
+    assert adapter_cache.allocate("larger", 11) is None
+    assert adapter_cache.resident == {"cold", "pinned"} and adapter_cache.drain_evicted() == ()
 
 
-def test_a_crowd_that_finds_no_room_is_told_so_without_searching_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    residency = make(max_pages=4)
-    residency.bring("a", 4)
-    residency.pin("a")
+def test_a_hundred_failing_allocations_search_for_room_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter_cache = make(max_pages=4)
+    adapter_cache.allocate("a", 4)
+    adapter_cache.pin("a")
     searches: list[object] = []
-    search = residency.room_beside
+    search = adapter_cache.room_beside
 
-    def counted(kept: Iterable[Run]) -> int:
+    def counted(kept: Iterable[PageRun]) -> int:
         searches.append(kept)
         return search(kept)
 
-    monkeypatch.setattr(residency, "room_beside", counted)
-    assert all(residency.bring(f"b{number}", 1 + number % 4) is None for number in range(100)) and len(searches) == 1
-    residency.unpin("a")
-    assert residency.bring("b", 4) == Run(0, 4) and len(searches) == 1
-    residency.pin("b")
-    assert residency.bring("c", 1) is None and len(searches) == 2
+    monkeypatch.setattr(adapter_cache, "room_beside", counted)
+    assert (
+        all(adapter_cache.allocate(f"b{number}", 1 + number % 4) is None for number in range(100))
+        and len(searches) == 1
+    )
+    adapter_cache.unpin("a")
+    assert adapter_cache.allocate("b", 4) == PageRun(0, 4) and len(searches) == 1
+    adapter_cache.pin("b")
+    assert adapter_cache.allocate("c", 1) is None and len(searches) == 2
 
 
-def test_only_as_many_leave_as_must() -> None:
-    residency = make(max_pages=8)
+def test_no_more_adapters_than_necessary_are_evicted() -> None:
+    adapter_cache = make(max_pages=8)
     for name in ("a", "b", "c", "d"):
-        residency.bring(name, 2)
-    residency.bring("e", 4)
-    assert residency.drain_evicted() == ("a", "b")
+        adapter_cache.allocate(name, 2)
+    adapter_cache.allocate("e", 4)
+    assert adapter_cache.drain_evicted() == ("a", "b")
 
 
-def test_adapters_never_cross_their_line() -> None:
-    residency = make(num_pages=20, max_pages=6)
-    residency.bring("a", 4)
-    residency.pin("a")
-    assert residency.bring("b", 3) is None, "pages 6 to 19 are free but beyond the adapters' share"
-    assert residency.books.num_free_blocks == 8
+def test_adapters_stay_within_their_share() -> None:
+    adapter_cache = make(num_pages=20, max_pages=6)
+    adapter_cache.allocate("a", 4)
+    adapter_cache.pin("a")
+    assert adapter_cache.allocate("b", 3) is None, "pages 6 to 19 are free but beyond the adapters' share"
+    assert adapter_cache.allocator.num_free_blocks == 8
 
 
-def test_kv_blocks_in_the_adapters_part_are_in_the_way_but_never_overwritten() -> None:
-    residency = make(num_pages=8, max_pages=4)
-    blocks = [residency.books.take_block() for _ in range(3)]
-    assert residency.bring("a", 3) is None
-    residency.books.return_block(blocks[-1] or 0)
-    assert residency.bring("a", 3) == Run(0, 3)
-    residency.books.check_integrity()
+def test_kv_blocks_in_the_adapters_share_are_never_overwritten() -> None:
+    adapter_cache = make(num_pages=8, max_pages=4)
+    blocks = [adapter_cache.allocator.allocate_block() for _ in range(3)]
+    assert adapter_cache.allocate("a", 3) is None
+    adapter_cache.allocator.free_block(blocks[-1] or 0)
+    assert adapter_cache.allocate("a", 3) == PageRun(0, 3)
+    adapter_cache.allocator.check_integrity()
 
 
 def test_reserved_pages_count_in_the_share_and_are_not_evicted() -> None:
-    residency = make(max_pages=6)
-    residency.bring("a", 3)
-    reserved = residency.reserve(2)
-    assert reserved == Run(3, 2)
-    assert residency.reserve(2) is None, "reserving evicts no adapter"
-    assert residency.bring("b", 4) is None
-    assert residency.num_pages == 5
-    residency.release(reserved)
-    assert residency.bring("b", 4) is not None
-    residency.check_integrity()
+    adapter_cache = make(max_pages=6)
+    adapter_cache.allocate("a", 3)
+    reserved = adapter_cache.reserve(2)
+    assert reserved == PageRun(3, 2)
+    assert adapter_cache.reserve(2) is None, "reserving evicts no adapter"
+    assert adapter_cache.allocate("b", 4) is None
+    assert adapter_cache.num_pages == 5
+    adapter_cache.release(reserved)
+    assert adapter_cache.allocate("b", 4) is not None
+    adapter_cache.check_integrity()
 
 
-def test_a_pinned_adapter_may_not_be_dropped() -> None:
-    residency = make()
-    residency.bring("a", 1)
-    residency.pin("a")
+def test_freeing_a_pinned_adapter_fails() -> None:
+    adapter_cache = make()
+    adapter_cache.allocate("a", 1)
+    adapter_cache.pin("a")
     with pytest.raises(AssertionError, match="pinned"):
-        residency.drop("a")
-    residency.unpin("a")
-    residency.drop("a")
-    assert residency.books.num_free_blocks == 10
+        adapter_cache.free("a")
+    adapter_cache.unpin("a")
+    adapter_cache.free("a")
+    assert adapter_cache.allocator.num_free_blocks == 10
     with pytest.raises(AssertionError, match="not resident"):
-        residency.pin("a")
+        adapter_cache.pin("a")
 
 
-def test_the_proof_fails_when_a_run_is_not_accounted_for() -> None:
-    residency = make()
-    residency.bring("a", 2)
-    residency.check_integrity()
-    residency.books.allocate_run(1)
-    with pytest.raises(AssertionError, match="ArenaBooks lists 2"):
-        residency.check_integrity()
+def test_the_integrity_check_finds_an_unaccounted_run() -> None:
+    adapter_cache = make()
+    adapter_cache.allocate("a", 2)
+    adapter_cache.check_integrity()
+    adapter_cache.allocator.allocate_run(1)
+    with pytest.raises(AssertionError, match="PageAllocator lists 2"):
+        adapter_cache.check_integrity()
 
 
 @given(
     max_pages=st.integers(1, 16),
     actions=st.lists(
         st.tuples(
-            st.sampled_from(["bring", "touch", "pin", "unpin", "drop", "take", "return"]),
+            st.sampled_from(["load", "touch", "pin", "unpin", "evict", "take", "return"]),
             st.sampled_from("abcdef"),
             st.integers(1, 7),
         ),
         max_size=60,
     ),
 )
-def test_any_sequence_of_use_keeps_the_sums_and_the_promises(
-    max_pages: int, actions: list[tuple[str, str, int]]
-) -> None:
-    residency = Residency(ArenaBooks(24, 2), max_pages)
-    books = residency.books
+def test_any_sequence_of_operations_keeps_the_invariants(max_pages: int, actions: list[tuple[str, str, int]]) -> None:
+    adapter_cache = AdapterCache(PageAllocator(24, 2), max_pages)
+    allocator = adapter_cache.allocator
     sizes: dict[str, int] = {}
     pins: list[str] = []
     recency: list[str] = []
     blocks: list[int] = []
     for action, name, number in actions:
-        if action == "bring":
-            before = residency.resident
-            run = residency.bring(name, sizes.get(name, number))
-            evicted = residency.drain_evicted()
+        if action == "load":
+            before = adapter_cache.resident
+            run = adapter_cache.allocate(name, sizes.get(name, number))
+            evicted = adapter_cache.drain_evicted()
             assert not set(evicted) & set(pins), "a pinned adapter was evicted"
             assert list(evicted) == [n for n in recency if n not in pins][: len(evicted)], "not evicted in LRU order"
             if run is None:
-                assert residency.resident == before
+                assert adapter_cache.resident == before
             else:
                 assert run.num_pages == sizes.setdefault(name, number) and run.end <= max_pages
-                assert residency.resident == (before - set(evicted)) | {name}
+                assert adapter_cache.resident == (before - set(evicted)) | {name}
                 recency = [n for n in recency if n not in evicted and n != name] + [name]
             for gone in evicted:
                 del sizes[gone]
         elif action == "take":
-            block = books.take_block()
+            block = allocator.allocate_block()
             blocks += [] if block is None else [block]
         elif action == "return" and blocks:
-            books.return_block(blocks.pop(number % len(blocks)))
-        elif name in residency.resident:
+            allocator.free_block(blocks.pop(number % len(blocks)))
+        elif name in adapter_cache.resident:
             if action == "touch":
-                residency.touch(name)
+                adapter_cache.touch(name)
                 recency = [n for n in recency if n != name] + [name]
             elif action == "pin":
-                residency.pin(name)
+                adapter_cache.pin(name)
                 pins.append(name)
             elif action == "unpin" and name in pins:
-                residency.unpin(name)
+                adapter_cache.unpin(name)
                 pins.remove(name)
-            elif action == "drop" and name not in pins:
-                residency.drop(name)
+            elif action == "evict" and name not in pins:
+                adapter_cache.free(name)
                 recency.remove(name)
                 del sizes[name]
-        residency.check_integrity()
-        books.check_integrity()
+        adapter_cache.check_integrity()
+        allocator.check_integrity()

@@ -56,7 +56,7 @@ class LazyEvent:
 
 @pytest.mark.slow
 @given(num_bytes=st.integers(1, 700), slot_bytes=st.integers(1, 256), num_slots=st.integers(1, 4))
-def test_a_ring_of_any_size_brings_every_byte(num_bytes: int, slot_bytes: int, num_slots: int) -> None:
+def test_a_ring_of_any_size_copies_every_byte(num_bytes: int, slot_bytes: int, num_slots: int) -> None:
     source = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8)
     target = torch.zeros_like(source)
     stream = LazyStream()
@@ -72,7 +72,7 @@ def test_a_ring_of_any_size_brings_every_byte(num_bytes: int, slot_bytes: int, n
     assert torch.equal(target, other)
 
 
-def test_a_slot_that_is_not_waited_for_would_be_seen() -> None:
+def test_a_ring_slot_reused_too_early_is_detected() -> None:
     """Negative control: the lazy stream detects a ring that reuses its slots too early."""
 
     class Careless(LazyStream):

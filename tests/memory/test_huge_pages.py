@@ -19,7 +19,7 @@ SMAPS = Path("/proc/self/smaps")
 
 @pytest.mark.parametrize("dtype", (torch.uint8, torch.bfloat16, torch.float32))
 @pytest.mark.parametrize("shape", ((3, 5), (7, 3, 2**19)))
-def test_it_is_memory_like_any_other(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_memory_in_huge_pages_behaves_like_any_other(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = empty(shape, dtype, CPU)
     assert tensor.shape == shape and tensor.dtype == dtype and tensor.is_contiguous()
     tensor.fill_(3)
@@ -31,7 +31,7 @@ def test_a_large_buffer_starts_at_a_huge_page() -> None:
     assert empty([2**23 + 5], torch.uint8, CPU).data_ptr() % 2**21 == 0
 
 
-def test_a_tensor_is_copied_where_huge_pages_are_for_it() -> None:
+def test_a_tensor_is_copied_only_where_huge_pages_help() -> None:
     large, small = torch.arange(2.0**20), torch.arange(3.0)
     copy = in_huge_pages(large)
     assert torch.equal(copy, large) and copy.data_ptr() != large.data_ptr() and copy.data_ptr() % 2**21 == 0
@@ -39,7 +39,7 @@ def test_a_tensor_is_copied_where_huge_pages_are_for_it() -> None:
 
 
 @pytest.mark.slow
-def test_a_view_keeps_the_memory_and_the_last_one_gives_it_back() -> None:
+def test_memory_is_freed_with_the_last_view() -> None:
     tensor = empty([2**24], torch.uint8, CPU)
     address = tensor.data_ptr()
     view = tensor[-3:].fill_(7)
@@ -54,7 +54,7 @@ def test_a_view_keeps_the_memory_and_the_last_one_gives_it_back() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux reports the requested advice")
-def test_huge_pages_are_asked_for() -> None:
+def test_huge_pages_are_requested() -> None:
     tensor = empty([2**24], torch.uint8, CPU)
     mapping = mapping_of(tensor.data_ptr())
     assert mapping is not None
@@ -62,7 +62,7 @@ def test_huge_pages_are_asked_for() -> None:
     assert flags is not None and "hg" in flags.group(1).split()
 
 
-def test_a_kernel_without_huge_pages_serves_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allocation_works_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huge_pages, "_ADVICE", 9999)  # invalid advice: madvise fails
     assert empty([2**22], torch.uint8, CPU).fill_(1).sum() == 2**22
     monkeypatch.setattr(huge_pages, "_ADVICE", None)

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlora.memory.adapter_cache import Residency
-from vlora.memory.books import ArenaBooks, BlockTables
+from tests.example_counts import scaled
+from vlora.memory.adapter_cache import AdapterCache
+from vlora.memory.block_manager import BlockManager
+from vlora.memory.page_allocator import PageAllocator
 from vlora.memory.prefix_cache import Key, PrefixCache, TokenChain
 from vlora.types import Request, VisionInput
 
@@ -31,27 +33,27 @@ def keys(request: Request, block_size: int = 4) -> list[Key]:
     return [chain.key(place) for place in range(len(request.prompt_ids) // block_size)]
 
 
-def tables_of(num_blocks: int, block_size: int = 2) -> BlockTables:
-    prefix = PrefixCache({})
-    return BlockTables(ArenaBooks(num_blocks, 1, displaced=prefix.drop), block_size, prefix)
+def make_block_manager(num_blocks: int, block_size: int = 2, prefix: PrefixCache | None = None) -> BlockManager:
+    prefix = prefix or PrefixCache({})
+    return BlockManager(PageAllocator(num_blocks, 1, on_evict=prefix.remove), block_size, prefix)
 
 
-def start(tables: BlockTables, name: str, *tokens: int) -> tuple[int, TokenChain]:
+def start(block_manager: BlockManager, name: str, *tokens: int) -> tuple[int, TokenChain]:
     """Reuse known blocks, compute and register the rest; return the number of reused tokens."""
     request = make_request(*tokens)
-    chain = tables.chain(request)
+    chain = block_manager.chain(request)
     assert chain is not None
-    found = tables.reuse(name, chain, 0, len(tokens))
-    assert tables.grow(name, len(tokens))
-    tables.learn(name, chain, found, len(tokens))
-    tables.check_integrity()
+    found = block_manager.reuse(name, chain, 0, len(tokens))
+    assert block_manager.grow(name, len(tokens))
+    block_manager.register_full_blocks(name, chain, found, len(tokens))
+    block_manager.check_integrity()
     return found, chain
 
 
 # -- keys -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_key_stands_for_all_tokens_up_to_its_block_s_end() -> None:
+def test_a_key_covers_all_tokens_up_to_the_end_of_its_block() -> None:
     one = keys(make_request(1, 2, 3, 4, 5, 6, 7, 8, 9))
     assert len(one) == 2 and all(len(key) == 16 for key in one)
     assert one == keys(make_request(1, 2, 3, 4, 5, 6, 7, 8, 0)), "a partial block has no key"
@@ -59,13 +61,13 @@ def test_a_key_stands_for_all_tokens_up_to_its_block_s_end() -> None:
     assert not set(one) & set(other), "the second blocks have the same tokens but different prefixes"
 
 
-def test_adapters_and_their_versions_share_nothing() -> None:
+def test_adapters_and_their_versions_have_different_keys() -> None:
     tokens = (1, 2, 3, 4)
     made = [keys(make_request(*tokens, adapter=name))[0] for name in (None, "a@1", "a@2", "b@1")]
     assert len(set(made)) == 4
 
 
-def test_placeholders_stand_for_what_they_show() -> None:
+def test_keys_depend_on_the_content_of_placeholders() -> None:
     def shown(*items: tuple[str, str, int], tokens: tuple[int, ...] = (1, IMAGE, IMAGE, IMAGE) * 2) -> list[Key]:
         return keys(make_request(*tokens, shown=items))
 
@@ -79,7 +81,7 @@ def test_placeholders_stand_for_what_they_show() -> None:
     assert split[0][0] != split[1][0]
 
 
-def test_images_and_videos_are_told_apart_in_one_block() -> None:
+def test_keys_distinguish_images_from_videos_in_one_block() -> None:
     tokens = (IMAGE, VIDEO, VIDEO, IMAGE)
     items = (("image", "x", 2), ("video", "y", 2))
     swapped = (("image", "y", 2), ("video", "x", 2))
@@ -87,7 +89,7 @@ def test_images_and_videos_are_told_apart_in_one_block() -> None:
     assert keys(make_request(*tokens, shown=items)) != keys(make_request(*tokens, shown=swapped))
 
 
-def test_an_answer_continues_the_chain_as_the_next_turn_s_prompt_will() -> None:
+def test_keys_of_an_answer_equal_those_of_the_next_turns_prompt() -> None:
     chain = TokenChain(make_request(1, 2, 3, IMAGE, 5, shown=(("image", "cat", 1),)), 4, PLACEHOLDERS)
     first = chain.key(0)
     with pytest.raises(AssertionError, match="before its tokens were known"):
@@ -98,7 +100,7 @@ def test_an_answer_continues_the_chain_as_the_next_turn_s_prompt_will() -> None:
     assert [first, chain.key(1)] == keys(turn)
 
 
-def test_a_placeholder_that_was_sampled_stands_for_nothing() -> None:
+def test_a_sampled_placeholder_represents_no_image() -> None:
     chain = TokenChain(make_request(1, 2), 4, PLACEHOLDERS)
     chain.append(IMAGE)
     chain.append(4)
@@ -109,160 +111,173 @@ def test_a_placeholder_that_was_sampled_stands_for_nothing() -> None:
 
 
 def test_a_second_request_shares_full_blocks_and_computes_its_last_token() -> None:
-    tables = tables_of(8)
-    assert start(tables, "a", 1, 2, 3, 4, 5)[0] == 0
-    assert start(tables, "b", 1, 2, 3, 4, 9)[0] == 4
-    assert tables.table("a")[:2] == tables.table("b")[:2] and tables.table("a")[2] != tables.table("b")[2]
-    assert start(tables, "c", 1, 2, 3, 4)[0] == 2, "all four tokens are known, but the last one is always computed"
-    assert tables.num_free_blocks == 8 - 3 - 1 - 1
-    assert [tables.num_users(block) for block in tables.table("a")] == [3, 2, 1]
+    block_manager = make_block_manager(8)
+    assert start(block_manager, "a", 1, 2, 3, 4, 5)[0] == 0
+    assert start(block_manager, "b", 1, 2, 3, 4, 9)[0] == 4
+    assert (
+        block_manager.table("a")[:2] == block_manager.table("b")[:2]
+        and block_manager.table("a")[2] != block_manager.table("b")[2]
+    )
+    assert start(block_manager, "c", 1, 2, 3, 4)[0] == 2, (
+        "all four tokens are known, but the last one is always computed"
+    )
+    assert block_manager.num_free_blocks == 8 - 3 - 1 - 1
+    assert [block_manager.num_users(block) for block in block_manager.table("a")] == [3, 2, 1]
 
 
 def test_blocks_of_ended_requests_are_kept_and_count_as_free() -> None:
-    tables = tables_of(3)
-    start(tables, "a", 1, 2, 3, 4, 5)
-    held = tables.table("a")
-    tables.free("a")
-    assert tables.num_cached_blocks == 2 and tables.num_free_blocks == 3
-    assert start(tables, "b", 1, 2, 3, 4, 6)[0] == 4
-    assert tables.table("b")[:2] == held[:2]
-    assert tables.num_cached_blocks == 0
+    block_manager = make_block_manager(3)
+    start(block_manager, "a", 1, 2, 3, 4, 5)
+    held = block_manager.table("a")
+    block_manager.free("a")
+    assert block_manager.num_cached_blocks == 2 and block_manager.num_free_blocks == 3
+    assert start(block_manager, "b", 1, 2, 3, 4, 6)[0] == 4
+    assert block_manager.table("b")[:2] == held[:2]
+    assert block_manager.num_cached_blocks == 0
 
 
-def test_the_least_recently_used_leaves_first_and_of_one_prompt_the_end_before_the_beginning() -> None:
-    tables = tables_of(6)
+def test_cached_blocks_are_evicted_in_lru_order_the_end_of_a_prompt_first() -> None:
+    block_manager = make_block_manager(6)
     chains = []
     for name, first in (("a", 10), ("b", 20)):
-        chains.append(start(tables, name, first, 1, 2, 3, 4)[1])
-        tables.free(name)
+        chains.append(start(block_manager, name, first, 1, 2, 3, 4)[1])
+        block_manager.free(name)
     old = [chains[0].key(place) for place in (0, 1)]
     new = [chains[1].key(place) for place in (0, 1)]
     for lost in ([], [], [old[1]], [old[1], old[0]], [old[1], old[0], new[1]]):
-        tables.grow("x", len(tables.table("x")) * 2 + 2)
-        assert tables.known == {*old, *new} - set(lost)
+        block_manager.grow("x", len(block_manager.table("x")) * 2 + 2)
+        assert block_manager.known == {*old, *new} - set(lost)
 
 
-def test_a_shared_block_goes_only_with_its_last_user() -> None:
-    tables = tables_of(4)
-    start(tables, "a", 1, 2, 3)
-    start(tables, "b", 1, 2, 4)
-    (shared, _), _ = tables.table("a"), tables.free("a")
-    assert tables.num_users(shared) == 1 and tables.num_cached_blocks == 0
-    assert not tables.grow("c", 2 * 3) and tables.grow("c", 2 * 2)
-    assert shared not in tables.table("c")
-    tables.check_integrity()
+def test_a_shared_block_is_freed_with_its_last_user() -> None:
+    block_manager = make_block_manager(4)
+    start(block_manager, "a", 1, 2, 3)
+    start(block_manager, "b", 1, 2, 4)
+    (shared, _), _ = block_manager.table("a"), block_manager.free("a")
+    assert block_manager.num_users(shared) == 1 and block_manager.num_cached_blocks == 0
+    assert not block_manager.grow("c", 2 * 3) and block_manager.grow("c", 2 * 2)
+    assert shared not in block_manager.table("c")
+    block_manager.check_integrity()
 
 
-def test_a_block_that_was_only_begun_gives_way_to_a_known_one() -> None:
-    tables = tables_of(4)
+def test_a_known_block_replaces_a_partially_filled_one() -> None:
+    block_manager = make_block_manager(4)
     request = make_request(1, 2, 3, 4, 5)
-    slow = tables.chain(request)
-    assert slow is not None and tables.grow("slow", 1)
-    start(tables, "quick", 1, 2, 3, 4, 6)
-    assert tables.num_free_blocks == 0
-    assert tables.reuse("slow", slow, 1, 5) == 4
-    assert tables.table("slow") == tables.table("quick")[:2]
-    assert tables.num_free_blocks == 1 and tables.writable("slow", 4) and not tables.writable("slow", 3)
-    tables.check_integrity()
+    slow = block_manager.chain(request)
+    assert slow is not None and block_manager.grow("slow", 1)
+    start(block_manager, "quick", 1, 2, 3, 4, 6)
+    assert block_manager.num_free_blocks == 0
+    assert block_manager.reuse("slow", slow, 1, 5) == 4
+    assert block_manager.table("slow") == block_manager.table("quick")[:2]
+    assert (
+        block_manager.num_free_blocks == 1
+        and block_manager.writable("slow", 4)
+        and not block_manager.writable("slow", 3)
+    )
+    block_manager.check_integrity()
 
 
-def test_cached_blocks_give_way_to_an_adapter_s_run() -> None:
+def test_cached_blocks_are_evicted_for_an_adapters_run() -> None:
     prefix = PrefixCache({})
-    books = ArenaBooks(6, 1, displaced=prefix.drop)
-    tables, residency = BlockTables(books, 2, prefix), Residency(books, 3)
-    start(tables, "a", *range(12))
-    assert residency.bring("x", 2) is None, "the blocks are in use"
-    tables.free("a")
-    assert tables.num_cached_blocks == 6
-    run = residency.bring("x", 2)
-    assert run is not None and residency.drain_evicted() == ()
-    assert tables.num_cached_blocks == tables.num_free_blocks == 4
+    allocator = PageAllocator(6, 1, on_evict=prefix.remove)
+    block_manager, adapter_cache = BlockManager(allocator, 2, prefix), AdapterCache(allocator, 3)
+    start(block_manager, "a", *range(12))
+    assert adapter_cache.allocate("x", 2) is None, "the blocks are in use"
+    block_manager.free("a")
+    assert block_manager.num_cached_blocks == 6
+    run = adapter_cache.allocate("x", 2)
+    assert run is not None and adapter_cache.drain_evicted() == ()
+    assert block_manager.num_cached_blocks == block_manager.num_free_blocks == 4
     # The beginning is at the high end, where blocks are allocated first.
-    assert start(tables, "a", *range(8))[0] == 6
-    books.check_integrity()
-    residency.check_integrity()
+    assert start(block_manager, "a", *range(8))[0] == 6
+    allocator.check_integrity()
+    adapter_cache.check_integrity()
 
 
-def test_a_free_gap_is_taken_before_cached_blocks_and_these_before_resident_adapters() -> None:
+def test_allocation_prefers_free_pages_then_cached_blocks_then_adapters() -> None:
     prefix = PrefixCache({})
-    books = ArenaBooks(8, 1, displaced=prefix.drop)
-    tables, residency = BlockTables(books, 1, prefix), Residency(books, 8)
-    start(tables, "a", *range(4))
-    tables.free("a")
-    assert residency.bring("x", 4) is not None and tables.num_cached_blocks == 4
-    assert residency.bring("y", 3) is not None and residency.drain_evicted() == () and tables.num_cached_blocks == 1
-    assert residency.bring("z", 3) is not None and residency.drain_evicted() == ("x",)
-    tables.check_integrity()
+    allocator = PageAllocator(8, 1, on_evict=prefix.remove)
+    block_manager, adapter_cache = BlockManager(allocator, 1, prefix), AdapterCache(allocator, 8)
+    start(block_manager, "a", *range(4))
+    block_manager.free("a")
+    assert adapter_cache.allocate("x", 4) is not None and block_manager.num_cached_blocks == 4
+    assert (
+        adapter_cache.allocate("y", 3) is not None
+        and adapter_cache.drain_evicted() == ()
+        and block_manager.num_cached_blocks == 1
+    )
+    assert adapter_cache.allocate("z", 3) is not None and adapter_cache.drain_evicted() == ("x",)
+    block_manager.check_integrity()
 
 
-def test_forgetting_a_version_leaves_nothing_to_be_found() -> None:
-    tables = tables_of(8)
+def test_no_block_of_a_forgotten_version_is_found() -> None:
+    block_manager = make_block_manager(8)
     chains = {}
     for adapter in ("a@1", "a@2"):
-        chains[adapter] = tables.chain(make_request(1, 2, 3, 4, 5, adapter=adapter))
+        chains[adapter] = block_manager.chain(make_request(1, 2, 3, 4, 5, adapter=adapter))
         chain = chains[adapter]
-        assert chain is not None and tables.grow(adapter, 4)
-        tables.learn(adapter, chain, 0, 4)
-    tables.free("a@1")
-    tables.forget("a@1")
-    tables.forget("a@2")  # still in use: no longer found, and freed afterwards
-    tables.check_integrity()
-    assert tables.num_cached_blocks == 0 and not tables.known
-    tables.free("a@2")
-    assert tables.num_cached_blocks == 0 and tables.num_free_blocks == 8
+        assert chain is not None and block_manager.grow(adapter, 4)
+        block_manager.register_full_blocks(adapter, chain, 0, 4)
+    block_manager.free("a@1")
+    block_manager.forget("a@1")
+    block_manager.forget("a@2")  # still in use: no longer found, and freed afterwards
+    block_manager.check_integrity()
+    assert block_manager.num_cached_blocks == 0 and not block_manager.known
+    block_manager.free("a@2")
+    assert block_manager.num_cached_blocks == 0 and block_manager.num_free_blocks == 8
     for adapter, chain in chains.items():
-        assert chain is not None and tables.reuse(adapter, chain, 0, 5) == 0
+        assert chain is not None and block_manager.reuse(adapter, chain, 0, 5) == 0
 
 
-def test_of_two_that_computed_the_same_the_first_is_kept() -> None:
-    tables = tables_of(4)
-    chains = [tables.chain(make_request(1, 2, 3)) for _ in range(2)]
+def test_of_two_blocks_with_equal_content_the_first_is_kept() -> None:
+    block_manager = make_block_manager(4)
+    chains = [block_manager.chain(make_request(1, 2, 3)) for _ in range(2)]
     for name, chain in zip("ab", chains, strict=True):
-        assert chain is not None and tables.reuse(name, chain, 0, 3) == 0 and tables.grow(name, 2)
+        assert chain is not None and block_manager.reuse(name, chain, 0, 3) == 0 and block_manager.grow(name, 2)
     for name, chain in zip("ab", chains, strict=True):
         assert chain is not None
-        tables.learn(name, chain, 0, 2)
-        tables.check_integrity()
-    tables.free("b")
-    assert tables.num_cached_blocks == 0
-    tables.free("a")
-    assert tables.num_cached_blocks == 1
+        block_manager.register_full_blocks(name, chain, 0, 2)
+        block_manager.check_integrity()
+    block_manager.free("b")
+    assert block_manager.num_cached_blocks == 0
+    block_manager.free("a")
+    assert block_manager.num_cached_blocks == 1
 
 
-@pytest.mark.parametrize("spoilt", ["users", "known", "cached"])
-def test_the_proof_fails_when_sharing_is_counted_wrongly(spoilt: str) -> None:
-    tables = tables_of(6)
+@pytest.mark.parametrize("corrupted", ["users", "known", "cached"])
+def test_the_integrity_check_finds_wrong_user_counts(corrupted: str) -> None:
+    prefix = PrefixCache({})
+    block_manager = make_block_manager(6, prefix=prefix)
     for name, last in (("a", 3), ("b", 4)):
-        start(tables, name, 1, 2, last)
-    start(tables, "c", 7, 8, 9)
-    tables.free("c")
-    (shared, _), (cached,) = tables.table("a"), tables.books.cached_blocks
-    assert tables._prefix is not None
-    if spoilt == "users":
-        tables._num_users[shared] += 1
-    elif spoilt == "known":
-        tables._prefix.learn(b"x", 0, None)  # a key of a block that was not computed
+        start(block_manager, name, 1, 2, last)
+    start(block_manager, "c", 7, 8, 9)
+    block_manager.free("c")
+    (shared, _), (cached,) = block_manager.table("a"), block_manager.allocator.cached_blocks
+    if corrupted == "users":
+        block_manager._num_users[shared] += 1
+    elif corrupted == "known":
+        prefix.add(b"x", 0, None)  # a key of a block that was not computed
     else:
-        tables._prefix.drop(cached)
+        prefix.remove(cached)
     with pytest.raises(AssertionError):
-        tables.check_integrity()
+        block_manager.check_integrity()
 
 
 @pytest.mark.slow
-@settings(max_examples=200)
+@settings(max_examples=scaled(200))
 @given(
     num_blocks=st.integers(4, 16),
     block_size=st.integers(1, 3),
     actions=st.lists(
         st.tuples(
-            st.sampled_from(["start", "start", "answer", "end", "end", "bring", "drop", "forget"]),
+            st.sampled_from(["start", "start", "answer", "end", "end", "load", "evict", "forget"]),
             st.integers(0, 5),
             st.lists(st.integers(0, 1), min_size=1, max_size=9),
         ),
         max_size=40,
     ),
 )
-def test_no_block_is_lost_doubled_or_taken_for_another(
+def test_blocks_are_never_lost_duplicated_or_mixed_up(
     num_blocks: int, block_size: int, actions: list[tuple[str, int, list[int]]]
 ) -> None:
     """Requests of two adapters start, continue and end while adapters are loaded and evicted.
@@ -270,58 +285,58 @@ def test_no_block_is_lost_doubled_or_taken_for_another(
     A model tracks the content of each block.
     """
     prefix = PrefixCache({})
-    books = ArenaBooks(num_blocks, 1, displaced=prefix.drop)
-    tables, residency = BlockTables(books, block_size, prefix), Residency(books, num_blocks // 2)
+    allocator = PageAllocator(num_blocks, 1, on_evict=prefix.remove)
+    block_manager, adapter_cache = BlockManager(allocator, block_size, prefix), AdapterCache(allocator, num_blocks // 2)
     chains: dict[str, TokenChain] = {}
     tokens: dict[str, list[int]] = {}
     holds: dict[int, object] = {}  # block -> adapter and tokens up to its end
-    books.on_renamed(lambda block, target: holds.update({target: holds.get(block)}))
+    allocator.on_block_moved(lambda block, target: holds.update({target: holds.get(block)}))
 
     def written(name: str, first: int) -> None:
         for place in range(first // block_size, len(tokens[name]) // block_size):
-            block = tables.table(name)[place]
-            assert tables.num_users(block) == 1, "a shared block was written"
+            block = block_manager.table(name)[place]
+            assert block_manager.num_users(block) == 1, "a shared block was written"
             holds[block] = (chains[name].adapter, *tokens[name][: (place + 1) * block_size])
 
     for action, number, text in actions:
         name, adapter = f"r{number}", f"a{number % 2}"
         if action == "start" and name not in chains:
-            chain = tables.chain(make_request(*text, adapter=adapter))
+            chain = block_manager.chain(make_request(*text, adapter=adapter))
             assert chain is not None
-            free = tables.num_free_blocks
-            found = tables.reuse(name, chain, 0, len(text))
+            free = block_manager.num_free_blocks
+            found = block_manager.reuse(name, chain, 0, len(text))
             assert found < len(text) and found % block_size == 0
-            for place, block in enumerate(tables.table(name)):
+            for place, block in enumerate(block_manager.table(name)):
                 assert holds[block] == (adapter, *text[: (place + 1) * block_size]), "wrong content found"
-            if tables.grow(name, len(text)):
+            if block_manager.grow(name, len(text)):
                 chains[name], tokens[name] = chain, list(text)
                 written(name, found)
-                tables.learn(name, chain, found, len(text))
+                block_manager.register_full_blocks(name, chain, found, len(text))
             else:
-                tables.free(name)
-                assert tables.num_free_blocks == free
+                block_manager.free(name)
+                assert block_manager.num_free_blocks == free
         elif action == "answer" and name in chains:
-            if tables.grow(name, len(tokens[name]) + 1):
+            if block_manager.grow(name, len(tokens[name]) + 1):
                 tokens[name].append(text[0])
                 chains[name].append(text[0])
-                assert tables.writable(name, len(tokens[name]) - 1)
+                assert block_manager.writable(name, len(tokens[name]) - 1)
                 written(name, len(tokens[name]) - 1)
-                tables.learn(name, chains[name], len(tokens[name]) - 1, len(tokens[name]))
+                block_manager.register_full_blocks(name, chains[name], len(tokens[name]) - 1, len(tokens[name]))
         elif action == "end" and name in chains:
-            tables.free(name)
+            block_manager.free(name)
             del chains[name], tokens[name]
-        elif action == "bring":
-            residency.bring(name, len(text))
-        elif action == "drop" and name in residency.resident:
-            residency.drop(name)
+        elif action == "load":
+            adapter_cache.allocate(name, len(text))
+        elif action == "evict" and name in adapter_cache.resident:
+            adapter_cache.free(name)
         elif action == "forget":
-            tables.forget(adapter)
+            block_manager.forget(adapter)
             assert not prefix.blocks_of(adapter)
-        for other, table in ((other, tables.table(other)) for other in chains):
+        for other, table in ((other, block_manager.table(other)) for other in chains):
             for place, block in enumerate(table[: len(tokens[other]) // block_size]):
                 assert holds[block] == (chains[other].adapter, *tokens[other][: (place + 1) * block_size])
-        tables.check_integrity()
-        books.check_integrity()
-        residency.check_integrity()
-        used = set(itertools.chain.from_iterable(tables.table(other) for other in chains))
-        assert len(used) + tables.num_free_blocks + books._blocks.count(1) == num_blocks
+        block_manager.check_integrity()
+        allocator.check_integrity()
+        adapter_cache.check_integrity()
+        used = set(itertools.chain.from_iterable(block_manager.table(other) for other in chains))
+        assert len(used) + block_manager.num_free_blocks + allocator.page_kinds.count(1) == num_blocks

@@ -33,7 +33,7 @@ def attend(matrix: torch.Tensor, contexts: list[list[int]]) -> torch.Tensor:
 
 @pytest.mark.parametrize("compiled", (True, False), ids=("compiled", "plain"))
 @pytest.mark.parametrize("lengths", ((6, 7), (2, 9)), ids=("padded", "ragged"))
-def test_what_is_not_a_number_in_anothers_kv_stays_there(
+def test_nan_in_another_requests_kv_does_not_spread(
     lengths: tuple[int, int], compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two requests in separate blocks, with NaN in all other rows."""

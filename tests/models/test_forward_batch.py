@@ -23,7 +23,7 @@ def batches(draw: st.DrawFn) -> tuple[list[BatchItem], str | None]:
 
 
 @given(batches())
-def test_an_adapter_s_tokens_lie_together_short_lanes_first_and_the_merged_one_s_last(
+def test_tokens_are_sorted_by_adapter_short_lanes_first_the_merged_one_last(
     batch: tuple[list[BatchItem], str | None],
 ) -> None:
     items, merged = batch

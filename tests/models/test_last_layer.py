@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from atmm import Lane
-from tests.engine.test_reuse import Reference
 from tests.families import FAMILIES, Prompt, make_prompt
-from tests.harness import FixedModes, Recorded
+from tests.harness import FixedModes, RecordingEngine
+from tests.references import Reference
 from vlora.errors import UnsupportedModel
 from vlora.lora.adapted_linear import LaneScope
 from vlora.models import runner
@@ -32,8 +32,8 @@ PLANS: dict[str, list[tuple[Mode, str | None]]] = {
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return Reference(request.param, tmp_path_factory.mktemp(request.param))
+def reference(request: pytest.FixtureRequest, references: Callable[[str], Reference]) -> Reference:
+    return references(request.param)
 
 
 class CountedRows:
@@ -54,15 +54,15 @@ def answers_of(
 ) -> tuple[list[torch.Tensor], CountedRows]:
     """Logits of every answer, and the rows that k_proj, gate_proj and down_proj compute in the last layer."""
     policy = FixedModes(Mode.UNMERGED, plan=PLANS[mode])  # each run starts with its first mode
-    recorded = Recorded(reference, policy, max_step_tokens=step_tokens, prefix_cache=False)
-    layer: Any = recorded.engine._seam.text_model.layers[-1]
+    recorded = RecordingEngine(reference, policy, max_step_tokens=step_tokens, prefix_cache=False)
+    layer: Any = recorded.engine.parts.device.hf_model.text_model.layers[-1]
     counted = CountedRows([layer.self_attn.k_proj, layer.mlp.gate_proj, layer.mlp.down_proj])
     return [logits for _, logits in recorded.answer(cases, NUM_TOKENS)], counted
 
 
 @pytest.mark.parametrize("step_tokens", (512, 13), ids=("whole", "chunks"))
 @pytest.mark.parametrize("mode", PLANS)
-def test_rows_that_are_read_are_as_if_all_were_computed(
+def test_limited_rows_equal_those_of_a_full_layer(
     reference: Reference, mode: str, step_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cases = [
@@ -87,7 +87,7 @@ def test_rows_that_are_read_are_as_if_all_were_computed(
     assert some.totals == [computed, read, read]
 
 
-def test_a_chunk_without_an_answer_computes_keys_and_values_only(reference: Reference) -> None:
+def test_a_chunk_without_an_answer_computes_only_keys_and_values(reference: Reference) -> None:
     prompt = make_prompt(reference.family, reference.model, 1, num_images=1)
     _, counted = answers_of(reference, [("wide8", prompt)], "unmerged", 8)
     keys, gates, _ = counted.calls
@@ -108,7 +108,7 @@ def test_a_layer_of_another_shape_is_refused() -> None:
 
 
 @given(st.data())
-def test_lanes_over_some_rows_say_of_each_what_they_said_before(data: st.DataObject) -> None:
+def test_lanes_of_selected_rows_keep_the_adapter_of_each_row(data: st.DataObject) -> None:
     num_rows = data.draw(st.integers(1, 12))
     lanes = []
     for number in range(data.draw(st.integers(0, 4))):

@@ -16,8 +16,7 @@ from transformers.generation.logits_process import (
 )
 
 from vlora.errors import BadRequest
-from vlora.models.logits import Written, adjusted
-from vlora.models.sampling import sample
+from vlora.models.sampling import Written, adjusted, sample
 from vlora.types import MAX_BIASED_TOKENS, SamplingParams
 
 VOCAB = 12
@@ -96,7 +95,7 @@ def test_rows_do_not_change_each_other() -> None:
 
 
 @given(st.integers(0, 99), st.floats(0.01, 1), st.floats(0.2, 4))
-def test_min_p_leaves_the_tokens_that_transformers_leaves(seed: int, min_p: float, temperature: float) -> None:
+def test_min_p_keeps_the_same_tokens_as_transformers(seed: int, min_p: float, temperature: float) -> None:
     logits = logits_of(seed)
     left = MinPLogitsWarper(min_p)(torch.zeros(1, 1, dtype=torch.long), logits.double() / temperature)
     params = SamplingParams(temperature=temperature, min_p=min_p)
@@ -131,7 +130,7 @@ def test_min_p_is_applied_before_top_p() -> None:
         ({"min_tokens": 1, "grammar": "start: /a/"}, "min_tokens"),
     ],
 )
-def test_what_is_out_of_range_is_refused_by_name(fields: Mapping[str, Any], field: str) -> None:
+def test_values_out_of_range_are_refused_by_name(fields: Mapping[str, Any], field: str) -> None:
     with pytest.raises(BadRequest, match=field) as refused:
         SamplingParams(**fields)
     assert refused.value.field == field

@@ -25,11 +25,11 @@ _OWN = "raise SystemExit('code was run without permission')"
 
 
 @pytest.fixture(autouse=True)
-def nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    def asked(text: str = "") -> str:
+def no_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prompted(text: str = "") -> str:
         raise AssertionError(f"prompt on the terminal: {text}")
 
-    monkeypatch.setattr(builtins, "input", asked)
+    monkeypatch.setattr(builtins, "input", prompted)
 
 
 @pytest.fixture
@@ -57,14 +57,14 @@ def change(file: Path, **fields: Any) -> None:
     ],
     ids=["config", "weights", "random weights", "tune", "front end"],
 )
-def test_a_model_that_only_its_own_code_can_read_is_refused(folder: Path, read: Any) -> None:
+def test_a_model_that_needs_custom_code_is_refused(folder: Path, read: Any) -> None:
     change(folder / "config.json", model_type="own", auto_map={"AutoConfig": "own.Config", "AutoModel": "own.Model"})
-    with pytest.raises(BadConfig, match=r"model' needs custom code \(auto_map\) for AutoConfig,") as told:
+    with pytest.raises(BadConfig, match=r"model' needs custom code \(auto_map\) for AutoConfig,") as error:
         read(str(folder))
-    assert "trust_remote_code" not in str(told.value), "this setting does not exist here"
+    assert "trust_remote_code" not in str(error.value), "this setting does not exist here"
 
 
-def test_a_model_that_the_hub_does_not_give_is_refused_with_what_mends_it(folder: Path) -> None:
+def test_an_unavailable_hub_model_is_refused_with_a_remedy(folder: Path) -> None:
     with pytest.raises(BadConfig, match=r"(?s)cannot load model 'no-such/model': .*HTTPS_PROXY.*HF_ENDPOINT.*HF_HOME"):
         read_config("no-such/model")
     (folder / "config.json").unlink()
@@ -81,7 +81,9 @@ def test_a_model_that_the_hub_does_not_give_is_refused_with_what_mends_it(folder
         (AutoProcessor, "processor_config.json", {"processor_class": "Own"}),
     ],
 )
-def test_so_is_a_tokenizer_or_processor(tmp_path: Path, kind: Any, file: str, fields: dict[str, Any]) -> None:
+def test_a_tokenizer_or_processor_that_needs_custom_code_is_refused(
+    tmp_path: Path, kind: Any, file: str, fields: dict[str, Any]
+) -> None:
     (tmp_path / "own.py").write_text(_OWN)
     own = ["own.Own", "own.Own"] if kind is AutoTokenizer else "own.Own"
     change(tmp_path / file, auto_map={kind.__name__: own}, **fields)
@@ -89,7 +91,7 @@ def test_so_is_a_tokenizer_or_processor(tmp_path: Path, kind: Any, file: str, fi
         from_pretrained(kind, tmp_path)
 
 
-def test_what_transformers_knows_is_read_by_its_own_classes_whatever_lies_beside(folder: Path) -> None:
+def test_code_files_beside_a_supported_checkpoint_are_ignored(folder: Path) -> None:
     plain = InputProcessor.from_pretrained(str(checkpoint_path()))
     change(folder / "config.json", auto_map={"AutoConfig": "own.Own", "AutoModelForImageTextToText": "own.Own"})
     change(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": ["own.Own", "own.Own"]})
@@ -101,12 +103,12 @@ def test_what_transformers_knows_is_read_by_its_own_classes_whatever_lies_beside
     assert type(processor.image_processor) is type(plain.image_processor)
 
 
-def test_other_mistakes_stay_what_they_are(tmp_path: Path) -> None:
+def test_other_errors_are_raised_unchanged(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="nowhere"):
         from_pretrained(AutoConfig, tmp_path / "nowhere")
 
 
-def test_bars_are_for_terminals(capfd: pytest.CaptureFixture[str]) -> None:
+def test_progress_bars_are_shown_on_terminals_only(capfd: pytest.CaptureFixture[str]) -> None:
     logging.enable_progress_bar()  # type: ignore[no-untyped-call]
     from_pretrained(AutoModelForImageTextToText, checkpoint_path())
     assert "Loading weights" not in capfd.readouterr().err

@@ -2,59 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlavaNextProcessor, PreTrainedTokenizerFast
-from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
-from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers import LlavaNextProcessor
 
-from tests.families import FAMILIES, IMAGE, VISION_END, VISION_START, build_model
+from tests.families import FAMILIES, IMAGE, build_model
+from tests.processors import image_processor, tokenizer
 from vlora.errors import BadConfig, BadRequest
 from vlora.models import InputProcessor
-from vlora.models.hf_adapter import Seam
+from vlora.models.hf_model import HFModel
 from vlora.models.processing import to_tensor
 from vlora.types import TensorValue
 
 SIZES = ((40, 24), (20, 33), (64, 64), (17, 50))
-PINPOINTS = [[16, 32], [32, 16], [32, 32]]
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    special = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3, "<image>": IMAGE, "<vs>": VISION_START, "<ve>": VISION_END}
-    words = {word: 4 + index for index, word in enumerate(["what", "is", "shown", "in", "the", "picture", "?"])}
-    inner = Tokenizer(models.WordLevel({**special, **words}, unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inner,
-        pad_token="<pad>",
-        bos_token="<s>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        additional_special_tokens=["<image>", "<vs>", "<ve>"],
-        chat_template=(
-            "<s>{% for m in messages %}{% for c in m['content'] %}"
-            "{% if c['type'] == 'image' %}<image>{% else %} {{ c['text'] }}{% endif %}{% endfor %}{% endfor %}"
-        ),
-    )
-
-
-def image_processor(family: str) -> Any:
-    if family.startswith("qwen"):
-        size = {"shortest_edge": 16 * 16, "longest_edge": 64 * 64}
-        return Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size=size)
-    crop = {"height": 16, "width": 16}
-    if family == "llava":
-        return CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=crop)
-    if family == "llava_next":
-        return LlavaNextImageProcessorPil(size={"shortest_edge": 16}, crop_size=crop, image_grid_pinpoints=PINPOINTS)
-    return LlavaOnevisionImageProcessorPil(size=crop, image_grid_pinpoints=PINPOINTS)
 
 
 def pictures(count: int) -> list[Image.Image]:
@@ -66,32 +28,32 @@ def pictures(count: int) -> list[Image.Image]:
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def pair(request: pytest.FixtureRequest) -> tuple[InputProcessor, Seam]:
+def pair(request: pytest.FixtureRequest) -> tuple[InputProcessor, HFModel]:
     model = build_model(request.param)
-    return InputProcessor(model.config, tokenizer(), image_processor(request.param)), Seam(model)
+    return InputProcessor(model.config, tokenizer(), image_processor(request.param)), HFModel(model)
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_as_many_placeholders_as_embeddings(pair: tuple[InputProcessor, Seam], count: int) -> None:
-    processor, seam = pair
+def test_as_many_placeholders_as_embeddings(pair: tuple[InputProcessor, HFModel], count: int) -> None:
+    processor, hf_model = pair
     encoded = processor.encode(processor.chat("what is shown ?", count), pictures(count))
     assert len(encoded.vision) == count
     assert encoded.prompt_ids.count(IMAGE) == sum(item.num_tokens for item in encoded.vision)
     with torch.no_grad():
         for item in encoded.vision:
             fields = {name: to_tensor(value) for name, value in item.fields.items()}
-            (features,) = seam.encode("image", [fields])
+            (features,) = hf_model.encode("image", [fields])
             assert len(features.rows) == item.num_tokens
 
 
-def test_images_encoded_together_are_as_if_alone(pair: tuple[InputProcessor, Seam]) -> None:
-    processor, seam = pair
+def test_images_encoded_together_are_as_if_alone(pair: tuple[InputProcessor, HFModel]) -> None:
+    processor, hf_model = pair
     encoded = processor.encode(processor.chat("what is shown ?", 4), pictures(4))
     fields = [{name: to_tensor(value) for name, value in item.fields.items()} for item in encoded.vision]
     with torch.no_grad():
-        together = seam.encode("image", fields)
+        together = hf_model.encode("image", fields)
         for made, item in zip(together, fields, strict=True):
-            (alone,) = seam.encode("image", [item])
+            (alone,) = hf_model.encode("image", [item])
             torch.testing.assert_close(made.rows, alone.rows, rtol=1e-4, atol=1e-5)
 
 
@@ -113,7 +75,7 @@ def test_llava_next_counts_as_its_own_processor_does() -> None:
         assert list(processor.encode(prompt, [picture]).prompt_ids) == list(want)
 
 
-def test_the_hash_is_the_content(pair: tuple[InputProcessor, Seam]) -> None:
+def test_the_hash_covers_the_content(pair: tuple[InputProcessor, HFModel]) -> None:
     processor, _ = pair
     first, second = pictures(2)
     prompt = processor.chat("what ?", 1)
@@ -121,7 +83,7 @@ def test_the_hash_is_the_content(pair: tuple[InputProcessor, Seam]) -> None:
     assert hashes[0] == hashes[2] != hashes[1]
 
 
-def test_markers_and_images_must_match(pair: tuple[InputProcessor, Seam]) -> None:
+def test_markers_and_images_must_match(pair: tuple[InputProcessor, HFModel]) -> None:
     processor, _ = pair
     with pytest.raises(BadRequest, match=r"2 image markers .* but 1 images"):
         processor.encode(processor.chat("what ?", 2), pictures(1))
@@ -129,7 +91,7 @@ def test_markers_and_images_must_match(pair: tuple[InputProcessor, Seam]) -> Non
         processor.encode(processor.chat("what <image> ?"), [])
 
 
-def test_one_beginning_of_text(pair: tuple[InputProcessor, Seam]) -> None:
+def test_one_beginning_of_text(pair: tuple[InputProcessor, HFModel]) -> None:
     processor, _ = pair
     assert processor.encode(processor.chat("what is shown ?")).prompt_ids.count(1) == 1
 
@@ -137,21 +99,21 @@ def test_one_beginning_of_text(pair: tuple[InputProcessor, Seam]) -> None:
 @pytest.mark.parametrize(
     "text", ["<s> what is shown", "what is <s> shown </s> ?", "", "what what " * 300, "unknown \U0001f600 words"]
 )
-def test_prompts_are_tokenized_as_by_the_tokenizers_own_call(pair: tuple[InputProcessor, Seam], text: str) -> None:
+def test_prompts_are_tokenized_as_by_the_tokenizers_own_call(pair: tuple[InputProcessor, HFModel], text: str) -> None:
     processor, _ = pair
     special = not text.startswith("<s>")
     expected = tuple(processor.tokenizer(text, add_special_tokens=special)["input_ids"])
     assert processor.encode(text).prompt_ids == expected
 
 
-def test_a_tokenizer_that_was_told_to_cut_and_to_pad_does_neither_to_prompts() -> None:
+def test_truncation_and_padding_settings_of_a_tokenizer_are_ignored() -> None:
     words = tokenizer()
     words(["what", "what is"], padding="max_length", max_length=8, truncation=True)
     processor = InputProcessor(build_model("qwen2_vl").config, words, image_processor("qwen2_vl"))
     assert len(processor.encode("what " * 20).prompt_ids) == 20 and len(processor.encode("what").prompt_ids) == 1
 
 
-def test_a_model_without_a_chat_template(pair: tuple[InputProcessor, Seam]) -> None:
+def test_a_model_without_a_chat_template(pair: tuple[InputProcessor, HFModel]) -> None:
     processor, _ = pair
     bare = tokenizer()
     bare.chat_template = None
@@ -159,7 +121,7 @@ def test_a_model_without_a_chat_template(pair: tuple[InputProcessor, Seam]) -> N
         InputProcessor(processor.config, bare, processor.image_processor).chat("what ?")
 
 
-def test_tensors_survive_the_wire_or_say_why() -> None:
+def test_tensors_are_serialized_or_refused_with_a_reason() -> None:
     tensor = torch.arange(6, dtype=torch.int64).reshape(2, 3)
     from vlora.models.processing import tensor_value
 

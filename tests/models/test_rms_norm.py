@@ -26,7 +26,7 @@ class OffsetRMSNorm(nn.Module):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_norms_of_every_family_are_computed_by_the_kernel(family: str) -> None:
+def test_norms_of_every_family_use_the_kernel(family: str) -> None:
     model = build_model(family)
     norms = [module for name, module in model.named_modules() if type(module).__name__.endswith("RMSNorm")]
     assert fuse_norms(model) == len(norms) > 0
@@ -38,6 +38,6 @@ def test_norms_of_every_family_are_computed_by_the_kernel(family: str) -> None:
     assert names == set(dict(build_model(family).named_parameters()))
 
 
-def test_another_formula_is_left_alone() -> None:
+def test_norms_with_another_formula_are_not_replaced() -> None:
     model = nn.Sequential(OffsetRMSNorm())
     assert fuse_norms(model) == 0 and type(model[0]) is OffsetRMSNorm

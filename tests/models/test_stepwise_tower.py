@@ -7,11 +7,11 @@ import torch
 
 import atmm
 from tests.families import FAMILIES, VIDEO_FAMILIES, build_model, make_prompt
-from vlora.models import stepwise_tower
 from vlora.models.families import encode_patches, patch_flops
-from vlora.models.hf_adapter import Seam, VisionFeatures
+from vlora.models.hf_model import HFModel, VisionFeatures
 from vlora.models.processing import to_tensor
-from vlora.models.stepwise_tower import PacedCall
+from vlora.models.vision import stepwise_tower
+from vlora.models.vision.stepwise_tower import PacedCall
 from vlora.types import VisionInput
 
 Fields = list[dict[str, torch.Tensor]]
@@ -32,10 +32,10 @@ def fields_of(items: tuple[VisionInput, ...]) -> Fields:
     return [{name: to_tensor(value) for name, value in item.fields.items()} for item in items]
 
 
-def encode(seam: Seam, kind: str, fields: Fields, lanes: list[atmm.Lane]) -> list[VisionFeatures]:
-    units = sum(seam.num_units(kind, item) for item in fields)
-    with seam.vision_scope.lanes(units, lanes):
-        return seam.encode(kind, fields)
+def encode(hf_model: HFModel, kind: str, fields: Fields, lanes: list[atmm.Lane]) -> list[VisionFeatures]:
+    units = sum(hf_model.num_units(kind, item) for item in fields)
+    with hf_model.vision_scope.lanes(units, lanes):
+        return hf_model.encode(kind, fields)
 
 
 def in_steps(call: PacedCall[list[VisionFeatures]], flops: float) -> int:
@@ -61,10 +61,10 @@ def test_in_steps_and_at_once_are_bit_equal(family: str, kind: str, small_pieces
         pytest.skip("the family does not accept videos")
     model = build_model(family)
     items = images_of(family, model) if kind == "image" else images_of(family, model, 0, 1)
-    seam, fields = Seam(model), fields_of(items)
+    hf_model, fields = HFModel(model), fields_of(items)
     with torch.inference_mode():
-        whole = encode(seam, kind, fields, [])
-    call = PacedCall(lambda: encode(seam, kind, fields, []))
+        whole = encode(hf_model, kind, fields, [])
+    call = PacedCall(lambda: encode(hf_model, kind, fields, []))
     assert in_steps(call, 1e5) > 5
     assert_equal(call.result, whole)
 
@@ -78,45 +78,45 @@ def test_pieces_give_what_the_published_code_gives(family: str, small_pieces: No
     with torch.inference_mode():
         rest = {name: fields[name] for name in names[1:] if name in fields}
         wanted = published.model.get_image_features(fields["pixel_values"], **rest, return_dict=True).pooler_output
-        (found,) = Seam(build_model(family)).encode("image", [fields])
+        (found,) = HFModel(build_model(family)).encode("image", [fields])
     torch.testing.assert_close(found.rows, wanted[0].reshape(found.rows.shape), rtol=1e-4, atol=1e-5)
 
 
 def test_other_lanes_between_two_steps_change_nothing(small_pieces: None) -> None:
     model = build_model("qwen2_vl")
-    seam, fields = Seam(model), fields_of(images_of("qwen2_vl", model))
+    hf_model, fields = HFModel(model), fields_of(images_of("qwen2_vl", model))
     lanes = []
     for key in ("a", "b"):
-        for layer in seam.vision_linears.values():
+        for layer in hf_model.vision_linears.values():
             down, up = torch.randn(4, layer.in_features), torch.randn(4, layer.out_features)
             layer.site.factors[key] = atmm.Factors(down, up)
-        units = sum(seam.num_units("image", item) for item in fields)
+        units = sum(hf_model.num_units("image", item) for item in fields)
         lanes.append([atmm.Lane(key, 0, units, 1.0)])
     with torch.inference_mode():
-        first, second = (encode(seam, "image", fields, each) for each in lanes)
+        first, second = (encode(hf_model, "image", fields, each) for each in lanes)
     assert not torch.equal(first[0].rows, second[0].rows)
-    call = PacedCall(lambda: encode(seam, "image", fields, lanes[0]))
+    call = PacedCall(lambda: encode(hf_model, "image", fields, lanes[0]))
     done = False
     while not done:
         with torch.inference_mode():
             done = call.advance(5e5)
-            with seam.vision_scope.suspended():
-                assert_equal(encode(seam, "image", fields, lanes[1]), second)
+            with hf_model.vision_scope.suspended():
+                assert_equal(encode(hf_model, "image", fields, lanes[1]), second)
     assert_equal(call.result, first)
 
 
-def test_a_call_that_is_abandoned_leaves_its_lanes(small_pieces: None) -> None:
+def test_an_abandoned_call_exits_its_lanes(small_pieces: None) -> None:
     model = build_model("llava")
-    seam, fields = Seam(model), fields_of(images_of("llava", model))
-    call = PacedCall(lambda: encode(seam, "image", fields, [atmm.Lane("gone", 0, 2, 1.0)]))
+    hf_model, fields = HFModel(model), fields_of(images_of("llava", model))
+    call = PacedCall(lambda: encode(hf_model, "image", fields, [atmm.Lane("gone", 0, 2, 1.0)]))
     with torch.inference_mode():
         assert not call.advance(1e4)
-    assert seam.vision_scope.plan_for(2) is not None
+    assert hf_model.vision_scope.plan_for(2) is not None
     call.close()
-    assert seam.vision_scope.plan_for(2) is None
+    assert hf_model.vision_scope.plan_for(2) is None
 
 
-def test_what_a_call_raises_comes_out_of_its_step() -> None:
+def test_an_exception_of_a_call_is_raised_by_its_step() -> None:
     def fail() -> None:
         stepwise_tower.spend(1e9)
         raise ValueError("broken")
@@ -129,11 +129,11 @@ def test_what_a_call_raises_comes_out_of_its_step() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("count", [1, 2])
-def test_patches_are_counted_as_the_operations_that_are_spent(family: str, count: int) -> None:
+def test_patch_counts_match_the_operations_spent(family: str, count: int) -> None:
     model = build_model(family)
     items = images_of(family, model, count)
-    seam = Seam(model)
-    call = PacedCall(lambda: encode(seam, "image", fields_of(items), []))
+    hf_model = HFModel(model)
+    call = PacedCall(lambda: encode(hf_model, "image", fields_of(items), []))
     in_steps(call, 1e15)
     expected = sum(encode_patches(model.config, item) for item in items)
     # Class tokens and tiles that only pad a batch are not counted.

@@ -50,7 +50,7 @@ with_the_base = st.lists(st.tuples(st.sampled_from([None, *ADAPTERS]), st.floats
 
 
 @given(queue=adapters_only, max_batch_size=st.integers(1, 16), merged=st.sampled_from([None, *ADAPTERS]))
-def test_decisions_equal_the_paper_s_wherever_no_repair_applies(
+def test_decisions_equal_the_paper_where_no_change_applies(
     queue: list[tuple[str, float]], max_batch_size: int, merged: str | None
 ) -> None:
     """Decisions match the paper where none of the changes applies.
@@ -75,7 +75,7 @@ def test_decisions_equal_the_paper_s_wherever_no_repair_applies(
     merged=st.sampled_from([None, *ADAPTERS]),
     mergeable=st.sets(st.sampled_from(ADAPTERS)),
 )
-def test_every_decision_can_be_run(
+def test_every_decision_is_feasible(
     queue: list[tuple[str | None, float]], max_batch_size: int, merged: str | None, mergeable: set[str]
 ) -> None:
     requests = [Candidate(f"r{i}", adapter, credit) for i, (adapter, credit) in enumerate(queue)]
@@ -90,29 +90,29 @@ def test_every_decision_can_be_run(
         assert decision.merged_adapter is None
         assert len(decision.order) == min(max_batch_size, len(requests)), "unmerged mode fills the batch"
     starving = sorted((r for r in requests if r.credit > THETA_S), key=lambda r: -r.credit)[:max_batch_size]
-    in_turn = [r for r in requests if r in starving]
-    assert decision.order[: len(starving)] == ids(in_turn), "starving requests run first"
+    scheduling_order = [r for r in requests if r in starving]
+    assert decision.order[: len(starving)] == ids(scheduling_order), "starving requests run first"
 
 
-def test_low_load_merges_because_the_batch_is_only_as_large_as_the_queue() -> None:
+def test_merges_at_low_load() -> None:
     assert decide(requests_of("a"), 32) == Decision(Mode.MERGED, "a", ("r0",))
     assert paper(requests_of("a"), 32).mode is Mode.UNMERGED, "without the change it does not merge"
 
 
-def test_starving_requests_are_served_by_credit_and_cut_to_the_batch() -> None:
+def test_starving_requests_are_sorted_by_credit_and_cut_to_the_batch() -> None:
     ready = [Candidate(f"r{i}", "a", credit) for i, credit in enumerate((1.5, 3.0, 2.0, 2.5))]
     assert decide(ready, 2) == Decision(Mode.UNMERGED, None, ("r1", "r3"))
     assert len(paper(ready, 2).order) > 2, "without the change the batch overflows"
 
 
-def test_a_tie_keeps_what_is_merged_now() -> None:
+def test_a_tie_keeps_the_merged_adapter() -> None:
     ready = requests_of("a", "b", "a", "b", "a", "b")
     assert decide(ready, 4, merged="b") == Decision(Mode.MERGED, "b", ("r1", "r3", "r5"))
     assert decide(ready, 4, merged="a").merged_adapter == "a"
     assert decide(ready, 4, merged="c").merged_adapter == "a", "the earliest group wins if neither is merged"
 
 
-def test_base_model_requests_are_a_group_whose_merged_form_is_w0() -> None:
+def test_base_model_requests_form_a_group_merged_as_w0() -> None:
     assert decide(requests_of(None, None, "a")) == Decision(Mode.MERGED, None, ("r0", "r1"))
     tie = requests_of("a", None, "a", None)
     assert decide(tie, 2, merged=None).order == ("r1", "r3"), "a tie keeps W0"
@@ -126,7 +126,7 @@ def test_an_adapter_below_the_fidelity_floor_is_never_merged() -> None:
 
 
 def test_policies_are_chosen_by_name() -> None:
-    assert isinstance(make_policy("vlora"), Algorithm1)
+    assert isinstance(make_policy("algorithm1"), Algorithm1)
     with pytest.raises(BadConfig, match="'fifo'") as caught:
         make_policy("fifo")
     assert all(name in str(caught.value) for name in POLICIES)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.example_counts import scaled
 from vlora.orchestrator import CostModel, Costs, StepSize
 from vlora.types import Batch, BatchItem, Mode
 
@@ -54,7 +55,7 @@ def batch(merged: str | None, *items: tuple[str | None, int]) -> Batch:
     return Batch(Mode.UNMERGED if merged is None else Mode.MIXED, merged, tuple(placed), ())
 
 
-def test_an_adapter_s_tokens_are_one_lane_and_the_others_share_the_branch() -> None:
+def test_an_adapter_has_one_lane_and_all_others_share_the_branch() -> None:
     items = (("a", 1), ("b", 30), (None, 4), ("a", 2), ("b", 1))
     assert StepSize.of(batch(None, *items)) == StepSize(38, (3, 31), 500)
     assert StepSize.of(batch("b", *items)) == StepSize(38, (3, 7), 500), "a's lane, and the branch of a and the base"
@@ -63,7 +64,7 @@ def test_an_adapter_s_tokens_are_one_lane_and_the_others_share_the_branch() -> N
     assert StepSize.of(batch(None, (None, 5))) == StepSize(5, (), 100)
 
 
-def test_a_lane_is_priced_by_its_own_length() -> None:
+def test_the_cost_of_a_lane_depends_on_its_length() -> None:
     short, long, longer = (TRUE.lanes_s(length) for length in (8, 9, 10))
     assert short == pytest.approx(0.004 + 8 * 0.002)
     assert (long, longer - long) == (pytest.approx(0.017 + 9 * 0.0003), pytest.approx(0.0003))
@@ -74,7 +75,7 @@ def test_a_lane_is_priced_by_its_own_length() -> None:
     assert TRUE.lanes_s(0, 0) == 0
 
 
-def test_where_all_lanes_are_computed_alike_none_is_short() -> None:
+def test_no_lane_is_short_where_all_are_computed_alike() -> None:
     alike = TRUE._replace(short_lane=0)
     assert alike.lanes_s(1) == pytest.approx(0.0173)
     assert step(9, (1, 8)).features(0)[2:] == (0, 9, 0, 0, 2)
@@ -86,13 +87,13 @@ def test_nothing_is_assumed_before_the_first_sample() -> None:
     assert cost.switch_s == 0.0
 
 
-def test_one_sample_is_enough_to_expect_the_same_again() -> None:
+def test_one_sample_predicts_the_same_step() -> None:
     cost = CostModel(8)
     cost.observe_step(step(16, (2,) * 8, 4000), 0.2)
     assert abs(cost.costs.step_s(step(16, (2,) * 8, 4000)) - 0.2) < 0.01
 
 
-def test_what_cannot_be_told_apart_is_put_down_to_lanes_until_a_merged_step_tells() -> None:
+def test_time_is_attributed_to_lanes_until_a_merged_step_is_seen() -> None:
     cost = CostModel(8)
     unmerged, merged = step(512, (512,)), step(512)
     for _ in range(50):
@@ -104,7 +105,7 @@ def test_what_cannot_be_told_apart_is_put_down_to_lanes_until_a_merged_step_tell
     assert relative_error(cost, unmerged) < 0.1
 
 
-def test_an_adapter_that_many_want_is_read_once() -> None:
+def test_the_cost_per_adapter_is_separate_from_the_cost_per_token() -> None:
     """Eight requests decode with eight adapters, with one adapter, or merged: three learned costs."""
     cost = CostModel(8)
     steps = [step(8, (1,) * 8), step(8, (8,)), step(8), step(300, (150, 150))]
@@ -116,7 +117,7 @@ def test_an_adapter_that_many_want_is_read_once() -> None:
     assert abs(apart - together - 7 * 0.004) < 0.003
 
 
-def test_long_lanes_have_prices_of_their_own() -> None:
+def test_long_lanes_have_their_own_costs() -> None:
     """Learned from steps with prompts and decoding requests; predicted for steps that were never observed."""
     draws = random.Random(3)
     cost = CostModel(8)
@@ -130,7 +131,7 @@ def test_long_lanes_have_prices_of_their_own() -> None:
         assert relative_error(cost, size) < 0.05
 
 
-def test_a_linear_machine_is_learned_through_noise() -> None:
+def test_a_linear_machine_is_learned_despite_noise() -> None:
     draws = random.Random(0)
     cost = CostModel(8)
     for _ in range(200):
@@ -138,7 +139,7 @@ def test_a_linear_machine_is_learned_through_noise() -> None:
     assert max(relative_error(cost, some_step(draws)) for _ in range(100)) < 0.1
 
 
-def test_a_machine_that_slows_down_is_followed_within_a_hundred_steps() -> None:
+def test_a_slowdown_is_learned_within_a_hundred_steps() -> None:
     draws = random.Random(1)
     cost = CostModel(8)
     for _ in range(300):
@@ -150,7 +151,7 @@ def test_a_machine_that_slows_down_is_followed_within_a_hundred_steps() -> None:
     assert relative_error(cost, step(512, (200, 200, 112)), slow=2) < 0.15
 
 
-def test_long_decoding_does_not_make_it_forget_that_prompts_are_dear() -> None:
+def test_long_decoding_keeps_the_learned_cost_of_prompts() -> None:
     draws = random.Random(2)
     cost = CostModel(8)
     for _ in range(100):
@@ -169,28 +170,28 @@ sizes = st.builds(
 )
 
 
-@settings(max_examples=60)
-@given(samples=st.lists(st.tuples(sizes, st.floats(1e-5, 100)), max_size=40), asked=sizes, more=st.integers(1, 600))
-def test_estimates_are_never_negative_and_never_fall_as_steps_grow(
-    samples: list[tuple[StepSize, float]], asked: StepSize, more: int
+@settings(max_examples=scaled(60))
+@given(samples=st.lists(st.tuples(sizes, st.floats(1e-5, 100)), max_size=40), predicted=sizes, more=st.integers(1, 600))
+def test_estimates_are_nonnegative_and_grow_with_the_step(
+    samples: list[tuple[StepSize, float]], predicted: StepSize, more: int
 ) -> None:
     """Growth in tokens, context, a further lane, or a token in a lane that stays short or long."""
     cost = CostModel(8)
     for size, seconds in samples:
         cost.observe_step(size, seconds)
-        estimate = cost.costs.step_s(asked)
+        estimate = cost.costs.step_s(predicted)
         assert 0 <= estimate < math.inf
-        lanes = asked.lanes
+        lanes = predicted.lanes
         longer = [(*lanes[:i], lane + 1, *lanes[i + 1 :]) for i, lane in enumerate(lanes) if lane != 8]
         for larger in (
-            asked._replace(num_tokens=asked.num_tokens + more),
-            asked._replace(num_context=asked.num_context + more),
-            *(asked._replace(lanes=each) for each in ((*lanes, more), *longer)),
+            predicted._replace(num_tokens=predicted.num_tokens + more),
+            predicted._replace(num_context=predicted.num_context + more),
+            *(predicted._replace(lanes=each) for each in ((*lanes, more), *longer)),
         ):
             assert estimate <= cost.costs.step_s(larger) * (1 + 1e-12)
 
 
-def test_switches_are_averaged_with_the_newest_counting_most() -> None:
+def test_switch_costs_are_an_exponential_average() -> None:
     cost = CostModel()
     cost.observe_switch(0.1)
     assert cost.switch_s == 0.1

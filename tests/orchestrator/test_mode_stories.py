@@ -5,16 +5,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-from tests.orchestrator.simulation import Machine, Simulation, Speed, make_request
+from vlora.orchestrator import Costs
+from vlora.simulator.checked_replica import CheckedReplica, CheckedReplicaConfig
+from vlora.simulator.sample_requests import make_request
 from vlora.types import Batch, Mode
 
 CAMERAS = {"traffic": 2, "parking": 2, "gate": 2, "yard": 2}
 
 
-def box(*, max_batch_size: int = 8, lossy: frozenset[str] = frozenset(), room: int = 8) -> Simulation:
+def box(*, max_batch_size: int = 8, lossy: frozenset[str] = frozenset(), room: int = 8) -> CheckedReplica:
     """`room`: pages for adapters, two pages each."""
-    return Simulation(
-        Machine(
+    return CheckedReplica(
+        CheckedReplicaConfig(
             num_pages=1024,
             max_adapter_pages=room,
             max_batch_size=max_batch_size,
@@ -22,17 +24,17 @@ def box(*, max_batch_size: int = 8, lossy: frozenset[str] = frozenset(), room: i
             theta_s=0.5,
             adapters=CAMERAS,
             lossy=lossy,
-            speed=Speed(step=0.1, token=0.0, lane=0.0, context=0.0, merge=0.02),
+            costs=Costs(base_s=0.1, merge_s=0.02),
         )
     )
 
 
-def ask(simulation: Simulation, adapter: str | None, number: int, *, first: int = 0, max_tokens: int = 100) -> None:
+def ask(simulation: CheckedReplica, adapter: str | None, number: int, *, first: int = 0, max_tokens: int = 100) -> None:
     name = adapter or "base"
     simulation.add(*(make_request(f"{name}{i}", adapter, max_tokens=max_tokens) for i in range(first, first + number)))
 
 
-def step(simulation: Simulation) -> Batch:
+def step(simulation: CheckedReplica) -> Batch:
     batch = simulation.step()
     assert batch is not None
     return batch
@@ -106,15 +108,15 @@ def test_many_cameras_alike_run_unmerged() -> None:
     assert len(batch.items) == 8
 
 
-def test_questions_to_the_base_model_alone_count_as_merged_and_switch_nothing() -> None:
+def test_base_model_requests_alone_count_as_merged_without_a_switch() -> None:
     simulation = box()
     ask(simulation, None, 3)
     batch = step(simulation)
     assert (batch.mode, batch.merged_adapter) == (Mode.MERGED, None)
-    assert simulation.scheduler.stats("paper").num_switches == 0
+    assert simulation.scheduler.stats("simulated").num_switches == 0
 
 
-def test_base_questions_amid_a_merged_camera_s_wait_and_are_then_mixed_in() -> None:
+def test_base_model_requests_are_mixed_in_after_waiting() -> None:
     simulation = box()
     ask(simulation, "traffic", 6)
     ask(simulation, None, 1)
@@ -124,14 +126,14 @@ def test_base_questions_amid_a_merged_camera_s_wait_and_are_then_mixed_in() -> N
     assert batch.mode is Mode.MIXED and cameras(batch)[0] is None
 
 
-def test_a_camera_whose_adapter_merging_would_spoil_is_served_unmerged() -> None:
+def test_an_adapter_with_low_merge_fidelity_is_served_unmerged() -> None:
     simulation = box(lossy=frozenset({"traffic"}))
     ask(simulation, "traffic", 6)
     batch = step(simulation)
     assert (batch.mode, batch.merged_adapter) == (Mode.UNMERGED, None)
 
 
-def test_starving_requests_of_the_merged_camera_itself_stay_merged() -> None:
+def test_starving_requests_of_the_merged_adapter_stay_merged() -> None:
     simulation = box(max_batch_size=2)
     ask(simulation, "traffic", 3)
     batches = [step(simulation) for _ in range(12)]
@@ -140,7 +142,7 @@ def test_starving_requests_of_the_merged_camera_itself_stay_merged() -> None:
     assert any("traffic2" in names(batch) for batch in batches)
 
 
-def test_two_crowds_of_one_size_do_not_make_the_box_switch_back_and_forth() -> None:
+def test_two_groups_of_equal_size_cause_no_alternating_switches() -> None:
     simulation = box(max_batch_size=2)
     ask(simulation, "gate", 2)
     step(simulation)
@@ -149,7 +151,7 @@ def test_two_crowds_of_one_size_do_not_make_the_box_switch_back_and_forth() -> N
     assert [batch.merged_adapter for batch in batches] == ["gate"] * 4
 
 
-def test_a_camera_whose_adapter_finds_no_room_gets_its_turn_while_the_others_never_pause() -> None:
+def test_an_adapter_without_room_takes_turns_with_the_resident_one() -> None:
     simulation = box(room=2)
     ask(simulation, "traffic", 6, max_tokens=400)
     step(simulation)
@@ -159,12 +161,12 @@ def test_a_camera_whose_adapter_finds_no_room_gets_its_turn_while_the_others_nev
     assert 6 <= turns.count("g") <= 54 and turns.count("t") + turns.count("g") == 60, "both progress, one at a time"
     changes = sum(turn != before for before, turn in itertools.pairwise(turns))
     assert changes <= 2 * 60 / 5 + 2, "they alternate every half second, not every step"
-    assert simulation.scheduler.stats("paper").num_preemptions == 0, "waiting requests keep their KV"
+    assert simulation.scheduler.stats("simulated").num_preemptions == 0, "waiting requests keep their KV"
 
 
-def test_two_cameras_with_room_for_one_adapter_and_one_context_both_finish() -> None:
+def test_two_requests_finish_with_room_for_one_adapter_and_context() -> None:
     """A preempted request keeps its adapter until it yields a token; otherwise both preempt each other forever."""
-    machine = Machine(
+    machine = CheckedReplicaConfig(
         num_pages=30,
         max_adapter_pages=2,
         block_size=1,
@@ -173,7 +175,7 @@ def test_two_cameras_with_room_for_one_adapter_and_one_context_both_finish() -> 
         theta_s=0.001,
         adapters={"traffic": 2, "gate": 2},
     )
-    simulation = Simulation(machine)
+    simulation = CheckedReplica(machine)
     simulation.add(
         make_request("g", "gate", prompt=25, head="h"), make_request("t", "traffic", prompt=25, max_tokens=1)
     )
@@ -182,7 +184,7 @@ def test_two_cameras_with_room_for_one_adapter_and_one_context_both_finish() -> 
     assert simulation.outputs["t"][-1].finish_reason == "length"
 
 
-def test_a_day_at_the_box() -> None:
+def test_a_day_of_camera_traffic() -> None:
     """Night: one camera. Morning: more traffic, sometimes a gate. Noon: all cameras. Evening: traffic only."""
     simulation = box()
     ask(simulation, "yard", 1, max_tokens=4)
@@ -202,7 +204,7 @@ def test_a_day_at_the_box() -> None:
         Mode.UNMERGED,
         Mode.MERGED,
     ]
-    stats = simulation.scheduler.stats("paper")
+    stats = simulation.scheduler.stats("simulated")
     assert stats.requests_by_mode == {"merged": 1 + 6 + 3, "mixed": 1 + 6, "unmerged": 8}
     assert stats.num_switches == 4, "to yard, to traffic, back to W0, to traffic"
     assert stats.num_finished == 19

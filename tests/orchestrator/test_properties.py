@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.orchestrator.simulation import IMAGE, Machine, Simulation, Speed, expected_tokens, make_request
+from tests.example_counts import scaled
 from vlora.errors import PromptTooLong
 from vlora.orchestrator import POLICIES, make_policy
+from vlora.simulator.checked_replica import SMALL_COSTS, CheckedReplica, CheckedReplicaConfig
+from vlora.simulator.sample_requests import IMAGE_TOKEN, expected_tokens, make_request
 from vlora.types import Mode, Request
 
 ADAPTERS = {"a": 2, "b": 5, "c": 3, "d": 4}
@@ -24,12 +26,12 @@ every_bounded_policy = st.sampled_from(sorted(POLICIES.keys() - {"merged_only"})
 
 
 @st.composite
-def machines(draw: st.DrawFn) -> Machine:
+def machines(draw: st.DrawFn) -> CheckedReplicaConfig:
     """Small machines, most of them short of some resource."""
     pages_per_block = draw(st.integers(1, 3))
     max_batch_size = draw(st.integers(1, 6))
     max_adapter_pages = draw(st.integers(5, 16))
-    return Machine(
+    return CheckedReplicaConfig(
         num_pages=max_adapter_pages + pages_per_block * draw(st.integers(8, 30)),
         pages_per_block=pages_per_block,
         block_size=draw(st.sampled_from([1, 2, 4])),
@@ -40,7 +42,9 @@ def machines(draw: st.DrawFn) -> Machine:
         adapters=ADAPTERS,
         lossy=frozenset(draw(st.sets(st.sampled_from("abcd"), max_size=2))),
         load_s=draw(st.sampled_from([0.0, 0.0, 0.02, 0.3])),
-        speed=Speed(merge=draw(st.sampled_from([0.0, 0.02, 0.3])), long_lane=draw(st.sampled_from([0.0, 0.0, 0.02]))),
+        costs=SMALL_COSTS._replace(
+            merge_s=draw(st.sampled_from([0.0, 0.02, 0.3])), long_adapter_s=draw(st.sampled_from([0.0, 0.0, 0.02]))
+        ),
         prefix_cache=draw(st.booleans()),
         weights=draw(st.sampled_from([{}, {"*": 1.0}, {"a": 3.0, "c": 0.2}])),
         tenant_weights=draw(st.sampled_from([{}, {}, {"x": 2.0}])),
@@ -60,7 +64,7 @@ def loads(draw: st.DrawFn, *, max_prompt: int = 24, max_tokens: int = 8, bounded
         request = make_request(
             f"r{number}",
             adapter,
-            prompt=(1, *[IMAGE] * shown, *range(2, length - shown + 1)),
+            prompt=(1, *[IMAGE_TOKEN] * shown, *range(2, length - shown + 1)),
             images=[(picture, shown)] if shown else [],
             max_tokens=draw(st.integers(1, max_tokens)),
             head="h" if adapter is not None and draw(st.integers(0, 3)) == 0 else None,
@@ -75,19 +79,19 @@ def loads(draw: st.DrawFn, *, max_prompt: int = 24, max_tokens: int = 8, bounded
     return arrivals
 
 
-def admitted(machine: Machine, arrivals: Arrivals) -> Arrivals:
+def admitted(machine: CheckedReplicaConfig, arrivals: Arrivals) -> Arrivals:
     """The requests without those that this machine must refuse."""
     taken: Arrivals = []
     for when, request in arrivals:
         try:
-            Simulation(machine).add(request)
+            CheckedReplica(machine).add(request)
         except PromptTooLong:
             continue
         taken.append((when, request))
     return taken
 
 
-def assert_answered(simulation: Simulation, request: Request) -> None:
+def assert_answered(simulation: CheckedReplica, request: Request) -> None:
     """One finished output, at the end; tokens in order, none lost or repeated; a late request has an error."""
     outputs = simulation.outputs[request.request_id]
     assert [output.finished for output in outputs].count(True) == 1 and outputs[-1].finished
@@ -109,27 +113,23 @@ def assert_answered(simulation: Simulation, request: Request) -> None:
         assert last.timings.steps_by_mode == {} and bounds, "only requests with a deadline may be refused"
 
 
-@settings(max_examples=500)
-@given(
-    machine=machines(),
-    arrivals=loads(),
-    failing=st.dictionaries(st.sampled_from([f"r{i}" for i in range(14)]), st.integers(1, 4), max_size=2),
-    cancels=st.lists(st.tuples(st.integers(0, 30), st.sampled_from([f"r{i}" for i in range(14)])), max_size=3),
-    policy=every_policy,
-)
-def test_every_request_ends_once_within_every_budget(
-    machine: Machine, arrivals: Arrivals, failing: dict[str, int], cancels: list[tuple[int, str]], policy: str
+def check_every_request_ends_once(
+    machine: CheckedReplicaConfig,
+    arrivals: Arrivals,
+    failing: dict[str, int],
+    cancels: list[tuple[int, str]],
+    policy: str,
 ) -> None:
     """The simulation checks batch limits and all page bookkeeping in every step; its runner checks KV contents."""
     arrivals = admitted(machine, arrivals)
-    simulation = Simulation(machine, policy=make_policy(policy), failing=failing)
+    simulation = CheckedReplica(machine, policy=make_policy(policy), failing=failing)
     simulation.run(arrivals, cancels=cancels)
     for _, request in arrivals:
         assert_answered(simulation, request)
-    stats = simulation.scheduler.stats("paper")
+    stats = simulation.scheduler.stats("simulated")
     assert stats.num_finished + stats.num_failed + stats.num_cancelled == len(arrivals)
     assert stats.num_waiting == stats.num_running == 0
-    assert simulation.tables.holders == frozenset()
+    assert simulation.block_manager.holders == frozenset()
     assert stats.num_steps == len(simulation.log)
     assert sum(stats.steps_by_mode.values()) == sum(bool(step.batch.items) for step in simulation.log)
     took = {(item.request_id, step.batch.mode) for step in simulation.log for item in step.batch.items}
@@ -138,11 +138,47 @@ def test_every_request_ends_once_within_every_budget(
     }
 
 
-@settings(max_examples=200)
+any_load = given(
+    machine=machines(),
+    arrivals=loads(),
+    failing=st.dictionaries(st.sampled_from([f"r{i}" for i in range(14)]), st.integers(1, 4), max_size=2),
+    cancels=st.lists(st.tuples(st.integers(0, 30), st.sampled_from([f"r{i}" for i in range(14)])), max_size=3),
+    policy=every_policy,
+)
+
+
+@settings(max_examples=scaled(40))
+@any_load
+def test_every_request_ends_once_within_every_budget(
+    machine: CheckedReplicaConfig,
+    arrivals: Arrivals,
+    failing: dict[str, int],
+    cancels: list[tuple[int, str]],
+    policy: str,
+) -> None:
+    check_every_request_ends_once(machine, arrivals, failing, cancels, policy)
+
+
+@pytest.mark.slow
+@settings(max_examples=scaled(500))
+@any_load
+def test_every_request_ends_once_in_many_examples(
+    machine: CheckedReplicaConfig,
+    arrivals: Arrivals,
+    failing: dict[str, int],
+    cancels: list[tuple[int, str]],
+    policy: str,
+) -> None:
+    check_every_request_ends_once(machine, arrivals, failing, cancels, policy)
+
+
+@settings(max_examples=scaled(200))
 @given(machine=machines(), arrivals=loads(bounded=False), policy=every_policy)
-def test_memory_pressure_changes_when_but_never_what(machine: Machine, arrivals: Arrivals, policy: str) -> None:
+def test_memory_pressure_does_not_change_answers(
+    machine: CheckedReplicaConfig, arrivals: Arrivals, policy: str
+) -> None:
     arrivals = admitted(machine, arrivals)
-    simulation = Simulation(machine, policy=make_policy(policy))
+    simulation = CheckedReplica(machine, policy=make_policy(policy))
     simulation.run(arrivals)
     for _, request in arrivals:
         last = simulation.outputs[request.request_id][-1]
@@ -153,13 +189,13 @@ def test_memory_pressure_changes_when_but_never_what(machine: Machine, arrivals:
 # -- bounded waiting --------------------------------------------------------------------------------------------------
 
 
-def longest_over_bound(simulation: Simulation) -> float:
+def longest_over_bound(simulation: CheckedReplica) -> float:
     """By how much the worst wait exceeds theta + ceil(ready / MaxBS) * longest step; at most 0 if the bound holds.
 
     A wait starts when a request enters the KV room, or at the end of its last step, and ends at the start of its next
     step. A preempted request has to enter again.
     """
-    limit = simulation.machine.max_batch_size
+    limit = simulation.config.max_batch_size
     longest = max(step.end_s - step.start_s for step in simulation.log)
     worst = float("-inf")
     waits: dict[str, tuple[float, float, int]] = {}  # since when, and the highest theta and number of ready since then
@@ -178,22 +214,16 @@ def longest_over_bound(simulation: Simulation) -> float:
     return worst
 
 
-def all_resident(machine: Machine, policy: str) -> Simulation:
+def all_resident(machine: CheckedReplicaConfig, policy: str) -> CheckedReplica:
     """All adapters resident from the start, so that every request is always ready."""
-    simulation = Simulation(machine, policy=make_policy(policy))
+    simulation = CheckedReplica(machine, policy=make_policy(policy))
     for name, pages in machine.adapters.items():
-        assert simulation.residency.bring(name, pages) is not None
-        simulation.residency.pin(name)
+        assert simulation.adapter_cache.allocate(name, pages) is not None
+        simulation.adapter_cache.pin(name)
     return simulation
 
 
-@settings(max_examples=500)
-@given(
-    machine=machines(),
-    arrivals=loads(max_prompt=60, max_tokens=20),
-    policy=every_bounded_policy,
-)
-def test_waiting_is_bounded_however_long_the_prompts(machine: Machine, arrivals: Arrivals, policy: str) -> None:
+def check_waiting_is_bounded_with_long_prompts(machine: CheckedReplicaConfig, arrivals: Arrivals, policy: str) -> None:
     """With memory for all: for any token budget, long prompts ahead never keep a starving request from running."""
     blocks = 14 * -(-80 // machine.block_size)
     machine = dataclasses.replace(
@@ -201,13 +231,29 @@ def test_waiting_is_bounded_however_long_the_prompts(machine: Machine, arrivals:
     )
     simulation = all_resident(machine, policy)
     simulation.run(arrivals)
-    assert simulation.scheduler.stats("paper").num_preemptions == 0
+    assert simulation.scheduler.stats("simulated").num_preemptions == 0
     assert longest_over_bound(simulation) <= 1e-9
 
 
-@settings(max_examples=500)
-@given(machine=machines(), arrivals=loads(), policy=every_bounded_policy)
-def test_waiting_is_bounded_under_preemption(machine: Machine, arrivals: Arrivals, policy: str) -> None:
+long_prompts = given(machine=machines(), arrivals=loads(max_prompt=60, max_tokens=20), policy=every_bounded_policy)
+
+
+@settings(max_examples=scaled(40))
+@long_prompts
+def test_waiting_is_bounded_with_long_prompts(machine: CheckedReplicaConfig, arrivals: Arrivals, policy: str) -> None:
+    check_waiting_is_bounded_with_long_prompts(machine, arrivals, policy)
+
+
+@pytest.mark.slow
+@settings(max_examples=scaled(500))
+@long_prompts
+def test_waiting_is_bounded_with_long_prompts_in_many_examples(
+    machine: CheckedReplicaConfig, arrivals: Arrivals, policy: str
+) -> None:
+    check_waiting_is_bounded_with_long_prompts(machine, arrivals, policy)
+
+
+def check_waiting_is_bounded_under_preemption(machine: CheckedReplicaConfig, arrivals: Arrivals, policy: str) -> None:
     """Memory for only one full batch, and prompts that fit in a step: paused requests delay no others."""
     longest = 24 + 8
     blocks = machine.max_batch_size * -(-longest // machine.block_size)
@@ -222,9 +268,27 @@ def test_waiting_is_bounded_under_preemption(machine: Machine, arrivals: Arrival
     assert longest_over_bound(simulation) <= 1e-9
 
 
-def crowd() -> tuple[Machine, Arrivals]:
+preemptions = given(machine=machines(), arrivals=loads(), policy=every_bounded_policy)
+
+
+@settings(max_examples=scaled(40))
+@preemptions
+def test_waiting_is_bounded_under_preemption(machine: CheckedReplicaConfig, arrivals: Arrivals, policy: str) -> None:
+    check_waiting_is_bounded_under_preemption(machine, arrivals, policy)
+
+
+@pytest.mark.slow
+@settings(max_examples=scaled(500))
+@preemptions
+def test_waiting_is_bounded_under_preemption_in_many_examples(
+    machine: CheckedReplicaConfig, arrivals: Arrivals, policy: str
+) -> None:
+    check_waiting_is_bounded_under_preemption(machine, arrivals, policy)
+
+
+def crowd() -> tuple[CheckedReplicaConfig, Arrivals]:
     """Twelve simultaneous requests of three adapters on a machine with room for two or three requests."""
-    machine = Machine(
+    machine = CheckedReplicaConfig(
         num_pages=16 + 16,
         max_adapter_pages=16,
         max_batch_size=2,
@@ -237,7 +301,7 @@ def crowd() -> tuple[Machine, Arrivals]:
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"merged_only"}))
-def test_the_bound_holds_while_requests_wait_for_room(policy: str) -> None:
+def test_the_waiting_bound_holds_while_requests_wait_for_kv(policy: str) -> None:
     machine, arrivals = crowd()
     simulation = all_resident(machine, policy)
     simulation.run(arrivals)
@@ -247,9 +311,9 @@ def test_the_bound_holds_while_requests_wait_for_room(policy: str) -> None:
         assert_answered(simulation, request)
 
 
-def test_the_measure_of_waiting_sees_a_policy_that_starves() -> None:
+def test_the_measure_detects_a_policy_without_a_bound() -> None:
     machine, arrivals = crowd()
-    simulation = Simulation(machine, policy=make_policy("merged_only"))
+    simulation = CheckedReplica(machine, policy=make_policy("merged_only"))
     simulation.run(arrivals)
     assert longest_over_bound(simulation) > 0
 
@@ -259,16 +323,17 @@ def test_the_measure_of_waiting_sees_a_policy_that_starves() -> None:
 
 def digest() -> str:
     """All events of the same load under every policy, as text."""
-    told = []
+    events = []
     for policy in sorted(POLICIES):
         machine, arrivals = crowd()
-        simulation = Simulation(machine, policy=make_policy(policy), failing={"r3": 2})
+        simulation = CheckedReplica(machine, policy=make_policy(policy), failing={"r3": 2})
         simulation.run(arrivals, cancels=[(9, "r7")])
-        told.append(repr(simulation.log) + repr(simulation.outputs))
-    return "".join(told)
+        events.append(repr(simulation.log) + repr(simulation.outputs))
+    return "".join(events)
 
 
-def test_the_same_inputs_give_the_same_decisions_in_every_process() -> None:
+@pytest.mark.slow
+def test_decisions_do_not_depend_on_the_hash_seed() -> None:
     program = "import zlib; from tests.orchestrator.test_properties import digest; print(zlib.crc32(digest().encode()))"
     sums = {
         subprocess.run(
@@ -284,9 +349,10 @@ def test_the_same_inputs_give_the_same_decisions_in_every_process() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["vlora.orchestrator", "vlora.memory.books", "vlora.memory.adapter_cache", "vlora.memory.prefix_cache"]
+    "module",
+    ["vlora.orchestrator", "vlora.memory.block_manager", "vlora.memory.adapter_cache", "vlora.memory.prefix_cache"],
 )
-def test_a_fresh_process_loads_it_without_torch(module: str) -> None:
+def test_imports_neither_torch_nor_numpy(module: str) -> None:
     program = f"import sys, {module}; print('torch' in sys.modules, 'numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]

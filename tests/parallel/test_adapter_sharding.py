@@ -60,7 +60,7 @@ def delta_here(shape: FactorShape, a: torch.Tensor, bt: torch.Tensor) -> torch.T
     [None, *(Blocks(side, num) for side in ("a", "b") for num in (2, 4, 8))],
     ids=lambda b: str(b and tuple(b)),
 )
-def test_each_rank_s_part_is_its_part_of_the_delta(name: str, size: int, blocks: Blocks | None) -> None:
+def test_each_rank_s_factors_are_its_part_of_the_delta(name: str, size: int, blocks: Blocks | None) -> None:
     if blocks and LAYERS[name][blocks.side == "b"] % blocks.num:
         pytest.skip("the layer is not divisible by these blocks")
     a, b, delta = factors(name, blocks)
@@ -71,10 +71,10 @@ def test_each_rank_s_part_is_its_part_of_the_delta(name: str, size: int, blocks:
         shapes.add(cut.shape)
         assert here[0].shape == (cut.shape.rows_a, cut.shape.d_in)
         assert here[1].shape == (cut.shape.rows_bt, cut.shape.d_out)
-        wanted = delta[shard.outputs.slice, shard.inputs.slice]
-        torch.testing.assert_close(delta_here(cut.shape, *here), wanted)
+        expected = delta[shard.outputs.slice, shard.inputs.slice]
+        torch.testing.assert_close(delta_here(cut.shape, *here), expected)
         full_a, full_bt = dense(cut.shape, *here)
-        torch.testing.assert_close(full_bt.t() @ full_a, wanted)
+        torch.testing.assert_close(full_bt.t() @ full_a, expected)
         if cut.densified is None:
             assert (here[0] != 0).all() and (here[1] != 0).all(), "zeros are stored"
     assert len(shapes) == 1, "ranks need different amounts of memory"
@@ -90,7 +90,7 @@ def test_only_ranks_that_cut_through_blocks_store_zeros(size: int, num: int, is_
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", [name for name in LAYERS if name != "visual.fc1"])
-def test_split_factors_make_the_delta_once_hidden_values_are_exchanged(name: str, size: int) -> None:
+def test_split_factors_give_the_delta_after_exchanging_hidden_values(name: str, size: int) -> None:
     a, b, delta = factors(name, None)
     x = torch.randn(5, LAYERS[name][0], dtype=torch.float64)
     cuts = [plan_cut(RANK, shard, None, "slora") for shard in shards(name, size)]
@@ -107,6 +107,6 @@ def test_split_factors_make_the_delta_once_hidden_values_are_exchanged(name: str
             torch.testing.assert_close((torch.stack(hidden).sum(0) @ bt).t(), own)
 
 
-def test_a_rank_that_the_ranks_do_not_divide_is_replicated() -> None:
+def test_a_lora_rank_that_the_ranks_do_not_divide_is_replicated() -> None:
     shard = shards("q_proj", 4)[0]
     assert plan_cut(6, shard, None, "slora") == plan_cut(6, shard, None, "replicated")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.families import build_model, make_prompt
-from tests.harness import FixedModes, Recorded
+from tests.harness import FixedModes, RecordingEngine
 from tests.oracle import Oracle
 from vlora.types import Mode
 
@@ -42,11 +42,11 @@ def logits(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, Mode], l
     for size in (1, 2):
         settings = {"checkpoint": str(folder / "model"), "tensor_parallel": size, "threads": 1, "sharding": WAYS}
         reference = SimpleNamespace(family=FAMILY, adapters=adapters)
-        recorded = Recorded(reference, FixedModes(Mode.UNMERGED), dtype=torch.bfloat16, **settings)
+        recorded = RecordingEngine(reference, FixedModes(Mode.UNMERGED), dtype=torch.bfloat16, **settings)
         try:
             for mode in (Mode.UNMERGED, Mode.MIXED):
                 recorded.modes.clear()
-                recorded.engine._scheduler._policy = FixedModes(mode, "wide8" if mode is Mode.MIXED else None)
+                recorded.engine.parts.scheduler.policy = FixedModes(mode, "wide8" if mode is Mode.MIXED else None)
                 found[size, mode] = [logits.float() for _, logits in recorded.answer(cases, 1)]
                 assert mode in recorded.modes
         finally:
@@ -54,6 +54,7 @@ def logits(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, Mode], l
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [Mode.UNMERGED, Mode.MIXED])
 def test_two_ranks_are_as_close_to_the_truth_as_one(
     logits: dict[tuple[int, Mode], list[torch.Tensor]], mode: Mode

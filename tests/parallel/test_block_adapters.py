@@ -16,7 +16,7 @@ from fusion.block_diagonal.convert import convert
 from fusion.plan.schema import LoraPlan
 from tests.families import LANGUAGE_LINEARS, build_model, make_prompt
 from tests.fusion.small import COLORS, color_splits, plan_of, trainer_of, write_base
-from tests.harness import Answers, FixedModes, Recorded
+from tests.harness import Answers, FixedModes, RecordingEngine
 from vlora.types import Mode
 
 NUM_TOKENS = 4
@@ -25,7 +25,7 @@ TOLERANCE = 1e-5  # of logits of size 10
 
 def served(checkpoint: str, adapters: dict[str, str], cases: list[Any], size: int) -> tuple[Answers, dict[str, Any]]:
     """All cases at once, unmerged; and the sharding of each adapter."""
-    recorded = Recorded(
+    recorded = RecordingEngine(
         SimpleNamespace(family="llava", adapters=adapters),
         FixedModes(Mode.UNMERGED),
         checkpoint=checkpoint,
@@ -38,14 +38,15 @@ def served(checkpoint: str, adapters: dict[str, str], cases: list[Any], size: in
         recorded.engine.close()
 
 
-def same(found: Answers, wanted: Answers) -> bool:
+def same(found: Answers, expected: Answers) -> bool:
     return all(
         tokens == other_tokens and float((logits - other).abs().max()) < TOLERANCE
-        for (tokens, logits), (other_tokens, other) in zip(found, wanted, strict=True)
+        for (tokens, logits), (other_tokens, other) in zip(found, expected, strict=True)
     )
 
 
-def test_trained_and_converted_ones_answer_alike_on_one_two_and_four_ranks(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_trained_and_converted_adapters_give_equal_answers_on_1_2_and_4_ranks(tmp_path: Path) -> None:
     """Four blocks trained by a plan, so that two ranks have two each; two blocks converted, so that four ranks share
     each of them.
     """
@@ -54,28 +55,27 @@ def test_trained_and_converted_ones_answer_alike_on_one_two_and_four_ranks(tmp_p
     for name, blocks in (("trained", 4), ("dense", 1)):
         plan = plan_of(base, (name,), lora=LoraPlan(rank=8, alpha=8, rslora=True, blocks=blocks), steps=4)
         trainer = trainer_of(plan, {name: color_splits()})
-        trainer.fresh()
+        trainer.adapter.reset()
         trainer.train(name, ())
         adapters[name] = str(tmp_path / name)
-        trainer.save(tmp_path / name, trainer.snapshot())
+        trainer.save(tmp_path / name, trainer.adapter.snapshot())
     convert(tmp_path / "dense", tmp_path / "converted", blocks=2)
     del adapters["dense"]
     adapters["converted"] = str(tmp_path / "converted")
-    processor = trainer._base.processor
+    processor = trainer.adapter.base.processor
     prompts = [processor.encode(processor.chat(f"what {color} ?", 0), []) for color in COLORS]
     cases = [(name, prompt) for name in ("trained", "converted", None) for prompt in prompts[:2]]
     alone, _ = served(base, adapters, cases, 1)
     for case in range(4):
         assert (alone[case][1] - alone[4 + case % 2][1]).abs().max() > 0.02, "the adapter has no effect"
     for size in (2, 4):
-        answers, lying = served(base, adapters, cases, size)
-        assert lying == {"trained": "bd", "converted": "bd"}
+        answers, kinds = served(base, adapters, cases, size)
+        assert kinds == {"trained": "bd", "converted": "bd"}
         assert same(answers, alone), f"{size} ranks give a different answer"
 
 
-def test_blocks_that_ranks_cut_through_are_served_dense_and_it_is_said_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.slow
+def test_blocks_cut_by_ranks_are_served_dense_and_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Three blocks on four ranks: neither divides the other."""
     model_config = build_model("llava").config
     for name, value in {"hidden_size": 48, "head_dim": 12, "num_key_value_heads": 4, "intermediate_size": 96}.items():
@@ -97,18 +97,18 @@ def test_blocks_that_ranks_cut_through_are_served_dense_and_it_is_said_once(
                 parameter.copy_(torch.randn_like(parameter) * 0.2)
     peft.save_pretrained(str(tmp_path / "three"))
     adapters = {"three": str(tmp_path / "three")}
-    with caplog.at_level(logging.WARNING, "vlora.engine.ways"):
-        answers, lying = served(str(tmp_path / "model"), adapters, cases, 4)
+    with caplog.at_level(logging.WARNING, "vlora.engine.tensor_parallel.coordinator"):
+        answers, kinds = served(str(tmp_path / "model"), adapters, cases, 4)
     assert [record.getMessage() for record in caplog.records] == [
         "adapter 'three' has 3 blocks, which 4 ranks do not divide evenly; it is served dense, including zeros"
     ]
-    assert lying == {"three": "replicated"}
+    assert kinds == {"three": "replicated"}
     for (_, prompt), (tokens, logits) in zip(cases, answers, strict=True):
         ids = torch.tensor([[*prompt.prompt_ids, *tokens[:-1]]])
         with torch.no_grad():
-            wanted = peft(input_ids=ids).logits[0, len(prompt.prompt_ids) - 1 :]
+            expected = peft(input_ids=ids).logits[0, len(prompt.prompt_ids) - 1 :]
             with peft.disable_adapter():
                 without = peft(input_ids=ids).logits[0, len(prompt.prompt_ids) - 1 :]
-        assert (wanted - without).abs().max() > 0.1, "the adapter has no effect"
-        torch.testing.assert_close(logits, wanted, atol=TOLERANCE, rtol=0)
-        assert wanted.argmax(-1).tolist() == tokens
+        assert (expected - without).abs().max() > 0.1, "the adapter has no effect"
+        torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+        assert expected.argmax(-1).tolist() == tokens

@@ -1,4 +1,4 @@
-"""Ranks under the mixed load of a busy server: requests cancelled between steps, adapters unloaded while in use or
+"""Ranks under the mixed load of a busy server: requests cancelled between steps, adapters num_unloaded while in use or
 being loaded, preemption, prompt reuse, chunked prompts and switches. All finished answers are those of plain
 transformers + PEFT.
 """
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.harness import FixedModes, Recorded
+from tests.harness import FixedModes, RecordingEngine
 from tests.parallel.test_same_answers import Family
 from vlora.types import Mode, Request, RequestOutput, SamplingParams
 
@@ -26,8 +26,8 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
 
 
 @pytest.fixture
-def recorded(family: Family) -> Iterator[Recorded]:
-    made = Recorded(
+def recorded(family: Family) -> Iterator[RecordingEngine]:
+    made = RecordingEngine(
         copy.copy(family),
         FixedModes(*MODES[0], plan=MODES),
         checkpoint=family.checkpoint,
@@ -43,26 +43,27 @@ def recorded(family: Family) -> Iterator[Recorded]:
     made.engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_kv_admission")
-def test_who_is_answered_is_answered_rightly(family: Family, recorded: Recorded) -> None:
+def test_finished_answers_are_correct_under_mixed_load(family: Family, recorded: RecordingEngine) -> None:
     draws = random.Random(4)
-    wanted = [family.oracle.generate(prompt, adapter, NUM_TOKENS)[0] for adapter, prompt in family.cases]
+    expected = [family.oracle.generate(prompt, adapter, NUM_TOKENS)[0] for adapter, prompt in family.cases]
     engine = recorded.engine
-    asked: dict[str, int] = {}  # case by request
+    cases_of: dict[str, int] = {}  # case by request
     outputs: dict[str, list[RequestOutput]] = {}
-    given_up = unloaded = 0
+    num_cancelled = num_unloaded = 0
 
-    def take(told: tuple[RequestOutput, ...]) -> None:
-        for output in told:
+    def take(new: tuple[RequestOutput, ...]) -> None:
+        for output in new:
             outputs[output.request_id].append(output)
 
     def is_over(name: str) -> bool:
         return bool(outputs[name]) and outputs[name][-1].finished
 
     def ask() -> None:
-        name, case = f"r{len(asked)}", draws.randrange(len(family.cases))
+        name, case = f"r{len(cases_of)}", draws.randrange(len(family.cases))
         adapter, prompt = family.cases[case]
-        asked[name], outputs[name] = case, []
+        cases_of[name], outputs[name] = case, []
         engine.add(
             Request(
                 request_id=name,
@@ -73,18 +74,18 @@ def test_who_is_answered_is_answered_rightly(family: Family, recorded: Recorded)
             )
         )
 
-    while engine.has_work or len(asked) < NUM_REQUESTS:
-        if len(asked) < NUM_REQUESTS:
+    while engine.has_work or len(cases_of) < NUM_REQUESTS:
+        if len(cases_of) < NUM_REQUESTS:
             for _ in range(draws.choice((1, 2, 3))):
                 ask()
-        living = [name for name in asked if not is_over(name)]
+        living = [name for name in cases_of if not is_over(name)]
         if living and draws.random() < 0.02:
-            given_up += 1
+            num_cancelled += 1
             output = engine.cancel(draws.choice(living))
             assert output is not None
             take((output,))
         if draws.random() < 0.015:
-            unloaded += 1
+            num_unloaded += 1
             name = draws.choice(list(family.adapters))
             take(engine.unload_adapter(name))
             engine.register_adapters({name: family.adapters[name]})
@@ -92,17 +93,17 @@ def test_who_is_answered_is_answered_rightly(family: Family, recorded: Recorded)
         engine.check_integrity()
 
     answered = 0
-    for name, case in asked.items():
+    for name, case in cases_of.items():
         assert is_over(name)
         if outputs[name][-1].finish_reason == "length":
             answered += 1
-            assert [token for output in outputs[name] for token in output.token_ids] == wanted[case]
+            assert [token for output in outputs[name] for token in output.token_ids] == expected[case]
         else:
-            error = outputs[name][-1].error  # cancelled, or its adapter was unloaded: no other error
+            error = outputs[name][-1].error  # cancelled, or its adapter was num_unloaded: no other error
             assert error is not None and error.code in ("cancelled", "aborted"), error
     stats = engine.stats()
     cached = [out[-1].timings.num_cached_tokens for out in outputs.values() if out[-1].timings is not None]
-    assert answered > NUM_REQUESTS // 3 and given_up > 1 and unloaded > 1
+    assert answered > NUM_REQUESTS // 3 and num_cancelled > 1 and num_unloaded > 1
     assert stats.num_switches > 0 and any(cached)
-    assert not engine._runner._told and not engine._runner._new, "other ranks keep finished requests"
+    assert engine.parts.runner.num_requests == 0, "other ranks keep finished requests"
     assert stats.num_preemptions > 0

@@ -11,11 +11,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -25,13 +22,14 @@ from tests.families import build_model
 from tests.oracle import Oracle
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
-from vlora.engine.ipc.client import EngineClient
 from vlora.engine.ipc.supervisor import SupervisedEngine
 from vlora.engine.tensor_parallel import messages
-from vlora.engine.tensor_parallel.coordinator import Team, fork_server
+from vlora.engine.tensor_parallel.coordinator import TensorParallelCoordinator, fork_server
 from vlora.errors import BadConfig, EngineDead
 from vlora.memory.host_to_device import Inline
-from vlora.types import ErrorValue, Request, RequestOutput, SamplingParams
+from vlora.types import Request, RequestOutput, SamplingParams
+
+pytestmark = pytest.mark.slow  # test_rank_reports.py, test_messages.py and test_worker.py are fast
 
 PROMPT = (5, 6, 7, 8, 9)
 SOON_S = 30.0  # on a busy machine; otherwise ranks would notice after the group's 120 s
@@ -42,17 +40,17 @@ def request(name: str, max_tokens: int, adapter: str | None = None) -> Request:
     return Request(request_id=name, prompt_ids=PROMPT, adapter=adapter, sampling=sampling)
 
 
-async def answer(engine: SupervisedEngine, asked: Request) -> list[RequestOutput]:
-    return [output async for output in engine.generate(asked)]
+async def answer(engine: SupervisedEngine, sent: Request) -> list[RequestOutput]:
+    return [output async for output in engine.generate(sent)]
 
 
 def tokens(outputs: list[RequestOutput]) -> list[int]:
     return [token for output in outputs for token in output.token_ids]
 
 
-def serving(engine: SupervisedEngine) -> EngineClient:
-    assert engine._engine is not None
-    return engine._engine
+def pid_of(engine: SupervisedEngine) -> int:
+    assert engine.pid is not None
+    return engine.pid
 
 
 def ranks_of(engine_pid: int) -> list[int]:
@@ -98,11 +96,11 @@ def config(folder: Path, **settings: object) -> EngineConfig:
 
 
 def test_one_of_four_ranks_is_killed_under_load_and_then_rank_0(folder: Path) -> None:
-    told: list[str] = []
+    log: list[str] = []
     others = set(children())  # other tests' fork server stays for later tests
 
     async def main() -> None:
-        engine = await SupervisedEngine.start(config(folder, tensor_parallel=4), tell=told.append)
+        engine = await SupervisedEngine.start(config(folder, tensor_parallel=4), log=log.append)
         await engine.register_adapters({"wide8": str(folder / "adapters" / "wide8")})
         before = tokens(await answer(engine, request("before", 8, "wide8")))
         assert len(before) == 8
@@ -113,7 +111,7 @@ def test_one_of_four_ranks_is_killed_under_load_and_then_rank_0(folder: Path) ->
                 asyncio.create_task(answer(engine, request(f"r{i}", 900, ("wide8", None)[i % 2]))) for i in range(4)
             ]
             await asyncio.sleep(0.3)
-            os.kill(ranks_of(serving(engine).ready.pid)[rank], signal.SIGKILL)
+            os.kill(ranks_of(pid_of(engine))[rank], signal.SIGKILL)
             killed = time.monotonic()
             for outputs in await asyncio.gather(*running):
                 error = outputs[-1].error
@@ -122,15 +120,15 @@ def test_one_of_four_ranks_is_killed_under_load_and_then_rank_0(folder: Path) ->
             with pytest.raises(EngineDead, match=cause):
                 await answer(engine, request("meanwhile", 1))
 
-        first_pid = serving(engine).ready.pid
+        first_pid = pid_of(engine)
         await kill_under_load(2, "rank 2 was killed by SIGKILL")
         while engine.cause is not None:
             await asyncio.sleep(0.05)
-        assert serving(engine).ready.pid != first_pid
+        assert pid_of(engine) != first_pid
         assert tokens(await answer(engine, request("after", 8, "wide8"))) == before  # restored, with its adapters
-        assert told == ["rank 2 was killed by SIGKILL; it is being restarted", "the engine is ready again"]
+        assert log == ["rank 2 was killed by SIGKILL; it is being restarted", "the engine is ready again"]
         pids = set(children()) - others
-        assert len(set(ranks_of(serving(engine).ready.pid)) & pids) == 4
+        assert len(set(ranks_of(pid_of(engine))) & pids) == 4
         await kill_under_load(0, "the engine process was killed by SIGKILL")
         pids |= set(children()) - others
         await engine.close()
@@ -142,80 +140,42 @@ def test_one_of_four_ranks_is_killed_under_load_and_then_rank_0(folder: Path) ->
     asyncio.run(asyncio.wait_for(main(), 280))
 
 
-def test_a_rank_that_dies_after_loading_and_before_it_joins_the_others(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_dies_between_loading_and_joining(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 waits for it at that time, without a timeout."""
-    decode = messages.decode_word
+    decode = messages.decode_report
     died: list[float] = []
 
     def die(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
         died.append(time.monotonic())
 
-    def stop_once_loaded(data: bytes) -> messages.Word:
-        word = decode(data)
-        if isinstance(word, messages.Loaded):
+    def stop_once_loaded(data: bytes) -> messages.Report:
+        report = decode(data)
+        if isinstance(report, messages.ModelLoaded):
             os.kill(own_rank(1), signal.SIGSTOP)
             threading.Timer(1.0, die, (own_rank(1),)).start()
-        return word
+        return report
 
-    monkeypatch.setattr("vlora.engine.tensor_parallel.messages.decode_word", stop_once_loaded)
+    monkeypatch.setattr("vlora.engine.tensor_parallel.messages.decode_report", stop_once_loaded)
     with pytest.raises(EngineDead, match="rank 1 was killed by SIGKILL"):
         LocalEngine(config(folder))
     assert died and time.monotonic() - died[0] < SOON_S
     assert not multiprocessing.active_children()
 
 
-def test_ranks_that_come_apart_end_the_replica_and_say_so(folder: Path) -> None:
+def test_ranks_out_of_sync_end_the_replica_with_the_cause(folder: Path) -> None:
     local = LocalEngine(config(folder))
     try:
         assert len(tokens(local.run([request("fine", 2)])["fine"])) == 2
-        local.engine._runner._runner._group._lines._number += 1  # as if rank 0 had sent an additional message
+        local.engine.parts.group._sockets._number += 1  # as if rank 0 had sent an additional message
         with pytest.raises(EngineDead, match=r"ranks out of sync: rank . sent message"):
             local.run([request("apart", 2)])
     finally:
         local.engine.close()
 
 
-def test_the_rank_that_died_is_named_whoever_is_heard_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 ends because it waited for rank 2, and its message arrives first."""
-    team = Team.__new__(Team)
-    team._heard, team._loss, team._closing, team._awaited, team._group = threading.Condition(), None, False, {}, None
-    team._alarm, team._bell = os.pipe()
-    follows = messages.Failed(ErrorValue.of(EngineDead("rank 2 is gone")), follows=True)
-    ends: list[Connection] = []
-    threads = []
-    for rank, code in ((1, 1), (2, -signal.SIGKILL)):
-        here, there = Pipe()
-        ends.append(there)
-        process: Any = SimpleNamespace(join=lambda: None, exitcode=code)
-        threads.append(threading.Thread(target=team._listen, args=(rank, here, process)))
-        threads[-1].start()
-    ends[0].send_bytes(messages.encode(follows))
-    ends[0].close()
-    time.sleep(0.1)
-    ends[1].close()
-    for thread in threads:
-        thread.join()
-    with pytest.raises(EngineDead, match="rank 2 was killed by SIGKILL"):
-        team.check()
-    # Without another cause it is reported.
-    team._loss = None
-    here, there = Pipe()
-    there.send_bytes(messages.encode(follows))
-    there.close()
-    team._listen(1, here, SimpleNamespace(join=lambda: None, exitcode=1))  # type: ignore[arg-type]
-    with pytest.raises(EngineDead, match="rank 2 is gone"):
-        team.check()
-    os.close(team._alarm)
-    os.close(team._bell)
-
-
 @pytest.mark.parametrize("fails", ["Process", "Thread"])
-def test_a_rank_that_cannot_be_started_leaves_none_behind(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, fails: str
-) -> None:
+def test_a_failed_start_of_a_rank_leaves_no_process(folder: Path, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
     context = fork_server()
     made = []
 
@@ -236,12 +196,12 @@ def test_a_rank_that_cannot_be_started_leaves_none_behind(
     owner = BaseProcess if fails == "Process" else threading.Thread
     monkeypatch.setattr(owner, "start", second_fails(owner.start))
     with pytest.raises(OSError, match="no more of these"):
-        Team(config(folder, tensor_parallel=4))
+        TensorParallelCoordinator(config(folder, tensor_parallel=4))
     assert len(made) == 2 and not multiprocessing.active_children()
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
-def test_what_cannot_serve_is_said_before_anything_is_served(folder: Path) -> None:
+def test_invalid_settings_are_refused_at_start(folder: Path) -> None:
     with pytest.raises(BadConfig, match=r"tensor_parallel is 3, which does not divide the model's 4 attention heads"):
         LocalEngine(config(folder, tensor_parallel=3))
     with pytest.raises(BadConfig, match="tensor_parallel needs a folder or a hub name"):
@@ -250,13 +210,13 @@ def test_what_cannot_serve_is_said_before_anything_is_served(folder: Path) -> No
         LocalEngine(config(folder, arena_bytes=2**16))
 
 
-def test_ranks_that_do_not_fit_together_do_not_serve(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlora.engine.engine.facts_of", lambda config, model: {"transformers": "4.0"})
+def test_ranks_that_do_not_match_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vlora.engine.build.facts_of", lambda config, model: {"transformers": "4.0"})
     with pytest.raises(BadConfig, match=r"rank 1 has transformers 5\.\d+\.\d+ and rank 0 has 4\.0"):
         LocalEngine(config(folder))
 
 
-def test_a_model_file_that_is_cut_short_is_said_to_be(folder: Path, tmp_path: Path) -> None:
+def test_a_truncated_model_file_is_reported(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "model", tmp_path / "model")
     weights = tmp_path / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
@@ -265,7 +225,7 @@ def test_a_model_file_that_is_cut_short_is_said_to_be(folder: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("how", ["cut short", "missing"])
-def test_one_bad_file_of_several_is_said_to_be(folder: Path, tmp_path: Path, how: str) -> None:
+def test_one_bad_model_file_of_several_is_reported(folder: Path, tmp_path: Path, how: str) -> None:
     model = build_model("llava")
     model.save_pretrained(tmp_path / "model", max_shard_size="150KB")
     *_, last = sorted((tmp_path / "model").glob("model-*-of-*.safetensors"))
@@ -285,7 +245,7 @@ def test_an_adapter_that_another_rank_cannot_read_fails_alone(folder: Path, tmp_
     local = LocalEngine(config(folder), executor=Inline())
     try:
         local.engine.register_adapters({"gone": str(path), "kept": str(folder / "adapters" / "narrow4")})
-        read = local.engine._registry.read(local.engine._registry.get("gone").key)
+        read = local.engine.parts.registry.read(local.engine.parts.registry.get("gone").key)
         assert read.version
         shutil.rmtree(path)  # after rank 0 has read it, and before the other rank does
         outputs = local.run([request("g", 2, "gone"), request("k", 2, "kept"), request("b", 2)])

@@ -22,7 +22,7 @@ class Model(nn.Module):
 
 @pytest.mark.parametrize("part", [0, 1, 2, 3, 4, 5, 6, 7])
 @pytest.mark.parametrize("side", ["rows", "columns"])
-def test_an_eighth_of_a_tensor_that_differs_shows(side: str, part: int) -> None:
+def test_a_difference_in_an_eighth_of_a_tensor_is_detected(side: str, part: int) -> None:
     """At any place, as if the file of a shard were of another version."""
     other = Model()
     with torch.no_grad():
@@ -38,7 +38,7 @@ def test_a_vector_is_read_whole() -> None:
         assert fingerprint(other) != fingerprint(Model())
 
 
-def test_equal_weights_have_one_fingerprint_and_other_dtypes_or_shapes_another() -> None:
+def test_fingerprints_depend_on_weights_dtypes_and_shapes() -> None:
     assert fingerprint(Model()) == fingerprint(Model())
     assert fingerprint(Model().to(torch.bfloat16)) != fingerprint(Model())
     reshaped = Model()

@@ -58,6 +58,6 @@ def test_other_layers_are_replicated() -> None:
         (16, {}, r"does not divide the model's 8 attention heads"),
     ],
 )
-def test_a_number_of_ranks_that_cannot_work_is_refused(size: int, changes: dict[str, int], message: str) -> None:
+def test_an_impossible_number_of_ranks_is_refused(size: int, changes: dict[str, int], message: str) -> None:
     with pytest.raises(BadConfig, match=message):
         plan(0, size, **changes)

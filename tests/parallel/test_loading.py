@@ -28,7 +28,8 @@ def ended(local: LocalEngine, call: Future[AdapterStatus]) -> AdapterStatus:
     return call.result()
 
 
-def test_every_rank_reads_beside_the_steps(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_every_rank_reads_adapters_while_steps_run(tmp_path: Path) -> None:
     model = build_model(FAMILY)
     model.save_pretrained(tmp_path / "model")
     folders = Oracle(FAMILY, model).save(tmp_path / "adapters")

@@ -5,23 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 from vlora.engine.tensor_parallel import messages
-from vlora.engine.tensor_parallel.coordinator import LeadRunner
+from vlora.engine.tensor_parallel.coordinator import TensorParallelRunner
+from vlora.engine.tensor_parallel.rank_reports import RankReports
 from vlora.types import Batch, BatchItem, Mode, Request, StepResult
 
 
-class Told:
-    """A team that records its messages."""
+class RecordingCoordinator:
+    """Records its orders. Its ranks live."""
 
     def __init__(self) -> None:
         self.orders: list[messages.Order] = []
+        self.reports = RankReports()
 
-    def tell(self, order: messages.Order) -> None:
+    def send_later(self, order: messages.Order) -> None:
         self.orders.append(order)
 
     def run(self, batch: Batch) -> None:
-        self.orders.append(messages.Run(batch))
-
-    def check(self) -> None: ...
+        self.orders.append(messages.RunBatch(batch))
 
 
 class Runner:
@@ -38,25 +38,26 @@ def batch(*request_ids: str) -> Batch:
     return Batch(Mode.MERGED, None, items)
 
 
-def test_a_request_is_told_of_once_with_its_first_step_and_not_at_all_without_one() -> None:
-    team: Any = Told()
-    runner = LeadRunner(team, Runner())  # type: ignore[arg-type]
+def test_a_request_is_sent_once_with_its_first_step() -> None:
+    coordinator: Any = RecordingCoordinator()
+    runner = TensorParallelRunner(coordinator, Runner())  # type: ignore[arg-type]
     requests = {name: Request(request_id=name, prompt_ids=(1,)) for name in ("runs", "refused", "later")}
     for request in requests.values():
         runner.add(request, None)
     runner.release("refused")
-    assert team.orders == []
+    assert coordinator.orders == []
     first, second = batch("runs"), batch("later", "runs")
     runner.run(first)
     runner.run(second)
     for request_id in ("runs", "unknown", "runs"):
         runner.release(request_id)
-    assert team.orders == [
-        messages.Add(requests["runs"], None),
-        messages.Run(first),
-        messages.Sampled({"runs": 7}),
-        messages.Add(requests["later"], None),
-        messages.Run(second),
-        messages.Sampled({"later": 7, "runs": 7}),
-        messages.Release("runs"),
+    assert coordinator.orders == [
+        messages.AddRequest(requests["runs"], None),
+        messages.RunBatch(first),
+        messages.SampledTokens({"runs": 7}),
+        messages.AddRequest(requests["later"], None),
+        messages.RunBatch(second),
+        messages.SampledTokens({"later": 7, "runs": 7}),
+        messages.ReleaseRequest("runs"),
     ]
+    coordinator.reports.close()

@@ -15,7 +15,7 @@ from peft.tuners.lora.config import BdLoraConfig
 from heads import HeadSpec, TaskHead, save_heads
 from tests.engine.test_relocation import shuffled
 from tests.families import HIDDEN, LANGUAGE_LINEARS, LAYERS, Prompt, build_model, make_prompt
-from tests.harness import FixedModes, Recorded
+from tests.harness import FixedModes, RecordingEngine
 from tests.oracle import Oracle
 from vlora.types import Mode, Request
 
@@ -80,14 +80,14 @@ class Family:
         self.answers = [oracle.generate(prompt, adapter, NUM_TOKENS) for adapter, prompt in self.cases]
 
 
-class Team:
+class TensorParallelEngine:
     """A family's model on several ranks."""
 
     def __init__(self, family: Family, size: int, **settings: Any) -> None:
         self.family, self.adapters, self.checkpoint = family.family, family.adapters, family.checkpoint
         self.cases, self.answers = family.cases, family.answers
         self.size = size
-        self.recorded = Recorded(
+        self.recorded = RecordingEngine(
             self,
             FixedModes(Mode.UNMERGED),
             checkpoint=self.checkpoint,
@@ -99,7 +99,7 @@ class Team:
 
     def check(self, mode: Mode, merged: str | None = None) -> None:
         self.recorded.modes.clear()
-        self.recorded.engine._scheduler._policy = FixedModes(mode, merged)
+        self.recorded.engine.parts.scheduler.policy = FixedModes(mode, merged)
         own = [i for i, (adapter, _) in enumerate(self.cases) if mode is not Mode.MERGED or adapter == merged]
         answers = self.recorded.answer([self.cases[i] for i in own], NUM_TOKENS)
         assert mode in self.recorded.modes
@@ -115,93 +115,99 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="module")
-def team(request: pytest.FixtureRequest, family: Family) -> Iterator[Team]:
-    made = Team(family, request.param)
+def replica(request: pytest.FixtureRequest, family: Family) -> Iterator[TensorParallelEngine]:
+    made = TensorParallelEngine(family, request.param)
     yield made
     made.recorded.engine.close()
 
 
-def on(*teams: tuple[str, int]) -> pytest.MarkDecorator:
+def on(*replicas: tuple[str, int]) -> pytest.MarkDecorator:
     """Families and numbers of ranks; a family's reference is computed once for consecutive tests."""
-    ids = [f"{family}-{size}" for family, size in teams]
-    return pytest.mark.parametrize(("family", "team"), teams, indirect=True, ids=ids, scope="module")
+    params = [
+        pytest.param(family, size, id=f"{family}-{size}", marks=pytest.mark.slow if size == 4 else ())
+        for family, size in replicas
+    ]
+    return pytest.mark.parametrize(("family", "replica"), params, indirect=True, scope="module")
 
 
-EVERY_TEAM = on(
+EVERY_REPLICA = on(
     ("qwen2_vl", 1),
     *((family, size) for family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava") for size in (2, 4)),
 )
 
 
-@EVERY_TEAM
-def test_unmerged_mixed_and_merged(team: Team) -> None:
-    team.check(Mode.UNMERGED)
-    for merged in ("wide8", "blocks4", "patterned16") if team.size < 4 else ("blocks4", "wide8"):
-        team.check(Mode.MIXED, merged)
-        team.check(Mode.MERGED, merged)
-    team.check(Mode.MERGED, None)
+@EVERY_REPLICA
+def test_unmerged_mixed_and_merged(replica: TensorParallelEngine) -> None:
+    replica.check(Mode.UNMERGED)
+    for merged in ("wide8", "blocks4", "patterned16") if replica.size < 4 else ("blocks4", "wide8"):
+        replica.check(Mode.MIXED, merged)
+        replica.check(Mode.MERGED, merged)
+    replica.check(Mode.MERGED, None)
 
 
 @on(("qwen2_vl", 2))
-def test_what_ranks_say_is_what_the_formulas_say(team: Team) -> None:
+def test_collectives_match_the_formulas(replica: TensorParallelEngine) -> None:
     """Base model: two sums per layer. Replicated and block-diagonal adapters: nothing more. S-LoRA: two gathers and
     two sums per layer, for any number of adapters. And one broadcast per step.
     """
-    ledger = team.recorded.engine._runner._runner._group.ledger
+    ledger = replica.recorded.engine.parts.group.ledger
     for case, (adapters, ranks) in enumerate(
         [((None,), ()), (("narrow4", "blocks4", None), ()), (("wide8",), (8,)), (("wide8", "everywhere64"), (8, 64))]
     ):
-        model = build_model(team.family)
-        cases = [(name, make_prompt(team.family, model, 50 + 10 * case + i)) for i, name in enumerate(adapters)]
-        team.recorded.engine._scheduler._policy = FixedModes(Mode.UNMERGED)
-        team.recorded.answer([(None, make_prompt(team.family, model, 99 + case))], 1)  # flushes pending orders
+        model = build_model(replica.family)
+        cases = [(name, make_prompt(replica.family, model, 50 + 10 * case + i)) for i, name in enumerate(adapters)]
+        replica.recorded.engine.parts.scheduler.policy = FixedModes(Mode.UNMERGED)
+        replica.recorded.answer([(None, make_prompt(replica.family, model, 99 + case))], 1)  # flushes pending orders
         for name, _ in cases:
             if name is not None:
-                team.recorded.engine.pin_adapter(name, True)
+                replica.recorded.engine.pin_adapter(name, True)
         ledger.take()
-        team.recorded.answer(cases, NUM_TOKENS)
-        said = {key: (entry.calls, entry.num_bytes) for key, entry in ledger.take().items()}
+        replica.recorded.answer(cases, NUM_TOKENS)
+        totals = {key: (entry.calls, entry.num_bytes) for key, entry in ledger.take().items()}
         num_tokens = [len(prompt.prompt_ids) + NUM_TOKENS - 1 for _, prompt in cases]
         # The last layer computes keys and values of all tokens, and everything else only for tokens with
         # hidden states that are read.
         num_rows = [(LAYERS - 1) * count + NUM_TOKENS for count in num_tokens]
-        wanted = {
+        expected = {
             ("all_reduce", "base"): (2 * LAYERS * NUM_TOKENS, 2 * 4 * HIDDEN * sum(num_rows)),
-            ("broadcast", "orders"): (NUM_TOKENS, said["broadcast", "orders"][1]),
+            ("broadcast", "orders"): (NUM_TOKENS, totals["broadcast", "orders"][1]),
         }
         if ranks:
             hidden = sum(rank * count for rank, count in zip(ranks, num_rows, strict=True))
             # Its q reads other rows of a prompt than its k and v, so hidden values for all three are gathered twice.
             prompts = sum(rank * len(prompt.prompt_ids) for rank, (_, prompt) in zip(ranks, cases, strict=True))
-            wanted["all_gather", "slora"] = (2 * LAYERS * NUM_TOKENS + 1, 4 * (5 * hidden + 3 * prompts) // team.size)
-            wanted["all_reduce", "slora"] = (2 * LAYERS * NUM_TOKENS, 4 * 2 * hidden)
-        assert said == wanted
+            expected["all_gather", "slora"] = (
+                2 * LAYERS * NUM_TOKENS + 1,
+                4 * (5 * hidden + 3 * prompts) // replica.size,
+            )
+            expected["all_reduce", "slora"] = (2 * LAYERS * NUM_TOKENS, 4 * 2 * hidden)
+        assert totals == expected
 
 
 @on(("qwen2_vl", 2))
-def test_packed_copies_on_all_ranks(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_copies_on_all_ranks(replica: TensorParallelEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if decoding could not read adapters in place: the set of a batch is packed when it repeats."""
     monkeypatch.setattr("atmm.gains_from_copies", lambda *_: True)
-    team.check(Mode.UNMERGED)
-    packed = team.recorded.engine._bank._packed
-    assert packed is not None and {key.rpartition("@")[0] for key in packed.keys} == set(team.adapters)
-    team.check(Mode.MIXED, "wide8")
-    team.recorded.engine.unload_adapter("narrow4")
-    assert team.recorded.engine._bank._packed is None
-    team.recorded.engine.load_adapter("narrow4", team.adapters["narrow4"])
-    team.check(Mode.UNMERGED)
+    replica.check(Mode.UNMERGED)
+    packed = replica.recorded.engine.parts.device.pool._packed
+    assert packed is not None and {key.rpartition("@")[0] for key in packed.keys} == set(replica.adapters)
+    replica.check(Mode.MIXED, "wide8")
+    replica.recorded.engine.unload_adapter("narrow4")
+    assert replica.recorded.engine.parts.device.pool._packed is None
+    replica.recorded.engine.load_adapter("narrow4", replica.adapters["narrow4"])
+    replica.check(Mode.UNMERGED)
 
 
 @on(("qwen2_vl", 1), ("qwen2_vl", 2))
-def test_an_adapter_s_status_says_how_it_lies(team: Team) -> None:
-    found = {status.name: status.sharding for status in team.recorded.engine.adapters()}
+def test_an_adapter_s_status_shows_its_sharding(replica: TensorParallelEngine) -> None:
+    found = {status.name: status.sharding for status in replica.recorded.engine.adapters()}
     kinds = {"narrow4": "replicated", "blocks4": "bd"}
-    assert found == {name: None if team.size == 1 else kinds.get(name, "slora") for name in team.adapters}
+    assert found == {name: None if replica.size == 1 else kinds.get(name, "slora") for name in replica.adapters}
 
 
 @on(("llava", 2))
-def test_weights_that_are_switched_in_place(family: Family, team: Team) -> None:
-    in_place = Team(family, team.size, switching="in_place")
+def test_in_place_switching_on_several_ranks(family: Family, replica: TensorParallelEngine) -> None:
+    in_place = TensorParallelEngine(family, replica.size, switching="in_place")
     try:
         for mode, merged in ((Mode.MERGED, "wide8"), (Mode.MIXED, "blocks4"), (Mode.MERGED, None)):
             in_place.check(mode, merged)
@@ -210,45 +216,45 @@ def test_weights_that_are_switched_in_place(family: Family, team: Team) -> None:
 
 
 @on(("llava", 2))
-def test_adapters_come_move_and_go_in_a_tiny_arena(team: Team) -> None:
+def test_adapters_are_loaded_moved_and_evicted_in_a_tiny_arena(replica: TensorParallelEngine) -> None:
     """Every adapter under two names; the largest do not fit at the same time. Threads read and load them, and all
     movable pages move between steps.
     """
-    twice = copy.copy(team)
-    twice.adapters = {f"{name}-{i}": path for i in (0, 1) for name, path in team.adapters.items()}
-    recorded = Recorded(
+    twice = copy.copy(replica)
+    twice.adapters = {f"{name}-{i}": path for i in (0, 1) for name, path in replica.adapters.items()}
+    recorded = RecordingEngine(
         twice,
         FixedModes(Mode.MIXED, "wide8-1"),
-        checkpoint=team.checkpoint,
+        checkpoint=replica.checkpoint,
         scarce_memory=True,
         background=True,
-        tensor_parallel=team.size,
-        sharding=tuple(f"{name}-1=slora" for name in team.adapters),
+        tensor_parallel=replica.size,
+        sharding=tuple(f"{name}-1=slora" for name in replica.adapters),
         threads=1,
     )
     moved = shuffled(recorded)
-    cases = [(name and f"{name}-{i}", prompt) for i in (0, 1) for name, prompt in team.cases]
+    cases = [(name and f"{name}-{i}", prompt) for i in (0, 1) for name, prompt in replica.cases]
     answers = recorded.answer(cases, NUM_TOKENS)
     stats = recorded.engine.stats()
     recorded.engine.close()
     assert stats.num_adapter_loads >= len(twice.adapters) > stats.num_resident_adapters
     assert sum(moved) > len(moved)
-    for (tokens, logits), (want_tokens, want_logits) in zip(answers, 2 * team.answers, strict=True):
+    for (tokens, logits), (want_tokens, want_logits) in zip(answers, 2 * replica.answers, strict=True):
         assert tokens == want_tokens
         assert float((logits - want_logits).abs().max()) < TOLERANCE
 
 
 @on(("qwen2_vl", 2), ("qwen3_vl", 4))
-def test_a_head_reads_what_one_rank_would_show_it(team: Team) -> None:
+def test_a_head_reads_the_hidden_states_of_one_rank(replica: TensorParallelEngine) -> None:
     """The head's rows are two of the output head's, so the reference's logits determine its answer."""
-    case = next(case for case, (adapter, _) in enumerate(team.cases) if adapter == "wide8")
-    prompt, (_, logits) = team.cases[case][1], team.answers[case]
+    case = next(case for case, (adapter, _) in enumerate(replica.cases) if adapter == "wide8")
+    prompt, (_, logits) = replica.cases[case][1], replica.answers[case]
     for mode in (Mode.UNMERGED, Mode.MERGED):
-        team.recorded.engine._scheduler._policy = FixedModes(mode, "wide8" if mode is Mode.MERGED else None)
-        outputs = team.recorded.local.run(
+        replica.recorded.engine.parts.scheduler.policy = FixedModes(mode, "wide8" if mode is Mode.MERGED else None)
+        outputs = replica.recorded.local.run(
             [Request(request_id="h", prompt_ids=prompt.prompt_ids, vision=prompt.vision, adapter="wide8", head="kind")]
         )
         answer = outputs["h"][-1].head
         assert answer is not None
-        wanted = logits[0, list(HEAD_ROWS)].softmax(0)
-        torch.testing.assert_close(torch.tensor(answer.scores), wanted, atol=TOLERANCE, rtol=0)
+        expected = logits[0, list(HEAD_ROWS)].softmax(0)
+        torch.testing.assert_close(torch.tensor(answer.scores), expected, atol=TOLERANCE, rtol=0)

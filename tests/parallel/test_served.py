@@ -29,6 +29,8 @@ from vlora.types import SamplingParams
 ROOT = Path(__file__).parents[2]
 NUM_TOKENS = 8
 
+pytestmark = pytest.mark.slow  # test_same_answers.py is the fast test of answers on several ranks
+
 
 class Serving(NamedTuple):
     process: subprocess.Popen[str]
@@ -70,12 +72,12 @@ def data_url(image: bytes) -> str:
     return f"data:image/png;base64,{base64.b64encode(image).decode()}"
 
 
-def asked(image: bytes) -> dict[str, Any]:
+def question_about(image: bytes) -> dict[str, Any]:
     parts = [{"type": "image_url", "image_url": {"url": data_url(image)}}, {"type": "text", "text": QUESTION}]
     return {"messages": [{"role": "user", "content": parts}], "max_tokens": NUM_TOKENS}
 
 
-def test_answers_streams_and_heads_are_those_of_one_rank(serving: Serving, folder: Path) -> None:
+def test_answers_streams_and_heads_equal_those_of_one_rank(serving: Serving, folder: Path) -> None:
     local = Local(folder)
     image = picture(1)
     sampling = SamplingParams(max_tokens=NUM_TOKENS)
@@ -83,9 +85,11 @@ def test_answers_streams_and_heads_are_those_of_one_rank(serving: Serving, folde
     texts = set()
     for model, adapter in ((base, None), ("small", "small"), ("large", "large")):
         wanted = local.text([image], adapter, sampling)
-        status, answer = call(serving.http_port, "POST", "/v1/chat/completions", {"model": model, **asked(image)})
+        status, answer = call(
+            serving.http_port, "POST", "/v1/chat/completions", {"model": model, **question_about(image)}
+        )
         assert status == 200 and json.loads(answer)["choices"][0]["message"]["content"] == wanted
-        body = {"model": model, **asked(image), "stream": True}
+        body = {"model": model, **question_about(image), "stream": True}
         status, events = call(serving.http_port, "POST", "/v1/chat/completions", body)
         chunks = [json.loads(event.removeprefix("data: ")) for event in events.split("\n\n")[:-2]]
         assert (
@@ -103,19 +107,12 @@ def test_answers_streams_and_heads_are_those_of_one_rank(serving: Serving, folde
         assert list(json.loads(answer)["scores"].values()) == pytest.approx(expected.scores, abs=1e-4)
 
 
-def test_what_auto_took_is_in_the_log_and_in_the_status(serving: Serving) -> None:
+def test_the_status_shows_the_sharding(serving: Serving) -> None:
     adapters = json.loads(call(serving.http_port, "GET", "/v1/adapters")[1])["data"]
-    found = {each["name"]: each["sharding"] for each in adapters}
-    said = re.findall(
-        r"info vlora\.engine\.ways: adapter '(\w+)': (\w+) "
-        r"\(predicted for 32 tokens a step: replicated \d+\.\d{3} ms, slora \d+\.\d{3} ms\)\n",
-        serving.log.read_text(),
-    )
-    assert said == [("large", found["large"])]
-    assert found["small"] == "slora"
+    assert {each["name"]: each["sharding"] for each in adapters} == {"large": "replicated", "small": "slora"}
 
 
-def test_kill_9_of_a_rank_answers_everybody_within_3_s_and_the_service_comes_back(serving: Serving) -> None:
+def test_a_killed_rank_fails_all_requests_within_3_s_and_is_restarted(serving: Serving) -> None:
     (engine,) = children(serving.process.pid)
     before = chat(serving.http_port, model="small", max_tokens=5)[1]
     long = {"max_tokens": 900, "temperature": 1.0, "seed": 1}
@@ -132,7 +129,7 @@ def test_kill_9_of_a_rank_answers_everybody_within_3_s_and_the_service_comes_bac
     os.kill(pids[1], signal.SIGKILL)
     for caller in callers:
         caller.join(10)
-    assert [caller.heard for caller in callers] == ["engine_dead"] * len(callers)
+    assert [caller.result for caller in callers] == ["engine_dead"] * len(callers)
     assert max(caller.at for caller in callers) - killed < 3
     until_alive(serving.client)
     after = chat(serving.http_port, model="small", max_tokens=5)[1]

@@ -7,14 +7,16 @@ import base64
 import http.client
 import json
 import ssl
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.server.scripted import ByteProcessor, ScriptedInterface
+from tests.server.scripted import ByteProcessor, ScriptedInterface, write_adapter
 from vlora.config import ServerConfig
 from vlora.server.frontend import FrontEnd
 from vlora.server.http.routes import make_app
@@ -78,10 +80,16 @@ def running_api(
     engine: Any = None,
     processor: Any = None,
     model: str = "base",
-    others_listen: Callable[[], bool] = lambda: True,
+    other_listener: Any = None,
+    adapters: Mapping[str, Mapping[str, int]] | None = None,
     **settings: Any,
 ) -> Iterator[Api]:
-    """Serve the HTTP API, by default over a scripted engine. settings: fields of ServerConfig."""
+    """Serve the HTTP API until the end of the block, by default over a scripted engine.
+
+    Args:
+        adapters: Adapters to load, by name: the number of frames of each of their heads.
+        settings: Fields of ServerConfig.
+    """
     config = ServerConfig(http_port=0, **settings)
     started: Future[Api] = Future()
     stopping = asyncio.Event()
@@ -90,7 +98,7 @@ def running_api(
         used = engine or ScriptedInterface()
         front_end = FrontEnd(used, processor or ByteProcessor(), config, model)
         server = HttpServer(config)
-        server.start(make_app(front_end, model, Access(config.tokens), others_listen=others_listen))
+        server.start(make_app(front_end, model, Access(config.tokens), other_listener))
         started.set_result(Api(int(server.address.split(":")[1]), used, front_end, asyncio.get_running_loop()))
         await stopping.wait()
         await server.close()
@@ -100,7 +108,10 @@ def running_api(
     thread.start()
     made = started.result(10)
     try:
-        yield made
+        with tempfile.TemporaryDirectory() as folder:
+            for name, heads in (adapters or {}).items():
+                made.on_loop(made.front_end.adapters.load(name, write_adapter(Path(folder) / name, dict(heads))))
+            yield made
     finally:
         made.loop.call_soon_threadsafe(stopping.set)
         thread.join(10)

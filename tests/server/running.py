@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import io
+import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from PIL import Image
 
-from tests.server.scripted import ByteProcessor, ScriptedInterface
+from tests.server.scripted import ByteProcessor, ScriptedInterface, write_adapter
 from vlora.config import ServerConfig
 from vlora.server.frontend import FrontEnd
-from vlora.server.rpyc.protocol import RpycServer
-from vlora.server.rpyc.service import VLoraService
+from vlora.server.rpyc.server import RpycServer
 from vlora.server.security.access import Access
 from vlora.server.security.tls import server_context
 
@@ -32,8 +33,13 @@ class Running(NamedTuple):
 
 
 @contextmanager
-def running_server(**settings: Any) -> Iterator[Running]:
-    """settings: fields of ServerConfig."""
+def running_server(adapters: Mapping[str, Mapping[str, int]] | None = None, **settings: Any) -> Iterator[Running]:
+    """Run the server until the end of the block.
+
+    Args:
+        adapters: Adapters to load, by name: the number of frames of each of their heads.
+        settings: Fields of ServerConfig.
+    """
     config = ServerConfig(rpyc_port=0, **settings)
     started: Future[Running] = Future()
     stopping = asyncio.Event()
@@ -44,7 +50,7 @@ def running_server(**settings: Any) -> Iterator[Running]:
         front_end = FrontEnd(engine, ByteProcessor(), config, "scripted")  # type: ignore[arg-type]
         server = RpycServer(config.host, config.rpyc_port, config.max_message_bytes, server_context(config))
         access = Access(config.tokens)
-        server.start_in_thread(lambda peer: VLoraService(front_end, loop, "scripted", access, peer), front_end.held)
+        server.start_in_thread(front_end, loop, "scripted", access)
         started.set_result(Running(server.port, engine, front_end, loop))
         await stopping.wait()
         await asyncio.to_thread(server.close)
@@ -54,7 +60,10 @@ def running_server(**settings: Any) -> Iterator[Running]:
     thread.start()
     running = started.result(10)
     try:
-        yield running
+        with tempfile.TemporaryDirectory() as folder:
+            for name, heads in (adapters or {}).items():
+                running.on_loop(running.front_end.adapters.load(name, write_adapter(Path(folder) / name, dict(heads))))
+            yield running
     finally:
         running.loop.call_soon_threadsafe(stopping.set)
         thread.join(10)

@@ -40,7 +40,7 @@ from vlora.errors import (
     UnknownAdapter,
     VLoraError,
 )
-from vlora.models.pictures import Region
+from vlora.models.vision.images import Region
 from vlora.types import (
     AdapterStatus,
     EngineStats,
@@ -171,7 +171,7 @@ class ScriptedEngine:
         self.sampled: dict[str, int] = {}
         self.cancelled: list[str] = []
         self._adapters: dict[str, AdapterStatus] = {}
-        self._num_steps = 0
+        self.num_steps = 0
         self._num_finished = 0
 
     @property
@@ -194,9 +194,9 @@ class ScriptedEngine:
             raise DeadlineUnreachable(f"latency {request.max_latency_s} ttft {request.max_ttft_s} {request.priority:+}")
         if text == "grammar":
             text = f"say:grammar:{request.sampling.grammar}"
-        said = re.search(r"say:(.*)", text, re.DOTALL)
+        match = re.search(r"say:(.*)", text, re.DOTALL)
         silent = "forever" in text or "never" in text
-        script = [] if silent else [*(said[1] if said else "yes").encode(), EOS]
+        script = [] if silent else [*(match[1] if match else "yes").encode(), EOS]
         self.running[request.request_id] = (request, script)
         self.sampled[request.request_id] = 0
 
@@ -208,7 +208,7 @@ class ScriptedEngine:
 
     def step(self) -> tuple[RequestOutput, ...]:
         time.sleep(self.step_s)
-        self._num_steps += 1
+        self.num_steps += 1
         outputs = []
         for request_id in tuple(self.running):
             request, script = self.running[request_id]
@@ -295,8 +295,8 @@ class ScriptedEngine:
     def stats(self) -> EngineStats:
         return EngineStats(
             model=self.config.model,
-            num_steps=self._num_steps,
-            steps_by_mode={"unmerged": self._num_steps},
+            num_steps=self.num_steps,
+            steps_by_mode={"unmerged": self.num_steps},
             requests_by_mode={"unmerged": self._num_finished},
             num_switches=0,
             switch_s=0.0,
@@ -314,7 +314,7 @@ class ScriptedEngine:
 
     def snapshot(self, since: int = 0) -> EngineSnapshot:
         modes = ("merged", "mixed", "unmerged")
-        steps = range(max(since, self._num_steps - 100) + 1, self._num_steps + 1)
+        steps = range(max(since, self.num_steps - 100) + 1, self.num_steps + 1)
         requests = [request for request, _ in self.running.values()]
         return EngineSnapshot(
             now_s=time.monotonic(),
@@ -322,7 +322,7 @@ class ScriptedEngine:
             theta_s=0.1,
             max_batch_size=4,
             steps=tuple(
-                StepRecord(n, time.monotonic() - 0.02 * (self._num_steps - n), 0.01, 0.0, modes[n % 3], None, 1, 1, 0)
+                StepRecord(n, time.monotonic() - 0.02 * (self.num_steps - n), 0.01, 0.0, modes[n % 3], None, 1, 1, 0)
                 for n in steps
             ),
             queue=tuple(
@@ -421,7 +421,7 @@ class ScriptedInterface:
 
     async def cancel(self, request_id: str) -> None:
         if (output := self.engine.cancel(request_id)) is not None:
-            self._deliver(output)
+            self.deliver(output)
 
     async def register_adapters(self, paths: Mapping[str, str]) -> None:
         self.engine.register_adapters(paths)
@@ -431,7 +431,7 @@ class ScriptedInterface:
 
     async def unload_adapter(self, name: str, drain: bool = False) -> None:
         for output in self.engine.unload_adapter(name, drain):
-            self._deliver(output)
+            self.deliver(output)
 
     async def pin_adapter(self, name: str, pinned: bool) -> AdapterStatus:
         return self.engine.pin_adapter(name, pinned)
@@ -451,16 +451,16 @@ class ScriptedInterface:
 
     async def close(self) -> None:
         for output in self.engine.close():
-            self._deliver(output)
+            self.deliver(output)
 
-    def _deliver(self, output: RequestOutput) -> None:
+    def deliver(self, output: RequestOutput) -> None:
         if output.request_id in self._streams:
             self._streams[output.request_id].put_nowait(output)
 
     async def _step(self) -> None:
         while self.engine.has_work:
             for output in self.engine.step():
-                self._deliver(output)
+                self.deliver(output)
             await asyncio.sleep(0.001)
 
 

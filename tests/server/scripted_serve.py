@@ -10,7 +10,7 @@ import vlora.cli
 import vlora.server.launch
 from tests.server.scripted import ENGINE_COMMAND, ByteProcessor
 from vlora.config import EngineConfig, ServerConfig
-from vlora.logs import configure
+from vlora.logging_format import configure
 
 
 def main() -> None:

@@ -9,8 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 from tests.engine.test_grammar import Prefixes
-from vlora.server.http.closed_schema import closed
-from vlora.server.http.response_format import json_grammar
+from vlora.server.http.response_format import closed, json_grammar
 
 
 class Wheel(BaseModel):
@@ -53,12 +52,12 @@ def test_a_pydantic_model_has_its_own_properties_only() -> None:
         {"type": "object", "properties": {}, "not": {"required": ["a"]}},
     ],
 )
-def test_what_says_what_others_may_be_stays_as_it_is(schema: dict[str, Any]) -> None:
+def test_schemas_that_define_other_properties_stay_unchanged(schema: dict[str, Any]) -> None:
     before = copy.deepcopy(schema)
     assert closed(schema) == before == schema
 
 
-def test_a_property_called_like_a_keyword_closes_like_any_other() -> None:
+def test_a_property_named_like_a_keyword_is_closed_too() -> None:
     schema = {"type": "object", "properties": {"allOf": {"type": "object", "properties": {"$ref": {}}}}}
     found = closed(schema)
     assert found["additionalProperties"] is False

@@ -21,7 +21,7 @@ from vlora.client.values import FrameResult, HeadResult, StreamOptions
 from vlora.config import EngineConfig, ServerConfig, Token
 from vlora.engine.snapshot import EngineSnapshot
 from vlora.errors import EngineDead
-from vlora.server.console.feed import Feed
+from vlora.server.console.feed import SnapshotFeed
 from vlora.server.console.files import CONSOLE_FILES
 from vlora.server.media.image_decoding import RawImage
 from vlora.server.streams.preview import draw
@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def api(folder: Path) -> Iterator[Api]:
     """Two streams: one of the cameras' token, one of the operator's."""
     with running_api(tokens=(CAMERAS, GUEST, OPS)) as made:
-        made.on_loop(made.front_end.load_adapter("cam", str(folder)))
+        made.on_loop(made.front_end.adapters.load("cam", str(folder)))
         for owner in (CAMERAS, OPS):
             open_stream(made, owner)
         yield made
@@ -72,7 +72,7 @@ def state(api: Api, token: Token | None, since: int = 0) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", CONSOLE_FILES)
-def test_the_page_takes_no_token_and_allows_nothing_foreign(api: Api, path: str) -> None:
+def test_the_page_needs_no_token_and_allows_no_other_origin(api: Api, path: str) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", api.port)
     connection.request("GET", path)
     response = connection.getresponse()
@@ -86,7 +86,7 @@ def test_the_page_takes_no_token_and_allows_nothing_foreign(api: Api, path: str)
 
 
 @pytest.mark.parametrize("path", ["/console/state", "/console/adapters", "/console/streams/1/frame"])
-def test_data_takes_a_token_in_the_header(api: Api, path: str) -> None:
+def test_data_routes_require_a_token_in_the_header(api: Api, path: str) -> None:
     assert api.call("GET", path)[0] == 401
     assert api.call("GET", f"{path}?token={OPS.secret}")[0] == 401
     assert api.call("GET", path, headers={"Authorization": "Bearer wrong-token-0123456789"})[0] == 401
@@ -95,26 +95,26 @@ def test_data_takes_a_token_in_the_header(api: Api, path: str) -> None:
 # -- visibility by token ----------------------------------------------------------------------------------------------
 
 
-def test_streams_are_told_to_their_owner_and_to_admins(api: Api) -> None:
+def test_streams_are_visible_to_their_owner_and_to_admins(api: Api) -> None:
     seen = {token.name: [stream["owner"] for stream in state(api, token)["streams"]] for token in (CAMERAS, GUEST, OPS)}
     assert seen == {"cameras": ["cameras"], "guest": [], "ops": ["cameras", "ops"]}
     assert state(api, GUEST)["num_streams"] == 2
     assert [state(api, token)["admin"] for token in (GUEST, OPS)] == [False, True]
 
 
-def test_a_frame_is_shown_to_who_may_see_it_once_somebody_looks(api: Api, folder: Path) -> None:
+def test_a_frame_is_shown_to_its_owner_and_admins_while_viewed(api: Api, folder: Path) -> None:
     stream_id = open_stream(api, CAMERAS)
     number = state(api, CAMERAS)["streams"][-1]["number"]
     path = f"/console/streams/{number}/frame"
 
-    def look(token: Token) -> int:
+    def view(token: Token) -> int:
         return api.call("GET", path, headers={"Authorization": f"Bearer {token.secret}"})[0]
 
     send(api, stream_id, CAMERAS, 0)
     wait_for(lambda: state(api, CAMERAS)["streams"][-1]["num_answered"] == 1)
-    assert look(GUEST) == 404 and look(CAMERAS) == 204  # no frame was requested before, so none was drawn
+    assert view(GUEST) == 404 and view(CAMERAS) == 204  # no frame was requested before, so none was drawn
     send(api, stream_id, CAMERAS, 1)
-    wait_for(lambda: api.front_end.streams.watched()[-1].last_frame.look() is not None)
+    wait_for(lambda: api.front_end.streams.watched()[-1].preview.read() is not None)
     connection = http.client.HTTPConnection("127.0.0.1", api.port)
     connection.request("GET", path, headers={"Authorization": f"Bearer {OPS.secret}"})
     response = connection.getresponse()
@@ -122,13 +122,13 @@ def test_a_frame_is_shown_to_who_may_see_it_once_somebody_looks(api: Api, folder
     assert (response.status, response.headers["Content-Type"]) == (200, "image/jpeg")
     assert response.headers["Cache-Control"] == "no-store"
     assert picture.size == (480, 320) and picture.getpixel((240, 140)) > (200, 200, 200)
-    assert look(GUEST) == 404
+    assert view(GUEST) == 404
     last = state(api, OPS)["streams"][-1]["last"]
     assert (last["number"], last["label"], last["problem"]) == (1, "bright", None)
     assert stream_id not in str(state(api, OPS)), "a stream's id allows resuming it"
 
 
-def test_an_engine_that_is_dead_says_why(folder: Path) -> None:
+def test_the_state_of_a_dead_engine_is_its_cause(folder: Path) -> None:
     with running_api() as api:
         assert state(api, None)["admin"] is True
         api.engine.dead = "the engine process was killed by SIGKILL"
@@ -137,10 +137,10 @@ def test_an_engine_that_is_dead_says_why(folder: Path) -> None:
         assert status == 503 and "SIGKILL" in body["error"]["message"]
 
 
-def test_what_may_be_asked_is_listed_and_kept_up(folder: Path) -> None:
+def test_adapters_and_heads_are_listed_and_updated(folder: Path) -> None:
     with running_api() as api:
         assert api.call("GET", "/console/adapters")[1] == []
-        api.on_loop(api.front_end.load_adapter("<b>cam", str(folder)))
+        api.on_loop(api.front_end.adapters.load("<b>cam", str(folder)))
         (found,) = api.call("GET", "/console/adapters")[1]
         assert found["name"] == "<b>cam" and found["heads"][0]["name"] == "night"
 
@@ -148,18 +148,31 @@ def test_what_may_be_asked_is_listed_and_kept_up(folder: Path) -> None:
 # -- cost for the engine ----------------------------------------------------------------------------------------------
 
 
-def test_many_who_watch_cost_the_engine_two_looks_a_second() -> None:
-    engine = ScriptedEngine(EngineConfig(model="scripted"))
+class EngineSource:
+    """Snapshots of a scripted engine."""
+
+    def __init__(self) -> None:
+        self.engine = ScriptedEngine(EngineConfig(model="scripted"))
+        self.dead = False
+
+    async def snapshot(self, since: int = 0) -> EngineSnapshot:
+        if self.dead:
+            raise EngineDead("killed")
+        return self.engine.snapshot(since)
+
+
+def test_many_viewers_share_two_snapshots_per_second() -> None:
     taken: list[int] = []
 
-    async def take(since: int) -> EngineSnapshot:
-        taken.append(since)
-        await asyncio.sleep(0.01)
-        engine._num_steps += 10
-        return engine.snapshot(since)
+    class Source(EngineSource):
+        async def snapshot(self, since: int = 0) -> EngineSnapshot:
+            taken.append(since)
+            await asyncio.sleep(0.01)
+            self.engine.num_steps += 10
+            return await super().snapshot(since)
 
     async def watch() -> list[list[int]]:
-        feed = Feed(take, interval_s=0.2)
+        feed = SnapshotFeed(Source(), interval_s=0.2)
         first = await asyncio.gather(*(feed.read(0) for _ in range(50)))
         assert len(taken) == 1
         await asyncio.sleep(0.2)
@@ -170,41 +183,29 @@ def test_many_who_watch_cost_the_engine_two_looks_a_second() -> None:
     assert taken == [0, 10]
 
 
-def test_nobody_is_shown_what_a_dead_engine_did_last() -> None:
-    engine = ScriptedEngine(EngineConfig(model="scripted"))
-    dead = False
-
-    async def take(since: int) -> EngineSnapshot:
-        if dead:
-            raise EngineDead("killed")
-        return engine.snapshot(since)
-
+def test_an_old_snapshot_of_a_dead_engine_is_not_shown() -> None:
     async def watch() -> None:
-        nonlocal dead
-        feed = Feed(take, interval_s=0.05)
+        source = EngineSource()
+        feed = SnapshotFeed(source, interval_s=0.05)
         await feed.read(0)
-        dead = True
+        source.dead = True
         await asyncio.sleep(0.06)
         for _ in range(3):  # the second read is within the interval
             with pytest.raises(EngineDead):
                 await feed.read(0)
-        dead = False
+        source.dead = False
         await feed.read(0)
 
     asyncio.run(watch())
 
 
-def test_an_engine_that_was_started_anew_counts_from_one() -> None:
+def test_the_steps_of_a_restarted_engine_count_from_one() -> None:
     async def watch() -> list[int]:
-        engine = ScriptedEngine(EngineConfig(model="scripted"))
-        engine._num_steps = 40
-
-        async def take(since: int) -> EngineSnapshot:
-            return engine.snapshot(since)
-
-        feed = Feed(take, interval_s=0.0)
+        source = EngineSource()
+        source.engine.num_steps = 40
+        feed = SnapshotFeed(source, interval_s=0.0)
         await feed.read(0)
-        engine._num_steps = 3
+        source.engine.num_steps = 3
         await feed.read(0)
         return [step.number for step in (await feed.read(0))[1]]
 
@@ -258,8 +259,8 @@ def wait_for(ready: Any, longest_s: float = 5.0) -> None:
         time.sleep(0.02)
 
 
-def test_a_snapshot_is_a_value() -> None:
+def test_a_snapshot_is_serializable() -> None:
     engine = ScriptedEngine(EngineConfig(model="scripted"))
-    engine._num_steps = 5
+    engine.num_steps = 5
     snapshot = engine.snapshot()
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(snapshot), type=EngineSnapshot) == snapshot

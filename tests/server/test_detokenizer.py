@@ -26,7 +26,7 @@ def cut(data: bytes, cuts: list[int]) -> list[list[int]]:
 
 
 @given(st.text(), st.lists(st.integers(0, 100)))
-def test_pieces_join_to_the_text_and_none_ends_in_half_a_character(text: str, cuts: list[int]) -> None:
+def test_pieces_join_to_the_text_and_none_has_a_partial_character(text: str, cuts: list[int]) -> None:
     detokenizer = Detokenizer(decode)
     pieces = [detokenizer.feed(tokens) for tokens in cut(text.encode(), cuts)]
     # A replacement character in the text looks like an incomplete character until more text follows.
@@ -34,7 +34,7 @@ def test_pieces_join_to_the_text_and_none_ends_in_half_a_character(text: str, cu
     assert not any(piece.endswith("\ufffd") for piece in pieces)
 
 
-def test_half_a_character_at_the_end_comes_out_as_the_replacement_character() -> None:
+def test_a_partial_character_at_the_end_becomes_the_replacement_character() -> None:
     detokenizer = Detokenizer(decode)
     assert detokenizer.feed(list("aé".encode()[:2])) == ""
     assert detokenizer.finish() == "a\ufffd"
@@ -56,9 +56,7 @@ def test_spaces_that_depend_on_the_token_before_are_kept() -> None:
     st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
     st.lists(st.integers(0, 50)),
 )
-def test_stop_filter_gives_the_text_before_the_stop_string_that_is_first_complete(
-    text: str, stop: list[str], cuts: list[int]
-) -> None:
+def test_the_stop_string_completed_first_ends_the_text(text: str, stop: list[str], cuts: list[int]) -> None:
     ends = ((end, each) for end in range(len(text) + 1) for each in stop if text[:end].endswith(each))
     first = min(ends, key=lambda match: (match[0], -len(match[1])), default=None)
     expected = text if first is None else text[: first[0] - len(first[1])]
@@ -89,7 +87,7 @@ def test_stop_string_across_token_borders_and_inside_a_character() -> None:
     assert text.stopped and text.logprobs == ()
 
 
-def test_scores_come_with_the_text_they_made_and_not_with_what_ended_it() -> None:
+def test_scores_belong_to_the_text_and_not_to_the_token_that_ended_it() -> None:
     text = AnswerText(decode, name, ["END"])
     fed = "aüE bENDx".encode()
     pieces = [text.feed([byte], [TokenScore(-byte / 100, ((byte, -0.5),))]) for byte in fed]
@@ -105,9 +103,9 @@ def test_scores_come_with_the_text_they_made_and_not_with_what_ended_it() -> Non
 
 
 @given(st.text("abE", max_size=12), st.lists(st.integers(0, 20)))
-def test_scores_are_the_texts_whatever_the_cuts(said: str, cuts: list[int]) -> None:
+def test_scores_do_not_depend_on_piece_boundaries(answer: str, cuts: list[int]) -> None:
     text = AnswerText(decode, name, ["Ea"])
-    for tokens in cut(said.encode(), cuts):
+    for tokens in cut(answer.encode(), cuts):
         text.feed(tokens, [TokenScore(0.0, ())] * len(tokens))
     text.finish()
     assert "".join(token.token for token in text.logprobs) == text.text

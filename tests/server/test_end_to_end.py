@@ -29,7 +29,10 @@ from vlora.errors import BadAdapter, BadImage, BadRequest, PromptTooLong, Unknow
 from vlora.models import InputProcessor
 from vlora.types import Request, RequestOutput, SamplingParams
 
+pytestmark = pytest.mark.slow  # test_serve.py and test_openai_client.py are fast
+
 ROOT = Path(__file__).parents[2]
+
 QUESTION = "what digit is shown ?"
 ADAPTERS = {"small": (4, 1), "large": (16, 2)}  # name -> rank, frames of its head
 
@@ -121,18 +124,18 @@ def picture(seed: int) -> bytes:
     return stream.getvalue()
 
 
-def test_served_answers_are_the_local_ones(client: Client, local: Local) -> None:
+def test_served_answers_equal_those_of_the_local_engine(client: Client, local: Local) -> None:
     sampling = {"max_tokens": 8, "ignore_eos": True}
-    asked = [(adapter, [picture(i) for i in range(images)]) for adapter in (None, *ADAPTERS) for images in (0, 1, 2)]
+    requests = [(adapter, [picture(i) for i in range(images)]) for adapter in (None, *ADAPTERS) for images in (0, 1, 2)]
     with ThreadPoolExecutor(9) as threads:
-        answers = list(threads.map(lambda ask: client.generate(QUESTION, ask[1], ask[0], **sampling), asked))
-    for (adapter, images), answer in zip(asked, answers, strict=True):
+        answers = list(threads.map(lambda ask: client.generate(QUESTION, ask[1], ask[0], **sampling), requests))
+    for (adapter, images), answer in zip(requests, answers, strict=True):
         assert answer.text == local.text(images, adapter, SamplingParams(**sampling))
         assert answer.num_completion_tokens == 8 and answer.finish_reason == "length"
     assert len({answer.text for answer in answers}) > 3  # answers depend on adapters and images
 
 
-def test_served_heads_are_the_local_ones(client: Client, local: Local) -> None:
+def test_served_head_results_equal_those_of_the_local_engine(client: Client, local: Local) -> None:
     for name, (_, frames) in ADAPTERS.items():
         images = [picture(i) for i in range(frames)]
         expected = local.ask(images, adapter=name, head="letter")[-1].head
@@ -152,7 +155,7 @@ def test_streams_join_to_the_answer_and_stop_strings_cut_it(client: Client) -> N
     assert cut.finish_reason == "stop" and cut.text == stream.answer.text.partition(word)[0]
 
 
-def test_mistakes_are_typed_and_the_engine_goes_on(client: Client, folder: Path) -> None:
+def test_errors_are_typed_and_the_engine_continues(client: Client, folder: Path) -> None:
     with pytest.raises(PromptTooLong, match=r"has \d{4} tokens and up to 128 output tokens .* context of 1024"):
         client.generate("word " * 2000)
     with pytest.raises(BadRequest, match=r"2 image markers .* but 1 images"):

@@ -26,14 +26,14 @@ def request(name: str, prompt: str, **fields: Any) -> Request:
     return Request(request_id=name, prompt_ids=tuple(prompt.encode()), **fields)
 
 
-async def outputs(engine: EngineClient, asked: Request) -> list[RequestOutput]:
-    found = [output async for output in engine.generate(asked)]
+async def outputs(engine: EngineClient, sent: Request) -> list[RequestOutput]:
+    found = [output async for output in engine.generate(sent)]
     assert all(not output.finished for output in found[:-1])
     return found
 
 
-async def answer(engine: EngineClient, asked: Request) -> tuple[str, RequestOutput]:
-    found = await outputs(engine, asked)
+async def answer(engine: EngineClient, sent: Request) -> tuple[str, RequestOutput]:
+    found = await outputs(engine, sent)
     return bytes(token for output in found for token in output.token_ids if token < 256).decode(), found[-1]
 
 
@@ -75,8 +75,8 @@ def test_requests_calls_refusals_and_a_clean_stop(tmp_path: Path) -> None:
     async def main() -> None:
         engine = await start(max_context=500)
         assert engine.ready.model == "scripted" and engine.ready.max_context == 500
-        told = [answer(engine, request(f"r{i}", f"say:answer {i}")) for i in range(8)]
-        for i, (text, last) in enumerate(await asyncio.gather(*told)):
+        answers = [answer(engine, request(f"r{i}", f"say:answer {i}")) for i in range(8)]
+        for i, (text, last) in enumerate(await asyncio.gather(*answers)):
             assert text == f"answer {i}" and last.finish_reason == "stop" and last.timings is not None
         # Whole answers arrive in one message, other answers token by token.
         whole, parts = await asyncio.gather(
@@ -152,7 +152,7 @@ def test_requests_calls_refusals_and_a_clean_stop(tmp_path: Path) -> None:
     run(main())
 
 
-def test_an_engine_without_work_that_loses_a_rank_is_dead_without_being_asked() -> None:
+def test_an_idle_engine_that_loses_a_rank_is_reported_dead() -> None:
     async def main() -> None:
         engine = await start("lonely")
         assert await asyncio.wait_for(engine.wait_dead(), 30) == "rank 1 was killed by SIGKILL"
@@ -169,7 +169,7 @@ def test_an_engine_without_work_that_loses_a_rank_is_dead_without_being_asked() 
         ("crash", "the engine stopped: RuntimeError: the script says crash"),
     ],
 )
-def test_a_dead_engine_tells_everyone_why_at_once(deed: str, cause: str) -> None:
+def test_a_dead_engine_fails_all_calls_with_its_cause(deed: str, cause: str) -> None:
     async def main() -> None:
         engine = await start()
         waiting = [asyncio.create_task(answer(engine, request(f"r{i}", "never"))) for i in range(3)]
@@ -203,7 +203,9 @@ def test_a_dead_engine_tells_everyone_why_at_once(deed: str, cause: str) -> None
         ("gone", EngineDead, "the engine process ended with exit code 3 while starting"),
     ],
 )
-def test_an_engine_that_cannot_start_says_why(model: str, error: type[Exception], message: str) -> None:
+def test_a_failed_start_of_an_engine_is_reported_with_its_cause(
+    model: str, error: type[Exception], message: str
+) -> None:
     async def main() -> None:
         with pytest.raises(error, match=message):
             await start(model)
@@ -214,13 +216,14 @@ def test_an_engine_that_cannot_start_says_why(model: str, error: type[Exception]
 def test_the_engine_ends_when_its_parent_is_gone() -> None:
     async def main() -> None:
         engine = await start()
-        engine._line.close()  # as after a kill of the parent
+        engine._transport.close()  # as after a kill of the parent
         assert await engine._process.wait() == 0
 
     run(main())
 
 
-def test_giving_up_while_the_model_loads_leaves_no_process() -> None:
+@pytest.mark.slow
+def test_cancelling_a_start_leaves_no_process() -> None:
     async def main() -> None:
         starting = asyncio.create_task(start("slow"))
         await asyncio.sleep(1)

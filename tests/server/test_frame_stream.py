@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-import functools
 import re
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
@@ -15,8 +14,9 @@ from vlora.client.values import FrameResult, HeadResult, StreamOptions
 from vlora.config import ServerConfig, Token
 from vlora.errors import BadRequest, OverCapacity, StepFailed, UnknownStream
 from vlora.server.metrics import Metrics
-from vlora.server.streams.frame_stream import MAX_UNACKNOWLEDGED, FrameStream
-from vlora.server.streams.registry import Streams
+from vlora.server.security.message_budget import ByteBudget, ByteCharge
+from vlora.server.streams.frame_stream import MAX_UNACKNOWLEDGED, StreamSession
+from vlora.server.streams.registry import StreamRegistry
 from vlora.types import Timings
 
 
@@ -44,32 +44,33 @@ def answer(label: str) -> HeadResult:
     )
 
 
-def nothing() -> None:
-    """A `done` callback that does nothing."""
+def no_bytes() -> ByteCharge:
+    return ByteCharge(ByteBudget(1))
 
 
 class Head:
-    """Answers a frame with its bytes, after `let` allows it or immediately."""
+    """Answers a frame with its bytes: immediately, or after `allow`."""
 
-    def __init__(self, at_once: bool = True) -> None:
+    def __init__(self, at_once: bool = True, engine_starting: bool = False) -> None:
         self.at_once = at_once
-        self.asked: list[bytes] = []
+        self.engine_starting = engine_starting
+        self.requested: list[bytes] = []
         self.bounds: list[float | None] = []
         self.cancelled = 0
         self._gates: dict[bytes, asyncio.Event] = {}
 
-    async def __call__(
+    async def ask_head(
         self,
         images: Sequence[Any],
         adapter: str,
         head: str,
         *,
-        max_latency_s: float | None,
-        priority: int,
-        tenant: str | None,
+        max_latency_s: float | None = None,
+        priority: int = 0,
+        tenant: str | None = None,
     ) -> HeadResult:
         (image,) = images
-        self.asked.append(image)
+        self.requested.append(image)
         self.bounds.append(max_latency_s)
         gate = self._gates[image] = asyncio.Event()
         try:
@@ -84,7 +85,7 @@ class Head:
             raise ValueError("tripped")
         return answer(image.decode())
 
-    def let(self, image: bytes) -> None:
+    def allow(self, image: bytes) -> None:
         self._gates[image].set()
 
 
@@ -96,11 +97,9 @@ def on_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]
     return run
 
 
-def make(
-    head: Head, metrics: Metrics | None = None, held: Callable[[], bool] = lambda: False, **options: Any
-) -> FrameStream:
+def make(head: Head, metrics: Metrics | None = None, **options: Any) -> StreamSession:
     stream_options = StreamOptions(adapter="cam", head="night", **options)
-    return FrameStream(head, stream_options, 1, metrics or Metrics(), held=held)
+    return StreamSession(head, stream_options, 1, metrics or Metrics())
 
 
 async def settle() -> None:
@@ -108,41 +107,41 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def send(stream: FrameStream, *frames: bytes, first: int = 0) -> None:
+async def send(stream: StreamSession, *frames: bytes, first: int = 0) -> None:
     for number, frame in enumerate(frames, first):
-        assert await stream.send(number, (frame,), 0, nothing)
+        assert await stream.send(number, (frame,), 0, no_bytes())
         await settle()
 
 
-def said(results: Sequence[FrameResult]) -> list[tuple[int, str]]:
+def labels(results: Sequence[FrameResult]) -> list[tuple[int, str]]:
     return [(each.number, each.answer.label if each.answer else "dropped" if each.dropped else "") for each in results]
 
 
 @on_loop
-async def test_results_come_in_order_of_frames_whatever_is_answered_first() -> None:
+async def test_results_come_in_frame_order() -> None:
     head = Head(at_once=False)
     stream = make(head, drop="none")
     await send(stream, b"a", b"b", b"c")
     for image in (b"c", b"b"):
-        head.let(image)
+        head.allow(image)
     assert (await stream.pull(-1, 0.01)).results == ()
-    head.let(b"a")
-    assert said((await stream.pull(-1, 1)).results) == [(0, "a"), (1, "b"), (2, "c")]
+    head.allow(b"a")
+    assert labels((await stream.pull(-1, 1)).results) == [(0, "a"), (1, "b"), (2, "c")]
 
 
 @on_loop
-async def test_a_newer_frame_takes_the_place_of_one_that_waits() -> None:
+async def test_a_newer_frame_replaces_a_waiting_one() -> None:
     head = Head(at_once=False)
     stream = make(head)
     await send(stream, b"0", b"1", b"2", b"3", b"4", b"5", b"6")
-    assert head.asked == [b"0", b"1", b"2", b"3"]
-    for image in head.asked[:]:
-        head.let(image)
+    assert head.requested == [b"0", b"1", b"2", b"3"]
+    for image in head.requested[:]:
+        head.allow(image)
     await settle()
-    head.let(b"6")
+    head.allow(b"6")
     await settle()
     results = (await stream.pull(-1, 1)).results
-    assert said(results) == [(0, "0"), (1, "1"), (2, "2"), (3, "3"), (4, "dropped"), (5, "dropped"), (6, "6")]
+    assert labels(results) == [(0, "0"), (1, "1"), (2, "2"), (3, "3"), (4, "dropped"), (5, "dropped"), (6, "6")]
     assert results[4].dropped == "frame 5 arrived before this one was started"
 
 
@@ -151,25 +150,25 @@ async def test_without_dropping_a_send_waits_for_room() -> None:
     head = Head(at_once=False)
     stream = make(head, drop="none")
     await send(stream, *(b"%d" % number for number in range(8)))
-    assert not await stream.send(8, (b"8",), 0.01, nothing)
-    waiting = asyncio.create_task(stream.send(8, (b"8",), 5, nothing))
+    assert not await stream.send(8, (b"8",), 0.01, no_bytes())
+    waiting = asyncio.create_task(stream.send(8, (b"8",), 5, no_bytes()))
     await settle()
     assert not waiting.done()
-    head.let(b"0")
+    head.allow(b"0")
     assert await waiting
 
 
 @pytest.mark.parametrize("drop", ["newest", "none"])
-def test_what_nobody_reads_is_bounded(drop: str) -> None:
+def test_unread_results_are_bounded(drop: str) -> None:
     @on_loop
     async def test() -> None:
         stream = make(Head(), drop=drop)
         await send(stream, *[b"x"] * MAX_UNACKNOWLEDGED)
-        assert not await stream.send(MAX_UNACKNOWLEDGED, (b"x",), 0.01, nothing)
+        assert not await stream.send(MAX_UNACKNOWLEDGED, (b"x",), 0.01, no_bytes())
         results = (await stream.pull(-1, 1)).results
         assert len(results) == 64
         await stream.pull(results[-1].number, 0)
-        assert await stream.send(MAX_UNACKNOWLEDGED, (b"x",), 0, nothing)
+        assert await stream.send(MAX_UNACKNOWLEDGED, (b"x",), 0, no_bytes())
 
     test()
 
@@ -180,29 +179,29 @@ async def test_results_stay_until_they_are_acknowledged() -> None:
     await send(stream, b"a", b"b")
     first = (await stream.pull(-1, 1)).results
     assert (await stream.pull(-1, 1)).results == first
-    assert said((await stream.pull(0, 1)).results) == [(1, "b")]
+    assert labels((await stream.pull(0, 1)).results) == [(1, "b")]
     for number, why in ((-1, "acknowledged and are no longer available"), (2, "no result"), (10**30, "no result")):
         with pytest.raises(BadRequest, match=why):
             await stream.pull(number, 0)
 
 
 @on_loop
-async def test_a_frame_sent_again_is_taken_once() -> None:
+async def test_a_frame_sent_again_is_accepted_once() -> None:
     head = Head()
     stream = make(head)
     await send(stream, b"a")
-    assert await stream.send(0, (b"a",), 0, nothing)
+    assert await stream.send(0, (b"a",), 0, no_bytes())
     await settle()
-    assert head.asked == [b"a"]
+    assert head.requested == [b"a"]
     for number in (2, -1):
         with pytest.raises(BadRequest, match="expected frame 1"):
-            await stream.send(number, (b"c",), 0, nothing)
+            await stream.send(number, (b"c",), 0, no_bytes())
     with pytest.raises(BadRequest, match="reads 1 image per frame; got 2"):
-        await stream.send(1, (b"c", b"d"), 0, nothing)
+        await stream.send(1, (b"c", b"d"), 0, no_bytes())
 
 
 @on_loop
-async def test_a_later_pull_or_send_takes_over() -> None:
+async def test_a_later_pull_or_send_replaces_the_waiting_one() -> None:
     head = Head(at_once=False)
     stream = make(head, drop="none")
     old = asyncio.create_task(stream.pull(-1, 5))
@@ -210,16 +209,16 @@ async def test_a_later_pull_or_send_takes_over() -> None:
     new = asyncio.create_task(stream.pull(-1, 5))
     assert (await old).results == () and not new.done()
     await send(stream, *(b"%d" % number for number in range(8)))
-    first = asyncio.create_task(stream.send(8, (b"old",), 5, nothing))
+    first = asyncio.create_task(stream.send(8, (b"old",), 5, no_bytes()))
     await settle()
-    second = asyncio.create_task(stream.send(8, (b"new",), 5, nothing))
+    second = asyncio.create_task(stream.send(8, (b"new",), 5, no_bytes()))
     assert not await first
-    head.let(b"0")
-    assert await second and said((await new).results) == [(0, "0")]
+    head.allow(b"0")
+    assert await second and labels((await new).results) == [(0, "0")]
 
 
 @on_loop
-async def test_failures_belong_to_their_frame() -> None:
+async def test_a_failure_belongs_to_its_frame() -> None:
     stream = make(Head(), drop="none")
     await send(stream, b"fail", b"trip", b"a")
     failed, tripped, good = (await stream.pull(-1, 1)).results
@@ -237,7 +236,7 @@ async def test_each_frame_has_the_streams_latency_bound() -> None:
     while len(results) < 5:
         results += (await stream.pull(len(results) - 1, 1)).results
     assert [each.error.code if each.error else None for each in results] == ["deadline_missed"] * 5
-    assert head.cancelled == 4 == len(head.asked), "the fifth passed its bound before it started"
+    assert head.cancelled == 4 == len(head.requested), "the fifth passed its bound before it started"
     assert all(bound is not None and 0 < bound <= 0.05 for bound in head.bounds)
 
 
@@ -248,7 +247,7 @@ async def test_no_more_frames_are_started_than_the_frame_rate() -> None:
     loop = asyncio.get_running_loop()
     started = loop.time()
     await send(stream, b"0", b"1", b"2", b"3")
-    assert len(head.asked) < 4
+    assert len(head.requested) < 4
     stream.end()
     numbers = [-1]
     while numbers[-1] < 3:
@@ -258,16 +257,16 @@ async def test_no_more_frames_are_started_than_the_frame_rate() -> None:
 
 
 @on_loop
-async def test_end_answers_what_was_taken_and_cancel_frees_it() -> None:
+async def test_end_answers_accepted_frames_and_cancel_frees_them() -> None:
     head = Head(at_once=False)
     stream = make(head)
     await send(stream, b"a", b"b")
     stream.end()
     with pytest.raises(BadRequest, match="has ended"):
-        await stream.send(2, (b"c",), 0, nothing)
-    head.let(b"a")
+        await stream.send(2, (b"c",), 0, no_bytes())
+    head.allow(b"a")
     part = await stream.pull(-1, 1)
-    assert said(part.results) == [(0, "a")] and not part.finished
+    assert labels(part.results) == [(0, "a")] and not part.finished
     waiting = asyncio.create_task(stream.pull(0, 5))
     await settle()
     stream.cancel()
@@ -281,7 +280,7 @@ async def test_end_answers_what_was_taken_and_cancel_frees_it() -> None:
 async def test_streams_belong_to_their_token_and_expire_without_a_connection() -> None:
     head = Head(at_once=False)
     metrics = Metrics()
-    streams = Streams(head, ServerConfig(max_streams=2, stream_keep_s=0.05), metrics)
+    streams = StreamRegistry(head, ServerConfig(max_streams=2, stream_keep_s=0.05), metrics)
     options = StreamOptions(adapter="cam", head="night")
     mine, other = (Token(name=name, secret=name * 16) for name in "ab")
     first = streams.open(options, 1, mine, "connection 1")
@@ -308,12 +307,12 @@ async def test_streams_belong_to_their_token_and_expire_without_a_connection() -
 
 
 @on_loop
-async def test_every_frame_is_counted_in_and_out() -> None:
+async def test_metrics_count_every_frame_at_its_start_and_end() -> None:
     metrics = Metrics()
     head = Head(at_once=False)
     stream = make(head, metrics)
     await send(stream, *(b"%d" % number for number in range(8)))  # four run, three were dropped, one waits
-    assert await stream.send(7, (b"again",), 0, nothing)
+    assert await stream.send(7, (b"again",), 0, no_bytes())
     stream.cancel()
     await settle()
     late = make(Head(at_once=False), metrics, max_latency_s=0.01)
@@ -335,73 +334,82 @@ async def test_every_frame_is_counted_in_and_out() -> None:
 
 
 @pytest.mark.parametrize("drop", ["newest", "none"])
-def test_every_frame_gives_back_what_it_held_once(drop: str) -> None:
-    asyncio.run(_check_that_frames_give_back(drop))
+def test_every_frame_releases_its_bytes_once(drop: str) -> None:
+    asyncio.run(_check_that_frames_release_bytes(drop))
 
 
-async def _check_that_frames_give_back(drop: str) -> None:
+async def _check_that_frames_release_bytes(drop: str) -> None:
     head = Head(at_once=False)
     stream = make(head, drop=drop)
-    given: list[int] = []
+    budget = ByteBudget(1000)
+
+    def charge(num_bytes: int) -> ByteCharge:
+        assert budget.reserve(num_bytes)
+        return ByteCharge(budget, num_bytes)
+
     for number in range(8):
-        assert await stream.send(number, (b"%d" % number,), 0, functools.partial(given.append, number))
+        assert await stream.send(number, (b"%d" % number,), 0, charge(1 << number))
         await settle()
-    dropped = [4, 5, 6] if drop == "newest" else []  # four run, one waits
-    assert given == dropped
-    assert await stream.send(3, (b"3",), 0, lambda: given.append(-1))  # sent again: known
+    dropped = 0b01110000 if drop == "newest" else 0  # four run, one waits
+    assert budget.used == 0b11111111 - dropped
+    assert await stream.send(3, (b"3",), 0, charge(256))  # sent again: known
     with pytest.raises(BadRequest):
-        await stream.send(99, (b"x",), 0, lambda: given.append(-2))
+        await stream.send(99, (b"x",), 0, charge(256))
     if drop == "none":
-        assert not await stream.send(8, (b"8",), 0, lambda: given.append(-3))
-    head.let(b"1")
+        assert not await stream.send(8, (b"8",), 0, charge(256))
+    assert budget.used == 0b11111111 - dropped
+    head.allow(b"1")
     await settle()
-    assert 1 in given
+    assert budget.used & 0b10 == 0
     stream.cancel()
     await settle()
-    assert sorted(given) == sorted([-1, -2, *([-3] if drop == "none" else []), *range(8)])
+    assert budget.used == 0
 
 
 # -- while there is no engine ------------------------------------------------------------------------------------------
 
 
 @on_loop
-async def test_the_newest_frame_waits_for_an_engine() -> None:
-    head, held = Head(), [True]
-    stream = make(head, held=lambda: held[0])
+async def test_the_newest_frame_waits_while_an_engine_starts() -> None:
+    head = Head(engine_starting=True)
+    stream = make(head)
     await send(stream, b"a", b"b", b"c")
     await settle()
-    assert head.asked == [] and stream.num_waiting == 1
-    held[0] = False
-    stream.go_on()
+    assert head.requested == [] and stream.num_waiting == 1
+    head.engine_starting = False
+    stream.resume()
     await settle()
     results = (await stream.pull(-1, 5)).results
-    assert head.asked == [b"c"] and said(results) == [(0, "dropped"), (1, "dropped"), (2, "c")]
+    assert head.requested == [b"c"] and labels(results) == [(0, "dropped"), (1, "dropped"), (2, "c")]
 
 
 @on_loop
-async def test_frames_that_must_not_be_dropped_wait_and_then_their_sender_does() -> None:
-    head, held = Head(), [True]
-    stream = make(head, held=lambda: held[0], drop="none")
+async def test_with_drop_none_frames_and_then_the_sender_wait_for_an_engine() -> None:
+    head = Head(engine_starting=True)
+    stream = make(head, drop="none")
     await send(stream, b"a", b"b", b"c", b"d")
-    assert not await stream.send(4, (b"e",), 0.01, nothing)
-    held[0] = False
-    stream.go_on()
+    assert not await stream.send(4, (b"e",), 0.01, no_bytes())
+    head.engine_starting = False
+    stream.resume()
     await settle()
-    assert head.asked == [b"a", b"b", b"c", b"d"]
+    assert head.requested == [b"a", b"b", b"c", b"d"]
 
 
 @on_loop
-async def test_a_frame_that_is_held_fails_when_its_bound_passes_and_not_later() -> None:
-    head, done, metrics = Head(), list[int](), Metrics()
-    stream = make(head, metrics, held=lambda: True, drop="none", max_latency_s=0.05)
+async def test_a_waiting_frame_fails_at_its_bound_while_an_engine_starts() -> None:
+    head, budget, metrics = Head(engine_starting=True), ByteBudget(2), Metrics()
+    stream = make(head, metrics, drop="none", max_latency_s=0.05)
     for number in range(2):
-        assert await stream.send(number, (b"%d" % number,), 0, functools.partial(done.append, number))
+        assert budget.reserve(1)
+        assert await stream.send(number, (b"%d" % number,), 0, ByteCharge(budget, 1))
         await asyncio.sleep(0.02)
     for number in range(2):
         (result,) = (await stream.pull(number - 1, 5)).results
         assert result.error is not None and result.error.code == "deadline_missed"
         assert "restarting" in result.error.message and 0.05 <= result.latency_s < 1
-    assert done == [0, 1] and head.asked == []
+        assert budget.used == 1 - number
+    assert head.requested == []
     await send(stream, b"more", first=2)
     stream.cancel()
-    assert stream._lapse is not None and stream._lapse.cancelled()
+    await asyncio.sleep(0.1)
+    assert stream.num_failed == 2, "a cancelled stream has no timer left"

@@ -17,15 +17,15 @@ from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 
 from fusion.embedded import checkpoint_path
+from tests.example_counts import scaled
 from tests.server.api import Api, image_part, running_api
 from tests.server.running import png
-from tests.server.scripted import write_adapter
 from tests.server.test_image_decoding import bomb
 from vlora.errors import BadRequest
 from vlora.models import InputProcessor
 
 SETTINGS = settings(
-    max_examples=8,
+    max_examples=scaled(8),
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
@@ -33,15 +33,15 @@ SETTINGS = settings(
 
 @pytest.fixture(scope="module")
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
-    folder = write_adapter(tmp_path_factory.mktemp("fuzz") / "cam", {"night": 1})
-    with running_api(image_hosts=("*",), image_folder=str(tmp_path_factory.mktemp("pictures"))) as made:
-        made.on_loop(made.front_end.load_adapter("cam", folder))
+    folder = str(tmp_path_factory.mktemp("pictures"))
+    with running_api(adapters={"cam": {"night": 1}}, image_hosts=("*",), image_folder=folder) as made:
         yield made
         assert made.idle() and made.chat("say:alive")[1]["choices"][0]["message"]["content"] == "alive"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", list(GenerationMode))
-def test_no_request_the_document_can_make_is_answered_with_500(api: Api, mode: GenerationMode) -> None:
+def test_no_request_of_the_openapi_document_is_answered_with_500(api: Api, mode: GenerationMode) -> None:
     document = schemathesis.openapi.from_url(f"{api.url}/openapi.json")
     operations = [result.ok() for result in document.get_all_operations()]
     assert len(operations) >= 12
@@ -78,7 +78,7 @@ def test_no_request_the_document_can_make_is_answered_with_500(api: Api, mode: G
     ],
     ids=lambda body: body[-40:].decode(errors="replace"),
 )
-def test_bodies_no_document_describes(api: Api, body: bytes) -> None:
+def test_bodies_outside_the_document(api: Api, body: bytes) -> None:
     status, answer = api.call("POST", "/v1/chat/completions", raw=body)
     assert 400 <= status < 500 and answer["error"]["message"], answer
 
@@ -111,14 +111,14 @@ PICTURES: dict[str, tuple[bytes, int, str]] = {
 
 
 @pytest.mark.parametrize("name", PICTURES)
-def test_pictures_are_read_by_rule(api: Api, name: str) -> None:
+def test_random_images_are_decoded_or_refused(api: Api, name: str) -> None:
     data, status, outcome = PICTURES[name]
     url = image_part(data)["image_url"]["url"]
     got, answer = api.call("POST", "/v1/heads/cam/night", {"images": [url]})
     assert (got, answer["label"] if got == 200 else answer["error"]["code"]) == (status, outcome), answer
 
 
-def test_bytes_flipped_anywhere_are_a_picture_or_a_refusal(api: Api) -> None:
+def test_images_with_flipped_bytes_are_decoded_or_refused(api: Api) -> None:
     random.seed(0)
     for kind in ("PNG", "JPEG", "WEBP", "GIF", "TIFF", "BMP"):
         whole = png(size=(24, 24), kind=kind)
@@ -137,8 +137,8 @@ def processor() -> InputProcessor:
 
 
 @given(st.text(max_size=60), st.integers(0, 2))
-@settings(max_examples=60)
-def test_any_text_is_tokens_or_a_refusal(processor: InputProcessor, text: str, num_images: int) -> None:
+@settings(max_examples=scaled(60))
+def test_any_text_is_tokenized_or_refused(processor: InputProcessor, text: str, num_images: int) -> None:
     images = [Image.new("RGB", (20, 20))] * num_images
     try:
         encoded = processor.encode(processor.chat(text, num_images), images)

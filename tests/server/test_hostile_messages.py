@@ -18,14 +18,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rpyc.core import brine, consts
 
+from tests.example_counts import scaled
 from tests.server.running import Running, png, running_server
 from tests.server.scripted import write_adapter
 from vlora.client import Client
-from vlora.server.rpyc.protocol import BoundedChannel
+from vlora.server.rpyc.channel import BoundedChannel
 from vlora.server.rpyc.unpacked_size import MAX_DEPTH, MAX_VALUES, check_values
 from vlora.server.security.message_budget import ByteBudget
 
-SETTINGS = settings(max_examples=200)
+SETTINGS = settings(max_examples=scaled(200))
 SIMPLE = (
     st.none() | st.booleans() | st.integers() | st.floats() | st.complex_numbers() | st.binary(max_size=300) | st.text()
 )
@@ -38,10 +39,8 @@ HUGE = 10**4000  # close to the limit of RPyC's serializer
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    folder = write_adapter(tmp_path_factory.mktemp("cam"), {"night": 1})
-    with running_server(max_message_bytes=2_000_000) as running:
-        running.on_loop(running.front_end.load_adapter("cam", folder))
+def server() -> Iterator[Running]:
+    with running_server({"cam": {"night": 1}}, max_message_bytes=2_000_000) as running:
         yield running
 
 
@@ -53,14 +52,14 @@ def peer(server: Running) -> Iterator[Any]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left(server: Running) -> Iterator[None]:
+def all_bytes_are_released(server: Running) -> Iterator[None]:
     yield
     with Client(port=server.port) as client:
         assert client.generate("say:alive").text == "alive"
     deadline = time.monotonic() + 5
-    while server.front_end.held._held and time.monotonic() < deadline:
+    while server.front_end.message_budget.used and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert server.front_end.held._held == 0
+    assert server.front_end.message_budget.used == 0
 
 
 def call(connection: Any, method: str, *args: Any) -> Any:
@@ -100,7 +99,7 @@ def count(value: Any) -> int:
 
 @given(VALUES)
 @SETTINGS
-def test_every_value_is_walked_over_to_its_end(value: Any) -> None:
+def test_a_serialized_value_is_checked_to_its_end(value: Any) -> None:
     data = brine.dump(value)
     check_values(b"?" + data, 1)
     if len(data) > 1:
@@ -114,7 +113,7 @@ def test_every_value_is_walked_over_to_its_end(value: Any) -> None:
 
 @given(st.binary(max_size=40))
 @SETTINGS
-def test_bytes_of_any_kind_are_bounded_values_or_refused(data: bytes) -> None:
+def test_arbitrary_bytes_are_bounded_values_or_refused(data: bytes) -> None:
     try:
         check_values(data, 0)
     except ValueError:
@@ -160,58 +159,59 @@ def test_the_depth_is_bounded() -> None:
         b"\x15\xff\xff\xff\xff",
     ],
 )
-def test_a_message_of_too_many_values_ends_its_connection_before_it_is_unpacked(server: Running, values: bytes) -> None:
+def test_a_message_of_too_many_values_ends_its_connection(server: Running, values: bytes) -> None:
     for compressed in (False, True):
         assert ended(server.port, framed(bytes([consts.MSG_REQUEST]) + values, compressed=compressed))
 
 
-def test_what_inflates_is_counted_as_what_it_becomes(server: Running, peer: Any) -> None:
-    held = server.front_end.held
+@pytest.mark.slow
+def test_a_compressed_message_counts_its_inflated_size(server: Running, peer: Any) -> None:
+    budget = server.front_end.message_budget
     picture = png() + bytes(1_500_000)  # a few kilobytes on the wire
     pairs = (("max_tokens", 90_000),)
     assert call(peer, "stream", 1, "forever", (picture,), None, pairs, None, None, 0)[0]
-    assert 1_500_000 < held._held < 1_510_000
+    assert 1_500_000 < budget.used < 1_510_000
     assert call(peer, "cancel", 1)[0]
     for data in (zlib.compress(bytes(2_000_001)), zlib.compress(bytes(1_900_000))[:-20], b"none"):
         assert ended(server.port, struct.pack("!LB", len(data), 1) + data + b"\n")
 
 
-def channel_of(data: bytes, held: ByteBudget, max_bytes: int) -> BoundedChannel:
+def channel_of(data: bytes, budget: ByteBudget, max_bytes: int) -> BoundedChannel:
     class Wire(io.BytesIO):
         MAX_IO_CHUNK = 65_536
 
     unused: Any = None  # only a message that is large on the wire is timed and may end its caller
-    return BoundedChannel(Wire(data), max_bytes, held, unused)  # type: ignore[arg-type]
+    return BoundedChannel(Wire(data), max_bytes, budget, unused)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("around", [65_536, 100_000])
-def test_a_compressed_message_comes_whole_whatever_its_length(around: int) -> None:
-    held = ByteBudget(10_000_000)
+def test_a_compressed_message_of_any_length_is_received_whole(around: int) -> None:
+    budget = ByteBudget(10_000_000)
     for length in (*range(around - 300, around + 300, 7), around):
-        said = bytes([consts.MSG_REQUEST]) + brine.dump(b"x" * length)
-        channel = channel_of(framed(said, compressed=True), held, 110_000)
-        assert channel.recv() == said
-        channel.take_charge()()
-    assert held._held == 0
+        message = bytes([consts.MSG_REQUEST]) + brine.dump(b"x" * length)
+        channel = channel_of(framed(message, compressed=True), budget, 110_000)
+        assert channel.recv() == message
+        channel.take_charge().release()
+    assert budget.used == 0
     with pytest.raises(EOFError, match="limit of 110000 bytes"):
-        channel_of(framed(bytes(110_001), compressed=True), held, 110_000).recv()
+        channel_of(framed(bytes(110_001), compressed=True), budget, 110_000).recv()
 
 
-def test_a_limit_that_rises_while_a_message_inflates_counts_it_right() -> None:
-    class Held(ByteBudget):
-        def take(self, count: int, wait_s: float = 0.0) -> bool:
+def test_a_limit_raised_during_inflation_counts_correctly() -> None:
+    class AuthenticatingBudget(ByteBudget):
+        def reserve(self, num_bytes: int, wait_s: float = 0.0) -> bool:
             channel.max_bytes = 5_000_000  # as when the sender authenticates at this moment
-            return super().take(count, wait_s)
+            return super().reserve(num_bytes, wait_s)
 
-    said = bytes([consts.MSG_REQUEST]) + brine.dump(b"x" * 90_000)
-    held = Held(10_000_000)
-    channel = channel_of(framed(said, compressed=True), held, 100_000)
-    assert channel.recv() == said and held._held == len(said)
-    channel.take_charge()()
-    assert held._held == 0
+    message = bytes([consts.MSG_REQUEST]) + brine.dump(b"x" * 90_000)
+    budget = AuthenticatingBudget(10_000_000)
+    channel = channel_of(framed(message, compressed=True), budget, 100_000)
+    assert channel.recv() == message and budget.used == len(message)
+    channel.take_charge().release()
+    assert budget.used == 0
 
 
-def test_a_ping_carries_little(peer: Any) -> None:
+def test_a_ping_is_limited_in_size(peer: Any) -> None:
     peer.ping(timeout=5)
     assert peer.sync_request(consts.HANDLE_PING, b"x" * 4096) == b"x" * 4096
     for data in (b"x" * 4097, "x" * 100_000, 5, (b"x",)):
@@ -227,7 +227,7 @@ TYPED = {"bad_request", "prompt_too_long", "too_large", "bad_image", "deadline_m
 
 
 @pytest.mark.parametrize("number", NUMBERS, ids=lambda number: str(number)[:12])
-def test_numbers_of_any_size_are_typed_errors_or_fine(peer: Any, number: Any) -> None:
+def test_numbers_of_any_size_cause_typed_errors_or_none(peer: Any, number: Any) -> None:
     good, opened = call(peer, "open_frames", "cam", "night", None, None, "none", 0)
     assert good
     stream_id = msgspec.msgpack.decode(opened)
@@ -263,7 +263,7 @@ def test_numbers_of_any_size_are_typed_errors_or_fine(peer: Any, number: Any) ->
     assert call(peer, "close_frames", stream_id)[0]
 
 
-def test_names_of_any_length_are_not_repeated(server: Running, peer: Any) -> None:
+def test_error_messages_do_not_repeat_long_names(server: Running, peer: Any) -> None:
     name = "\U000e0001" * 20_000  # each takes ten characters in a repr
     for method, *args in (
         ("generate", 1, "say:x", (), name, (), None, None, 0),
@@ -279,24 +279,24 @@ def test_names_of_any_length_are_not_repeated(server: Running, peer: Any) -> Non
         assert not good and len(reply[1]) < 2000, (method, reply[0], len(reply[1]))
 
 
-def test_a_refusal_tells_nothing_of_the_server(peer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[Any] = []
+def test_a_refusal_contains_no_details_of_the_server(peer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    refusals: list[Any] = []
 
     def unbox(self: Any, raw: Any) -> Exception:
-        told.append(raw)
+        refusals.append(raw)
         return RuntimeError("refused")
 
     monkeypatch.setattr(rpyc.Connection, "_unbox_exc", unbox)
     for name in ("nothing", "_reply", "x" * 100_000, "exposed_stats"):
         with pytest.raises(RuntimeError, match="refused"):
             peer.sync_request(consts.HANDLE_CALLATTR, peer.root, name, (1, 2), ())
-    for _, (message,), attributes, traceback in told:
+    for _, (message,), attributes, traceback in refusals:
         assert (attributes, traceback) == ((), "<traceback denied>"), "no details such as memory addresses"
         assert len(message) <= 200 and "0x" not in message
-    assert len(told) == 4
+    assert len(refusals) == 4
 
 
-def test_files_with_names_that_are_no_text_end_no_engine(peer: Any, tmp_path: Path) -> None:
+def test_file_names_that_are_not_text_do_not_end_the_engine(peer: Any, tmp_path: Path) -> None:
     folder = Path(write_adapter(tmp_path / "odd"))
     (folder / "extra\udcff.safetensors").write_bytes(b"?")
     good, *reply = call(peer, "load_adapter", "odd", str(folder))

@@ -171,7 +171,7 @@ def test_every_call_checks_its_values(peer: Any, method: str, args: tuple[Any, .
     assert call(peer, method, *args)[:2] == (False, "bad_request")
 
 
-def test_a_call_with_too_many_values_or_names_fails_alone(peer: Any) -> None:
+def test_a_call_with_invalid_arguments_fails_alone(peer: Any) -> None:
     with pytest.raises(TypeError):
         call(peer, "stats", 1, 2, 3)
     with pytest.raises(TypeError, match="by position"):
@@ -214,7 +214,8 @@ def test_bytes_that_are_not_the_protocol_end_that_connection_only(server: Runnin
             pass
 
 
-def test_a_peer_that_asks_and_never_reads_holds_up_nobody(server: Running) -> None:
+@pytest.mark.slow
+def test_a_peer_that_never_reads_blocks_no_other_connection(server: Running) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=1) as raw:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         # Compressible data would give replies so small that all fit into the system's buffers.
@@ -259,7 +260,7 @@ def test_errors_are_values_not_exceptions(peer: Any) -> None:
 
 
 @pytest.mark.parametrize("wait_s", [float("nan"), float("inf"), -1.0, None])
-def test_a_wait_without_an_end_is_refused(peer: Any, tmp_path: Path, wait_s: Any) -> None:
+def test_an_infinite_wait_is_refused(peer: Any, tmp_path: Path, wait_s: Any) -> None:
     assert call(peer, "load_adapter", "waiting", write_adapter(tmp_path, {"kind": 1}))[0]
     stream_id = msgspec.msgpack.decode(call(peer, "open_frames", "waiting", "kind", None, None, "newest", 0)[1])
     assert "wait_s" in call(peer, "pull_results", stream_id, -1, wait_s)[2]

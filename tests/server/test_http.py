@@ -24,10 +24,9 @@ from tests.server.scripted import write_adapter
 
 
 @pytest.fixture(scope="module")
-def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
-    folder = tmp_path_factory.mktemp("http")
-    with running_api(max_message_bytes=200_000, max_image_bytes=50_000) as made:
-        made.on_loop(made.front_end.load_adapter("cam", write_adapter(folder / "cam", {"night": 1, "motion": 4})))
+def api() -> Iterator[Api]:
+    adapters = {"cam": {"night": 1, "motion": 4}}
+    with running_api(adapters=adapters, max_message_bytes=200_000, max_image_bytes=50_000) as made:
         yield made
 
 
@@ -44,14 +43,14 @@ def test_health_and_models(api: Api) -> None:
     ]
 
 
-def test_a_model_may_be_named_as_hubs_name_them() -> None:
+def test_model_names_may_contain_a_slash() -> None:
     with running_api(model="Someone/Model-2B") as api:
         for path in ("/v1/models/Someone/Model-2B", "/v1/models/Someone%2FModel-2B"):
             assert api.call("GET", path)[1]["id"] == "Someone/Model-2B"
         assert api.chat("say:x", model="Someone/Model-2B")[0] == 200
 
 
-def test_a_whole_answer(api: Api) -> None:
+def test_a_complete_answer(api: Api) -> None:
     status, answer = api.chat([{"type": "text", "text": "say:grün"}, image_part(png())], model="cam", max_tokens=20)
     assert status == 200 and answer["object"] == "chat.completion" and answer["model"] == "cam"
     (choice,) = answer["choices"]
@@ -68,15 +67,15 @@ def test_a_whole_answer(api: Api) -> None:
 
 
 @pytest.mark.parametrize("tools", [[], [{"type": "function", "function": {"name": "f"}}]])
-def test_an_image_alone_is_asked_what_the_adapter_asks(api: Api, tmp_path: Path, tools: list[Any]) -> None:
-    api.on_loop(api.front_end.load_adapter("one", write_adapter(tmp_path / "one", {"night": 1})))
+def test_an_image_without_text_gets_the_adapters_question(api: Api, tmp_path: Path, tools: list[Any]) -> None:
+    api.on_loop(api.front_end.adapters.load("one", write_adapter(tmp_path / "one", {"night": 1})))
     answers = [
         api.chat([*text, image_part(png())], model="one", tools=tools)[1]
         for text in ([], [{"type": "text", "text": " "}], [{"type": "text", "text": "is it night?"}])
     ]
     counts = [answer["usage"]["prompt_tokens"] for answer in answers]
     assert counts[0] == counts[2] == counts[1] - 1
-    api.on_loop(api.front_end.unload_adapter("one"))
+    api.on_loop(api.front_end.adapters.unload("one"))
 
 
 def test_a_streamed_answer(api: Api) -> None:
@@ -155,7 +154,7 @@ def test_a_streamed_answer(api: Api) -> None:
         ("fail", {}, 500, "step_failed", "the script says fail"),
     ],
 )
-def test_mistakes_have_status_code_and_reason(
+def test_errors_have_status_code_and_reason(
     api: Api, stream: bool, content: Any, fields: dict[str, Any], status: int, code: str, message: str
 ) -> None:
     got, answer = api.chat(content, stream=stream, **fields)
@@ -163,7 +162,7 @@ def test_mistakes_have_status_code_and_reason(
     assert api.chat("say:fine")[0] == 200
 
 
-def test_what_is_no_request(api: Api) -> None:
+def test_invalid_requests_are_refused(api: Api) -> None:
     assert api.call("POST", "/v1/chat/completions", raw=b"{not json")[1]["error"]["code"] == "bad_request"
     status, answer = api.call("GET", "/nowhere")
     assert status == 404 and answer["error"]["message"].startswith("there is no route '/nowhere'; the API is under /v1")
@@ -174,7 +173,7 @@ def test_what_is_no_request(api: Api) -> None:
 
 
 @pytest.mark.parametrize(
-    ("raw", "said"),
+    ("raw", "message"),
     [
         (b"{", "the body is not JSON: a field's name in double quotes is expected at character 1"),
         (b"\xff\xfe", "the body is not JSON"),
@@ -190,13 +189,13 @@ def test_what_is_no_request(api: Api) -> None:
         ),
     ],
 )
-def test_a_body_that_is_no_request_is_told_as_what_it_is(api: Api, raw: bytes, said: str) -> None:
+def test_an_invalid_body_is_refused_with_its_problem(api: Api, raw: bytes, message: str) -> None:
     status, answer = api.call("POST", "/v1/chat/completions", raw=raw)
-    assert status == 400 and answer["error"]["message"].startswith(said), answer
+    assert status == 400 and answer["error"]["message"].startswith(message), answer
     assert answer["error"]["param"] is None
 
 
-def test_json_has_to_be_called_so(api: Api) -> None:
+def test_the_content_type_must_be_json(api: Api) -> None:
     body = json.dumps({"model": "base", "messages": [{"role": "user", "content": "say:x"}]}).encode()
     for kind, status in (("application/json; charset=utf-8", 200), ("text/plain", 400)):
         got, answer = api.call("POST", "/v1/chat/completions", raw=body, headers={"Content-Type": kind})
@@ -205,7 +204,7 @@ def test_json_has_to_be_called_so(api: Api) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "param", "said"),
+    ("fields", "param", "message"),
     [
         ({"stop": ["a"] * 17}, "stop", "stop has 17 items; at most 16 are allowed"),
         ({"stop": [1]}, "stop.0", "stop.0 is 1; it must be a string"),
@@ -273,12 +272,10 @@ def test_json_has_to_be_called_so(api: Api) -> None:
         ({"messages": [{"role": "user", "content": " "}]}, "messages", "the prompt is empty"),
     ],
 )
-def test_a_field_of_several_forms_is_told_by_its_own_name(
-    api: Api, fields: dict[str, Any], param: str, said: str
-) -> None:
+def test_errors_of_a_union_field_name_the_field(api: Api, fields: dict[str, Any], param: str, message: str) -> None:
     body = {"model": "base", "messages": [{"role": "user", "content": "say:x"}], **fields}
     status, answer = api.call("POST", "/v1/chat/completions", body)
-    assert status in (400, 404) and answer["error"]["message"].startswith(said), answer
+    assert status in (400, 404) and answer["error"]["message"].startswith(message), answer
     assert answer["error"]["param"] == param
 
 
@@ -291,15 +288,15 @@ def test_a_body_without_length_is_bounded_too(api: Api) -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "begin", "status", "said"),
+    ("length", "begin", "status", "message"),
     [
         (200_001, b"", 413, "the body exceeds this server's limit of 200000 bytes"),
         (150_000, b"x" * 70_000, 400, "the body is not a JSON object; the rest of it was not read"),
         (150_000, b" \n[" + b"x" * 70_000, 400, "the body is not a JSON object; the rest of it was not read"),
     ],
 )
-def test_a_body_that_cannot_be_right_is_refused_before_it_has_come(
-    api: Api, length: int, begin: bytes, status: int, said: str
+def test_an_invalid_body_is_refused_before_all_of_it_is_received(
+    api: Api, length: int, begin: bytes, status: int, message: str
 ) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", api.port, timeout=10)
     connection.putrequest("POST", "/v1/chat/completions")
@@ -307,12 +304,12 @@ def test_a_body_that_cannot_be_right_is_refused_before_it_has_come(
     connection.putheader("Content-Length", str(length))
     connection.endheaders(begin)
     response = connection.getresponse()
-    assert response.status == status and json.loads(response.read())["error"]["message"] == said
+    assert response.status == status and json.loads(response.read())["error"]["message"] == message
     connection.close()
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_frees_its_request(api: Api, stream: bool) -> None:
+def test_a_disconnecting_client_frees_its_request(api: Api, stream: bool) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", api.port, timeout=10)
     messages = [{"role": "user", "content": "forever"}]
     body = {"model": "base", "messages": messages, "max_tokens": 90_000, "stream": stream}
@@ -336,7 +333,7 @@ def test_an_error_in_the_middle_of_a_stream_is_an_event(api: Api) -> None:
         # The result of a cancellation by the operator.
         output = api.engine.engine.cancel(request_id)
         assert output is not None
-        api.engine._deliver(output)
+        api.engine.deliver(output)
         status, text = streaming.result(10)
     assert status == 200 and events(text)[-1]["error"]["code"] == "aborted"
 
@@ -359,7 +356,7 @@ CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n"
         ((CHAT + CHUNKED, b"1\r\n{\r\n"), []),
     ],
 )
-def test_what_is_no_http_or_cut_short_is_no_mistake_of_the_servers(
+def test_invalid_or_truncated_http_is_no_server_error(
     api: Api, parts: tuple[bytes, ...], statuses: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     with socket.create_connection(("127.0.0.1", api.port), timeout=10) as connection:
@@ -376,7 +373,7 @@ def test_what_is_no_http_or_cut_short_is_no_mistake_of_the_servers(
     assert [record.getMessage() for record in caplog.records] == []
 
 
-def test_small_answers_leave_at_once(api: Api) -> None:
+def test_small_answers_are_sent_without_delay(api: Api) -> None:
     """On one connection, after its first packets; 40 ms is TCP's delayed acknowledgement."""
     times = []
     with httpx.Client(base_url=api.url) as client:
@@ -387,7 +384,7 @@ def test_small_answers_leave_at_once(api: Api) -> None:
     assert min(times[20:]) < 0.035, times
 
 
-def test_requests_are_answered_side_by_side(api: Api) -> None:
+def test_requests_are_answered_concurrently(api: Api) -> None:
     with ThreadPoolExecutor(16) as threads:
         texts = [
             answer[1]["choices"][0]["message"]["content"]
@@ -396,7 +393,7 @@ def test_requests_are_answered_side_by_side(api: Api) -> None:
     assert texts == [str(i) for i in range(48)]
 
 
-def test_several_choices_side_by_side(api: Api) -> None:
+def test_several_choices_are_generated_concurrently(api: Api) -> None:
     status, answer = api.chat("say:grün", n=3)
     assert status == 200 and [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
     assert {choice["message"]["content"] for choice in answer["choices"]} == {"grün"}
@@ -413,7 +410,7 @@ def test_several_choices_side_by_side(api: Api) -> None:
     assert api.chat("fail", n=4)[1]["error"]["code"] == "step_failed" and api.idle()
 
 
-def test_fields_that_ask_for_nothing_are_taken_and_others_are_not_ignored(api: Api) -> None:
+def test_fields_without_effect_are_accepted_and_unknown_ones_refused(api: Api) -> None:
     nothing = {
         "user": "me",
         "metadata": {"a": "b"},
@@ -485,7 +482,7 @@ def test_heads_answer_in_one_pass(api: Api) -> None:
         assert status == code and message in answer["error"]["message"], answer
 
 
-def test_service_levels_reach_the_engine_and_a_refusal_says_when_to_come_again(api: Api, tmp_path: Path) -> None:
+def test_service_levels_reach_the_engine_and_a_refusal_has_retry_after(api: Api, tmp_path: Path) -> None:
     fields = {"max_latency_s": 9, "max_ttft_s": 0.5, "priority": -3}
     status, answer = api.chat("overloaded", **fields)
     assert status == 503 and answer["error"]["code"] == "deadline_unreachable"
@@ -502,7 +499,7 @@ def test_service_levels_reach_the_engine_and_a_refusal_says_when_to_come_again(a
     api.call("DELETE", "/v1/adapters/levels")
 
 
-def test_every_task_has_its_own_answer(api: Api, tmp_path: Path) -> None:
+def test_every_task_has_its_own_response_fields(api: Api, tmp_path: Path) -> None:
     heads = {"classification": 1, "counting": 1, "multi_label": 1, "regression": 1, "detection": 2}
     api.call("POST", "/v1/adapters", {"name": "tasks", "path": write_adapter(tmp_path, heads)})
     large, small = (image_part(png(255, size))["image_url"]["url"] for size in ((80, 40), (10, 20)))
@@ -525,7 +522,7 @@ def test_every_task_has_its_own_answer(api: Api, tmp_path: Path) -> None:
     api.call("DELETE", "/v1/adapters/tasks")
 
 
-def test_adapters_come_are_pinned_and_go(api: Api, tmp_path: Path) -> None:
+def test_adapters_are_loaded_pinned_and_unloaded_over_http(api: Api, tmp_path: Path) -> None:
     status, made = api.call("POST", "/v1/adapters", {"name": "signs", "path": write_adapter(tmp_path, {"kind": 1})})
     assert status == 201 and made["name"] == "signs" and made["heads"][0]["name"] == "kind"
     assert api.call("GET", "/v1/models/signs")[1]["parent"] == "base"
@@ -541,7 +538,7 @@ def test_adapters_come_are_pinned_and_go(api: Api, tmp_path: Path) -> None:
     assert status == 400 and answer["error"]["code"] == "bad_adapter"
 
 
-def test_ready_ends_before_the_server_does() -> None:
+def test_ready_fails_while_the_server_drains() -> None:
     with running_api() as api:
         assert api.call("GET", "/ready") == (200, {"status": "ready"})
         api.on_loop(api.front_end.drain())
@@ -562,7 +559,7 @@ def metrics(api: Api) -> dict[str, float]:
     }
 
 
-def test_metrics_count_what_happened() -> None:
+def test_metrics_count_requests_and_tokens() -> None:
     with running_api() as api:
         before = metrics(api)
         assert before["vlora_engine_up"] == 1 and before["vlora_requests_active"] == 0
@@ -600,10 +597,10 @@ def test_metrics_count_what_happened() -> None:
         assert metrics(api)["vlora_engine_up"] == 0 and metrics(api)["vlora_requests_total base ok"] == 2
 
 
-def test_metrics_name_the_adapter_that_is_slow_or_failing(tmp_path: Path) -> None:
+def test_metrics_are_labelled_by_adapter(tmp_path: Path) -> None:
     with running_api() as api:
         for name in ("cam", "signs"):
-            api.on_loop(api.front_end.load_adapter(name, write_adapter(tmp_path / name, {"night": 1})))
+            api.on_loop(api.front_end.adapters.load(name, write_adapter(tmp_path / name, {"night": 1})))
         before = metrics(api)
         assert before["vlora_requests_total signs step_failed"] == before["vlora_adapter_loads_total signs"] == 0
         assert api.chat("say:four", model="cam")[0] == 200
@@ -619,7 +616,7 @@ def test_metrics_name_the_adapter_that_is_slow_or_failing(tmp_path: Path) -> Non
         assert after["vlora_request_seconds_count signs"] == 0
 
 
-def test_a_name_that_is_a_path_is_no_adapter(api: Api) -> None:
+def test_a_path_is_no_adapter_name(api: Api) -> None:
     for path in ("/v1/adapters/..", "/v1/adapters/../../etc", "/v1/adapters/..%2f..%2fetc/pin", "/v1/models/..%2fx"):
         for method in ("GET", "PUT", "DELETE"):
             status, answer = api.call(method, path)

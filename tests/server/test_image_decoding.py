@@ -37,7 +37,7 @@ NOISE = saved(Image.effect_noise((64, 64), 50), "PNG")
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF"])
-def test_the_named_formats_become_rgb(kind: str) -> None:
+def test_supported_formats_become_rgb(kind: str) -> None:
     (image,) = decode_images([png(200, kind=kind)], CONFIG)
     assert image.mode == "RGB" and image.size == (8, 8)
     assert all(abs(value - 200) <= 2 for value in image.getpixel((4, 4)))
@@ -56,7 +56,7 @@ def test_the_named_formats_become_rgb(kind: str) -> None:
     ],
     ids=["empty", "text", "cut png", "cut jpeg", "half a png", "png of zeros", "0 x 10"],
 )
-def test_bytes_that_are_no_image_are_named(data: bytes) -> None:
+def test_bytes_that_are_not_an_image_are_refused(data: bytes) -> None:
     with pytest.raises(BadImage, match="image 2"):
         decode_images([png(), data], CONFIG)
 

@@ -100,7 +100,7 @@ def read(*urls: bytes | str, **settings: Any) -> list[bytes]:
     return asyncio.run(main())
 
 
-def test_a_named_host_is_fetched_from_and_redirects_are_followed(site: Site) -> None:
+def test_allowed_hosts_are_fetched_and_redirects_followed(site: Site) -> None:
     assert read(b"own", site.url("/picture"), site.url("/round/1"), image_hosts=LOCAL) == [b"own", PICTURE, PICTURE]
 
 
@@ -118,7 +118,7 @@ def test_a_named_host_is_fetched_from_and_redirects_are_followed(site: Site) -> 
         ("/to///evil.example/x", BadRequest, "does not fetch images from 'evil.example'"),
     ],
 )
-def test_what_a_host_answers_is_checked(site: Site, path: str, error: type[VLoraError], message: str) -> None:
+def test_the_response_of_a_host_is_checked(site: Site, path: str, error: type[VLoraError], message: str) -> None:
     with pytest.raises(error, match=message):
         read(site.url(path), image_hosts=LOCAL)
 
@@ -148,15 +148,15 @@ def test_what_a_host_answers_is_checked(site: Site, path: str, error: type[VLora
         "[ff02::1]",
     ],
 )
-def test_every_public_host_means_no_private_address_however_it_is_written(site: Site, host: str) -> None:
-    seen = len(site.paths)
+def test_public_hosts_only_refuses_every_form_of_a_private_address(site: Site, host: str) -> None:
+    num_paths = len(site.paths)
     with pytest.raises((BadRequest, BadImage), match=r"is not a public address|cannot resolve host|is invalid"):
         read(site.url("/picture", host), image_hosts=("*",))
-    assert len(site.paths) == seen
+    assert len(site.paths) == num_paths
 
 
 @pytest.mark.parametrize("target", ["http://10.0.0.1/", "http://localhost/picture", "//evil/x"])
-def test_where_every_public_host_is_allowed_a_redirect_leads_to_no_private_one(
+def test_public_hosts_only_refuses_redirects_to_private_addresses(
     site: Site, monkeypatch: pytest.MonkeyPatch, target: str
 ) -> None:
     real = asyncio.BaseEventLoop.getaddrinfo
@@ -165,26 +165,26 @@ def test_where_every_public_host_is_allowed_a_redirect_leads_to_no_private_one(
         return await real(self, "127.0.0.1" if host == "evil" else host, port, **options)
 
     monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", getaddrinfo)
-    seen = len(site.paths)
+    num_paths = len(site.paths)
     with pytest.raises(BadRequest, match="is not a public address"):
         read(site.url(f"/to/{target}"), image_hosts=("*", *LOCAL))
-    assert len(site.paths) == seen + 1, "only the redirect itself is fetched, not its target"
+    assert len(site.paths) == num_paths + 1, "only the redirect itself is fetched, not its target"
 
 
-def test_the_address_that_was_checked_is_the_one_connected_to(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_checked_address_is_used_for_the_connection(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """A name that resolves first to a public address and later to a private one is resolved only once."""
-    asked: list[str] = []
+    requested: list[str] = []
 
     async def getaddrinfo(self: Any, host: str, port: int, **_: Any) -> list[Any]:
-        asked.append(host)
+        requested.append(host)
         return [(2, 1, 6, "", ("127.0.0.1", port))]
 
     monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", getaddrinfo)
     with pytest.raises(BadRequest, match=r"'rebinding\.example' is not a public address"):
         read(site.url("/picture", "rebinding.example"), image_hosts=("*",))
-    assert asked == ["rebinding.example"]
+    assert requested == ["rebinding.example"]
     assert read(site.url("/picture", "pictures.example"), image_hosts=("pictures.example",)) == [PICTURE]
-    assert asked[1:2] == ["pictures.example"] and set(asked[2:]) <= {"127.0.0.1"}
+    assert requested[1:2] == ["pictures.example"] and set(requested[2:]) <= {"127.0.0.1"}
 
 
 @pytest.mark.parametrize(
@@ -201,24 +201,24 @@ def test_the_address_that_was_checked_is_the_one_connected_to(site: Site, monkey
         ("data:image/png,raw", "invalid data URL"),
     ],
 )
-def test_urls_that_are_none_are_refused_and_not_repeated(url: str, message: str) -> None:
+def test_invalid_urls_are_refused_and_not_repeated(url: str, message: str) -> None:
     with pytest.raises(BadRequest, match=message) as caught:
         read(url, image_hosts=LOCAL)
     assert "secret" not in str(caught.value)
 
 
-def test_without_leave_of_the_operator_nothing_is_fetched_or_read(site: Site, tmp_path: Path) -> None:
-    seen = len(site.paths)
+def test_nothing_is_fetched_or_read_unless_the_operator_allows_it(site: Site, tmp_path: Path) -> None:
+    num_paths = len(site.paths)
     with pytest.raises(BadRequest, match=r"does not fetch images from '127.0.0.1'.* --image-hosts"):
         read(site.url("/picture"))
     with pytest.raises(BadRequest, match=r"does not read files.* --image-folder"):
         read(f"file://{tmp_path}/x.png")
     with pytest.raises(TooLarge, match="has 4 images"):
         read(*[site.url("/picture")] * 4, image_hosts=LOCAL)
-    assert len(site.paths) == seen
+    assert len(site.paths) == num_paths
 
 
-def test_a_host_that_does_not_answer_is_given_up(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unresponsive_host_times_out(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BadImage, match=r"cannot be fetched from '127\.0\.0\.1': ConnectError"):
         read("http://127.0.0.1:1/", image_hosts=LOCAL)
     monkeypatch.setattr(image_sources, "_FETCH_S", 0.2)
@@ -226,7 +226,7 @@ def test_a_host_that_does_not_answer_is_given_up(site: Site, monkeypatch: pytest
         read(site.url("/slow"), image_hosts=LOCAL)
 
 
-def test_files_come_from_the_folder_and_from_nowhere_else(tmp_path: Path) -> None:
+def test_files_are_read_from_the_allowed_folder_only(tmp_path: Path) -> None:
     folder, outside = tmp_path / "pictures", tmp_path / "secret.png"
     folder.mkdir()
     (folder / "a b.png").write_bytes(PICTURE)
@@ -274,29 +274,29 @@ def test_files_come_from_the_folder_and_from_nowhere_else(tmp_path: Path) -> Non
         *("198.18.0.1", "168.63.129.16"),
     ],
 )
-def test_addresses_that_lead_elsewhere_are_not_public(address: str) -> None:
-    assert not image_sources._is_public(address)
+def test_addresses_that_embed_others_are_not_public(address: str) -> None:
+    assert not image_sources.is_public(address)
 
 
 @pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700:4700::1111", "::ffff:8.8.8.8", "2a00:1450:4001:80b::200e"])
-def test_public_addresses_are(address: str) -> None:
-    assert image_sources._is_public(address)
+def test_public_addresses_are_public(address: str) -> None:
+    assert image_sources.is_public(address)
 
 
-def test_a_slow_host_starves_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_host_does_not_block_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         sources = ImageSources(ServerConfig(image_hosts=("slow", "quick")))
-        asked: list[str] = []
+        requested: list[str] = []
 
         async def fetch(url: str, number: int) -> bytes:
-            asked.append(url)
+            requested.append(url)
             await asyncio.sleep(60 if "slow" in url else 0)
             return b"x"
 
         monkeypatch.setattr(sources, "_fetch", fetch)
         waiting = [asyncio.create_task(sources.read([f"http://slow/{each}"])) for each in range(40)]
         await asyncio.sleep(0.05)
-        assert len(asked) == 4
+        assert len(requested) == 4
         assert await asyncio.wait_for(sources.read(["http://quick/a", "http://quick/b"]), 1) == [b"x", b"x"]
         for each in waiting:
             each.cancel()

@@ -30,7 +30,7 @@ class Streams:
 
 
 @pytest.mark.parametrize("num_streams", [1, 3])
-def test_every_item_comes_in_its_streams_order(num_streams: int) -> None:
+def test_items_of_one_stream_stay_in_order(num_streams: int) -> None:
     async def main() -> None:
         streams = Streams()
         came: dict[int, list[int]] = {place: [] for place in range(num_streams)}
@@ -42,7 +42,7 @@ def test_every_item_comes_in_its_streams_order(num_streams: int) -> None:
 
 
 @pytest.mark.parametrize("num_streams", [1, 3])
-def test_an_error_or_leaving_early_closes_all(num_streams: int) -> None:
+def test_an_error_or_an_early_close_ends_all_streams(num_streams: int) -> None:
     async def main() -> None:
         streams = Streams()
         others = [streams.numbers(10**6) for _ in range(num_streams - 1)]

@@ -6,33 +6,33 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from vlora.server.joined_writes import JoinedWrites
+from vlora.server.http.protocol import JoinedWrites
 
 
-class Recorded(asyncio.Transport):
+class RecordingTransport(asyncio.Transport):
     def __init__(self) -> None:
-        self.did: list[Any] = []
+        self.calls: list[Any] = []
 
     def write(self, data: Any) -> None:
-        self.did.append(data)
+        self.calls.append(data)
 
     def close(self) -> None:
-        self.did.append("closed")
+        self.calls.append("closed")
 
     def abort(self) -> None:
-        self.did.append("aborted")
+        self.calls.append("aborted")
 
 
-def did(*turns: Callable[[JoinedWrites], None]) -> list[Any]:
+def calls_after(*turns: Callable[[JoinedWrites], None]) -> list[Any]:
     """The calls to the wrapped transport after the given number of loop iterations."""
 
     async def run() -> list[Any]:
-        beneath = Recorded()
-        joined = JoinedWrites(beneath)
+        transport = RecordingTransport()
+        joined = JoinedWrites(transport)
         for turn in turns:
             turn(joined)
             await asyncio.sleep(0)
-        return beneath.did
+        return transport.calls
 
     return asyncio.run(run())
 
@@ -42,11 +42,11 @@ def header_and_body(joined: JoinedWrites) -> None:
     joined.write(bytearray(b" body"))
 
 
-def test_a_turn_is_one_write() -> None:
-    assert did(header_and_body, header_and_body) == [b"header body", b"header body"]
+def test_the_writes_of_a_loop_iteration_are_joined() -> None:
+    assert calls_after(header_and_body, header_and_body) == [b"header body", b"header body"]
 
 
-def test_what_was_written_leaves_before_the_end_and_not_after_it() -> None:
+def test_close_flushes_and_abort_discards() -> None:
     def last(joined: JoinedWrites) -> None:
         header_and_body(joined)
         joined.close()
@@ -55,19 +55,20 @@ def test_what_was_written_leaves_before_the_end_and_not_after_it() -> None:
         header_and_body(joined)
         joined.abort()
 
-    assert did(last, lambda joined: None) == [b"header body", "closed"]
-    assert did(cut, lambda joined: None) == ["aborted"]
+    assert calls_after(last, lambda joined: None) == [b"header body", "closed"]
+    assert calls_after(cut, lambda joined: None) == ["aborted"]
 
 
-def test_much_does_not_wait_for_the_turn_to_end() -> None:
+def test_large_data_is_written_immediately() -> None:
     """Otherwise a slow reader would be noticed too late."""
-    seen: list[int] = []
 
-    def much(joined: JoinedWrites) -> None:
-        beneath: Any = joined._transport
-        for _ in range(10):
+    async def run() -> None:
+        transport = RecordingTransport()
+        joined = JoinedWrites(transport)
+        for count in range(1, 11):
             joined.write(b"x" * 30_000)
-            seen.append(len(b"".join(beneath.did)))
+            assert 30_000 * count - len(b"".join(transport.calls)) <= 65_536
+        await asyncio.sleep(0)
+        assert len(b"".join(transport.calls)) == 300_000
 
-    assert len(b"".join(did(much))) == 300_000
-    assert all(30_000 * (place + 1) - sent <= 65_536 for place, sent in enumerate(seen))
+    asyncio.run(run())

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.orchestrator.simulation import make_request
 from vlora.server.label_slots import OTHER, LabelSlots
 from vlora.server.metrics import MAX_ADAPTERS, MAX_TENANTS, Metrics
+from vlora.simulator.sample_requests import make_request
 
 
-def test_names_beyond_the_limit_are_other_until_they_are_busier() -> None:
+def test_names_beyond_the_limit_count_as_other_until_they_are_busier() -> None:
     evicted: list[str] = []
     slots = LabelSlots(2, evicted.append)
     assert [slots.label(name) for name in ("a", "b", "c", "a")] == ["a", "b", OTHER, "a"]
     busy = [slots.label("c") for _ in range(10)]
     assert busy[0] == OTHER and busy[-1] == "c" and evicted == ["b"]
-    assert slots.label("b") == OTHER == slots.shown("b") and slots.shown("a") == "a"
+    assert slots.label("b") == OTHER == slots.current_label("b") and slots.current_label("a") == "a"
 
 
-def test_two_alike_do_not_take_turns() -> None:
+def test_two_equally_busy_names_do_not_alternate() -> None:
     evicted: list[str] = []
     slots = LabelSlots(1, evicted.append)
     for _ in range(10_000):
@@ -30,7 +31,7 @@ def test_two_alike_do_not_take_turns() -> None:
     assert len(evicted) <= 1
 
 
-def test_a_name_that_was_busy_long_ago_makes_room() -> None:
+def test_a_name_without_recent_requests_loses_its_slot() -> None:
     slots = LabelSlots(1, lambda name: None)
     for _ in range(20_000):
         slots.label("old")
@@ -39,7 +40,7 @@ def test_a_name_that_was_busy_long_ago_makes_room() -> None:
 
 
 @given(st.lists(st.sampled_from("abcdef"), max_size=300), st.integers(1, 3))
-def test_labels_are_bounded_and_counters_only_rise(names: list[str], limit: int) -> None:
+def test_labels_are_bounded_and_counters_only_increase(names: list[str], limit: int) -> None:
     series: Counter[str] = Counter()
     slots = LabelSlots(limit, lambda name: series.pop(name))
     for name in names:
@@ -49,6 +50,7 @@ def test_labels_are_bounded_and_counters_only_rise(names: list[str], limit: int)
         assert len(series.keys() - {OTHER}) <= limit
 
 
+@pytest.mark.slow
 def test_a_thousand_adapters_and_tenants_make_few_series() -> None:
     metrics = Metrics("base", "0")
     few = len(metrics.render(None).splitlines())

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.server.api import running_api
-from vlora import logs
+from vlora import logging_format
 from vlora.config import Token
 
 
@@ -24,8 +24,8 @@ def put_back() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def test_nothing_is_written_that_nobody_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    logs.configure({})
+def test_nothing_is_logged_by_default(capsys: pytest.CaptureFixture[str]) -> None:
+    logging_format.configure({})
     with running_api() as api:
         assert api.chat("say:x")[0] == 200
     assert capsys.readouterr().err == ""
@@ -33,12 +33,12 @@ def test_nothing_is_written_that_nobody_asked_for(capsys: pytest.CaptureFixture[
     assert re.fullmatch(
         r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00 warning vlora\.server: odd thing\n", capsys.readouterr().err
     )
-    logs.configure({logs.LEVEL_VARIABLE: "shouting"})
+    logging_format.configure({logging_format.LEVEL_VARIABLE: "shouting"})
     assert logging.getLogger("vlora").level == logging.WARNING
 
 
-def test_a_line_for_each_request_without_what_it_said(capsys: pytest.CaptureFixture[str]) -> None:
-    logs.configure({logs.LEVEL_VARIABLE: "info"})
+def test_a_log_line_for_each_request_without_its_text(capsys: pytest.CaptureFixture[str]) -> None:
+    logging_format.configure({logging_format.LEVEL_VARIABLE: "info"})
     token = "a-token-of-somebody"
     with running_api(tokens=(Token(name="u", secret=token),)) as api:
         mine = api._replace(token=token)
@@ -52,7 +52,7 @@ def test_a_line_for_each_request_without_what_it_said(capsys: pytest.CaptureFixt
 
 
 def test_json_lines_carry_fields_and_tracebacks(capsys: pytest.CaptureFixture[str]) -> None:
-    logs.configure({logs.LEVEL_VARIABLE: "info", logs.JSON_VARIABLE: "1"})
+    logging_format.configure({logging_format.LEVEL_VARIABLE: "info", logging_format.JSON_VARIABLE: "1"})
     log = logging.getLogger("vlora.engine")
     log.info("loaded", extra={"fields": {"adapter": 'a"b', "seconds": 0.5}})
     try:
@@ -70,10 +70,10 @@ def test_json_lines_carry_fields_and_tracebacks(capsys: pytest.CaptureFixture[st
     assert failed["level"] == "error" and "RuntimeError: two\nlines" in failed["traceback"]
 
 
-def test_mistakes_of_the_servers_own_are_json_too(
+def test_internal_errors_are_json_lines_too(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    logs.configure({logs.JSON_VARIABLE: "1"})
+    logging_format.configure({logging_format.JSON_VARIABLE: "1"})
     with running_api() as api:
         monkeypatch.setattr(api.front_end, "read_metrics", None)
         status, answer = api.call("GET", "/metrics")

@@ -166,8 +166,8 @@ def test_every_choice_of_a_stream_is_that_of_the_whole_answer(client: openai.Ope
         for score, want in zip(scores, wanted, strict=True):
             assert score.logprob == pytest.approx(want.logprob, abs=1e-4)
             assert [other.token for other in score.top_logprobs] == [other.token for other in want.top_logprobs]
-    told, expected_usage = chunks[-1].usage, whole.usage
-    assert (told.prompt_tokens, told.completion_tokens) == (
+    counted, expected_usage = chunks[-1].usage, whole.usage
+    assert (counted.prompt_tokens, counted.completion_tokens) == (
         expected_usage.prompt_tokens,
         expected_usage.completion_tokens,
     )
@@ -258,7 +258,7 @@ def test_the_adapter_is_the_models_name(client: openai.OpenAI) -> None:
     assert not math.isclose(*first, abs_tol=1e-3)
 
 
-def test_mistakes_are_the_clients_own_errors(api: Api, client: openai.OpenAI) -> None:
+def test_errors_are_those_of_the_openai_client(api: Api, client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="no adapter named 'absent'; registered: streets") as missing:
         ask(client, 90, model="absent")
     assert missing.value.code == "unknown_adapter"
@@ -290,7 +290,7 @@ def test_mistakes_are_the_clients_own_errors(api: Api, client: openai.OpenAI) ->
     assert [each["name"] for each in listed["data"]] == ["streets"]
 
 
-def test_a_conversation_goes_on_with_what_was_answered(client: openai.OpenAI) -> None:
+def test_a_conversation_continues_with_its_answers(client: openai.OpenAI) -> None:
     messages: Any = [{"role": "developer", "content": "answer briefly"}, {"role": "user", "content": content(90)}]
     first = client.chat.completions.create(model="embedded", messages=messages, max_tokens=4)
     messages += [first.choices[0].message, {"role": "user", "content": "what color ?"}]
@@ -312,7 +312,7 @@ def test_paths_in_names_reach_no_file(api: Api, tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_the_asyncio_client_too(api: Api) -> None:
+async def test_the_asyncio_client_of_openai(api: Api) -> None:
     async with openai.AsyncOpenAI(base_url=f"{api.url}/v1", api_key=TOKEN) as client:
         messages: Any = [{"role": "user", "content": content(90)}]
         stream = await client.chat.completions.create(model="streets", messages=messages, max_tokens=4, stream=True)
@@ -348,7 +348,7 @@ def in_form(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("model", ["embedded", "streets"])
-def test_answers_keep_their_form_whole_and_streamed(client: openai.OpenAI, model: str) -> None:
+def test_answers_follow_their_grammar_whole_and_streamed(client: openai.OpenAI, model: str) -> None:
     fields: dict[str, Any] = {
         "model": model,
         "response_format": in_form(NUMBERS),
@@ -372,7 +372,7 @@ def test_answers_keep_their_form_whole_and_streamed(client: openai.OpenAI, model
     assert cut.message.content == texts[0].partition(",")[0]
 
 
-def test_a_form_that_cannot_be_kept_is_a_400(client: openai.OpenAI) -> None:
+def test_an_invalid_response_format_is_a_400(client: openai.OpenAI) -> None:
     for form, reason in (
         (in_form({"type": "blah"}), "Invalid type: blah"),
         (in_form({"const": "yes"}), "no token of this model fits"),

@@ -19,16 +19,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import rpyc
 from fastapi import FastAPI
 
-from tests.server.scripted import write_adapter
+from tests.server.scripted import ByteProcessor, ScriptedInterface, write_adapter
 from vlora.client import Client
 from vlora.config import ServerConfig
 from vlora.errors import Aborted, BadConfig, EngineDead, OverCapacity, VLoraError
+from vlora.server.frontend import FrontEnd
 from vlora.server.http.server import HttpServer
-from vlora.server.rpyc.protocol import RpycServer
-from vlora.server.security.message_budget import ByteBudget
+from vlora.server.rpyc.server import RpycServer
+from vlora.server.security.access import Access
 from vlora.types import EngineStats
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +64,7 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_ready_line_then_a_signal_drains_and_ends_with_code_0(tmp_path: Path, number: int) -> None:
     adapters = [f"{name}={write_adapter(tmp_path / name)}" for name in ("signs", "cam")]
     text = "under way " * 40
@@ -87,7 +87,8 @@ def test_ready_line_then_a_signal_drains_and_ends_with_code_0(tmp_path: Path, nu
         assert not Path(f"/proc/{engine}").exists()
 
 
-def test_requests_that_do_not_end_are_cut_off_and_told() -> None:
+@pytest.mark.slow
+def test_requests_that_do_not_end_are_aborted_at_the_drain_limit() -> None:
     with serving("scripted", "0.3") as (process, client, _):
         errors: list[VLoraError] = []
 
@@ -107,7 +108,8 @@ def test_requests_that_do_not_end_are_cut_off_and_told() -> None:
         assert [type(error) for error in errors] == [Aborted]
 
 
-def test_a_second_signal_does_not_wait() -> None:
+@pytest.mark.slow
+def test_a_second_signal_ends_the_server_at_once() -> None:
     with serving("scripted", "60") as (process, client, _):
         stream = client.stream("forever", max_tokens=90_000)
         next(stream)
@@ -118,7 +120,8 @@ def test_a_second_signal_does_not_wait() -> None:
         assert process.wait(30) == 0
 
 
-def test_a_killed_engine_is_told_to_every_client_and_on_stderr_and_started_again() -> None:
+@pytest.mark.slow
+def test_a_killed_engine_is_reported_and_restarted() -> None:
     with serving("scripted", "1") as (process, client, _):
         (engine,) = children(process.pid)
         stream = client.stream("forever", max_tokens=90_000)
@@ -157,18 +160,20 @@ def until_alive(client: Client) -> EngineStats:
             time.sleep(0.05)
 
 
-def test_a_server_that_is_stopped_while_its_engine_starts_again_ends_cleanly() -> None:
+@pytest.mark.slow
+def test_a_server_stopped_while_its_engine_restarts_ends_cleanly() -> None:
     with serving("scripted", "0") as (process, client, _):
         with pytest.raises(EngineDead, match="exit code 3"):
             client.generate("exit")
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
         assert process.stderr is not None
-        said = warnings(process.stderr.read())
-        assert said == ["the engine process ended with exit code 3; it is being restarted"]
+        logged = warnings(process.stderr.read())
+        assert logged == ["the engine process ended with exit code 3; it is being restarted"]
 
 
-def test_a_server_that_is_stopped_with_an_engine_that_stays_dead_says_so() -> None:
+@pytest.mark.slow
+def test_a_server_stopped_with_a_dead_engine_reports_the_cause() -> None:
     with serving("scripted", "0") as (process, client, _):
         cause = ""
         while "gave up after" not in cause:
@@ -193,7 +198,7 @@ def test_a_server_that_is_stopped_with_an_engine_that_stays_dead_says_so() -> No
         ),
     ],
 )
-def test_what_keeps_it_from_starting_is_one_line(args: list[str], message: str) -> None:
+def test_a_failed_start_is_reported_in_one_line(args: list[str], message: str) -> None:
     process = launch(*args)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 2 and out == ""
@@ -212,7 +217,7 @@ def test_ctrl_c_while_the_model_loads_ends_at_once() -> None:
     assert not Path(f"/proc/{engine}").exists()
 
 
-def test_a_port_in_use_is_told_before_the_model_loads() -> None:
+def test_a_port_in_use_is_reported_before_the_model_loads() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         code = (
             "import asyncio\n"
@@ -225,13 +230,15 @@ def test_a_port_in_use_is_told_before_the_model_loads() -> None:
     assert "BadConfig: cannot listen on 127.0.0.1:" in done.stderr and "choose another --rpyc-port" in done.stderr
 
 
-def test_of_two_servers_that_start_at_once_the_later_one_is_told() -> None:
+def test_of_two_servers_that_bind_one_port_the_later_one_fails() -> None:
     """Several servers can bind a port while none listens; listening happens after the model is loaded."""
     first = RpycServer("127.0.0.1", 0, 1000)
     second = RpycServer("127.0.0.1", first.port, 1000)
-    first.start_in_thread(lambda peer: rpyc.VoidService(), ByteBudget(1000))
+    front_end = FrontEnd(ScriptedInterface(), ByteProcessor(), ServerConfig())  # type: ignore[arg-type]
+    service = (front_end, asyncio.new_event_loop(), "scripted", Access(()))
+    first.start_in_thread(*service)
     with pytest.raises(BadConfig, match=rf"cannot listen on 127.0.0.1:{first.port}: .* choose another --rpyc-port"):
-        second.start_in_thread(lambda peer: rpyc.VoidService(), ByteBudget(1000))
+        second.start_in_thread(*service)
     first.close()
     second.close()
 
@@ -247,7 +254,7 @@ def test_of_two_servers_that_start_at_once_the_later_one_is_told() -> None:
     asyncio.run(web())
 
 
-def test_http_is_served_beside_rpyc_when_it_is_asked_for() -> None:
+def test_http_is_served_beside_rpyc() -> None:
     code = (
         "import asyncio\n"
         "from tests.server.scripted import ENGINE_COMMAND, ByteProcessor\n"
@@ -266,13 +273,13 @@ def test_http_is_served_beside_rpyc_when_it_is_asked_for() -> None:
     with urllib.request.urlopen(f"http://127.0.0.1:{match[1]}/health", timeout=30) as response:
         assert json.load(response) == {"status": "ok", "model": "scripted"}
     os.kill(engine, signal.SIGKILL)
-    seen: list[int] = []
-    while seen[-1:] != [200] or 503 not in seen:
+    statuses: list[int] = []
+    while statuses[-1:] != [200] or 503 not in statuses:
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{match[1]}/health", timeout=30) as response:
-                seen.append(response.status)
+                statuses.append(response.status)
         except urllib.error.HTTPError as error:
-            seen.append(error.code)
+            statuses.append(error.code)
             assert json.load(error)["error"]["code"] == "engine_dead"
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)

@@ -43,14 +43,14 @@ def ended_after(connection: socket.socket) -> float:
     "data",
     [
         b"",
-        b"GET /v1/models HTTP/1.1\r\nHost: x\r\n",
-        b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /he",
-        ASK + b"Content-Length: 100\r\n\r\n{",
+        pytest.param(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n", marks=pytest.mark.slow),
+        pytest.param(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /he", marks=pytest.mark.slow),
+        pytest.param(ASK + b"Content-Length: 100\r\n\r\n{", marks=pytest.mark.slow),
         ASK + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n",
     ],
 )
-@pytest.mark.parametrize("token", [None, TOKEN])
-def test_silence_has_a_time_limit(data: bytes, token: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("token", [None, pytest.param(TOKEN, marks=pytest.mark.slow)])
+def test_silent_connections_have_a_time_limit(data: bytes, token: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "_HEADER_S", 0.3)
     monkeypatch.setattr(server, "_KEEP_ALIVE_S", 1)
     monkeypatch.setattr(protocol, "_BODY_S", 0.3)
@@ -60,7 +60,8 @@ def test_silence_has_a_time_limit(data: bytes, token: str | None, monkeypatch: p
         assert api._replace(token=token).chat("say:x")[0] == 200
 
 
-def test_a_body_may_take_as_long_as_it_keeps_coming(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_a_body_may_take_long_while_data_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "_BODY_S", 0.3)
     monkeypatch.setattr(protocol, "_LEAST_BYTES_PER_S", 10)
     with running_api() as api:
@@ -73,19 +74,20 @@ def test_a_body_may_take_as_long_as_it_keeps_coming(monkeypatch: pytest.MonkeyPa
         connection.close()
 
 
-def test_who_does_not_read_gives_its_place_back(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_a_peer_that_does_not_read_frees_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "_SEND_S", 0.3)
     with running_api(max_requests=4, request_timeout_s=60.0) as api:
         api.engine.engine.limits.max_context = 10**9
         messages = [{"role": "user", "content": "forever"}]
-        asked: dict[str, Any] = {"model": "base", "n": 4, "stream": True, "max_tokens": 10**6, "messages": messages}
-        body = json.dumps(asked).encode()
+        fields: dict[str, Any] = {"model": "base", "n": 4, "stream": True, "max_tokens": 10**6, "messages": messages}
+        body = json.dumps(fields).encode()
         connection = connect(api, ASK + b"Content-Length: %d\r\n\r\n" % len(body) + body, receive_buffer=2048)
         deadline = time.monotonic() + 20
-        while api.front_end._num_active < 4 and time.monotonic() < deadline:
+        while api.front_end.num_active < 4 and time.monotonic() < deadline:
             time.sleep(0.01)
         assert api.chat("say:x")[0] == 429
-        while api.front_end._num_active and time.monotonic() < deadline:
+        while api.front_end.num_active and time.monotonic() < deadline:
             time.sleep(0.05)
         assert api.chat("say:x")[0] == 200 and api.idle()
         connection.close()

@@ -37,15 +37,25 @@ def run(coroutine: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(coroutine, 240))
 
 
-async def start(told: list[str], model: str = "scripted") -> SupervisedEngine:
-    return await SupervisedEngine.start(EngineConfig(model=model), tell=told.append, command=ENGINE_COMMAND)
+async def start(logged: list[str], model: str = "scripted") -> SupervisedEngine:
+    return await SupervisedEngine.start(EngineConfig(model=model), log=logged.append, command=ENGINE_COMMAND)
+
+
+class Listener:
+    """Calls a function on every change of the engine."""
+
+    def __init__(self, on_change: Callable[[], None]) -> None:
+        self._on_change = on_change
+
+    def engine_changed(self) -> None:
+        self._on_change()
 
 
 async def kill(engine: SupervisedEngine) -> None:
     """Kill the process and wait until its death is detected."""
-    assert engine._engine is not None
-    os.kill(engine._engine.ready.pid, signal.SIGKILL)
-    while engine._engine is not None:
+    assert engine.pid is not None
+    os.kill(engine.pid, signal.SIGKILL)
+    while engine.pid is not None:
         await asyncio.sleep(0.01)
 
 
@@ -54,15 +64,15 @@ async def alive(engine: SupervisedEngine) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_a_load_that_hangs_holds_up_nothing_and_ends_with_its_process(tmp_path: Path) -> None:
+def test_a_hanging_load_blocks_nothing_and_ends_with_its_process(tmp_path: Path) -> None:
     async def main() -> None:
-        told: list[str] = []
-        engine = await start(told)
+        logged: list[str] = []
+        engine = await start(logged)
         folder = write_adapter(tmp_path / "one")
         hanging = asyncio.create_task(engine.load_adapter("hangs", folder))
         await engine.load_adapter("one", folder)
-        asked = Request(request_id="r", prompt_ids=tuple(b"say:x"))
-        assert [output async for output in engine.generate(asked)][-1].finish_reason is not None
+        request = Request(request_id="r", prompt_ids=tuple(b"say:x"))
+        assert [output async for output in engine.generate(request)][-1].finish_reason is not None
         assert not hanging.done()
         await kill(engine)
         with pytest.raises(EngineDead):
@@ -79,12 +89,12 @@ def test_a_load_that_hangs_holds_up_nothing_and_ends_with_its_process(tmp_path: 
     run(main())
 
 
-def test_the_next_process_has_the_adapters_and_pins(tmp_path: Path) -> None:
+def test_a_replacement_process_has_the_adapters_and_pins(tmp_path: Path) -> None:
     async def main() -> None:
-        told: list[str] = []
-        renewed: list[str] = []
-        engine = await start(told)
-        engine.changed = lambda: renewed.append("restarted")
+        logged: list[str] = []
+        restarts: list[str] = []
+        engine = await start(logged)
+        engine.add_listener(Listener(lambda: restarts.append("restarted")))
         await engine.register_adapters({name: write_adapter(tmp_path / name) for name in ("one", "two", "lost")})
         await engine.load_adapter("three", write_adapter(tmp_path / "three"))
         await engine.load_adapter("gone", write_adapter(tmp_path / "gone"))
@@ -96,8 +106,8 @@ def test_the_next_process_has_the_adapters_and_pins(tmp_path: Path) -> None:
         assert not engine.starting
         await kill(engine)
         assert engine.starting
-        asked = Request(request_id="r", prompt_ids=tuple(b"say:x"))
-        for call in (engine.stats, engine.adapters, lambda: anext(engine.generate(asked))):  # type: ignore[call-overload]
+        request = Request(request_id="r", prompt_ids=tuple(b"say:x"))
+        for call in (engine.stats, engine.adapters, lambda: anext(engine.generate(request))):  # type: ignore[call-overload]
             with pytest.raises(EngineDead, match="killed by SIGKILL; it is being restarted"):
                 await call()
         await alive(engine)
@@ -107,15 +117,15 @@ def test_the_next_process_has_the_adapters_and_pins(tmp_path: Path) -> None:
             ("three", True),
             ("two", False),
         ]
-        first, *_ = [output async for output in engine.generate(asked)]
+        first, *_ = [output async for output in engine.generate(request)]
         assert first.token_ids == tuple(b"x")
-        assert (await engine.stats()).num_restarts == 1 == len(renewed)
-        assert told[0] == "the engine process was killed by SIGKILL; it is being restarted"
-        assert "adapter 'lost' was not restored" in told[1] and told[2:] == ["the engine is ready again"]
+        assert (await engine.stats()).num_restarts == 1 == len(restarts)
+        assert logged[0] == "the engine process was killed by SIGKILL; it is being restarted"
+        assert "adapter 'lost' was not restored" in logged[1] and logged[2:] == ["the engine is ready again"]
         # A missing adapter is not looked up a second time.
         await kill(engine)
         await alive(engine)
-        assert len(told) == 5 and len(await engine.adapters()) == 3
+        assert len(logged) == 5 and len(await engine.adapters()) == 3
         with pytest.raises(UnknownAdapter):
             await engine.unload_adapter("lost")
         await engine.close()
@@ -124,21 +134,23 @@ def test_the_next_process_has_the_adapters_and_pins(tmp_path: Path) -> None:
     run(main())
 
 
-def test_an_engine_that_never_lasts_stays_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_an_engine_that_fails_at_every_start_stays_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first start succeeds, every later start fails immediately."""
     monkeypatch.setattr(supervisor, "_FIRST_PAUSE_S", 0.001)
 
     async def main() -> None:
-        told: list[str] = []
-        engine = await start(told)
+        logged: list[str] = []
+        engine = await start(logged)
         engine._config = EngineConfig(model="gone")
         changes: list[bool] = []
-        engine.changed = lambda: changes.append(engine.starting)
+        engine.add_listener(Listener(lambda: changes.append(engine.starting)))
         await kill(engine)
-        await asyncio.wait({engine._watching})
+        while not changes:
+            await asyncio.sleep(0.01)
         assert changes == [False]  # no call waits for a restart any more
         assert engine.cause is not None and "exit code 3" in engine.cause and "gave up after" in engine.cause
-        assert len(told) == 1 + supervisor._MOST_STARTS + 1 and told[-1] == engine.cause
+        assert len(logged) == 1 + supervisor._MOST_STARTS + 1 and logged[-1] == engine.cause
         with pytest.raises(EngineDead, match="gave up after"):
             await engine.stats()
         await engine.close()
@@ -146,7 +158,7 @@ def test_an_engine_that_never_lasts_stays_dead(tmp_path: Path, monkeypatch: pyte
     run(main())
 
 
-def test_closing_while_it_starts_again_leaves_no_process() -> None:
+def test_closing_during_a_restart_leaves_no_process() -> None:
     async def main() -> None:
         engine = await start([])
         engine._config = EngineConfig(model="slow")
@@ -168,15 +180,15 @@ class Caller(threading.Thread):
     def __init__(self, ask: Callable[[], Any]) -> None:
         super().__init__(daemon=True)
         self._ask = ask
-        self.heard: Any = None
+        self.result: Any = None
         self.at = 0.0
         self.start()
 
     def run(self) -> None:
         try:
-            self.heard = self._ask()
+            self.result = self._ask()
         except VLoraError as error:
-            self.heard = error.code
+            self.result = error.code
         self.at = time.monotonic()
 
 
@@ -205,7 +217,8 @@ def code_of(frame: FrameResult) -> str | None:
     return frame.error.code if frame.error else None
 
 
-def test_everything_comes_back_after_kill_9(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_adapters_and_streams_survive_a_kill_of_the_engine(tmp_path: Path) -> None:
     write_model(tmp_path)
     extra = shutil.copytree(tmp_path / "adapters" / "small", tmp_path / "extra")
     arguments = ["--model", str(tmp_path / "model"), "--adapters", str(tmp_path / "adapters"), "--threads", "1"]
@@ -249,7 +262,7 @@ def test_everything_comes_back_after_kill_9(tmp_path: Path) -> None:
             os.kill(engine, signal.SIGKILL)
             for caller in callers:
                 caller.join(10)
-            assert [caller.heard for caller in callers] == ["engine_dead"] * 6
+            assert [caller.result for caller in callers] == ["engine_dead"] * 6
             assert max(caller.at for caller in callers) - killed < 8  # far below every request limit
             assert call(port, "GET", "/ready")[0] == 503
             assert "vlora_engine_up 0.0" in call(port, "GET", "/metrics")[1]

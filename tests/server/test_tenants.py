@@ -64,7 +64,8 @@ def finished_by_the_crowd_when_the_guest_is_answered(tenant_weight: tuple[str, .
     return finished
 
 
-def test_a_crowd_behind_one_token_does_not_keep_another_waiting() -> None:
+@pytest.mark.slow
+def test_many_requests_of_one_token_do_not_delay_another() -> None:
     assert finished_by_the_crowd_when_the_guest_is_answered(("*=1",)) <= 7
     # Negative control: without shares the guest is served last.
     assert finished_by_the_crowd_when_the_guest_is_answered(()) >= 10
@@ -86,10 +87,10 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str | None]]:
     yield tenants
 
 
-def test_every_kind_of_request_carries_its_token_s_name(seen: list[str | None], tmp_path: Any) -> None:
+def test_every_kind_of_request_has_its_tokens_name(seen: list[str | None], tmp_path: Any) -> None:
     folder = write_adapter(tmp_path / "cam", {"night": 1})
     with running_api(tokens=TOKENS) as api:
-        api.on_loop(api.front_end.load_adapter("cam", folder))
+        api.on_loop(api.front_end.adapters.load("cam", folder))
         assert api._replace(token=CROWD).chat("say:x")[0] == 200
         assert api._replace(token=GUEST).chat("say:x", n=2)[0] == 200
         body = {"images": ["data:image/png;base64,x"]}
@@ -97,7 +98,7 @@ def test_every_kind_of_request_carries_its_token_s_name(seen: list[str | None], 
     assert seen == ["crowd", "guest", "guest"]
     seen.clear()
     with running_server(tokens=TOKENS) as server:
-        server.on_loop(server.front_end.load_adapter("cam", folder))
+        server.on_loop(server.front_end.adapters.load("cam", folder))
         with Client(port=server.port, token=GUEST) as client:
             client.generate("say:x")
             client.ask_head([png()], "cam", "night")
@@ -112,7 +113,7 @@ def test_every_kind_of_request_carries_its_token_s_name(seen: list[str | None], 
 
 
 @pytest.mark.parametrize("pair", ["crowd", "crowd=0", "=2", "crowd=nan"])
-def test_a_weight_that_cannot_work_is_named(pair: str) -> None:
+def test_an_invalid_weight_is_refused(pair: str) -> None:
     with pytest.raises(BadConfig, match="tenant_weight is "):
         EngineConfig(model="m", tenant_weight=(pair,))
     with pytest.raises(BadConfig, match="tenant_weight sets 'a' twice"):

@@ -28,7 +28,7 @@ def test_an_answer_has_the_form_of_openai(api: Api) -> None:
     assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (7, 4)
 
 
-def test_prompts_and_choices_are_numbered_through(api: Api) -> None:
+def test_choices_of_several_prompts_are_numbered_consecutively(api: Api) -> None:
     status, answer = complete(api, ["say:a", "say:bb"], n=2)
     assert status == 200
     assert [(each["index"], each["text"]) for each in answer["choices"]] == [(0, "a"), (1, "a"), (2, "bb"), (3, "bb")]
@@ -37,7 +37,7 @@ def test_prompts_and_choices_are_numbered_through(api: Api) -> None:
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_token_ids_are_taken_as_they_are(api: Api, several: bool) -> None:
+def test_token_ids_are_used_unchanged(api: Api, several: bool) -> None:
     ids = list(b"say:ok")
     status, answer = complete(api, [ids, ids] if several else ids)
     assert status == 200 and [each["text"] for each in answer["choices"]] == ["ok"] * (2 if several else 1)
@@ -54,7 +54,7 @@ def test_the_default_limit_is_that_of_openai(api: Api) -> None:
     assert answer["choices"][0]["finish_reason"] == "length" and answer["usage"]["completion_tokens"] == 16
 
 
-def test_a_stream_tells_its_counts_as_it_goes(api: Api) -> None:
+def test_a_stream_has_running_token_counts(api: Api) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     for call in (complete, lambda api, text, **fields: api.chat(text, **fields)):
         status, text = call(api, "say:abc", stream=True, stream_options=options)
@@ -83,12 +83,12 @@ def test_a_stream_tells_its_counts_as_it_goes(api: Api) -> None:
         ({"model": "absent"}, "no adapter named 'absent'", "model"),
     ],
 )
-def test_mistakes_are_named(api: Api, stream: bool, fields: dict[str, Any], message: str, param: str) -> None:
+def test_errors_name_the_field(api: Api, stream: bool, fields: dict[str, Any], message: str, param: str) -> None:
     status, answer = complete(api, **{"prompt": "say:x", "stream": stream, **fields})
     assert status in (400, 404) and message in answer["error"]["message"] and answer["error"]["param"] == param
     assert json.dumps(answer)
     assert api.idle()
 
 
-def test_blanks_are_a_prompt(api: Api) -> None:
+def test_blanks_are_a_valid_prompt(api: Api) -> None:
     assert complete(api, "  ")[0] == 200

@@ -14,8 +14,7 @@ from pydantic import TypeAdapter
 
 from tests.server.api import Api, events, running_api
 from vlora.errors import BadRequest
-from vlora.server.http.tool_calls import CallReader
-from vlora.server.http.tools import Choice, Tool, as_messages, call_grammar
+from vlora.server.http.tools import Choice, Tool, ToolCallParser, as_messages, call_grammar
 
 COUNT = {
     "type": "function",
@@ -65,7 +64,7 @@ ONLY_STOP = {"type": "function", "function": {"name": "stop"}}
         (call("stop")[:-1], False, False, False, False),
     ],
 )
-def test_answers_keep_the_declared_form(text: str, auto: bool, one: bool, required: bool, named: bool) -> None:
+def test_calls_follow_the_declared_schema(text: str, auto: bool, one: bool, required: bool, named: bool) -> None:
     assert in_grammar(text) == auto
     assert in_grammar(text, parallel=False) == one
     assert in_grammar(text, "required") == required
@@ -85,7 +84,7 @@ def test_wrong_tools_are_refused() -> None:
 
 
 def read(*pieces: str) -> tuple[str, list[tuple[str, Any]]]:
-    reader = CallReader()
+    reader = ToolCallParser()
     text, calls = "", []
     for piece in pieces:
         passed, found = reader.feed(piece)
@@ -122,7 +121,7 @@ def test_calls_and_the_text_around_them(text: str, around: str, names: list[str]
     ),
     st.data(),
 )
-def test_pieces_make_no_difference(parts: list[str], data: st.DataObject) -> None:
+def test_piece_boundaries_do_not_change_the_calls(parts: list[str], data: st.DataObject) -> None:
     text = "".join(parts)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
@@ -162,7 +161,7 @@ def ask(api: Api, text: str, **fields: Any) -> tuple[int, Any]:
     return api.chat(f"say:{text}", **{"tools": [COUNT, STOP], "max_tokens": 500, **fields})
 
 
-def test_calls_come_as_the_api_has_them(api: Api) -> None:
+def test_calls_have_the_form_of_openai(api: Api) -> None:
     status, answer = ask(api, f"I look.\n{call('count', what='é')}\n{call('stop')}")
     (choice,) = answer["choices"]
     assert status == 200 and choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "I look."
@@ -178,7 +177,7 @@ def test_calls_come_as_the_api_has_them(api: Api) -> None:
     assert cut["finish_reason"] == "length" and cut["message"]["content"] == call("stop")[:20]
 
 
-def test_a_stream_has_each_call_whole(api: Api) -> None:
+def test_a_stream_sends_each_call_as_a_whole(api: Api) -> None:
     text = f"I look.\n{call('count', what='x')}\n{call('stop')}"
     chunks = [each["choices"][0] for each in events(ask(api, text, stream=True)[1])]
     assert "".join(chunk["delta"].get("content") or "" for chunk in chunks) == "I look."
@@ -195,7 +194,7 @@ def test_tools_are_in_the_prompt_unless_none_may_be_called(api: Api) -> None:
     assert counts["auto"] == counts["required"] > counts["none"] + 200
 
 
-def test_results_go_back(api: Api) -> None:
+def test_tool_results_are_in_the_prompt(api: Api) -> None:
     made = ask(api, call("stop"))[1]["choices"][0]["message"]
     messages = [
         {"role": "user", "content": "stop"},
@@ -230,6 +229,6 @@ def test_results_go_back(api: Api) -> None:
         ),
     ],
 )
-def test_mistakes_are_named(api: Api, fields: dict[str, Any], message: str) -> None:
+def test_errors_name_the_field(api: Api, fields: dict[str, Any], message: str) -> None:
     status, answer = ask(api, "x", **fields)
     assert status == 400 and message in answer["error"]["message"], answer

@@ -45,7 +45,7 @@ def kinds_of(schema: Any) -> set[str]:
 
 
 @pytest.mark.parametrize("form", [ChatRequest, CompletionRequest])
-def test_each_kind_of_mistake_of_the_http_forms_has_words(form: Any) -> None:
+def test_every_pydantic_error_type_has_a_message(form: Any) -> None:
     kinds = kinds_of(form.__pydantic_core_schema__)
     assert len(kinds) > 12
     context = {"expected": "'a' or 'b'", "discriminator": "'type'", "tag": "c", "expected_tags": "'a', 'b'"}
@@ -142,7 +142,7 @@ def test_jsons_errors(text: str) -> None:
     assert words.startswith("line 1, column ") and "text that is not JSON" not in words, caught.value.msg
 
 
-def test_values_are_shown_short() -> None:
+def test_values_in_messages_are_shortened() -> None:
     assert [shown(value) for value in (True, 1.5, b"abc", [1], (1, 2), object())] == [
         "true",
         "1.5",

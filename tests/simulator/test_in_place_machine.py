@@ -10,11 +10,11 @@ import pytest
 from vlora.errors import BadConfig
 from vlora.orchestrator import Costs
 from vlora.orchestrator.policies.base import Candidate, PolicyState
-from vlora.orchestrator.policies.cost_based import CheapestPlan
+from vlora.orchestrator.policies.cost_based import CostBased
 from vlora.simulator.arrivals import Arrival
 from vlora.simulator.machine import read_costs
 from vlora.simulator.replay import replay
-from vlora.simulator.replica import Box, Replica
+from vlora.simulator.replica import Replica, ReplicaConfig
 from vlora.simulator.workloads import make_workload
 from vlora.types import Mode
 
@@ -30,35 +30,35 @@ def answered(replica: Replica, number: int, adapter: str | None) -> None:
 @pytest.mark.parametrize(
     ("costs", "spent_s"), [(SHADOW, 0.2), (IN_PLACE, 0.2 + 0.15 + 0.2)], ids=["shadow", "in place"]
 )
-def test_to_an_adapter_to_the_base_model_and_back_again(costs: Costs, spent_s: float) -> None:
-    replica = Replica(Box(costs=costs, policy="merged_only"))
+def test_switching_to_the_base_model_and_back_is_counted_and_learned(costs: Costs, spent_s: float) -> None:
+    replica = Replica(ReplicaConfig(costs=costs, policy="merged_only"))
     for number, adapter in enumerate(("a", None, "a")):
         answered(replica, number, adapter)
     stats = replica.stats()
     assert stats.num_switches == 3
     assert stats.switch_s == pytest.approx(spent_s)
-    learned = replica.scheduler._cost.costs
+    learned = replica.scheduler.costs
     assert learned.merge_s == pytest.approx(0.2), "the cost of unmerging is not averaged into that of merging"
     assert learned.back_s == pytest.approx(costs.back_s)
-    assert replica.scheduler._shadow_adapter == (None if costs.back_s else "a")
+    assert replica.scheduler.merged.shadow == (None if costs.back_s else "a")
 
 
 def test_from_one_adapter_to_another_is_one_switch() -> None:
-    replica = Replica(Box(costs=IN_PLACE, policy="merged_only"))
+    replica = Replica(ReplicaConfig(costs=IN_PLACE, policy="merged_only"))
     for number, adapter in enumerate(("a", "b", "a")):
         answered(replica, number, adapter)
     assert replica.stats().switch_s == pytest.approx(3 * 0.2)
-    assert replica.scheduler._cost.costs.back_s == 0
+    assert replica.scheduler.costs.back_s == 0
 
 
 def decide(costs: Costs, merged: str | None, ready: list[Candidate]) -> tuple[Mode, str | None]:
     shadow = None if costs.back_s else merged
     state = PolicyState(merged, frozenset("ab"), 16, theta_s=10.0, shadow_adapter=shadow, costs=costs)
-    decision = CheapestPlan().decide(ready, state)
+    decision = CostBased().decide(ready, state)
     return decision.mode, decision.merged_adapter
 
 
-def test_weights_are_left_only_for_what_the_way_back_is_worth() -> None:
+def test_merged_weights_are_left_only_if_it_saves_more_than_the_return() -> None:
     ready = [Candidate(f"r{i}", None, 0.0) for i in range(2)]
     assert decide(SHADOW, "a", ready) == (Mode.UNMERGED, None)
     assert decide(IN_PLACE, "a", ready) == (Mode.UNMERGED, None), "no request needs the merged weights"
@@ -67,7 +67,7 @@ def test_weights_are_left_only_for_what_the_way_back_is_worth() -> None:
     assert decide(IN_PLACE, "a", ready) == (Mode.MIXED, "a"), "150 ms to save 4.5 ms"
 
 
-def test_halves_take_turns_only_where_going_to_and_fro_is_free() -> None:
+def test_halves_alternate_only_where_switching_is_free() -> None:
     # Two long prompts of different adapters: either no lanes, one after the other, or two lanes for half of the tokens,
     # together.
     dear = {"base_s": 0.01, "lane_s": 0.002}
@@ -79,13 +79,14 @@ def test_halves_take_turns_only_where_going_to_and_fro_is_free() -> None:
 def test_the_cost_policy_switches_less_in_place() -> None:
     workload = make_workload("hottest:rate=0.7,skew=0.6").arrivals(120, 20, 0)
     measures = {
-        costs: replay(workload, Box(costs=costs, policy="vlora_cost")).as_dict() for costs in (SHADOW, IN_PLACE)
+        costs: replay(workload, ReplicaConfig(costs=costs, policy="cost_based")).as_dict()
+        for costs in (SHADOW, IN_PLACE)
     }
     assert measures[IN_PLACE]["switches"] < measures[SHADOW]["switches"]
 
 
 @pytest.mark.parametrize("border", [-1, 2.5, True, "8", None, "missing"])
-def test_a_border_that_is_no_number_of_tokens_is_refused(border: object, tmp_path: Path) -> None:
+def test_an_invalid_short_lane_is_refused(border: object, tmp_path: Path) -> None:
     values = {**SHADOW._asdict(), "load_s": 0.1, "short_lane": border}
     if border == "missing":
         del values["short_lane"]
@@ -95,7 +96,7 @@ def test_a_border_that_is_no_number_of_tokens_is_refused(border: object, tmp_pat
         read_costs(path)
 
 
-def test_costs_files_from_before_are_machines_with_a_shadow(tmp_path: Path) -> None:
+def test_cost_files_without_back_s_describe_a_machine_with_a_shadow(tmp_path: Path) -> None:
     values = {**SHADOW._asdict(), "load_s": 0.1}
     del values["back_s"]
     path = tmp_path / "costs.json"

@@ -8,7 +8,7 @@ import pytest
 
 from vlora.orchestrator import Costs
 from vlora.orchestrator.encoder_budget import SHARE
-from vlora.simulator import Arrival, Box, replay
+from vlora.simulator import Arrival, ReplicaConfig, replay
 from vlora.simulator.replica import Replica
 from vlora.types import RequestOutput
 
@@ -29,7 +29,7 @@ def with_pictures(rate: float, number: int, seed: int, bound_s: float | None, sh
 
 def answers(arrivals: list[Arrival]) -> dict[int, RequestOutput]:
     """The last output of each request, by number."""
-    replica = Replica(Box(costs=COSTS, load_s=0.0))
+    replica = Replica(ReplicaConfig(costs=COSTS, load_s=0.0))
     finished: list[RequestOutput] = []
     for number, arrival in enumerate(arrivals):
         finished += replica.run_until(arrival.time_s)
@@ -42,11 +42,12 @@ def answers(arrivals: list[Arrival]) -> dict[int, RequestOutput]:
 def capacity(seed: int) -> float:
     """Requests per second when all arrive at once."""
     arrivals = with_pictures(1e6, 300, seed, None, 0.05)
-    return len(arrivals) / replay(arrivals, Box(costs=COSTS)).end_s
+    return len(arrivals) / replay(arrivals, ReplicaConfig(costs=COSTS)).end_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bound_s", [1.0, 2.0, 4.0])
-def test_no_text_request_is_refused_that_would_have_been_in_time(bound_s: float) -> None:
+def test_text_requests_that_would_be_in_time_are_not_refused(bound_s: float) -> None:
     num_pictures = num_wrong_pictures = 0
     for seed in range(3):
         rate = 0.3 * capacity(seed)
@@ -67,8 +68,8 @@ def test_no_text_request_is_refused_that_would_have_been_in_time(bound_s: float)
     assert num_pictures > 75 and num_wrong_pictures <= num_pictures // 3
 
 
-def test_a_picture_prolongs_no_step_of_others_by_more_than_the_share() -> None:
-    replica = Replica(Box(costs=COSTS))
+def test_an_image_extends_steps_by_at_most_the_encode_share() -> None:
+    replica = Replica(ReplicaConfig(costs=COSTS))
     for number in range(8):
         replica.add(f"text {number}", Arrival(0.0, None, 16, 400))
     steps: list[tuple[float, bool]] = []
@@ -88,21 +89,21 @@ def test_a_picture_prolongs_no_step_of_others_by_more_than_the_share() -> None:
     assert replica.stats().num_encoded_patches > 1000
 
 
-def test_pictures_cost_their_patches_and_cached_ones_nothing() -> None:
+def test_images_cost_their_patches_and_cached_ones_nothing() -> None:
     def took(images: tuple[int, ...]) -> float:
-        return replay([Arrival(0.0, None, 100, 1, images=images)], Box(costs=COSTS)).end_s
+        return replay([Arrival(0.0, None, 100, 1, images=images)], ReplicaConfig(costs=COSTS)).end_s
 
     assert took((1000, 500)) == pytest.approx(took(()) + 1500 * COSTS.patch_s)
     assert took((0, 0)) == took(())
 
 
-def test_the_price_of_a_patch_is_learned_apart_from_that_of_tokens() -> None:
-    replica = Replica(Box(costs=COSTS))
+def test_the_cost_of_a_patch_is_learned_separately() -> None:
+    replica = Replica(ReplicaConfig(costs=COSTS))
     for number, arrival in enumerate(with_pictures(2.0, 200, 0, None, 0.3)):
         replica.run_until(arrival.time_s)
         replica.wait_until(arrival.time_s)
         replica.add(str(number), arrival)
     replica.run_until(float("inf"))
-    learned = replica.scheduler._cost.costs
+    learned = replica.scheduler.costs
     assert learned.patch_s == pytest.approx(COSTS.patch_s, rel=1e-6)
     assert learned.base_s + 100 * learned.token_s == pytest.approx(COSTS.base_s + 100 * COSTS.token_s, rel=0.05)

@@ -17,14 +17,14 @@ def trace(tmp_path: Path, *lines: str) -> Path:
     return tmp_path / "trace.csv"
 
 
-def test_azure_s_own_form_is_read_with_times_from_the_first_row_on(tmp_path: Path) -> None:
+def test_azure_traces_are_read_with_relative_times(tmp_path: Path) -> None:
     path = trace(tmp_path, HEADER, "2023-11-16 18:17:03.9799600,4808,10", "2023-11-16 18:17:04.4799600,110,27")
     first, second = read_trace(path, 1, 0)
     assert first == Arrival(0.0, "adapter-0", 4808, 10)
     assert second.time_s == pytest.approx(0.5) and second[2:7] == (110, 27, None, 0, None)
 
 
-def test_named_adapters_are_kept_and_others_drawn_the_same_each_time(tmp_path: Path) -> None:
+def test_named_adapters_are_kept_and_others_drawn_reproducibly(tmp_path: Path) -> None:
     path = trace(tmp_path, HEADER + ",Adapter", "5,10,0,gate", "5.5,10,3,")
     assert list(read_trace(path, 9, 0)) == [Arrival(0.0, "gate", 10, 0), Arrival(0.5, None, 10, 3)]
     path = trace(tmp_path, HEADER, *(f"{i},10,3" for i in range(50)))
@@ -32,7 +32,7 @@ def test_named_adapters_are_kept_and_others_drawn_the_same_each_time(tmp_path: P
     assert drawn == list(read_trace(path, 9, 0)) and len({a.adapter for a in drawn}) > 3
 
 
-def test_bounds_priorities_and_tenants_are_read_where_there_are_any(tmp_path: Path) -> None:
+def test_optional_columns_are_read(tmp_path: Path) -> None:
     path = trace(tmp_path, HEADER + ",Adapter,MaxTTFT,Priority,Tenant", "5,10,3,gate,0.5,-2,north", "6,10,3,gate,,,")
     assert [arrival[4:7] for arrival in read_trace(path, 1, 0)] == [(0.5, -2, "north"), (None, 0, None)]
 
@@ -53,11 +53,11 @@ def test_bounds_priorities_and_tenants_are_read_where_there_are_any(tmp_path: Pa
         ([HEADER + ",Adapter", "1,2,0,"], "line 2, field GeneratedTokens: 0 requests a task head"),
     ],
 )
-def test_a_bad_line_is_named_with_its_field(tmp_path: Path, lines: list[str], message: str) -> None:
+def test_an_invalid_line_is_reported_with_its_field(tmp_path: Path, lines: list[str], message: str) -> None:
     with pytest.raises(BadConfig, match=message):
         list(read_trace(trace(tmp_path, *lines), 1, 0))
 
 
-def test_a_missing_file_is_said(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(BadConfig, match="No such file"):
         list(read_trace(tmp_path / "none.csv", 1, 0))

@@ -23,7 +23,7 @@ def shares(arrivals: list[Arrival]) -> list[float]:
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_arrivals_are_in_order_repeatable_and_lazy(name: str) -> None:
+def test_arrivals_are_ordered_reproducible_and_lazy(name: str) -> None:
     arrivals = take(name, 500)
     assert len(arrivals) == 500 and arrivals == take(name, 500)
     assert all(a.time_s <= b.time_s for a, b in itertools.pairwise(arrivals))
@@ -31,7 +31,7 @@ def test_arrivals_are_in_order_repeatable_and_lazy(name: str) -> None:
 
 
 @pytest.mark.parametrize("cv", [0.5, 1, 3])
-def test_gamma_keeps_rate_and_burstiness(cv: float) -> None:
+def test_gamma_has_the_given_rate_and_burstiness(cv: float) -> None:
     arrivals = take(f"gamma:rate=5,cv={cv}", 20_000, 1)
     gaps = [b.time_s - a.time_s for a, b in itertools.pairwise(arrivals)]
     assert statistics.mean(gaps) == pytest.approx(1 / 5, rel=0.1)
@@ -49,7 +49,7 @@ def test_the_hottest_adapter_has_its_share() -> None:
     assert hottest(2, 0.2) == [0.5, 0.5] and hottest(1, 0.9) == [1.0]
 
 
-def test_punica_s_patterns() -> None:
+def test_punica_has_its_four_patterns() -> None:
     assert len(shares(take("punica:pattern=distinct", 100))) == 100
     assert len(punica("uniform", 100) or ()) == 10
     assert shares(take("punica:pattern=identical", 100)) == [1.0]
@@ -57,7 +57,7 @@ def test_punica_s_patterns() -> None:
     assert skewed is not None and skewed[0] / skewed[1] == pytest.approx(1.5) and sum(skewed) == pytest.approx(1)
 
 
-def test_video_streams_send_a_chunk_a_second_each_to_their_own_head() -> None:
+def test_each_video_stream_sends_one_chunk_per_second() -> None:
     arrivals = take("video:streams=3", 30, 3)
     for stream in {a.adapter for a in arrivals}:
         times = [a.time_s for a in arrivals if a.adapter == stream]
@@ -80,6 +80,6 @@ def test_video_streams_send_a_chunk_a_second_each_to_their_own_head() -> None:
         ("video:streams=0", "streams is 0"),
     ],
 )
-def test_what_cannot_be_is_said_by_name(text: str, message: str) -> None:
+def test_invalid_settings_are_reported_by_name(text: str, message: str) -> None:
     with pytest.raises(BadConfig, match=message):
         make_workload(text)

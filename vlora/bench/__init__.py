@@ -17,24 +17,25 @@ from vlora.errors import BadConfig
 if TYPE_CHECKING:
     from vlora.bench.report import Report
 
-BENCHES = (
-    "step",
-    "prefill",
-    "merge",
-    "atmm",
-    "costs",
-    "policy",
-    "memory",
-    "loading",
-    "reuse",
-    "overload",
-    "heads",
-    "gateway",
-    "serve",
-    "vision",
-    "soak",
-    "tp",
-)
+BENCHES = {
+    "step": "engine.step",
+    "prefill": "engine.prefill",
+    "merge": "engine.merge",
+    "atmm": "kernels.atmm",
+    "costs": "scheduling.costs",
+    "policy": "scheduling.policy",
+    "memory": "engine.memory",
+    "loading": "engine.loading",
+    "reuse": "engine.reuse",
+    "overload": "scheduling.overload",
+    "heads": "engine.heads",
+    "gateway": "serving.gateway",
+    "serve": "serving.serve",
+    "vision": "engine.vision",
+    "soak": "serving.soak",
+    "tp": "tensor_parallel.tp",
+}
+"""Each bench's module in this package, with `run(quick) -> Report`. "all" runs them in this order."""
 
 
 def main(name: str, quick: bool = False, out: Path | None = None, *, only_json: bool = False, **settings: Any) -> bool:
@@ -52,10 +53,10 @@ def main(name: str, quick: bool = False, out: Path | None = None, *, only_json: 
     if name != "all" and name not in BENCHES:
         raise BadConfig(f"no bench named {name!r}; choose one of {', '.join(BENCHES)} or all")
     if out is not None:
-        pictures_possible()
+        require_matplotlib()
     holds = True
     for each in BENCHES if name == "all" else (name,):
-        bench = importlib.import_module(f"vlora.bench.{each}")
+        bench = importlib.import_module(f"vlora.bench.{BENCHES[each]}")
         if out is not None and getattr(bench, "GOES_ON", False):
             report = bench.run(quick, out / f"{each}.partial", **settings)
         else:
@@ -63,19 +64,19 @@ def main(name: str, quick: bool = False, out: Path | None = None, *, only_json: 
         report.print(only_json=only_json)
         if out is not None:
             draw = getattr(bench, "draw", None)
-            keep(report, None if draw is None else functools.partial(draw, report.rows), out)
+            save_report(report, None if draw is None else functools.partial(draw, report.rows), out)
         holds &= all(goal.holds for goal in report.goals)
         gc.collect()
     return holds
 
 
-def pictures_possible() -> None:
+def require_matplotlib() -> None:
     """Raise BadConfig early if plots cannot be drawn."""
     if importlib.util.find_spec("matplotlib") is None:
         raise BadConfig("--out needs matplotlib for its pictures; pip install 'vlora[bench]'")
 
 
-def keep(report: Report, draw: Callable[[Path], None] | None, out: Path) -> None:
+def save_report(report: Report, draw: Callable[[Path], None] | None, out: Path) -> None:
     """Write OUT/NAME.json, the folder's page and, if the bench has plots, the plots into OUT/NAME."""
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{report.bench}.json").write_text(json.dumps(report.as_dict()) + "\n")

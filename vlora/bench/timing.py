@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from vlora.engine.cpu_cores import default_threads
+from vlora.engine.host_resources import default_threads
 
 
 def work_seconds(device: torch.device) -> Callable[[], float]:
@@ -38,7 +38,7 @@ def thread_counts() -> list[int]:
     return sorted({default_threads(), 1}, reverse=True)
 
 
-def in_words(num_threads: int) -> str:
+def threads_label(num_threads: int) -> str:
     return "1 thread" if num_threads == 1 else f"{num_threads} threads"
 
 

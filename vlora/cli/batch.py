@@ -74,7 +74,7 @@ def stream(
     found = find_sources(sources)
     num_problems = 0
 
-    def tell(result: ChunkResult) -> None:
+    def on_result(result: ChunkResult) -> None:
         nonlocal num_problems
         num_problems += result.problem is not None
         if as_json:
@@ -82,8 +82,8 @@ def stream(
             return
         name = f"{result.source:<20.20} " if len(found) > 1 else ""
         name += f"{result.head:<12.12} " if len(heads) > 1 else ""
-        said = f"{result.label:<20} {result.confidence:6.1%}" if result.problem is None else result.problem
-        click.echo(f"{name}{result.start_s:7.1f} s  {said}  {result.latency_s * 1e3:6.0f} ms")
+        outcome = f"{result.label:<20} {result.confidence:6.1%}" if result.problem is None else result.problem
+        click.echo(f"{name}{result.start_s:7.1f} s  {outcome}  {result.latency_s * 1e3:6.0f} ms")
 
     with client, stopping() as stop:
         try:
@@ -97,7 +97,7 @@ def stream(
                 max_latency_s=max_latency_s,
                 wait_s=wait_s,
                 stop=stop,
-                tell=tell,
+                on_result=on_result,
                 say=lambda text: click.echo(text, err=True),
             )
         except VLoraError as error:

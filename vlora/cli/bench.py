@@ -80,7 +80,7 @@ def simulate(
     """Replay traffic against the scheduler without a model, with a simulated clock and a machine's measured costs.
 
     \b
-        vlora simulate hottest:rate=0.3,skew=0.6 --policy vlora
+        vlora simulate hottest:rate=0.3,skew=0.6 --policy algorithm1
         vlora simulate gamma:rate=1,cv=2 --adapters 10000 --replicas 4 --requests 10000
         vlora simulate hottest:rate=1.3 --max-ttft-s 5 --requests 500
         vlora simulate hottest:rate=3 --tenants 2 --tenant-weight tenant-1=3 --requests 300
@@ -197,11 +197,11 @@ def bench(
 def _bench_fusion(quick: bool, out: Path | None, only_json: bool) -> bool:
     """Run the bench of fusion here, because `vlora.bench` and `fusion` do not import each other."""
     from fusion.bench import draw, run
-    from vlora.bench import keep, pictures_possible
+    from vlora.bench import require_matplotlib, save_report
     from vlora.bench.report import Goal, Report
 
     if out is not None:
-        pictures_possible()
+        require_matplotlib()
     work = None if out is None else out / "fusion" / "work"
     with waiting("bench fusion"):
         found = run(quick, work, lambda text: click.echo(text, err=True))
@@ -209,14 +209,14 @@ def _bench_fusion(quick: bool, out: Path | None, only_json: bool) -> bool:
     report = Report("fusion", found.rows, goals, found={"tables": found.tables, "curves": found.curves})
     report.print(only_json=only_json)
     if out is not None:
-        keep(report, lambda folder: draw(found.tables, found.curves, folder), out)
+        save_report(report, lambda folder: draw(found.tables, found.curves, folder), out)
     return all(goal.holds for goal in goals)
 
 
 def _bench_bd(quick: bool, out: Path | None, seeds: int | None, only_json: bool) -> bool:
     """As `_bench_fusion`, for block-diagonal adapters."""
     from fusion.bench import NUM_SEEDS, compare
-    from vlora.bench import keep
+    from vlora.bench import save_report
     from vlora.bench.report import Goal, Report
 
     work = None if out is None else out / "bd" / "work"
@@ -226,7 +226,7 @@ def _bench_bd(quick: bool, out: Path | None, seeds: int | None, only_json: bool)
     report = Report("bd", found.rows, goals, found={"runs": found.runs})
     report.print(only_json=only_json)
     if out is not None:
-        keep(report, None, out)
+        save_report(report, None, out)
     return all(goal.holds for goal in goals)
 
 
@@ -303,18 +303,18 @@ def tune(
             raise BadConfig("device 'cuda' was requested, but torch finds no CUDA device")
     from vlora import tune as tuning
 
-    told: list[str] = []
-    say: Callable[[str], None] = told.append if as_json else click.echo
+    messages: list[str] = []
+    report: Callable[[str], None] = messages.append if as_json else click.echo
     if build_cutlass:
-        tuning.build_cutlass(capabilities or tuning.capabilities_here(), say)
+        tuning.build_cutlass(capabilities or tuning.capabilities_here(), report)
         sound = True
     elif lint:
-        sound = tuning.lint(say)
+        sound = tuning.lint(report)
     else:
         import torch
 
         from atmm.tuning import tables
-        from vlora.engine.cpu_cores import default_threads
+        from vlora.engine.host_resources import default_threads
 
         torch.set_num_threads(threads or default_threads())
         if not check:
@@ -333,8 +333,8 @@ def tune(
         with waiting("checking"):
             table = tables.choose_table(device, torch.get_num_threads()).table
             in_use = tables.path_for(device, torch.get_num_threads()) if table is None else table.path
-            sound = tuning.check(out or in_use, device, say)
+            sound = tuning.check(out or in_use, device, report)
     if as_json:
-        print_json({"sound": sound, "told": told})
+        print_json({"sound": sound, "told": messages})
     if not sound:
         sys.exit(1)

@@ -15,7 +15,7 @@ from typing import Any
 @contextlib.contextmanager
 def counting(what: str, total: int) -> Iterator[Callable[[], None]]:
     """A progress bar; call the yielded function once for each completed item."""
-    with _shown("{task.description} {task.completed}/{task.total}", bar=True) as bar:
+    with _progress("{task.description} {task.completed}/{task.total}", bar=True) as bar:
         task = None if bar is None else bar.add_task(what, total=total)
         yield lambda: None if bar is None else bar.advance(task)
 
@@ -23,14 +23,14 @@ def counting(what: str, total: int) -> Iterator[Callable[[], None]]:
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[Callable[[], None]]:
     """A spinner with the elapsed time; call the yielded function to end it before the block does."""
-    with _shown("{task.description}", bar=False) as bar:
+    with _progress("{task.description}", bar=False) as bar:
         if bar is not None:
             bar.add_task(what, total=None)
         yield lambda: None if bar is None else bar.stop()
 
 
 @contextlib.contextmanager
-def _shown(text: str, *, bar: bool) -> Iterator[Any]:
+def _progress(text: str, *, bar: bool) -> Iterator[Any]:
     if not sys.stderr.isatty():
         yield None
         return

@@ -17,7 +17,7 @@ from vlora.cli.progress import waiting
 from vlora.cli.settings import EMBEDDED, config_flags, make_config, model_path
 from vlora.config import EngineConfig, ServerConfig
 from vlora.errors import BadAdapter, BadConfig
-from vlora.logs import JSON_VARIABLE, LEVEL_VARIABLE, LEVELS, configure
+from vlora.logging_format import JSON_VARIABLE, LEVEL_VARIABLE, LEVELS, configure
 
 
 @cli.command()

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from vlora.cli.options import HeadedOption
-from vlora.config import DTYPES, POLICY_NAMES
+from vlora.config import DTYPES, POLICY_ALIASES, POLICY_NAMES
 from vlora.errors import BadConfig
 
 EMBEDDED = "embedded"
@@ -21,8 +21,8 @@ EMBEDDED = "embedded"
 _POLICY = """Request order and inference mode of each step:
 
 \b
-vlora_cost     the plan of least cost by measured costs
-vlora          Algorithm 1 of the V-LoRA paper
+cost_based     the plan of least cost by measured costs
+algorithm1     Algorithm 1 of the V-LoRA paper
 dlora          merged or unmerged by dLoRA's rule
 merged_only    one adapter at a time, merged
 unmerged_only  all adapters together, never merged"""
@@ -86,6 +86,18 @@ _SETTINGS = {
 _HEADINGS = {name: heading for heading, settings in _SETTINGS.items() for name in settings}
 _SHORT = {"http_port": "-p"}
 _CHOICES = {"dtype": DTYPES, "policy": POLICY_NAMES}
+_ALIASES = {"policy": POLICY_ALIASES}
+
+
+class _Choice(click.Choice):  # type: ignore[type-arg]
+    """A choice that also accepts former names, which the config class replaces. Help and completion omit them."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(_CHOICES[name])
+        self._aliases = _ALIASES.get(name, {})
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value if value in self._aliases else super().convert(value, param, ctx)
 
 
 def config_flags(config: type, *, skip: tuple[str, ...] = (), only: tuple[str, ...] = ()) -> Callable[[Any], Any]:
@@ -115,7 +127,7 @@ def config_flags(config: type, *, skip: tuple[str, ...] = (), only: tuple[str, .
 
 def _flag_type(name: str, hint: Any) -> Any:
     if name in _CHOICES:
-        return click.Choice(_CHOICES[name])
+        return _Choice(name)
     if typing.get_origin(hint) is typing.Literal:
         return click.Choice(typing.get_args(hint))
     if typing.get_origin(hint) is tuple:

@@ -54,7 +54,7 @@ def fuse(
     """
     import warnings
 
-    from fusion.training.kept import Kept, same_command
+    from fusion.training.resume_hint import ResumeHint, same_command
 
     # Warnings of third-party libraries, addressed to their own callers.
     warnings.simplefilter("ignore", FutureWarning)
@@ -72,8 +72,8 @@ def fuse(
     else:
         from rich.console import Console
 
-        kept = Kept(out, restart=restart)
-        with ends_with(lambda: f"{kept}; resume with: {same_command(sys.argv, kept.option)}"):
+        resume_hint = ResumeHint(out, restart=restart)
+        with ends_with(lambda: f"{resume_hint}; resume with: {same_command(sys.argv, resume_hint.option)}"):
             with _loading():  # an interrupt during the imports is handled in the same way
                 from fusion import commands
 
@@ -86,7 +86,7 @@ def fuse(
                 oracle=oracle,
                 workers=workers,
                 console=Console(stderr=as_json),
-                kept=kept,
+                resume_hint=resume_hint,
             )
         if as_json:
             print_json(report)
@@ -146,7 +146,7 @@ def convert_bd(
 
     with _loading():
         from fusion.block_diagonal.convert import convert
-        from fusion.plan.schema import read_plan_file
+        from fusion.plan.plan_file import read_plan_file
         from fusion.progress.progress import Progress
 
     warnings.simplefilter("ignore", FutureWarning)

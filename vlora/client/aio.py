@@ -79,14 +79,14 @@ class AsyncClient:
             with contextlib.suppress(RuntimeError):  # the loop may already be closed
                 loop.call_soon_threadsafe(arrived.put_nowait, part)
 
-        def hear(part: StreamPart) -> bool:
+        def on_value(part: StreamPart) -> bool:
             if part.answer is None:
                 put(part)
             return part.answer is None
 
         finished = False
         try:
-            future = await self._send(connection, call, hear)
+            future = await self._send(connection, call, on_value)
             future.add_done_callback(put)
             while True:
                 async with asyncio.timeout(self._timeout_s):
@@ -179,12 +179,12 @@ class AsyncClient:
         return await asyncio.to_thread(self._client.connection)
 
     async def _send(
-        self, connection: ServerConnection, call: Call[T], hear: Callable[[T], bool] | None = None
+        self, connection: ServerConnection, call: Call[T], on_value: Callable[[T], bool] | None = None
     ) -> Future[T]:
         """Send a call in a thread, because sending megabytes of images may block. A task cancelled meanwhile waits
         until the call is sent, so that the request can be cancelled on the server.
         """
-        sent = asyncio.create_task(asyncio.to_thread(connection.start, call, hear))
+        sent = asyncio.create_task(asyncio.to_thread(connection.start, call, on_value))
         try:
             return await asyncio.shield(sent)
         except asyncio.CancelledError:

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from vlora.client import calls
 from vlora.client.calls import Call, FrameImage
-from vlora.client.stream_state import WAIT_S, Credit, Retry, Unread
+from vlora.client.stream_state import WAIT_S, ReconnectBackoff, SendTimeout, UnreadResults
 from vlora.client.values import FrameResult
 from vlora.errors import Disconnected, VLoraError
 
@@ -23,7 +23,7 @@ class AsyncFrameStream(AsyncIterator[FrameResult]):
         self._timeout_s = timeout_s
         self._wait_s = min(WAIT_S, timeout_s / 2)
         self._num_sent = 0
-        self._unread = Unread()
+        self._unread = UnreadResults()
         self._sending = asyncio.Lock()
         self._reading = asyncio.Lock()
         self._sends: set[asyncio.Task[int]] = set()
@@ -45,7 +45,7 @@ class AsyncFrameStream(AsyncIterator[FrameResult]):
                     raise StopAsyncIteration
                 pull = calls.pull_results(self.stream_id, self._unread.last_read, self._wait_s)
                 try:
-                    self._unread.add(await self._persist(pull))
+                    self._unread.add(await self._retry(pull))
                 except VLoraError:
                     if not self._closed:
                         raise
@@ -53,7 +53,7 @@ class AsyncFrameStream(AsyncIterator[FrameResult]):
 
     async def end(self) -> None:
         """As `FrameStream.end`."""
-        await self._persist(calls.end_frames(self.stream_id))
+        await self._retry(calls.end_frames(self.stream_id))
 
     async def close(self) -> None:
         """As `FrameStream.close`."""
@@ -71,14 +71,14 @@ class AsyncFrameStream(AsyncIterator[FrameResult]):
     async def _send(self, images: tuple[FrameImage, ...]) -> int:
         frame = await asyncio.to_thread(calls.read_frame, images)
         async with self._sending:
-            credit = Credit(self._timeout_s)
-            while not await self._persist(calls.send_frame(self.stream_id, self._num_sent, frame, self._wait_s)):
-                credit.check(self._num_sent)
+            timeout = SendTimeout(self._timeout_s)
+            while not await self._retry(calls.send_frame(self.stream_id, self._num_sent, frame, self._wait_s)):
+                timeout.check(self._num_sent)
             self._num_sent += 1
             return self._num_sent - 1
 
-    async def _persist(self, call: Call[Any]) -> Any:
-        retry = Retry()
+    async def _retry(self, call: Call[Any]) -> Any:
+        retry = ReconnectBackoff()
         while True:
             try:
                 return await self._ask(call)

@@ -14,8 +14,8 @@ from rpyc.core import consts
 from rpyc.core.channel import Channel
 
 from vlora.client.calls import Call
+from vlora.client.keepalive import enable_keepalive
 from vlora.client.plain import PlainStream
-from vlora.client.silence import notice_silence
 from vlora.client.tls import TlsStream, shut_down
 from vlora.client.values import PROTOCOL_VERSION, Hello, open_reply
 from vlora.errors import BadRequest, DeadlineMissed, Disconnected, TooLarge, VLoraError
@@ -37,7 +37,7 @@ class ServerConnection:
         self._lock = threading.Lock()
         self._call_ids = itertools.count(1)
         try:
-            self._stream = _connected(host, port, tls)
+            self._stream = _open_stream(host, port, tls)
         except (OSError, EOFError, ValueError) as error:  # ValueError: an invalid host
             raise self._unreachable(error, tls) from error
         try:
@@ -70,10 +70,10 @@ class ServerConnection:
         """A number for a cancellable request; unique on this connection."""
         return next(self._call_ids)
 
-    def start(self, call: Call[T], hear: Callable[[T], bool] | None = None) -> Future[T]:
+    def start(self, call: Call[T], on_value: Callable[[T], bool] | None = None) -> Future[T]:
         """Send a call; its future receives the value or the typed error. Does not wait for the answer.
 
-        hear: for a call with several values: called with each value in the reader's thread; returns whether more
+        on_value: for a call with several values: called with each value in the reader's thread; returns whether more
         follow. The future receives the last one.
         """
         if call.num_bytes > (limit := self.hello.max_message_bytes if call.num_bytes else 0):
@@ -81,17 +81,17 @@ class ServerConnection:
         future: Future[T] = Future()
         with self._lock:
             if self.closed:
-                raise self._lost()
+                raise self._disconnected()
             self._pending.add(future)
         future.add_done_callback(self._settle)  # before any reply can arrive
         try:
-            self._rpyc.start_call(self._root, call, future, hear)
+            self._rpyc.start_call(self._root, call, future, on_value)
         except UnicodeEncodeError as error:
             self._settle(future)
             raise BadRequest(f"the text cannot be sent: {error}") from error
         except (OSError, EOFError, RuntimeError) as error:  # RuntimeError: RPyC's cleanup has released its lock
             self._settle(future)
-            raise self._lost() from error
+            raise self._disconnected() from error
         return future
 
     def wait(self, future: Future[T], timeout_s: float) -> T:
@@ -119,7 +119,7 @@ class ServerConnection:
                 lost, self._pending = self._pending, set()
             for future in lost:
                 if future.set_running_or_notify_cancel():
-                    future.set_exception(self._lost())
+                    future.set_exception(self._disconnected())
 
     def _settle(self, future: Future[Any]) -> None:
         with self._lock:
@@ -136,13 +136,13 @@ class ServerConnection:
             remedy = "it may be another kind of server, or require TLS (tls=, --tls-ca)"
         return Disconnected(f"cannot reach a server at {self._address}: {cause}; {remedy}")
 
-    def _lost(self) -> Disconnected:
+    def _disconnected(self) -> Disconnected:
         return Disconnected(f"the connection to {self._address} is gone; is the server still running?")
 
 
-def _connected(host: str, port: int, tls: ssl.SSLContext | None) -> PlainStream | TlsStream:
+def _open_stream(host: str, port: int, tls: ssl.SSLContext | None) -> PlainStream | TlsStream:
     plain = PlainStream.connect(host, port, ipv6=":" in host, timeout=_CONNECT_S, attempts=1, nodelay=True)
-    notice_silence(plain.sock)
+    enable_keepalive(plain.sock)
     if tls is None:
         plain.sock.settimeout(_SEND_S)
         return plain
@@ -153,7 +153,7 @@ def _connected(host: str, port: int, tls: ssl.SSLContext | None) -> PlainStream 
 class _CallingConnection(rpyc.Connection):
     """Calls the server's exposed methods; exposes none itself."""
 
-    def start_call(self, root: Any, call: Call[T], future: Future[T], hear: Callable[[T], bool] | None) -> None:
+    def start_call(self, root: Any, call: Call[T], future: Future[T], on_value: Callable[[T], bool] | None) -> None:
         def settle(is_exception: bool, reply: Any) -> bool:
             """Settle the future of a call, or deliver one of its values; whether more replies follow."""
             try:
@@ -161,7 +161,7 @@ class _CallingConnection(rpyc.Connection):
                     why = reply.args[0] if reply.args else type(reply).__name__
                     raise BadRequest(f"the server refused the call {call.name!r}: {why}")
                 value = open_reply(reply, call.returns)
-                if hear is not None and hear(value):
+                if on_value is not None and on_value(value):
                     return True
                 if future.set_running_or_notify_cancel():
                     future.set_result(value)

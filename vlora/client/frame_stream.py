@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from vlora.client import calls
 from vlora.client.calls import Call, FrameImage
-from vlora.client.stream_state import WAIT_S, Credit, Retry, Unread
+from vlora.client.stream_state import WAIT_S, ReconnectBackoff, SendTimeout, UnreadResults
 from vlora.client.values import FrameResult
 from vlora.errors import Disconnected, VLoraError
 
@@ -29,7 +29,7 @@ class FrameStream(Iterator[FrameResult]):
         self._timeout_s = timeout_s
         self._wait_s = min(WAIT_S, timeout_s / 2)
         self._num_sent = 0
-        self._unread = Unread()
+        self._unread = UnreadResults()
         self._sending = threading.Lock()
         self._reading = threading.Lock()
         self._closed = False
@@ -43,9 +43,9 @@ class FrameStream(Iterator[FrameResult]):
         """
         frame = calls.read_frame(images)
         with self._sending:
-            credit = Credit(self._timeout_s)
-            while not self._persist(calls.send_frame(self.stream_id, self._num_sent, frame, self._wait_s)):
-                credit.check(self._num_sent)
+            timeout = SendTimeout(self._timeout_s)
+            while not self._retry(calls.send_frame(self.stream_id, self._num_sent, frame, self._wait_s)):
+                timeout.check(self._num_sent)
             self._num_sent += 1
             return self._num_sent - 1
 
@@ -57,7 +57,7 @@ class FrameStream(Iterator[FrameResult]):
                     raise StopIteration
                 pull = calls.pull_results(self.stream_id, self._unread.last_read, self._wait_s)
                 try:
-                    self._unread.add(self._persist(pull))
+                    self._unread.add(self._retry(pull))
                 except VLoraError:
                     if not self._closed:
                         raise
@@ -65,7 +65,7 @@ class FrameStream(Iterator[FrameResult]):
 
     def end(self) -> None:
         """Mark the end of the frames: iteration stops after the last frame's result."""
-        self._persist(calls.end_frames(self.stream_id))
+        self._retry(calls.end_frames(self.stream_id))
 
     def close(self) -> None:
         """Cancel unanswered frames and discard unread results."""
@@ -80,9 +80,9 @@ class FrameStream(Iterator[FrameResult]):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _persist(self, call: Call[Any]) -> Any:
+    def _retry(self, call: Call[Any]) -> Any:
         """Repeat a call until it succeeds: calls of a stream are idempotent on the server."""
-        retry = Retry()
+        retry = ReconnectBackoff()
         while True:
             try:
                 return self._ask(call)

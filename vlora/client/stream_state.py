@@ -15,7 +15,7 @@ _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
 
 
-class Unread:
+class UnreadResults:
     """Results received but not yet read. The next pull acknowledges those that were read."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Unread:
         return result
 
 
-class Retry:
+class ReconnectBackoff:
     """Increasing pauses between attempts to reconnect, until the stream has expired on the server."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Retry:
         return pause_s
 
 
-class Credit:
+class SendTimeout:
     """Limits how long sending a frame may wait for room."""
 
     def __init__(self, timeout_s: float) -> None:

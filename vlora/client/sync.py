@@ -240,12 +240,12 @@ def _parts(
     """Yields once after the request is sent, then its text, then its answer. Leaving earlier cancels the request."""
     arrived: queue.SimpleQueue[StreamPart | Future[StreamPart]] = queue.SimpleQueue()
 
-    def hear(part: StreamPart) -> bool:
+    def on_value(part: StreamPart) -> bool:
         if part.answer is None:
             arrived.put(part)
         return part.answer is None
 
-    future = connection.start(call, hear)
+    future = connection.start(call, on_value)
     future.add_done_callback(arrived.put)
     try:
         yield ""

@@ -24,7 +24,7 @@ def wait_for_server(
     """
     stop = stop or threading.Event()
     deadline = time.monotonic() + wait_s
-    told = False
+    reported = False
     while True:
         try:
             client.stats()
@@ -32,7 +32,7 @@ def wait_for_server(
         except (Disconnected, EngineDead) as error:
             if stop.is_set() or time.monotonic() >= deadline:
                 raise
-            if not told:
+            if not reported:
                 say(f"{error}; waiting for it")
-                told = True
+                reported = True
             stop.wait(min(_PAUSE_S, max(0.0, deadline - time.monotonic())))

@@ -5,16 +5,17 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
+from vlora.engine.adapter_loader import AdapterLoader
 from vlora.errors import Aborted, BadAdapter, BadRequest, OverCapacity
 from vlora.lora import AdapterRegistry, Registration
-from vlora.lora.adapter_pool import AdapterBank
-from vlora.memory.adapter_cache import Residency
+from vlora.lora.adapter_pool import AdapterPool
+from vlora.memory.adapter_cache import AdapterCache
 from vlora.memory.arena import pages_for
-from vlora.memory.books import Run
+from vlora.memory.page_allocator import PageRun
 from vlora.orchestrator import Scheduler, pin_in_use
 from vlora.types import AdapterStatus, HeadSummary
 
@@ -57,52 +58,50 @@ class AdapterAdmin:
         self,
         *,
         registry: AdapterRegistry,
-        bank: AdapterBank,
-        residency: Residency,
+        pool: AdapterPool,
+        adapter_cache: AdapterCache,
         scheduler: Scheduler,
-        retire: Callable[[str | None], None],
-        is_mergeable: Callable[[str], bool],
+        loader: AdapterLoader,
         several_ranks: bool,
     ) -> None:
         """Create an empty queue of calls.
 
         Args:
             registry: The registered adapters.
-            bank: Loads adapters onto the device.
-            residency: The adapters' pages.
+            pool: Loads adapters onto the device.
+            adapter_cache: The adapters' pages.
             scheduler: Knows the adapters in use.
-            retire: Drops the registration of a key unless a name maps to it or a request uses it.
-            is_mergeable: Whether the adapter of a key may be merged.
+            loader: Knows the requests that use a registration.
             several_ranks: Whether a status shows how factors are sharded over the ranks.
         """
-        self.pinned: dict[str, Run] = {}
+        self.pinned: dict[str, PageRun] = {}
         self._registry = registry
-        self._bank = bank
-        self._residency = residency
+        self._pool = pool
+        self._adapter_cache = adapter_cache
         self._scheduler = scheduler
-        self._retire = retire
-        self._is_mergeable = is_mergeable
+        self._loader = loader
         self._several_ranks = several_ranks
         self._queue: deque[_Call] = deque()
 
     # -- in the caller's thread ---------------------------------------------------------------------------------------
 
     def register(self, paths: Mapping[str, str]) -> None:
-        """Register folders by their headers, all or none.
+        """Register folders by name, all or none, reading only their headers: thousands in seconds.
 
-        Raises BadAdapter, OverCapacity, or BadRequest for a pinned name.
+        The factors are read in the background when a request first needs them; non-finite values then fail the
+        adapter's requests with BadAdapter. Raises BadAdapter, OverCapacity, or BadRequest for a pinned name.
         """
-        before = [self._key_before(name) for name in paths]
+        before = [self._replaced_key(name) for name in paths]
         self._registry.register(paths, self._check_room)
         for key in before:
-            self._retire(key)
+            self._loader.retire(key)
 
     def load(self, name: str, path: str) -> AdapterStatus:
         """Read a folder synchronously and register it under the name.
 
         Raises BadAdapter, OverCapacity, or BadRequest for a pinned name; the previous content then stays.
         """
-        self._key_before(name)
+        self._replaced_key(name)
         return self._accept(self._registry.read_folder(name, path, self._check_room))
 
     def unload(self, name: str) -> str | None:
@@ -120,15 +119,16 @@ class AdapterAdmin:
     def pin(self, name: str) -> AdapterStatus:
         """Load an adapter onto the device before returning, and keep it resident.
 
-        Raises UnknownAdapter, BadAdapter, OverCapacity.
+        Raises UnknownAdapter, BadAdapter if reading it fails, and OverCapacity if there is no room for it or another
+        adapter would no longer fit.
         """
         registration = self._registry.get(name)
         if name not in self.pinned:
             self._registry.read(registration.key)
-            self._bring(registration)
-            if registration.key in self._bank.arriving:
-                self._bank.settle(registration.key)
-            self._keep(registration)
+            self._start_load(registration)
+            if registration.key in self._pool.loading:
+                self._pool.finish_load(registration.key)
+            self._pin_resident(registration)
         return self.status(registration)
 
     def unpin(self, name: str) -> AdapterStatus:
@@ -136,7 +136,7 @@ class AdapterAdmin:
         registration = self._registry.get(name)
         self._abort(f"adapter {name!r} was unpinned", name, _Pin)
         if name in self.pinned:
-            self._residency.unpin(registration.key)
+            self._adapter_cache.unpin(registration.key)
             del self.pinned[name]
         return self.status(registration)
 
@@ -153,17 +153,23 @@ class AdapterAdmin:
         if not self._queue:
             return ()
         reading = self._queue[0].reading
-        return (*self._registry.pending, *self._bank.pending) if reading is None else (reading,)
+        return (*self._registry.pending, *self._pool.pending) if reading is None else (reading,)
 
     def load_in_background(self, name: str, path: str) -> Future[AdapterStatus]:
-        """As `load`, but files are read in the background. `poll` sets the result or the exception."""
+        """As `load`, but files are read in the background. `poll` sets the result or the exception.
+
+        Until then the name keeps its previous content. Unloading the name in between ends the call with Aborted.
+        """
         call = _Load(name, path)
         self._queue.append(call)
         self.poll()
         return call.done
 
     def pin_in_background(self, name: str) -> Future[AdapterStatus]:
-        """As `pin`, but files are read and copied in the background. `poll` sets the result or the exception."""
+        """As `pin`, but files are read and copied in the background. `poll` sets the result or the exception.
+
+        Unpinning or unloading the name in between ends the call with Aborted.
+        """
         call = _Pin(name)
         self._queue.append(call)
         self.poll()
@@ -191,7 +197,7 @@ class AdapterAdmin:
     def _advance_load(self, call: _Load) -> AdapterStatus | None:
         """Start a read, or register what was read; None while the read is running."""
         if call.reading is None:
-            self._key_before(call.name)
+            self._replaced_key(call.name)
             # counted here: only this thread may read the arena's bookkeeping
             fits = functools.partial(_check_fits, self._room)
             call.reading = self._registry.read_folder_in_background(call.name, call.path, fits)
@@ -207,19 +213,19 @@ class AdapterAdmin:
         key = registration.key
         if name in self.pinned:
             return self.status(registration)
-        if key in self._bank.arriving:
-            if not self._bank.has_arrived(key):
+        if key in self._pool.loading:
+            if not self._pool.is_copied(key):
                 return None
-            self._bank.settle(key)
-        if key not in self._bank.resident:
+            self._pool.finish_load(key)
+        if key not in self._pool.resident:
             if self._registry.fetch(key) is None:
                 if registration.error is not None:
                     raise BadAdapter(registration.error)
                 return None
-            self._bring(registration)
-            if key in self._bank.arriving:
+            self._start_load(registration)
+            if key in self._pool.loading:
                 return None
-        self._keep(registration)
+        self._pin_resident(registration)
         return self.status(registration)
 
     # -- statuses -----------------------------------------------------------------------------------------------------
@@ -231,14 +237,14 @@ class AdapterAdmin:
 
     def status(self, registration: Registration) -> AdapterStatus:
         adapter, header = registration.adapter, registration.header
-        sharding = "bd" if header.keeps_blocks else registration.way
+        sharding = "bd" if header.keeps_blocks else registration.sharding
         return AdapterStatus(
             name=registration.name,
             version=adapter.version if adapter else "",
             rank=header.rank,
             num_bytes=registration.num_bytes,
-            resident=registration.key in self._bank.resident,
-            mergeable=self._is_mergeable(registration.key),
+            resident=registration.key in self._pool.resident,
+            mergeable=self._loader.is_mergeable(registration.key),
             merge_fidelity=adapter.merge_fidelity if adapter else 0.0,
             touches_vision=header.touches_vision,
             heads=tuple(
@@ -255,47 +261,47 @@ class AdapterAdmin:
             sharding=sharding if self._several_ranks else None,
             loaded=adapter is not None,
             error=registration.error,
-            num_loads=self._bank.loads_of(registration.key),
+            num_loads=self._pool.loads_of(registration.key),
         )
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
     @property
     def _room(self) -> _Room:
-        return _Room(self._residency.room_beside(self.pinned.values()), len(self.pinned))
+        return _Room(self._adapter_cache.room_beside(self.pinned.values()), len(self.pinned))
 
     def _check_room(self, name: str, num_bytes: int) -> None:
         """Raises OverCapacity if the adapter can never be loaded next to the pinned ones."""
         _check_fits(self._room, name, num_bytes)
 
-    def _key_before(self, name: str) -> str | None:
+    def _replaced_key(self, name: str) -> str | None:
         """The key a name maps to before it gets new content. Raises BadRequest for a pinned name."""
         if name in self.pinned:
             raise BadRequest(f"adapter {name!r} is pinned; unpin it before loading other content under its name")
         return self._registry.get(name).key if name in self._registry else None
 
     def _accept(self, registration: Registration) -> AdapterStatus:
-        before = self._key_before(registration.name)
+        before = self._replaced_key(registration.name)
         current = self._registry.accept(registration)
-        self._retire(before)
+        self._loader.retire(before)
         return self.status(current)
 
-    def _bring(self, registration: Registration) -> None:
+    def _start_load(self, registration: Registration) -> None:
         """Start to load an adapter that was read onto the device. Raises OverCapacity."""
         assert registration.adapter is not None
-        in_use = pin_in_use(self._scheduler, self._residency)
-        here = self._bank.bring(registration.adapter)
+        in_use = pin_in_use(self._scheduler.demand, self._adapter_cache)
+        fits = self._pool.load(registration.adapter)
         for other in in_use:
-            self._residency.unpin(other)
-        if not here:
+            self._adapter_cache.unpin(other)
+        if not fits:
             raise OverCapacity(
                 f"no room to load adapter {registration.name!r} now: other adapters are in use; try again later"
             )
 
-    def _keep(self, registration: Registration) -> None:
+    def _pin_resident(self, registration: Registration) -> None:
         """Pin a resident adapter. Raises OverCapacity if another registered adapter would no longer fit."""
-        name, run = registration.name, self._residency.run(registration.key)
-        room = self._residency.room_beside((*self.pinned.values(), run))
+        name, run = registration.name, self._adapter_cache.run(registration.key)
+        room = self._adapter_cache.room_beside((*self.pinned.values(), run))
         for other in self._registry.names:
             needed = pages_for(self._registry.get(other).num_bytes)
             if other != name and other not in self.pinned and needed > room:
@@ -303,7 +309,7 @@ class AdapterAdmin:
                     f"pinning adapter {name!r} would leave {room} contiguous pages of the arena, but adapter "
                     f"{other!r} needs {needed}; unpin another one or start with a larger arena_bytes"
                 )
-        self._residency.pin(registration.key)
+        self._adapter_cache.pin(registration.key)
         self.pinned[name] = run
 
     def _abort(self, reason: str, name: str | None = None, kind: type[_Call] = _Call) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import platform
 from collections.abc import Iterator
 from concurrent.futures import Executor
@@ -18,24 +19,24 @@ import transformers
 import atmm
 from vlora.config import EngineConfig
 from vlora.engine.limits import Limits, compute_limits, shadow_fits
-from vlora.engine.switching import originals_if_in_place
-from vlora.lora.adapter_pool import AdapterBank, OtherRanks
-from vlora.lora.base_weights import Originals
+from vlora.errors import BadConfig
+from vlora.lora.adapter_pool import AdapterPool, OtherRanks
+from vlora.lora.base_weights import BaseWeights, CheckpointBaseWeights, CopiedBaseWeights, checkpoint_files
 from vlora.lora.merge import ModeSwitcher
 from vlora.lora.merge_in_place import InPlaceSwitcher
 from vlora.lora.merge_shadow import ShadowSwitcher
 from vlora.lora.weight_slabs import WeightSlabs
-from vlora.memory.adapter_cache import Appointed, Residency
+from vlora.memory.adapter_cache import AdapterCache, WorkerAdapterCache
 from vlora.memory.arena import Arena
 from vlora.memory.host_to_device import make_transfer
-from vlora.models.hf_adapter import Seam
+from vlora.models.hf_model import HFModel
 from vlora.models.runner import ModelRunner
 from vlora.models.sharding import fingerprint
-from vlora.models.vision import VisionEncoder
-from vlora.models.way_costs import measure
-from vlora.parallel import Group
-from vlora.parallel.choice import Costs
+from vlora.models.vision.encoder import VisionEncoder
+from vlora.parallel import ProcessGroup
 from vlora.threads import compute_with
+
+log = logging.getLogger(__name__)
 
 
 def set_threads(config: EngineConfig) -> int:
@@ -65,80 +66,119 @@ def facts_of(config: EngineConfig, model: Any) -> dict[str, str]:
 class Layout:
     """A loaded model with its weights in slabs, and the remaining memory. The same on all ranks, except for values.
 
-    originals: None if merged weights are kept as a shadow copy. costs: of communication between ranks; None on a single
-    rank.
+    base_weights: None if merged weights are kept as a shadow copy.
     """
 
-    seam: Seam
+    hf_model: HFModel
     slabs: WeightSlabs
-    originals: Originals | None
+    base_weights: BaseWeights | None
     limits: Limits
     arena: Arena
-    costs: Costs | None
 
 
-def lay_out(config: EngineConfig, seam: Seam, group: Group | None, *, loaded: bool) -> Layout:
+def lay_out(config: EngineConfig, hf_model: HFModel, group: ProcessGroup | None, *, loaded: bool) -> Layout:
     """Put the weights into slabs, and agree with the other ranks on memory limits. Raises BadConfig.
 
     loaded: the weights come from config.model's files.
     """
-    slabs = WeightSlabs(seam.language_linears)
-    fits = _least(group, shadow_fits(config, seam, slabs.num_bytes))
-    originals = originals_if_in_place(config, slabs, fits=bool(fits), loaded=loaded and group is None)
-    limits = compute_limits(config, seam, slabs.num_bytes if originals is None else 0)
-    limits = dataclasses.replace(limits, num_pages=_least(group, limits.num_pages))
-    arena = Arena(limits.num_pages, seam.device)
+    slabs = WeightSlabs(hf_model.language_linears)
+    fits = _smallest(group, shadow_fits(config, hf_model, slabs.num_bytes))
+    base_weights = base_weights_if_in_place(config, slabs, fits=bool(fits), loaded=loaded and group is None)
+    limits = compute_limits(config, hf_model, slabs.num_bytes if base_weights is None else 0)
+    limits = dataclasses.replace(limits, num_pages=_smallest(group, limits.num_pages))
+    arena = Arena(limits.num_pages, hf_model.device)
     if group is None:
         # Ranks that share the cores would disturb each other's measurements, so they use the static rule.
-        atmm.measure_products([*(layer.weight for layer in _linears(seam)), seam.lm_head.weight])
-    costs = None if group is None else measure(group, config.max_batch_size, seam.dtype, seam.device)
-    return Layout(seam, slabs, originals, limits, arena, costs)
+        atmm.measure_products([*(layer.weight for layer in _linears(hf_model)), hf_model.lm_head.weight])
+    return Layout(hf_model, slabs, base_weights, limits, arena)
 
 
-def _linears(seam: Seam) -> Iterator[torch.nn.Linear]:
-    return itertools.chain(seam.language_linears.values(), seam.vision_linears.values())
+def base_weights_if_in_place(
+    config: EngineConfig, slabs: WeightSlabs, *, fits: bool, loaded: bool
+) -> BaseWeights | None:
+    """The original weights that in-place switching restores; None if a shadow copy is kept instead.
+
+    Weights that are in no safetensors file (random ones, a model given in memory, a rank's shard) are copied to a
+    temporary file.
+
+    Args:
+        config: The configuration.
+        slabs: The weights.
+        fits: Whether memory has room for a shadow copy.
+        loaded: Whether the weights are those of config.model's files.
+
+    Raises:
+        BadConfig: in_place is configured and cannot be exact.
+    """
+    size = f"{slabs.num_bytes / 2**20:.0f} MiB"
+    if config.switching == "shadow" or (config.switching == "auto" and fits):
+        reason = "asked for" if config.switching == "shadow" else "memory allows"
+        log.info("switching: shadow (%s), using %s in addition to the weights", reason, size)
+        return None
+    try:
+        files = checkpoint_files(config.model) if loaded and config.load_format == "auto" else []
+        base_weights = CheckpointBaseWeights(files, slabs) if files else CopiedBaseWeights(slabs)
+    except BadConfig as error:
+        if config.switching == "in_place":
+            raise
+        log.warning("switching: shadow, although its %s leave little free memory: %s", size, error)
+        return None
+    if config.switching == "in_place":
+        log.info("switching: in_place (configured), which saves the %s of a shadow copy", size)
+    else:
+        log.warning(
+            "switching: in_place, since memory has no room for a shadow copy of %s; every switch is a pass over the "
+            "weights. A smaller arena_bytes or max_context makes room; set switching to shadow to force a copy",
+            size,
+        )
+    return base_weights
 
 
-def _least(group: Group | None, value: int) -> int:
+def _linears(hf_model: HFModel) -> Iterator[torch.nn.Linear]:
+    return itertools.chain(hf_model.language_linears.values(), hf_model.vision_linears.values())
+
+
+def _smallest(group: ProcessGroup | None, value: int) -> int:
     return value if group is None else group.smallest([value], "start")[0]
 
 
-class DeviceSide:
-    """Built from a layout: the arena, the adapter pool, the switcher, the image encoder, the runner."""
+class DeviceRuntime:
+    """A rank's layout, and what is built on it: the adapter pool, the switcher, the image encoder, the runner."""
 
     def __init__(
         self,
         config: EngineConfig,
         layout: Layout,
-        residency: Residency | Appointed,
+        adapter_cache: AdapterCache | WorkerAdapterCache,
         *,
         executor: Executor | None = None,
-        group: Group | None = None,
+        group: ProcessGroup | None = None,
         others: OtherRanks | None = None,
     ) -> None:
         """executor: loads adapters into the arena; None creates a thread."""
-        seam, slabs, arena = layout.seam, layout.slabs, layout.arena
-        self.bank = AdapterBank(
+        hf_model, slabs, arena = layout.hf_model, layout.slabs, layout.arena
+        self.hf_model, self.slabs, self.arena, self.limits = hf_model, slabs, arena, layout.limits
+        self.pool = AdapterPool(
             arena,
-            residency,
-            make_transfer(seam.device, executor),
-            seam.language_linears,
-            seam.vision_linears,
+            adapter_cache,
+            make_transfer(hf_model.device, executor),
+            hf_model.language_linears,
+            hf_model.vision_linears,
             slabs.order,
             others,
         )
-        self.bank.compile_ahead()
+        self.pool.compile_ahead()
         self.switcher: ModeSwitcher
-        if layout.originals is None:
-            self.switcher = ShadowSwitcher(slabs, self.bank)
+        if layout.base_weights is None:
+            self.switcher = ShadowSwitcher(slabs, self.pool)
         else:
-            on_gpu = seam.device.type == "cuda"
-            self.switcher = InPlaceSwitcher(slabs, self.bank, layout.originals, subtracting=on_gpu)
-        self.vision = VisionEncoder(seam, config.vision_cache_bytes)
+            on_gpu = hf_model.device.type == "cuda"
+            self.switcher = InPlaceSwitcher(slabs, self.pool, layout.base_weights, subtracting=on_gpu)
+        self.vision = VisionEncoder(hf_model, config.vision_cache_bytes)
         self.runner = ModelRunner(
-            seam,
+            hf_model,
             arena,
-            self.bank,
+            self.pool,
             self.switcher,
             self.vision,
             block_size=config.block_size,

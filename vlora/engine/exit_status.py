@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 
-def how_it_ended(code: int) -> str:
+def describe_exit(code: int) -> str:
     """code: the process's return code, negative for a signal."""
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"

@@ -1,26 +1,28 @@
-"""Compiled grammars, and the requests that wait for one."""
+"""Compiled grammars, and the requests that are held until theirs is compiled."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 
 from vlora.errors import BadRequest, VLoraError
-from vlora.models.grammar import Grammar, GrammarCompiler
+from vlora.models.grammar import Cursor, Grammar, GrammarCompiler
+from vlora.orchestrator import Scheduler
 from vlora.threads import background_executor
+from vlora.types import ErrorValue, Request, RequestOutput
 
 _MOST_KEPT = 16  # compiled; a hostile grammar may take tens of megabytes
 
 
-class Grammars:
+class GrammarCache:
     """Compiles each grammar once, in a background thread, and keeps the most recently used ones."""
 
     def __init__(self, compiler: GrammarCompiler, executor: Executor | None = None) -> None:
         """executor: compiles grammars; None creates a thread."""
         self._compiler = compiler
         self._executor = executor or background_executor("vlora-grammar")
-        self._known: OrderedDict[str, Future[Grammar]] = OrderedDict()
+        self._compilations: OrderedDict[str, Future[Grammar]] = OrderedDict()
         self._waiting: dict[str, Future[Grammar]] = {}  # by request id
 
     @property
@@ -28,14 +30,14 @@ class Grammars:
         """Futures that requests wait for."""
         return tuple(self._waiting.values())
 
-    def wait_for(self, request_id: str, grammar: str) -> None:
-        """Let `collect` return this request's grammar, or the error in it."""
-        if grammar not in self._known or self._known[grammar].cancelled():
-            self._known[grammar] = self._executor.submit(self._compiler.compile, grammar)
-            if len(self._known) > _MOST_KEPT:
-                self._known.popitem(last=False)
-        self._known.move_to_end(grammar)
-        self._waiting[request_id] = self._known[grammar]
+    def compile_for(self, request_id: str, grammar: str) -> None:
+        """Start to compile a grammar unless it is known; `collect` returns it, or the error in it."""
+        if grammar not in self._compilations or self._compilations[grammar].cancelled():
+            self._compilations[grammar] = self._executor.submit(self._compiler.compile, grammar)
+            if len(self._compilations) > _MOST_KEPT:
+                self._compilations.popitem(last=False)
+        self._compilations.move_to_end(grammar)
+        self._waiting[request_id] = self._compilations[grammar]
 
     def collect(self) -> Iterator[tuple[str, Grammar | VLoraError]]:
         """Requests with a compiled or invalid grammar, each once."""
@@ -61,3 +63,36 @@ class Grammars:
     def close(self) -> None:
         """Stop compiling."""
         self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+def grammar_of(request: Request) -> str | None:
+    """The grammar that a request's answer must match; a head's answer has none."""
+    return request.sampling.grammar if request.head is None else None
+
+
+class GrammarHook:
+    """Releases requests to the scheduler when their grammar is compiled."""
+
+    def __init__(self, cache: GrammarCache, scheduler: Scheduler, begin_grammar: Callable[[str, Cursor], None]) -> None:
+        """begin_grammar: of the runner."""
+        self._cache = cache
+        self._scheduler = scheduler
+        self._begin_grammar = begin_grammar
+
+    def add(self, request: Request) -> None:
+        """Start to compile the grammar of a request that the scheduler holds."""
+        grammar = grammar_of(request)
+        if grammar is not None:
+            self._cache.compile_for(request.request_id, grammar)
+
+    def release_compiled(self) -> list[RequestOutput]:
+        """Release requests with a compiled grammar; return the last outputs of those with an invalid one."""
+        outputs: list[RequestOutput] = []
+        for request_id, found in self._cache.collect():
+            if isinstance(found, VLoraError):
+                output = self._scheduler.fail(request_id, ErrorValue.of(found))
+                outputs += [] if output is None else [output]
+            else:
+                self._begin_grammar(request_id, found.begin())
+                self._scheduler.release(request_id)
+        return outputs

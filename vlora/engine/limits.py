@@ -8,10 +8,10 @@ import psutil
 import torch
 
 from vlora.config import EngineConfig
-from vlora.engine.control_groups import memory_left
+from vlora.engine.host_resources import memory_left
 from vlora.errors import BadConfig
 from vlora.memory.arena import PAGE_BYTES, block_pages
-from vlora.models.hf_adapter import Seam
+from vlora.models.hf_model import HFModel
 
 _ADAPTER_BYTES = 256 * 2**20  # for adapters, if arena_bytes is not set
 _REQUEST_TOKENS = 4096  # per sequence of a batch on a CPU (images, question, answer), likewise
@@ -46,14 +46,16 @@ class Limits:
         return (self.num_pages - self.max_adapter_pages) // self.block_pages
 
 
-def compute_limits(config: EngineConfig, seam: Seam, shadow_bytes: int) -> Limits:
+def compute_limits(config: EngineConfig, hf_model: HFModel, shadow_bytes: int) -> Limits:
     """Raises BadConfig if the arena cannot hold one request of the smallest useful size."""
-    max_context = min(seam.max_positions, config.max_context or seam.max_positions)
-    pages = block_pages(seam.num_layers, config.block_size, seam.kv_dim, seam.dtype)
+    max_context = min(hf_model.max_positions, config.max_context or hf_model.max_positions)
+    pages = block_pages(hf_model.num_layers, config.block_size, hf_model.kv_dim, hf_model.dtype)
     if config.arena_bytes is not None:
         num_pages, basis = config.arena_bytes // PAGE_BYTES, "arena_bytes"
     else:
-        num_pages, basis = _own_size(config, seam, max_context, pages, _free_bytes(config, seam.device, shadow_bytes))
+        num_pages, basis = _own_size(
+            config, hf_model, max_context, pages, _free_bytes(config, hf_model.device, shadow_bytes)
+        )
     if num_pages < 2 * pages:
         raise BadConfig(
             f"the arena would have {num_pages} pages of {PAGE_BYTES} bytes, but one KV block of "
@@ -62,35 +64,39 @@ def compute_limits(config: EngineConfig, seam: Seam, shadow_bytes: int) -> Limit
     return Limits(max_context, pages, num_pages // pages * pages, basis)
 
 
-def _own_size(config: EngineConfig, seam: Seam, max_context: int, pages: int, free_bytes: int) -> tuple[int, str]:
+def _own_size(
+    config: EngineConfig, hf_model: HFModel, max_context: int, pages: int, free_bytes: int
+) -> tuple[int, str]:
     """Pages of an arena without a configured size, and how the number was determined.
 
     A model can use at most full batches of the longest requests. A GPU is dedicated to serving, so it reserves memory
     for them; a CPU shares its memory, and full batches of such long requests would take minutes per step.
     """
-    tokens = max_context if seam.device.type == "cuda" else min(max_context, _REQUEST_TOKENS)
+    tokens = max_context if hf_model.device.type == "cuda" else min(max_context, _REQUEST_TOKENS)
     full_batch = config.max_batch_size * -(-tokens // config.block_size)
     # one request in half of the arena, which is always available to KV
     longest = 2 * -(-max_context // config.block_size)
     wanted = max(full_batch, longest) * pages + _ADAPTER_BYTES // PAGE_BYTES
     if wanted * PAGE_BYTES > free_bytes:
-        share = _GPU_SHARE if seam.device.type == "cuda" else _CPU_SHARE
+        share = _GPU_SHARE if hf_model.device.type == "cuda" else _CPU_SHARE
         return free_bytes // PAGE_BYTES, f"{share:.0%} of free memory"
     batch = f"{config.max_batch_size} requests of {tokens:,} tokens"
     room = batch if full_batch >= longest else f"one request of {max_context:,} tokens in each half"
     return wanted, f"{room}, and {_ADAPTER_BYTES // 2**20} MiB of adapters"
 
 
-def shadow_fits(config: EngineConfig, seam: Seam, shadow_bytes: int) -> bool:
+def shadow_fits(config: EngineConfig, hf_model: HFModel, shadow_bytes: int) -> bool:
     """Whether a shadow copy leaves room for the arena.
 
     The arena has its configured size, or holds at least one request of maximum context and the adapters.
     """
     if config.arena_bytes is not None:
-        return config.arena_bytes <= _room(config, seam.device) - shadow_bytes
-    blocks = -(-min(seam.max_positions, config.max_context or seam.max_positions) // config.block_size)
-    request_bytes = blocks * block_pages(seam.num_layers, config.block_size, seam.kv_dim, seam.dtype) * PAGE_BYTES
-    return request_bytes + _ADAPTER_BYTES <= _free_bytes(config, seam.device, shadow_bytes)
+        return config.arena_bytes <= _room(config, hf_model.device) - shadow_bytes
+    blocks = -(-min(hf_model.max_positions, config.max_context or hf_model.max_positions) // config.block_size)
+    request_bytes = (
+        blocks * block_pages(hf_model.num_layers, config.block_size, hf_model.kv_dim, hf_model.dtype) * PAGE_BYTES
+    )
+    return request_bytes + _ADAPTER_BYTES <= _free_bytes(config, hf_model.device, shadow_bytes)
 
 
 def _free_bytes(config: EngineConfig, device: torch.device, shadow_bytes: int) -> int:

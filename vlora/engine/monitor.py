@@ -10,8 +10,13 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
+from typing import Any, Literal
+
+import msgspec
 
 from vlora.config import EngineConfig
+from vlora.engine.adapter_loader import AdapterLoader
+from vlora.engine.device_runtime import DeviceRuntime
 from vlora.engine.snapshot import (
     AdapterLoad,
     ArenaMap,
@@ -21,25 +26,24 @@ from vlora.engine.snapshot import (
     StepRecord,
 )
 from vlora.lora import AdapterRegistry
-from vlora.lora.adapter_pool import AdapterBank
-from vlora.lora.merge import ModeSwitcher
-from vlora.memory.adapter_cache import Residency
+from vlora.memory.adapter_cache import AdapterCache
 from vlora.memory.arena import PAGE_BYTES
-from vlora.memory.books import ArenaBooks, Run
+from vlora.memory.block_manager import BlockManager
+from vlora.memory.page_allocator import PageRun
 from vlora.orchestrator import Scheduler
-from vlora.types import Batch, EngineStats, RequestStatus, StepResult
+from vlora.types import Batch, EngineStats, Request, RequestStatus, StepResult
 
 MAX_STEPS = 2000
 """Number of steps kept."""
 
 _MAX_SHOWN = 64  # requests, adapters, runs
 _MAX_CELLS = 1024
-_LETTERS = "fakcp"  # of `ArenaMap`, by the kinds of `ArenaBooks.page_kinds`; packed copies are distinguished here
+_LETTERS = "fakcp"  # of `ArenaMap`, by the kinds of `PageAllocator.page_kinds`; packed copies are distinguished here
 _PACKED = _LETTERS.index("p")
 
 
-class Observer:
-    """Reads the engine's parts and changes none. users: ids of running requests by adapter key; pinned: by name."""
+class Monitor:
+    """Reads the engine's parts and changes none."""
 
     def __init__(
         self,
@@ -47,35 +51,46 @@ class Observer:
         clock: Callable[[], float],
         *,
         scheduler: Scheduler,
-        books: ArenaBooks,
-        residency: Residency,
-        bank: AdapterBank,
+        device: DeviceRuntime,
+        block_manager: BlockManager,
+        adapter_cache: AdapterCache,
         registry: AdapterRegistry,
-        switcher: ModeSwitcher,
-        users: Mapping[str, Collection[str]],
+        loader: AdapterLoader,
         pinned: Collection[str],
+        environment: Mapping[str, Any],
     ) -> None:
+        """Start without steps.
+
+        Args:
+            config: The engine's configuration.
+            clock: The engine's clock.
+            scheduler, device, block_manager, adapter_cache, registry, loader: The engine's parts.
+            pinned: Names of the pinned adapters.
+            environment: Fields of `EngineStats` that never change.
+        """
         self._config = config
         self._clock = clock
         self._scheduler = scheduler
-        self._books = books
-        self._residency = residency
-        self._bank = bank
+        self._device = device
+        self._block_manager = block_manager
+        self._allocator = block_manager.allocator
+        self._adapter_cache = adapter_cache
+        self._pool = device.pool
         self._registry = registry
-        self._switcher = switcher
-        self._users = users
+        self._loader = loader
         self._pinned = pinned
+        self._environment = environment
         self._steps: deque[StepRecord] = deque(maxlen=MAX_STEPS)
         self._num_steps = 0
         self._rates = Rates(clock)
 
-    def asked(self, adapter: str | None) -> None:
-        """A request has arrived, for the base model if adapter is None."""
-        if adapter is not None:
-            self._rates.count(adapter)
+    def count_request(self, request: Request) -> None:
+        """Count the demand for the request's adapter."""
+        if request.adapter is not None:
+            self._rates.count(request.adapter)
 
-    def ran(self, batch: Batch, result: StepResult, num_requests: int) -> None:
-        """A step has run, with `num_requests` in the engine."""
+    def record_step(self, batch: Batch, result: StepResult, num_requests: int) -> None:
+        """Record a step that has run, with `num_requests` in the engine."""
         self._num_steps += 1
         self._steps.append(
             StepRecord(
@@ -91,12 +106,37 @@ class Observer:
             )
         )
 
-    def snapshot(self, since: int, stats: EngineStats) -> EngineSnapshot:
+    def stats(self) -> EngineStats:
+        """The counters of all parts."""
+        block_bytes = self._device.limits.block_pages * PAGE_BYTES
+        vision, loader = self._device.vision, self._loader
+        return msgspec.structs.replace(
+            self._scheduler.stats(self._config.model),
+            arena_bytes=self._allocator.num_pages * PAGE_BYTES,
+            kv_bytes=len(self._allocator.taken_blocks) * block_bytes,
+            cached_kv_bytes=self._block_manager.num_cached_blocks * block_bytes,
+            adapter_bytes=self._adapter_cache.num_pages * PAGE_BYTES,
+            num_adapters=len(self._registry.names),
+            num_resident_adapters=len(self._pool.resident),
+            num_vision_hits=vision.num_hits,
+            num_vision_encoded=vision.num_encoded,
+            vision_cache_bytes=vision.num_bytes,
+            host_adapter_bytes=self._registry.num_bytes,
+            relocated_bytes=self._device.arena.num_copied * PAGE_BYTES,
+            num_adapter_loads=self._pool.num_loads,
+            num_adapter_hits=loader.num_hits,
+            num_adapter_misses=loader.num_misses,
+            num_load_waits=loader.num_waits,
+            load_wait_s=loader.wait_s,
+            **self._environment,
+        )
+
+    def snapshot(self, since: int = 0) -> EngineSnapshot:
         """A snapshot with the recorded steps after number `since`."""
         wanted = min(len(self._steps), max(0, self._num_steps - since))
         return EngineSnapshot(
             now_s=self._clock(),
-            stats=stats,
+            stats=self.stats(),
             theta_s=self._config.theta_s,
             max_batch_size=self._config.max_batch_size,
             steps=tuple(itertools.islice(self._steps, len(self._steps) - wanted, None)),
@@ -123,10 +163,10 @@ class Observer:
         )
 
     def _arena_map(self) -> ArenaMap:
-        runs = self._residency.runs
-        size, cells = arena_cells(self._books.page_kinds, [run for key, run in runs if key is None])
+        runs = self._adapter_cache.runs
+        size, cells = arena_cells(self._allocator.page_kinds, [run for key, run in runs if key is None])
         return ArenaMap(
-            num_pages=self._books.num_pages,
+            num_pages=self._allocator.num_pages,
             page_bytes=PAGE_BYTES,
             pages_per_cell=size,
             cells=cells,
@@ -136,7 +176,7 @@ class Observer:
 
     def _loads(self) -> tuple[AdapterLoad, ...]:
         """Adapters in demand or on the device, the most requested first."""
-        rates, resident, arriving = self._rates.read(), self._bank.resident, self._bank.arriving
+        rates, resident, arriving = self._rates.read(), self._pool.resident, self._pool.loading
         here = {self._registry.known(key).name for key in resident | arriving}
         there = [name for name in here | rates.keys() if name in self._registry]
         loads = []
@@ -148,24 +188,24 @@ class Observer:
                     name=name,
                     rank=registration.header.rank,
                     num_bytes=registration.num_bytes,
-                    place="device"
-                    if key in resident
-                    else "arriving"
-                    if key in arriving
-                    else "host"
-                    if content is not None
-                    else "disk",
+                    place=_place(key in resident, key in arriving, content is not None),
                     pinned=name in self._pinned,
-                    merged=key == self._switcher.merged_key,
-                    mergeable=content is not None and content.merge_fidelity >= self._config.merge_fidelity_floor,
+                    merged=key == self._device.switcher.merged_key,
+                    mergeable=self._loader.is_mergeable(key),
                     rate=rates.get(name, 0.0),
-                    num_under_way=len(self._users.get(key, ())),
+                    num_under_way=len(self._loader.users.get(key, ())),
                 )
             )
         return tuple(loads)
 
     def _name_of(self, key: str | None) -> str | None:
         return None if key is None else self._registry.known(key).name
+
+
+def _place(resident: bool, arriving: bool, read: bool) -> Literal["device", "arriving", "host", "disk"]:
+    if resident:
+        return "device"
+    return "arriving" if arriving else "host" if read else "disk"
 
 
 class Rates:
@@ -197,10 +237,10 @@ class Rates:
         return rate * math.exp((then - now) / self.WINDOW_S)
 
 
-def arena_cells(kinds: bytes, packed: Collection[Run], most: int = _MAX_CELLS) -> tuple[int, str]:
+def arena_cells(kinds: bytes, packed: Collection[PageRun], most: int = _MAX_CELLS) -> tuple[int, str]:
     """Pages per cell, and for each of at most `most` cells the letter (see `ArenaMap`) of the majority of its pages.
 
-    kinds: of every page, as in `ArenaBooks.page_kinds`. packed: runs that hold packed copies.
+    kinds: of every page, as in `PageAllocator.page_kinds`. packed: runs that hold packed copies.
     """
     pages = bytearray(kinds)
     for run in packed:

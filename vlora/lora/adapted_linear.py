@@ -15,7 +15,7 @@ from torch import nn
 
 import atmm
 from atmm.matmul import joins, linear, linears
-from atmm.strategies.shared_shrink import HeldInput
+from atmm.strategies.shared_shrink import CachedInput
 from vlora.lora.block_diagonal import BlockSites
 from vlora.parallel import LinearShard
 from vlora.parallel.adapter_sharding import FactorShape
@@ -160,7 +160,7 @@ class Siblings:
         assert group is not None and [layer.site for layer in layers] == list(group.sites), "siblings form a site group"
         self._layers = layers
         self._group = group
-        self._held = HeldInput()
+        self._cached_input = CachedInput()
         self._plan: atmm.SegmentPlan | None = None
         self._outputs: dict[AdaptedLinear, torch.Tensor] = {}
         for layer in layers:
@@ -168,12 +168,12 @@ class Siblings:
 
     def output(self, layer: AdaptedLinear, input: torch.Tensor, plan: atmm.SegmentPlan) -> torch.Tensor:
         """The layer's output for this input with the plan's lanes, [..., d_out]; a view of a larger tensor."""
-        if plan is not self._plan or layer not in self._outputs or not self._held.is_same(input):
+        if plan is not self._plan or layer not in self._outputs or not self._cached_input.matches(input):
             self._compute(input, plan)
         y = self._outputs.pop(layer)
         if not self._outputs:
             self._plan = None
-            self._held.drop()
+            self._cached_input.clear()
         return y.view(*input.shape[:-1], layer.out_features)
 
     def _compute(self, input: torch.Tensor, plan: atmm.SegmentPlan) -> None:
@@ -186,7 +186,7 @@ class Siblings:
                 other.add(part, x, plan)
         self._outputs = dict(zip(self._layers, parts, strict=True))
         self._plan = plan
-        self._held.take(input)
+        self._cached_input.set(input)
 
 
 def adapt(linear: nn.Linear, name: str, scope: LaneScope) -> AdaptedLinear:

@@ -15,10 +15,10 @@ import atmm
 from heads import TaskHead
 from vlora.lora import HostAdapter, HostFactors, SiteShape, aligned, carve
 from vlora.lora.adapted_linear import AdaptedLinear, Siblings
-from vlora.memory.adapter_cache import Appointed, Residency
+from vlora.memory.adapter_cache import AdapterCache, WorkerAdapterCache
 from vlora.memory.arena import Arena, pages_for
-from vlora.memory.books import Run
 from vlora.memory.host_to_device import Transfer
+from vlora.memory.page_allocator import PageRun
 from vlora.parallel.adapter_sharding import FactorShape
 
 
@@ -36,19 +36,19 @@ class _Resident:
 class OtherRanks(Protocol):
     """The other ranks, which hold their parts of the same adapters in the same pages of their arenas."""
 
-    def bring(self, key: str, run: Run) -> Future[None]:
+    def load(self, key: str, run: PageRun) -> Future[None]:
         """Load an adapter on the other ranks. The future is done when every rank has it."""
         ...
 
-    def move(self, key: str, run: Run) -> None:
+    def move(self, key: str, run: PageRun) -> None:
         """Use another run for an adapter. Its bytes were already copied there."""
         ...
 
-    def drop(self, key: str) -> None:
+    def evict(self, key: str) -> None:
         """Evict an adapter on the other ranks."""
         ...
 
-    def pack(self, keys: tuple[str, ...], run: Run) -> None:
+    def pack(self, keys: tuple[str, ...], run: PageRun) -> None:
         """Create packed copies of these adapters on the other ranks."""
         ...
 
@@ -58,7 +58,7 @@ class OtherRanks(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Arriving:
+class _Load:
     """An adapter that is being loaded. copies: the copy on this rank, then the one for the other ranks."""
 
     adapter: HostAdapter
@@ -75,7 +75,7 @@ class _Arriving:
         return next((error for copy in self.copies if (error := copy.exception()) is not None), None)
 
 
-class AdapterBank:
+class AdapterPool:
     """Loads adapters into the arena, attaches their factors to the layers, and evicts them.
 
     An adapter is loading first and resident afterwards. Its pages are allocated at once and stay pinned while they are
@@ -85,7 +85,7 @@ class AdapterBank:
     def __init__(
         self,
         arena: Arena,
-        residency: Residency | Appointed,
+        adapter_cache: AdapterCache | WorkerAdapterCache,
         transfer: Transfer,
         language: Mapping[str, AdaptedLinear],
         vision: Mapping[str, AdaptedLinear],
@@ -94,17 +94,17 @@ class AdapterBank:
     ) -> None:
         self._others = others
         self._arena = arena
-        self._residency = residency
+        self._adapter_cache = adapter_cache
         self._transfer = transfer
         self._linears = {**language, **vision}
         self._order = (*language_order, *vision)
         self._vision = vision.keys()
-        self._arriving: dict[str, _Arriving] = {}
+        self._loading: dict[str, _Load] = {}
         self._residents: dict[str, _Resident] = {}
         self._resident: frozenset[str] | None = frozenset()  # None: rebuilt at the next access
         self._groups = site_groups(language)
         self._packed: _Packed | None = None
-        self._waiting_to_pack: tuple[tuple[str, ...], int] = ((), 0)
+        self._pack_request: tuple[tuple[str, ...], int] = ((), 0)
         self.num_loads = 0
         self._loads: Counter[str] = Counter()  # by key
 
@@ -122,14 +122,14 @@ class AdapterBank:
         return self._resident
 
     @property
-    def arriving(self) -> frozenset[str]:
+    def loading(self) -> frozenset[str]:
         """Adapters that are being loaded."""
-        return frozenset(self._arriving)
+        return frozenset(self._loading)
 
     @property
     def pending(self) -> tuple[Future[None], ...]:
         """Running copies."""
-        copies = (copy for arriving in self._arriving.values() for copy in arriving.copies)
+        copies = (copy for loading in self._loading.values() for copy in loading.copies)
         return tuple(copy for copy in copies if not copy.done())
 
     def compile_ahead(self) -> None:
@@ -138,94 +138,94 @@ class AdapterBank:
         if weight.device.type == "cuda":
             atmm.compile_ahead(self._groups, weight.dtype, weight.device)
 
-    def bring(self, adapter: HostAdapter) -> bool:
+    def load(self, adapter: HostAdapter) -> bool:
         """Start loading an adapter, evicting cold adapters if necessary.
 
         Returns:
             True if the adapter is resident or loading. False if it does not fit now; then nothing has changed.
         """
         key, num_pages = adapter.key, pages_for(adapter.run.nbytes)
-        if key in self._residents or key in self._arriving:
-            self._residency.touch(key)
+        if key in self._residents or key in self._loading:
+            self._adapter_cache.touch(key)
             return True
-        run = self._residency.bring(key, num_pages)
-        if run is None and self._packed is not None and self._residency.room_without(self._packed.run) >= num_pages:
+        run = self._adapter_cache.allocate(key, num_pages)
+        if run is None and self._packed is not None and self._adapter_cache.room_without(self._packed.run) >= num_pages:
             self.unpack()
-            run = self._residency.bring(key, num_pages)
-        self.forget_evicted()
-        for moved in self._residency.drain_moved():
-            self.follow(moved)
+            run = self._adapter_cache.allocate(key, num_pages)
+        self.detach_evicted()
+        for moved in self._adapter_cache.drain_moved():
+            self.relocate(moved)
         if run is None:
             return False
-        self._residency.pin(key)
+        self._adapter_cache.pin(key)
         self.num_loads += 1
         self._loads[key] += 1
         target = self._arena.buffer(run.first_page, run.num_pages)[: adapter.run.nbytes]
         factors = carve(target, adapter.shapes, adapter.dtype)
         copies = [self._transfer.start(adapter.run, target)]
         if self._others is not None:
-            copies.append(self._others.bring(key, run))
-        self._arriving[key] = arriving = _Arriving(adapter, factors, tuple(copies))
-        if arriving.done and arriving.error is None:
-            self.settle(key)
+            copies.append(self._others.load(key, run))
+        self._loading[key] = loading = _Load(adapter, factors, tuple(copies))
+        if loading.done and loading.error is None:
+            self.finish_load(key)
         return True
 
     def loads_of(self, key: str) -> int:
         """Number of loads of an adapter to the device."""
         return self._loads[key]
 
-    def forget_evicted(self) -> None:
+    def detach_evicted(self) -> None:
         """Detach the adapters that were evicted to reuse their pages."""
-        for evicted in self._residency.drain_evicted():
-            self._forget(evicted)
+        for evicted in self._adapter_cache.drain_evicted():
+            self._detach(evicted)
 
-    def has_arrived(self, key: str) -> bool:
-        """Whether the copies of a loading adapter are done, so that `settle` does not block."""
-        return self._arriving[key].done
+    def is_copied(self, key: str) -> bool:
+        """Whether the copies of a loading adapter are done, so that `finish_load` does not block."""
+        return self._loading[key].done
 
-    def settle(self, key: str) -> None:
+    def finish_load(self, key: str) -> None:
         """Wait until a loading adapter is resident. If its copy failed, free its pages and raise the error."""
-        arriving = self._arriving[key]
-        wait(arriving.copies)
-        del self._arriving[key]
-        self._residency.unpin(key)
-        if (error := arriving.error) is not None:
-            self._leave(key)
+        loading = self._loading[key]
+        wait(loading.copies)
+        del self._loading[key]
+        self._adapter_cache.unpin(key)
+        if (error := loading.error) is not None:
+            self._free_pages(key)
             raise error
-        adapter, device = arriving.adapter, self._arena.bytes.device
-        self._show(key, adapter.shapes, arriving.factors)
+        adapter, device = loading.adapter, self._arena.bytes.device
+        self._attach(key, adapter.shapes, loading.factors)
         self._resident = None
         self._residents[key] = _Resident(
             adapter.shapes,
             adapter.dtype,
             adapter.merged,
-            arriving.factors,
+            loading.factors,
             {name: head.to(device) for name, head in adapter.heads.items()},
         )
 
     def collect(self) -> dict[str, Exception]:
         """Make adapters with finished copies resident. Returns the errors of failed copies by key."""
         failed: dict[str, Exception] = {}
-        for key in [key for key, arriving in self._arriving.items() if arriving.done]:
+        for key in [key for key, loading in self._loading.items() if loading.done]:
             try:
-                self.settle(key)
+                self.finish_load(key)
             except Exception as error:
                 failed[key] = error
         return failed
 
-    def drop(self, key: str) -> None:
+    def evict(self, key: str) -> None:
         """Evict an adapter and free its memory. Waits for a copy that is already running. Unknown keys are ignored."""
         self._loads.pop(key, None)
-        arriving = self._arriving.pop(key, None)
-        if arriving is not None:
-            here, *_ = arriving.copies
+        loading = self._loading.pop(key, None)
+        if loading is not None:
+            here, *_ = loading.copies
             if not here.cancel():
                 wait((here,))
-            self._residency.unpin(key)
-            self._leave(key)
+            self._adapter_cache.unpin(key)
+            self._free_pages(key)
         elif key in self._residents:
-            self._residency.drop(key)
-            self._forget(key)
+            self._adapter_cache.free(key)
+            self._detach(key)
 
     def close(self) -> None:
         """Stop loading adapters."""
@@ -274,23 +274,23 @@ class AdapterBank:
         wanted = tuple(sorted(set(keys)))
         if len(wanted) < 2 or (self._packed is not None and self._packed.serves(wanted)):
             return
-        last, times = self._waiting_to_pack
+        last, times = self._pack_request
         times = times + 1 if wanted == last else 1
-        self._waiting_to_pack = (wanted, times)
+        self._pack_request = (wanted, times)
         if times >= _STEPS_BEFORE_PACKING:
             self.unpack()
             self._pack(wanted)
 
     def _pack(self, keys: tuple[str, ...]) -> None:
         pages = pages_for(sum(self._packed_sizes(keys)))
-        run = self._residency.reserve(pages) if pages else None
+        run = self._adapter_cache.reserve(pages) if pages else None
         if run is None:
             return  # no free pages: strategies that need no packed copy are used instead
         self.pack(keys, run)
         if self._others is not None:
             self._others.pack(keys, run)
 
-    def pack(self, keys: tuple[str, ...], run: Run) -> None:
+    def pack(self, keys: tuple[str, ...], run: PageRun) -> None:
         """Create packed copies of resident adapters in pages that are reserved for them."""
         buffer = self._arena.buffer(run.first_page, run.num_pages)
         offset = 0
@@ -305,7 +305,7 @@ class AdapterBank:
         if self._packed is not None:
             for group in self._groups:
                 group.unpack()
-            self._residency.release(self._packed.run)
+            self._adapter_cache.release(self._packed.run)
             self._packed = None
             if self._others is not None:
                 self._others.unpack()
@@ -313,34 +313,34 @@ class AdapterBank:
     def _packed_sizes(self, keys: tuple[str, ...]) -> list[int]:
         return [aligned(group.packed_bytes(keys)) for group in self._groups]
 
-    def follow(self, key: str) -> None:
+    def relocate(self, key: str) -> None:
         """Update the views of an adapter that was moved in the arena. Its packed copy stays valid."""
-        run, resident = self._residency.run(key), self._residents[key]
+        run, resident = self._adapter_cache.run(key), self._residents[key]
         buffer = self._arena.buffer(run.first_page, run.num_pages)
         factors = carve(buffer, resident.shapes, resident.dtype)
         self._residents[key] = dataclasses.replace(resident, factors=factors)
-        self._show(key, resident.shapes, factors)
+        self._attach(key, resident.shapes, factors)
         if self._others is not None:
             self._others.move(key, run)
 
-    def _show(self, key: str, shapes: Mapping[str, FactorShape], factors: Mapping[str, HostFactors]) -> None:
+    def _attach(self, key: str, shapes: Mapping[str, FactorShape], factors: Mapping[str, HostFactors]) -> None:
         for name, pair in factors.items():
             self._linears[name].attach(key, shapes[name], pair)
 
-    def _leave(self, key: str) -> None:
+    def _free_pages(self, key: str) -> None:
         """Free the pages of an adapter that never became resident."""
-        self._residency.drop(key)
+        self._adapter_cache.free(key)
         if self._others is not None:
-            self._others.drop(key)
+            self._others.evict(key)
 
-    def _forget(self, key: str) -> None:
+    def _detach(self, key: str) -> None:
         if self._packed is not None and key in self._packed.keys:
             self.unpack()
         self._resident = None
         for name in self._residents.pop(key).factors:
             self._linears[name].detach(key)
         if self._others is not None:
-            self._others.drop(key)
+            self._others.evict(key)
 
 
 _STEPS_BEFORE_PACKING = 3
@@ -349,7 +349,7 @@ _STEPS_BEFORE_PACKING = 3
 @dataclasses.dataclass(frozen=True)
 class _Packed:
     keys: tuple[str, ...]
-    run: Run
+    run: PageRun
 
     def serves(self, wanted: Sequence[str]) -> bool:
         """Whether all wanted adapters are packed, with few enough others that a new copy would not pay off."""

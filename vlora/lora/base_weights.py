@@ -20,14 +20,14 @@ from vlora.errors import BadConfig
 from vlora.lora.weight_slabs import WeightSlabs
 
 
-class Originals(Protocol):
+class BaseWeights(Protocol):
     """Bit-exact W0 of each target layer, independent of the current content of the slabs."""
 
     def weight(self, name: str) -> torch.Tensor:
         """W0 of a layer, [out, in], on the CPU in the model's dtype. Read-only."""
 
 
-class CheckpointOriginals:
+class CheckpointBaseWeights:
     """W0 in the checkpoint's safetensors files, in the files' dtype.
 
     A library version may load a tensor under a different name than the file's. A layer's tensor is therefore found by
@@ -66,7 +66,7 @@ class CheckpointOriginals:
         return self._tensors[name].to(self._dtype)
 
 
-class CopiedOriginals:
+class CopiedBaseWeights:
     """W0 in an unlinked temporary file, for a model that was not loaded from files."""
 
     def __init__(self, slabs: WeightSlabs) -> None:

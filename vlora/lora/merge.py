@@ -10,7 +10,7 @@ import torch
 
 import atmm
 from vlora.lora import HostFactors
-from vlora.lora.adapter_pool import AdapterBank
+from vlora.lora.adapter_pool import AdapterPool
 from vlora.lora.weight_slabs import WeightSlabs
 from vlora.parallel.adapter_sharding import FactorShape, parts_of
 
@@ -27,7 +27,7 @@ class ModeSwitcher(Protocol):
     def switch(self, key: str | None) -> bool:
         """Apply the merged weights of adapter `key` (None: W0). Returns whether the weights changed.
 
-        The adapter must be resident in the bank. Layers without a delta have W0. After a failed switch all layers have
+        The adapter must be resident in the pool. Layers without a delta have W0. After a failed switch all layers have
         W0.
         """
 
@@ -68,12 +68,12 @@ def merge_runs(slabs: WeightSlabs, shapes: Mapping[str, FactorShape]) -> list[Me
 
 
 def merge_layers(
-    bank: AdapterBank, key: str, names: Sequence[str], out: torch.Tensor, base: torch.Tensor, sign: float = 1.0
+    pool: AdapterPool, key: str, names: Sequence[str], out: torch.Tensor, base: torch.Tensor, sign: float = 1.0
 ) -> None:
     """Write `base + sign * delta` into `out`, both [len(names), out, in], for the layers of a MergeRun (or a part of
     one)."""
-    a, bt = bank.stacked(key, names)
-    for part in parts_of(bank.shapes(key)[names[0]], a, bt):
+    a, bt = pool.stacked(key, names)
+    for part in parts_of(pool.shapes(key)[names[0]], a, bt):
         place = (slice(None), part.outputs, part.inputs)
         atmm.merge(out[place], base[place], part.a, part.bt, sign)
 

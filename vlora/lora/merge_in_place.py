@@ -1,11 +1,11 @@
 """Switching inside the slabs, for machines without memory for a shadow copy: merged weights overwrite W0.
 
-There are two methods. *Rewriting* reads the mapped originals: `slab = W0 + delta`, or `slab = W0`, in one pass, and is
-always exact. *Subtracting* uses the slab alone: `slab -= delta`, then `slab += delta` of the next adapter, each
+There are two methods. *Rewriting* reads the mapped base weights: `slab = W0 + delta`, or `slab = W0`, in one pass, and
+is always exact. *Subtracting* uses the slab alone: `slab -= delta`, then `slab += delta` of the next adapter, each
 computed in float32 and rounded once. That does not restore every bit, so the weights drift with every merged adapter;
 layers that have drifted too far are rewritten.
 
-On a CPU rewriting moves as many bytes as one subtraction, so it is always used. On a GPU the originals are read over
+On a CPU rewriting moves as many bytes as one subtraction, so it is always used. On a GPU the base weights are read over
 the bus, which is many times slower than device memory.
 """
 
@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 
 import atmm
-from vlora.lora.adapter_pool import AdapterBank
-from vlora.lora.base_weights import Originals
+from vlora.lora.adapter_pool import AdapterPool
+from vlora.lora.base_weights import BaseWeights
 from vlora.lora.merge import merge_layers, merge_runs
 from vlora.lora.weight_slabs import WeightSlabs
 from vlora.parallel.adapter_sharding import dense
@@ -37,18 +37,18 @@ class InPlaceSwitcher:
 
     in_place = True
 
-    def __init__(self, slabs: WeightSlabs, bank: AdapterBank, originals: Originals, *, subtracting: bool) -> None:
+    def __init__(self, slabs: WeightSlabs, pool: AdapterPool, base_weights: BaseWeights, *, subtracting: bool) -> None:
         """Create a switcher over slabs with nothing merged.
 
         Args:
             slabs: The weights as loaded.
-            bank: Gives the factors of resident adapters.
-            originals: W0 of the same weights.
+            pool: Gives the factors of resident adapters.
+            base_weights: W0 of the same weights.
             subtracting: Subtract deltas, instead of rewriting the layers at every switch.
         """
         self._slabs = slabs
-        self._bank = bank
-        self._originals = originals
+        self._pool = pool
+        self._base_weights = base_weights
         self._changed: set[str] = set()  # layers that may differ from W0, by a delta or by drift
         self._torn = False  # a switch started and did not complete
         self._samples: list[_Sample] = []
@@ -84,8 +84,8 @@ class InPlaceSwitcher:
             self._restore()
 
     def base_rows(self, name: str, step: int) -> torch.Tensor:
-        """Reads the originals: the caller may be a reader thread while the slabs change."""
-        return self._originals.weight(name)[::step].to(self._slabs.entry(name).device)
+        """Reads the base weights: the caller may be a reader thread while the slabs change."""
+        return self._base_weights.weight(name)[::step].to(self._slabs.entry(name).device)
 
     def _restore(self) -> None:
         """Restore the exact W0 in all layers. Until it completes, the next switch rewrites every changed layer."""
@@ -95,32 +95,32 @@ class InPlaceSwitcher:
 
     def _layers(self, key: str | None) -> set[str]:
         """The layers that an adapter changes."""
-        return set() if key is None else self._bank.shapes(key).keys() & self._slabs.slots.keys()
+        return set() if key is None else self._pool.shapes(key).keys() & self._slabs.slots.keys()
 
     def _add(self, key: str | None, sign: float) -> None:
         """Add an adapter's deltas to the slabs, or subtract them (sign -1)."""
         if key is None:
             return
-        for run in merge_runs(self._slabs, self._bank.shapes(key)):
+        for run in merge_runs(self._slabs, self._pool.shapes(key)):
             self._changed.update(run.names)
             entries = self._slabs.base[run.shape][run.first : run.last]
-            merge_layers(self._bank, key, run.names, entries, entries, sign)
+            merge_layers(self._pool, key, run.names, entries, entries, sign)
 
     def _rewrite(self, names: Set[str], key: str | None) -> None:
-        """Rewrite layers from their originals, with the adapter's delta if it has one for the layer."""
+        """Rewrite layers from their base weights, with the adapter's delta if it has one for the layer."""
         merged = self._layers(key)
         for name in sorted(names):
-            entry, original = self._slabs.entry(name), self._originals.weight(name)
+            entry, original = self._slabs.entry(name), self._base_weights.weight(name)
             self._changed.add(name)
             if key is not None and name in merged:
-                merge_layers(self._bank, key, (name,), entry[None], original[None].to(entry.device))
+                merge_layers(self._pool, key, (name,), entry[None], original[None].to(entry.device))
             else:
                 entry.copy_(original)
                 self._changed.discard(name)
 
     def _drifted(self, key: str | None) -> set[str]:
         """Layers with sampled rows that differ too much from the result of rewriting them."""
-        runs = () if key is None else merge_runs(self._slabs, self._bank.shapes(key))
+        runs = () if key is None else merge_runs(self._slabs, self._pool.shapes(key))
         drifted: set[str] = set()
         for shape, names, step, base in self._samples:
             wanted = base.clone()
@@ -137,7 +137,7 @@ class InPlaceSwitcher:
 
     def _dense(self, key: str, names: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor]:
         """The factors of a MergeRun's layers as a [n, rank, in], bt [n, rank, out]."""
-        return dense(self._bank.shapes(key)[names[0]], *self._bank.stacked(key, names))
+        return dense(self._pool.shapes(key)[names[0]], *self._pool.stacked(key, names))
 
     def _outgrown(self, key: str | None) -> set[str]:
         """Layers in which the delta of a row is larger than the average row of W0.
@@ -149,7 +149,7 @@ class InPlaceSwitcher:
             return set()
         outgrown: set[str] = set()
         sizes = {sample.shape: sample.rows.float().square().sum(2).mean(1) for sample in self._samples}
-        for run in merge_runs(self._slabs, self._bank.shapes(key)):
+        for run in merge_runs(self._slabs, self._pool.shapes(key)):
             a, bt = (factors.float() for factors in self._dense(key, run.names))
             rows = ((a @ a.transpose(1, 2)) @ bt).mul_(bt).sum(1)  # |row of bt^T a| squared, [layers, out]
             large = ~(rows.amax(1) <= sizes[run.shape][run.first : run.last])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from vlora.lora.adapter_pool import AdapterBank
+from vlora.lora.adapter_pool import AdapterPool
 from vlora.lora.merge import merge_layers, merge_runs
 from vlora.lora.weight_slabs import WeightSlabs
 from vlora.memory.huge_pages import empty
@@ -19,9 +19,9 @@ class ShadowSwitcher:
 
     in_place = False
 
-    def __init__(self, slabs: WeightSlabs, bank: AdapterBank) -> None:
+    def __init__(self, slabs: WeightSlabs, pool: AdapterPool) -> None:
         self._slabs = slabs
-        self._bank = bank
+        self._pool = pool
         # Written at once, so that the system allocates the memory now. During the first merge that would delay all
         # requests and distort the cost model's measurement of a merge.
         self._shadow = {shape: empty(base.shape, base.dtype, base.device).zero_() for shape, base in slabs.base.items()}
@@ -57,10 +57,10 @@ class ShadowSwitcher:
         self.switch(None)
         self._shadow_key = None
         names: list[str] = []
-        for run in merge_runs(self._slabs, self._bank.shapes(key)):
+        for run in merge_runs(self._slabs, self._pool.shapes(key)):
             base = self._slabs.base[run.shape]
             entries = slice(run.first, run.last)
-            merge_layers(self._bank, key, run.names, self._shadow[run.shape][entries], base[entries])
+            merge_layers(self._pool, key, run.names, self._shadow[run.shape][entries], base[entries])
             names += run.names
         self._shadow_key = key
         self._shadow_names = frozenset(names)

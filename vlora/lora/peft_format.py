@@ -23,7 +23,7 @@ from heads import HeadSpec, TaskHead, load_heads
 from vlora.errors import BadAdapter
 from vlora.lora.layout import run_bytes
 from vlora.lora.legacy_names import resolve
-from vlora.parallel.adapter_sharding import Blocks, Cut, FactorShape, Side, Way, plan_cut
+from vlora.parallel.adapter_sharding import Blocks, Cut, FactorShape, ShardingKind, Side, plan_cut
 from vlora.parallel.layer_sharding import LinearShard
 from vlora.wording import json_errors
 from vlora.wording.shown import shown
@@ -64,9 +64,9 @@ class SiteShape:
     vision: bool
     shard: LinearShard | None = None
 
-    def cut(self, rank: int, blocks: Blocks | None, way: Way) -> Cut:
+    def cut(self, rank: int, blocks: Blocks | None, sharding: ShardingKind) -> Cut:
         """The part of an adapter's factors, of LoRA rank `rank`, that this process stores."""
-        return plan_cut(rank, self.shard or LinearShard.whole(self.d_in, self.d_out), blocks, way)
+        return plan_cut(rank, self.shard or LinearShard.whole(self.d_in, self.d_out), blocks, sharding)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class AdapterHeader:
         """Bytes of the factors in memory, as values of `dtype`."""
         return run_bytes(self.shapes, dtype)
 
-    def says_the_same(self, other: AdapterHeader) -> bool:
+    def has_same_content(self, other: AdapterHeader) -> bool:
         """Whether both have equal layers, ranks, scales and head specifications."""
         return self.targets == other.targets and self._specs() == other._specs()
 
@@ -135,14 +135,16 @@ class AdapterHeader:
         return {name: head.spec for name, head in self.heads.items()}
 
 
-def read_header(path: Path, sites: Mapping[str, SiteShape], hidden_size: int, way: Way = "replicated") -> AdapterHeader:
+def read_header(
+    path: Path, sites: Mapping[str, SiteShape], hidden_size: int, sharding: ShardingKind = "replicated"
+) -> AdapterHeader:
     """Read an adapter folder and check it against the base model.
 
     Args:
         path: The adapter's folder.
         sites: The base model's adaptable layers, in order.
         hidden_size: The width of the base model's hidden states.
-        way: Sharding of the dense factors on several ranks.
+        sharding: Sharding of the dense factors on several ranks.
 
     Raises:
         BadAdapter: The adapter cannot be served; the message has the reason.
@@ -169,7 +171,7 @@ def read_header(path: Path, sites: Mapping[str, SiteShape], hidden_size: int, wa
     by_site = {target.site: target for target in targets}
     ordered = tuple(by_site[site] for site in sites if site in by_site)
     header = AdapterHeader(path, ordered, _heads(path, hidden_size))
-    return header if way == "replicated" else split_over_ranks(header, sites)
+    return header if sharding == "replicated" else split_over_ranks(header, sites)
 
 
 def split_over_ranks(header: AdapterHeader, sites: Mapping[str, SiteShape]) -> AdapterHeader:

@@ -14,7 +14,7 @@ import torch
 from vlora.errors import BadAdapter, UnknownAdapter, listed
 from vlora.lora.host_adapter import HostAdapter, Measure, load_adapter
 from vlora.lora.peft_format import AdapterHeader, SiteShape, read_header, split_over_ranks
-from vlora.parallel.adapter_sharding import Way
+from vlora.parallel.adapter_sharding import ShardingKind
 from vlora.threads import background_executor
 
 log = logging.getLogger(__name__)
@@ -27,14 +27,14 @@ _MAX_READS = 8  # running or queued: few, so that the order of reads follows the
 class Registration:
     """One content under one name. Its key is assigned when the header is read and is never reused.
 
-    way: sharding of its dense factors on several ranks. num_bytes: size of its factors in memory. adapter: its content,
-    or None before it is read. error: why it cannot be served, after reading failed.
+    sharding: kind of sharding of its dense factors on several ranks. num_bytes: size of its factors in memory. adapter:
+    its content, or None before it is read. error: why it cannot be served, after reading failed.
     """
 
     key: str
     name: str
     header: AdapterHeader
-    way: Way
+    sharding: ShardingKind
     num_bytes: int
     adapter: HostAdapter | None = None
     error: str | None = None
@@ -47,7 +47,7 @@ def _version(registration: Registration) -> str | None:
 Check = Callable[[str, int], None]
 """Called with a name and its adapter's bytes before the name is registered; an exception rejects the adapter."""
 
-Choose = Callable[[str, AdapterHeader], Way]
+Choose = Callable[[str, AdapterHeader], ShardingKind]
 """Chooses the sharding of an adapter on several ranks, by name and header."""
 
 
@@ -55,7 +55,7 @@ def _accept(name: str, num_bytes: int) -> None:
     pass
 
 
-def always_replicated(name: str, header: AdapterHeader) -> Way:
+def always_replicated(name: str, header: AdapterHeader) -> ShardingKind:
     """The choice for a single rank."""
     return "replicated"
 
@@ -101,6 +101,11 @@ class AdapterRegistry:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(sorted(self._current))
+
+    @property
+    def num_known(self) -> int:
+        """Registrations that are current, or kept for requests."""
+        return len(self._known)
 
     @property
     def num_bytes(self) -> int:
@@ -241,8 +246,8 @@ class AdapterRegistry:
 
     def _read(self, registration: Registration) -> HostAdapter:
         """Read the header again and the factors, and check that the header has not changed since registration."""
-        header = read_header(registration.header.path, self._sites, self._hidden_size, registration.way)
-        if not header.says_the_same(registration.header):
+        header = read_header(registration.header.path, self._sites, self._hidden_size, registration.sharding)
+        if not header.has_same_content(registration.header):
             raise BadAdapter(
                 f"{header.path}: its layers, ranks or heads changed since it was registered as {registration.name!r}; "
                 "load it again"
@@ -264,7 +269,7 @@ class AdapterRegistry:
         if "\0" in path:
             raise BadAdapter(f"adapter {name!r}: a path cannot contain a null byte")
         header = read_header(Path(path), self._sites, self._hidden_size)
-        way = self._choose(name, header)
-        if way != "replicated":
+        sharding = self._choose(name, header)
+        if sharding != "replicated":
             header = split_over_ranks(header, self._sites)
-        return Registration(f"{name}@{next(self._numbers)}", name, header, way, header.num_bytes(self._dtype))
+        return Registration(f"{name}@{next(self._numbers)}", name, header, sharding, header.num_bytes(self._dtype))

@@ -13,9 +13,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 import atmm
-from atmm.shrink_expand import Expand, Expanding, Shrink, Shrinking
-from atmm.strategies.shared_shrink import HeldInput
-from vlora.parallel import Group
+from atmm.shrink_expand import Expand, ExpandPart, Shrink, ShrinkPart
+from atmm.strategies.shared_shrink import CachedInput
+from vlora.parallel import ProcessGroup
 from vlora.parallel.adapter_sharding import FactorShape
 
 
@@ -30,13 +30,13 @@ class _Prepared(NamedTuple):
 class GatheredSites:
     """Column-parallel layers with the same input: the first call gathers the hidden values of all of them."""
 
-    def __init__(self, group: Group, num_layers: int) -> None:
+    def __init__(self, group: ProcessGroup, num_layers: int) -> None:
         self._group = group
         self._factors: list[dict[str, atmm.Factors]] = [{} for _ in range(num_layers)]
         self._prepared: _Prepared | None = None
         self._hidden: Tensor | None = None
         self._waiting: set[int] = set()  # layers that have not read these hidden values yet
-        self._held = HeldInput()
+        self._cached_input = CachedInput()
 
     def attach(self, index: int, key: str, factors: atmm.Factors) -> None:
         self._factors[index][key] = factors
@@ -55,15 +55,15 @@ class GatheredSites:
         expand = prepared.expands.get(index)
         if expand is None:
             return
-        if self._hidden is None or index not in self._waiting or not self._held.is_same(x):
+        if self._hidden is None or index not in self._waiting or not self._cached_input.matches(x):
             self._hidden = self._group.all_gather(prepared.shrink(x), "slora").view(-1)
             self._waiting = set(prepared.expands)
-            self._held.take(x)
+            self._cached_input.set(x)
         expand(y, self._hidden)
         self._waiting.remove(index)
         if not self._waiting:
             self._hidden = None
-            self._held.drop()
+            self._cached_input.clear()
 
     def _prepare(self, plan: atmm.SegmentPlan) -> _Prepared:
         lanes = [
@@ -72,12 +72,12 @@ class GatheredSites:
             for lane in plan.lanes
             if lane.key in factors
         ]
-        shrink = Shrink([Shrinking(lane, factors.a) for _, lane, factors in lanes], plan.num_tokens)
-        asked: dict[int, list[Expanding]] = {}
+        shrink = Shrink([ShrinkPart(lane, factors.a) for _, lane, factors in lanes], plan.num_tokens)
+        parts_by_layer: dict[int, list[ExpandPart]] = {}
         for (index, lane, factors), place in zip(lanes, shrink.places, strict=True):
             everywhere = [rank * shrink.size + place for rank in range(self._group.size)]
-            asked.setdefault(index, []).append(Expanding(lane, factors.bt, everywhere))
-        expands = {index: Expand(parts, plan.num_tokens) for index, parts in asked.items()}
+            parts_by_layer.setdefault(index, []).append(ExpandPart(lane, factors.bt, everywhere))
+        expands = {index: Expand(parts, plan.num_tokens) for index, parts in parts_by_layer.items()}
         return _Prepared(plan, shrink, expands)
 
 
@@ -106,7 +106,7 @@ class ReducedLayer:
     The base model's all-reduce combines the slices.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: ProcessGroup) -> None:
         self._group = group
         self._factors: dict[str, atmm.Factors] = {}
         self._width = 0  # outputs that a rank computes
@@ -134,14 +134,14 @@ class ReducedLayer:
 
     def _prepare(self, plan: atmm.SegmentPlan) -> tuple[atmm.SegmentPlan, Shrink, Expand]:
         lanes = [(lane, self._factors[lane.key]) for lane in plan.lanes if lane.key in self._factors]
-        shrink = Shrink([Shrinking(lane, factors.a) for lane, factors in lanes], plan.num_tokens)
+        shrink = Shrink([ShrinkPart(lane, factors.a) for lane, factors in lanes], plan.num_tokens)
         parts = [
-            Expanding(lane, factors.bt, [place]) for (lane, factors), place in zip(lanes, shrink.places, strict=True)
+            ExpandPart(lane, factors.bt, [place]) for (lane, factors), place in zip(lanes, shrink.places, strict=True)
         ]
         return plan, shrink, Expand(parts, plan.num_tokens)
 
 
-def gathered(group: Group, num_layers: int) -> Sequence[GatheredLayer]:
+def gathered(group: ProcessGroup, num_layers: int) -> Sequence[GatheredLayer]:
     """Create the layers of a `GatheredSites`, in the order in which the model calls them."""
     sites = GatheredSites(group, num_layers)
     return [GatheredLayer(sites, index) for index in range(num_layers)]

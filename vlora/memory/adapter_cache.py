@@ -6,25 +6,25 @@ import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Set
 
-from vlora.memory.books import ArenaBooks, Run
-from vlora.memory.compaction import Plan, plan_room
+from vlora.memory.compaction import CompactionPlan, plan_compaction
+from vlora.memory.page_allocator import PageAllocator, PageRun
 
 _MOVED = 2  # cost of moving a page, relative to a page of an evicted adapter
 
 
-class Residency:
+class AdapterCache:
     """Adapter runs in the arena, all of them below page `max_pages`.
 
     The adapters' share is a fixed page limit, not only a page count. Runs scattered over the KV side could each make a
     whole KV block unusable, and the number of blocks available to a request could not be guaranteed.
     """
 
-    def __init__(self, books: ArenaBooks, max_pages: int) -> None:
-        assert 0 <= max_pages <= books.num_pages
-        self.books = books
+    def __init__(self, allocator: PageAllocator, max_pages: int) -> None:
+        assert 0 <= max_pages <= allocator.num_pages
+        self.allocator = allocator
         self.max_pages = max_pages
-        self._runs: OrderedDict[str, Run] = OrderedDict()  # least recently used first
-        self._reserved: set[Run] = set()
+        self._runs: OrderedDict[str, PageRun] = OrderedDict()  # least recently used first
+        self._reserved: set[PageRun] = set()
         self._pins: Counter[str] = Counter()
         self._evicted: list[str] = []
         self._moved: list[str] = []
@@ -43,15 +43,15 @@ class Residency:
         """Pages held by adapters and reservations."""
         return sum(run.num_pages for run in (*self._runs.values(), *self._reserved))
 
-    def run(self, name: str) -> Run:
+    def run(self, name: str) -> PageRun:
         return self._runs[name]
 
     @property
-    def runs(self) -> tuple[tuple[str | None, Run], ...]:
+    def runs(self) -> tuple[tuple[str | None, PageRun], ...]:
         """Every run with its adapter name; the name is None for reserved runs."""
         return (*self._runs.items(), *((None, run) for run in self._reserved))
 
-    def bring(self, name: str, num_pages: int) -> Run | None:
+    def allocate(self, name: str, num_pages: int) -> PageRun | None:
         """Allocate a run for an adapter; return None if it cannot fit now.
 
         Moves unpinned runs and KV blocks and evicts cold adapters as needed. On failure nothing is moved or evicted.
@@ -63,7 +63,7 @@ class Residency:
         first_page = self._make_room(num_pages)
         if first_page is None:
             return None
-        run = self.books.take_run(Run(first_page, num_pages))
+        run = self.allocator.allocate_at(PageRun(first_page, num_pages))
         self._runs[name] = run
         self._resident = None
         return run
@@ -78,40 +78,40 @@ class Residency:
         moved, self._moved = tuple(self._moved), []
         return moved
 
-    def yield_blocks(self, num_blocks: int, kept: Set[str | None]) -> None:
+    def evict_for_blocks(self, num_blocks: int, kept: Set[str | None]) -> None:
         """Evict adapters until `num_blocks` more KV blocks are free, or no candidate is left.
 
         Candidates are adapters that are neither pinned nor in `kept`, least recently used first. `drain_evicted()`
         returns the evicted names.
         """
-        wanted = self.books.num_free_blocks + num_blocks
+        wanted = self.allocator.num_free_blocks + num_blocks
         for name in [name for name in self._runs if name not in kept and not self._pins[name]]:
-            if self.books.num_free_blocks >= wanted:
+            if self.allocator.num_free_blocks >= wanted:
                 break
-            self.drop(name)
+            self.free(name)
             self._evicted.append(name)
 
-    def reserve(self, num_pages: int) -> Run | None:
+    def reserve(self, num_pages: int) -> PageRun | None:
         """Reserve pages in the adapters' share for derived data, such as a packed copy. Never evicts."""
-        run = self.books.allocate_run(num_pages, self.max_pages)
+        run = self.allocator.allocate_run(num_pages, self.max_pages)
         if run is not None:
             self._reserved.add(run)
         return run
 
-    def release(self, run: Run) -> None:
+    def release(self, run: PageRun) -> None:
         """Free reserved pages."""
         self._reserved.remove(run)
         self._room = None
-        self.books.free_run(run)
+        self.allocator.free_run(run)
 
-    def room_beside(self, kept: Iterable[Run]) -> int:
+    def room_beside(self, kept: Iterable[PageRun]) -> int:
         """Longest run of contiguous pages that is free once all runs except `kept` are evicted."""
         edges = [(0, 0), *sorted((run.first_page, run.end) for run in kept), (self.max_pages, self.max_pages)]
         return max(start - end for (_, end), (start, _) in itertools.pairwise(edges))
 
-    def room_without(self, reserved: Run) -> int:
+    def room_without(self, reserved: PageRun) -> int:
         """Longest run of contiguous pages that could be freed after releasing `reserved`, KV blocks included."""
-        return self.room_beside(self._staying - {reserved})
+        return self.room_beside(self._fixed_runs - {reserved})
 
     def touch(self, name: str) -> None:
         """Mark an adapter as most recently used."""
@@ -129,14 +129,14 @@ class Residency:
             del self._pins[name]
             self._room = None
 
-    def drop(self, name: str) -> None:
+    def free(self, name: str) -> None:
         """Free the pages of an adapter, which must not be pinned."""
         assert not self._pins[name], f"{name} is pinned {self._pins[name]} times"
-        self.books.free_run(self._runs.pop(name))
+        self.allocator.free_run(self._runs.pop(name))
         self._resident = None
 
     @property
-    def _staying(self) -> set[Run]:
+    def _fixed_runs(self) -> set[PageRun]:
         """Runs that may be neither moved nor evicted."""
         return {*self._reserved, *(self._runs[name] for name in self._pins)}
 
@@ -147,24 +147,24 @@ class Residency:
         number of pages copied now, plus half the number of evicted pages, since an evicted adapter may have to be
         loaded again. The cheapest plan is used; on a tie, the one that evicts less.
         """
-        if (gap := self.books.find_gap(num_pages, self.max_pages)) is not None:
+        if (gap := self.allocator.find_gap(num_pages, self.max_pages)) is not None:
             return gap
         if self._room is not None and self._room < num_pages:
             return None
         cold = [name for name in self._runs if not self._pins[name]]
         movable = [self._runs[name] for name in cold]
-        if plan_room(self.books, num_pages, self.max_pages, movable, movable) is None:
+        if plan_compaction(self.allocator, num_pages, self.max_pages, movable, movable) is None:
             # Pinning more adapters cannot enlarge this bound. It avoids a search per adapter when hundreds fail in one
             # step.
-            self._room = self.room_beside(self._staying)
+            self._room = self.room_beside(self._fixed_runs)
             return None
-        best: tuple[int, int, Plan] | None = None  # cost in pages, number of evicted adapters, plan
+        best: tuple[int, int, CompactionPlan] | None = None  # cost in pages, number of evicted adapters, plan
         num_evicted = held = 0
-        held_by_runs = sum(run.num_pages for run in self.books.runs)
+        held_by_runs = sum(run.num_pages for run in self.allocator.runs)
         while best is None or num_evicted < best[0]:
-            gone = movable[:held]
+            freed = movable[:held]
             if held_by_runs - num_evicted + num_pages <= self.max_pages:
-                plan = plan_room(self.books, num_pages, self.max_pages, movable, gone)
+                plan = plan_compaction(self.allocator, num_pages, self.max_pages, movable, freed)
                 if plan is not None and (best is None or num_evicted + _MOVED * plan.num_pages < best[0]):
                     best = num_evicted + _MOVED * plan.num_pages, held, plan
             if held == len(cold):
@@ -175,49 +175,51 @@ class Residency:
             return None
         _, held, plan = best
         for name in cold[:held]:
-            self.drop(name)
+            self.free(name)
             self._evicted.append(name)
-        self._carry_out(plan)
+        self._execute(plan)
         return plan.first_page
 
-    def _carry_out(self, plan: Plan) -> None:
+    def _execute(self, plan: CompactionPlan) -> None:
         names = {run: name for name, run in self._runs.items()}
-        for block in plan.forgotten:
-            self.books.displace(block)
+        for block in plan.evicted:
+            self.allocator.evict_block(block)
         for run, first_page in plan.runs:
-            self._runs[names[run]] = self.books.move_run(run, first_page)
+            self._runs[names[run]] = self.allocator.move_run(run, first_page)
             self._moved.append(names[run])
         for block, target in plan.blocks:
-            self.books.move_block(block, target)
+            self.allocator.move_block(block, target)
 
     def check_integrity(self) -> None:
         """Assert that the arena's runs are exactly the adapters' and reserved runs, all within the adapters' share."""
         held = [*self._runs.values(), *self._reserved]
         assert len(held) == len(set(held)), "two adapters share a run"
-        assert set(held) == self.books.runs, f"{len(held)} runs are held, ArenaBooks lists {len(self.books.runs)}"
+        assert set(held) == self.allocator.runs, (
+            f"{len(held)} runs are held, PageAllocator lists {len(self.allocator.runs)}"
+        )
         assert all(run.end <= self.max_pages for run in held), f"a run ends beyond page {self.max_pages}"
         assert all(count > 0 and name in self._runs for name, count in self._pins.items()), "pinned but not resident"
-        assert self._room is None or self._room >= self.room_beside(self._staying), "the room bound is too low"
+        assert self._room is None or self._room >= self.room_beside(self._fixed_runs), "the room bound is too low"
 
 
-class Appointed:
-    """`Residency` interface for follower ranks: rank 0 decides where each adapter is placed and when it is evicted."""
+class WorkerAdapterCache:
+    """`AdapterCache` interface for worker ranks: rank 0 decides where each adapter is placed and when it is evicted."""
 
     def __init__(self) -> None:
-        self._runs: dict[str, Run] = {}
+        self._runs: dict[str, PageRun] = {}
 
-    def appoint(self, name: str, run: Run) -> None:
+    def place(self, name: str, run: PageRun) -> None:
         self._runs[name] = run
 
-    def bring(self, name: str, num_pages: int) -> Run:
+    def allocate(self, name: str, num_pages: int) -> PageRun:
         run = self._runs[name]
         assert run.num_pages == num_pages, f"{name} takes {num_pages} pages here and {run.num_pages} on rank 0"
         return run
 
-    def run(self, name: str) -> Run:
+    def run(self, name: str) -> PageRun:
         return self._runs[name]
 
-    def drop(self, name: str) -> None:
+    def free(self, name: str) -> None:
         del self._runs[name]
 
     def drain_evicted(self) -> tuple[str, ...]:
@@ -226,13 +228,13 @@ class Appointed:
     def drain_moved(self) -> tuple[str, ...]:
         return ()
 
-    def reserve(self, num_pages: int) -> Run | None:
+    def reserve(self, num_pages: int) -> PageRun | None:
         """Always None: rank 0 decides where packed copies are placed."""
         return None
 
-    def release(self, run: Run) -> None: ...
+    def release(self, run: PageRun) -> None: ...
 
-    def room_without(self, reserved: Run) -> int:
+    def room_without(self, reserved: PageRun) -> int:
         raise AssertionError("nothing was reserved")
 
     def touch(self, name: str) -> None: ...

@@ -1,4 +1,4 @@
-"""The arena's bytes: one device allocation; KV blocks and adapters are views of it. Page ownership is in `books.py`."""
+"""The arena's bytes: one device allocation of which KV blocks and adapters are views (ownership: `PageAllocator`)."""
 
 from __future__ import annotations
 

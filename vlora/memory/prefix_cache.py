@@ -106,7 +106,7 @@ class _Known(NamedTuple):
 
 
 class PrefixCache:
-    """Known blocks by key. `BlockTables` counts the users of a block; `ArenaBooks` owns its pages.
+    """Known blocks by key. `BlockManager` counts the users of a block; `PageAllocator` owns its pages.
 
     Args:
         placeholders: token id by kind of visual item ("image", "video").
@@ -131,14 +131,14 @@ class PrefixCache:
         """The block with the content of `key`; None if unknown."""
         return self._blocks.get(key)
 
-    def learn(self, key: Key, block: int, adapter: str | None) -> None:
+    def add(self, key: Key, block: int, adapter: str | None) -> None:
         """Register a full block, which is read-only from now on. For duplicate keys the first block is kept."""
         if key not in self._blocks:
             assert block not in self._known, f"block {block} is known and was written"
             self._blocks[key] = block
             self._known[block] = _Known(key, adapter)
 
-    def drop(self, block: int) -> None:
+    def remove(self, block: int) -> None:
         """Remove a block after its content was discarded or became invalid."""
         del self._blocks[self._known.pop(block).key]
 

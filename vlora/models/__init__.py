@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from vlora.lazy import attributes
 
 if TYPE_CHECKING:
-    from vlora.models.pictures import Region
     from vlora.models.processing import EncodedPrompt, InputProcessor
+    from vlora.models.vision.images import Region
 
 __all__ = ["EncodedPrompt", "InputProcessor", "Region"]
 
@@ -16,5 +16,5 @@ __getattr__ = attributes(
     __name__,
     EncodedPrompt="vlora.models.processing",
     InputProcessor="vlora.models.processing",
-    Region="vlora.models.pictures",
+    Region="vlora.models.vision.images",
 )

@@ -10,15 +10,15 @@ import torch
 import atmm
 from heads import Answer, TaskHead
 from vlora.errors import StepFailed
-from vlora.lora.adapter_pool import AdapterBank
+from vlora.lora.adapter_pool import AdapterPool
 from vlora.models.forward_batch import ForwardBatch, Row
 from vlora.models.request_state import RequestState
-from vlora.models.token_grids import image_grids
+from vlora.models.vision.token_grids import image_grids
 from vlora.types import ErrorValue, FoundBox, HeadAnswer
 
 
 def read_heads(
-    hidden: torch.Tensor, packed: ForwardBatch, bank: AdapterBank, config: Any
+    hidden: torch.Tensor, packed: ForwardBatch, pool: AdapterPool, config: Any
 ) -> tuple[dict[str, HeadAnswer], dict[str, ErrorValue]]:
     """Read all heads of all adapters in one call.
 
@@ -36,7 +36,7 @@ def read_heads(
             rows.setdefault((request.adapter, request.head), []).append(row)
     if not rows:
         return {}, {}
-    heads = {key: bank.head(*key) for key in rows}
+    heads = {key: pool.head(*key) for key in rows}
     read = {key: [_read_now(row) for row in members] for key, members in rows.items()}
     logits = atmm.head_logits(
         hidden,

@@ -23,8 +23,8 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from vlora.errors import BadConfig, BadImage, BadRequest
 from vlora.models.families import family_of, placeholder_count
-from vlora.models.pictures import Region
 from vlora.models.pretrained import from_pretrained
+from vlora.models.vision.images import Region
 from vlora.types import TensorValue, VisionInput
 
 _IMAGE_FIELDS = ("pixel_values", "image_grid_thw", "image_sizes", "batch_num_images")

@@ -11,7 +11,7 @@ import torch
 
 from vlora.errors import BadRequest
 from vlora.models.grammar import Cursor
-from vlora.models.hf_adapter import Positions, VisionFeatures
+from vlora.models.hf_model import Positions, VisionFeatures
 from vlora.models.processing import to_tensor
 from vlora.models.sampling import seed_of
 from vlora.types import Request, VisionInput

@@ -11,22 +11,20 @@ import torch
 import atmm
 from atmm.matmul import linear
 from vlora.errors import BadRequest, StepFailed
-from vlora.lora.adapter_pool import AdapterBank
+from vlora.lora.adapter_pool import AdapterPool
 from vlora.lora.merge import ModeSwitcher
 from vlora.memory.arena import PAGE_BYTES, Arena
 from vlora.models.attention import KVCache, StepAttention
-from vlora.models.attention_inputs import queries_of
-from vlora.models.forward_batch import ForwardBatch, Row, lane_by_lane
+from vlora.models.forward_batch import ForwardBatch, Row, lane_by_lane, queries_of
 from vlora.models.grammar import Cursor, hold
 from vlora.models.head_reading import read_heads
-from vlora.models.hf_adapter import Seam
-from vlora.models.image_encoding import ImageEncoding
+from vlora.models.hf_model import HFModel
 from vlora.models.last_layer import LastLayer
-from vlora.models.logits import Written, adjusted
 from vlora.models.request_state import RequestState
-from vlora.models.sampling import sample, token_scores
-from vlora.models.vision import VisionEncoder
-from vlora.parallel import Group, RanksApart
+from vlora.models.sampling import Written, adjusted, sample, token_scores
+from vlora.models.vision.encoder import VisionEncoder
+from vlora.models.vision.image_encoding import ImageEncoding
+from vlora.parallel import CollectiveFailed, ProcessGroup
 from vlora.types import Batch, BatchItem, ErrorValue, HeadAnswer, Request, StepResult, TokenScore
 
 log = logging.getLogger(__name__)
@@ -42,30 +40,30 @@ class ModelRunner:
 
     def __init__(
         self,
-        seam: Seam,
+        hf_model: HFModel,
         arena: Arena,
-        bank: AdapterBank,
+        pool: AdapterPool,
         switcher: ModeSwitcher,
         vision: VisionEncoder,
         *,
         block_size: int,
         block_pages: int,
-        group: Group | None = None,
+        group: ProcessGroup | None = None,
     ) -> None:
         self._group = group
-        self._seam = seam
-        self._bank = bank
+        self._hf_model = hf_model
+        self._pool = pool
         self._switcher = switcher
         self._block_size = block_size
-        self._block_rows = block_pages * PAGE_BYTES // (seam.kv_dim * seam.dtype.itemsize)
-        self._cache = KVCache(arena.kv_matrix(seam.dtype, seam.kv_dim), seam.num_layers, block_size)
-        self._last_layer = LastLayer(seam.text_model.layers[seam.num_layers - 1], seam.language_scope)
+        self._block_rows = block_pages * PAGE_BYTES // (hf_model.kv_dim * hf_model.dtype.itemsize)
+        self._cache = KVCache(arena.kv_matrix(hf_model.dtype, hf_model.kv_dim), hf_model.num_layers, block_size)
+        self._last_layer = LastLayer(hf_model.text_model.layers[hf_model.num_layers - 1], hf_model.language_scope)
         self._states: dict[str, RequestState] = {}
-        self._images = ImageEncoding(seam, vision, self._states, group)
+        self._images = ImageEncoding(hf_model, vision, self._states, group)
 
     def add(self, request: Request, vision_key: str | None) -> None:
         """Add a request. vision_key: its adapter's key if that adapter changes the vision side, else None."""
-        self._states[request.request_id] = RequestState(request, vision_key, self._seam.placeholders)
+        self._states[request.request_id] = RequestState(request, vision_key, self._hf_model.placeholders)
 
     def begin_grammar(self, request_id: str, cursor: Cursor) -> None:
         """Constrain a request's answer to a grammar, before its first token."""
@@ -112,9 +110,9 @@ class ModelRunner:
                         return StepResult(errors=errors)
                     text = [row for row in packed.answering if row.state.request.head is None]
                     tokens, scores, refused = self._sample(hidden, text)
-                    heads, failed = read_heads(hidden, packed, self._bank, self._seam.config)
+                    heads, failed = read_heads(hidden, packed, self._pool, self._hf_model.config)
                     errors |= refused | failed
-                except RanksApart:
+                except CollectiveFailed:
                     raise  # not an error of this batch
                 except Exception as error:
                     # Any error fails only this batch; the engine continues.
@@ -136,21 +134,21 @@ class ModelRunner:
 
     def _forward(self, batch: Batch, items: Sequence[BatchItem]) -> tuple[torch.Tensor, ForwardBatch]:
         """Run the model. Returns hidden states [T, hidden], valid only in rows that are read, and the packed batch."""
-        seam = self._seam
-        device = seam.device
+        hf_model = self._hf_model
+        device = hf_model.device
         merged = batch.merged_adapter
         packed = ForwardBatch(self._states, lane_by_lane(items, merged), self._block_size, self._block_rows)
-        embeddings = seam.embed(torch.from_numpy(packed.token_ids).to(device))
+        embeddings = hf_model.embed(torch.from_numpy(packed.token_ids).to(device))
         visual_mask, deepstack = packed.place_visuals(embeddings)
         lanes = packed.lanes(batch.mode, merged)
         leads = self._group is None or self._group.leads
-        if leads and atmm.gains_from_copies(lanes, device, seam.dtype):
-            self._bank.pack_for(lane.key for lane in lanes)
-        queries, last_queries, read = queries_of(packed, lanes, device, seam.dtype)
+        if leads and atmm.gains_from_copies(lanes, device, hf_model.dtype):
+            self._pool.pack_for(lane.key for lane in lanes)
+        queries, last_queries, read = queries_of(packed, lanes, device, hf_model.dtype)
         step = StepAttention(self._cache, torch.from_numpy(packed.write_rows).to(device), queries, last_queries)
-        positions = torch.from_numpy(packed.positions(3 if seam.family.mrope else 1)).to(device)
-        with seam.language_scope.lanes(packed.num_tokens, lanes), self._last_layer.limited_to(read):
-            hidden = seam.forward(embeddings, positions, step, visual_mask, deepstack)
+        positions = torch.from_numpy(packed.positions(3 if hf_model.family.mrope else 1)).to(device)
+        with hf_model.language_scope.lanes(packed.num_tokens, lanes), self._last_layer.limited_to(read):
+            hidden = hf_model.forward(embeddings, positions, step, visual_mask, deepstack)
         return hidden, packed
 
     # -- answers ----------------------------------------------------------------------------------------------------
@@ -166,13 +164,13 @@ class ModelRunner:
         if not rows:
             return {}, {}, {}
         picked = hidden.index_select(0, torch.tensor([row.stop - 1 for row in rows]).to(hidden.device))
-        logits = linear(picked, self._seam.lm_head.weight, self._seam.lm_head.bias).float().contiguous()
+        logits = linear(picked, self._hf_model.lm_head.weight, self._hf_model.lm_head.bias).float().contiguous()
         states = [row.state for row in rows]
         params = [state.request.sampling for state in states]
         held, refused = hold(logits, [state.cursor for state in states])
         written = [Written(state.tokens, len(state.request.prompt_ids)) for state in states]
         chosen = sample(
-            adjusted(held, params, written, self._seam.eos_ids),
+            adjusted(held, params, written, self._hf_model.eos_ids),
             params,
             [state.seed for state in states],
             [state.num_answered for state in states],

@@ -1,12 +1,14 @@
-"""Sampling. A draw depends only on the request's seed and the token's index in the answer.
+"""Sampling, and the adjustments of logits before it: logit bias, penalties, and the minimum number of tokens.
 
-The same request therefore gets the same answer in any batch and after any preemption, without generator state.
+A draw depends only on the request's seed and the token's index in the answer. The same request therefore gets the same
+answer in any batch and after any preemption, without generator state.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -48,7 +50,7 @@ def token_scores(
 
     They are computed from the given logits, before temperature and filters.
     """
-    rows = [row for row, asked in enumerate(params) if asked.logprobs is not None]
+    rows = [row for row, sampling in enumerate(params) if sampling.logprobs is not None]
     if not rows:
         return {}
     scores = torch.log_softmax(logits[rows].double(), -1)
@@ -78,3 +80,70 @@ def _draw(logits: torch.Tensor, params: SamplingParams, seed: int, place: int) -
     target = uniform * float(cumulative[kept - 1])
     index = int(torch.searchsorted(cumulative[:kept], target, right=True))
     return int(ids[min(index, kept - 1)])
+
+
+# -- adjustments before sampling --------------------------------------------------------------------------------------
+
+
+class Written(NamedTuple):
+    """One row's tokens so far: the prompt's, then the answer's. num_prompt: number of prompt tokens."""
+
+    tokens: Sequence[int]
+    num_prompt: int
+
+    @property
+    def answer(self) -> Sequence[int]:
+        return self.tokens[self.num_prompt :]
+
+
+def changes_logits(params: SamplingParams, num_answered: int) -> bool:
+    """Whether `adjusted` changes the logits of the token at this index of the answer."""
+    return bool(
+        params.logit_bias
+        or params.repetition_penalty != 1
+        or params.frequency_penalty
+        or params.presence_penalty
+        or params.min_tokens > num_answered
+    )
+
+
+def adjusted(
+    logits: torch.Tensor, params: Sequence[SamplingParams], written: Sequence[Written], eos_ids: Collection[int]
+) -> torch.Tensor:
+    """Adjust `logits` [n, vocab] for sampling. Returns a copy if any row changes.
+
+    The order is: minus infinity for end-of-sequence tokens (eos_ids) until the answer has `min_tokens`, the logit bias,
+    the repetition penalty over prompt and answer, and the frequency and presence penalties over the answer. Logits of
+    minus infinity do not change.
+    """
+    rows = [
+        row
+        for row, (sampling, so_far) in enumerate(zip(params, written, strict=True))
+        if changes_logits(sampling, len(so_far.tokens) - so_far.num_prompt)
+    ]
+    if not rows:
+        return logits
+    logits = logits.clone()
+    for row in rows:
+        _adjust(logits[row], params[row], written[row], eos_ids)
+    return logits
+
+
+def _adjust(logits: torch.Tensor, params: SamplingParams, written: Written, eos_ids: Collection[int]) -> None:
+    """Adjust logits [vocab] in place."""
+    if params.min_tokens > len(written.answer):
+        logits[list(eos_ids)] = -torch.inf
+    if params.logit_bias:
+        ids, bias = zip(*params.logit_bias, strict=True)
+        logits.index_add_(0, _ids(ids, logits), torch.tensor(bias, dtype=logits.dtype, device=logits.device))
+    if params.repetition_penalty != 1:
+        seen = _ids(written.tokens, logits).unique()
+        own = logits[seen]
+        logits[seen] = torch.where(own > 0, own / params.repetition_penalty, own * params.repetition_penalty)
+    if written.answer and (params.frequency_penalty or params.presence_penalty):
+        seen, counts = _ids(written.answer, logits).unique(return_counts=True)
+        logits[seen] -= params.frequency_penalty * counts + params.presence_penalty
+
+
+def _ids(tokens: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(tokens, dtype=torch.int64, device=logits.device)

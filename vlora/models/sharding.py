@@ -15,8 +15,8 @@ from atmm.matmul import linear
 from vlora.lora.adapted_linear import AdaptedLinear
 from vlora.lora.adapter_pool import shared_inputs
 from vlora.lora.sharded import ReducedLayer, gathered
-from vlora.models.hf_adapter import Seam
-from vlora.parallel import Group, ShardPlan
+from vlora.models.hf_model import HFModel
+from vlora.parallel import ProcessGroup, ShardPlan
 
 _SAMPLE = 64  # values of each tensor that a fingerprint reads
 
@@ -24,7 +24,7 @@ _SAMPLE = 64  # values of each tensor that a fingerprint reads
 class RowParallelLinear(AdaptedLinear):
     """A layer with inputs split over ranks. One all-reduce sums the outputs of the layer and its adapters."""
 
-    group: Group
+    group: ProcessGroup
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         num_rows = input.numel() // self.in_features
@@ -50,14 +50,14 @@ def plan_of(model_config: Any, rank: int, size: int) -> ShardPlan:
     )
 
 
-def shard(seam: Seam, group: Group) -> None:
+def shard(hf_model: HFModel, group: ProcessGroup) -> None:
     """Keep this rank's part of every linear layer of the language model, and move the model to the group's device.
 
     Raises:
         BadConfig: The model cannot be sharded over this number of ranks.
     """
-    plan = plan_of(seam.config, group.rank, group.size)
-    for name, layer in seam.language_linears.items():
+    plan = plan_of(hf_model.config, group.rank, group.size)
+    for name, layer in hf_model.language_linears.items():
         part = plan.shard(name, layer.in_features, layer.out_features)
         layer.weight.data = layer.weight.data[part.outputs.slice, part.inputs.slice].clone()
         if layer.bias is not None and part.by_columns:
@@ -70,12 +70,12 @@ def shard(seam: Seam, group: Group) -> None:
             summed: RowParallelLinear = layer  # type: ignore[assignment]
             summed.group = group
             layer.others["reduced", group.size] = ReducedLayer(group)
-    _gather_together(seam.language_linears, group)
-    seam.num_kv_heads = plan.kv_heads
-    seam.move(group.device)
+    _gather_together(hf_model.language_linears, group)
+    hf_model.num_kv_heads = plan.kv_heads
+    hf_model.move(group.device)
 
 
-def _gather_together(linears: Mapping[str, AdaptedLinear], group: Group) -> None:
+def _gather_together(linears: Mapping[str, AdaptedLinear], group: ProcessGroup) -> None:
     for names in shared_inputs(linears):
         layers = [linears[name] for name in names if linears[name].shard.by_columns]
         for layer, place in zip(layers, gathered(group, len(layers)), strict=True):

@@ -2,17 +2,18 @@
 
 Pure Python, deterministic under a fake clock; uses no tensors.
 
-Reading order: `policies/base.py` (the interface), `policies/algorithm1.py` (the paper's policy), `request_state.py`
-(per-request lengths), `budgets.py` (token and block budgets), `cost_model.py`, `scheduler.py` (everything combined).
+Reading order: `scheduler.py` (`schedule` and `record`), `policies/base.py` (the interface of policies),
+`policies/algorithm1.py` (the paper's policy), `request_state.py` (per-request lengths), `credits.py` (starvation),
+`budgets.py` (token and block budgets), `cost_model.py`, `admission/` (from arrival to the first step).
 """
 
-from vlora.orchestrator.adapter_prefetch import bring_wanted, give_way_to_kv, pin_in_use
+from vlora.orchestrator.adapter_prefetch import evict_for_kv, load_needed_adapters, pin_in_use
 from vlora.orchestrator.cost_model import CostModel, Costs, StepSize
 from vlora.orchestrator.policies.algorithm1 import Algorithm1
 from vlora.orchestrator.policies.base import Candidate, Decision, Policy, PolicyState
 from vlora.orchestrator.policies.registry import POLICIES, make_policy
 from vlora.orchestrator.scheduler import Scheduler
-from vlora.orchestrator.waits import Waits
+from vlora.orchestrator.stats import WaitStats
 
 __all__ = [
     "POLICIES",
@@ -25,9 +26,9 @@ __all__ = [
     "PolicyState",
     "Scheduler",
     "StepSize",
-    "Waits",
-    "bring_wanted",
-    "give_way_to_kv",
+    "WaitStats",
+    "evict_for_kv",
+    "load_needed_adapters",
     "make_policy",
     "pin_in_use",
 ]

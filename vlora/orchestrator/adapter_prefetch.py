@@ -1,57 +1,133 @@
-"""Selects the adapters to load before a step and those that must stay resident during it."""
+"""Selects the adapters to load before a step, those that must stay resident during it, and those to evict for KV."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
-from vlora.memory.adapter_cache import Residency
-from vlora.orchestrator.scheduler import Scheduler
+from vlora.memory.adapter_cache import AdapterCache
+from vlora.memory.block_manager import BlockManager
+from vlora.orchestrator.admission.request_queue import RequestQueue
+from vlora.orchestrator.budgets import StepBudget, blocks_short
+from vlora.orchestrator.credits import Credits
+from vlora.orchestrator.encoder_budget import EncodeQueue
+from vlora.orchestrator.residency_quantum import ResidencyQuantum
 
 
-def bring_wanted(scheduler: Scheduler, residency: Residency, bring: Callable[[str], bool]) -> None:
+class MemoryDemand:
+    """The adapters and KV blocks that the unfinished requests need."""
+
+    def __init__(
+        self,
+        queue: RequestQueue,
+        budget: StepBudget,
+        credits: Credits,
+        encoding: EncodeQueue,
+        block_manager: BlockManager,
+        quantum: ResidencyQuantum,
+        clock: Callable[[], float],
+    ) -> None:
+        self._queue = queue
+        self._budget = budget
+        self._credits = credits
+        self._encoding = encoding
+        self._block_manager = block_manager
+        self._quantum = quantum
+        self._clock = clock
+
+    @property
+    def needed_adapters(self) -> Set[str]:
+        """Adapters that entered requests need.
+
+        Adapters of requests that wait for admission or KV room are excluded: they would take pages that entered
+        requests are expected to need.
+        """
+        return self._queue.entered_adapters
+
+    def adapters_outside(self) -> Set[str]:
+        """Adapters of requests that wait for KV room, then for admission, each in order of arrival."""
+        return self._queue.waiting_adapters
+
+    def adapters_by_credit(self) -> tuple[str, ...]:
+        """The needed adapters in descending order of their requests' highest credit."""
+        highest: dict[str, float] = {}
+        tracked = [t for t in self._queue.admitted.values() if t.adapter is not None and t.entered]
+        for t, credit in zip(tracked, self._credits.current(tracked, self._clock()), strict=True):
+            assert t.adapter is not None
+            if credit > highest.get(t.adapter, -1.0):
+                highest[t.adapter] = credit
+        return tuple(sorted(highest, key=lambda adapter: -highest[adapter]))
+
+    def adapters_in_use(self) -> frozenset[str]:
+        """Adapters that must stay resident.
+
+        Evicting one stalls requests that hold KV blocks, or discards images that are partially encoded. While a request
+        starves for an adapter that does not fit, only two kinds must stay: adapters within their residency quantum, and
+        those of requests that were preempted and have not produced a token since. The other requests keep their KV and
+        wait in turn.
+        """
+        now = self._clock()
+        holders = (self._queue.admitted[holder] for holder in self._block_manager.holders)
+        held = frozenset(
+            t.adapter
+            for t in holders
+            if t.adapter is not None
+            and (t.protected or not self._queue.adapter_starves or not self._quantum.has_expired(t.adapter, now))
+        )
+        return held | self._encoding.adapters_encoding
+
+    def blocks_short(self) -> int:
+        """Additional free KV blocks that the next step needs, see `budgets.blocks_short`."""
+        return blocks_short(self._queue.admitted.values(), self._block_manager, self._budget)
+
+    def blocks_short_to_enter(self) -> int:
+        """Additional free KV blocks that the next request needs to enter; 0 if none waits for room."""
+        return self._queue.blocks_short
+
+
+def load_needed_adapters(demand: MemoryDemand, adapter_cache: AdapterCache, load: Callable[[str], bool]) -> None:
     """Load the adapters that requests need, in order of demand, as far as memory allows.
 
     Args:
-        scheduler: provides the needed adapters.
-        residency: the resident adapters.
-        bring: loads one adapter, evicting cold ones if necessary; False if it cannot fit now.
+        demand: the needed adapters.
+        adapter_cache: the resident adapters.
+        load: loads one adapter, evicting cold ones if necessary; False if it cannot fit now.
     """
-    resident = residency.resident
-    if scheduler.needed_adapters <= resident:
-        for name in scheduler.needed_adapters:
-            residency.touch(name)
+    resident = adapter_cache.resident
+    if demand.needed_adapters <= resident:
+        for name in demand.needed_adapters:
+            adapter_cache.touch(name)
         return
-    pinned = pin_in_use(scheduler, residency)
-    for name in scheduler.waiting_adapters():
-        if bring(name):
-            # Keep a less wanted adapter from evicting this one before its requests have run a step.
-            residency.pin(name)
+    pinned = pin_in_use(demand, adapter_cache)
+    for name in demand.adapters_by_credit():
+        if load(name):
+            # Keep an adapter with less demand from evicting this one before its requests have run a step.
+            adapter_cache.pin(name)
             pinned.append(name)
     for name in pinned:
-        residency.unpin(name)
+        adapter_cache.unpin(name)
 
 
-def give_way_to_kv(scheduler: Scheduler, residency: Residency, merged: str | None) -> None:
-    """Evict adapters when KV blocks are short. Call after `bring_wanted`.
+def evict_for_kv(demand: MemoryDemand, adapter_cache: AdapterCache, merged: str | None) -> None:
+    """Evict adapters when KV blocks are short. Call after `load_needed_adapters`.
 
     If the next step lacks blocks, evicts adapters that no entered request needs: loading one again costs less than
     recomputing a request's KV. If a waiting request lacks blocks to enter, evicts only adapters that no request needs.
 
     Args:
-        scheduler: provides the demand for blocks and adapters.
-        residency: the resident adapters.
+        demand: the demand for blocks and adapters.
+        adapter_cache: the resident adapters.
         merged: the currently merged adapter, which is kept.
     """
-    needed = {*scheduler.needed_adapters, merged}
-    if num_blocks := scheduler.blocks_short():
-        residency.yield_blocks(num_blocks, kept=needed)
-    if num_blocks := scheduler.blocks_short_to_enter():
-        residency.yield_blocks(num_blocks, kept=needed | scheduler.adapters_outside())
+    needed = {*demand.needed_adapters, merged}
+    if num_blocks := demand.blocks_short():
+        adapter_cache.evict_for_blocks(num_blocks, kept=needed)
+    if num_blocks := demand.blocks_short_to_enter():
+        adapter_cache.evict_for_blocks(num_blocks, kept=needed | demand.adapters_outside())
 
 
-def pin_in_use(scheduler: Scheduler, residency: Residency) -> list[str]:
+def pin_in_use(demand: MemoryDemand, adapter_cache: AdapterCache) -> list[str]:
     """Pin the resident adapters that running requests need; return their names for the caller to unpin."""
-    pinned = [name for name in scheduler.adapters_in_use() if name in residency.resident]
+    pinned = [name for name in demand.adapters_in_use() if name in adapter_cache.resident]
     for name in pinned:
-        residency.pin(name)
+        adapter_cache.pin(name)
     return pinned

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from operator import mul
 from typing import NamedTuple
 
-from vlora.types import Batch
+from vlora.types import Batch, StepResult
 
 _FORGET = 0.98  # decay per new sample: the fit follows a machine that slows down within some fifty steps
 _SMOOTH = 0.2  # weight of the newest switch in the moving average
@@ -133,6 +133,31 @@ def num_lanes(adapter: str | None, merged: str | None) -> int:
     return (adapter is not None) + (merged is not None)
 
 
+class MergedAdapters(NamedTuple):
+    """The adapters whose merged weights are available.
+
+    Attributes:
+        in_place: the adapter merged into the weights in place; None for W0.
+        shadow: the adapter merged last, if a shadow copy keeps its weights: putting them in place is free.
+    """
+
+    in_place: str | None = None
+    shadow: str | None = None
+
+    def among(self, resident: Set[str]) -> MergedAdapters:
+        """Without evicted adapters, whose merged weights are invalid."""
+        return MergedAdapters(
+            self.in_place if self.in_place in resident else None, self.shadow if self.shadow in resident else None
+        )
+
+    def after(self, batch: Batch, result: StepResult) -> MergedAdapters:
+        """The state after a step."""
+        merged, shadow = batch.merged_adapter, self.shadow
+        if result.switched and merged is not None and merged != shadow:
+            shadow = None if result.in_place else merged
+        return MergedAdapters(merged, shadow)
+
+
 class CostModel:
     """Learns `Costs` by online non-negative least squares.
 
@@ -165,9 +190,31 @@ class CostModel:
         """Current estimates."""
         return self._costs
 
+    def observe(self, batch: Batch, result: StepResult, before: MergedAdapters) -> None:
+        """Learn from a step, its images and its switch.
+
+        Args:
+            batch: the batch of the step.
+            result: its measured times.
+            before: the merged weights that were available before the step.
+        """
+        if result.switched:
+            if batch.merged_adapter is None:
+                if result.in_place:
+                    self.observe_back(result.switch_s)
+            elif batch.merged_adapter != before.shadow:
+                self.observe_switch(result.switch_s)
+        encode_s = 0.0
+        if result.encoded is not None:
+            encode_s = result.encoded.seconds
+            self.observe_encoding(result.encoded.num_patches, encode_s)
+        if batch.items and result.step_s > encode_s and not result.errors:
+            # Measured separately, so that encoding time is never attributed to tokens.
+            self.observe_step(StepSize.of(batch)._replace(num_patches=0.0), result.step_s - encode_s)
+
     def observe_step(self, size: StepSize, seconds: float) -> None:
         """Learn from a step that took `seconds`, switching excluded."""
-        features = tuple(map(mul, size.features(self._short_lane), _UNITS))
+        features = tuple(map(mul, size.features(self._short_lane), FEATURE_SCALES))
         weights, moment = self._weights, self._moment
         for i, (row, feature) in enumerate(zip(self._gram, features, strict=True)):
             row[:] = [_FORGET * old + feature * other for old, other in zip(row, features, strict=True)]
@@ -196,7 +243,7 @@ class CostModel:
         self._expect()
 
     def _expect(self) -> None:
-        each = map(mul, self._weights, _UNITS)
+        each = map(mul, self._weights, FEATURE_SCALES)
         patch_s = self._encode_s / self._patches if self._patches else 0.0
         self._costs = Costs._make((*each, self.switch_s, self._back_s or 0.0, self._short_lane, patch_s))
 
@@ -206,5 +253,5 @@ def _smoothed(average: float | None, newest: float) -> float:
 
 
 # Feature scales: typical values are near 1, so that the descent is well conditioned.
-_UNITS = (1.0, 1 / 64, 1 / 64, 1 / 64, 1 / 4096, 1 / 8, 1 / 8)
-_NUM = len(_UNITS)
+FEATURE_SCALES = (1.0, 1 / 64, 1 / 64, 1 / 64, 1 / 4096, 1 / 8, 1 / 8)
+_NUM = len(FEATURE_SCALES)

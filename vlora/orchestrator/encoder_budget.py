@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
-from vlora.orchestrator.request_state import Image, Tracked
-from vlora.types import Encode, Encoded, RequestStatus
+from vlora.orchestrator.cost_model import Costs, StepSize
+from vlora.orchestrator.request_state import Image, TrackedRequest
+from vlora.types import Batch, Encode, Encoded, RequestStatus
 
 SHARE = 0.5  # encoding time per step with tokens, relative to their time: limits the delay of decoding
 ALONE_S = 0.1  # encoding time per step without tokens: limits the delay of new requests
@@ -16,15 +17,15 @@ ContentKey = tuple[str, str | None]
 """An image's content hash, and the key of the adapter that applies vision-side deltas to it."""
 
 
-class _Call(NamedTuple):
+class _EncodeCall(NamedTuple):
     """One call of the vision tower. `items` lists (request, image) in order of selection."""
 
     number: int
-    items: tuple[tuple[Tracked, Image], ...]
+    items: tuple[tuple[TrackedRequest, Image], ...]
     total: float
 
 
-class _Held(NamedTuple):
+class _HeldEmbeddings(NamedTuple):
     """Embeddings held for a request that has not started. `adapter` is the one it needs to start."""
 
     num_tokens: int
@@ -53,14 +54,14 @@ class EncodeQueue:
         self._is_cached = is_cached
         self._max_ahead = _MAX_AHEAD * max_step_tokens
         self._vision_key: dict[str, str | None] = {}  # for requests with images
-        self._ahead: dict[str, _Held] = {}  # by request
+        self._ahead: dict[str, _HeldEmbeddings] = {}  # by request
         self._alone: set[str] = set()  # to encode alone: a shared call with their images failed
-        self._call: _Call | None = None
+        self._call: _EncodeCall | None = None
         self._left = 0.0  # patches left of the call
         self._debt = 0.0  # patches by which the last step exceeded its budget
         self._num_calls = 0
 
-    def add(self, tracked: Tracked, vision_key: str | None) -> None:
+    def add(self, tracked: TrackedRequest, vision_key: str | None) -> None:
         """Register the images of a request.
 
         Args:
@@ -84,7 +85,7 @@ class EncodeQueue:
             key = (item.content_hash, vision_key)
             tracked.images.append(Image(index, key, max(1, item.num_patches), item.num_tokens, last))
 
-    def forget(self, request_id: str) -> None:
+    def remove(self, request_id: str) -> None:
         """Remove a request that has ended."""
         self._vision_key.pop(request_id, None)
         self._ahead.pop(request_id, None)
@@ -92,11 +93,11 @@ class EncodeQueue:
         if self._call is not None and all(t.request_id not in self._vision_key for t, _ in self._call.items):
             self._call = None
 
-    def is_ready(self, tracked: Tracked) -> bool:
+    def is_ready(self, tracked: TrackedRequest) -> bool:
         """Whether a request can compute its next token."""
         return not tracked.images or not self._missing(tracked)
 
-    def patches_left(self, tracked: Tracked) -> float:
+    def patches_left(self, tracked: TrackedRequest) -> float:
         """Patches to encode before a request is ready.
 
         Excludes work that the current call has already done on images shared with other requests.
@@ -111,7 +112,7 @@ class EncodeQueue:
             left -= shared * (1 - self._left / self._call.total)
         return left
 
-    def started(self, tracked: Tracked, start: int) -> None:
+    def mark_started(self, tracked: TrackedRequest, start: int) -> None:
         """Mark that a request computes tokens from `start` on.
 
         The runner holds the images of these tokens until the request ends.
@@ -121,11 +122,13 @@ class EncodeQueue:
         self._ahead.pop(tracked.request_id, None)
 
     @property
-    def adapters_under_way(self) -> Set[str]:
+    def adapters_encoding(self) -> Set[str]:
         """Adapters with deltas on images of the current call. Evicting one would discard the call's work."""
         return frozenset() if self._call is None else _adapters(self._call.items)
 
-    def choose(self, waiting: Iterable[Tracked], resident: Set[str], budget: float, *, alone: bool) -> Encode | None:
+    def choose(
+        self, waiting: Iterable[TrackedRequest], resident: Set[str], budget: float, *, alone: bool
+    ) -> Encode | None:
         """Select the encoding work of a step.
 
         Args:
@@ -150,7 +153,7 @@ class EncodeQueue:
         items = tuple((t.request_id, image.place) for t, image in self._call.items)
         return Encode(self._call.number, items, budget, self._left)
 
-    def record(self, encode: Encode, encoded: Encoded) -> list[Tracked]:
+    def record(self, encode: Encode, encoded: Encoded) -> list[TrackedRequest]:
         """Record the encoding work of a step; return the requests with images in it."""
         call = self._call
         if call is None or call.number != encode.number:
@@ -172,8 +175,10 @@ class EncodeQueue:
                     # A request that started with this image in the prefix cache may have been preempted since. It waits
                     # for KV room, and its embeddings must not block requests that have room.
                     if tracked.entered and tracked.status is RequestStatus.WAITING:
-                        held = self._ahead.get(tracked.request_id, _Held(0, tracked.adapter))
-                        self._ahead[tracked.request_id] = _Held(held.num_tokens + image.num_tokens, tracked.adapter)
+                        held = self._ahead.get(tracked.request_id, _HeldEmbeddings(0, tracked.adapter))
+                        self._ahead[tracked.request_id] = _HeldEmbeddings(
+                            held.num_tokens + image.num_tokens, tracked.adapter
+                        )
         return list(dict.fromkeys(t for t, _ in alive))
 
     def check_integrity(self, tracked: Collection[str]) -> None:
@@ -181,12 +186,12 @@ class EncodeQueue:
         assert self._vision_key.keys() <= set(tracked), "an ended request still has images to encode"
         assert self._ahead.keys() <= self._vision_key.keys(), "embeddings are held for an ended request"
 
-    def _missing(self, tracked: Tracked) -> list[Image]:
+    def _missing(self, tracked: TrackedRequest) -> list[Image]:
         start = tracked.cached_len
         return [image for image in tracked.images if image.last >= start and not self._is_cached(image.key)]
 
-    def _next_call(self, waiting: Iterable[Tracked], resident: Set[str], budget: float) -> _Call | None:
-        items: list[tuple[Tracked, Image]] = []
+    def _next_call(self, waiting: Iterable[TrackedRequest], resident: Set[str], budget: float) -> _EncodeCall | None:
+        items: list[tuple[TrackedRequest, Image]] = []
         keys: set[ContentKey] = set()
         total = 0.0
         reserved = sum([held.num_tokens for held in self._ahead.values()])
@@ -215,14 +220,22 @@ class EncodeQueue:
                 break
         return self._begin(items, total) if items else None
 
-    def _begin(self, items: Sequence[tuple[Tracked, Image]], total: float) -> _Call:
+    def _begin(self, items: Sequence[tuple[TrackedRequest, Image]], total: float) -> _EncodeCall:
         self._num_calls += 1
-        return _Call(self._num_calls, tuple(items), total)
+        return _EncodeCall(self._num_calls, tuple(items), total)
+
+
+def encode_budget(batch: Batch | None, costs: Costs, share: float) -> float:
+    """Patches to encode in a step: `share` of the time of its tokens, or `ALONE_S` without tokens."""
+    if not costs.patch_s:
+        return 1.0  # until a cost was measured
+    seconds = ALONE_S if batch is None else share * costs.step_s(StepSize.of(batch))
+    return max(1.0, seconds / costs.patch_s)
 
 
 def _in_memory(adapter: str | None, resident: Set[str]) -> bool:
     return adapter is None or adapter in resident
 
 
-def _adapters(items: Iterable[tuple[Tracked, Image]]) -> set[str]:
+def _adapters(items: Iterable[tuple[TrackedRequest, Image]]) -> set[str]:
     return {image.key[1] for _, image in items if image.key[1] is not None}

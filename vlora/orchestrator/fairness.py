@@ -6,7 +6,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from vlora.orchestrator.request_state import Tracked
+from vlora.orchestrator.request_state import TrackedRequest
 
 
 class FairShares:
@@ -18,7 +18,7 @@ class FairShares:
     others, so idle time earns no credit.
     """
 
-    def __init__(self, weights: Mapping[str, float], name_of: Callable[[Tracked], str | None]) -> None:
+    def __init__(self, weights: Mapping[str, float], name_of: Callable[[TrackedRequest], str | None]) -> None:
         """Start without counters.
 
         Args:
@@ -31,7 +31,7 @@ class FairShares:
         self._unfinished: Counter[str | None] = Counter()
         self._least = 0.0  # lower bound for the counter of the next arriving name
 
-    def arrived(self, tracked: Tracked) -> None:
+    def add(self, tracked: TrackedRequest) -> None:
         """Add a request."""
         name = self._name_of(tracked)
         if not self._unfinished[name]:
@@ -39,7 +39,7 @@ class FairShares:
             self._served[name] = max(self._served.get(name, 0.0), self._least)
         self._unfinished[name] += 1
 
-    def ended(self, tracked: Tracked) -> None:
+    def remove(self, tracked: TrackedRequest) -> None:
         """Remove a request."""
         name = self._name_of(tracked)
         if self._unfinished[name] == 1:
@@ -50,12 +50,12 @@ class FairShares:
         else:
             self._unfinished[name] -= 1
 
-    def serve(self, tracked: Tracked, num_tokens: int) -> None:
+    def count_service(self, tracked: TrackedRequest, num_tokens: int) -> None:
         """Count tokens served to an unfinished request."""
         name = self._name_of(tracked)
         self._served[name] += num_tokens / self._weight(name)
 
-    def starts(self, requests: Sequence[Tracked]) -> list[float]:
+    def starts(self, requests: Sequence[TrackedRequest]) -> list[float]:
         """The counter of each request's name when its turn comes, if earlier requests of the name are served first."""
         stands: dict[str | None, list[float]] = {}  # by name: counter, and its increase per token
         found: list[float] = []
@@ -77,7 +77,7 @@ class FairShares:
             self._least = max(self._least, min(self._served[name] for name in self._unfinished))
 
 
-def in_turn(requests: Sequence[Tracked], shares: Sequence[FairShares]) -> Sequence[Tracked]:
+def scheduling_order(requests: Sequence[TrackedRequest], shares: Sequence[FairShares]) -> Sequence[TrackedRequest]:
     """The requests ordered by priority, then fair shares, then their given order.
 
     Args:
@@ -93,7 +93,7 @@ def in_turn(requests: Sequence[Tracked], shares: Sequence[FairShares]) -> Sequen
     return sorted(requests, key=_rank) if ranked and shares else requests
 
 
-def tenant_of(tracked: Tracked) -> str | None:
+def tenant_of(tracked: TrackedRequest) -> str | None:
     """The tenant of a request."""
     return tracked.tenant
 
@@ -103,7 +103,7 @@ def _name(adapter: str | None) -> str | None:
     return None if adapter is None else adapter.rpartition("@")[0] or adapter
 
 
-def adapter_of(tracked: Tracked) -> str | None:
+def adapter_of(tracked: TrackedRequest) -> str | None:
     """The adapter name of a request.
 
     The engine identifies an adapter as name@version; all versions of a name share one counter.
@@ -111,5 +111,5 @@ def adapter_of(tracked: Tracked) -> str | None:
     return _name(tracked.adapter)
 
 
-def _rank(tracked: Tracked) -> int:
+def _rank(tracked: TrackedRequest) -> int:
     return -tracked.priority

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
+from vlora.memory.block_manager import BlockManager
 from vlora.memory.prefix_cache import Key, TokenChain
 from vlora.types import Mode, Request, RequestStatus, Timings
+
+MAX_LOOKUPS = 128  # per step: many requests with one image must not delay a decision
 
 
 class Image(NamedTuple):
@@ -26,7 +30,7 @@ class Image(NamedTuple):
     last: int
 
 
-class Tracked:
+class TrackedRequest:
     """State of a request, with three lengths: cached_len <= device_len <= max_len.
 
     Times are in seconds of the scheduler's clock.
@@ -53,6 +57,7 @@ class Tracked:
 
     __slots__ = (
         "adapter",
+        "admitted_s",
         "answer_by",
         "arrival",
         "arrival_s",
@@ -70,7 +75,6 @@ class Tracked:
         "last_answer_s",
         "last_key",
         "last_ran_s",
-        "let_in_s",
         "max_len",
         "next_key",
         "num_computed",
@@ -99,7 +103,7 @@ class Tracked:
         self.computed_len = 0
         self.arrival = -1
         self.arrival_s = now
-        self.let_in_s = now
+        self.admitted_s = now
         self.last_ran_s = now
         self.last_answer_s = now
         bounds = [bound for bound in (request.max_ttft_s, request.max_latency_s) if bound is not None]
@@ -111,7 +115,7 @@ class Tracked:
         self.chain = chain
         self.last_key: Key | None = None
         self.next_key: Key | None = None
-        self.place(0)
+        self.set_cached_len(0)
         self.num_computed = 0  # prompt tokens computed, recomputation included
         self.num_reused = 0  # prompt tokens reused, known with the first answer
         self.status = RequestStatus.WAITING
@@ -121,7 +125,7 @@ class Tracked:
         self.protected = False  # preempted, and no token sampled since
         self.steps_by_mode: dict[Mode, int] = {}
 
-    def place(self, cached_len: int) -> None:
+    def set_cached_len(self, cached_len: int) -> None:
         """Set the number of tokens with KV in place."""
         self.cached_len = cached_len
         if self.chain is None:
@@ -151,15 +155,19 @@ class Tracked:
         """Tokens to compute before the next answer."""
         return self.device_len - self.cached_len
 
-    def let_in(self, arrival: int, now: float) -> None:
+    def admit(self, arrival: int, now: float) -> None:
         """Admit the request: policies may select it once it has entered the KV room."""
         self.arrival = arrival
-        self.let_in_s = self.last_ran_s = now
+        self.admitted_s = self.last_ran_s = now
 
     def enter(self, now: float) -> None:
         """Enter the KV room."""
         self.entered = True
         self.last_ran_s = self.last_answer_s = now
+
+    @property
+    def has_ended(self) -> bool:
+        return self.status in (RequestStatus.FINISHED, RequestStatus.FAILED)
 
     def expired(self, now: float) -> bool:
         """Whether the request's max_latency_s has passed."""
@@ -168,7 +176,7 @@ class Tracked:
 
     def preempt(self) -> None:
         """Return to waiting: the blocks are freed, the sampled tokens are kept."""
-        self.place(0)
+        self.set_cached_len(0)
         self.status = RequestStatus.WAITING
         self.num_preemptions += 1
         self.protected = True
@@ -192,3 +200,34 @@ class Tracked:
         assert self.chain is not None or self.status is RequestStatus.RUNNING or self.cached_len == 0, (
             f"{self.request_id} waits but holds KV"
         )
+
+
+def update_prefix_hits(requests: Iterable[TrackedRequest], block_manager: BlockManager) -> None:
+    """Advance every request to its prefix-cache hit, so that policies and budgets see the tokens left to compute.
+
+    A running request takes over blocks that others have computed. For a waiting request the hit is a forecast: it holds
+    no blocks, and looks them up again when it starts. A request without changes costs two key lookups.
+
+    Args:
+        requests: in order of arrival; the number of lookups is limited, and older requests take precedence.
+        block_manager: the KV blocks.
+    """
+    if not block_manager.reuses:
+        return
+    known = block_manager.known
+    left = MAX_LOOKUPS
+    for tracked in requests:
+        if tracked.next_key in known:
+            assert tracked.chain is not None
+            if tracked.status is RequestStatus.RUNNING:
+                tracked.set_cached_len(
+                    block_manager.reuse(tracked.request_id, tracked.chain, tracked.cached_len, tracked.device_len)
+                )
+                continue
+            while left and tracked.next_key in known:
+                tracked.set_cached_len(tracked.cached_len + tracked.chain.block_size)
+                left -= 1
+        elif tracked.status is RequestStatus.WAITING:
+            while tracked.last_key is not None and tracked.last_key not in known:
+                assert tracked.chain is not None
+                tracked.set_cached_len(tracked.cached_len - tracked.chain.block_size)

@@ -1,12 +1,12 @@
-"""Counters for `EngineStats`. They do not influence decisions."""
+"""Counters for `EngineStats`, and waiting times. They do not influence decisions."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
 
-from vlora.memory.books import BlockTables
-from vlora.orchestrator.request_state import Tracked
+from vlora.memory.block_manager import BlockManager
+from vlora.orchestrator.request_state import TrackedRequest
 from vlora.types import Batch, EngineStats, FinishReason, Mode, RequestStatus, StepResult
 
 
@@ -30,7 +30,7 @@ class Counters:
         self._num_encoded_patches = 0.0
         self._encode_s = 0.0
 
-    def step(self, batch: Batch, result: StepResult) -> None:
+    def count_step(self, batch: Batch, result: StepResult) -> None:
         """Count a step, and the switch before it."""
         self._num_steps += 1
         if batch.items:
@@ -42,7 +42,7 @@ class Counters:
             self._num_switches += 1
             self._switch_s += result.switch_s
 
-    def took_part(self, tracked: Tracked, mode: Mode) -> None:
+    def count_request_step(self, tracked: TrackedRequest, mode: Mode) -> None:
         """Count a request's step, in its own timings too."""
         if mode in tracked.steps_by_mode:
             tracked.steps_by_mode[mode] += 1
@@ -50,7 +50,7 @@ class Counters:
             tracked.steps_by_mode[mode] = 1
             self._requests_by_mode[mode] += 1
 
-    def computed(self, tracked: Tracked, start: int, stop: int) -> None:
+    def count_computed(self, tracked: TrackedRequest, start: int, stop: int) -> None:
         """Count a request's newly computed tokens [start, stop); prompt tokens are also counted separately."""
         self._num_step_tokens += stop - start
         self._num_needed_tokens += max(0, stop - max(start, tracked.computed_len))
@@ -59,34 +59,39 @@ class Counters:
         tracked.num_computed += of_prompt
         self._num_computed += of_prompt
 
-    def answered(self, tracked: Tracked) -> None:
+    def count_first_answer(self, tracked: TrackedRequest) -> None:
         """Count the reused prompt tokens of a request at its first answer."""
         tracked.num_reused = max(0, tracked.prompt_len - tracked.num_computed)
         self._num_reused += tracked.num_reused
 
-    def preempted(self, num_requests: int) -> None:
+    def count_preempted(self, num_requests: int) -> None:
         """Count preempted requests."""
         self._num_preemptions += num_requests
 
-    def ended(self, reason: FinishReason, failed: bool) -> None:
+    def count_ended(self, reason: FinishReason, failed: bool) -> None:
         """Count an ended request. A cancelled request did not fail."""
         self._num_finished += not failed
         self._num_failed += failed and reason != "cancelled"
         self._num_cancelled += failed and reason == "cancelled"
 
     def stats(
-        self, model: str, let_in: Iterable[Tracked], num_outside: int, num_waiting_for_kv: int, tables: BlockTables
+        self,
+        model: str,
+        admitted: Iterable[TrackedRequest],
+        num_outside: int,
+        num_waiting_for_kv: int,
+        block_manager: BlockManager,
     ) -> EngineStats:
         """The sums and the current state.
 
         Args:
             model: name of the model.
-            let_in: admitted, unfinished requests.
+            admitted: admitted, unfinished requests.
             num_outside: requests that wait for admission.
             num_waiting_for_kv: admitted requests that wait for KV room.
-            tables: the KV blocks.
+            block_manager: the KV blocks.
         """
-        running = [tracked.status is RequestStatus.RUNNING for tracked in let_in]
+        running = [tracked.status is RequestStatus.RUNNING for tracked in admitted]
         return EngineStats(
             model=model,
             num_steps=self._num_steps,
@@ -100,9 +105,9 @@ class Counters:
             num_failed=self._num_failed,
             num_cancelled=self._num_cancelled,
             num_preemptions=self._num_preemptions,
-            free_blocks=tables.num_free_blocks,
-            total_blocks=tables.total_blocks,
-            cached_blocks=tables.num_cached_blocks,
+            free_blocks=block_manager.num_free_blocks,
+            total_blocks=block_manager.total_blocks,
+            cached_blocks=block_manager.num_cached_blocks,
             num_reused_tokens=self._num_reused,
             num_computed_tokens=self._num_computed,
             num_step_tokens=self._num_step_tokens,
@@ -111,3 +116,41 @@ class Counters:
             num_encoded_patches=self._num_encoded_patches,
             encode_s=self._encode_s,
         )
+
+
+class WaitStats:
+    """The longest wait of a request, to compare with the waiting bound.
+
+    Attributes:
+        longest_s: the longest time from entering the KV room, or from the end of the last step, to the start of the
+            next step, including times without a resident adapter.
+    """
+
+    def __init__(self, max_batch_size: int) -> None:
+        self._max_batch_size = max_batch_size
+        self._theta_s = 0.0
+        self._num_ready = 1
+        self._step_s = 0.0
+        self.longest_s = 0.0
+
+    @property
+    def bound_s(self) -> float:
+        """theta + ceil(ready / MaxBS) * longest step, with the maximum so far for each term.
+
+        A longer wait of a ready request, at any time, violates the bound.
+        """
+        return self._theta_s + -(-self._num_ready // self._max_batch_size) * self._step_s
+
+    def record_decision(self, theta_s: float, num_ready: int) -> None:
+        """Record the inputs of a decision."""
+        self._theta_s = max(self._theta_s, theta_s)
+        self._num_ready = max(self._num_ready, num_ready)
+
+    def record_wait(self, seconds: float) -> None:
+        """Record the wait of a request before its next step."""
+        if seconds > self.longest_s:
+            self.longest_s = seconds
+
+    def record_step(self, seconds: float) -> None:
+        """Record the time of a step, including the switch before it."""
+        self._step_s = max(self._step_s, seconds)

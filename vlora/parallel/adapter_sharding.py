@@ -25,7 +25,7 @@ import torch
 
 from vlora.parallel.layer_sharding import LinearShard, Span
 
-Way = Literal["replicated", "slora"]
+ShardingKind = Literal["replicated", "slora"]
 Side = Literal["a", "b"]
 FactorKind = Literal["dense", "blocks_a", "blocks_b", "gathered", "reduced"]
 
@@ -96,16 +96,16 @@ _ALL = slice(None)
 
 
 @functools.lru_cache(maxsize=4096)
-def plan_cut(rank: int, shard: LinearShard, blocks: Blocks | None = None, way: Way = "replicated") -> Cut:
-    """The part of the adapter's factors of rank `rank` that the shard's owner keeps. way: for dense factors."""
+def plan_cut(rank: int, shard: LinearShard, blocks: Blocks | None = None, sharding: ShardingKind = "replicated") -> Cut:
+    """The part of the adapter's factors of rank `rank` that the shard's owner keeps. sharding: for dense factors."""
     inputs, outputs = shard.inputs, shard.outputs
     if blocks is not None and blocks.num > 1:
         return _block_cut(rank, shard, blocks)
-    if way == "slora" and shard.by_columns and rank % shard.size == 0:
+    if sharding == "slora" and shard.by_columns and rank % shard.size == 0:
         share = rank // shard.size
         shape = FactorShape(rank, inputs.size, outputs.size, "gathered", shard.size)
         return Cut(shape, slice(shard.rank * share, (shard.rank + 1) * share), _ALL, outputs.slice, _ALL)
-    if way == "slora" and shard.by_rows and shard.d_out % shard.size == 0:
+    if sharding == "slora" and shard.by_rows and shard.d_out % shard.size == 0:
         share = shard.d_out // shard.size
         shape = FactorShape(rank, inputs.size, share, "reduced", shard.size)
         return Cut(shape, _ALL, inputs.slice, slice(shard.rank * share, (shard.rank + 1) * share), _ALL)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from vlora.parallel.socket_collectives import Ends, Lines
+from vlora.parallel.socket_collectives import RankSockets, SocketCollectives
 
 Cause = Literal["base", "slora", "orders", "images", "start"]
 """The reason of a collective: the base model's sums, S-LoRA adapters' products, rank 0's orders, failed images,
@@ -50,27 +50,27 @@ class Ledger:
         return entries
 
 
-class Group:
+class ProcessGroup:
     """This process among the ranks of its replica. Created on all ranks at once; every call is made by all ranks.
 
-    A call raises RanksApart if another rank is dead or makes a different call; NCCL raises RuntimeError for its own
-    errors.
+    A call raises CollectiveFailed if another rank is dead or makes a different call; NCCL raises RuntimeError for its
+    own errors.
     """
 
-    def __init__(self, rank: int, ends: Ends, device: torch.device, store_file: str = "") -> None:
+    def __init__(self, rank: int, sockets: RankSockets, device: torch.device, store_file: str = "") -> None:
         """Wait until all ranks are connected.
 
         Args:
             rank: This process's rank.
-            ends: Its ends of the sockets to the other ranks.
+            sockets: Its ends of the sockets to the other ranks.
             device: This rank's device.
             store_file: Where NCCL's ranks meet, used as long as the group lives; visible only to the ranks.
         """
         self.rank = rank
-        self.size = len(ends) + 1
+        self.size = len(sockets) + 1
         self.device = device
         self.ledger = Ledger()
-        self._lines = Lines(rank, ends)
+        self._sockets = SocketCollectives(rank, sockets)
         self._nccl: Any = None
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -92,7 +92,7 @@ class Group:
         if self._nccl is not None:
             self._nccl.allreduce([tensor]).wait()
             return tensor
-        first, second, *others = self._lines.exchange(tensor, f"sum {cause}")
+        first, second, *others = self._sockets.exchange(tensor, f"sum {cause}")
         torch.add(first, second, out=tensor)
         for other in others:
             tensor += other
@@ -103,7 +103,7 @@ class Group:
         tensor = tensor.contiguous()
         self.ledger.note("all_gather", cause, tensor.nbytes)
         if self._nccl is None:
-            return self._lines.exchange(tensor, f"gather {cause}")
+            return self._sockets.exchange(tensor, f"gather {cause}")
         out = tensor.new_empty(self.size, *tensor.shape)
         self._nccl.allgather([list(out.unbind(0))], [tensor]).wait()
         return out
@@ -120,18 +120,18 @@ class Group:
         """Close without waiting for other ranks, which may be dead (NCCL included)."""
         self.abort()
         self._nccl = None
-        self._lines.close()
+        self._sockets.close()
 
     # -- control ------------------------------------------------------------------------------------------------------
 
     def send(self, data: bytes) -> None:
         """Rank 0: send these bytes to all others, for their `receive`."""
         self.ledger.note("broadcast", "orders", len(data))
-        self._lines.tell(data)
+        self._sockets.broadcast(data)
 
     def receive(self) -> bytes:
         """Any other rank: the next bytes from rank 0, without a timeout."""
-        data = self._lines.hear()
+        data = self._sockets.receive()
         self.ledger.note("broadcast", "orders", len(data))
         return data
 
@@ -143,4 +143,4 @@ class Group:
         """The minimum of each value over ranks, without a timeout because some may still be loading."""
         tensor = torch.tensor(values, dtype=torch.int64)
         self.ledger.note("all_reduce", cause, tensor.nbytes)
-        return self._lines.exchange(tensor, f"least {cause}", patient=True).amin(0).tolist()
+        return self._sockets.exchange(tensor, f"least {cause}", timeout=False).amin(0).tolist()

@@ -23,15 +23,15 @@ _PIECE_BYTES = 48 * 1024
 _HEAD = struct.Struct("<QQ16s")  # the message's number, the number of bytes that follow, and their purpose
 _ORDERS = "orders"
 
-Ends = Mapping[int, socket.socket]
+RankSockets = Mapping[int, socket.socket]
 """A rank's ends of the sockets to each other rank, by that rank."""
 
 
-class RanksApart(RuntimeError):
+class CollectiveFailed(RuntimeError):
     """Ranks cannot continue: one is dead, hangs, or sent an unexpected message."""
 
 
-class RankGone(RanksApart):
+class RankDead(CollectiveFailed):
     """Another rank is dead: its end is the cause of this error."""
 
     def __init__(self, rank: int) -> None:
@@ -51,34 +51,34 @@ def connect(size: int) -> list[dict[int, socket.socket]]:
     return ends
 
 
-class Lines:
+class SocketCollectives:
     """One socket between any two ranks. All ranks make the same calls in the same order.
 
-    Raises RanksApart if they do not, if another rank is dead, or if it has sent nothing for two minutes.
+    Raises CollectiveFailed if they do not, if another rank is dead, or if it has sent nothing for two minutes.
     """
 
-    def __init__(self, rank: int, ends: Ends) -> None:
+    def __init__(self, rank: int, sockets: RankSockets) -> None:
         """Wait until all ranks are connected, without a timeout while they live."""
         self._rank = rank
-        self._size = len(ends) + 1
-        self._others = dict(ends)
+        self._size = len(sockets) + 1
+        self._others = dict(sockets)
         self._number = 0
         # The kernel's own timeouts on a call: a socket timeout in Python would need two system calls each.
         limit = struct.pack("ll", _HANG_S, 0)
-        for line in self._others.values():
-            line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-            line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        self._piece = min(_piece_of(line) for line in self._others.values())
+        for sock in self._others.values():
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        self._piece = min(_piece_of(sock) for sock in self._others.values())
         self._head = bytearray(_HEAD.size)  # of the message being read
-        self._piece = int(self.exchange(torch.tensor(self._piece), "piece", patient=True).min())
+        self._piece = int(self.exchange(torch.tensor(self._piece), "piece", timeout=False).min())
 
     def close(self) -> None:
-        for line in self._others.values():
-            line.close()
+        for sock in self._others.values():
+            sock.close()
 
     # -- tensors ------------------------------------------------------------------------------------------------------
 
-    def exchange(self, tensor: torch.Tensor, what_for: str, *, patient: bool = False) -> torch.Tensor:
+    def exchange(self, tensor: torch.Tensor, purpose: str, *, timeout: bool = True) -> torch.Tensor:
         """[size, *tensor.shape]: every rank's contiguous CPU tensor, in rank order.
 
         Every rank sends before it reads, one piece at a time. At most two pieces are sent and unread: to send a third,
@@ -87,127 +87,127 @@ class Lines:
 
         Args:
             tensor: This rank's tensor.
-            what_for: Up to 16 letters, the same on all ranks.
-            patient: Wait for other ranks without a timeout.
+            purpose: Up to 16 letters, the same on all ranks.
+            timeout: Whether another rank that sends nothing for two minutes is an error.
         """
         out = tensor.new_empty(self._size, *tensor.shape)
         out[self._rank] = tensor
         rows = [memoryview(row) for row in out.view(self._size, tensor.numel()).view(torch.uint8).numpy()]
         own = rows[self._rank]
-        head = self._next_head(len(own), what_for)
-        for other, line in self._others.items():
-            self._send_first(other, line, head, own[: self._piece])
-        for other, line in self._others.items():
-            if patient:
-                _wait(line)
-            self._receive_first(other, line, head, rows[other][: self._piece])
+        head = self._next_head(len(own), purpose)
+        for other, sock in self._others.items():
+            self._send_first(other, sock, head, own[: self._piece])
+        for other, sock in self._others.items():
+            if not timeout:
+                _wait(sock)
+            self._receive_first(other, sock, head, rows[other][: self._piece])
         for start in range(self._piece, len(own), self._piece):
             piece = slice(start, start + self._piece)
-            for other, line in self._others.items():
-                self._send(other, line, own[piece])
-            for other, line in self._others.items():
-                self._receive(other, line, rows[other][piece])
+            for other, sock in self._others.items():
+                self._send(other, sock, own[piece])
+            for other, sock in self._others.items():
+                self._receive(other, sock, rows[other][piece])
         return out
 
     # -- messages of rank 0 -------------------------------------------------------------------------------------------
 
-    def tell(self, data: bytes) -> None:
-        """Rank 0: send to every other rank, for its `hear`."""
+    def broadcast(self, data: bytes) -> None:
+        """Rank 0: send to every other rank, for its `receive`."""
         message = self._next_head(len(data), _ORDERS) + data
-        for other, line in self._others.items():
-            self._send(other, line, message)
+        for other, sock in self._others.items():
+            self._send(other, sock, message)
 
-    def hear(self) -> bytes:
+    def receive(self) -> bytes:
         """Any other rank: the next bytes from rank 0, without a timeout."""
-        line = self._others[0]
-        _wait(line)
-        self._receive(0, line, memoryview(self._head))
+        sock = self._others[0]
+        _wait(sock)
+        self._receive(0, sock, memoryview(self._head))
         _, size, _ = _HEAD.unpack(self._head)
         self._check(0, self._next_head(size, _ORDERS))
         data = bytearray(size)
-        self._receive(0, line, memoryview(data))
+        self._receive(0, sock, memoryview(data))
         return bytes(data)
 
     # -- heads --------------------------------------------------------------------------------------------------------
 
-    def _next_head(self, num_bytes: int, what_for: str) -> bytes:
+    def _next_head(self, num_bytes: int, purpose: str) -> bytes:
         self._number += 1
-        return _HEAD.pack(self._number, num_bytes, what_for.encode())
+        return _HEAD.pack(self._number, num_bytes, purpose.encode())
 
     def _check(self, other: int, wanted: bytes) -> None:
-        """Raises RanksApart unless the head received from `other` equals the one that this rank would have sent."""
+        """Raises CollectiveFailed unless the head from `other` equals the one that this rank would have sent."""
         if self._head != wanted:
-            raise RanksApart(
-                f"ranks out of sync: rank {other} sent {_in_words(self._head)}, but rank {self._rank} expects "
-                f"{_in_words(wanted)}"
+            raise CollectiveFailed(
+                f"ranks out of sync: rank {other} sent {_describe(self._head)}, but rank {self._rank} expects "
+                f"{_describe(wanted)}"
             )
 
-    # -- one line -----------------------------------------------------------------------------------------------------
+    # -- one socket ---------------------------------------------------------------------------------------------------
 
-    def _send(self, other: int, line: socket.socket, data: bytes | memoryview) -> None:
+    def _send(self, other: int, sock: socket.socket, data: bytes | memoryview) -> None:
         try:
-            line.sendall(data)
+            sock.sendall(data)
         except ConnectionError as error:
-            raise RankGone(other) from error
+            raise RankDead(other) from error
         except OSError as error:
-            raise RanksApart(f"rank {other} does not receive from rank {self._rank}: {error}") from error
+            raise CollectiveFailed(f"rank {other} does not receive from rank {self._rank}: {error}") from error
 
-    def _send_first(self, other: int, line: socket.socket, head: bytes, data: memoryview) -> None:
+    def _send_first(self, other: int, sock: socket.socket, head: bytes, data: memoryview) -> None:
         try:
-            sent = line.sendmsg((head, data))
+            sent = sock.sendmsg((head, data))
         except OSError:
             sent = 0  # the next send raises the error
         if sent < len(head) + len(data):
-            self._send(other, line, (head + data)[sent:])
+            self._send(other, sock, (head + data)[sent:])
 
-    def _receive_first(self, other: int, line: socket.socket, head: bytes, into: memoryview) -> None:
+    def _receive_first(self, other: int, sock: socket.socket, head: bytes, into: memoryview) -> None:
         """A head, which must be `head`, and the data after it: nearly always in one call."""
         try:
             # Without MSG_WAITALL: the rest of a message that is shorter than expected would never arrive.
-            count = line.recvmsg_into((self._head, into))[0]
+            count = sock.recvmsg_into((self._head, into))[0]
         except OSError as error:
-            raise self._unheard(other, error) from error
+            raise self._receive_error(other, error) from error
         if count == len(head) + len(into) and self._head == head:
             return
         if not count:
-            raise RankGone(other)
-        self._receive(other, line, memoryview(self._head)[count:])
+            raise RankDead(other)
+        self._receive(other, sock, memoryview(self._head)[count:])
         self._check(other, head)
-        self._receive(other, line, into[max(0, count - len(head)) :])
+        self._receive(other, sock, into[max(0, count - len(head)) :])
 
-    def _receive(self, other: int, line: socket.socket, into: memoryview) -> None:
+    def _receive(self, other: int, sock: socket.socket, into: memoryview) -> None:
         try:
             while into:  # once, unless a signal interrupts it
-                count = line.recv_into(into, len(into), socket.MSG_WAITALL)
+                count = sock.recv_into(into, len(into), socket.MSG_WAITALL)
                 if not count:
-                    raise RankGone(other)
+                    raise RankDead(other)
                 into = into[count:]
         except OSError as error:
-            raise self._unheard(other, error) from error
+            raise self._receive_error(other, error) from error
 
-    def _unheard(self, other: int, error: OSError) -> RanksApart:
+    def _receive_error(self, other: int, error: OSError) -> CollectiveFailed:
         if isinstance(error, ConnectionError):
-            return RankGone(other)
-        return RanksApart(f"rank {self._rank} received nothing from rank {other}: {error}")
+            return RankDead(other)
+        return CollectiveFailed(f"rank {self._rank} received nothing from rank {other}: {error}")
 
 
-def _in_words(head: bytes | bytearray) -> str:
-    number, num_bytes, what_for = _HEAD.unpack_from(head)
-    return f"message {number} ({what_for.rstrip(bytes(1)).decode(errors='replace')}, {num_bytes} bytes)"
+def _describe(head: bytes | bytearray) -> str:
+    number, num_bytes, purpose = _HEAD.unpack_from(head)
+    return f"message {number} ({purpose.rstrip(bytes(1)).decode(errors='replace')}, {num_bytes} bytes)"
 
 
-def _piece_of(line: socket.socket) -> int:
+def _piece_of(sock: socket.socket) -> int:
     """The bytes of a piece, two of which fit into the socket's buffer with the kernel's overhead.
 
     Half of the buffer is for the overhead: Linux doubles the requested size. It grants less if its own limit
     (net.core.wmem_max) is lower, so the granted size counts.
     """
-    line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _PIECE_BYTES)
-    return min(_PIECE_BYTES, line.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 4)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _PIECE_BYTES)
+    return min(_PIECE_BYTES, sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 4)
 
 
-def _wait(line: socket.socket) -> None:
+def _wait(sock: socket.socket) -> None:
     """Until there is data to read, or the other end is closed."""
     waiting = select.poll()
-    waiting.register(line, select.POLLIN)
+    waiting.register(sock, select.POLLIN)
     waiting.poll()

@@ -72,9 +72,9 @@ class StopFilter:
 
     def _undecided(self) -> int:
         """Length of the longest suffix of the held text that is a prefix of a stop string."""
-        return max((self._begun(stop) for stop in self._stop), default=0)
+        return max((self._matched_prefix(stop) for stop in self._stop), default=0)
 
-    def _begun(self, stop: str) -> int:
+    def _matched_prefix(self, stop: str) -> int:
         start = max(0, len(self._held) - len(stop) + 1)
         while (start := self._held.find(stop[0], start)) >= 0:
             if stop.startswith(self._held[start:]):
@@ -147,7 +147,7 @@ class AnswerText:
             return self._release(text + (self._filter.feed(self._detokenizer.feed(later)) if later else ""))
         text = ""
         for token_id, score in zip(token_ids, scores, strict=True):
-            self._waiting.append((self._decoded, self._named(token_id, score)))
+            self._waiting.append((self._decoded, self._to_logprob(token_id, score)))
             decoded = self._detokenizer.feed((token_id,))
             self._decoded += len(decoded)
             text += decoded if self._unsearched else self._filter.feed(decoded)
@@ -168,6 +168,6 @@ class AnswerText:
             self._pieces.append(piece)
         return piece
 
-    def _named(self, token_id: int, score: TokenScore) -> TokenLogprob:
+    def _to_logprob(self, token_id: int, score: TokenScore) -> TokenLogprob:
         top = tuple((self._token_text(other), logprob) for other, logprob in score.top)
         return TokenLogprob(token=self._token_text(token_id), logprob=score.logprob, top=top)

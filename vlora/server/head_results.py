@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from vlora.client.values import HeadResult
-from vlora.models.pictures import Region
+from vlora.models.vision.images import Region
 from vlora.types import FoundBox, HeadAnswer
 
 
@@ -26,7 +26,7 @@ def _in_pixels(box: FoundBox, shown: Region) -> FoundBox:
     return msgspec.structs.replace(box, left=left, top=top, right=right, bottom=bottom)
 
 
-def head_form(result: HeadResult) -> dict[str, Any]:
+def head_json(result: HeadResult) -> dict[str, Any]:
     """The JSON object of one result, with labels in place of label numbers."""
     form: dict[str, Any] = {
         "adapter": result.adapter,

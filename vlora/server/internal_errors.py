@@ -9,7 +9,7 @@ from vlora.errors import VLoraError
 log = logging.getLogger(__name__)
 
 
-def typed(error: Exception) -> VLoraError:
+def to_vlora_error(error: Exception) -> VLoraError:
     """The error to send. An error of any other type is internal: it is logged, and only its call fails."""
     if isinstance(error, VLoraError):
         return error

@@ -43,7 +43,7 @@ class LabelSlots:
         self._slots.add(name)
         return name
 
-    def shown(self, name: str) -> str:
+    def current_label(self, name: str) -> str:
         """The label value of a name, without counting a request."""
         return name if name in self._slots else OTHER
 

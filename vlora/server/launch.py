@@ -17,8 +17,7 @@ from vlora.engine.ipc.client import ENGINE_COMMAND
 from vlora.engine.ipc.supervisor import SupervisedEngine
 from vlora.errors import BadConfig, EngineDead
 from vlora.server.frontend import FrontEnd
-from vlora.server.rpyc.protocol import RpycServer
-from vlora.server.rpyc.service import VLoraService
+from vlora.server.rpyc.server import RpycServer
 from vlora.server.security.access import Access
 from vlora.server.security.tls import server_context
 
@@ -82,13 +81,12 @@ async def serve(
         starting = asyncio.create_task(
             _start(engine_config, server_config, model, adapters, engine_command, load_processor or _load_processor)
         )
-        if await _first(starting, stop) is None:
+        if await _first_done(starting, stop) is None:
             return
         engine, front_end = starting.result()
-        loop = asyncio.get_running_loop()
-        rpyc_server.start_in_thread(lambda peer: VLoraService(front_end, loop, model, access, peer), front_end.held)
+        rpyc_server.start_in_thread(front_end, asyncio.get_running_loop(), model, access)
         if http_server is not None:
-            http_server.start(make_app(front_end, model, access, others_listen=lambda: rpyc_server.listening))
+            http_server.start(make_app(front_end, model, access, rpyc_server))
         web = f" | {'http' if tls is None else 'https'} {http_server.address}" if http_server else ""
         names = ", ".join(sorted(adapters)) or "none"
         if len(adapters) > _NAMES_SHOWN:
@@ -105,7 +103,7 @@ async def serve(
             announce(f"ATMM table: {table}")
         await stop.wait()
         stop.clear()
-        await _first(asyncio.create_task(front_end.drain()), stop)
+        await _first_done(asyncio.create_task(front_end.drain()), stop)
         # While a replacement engine starts, the failure is not final.
         cause = None if engine.starting else engine.cause
         await engine.close()
@@ -131,17 +129,16 @@ async def _start(
     """Load the model in the engine process and, concurrently, the tokenizer and image processor here."""
     loading = asyncio.create_task(asyncio.to_thread(load_processor, engine_config.model))
     try:
-        engine = await SupervisedEngine.start(engine_config, tell=log.warning, command=engine_command)
+        engine = await SupervisedEngine.start(engine_config, log=log.warning, command=engine_command)
     except BaseException:
         # Report the engine's error; the processor's error about the same model adds nothing.
         await asyncio.wait({loading})
         loading.exception()
         raise
     try:
-        front_end = FrontEnd(engine, await loading, server_config, model)
-        front_end.streams.held = lambda: engine.starting
-        engine.changed = front_end.engine_changed
-        await front_end.register_adapters(adapters)
+        front_end = FrontEnd(engine, await loading, server_config, model, supervisor=engine)
+        engine.add_listener(front_end)
+        await front_end.adapters.register(adapters)
     except BaseException:
         await engine.close()
         raise
@@ -166,7 +163,7 @@ def _load_processor(model: str) -> InputProcessor:
     return InputProcessor.from_pretrained(model)
 
 
-async def _first(task: asyncio.Task[object], stop: asyncio.Event) -> asyncio.Task[object] | None:
+async def _first_done(task: asyncio.Task[object], stop: asyncio.Event) -> asyncio.Task[object] | None:
     """Wait for the task, or cancel it and return None when `stop` is set first."""
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)

@@ -158,7 +158,7 @@ class Metrics:
         for kind, count in (("prompt", len(request.prompt_ids)), ("completion", num_completion)):
             self._tokens.labels(label, kind).inc(count)
             if request.tenant is not None:
-                self._tenant_tokens.labels(self._tenants.shown(request.tenant), kind).inc(count)
+                self._tenant_tokens.labels(self._tenants.current_label(request.tenant), kind).inc(count)
 
     def render(self, stats: EngineStats | None, adapters: Iterable[AdapterStatus] = ()) -> bytes:
         """Prometheus text format. stats: None when the engine is dead. adapters: the registered ones."""
@@ -173,7 +173,7 @@ class Metrics:
         if adapter in (BASE, UNKNOWN):
             return adapter
         if not counts:
-            return self._adapters.shown(adapter)
+            return self._adapters.current_label(adapter)
         label = self._adapters.label(adapter)
         if label not in self._begun:
             self._begin_adapter(label)
@@ -266,12 +266,12 @@ class _EngineCollector(Collector):
             "vlora_prefix_cache_blocks", "Cached KV blocks that are not in use.", value=stats.cached_blocks
         )
         yield GaugeMetricFamily("vlora_host_adapter_bytes", "Adapters in host memory.", value=stats.host_adapter_bytes)
-        asked = {"hit": stats.num_adapter_hits, "miss": stats.num_adapter_misses}
+        lookups = {"hit": stats.num_adapter_hits, "miss": stats.num_adapter_misses}
         yield _counter(
             "vlora_adapter_requests",
             "Requests by whether their adapter was on the device at arrival.",
             "result",
-            asked,
+            lookups,
         )
         # Loads without a named series, including those of unloaded adapters, count as other.
         loads = {name: count for name, count in self._loads.items() if name != OTHER}

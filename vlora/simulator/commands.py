@@ -10,7 +10,7 @@ from typing import Any
 from vlora.simulator.arrivals import Arrival
 from vlora.simulator.machine import MEASURED, read_costs
 from vlora.simulator.replay import replay
-from vlora.simulator.replica import Box
+from vlora.simulator.replica import ReplicaConfig
 from vlora.simulator.traces import read_trace
 from vlora.simulator.workloads import among_tenants, make_workload
 
@@ -38,7 +38,7 @@ def simulate(
         num_tenants: Tenants to assign to requests without one; 0 assigns none.
         seed: Of all draws.
         costs: JSON file of a machine's costs; None uses the built-in measurements.
-        settings: Fields of `Box`.
+        settings: Fields of `ReplicaConfig`.
 
     Raises:
         BadConfig: An argument is invalid.
@@ -52,9 +52,9 @@ def simulate(
     if num_tenants:
         arrivals = among_tenants(arrivals, num_tenants, seed)
     machine, load_s = read_costs(costs or MEASURED)
-    box = Box(costs=machine, load_s=load_s, **settings)
-    measures = replay(arrivals, box, num_replicas)
-    return {"trace": trace, "policy": box.policy, "replicas": num_replicas, **measures.as_dict()}
+    config = ReplicaConfig(costs=machine, load_s=load_s, **settings)
+    measures = replay(arrivals, config, num_replicas)
+    return {"trace": trace, "policy": config.policy, "replicas": num_replicas, **measures.as_dict()}
 
 
 def lines(found: Mapping[str, Any]) -> Iterator[str]:

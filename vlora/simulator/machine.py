@@ -30,28 +30,39 @@ class Machine:
 
     Merging another adapter costs `merge_s` and unmerging to W0 `back_s`. Merging the last merged adapter again is free,
     unless `back_s` is above 0: merged weights are then not kept.
+
+    Attributes:
+        costs: the costs of steps; may be changed between steps.
+        merged: the adapter with merged weights in place; None for W0.
     """
 
-    def __init__(self, clock: Clock, costs: Costs, move_s: float) -> None:
+    def __init__(self, clock: Clock, costs: Costs, move_s: float = 0.0) -> None:
         """move_s: seconds to move one page within memory."""
-        self._clock = clock
-        self._costs = costs
-        self._move_s = move_s
+        self.costs = costs
         self.merged: str | None = None
+        self._clock = clock
+        self._move_s = move_s
         self._shadow: str | None = None
 
     def copy(self, first_page: int, target: int, num_pages: int) -> None:
         """Move pages between two steps."""
         self._clock.now += num_pages * self._move_s
 
+    def switch(self, merged: str | None) -> tuple[bool, float]:
+        """Put the weights of an adapter in place; return whether they change, and the seconds it takes."""
+        if merged == self.merged:
+            return False, 0.0
+        self.merged = merged
+        if merged is None:
+            return True, self.costs.back_s
+        if merged == self._shadow:
+            return True, 0.0
+        self._shadow = None if self.costs.back_s else merged
+        return True, self.costs.merge_s
+
     def run(self, batch: Batch) -> StepResult:
-        merged = batch.merged_adapter
-        switched, self.merged = merged != self.merged, merged
-        switch_s = 0.0
-        if switched and merged is None:
-            switch_s = self._costs.back_s
-        elif switched and merged != self._shadow:
-            self._shadow, switch_s = None if self._costs.back_s else merged, self._costs.merge_s
+        """Run a batch and advance the clock."""
+        switched, switch_s = self.switch(batch.merged_adapter)
         tokens: dict[str, int] = {}
         heads: dict[str, HeadAnswer] = {}
         for item in batch.items:
@@ -59,12 +70,12 @@ class Machine:
                 # Both, since only the scheduler knows which one was requested; it reads that one.
                 tokens[item.request_id] = _TOKEN
                 heads[item.request_id] = _ANSWER
-        step_s = self._costs.step_s(StepSize.of(batch))
+        step_s = self.costs.step_s(StepSize.of(batch))
         encoded = None
         if batch.encode is not None:
-            done = batch.encode.budget >= batch.encode.left or not self._costs.patch_s
+            done = batch.encode.budget >= batch.encode.left or not self.costs.patch_s
             num_patches = batch.encode.left if done else batch.encode.budget
-            encoded = Encoded(num_patches=num_patches, seconds=self._costs.patch_s * num_patches, done=done)
+            encoded = Encoded(num_patches=num_patches, seconds=self.costs.patch_s * num_patches, done=done)
         self._clock.now += step_s + switch_s
         return StepResult(
             tokens=tokens,
@@ -72,7 +83,7 @@ class Machine:
             step_s=step_s,
             switch_s=switch_s,
             switched=switched,
-            in_place=self._costs.back_s > 0,
+            in_place=self.costs.back_s > 0,
             encoded=encoded,
         )
 

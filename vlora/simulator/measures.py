@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vlora.errors import DeadlineUnreachable
-from vlora.orchestrator import Waits
+from vlora.orchestrator import WaitStats
 from vlora.types import EngineStats, RequestOutput
 
 PERCENTILES = (50, 90, 99)
@@ -68,7 +68,7 @@ class Measures:
     def close(
         self,
         stats: Sequence[EngineStats],
-        waits: Sequence[Waits],
+        waits: Sequence[WaitStats],
         end_s: float,
         num_loads: int,
         tenant_shares: Mapping[str, float],

@@ -1,4 +1,4 @@
-"""One simulated engine: real scheduler, bookkeeping and residency over a machine model."""
+"""One simulated engine: real scheduler, bookkeeping and adapter cache over a machine model."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ import functools
 
 from vlora.config import EngineConfig
 from vlora.errors import BadConfig
-from vlora.memory.adapter_cache import Residency
-from vlora.memory.books import ArenaBooks, BlockTables
-from vlora.orchestrator import CostModel, Costs, Scheduler, bring_wanted, give_way_to_kv, make_policy
+from vlora.memory.adapter_cache import AdapterCache
+from vlora.memory.block_manager import BlockManager
+from vlora.memory.page_allocator import PageAllocator
+from vlora.orchestrator import CostModel, Costs, Scheduler, evict_for_kv, load_needed_adapters, make_policy
 from vlora.simulator.arrivals import Arrival
 from vlora.simulator.loader import Loader
 from vlora.simulator.machine import Clock, Machine
-from vlora.simulator.tenants import Contest
+from vlora.simulator.tenants import Contention
 from vlora.types import Batch, EngineStats, MemoryView, Request, RequestOutput, SamplingParams, VisionInput
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Box:
-    """A replica's resources. The fields not listed are those of `EngineConfig`.
+class ReplicaConfig:
+    """The resources and settings of a replica. The fields not listed are those of `EngineConfig`.
 
     Attributes:
         load_s: Seconds from the allocation of an adapter's pages until a step may use it; copies run one at a time,
@@ -51,7 +52,7 @@ class Box:
         for field in ("kv_tokens", "resident_adapters"):
             if getattr(self, field) < 1:
                 raise BadConfig(f"{field} is {getattr(self, field)}; it must be at least 1")
-        self.settings()
+        object.__setattr__(self, "policy", self.settings().policy)  # a former name is replaced
 
     def settings(self) -> EngineConfig:
         """The engine's settings that apply without a model. Raises BadConfig for an invalid value."""
@@ -76,31 +77,31 @@ _CACHED = "cached"  # content hash of images with cached embeddings
 class Replica:
     """Takes arrivals in order of time and steps through them; outputs are `RequestOutput`s, as of an engine."""
 
-    def __init__(self, box: Box) -> None:
-        self._box = box
+    def __init__(self, config: ReplicaConfig) -> None:
+        self._config = config
         self.clock = Clock()
-        self._machine = Machine(self.clock, box.costs, box.move_s)
+        self._machine = Machine(self.clock, config.costs, config.move_s)
         # A page holds one adapter, or one KV block.
-        num_blocks = -(-box.kv_tokens // box.block_size)
-        books = ArenaBooks(box.resident_adapters + num_blocks, 1, copy=self._machine.copy)
-        self._residency = Residency(books, box.resident_adapters)
-        self._loader = Loader(self._residency, self.clock, box.load_s)
+        num_blocks = -(-config.kv_tokens // config.block_size)
+        allocator = PageAllocator(config.resident_adapters + num_blocks, 1, copy=self._machine.copy)
+        self.adapter_cache = AdapterCache(allocator, config.resident_adapters)
+        self._loader = Loader(self.adapter_cache, self.clock, config.load_s)
         self.scheduler = Scheduler(
-            policy=make_policy(box.policy),
-            tables=BlockTables(books, box.block_size),
+            policy=make_policy(config.policy),
+            block_manager=BlockManager(allocator, config.block_size),
             max_request_blocks=num_blocks,
-            max_batch_size=box.max_batch_size,
-            max_step_tokens=box.max_step_tokens,
-            theta_s=box.theta_s,
+            max_batch_size=config.max_batch_size,
+            max_step_tokens=config.max_step_tokens,
+            theta_s=config.theta_s,
             eos_ids=frozenset(),
-            cost=CostModel(box.costs.short_lane),
+            cost=CostModel(config.costs.short_lane),
             clock=self.clock,
-            weights=box.settings().weights,
-            tenant_weights=box.settings().tenant_weights,
+            weights=config.settings().weights,
+            tenant_weights=config.settings().tenant_weights,
             placeholders={"image": _IMAGE_TOKEN},
             is_cached=lambda key: key[0] == _CACHED,
         )
-        self.contest = Contest()
+        self.contention = Contention()
         self._view = MemoryView(resident=frozenset(), mergeable=frozenset())
 
     @property
@@ -113,7 +114,7 @@ class Replica:
 
         Raises PromptTooLong if it does not fit in memory even alone.
         """
-        bound_s = self._box.max_ttft_s if arrival.max_ttft_s is None else arrival.max_ttft_s
+        bound_s = self._config.max_ttft_s if arrival.max_ttft_s is None else arrival.max_ttft_s
         if bound_s is not None:
             # It may have arrived during a step.
             bound_s = max(bound_s - (self.clock.now - arrival.time_s), _NO_TIME_LEFT_S)
@@ -139,7 +140,7 @@ class Replica:
                 tenant=arrival.tenant,
             )
         )
-        self.contest.arrived(request_id, arrival.tenant)
+        self.contention.add(request_id, arrival.tenant)
         return bound_s
 
     def run_until(self, time_s: float) -> list[RequestOutput]:
@@ -149,7 +150,7 @@ class Replica:
             batch = self.decide()
             refused = self.scheduler.drain_outputs()
             for output in refused:
-                self.contest.ended(output.request_id)
+                self.contention.remove(output.request_id)
             finished += refused
             if batch is None and not refused:
                 arrival_s = self._loader.next_s
@@ -162,11 +163,11 @@ class Replica:
     def decide(self) -> Batch | None:
         """The next step's batch; None if all work waits for adapter loads, or if all waiting requests were refused."""
         self._loader.collect()
-        self.scheduler.admit(self._residency.resident)  # resident, or being loaded
-        bring_wanted(self.scheduler, self._residency, lambda name: self._loader.bring(name, 1))
-        give_way_to_kv(self.scheduler, self._residency, self._machine.merged)
-        self._residency.drain_evicted()
-        resident, arriving = self._loader.resident, self._loader.arriving
+        self.scheduler.admit(self.adapter_cache.resident)  # resident, or being loaded
+        load_needed_adapters(self.scheduler.demand, self.adapter_cache, lambda name: self._loader.load(name, 1))
+        evict_for_kv(self.scheduler.demand, self.adapter_cache, self._machine.merged)
+        self.adapter_cache.drain_evicted()
+        resident, arriving = self._loader.resident, self._loader.loading
         if resident is not self._view.resident or arriving is not self._view.loading:
             self._view = MemoryView(resident=resident, mergeable=resident, loading=arriving)
         return self.scheduler.schedule(self._view)
@@ -174,10 +175,10 @@ class Replica:
     def record(self, batch: Batch) -> list[RequestOutput]:
         """Advance the clock by the batch's time and record its answers. Returns finished outputs only."""
         outputs = self.scheduler.record(batch, self._machine.run(batch))
-        self.contest.served(batch.items)
+        self.contention.record_step(batch.items)
         finished = [output for output in outputs if output.finish_reason is not None]
         for output in finished:
-            self.contest.ended(output.request_id)
+            self.contention.remove(output.request_id)
         return finished
 
     def wait_until(self, time_s: float) -> None:

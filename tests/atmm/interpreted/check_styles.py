@@ -8,14 +8,14 @@ import torch
 from atmm import SegmentPlan, reference
 from atmm.tuning.search import Case, Shape
 from tests.atmm.cases import make_group, segments
-from vlora.bench.atmm_gpu import measure
-from vlora.bench.kernel_baselines import STYLES, prepared
+from vlora.bench.kernels.atmm_gpu import measure
+from vlora.bench.kernels.kernel_baselines import STYLES, prepare_call
 
 
 @pytest.mark.parametrize("lengths", ({"a": 1, "b": 1, "c": 1}, {"a": 35, "b": 3, "c": 1}), ids=str)
 @pytest.mark.parametrize("style", STYLES)
 def test_every_style_adds_the_same_deltas(style: str, lengths: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlora.bench.kernel_baselines._MOST_ADAPTERS", 4)  # empty programs are slow, too
+    monkeypatch.setattr("vlora.bench.kernels.kernel_baselines._MOST_ADAPTERS", 4)  # empty programs are slow, too
     group = make_group({"a": 4, "b": 16, "c": 40}, d_in=80, d_outs=(72, 24, 24), missing=[("a", 1)])
     group.pack("abc")
     lanes = segments(lengths)
@@ -25,13 +25,13 @@ def test_every_style_adds_the_same_deltas(style: str, lengths: dict[str, int], m
     outputs = [torch.randn(num_tokens, site.d_out, generator=generator) for site in group.sites]
     plan = SegmentPlan(num_tokens, lanes)
     right = [reference.add_delta(y, x, site, plan) for site, y in zip(group.sites, outputs, strict=True)]
-    prepared(style, group, lanes, x, outputs)()
+    prepare_call(style, group, lanes, x, outputs)()
     for y, expected in zip(outputs, right, strict=True):
         torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-4)
 
 
 def test_a_row_of_the_gpu_bench_names_every_style(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlora.bench.kernel_baselines._MOST_ADAPTERS", 4)
-    monkeypatch.setattr("vlora.bench.atmm_gpu._MOST_COPIES", 2)
+    monkeypatch.setattr("vlora.bench.kernels.kernel_baselines._MOST_ADAPTERS", 4)
+    monkeypatch.setattr("vlora.bench.kernels.atmm_gpu._MOST_COPIES", 2)
     row = measure(Case(Shape(48, (40, 16)), 8, "float32", 2, 8, False), "cpu", 1e9)
     assert all(row[name] > 0 for name in (*STYLES, "einsum", "us", "ours / floor"))

@@ -114,7 +114,7 @@ def test_a_site_that_an_adapter_does_not_target(strategy: str) -> None:
     assert check_against_reference(group, plan, *make_input(5, group, torch.float32)) > 1
 
 
-def test_what_was_in_memory_before_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uninitialized_memory_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = torch.empty
 
     def poisoned(*size: int, **options: object) -> torch.Tensor:
@@ -129,7 +129,7 @@ def test_what_was_in_memory_before_is_never_read(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("strategy", KERNELS)
-def test_what_a_graph_captured_computes_the_lanes_of_now(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_captured_graph_uses_the_current_lanes(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     group = make_group({"a": 4, "b": 17, "c": 64}, missing=[("b", 1)])
     group.pack("abc")
     plan = SegmentPlan(22, [], strategy, room=5)

@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from vlora.config import EngineConfig
-from vlora.engine.exit_status import how_it_ended
+from vlora.engine.exit_status import describe_exit
 from vlora.engine.ipc import messages
-from vlora.engine.ipc.transport import Line
+from vlora.engine.ipc.transport import ClientTransport
 from vlora.engine.snapshot import EngineSnapshot
 from vlora.errors import BadRequest, EngineDead
 from vlora.types import AdapterStatus, EngineStats, ErrorValue, Request, RequestOutput
@@ -25,24 +25,24 @@ ENGINE_COMMAND = (sys.executable, "-m", "vlora.engine.ipc.worker")
 # would map the activations of every prompt again (docs/decisions/0035).
 _C_HEAP = {"MALLOC_MMAP_THRESHOLD_": str(16 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20)}
 
-_LAST_WORDS_S = 0.2  # for the last message of a process, end of file on its socket and its exit code to arrive
+_FINAL_MESSAGE_S = 0.2  # for the last message of a process, end of file on its socket and its exit code to arrive
 _STOP_S = 5.0  # how long a stopping engine may take before it is killed
 
 
 class EngineClient:
     """Created by `start`. Belongs to the event loop that started it."""
 
-    def __init__(self, process: asyncio.subprocess.Process, line: Line, ready: messages.Ready) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, transport: ClientTransport, ready: messages.Ready) -> None:
         self.ready = ready
         self._process = process
-        self._line = line
+        self._transport = transport
         self._streams: dict[str, asyncio.Queue[RequestOutput | None]] = {}
         self._calls: dict[int, asyncio.Future[messages.Reply]] = {}
         self._call_ids = itertools.count()
         self._cause: str | None = None
-        self._last_words: str | None = None
+        self._reported_cause: str | None = None
         self._closing = False
-        line.hear = self._hear
+        transport.on_message = self._receive
         self._watching = asyncio.create_task(self._watch(), name="vlora-engine-client")
 
     @classmethod
@@ -59,7 +59,7 @@ class EngineClient:
         """
         first: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         here, there = socket.socketpair()
-        line = await Line.open(here, first.set_result)
+        transport = await ClientTransport.open(here, first.set_result)
         process: asyncio.subprocess.Process | None = None
         try:
             with there:
@@ -72,14 +72,14 @@ class EngineClient:
                     env={**_C_HEAP, **os.environ},
                     pass_fds=(there.fileno(),),
                 )
-            line.send(messages.encode(messages.Start(config)))
+            transport.send(messages.encode(messages.Start(config)))
             message = messages.decode_from_engine(await _first_message(process, first))
             if isinstance(message, messages.Failed):
                 raise message.error.to_exception()
             assert isinstance(message, messages.Ready)
-            return cls(process, line, message)
+            return cls(process, transport, message)
         except BaseException:
-            line.close()
+            transport.close()
             if process is not None:
                 await _end(process)
             raise
@@ -189,7 +189,7 @@ class EngineClient:
             raise BadRequest(f"a number in the request is too large: {error}") from error
         except UnicodeEncodeError as error:
             raise BadRequest(f"text in the request contains an unpaired surrogate: {error}") from error
-        self._line.send(data)
+        self._transport.send(data)
 
     async def _call(self, call: messages.Call) -> messages.Reply:
         self._check_alive()
@@ -206,16 +206,16 @@ class EngineClient:
     async def _watch(self) -> None:
         """Wait for the end of the process, then fail all waiting calls with the cause."""
         ended = asyncio.ensure_future(self._process.wait())
-        signs: set[asyncio.Future[Any]] = {self._line.closed, ended}
+        signs: set[asyncio.Future[Any]] = {self._transport.closed, ended}
         try:
             await asyncio.wait(signs, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait(signs, timeout=_LAST_WORDS_S)
+            await asyncio.wait(signs, timeout=_FINAL_MESSAGE_S)
         finally:
-            self._bury(ended.result() if ended.done() else None)
-        if self._line.closed.done():
-            self._line.closed.result()  # raises an internal error
+            self._fail_pending(ended.result() if ended.done() else None)
+        if self._transport.closed.done():
+            self._transport.closed.result()  # raises an internal error
 
-    def _hear(self, data: bytes) -> None:
+    def _receive(self, data: bytes) -> None:
         """Pass a message to the call that waits for it."""
         self._handle(messages.decode_from_engine(data))
 
@@ -230,13 +230,13 @@ class EngineClient:
                 if (future := self._calls.get(message.call_id)) is not None and not future.done():
                     future.set_result(message)
             case messages.Failed():
-                self._last_words = message.error.message
+                self._reported_cause = message.error.message
             case messages.Ready():
                 raise AssertionError("the engine sent Ready twice")
 
-    def _bury(self, code: int | None) -> None:
-        if self._last_words is not None:
-            self._cause = self._last_words
+    def _fail_pending(self, code: int | None) -> None:
+        if self._reported_cause is not None:
+            self._cause = self._reported_cause
         elif self._closing:
             self._cause = "the engine was closed"
         else:
@@ -247,7 +247,7 @@ class EngineClient:
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(error.to_exception())
-        self._line.close()
+        self._transport.close()
 
 
 async def _first_message(process: asyncio.subprocess.Process, first: asyncio.Future[bytes]) -> bytes:
@@ -255,7 +255,7 @@ async def _first_message(process: asyncio.subprocess.Process, first: asyncio.Fut
     try:
         either: set[asyncio.Future[Any]] = {first, ended}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        await asyncio.wait({first}, timeout=_LAST_WORDS_S)
+        await asyncio.wait({first}, timeout=_FINAL_MESSAGE_S)
         if first.done():
             return first.result()
         raise EngineDead(f"{_end_of_process(ended.result())} while starting; see its messages above")
@@ -273,4 +273,4 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 def _end_of_process(code: int | None) -> str:
     if code is None:
         return "the connection to the engine process failed"
-    return f"the engine process {how_it_ended(code)}"
+    return f"the engine process {describe_exit(code)}"

@@ -16,7 +16,7 @@ SEARCH_PACE_S = 0.01
 """The same for answers with stop strings, where tokens computed after the stop string are wasted."""
 
 
-class Gathering:
+class OutputCoalescer:
     """Holds back the tokens of requests for whole answers (`Request.whole`), and briefly those of streams.
 
     A message costs the sender, the socket and the readers about the same regardless of its size, and much of the cost
@@ -33,48 +33,48 @@ class Gathering:
         self._held: dict[str, tuple[list[int], list[TokenScore]]] = {}
         self._whole: set[str] = set()
         self._searched: set[str] = set()
-        self._begun: set[str] = set()  # streams with their first tokens already sent
-        self._sent_s = self._passed_s = clock()
+        self._started: set[str] = set()  # streams with their first tokens already sent
+        self._sent_s = self._last_step_s = clock()
 
-    def expect(self, request: Request) -> None:
+    def add(self, request: Request) -> None:
         """Hold the outputs of this request. If `whole`, all tokens are held until its last message."""
         if request.whole:
             self._whole.add(request.request_id)
         elif request.sampling.stop:
             self._searched.add(request.request_id)
 
-    def pass_on(self, outputs: Iterable[RequestOutput]) -> tuple[RequestOutput, ...]:
-        """The outputs to send now, from this step and from those held before."""
+    def coalesce(self, outputs: Iterable[RequestOutput]) -> tuple[RequestOutput, ...]:
+        """The outputs to send now: of this step, and held ones that are due."""
         now_s = self._clock()
-        step_s, self._passed_s = now_s - self._passed_s, now_s
-        passed: list[RequestOutput] = []
+        step_s, self._last_step_s = now_s - self._last_step_s, now_s
+        due: list[RequestOutput] = []
         for output in outputs:
             # Most outputs of a step are appended to held ones, on the shortest path (see EngineWorker.loop).
             if output.finish_reason is None and (held := self._held.get(output.request_id)) is not None:
                 held[0].extend(output.token_ids)
                 held[1].extend(output.scores)
-            elif (each := self._pass(output)) is not None:
-                passed.append(each)
+            elif (now := self._hold_or_send(output)) is not None:
+                due.append(now)
         due_s = now_s - self._sent_s + step_s
-        if passed or due_s > PACE_S or (due_s > SEARCH_PACE_S and not self._searched.isdisjoint(self._held)):
-            passed += self.release()
-        return tuple(passed)
+        if due or due_s > PACE_S or (due_s > SEARCH_PACE_S and not self._searched.isdisjoint(self._held)):
+            due += self.flush()
+        return tuple(due)
 
-    def release(self) -> tuple[RequestOutput, ...]:
+    def flush(self) -> tuple[RequestOutput, ...]:
         """Flush the held tokens of streams, because the next step may take long."""
         self._sent_s = self._clock()
         names = [name for name in self._held if name not in self._whole]
         return tuple(self._with_held(RequestOutput(request_id=name)) for name in names)
 
-    def _pass(self, output: RequestOutput) -> RequestOutput | None:
+    def _hold_or_send(self, output: RequestOutput) -> RequestOutput | None:
         name = output.request_id
         if output.finished:
             self._whole.discard(name)
             self._searched.discard(name)
-            self._begun.discard(name)
+            self._started.discard(name)
             return self._with_held(output)
-        if name not in self._whole and name not in self._begun:
-            self._begun.add(name)
+        if name not in self._whole and name not in self._started:
+            self._started.add(name)
             return output
         self._held[name] = ([*output.token_ids], [*output.scores])
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -19,6 +20,14 @@ _LASTING_S = 60.0
 _FIRST_PAUSE_S = 0.5  # before the second start in a row; each later pause is twice as long
 
 
+class RestartListener(Protocol):
+    """Receives the outcome of restarts, as the server's front end does."""
+
+    def engine_changed(self) -> None:
+        """A new process is ready, or no more restarts are attempted."""
+        ...
+
+
 class SupervisedEngine:
     """`EngineInterface` over successive engine processes; created by `start`.
 
@@ -28,27 +37,26 @@ class SupervisedEngine:
     """
 
     def __init__(
-        self, engine: EngineClient, config: EngineConfig, command: Sequence[str], tell: Callable[[str], None]
+        self, engine: EngineClient, config: EngineConfig, command: Sequence[str], log: Callable[[str], None]
     ) -> None:
-        self.changed: Callable[[], None] = lambda: None
-        """Called when a new process is ready, and when no more restarts are attempted."""
+        self._listeners: list[RestartListener] = []
         self._engine: EngineClient | None = engine
         self._config = config
         self._command = command
-        self._tell = tell
+        self._log = log
         self._cause = ""
         self._paths: dict[str, str] = {}
         self._pinned: set[str] = set()
         self._num_restarts = 0
-        self._given_up = False
+        self._gave_up = False
         self._watching = asyncio.create_task(self._watch(engine), name="vlora-engine-supervisor")
 
     @classmethod
     async def start(
-        cls, config: EngineConfig, *, tell: Callable[[str], None], command: Sequence[str] = ENGINE_COMMAND
+        cls, config: EngineConfig, *, log: Callable[[str], None], command: Sequence[str] = ENGINE_COMMAND
     ) -> SupervisedEngine:
-        """See EngineClient. tell: called with a log line when the engine dies and with the outcome of each restart."""
-        return cls(await EngineClient.start(config, command=command), config, command, tell)
+        """See EngineClient. log: called with a log line when the engine dies and with the outcome of each restart."""
+        return cls(await EngineClient.start(config, command=command), config, command, log)
 
     @property
     def cause(self) -> str | None:
@@ -56,9 +64,18 @@ class SupervisedEngine:
         return self._cause if self._engine is None else self._engine.cause
 
     @property
+    def pid(self) -> int | None:
+        """The process id of the current engine; None while no engine is ready."""
+        return None if self._engine is None else self._engine.ready.pid
+
+    @property
     def starting(self) -> bool:
         """Whether no engine is ready but one is starting."""
-        return self.cause is not None and not self._given_up
+        return self.cause is not None and not self._gave_up
+
+    def add_listener(self, listener: RestartListener) -> None:
+        """Notify the listener of the outcome of every restart from now on."""
+        self._listeners.append(listener)
 
     # -- EngineInterface ----------------------------------------------------------------------------------------------
 
@@ -110,13 +127,17 @@ class SupervisedEngine:
 
     async def close(self) -> None:
         """See EngineInterface. Stops restarting."""
-        self._given_up = True
+        self._gave_up = True
         self._watching.cancel()
         await asyncio.wait({self._watching})
         if self._engine is not None:
             await self._engine.close()
 
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _notify(self) -> None:
+        for listener in self._listeners:
+            listener.engine_changed()
 
     def _alive(self) -> EngineClient:
         if self._engine is None:
@@ -130,14 +151,14 @@ class SupervisedEngine:
             died = await engine.wait_dead()
             num_starts = 1 if time.monotonic() - started >= _LASTING_S else num_starts + 1
             self._engine, self._cause = None, f"{died}; it is being restarted"
-            self._tell(self._cause)
+            self._log(self._cause)
             await engine.close()
             while True:
                 if num_starts > _MOST_STARTS:
                     self._cause = f"{died}; gave up after {_MOST_STARTS} failed starts"
-                    self._given_up = True
-                    self._tell(self._cause)
-                    self.changed()
+                    self._gave_up = True
+                    self._log(self._cause)
+                    self._notify()
                     return
                 if num_starts > 1:
                     await asyncio.sleep(_FIRST_PAUSE_S * 2 ** (num_starts - 2))
@@ -147,11 +168,11 @@ class SupervisedEngine:
                 except (VLoraError, OSError) as error:  # OSError: the system cannot create a process
                     died = str(error)
                     num_starts += 1
-                    self._tell(f"{died}; retrying")
+                    self._log(f"{died}; retrying")
             self._num_restarts += 1
             self._engine = engine
-            self._tell("the engine is ready again")
-            self.changed()
+            self._log("the engine is ready again")
+            self._notify()
 
     async def _start_again(self) -> EngineClient:
         engine = await EngineClient.start(self._config, command=self._command)
@@ -170,7 +191,7 @@ class SupervisedEngine:
             except EngineDead:
                 raise
             except VLoraError as error:
-                self._tell(f"adapter {name!r} was not restored: {error}")
+                self._log(f"adapter {name!r} was not restored: {error}")
                 del self._paths[name]
         self._pinned &= self._paths.keys()
         for name in tuple(self._pinned):
@@ -179,5 +200,5 @@ class SupervisedEngine:
             except EngineDead:
                 raise
             except VLoraError as error:
-                self._tell(f"adapter {name!r} is no longer pinned: {error}")
+                self._log(f"adapter {name!r} is no longer pinned: {error}")
                 self._pinned.discard(name)

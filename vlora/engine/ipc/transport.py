@@ -19,25 +19,25 @@ _HEAD = struct.Struct("<Q")  # number of bytes that follow
 _END = bytearray()  # no message is empty
 
 
-class Line(asyncio.Protocol):
+class ClientTransport(asyncio.Protocol):
     """The front end's end, in its event loop. Created by `open`."""
 
-    def __init__(self, hear: Callable[[bytes], object]) -> None:
-        self.hear = hear
+    def __init__(self, on_message: Callable[[bytes], object]) -> None:
+        self.on_message = on_message
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when no more messages will arrive; fails with what `hear` raised."""
+        """Done when no more messages will arrive; fails with what `on_message` raised."""
         self._part = bytearray()  # of an incomplete message
         self._transport: asyncio.Transport | None = None
 
     @classmethod
-    async def open(cls, sock: socket.socket, hear: Callable[[bytes], object]) -> Line:
-        """hear is called with each message, in the iteration of the loop that receives it, and may be replaced.
+    async def open(cls, sock: socket.socket, on_message: Callable[[bytes], object]) -> ClientTransport:
+        """on_message: called with each message, in the iteration of the loop that receives it; may be replaced.
 
-        The line owns the socket from now on.
+        The transport owns the socket from now on.
         """
         sock.setblocking(False)
-        _, line = await asyncio.get_running_loop().create_connection(lambda: cls(hear), sock=sock)
-        return line
+        _, transport = await asyncio.get_running_loop().create_connection(lambda: cls(on_message), sock=sock)
+        return transport
 
     def send(self, data: bytes) -> None:
         """Never blocks: data that the socket does not accept is buffered."""
@@ -58,8 +58,8 @@ class Line(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._part += data
         try:
-            for message in self._whole():
-                self.hear(message)
+            for message in self._complete_messages():
+                self.on_message(message)
         except Exception as error:
             self.closed.set_exception(error)
             self.close()
@@ -68,7 +68,7 @@ class Line(asyncio.Protocol):
         if not self.closed.done():
             self.closed.set_result(None)
 
-    def _whole(self) -> Iterator[bytes]:
+    def _complete_messages(self) -> Iterator[bytes]:
         """Remove and return the complete messages in the buffer."""
         start = 0
         while len(self._part) >= start + _HEAD.size:
@@ -81,13 +81,13 @@ class Line(asyncio.Protocol):
         del self._part[:start]
 
 
-class EngineLine:
+class EngineTransport:
     """The engine's end. A thread reads, so that large messages (images) do not delay a step."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
-        self._arrived: queue.SimpleQueue[bytearray | None] = queue.SimpleQueue()
-        threading.Thread(target=self._read, name="vlora-engine-line", daemon=True).start()
+        self._messages: queue.SimpleQueue[bytearray | None] = queue.SimpleQueue()
+        threading.Thread(target=self._read, name="vlora-engine-reader", daemon=True).start()
 
     def send(self, data: bytes) -> None:
         """Blocks when the socket's buffer is full; data for a closed front end is dropped."""
@@ -97,7 +97,7 @@ class EngineLine:
     def receive(self, *, block: bool) -> bytearray | None:
         """The next message; None if there is none, and after `wake`. Raises EOFError when the front end has closed."""
         try:
-            data = self._arrived.get(block)
+            data = self._messages.get(block)
         except queue.Empty:
             return None
         if data == _END:
@@ -105,13 +105,13 @@ class EngineLine:
         return data
 
     @property
-    def arrived(self) -> bool:
+    def has_message(self) -> bool:
         """Whether `receive` would return a message."""
-        return not self._arrived.empty()
+        return not self._messages.empty()
 
     def wake(self) -> None:
         """Wake up a blocked `receive`. May be called from any thread."""
-        self._arrived.put(None)
+        self._messages.put(None)
 
     def _read(self) -> None:
         # A thread blocked in recv also wakes up when the peer has read sent data: after each token, and often on the
@@ -122,9 +122,9 @@ class EngineLine:
             while True:
                 waiting.poll()
                 (size,) = _HEAD.unpack(self._exactly(_HEAD.size))
-                self._arrived.put(self._exactly(size))
+                self._messages.put(self._exactly(size))
         except (OSError, EOFError):
-            self._arrived.put(_END)
+            self._messages.put(_END)
 
     def _exactly(self, size: int) -> bytearray:
         data = bytearray(size)

@@ -19,12 +19,12 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from vlora.config import EngineConfig
-from vlora.engine.cpu_cores import default_threads
+from vlora.engine.host_resources import default_threads
 from vlora.engine.ipc import messages
-from vlora.engine.ipc.output_coalescer import Gathering
-from vlora.engine.ipc.transport import EngineLine
+from vlora.engine.ipc.output_coalescer import OutputCoalescer
+from vlora.engine.ipc.transport import EngineTransport
 from vlora.errors import EngineDead, StepFailed, VLoraError
-from vlora.logs import configure
+from vlora.logging_format import configure
 from vlora.types import AdapterStatus, ErrorValue, RequestOutput
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def main() -> None:
 def run(
     descriptor: int,
     make_engine: Callable[[EngineConfig], Engine],
-    make_line: Callable[[socket.socket], EngineLine] = EngineLine,
+    make_transport: Callable[[socket.socket], EngineTransport] = EngineTransport,
 ) -> int:
     """Serve the client at the other end of the socket until it sends Stop or closes; returns the exit code.
 
@@ -54,25 +54,25 @@ def run(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.set_inheritable(descriptor, False)  # so that child processes do not keep it open
-    line = make_line(socket.socket(fileno=descriptor))
+    transport = make_transport(socket.socket(fileno=descriptor))
     try:
-        first = line.receive(block=True)
+        first = transport.receive(block=True)
         assert first is not None
         start = messages.decode_to_engine(first)
         assert isinstance(start, messages.Start)
         engine = make_engine(_with_threads(start.config))
         gc.freeze()  # a full collection between two steps would otherwise scan all objects that exist now
-        line.send(messages.encode(messages.Ready(start.config.model, os.getpid(), engine.limits.max_context)))
-        EngineWorker(engine, line).loop()
+        transport.send(messages.encode(messages.Ready(start.config.model, os.getpid(), engine.limits.max_context)))
+        EngineWorker(engine, transport).loop()
     except EOFError:
         return 0  # the client closed before it sent Start
     except VLoraError as error:
-        line.send(messages.encode(messages.Failed(ErrorValue.of(error))))
+        transport.send(messages.encode(messages.Failed(ErrorValue.of(error))))
         return 1
     except Exception as error:
         traceback.print_exc()
         cause = EngineDead(f"the engine stopped: {type(error).__name__}: {error}")
-        line.send(messages.encode(messages.Failed(ErrorValue.of(cause))))
+        transport.send(messages.encode(messages.Failed(ErrorValue.of(cause))))
         return 1
     finally:
         gc.unfreeze()  # otherwise libraries report leaks at exit
@@ -88,19 +88,21 @@ def _with_threads(config: EngineConfig) -> EngineConfig:
 class EngineWorker:
     """Handles messages between steps: without blocking while there is work, blocking otherwise."""
 
-    def __init__(self, engine: Engine, line: EngineLine) -> None:
+    def __init__(self, engine: Engine, transport: EngineTransport) -> None:
         self._engine = engine
-        self._line = line
+        self._transport = transport
         if engine.alarm is not None:
-            threading.Thread(target=self._heed, args=(engine.alarm,), name="vlora-engine-alarm", daemon=True).start()
-        self._gathering = Gathering()
+            threading.Thread(
+                target=self._wake_on_alarm, args=(engine.alarm,), name="vlora-engine-alarm", daemon=True
+            ).start()
+        self._coalescer = OutputCoalescer()
         self._stopping = False
 
     def loop(self) -> None:
         # A step evicts the CPU caches with its weights, so code between two steps runs cold and takes five times as
         # long: without messages to handle, the loop does as little as possible between steps.
         while not self._stopping:
-            if not self._engine.has_work or self._line.arrived:
+            if not self._engine.has_work or self._transport.has_message:
                 for message in self._messages(block=not self._engine.has_work):
                     self._handle(message)
                 if not self._engine.has_work:
@@ -111,16 +113,16 @@ class EngineWorker:
 
     def _messages(self, *, block: bool) -> Iterator[messages.ToEngine]:
         try:
-            while not self._stopping and (data := self._line.receive(block=block)) is not None:
+            while not self._stopping and (data := self._transport.receive(block=block)) is not None:
                 yield messages.decode_to_engine(data)
                 block = False
         except EOFError:
             self._stopping = True
 
-    def _heed(self, alarm: int) -> None:
+    def _wake_on_alarm(self, alarm: int) -> None:
         """Wake up an idle engine so that it checks its ranks."""
         os.read(alarm, 1)
-        self._line.wake()
+        self._transport.wake()
 
     def _handle(self, message: messages.ToEngine) -> None:
         match message:
@@ -144,8 +146,8 @@ class EngineWorker:
         request_id = message.request.request_id
         try:
             self._engine.add(message.request)
-            self._gathering.expect(message.request)
-            if held := self._gathering.release():  # a step that computes a prompt is longer than the last one
+            self._coalescer.add(message.request)
+            if held := self._coalescer.flush():  # a step that computes a prompt is longer than the last one
                 self._send(messages.Outputs(held))
         except VLoraError as error:
             self._refuse(request_id, error)
@@ -165,14 +167,14 @@ class EngineWorker:
         """The engine sets the result in its own thread, between two steps."""
         done.add_done_callback(
             lambda _: self._send(
-                self._reply_of(call_id, lambda: messages.Reply(call_id=call_id, adapters=(done.result(),)))
+                self._try_reply(call_id, lambda: messages.Reply(call_id=call_id, adapters=(done.result(),)))
             )
         )
 
     def _reply(self, call: messages.Call) -> messages.Reply:
-        return self._reply_of(call.call_id, lambda: self._result(call))
+        return self._try_reply(call.call_id, lambda: self._result(call))
 
-    def _reply_of(self, call_id: int, result: Callable[[], messages.Reply]) -> messages.Reply:
+    def _try_reply(self, call_id: int, result: Callable[[], messages.Reply]) -> messages.Reply:
         try:
             return result()
         except VLoraError as error:
@@ -204,11 +206,11 @@ class EngineWorker:
                 raise AssertionError(f"{type(call).__name__} is answered asynchronously")
 
     def _send_outputs(self, outputs: tuple[RequestOutput, ...]) -> None:
-        if outputs := self._gathering.pass_on(outputs):
+        if outputs := self._coalescer.coalesce(outputs):
             self._send(messages.Outputs(outputs))
 
     def _send(self, message: messages.FromEngine) -> None:
-        self._line.send(messages.encode(message))
+        self._transport.send(messages.encode(message))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Messages between rank 0 and the other ranks: frozen structs as msgpack. No pickle.
 
-Orders go to all ranks in one broadcast per step; replies return over one pipe per rank.
+Orders go to all ranks in one broadcast per step; reports return over one pipe per rank.
 """
 
 from __future__ import annotations
@@ -10,24 +10,24 @@ from collections.abc import Sequence
 import msgspec
 
 from vlora.config import EngineConfig
-from vlora.parallel.adapter_sharding import Way
+from vlora.parallel.adapter_sharding import ShardingKind
 from vlora.types import Batch, ErrorValue, Request
 
 # -- orders -----------------------------------------------------------------------------------------------------------
 
 
-class Add(msgspec.Struct, frozen=True, tag=True):
+class AddRequest(msgspec.Struct, frozen=True, tag=True):
     """Add a request's tensors, including its images."""
 
     request: Request
     vision_key: str | None
 
 
-class Release(msgspec.Struct, frozen=True, tag=True):
+class ReleaseRequest(msgspec.Struct, frozen=True, tag=True):
     request_id: str
 
 
-class Bring(msgspec.Struct, frozen=True, tag=True):
+class LoadShard(msgspec.Struct, frozen=True, tag=True):
     """Read an adapter, report when it is read, and keep this rank's shard in these pages.
 
     version: hash of the content that rank 0 has read.
@@ -36,12 +36,12 @@ class Bring(msgspec.Struct, frozen=True, tag=True):
     key: str
     path: str
     version: str
-    way: Way
+    sharding: ShardingKind
     first_page: int
     num_pages: int
 
 
-class Copy(msgspec.Struct, frozen=True, tag=True):
+class CopyPages(msgspec.Struct, frozen=True, tag=True):
     """Copy pages of the arena, regardless of their content."""
 
     first_page: int
@@ -49,7 +49,7 @@ class Copy(msgspec.Struct, frozen=True, tag=True):
     num_pages: int
 
 
-class Move(msgspec.Struct, frozen=True, tag=True):
+class MoveAdapter(msgspec.Struct, frozen=True, tag=True):
     """An adapter has moved to these pages; its pages were already copied."""
 
     key: str
@@ -57,13 +57,13 @@ class Move(msgspec.Struct, frozen=True, tag=True):
     num_pages: int
 
 
-class Drop(msgspec.Struct, frozen=True, tag=True):
+class EvictAdapter(msgspec.Struct, frozen=True, tag=True):
     """The pages of an adapter are free."""
 
     key: str
 
 
-class Pack(msgspec.Struct, frozen=True, tag=True):
+class PackAdapters(msgspec.Struct, frozen=True, tag=True):
     """Keep packed copies of these adapters in these pages."""
 
     keys: tuple[str, ...]
@@ -71,34 +71,46 @@ class Pack(msgspec.Struct, frozen=True, tag=True):
     num_pages: int
 
 
-class Unpack(msgspec.Struct, frozen=True, tag=True):
+class UnpackAdapters(msgspec.Struct, frozen=True, tag=True):
     """The pages of the packed copies are free."""
 
 
-class Forget(msgspec.Struct, frozen=True, tag=True):
+class ForgetAdapter(msgspec.Struct, frozen=True, tag=True):
     """No more requests for an adapter will arrive."""
 
     key: str
 
 
-class Sampled(msgspec.Struct, frozen=True, tag=True):
+class SampledTokens(msgspec.Struct, frozen=True, tag=True):
     """The tokens sampled by the last step, by request."""
 
     tokens: dict[str, int]
 
 
-class Run(msgspec.Struct, frozen=True, tag=True):
+class RunBatch(msgspec.Struct, frozen=True, tag=True):
     """Run a step."""
 
     batch: Batch
 
 
-Order = Add | Release | Sampled | Bring | Copy | Move | Drop | Pack | Unpack | Forget | Run
+Order = (
+    AddRequest
+    | ReleaseRequest
+    | SampledTokens
+    | LoadShard
+    | CopyPages
+    | MoveAdapter
+    | EvictAdapter
+    | PackAdapters
+    | UnpackAdapters
+    | ForgetAdapter
+    | RunBatch
+)
 
-# -- replies ----------------------------------------------------------------------------------------------------------
+# -- reports ----------------------------------------------------------------------------------------------------------
 
 
-class Start(msgspec.Struct, frozen=True, tag=True):
+class StartRank(msgspec.Struct, frozen=True, tag=True):
     """The only message of rank 0 over the pipe: load the model. store_file: where NCCL's ranks meet."""
 
     config: EngineConfig
@@ -106,35 +118,35 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     store_file: str
 
 
-class Loaded(msgspec.Struct, frozen=True, tag=True):
+class ModelLoaded(msgspec.Struct, frozen=True, tag=True):
     """The model is loaded. facts: values that must be equal on all ranks, by name."""
 
     facts: dict[str, str]
 
 
-class Brought(msgspec.Struct, frozen=True, tag=True):
+class AdapterRead(msgspec.Struct, frozen=True, tag=True):
     """An adapter was read, or the error."""
 
     key: str
     error: ErrorValue | None = None
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class RankFailed(msgspec.Struct, frozen=True, tag=True):
     """The rank is about to end, with the cause. follows: the cause is the end of another rank."""
 
     error: ErrorValue
     follows: bool = False
 
 
-Word = Loaded | Brought | Failed
+Report = ModelLoaded | AdapterRead | RankFailed
 
 _encoder = msgspec.msgpack.Encoder()
 _orders = msgspec.msgpack.Decoder(tuple[Order, ...])
-_words = msgspec.msgpack.Decoder(Word)
-_start = msgspec.msgpack.Decoder(Start)
+_reports = msgspec.msgpack.Decoder(Report)
+_start = msgspec.msgpack.Decoder(StartRank)
 
 
-def encode(message: Sequence[Order] | Word | Start) -> bytes:
+def encode(message: Sequence[Order] | Report | StartRank) -> bytes:
     return _encoder.encode(message)
 
 
@@ -142,9 +154,9 @@ def decode_orders(data: bytes) -> tuple[Order, ...]:
     return _orders.decode(data)
 
 
-def decode_word(data: bytes) -> Word:
-    return _words.decode(data)
+def decode_report(data: bytes) -> Report:
+    return _reports.decode(data)
 
 
-def decode_start(data: bytes) -> Start:
+def decode_start(data: bytes) -> StartRank:
     return _start.decode(data)

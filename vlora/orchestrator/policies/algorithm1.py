@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vlora.orchestrator.groups import in_order, largest_group, starving_first
-from vlora.orchestrator.policies.base import Candidate, Decision, PolicyState
+from vlora.orchestrator.policies.base import Candidate, Decision, PolicyState, in_order, largest_group, starving_first
 from vlora.types import Mode
 
 

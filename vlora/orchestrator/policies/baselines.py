@@ -1,10 +1,10 @@
-"""The baseline that serves one adapter at a time, merged."""
+"""Baselines without a mixed mode: one adapter at a time, merged, and all adapters together, unmerged."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vlora.orchestrator.policies.base import Candidate, Decision, PolicyState
+from vlora.orchestrator.policies.base import Candidate, Decision, PolicyState, in_order, starving_first
 from vlora.types import Mode
 
 
@@ -21,3 +21,13 @@ class MergedOnly:
         if adapter is None or adapter in state.mergeable:
             return Decision(Mode.MERGED, adapter, order)
         return Decision(Mode.UNMERGED, None, order)
+
+
+class UnmergedOnly:
+    """Every token with its own delta over W0, in order of arrival (Punica section 5.1, S-LoRA section 5).
+
+    In both papers a request runs until it ends. Here it yields to starving requests, so that the waiting bound holds.
+    """
+
+    def decide(self, ready: Sequence[Candidate], state: PolicyState) -> Decision:
+        return Decision(Mode.UNMERGED, None, in_order(starving_first(ready, state), ready, state))

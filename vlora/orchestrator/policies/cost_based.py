@@ -52,7 +52,7 @@ class _Plan(NamedTuple):
     one_by_one: bool = False
 
 
-class CheapestPlan:
+class CostBased:
     """Minimizes the predicted mean time until the ready requests have their answers.
 
     For a request that continues, this is the end of the round in which each has its next answer; for a head request,

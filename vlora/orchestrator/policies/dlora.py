@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from vlora.orchestrator.cost_model import StepSize
-from vlora.orchestrator.groups import in_order, largest_group, starving_first
-from vlora.orchestrator.policies.base import Candidate, Decision, PolicyState
+from vlora.orchestrator.policies.base import Candidate, Decision, PolicyState, in_order, largest_group, starving_first
 from vlora.types import Mode
 
 _ADD, _MULTIPLY = 0.05, 1.1  # additive increase, multiplicative decrease of the thresholds (the artifact's values)

@@ -11,7 +11,7 @@ from fastapi.responses import Response
 
 from vlora.config import Token
 from vlora.errors import UnknownStream
-from vlora.server.console.feed import Feed
+from vlora.server.console.feed import SnapshotFeed
 from vlora.server.console.files import CONSOLE_FILES, HEADERS, read_file
 from vlora.server.frontend import FrontEnd
 from vlora.server.security.access import Access
@@ -20,43 +20,42 @@ from vlora.server.streams.registry import WatchedStream
 _PRIVATE = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 
 
-def add_console(app: FastAPI, front_end: FrontEnd, model: str, access: Access) -> None:
-    """Add the page under / and /console, and its data routes. model: the base model's name."""
-    feed = Feed(front_end.snapshot)
+class ConsoleRoutes:
+    """The page under / and /console, and its data routes. model: the base model's name."""
 
-    def caller_of(request: Request) -> Token | None:
-        """The request's token; None where the server has no tokens and every caller has full access."""
-        caller: Token | None = request.state.caller if access.required else None
-        return caller
+    def __init__(self, front_end: FrontEnd, model: str, access: Access) -> None:
+        self._front_end = front_end
+        self._model = model
+        self._access = access
+        self._feed = SnapshotFeed(front_end)
 
-    async def file(content: bytes, media_type: str) -> Response:
-        return Response(content, media_type=media_type, headers=HEADERS)
+    def add_to(self, app: FastAPI) -> None:
+        for path, (name, media_type) in CONSOLE_FILES.items():
+            app.get(path, include_in_schema=False)(functools.partial(_file, read_file(name), media_type))
+        app.get("/console/state", include_in_schema=False)(self.state)
+        app.get("/console/adapters", include_in_schema=False)(self.adapters)
+        app.get("/console/streams/{number}/frame", include_in_schema=False)(self.frame)
 
-    for path, (name, media_type) in CONSOLE_FILES.items():
-        app.get(path, include_in_schema=False)(functools.partial(file, read_file(name), media_type))
-
-    @app.get("/console/state", include_in_schema=False)
-    async def state(request: Request, since: int = 0) -> Response:
+    async def state(self, request: Request, since: int = 0) -> Response:
         """A snapshot, with the steps after number `since`."""
-        snapshot, steps = await feed.read(since)
-        caller = caller_of(request)
-        streams = front_end.streams.watched()
+        snapshot, steps = await self._feed.read(since)
+        caller = self._caller_of(request)
+        streams = self._front_end.streams.watched()
         fields = msgspec.structs.asdict(snapshot)
         fields |= {
-            "model": model,
-            "stats": msgspec.structs.replace(snapshot.stats, model=model),  # the engine reports the model's folder
+            "model": self._model,
+            "stats": msgspec.structs.replace(snapshot.stats, model=self._model),  # the engine reports its folder
             "steps": steps,
             "num_streams": len(streams),
-            "streams": [_stream(stream) for stream in streams if _may_see(caller, stream)],
+            "streams": [_stream_json(stream) for stream in streams if _may_see(caller, stream)],
             "admin": caller is None or caller.admin,
-            "draining": front_end.draining,
+            "draining": self._front_end.draining,
         }
         return Response(msgspec.json.encode(fields), media_type="application/json", headers=_PRIVATE)
 
-    @app.get("/console/adapters", include_in_schema=False)
-    async def adapters() -> Response:
+    async def adapters(self) -> Response:
         """The name and heads of every adapter."""
-        known = [
+        adapters = [
             {
                 "name": status.name,
                 "heads": [
@@ -64,21 +63,29 @@ def add_console(app: FastAPI, front_end: FrontEnd, model: str, access: Access) -
                     for head in status.heads
                 ],
             }
-            for status in await front_end.known_adapters()
+            for status in await self._front_end.adapters.list_cached()
         ]
-        return Response(msgspec.json.encode(known), media_type="application/json", headers=_PRIVATE)
+        return Response(msgspec.json.encode(adapters), media_type="application/json", headers=_PRIVATE)
 
-    @app.get("/console/streams/{number}/frame", include_in_schema=False)
-    async def frame(request: Request, number: int) -> Response:
+    async def frame(self, request: Request, number: int) -> Response:
         """The last answered frame with its answer below it; 204 while there is none."""
-        caller = caller_of(request)
-        for stream in front_end.streams.watched():
+        caller = self._caller_of(request)
+        for stream in self._front_end.streams.watched():
             if stream.number == number and _may_see(caller, stream):
-                picture = stream.last_frame.look()
+                picture = stream.preview.read()
                 if picture is None:
                     return Response(status_code=204, headers=_PRIVATE)
                 return Response(picture[1], media_type="image/jpeg", headers=_PRIVATE)
         raise UnknownStream(f"no open stream {number} is visible to this token")
+
+    def _caller_of(self, request: Request) -> Token | None:
+        """The request's token; None where the server has no tokens and every caller has full access."""
+        caller: Token | None = request.state.caller if self._access.required else None
+        return caller
+
+
+async def _file(content: bytes, media_type: str) -> Response:
+    return Response(content, media_type=media_type, headers=HEADERS)
 
 
 def _may_see(caller: Token | None, stream: WatchedStream) -> bool:
@@ -86,7 +93,7 @@ def _may_see(caller: Token | None, stream: WatchedStream) -> bool:
     return caller is None or caller.admin or stream.owner == caller.name
 
 
-def _stream(watched: WatchedStream) -> dict[str, Any]:
+def _stream_json(watched: WatchedStream) -> dict[str, Any]:
     stream, last = watched.stream, watched.stream.last_result
     return {
         "number": watched.number,

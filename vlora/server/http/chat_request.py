@@ -9,7 +9,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from vlora.errors import BadRequest
 from vlora.server.http.response_format import json_grammar
-from vlora.server.http.sampling_fields import MAX_TOKENS, Sampled, Strict
+from vlora.server.http.sampling_fields import MAX_TOKENS, SamplingFields, StrictModel
 from vlora.server.http.tools import MAX_TOOLS, Choice, NamedTool, Tool, ToolCall, call_grammar
 from vlora.types import MAX_LOGPROBS, SamplingParams
 
@@ -17,24 +17,24 @@ MAX_MESSAGES = 1024
 MAX_PARTS = 256  # of one message
 
 
-class ImageUrl(Strict):
+class ImageUrl(StrictModel):
     """A data URL, or an http, https or file URL that the operator allows."""
 
     url: str
     detail: str | None = None
 
 
-class TextPart(Strict):
+class TextPart(StrictModel):
     type: Literal["text"]
     text: str
 
 
-class ImagePart(Strict):
+class ImagePart(StrictModel):
     type: Literal["image_url"]
     image_url: ImageUrl
 
 
-class ChatMessage(Strict):
+class ChatMessage(StrictModel):
     """An assistant message may have tool calls in place of content; a tool message holds a call's result."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -49,7 +49,7 @@ class ChatMessage(Strict):
     tool_call_id: str = ""
 
     @classmethod
-    def asks_for_nothing(cls, name: str, value: Any) -> bool:
+    def has_no_effect(cls, name: str, value: Any) -> bool:
         """Accept `name`, which only labels the speaker, and empty `annotations`, which clients copy from answers."""
         return value is None or name == "name" or (name == "annotations" and value == [])
 
@@ -62,12 +62,12 @@ class ChatMessage(Strict):
         return self
 
 
-class ResponseFormat(Strict):
+class ResponseFormat(StrictModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: dict[str, Any] | None = None
 
 
-class ChatRequest(Sampled):
+class ChatRequest(SamplingFields):
     """The supported part of OpenAI's chat completion request."""
 
     WITHOUT_EFFECT: ClassVar[Mapping[str, tuple[Any, ...]]] = {

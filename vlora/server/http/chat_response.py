@@ -9,12 +9,12 @@ import msgspec
 
 from vlora.client.values import Answer, TokenLogprob
 from vlora.server.detokenizer import Piece
-from vlora.server.http.tool_calls import CallReader
+from vlora.server.http.tools import ToolCallParser
 
 _LEAST_LOGPROB = -9999.0  # as in OpenAI's answers: JSON has no infinity
 
 
-class ChatAnswer:
+class ChatResponseBuilder:
     """Builds the responses to one request.
 
     Args:
@@ -28,7 +28,7 @@ class ChatAnswer:
         self._head = head
         self._logprobs = logprobs
         self._tools = tools
-        self._readers: dict[int, CallReader] = {}  # by choice, in a stream
+        self._readers: dict[int, ToolCallParser] = {}  # by choice, in a stream
         self._counts = RunningCounts() if counts else None
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class ChatAnswer:
         scores = self._scores(piece.logprobs)
         if not self._tools:
             return self._event(index, {"content": piece.text}, scores)
-        reader = self._readers.setdefault(index, CallReader())
+        reader = self._readers.setdefault(index, ToolCallParser())
         first = reader.num_calls
         text, calls = reader.feed(piece.text)
         delta: dict[str, Any] = {"content": text} if text else {}
@@ -77,7 +77,7 @@ class ChatAnswer:
     def _message(self, answer: Answer) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": answer.text}
         if self._tools:
-            reader = CallReader()
+            reader = ToolCallParser()
             text, calls = reader.feed(answer.text)
             message["content"] = text + reader.finish()
             if calls:

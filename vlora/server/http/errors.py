@@ -53,34 +53,39 @@ def error_response(error: VLoraError, *, status: int | None = None, param: str |
     return JSONResponse(body, error.http_status if status is None else status, headers)
 
 
-def handle_errors(app: FastAPI) -> None:
+def add_error_handlers(app: FastAPI) -> None:
     """Add handlers that convert every exception of the app to this body."""
+    app.exception_handler(VLoraError)(_on_vlora_error)
+    app.exception_handler(RequestValidationError)(_on_invalid_body)
+    app.exception_handler(HTTPException)(_on_http_error)
+    app.exception_handler(ClientDisconnect)(_on_disconnect)
+    app.exception_handler(Exception)(_on_internal_error)
 
-    @app.exception_handler(VLoraError)
-    async def refuse(_: Request, error: VLoraError) -> Response:
-        return error_response(error, param=error.field if isinstance(error, BadRequest) else None)
 
-    @app.exception_handler(RequestValidationError)
-    async def refuse_fields(_: Request, error: RequestValidationError) -> Response:
-        param, message = _first_mistake(error)
-        return error_response(BadRequest(message), param=param)
+async def _on_vlora_error(_: Request, error: VLoraError) -> Response:
+    return error_response(error, param=error.field if isinstance(error, BadRequest) else None)
 
-    @app.exception_handler(HTTPException)
-    async def refuse_call(request: Request, error: HTTPException) -> Response:
-        if isinstance(error.__cause__, VLoraError):
-            return error_response(error.__cause__)
-        response = error_response(BadRequest(_why(request, error)), status=error.status_code)
-        response.headers.update(error.headers or {})
-        return response
 
-    @app.exception_handler(ClientDisconnect)
-    async def leave(_: Request, __: ClientDisconnect) -> Response:
-        """The client disconnected during its body, which is no server error; the response is not read."""
-        return error_response(Aborted("the client disconnected"))
+async def _on_invalid_body(_: Request, error: RequestValidationError) -> Response:
+    param, message = _first_problem(error)
+    return error_response(BadRequest(message), param=param)
 
-    @app.exception_handler(Exception)
-    async def confess(_: Request, error: Exception) -> Response:
-        return error_response(VLoraError(f"internal server error ({type(error).__name__}); see the server log"))
+
+async def _on_http_error(request: Request, error: HTTPException) -> Response:
+    if isinstance(error.__cause__, VLoraError):
+        return error_response(error.__cause__)
+    response = error_response(BadRequest(_why(request, error)), status=error.status_code)
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _on_disconnect(_: Request, __: ClientDisconnect) -> Response:
+    """The client disconnected during its body, which is no server error; the response is not read."""
+    return error_response(Aborted("the client disconnected"))
+
+
+async def _on_internal_error(_: Request, error: Exception) -> Response:
+    return error_response(VLoraError(f"internal server error ({type(error).__name__}); see the server log"))
 
 
 def _why(request: Request, error: HTTPException) -> str:
@@ -98,31 +103,31 @@ def _why(request: Request, error: HTTPException) -> str:
     return str(error.detail)
 
 
-def _first_mistake(error: RequestValidationError) -> tuple[str | None, str]:
+def _first_problem(error: RequestValidationError) -> tuple[str | None, str]:
     """The field at fault, if any, and the problem."""
-    mistakes = error.errors()
-    mistake = mistakes[0]
-    match mistake["type"], mistake["loc"]:
+    problems = error.errors()
+    problem = problems[0]
+    match problem["type"], problem["loc"]:
         case "json_invalid", (_, place):
-            return None, f"the body is not JSON: {json_errors.problem(mistake['ctx']['error'])} at character {place}"
+            return None, f"the body is not JSON: {json_errors.problem(problem['ctx']['error'])} at character {place}"
         case "missing", ("body",):
             return None, "the body is empty; send a JSON object"
-        case _, ("body",) if mistake["type"].endswith("_type"):
+        case _, ("body",) if problem["type"].endswith("_type"):
             return None, "the body is not a JSON object; send one with Content-Type: application/json"
     # A field of two types has an error for each. An error inside the second type is more specific than the first error.
     also = ""
-    if _is_form(mistake["loc"][-1]):
-        field = mistake["loc"][:-1]
-        others = [each for each in mistakes[1:] if each["loc"][: len(field)] == field]
+    if _is_form(problem["loc"][-1]):
+        field = problem["loc"][:-1]
+        others = [each for each in problems[1:] if each["loc"][: len(field)] == field]
         if others and others[0]["loc"][:-1] == field and others[0]["type"] in _CONTAINERS:
             also = pydantic_errors.EXPECTED[others[0]["type"].removesuffix("_type")]
         elif others:
-            mistake = others[0]
-    field_name = ".".join(map(str, _steps(mistake["loc"]))) or None
-    if mistake["type"] == "extra_forbidden":
+            problem = others[0]
+    field_name = ".".join(map(str, _steps(problem["loc"]))) or None
+    if problem["type"] == "extra_forbidden":
         return field_name, f"{field_name}: this field is not supported"
-    why = pydantic_errors.described(mistake, also=also)
-    between = ": " if mistake["type"] == "value_error" else " "
+    why = pydantic_errors.described(problem, also=also)
+    between = ": " if problem["type"] == "value_error" else " "
     return field_name, f"{field_name or 'body'}{between}{why}"
 
 

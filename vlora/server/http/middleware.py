@@ -24,9 +24,9 @@ OPEN_PATHS = frozenset({"/health", "/ready"}) | CONSOLE_FILES.keys()
 _FIELDS = 20_000  # allowance for the structure of a body, in addition to commas in its text
 
 
-def guarded(app: ASGIApp, access: Access, metrics: Metrics, held: ByteBudget, config: ServerConfig) -> ASGIApp:
+def with_checks(app: ASGIApp, access: Access, metrics: Metrics, budget: ByteBudget, config: ServerConfig) -> ASGIApp:
     """Wrap the app in its checks."""
-    app = _BoundedBody(app, held, config.max_message_bytes, config.max_prompt_chars + _FIELDS)
+    app = _BoundedBody(app, budget, config.max_message_bytes, config.max_prompt_chars + _FIELDS)
     if access.required:
         return _TokenCheck(app, access, metrics)
     return _LoopbackCheck(app, metrics)
@@ -46,10 +46,10 @@ class _TokenCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            scheme, shown = get_authorization_scheme_param(Headers(scope=scope).get("authorization"))
+            scheme, secret = get_authorization_scheme_param(Headers(scope=scope).get("authorization"))
             try:
                 changes = scope["path"].startswith(ADMIN_PATHS) and scope["method"] not in ("GET", "HEAD")
-                token = shown if scheme.lower() == "bearer" else None
+                token = secret if scheme.lower() == "bearer" else None
                 peer = (scope.get("client") or ("",))[0]
                 caller = self._access.check(token, admin=changes, peer=peer)
                 scope.setdefault("state", {})["caller"] = caller
@@ -102,9 +102,9 @@ class _BoundedBody:
     max_commas: A JSON value takes one byte as text and tens of bytes in memory. Text and images have few commas.
     """
 
-    def __init__(self, app: ASGIApp, held: ByteBudget, max_bytes: int, max_commas: int) -> None:
+    def __init__(self, app: ASGIApp, budget: ByteBudget, max_bytes: int, max_commas: int) -> None:
         self._app = app
-        self._held = held
+        self._budget = budget
         self._max_bytes = max_bytes
         self._max_commas = max_commas
 
@@ -112,36 +112,50 @@ class _BoundedBody:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        error = TooLarge(f"the body exceeds this server's limit of {self._max_bytes} bytes")
         declared = dict(scope["headers"]).get(b"content-length", b"0")
         if declared.isdigit() and int(declared) > self._max_bytes:
-            await error_response(error)(scope, receive, send)
+            await error_response(_too_large(self._max_bytes))(scope, receive, send)
             return
-        received = commas = 0
-        begun = False
-
-        async def bounded() -> Message:
-            nonlocal received, commas, begun
-            message = await receive()
-            body: bytes = message.get("body", b"")
-            if not begun and (start := body.lstrip()):
-                begun = True
-                if message.get("more_body") and not start.startswith(b"{"):
-                    # The JSON parser gives a better error for a short body.
-                    raise BadRequest("the body is not a JSON object; the rest of it was not read")
-            if not self._held.take(len(body)):
-                raise OverCapacity(
-                    f"active requests use this server's {self._held.most} bytes for messages; try again later"
-                )
-            received += len(body)
-            commas += body.count(b",")
-            if received > self._max_bytes:
-                raise error
-            if commas > self._max_commas:
-                raise TooLarge(f"the body has over {self._max_commas} commas, more than this server accepts")
-            return message
-
+        body = _BodyReader(receive, self._budget, self._max_bytes, self._max_commas)
         try:
-            await self._app(scope, bounded, send)
+            await self._app(scope, body.receive, send)
         finally:
-            self._held.give(received)
+            self._budget.release(body.num_bytes)
+
+
+class _BodyReader:
+    """The body of one request. num_bytes: reserved in the budget."""
+
+    def __init__(self, receive: Receive, budget: ByteBudget, max_bytes: int, max_commas: int) -> None:
+        self.num_bytes = 0
+        self._receive = receive
+        self._budget = budget
+        self._max_bytes = max_bytes
+        self._max_commas = max_commas
+        self._num_commas = 0
+        self._begun = False
+
+    async def receive(self) -> Message:
+        """Receive the next part, within the limits. Raises BadRequest, TooLarge or OverCapacity."""
+        message = await self._receive()
+        body: bytes = message.get("body", b"")
+        if not self._begun and (start := body.lstrip()):
+            self._begun = True
+            if message.get("more_body") and not start.startswith(b"{"):
+                # The JSON parser gives a better error for a short body.
+                raise BadRequest("the body is not a JSON object; the rest of it was not read")
+        if not self._budget.reserve(len(body)):
+            raise OverCapacity(
+                f"active requests use this server's {self._budget.limit} bytes for messages; try again later"
+            )
+        self.num_bytes += len(body)
+        self._num_commas += body.count(b",")
+        if self.num_bytes > self._max_bytes:
+            raise _too_large(self._max_bytes)
+        if self._num_commas > self._max_commas:
+            raise TooLarge(f"the body has over {self._max_commas} commas, more than this server accepts")
+        return message
+
+
+def _too_large(max_bytes: int) -> TooLarge:
+    return TooLarge(f"the body exceeds this server's limit of {max_bytes} bytes")

@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request
@@ -19,19 +19,20 @@ from starlette.types import ASGIApp
 
 from vlora.client.values import Answer
 from vlora.errors import Aborted, BadRequest, UnknownAdapter, VLoraError, listed
-from vlora.server.body_route import BodyRoute
-from vlora.server.console.routes import add_console
+from vlora.server.console.routes import ConsoleRoutes
 from vlora.server.detokenizer import Piece
-from vlora.server.frontend import Conversation, FrontEnd, Prompt
-from vlora.server.head_results import head_form
+from vlora.server.frontend import FrontEnd
+from vlora.server.head_results import head_json
+from vlora.server.http.body_route import BodyRoute
 from vlora.server.http.chat_request import MAX_PARTS, ChatRequest
-from vlora.server.http.chat_response import ChatAnswer, event
-from vlora.server.http.errors import ErrorBody, error_body, handle_errors
-from vlora.server.http.middleware import ADMIN_PATHS, guarded, tenant
-from vlora.server.http.sampling_fields import Leveled, Sampled, Strict
-from vlora.server.http.text_completions import CompletionRequest, TextAnswer
+from vlora.server.http.chat_response import ChatResponseBuilder, event
+from vlora.server.http.errors import ErrorBody, add_error_handlers, error_body
+from vlora.server.http.middleware import ADMIN_PATHS, tenant, with_checks
+from vlora.server.http.sampling_fields import SamplingFields, ServiceLevelFields, StrictModel
+from vlora.server.http.text_completions import CompletionRequest, TextResponseBuilder
 from vlora.server.http.tools import as_messages
 from vlora.server.interleave import interleave
+from vlora.server.prompts import Conversation, Prompt
 from vlora.server.security.access import Access
 from vlora.types import AdapterStatus, SamplingParams
 
@@ -42,28 +43,37 @@ _OPENAI_NAMES = {"prompt": "messages", "adapter": "model"}
 """Front end field -> field of chat completions."""
 
 Parts = AsyncGenerator[tuple[int, Piece | Answer], None]
-Form = ChatAnswer | TextAnswer
+ResponseBuilder = ChatResponseBuilder | TextResponseBuilder
 
 
-class HeadRequest(Leveled):
+class HeadRequest(ServiceLevelFields):
     """images: URLs, as many as the head reads."""
 
     images: list[str] = Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)
 
 
-class AdapterSource(Strict):
+class AdapterSource(StrictModel):
     """path: an adapter folder on the server's file system."""
 
     name: str
     path: str
 
 
-def make_app(
-    front_end: FrontEnd, model: str, access: Access, *, others_listen: Callable[[], bool] = lambda: True
-) -> ASGIApp:
-    """The ASGI application. model: the base model's name in requests; every other name is an adapter name.
+class Listener(Protocol):
+    """Another server of this process, as `RpycServer` is."""
 
-    others_listen: whether the RPyC server accepts connections; otherwise the server is not ready.
+    @property
+    def listening(self) -> bool:
+        """Whether new connections are accepted."""
+        ...
+
+
+def make_app(front_end: FrontEnd, model: str, access: Access, other_listener: Listener | None = None) -> ASGIApp:
+    """The ASGI application.
+
+    Args:
+        model: The base model's name in requests; every other name is an adapter name.
+        other_listener: While it accepts no connections, this server is not ready either.
     """
     app = FastAPI(
         title="V-LoRA",
@@ -73,113 +83,155 @@ def make_app(
         # Declared for the OpenAPI document only; the middleware does the check.
         dependencies=[Depends(HTTPBearer(auto_error=False))] if access.required else [],
     )
-    handle_errors(app)
-    _asking(app, front_end, model)  # first, because routes are matched in order
-    _watching(app, front_end, model, others_listen)
-    _administering(app, front_end)
-    add_console(app, front_end, model, access)
-    return guarded(app, access, front_end.metrics, front_end.held, front_end.config)
+    add_error_handlers(app)
+    ModelRoutes(front_end, model).add_to(app)  # first, because routes are matched in order
+    CompletionRoutes(front_end, model).add_to(app)
+    HealthRoutes(front_end, model, other_listener).add_to(app)
+    AdapterRoutes(front_end).add_to(app)
+    ConsoleRoutes(front_end, model, access).add_to(app)
+    return with_checks(app, access, front_end.metrics, front_end.message_budget, front_end.config)
 
 
-# -- routes -----------------------------------------------------------------------------------------------------------
+class HealthRoutes:
+    """Health checks and metrics."""
 
+    def __init__(self, front_end: FrontEnd, model: str, other_listener: Listener | None) -> None:
+        self._front_end = front_end
+        self._model = model
+        self._other_listener = other_listener
 
-def _watching(app: FastAPI, front_end: FrontEnd, model: str, others_listen: Callable[[], bool]) -> None:
-    @app.head("/health", include_in_schema=False)
-    @app.get("/health")
-    async def health() -> dict[str, str]:
+    def add_to(self, app: FastAPI) -> None:
+        for path, endpoint in (("/health", self.health), ("/ready", self.ready)):
+            app.get(path)(endpoint)
+            app.head(path, include_in_schema=False)(endpoint)
+        app.get("/metrics")(self.metrics)
+
+    async def health(self) -> dict[str, str]:
         """Whether the engine is alive."""
-        await front_end.stats()
-        return {"status": "ok", "model": model}
+        await self._front_end.stats()
+        return {"status": "ok", "model": self._model}
 
-    @app.head("/ready", include_in_schema=False)
-    @app.get("/ready")
-    async def ready() -> Response:
+    async def ready(self) -> Response:
         """Whether requests are accepted: 503 during shutdown or when a part of the server is dead."""
-        if front_end.draining:
+        if self._front_end.draining:
             return JSONResponse({"status": "draining"}, 503)
-        if not others_listen():
+        if self._other_listener is not None and not self._other_listener.listening:
             return JSONResponse({"status": "rpyc takes no connections"}, 503)
-        await front_end.stats()
+        await self._front_end.stats()
         return JSONResponse({"status": "ready"})
 
-    @app.get("/metrics")
-    async def metrics() -> Response:
+    async def metrics(self) -> Response:
         """Metrics in Prometheus text format."""
-        return Response(await front_end.read_metrics(), media_type=CONTENT_TYPE_LATEST)
+        return Response(await self._front_end.read_metrics(), media_type=CONTENT_TYPE_LATEST)
 
 
-def _asking(app: FastAPI, front_end: FrontEnd, model: str) -> None:
-    async def all_models() -> dict[str, dict[str, Any]]:
-        parents = {model: None} | {status.name: model for status in await front_end.adapters()}
-        # `root` is the base model's id, as in OpenAI's API: load generators find the model's tokenizer by it.
-        shared = {"object": "model", "created": 0, "owned_by": "vlora", "root": model}
-        return {name: {"id": name, "parent": parent, **shared} for name, parent in parents.items()}
+class ModelRoutes:
+    """The list of models: the base model and every adapter."""
 
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
+    def __init__(self, front_end: FrontEnd, model: str) -> None:
+        self._front_end = front_end
+        self._model = model
+
+    def add_to(self, app: FastAPI) -> None:
+        app.get("/v1/models")(self.models)
+        app.get("/v1/models/{name:path}")(self.one_model)  # hub names contain a slash
+
+    async def models(self) -> dict[str, Any]:
         """The base model and every adapter."""
-        return {"object": "list", "data": list((await all_models()).values())}
+        return {"object": "list", "data": list((await self._models_by_name()).values())}
 
-    @app.get("/v1/models/{name:path}")  # hub names contain a slash
-    async def one_model(name: str) -> dict[str, Any]:
+    async def one_model(self, name: str) -> dict[str, Any]:
         """One model or adapter."""
-        found = await all_models()
+        found = await self._models_by_name()
         if name not in found:
             raise UnknownAdapter(f"no model named {name[:_SHOWN]!r}; available: {listed(found)}")
         return found[name]
 
-    short = APIRouter(route_class=BodyRoute)
+    async def _models_by_name(self) -> dict[str, dict[str, Any]]:
+        model = self._model
+        parents = {model: None} | {status.name: model for status in await self._front_end.adapters.list()}
+        # `root` is the base model's id, as in OpenAI's API: load generators find the model's tokenizer by it.
+        shared = {"object": "model", "created": 0, "owned_by": "vlora", "root": model}
+        return {name: {"id": name, "parent": parent, **shared} for name, parent in parents.items()}
 
-    @short.post("/v1/chat/completions")
-    async def chat(body: ChatRequest, request: Request) -> Response:
+
+class CompletionRoutes:
+    """Requests for answers: chat completions, text completions, task heads."""
+
+    def __init__(self, front_end: FrontEnd, model: str) -> None:
+        self._front_end = front_end
+        self._model = model
+
+    def add_to(self, app: FastAPI) -> None:
+        router = APIRouter(route_class=BodyRoute)
+        router.post("/v1/chat/completions")(self.chat)
+        router.post("/v1/completions")(self.complete)
+        app.include_router(router)
+        app.post("/v1/heads/{adapter}/{head}")(self.ask_head)
+
+    async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Answer a conversation, as one response or as server-sent events."""
         try:
-            return await answer(body, request)
+            prompt, images = self._read_prompt(body)
+            parts = self._generate(body, prompt, images, body.sampling(), request)
+            builder = ChatResponseBuilder(
+                _response_head("chatcmpl", body),
+                logprobs=body.logprobs,
+                counts=body.stream_options.continuous_usage_stats,
+                tools=bool(body.offered),
+            )
+            return await _respond(body, request, builder, parts, body.n)
         except BadRequest as error:
             error.field = _OPENAI_NAMES.get(error.field or "", error.field)
             raise
 
-    async def answer(body: ChatRequest, request: Request) -> Response:
-        messages, images = body.conversation()
-        prompt: Prompt = messages
-        if body.offered or any(message.role == "tool" or message.tool_calls for message in body.messages):
-            declared = [tool.model_dump(exclude={"function": {"strict"}}) for tool in body.offered]
-            taken = front_end.takes_tools
-            prompt = Conversation(messages, declared) if taken else as_messages(messages, declared)
-        parts = ask(body, prompt, images, body.sampling(), request)
-        form = ChatAnswer(
-            answer_head("chatcmpl", body),
-            logprobs=body.logprobs,
-            counts=body.stream_options.continuous_usage_stats,
-            tools=bool(body.offered),
-        )
-        return await respond(body, request, form, parts, body.n)
-
-    @short.post("/v1/completions")
-    async def complete(body: CompletionRequest, request: Request) -> Response:
+    async def complete(self, body: CompletionRequest, request: Request) -> Response:
         """Continue texts, without the chat template, as one response or as server-sent events."""
         sampling = body.sampling()
-        streams = interleave([ask(body, prompt, (), sampling, request) for prompt in body.prompt])
-        form = TextAnswer(
-            answer_head("cmpl", body),
+        streams = interleave([self._generate(body, prompt, (), sampling, request) for prompt in body.prompt])
+        builder = TextResponseBuilder(
+            _response_head("cmpl", body),
             body.n,
             body.echoed(),
             logprobs=body.logprobs is not None,
             counts=body.stream_options.continuous_usage_stats,
         )
         try:
-            return await respond(body, request, form, _flat(streams, body.n), body.n * len(body.prompt))
+            return await _respond(body, request, builder, _flat(streams, body.n), body.n * len(body.prompt))
         except BadRequest as error:
             error.field = "model" if error.field == "adapter" else error.field
             raise
 
-    def ask(body: Sampled, prompt: Prompt, images: Sequence[str], sampling: SamplingParams, request: Request) -> Parts:
-        return front_end.choices(
+    async def ask_head(self, adapter: str, head: str, body: HeadRequest, request: Request) -> dict[str, Any]:
+        """Run a task head: one pass, with the head's own question."""
+        answering = self._front_end.ask_head(
+            body.images,
+            adapter,
+            head,
+            max_latency_s=body.max_latency_s,
+            priority=body.priority,
+            tenant=tenant(request),
+        )
+        return head_json(await _unless_disconnected(request, answering))
+
+    def _read_prompt(self, body: ChatRequest) -> tuple[Prompt, list[str]]:
+        """The conversation with its tools, and the images' URLs."""
+        messages, images = body.conversation()
+        if not body.offered and not any(message.role == "tool" or message.tool_calls for message in body.messages):
+            return messages, images
+        declared = [tool.model_dump(exclude={"function": {"strict"}}) for tool in body.offered]
+        if self._front_end.takes_tools:
+            return Conversation(messages, declared), images
+        return as_messages(messages, declared), images
+
+    def _generate(
+        self, body: SamplingFields, prompt: Prompt, images: Sequence[str], sampling: SamplingParams, request: Request
+    ) -> Parts:
+        return self._front_end.choices(
             prompt,
             images,
             num_choices=body.n,
-            adapter=None if body.model == model else body.model,
+            adapter=None if body.model == self._model else body.model,
             sampling=sampling,
             max_latency_s=body.max_latency_s,
             max_ttft_s=body.max_ttft_s,
@@ -188,66 +240,62 @@ def _asking(app: FastAPI, front_end: FrontEnd, model: str) -> None:
             whole=not body.stream,
         )
 
-    def answer_head(kind: str, body: Sampled) -> dict[str, Any]:
-        return {"id": f"{kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model}
 
-    async def respond(body: Sampled, request: Request, form: Form, parts: Parts, num_choices: int) -> Response:
-        if body.stream:
-            # Await the first part here, so that an invalid request gets an error status.
-            first = await _unless_disconnected(request, anext(parts))
-            events = _events(form, num_choices, first, parts, include_usage=body.stream_options.include_usage)
-            return StreamingResponse(events, media_type="text/event-stream")
-        async with contextlib.aclosing(parts):
-            answers = await _unless_disconnected(request, _whole(parts, num_choices))
-        return JSONResponse(form.whole(answers))
+class AdapterRoutes:
+    """Administration of adapters."""
 
-    app.include_router(short)
+    def __init__(self, front_end: FrontEnd) -> None:
+        self._adapters = front_end.adapters
 
-    @app.post("/v1/heads/{adapter}/{head}")
-    async def ask_head(adapter: str, head: str, body: HeadRequest, request: Request) -> dict[str, Any]:
-        """Run a task head: one pass, with the head's own question."""
-        asked = front_end.ask_head(
-            body.images,
-            adapter,
-            head,
-            max_latency_s=body.max_latency_s,
-            priority=body.priority,
-            tenant=tenant(request),
-        )
-        return head_form(await _unless_disconnected(request, asked))
+    def add_to(self, app: FastAPI) -> None:
+        app.get(ADMIN_PATHS)(self.adapters)
+        app.post(ADMIN_PATHS, status_code=201)(self.load_adapter)
+        app.delete(ADMIN_PATHS + "/{name}", status_code=204)(self.unload_adapter)
+        app.put(ADMIN_PATHS + "/{name}/pin")(self.pin_adapter)
+        app.delete(ADMIN_PATHS + "/{name}/pin")(self.unpin_adapter)
 
-
-def _administering(app: FastAPI, front_end: FrontEnd) -> None:
-    @app.get(ADMIN_PATHS)
-    async def adapters() -> dict[str, Any]:
+    async def adapters(self) -> dict[str, Any]:
         """List the adapters: rank, size, heads, and whether each is on the device, pinned or mergeable."""
-        return {"object": "list", "data": [_adapter(status) for status in await front_end.adapters()]}
+        return {"object": "list", "data": [_adapter_json(status) for status in await self._adapters.list()]}
 
-    @app.post(ADMIN_PATHS, status_code=201)
-    async def load_adapter(body: AdapterSource) -> dict[str, Any]:
+    async def load_adapter(self, body: AdapterSource) -> dict[str, Any]:
         """Register an adapter folder on the server's file system; an existing name gets the new content."""
-        return _adapter(await front_end.load_adapter(body.name, body.path))
+        return _adapter_json(await self._adapters.load(body.name, body.path))
 
-    @app.delete(ADMIN_PATHS + "/{name}", status_code=204)
-    async def unload_adapter(name: str, drain: bool = False) -> None:
+    async def unload_adapter(self, name: str, drain: bool = False) -> None:
         """Remove an adapter and cancel its requests, or with `?drain=true` let them finish."""
-        await front_end.unload_adapter(name, drain)
+        await self._adapters.unload(name, drain)
 
-    @app.put(ADMIN_PATHS + "/{name}/pin")
-    async def pin_adapter(name: str) -> dict[str, Any]:
+    async def pin_adapter(self, name: str) -> dict[str, Any]:
         """Load an adapter to the device and pin it there."""
-        return _adapter(await front_end.pin_adapter(name, True))
+        return _adapter_json(await self._adapters.pin(name, True))
 
-    @app.delete(ADMIN_PATHS + "/{name}/pin")
-    async def unpin_adapter(name: str) -> dict[str, Any]:
+    async def unpin_adapter(self, name: str) -> dict[str, Any]:
         """Unpin an adapter, so that it can be evicted."""
-        return _adapter(await front_end.pin_adapter(name, False))
+        return _adapter_json(await self._adapters.pin(name, False))
 
 
-# -- request handling --------------------------------------------------------------------------------------------------
+# -- responses --------------------------------------------------------------------------------------------------------
 
 
-def _adapter(status: AdapterStatus) -> dict[str, Any]:
+def _response_head(kind: str, body: SamplingFields) -> dict[str, Any]:
+    return {"id": f"{kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model}
+
+
+async def _respond(
+    body: SamplingFields, request: Request, builder: ResponseBuilder, parts: Parts, num_choices: int
+) -> Response:
+    if body.stream:
+        # Await the first part here, so that an invalid request gets an error status.
+        first = await _unless_disconnected(request, anext(parts))
+        events = _events(builder, num_choices, first, parts, include_usage=body.stream_options.include_usage)
+        return StreamingResponse(events, media_type="text/event-stream")
+    async with contextlib.aclosing(parts):
+        answers = await _unless_disconnected(request, _whole(parts, num_choices))
+    return JSONResponse(builder.whole(answers))
+
+
+def _adapter_json(status: AdapterStatus) -> dict[str, Any]:
     fields: dict[str, Any] = msgspec.to_builtins(status)
     return fields
 
@@ -271,47 +319,48 @@ async def _whole(parts: Parts, num_choices: int) -> list[Answer]:
 
 async def _unless_disconnected(request: Request, work: Awaitable[T]) -> T:
     """Await the work. When the client disconnects first, cancel the work and raise Aborted."""
-
-    async def left() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
     working = asyncio.ensure_future(work)
-    leaving = asyncio.create_task(left())
+    disconnecting = asyncio.create_task(_wait_disconnected(request))
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, disconnecting}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise Aborted("the client disconnected")
         return working.result()
     finally:
-        leaving.cancel()
+        disconnecting.cancel()
         working.cancel()
-        await asyncio.wait({working, leaving})
+        await asyncio.wait({working, disconnecting})
+
+
+async def _wait_disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _events(
-    form: Form, num_choices: int, first: tuple[int, Piece | Answer], parts: Parts, *, include_usage: bool
+    builder: ResponseBuilder, num_choices: int, first: tuple[int, Piece | Answer], parts: Parts, *, include_usage: bool
 ) -> AsyncIterator[bytes]:
-    async def all_parts() -> AsyncIterator[tuple[int, Piece | Answer]]:
-        yield first
-        async for part in parts:
-            yield part
-
     # Begin and end events join the next event, because each write wakes the reader.
-    pending = b"".join(form.begin(choice) for choice in range(num_choices))
+    pending = b"".join(builder.begin(choice) for choice in range(num_choices))
     answers: dict[int, Answer] = {}
     async with contextlib.aclosing(parts):
         try:
-            async for choice, part in all_parts():
+            async for choice, part in _chain(first, parts):
                 if isinstance(part, Piece):
-                    if news := pending + form.piece(choice, part):
+                    if news := pending + builder.piece(choice, part):
                         yield news
                     pending = b""
                 else:
                     answers[choice] = part
-                    pending += form.end(choice, part)
+                    pending += builder.end(choice, part)
             if include_usage:
-                pending += form.usage([answers[choice] for choice in range(num_choices)])
+                pending += builder.usage([answers[choice] for choice in range(num_choices)])
         except VLoraError as error:
             pending += event(error_body(error))
     yield pending + b"data: [DONE]\n\n"
+
+
+async def _chain(first: tuple[int, Piece | Answer], parts: Parts) -> AsyncIterator[tuple[int, Piece | Answer]]:
+    yield first
+    async for part in parts:
+        yield part

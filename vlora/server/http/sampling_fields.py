@@ -47,7 +47,7 @@ _INSTEAD = {
 """Fields of OpenAI's and vLLM's APIs that are not supported, and the alternative."""
 
 
-class Strict(BaseModel):
+class StrictModel(BaseModel):
     """A model that refuses unknown fields, because ignoring one would change the answer. null is a field's default.
 
     Errors name only the first unknown field: a body may have a million of them.
@@ -57,20 +57,20 @@ class Strict(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def drop_what_asks_for_nothing(cls, fields: Any) -> Any:
+    def drop_fields_without_effect(cls, fields: Any) -> Any:
         if not isinstance(fields, dict):
             return fields
-        kept = {name: value for name, value in fields.items() if not cls.asks_for_nothing(name, value)}
+        kept = {name: value for name, value in fields.items() if not cls.has_no_effect(name, value)}
         unknown = next((name for name in kept if name not in cls.model_fields), None)
         return {name: value for name, value in kept.items() if name in cls.model_fields or name == unknown}
 
     @classmethod
-    def asks_for_nothing(cls, name: str, value: Any) -> bool:
+    def has_no_effect(cls, name: str, value: Any) -> bool:
         """Whether a field's value equals the behaviour without the field."""
         return value is None
 
 
-class Leveled(Strict):
+class ServiceLevelFields(StrictModel):
     """A request's service level, not part of OpenAI's API.
 
     max_latency_s: the answer is useless after this many seconds. priority: requests with a higher value run first.
@@ -80,7 +80,7 @@ class Leveled(Strict):
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
 
 
-class StreamOptions(Strict):
+class StreamOptions(StrictModel):
     """include_usage: the last event of the stream has the token counts. continuous_usage_stats: each event has the
     counts so far (vLLM extension)."""
 
@@ -88,11 +88,11 @@ class StreamOptions(Strict):
     continuous_usage_stats: bool = False
 
     @classmethod
-    def asks_for_nothing(cls, name: str, value: Any) -> bool:
+    def has_no_effect(cls, name: str, value: Any) -> bool:
         return value is None or (name == "include_obfuscation" and value is False)
 
 
-class Sampled(Leveled):
+class SamplingFields(ServiceLevelFields):
     """A request for text. model: the base model's name or an adapter's name. max_ttft_s: bound on the time to first
     token, in seconds. ignore_eos, min_tokens, top_k, min_p, repetition_penalty: as in vLLM."""
 
@@ -119,7 +119,7 @@ class Sampled(Leveled):
     max_ttft_s: float | None = Field(None, gt=0)
 
     @classmethod
-    def asks_for_nothing(cls, name: str, value: Any) -> bool:
+    def has_no_effect(cls, name: str, value: Any) -> bool:
         if value is None or name in _LABELS or value in cls.WITHOUT_EFFECT.get(name, ()):
             return True
         if name in _INSTEAD and name not in cls.model_fields:

@@ -38,7 +38,7 @@ class HttpServer:
             self._socket.bind((config.host, config.http_port))
         except OSError as error:
             self._socket.close()
-            raise self._taken(error) from error
+            raise self._cannot_listen(error) from error
         self.address = "{}:{}".format(*self._socket.getsockname()[:2])
         self._server: uvicorn.Server | None = None
         self._running: asyncio.Task[None] | None = None
@@ -48,12 +48,12 @@ class HttpServer:
         try:
             self._socket.listen()  # from here on connections queue instead of being refused
         except OSError as error:
-            raise self._taken(error) from error
+            raise self._cannot_listen(error) from error
         settings = uvicorn.Config(
             app,
             http=BoundedProtocol,
             ws="none",
-            log_config=None,  # `vlora.logs` configures logging
+            log_config=None,  # `vlora.logging_format` configures logging
             log_level="error",
             timeout_graceful_shutdown=1,
             timeout_keep_alive=_KEEP_ALIVE_S,
@@ -63,7 +63,7 @@ class HttpServer:
         self._server = _Uvicorn(settings) if tls is None else _TlsUvicorn(settings, self._socket, tls)
         self._running = asyncio.create_task(self._server.serve([self._socket] if tls is None else []))
 
-    def _taken(self, error: OSError) -> BadConfig:
+    def _cannot_listen(self, error: OSError) -> BadConfig:
         where = f"{self._config.host}:{self._config.http_port}"
         return BadConfig(f"cannot listen on {where}: {error.strerror}; choose another --http-port")
 
@@ -120,11 +120,11 @@ class _TlsUvicorn(_Uvicorn):
             await asyncio.sleep(0)  # now the handshake has begun and closes the socket on cancellation
 
     async def _shake_hands(self, sock: socket.socket) -> None:
-        def protocol() -> asyncio.Protocol:
-            return BoundedProtocol(self.config, self.server_state, self.lifespan.state)
-
         # A peer that does not finish, or rejects the certificate, is dropped without a log line.
         with contextlib.suppress(OSError):
             await asyncio.get_running_loop().connect_accepted_socket(
-                protocol, sock, ssl=self._tls, ssl_handshake_timeout=_HANDSHAKE_S
+                self._make_protocol, sock, ssl=self._tls, ssl_handshake_timeout=_HANDSHAKE_S
             )
+
+    def _make_protocol(self) -> asyncio.Protocol:
+        return BoundedProtocol(self.config, self.server_state, self.lifespan.state)

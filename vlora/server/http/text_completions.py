@@ -10,9 +10,9 @@ from pydantic import Field, PlainValidator, WithJsonSchema
 from vlora.client.values import Answer, TokenLogprob
 from vlora.errors import BadRequest
 from vlora.server.detokenizer import Piece
-from vlora.server.frontend import PlainText, PromptTokens
 from vlora.server.http.chat_response import RunningCounts, event, finite, usage
-from vlora.server.http.sampling_fields import Sampled
+from vlora.server.http.sampling_fields import SamplingFields
+from vlora.server.prompts import PlainText, PromptTokens
 from vlora.types import MAX_LOGPROBS, SamplingParams
 
 MAX_PROMPTS = 64
@@ -34,7 +34,8 @@ def _read_prompts(value: Any) -> list[PlainText | PromptTokens]:
             found.append(PromptTokens(tuple(each)))
         else:
             raise BadRequest(
-                f"prompt has {_shown(each)}; send a text, a list of texts, token ids, or a list of lists of token ids",
+                f"prompt has {_describe(each)}; send a text, a list of texts, token ids, or a list of lists of token "
+                "ids",
                 field="prompt",
             )
     return found
@@ -44,7 +45,7 @@ def _is_token(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
 
 
-def _shown(value: Any) -> str:
+def _describe(value: Any) -> str:
     shown = repr(value)
     return shown if len(shown) <= 40 else f"{shown[:40]}..."
 
@@ -60,7 +61,7 @@ _PROMPT_SCHEMA: dict[str, Any] = {
 }
 
 
-class CompletionRequest(Sampled):
+class CompletionRequest(SamplingFields):
     """prompt: one or several texts, or token ids of the model's tokenizer. logprobs: log probabilities of each token
     and of this many top tokens. echo: the answer begins with the prompt's text."""
 
@@ -86,8 +87,8 @@ class CompletionRequest(Sampled):
         return tuple(prompt.text if self.echo and isinstance(prompt, PlainText) else "" for prompt in self.prompt)
 
 
-class TextAnswer:
-    """Builds the responses to one request, as `ChatAnswer` does.
+class TextResponseBuilder:
+    """Builds the responses to one request, as `ChatResponseBuilder` does.
 
     Args:
         head: The answer's id, time and model, included in each response.

@@ -1,4 +1,4 @@
-"""Tools of chat completions: their declarations, their text for the model, and the grammar of calls.
+"""Tools of chat completions: their declarations, their text for the model, the grammar of calls, and their parser.
 
 Calls have the form of the Qwen families' chat templates (Hermes): `<tool_call>`, a line with the JSON object of name
 and arguments, `</tool_call>`. With a chat template without tools, they become text of the system message.
@@ -7,14 +7,15 @@ and arguments, `</tool_call>`. With a chat template without tools, they become t
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, StringConstraints
 
 from vlora.errors import BadRequest
 from vlora.server.http.response_format import checked_size, json_value
-from vlora.server.http.sampling_fields import Strict
+from vlora.server.http.sampling_fields import StrictModel
 
 MAX_TOOLS = 128
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
@@ -23,7 +24,7 @@ _ANSWER_BEGIN, _ANSWER_END = "<tool_response>", "</tool_response>"
 Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
-class Function(Strict):
+class Function(StrictModel):
     """parameters: a JSON schema of the arguments; calls always follow it, also without `strict`."""
 
     name: Name
@@ -32,16 +33,16 @@ class Function(Strict):
     strict: bool = False
 
 
-class Tool(Strict):
+class Tool(StrictModel):
     type: Literal["function"]
     function: Function
 
 
-class FunctionName(Strict):
+class FunctionName(StrictModel):
     name: str
 
 
-class NamedTool(Strict):
+class NamedTool(StrictModel):
     type: Literal["function"]
     function: FunctionName
 
@@ -49,20 +50,20 @@ class NamedTool(Strict):
 Choice = Literal["none", "auto", "required"] | NamedTool
 
 
-class CalledFunction(Strict):
+class CalledFunction(StrictModel):
     """arguments: the text of a JSON object, as in an answer."""
 
     name: str
     arguments: str
 
 
-class ToolCall(Strict):
+class ToolCall(StrictModel):
     id: str = ""
     type: Literal["function"] = "function"
     function: CalledFunction
 
     @classmethod
-    def asks_for_nothing(cls, name: str, value: Any) -> bool:
+    def has_no_effect(cls, name: str, value: Any) -> bool:
         """Accept the index of streamed calls, which clients send back."""
         return value is None or name == "index"
 
@@ -175,3 +176,87 @@ def _tagged(begin: str, text: str, end: str) -> str:
 
 def _text(text: str) -> dict[str, str]:
     return {"type": "text", "text": text}
+
+
+# -- parsing of calls -------------------------------------------------------------------------------------------------
+
+
+class ParsedCall(NamedTuple):
+    """One call. arguments: the text of a JSON object."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+    def as_value(self) -> dict[str, Any]:
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.call_id, "type": "function", "function": function}
+
+
+class ToolCallParser:
+    """Splits the text of one answer into calls and other text.
+
+    An incomplete call, or one that is not a JSON object of name and arguments, is text. Whitespace around calls is
+    dropped.
+    """
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+        self._pending = ""  # undecided: an incomplete call, a tag prefix, or trailing whitespace
+        self._behind_call = False  # with only whitespace since
+
+    def feed(self, text: str) -> tuple[str, list[ParsedCall]]:
+        """The newly decided text and calls."""
+        self._pending += text
+        passed, calls = "", []
+        while True:
+            before, begin, rest = self._pending.partition(CALL_BEGIN)
+            inside, end, after = rest.partition(CALL_END)
+            if not end:
+                break
+            call = _parse_call(inside)
+            if call is None:
+                passed += self._pass(before + begin + inside + end)
+            else:
+                passed += self._pass(before.rstrip())
+                calls.append(call)
+                self.num_calls += 1
+                self._behind_call = True
+            self._pending = after
+        kept = len(before.rstrip()) if begin else len(self._pending) - _undecided(self._pending)
+        passed += self._pass(self._pending[:kept])
+        self._pending = self._pending[kept:]
+        return passed, calls
+
+    def finish(self) -> str:
+        """Release the undecided text at the end of the answer."""
+        text, self._pending = self._pending, ""
+        return "" if self.num_calls and not text.strip() else self._pass(text)
+
+    def _pass(self, text: str) -> str:
+        text = text.lstrip() if self._behind_call else text
+        self._behind_call = self._behind_call and not text
+        return text
+
+
+def _parse_call(text: str) -> ParsedCall | None:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not (
+        isinstance(found, dict) and isinstance(found.get("name"), str) and isinstance(found.get("arguments"), dict)
+    ):
+        return None
+    return ParsedCall(
+        f"call_{uuid.uuid4().hex[:24]}", found["name"], json.dumps(found["arguments"], ensure_ascii=False)
+    )
+
+
+def _undecided(text: str) -> int:
+    """Length of the suffix that may begin a call, with the whitespace before it."""
+    tag = next(
+        (size for size in range(min(len(text), len(CALL_BEGIN)), 0, -1) if CALL_BEGIN.startswith(text[-size:])), 0
+    )
+    before = text[: len(text) - tag]
+    return tag + len(before) - len(before.rstrip())

@@ -11,7 +11,7 @@ from PIL import Image
 
 from vlora.config import ServerConfig
 from vlora.errors import BadImage, TooLarge
-from vlora.models.pictures import FORMATS, upright_rgb
+from vlora.models.vision.images import FORMATS, upright_rgb
 
 # Pillow warns above a fixed number of pixels; the server enforces its own limit instead.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)

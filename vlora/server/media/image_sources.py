@@ -149,7 +149,7 @@ class ImageSources:
         except (OSError, UnicodeError) as error:
             raise BadImage(f"image {number}: cannot resolve host {host!r}") from error
         addresses = [str(entry[4][0]) for entry in found]
-        if not named and not all(map(_is_public, addresses)):
+        if not named and not all(map(is_public, addresses)):
             raise BadRequest(f"image {number}: {host!r} is not a public address, and only public ones are allowed")
         if not named and port not in _WEB_PORTS:
             raise BadRequest(
@@ -211,7 +211,7 @@ def _parse(url: str, number: int) -> httpx.URL:
     return target
 
 
-def _is_public(address: str) -> bool:
+def is_public(address: str) -> bool:
     """Whether the address is globally routable and does not embed an IPv4 address (mapped addresses are unwrapped)."""
     parsed = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(parsed, ipaddress.IPv6Address):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
@@ -22,6 +23,7 @@ from vlora.client.values import (
     PROTOCOL_VERSION,
     Answer,
     FrameResults,
+    HeadResult,
     Hello,
     Reply,
     StreamOptions,
@@ -33,19 +35,30 @@ from vlora.client.values import (
 from vlora.config import Token
 from vlora.errors import Aborted, BadRequest, DeadlineMissed, Disconnected, UnknownStream, VLoraError
 from vlora.server.frontend import FrontEnd
-from vlora.server.internal_errors import typed
+from vlora.server.internal_errors import to_vlora_error
 from vlora.server.media.image_decoding import RawImage
-from vlora.server.rpyc.protocol import Parts, Peer
+from vlora.server.rpyc.channel import Peer
+from vlora.server.rpyc.protocol import StreamedReply
 from vlora.server.security.access import Access
-from vlora.server.streams.frame_stream import FrameStream
+from vlora.server.security.message_budget import ByteCharge
+from vlora.server.streams.frame_stream import StreamSession
+from vlora.types import AdapterStatus
 from vlora.wording import msgspec_errors
 
 _MAX_PULL_S = 30.0
-_STRANGER_S = 10.0  # a connection must authenticate within this time
+_AUTHENTICATE_S = 10.0  # a connection must authenticate within this time
+
+
+class TextReply(StreamedReply):
+    """The reply to a text stream: its text as `StreamPart`s."""
+
+    def encode(self, text: str) -> Reply:
+        return success(StreamPart(text=text))
 
 
 class VLoraService(rpyc.Service):
-    """One per connection. Its methods run in the connection's thread and only schedule work on the event loop."""
+    """One per connection. Its exposed methods run in the connection's thread and only schedule work on the event loop:
+    `exposed_NAME` schedules `_NAME`."""
 
     def __init__(
         self, front_end: FrontEnd, loop: asyncio.AbstractEventLoop, model: str, access: Access, peer: Peer
@@ -57,242 +70,131 @@ class VLoraService(rpyc.Service):
         self._peer = peer
         self._token: str | None = None
         self._tenant: str | None = None
-        self._known = not access.required
-        if self._known:
-            peer.trust()
+        self._authenticated = not access.required
+        if self._authenticated:
+            peer.set_authenticated()
         else:
-            peer.distrust()
-            loop.call_soon_threadsafe(loop.call_later, _STRANGER_S, self._send_away)
+            peer.restrict()
+            loop.call_soon_threadsafe(loop.call_later, _AUTHENTICATE_S, self._close_unauthenticated)
         self._tasks: dict[int, asyncio.Task[Any]] = {}
-        self._gone = False
+        self._closed = False
 
     def on_disconnect(self, conn: rpyc.Connection) -> None:
         with contextlib.suppress(RuntimeError):  # the loop may be closed already
             self._loop.call_soon_threadsafe(self._cancel_all)
 
-    # -- calls of clients ---------------------------------------------------------------------------------------------
+    # -- calls of clients, in the connection's thread -----------------------------------------------------------------
 
     def exposed_hello(self, *args: Any) -> Future[Reply]:
         """(token or nothing) -> Hello. A valid token authenticates the connection for the other calls."""
-
-        async def work() -> Hello:
-            token = _checked("token", args[0] if args else None, str | None)
-            found = self._access.check(token, peer=self._peer.address)
-            self._token, self._known = token, True
-            self._tenant = None if found is None else found.name
-            self._peer.trust()
-            limit = self._front_end.config.max_message_bytes
-            # A message has its images and a small overhead.
-            return Hello(protocol=PROTOCOL_VERSION, model=self._model, max_message_bytes=limit - limit // 16)
-
-        return self._run(work, greeting=True)
+        return asyncio.run_coroutine_threadsafe(self._reply(None, self._hello, args), self._loop)
 
     def exposed_generate(self, *args: Any) -> Future[Reply]:
         """(call_id, question, images, adapter, sampling pairs, max_latency_s, max_ttft_s, priority) -> Answer"""
+        return self._schedule(self._generate, args, call_id=args[:1])
 
-        async def work() -> Answer:
-            async with contextlib.aclosing(self._generate(args, whole=True)) as parts:
-                *_, answer = [part async for part in parts]
-            assert isinstance(answer, Answer)
-            return answer
-
-        return self._run(work, call_id=args[:1])
-
-    def exposed_stream(self, *args: Any) -> Parts:
+    def exposed_stream(self, *args: Any) -> TextReply:
         """As generate, streamed -> StreamPart repeatedly, the last with the Answer"""
-        parts = Parts(lambda text: success(StreamPart(text=text)))
-
-        async def work() -> StreamPart:
-            async with contextlib.aclosing(self._generate(args)) as found:
-                async for part in found:
-                    if isinstance(part, Answer):
-                        return StreamPart(answer=part)
-                    parts.put(part)
-            raise AssertionError("a stream ended without its Answer")
-
-        parts.end = self._run(work, call_id=args[:1])
-        return parts
+        reply = TextReply()
+        reply.end = self._schedule(self._stream, reply, args, call_id=args[:1])
+        return reply
 
     def exposed_ask_head(self, *args: Any) -> Future[Reply]:
         """(call_id, images, adapter, head, max_latency_s, priority) -> HeadResult"""
-
-        async def work() -> Any:
-            _, images, adapter, head, max_latency_s, priority = _positional("ask_head", args, 6)
-            return await self._front_end.ask_head(
-                _images(images),
-                _checked("adapter", adapter, str),
-                _checked("head", head, str),
-                max_latency_s=_checked("max_latency_s", max_latency_s, float | None),
-                priority=_checked("priority", priority, int),
-                tenant=self._tenant,
-            )
-
-        return self._run(work, call_id=args[:1])
+        return self._schedule(self._ask_head, args, call_id=args[:1])
 
     def exposed_cancel(self, call_id: Any) -> Future[Reply]:
         """Cancel a request. Unknown numbers are ignored."""
-
-        async def work() -> None:
-            if (task := self._tasks.get(_checked("call_id", call_id, int))) is not None:
-                task.cancel()
-
-        return self._run(work)
+        return self._schedule(self._cancel, call_id)
 
     def exposed_open_frames(self, *args: Any) -> Future[Reply]:
         """(adapter, head, max_latency_s, fps, drop, priority) -> id of a frame stream"""
-
-        async def work() -> str:
-            adapter, head, max_latency_s, fps, drop, priority = _positional("open_frames", args, 6)
-            options = StreamOptions(
-                adapter=_checked("adapter", adapter, str),
-                head=_checked("head", head, str),
-                max_latency_s=_checked("max_latency_s", max_latency_s, float | None),
-                fps=_checked("fps", fps, float | None),
-                drop=_checked("drop", drop, str),
-                priority=_checked("priority", priority, int),
-            )
-            summary = await self._front_end.find_head(options.adapter, options.head)
-            owner = self._frames_owner()
-            return self._front_end.streams.open(options, summary.num_frames, owner, self)
-
-        return self._run(work)
+        return self._schedule(self._open_frames, args)
 
     def exposed_send_frame(self, *args: Any) -> Future[Reply]:
         """(stream id, number, images, wait_s) -> whether it was accepted; waits up to wait_s for room.
 
         An image is bytes, or (bytes, height, width).
         """
-
-        give_back = self._peer.take_charge()  # the frame is held longer than this call runs
-        sent = False
-
-        async def work() -> bool:
-            nonlocal sent
-            stream_id, number, images, wait_s = _positional("send_frame", args, 4)
-            stream = self._stream(stream_id)
-            frame = _frame(images)
-            for image in frame:
-                if isinstance(image, RawImage):
-                    image.check(self._front_end.config)
-            place, wait = _checked("number", number, int), _wait_s(wait_s)
-            sent = True  # from here on the stream releases the charge
-            return await stream.send(place, frame, wait, give_back)
-
-        sending = self._run(work)
-        sending.add_done_callback(lambda _: None if sent else give_back())
+        charge = self._peer.take_charge()  # an accepted frame is held longer than this call runs
+        sending = self._schedule(self._send_frame, charge, args)
+        sending.add_done_callback(functools.partial(_release, charge))
         return sending
 
     def exposed_pull_results(self, *args: Any) -> Future[Reply]:
         """(stream id, number of the last frame with a received result, wait_s) -> FrameResults"""
-
-        async def work() -> FrameResults:
-            stream_id, acknowledged, wait_s = _positional("pull_results", args, 3)
-            number = _checked("acknowledged", acknowledged, int)
-            return await self._stream(stream_id).pull(number, _wait_s(wait_s))
-
-        return self._run(work)
+        return self._schedule(self._pull_results, args)
 
     def exposed_end_frames(self, *args: Any) -> Future[Reply]:
         """(stream id): end the stream's input; remaining results can still be pulled."""
-
-        async def work() -> None:
-            self._stream(_positional("end_frames", args, 1)[0]).end()
-
-        return self._run(work)
+        return self._schedule(self._end_frames, args)
 
     def exposed_close_frames(self, *args: Any) -> Future[Reply]:
         """(stream id): cancel active frames and discard unread results. Unknown streams are ignored."""
-
-        async def work() -> None:
-            (stream_id,) = _positional("close_frames", args, 1)
-            with contextlib.suppress(UnknownStream):
-                self._stream(stream_id)
-                self._front_end.streams.discard(stream_id)
-
-        return self._run(work)
+        return self._schedule(self._close_frames, args)
 
     def exposed_adapters(self) -> Future[Reply]:
         """Every adapter -> tuple of AdapterStatus"""
-        return self._run(self._front_end.adapters)
+        return self._schedule(self._front_end.adapters.list)
 
     def exposed_load_adapter(self, name: Any, path: Any) -> Future[Reply]:
         """Register an adapter folder -> AdapterStatus"""
-        return self._run(
-            lambda: self._front_end.load_adapter(_checked("name", name, str), _checked("path", path, str)), admin=True
-        )
+        return self._schedule(self._load_adapter, name, path, admin=True)
 
     def exposed_unload_adapter(self, name: Any, drain: Any = False) -> Future[Reply]:
         """Remove an adapter and cancel its requests, or with drain let them finish."""
-        return self._run(
-            lambda: self._front_end.unload_adapter(_checked("name", name, str), _checked("drain", drain, bool)),
-            admin=True,
-        )
+        return self._schedule(self._unload_adapter, name, drain, admin=True)
 
     def exposed_pin_adapter(self, name: Any, pinned: Any) -> Future[Reply]:
         """Pin or unpin an adapter on the device -> AdapterStatus"""
-        return self._run(
-            lambda: self._front_end.pin_adapter(_checked("name", name, str), _checked("pinned", pinned, bool)),
-            admin=True,
-        )
+        return self._schedule(self._pin_adapter, name, pinned, admin=True)
 
     def exposed_stats(self) -> Future[Reply]:
         """Engine counters -> EngineStats"""
-        return self._run(self._front_end.stats)
+        return self._schedule(self._front_end.stats)
 
-    # -- on the event loop --------------------------------------------------------------------------------------------
-
-    def _run(
+    def _schedule(
         self,
-        work: Callable[[], Awaitable[Any]],
-        *,
+        method: Callable[..., Awaitable[Any]],
+        *args: Any,
         call_id: tuple[Any, ...] | None = None,
         admin: bool = False,
-        greeting: bool = False,
     ) -> Future[Reply]:
-        async def checked() -> Reply:
-            try:
-                if not greeting:
-                    # Check with every call: a token may expire during a connection.
-                    self._access.check(self._token, admin=admin)
-            except VLoraError as error:
-                return failure(error)
-            return await self._reply(work, call_id)
+        """Call a method on the event loop, if the connection's token allows it.
 
-        return asyncio.run_coroutine_threadsafe(checked(), self._loop)
+        Args:
+            call_id: Unvalidated id for cancelling the call; None for calls that end by themselves.
+            admin: Whether the call requires an admin token.
+        """
+        return asyncio.run_coroutine_threadsafe(self._authorized(admin, call_id, method, *args), self._loop)
 
-    def _send_away(self) -> None:
-        if not self._known:
-            self._peer.leave()
+    # -- calls of clients, on the event loop --------------------------------------------------------------------------
 
-    async def _reply(self, work: Callable[[], Awaitable[Any]], call_id: tuple[Any, ...] | None) -> Reply:
-        """The outcome of a call as a value. call_id: unvalidated id for cancelling the call."""
-        limit_s = self._front_end.config.request_timeout_s + 1  # the front end bounds requests already
-        number: int | None = None
-        try:
-            if call_id is not None:
-                number = self._register(call_id)
-            async with asyncio.timeout(limit_s):
-                return success(await work())
-        except asyncio.CancelledError:
-            return failure(Aborted("the request was cancelled"))
-        except TimeoutError:
-            return failure(DeadlineMissed(f"the call took longer than {limit_s:g} s"))
-        except Exception as error:
-            return failure(typed(error))
-        finally:
-            if number is not None:
-                del self._tasks[number]
+    async def _hello(self, args: tuple[Any, ...]) -> Hello:
+        secret = _checked("token", args[0] if args else None, str | None)
+        token = self._access.check(secret, peer=self._peer.address)
+        self._token, self._authenticated = secret, True
+        self._tenant = None if token is None else token.name
+        self._peer.set_authenticated()
+        limit = self._front_end.config.max_message_bytes
+        # A message has its images and a small overhead.
+        return Hello(protocol=PROTOCOL_VERSION, model=self._model, max_message_bytes=limit - limit // 16)
 
-    def _register(self, call_id: tuple[Any, ...]) -> int:
-        number = _checked("call_id", call_id[0] if call_id else None, int)
-        if number in self._tasks:
-            raise BadRequest(f"call id {number} is already in use")
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks[number] = task
-        return number
+    async def _generate(self, args: tuple[Any, ...]) -> Answer:
+        async with contextlib.aclosing(self._text_parts(args, whole=True)) as parts:
+            *_, answer = [part async for part in parts]
+        assert isinstance(answer, Answer)
+        return answer
 
-    def _generate(self, args: tuple[Any, ...], *, whole: bool = False) -> Any:
+    async def _stream(self, reply: TextReply, args: tuple[Any, ...]) -> StreamPart:
+        async with contextlib.aclosing(self._text_parts(args)) as parts:
+            async for part in parts:
+                if isinstance(part, Answer):
+                    return StreamPart(answer=part)
+                reply.put(part)
+        raise AssertionError("a stream ended without its Answer")
+
+    def _text_parts(self, args: tuple[Any, ...], *, whole: bool = False) -> Any:
         _, question, images, adapter, sampling, max_latency_s, max_ttft_s, priority = _positional("generate", args, 8)
         pairs = _checked("sampling", sampling, tuple[tuple[str, Any], ...])
         return self._front_end.generate(
@@ -307,20 +209,132 @@ class VLoraService(rpyc.Service):
             whole=whole,
         )
 
+    async def _ask_head(self, args: tuple[Any, ...]) -> HeadResult:
+        _, images, adapter, head, max_latency_s, priority = _positional("ask_head", args, 6)
+        return await self._front_end.ask_head(
+            _images(images),
+            _checked("adapter", adapter, str),
+            _checked("head", head, str),
+            max_latency_s=_checked("max_latency_s", max_latency_s, float | None),
+            priority=_checked("priority", priority, int),
+            tenant=self._tenant,
+        )
+
+    async def _cancel(self, call_id: Any) -> None:
+        if (task := self._tasks.get(_checked("call_id", call_id, int))) is not None:
+            task.cancel()
+
+    async def _open_frames(self, args: tuple[Any, ...]) -> str:
+        adapter, head, max_latency_s, fps, drop, priority = _positional("open_frames", args, 6)
+        options = StreamOptions(
+            adapter=_checked("adapter", adapter, str),
+            head=_checked("head", head, str),
+            max_latency_s=_checked("max_latency_s", max_latency_s, float | None),
+            fps=_checked("fps", fps, float | None),
+            drop=_checked("drop", drop, str),
+            priority=_checked("priority", priority, int),
+        )
+        summary = await self._front_end.adapters.find_head(options.adapter, options.head)
+        owner = self._frames_owner()
+        return self._front_end.streams.open(options, summary.num_frames, owner, self)
+
+    async def _send_frame(self, charge: ByteCharge, args: tuple[Any, ...]) -> bool:
+        stream_id, number, images, wait_s = _positional("send_frame", args, 4)
+        stream = self._frame_stream(stream_id)
+        frame = _frame(images)
+        for image in frame:
+            if isinstance(image, RawImage):
+                image.check(self._front_end.config)
+        place, wait = _checked("number", number, int), _wait_s(wait_s)
+        return await stream.send(place, frame, wait, charge.move())
+
+    async def _pull_results(self, args: tuple[Any, ...]) -> FrameResults:
+        stream_id, acknowledged, wait_s = _positional("pull_results", args, 3)
+        number = _checked("acknowledged", acknowledged, int)
+        return await self._frame_stream(stream_id).pull(number, _wait_s(wait_s))
+
+    async def _end_frames(self, args: tuple[Any, ...]) -> None:
+        self._frame_stream(_positional("end_frames", args, 1)[0]).end()
+
+    async def _close_frames(self, args: tuple[Any, ...]) -> None:
+        (stream_id,) = _positional("close_frames", args, 1)
+        with contextlib.suppress(UnknownStream):
+            self._frame_stream(stream_id)
+            self._front_end.streams.discard(stream_id)
+
+    async def _load_adapter(self, name: Any, path: Any) -> AdapterStatus:
+        return await self._front_end.adapters.load(_checked("name", name, str), _checked("path", path, str))
+
+    async def _unload_adapter(self, name: Any, drain: Any) -> None:
+        await self._front_end.adapters.unload(_checked("name", name, str), _checked("drain", drain, bool))
+
+    async def _pin_adapter(self, name: Any, pinned: Any) -> AdapterStatus:
+        return await self._front_end.adapters.pin(_checked("name", name, str), _checked("pinned", pinned, bool))
+
+    # -- replies ------------------------------------------------------------------------------------------------------
+
+    async def _authorized(
+        self, admin: bool, call_id: tuple[Any, ...] | None, method: Callable[..., Awaitable[Any]], *args: Any
+    ) -> Reply:
+        """Check the token, then call the method. Checked with every call: a token may expire during a connection."""
+        try:
+            self._access.check(self._token, admin=admin)
+        except VLoraError as error:
+            return failure(error)
+        return await self._reply(call_id, method, *args)
+
+    async def _reply(self, call_id: tuple[Any, ...] | None, method: Callable[..., Awaitable[Any]], *args: Any) -> Reply:
+        """The outcome of a call as a value."""
+        limit_s = self._front_end.config.request_timeout_s + 1  # the front end bounds requests already
+        number: int | None = None
+        try:
+            if call_id is not None:
+                number = self._register(call_id)
+            async with asyncio.timeout(limit_s):
+                return success(await method(*args))
+        except asyncio.CancelledError:
+            return failure(Aborted("the request was cancelled"))
+        except TimeoutError:
+            return failure(DeadlineMissed(f"the call took longer than {limit_s:g} s"))
+        except Exception as error:
+            return failure(to_vlora_error(error))
+        finally:
+            if number is not None:
+                del self._tasks[number]
+
+    def _register(self, call_id: tuple[Any, ...]) -> int:
+        number: int = _checked("call_id", call_id[0] if call_id else None, int)
+        if number in self._tasks:
+            raise BadRequest(f"call id {number} is already in use")
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks[number] = task
+        return number
+
+    # -- the connection -----------------------------------------------------------------------------------------------
+
+    def _close_unauthenticated(self) -> None:
+        if not self._authenticated:
+            self._peer.close()
+
     def _frames_owner(self) -> Token | None:
         """The token that owns this connection's frame streams. Raises Disconnected after the connection is closed."""
-        if self._gone:
+        if self._closed:
             raise Disconnected("the connection is closed")
         return self._access.check(self._token)
 
-    def _stream(self, stream_id: Any) -> FrameStream:
+    def _frame_stream(self, stream_id: Any) -> StreamSession:
         return self._front_end.streams.use(_checked("stream id", stream_id, str), self._frames_owner(), self)
 
     def _cancel_all(self) -> None:
         for task in self._tasks.values():
             task.cancel()
-        self._gone = True
+        self._closed = True
         self._front_end.streams.leave(self)
+
+
+def _release(charge: ByteCharge, _: Future[Reply]) -> None:
+    charge.release()
 
 
 def _positional(call: str, args: tuple[Any, ...], count: int) -> tuple[Any, ...]:

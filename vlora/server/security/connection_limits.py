@@ -9,51 +9,52 @@ import threading
 from vlora.client.tls import shut_down
 
 _SPARE = 128  # descriptors for the engine's socket, files and fetched images
-_MOST = 2048
-_FEWEST = 8
+_MAX_CONNECTIONS = 2048
+_MIN_CONNECTIONS = 8
 
 
 def connection_share() -> int:
     """The connections that RPyC or HTTP may keep: well below the process's limit of open files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
-        return _MOST
-    return max(_FEWEST, min(_MOST, (soft - _SPARE) // 3))
+        return _MAX_CONNECTIONS
+    return max(_MIN_CONNECTIONS, min(_MAX_CONNECTIONS, (soft - _SPARE) // 3))
 
 
-class Caller:
+class PeerSocket:
     """One connection: its socket, which a TLS handshake may exchange, and whether it is authenticated."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
-        self.known = False
+        self.authenticated = False
 
     def end(self) -> None:
         """Shut the connection down; its reader thread closes it."""
         shut_down(self.sock)
 
 
-class Callers:
+class ConnectionLimits:
     """The open connections, oldest first. Thread-safe."""
 
-    def __init__(self, most: int, most_strangers: int) -> None:
-        self._most = most
-        self._most_strangers = most_strangers
-        self._callers: dict[Caller, None] = {}
+    def __init__(self, max_connections: int, max_unauthenticated: int) -> None:
+        self._max_connections = max_connections
+        self._max_unauthenticated = max_unauthenticated
+        self._open: dict[PeerSocket, None] = {}
         self._lock = threading.Lock()
 
-    def admit(self, caller: Caller) -> bool:
-        """Add a connection; at the limit, end the oldest unauthenticated one. False when all are authenticated."""
+    def admit(self, peer: PeerSocket) -> bool:
+        """Add a connection; at a limit, end the oldest unauthenticated one. False when all are authenticated."""
         with self._lock:
-            strangers = [other for other in self._callers if not other.known]
-            if len(self._callers) >= self._most and not strangers:
+            unauthenticated = [other for other in self._open if not other.authenticated]
+            if len(self._open) >= self._max_connections and not unauthenticated:
                 return False
-            if len(self._callers) >= self._most or len(strangers) >= self._most_strangers:
-                strangers[0].end()
-                del self._callers[strangers[0]]
-            self._callers[caller] = None
+            if len(self._open) >= self._max_connections or len(unauthenticated) >= self._max_unauthenticated:
+                unauthenticated[0].end()
+                del self._open[unauthenticated[0]]
+            self._open[peer] = None
             return True
 
-    def leave(self, caller: Caller) -> None:
+    def remove(self, peer: PeerSocket) -> None:
+        """Remove a closed connection. Connections that `admit` ended are ignored."""
         with self._lock:
-            self._callers.pop(caller, None)
+            self._open.pop(peer, None)

@@ -15,9 +15,11 @@ from typing import NamedTuple, Protocol
 
 from vlora.client.values import FrameResult, FrameResults, HeadResult, StreamOptions
 from vlora.errors import BadRequest, DeadlineMissed, UnknownStream, VLoraError
-from vlora.server.internal_errors import typed
+from vlora.server.internal_errors import to_vlora_error
 from vlora.server.media.image_decoding import RawImage
 from vlora.server.metrics import Metrics
+from vlora.server.security.message_budget import ByteCharge
+from vlora.server.streams.preview import Preview
 from vlora.types import ErrorValue
 
 MAX_UNACKNOWLEDGED = 256  # accepted frames of a stream with an unacknowledged result
@@ -27,54 +29,59 @@ _MAX_RUNNING = 4  # enough for batching, few enough for low latency
 _MAX_RESULTS_PER_PULL = 64
 
 
-class Ask(Protocol):
-    """`FrontEnd.ask_head`."""
+class HeadExecutor(Protocol):
+    """The part of `FrontEnd` that a stream uses."""
 
-    async def __call__(
+    @property
+    def engine_starting(self) -> bool:
+        """Whether no engine is ready but one is starting. Frames wait until then; `StreamSession.resume` follows."""
+        ...
+
+    async def ask_head(
         self,
         images: Sequence[bytes | RawImage],
         adapter: str,
         head: str,
         *,
-        max_latency_s: float | None,
-        priority: int,
-        tenant: str | None,
-    ) -> HeadResult: ...
-
-
-class Seen(Protocol):
-    """Called with every answered frame, while its images are in memory."""
-
-    async def __call__(self, images: Sequence[bytes | RawImage], result: FrameResult) -> None: ...
+        max_latency_s: float | None = None,
+        priority: int = 0,
+        tenant: str | None = None,
+    ) -> HeadResult:
+        """Run one pass through a task head."""
+        ...
 
 
 class _Frame(NamedTuple):
     number: int
     images: tuple[bytes | RawImage, ...]
     arrived: float
-    done: Callable[[], None]
+    charge: ByteCharge
 
 
-class FrameStream:
+class StreamSession:
     """Used from one event loop. At most one send and one pull wait at a time; a later call replaces the waiting one."""
 
     def __init__(
         self,
-        ask: Ask,
+        executor: HeadExecutor,
         options: StreamOptions,
         num_images: int,
         metrics: Metrics,
-        seen: Seen | None = None,
+        preview: Preview | None = None,
         tenant: str | None = None,
-        *,
-        held: Callable[[], bool] = lambda: False,
     ) -> None:
-        """held: whether frames wait for an engine that is starting; `go_on` is called when that ends."""
-        self._ask = ask
-        self._held = held
+        """Start without frames.
+
+        Args:
+            executor: Answers the frames.
+            num_images: Images per frame.
+            preview: Receives every answered frame, while its images are in memory.
+            tenant: Name of the owner's token.
+        """
+        self._executor = executor
         self._metrics = metrics
         self.options = options
-        self._seen = seen
+        self._preview = preview
         self._tenant = tenant
         self.num_answered = self.num_dropped = self.num_failed = 0
         self.last_result: FrameResult | None = None
@@ -82,8 +89,8 @@ class FrameStream:
         self._loop = asyncio.get_running_loop()
         self._interval_s = 0.0 if options.fps is None else 1 / options.fps
         self._due = self._loop.time()  # when the next frame may start
-        self._pace: asyncio.TimerHandle | None = None
-        self._lapse: asyncio.TimerHandle | None = None  # when the oldest held frame reaches its bound
+        self._pace_timer: asyncio.TimerHandle | None = None
+        self._expiry_timer: asyncio.TimerHandle | None = None  # when the oldest waiting frame reaches its bound
         self._num_taken = 0
         self._waiting: deque[_Frame] = deque()
         self._running: set[asyncio.Task[None]] = set()
@@ -95,13 +102,11 @@ class FrameStream:
         self._pulls = 0
         self._changed = asyncio.Event()
 
-    async def send(
-        self, number: int, images: tuple[bytes | RawImage, ...], wait_s: float, done: Callable[[], None]
-    ) -> bool:
+    async def send(self, number: int, images: tuple[bytes | RawImage, ...], wait_s: float, charge: ByteCharge) -> bool:
         """Accept a frame, waiting up to `wait_s` for room. Returns False when there is none.
 
         Args:
-            done: Called once when the images are released: immediately when the frame is not accepted.
+            charge: Released when the images are no longer needed: immediately when the frame is not accepted.
 
         Raises:
             BadRequest: The number is out of sequence, the number of images is wrong, or the stream has ended.
@@ -109,10 +114,10 @@ class FrameStream:
         """
         taken = False
         try:
-            taken = await self._take(number, images, wait_s, done)
+            taken = await self._take(number, images, wait_s, charge)
         finally:
             if not taken:
-                done()
+                charge.release()
         return taken or 0 <= number < self._num_taken
 
     async def pull(self, acknowledged: int, wait_s: float) -> FrameResults:
@@ -149,19 +154,19 @@ class FrameStream:
         self._ended = self._cancelled = True
         for task in self._running:
             task.cancel()
-        for timer in (self._pace, self._lapse):
+        for timer in (self._pace_timer, self._expiry_timer):
             if timer is not None:
                 timer.cancel()
         for frame in self._waiting:
-            frame.done()
+            frame.charge.release()
         for _ in range(self._num_taken - self.num_answered - self.num_dropped - self.num_failed):
             self._metrics.frame_ended("closed")
         self._waiting.clear()
         self._results.clear()
         self._notify()
 
-    def go_on(self) -> None:
-        """Start the held frames."""
+    def resume(self) -> None:
+        """Start the waiting frames: an engine is ready, or none will start."""
         self._start_due()
 
     @property
@@ -183,9 +188,7 @@ class FrameStream:
             self.options.drop == "newest" or len(self._waiting) < _MAX_WAITING
         )
 
-    async def _take(
-        self, number: int, images: tuple[bytes | RawImage, ...], wait_s: float, done: Callable[[], None]
-    ) -> bool:
+    async def _take(self, number: int, images: tuple[bytes | RawImage, ...], wait_s: float, charge: ByteCharge) -> bool:
         """Whether the frame was new and there was room."""
         self._sends += 1
         turn = self._sends
@@ -207,8 +210,8 @@ class FrameStream:
         if self.options.drop == "newest" and self._waiting:
             old = self._waiting.popleft()
             self._finish(old, dropped=f"frame {number} arrived before this one was started")
-            old.done()
-        self._waiting.append(_Frame(number, images, self._loop.time(), done))
+            old.charge.release()
+        self._waiting.append(_Frame(number, images, self._loop.time(), charge))
         self._num_taken += 1
         self._metrics.frame_taken()
         self._start_due()
@@ -227,13 +230,13 @@ class FrameStream:
 
     def _start_due(self) -> None:
         """Start waiting frames, within the limit of running frames and at the stream's frame rate."""
-        if self._held():
-            self._end_late()
-        while self._waiting and len(self._running) < _MAX_RUNNING and not self._held():
+        if self._executor.engine_starting:
+            self._expire_waiting()
+        while self._waiting and len(self._running) < _MAX_RUNNING and not self._executor.engine_starting:
             now = self._loop.time()
             if now < self._due:
-                if self._pace is None:
-                    self._pace = self._loop.call_later(self._due - now, self._on_pace)
+                if self._pace_timer is None:
+                    self._pace_timer = self._loop.call_later(self._due - now, self._on_pace)
                 break
             # A late frame does not delay the following frames.
             self._due = max(self._due, now - self._interval_s) + self._interval_s
@@ -244,11 +247,11 @@ class FrameStream:
         self._notify()
 
     def _on_pace(self) -> None:
-        self._pace = None
+        self._pace_timer = None
         self._start_due()
 
-    def _end_late(self) -> None:
-        """Fail held frames at their bound, not at the time of their start."""
+    def _expire_waiting(self) -> None:
+        """Fail waiting frames at their bound, not at the time of their start."""
         bound, now = self.options.max_latency_s, self._loop.time()
         if bound is None:
             return
@@ -256,16 +259,16 @@ class FrameStream:
             frame = self._waiting.popleft()
             why = f"the frame was not answered within the stream's {bound:g} s: the engine is restarting"
             self._finish(frame, error=DeadlineMissed(why))
-            frame.done()
-        if self._waiting and self._lapse is None:
-            self._lapse = self._loop.call_at(self._waiting[0].arrived + bound, self._on_lapse)
+            frame.charge.release()
+        if self._waiting and self._expiry_timer is None:
+            self._expiry_timer = self._loop.call_at(self._waiting[0].arrived + bound, self._on_expiry)
 
-    def _on_lapse(self) -> None:
-        self._lapse = None
+    def _on_expiry(self) -> None:
+        self._expiry_timer = None
         self._start_due()
 
     def _on_answered(self, frame: _Frame, task: asyncio.Task[None]) -> None:
-        frame.done()
+        frame.charge.release()
         self._running.discard(task)
         if not task.cancelled():  # otherwise the stream or the loop is closing
             self._start_due()
@@ -277,7 +280,7 @@ class FrameStream:
             if left is not None and left <= 0:
                 raise TimeoutError
             async with asyncio.timeout(left):
-                answer = await self._ask(
+                answer = await self._executor.ask_head(
                     frame.images,
                     self.options.adapter,
                     self.options.head,
@@ -288,11 +291,11 @@ class FrameStream:
         except TimeoutError:
             self._finish(frame, error=DeadlineMissed(f"the frame was not answered within the stream's {bound:g} s"))
         except Exception as error:
-            self._finish(frame, error=typed(error))
+            self._finish(frame, error=to_vlora_error(error))
         else:
             result = self._finish(frame, answer=answer)
-            if self._seen is not None:
-                await self._seen(frame.images, result)
+            if self._preview is not None:
+                await self._preview.update(frame.images, result)
 
     def _finish(
         self,

@@ -15,33 +15,33 @@ from vlora.types import FoundBox
 
 _WIDTH, _HEIGHT, _BAR = 480, 280, 40  # picture size, and the bar below it for the answer
 _COLOUR = (255, 220, 80)
-_LOOKED_S = 5.0  # frames are drawn for this long after a request
-_APART_S = 0.5
+_VIEWED_S = 5.0  # frames are drawn for this long after a request
+_INTERVAL_S = 0.5
 
 
-class LastFrame:
+class Preview:
     """Drawing takes a few milliseconds in a thread: at most two frames per second, and only while viewed."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
         self._loop = asyncio.get_running_loop()
-        self._looked = self._drawn = -_LOOKED_S
+        self._read_at = self._drawn_at = -_VIEWED_S
         self._picture: tuple[int, bytes] | None = None
 
-    def look(self) -> tuple[int, bytes] | None:
+    def read(self) -> tuple[int, bytes] | None:
         """The frame's number and its picture as JPEG; None until the next frame is answered."""
         now = self._loop.time()
-        if now - self._looked > _LOOKED_S:
+        if now - self._read_at > _VIEWED_S:
             self._picture = None  # the picture is outdated after a pause of requests
-        self._looked = now
+        self._read_at = now
         return self._picture
 
-    async def show(self, images: Sequence[bytes | RawImage], result: FrameResult) -> None:
-        """Draw an answered frame's last image."""
+    async def update(self, images: Sequence[bytes | RawImage], result: FrameResult) -> None:
+        """Draw the last image of an answered frame, unless the preview is not viewed or the last picture is recent."""
         now = self._loop.time()
-        if now - self._looked > _LOOKED_S or now - self._drawn < _APART_S:
+        if now - self._read_at > _VIEWED_S or now - self._drawn_at < _INTERVAL_S:
             return
-        self._drawn = now
+        self._drawn_at = now
         self._picture = result.number, await asyncio.to_thread(draw, images[-1], result, self._config)
 
 

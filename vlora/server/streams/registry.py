@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
 from typing import NamedTuple
 
 from vlora.client.values import StreamOptions
 from vlora.config import ServerConfig, Token
 from vlora.errors import OverCapacity, UnknownStream
 from vlora.server.metrics import Metrics
-from vlora.server.streams.frame_stream import Ask, FrameStream
-from vlora.server.streams.preview import LastFrame
+from vlora.server.streams.frame_stream import HeadExecutor, StreamSession
+from vlora.server.streams.preview import Preview
 
 _ID_BYTES = 16
 
@@ -24,21 +23,20 @@ class WatchedStream(NamedTuple):
     """
 
     number: int
-    stream: FrameStream
+    stream: StreamSession
     owner: str | None
-    last_frame: LastFrame
+    preview: Preview
 
 
-class Streams:
+class StreamRegistry:
     """One per front end, used from its event loop. A stream outlives its last connection for a limited time."""
 
-    def __init__(self, ask: Ask, config: ServerConfig, metrics: Metrics) -> None:
-        self.held: Callable[[], bool] = lambda: False
-        """Whether frames must wait; `go_on` is called when that ends."""
-        self._ask = ask
+    def __init__(self, executor: HeadExecutor, config: ServerConfig, metrics: Metrics) -> None:
+        """executor: answers the frames."""
+        self._executor = executor
         self._metrics = metrics
         self._config = config
-        self._open: dict[str, tuple[FrameStream, str | None]] = {}
+        self._open: dict[str, tuple[StreamSession, str | None]] = {}
         self._watched: dict[str, WatchedStream] = {}
         self._num_opened = 0
         self._users: dict[str, set[object]] = {}
@@ -58,16 +56,16 @@ class Streams:
             )
         stream_id = secrets.token_urlsafe(_ID_BYTES)
         name = _name(owner)
-        last = LastFrame(self._config)
-        stream = FrameStream(self._ask, options, num_images, self._metrics, last.show, name, held=lambda: self.held())
+        preview = Preview(self._config)
+        stream = StreamSession(self._executor, options, num_images, self._metrics, preview, name)
         self._open[stream_id] = stream, name
         self._num_opened += 1
-        self._watched[stream_id] = WatchedStream(self._num_opened, *self._open[stream_id], last)
+        self._watched[stream_id] = WatchedStream(self._num_opened, *self._open[stream_id], preview)
         self._metrics.streams(1)
         self._users[stream_id] = {user}
         return stream_id
 
-    def use(self, stream_id: str, owner: Token | None, user: object) -> FrameStream:
+    def use(self, stream_id: str, owner: Token | None, user: object) -> StreamSession:
         """The stream, which `user` keeps open from now on. Raises UnknownStream, also for another owner's stream."""
         stream, its_owner = self._open.get(stream_id, (None, None))
         if stream is None or its_owner != _name(owner):
@@ -84,10 +82,10 @@ class Streams:
         """Every open stream as the console shows it, the oldest first."""
         return tuple(self._watched.values())
 
-    def go_on(self) -> None:
-        """Start the held frames."""
+    def resume(self) -> None:
+        """Start the waiting frames: an engine is ready, or none will start."""
         for stream, _ in self._open.values():
-            stream.go_on()
+            stream.resume()
 
     def leave(self, user: object) -> None:
         """The connection is closed: streams without another connection stay open for a limited time."""

@@ -1,0 +1,98 @@
+"""Linear probes on single tokens, which train the embedded model as auxiliary losses (see `train.py`)."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from fusion.embedded import object_names, world
+from fusion.embedded.conversations import IGNORED
+from fusion.embedded.model import IMAGE_TOKENS
+from fusion.embedded.spectra import GIST_FEATURES, PATCH_FEATURES
+
+
+class Probes(nn.Module):
+    """Linear probes on single tokens."""
+
+    def __init__(self, vision_size: int, text_size: int) -> None:
+        super().__init__()
+        self.kind = nn.Linear(vision_size, len(world.CELL_KINDS))
+        self.color = nn.Linear(vision_size, len(world.CELL_COLORS))
+        self.center = nn.Linear(vision_size, 2)
+        self.texture = nn.Linear(vision_size, PATCH_FEATURES)
+        self.gist = nn.Linear(text_size, GIST_FEATURES)
+        self.move = nn.Linear(text_size, len(world.CELL_MOVES))
+        self.kept = nn.Linear(text_size, vision_size)
+        self.row = nn.Linear(text_size, world.GRID)
+        self.column = nn.Linear(text_size, world.GRID)
+        self.present = nn.Linear(text_size, 2)
+        self.meant = nn.Linear(text_size, len(object_names.ATTRIBUTES))
+
+    def cell_loss(self, states: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
+        """states [n, 36, vision], cells [n, 4, 6, 6]."""
+        labels = cells.flatten(2)
+        return (
+            _probe_loss(self.kind(states), labels[:, world.KIND])
+            + _probe_loss(self.color(states), labels[:, world.COLOR])
+            + _probe_loss(self.center(states), labels[:, world.CENTER])
+        )
+
+    def texture_loss(self, states: torch.Tensor, spectra: torch.Tensor) -> torch.Tensor:
+        """states [n, 36, vision], spectra [n, 36, PATCH_FEATURES]."""
+        return functional.mse_loss(self.texture(states).float(), spectra)
+
+    def gist_loss(self, states: torch.Tensor, gists: torch.Tensor) -> torch.Tensor:
+        """states: [questions, text], where an answer begins. gists: [questions, GIST_FEATURES].
+
+        Keeps the whole picture's texture in these states for any question, since heads of domains read them.
+        """
+        return functional.mse_loss(self.gist(states).float(), gists)
+
+    def place_loss(self, features: torch.Tensor) -> torch.Tensor:
+        """Position of each image token from the language model's input. features: [n, 36, text]."""
+        place = torch.arange(world.GRID, device=features.device)
+        rows, columns = place.repeat_interleave(world.GRID), place.repeat(world.GRID)
+        of_row, of_column = self.row(features).float().flatten(0, 1), self.column(features).float().flatten(0, 1)
+        return functional.cross_entropy(of_row, rows.repeat(len(features))) + functional.cross_entropy(
+            of_column, columns.repeat(len(features))
+        )
+
+    def kept_loss(self, features: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Reconstruction of the vision tower's states from the language model's input, so that the input also keeps
+        information that no question of this world needs. features: [n, 36, text]. states: [n, 36, vision]."""
+        return functional.mse_loss(self.kept(normed(features)).float(), normed(states).detach())
+
+    def move_loss(self, states: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
+        """states: [clips, frames * 36, text]. cells: [clips, frames, 4, 6, 6]. The first frame shows no motion."""
+        frames = cells.shape[1]
+        states = states.unflatten(1, (frames, IMAGE_TOKENS))[:, 1:]
+        return _probe_loss(self.move(states), cells[:, 1:, world.MOVE].flatten(2))
+
+    def presence_loss(self, states: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
+        """states: [n, length, text]. present: [n, length], 1 or 0 at the last token of a name, else ignored."""
+        named = present != IGNORED
+        return functional.cross_entropy(self.present(states[named]).float(), present[named])
+
+    def meaning_loss(self, states: torch.Tensor, meant: torch.Tensor) -> torch.Tensor:
+        """states: [n, length, text]. meant: [n, length, attributes], 1 or 0 at the last token of a name, else ignored.
+
+        Summed over attributes, since most are absent and easy.
+        """
+        named = meant[..., 0] != IGNORED
+        loss = functional.binary_cross_entropy_with_logits(
+            self.meant(states[named]).float(), meant[named].float(), reduction="sum"
+        )
+        return loss / max(1, int(named.sum()))
+
+
+def normed(states: torch.Tensor) -> torch.Tensor:
+    """States normalised as in the next layer, without its weights."""
+    return functional.rms_norm(states.float(), states.shape[-1:])
+
+
+def _probe_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Cross entropy with a weight of a third for background cells, which are the majority."""
+    weight = torch.ones(logits.shape[-1], device=logits.device)
+    weight[0] = 0.3
+    return functional.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), weight)

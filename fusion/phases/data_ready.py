@@ -1,0 +1,76 @@
+"""Phase 2: the base model is loaded, and every domain's samples are encoded for it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+from fusion.embedded import checkpoint_path
+from fusion.phases.plan_checked import PlanChecked
+from fusion.plan.errors import PlanErrors
+from fusion.plan.schema import Plan
+from fusion.progress.progress import Progress
+from fusion.training.checkpoint import refuse_others
+from fusion.training.domain import Domain
+from fusion.training.fingerprint import hash_of_processing, identity_of
+from fusion.training.frozen_base import FrozenBase
+from vlora.config import EngineConfig
+from vlora.errors import BadPlan
+from vlora.models import InputProcessor
+from vlora.models.loading import load_model
+
+
+@dataclasses.dataclass(frozen=True)
+class DataReady:
+    """The base model and the domains encoded for it, in the plan's order.
+
+    teacher_scores: validation score of each teacher, by domain. identity: names and values of everything that
+    determines the results of the run's trainings.
+    """
+
+    plan: Plan
+    base: FrozenBase
+    domains: Mapping[str, Domain]
+    teacher_scores: Mapping[str, float]
+    identity: Mapping[str, str]
+
+
+def prepare_data(checked: PlanChecked, out: Path, progress: Progress, *, device: str, resume: bool) -> DataReady:
+    """Load the base model and encode all samples; image features are stored in OUT/features.
+
+    Args:
+        resume: the run will continue with the trainings in OUT/checkpoint.
+
+    Raises:
+        BadPlan: those trainings have different inputs, or the base model cannot process a sample.
+        BadConfig: a part of the base model is missing.
+    """
+    plan = checked.plan
+    base = load_frozen_base(plan, device, progress, features=out / "features")
+    splits = {name: data.splits for name, data in checked.data.items()}
+    identity = identity_of(plan, splits, base.weights, hash_of_processing(base.processor), device, progress)
+    if resume:  # refuse before any long work starts
+        refuse_others(out / "checkpoint", identity)
+    return DataReady(plan, base, encode_domains(checked, base), checked.teacher_scores, identity)
+
+
+def load_frozen_base(plan: Plan, device: str, progress: Progress, *, features: Path | None = None) -> FrozenBase:
+    """Load the plan's base model. Raises BadConfig if a part of it is missing."""
+    path = checkpoint_path() if plan.base == "embedded" else plan.base
+    processor = InputProcessor.from_pretrained(path)
+    model = load_model(EngineConfig(model=path, device=device, dtype="float32"))
+    return FrozenBase(model, processor, features=features, train_vision=plan.lora.vision, progress=progress)
+
+
+def encode_domains(checked: PlanChecked, base: FrozenBase) -> dict[str, Domain]:
+    """Encode every domain. Raises BadPlan, with the place in the plan, for data that the base model cannot process."""
+    errors = PlanErrors(checked.text)
+    domains = {}
+    for index, domain in enumerate(checked.plan.domains):
+        try:
+            domains[domain.name] = Domain(domain, checked.data[domain.name].splits, base)
+        except BadPlan as error:
+            errors.inside("domains", index).add(str(error))
+    errors.raise_if_any()
+    return domains

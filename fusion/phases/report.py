@@ -1,0 +1,172 @@
+"""Phase 6: the adapters are tested, and the results and their report are written."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from fusion.packing.algorithm import Packing, names_of
+from fusion.phases.base_scored import BaseScored
+from fusion.phases.data_ready import DataReady
+from fusion.phases.packing import OracleResult
+from fusion.phases.session import Session
+from fusion.phases.thresholds import Thresholds
+from fusion.report.examples import confusion_of, examples_of
+from fusion.report.page import page
+from fusion.report.report import (
+    AdapterReport,
+    DomainReport,
+    FusionReport,
+    OracleReport,
+    RollbackReport,
+    StepReport,
+    model_card,
+)
+from fusion.report.results import replace_results
+from fusion.report.sample_files import write_test_data
+
+
+@dataclasses.dataclass(frozen=True)
+class Tested:
+    """Results on test data, by domain.
+
+    answers: of the adapter, in the form that the domain's metric compares. words: share of samples that the language
+    model answers word for word, if a head answers and its answers have words; else None.
+    """
+
+    answers: Mapping[str, list[object]]
+    words: Mapping[str, float | None]
+
+
+def report_run(
+    data: DataReady,
+    base: BaseScored,
+    thresholds: Thresholds,
+    packing: Packing,
+    optimum: OracleResult | None,
+    session: Session,
+    out: Path,
+    started: float,
+) -> FusionReport:
+    """Test the adapters and write all results to OUT, where they replace those of an earlier run.
+
+    Args:
+        started: start time of the run, by `time.perf_counter`.
+    """
+    tested = answer_test_data(data, packing, session)
+    report = make_report(data, base, thresholds, packing, optimum, tested, time.perf_counter() - started)
+    names = names_of(packing.adapters)
+    states = {name: session.state(adapter) for adapter, name in names.items()}
+    examples = {
+        name: examples_of(own.splits.test, tested.answers[name], own.splits.labels, own.task, own.plan.question)
+        for name, own in data.domains.items()
+    }
+    with replace_results(out) as folder:
+        for adapter in report.adapters:
+            session.trainer.save(folder / "adapters" / adapter.name, states[adapter.name])
+            (folder / "adapters" / adapter.name / "README.md").write_text(model_card(report, adapter))
+        write_test_data(folder / "test", data.plan, {name: own.splits for name, own in data.domains.items()})
+        (folder / "report.html").write_text(page(report, examples))
+        report.write(folder / "report.json")
+    shutil.rmtree(out / "features")  # much larger than the results, and recomputed within seconds
+    return report
+
+
+def answer_test_data(data: DataReady, packing: Packing, session: Session) -> Tested:
+    """Answer every domain's test samples with its adapter."""
+    evaluator, progress = session.trainer.evaluator, session.progress
+    answers: dict[str, list[object]] = {}
+    words: dict[str, float | None] = {}
+    for adapter in packing.adapters:
+        session.trainer.adapter.restore(session.state(adapter))
+        for name in adapter:
+            own = data.domains[name]
+            with progress.work(f"testing {name}", len(own.test), "samples") as update:
+                answers[name] = evaluator.answers(name, own.test, update)
+            has_both = own.task.num_outputs and any(sample.answer for sample in own.test)
+            words[name] = evaluator.accuracy_in_words(name, own.test) if has_both else None
+    return Tested(answers, words)
+
+
+def make_report(
+    data: DataReady,
+    base: BaseScored,
+    thresholds: Thresholds,
+    packing: Packing,
+    optimum: OracleResult | None,
+    tested: Tested,
+    seconds: float,
+) -> FusionReport:
+    """The report of a run. seconds: its duration."""
+    plan, domains = data.plan, data.domains
+    names = names_of(packing.adapters)
+    targets = {name: [sample.target for sample in own.test] for name, own in domains.items()}
+    return FusionReport(
+        base=plan.base,
+        seed=plan.seed,
+        seconds=seconds,
+        confidence=plan.confidence,
+        domains=tuple(
+            DomainReport(
+                name=name,
+                task=domains[name].splits.task,
+                real_or_synthetic="real" if domains[name].splits.real else "synthetic",
+                metric=domains[name].task.metric_name,
+                threshold=thresholds.values[name],
+                before=base.scores[name],
+                validation=trained.scores[name].value,
+                bound=trained.scores[name].lower,
+                after=domains[name].task.metric(tested.answers[name], targets[name]),
+                met=name not in packing.missed,
+                adapter=names[adapter],
+                num_test=len(domains[name].test),
+                words=tested.words[name],
+            )
+            for adapter, trained in packing.adapters.items()
+            for name in adapter
+        ),
+        adapters=tuple(AdapterReport(name, adapter) for adapter, name in names.items()),
+        rollbacks=tuple(
+            RollbackReport(step.domains, step.into, {name: score.value for name, score in step.broken.items()})
+            for step in packing.rollbacks
+        ),
+        timeline=timeline(packing),
+        confusions=tuple(
+            confusion
+            for name, own in domains.items()
+            if (confusion := confusion_of(name, own.splits.labels, tested.answers[name], targets[name])) is not None
+        ),
+        oracle=None if optimum is None else _oracle_report(optimum),
+        plan=plan.model_dump(mode="json"),
+    )
+
+
+def timeline(packing: Packing) -> tuple[StepReport, ...]:
+    """The trainings of a packing in their order, one after the other."""
+    begin = 0.0
+    steps = []
+    for step in packing.steps:
+        scores = step.trained.scores
+        steps.append(
+            StepReport(
+                domains=step.domains,
+                into=step.into,
+                kept=step.kept,
+                begin=begin,
+                seconds=step.trained.seconds,
+                values={name: score.value for name, score in scores.items()},
+                bounds={name: score.lower for name, score in scores.items()},
+                losses=step.trained.losses,
+            )
+        )
+        begin += step.trained.seconds
+    return tuple(steps)
+
+
+def _oracle_report(result: OracleResult) -> OracleReport:
+    bound, best = result.bound, result.optimum
+    adapters = None if best is None else tuple(tuple(sorted(together)) for together in best.adapters)
+    return OracleReport(bound.adapters, bound.missed, bound.conflicts, adapters)

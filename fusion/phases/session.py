@@ -1,0 +1,62 @@
+"""What the phases with training share: the trainer and its run cache, and parallel processes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from fusion.packing.algorithm import Adapter
+from fusion.phases.data_ready import DataReady
+from fusion.progress.progress import Progress
+from fusion.training.checkpoint import Checkpoint, State
+from fusion.training.parallel_jobs import Job, RunAhead, one_thread, run_in_parallel
+from fusion.training.run_cache import RunCache
+from fusion.training.trainer import LoraTrainer
+
+
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """cache: every training of the run. run_ahead: runs trainings in parallel, or does nothing with one worker.
+    jointly: the plan trains all domains of an adapter jointly."""
+
+    trainer: LoraTrainer
+    cache: RunCache
+    run_ahead: RunAhead
+    progress: Progress
+    jointly: bool
+
+    def state(self, adapter: Adapter) -> State:
+        """Weights of an adapter in the plan's packing."""
+        return self.cache.state_together(adapter) if self.jointly else self.cache.state(adapter)
+
+
+@contextlib.contextmanager
+def training_session(
+    data: DataReady, out: Path, progress: Progress, *, resume: bool, workers: int, on_cleared: Callable[[], None]
+) -> Iterator[Session]:
+    """Create the trainer and open OUT/checkpoint.
+
+    Inside the block, with several workers, this process computes with one thread as they do. The session can be used
+    afterwards for scoring.
+
+    Args:
+        resume: continue with the trainings in OUT/checkpoint; otherwise they are deleted.
+        workers: number of parallel trainings.
+        on_cleared: called after an earlier run's trainings have been deleted, or kept.
+    """
+    plan, parallel = data.plan, workers > 1
+
+    def run_ahead(jobs: Sequence[Job]) -> None:
+        if parallel and jobs:
+            progress.say(f"running {len(jobs)} trainings in parallel, {workers} at a time")
+            run_in_parallel(jobs, workers, progress)
+
+    with one_thread() if parallel else contextlib.nullcontext():
+        trainer = LoraTrainer(data.base, data.domains, plan, progress=progress)
+        # Opened only now, so that a plan that is refused above deletes nothing.
+        checkpoint = Checkpoint(out / "checkpoint", data.identity, resume=resume)
+        on_cleared()
+        cache = RunCache(trainer, checkpoint, rehearsal=plan.training.rehearsal, progress=progress)
+        yield Session(trainer, cache, run_ahead, progress, jointly=plan.packing == "jointly")

@@ -1,0 +1,214 @@
+"""`vlora fuse --check`: a description of a plan's run, as text or JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+
+from fusion.data.load import DomainData
+from fusion.data.samples import Sample
+from fusion.data.targets import labels_shown
+from fusion.packing.training_counts import max_trainings
+from fusion.phases.plan_checked import PlanChecked
+from fusion.plan.estimate import Estimate
+from fusion.plan.schema import DomainPlan, LoraPlan, Plan, RelativeThreshold
+from fusion.plan.tasks import HEADS, METRIC_DESCRIPTIONS, METRICS, WORDS
+from fusion.progress.display import duration
+from fusion.teachers.labelling import threshold_before_training
+from fusion.training.objectives import answer_in_words
+from heads import TASKS
+
+_MAX_CLASSES = 12
+
+
+@dataclasses.dataclass(frozen=True)
+class DomainSummary:
+    """Summary of one domain.
+
+    counts: number of samples per part. classes: per label, the number of samples with it, per part. answers: number of
+    distinct training answers. threshold: its value if known before training, else None. also_in_words: the language
+    model also learns the head's answers.
+    """
+
+    name: str
+    task: str
+    real_or_synthetic: str
+    question: str
+    head: str
+    metric: str
+    threshold: float | None
+    promise: str
+    counts: dict[str, int]
+    classes: dict[str, dict[str, int]]
+    answers: int
+    frames: int
+    teacher: dict[str, object] | None
+    also_in_words: bool
+
+
+def summarize(checked: PlanChecked) -> list[DomainSummary]:
+    """Return a summary of each domain."""
+    return [_domain(domain, checked.plan, checked.data[domain.name]) for domain in checked.plan.domains]
+
+
+def as_json(checked: PlanChecked, estimate: Estimate) -> str:
+    plan, size = checked.plan, checked.size
+    return json.dumps(
+        {
+            "base": plan.base,
+            "seed": plan.seed,
+            "lora": {
+                **plan.lora.model_dump(mode="json"),
+                "layers": size.layers,
+                "parameters": size.parameters,
+                "bytes": size.num_bytes,
+            },
+            "training": plan.training.model_dump(mode="json"),
+            "order": plan.order,
+            "packing": plan.packing,
+            "confidence": plan.confidence,
+            "training_s_at_most": _max_training_s(plan),
+            "estimate": dataclasses.asdict(estimate),
+            "domains": [dataclasses.asdict(domain) for domain in summarize(checked)],
+        }
+    )
+
+
+def print_summary(checked: PlanChecked, estimate: Estimate, console: Console) -> None:
+    """Print the summary in readable form."""
+    for domain in summarize(checked):
+        kind = f"{domain.task}, answered by {_answered(domain)}, on {domain.real_or_synthetic} pixels"
+        rows = {
+            "question": domain.question,
+            "samples": ", ".join(f"{count} {part}" for part, count in domain.counts.items())
+            + f", {_frames(domain)} each",
+            "classes" if domain.classes else "answers": _shown(domain),
+            "threshold": domain.promise,
+            "teacher": _teacher(domain.teacher),
+        }
+        _block(console, f"{domain.name}: {kind}", rows)
+    plan, size, training = checked.plan, checked.size, checked.plan.training
+    where = "language model and vision side" if plan.lora.vision else "language model"
+    in_order = "" if plan.packing == "jointly" else f"order {' and '.join(plan.order)}, "
+    rows = {
+        "adapter": f"{_kind(plan.lora)}, on "
+        f"{size.layers} layers of the {where}: {size.parameters:,} parameters, {size.num_bytes / 1e6:.1f} MB",
+        "training": f"{training.steps} steps of {training.batch_size} samples per domain"
+        + (
+            ", all domains of an adapter at once"
+            if plan.packing == "jointly"
+            else f"; {training.rehearsal:.0%} of each batch rehearses domains that the adapter already holds"
+        ),
+        "packing": f"{plan.packing}, {in_order}seed {plan.seed}, decided by "
+        + (f"lower bounds at a confidence of {plan.confidence:g}" if plan.confidence else "the score itself"),
+        "time": _time(plan, estimate),
+    }
+    _block(console, f"run: {len(plan.domains)} domain{'s' * (len(plan.domains) > 1)} on {plan.base}", rows)
+
+
+def _kind(lora: LoraPlan) -> str:
+    blocks, each = (f" in {lora.blocks} blocks", f"rank / {lora.blocks}") if lora.blocks > 1 else ("", "rank")
+    return f"rank {lora.rank}{blocks}, alpha {lora.alpha}{f' / sqrt({each})' if lora.rslora else ''}"
+
+
+def _block(console: Console, title: str, rows: Mapping[str, str]) -> None:
+    lines = [title, *(f"  {name:9} {text}" for name, text in rows.items() if text)]
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+def _answered(domain: DomainSummary) -> str:
+    if domain.head == WORDS:
+        return "the language model in words"
+    head = f"{'an' if domain.head[0] in 'aeiou' else 'a'} {domain.head} head"
+    return f"{head} (and in words; the report gives both accuracies)" if domain.also_in_words else head
+
+
+def _frames(domain: DomainSummary) -> str:
+    return "one picture" if domain.frames == 1 else f"{domain.frames} frames"
+
+
+def _domain(domain: DomainPlan, plan: Plan, data: DomainData) -> DomainSummary:
+    splits = data.splits
+    metric = domain.metric or METRICS[splits.task][0]
+    value = threshold_before_training(domain, data.teacher_score)
+    return DomainSummary(
+        name=domain.name,
+        task=domain.task or splits.task,
+        real_or_synthetic="real" if splits.real else "synthetic",
+        question=domain.question,
+        head=domain.head or HEADS[splits.task][0],
+        metric=metric,
+        threshold=value,
+        promise=_threshold(domain, plan, data, metric, value),
+        counts={name: len(part) for name, part in splits.parts.items()},
+        classes=_classes(splits.task, splits.labels, splits.parts),
+        answers=len({str(sample.target) for sample in splits.train}),
+        frames=splits.num_frames,
+        teacher=None if data.teacher_result is None else dataclasses.asdict(data.teacher_result),
+        also_in_words=splits.task in TASKS and any(answer_in_words(splits, sample) for sample in splits.train),
+    )
+
+
+def _threshold(domain: DomainPlan, plan: Plan, data: DomainData, metric: str, value: float | None) -> str:
+    what = f"{metric} ({METRIC_DESCRIPTIONS[metric]})" if METRIC_DESCRIPTIONS[metric] != metric else metric
+    if value is None:
+        assert isinstance(domain.threshold, RelativeThreshold)
+        text = f"{what} of at least the score of an adapter for this domain alone, minus {domain.threshold.minus:g}"
+    else:
+        text = f"{what} of at least {value:.3f}"
+    if isinstance(domain.threshold, RelativeThreshold) and value is not None and data.teacher_result is not None:
+        text += f" (its teacher's {data.teacher_result.score:.3f} minus {domain.threshold.minus:g})"
+    return f"{text}, at a confidence of {plan.confidence:g}" if plan.confidence else text
+
+
+def _classes(task: str, labels: tuple[str, ...], parts: Mapping[str, Sequence[Sample]]) -> dict[str, dict[str, int]]:
+    shown = {
+        name: Counter(itertools.chain.from_iterable(labels_shown(task, sample.target) for sample in part))
+        for name, part in parts.items()
+    }
+    if task == "regression":
+        return {}
+    return {label: {name: shown[name][number] for name in parts} for number, label in enumerate(labels)}
+
+
+def _shown(domain: DomainSummary) -> str:
+    if not domain.classes:
+        return f"{domain.answers} distinct answers in the training data"
+    classes = [f"{label} {' / '.join(map(str, counts.values()))}" for label, counts in domain.classes.items()]
+    more = len(classes) - _MAX_CLASSES
+    return ", ".join(classes[:_MAX_CLASSES]) + (f" and {more} more" if more > 0 else "")
+
+
+def _teacher(teacher: Mapping[str, object] | None) -> str:
+    if teacher is None:
+        return ""
+    left = f"dropped for low confidence: {teacher['dropped']} samples, {teacher['dropped_boxes']} boxes"
+    beyond = f"; {teacher['beyond']} answers outside the labels" if teacher["beyond"] else ""
+    return f"{teacher['name']}: {teacher['score']:.3f} on validation data; {left}{beyond}"
+
+
+def _time(plan: Plan, estimate: Estimate) -> str:
+    least, most = duration(estimate.at_least_s), duration(estimate.at_most_s)
+    if plan.packing == "jointly":
+        fits = "if all domains fit into one adapter"
+    else:
+        fits = "if every domain fits into the first adapter"
+    text = f"about {least} {fits}, at most {most}" if least != most else f"about {least}"
+    threads = "" if estimate.threads is None else f", {estimate.threads} thread{'s' * (estimate.threads > 1)}"
+    measured = (
+        f"{estimate.measured_steps} step{'s' * (estimate.measured_steps > 1)} of {estimate.measured_samples} samples"
+    )
+    return (
+        f"{text}; estimated from {measured} measured on this machine ({estimate.device}{threads}): "
+        f"{estimate.step_s:.2f} s per step of {estimate.batch_size}"
+    )
+
+
+def _max_training_s(plan: Plan) -> float | None:
+    """Seconds of training in the longest possible run; None if the plan sets no limit."""
+    return None if plan.training.seconds is None else plan.training.seconds * max_trainings(plan)

@@ -1,0 +1,182 @@
+"""The base model that adapters are trained on: frozen weights, and samples encoded once, with their image features."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from fusion.data.samples import Sample, Splits
+from fusion.plan.families import why_not_trained
+from fusion.progress.progress import Progress
+from fusion.training.collator import EncodedSample, embed
+from fusion.training.decoding import Prompt, greedy
+from fusion.training.features import FeatureCache, Features, InMemory
+from fusion.training.fingerprint import hash_of_weights
+from fusion.training.objectives import answer_in_words
+from heads.boxes import Window
+from vlora.errors import BadPlan, BadRequest
+from vlora.models import EncodedPrompt, InputProcessor, Region
+from vlora.models.hf_model import HFModel
+from vlora.models.processing import to_tensor
+from vlora.models.vision.encoder import VisionEncoder, VisionTask
+from vlora.models.vision.token_grids import image_grids
+from vlora.types import VisionInput
+
+ENCODE_AT_ONCE = 16  # samples per batch and per progress update
+
+
+class FrozenBase:
+    """The base model without gradients: image features, prompts, and the language model that adapters modify.
+
+    weights: hash of the model's weights.
+
+    Args:
+        features: folder for image features; None keeps all of them in memory.
+        train_vision: do not precompute image features, since training changes them.
+        progress: display for work over samples.
+
+    Raises:
+        BadPlan: models of this family cannot be trained.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        processor: InputProcessor,
+        *,
+        features: Path | None = None,
+        train_vision: bool = False,
+        progress: Progress | None = None,
+    ) -> None:
+        if why := why_not_trained(model.config):
+            raise BadPlan(why)
+        self.processor = processor
+        self.progress = progress or Progress()
+        self.hf_model = HFModel(model)
+        # Features come from `HFModel`, exactly as in serving; training uses the model's own attention. On a CPU the
+        # fused attention takes 1.7 times as long per step, all of it in the backward pass (docs/decisions/0012).
+        model.set_attn_implementation({"text_config": "eager" if self.hf_model.device.type == "cpu" else "sdpa"})
+        self.model = model
+        self.train_vision = train_vision
+        self.weights = hash_of_weights(model.named_parameters())
+        maker = f"{self.weights} on {self.hf_model.device.type}"  # another device rounds differently
+        self._features = None if features is None else FeatureCache(features, maker)
+        self._vision = VisionEncoder(self.hf_model, cache_bytes=0)
+
+    @torch.no_grad()
+    def encode_samples(
+        self,
+        question: str,
+        splits: Splits,
+        samples: Sequence[Sample],
+        on_encoded: Callable[[int], None] = lambda count: None,
+    ) -> list[EncodedSample]:
+        """Encode every sample's frames with its question, or the domain's.
+
+        Args:
+            on_encoded: called after each batch with its number of samples.
+        """
+        encoded: list[EncodedSample] = []
+        for first in range(0, len(samples), ENCODE_AT_ONCE):
+            part = samples[first : first + ENCODE_AT_ONCE]
+            prompts = [self.encode_prompt(question, sample) for sample in part]
+            features = [None] * len(part) if self.train_vision else self._load_features(prompts)
+            for sample, one, seen in zip(part, prompts, features, strict=True):
+                ids = torch.tensor(one.prompt_ids)
+                answer = self._answer_tokens(splits, sample)
+                if len(ids) + len(answer) > self.hf_model.max_positions:
+                    raise BadPlan(
+                        f"{_file_of(sample)}: its pictures, question and answer take {len(ids) + len(answer)} tokens; "
+                        f"the base model takes at most {self.hf_model.max_positions}"
+                    )
+                grids = [
+                    (item.kind, {k: to_tensor(v) for k, v in item.fields.items() if "pixel" not in k})
+                    for item in one.vision
+                ]
+                encoded.append(
+                    EncodedSample(
+                        ids,
+                        seen,
+                        tuple(one.vision) if seen is None else (),
+                        image_grids(self.hf_model.config, one.vision),
+                        self.hf_model.positions(ids, grids).rows,
+                        sample.target,
+                        tuple(map(_window, one.shown)),
+                        answer,
+                    )
+                )
+            on_encoded(len(part))
+        return encoded
+
+    def encode_images(self, items: Sequence[VisionInput]) -> list[torch.Tensor]:
+        """Image features [num_tokens, hidden] of each picture, with gradients if they are enabled."""
+        return [one.rows for one in self._vision.encode([VisionTask(item, None) for item in items])]
+
+    def features_of(self, samples: Sequence[EncodedSample]) -> list[torch.Tensor]:
+        """Image features of each sample [placeholders, hidden]: the stored ones, or recomputed if the vision side is
+        trained, with gradients if they are enabled."""
+        if not self.train_vision:
+            return [seen for sample in samples if (seen := sample.embeddings) is not None]
+        made = iter(self.encode_images([item for sample in samples for item in sample.vision]))
+        return [torch.cat([next(made) for _ in sample.vision]) for sample in samples]
+
+    @torch.no_grad()
+    def decode_answers(self, samples: Sequence[EncodedSample], limit: int) -> list[str]:
+        """Decode the current model's answer to each sample as the engine does, up to `limit` tokens."""
+        rows = [
+            embed(self.hf_model, one.ids, seen) for one, seen in zip(samples, self.features_of(samples), strict=True)
+        ]
+        prompts = [Prompt(row, one.positions) for row, one in zip(rows, samples, strict=True)]
+        return [self.processor.decode(tokens).strip() for tokens in greedy(self.hf_model, prompts, limit)]
+
+    def _load_features(self, encoded: Sequence[EncodedPrompt]) -> Sequence[Features]:
+        """Features of each sample's pictures, from the cache if they are stored."""
+        items = [item for one in encoded for item in one.vision]
+        if self._features is None:
+            made = iter(self.encode_images(items))
+            return [InMemory(torch.cat([next(made) for _ in one.vision])) for one in encoded]
+        samples = [[item.content_hash for item in one.vision] for one in encoded]
+        if (found := self._features.get(samples)) is None:
+            self._features.put(samples, self.encode_images(items))
+            found = self._features.get(samples)
+        assert found is not None, "the features were just written"
+        return found
+
+    def _answer_tokens(self, splits: Splits, sample: Sample) -> tuple[int, ...]:
+        """Tokens of a sample's answer in words. Raises BadPlan if they include special tokens of the base model."""
+        words = answer_in_words(splits, sample)
+        if not words:
+            return ()
+        tokenizer = self.processor.tokenizer
+        ids = tokenizer(words, add_special_tokens=False)["input_ids"]
+        marks = {*tokenizer.all_special_ids, self.hf_model.image_token_id}
+        if splits.labels:  # a head answers, which distinguishes labels outside the model's vocabulary
+            marks.discard(tokenizer.unk_token_id)
+        if found := sorted(marks.intersection(ids)):
+            mark = tokenizer.convert_ids_to_tokens(found[0])
+            raise BadPlan(
+                f"{_file_of(sample)}: the answer {words!r} contains {mark}, a special token of the base model"
+            )
+        return (*ids, tokenizer.eos_token_id)
+
+    def encode_prompt(self, question: str, sample: Sample) -> EncodedPrompt:
+        """Encode a sample with its question or the domain's. Raises BadPlan for pictures that the processor refuses."""
+        prompt = self.processor.chat(sample.question or question, len(sample.frames))
+        try:
+            return self.processor.encode(prompt, [Image.fromarray(frame) for frame in sample.frames])
+        except BadRequest as error:
+            raise BadPlan(f"{_file_of(sample)}: {error}") from error
+
+
+def _file_of(sample: Sample) -> object:
+    return getattr(sample.frames, "file", "a drawn picture")
+
+
+def _window(shown: Region) -> Window:
+    """The window of a picture that the image processor's centre crop keeps."""
+    width, height = shown.width + 2 * shown.left, shown.height + 2 * shown.top
+    return shown.left / width, shown.top / height, shown.width / width, shown.height / height

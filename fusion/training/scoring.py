@@ -1,0 +1,153 @@
+"""Answers and scores of the adapter that is being trained, with as many samples at once as memory allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+import torch
+
+from fusion.packing.algorithm import Score
+from fusion.packing.bounds import score_with_bound
+from fusion.plan.tasks import MEANS
+from fusion.progress.progress import Progress, ProgressCallback
+from fusion.training.accumulate import halving
+from fusion.training.adapter import TrainableAdapter
+from fusion.training.collator import EncodedSample
+from fusion.training.objectives import ForwardOutputs, Objective
+
+SCORE_AT_ONCE = 50
+_MAX_ANSWER_RATIO = 2  # decoding stops at this many times the length of the longest training answer
+
+Result = TypeVar("Result")
+
+
+def _ignore_progress(done: int, facts: str = "", share: float | None = None) -> None: ...
+
+
+class Evaluator:
+    """Scores of an adapter's domains.
+
+    Args:
+        confidence: of lower bounds; None for none.
+        progress: display for scoring.
+    """
+
+    def __init__(self, adapter: TrainableAdapter, confidence: float | None, progress: Progress) -> None:
+        self.adapter = adapter
+        self._confidence = confidence
+        self._progress = progress
+        self._at_once = SCORE_AT_ONCE
+
+    @torch.no_grad()
+    def score(self, domain: str, samples: Sequence[EncodedSample]) -> float:
+        """The domain's metric on these samples, 0 to 1."""
+        answers = self.answers(domain, samples)
+        return self.adapter.domains[domain].task.metric(answers, [sample.target for sample in samples])
+
+    @torch.no_grad()
+    def bounded_score(self, domain: str, samples: Sequence[EncodedSample]) -> Score:
+        """Score with its lower bound at the plan's confidence, or with itself as bound if there is none."""
+        with self._progress.work(f"scoring {domain}", len(samples), "samples") as update:
+            answers = self.answers(domain, samples, update)
+        targets = [sample.target for sample in samples]
+        task = self.adapter.domains[domain].task
+        if self._confidence is None:
+            value = task.metric(answers, targets)
+            return Score(value, value)
+        seed = self.adapter.seed(f"bound {domain}")
+        mean = task.metric_name in MEANS
+        return score_with_bound(task.metric, answers, targets, mean=mean, confidence=self._confidence, seed=seed)
+
+    @torch.no_grad()
+    def accuracy_in_words(self, domain: str, samples: Sequence[EncodedSample]) -> float:
+        """Share of samples that the language model answers word for word; 0 for samples without an answer in words."""
+        return sum(float(outputs.exact.sum()) for _, outputs in self.forward(domain, samples)) / len(samples)
+
+    @torch.no_grad()
+    def decode_answers(
+        self, domain: str, samples: Sequence[EncodedSample], update: ProgressCallback = _ignore_progress
+    ) -> list[str]:
+        """The language model's answer to each sample, up to twice the length of the longest training answer.
+
+        Args:
+            update: called with the number of samples done.
+        """
+        limit = _MAX_ANSWER_RATIO * max(len(sample.answer) for sample in self.adapter.domains[domain].train)
+
+        def decode(part: Sequence[EncodedSample]) -> list[str]:
+            with self.adapter.autocast():
+                return self.adapter.base.decode_answers(part, limit)
+
+        texts: list[str] = []
+        for _, found in self._in_parts(samples, decode):
+            texts += found
+            update(len(texts))
+        return texts
+
+    @torch.no_grad()
+    def answers(
+        self, domain: str, samples: Sequence[EncodedSample], update: ProgressCallback = _ignore_progress
+    ) -> list[object]:
+        """The answer to each sample, in the form that the domain's metric compares.
+
+        Args:
+            update: called with the number of samples done.
+        """
+        task = self.adapter.domains[domain].task
+        if task.needs_text:
+            return list(self.decode_answers(domain, samples, update))
+        if task.calibration_decides:
+            task = self.calibrated(domain)
+        answers: list[object] = []
+        for part, outputs in self.forward(domain, samples):
+            with self.adapter.autocast():
+                found = task.answers(outputs, self.adapter.heads.get(domain), [s.target for s in part])
+                answers += [s.of_whole_pictures(answer) for s, answer in zip(part, found, strict=True)]
+            update(len(answers))
+        return answers
+
+    @torch.no_grad()
+    def calibrated(self, domain: str) -> Objective:
+        """The domain's objective with a calibrated head, as it is served.
+
+        If calibration changes answers, it uses held-back training samples, so that validation data stays independent;
+        otherwise it uses validation data, which has more samples.
+        """
+        own = self.adapter.domains[domain]
+        samples = own.held_back if own.task.calibration_decides else own.validation
+        batches = [outputs for _, outputs in self.forward(domain, samples)]
+        return own.task.calibrated(batches, self.adapter.heads.get(domain), [sample.learned for sample in samples])
+
+    @torch.no_grad()
+    def held_back_loss(self, domains: Sequence[str]) -> float:
+        """Mean over domains of the loss on held-back samples."""
+        self.adapter.model.eval()
+        total = 0.0
+        for domain in domains:
+            samples = self.adapter.domains[domain].held_back
+            for part, outputs in self.forward(domain, samples):
+                own = self.adapter.loss([(domain, sample) for sample in part], outputs)
+                total += float(own) * len(part) / len(samples)
+        self.adapter.model.train()
+        return total / len(domains)
+
+    def forward(
+        self, domain: str, samples: Sequence[EncodedSample]
+    ) -> Iterator[tuple[Sequence[EncodedSample], ForwardOutputs]]:
+        """The samples in parts, each with its outputs."""
+        return self._in_parts(samples, lambda part: self.adapter.forward([(domain, sample) for sample in part]))
+
+    def _in_parts(
+        self, samples: Sequence[EncodedSample], compute: Callable[[Sequence[EncodedSample]], Result]
+    ) -> Iterator[tuple[Sequence[EncodedSample], Result]]:
+        """Process samples in parts as large as memory allows."""
+        first = 0
+        while first < len(samples):
+
+            def attempt(at_once: int, first: int = first) -> Result:
+                return compute(samples[first : first + at_once])
+
+            found, self._at_once = halving(self._at_once, attempt, lambda at_once: None)
+            yield samples[first : first + self._at_once], found
+            first += self._at_once

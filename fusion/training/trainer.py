@@ -1,0 +1,286 @@
+"""Training of one adapter with its heads on a frozen base: the training loop."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from fusion.packing.algorithm import Adapter
+from fusion.plan.schema import Plan
+from fusion.progress.progress import Progress
+from fusion.training.accumulate import backward_in_parts, halving
+from fusion.training.adapter import Batch, TrainableAdapter
+from fusion.training.checkpoint import State
+from fusion.training.collator import EncodedSample
+from fusion.training.domain import Domain
+from fusion.training.frozen_base import FrozenBase
+from fusion.training.held_out_scores import HeldOutScores
+from fusion.training.objectives import HeadObjective
+from fusion.training.scoring import Evaluator
+from heads import HeadSpec, TaskHead, save_heads
+
+_WARM_UP_STEPS = 10
+_EVALUATIONS = 12  # on held-back samples within one training
+_CURVE_POINTS = 24
+_RECENT = 10  # steps in the mean loss for display
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """One training.
+
+    title: for display. seed: what the random draws are seeded with. adapter: all domains in the adapter. new: those
+    that are trained, and get a head. watched: those whose held-back loss decides early stopping. rows: returns the
+    domain of each sample of a step's batch.
+    """
+
+    title: str
+    seed: str
+    adapter: Adapter
+    new: Sequence[str]
+    watched: Sequence[str]
+    steps: int
+    rows: Callable[[int], list[str]]
+
+
+class LoraTrainer:
+    """Trains adapters over a frozen base, one at a time.
+
+    The result of a training depends only on its initial state, the plan and the seed: random draws are seeded by what
+    is trained.
+
+    Args:
+        progress: display for training and scoring.
+    """
+
+    def __init__(
+        self,
+        base: FrozenBase,
+        domains: Mapping[str, Domain],
+        plan: Plan,
+        *,
+        progress: Progress | None = None,
+    ) -> None:
+        self.plan = plan
+        self.progress = progress or Progress()
+        self.adapter = TrainableAdapter(base, domains, plan)
+        self.evaluator = Evaluator(self.adapter, plan.confidence, self.progress)
+        self.domains = self.adapter.domains
+
+    def train(self, domain: str, beside: Sequence[str], *, rehearsal: float | None = None) -> tuple[float, ...]:
+        """Train one more domain into the adapter, which holds the domains in `beside`.
+
+        Args:
+            rehearsal: share of each batch drawn from the domains in `beside`; None for the plan's.
+
+        Returns:
+            Losses from start to end.
+        """
+        settings = self.plan.training
+        share = settings.rehearsal if rehearsal is None else rehearsal
+        rehearsed = round(settings.batch_size * share) if beside else 0
+
+        def rows(step: int) -> list[str]:
+            # Round robin over all steps, so that each is rehearsed even if a batch cannot hold all of them.
+            again = [beside[(step * rehearsed + place) % len(beside)] for place in range(rehearsed)]
+            return [domain] * (settings.batch_size - rehearsed) + again
+
+        job = _Job(
+            title=training_title(domain, beside),
+            seed=f"{domain} beside {','.join(beside)}",
+            adapter=(*beside, domain),
+            new=(domain,),
+            watched=(*beside, domain) if rehearsed else (domain,),
+            steps=settings.steps,
+            rows=rows,
+        )
+        return self._run(job)
+
+    def train_together(self, domains: Sequence[str]) -> tuple[float, ...]:
+        """Train several domains jointly into a new adapter, with as many steps per domain as for one alone."""
+        settings = self.plan.training
+
+        def rows(step: int) -> list[str]:
+            first = step * settings.batch_size
+            return [domains[place % len(domains)] for place in range(first, first + settings.batch_size)]
+
+        job = _Job(
+            title=joint_training_title(domains),
+            seed=f"together {','.join(domains)}",
+            adapter=tuple(domains),
+            new=domains,
+            watched=domains,
+            steps=settings.steps * len(domains),
+            rows=rows,
+        )
+        return self._run(job)
+
+    def time_step(self, rows: Sequence[str]) -> float:
+        """Seconds of one step on a batch with samples of these domains. Changes the adapter and creates heads for all
+        domains."""
+        for name in self.domains:
+            if name not in self.adapter.heads:
+                self.adapter.add_head(name)
+        optimizer, rng = self._optimizer(), np.random.default_rng(self.adapter.seed("time"))
+        self.adapter.model.train()
+        device = self.adapter.base.hf_model.device
+        began = time.perf_counter()
+        self._step(optimizer, self._draw_batch(rng, rows), len(rows))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        took = time.perf_counter() - began
+        self.adapter.model.eval()
+        return took
+
+    def save(self, folder: Path, state: State) -> None:
+        """Write an adapter in PEFT's format with its heads."""
+        self.adapter.restore(state)
+        self.adapter.model.save_pretrained(str(folder))
+        heads = {}
+        for name, head in self.adapter.heads.items():
+            domain, served = self.domains[name], self.evaluator.calibrated(name)
+            assert isinstance(served, HeadObjective), "words have no head"
+            task = served.task
+            spec = HeadSpec(
+                name=name,
+                task=task.kind,
+                labels=task.labels,
+                parameters=task.parameters,
+                prompt=domain.plan.question,
+                num_frames=domain.splits.num_frames,
+                hidden_size=head.in_features,
+            )
+            heads[name] = TaskHead(spec, head.weight.detach().float(), head.bias.detach().float())
+        if heads:
+            save_heads(folder, heads)
+
+    def draw(self, rng: np.random.Generator, domain: str, count: int) -> list[tuple[str, EncodedSample]]:
+        """Draw training samples of a domain, without those held back for early stopping or calibration."""
+        own = self.domains[domain]
+        holds_back = self.plan.training.patience is not None or own.task.calibration_decides
+        samples = own.others if holds_back else own.train
+        return [(domain, samples[i]) for i in rng.integers(len(samples), size=count)]
+
+    def backward(self, batch: Batch, at_once: int) -> float:
+        """Add the gradient of a batch's loss, computed in parts of `at_once` samples; return the loss."""
+        return backward_in_parts(
+            batch, at_once, self.adapter.forward, lambda outputs: self.adapter.loss(batch, outputs)
+        )
+
+    def _run(self, job: _Job) -> tuple[float, ...]:
+        """Run the training loop; return the losses from start to end."""
+        settings = self.plan.training
+        for domain in job.new:
+            self.adapter.add_head(domain)
+        rng = np.random.default_rng(self.adapter.seed(job.seed))
+        optimizer = self._optimizer()
+        size = settings.batch_size
+        losses: list[float] = []
+        early = _EarlyStopping(settings.patience)
+        held_out = HeldOutScores(self._held_out_score, job.adapter, self.progress.clock)
+        with self.progress.work(job.title, job.steps, "steps", trainings=len(job.new)) as update:
+            self.adapter.model.train()
+            started = time.process_time()
+            for step in range(job.steps):
+                done = step / job.steps
+                if settings.seconds is not None:
+                    done = max(done, (time.process_time() - started) / (settings.seconds * len(job.new)))
+                    if done >= 1:
+                        break
+                rate = min(1.0, (step + 1) / _WARM_UP_STEPS) * 0.5 * (1 + math.cos(math.pi * done))
+                for group in optimizer.param_groups:
+                    group["lr"] = settings.learning_rate * rate
+                loss, size = self._step(optimizer, self._draw_batch(rng, job.rows(step)), size)
+                losses.append(loss)
+                if self.progress.watched and held_out.due and step + 1 < job.steps:
+                    before = time.process_time()
+                    self._update(held_out)
+                    started += time.process_time() - before  # displayed scores must not change a training
+                update(step + 1, _facts(losses, held_out), max(done, (step + 1) / job.steps))
+                evaluates = settings.patience is not None and (step + 1) % max(1, job.steps // _EVALUATIONS) == 0
+                if evaluates and early.stops(self.evaluator.held_back_loss(job.watched), self.adapter.snapshot):
+                    break
+            if early.best is not None:
+                self.adapter.restore(early.best)
+            self.adapter.model.eval()
+        return _curve(losses)
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        """An optimizer over the adapter and all current heads."""
+        parameters = list(self.adapter.parameters.values())
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+        return torch.optim.AdamW(parameters, self.plan.training.learning_rate, weight_decay=0.0)
+
+    def _draw_batch(self, rng: np.random.Generator, rows: Sequence[str]) -> list[tuple[str, EncodedSample]]:
+        return [pair for name, count in Counter(rows).items() for pair in self.draw(rng, name, count)]
+
+    def _step(self, optimizer: torch.optim.Optimizer, batch: Batch, size: int) -> tuple[float, int]:
+        """One optimizer step on a batch, in parts of `size` samples, or fewer if memory runs out. Returns the loss and
+        the size used."""
+
+        def undo(at_once: int) -> None:
+            optimizer.zero_grad(set_to_none=True)  # drop the gradients of earlier parts
+            self.progress.say(f"out of memory: continuing with {at_once} samples at a time; gradients do not change")
+
+        loss, size = halving(size, lambda at_once: self.backward(batch, at_once), undo)
+        nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss, size
+
+    def _update(self, held_out: HeldOutScores) -> None:
+        self.adapter.model.eval()
+        held_out.update()
+        self.adapter.model.train()
+
+    def _held_out_score(self, domain: str, count: int) -> float:
+        return self.evaluator.score(domain, self.domains[domain].validation[:count])
+
+
+class _EarlyStopping:
+    """The state with the smallest held-back loss, None before the first evaluation."""
+
+    def __init__(self, patience: int | None) -> None:
+        self.best: State | None = None
+        self._patience = patience
+        self._smallest = math.inf
+        self._since = 0
+
+    def stops(self, loss: float, snapshot: Callable[[], State]) -> bool:
+        """Record a loss. Returns whether as many evaluations as the patience have passed since the smallest one."""
+        if loss < self._smallest:
+            self.best, self._smallest, self._since = snapshot(), loss, 0
+            return False
+        self._since += 1
+        return self._patience is not None and self._since >= self._patience
+
+
+def training_title(domain: str, beside: Sequence[str]) -> str:
+    """Display name of a training of one more domain into an adapter."""
+    return f"training {domain} into {', '.join(beside) or 'a new adapter'}"
+
+
+def joint_training_title(domains: Sequence[str]) -> str:
+    """Display name of a joint training of several domains into a new adapter."""
+    return f"training {', '.join(domains)} at once"
+
+
+def _facts(losses: Sequence[float], held_out: HeldOutScores) -> str:
+    """The mean recent loss, and the last scores of held-out samples."""
+    recent = losses[-_RECENT:]
+    loss = f"loss {sum(recent) / len(recent):.3f}"
+    return f"{loss}, held-out {held_out}" if str(held_out) else loss
+
+
+def _curve(losses: Sequence[float]) -> tuple[float, ...]:
+    """Mean losses over equal parts of a training, few enough to plot."""
+    return tuple(float(part.mean()) for part in np.array_split(losses, min(_CURVE_POINTS, len(losses))))

@@ -1,0 +1,12 @@
+"""Numbers of hypothesis examples that follow the profile: `make test-fast` draws a fifth of the full tier's."""
+
+from __future__ import annotations
+
+import hypothesis
+
+_FULL = 100  # hypothesis' own default, which the full tier keeps
+
+
+def scaled(number: int) -> int:
+    """`number` in the full tier, and the profile's share of it elsewhere; at least 5."""
+    return max(5, number * hypothesis.settings.default.max_examples // _FULL)

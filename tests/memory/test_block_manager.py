@@ -1,0 +1,54 @@
+"""The blocks of each request: growth, freeing, and an integrity check that can fail."""
+
+from __future__ import annotations
+
+import pytest
+
+from vlora.memory.block_manager import BlockManager
+from vlora.memory.page_allocator import PageAllocator
+
+
+def test_a_table_grows_by_whole_blocks_and_keeps_its_order() -> None:
+    block_manager = BlockManager(PageAllocator(10, 1), block_size=4)
+    assert block_manager.grow("a", 5)
+    assert block_manager.table("a") == (9, 8)
+    assert block_manager.grow("b", 1)
+    assert block_manager.grow("a", 8)
+    assert block_manager.table("a") == (9, 8), "eight tokens fit into two blocks"
+    assert block_manager.grow("a", 9)
+    assert block_manager.table("a") == (9, 8, 6)
+    assert block_manager.holders == {"a", "b"}
+    block_manager.check_integrity()
+
+
+def test_growing_is_all_or_nothing() -> None:
+    block_manager = BlockManager(PageAllocator(3, 1), block_size=2)
+    assert block_manager.grow("a", 4)
+    assert block_manager.missing("b", 6) == 2
+    assert not block_manager.grow("b", 6)
+    assert block_manager.table("b") == () and block_manager.holders == {"a"} and block_manager.num_free_blocks == 1
+    assert block_manager.missing("b", 2) == 0
+    assert block_manager.grow("b", 2)
+    block_manager.check_integrity()
+
+
+def test_freeing_returns_every_block_once() -> None:
+    block_manager = BlockManager(PageAllocator(6, 2), block_size=8)
+    block_manager.grow("a", 20)
+    assert block_manager.free("a") == 3
+    assert block_manager.free("a") == 0
+    assert block_manager.num_free_blocks == block_manager.total_blocks == 3
+    block_manager.check_integrity()
+
+
+def test_the_integrity_check_finds_shared_and_lost_blocks() -> None:
+    block_manager = BlockManager(PageAllocator(4, 1), block_size=1)
+    block_manager.grow("a", 2)
+    block_manager._tables["b"] = (block_manager.table("a")[0],)
+    with pytest.raises(AssertionError, match="but counted"):
+        block_manager.check_integrity()
+    block_manager._tables.pop("b")
+    block_manager.check_integrity()
+    block_manager.allocator.allocate_block()
+    with pytest.raises(AssertionError, match="are taken"):
+        block_manager.check_integrity()

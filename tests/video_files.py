@@ -1,0 +1,23 @@
+"""Video files for tests, with pictures of one brightness per second."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import cv2
+import numpy as np
+
+
+def write_video(path: Path, shades: list[int], fps: int = 10, size: tuple[int, int] = (64, 48)) -> Path:
+    """Write a video with one second of each brightness."""
+    writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"mp4v"), fps, size)
+    for shade in shades:
+        for _ in range(fps):
+            writer.write(np.full((size[1], size[0], 3), shade, np.uint8))
+    writer.release()
+    return path
+
+
+def shades(count: int) -> list[int]:
+    """Brightness by second: bright in every third second, dark otherwise."""
+    return [20 if place % 3 else 230 for place in range(count)]

@@ -1,0 +1,239 @@
+"""The cost of merging another adapter into the weights, against PEFT's `merge_adapter` and against one copy of the
+weights; with a shadow copy, and in place.
+
+The floor is bytes: out of place, merging reads W0 once and writes the shadow once, as one copy does. In place,
+rewriting does the same from the memory-mapped base weights, and subtracting reads and writes the weights twice.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import random
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+from peft import LoraConfig, get_peft_model
+
+import atmm
+from vlora.bench.dummy import half_billion_config, language_shapes, write_adapter
+from vlora.bench.report import Goal, Report
+from vlora.bench.timing import interleaved, median_ms, median_ratio
+from vlora.lora import AdapterRegistry
+from vlora.lora.adapter_pool import AdapterPool
+from vlora.lora.base_weights import CopiedBaseWeights
+from vlora.lora.merge import merge_runs
+from vlora.lora.merge_in_place import MAX_DRIFT, InPlaceSwitcher
+from vlora.lora.merge_shadow import ShadowSwitcher
+from vlora.lora.weight_slabs import WeightSlabs
+from vlora.memory.adapter_cache import AdapterCache
+from vlora.memory.arena import PAGE_BYTES, Arena
+from vlora.memory.host_to_device import Inline, make_transfer
+from vlora.memory.page_allocator import PageAllocator
+from vlora.models.hf_model import HFModel
+from vlora.models.loading import dummy_model
+
+_CPU = torch.device("cpu")
+_MIB = 2**20
+_SWITCHES = 1000
+_DRIFT_RANKS = (8, 16, 32, 64)
+
+
+def run(quick: bool) -> Report:
+    """Measure merge, restore, both in place, PEFT's merge and one copy, for a 0.5 B-parameter model in bfloat16, one
+    thread; and the drift of the weights in place, for a narrow layer.
+    """
+    torch.set_num_threads(1)
+    rounds = 3 if quick else 9
+    rows: list[dict[str, Any]] = []
+    goals: list[Goal] = []
+    for rank, goal in ((8, 6.0), (64, 4.0)):
+        calls, shadow_mib, in_place_mib = _calls(rank)
+        seconds = interleaved(calls, rounds, warmup=1)
+        speedup = median_ratio(seconds["PEFT merge"], seconds["merge"])
+        rows.append(
+            {
+                "rank": rank,
+                **{f"{name} ms": median_ms(seconds[name]) for name in ("merge", "back", "copy")},
+                "merge / copy": median_ratio(seconds["merge"], seconds["copy"]),
+                **{f"{name} ms": median_ms(seconds[name]) for name in _IN_PLACE},
+                "shadow MiB": shadow_mib,
+                "in place MiB": in_place_mib,
+                "PEFT merge ms": median_ms(seconds["PEFT merge"]),
+                "PEFT unmerge ms": median_ms(seconds["PEFT unmerge"]),
+                "PEFT / ours": speedup,
+            }
+        )
+        goals.append(Goal(f"PEFT merge_adapter / merge, rank {rank}", speedup, goal, False))
+        goals.append(Goal(f"going back to W0, rank {rank}, ms", median_ms(seconds["back"]), 1.0, True))
+    num_switches = _SWITCHES // 10 if quick else _SWITCHES
+    drift = _drift(num_switches)
+    label = f"drift in place, in 1/1000 of the weights, at any of {num_switches} switches"
+    goals.append(Goal(f"{label}, subtracting", drift.subtracting * 1e3, MAX_DRIFT * 1e3, True))
+    goals.append(Goal(f"{label}, rewriting", drift.rewriting * 1e3, 0.0, True))
+    goals.append(Goal("drift after a restore", drift.restored * 1e3, 0.0, True))
+    return Report("merge", rows, goals, found={"drift": drift._asdict()})
+
+
+class _MergeableModel:
+    """Slabs and an adapter pool of the 0.5 B-parameter model, or of a part of it. text: settings of its language
+    model.
+    """
+
+    def __init__(self, **text: int) -> None:
+        config: Any = half_billion_config(vision="none")
+        for name, value in text.items():
+            setattr(config.text_config, name, value)
+        self.hf_model = HFModel(dummy_model(config, "bfloat16", _CPU, seed=0))
+        self.shapes = language_shapes(self.hf_model.model)
+        self.slabs = WeightSlabs(self.hf_model.language_linears)
+        arena = Arena(2**30 // PAGE_BYTES, _CPU)
+        adapter_cache = AdapterCache(PageAllocator(arena.num_pages, 1), arena.num_pages)
+        self.pool = AdapterPool(
+            arena,
+            adapter_cache,
+            make_transfer(_CPU, Inline()),
+            self.hf_model.language_linears,
+            self.hf_model.vision_linears,
+            self.slabs.order,
+        )
+
+    def load(self, ranks: Sequence[int]) -> list[str]:
+        """Load random adapters of these ranks; returns their keys."""
+        registry = AdapterRegistry(self.pool.sites, self.hf_model.dtype, self.hf_model.hidden_size)
+        keys: list[str] = []
+        with tempfile.TemporaryDirectory() as folder:
+            for number, rank in enumerate(ranks):
+                path = write_adapter(Path(folder) / f"a{number}", self.shapes, rank, seed=number)
+                adapter = registry.read_folder(f"a{number}", path).adapter
+                assert adapter is not None and self.pool.load(adapter)
+                keys.append(adapter.key)
+        return keys
+
+
+_IN_PLACE = ("rewrite", "rewrite back", "subtract", "subtract back")
+
+
+def _calls(rank: int) -> tuple[dict[str, Callable[[], object]], float, float]:
+    """The timed calls in execution order: each round merges the other one of two adapters and restores W0. Also the
+    memory of a first merge in MiB: with a shadow copy, and in place.
+    """
+    model = _MergeableModel()
+    slabs = model.slabs
+    keys = model.load((rank, rank))
+    shadow, base_weights = ShadowSwitcher(slabs, model.pool), CopiedBaseWeights(slabs)
+    rewriting, subtracting = (
+        InPlaceSwitcher(slabs, model.pool, base_weights, subtracting=subtracting) for subtracting in (False, True)
+    )
+    in_place_mib = _taken_mib(lambda: rewriting.switch(keys[0]))
+    rewriting.switch(None)
+    shadow_mib = _taken_mib(lambda: shadow.switch(keys[0]))
+    shadow.switch(None)
+    copies = {shape: torch.empty_like(slab) for shape, slab in slabs.base.items()}
+    kinds = sorted({name.rpartition(".")[2] for name in model.shapes})
+    peft = get_peft_model(
+        dummy_model(half_billion_config(vision="none"), "bfloat16", _CPU, seed=0),
+        LoraConfig(
+            r=rank,
+            lora_alpha=rank,
+            target_modules=rf".*language_model.*\.({'|'.join(kinds)})",
+            init_lora_weights=False,
+        ),
+    ).to(torch.bfloat16)
+
+    def copy() -> None:
+        for shape, slab in slabs.base.items():
+            copies[shape].copy_(slab)
+
+    turns = itertools.cycle(keys)
+    calls: dict[str, Callable[[], object]] = {
+        "merge": lambda: shadow.switch(next(turns)),
+        "back": lambda: shadow.switch(None),
+        "rewrite": lambda: rewriting.switch(keys[0]),
+        "rewrite back": lambda: rewriting.switch(None),
+        "subtract": lambda: subtracting.switch(keys[1]),
+        "subtract back": lambda: subtracting.switch(None),
+        "copy": copy,
+        "PEFT merge": peft.merge_adapter,
+        "PEFT unmerge": peft.unmerge_adapter,
+    }
+    return {name: torch.no_grad()(call) for name, call in calls.items()}, shadow_mib, in_place_mib
+
+
+def _taken_mib(call: Callable[[], object]) -> float:
+    """Private memory (not file-backed) that a call adds to the process."""
+    gc.collect()
+    process = psutil.Process()
+    before = process.memory_info()
+    with torch.no_grad():
+        call()
+    after = process.memory_info()
+    return ((after.rss - after.shared) - (before.rss - before.shared)) / _MIB
+
+
+class _Drift(NamedTuple):
+    """The worst layer's relative root mean square drift at any time, by method; after a restore; and the number of
+    layers that subtraction had to rewrite, of the number it changed.
+    """
+
+    subtracting: float
+    rewriting: float
+    restored: float
+    layers_rewritten: int
+    layers_switched: int
+
+
+def _drift(num_switches: int) -> _Drift:
+    """Drift over random switches among W0 and 32 adapters of four ranks, with deltas of a tenth of the weights."""
+    model = _MergeableModel(num_hidden_layers=1, intermediate_size=896)
+    keys = model.load(_DRIFT_RANKS * 8)
+    slabs = model.slabs
+    base = {shape: slab.clone() for shape, slab in slabs.base.items()}
+    base_weights = _CountingBaseWeights(CopiedBaseWeights(slabs))
+    worst: dict[bool, float] = {}
+    restored = 0.0
+    rewritten = switched = 0
+    with torch.no_grad():
+        for subtracting in (False, True):
+            switcher = InPlaceSwitcher(slabs, model.pool, base_weights, subtracting=subtracting)
+            draw = random.Random(0)
+            worst[subtracting], base_weights.count = 0.0, 0
+            for _ in range(num_switches):
+                switched += subtracting * len(slabs.slots) * switcher.switch(draw.choice([*keys, None]))
+                worst[subtracting] = max(worst[subtracting], _distance(model, base, switcher.merged_key))
+            rewritten = base_weights.count
+            switcher.switch(keys[0])
+            switcher.forget(keys[0])
+            restored = max(restored, _distance(model, base, None))
+    return _Drift(worst[True], worst[False], restored, rewritten, switched)
+
+
+class _CountingBaseWeights:
+    """Base weights that count the layers requested."""
+
+    def __init__(self, base_weights: CopiedBaseWeights) -> None:
+        self._base_weights = base_weights
+        self.count = 0
+
+    def weight(self, name: str) -> torch.Tensor:
+        self.count += 1
+        return self._base_weights.weight(name)
+
+
+def _distance(model: _MergeableModel, base: Mapping[tuple[int, int], torch.Tensor], key: str | None) -> float:
+    """The worst layer's |weights - wanted| / |wanted|, with wanted = W0, or W0 + delta rounded once."""
+    wanted = base
+    if key is not None:
+        wanted = {shape: slab.clone() for shape, slab in base.items()}
+        for run in merge_runs(model.slabs, model.pool.shapes(key)):
+            rows = wanted[run.shape][run.first : run.last]
+            atmm.merge(rows, rows, *model.pool.stacked(key, run.names))
+    worst = 0.0
+    for shape, slab in model.slabs.base.items():
+        error = (slab.float() - wanted[shape].float()).flatten(1).norm(dim=1)
+        worst = max(worst, float((error / wanted[shape].float().flatten(1).norm(dim=1)).max()))
+    return worst

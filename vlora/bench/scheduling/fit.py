@@ -1,0 +1,204 @@
+"""Cost fit for this machine: times steps of the real engine and fits the cost model to them."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+from scipy.optimize import nnls
+
+import atmm
+from vlora.bench.dummy import dummy_picture, language_shapes, write_adapter
+from vlora.bench.recording_cost_model import RecordingCostModel
+from vlora.bench.scheduling.models import BenchModel
+from vlora.bench.timing import work_seconds
+from vlora.config import EngineConfig
+from vlora.engine import Engine
+from vlora.memory.host_to_device import Inline
+from vlora.models.loading import dummy_model
+from vlora.orchestrator import Candidate, Costs, Decision, PolicyState, StepSize
+from vlora.types import Mode, Request, SamplingParams
+
+RANK = 64
+_NUM_ADAPTERS = 8
+# Requests, and prompt tokens of each; all prompts of a batch run in one step.
+_BATCHES = ((1, 64), (2, 256), (4, 32), (4, 128), (8, 64), (16, 8), (16, 32), (32, 8), (32, 16))
+_SIDES = (16, 24, 32, 48)  # patches per side of a picture
+
+
+class StepSample(NamedTuple):
+    """One step: its size, and its time without merging."""
+
+    size: StepSize
+    seconds: float
+
+
+class Fit(NamedTuple):
+    """error: median of |predicted / measured - 1| over the samples. load_s: time to load one adapter into memory."""
+
+    costs: Costs
+    load_s: float
+    error: float
+    samples: tuple[StepSample, ...]
+
+
+def fit(
+    model: BenchModel, device: torch.device, decode_steps: int, batches: Sequence[tuple[int, int]] = _BATCHES
+) -> Fit:
+    """Time steps of a model with random weights in bfloat16 and adapters of rank 64 on torch's threads, and fit their
+    cost.
+
+    Every kind of step that a policy may choose is included: over W0 and over merged weights without a lane, unmerged
+    with distinct and with shared adapters, mixed; prefill, decode, and prefill that joins running decodes.
+
+    decode_steps: number of decode steps of each batch. batches: requests of each batch, and prompt tokens of each.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        timer = _StepTimer(model, device, Path(folder), max(batches)[0])
+    names: list[str | None] = list(timer.names)
+    # The first run loads and merges each adapter; the second one only merges.
+    loaded, merged = ([timer.steps([name], 1, 1, merging=True) for name in names] for _ in range(2))
+    merge_s = statistics.median(max(0.0, first.seconds - second.seconds) for first, second in merged)
+    load_s = statistics.median(
+        max(0.0, first.seconds - again.seconds) for (first, _), (again, _) in zip(loaded, merged, strict=True)
+    )
+    samples: list[StepSample] = []
+    for num_requests, prompt in batches:
+        num_others = num_requests // 2
+        mixes: tuple[tuple[list[str | None], bool], ...] = (
+            ([None] * num_requests, False),
+            ([names[0]] * num_requests, True),
+            ([names[i % len(names)] for i in range(num_requests)], False),
+            ([names[i % 2] for i in range(num_requests)], False),
+            ([names[0]] * (num_requests - num_others) + [names[1 + i % 7] for i in range(num_others)], True),
+        )
+        for adapters, merging in mixes:
+            timer.steps(adapters, 1, 1, merging=merging)  # warm up plans and caches
+            samples += timer.steps(adapters, prompt, decode_steps, merging=merging, joining=prompt)
+    timer.steps_with_picture(_SIDES[0])  # warm up plans and caches
+    pictures = [sample for _ in range(decode_steps) for side in _SIDES for sample in timer.steps_with_picture(side)]
+    costs = fit_costs(samples, timer.short_lane)._replace(merge_s=merge_s, patch_s=patch_cost(pictures))
+    samples += pictures
+    errors = [abs(costs.step_s(sample.size) / sample.seconds - 1) for sample in samples]
+    return Fit(costs, load_s, statistics.median(errors), tuple(samples))
+
+
+def fit_costs(samples: Sequence[StepSample], short_lane: int) -> Costs:
+    """Non-negative step costs of least relative error. The absolute error would be dominated by the long prefill
+    steps, although a run has many short decode steps for each of them.
+    """
+    seconds = np.array([sample.seconds for sample in samples])
+    features = np.array([sample.size.features(short_lane) for sample in samples])
+    scale = features.max(axis=0)  # near 1, which keeps the problem well conditioned
+    scale[scale == 0] = 1
+    weights, _ = nnls(features / scale / seconds[:, None], np.ones(len(samples)))
+    return Costs._make((*map(float, weights / scale), 0.0, 0.0, short_lane, 0.0))  # no costs of merging and images
+
+
+def patch_cost(samples: Sequence[StepSample]) -> float:
+    """Seconds per patch of least relative error, from encode-only steps."""
+    ratios = [sample.size.num_patches / sample.seconds for sample in samples]
+    return sum(ratios) / sum([ratio * ratio for ratio in ratios])
+
+
+class _FixedModePolicy:
+    """A policy with a fixed plan: all ready requests, over W0 or over the first request's merged weights."""
+
+    def __init__(self) -> None:
+        self.merging = False
+
+    def decide(self, ready: Sequence[Candidate], state: PolicyState) -> Decision:
+        order = tuple(c.request_id for c in ready[: state.max_batch_size])
+        if not self.merging:
+            return Decision(Mode.UNMERGED, None, order)
+        merged = ready[0].adapter
+        alone = all(c.adapter == merged for c in ready)
+        return Decision(Mode.MERGED if alone else Mode.MIXED, merged, order)
+
+
+class _StepTimer:
+    """An engine that times individual steps."""
+
+    def __init__(self, model: BenchModel, device: torch.device, folder: Path, max_requests: int) -> None:
+        """folder: storage for adapters, which are read from it here. max_requests: of the largest batch."""
+        self._config = model.config()
+        built = dummy_model(self._config, "bfloat16", device, seed=0)
+        settings = EngineConfig(
+            model="dummy",
+            device=str(device),
+            max_batch_size=2 * max_requests,  # one more request may join the largest batch
+            arena_bytes=model.arena_bytes,
+            merge_fidelity_floor=0.0,
+            prefix_cache=False,  # every prompt is computed
+        )
+        self._clock = work_seconds(device)
+        self._policy, self._recorded = _FixedModePolicy(), RecordingCostModel()
+        self.short_lane = atmm.longest_short_lane(device, built.dtype)
+        self._engine = Engine(settings, model=built, executor=Inline(), policy=self._policy, cost=self._recorded)
+        self._numbers = itertools.count()
+        self.names = [f"a{i}" for i in range(_NUM_ADAPTERS)]
+        shapes = language_shapes(built)
+        for i, name in enumerate(self.names):
+            self._engine.load_adapter(name, write_adapter(folder / name, shapes, RANK, seed=i))
+
+    def steps(
+        self, adapters: Sequence[str | None], prompt: int, num_decode: int, *, merging: bool, joining: int = 0
+    ) -> list[StepSample]:
+        """Run a request for each adapter: one step with their prompts, then `num_decode` decode steps. joining: tokens
+        of one more prompt like the last one, computed in a step of its own together with all decoding requests.
+        """
+        self._policy.merging = merging
+        num_steps = 1 + num_decode + (joining > 0)
+        for adapter in adapters:
+            self._add(adapter, prompt, num_steps)
+        found = [self._step() for _ in range(1 + num_decode)]
+        if joining:
+            self._add(adapters[-1], joining, 1)
+            found.append(self._step())
+        assert not self._engine.has_work
+        return found
+
+    def steps_with_picture(self, side: int) -> list[StepSample]:
+        """Encode a picture of side x side patches: one sample, the sum of the steps it takes."""
+        number, picture = next(self._numbers), dummy_picture(self._config, side)
+        request = Request(
+            request_id=f"r{number}",
+            prompt_ids=(*[self._config.image_token_id] * picture.num_tokens, 3),
+            vision=(msgspec.structs.replace(picture, content_hash=f"picture {number}"),),
+            sampling=SamplingParams(max_tokens=1, ignore_eos=True),
+        )
+        self._engine.add(request)
+        self._recorded.num_patches, seconds, encoded = 0.0, 0.0, -1.0
+        while self._engine.has_work:
+            started = self._clock()
+            self._engine.step()
+            if self._recorded.num_patches == encoded:
+                continue  # the prefill step
+            encoded = self._recorded.num_patches
+            seconds += self._clock() - started
+        return [StepSample(StepSize(0, (), 0, self._recorded.num_patches), seconds)]
+
+    def _add(self, adapter: str | None, prompt: int, answer: int) -> None:
+        self._engine.add(
+            Request(
+                request_id=f"r{next(self._numbers)}",
+                prompt_ids=tuple(range(3, 3 + prompt)),
+                adapter=adapter,
+                sampling=SamplingParams(max_tokens=answer, ignore_eos=True),
+            )
+        )
+
+    def _step(self) -> StepSample:
+        started = self._clock()
+        outputs = self._engine.step()
+        seconds = self._clock() - started
+        assert outputs and all(output.error is None for output in outputs), outputs
+        assert self._recorded.last_step is not None
+        return StepSample(self._recorded.last_step, seconds)

@@ -1,0 +1,1 @@
+"""Benches of a running server over HTTP and RPyC, and their clients."""

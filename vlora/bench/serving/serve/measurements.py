@@ -1,0 +1,106 @@
+"""The observations of a run's requests, and the statistics computed from them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+PERCENTILES = (50, 95, 99)
+
+
+@dataclasses.dataclass
+class ObservedAnswer:
+    """One request as observed by its client. Times are seconds of one clock.
+
+    Attributes:
+        due_s: When it was due; in a closed loop, when it was sent.
+        pieces_s: When each piece of text arrived.
+        end_s: When the answer, or the error, was complete.
+        error: The cause of an incomplete answer, or None.
+    """
+
+    due_s: float
+    pieces_s: list[float] = dataclasses.field(default_factory=list)
+    end_s: float = math.nan
+    text: str = ""
+    prompt_tokens: int = 0
+    answer_tokens: int = 0
+    error: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadRun:
+    """A run of requests. started_s, ended_s: the first request's due time and the last one's end."""
+
+    answers: Sequence[ObservedAnswer]
+    started_s: float
+    ended_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.ended_s - self.started_s
+
+    @property
+    def completed(self) -> list[ObservedAnswer]:
+        return [answer for answer in self.answers if answer.error is None]
+
+    @property
+    def errors(self) -> list[str]:
+        return [answer.error for answer in self.answers if answer.error is not None]
+
+    @property
+    def answer_tokens(self) -> int:
+        return sum(answer.answer_tokens for answer in self.completed)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(answer.prompt_tokens for answer in self.completed)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Answer tokens per second."""
+        return self.answer_tokens / self.seconds
+
+
+def latencies(runs: Sequence[LoadRun]) -> dict[str, float | None]:
+    """Seconds by name, over the completed requests of all runs.
+
+    TTFT: until the first piece of text. ITL: between two pieces of text of one answer, over all of them. Latency: until
+    the end. All are measured from a request's due time.
+    """
+    done = [answer for run in runs for answer in run.completed]
+    first = [answer.pieces_s[0] - answer.due_s for answer in done if answer.pieces_s]
+    gaps = [
+        later - earlier for answer in done for earlier, later in zip(answer.pieces_s, answer.pieces_s[1:], strict=False)
+    ]
+    whole = [answer.end_s - answer.due_s for answer in done]
+    found: dict[str, float | None] = {}
+    for name, seconds in (("TTFT", first), ("ITL", gaps), ("latency", whole)):
+        for percent in PERCENTILES:
+            found[f"{name} p{percent} s"] = percentile(seconds, percent)
+    return found
+
+
+def percentile(values: Sequence[float], percent: float) -> float | None:
+    """Nearest rank: the smallest value that at least `percent` of all values do not exceed. None for no values."""
+    if not values:
+        return None
+    rank = math.ceil(percent / 100 * len(values))
+    return sorted(values)[max(rank, 1) - 1]
+
+
+def row(runs: Sequence[LoadRun], **labels: Any) -> dict[str, Any]:
+    """One line of the table over runs of the same requests."""
+    seconds = sum(run.seconds for run in runs)
+    answers, prompts = (sum(getattr(run, name) for run in runs) for name in ("answer_tokens", "prompt_tokens"))
+    return {
+        **labels,
+        "runs": len(runs),
+        "requests": sum(len(run.answers) for run in runs),
+        "errors": sum(len(run.errors) for run in runs),
+        "answer tokens/s": answers / seconds,
+        "all tokens/s": (answers + prompts) / seconds,
+        **latencies(runs),
+    }

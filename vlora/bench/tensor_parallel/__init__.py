@@ -1,0 +1,1 @@
+"""Adapters on several ranks (`vlora bench tp`)."""

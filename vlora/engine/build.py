@@ -1,0 +1,265 @@
+"""Builds the parts of an engine: the model, its memory, the scheduler, and what is attached to the step loop."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor, Future
+from typing import Any
+
+import atmm
+from vlora.config import EngineConfig
+from vlora.engine.adapter_admin import AdapterAdmin
+from vlora.engine.adapter_loader import AdapterLoader
+from vlora.engine.device_runtime import DeviceRuntime, facts_of, lay_out, set_threads
+from vlora.engine.grammar_cache import GrammarCache, GrammarHook
+from vlora.engine.monitor import Monitor
+from vlora.engine.request_checks import RequestChecks
+from vlora.engine.tensor_parallel.coordinator import (
+    TensorParallelCoordinator,
+    TensorParallelRunner,
+    choose_sharding,
+)
+from vlora.errors import BadConfig
+from vlora.lora import AdapterRegistry
+from vlora.lora.merge import merge_fidelity
+from vlora.lora.registry import always_replicated
+from vlora.memory.adapter_cache import AdapterCache
+from vlora.memory.block_manager import BlockManager
+from vlora.memory.page_allocator import PageAllocator
+from vlora.memory.prefix_cache import PrefixCache
+from vlora.models.grammar import GrammarCompiler
+from vlora.models.hf_model import HFModel
+from vlora.models.loading import device_of, load_model, read_config
+from vlora.models.runner import ModelRunner
+from vlora.models.sharding import plan_of, shard
+from vlora.orchestrator import CostModel, Scheduler, make_policy
+from vlora.orchestrator.policies.base import Policy
+from vlora.parallel import ProcessGroup
+from vlora.types import Batch, Request, RequestOutput, StepResult
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hooks:
+    """What other ranks, grammars and monitoring attach to the step loop: functions, called in order.
+
+    Attributes:
+        check: First in each step, and when idle. Raises EngineDead to end the engine.
+        before_schedule: Returns the last outputs of requests that it has ended.
+        on_add: Called with each admitted request, which has its adapter's name.
+        after_run: Called with each batch, its result and the number of unfinished requests.
+        on_release: Called with the id of each request that has ended, possibly more than once.
+        on_close: Called when the engine closes.
+        pending: Returns the futures that requests wait for.
+        alarm: A file descriptor that becomes readable when an idle engine must call `check`.
+    """
+
+    check: tuple[Callable[[], None], ...] = ()
+    before_schedule: tuple[Callable[[], Iterable[RequestOutput]], ...] = ()
+    on_add: tuple[Callable[[Request], None], ...] = ()
+    after_run: tuple[Callable[[Batch, StepResult, int], None], ...] = ()
+    on_release: tuple[Callable[[str], None], ...] = ()
+    on_close: tuple[Callable[[], None], ...] = ()
+    pending: tuple[Callable[[], Iterable[Future[Any]]], ...] = ()
+    alarm: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineParts:
+    """The parts of an engine, for its step loop, tests and benches. group: None on a single rank."""
+
+    num_threads: int
+    device: DeviceRuntime
+    block_manager: BlockManager
+    adapter_cache: AdapterCache
+    registry: AdapterRegistry
+    scheduler: Scheduler
+    runner: ModelRunner | TensorParallelRunner
+    loader: AdapterLoader
+    admin: AdapterAdmin
+    checks: RequestChecks
+    monitor: Monitor
+    hooks: Hooks
+    group: ProcessGroup | None
+
+
+def build(
+    config: EngineConfig,
+    *,
+    model: object | None,
+    clock: Callable[[], float],
+    executor: Executor | None,
+    policy: Policy | None,
+    cost: CostModel | None,
+) -> EngineParts:
+    """Load the model, allocate memory and connect the parts. Raises BadConfig. The arguments are `Engine`'s."""
+    if policy is None:
+        policy = make_policy(config.policy)  # before the model: a wrong name fails without loading it
+    num_threads = set_threads(config)
+    # Kernels are built here if necessary, and further down for a GPU, so that no request waits for a build.
+    device_type = device_of(config, 0).type
+    environment = {
+        "cpu_kernels": "" if device_type != "cpu" else "compiled" if atmm.load_kernels() else "plain torch",
+        "atmm_table": atmm.describe_table(device_type),
+        "num_threads": num_threads,
+    }
+    coordinator = _start_ranks(config, model)
+    with contextlib.nullcontext() if coordinator is None else coordinator.closing_on_error():
+        device, block_manager, adapter_cache = _build_device(config, model, executor, coordinator)
+        runner = device.runner if coordinator is None else coordinator.distribute(device.runner)
+        registry = _build_registry(config, device, executor, coordinator)
+        scheduler = _build_scheduler(config, device, block_manager, policy, cost, clock)
+        loader = AdapterLoader(
+            config,
+            scheduler=scheduler,
+            registry=registry,
+            device=device,
+            adapter_cache=adapter_cache,
+            block_manager=block_manager,
+            on_retire=() if coordinator is None else (coordinator.forget_adapter,),
+        )
+        admin = AdapterAdmin(
+            registry=registry,
+            pool=device.pool,
+            adapter_cache=adapter_cache,
+            scheduler=scheduler,
+            loader=loader,
+            several_ranks=coordinator is not None,
+        )
+        monitor = Monitor(
+            config,
+            clock,
+            scheduler=scheduler,
+            device=device,
+            block_manager=block_manager,
+            adapter_cache=adapter_cache,
+            registry=registry,
+            loader=loader,
+            pinned=admin.pinned,
+            environment={**environment, "arena_basis": device.limits.arena_basis},
+        )
+        return EngineParts(
+            num_threads=num_threads,
+            device=device,
+            block_manager=block_manager,
+            adapter_cache=adapter_cache,
+            registry=registry,
+            scheduler=scheduler,
+            runner=runner,
+            loader=loader,
+            admin=admin,
+            checks=RequestChecks(config, device.hf_model, device.limits, registry),
+            monitor=monitor,
+            hooks=_build_hooks(_build_grammars(config, device, executor), scheduler, runner, monitor, coordinator),
+            group=None if coordinator is None else coordinator.group,
+        )
+
+
+def _start_ranks(config: EngineConfig, model: object | None) -> TensorParallelCoordinator | None:
+    if config.tensor_parallel == 1:
+        return None
+    if model is not None:
+        raise BadConfig("every rank loads its own model: tensor_parallel needs a folder or a hub name")
+    plan_of(read_config(config.model), 0, config.tensor_parallel)  # before any rank is started
+    return TensorParallelCoordinator(config)
+
+
+def _build_device(
+    config: EngineConfig, model: object | None, executor: Executor | None, coordinator: TensorParallelCoordinator | None
+) -> tuple[DeviceRuntime, BlockManager, AdapterCache]:
+    """The model and its memory: pages for KV blocks and adapters in one arena."""
+    loaded = load_model(config) if model is None else model
+    hf_model = HFModel(loaded)
+    group: ProcessGroup | None = None
+    if coordinator is not None:
+        group = coordinator.join(facts_of(config, loaded), device_of(config, 0))
+        shard(hf_model, group)
+    layout = lay_out(config, hf_model, group, loaded=model is None)
+    prefix = PrefixCache(hf_model.placeholders)
+    allocator = PageAllocator(
+        layout.limits.num_pages,
+        layout.limits.block_pages,
+        on_evict=prefix.remove,
+        copy=layout.arena.copy if coordinator is None else coordinator.copy_pages(layout.arena),
+    )
+    adapter_cache = AdapterCache(allocator, layout.limits.max_adapter_pages)
+    device = DeviceRuntime(config, layout, adapter_cache, executor=executor, group=group, others=coordinator)
+    return device, BlockManager(allocator, config.block_size, prefix if config.prefix_cache else None), adapter_cache
+
+
+def _build_registry(
+    config: EngineConfig,
+    device: DeviceRuntime,
+    executor: Executor | None,
+    coordinator: TensorParallelCoordinator | None,
+) -> AdapterRegistry:
+    registry = AdapterRegistry(
+        device.pool.sites,
+        device.hf_model.dtype,
+        device.hf_model.hidden_size,
+        executor=executor,
+        measure=functools.partial(merge_fidelity, device.slabs, device.switcher),
+        choose=always_replicated if coordinator is None else functools.partial(choose_sharding, config),
+    )
+    if coordinator is not None:
+        coordinator.use_registrations(registry.known)
+    return registry
+
+
+def _build_scheduler(
+    config: EngineConfig,
+    device: DeviceRuntime,
+    block_manager: BlockManager,
+    policy: Policy,
+    cost: CostModel | None,
+    clock: Callable[[], float],
+) -> Scheduler:
+    hf_model = device.hf_model
+    return Scheduler(
+        policy=policy,
+        block_manager=block_manager,
+        max_request_blocks=device.limits.max_request_blocks,
+        max_batch_size=config.max_batch_size,
+        max_step_tokens=config.max_step_tokens,
+        theta_s=config.theta_s,
+        eos_ids=hf_model.eos_ids,
+        cost=cost or CostModel(atmm.longest_short_lane(hf_model.device, hf_model.dtype)),
+        clock=clock,
+        weights=config.weights,
+        tenant_weights=config.tenant_weights,
+        placeholders=hf_model.placeholders,
+        is_cached=device.vision.is_cached,
+        encode_share=config.encode_share,
+    )
+
+
+def _build_grammars(config: EngineConfig, device: DeviceRuntime, executor: Executor | None) -> GrammarCache:
+    hf_model = device.hf_model
+    compiler = GrammarCompiler(config.model, hf_model.lm_head.weight.shape[0], hf_model.eos_ids)
+    return GrammarCache(compiler, executor=executor)
+
+
+def _build_hooks(
+    grammars: GrammarCache,
+    scheduler: Scheduler,
+    runner: ModelRunner | TensorParallelRunner,
+    monitor: Monitor,
+    coordinator: TensorParallelCoordinator | None,
+) -> Hooks:
+    grammar_hook = GrammarHook(grammars, scheduler, runner.begin_grammar)
+    hooks = Hooks(
+        before_schedule=(grammar_hook.release_compiled,),
+        on_add=(grammar_hook.add, monitor.count_request),
+        after_run=(monitor.record_step,),
+        on_release=(grammars.forget,),
+        on_close=(grammars.close,),
+        pending=(lambda: grammars.pending,),
+    )
+    if coordinator is None:
+        return hooks
+    reports = coordinator.reports
+    return dataclasses.replace(
+        hooks, check=(reports.check,), on_close=(*hooks.on_close, coordinator.close), alarm=reports.alarm
+    )

@@ -1,0 +1,108 @@
+"""Checks of a request before it is admitted, and the values that depend on the model and its adapter."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from vlora.config import EngineConfig
+from vlora.engine.grammar_cache import grammar_of
+from vlora.engine.limits import Limits
+from vlora.errors import BadAdapter, BadRequest, PromptTooLong, UnknownHead
+from vlora.lora import AdapterRegistry, Registration
+from vlora.models.families import encode_patches
+from vlora.models.hf_model import HFModel
+from vlora.models.vision.token_grids import why_no_grid
+from vlora.types import Request
+
+
+class CheckedRequest(NamedTuple):
+    """A request that can be served.
+
+    Attributes:
+        request: With the key of its adapter instead of a name, and all values that the runner needs.
+        vision_key: The adapter that changes its images' features; None without one.
+        held: Whether it waits for its grammar to be compiled.
+    """
+
+    request: Request
+    vision_key: str | None
+    held: bool
+
+
+class RequestChecks:
+    """Checks requests against a model, its limits and the registered adapters."""
+
+    def __init__(self, config: EngineConfig, hf_model: HFModel, limits: Limits, registry: AdapterRegistry) -> None:
+        self._max_ttft_s = config.max_ttft_s
+        self._hf_model = hf_model
+        self._limits = limits
+        self._registry = registry
+
+    def check(self, request: Request) -> CheckedRequest:
+        """Raises subclasses of BadRequest, or BadAdapter; changes no state."""
+        self._check_tokens(request)
+        adapter = self._adapter_of(request)
+        key = adapter.key if adapter else None
+        checked = msgspec.structs.replace(
+            request,
+            adapter=key,
+            max_ttft_s=self._max_ttft_s if request.max_ttft_s is None else request.max_ttft_s,
+            read_from=self._first_image_token(request, adapter),
+            vision=tuple(
+                msgspec.structs.replace(item, num_patches=encode_patches(self._hf_model.config, item))
+                for item in request.vision
+            ),
+        )
+        vision_key = key if adapter and adapter.header.touches_vision and request.vision else None
+        return CheckedRequest(checked, vision_key, held=grammar_of(request) is not None)
+
+    def _check_tokens(self, request: Request) -> None:
+        vocab = self._hf_model.embed.weight.shape[0]
+        wrong = next((token for token in request.prompt_ids if not 0 <= token < vocab), None)
+        if wrong is not None:
+            raise BadRequest(f"the prompt contains token id {wrong}; this model's ids run from 0 to {vocab - 1}")
+        biased = next((token for token, _ in request.sampling.logit_bias if not 0 <= token < vocab), None)
+        if biased is not None:
+            raise BadRequest(
+                f"logit_bias has token id {biased}; this model's ids run from 0 to {vocab - 1}", field="logit_bias"
+            )
+        answer = 0 if request.head is not None else request.sampling.max_tokens
+        if len(request.prompt_ids) + answer > self._limits.max_context:
+            raise PromptTooLong(
+                f"the prompt has {len(request.prompt_ids)} tokens and up to {answer} output tokens are requested, "
+                f"over this model's context of {self._limits.max_context}; shorten the prompt or lower max_tokens"
+            )
+        for kind, token in (("image", self._hf_model.image_token_id), ("video", self._hf_model.video_token_id)):
+            placed = request.prompt_ids.count(token) if token is not None else 0
+            needed = sum(item.num_tokens for item in request.vision if item.kind == kind)
+            if placed != needed:
+                raise BadRequest(f"the prompt has {placed} {kind} placeholder tokens, but its {kind}s need {needed}")
+
+    def _adapter_of(self, request: Request) -> Registration | None:
+        if request.adapter is None:
+            return None
+        adapter = self._registry.get(request.adapter)
+        if adapter.error is not None:
+            raise BadAdapter(adapter.error)
+        heads = adapter.header.heads
+        if request.head is not None and request.head not in heads:
+            raise UnknownHead(
+                f"adapter {request.adapter!r} has no head {request.head!r}; its heads: "
+                f"{', '.join(sorted(heads)) or 'none'}"
+            )
+        return adapter
+
+    def _first_image_token(self, request: Request, adapter: Registration | None) -> int | None:
+        """The index of the first token that a head over image tokens reads. Raises BadRequest if there is none."""
+        if adapter is None or request.head is None or not adapter.header.heads[request.head].task.reads_images:
+            return None
+        name = f"head {request.head!r} of adapter {request.adapter!r}"
+        reason = why_no_grid(self._hf_model.config)
+        if reason is not None:
+            raise BadRequest(f"{name} reads image tokens as a grid, and {reason}; use a head over the whole image")
+        if not request.vision:
+            raise BadRequest(f"{name} reads image tokens; the request has no image")
+        placeholders = set(self._hf_model.placeholders.values())
+        return next(index for index, token in enumerate(request.prompt_ids) if token in placeholders)

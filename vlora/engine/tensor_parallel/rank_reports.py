@@ -1,0 +1,145 @@
+"""What the other ranks report to rank 0: that they have loaded, that they have read an adapter, and how they ended."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, InvalidStateError
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
+from vlora.engine.exit_status import describe_exit
+from vlora.engine.tensor_parallel import messages
+from vlora.errors import EngineDead, StepFailed, VLoraError
+from vlora.parallel import CollectiveFailed
+from vlora.types import ErrorValue
+
+_CAUSE_DELAY_S = 0.5  # the cause of a failed step may arrive from another rank with a delay
+
+
+@dataclasses.dataclass
+class _PendingRead:
+    """A read of an adapter on other ranks. missing: ranks that have not replied; error: the first one reported."""
+
+    done: Future[None]
+    missing: set[int]
+    error: StepFailed | None = None
+
+
+class RankReports:
+    """Collects the reports of the other ranks, each in a thread of its own that runs `listen`.
+
+    The end of any rank is recorded as the cause of the replica's end; the first cause is kept.
+    """
+
+    def __init__(self, on_failure: Callable[[], None] = lambda: None) -> None:
+        """on_failure: called after the end of a rank, from the thread that listens to it."""
+        self.facts: dict[int, dict[str, str]] = {}
+        """Of every rank that has loaded its model: values that must be equal on all ranks, by name."""
+        self.alarm, self._alarm_writer = os.pipe()
+        """A file descriptor that becomes readable when a rank dies."""
+        self._on_failure = on_failure
+        self._changed = threading.Condition()
+        self._reads: dict[str, _PendingRead] = {}  # by key
+        self._cause: VLoraError | None = None
+        self._expects_end = False
+
+    def check(self) -> None:
+        """Raises EngineDead if a rank is dead."""
+        if self._cause is not None:
+            raise EngineDead(str(self._cause))
+
+    def cause_of(self, error: Exception) -> VLoraError:
+        """The cause of an error on this rank: the error that another rank has reported, else `error`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._cause is not None, _CAUSE_DELAY_S)
+        return self._cause or EngineDead(
+            str(error) if isinstance(error, CollectiveFailed) else f"{type(error).__name__}: {error}"
+        )
+
+    def wait_until_loaded(self, num_ranks: int) -> None:
+        """Wait until this many ranks have loaded their models. Raises the error of a rank that failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._cause is not None or len(self.facts) == num_ranks)
+            if self._cause is not None:
+                raise self._cause
+
+    def expect_read(self, key: str, ranks: Iterable[int]) -> Future[None]:
+        """A future that is done when these ranks have read an adapter; it fails with the first error of one."""
+        done: Future[None] = Future()
+        with self._changed:
+            self._reads[key] = _PendingRead(done, set(ranks))
+        return done
+
+    def forget_read(self, key: str) -> None:
+        """Ignore further reports on an adapter."""
+        with self._changed:
+            self._reads.pop(key, None)
+
+    def expect_end(self) -> None:
+        """From now on the end of a rank is no failure."""
+        self._expects_end = True
+
+    def close(self) -> None:
+        """Close the alarm; no thread may listen any more."""
+        os.close(self._alarm_writer)
+        os.close(self.alarm)
+
+    # -- threads ------------------------------------------------------------------------------------------------------
+
+    def listen(self, rank: int, link: Connection, process: BaseProcess) -> None:
+        """Record a rank's reports until its end."""
+        failure: messages.RankFailed | None = None
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                match messages.decode_report(link.recv_bytes()):
+                    case messages.ModelLoaded(facts):
+                        with self._changed:
+                            self.facts[rank] = facts
+                            self._changed.notify_all()
+                    case messages.AdapterRead(key, error):
+                        self._record_read(rank, key, error)
+                    case messages.RankFailed() as failure:
+                        pass
+        process.join()
+        if self._expects_end:
+            return
+        if failure is None:
+            self._fail(EngineDead(f"rank {rank} {describe_exit(process.exitcode or 0)}"))
+            return
+        if failure.follows:
+            with self._changed:  # the cause is another rank's error, which may arrive with a delay
+                self._changed.wait_for(lambda: self._cause is not None, _CAUSE_DELAY_S)
+        self._fail(failure.error.to_exception())
+
+    def _record_read(self, rank: int, key: str, error: ErrorValue | None) -> None:
+        with self._changed:
+            read = self._reads.get(key)
+            if read is None:
+                return
+            read.missing.discard(rank)
+            if error is not None:
+                read.error = read.error or StepFailed(f"rank {rank}: {error.message}")
+            if read.missing:
+                return  # after a failure too: later reports would be attributed to the next attempt
+            del self._reads[key]
+        with contextlib.suppress(InvalidStateError):
+            if read.error is None:
+                read.done.set_result(None)
+            else:
+                read.done.set_exception(read.error)
+
+    def _fail(self, cause: VLoraError) -> None:
+        with self._changed:
+            self._cause = self._cause or cause
+            reads, self._reads = self._reads, {}
+            self._changed.notify_all()
+        for read in reads.values():
+            with contextlib.suppress(InvalidStateError):
+                read.done.set_exception(EngineDead(str(cause)))
+        with contextlib.suppress(OSError):
+            os.write(self._alarm_writer, b"!")
+        self._on_failure()

@@ -1,0 +1,111 @@
+"""The requests in progress: their limit, their deadlines, their outcomes in the metrics, and draining."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+
+from vlora.config import ServerConfig
+from vlora.errors import BadRequest, DeadlineMissed, OverCapacity, VLoraError
+from vlora.server.metrics import BASE, UNKNOWN, Metrics
+
+log = logging.getLogger("vlora.server.frontend")  # the documented name: operators select the lines by it
+
+
+class RequestClock:
+    """One request's arrival time and deadline.
+
+    adapter_known: whether its adapter is registered, or the request names none.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.adapter_known = False
+        self._timeout_s = timeout_s
+        self._arrived = time.monotonic()
+        self.deadline = asyncio.get_running_loop().time() + timeout_s
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._arrived
+
+    @contextlib.contextmanager
+    def bound(self) -> Iterator[None]:
+        """Convert a timeout into DeadlineMissed."""
+        try:
+            yield
+        except TimeoutError as error:
+            raise DeadlineMissed(
+                f"the request was not answered within {self._timeout_s:g} s, which is this server's limit"
+            ) from error
+
+
+class ActiveRequests:
+    """Used from one event loop."""
+
+    def __init__(self, config: ServerConfig, metrics: Metrics) -> None:
+        self._config = config
+        self._metrics = metrics
+        self._num_active = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = False
+
+    def __len__(self) -> int:
+        return self._num_active
+
+    @property
+    def draining(self) -> bool:
+        """Whether new requests are refused because the server is shutting down."""
+        return self._draining
+
+    @contextlib.contextmanager
+    def admit(self, adapter: str | None, tenant: str | None, num_choices: int = 1) -> Iterator[RequestClock]:
+        """Count a request, its end and its outcome. Raises OverCapacity when there is no room for it."""
+        outcome = "cancelled"
+        clock = RequestClock(self._config.request_timeout_s)
+        try:
+            with self._counted(num_choices):
+                yield clock
+            outcome = "ok"
+        except VLoraError as error:
+            outcome = error.code
+            raise
+        except Exception:
+            outcome = VLoraError.code
+            raise
+        finally:
+            self._metrics.count(outcome, (adapter or BASE) if clock.adapter_known else UNKNOWN, tenant)
+            fields = {"outcome": outcome, "seconds": round(clock.elapsed_s, 4), "choices": num_choices}
+            log.info("a request ended", extra={"fields": fields})
+
+    async def drain(self) -> None:
+        """Refuse new requests and wait up to `drain_s` seconds for active ones to end."""
+        self._draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._config.drain_s):
+                await self._idle.wait()
+
+    @contextlib.contextmanager
+    def _counted(self, num_choices: int) -> Iterator[None]:
+        limit = self._config.max_requests
+        if self._draining:
+            raise OverCapacity("the server is shutting down and accepts no new requests")
+        if num_choices > limit:
+            raise BadRequest(f"n is {num_choices}; this server allows at most {limit}", field="n")
+        if self._num_active + num_choices > limit:
+            raise OverCapacity(
+                f"{self._num_active} requests are in progress; this server's limit is {limit}; try again later"
+            )
+        self._num_active += num_choices
+        self._metrics.active(num_choices)
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._num_active -= num_choices
+            self._metrics.active(-num_choices)
+            if self._num_active == 0:
+                self._idle.set()

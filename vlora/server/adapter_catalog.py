@@ -1,0 +1,118 @@
+"""The adapters as the front end sees them: cached statuses, heads by name, and changes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Mapping
+from typing import Any, TypeVar
+
+from vlora.engine.interface import EngineInterface
+from vlora.errors import BadAdapter, UnknownAdapter, UnknownHead, listed
+from vlora.server.metrics import Metrics
+from vlora.types import AdapterStatus, HeadSummary
+
+T = TypeVar("T")
+
+_SHOWN = 128  # characters of an unknown name, which may be as long as a message
+
+
+class AdapterCatalog:
+    """One per front end, used from its event loop. The engine has the truth; statuses are cached between changes."""
+
+    def __init__(self, engine: EngineInterface, metrics: Metrics, model: str) -> None:
+        """model: the base model's name; no adapter may have this name."""
+        self._engine = engine
+        self._metrics = metrics
+        self._model = model
+        self._statuses: dict[str, AdapterStatus] | None = None
+        self._changes: set[asyncio.Task[Any]] = set()  # in progress
+
+    # -- queries ------------------------------------------------------------------------------------------------------
+
+    async def list(self) -> tuple[AdapterStatus, ...]:
+        """Every registered adapter, with its current status."""
+        statuses = await self._engine.adapters()
+        self._statuses = {status.name: status for status in statuses}
+        self._metrics.expect(self._statuses)
+        return statuses
+
+    async def list_cached(self) -> tuple[AdapterStatus, ...]:
+        """As `list`, cached since the last registration or removal; fields that change otherwise may be stale."""
+        return await self.list() if self._statuses is None else tuple(self._statuses.values())
+
+    async def get(self, name: str) -> AdapterStatus:
+        """The adapter's cached status. Raises UnknownAdapter with the available names."""
+        if self._statuses is None or name not in self._statuses:
+            await self.list()
+        assert self._statuses is not None
+        if name not in self._statuses:
+            known = listed(self._statuses)
+            raise UnknownAdapter(f"no adapter named {name[:_SHOWN]!r}; registered: {known}", field="adapter")
+        return self._statuses[name]
+
+    async def find_head(self, adapter: str, head: str) -> HeadSummary:
+        """Raises UnknownAdapter or UnknownHead, each with the available names."""
+        return self.head_of(await self.get(adapter), head)
+
+    def head_of(self, status: AdapterStatus, head: str) -> HeadSummary:
+        """Raises UnknownHead with the adapter's heads, and with other adapters that have a head of that name."""
+        for summary in status.heads:
+            if summary.name == head:
+                return summary
+        known = ", ".join(summary.name for summary in status.heads) or "none"
+        owners = [
+            repr(other.name)
+            for other in (self._statuses or {}).values()
+            if any(summary.name == head for summary in other.heads)
+        ]
+        hint = f"; head {head!r} belongs to adapter {listed(owners)}" if owners else ""
+        raise UnknownHead(f"adapter {status.name!r} has no head {head[:_SHOWN]!r}; its heads: {known}{hint}")
+
+    def invalidate(self) -> None:
+        """Discard the cached statuses."""
+        self._statuses = None
+
+    # -- changes ------------------------------------------------------------------------------------------------------
+
+    async def register(self, paths: Mapping[str, str]) -> None:
+        """Register adapter folders by name, all or none; the files are read at first use. Raises BadAdapter."""
+        for name in paths:
+            self._check_name(name)
+        await self._engine.register_adapters(paths)
+        self.invalidate()
+
+    async def load(self, name: str, path: str) -> AdapterStatus:
+        """Register an adapter folder on the server's file system. Raises BadAdapter with the reason."""
+        self._check_name(name)
+        return await self._complete(self._engine.load_adapter(name, path))
+
+    async def unload(self, name: str, drain: bool = False) -> None:
+        """Remove an adapter and cancel its requests, or with `drain` let them finish. Raises UnknownAdapter."""
+        await self._complete(self._engine.unload_adapter(name, drain))
+
+    async def pin(self, name: str, pinned: bool) -> AdapterStatus:
+        """Pin an adapter on the device, or unpin it. Raises UnknownAdapter; OverCapacity when there is no room."""
+        return await self._complete(self._engine.pin_adapter(name, pinned))
+
+    async def _complete(self, change: Coroutine[Any, Any, T]) -> T:
+        """Apply a change of the engine's adapters, also when its caller is cancelled meanwhile: the engine completes a
+        change that has begun, so the cache must not depend on the caller."""
+        task = asyncio.create_task(self._apply(change))
+        self._changes.add(task)
+        task.add_done_callback(self._on_changed)
+        return await asyncio.shield(task)
+
+    async def _apply(self, change: Coroutine[Any, Any, T]) -> T:
+        try:
+            return await change
+        finally:
+            self.invalidate()
+
+    def _on_changed(self, task: asyncio.Task[Any]) -> None:
+        self._changes.discard(task)
+        if not task.cancelled():
+            task.exception()  # retrieve the error when the caller was cancelled
+
+    def _check_name(self, name: str) -> None:
+        if name == self._model:
+            raise BadAdapter(f"{name!r} is the base model's name; choose another name for the adapter")

@@ -1,0 +1,63 @@
+"""Preparation of requests: reads, decodes, templates, tokenizes and processes prompts and images in threads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from vlora.config import ServerConfig
+from vlora.engine.host_resources import default_threads
+from vlora.server.active_requests import RequestClock
+from vlora.server.media.image_decoding import RawImage, decode_images
+from vlora.server.media.image_sources import ImageSources
+from vlora.server.prompts import Conversation, Image, PlainText, Prompt, PromptTokens, is_short
+
+if TYPE_CHECKING:
+    from vlora.models.processing import EncodedPrompt, InputProcessor
+
+_MAX_THREADS = 4  # that prepare requests; the cores belong to the engine
+
+
+class PromptEncoder:
+    """One per front end, used from its event loop."""
+
+    def __init__(self, processor: InputProcessor, config: ServerConfig) -> None:
+        self._processor = processor
+        self._config = config
+        self._sources = ImageSources(config)
+        num_threads = min(_MAX_THREADS, default_threads())
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="vlora-prepare")
+
+    async def encode(self, prompt: Prompt, images: Sequence[Image], clock: RequestClock) -> EncodedPrompt:
+        """Encode a prompt with its images in a thread; short prompts without images on the event loop.
+
+        Raises:
+            BadRequest: The prompt cannot be encoded, or an image's source is not allowed.
+            BadImage, TooLarge: An image is invalid, or over a limit of the server.
+            DeadlineMissed: The request's deadline passed meanwhile.
+        """
+        if not images and is_short(prompt):
+            return self._encode(prompt, ())
+        with clock.bound():
+            async with asyncio.timeout_at(clock.deadline):
+                encoded = await self._sources.read(images)
+                return await asyncio.get_running_loop().run_in_executor(self._threads, self._encode, prompt, encoded)
+
+    async def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        await self._sources.close()
+
+    def _encode(self, prompt: Prompt, images: Sequence[bytes | RawImage]) -> EncodedPrompt:
+        pixels = decode_images(images, self._config)
+        match prompt:
+            case PromptTokens():
+                return self._processor.as_given(prompt.token_ids)
+            case PlainText():
+                return self._processor.encode(prompt.text)
+            case str():
+                return self._processor.encode(self._processor.chat(prompt, len(pixels)), pixels)
+            case Conversation():
+                return self._processor.encode(self._processor.template(prompt.messages, prompt.tools), pixels)
+        return self._processor.encode(self._processor.template(prompt), pixels)

@@ -1,0 +1,204 @@
+"""A machine model that checks each batch: KV context in place, images encoded, mode correct, answers due.
+
+It tracks the content of every KV slot, so it detects a context that is not where the scheduler expects it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from vlora.orchestrator import Costs, StepSize
+from vlora.simulator.machine import Clock, Machine
+from vlora.simulator.sample_requests import IMAGE_TOKEN, sampled_token
+from vlora.types import (
+    Batch,
+    BatchItem,
+    Encode,
+    Encoded,
+    ErrorValue,
+    HeadAnswer,
+    Mode,
+    Request,
+    StepResult,
+    VisionInput,
+)
+
+_PIECE = 4  # patches are encoded in multiples of this number
+_INVALID = "invalid"  # content of a slot after a failed step
+_ANSWER = HeadAnswer(task="binary", label="yes", confidence=1.0, label_id=1, scores=(0.0, 1.0), labels=("no", "yes"))
+
+
+class CheckedMachine(Machine):
+    """Runs batches of requests made by `make_request` and asserts that each step could be computed.
+
+    Attributes:
+        requests: added requests by id.
+        cached: contents of images whose embeddings are cached. The first `num_cached` images of each call are.
+        num_cached: see `cached`.
+        broken: contents of images that cannot be encoded.
+        held: requests' images (id, index) with embeddings.
+        num_encoded: how often each content was encoded.
+    """
+
+    def __init__(
+        self, clock: Clock, costs: Costs, block_size: int, failing: Mapping[str, int], *, sharing: bool
+    ) -> None:
+        """Start without KV.
+
+        Args:
+            clock: advanced by each step.
+            costs: of the machine.
+            block_size: tokens per KV block.
+            failing: by request id, the number of its step that fails.
+            sharing: whether requests with the same prefix may share blocks.
+        """
+        super().__init__(clock, costs)
+        self.requests: dict[str, Request] = {}
+        self.num_cached = 1
+        self.cached: set[str] = set()
+        self.broken: set[str] = set()
+        self.held: set[tuple[str, int]] = set()
+        self.num_encoded: Counter[str] = Counter()
+        self._block_size = block_size
+        self._steps_until_failure = dict(failing)
+        self._sharing = sharing
+        self._num_sampled: dict[str, int] = {}
+        self._contents: dict[str, _Content] = {}
+        self._slots: dict[tuple[int, int], object] = {}
+        self._encode_calls: dict[int, tuple[tuple[tuple[str, int], ...], float]] = {}  # items and patches left
+
+    def add(self, request: Request) -> None:
+        """Add a request."""
+        self.requests[request.request_id] = request
+        self._num_sampled[request.request_id] = 0
+        self._contents[request.request_id] = _Content(request, None if self._sharing else request.request_id)
+
+    def run(self, batch: Batch) -> StepResult:
+        """Check a batch, run it and advance the clock."""
+        assert batch.items or batch.encode
+        _check_mode(batch)
+        encoded, errors = (None, {}) if batch.encode is None else self._encode(batch.encode)
+        switched, switch_s = self.switch(batch.merged_adapter)
+        tokens: dict[str, int] = {}
+        heads: dict[str, HeadAnswer] = {}
+        for item in batch.items:
+            self._compute(item)
+            request_id = item.request_id
+            self._steps_until_failure[request_id] = self._steps_until_failure.get(request_id, 0) - 1
+            if self._steps_until_failure[request_id] == 0:
+                for index in range(item.start, item.start + item.num_tokens):
+                    self._slots[self._slot(item.block_table, index)] = _INVALID  # no request may read it
+                errors[request_id] = ErrorValue("bad_image", "this one fails alone")
+            elif item.answers and self.requests[request_id].head is not None:
+                heads[request_id] = _ANSWER
+            elif item.answers:
+                tokens[request_id] = sampled_token(request_id, self._num_sampled[request_id])
+                self._num_sampled[request_id] += 1
+                self._contents[request_id].append(tokens[request_id])
+        step_s = self.costs.step_s(StepSize.of(batch)._replace(num_patches=0.0)) + (encoded.seconds if encoded else 0.0)
+        self._clock.now += step_s + switch_s
+        return StepResult(
+            tokens=tokens,
+            heads=heads,
+            errors=errors,
+            step_s=step_s,
+            switch_s=switch_s,
+            switched=switched,
+            in_place=self.costs.back_s > 0,
+            encoded=encoded,
+        )
+
+    def move_block(self, block: int, target: int) -> None:
+        """Move the content of a KV block."""
+        for offset in range(self._block_size):
+            self._slots[target, offset] = self._slots.pop((block, offset), None)
+
+    def _compute(self, item: BatchItem) -> None:
+        """Check an item and write its KV."""
+        known = len(self.requests[item.request_id].prompt_ids) + self._num_sampled[item.request_id]
+        stop = item.start + item.num_tokens
+        assert item.num_tokens >= 1 and stop <= known and item.answers == (stop == known)
+        self._check_images(item)
+        content = self._contents[item.request_id]
+        for index in range(item.start):
+            assert self._slots[self._slot(item.block_table, index)] == content.at(index), "KV content is lost"
+        for index in range(item.start, stop):
+            self._slots[self._slot(item.block_table, index)] = content.at(index)
+
+    def _check_images(self, item: BatchItem) -> None:
+        """Assert that embeddings of every image with computed tokens are held; cached ones are held from now on."""
+        request = self.requests[item.request_id]
+        image_of = [place for place, image in enumerate(request.vision) for _ in range(image.num_tokens)]
+        placeholders = [index for index, token in enumerate(request.prompt_ids) if token == IMAGE_TOKEN]
+        for index, place in zip(placeholders, image_of, strict=True):
+            if index >= item.start:
+                if request.vision[place].content_hash in self.cached:
+                    self.held.add((request.request_id, place))
+                assert (request.request_id, place) in self.held, f"image {place} of {request.request_id} is not encoded"
+
+    def _encode(self, encode: Encode) -> tuple[Encoded, dict[str, ErrorValue]]:
+        """Encode a call's share in pieces of `_PIECE` patches. The items of a call never change."""
+        contents = dict.fromkeys(self._image(*item).content_hash for item in encode.items)
+        if encode.number not in self._encode_calls:
+            assert not self._encode_calls or encode.number > max(self._encode_calls), "calls are sequential"
+            patches = {self._image(*item).content_hash: self._image(*item).num_patches for item in encode.items}
+            total = sum(number for content, number in patches.items() if content not in self.cached)
+            self._encode_calls[encode.number] = encode.items, float(total)
+        items, left = self._encode_calls[encode.number]
+        assert items == encode.items
+        num_patches = min(left, max(1, math.ceil(encode.budget / _PIECE)) * _PIECE)
+        done = num_patches == left
+        self._encode_calls[encode.number] = items, left - num_patches
+        seconds = self.costs.patch_s * num_patches
+        if done and contents.keys() & self.broken:
+            requests = {request_id for request_id, _ in items}
+            error = ErrorValue("bad_image", "it cannot be encoded")
+            errors = {request_id: error for request_id in requests if len(requests) == 1}
+            return Encoded(num_patches=num_patches, seconds=seconds, failed=True), errors
+        if done:
+            self.held.update(items)
+            self.cached.update(list(contents)[: self.num_cached])
+            self.num_encoded.update(contents.keys())
+        return Encoded(num_patches=num_patches, seconds=seconds, done=done), {}
+
+    def _image(self, request_id: str, place: int) -> VisionInput:
+        return self.requests[request_id].vision[place]
+
+    def _slot(self, table: Sequence[int], index: int) -> tuple[int, int]:
+        return table[index // self._block_size], index % self._block_size
+
+
+class _Content:
+    """The inputs of the KV of each token: the adapter, all tokens up to it, and the images they show.
+
+    Args:
+        request: the request.
+        owner: its id where blocks must not be shared.
+    """
+
+    def __init__(self, request: Request, owner: str | None) -> None:
+        self._hashes: list[object] = [(request.adapter, owner)]
+        shown = [(image.content_hash, index) for image in request.vision for index in range(image.num_tokens)]
+        for token in request.prompt_ids:
+            self.append(token, shown.pop(0) if token == IMAGE_TOKEN else None)
+
+    def append(self, token: int, shown: object = None) -> None:
+        self._hashes.append(hash((self._hashes[-1], token, shown)))
+
+    def at(self, index: int) -> object:
+        return self._hashes[index + 1]
+
+
+def _check_mode(batch: Batch) -> None:
+    """Assert that the mode is right for the adapters of the items."""
+    adapters = {item.adapter for item in batch.items}
+    if not batch.items:
+        return
+    if batch.mode is Mode.MERGED:
+        assert adapters == {batch.merged_adapter}
+    elif batch.mode is Mode.MIXED:
+        assert batch.merged_adapter is not None and adapters != {batch.merged_adapter}
+    else:
+        assert batch.merged_adapter is None and adapters != {None}

@@ -1,0 +1,256 @@
+"""A simulated engine that checks every step and every answer: for tests of schedulers and policies."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from vlora.memory.adapter_cache import AdapterCache
+from vlora.memory.block_manager import BlockManager
+from vlora.memory.page_allocator import PageAllocator
+from vlora.memory.prefix_cache import PrefixCache
+from vlora.orchestrator import (
+    Algorithm1,
+    Candidate,
+    CostModel,
+    Costs,
+    Decision,
+    Policy,
+    PolicyState,
+    Scheduler,
+    evict_for_kv,
+    load_needed_adapters,
+)
+from vlora.simulator.checked_machine import CheckedMachine
+from vlora.simulator.loader import Loader
+from vlora.simulator.machine import Clock
+from vlora.simulator.sample_requests import EOS, IMAGE_TOKEN
+from vlora.types import Batch, MemoryView, Request, RequestOutput
+
+SMALL_COSTS = Costs(
+    base_s=0.01,
+    token_s=0.001,
+    lane_s=0.0005,
+    long_lane_s=0.0005,
+    context_token_s=0.00001,
+    merge_s=0.02,
+    short_lane=4,
+    patch_s=0.0005,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckedReplicaConfig:
+    """The memory, costs and settings of a checked replica.
+
+    Attributes:
+        num_pages: pages of the arena, for adapters and KV blocks.
+        pages_per_block: pages of a KV block.
+        block_size: tokens of a KV block.
+        max_adapter_pages: pages that adapters may occupy.
+        max_batch_size: see `EngineConfig`.
+        max_step_tokens: see `EngineConfig`.
+        theta_s: see `EngineConfig`.
+        adapters: number of pages by name.
+        lossy: adapters that may not be merged.
+        load_s: seconds to load an adapter.
+        costs: of the machine.
+        prefix_cache: whether requests with the same prefix share blocks.
+        weights: fair shares between adapters.
+        tenant_weights: fair shares between tenants.
+    """
+
+    num_pages: int = 256
+    pages_per_block: int = 1
+    block_size: int = 4
+    max_adapter_pages: int = 32
+    max_batch_size: int = 8
+    max_step_tokens: int = 64
+    theta_s: float = 0.2
+    adapters: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    lossy: frozenset[str] = frozenset()
+    load_s: float = 0.0
+    costs: Costs = SMALL_COSTS
+    prefix_cache: bool = False
+    weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    tenant_weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRecord:
+    """One step. `ready`: ids of the requests that the policy could select; theta_s: its theta."""
+
+    start_s: float
+    end_s: float
+    theta_s: float
+    ready: tuple[str, ...]
+    batch: Batch
+
+    @property
+    def num_ready(self) -> int:
+        return len(self.ready)
+
+
+class RecordingPolicy:
+    """A policy that records the inputs of another."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.theta_s = 0.0
+        self.credits: dict[str, float] = {}
+        self._policy = policy
+
+    def decide(self, ready: Sequence[Candidate], state: PolicyState) -> Decision:
+        self.theta_s = state.theta_s
+        self.credits = {candidate.request_id: candidate.credit for candidate in ready}
+        return self._policy.decide(ready, state)
+
+
+class CheckedReplica:
+    """Runs requests as the engine does: load adapters, schedule, run, record.
+
+    Asserts after every step that it could be computed (`CheckedMachine`), that the batch is within its limits, and that
+    the bookkeeping of memory and requests is consistent.
+
+    Attributes:
+        config: the settings.
+        clock: simulated seconds.
+        allocator: the pages.
+        block_manager: the KV blocks.
+        adapter_cache: the resident adapters.
+        loader: the adapter loads.
+        policy: the policy, with the inputs of its last decision.
+        machine: runs the batches.
+        scheduler: the scheduler.
+        log: all steps.
+        outputs: outputs by request id.
+        num_copied: pages moved within the arena.
+    """
+
+    def __init__(
+        self, config: CheckedReplicaConfig, *, policy: Policy | None = None, failing: Mapping[str, int] | None = None
+    ) -> None:
+        """Start without requests.
+
+        Args:
+            config: the settings.
+            policy: the default is Algorithm 1.
+            failing: by request id, the number of its step that fails.
+        """
+        self.config = config
+        self.num_copied = 0
+        self.clock = Clock()
+        prefix = PrefixCache({"image": IMAGE_TOKEN})
+        self.allocator = PageAllocator(
+            config.num_pages, config.pages_per_block, on_evict=prefix.remove, copy=self._copy
+        )
+        self.block_manager = BlockManager(self.allocator, config.block_size, prefix if config.prefix_cache else None)
+        self.adapter_cache = AdapterCache(self.allocator, config.max_adapter_pages)
+        self.loader = Loader(self.adapter_cache, self.clock, config.load_s)
+        self.policy = RecordingPolicy(policy or Algorithm1())
+        self.machine = CheckedMachine(
+            self.clock, config.costs, config.block_size, failing or {}, sharing=config.prefix_cache
+        )
+        self.scheduler = Scheduler(
+            policy=self.policy,
+            block_manager=self.block_manager,
+            max_request_blocks=self.allocator.num_blocks - -(-config.max_adapter_pages // config.pages_per_block),
+            max_batch_size=config.max_batch_size,
+            max_step_tokens=config.max_step_tokens,
+            theta_s=config.theta_s,
+            eos_ids=frozenset({EOS}),
+            cost=CostModel(config.costs.short_lane),
+            clock=self.clock,
+            weights=config.weights,
+            tenant_weights=config.tenant_weights,
+            placeholders={"image": IMAGE_TOKEN},
+            is_cached=lambda key: key[0] in self.machine.cached,
+        )
+        self.log: list[StepRecord] = []
+        self.outputs: dict[str, list[RequestOutput]] = {}
+
+    def add(self, *requests: Request, vision_key: str | None = None) -> None:
+        """Add requests. vision_key: see `Scheduler.add`."""
+        for request in requests:
+            self.scheduler.add(request, vision_key=vision_key)
+            self.machine.add(request)
+            self.outputs[request.request_id] = []
+
+    def cancel(self, request_id: str) -> None:
+        """Cancel a request, if it has not ended."""
+        output = self.scheduler.cancel(request_id)
+        if output is not None:
+            self.outputs[request_id].append(output)
+
+    def step(self) -> Batch | None:
+        """Run one step; None if nothing could be computed, in which case the clock advances to the next load's end."""
+        self.scheduler.admit(self.loader.resident | self.loader.loading)
+        self._load_adapters()
+        resident, loading = self.loader.resident, self.loader.loading
+        mergeable = resident - self.config.lossy
+        start_s = self.clock.now
+        batch = self.scheduler.schedule(MemoryView(resident=resident, mergeable=mergeable, loading=loading))
+        outputs = list(self.scheduler.drain_outputs())
+        self.check_integrity()
+        if batch is not None:
+            assert len(batch.items) <= self.config.max_batch_size
+            assert batch.num_tokens <= self.config.max_step_tokens
+            assert batch.merged_adapter is None or batch.merged_adapter in mergeable
+            outputs += self.scheduler.record(batch, self.machine.run(batch))
+            self.check_integrity()
+            assert {item.adapter for item in batch.items} <= resident | {None}
+            self.log.append(StepRecord(start_s, self.clock.now, self.policy.theta_s, tuple(self.policy.credits), batch))
+        elif self.loader.next_s is not None:
+            self.clock.now = self.loader.next_s
+        for output in outputs:
+            self.outputs[output.request_id].append(output)
+        return batch
+
+    def run(
+        self,
+        arrivals: Sequence[tuple[float, Request]] = (),
+        *,
+        cancels: Sequence[tuple[int, str]] = (),
+        max_steps: int = 5000,
+    ) -> None:
+        """Run until no work is left.
+
+        Args:
+            arrivals: (seconds, request), in order of time.
+            cancels: (number of the step before which to cancel, request id).
+            max_steps: steps after which the run fails.
+        """
+        waiting = list(arrivals)
+        for step in range(max_steps):
+            while waiting and waiting[0][0] <= self.clock.now:
+                self.add(waiting.pop(0)[1])
+            for when, request_id in cancels:
+                if when == step:
+                    self.cancel(request_id)
+            if not self.scheduler.has_work:
+                if not waiting:
+                    return
+                self.clock.now = waiting[0][0]
+            else:
+                self.step()
+        raise AssertionError(f"not done after {max_steps} steps")
+
+    def check_integrity(self) -> None:
+        """Assert the invariants of memory and requests."""
+        self.allocator.check_integrity()
+        self.block_manager.check_integrity()
+        self.adapter_cache.check_integrity()
+        self.scheduler.check_integrity()
+
+    def _copy(self, first_page: int, target: int, num_pages: int) -> None:
+        """Move the content of a KV block with its pages; adapter content is not simulated."""
+        size = self.config.pages_per_block
+        self.num_copied += num_pages
+        if num_pages == size and first_page % size == target % size == 0:
+            self.machine.move_block(first_page // size, target // size)
+
+    def _load_adapters(self) -> None:
+        pages, demand = self.config.adapters, self.scheduler.demand
+        self.loader.collect()
+        load_needed_adapters(demand, self.adapter_cache, lambda name: self.loader.load(name, pages[name]))
+        evict_for_kv(demand, self.adapter_cache, self.machine.merged)
+        self.adapter_cache.drain_evicted()

@@ -1,0 +1,54 @@
+"""Shared data types, as frozen values. This module does not import torch, because clients import it.
+
+All types can be sent between processes as msgpack (msgspec), so they hold numbers, strings, bytes and tuples only.
+"""
+
+from vlora.types.output import ErrorValue, FinishReason, FoundBox, HeadAnswer, RequestOutput, Timings, TokenScore
+from vlora.types.request import (
+    MAX_BIASED_TOKENS,
+    MAX_GRAMMAR_CHARS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_PENALTY,
+    MAX_PRIORITY,
+    Request,
+    RequestStatus,
+    SamplingParams,
+    TensorValue,
+    VisionInput,
+    check_priority,
+)
+from vlora.types.status import AdapterStatus, EngineStats, HeadSummary, MemoryView
+from vlora.types.step import Batch, BatchItem, Encode, Encoded, Mode, StepResult
+
+__all__ = [
+    "MAX_BIASED_TOKENS",
+    "MAX_GRAMMAR_CHARS",
+    "MAX_LOGIT_BIAS",
+    "MAX_LOGPROBS",
+    "MAX_PENALTY",
+    "MAX_PRIORITY",
+    "AdapterStatus",
+    "Batch",
+    "BatchItem",
+    "Encode",
+    "Encoded",
+    "EngineStats",
+    "ErrorValue",
+    "FinishReason",
+    "FoundBox",
+    "HeadAnswer",
+    "HeadSummary",
+    "MemoryView",
+    "Mode",
+    "Request",
+    "RequestOutput",
+    "RequestStatus",
+    "SamplingParams",
+    "StepResult",
+    "TensorValue",
+    "Timings",
+    "TokenScore",
+    "VisionInput",
+    "check_priority",
+]
