@@ -16,9 +16,9 @@ import vlora.cli
 
 def fuse(plan: Path, out: Path, **options: object) -> None:
     """Write the small plan's adapter, some test pictures and its video."""
-    from tests.apps.test_video_analytics import write_video
     from tests.server.running import png
     from tests.server.scripted import write_adapter
+    from tests.video_files import write_video
 
     write_adapter(out / "adapters" / "digits-photos-signs-actions", {"digits": 1, "signs": 1, "actions": 4})
     for folder in ("signs", "actions"):

@@ -8,8 +8,11 @@ from typing import get_args
 
 from pydantic import BaseModel
 
-from fusion.plan.schema import DataPlan, DomainPlan, LoraPlan, Plan, TeacherPlan, TrainingPlan, read_plan
+from fusion.plan.data_formats import DataPlan
+from fusion.plan.plan_file import read_plan
+from fusion.plan.schema import DomainPlan, LoraPlan, Plan, TrainingPlan
 from fusion.plan.tasks import METRICS, TASKS
+from fusion.plan.teacher_kinds import TeacherPlan
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
 

@@ -45,9 +45,3 @@ def test_extras_that_pages_name_exist() -> None:
     named = [found for page in pages for found in re.findall(r"'(?:vlora|\.)\[([\w,]+)\]'", page)]
     assert {"serve", "fuse", "video"} <= set(named)
     assert {extra for each in named for extra in each.split(",")} <= extras
-
-
-def test_links_of_pages_lead_somewhere() -> None:
-    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
-        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
