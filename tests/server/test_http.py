@@ -348,6 +348,7 @@ CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n"
     [
         ((b"hello\r\n\r\n",), [400]),
         ((b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 100_000,), [400]),
+        ((b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 100_000, b"x" * 200_000, b"x" * 10), [400]),
         ((CHAT + CHUNKED + b"5\r\n{'a':\r\nzz\r\n",), [400]),
         ((CHAT + CHUNKED, b"5\r\n{'a':\r\n", b"zz\r\n"), [400]),
         ((NOWHERE + CHUNKED + b"zz\r\n",), [400]),

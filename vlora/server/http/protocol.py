@@ -21,6 +21,7 @@ _BODY_S = 30.0
 _LEAST_BYTES_PER_S = 64 * 1024  # a faster body may take longer
 _MAX_JOINED_BYTES = 64 * 1024  # buffered writes; more is written immediately
 _SEND_S = 30.0  # a peer that reads nothing for this long is disconnected
+_LINGER_S = 1.0  # how long input is discarded after an error response
 
 _INVALID_HTTP = "the request is not valid HTTP/1.1, or its header is too long; the connection is closed"
 
@@ -43,6 +44,15 @@ class JoinedWrites(asyncio.Transport):
         self._num_bytes += len(data)
         if self._num_bytes > _MAX_JOINED_BYTES:
             self._write()
+
+    def can_write_eof(self) -> bool:
+        """Whether the transport can close its sending side alone."""
+        return self._transport.can_write_eof()
+
+    def write_eof(self) -> None:
+        """Flush, then close the transport's sending side."""
+        self._write()
+        self._transport.write_eof()
 
     def close(self) -> None:
         """Flush, then close the transport."""
@@ -81,6 +91,7 @@ class BoundedProtocol(H11Protocol):
 
     _read_timer: asyncio.TimerHandle | None = None
     _send_timer: asyncio.TimerHandle | None = None
+    _linger_timer: asyncio.TimerHandle | None = None
     _in_body = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -95,11 +106,14 @@ class BoundedProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_read_timeout()
-        if self._send_timer is not None:
-            self._send_timer.cancel()
+        for timer in (self._send_timer, self._linger_timer):
+            if timer is not None:
+                timer.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._linger_timer is not None:
+            return  # after an error response
         super().data_received(data)
         match self.conn.their_state:
             case h11.SEND_BODY:
@@ -131,7 +145,13 @@ class BoundedProtocol(H11Protocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        self.transport.close()
+        if not self.transport.can_write_eof():
+            self.transport.close()
+            return
+        # Closing a socket with unread input resets the connection, and the peer may lose the response.
+        self.transport.write_eof()
+        self._cancel_read_timeout()
+        self._linger_timer = self.loop.call_later(_LINGER_S, self.transport.close)
 
     def pause_writing(self) -> None:
         super().pause_writing()
