@@ -42,7 +42,7 @@ class TrainingPlan(PlanModel):
     activations in the backward pass instead of keeping them.
     """
 
-    steps: Whole = Field(120, ge=1)
+    steps: Whole = Field(300, ge=1)
     seconds: Number | None = Field(None, gt=0)
     batch_size: Whole = Field(32, ge=1, le=2**16)
     learning_rate: Number = Field(3e-3, gt=0, le=1)

@@ -91,7 +91,7 @@ def test_a_changed_plan_or_changed_data_is_refused_by_name(tmp_path: Path) -> No
         (identity_of(plan, {"signs": splits(1)}, "w", "p", "cpu"), "data of signs: was"),
         (
             identity_of(plan.model_copy(update={"training": steps}), {"signs": splits(0)}, "w", "p", "cpu"),
-            "plan's training.steps: was 120, is 7",
+            "plan's training.steps: was 300, is 7",
         ),
         (identity_of(plan, {"signs": splits(0)}, "other", "p", "cpu"), "weights of the base: was w, is other"),
         (identity_of(plan, {"signs": splits(0)}, "w", "other", "cpu"), "processing of the base: was p, is other"),

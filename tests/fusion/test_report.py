@@ -69,11 +69,11 @@ def test_an_adapters_card_has_its_scores_and_thresholds() -> None:
 def test_an_adapters_card_describes_its_training() -> None:
     made = report()
     both = AdapterReport("signs-digits", ("signs", "digits"))
-    assert "Trained for at most 120 steps of 32 samples.\n" in model_card(made, made.adapters[0])
+    assert "Trained for at most 300 steps of 32 samples.\n" in model_card(made, made.adapters[0])
     card = model_card(made, both)
-    assert "120 steps of 32 samples per domain, one after the other: signs, digits;\n50% of each batch" in card
+    assert "300 steps of 32 samples per domain, one after the other: signs, digits;\n50% of each batch" in card
     jointly = model_card(dataclasses.replace(made, plan={**made.plan, "packing": "jointly"}), both)
-    assert "Trained on all of its domains at once, for at most 120 steps of 32 samples each." in jointly
+    assert "Trained on all of its domains at once, for at most 300 steps of 32 samples each." in jointly
     assert "of each batch" not in jointly
 
 
