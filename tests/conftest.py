@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -104,6 +105,15 @@ def pytest_unconfigure() -> None:
 def data_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Keep tests, and processes that they start, from reading or writing the user's tables."""
     os.environ["XDG_DATA_HOME"] = str(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(autouse=True)
+def no_error_in_an_event_loop(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Fail the test when an event loop of the process logged an exception that no code received."""
+    yield
+    errors = [each for when in ("setup", "call") for each in caplog.get_records(when) if each.name == "asyncio"]
+    for error in errors:
+        assert error.levelno < logging.ERROR, logging.Formatter().format(error)
 
 
 @pytest.fixture

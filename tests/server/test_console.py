@@ -24,6 +24,7 @@ from vlora.errors import EngineDead
 from vlora.server.console.feed import SnapshotFeed
 from vlora.server.console.files import CONSOLE_FILES
 from vlora.server.media.image_decoding import RawImage
+from vlora.server.security.message_budget import ByteBudget, ByteCharge
 from vlora.server.streams.preview import draw
 from vlora.types import FoundBox, Timings
 
@@ -57,7 +58,7 @@ def open_stream(api: Api, owner: Token | None) -> str:
 
 def send(api: Api, stream_id: str, owner: Token | None, number: int, brightness: int = 220) -> None:
     stream = api.front_end.streams.use(stream_id, owner, stream_id)
-    assert api.on_loop(stream.send(number, (png(brightness, (40, 30)),), 1.0, lambda: None))
+    assert api.on_loop(stream.send(number, (png(brightness, (40, 30)),), 1.0, ByteCharge(ByteBudget(1))))
 
 
 def state(api: Api, token: Token | None, since: int = 0) -> dict[str, Any]:

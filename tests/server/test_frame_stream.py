@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.virtual_clock import VirtualClockLoop
 from vlora.client.values import FrameResult, HeadResult, StreamOptions
 from vlora.config import ServerConfig, Token
 from vlora.errors import BadRequest, OverCapacity, StepFailed, UnknownStream
@@ -91,7 +92,8 @@ class Head:
 
 def on_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
     def run() -> None:
-        asyncio.run(asyncio.wait_for(test(), 10))
+        with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
+            runner.run(asyncio.wait_for(test(), 10))
 
     run.__name__, run.__doc__ = test.__name__, test.__doc__
     return run
