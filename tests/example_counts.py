@@ -9,4 +9,6 @@ _FULL = 100  # hypothesis' own default, which the full tier keeps
 
 def scaled(number: int) -> int:
     """`number` in the full tier, and the profile's share of it elsewhere; at least 5."""
-    return max(5, number * hypothesis.settings.default.max_examples // _FULL)
+    profile = hypothesis.settings.default
+    assert profile is not None
+    return max(5, number * profile.max_examples // _FULL)

@@ -51,7 +51,7 @@ def build_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) 
         "pad_token_id": 0,
     }
     mrope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-    tokens = {
+    tokens: dict[str, Any] = {
         "image_token_id": IMAGE,
         "video_token_id": VIDEO,
         "vision_start_token_id": VISION_START,
@@ -77,7 +77,7 @@ def build_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) 
             "patch_size": 4,
             "mlp_ratio": 2,
         }
-        model = Qwen2VLForConditionalGeneration(
+        model: Any = Qwen2VLForConditionalGeneration(
             Qwen2VLConfig(text_config={**text, "rope_parameters": mrope}, vision_config=vision, **tokens)
         )
     elif family == "qwen2_5_vl":

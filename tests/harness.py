@@ -116,15 +116,15 @@ class RecordingEngine:
 
     def answer(self, cases: Sequence[tuple[str | None, Prompt]], num_tokens: int) -> Answers:
         """Run all cases concurrently."""
-        logits: dict[str, list[torch.Tensor]] = {}
+        recorded: dict[str, list[torch.Tensor]] = {}
         inner_sample = runner.sample
 
         def recording_sample(
-            values: torch.Tensor, params: Any, seeds: Sequence[int], places: Sequence[int]
+            logits: torch.Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], places: Sequence[int]
         ) -> list[int]:
             for row, seed in enumerate(seeds):
-                logits.setdefault(str(seed), []).append(values[row].cpu().clone())
-            return inner_sample(values, params, seeds, places)
+                recorded.setdefault(str(seed), []).append(logits[row].cpu().clone())
+            return inner_sample(logits, params, seeds, places)
 
         runner.sample = recording_sample
         try:
@@ -149,7 +149,7 @@ class RecordingEngine:
             assert parts[-1].finish_reason == "length", parts[-1]
             assert parts[-1].timings is not None
             self.cached_tokens.append(parts[-1].timings.num_cached_tokens)
-            answers.append(([token for part in parts for token in part.token_ids], torch.stack(logits[str(i)])))
+            answers.append(([token for part in parts for token in part.token_ids], torch.stack(recorded[str(i)])))
         return answers
 
 

@@ -125,7 +125,9 @@ def test_a_file_name_that_is_not_utf8_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_camera_that_is_lost_is_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    stop, lines, opened = threading.Event(), [], []
+    stop = threading.Event()
+    lines: list[str] = []
+    opened: list[float] = []
 
     def read(*_: object) -> Iterator[tuple[int, Chunk]]:
         opened.append(time.monotonic())
@@ -301,7 +303,8 @@ def test_seconds_refused_by_a_server_that_shuts_down_are_sent_again(
     client: Client, server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: type[VLoraError]
 ) -> None:
     monkeypatch.setattr("apps.video_analytics.answers._PAUSE_S", 0.02)
-    front_end, attempts = server.front_end, []
+    front_end = server.front_end
+    attempts: list[None] = []
     ask_head = front_end.ask_head
 
     async def refuse(*args: Any, **options: Any) -> Any:
@@ -367,9 +370,12 @@ def test_messages_of_sources_appear_while_others_open_videos(
             inside.set()
             leave.wait(10)
 
+    def say(text: str) -> None:
+        os.write(2, f"{text}\n".encode())
+
     def analysed() -> None:
         with pytest.raises(BadImage):
-            run(client, sources, "cam", "night", say=lambda text: os.write(2, f"{text}\n".encode()))
+            run(client, sources, "cam", "night", say=say)
 
     sources = find_sources([str(tmp_path / "a.mp4"), str(tmp_path / "b.mp4")])
     before = os.fstat(2)

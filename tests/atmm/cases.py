@@ -142,8 +142,8 @@ def batches(draw: st.DrawFn) -> Batch:
         at += length
     num_tokens = at + draw(st.integers(0, 2))
     if draw(st.booleans()):
-        edges = sorted((draw(st.integers(0, num_tokens)), draw(st.integers(0, num_tokens))))
-        lanes.append(Lane(draw(st.sampled_from(sorted(ranks))), *edges, -1.0))
+        start, stop = sorted((draw(st.integers(0, num_tokens)), draw(st.integers(0, num_tokens))))
+        lanes.append(Lane(draw(st.sampled_from(sorted(ranks))), start, stop, -1.0))
     width = st.sampled_from((1, 7, 16, 33, 64))
     return Batch(ranks, lanes, num_tokens, draw(width), (draw(width), draw(width)), draw(st.sampled_from((0, 3, 8))))
 

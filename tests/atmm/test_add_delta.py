@@ -119,13 +119,13 @@ def test_strided_views(strategy: str, dtype: torch.dtype) -> None:
     x, outputs = make_input(8, group, dtype)
     x_wide = torch.zeros(8, 60, dtype=dtype)
     x_wide[:, 5:53] = x
-    wide = [torch.zeros(8, y.shape[1] + 9, dtype=dtype) for y in outputs]
-    for view, y in zip(wide, outputs, strict=True):
+    y_wide = [torch.zeros(8, y.shape[1] + 9, dtype=dtype) for y in outputs]
+    for view, y in zip(y_wide, outputs, strict=True):
         view[:, 3 : 3 + y.shape[1]] = y
-    inner = [view[:, 3 : 3 + y.shape[1]] for view, y in zip(wide, outputs, strict=True)]
+    inner = [view[:, 3 : 3 + y.shape[1]] for view, y in zip(y_wide, outputs, strict=True)]
     plan = SegmentPlan(8, segments({"a": 4, "b": 4}), strategy)
     assert check_against_reference(group, plan, x_wide[:, 5:53], inner) > 4
-    for view, y in zip(wide, inner, strict=True):
+    for view, y in zip(y_wide, inner, strict=True):
         y.zero_()
         assert (view == 0).all()  # nothing was written outside of the outputs
 
@@ -279,6 +279,9 @@ def test_the_reference_adds_nothing_outside_the_lanes() -> None:
     moved = reference.add_delta(outputs[0], x, group.sites[0], plan) - outputs[0].double()
     assert (moved[[0, 1, 4, 5]] == 0).all()
     a, bt = group.sites[0].factors["a"]
-    by_hand = torch.stack([sum(a[r].double() @ x[t].double() * bt[r].double() for r in range(4)) for t in (2, 3)])
+    zero = torch.zeros(())
+    by_hand = torch.stack(
+        [sum((a[r].double() @ x[t].double() * bt[r].double() for r in range(4)), zero) for t in (2, 3)]
+    )
     assert torch.allclose(moved[2:4], by_hand)
     assert (bound(outputs[0], x, group.sites[0], plan) > 0).all()

@@ -113,7 +113,7 @@ def test_merges_that_do_not_fit(bad: str) -> None:
     corrupt(tensors)
     tensors["out"].fill_(7)
     with pytest.raises(ValueError, match=words):
-        merge(**tensors)
+        merge(tensors["out"], tensors["base"], tensors["a"], tensors["bt"])
     assert (tensors["out"] == 7).all()
 
 

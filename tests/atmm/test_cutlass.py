@@ -151,8 +151,8 @@ def batches(draw: st.DrawFn) -> Batch:
         at += length
     num_tokens = at + draw(st.integers(0, 2))
     if draw(st.booleans()):
-        edges = sorted((draw(st.integers(0, num_tokens)), draw(st.integers(0, num_tokens))))
-        drawn.append(Lane(draw(st.sampled_from(sorted(ranks))), *edges, -1.0))
+        start, stop = sorted((draw(st.integers(0, num_tokens)), draw(st.integers(0, num_tokens))))
+        drawn.append(Lane(draw(st.sampled_from(sorted(ranks))), start, stop, -1.0))
     d_outs = tuple(draw(st.lists(st.sampled_from((8, 16, 40, 72)), min_size=1, max_size=3)))
     sites = st.tuples(st.sampled_from(sorted(ranks)), st.integers(0, len(d_outs) - 1))
     missing = draw(st.lists(sites, max_size=4))

@@ -40,10 +40,8 @@ def test_keys_are_128_bit_and_differ_where_buckets_differ(one: Bucket, other: Bu
 def test_keys_of_neighbouring_buckets_differ() -> None:
     values = (1, 2, 255, 256)
     buckets = [
-        Bucket(*sizes, evenness, dtype, device)
-        for *sizes, evenness, dtype, device in itertools.product(
-            values, values, values, values, values, (1, 3), Evenness, DTYPES, DEVICE_TYPES
-        )
+        Bucket(*fields)
+        for fields in itertools.product(values, values, values, values, values, (1, 3), Evenness, DTYPES, DEVICE_TYPES)
     ]
     assert len({bucket.key() for bucket in buckets}) == len(buckets)
 

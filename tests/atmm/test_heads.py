@@ -23,7 +23,9 @@ def test_each_head_reads_its_own_rows(dtype: torch.dtype, tolerance: float) -> N
     assert [tuple(each.shape) for each in logits] == [(3, 5), (1, 1), (0, 9)]
     for each, expected in zip(logits, reference.head_logits(h, rows), strict=True):
         assert torch.allclose(each.double(), expected, atol=tolerance)
-    by_hand = sum(h[7, i].double() * rows[0].weight[2, i].double() for i in range(32)) + rows[0].bias[2].double()
+    bias = rows[0].bias
+    assert bias is not None
+    by_hand = sum(h[7, i].double() * rows[0].weight[2, i].double() for i in range(32)) + bias[2].double()
     assert abs(logits[0][0, 2].double() - by_hand) < tolerance
 
 

@@ -85,6 +85,22 @@ def test_a_small_difference_does_not_change_the_rule(monkeypatch: pytest.MonkeyP
     assert chosen(8) == "rows" and chosen(64) == "float32"
 
 
+def test_a_pause_during_one_measurement_does_not_change_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, {"rows": 4.0, "library": 3.0, "float32": 2.0})
+    num_paused = 0
+
+    def pausing(x: Tensor, layers: Sequence[Weights]) -> Tensor:
+        nonlocal num_paused
+        paused = len(x) == 512 and num_paused < 3  # a slow method is not called more often
+        num_paused += paused
+        machine.now += 100.0 if paused else 2.0
+        return x.new_empty(len(x), 0)
+
+    monkeypatch.setitem(matmul.METHODS, "float32", pausing)  # type: ignore[misc]
+    matmul_choice.measure(WEIGHTS, machine)
+    assert num_paused == 3 and [chosen(rows) for rows in (8, 256, 512)] == ["float32"] * 3
+
+
 def test_other_threads_are_measured_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, {"rows": 4.0, "library": 3.0, "float32": 1.0})
     matmul_choice.measure(WEIGHTS, machine)

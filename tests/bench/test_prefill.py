@@ -35,7 +35,7 @@ def test_counted_operations_are_those_of_the_layers(step_tokens: int) -> None:
         if layer not in limited:
             layer.register_forward_hook(count)
     local.run([Request(request_id="a", prompt_ids=tuple(range(3, 43)), sampling=SamplingParams(max_tokens=1))])
-    text = config.text_config
+    text: Any = config.text_config
     hidden, context = text.hidden_size, num_tokens * (num_tokens + 1) // 2
     attention = 4 * hidden * ((text.num_hidden_layers - 1) * context + num_tokens)
     rest = 2 * (2 * hidden * hidden) + 2 * hidden * text.vocab_size  # q and o of one row, and the output head

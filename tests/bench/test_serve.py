@@ -191,7 +191,8 @@ def test_events_are_complete_for_any_split_of_their_bytes(cuts: list[int]) -> No
     events = [{"text": "a\nb"}, {"text": "\u00fc"}, {}]
     body = b": a comment\n\n" + b"".join(b"data: %b\r\n\r\n" % json.dumps(each).encode() for each in events)
     body += b"data:[DONE]\n\n"
-    reader, found = EventReader(), []
+    reader = EventReader()
+    found: list[dict[str, Any]] = []
     for end in sorted({*(min(cut, len(body)) for cut in itertools.accumulate(cuts)), len(body)}):
         found += reader.new_events(body[:end])
         assert reader.done == (b"[DONE]\n" in body[:end])
@@ -285,7 +286,7 @@ def test_another_server_by_its_url() -> None:
     whole = (200, [chunk("a"), USAGE, END])
     server = answering(whole, whole, (500, [b"no"]))
     url, requests = asyncio.run_coroutine_threadsafe(server.__aenter__(), loop).result()
-    settings = {"requests": 2, "concurrency": 1, "pictures": 0, "prompt_tokens": 20, "rounds": 1}
+    settings: dict[str, Any] = {"requests": 2, "concurrency": 1, "pictures": 0, "prompt_tokens": 20, "rounds": 1}
     cases = ["one", "adapters"]
     report = serve.run(False, url=url, model="llava", adapter_names=["signs"], cases=cases, **settings)
     loop.call_soon_threadsafe(loop.stop)

@@ -136,8 +136,8 @@ def test_the_client_alone_works_in_a_fresh_environment(tmp_path: Path, address: 
     assert serve.returncode == 2 and "pip install 'vlora[serve]'" in serve.stderr
 
     subprocess.run([*pip, "uninstall", "--quiet", "--yes", "pip", "setuptools"], check=True)
-    folder = next((tmp_path / "venv" / "lib").glob("python*/site-packages"))
-    size_mb = sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file()) / 2**20
+    packages = next((tmp_path / "venv" / "lib").glob("python*/site-packages"))
+    size_mb = sum(path.stat().st_blocks * 512 for path in packages.rglob("*") if path.is_file()) / 2**20
     assert size_mb < CLIENT_MB, f"{size_mb:.0f} MiB"
 
 

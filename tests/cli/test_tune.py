@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from vlora.tune import shapes_of
 
 
 @pytest.fixture(autouse=True)
-def _one_small_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def _one_small_size(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(atmm.tuning.search, "TOKENS", (1, 8))
     monkeypatch.setattr(atmm.tuning.search, "ADAPTERS", (2,))
     monkeypatch.setattr(atmm.tuning.search, "RANKS", (8,))

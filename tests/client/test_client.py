@@ -20,6 +20,7 @@ import vlora.client
 from tests.server.running import Running, png, running_server
 from tests.server.scripted import write_adapter
 from vlora.client import Answer, AsyncClient, Client
+from vlora.client.calls import Image
 from vlora.client.values import DEFAULT_HOST, DEFAULT_PORT
 from vlora.config import ServerConfig
 from vlora.errors import (
@@ -65,7 +66,7 @@ def test_public_names_and_defaults() -> None:
 
 def test_generate_accepts_bytes_and_paths(client: Client, tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(png())
-    images = [png(), tmp_path / "a.png", str(tmp_path / "a.png"), bytearray(png()), memoryview(png())]
+    images: list[Image] = [png(), tmp_path / "a.png", str(tmp_path / "a.png"), bytearray(png()), memoryview(png())]
     answer = client.generate("say:fünf Bilder", images)
     assert (answer.text, answer.finish_reason) == ("fünf Bilder", "stop")
     assert answer.num_prompt_tokens == 21 and answer.timings.latency_s > 0 and answer.total_s > 0

@@ -6,6 +6,7 @@ import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -43,7 +44,7 @@ class Watched:
     """A page, with a record of its errors and unwanted requests."""
 
     def __init__(self, browser: Browser, api: Api, *, width: int = 1280, height: int = 800, dark: bool = False) -> None:
-        scheme = "dark" if dark else "light"
+        scheme: Literal["dark", "light"] = "dark" if dark else "light"
         self.page: Page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
         self.page.set_default_timeout(10_000)
         self.urls: list[str] = []

@@ -26,7 +26,7 @@ from vlora.errors import (
     VLoraError,
 )
 from vlora.models.families import family_of
-from vlora.types import Request, SamplingParams, TensorValue
+from vlora.types import Request, RequestOutput, SamplingParams, TensorValue
 
 FAMILY = "llava"
 
@@ -114,13 +114,13 @@ def test_a_bad_request_fails_alone_with_the_reason(case: str, local: LocalEngine
     alone = local.run([request(prompt)])["good"]
     engine = local.engine
     engine.add(request(prompt))
-    outputs = []
+    outputs: list[RequestOutput] = []
     try:
         engine.add(bad)
     except VLoraError as refused:
         assert isinstance(refused, error) and text in str(refused)
     else:
-        failed = []
+        failed: list[RequestOutput] = []
         while engine.has_work:
             for output in engine.step():
                 (failed if output.request_id == bad.request_id else outputs).append(output)
@@ -216,7 +216,7 @@ def test_unloading_ends_its_requests_with_an_error(local: LocalEngine, prompt: P
     ended = engine.unload_adapter("wide8")
     assert [o.request_id for o in ended] == ["good"]
     assert ended[0].error is not None and "unloaded" in ended[0].error.message
-    outputs = []
+    outputs: list[RequestOutput] = []
     while engine.has_work:
         outputs += engine.step()
     assert outputs[-1].request_id == "other" and outputs[-1].finish_reason == "length"

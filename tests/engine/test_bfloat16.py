@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.families import build_model, make_prompt
+from tests.families import Prompt, build_model, make_prompt
 from tests.harness import FixedModes, run_engine
 from tests.oracle import Oracle
 from tests.references import CaseReference
@@ -24,7 +24,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> CaseReference:
     # LoRA deltas of about a tenth of the weight, as after training.
     oracle = Oracle(family, rounded, scale=0.1)
     adapters = oracle.save(tmp_path_factory.mktemp(family))
-    cases = [
+    cases: list[tuple[str | None, Prompt]] = [
         (
             ("wide8", "everywhere64")[seed % 2],
             make_prompt(family, rounded, seed, num_images=seed // 2 % 2, text=(12, 12)),

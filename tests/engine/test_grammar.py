@@ -259,7 +259,8 @@ class Prefixes:
 @torch.no_grad()
 def naive(model: Any, tokenizer: Any, prompt_ids: Sequence[int], grammar: str, max_tokens: int) -> list[int]:
     """Greedy: the likeliest token that keeps the text a prefix of the grammar."""
-    prefixes, tokens = Prefixes(grammar), []
+    prefixes = Prefixes(grammar)
+    tokens: list[int] = []
     while len(tokens) < max_tokens:
         ids = torch.tensor([[*prompt_ids, *tokens]])
         logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, -1]

@@ -75,7 +75,8 @@ class Headed(Reference):
         """Logits of the tokens that the head reads [tokens, outputs]."""
         assert self.oracle.peft is not None
         self.oracle.peft.set_adapter(adapter)
-        hidden = self.oracle.peft.get_base_model().model(**prompt.kwargs).last_hidden_state[0]
+        base: Any = self.oracle.peft.get_base_model()
+        hidden = base.model(**prompt.kwargs).last_hidden_state[0]
         head = self.heads[adapter][task]
         linear = nn.Linear(HIDDEN, len(head.weight))
         linear.weight.copy_(head.weight)

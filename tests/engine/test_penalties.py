@@ -22,8 +22,8 @@ NUM_TOKENS = 12
 def test_answers_equal_those_of_transformers(tmp_path: Path, merged: bool) -> None:
     oracle = Oracle(FAMILY, build_model(FAMILY))
     model = build_model(FAMILY)
-    policy = {"policy": "merged_only" if merged else "unmerged_only"}
-    local = LocalEngine(EngineConfig(model=FAMILY, arena_bytes=64 * 2**20, **policy), model=model)
+    policy = "merged_only" if merged else "unmerged_only"
+    local = LocalEngine(EngineConfig(model=FAMILY, arena_bytes=64 * 2**20, policy=policy), model=model)
     for name, path in oracle.save(tmp_path).items():
         local.engine.load_adapter(name, path)
     prompts = [make_prompt(FAMILY, model, seed, num_images=seed % 2) for seed in range(4)]

@@ -107,7 +107,7 @@ def test_answers_stay_the_same_when_all_pages_move_between_steps(reference: Case
 def test_a_view_that_is_not_updated_changes_answers(reference: CaseReference) -> None:
     """The negative control: an adapter moved without updating its views changes the answer or fails."""
     recorded = RecordingEngine(reference, FixedModes(Mode.UNMERGED))
-    recorded.engine.parts.device.pool.relocate = lambda name: None  # type: ignore[method-assign]
+    recorded.engine.parts.device.pool.relocate = lambda key: None  # type: ignore[method-assign]
     shuffled(recorded)
     adapted = [case for case in reference.cases if case[0] == "wide8"]
     expected = [answer for case, answer in zip(reference.cases, reference.answers, strict=True) if case[0] == "wide8"]

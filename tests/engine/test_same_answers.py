@@ -95,5 +95,6 @@ def test_algorithm_1_end_to_end(reference: CaseReference) -> None:
 def test_video(reference: CaseReference) -> None:
     if reference.video_case is None:
         pytest.skip(f"{reference.family} takes no video")
+    assert reference.video_answer is not None
     run = run_engine(reference, FixedModes(Mode.UNMERGED), NUM_TOKENS, cases=[reference.video_case])
     assert_same(run.answers[0], reference.video_answer)

@@ -87,9 +87,9 @@ def answers(adapter_folders: dict[str, str], prompt: Prompt) -> dict[str | None,
     local = make_engine()
     for name, path in adapter_folders.items():
         local.engine.load_adapter(name, path)
-    found = {}
-    for name in (None, *adapter_folders):
-        found[name] = tokens(local.run([ask(prompt, "r", name)])["r"], "r")
+    found: dict[str | None, list[int]] = {}
+    for adapter in (None, *adapter_folders):
+        found[adapter] = tokens(local.run([ask(prompt, "r", adapter)])["r"], "r")
     assert len({tuple(tokens) for tokens in found.values()}) == len(found), "equal answers would prove nothing"
     return found
 

@@ -70,7 +70,7 @@ def test_an_adapter_trained_with_plain_peft_is_served(tmp_path: Path) -> None:
 
 def test_a_video_is_answered_frame_by_frame(server: Running, tmp_path: Path) -> None:
     video = str(tmp_path / "clip.avi")
-    writer = cv2.VideoWriter(video, cv2.VideoWriter_fourcc(*"MJPG"), 5, (32, 32))
+    writer = cv2.VideoWriter(video, cv2.VideoWriter.fourcc(*"MJPG"), 5, (32, 32))
     for level in (10, 250, 10):
         writer.write(numpy.full((32, 32, 3), level, numpy.uint8))
     writer.release()

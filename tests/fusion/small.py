@@ -29,6 +29,7 @@ COLORS = ("red", "green", "blue")
 def build_small() -> LlavaForConditionalGeneration:
     """A quarter of the width and half of the depth: the tests check training, not final accuracy."""
     config = model_config()
+    assert config.vision_config is not None and config.text_config is not None
     heads = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
     config.vision_config.update({**heads, "projection_dim": 64})
     config.text_config.update({**heads, "num_key_value_heads": 4, "head_dim": 16})

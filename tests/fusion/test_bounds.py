@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 from scipy.stats import binom
 
-from fusion.data.samples import Splits
+from fusion.data.samples import Splits, Target
 from fusion.packing.bounds import score_with_bound
 from fusion.plan.tasks import MEANS
 from fusion.training.objectives import objective_of
@@ -18,7 +19,7 @@ from heads import Box
 pytestmark = pytest.mark.slow
 
 
-def share(answers: object, targets: object) -> float:
+def share(answers: Any, targets: Any) -> float:
     return float(np.mean(np.equal(answers, targets)))
 
 
@@ -39,16 +40,16 @@ def test_the_bound_without_a_correct_sample_is_zero() -> None:
     assert score_with_bound(share, [0] * 20, [1] * 20, mean=True, confidence=0.95) == (0.0, 0.0)
 
 
-Draw = Callable[[np.random.Generator, int], tuple[list[object], list[object]]]
+Draw = Callable[[np.random.Generator, int], tuple[list[object], list[Target]]]
 HERE, THERE = Box(0, 0.1, 0.1, 0.3, 0.3), Box(0, 0.6, 0.6, 0.9, 0.9)
 
 
 def boxes(found: float) -> Draw:
     """One or two objects per picture; the detector finds the first with probability `found`, with higher confidence."""
 
-    def draw(rng: np.random.Generator, number: int) -> tuple[list[object], list[object]]:
+    def draw(rng: np.random.Generator, number: int) -> tuple[list[object], list[Target]]:
         answers: list[object] = []
-        targets: list[object] = []
+        targets: list[Target] = []
         for seen, count in zip(rng.random(number) < found, rng.integers(1, 3, number), strict=True):
             box = (HERE if seen else THERE._replace(image=1))._replace(score=rng.random() * (1 if seen else 0.9))
             answers.append((box,))
@@ -61,7 +62,7 @@ def boxes(found: float) -> Draw:
 def labels(right: float) -> Draw:
     """Three labels, one of them rare; a wrong answer is the next label."""
 
-    def draw(rng: np.random.Generator, number: int) -> tuple[list[object], list[object]]:
+    def draw(rng: np.random.Generator, number: int) -> tuple[list[object], list[Target]]:
         truth = rng.choice(3, number, p=(0.5, 0.35, 0.15))
         answers = np.where(rng.random(number) < right, truth, (truth + 1) % 3)
         return answers.tolist(), truth.tolist()
@@ -70,7 +71,7 @@ def labels(right: float) -> Draw:
 
 
 def words(right: float) -> Draw:
-    def draw(rng: np.random.Generator, number: int) -> tuple[list[object], list[object]]:
+    def draw(rng: np.random.Generator, number: int) -> tuple[list[object], list[Target]]:
         answers = [" ".join(np.where(rng.random(4) < right, list("abcd"), "x")) for _ in range(number)]
         return list(answers), ["a b c d"] * number
 
@@ -93,17 +94,17 @@ def test_a_resampled_bound_has_its_nominal_coverage(task: str, name: str, draw: 
     chosen = () if task == "captioning" else ("a", "b", "c")
     metric = objective_of(Splits(task, chosen, (), (), (), real=True), name).metric
     rng = np.random.default_rng(0)
-    truth = metric(*draw(rng, 4_000))  # type: ignore[arg-type]
+    truth = metric(*draw(rng, 4_000))
     held = 0
     turns, number = (20, 30) if task == "detection" else (60, 60)  # boxes take longest to compare
     for turn in range(turns):
         answers, targets = draw(rng, number)
-        held += score_with_bound(metric, answers, targets, mean=name in MEANS, confidence=0.9, seed=turn).lower <= truth  # type: ignore[type-var]
+        held += score_with_bound(metric, answers, targets, mean=name in MEANS, confidence=0.9, seed=turn).lower <= truth
     assert held >= binom.ppf(1e-3, turns, 0.9), held
 
 
 @pytest.mark.parametrize(("task", "name", "right"), [("detection", "map", (HERE,)), ("classification", "f1", 1)])
-def test_few_correct_samples_have_a_low_bound(task: str, name: str, right: object) -> None:
+def test_few_correct_samples_have_a_low_bound(task: str, name: str, right: Target) -> None:
     """About Clopper and Pearson's bound; resampling only the samples would give 1."""
     metric = objective_of(Splits(task, ("a", "b", "c"), (), (), (), real=True), name).metric
     score = score_with_bound(metric, [right] * 10, [right] * 10, mean=False, confidence=0.95)

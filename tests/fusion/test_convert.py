@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -149,7 +150,8 @@ def deltas(base: str, adapter: Path) -> dict[str, np.ndarray]:
     """Deltas by layer, as plain PEFT adds them to the weights."""
     model = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(base), str(adapter))
     found = {}
-    for name, module in model.base_model.model.named_modules():
+    inner: Any = model.base_model.model
+    for name, module in inner.named_modules():
         if hasattr(module, "lora_A"):
             weight = module.get_base_layer().weight
             before = weight.detach().double().clone()

@@ -4,6 +4,7 @@ scored relative to the whole picture."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -61,14 +62,14 @@ def test_boxes_are_learned_where_serving_finds_them(tmp_path: Path) -> None:
     plan = DomainPlan(name="cars", source="made", question="where are cars ?", threshold=0.5)
     domain = Domain(plan, splits, base)
     (sample,) = domain.train
-    first, second = sample.learned
+    first, second = cast(tuple[Box, ...], sample.learned)
     assert first[1:5] == pytest.approx((0.1, 0.2, 0.5, 0.6)) and second[1:5] == pytest.approx((0, 0, 0.5, 1))
     assert sample.target == (inside, cut, outside)  # invisible boxes count as missed
-    edges_found = dict(zip(("left", "top", "right", "bottom"), first[1:5], strict=True))
-    found = FoundBox(label_id=0, label="car", score=1.0, image=0, **edges_found)
+    _, left, top, right, bottom, _, _ = first
+    found = FoundBox(label_id=0, label="car", score=1.0, image=0, left=left, top=top, right=right, bottom=bottom)
     answer = HeadAnswer(task="detection", label="1 car", labels=("car", "bus"), confidence=1.0, boxes=(found,))
     served = in_pixels(answer, [shown_region(image_processor, 200, 100)])
     (box,) = served.boxes
     assert (box.left, box.top, box.right, box.bottom) == pytest.approx((60, 20, 100, 60))
-    (judged,) = sample.of_whole_pictures((first,))  # type: ignore[misc]
+    (judged,) = cast(tuple[Box, ...], sample.of_whole_pictures((first,)))
     assert judged[1:5] == pytest.approx(inside[1:5])

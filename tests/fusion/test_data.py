@@ -305,7 +305,10 @@ def remove(file: str) -> Callable[[Path], None]:
 
 
 def copy(source: str, target: str) -> Callable[[Path], None]:
-    return lambda root: (root / target).write_bytes((root / source).read_bytes()) and None
+    def spoil(root: Path) -> None:
+        (root / target).write_bytes((root / source).read_bytes())
+
+    return spoil
 
 
 def link(file: str, to: str) -> Callable[[Path], None]:
@@ -313,7 +316,10 @@ def link(file: str, to: str) -> Callable[[Path], None]:
 
 
 def cut(file: str) -> Callable[[Path], None]:
-    return lambda root: (root / file).write_bytes((root / file).read_bytes()[:200]) and None
+    def spoil(root: Path) -> None:
+        (root / file).write_bytes((root / file).read_bytes()[:200])
+
+    return spoil
 
 
 @pytest.mark.parametrize(

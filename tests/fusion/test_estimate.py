@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ def data(*names: str) -> dict[str, DomainData]:
     return {name: DomainData(color_splits(), None) for name in names}
 
 
-def made(folder: Path, *names: str, **training: object) -> Plan:
+def made(folder: Path, *names: str, **training: Any) -> Plan:
     return plan_of(write_base(folder / "base"), names, **training)
 
 

@@ -63,8 +63,9 @@ def test_features_held_do_not_grow_with_samples(number: int, tmp_path: Path, mon
     monkeypatch.setattr("fusion.training.scoring.SCORE_AT_ONCE", _AT_ONCE)
     torch.set_num_threads(1)
     plan = plan_of(write_base(tmp_path / "base"), ("colors",), steps=2, batch_size=_AT_ONCE)
-    parts = [colors(count, seed) for seed, count in enumerate((number, number, 4))]
-    trainer = trainer_of(plan, {"colors": Splits("classification", COLORS, *parts, real=False)}, tmp_path / "features")
+    train, validation, test = (colors(count, seed) for seed, count in enumerate((number, number, 4)))
+    splits = Splits("classification", COLORS, train, validation, test, real=False)
+    trainer = trainer_of(plan, {"colors": splits}, tmp_path / "features")
     assert not alive
     trainer.adapter.reset()
     trainer.train("colors", ())

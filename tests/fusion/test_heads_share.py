@@ -79,8 +79,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> SharedAdapter:
     base = FrozenBase(load_model(EngineConfig(model=folder)), InputProcessor.from_pretrained(folder))
     domains = {}
     for own in plans:
-        parts = [samples(own.name, count, seed) for seed, count in enumerate((60, 30, 30))]
-        domains[own.name] = Domain(own, Splits(own.name, TARGETS[own.name][0], *parts, real=False), base)
+        train, validation, test = (samples(own.name, count, seed) for seed, count in enumerate((60, 30, 30)))
+        splits = Splits(own.name, TARGETS[own.name][0], train, validation, test, real=False)
+        domains[own.name] = Domain(own, splits, base)
     trainer = LoraTrainer(base, domains, plan)
     trainer.adapter.reset()
     losses = {}

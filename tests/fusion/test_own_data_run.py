@@ -143,8 +143,8 @@ def test_every_head_answers_in_the_engine_as_in_training(tmp_path: Path, monkeyp
         engine.engine.load_adapter(adapter.name, str(tmp_path / "out" / "adapters" / adapter.name))
     for domain in report.domains:
         folder = tmp_path / "out" / "adapters" / domain.adapter
-        task = load_heads(folder)[domain.name].task
-        assert task.kind == domain.task
+        served_task = load_heads(folder)[domain.name].task
+        assert served_task.kind == domain.task
         requests = []
         for number, sample in enumerate(data[domain.name].splits.test):
             images = [Image.fromarray(frame) for frame in sample.frames]
@@ -154,7 +154,7 @@ def test_every_head_answers_in_the_engine_as_in_training(tmp_path: Path, monkeyp
         outputs = engine.run(requests)
         found = [value_of(outputs[request.request_id][-1].head) for request in requests]
         targets = [sample.target for sample in data[domain.name].splits.test]
-        assert task.metrics(found, targets)[domain.metric] == pytest.approx(domain.after), domain.name
+        assert served_task.metrics(found, targets)[domain.metric] == pytest.approx(domain.after), domain.name
         for request, expected in zip(requests, answers[domain.name], strict=True):
             served = outputs[request.request_id][-1].head
             assert served is not None and served.label == expected.label

@@ -344,7 +344,12 @@ def test_all_held_domains_are_rehearsed_even_in_a_small_batch(base: str, monkeyp
     plan = plan_of(base, names, steps=6, batch_size=4)
     trainer = trainer_of(plan, dict.fromkeys(names, color_splits(labels=COLORS)))
     seen: list[str] = []
-    monkeypatch.setattr(trainer, "backward", lambda batch, at_once: seen.extend(name for name, _ in batch) or 0.0)
+
+    def backward(batch: Sequence[tuple[str, object]], at_once: int) -> float:
+        seen.extend(name for name, _ in batch)
+        return 0.0
+
+    monkeypatch.setattr(trainer, "backward", backward)
     trainer.adapter.reset()
     for place, name in enumerate(names):
         trainer.train(name, names[:place])

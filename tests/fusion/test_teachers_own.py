@@ -7,7 +7,7 @@ import pickle
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import cv2
 import joblib
@@ -457,7 +457,7 @@ def opened(lines: dict[str, Any], task: str) -> Teacher:
 
 def test_a_cascade_finds_a_face() -> None:
     (found,) = opened({"kind": "cascade", "min_confidence": 0.9}, "detection").label([[face()]])
-    ((label, left, top, right, bottom, confidence),) = found.answer
+    ((label, left, top, right, bottom, confidence),) = cast(tuple[NamedBox, ...], found.answer)
     # The face is at about (177 to 270, 70 to 170) of 512 x 512 pixels.
     assert label == "face" and left < 0.4 < 0.46 < right and top < 0.18 < 0.28 < bottom
     assert confidence == found.confidence > 0.9
@@ -502,7 +502,7 @@ def test_pictures_too_small_for_a_person_show_none(size: tuple[int, int]) -> Non
 def test_unsure_boxes_are_dropped_and_counted() -> None:
     class Two:
         name = "two"
-        labels = ("a", "b")
+        labels: tuple[str, ...] = ("a", "b")
 
         def find(self, frame: np.ndarray) -> list[NamedBox]:
             return [NamedBox("a", 0, 0, 1, 1, 0.4), NamedBox("b", 0, 0, 1, 1, 0.8)]

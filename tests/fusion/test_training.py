@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -103,7 +104,8 @@ def test_accuracy_in_words_agrees_with_greedy_decoding(base_folder: str, tmp_pat
         domains=(question,),
     )
     parts = (
-        [Sample(s.frames, LABELS[s.target]) for s in colors(count, seed)] for seed, count in enumerate((60, 6, 30))
+        [Sample(s.frames, LABELS[cast(int, s.target)]) for s in colors(count, seed)]
+        for seed, count in enumerate((60, 6, 30))
     )
     train, validation, test = parts
     splits = Splits("vqa", (), train, validation, test, real=False)
@@ -169,6 +171,6 @@ def test_the_saved_adapter_is_read_by_peft_and_served_the_same(
     for number, sample in enumerate(domain.splits.test):
         answer = outputs[str(number)][-1].head
         assert answer is not None
-        hits += answer.label == LABELS[sample.target]
+        hits += answer.label == LABELS[cast(int, sample.target)]
     # Training evaluates in bfloat16 autocast, serving in float32: one sample may be answered differently.
     assert abs(hits / len(domain.test) - trainer.evaluator.score("colors", domain.test)) <= 1 / len(domain.test) + 1e-9

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -121,7 +122,12 @@ def test_siblings_compute_once_and_release_the_input(monkeypatch: pytest.MonkeyP
     layers = siblings(scope, bias=True)
     Siblings(layers)
     calls = []
-    monkeypatch.setattr(adapted_linear, "linears", lambda *given: (calls.append(1), linears(*given))[1])
+
+    def counted_linears(*given: Any) -> torch.Tensor:
+        calls.append(1)
+        return linears(*given)
+
+    monkeypatch.setattr(adapted_linear, "linears", counted_linears)
     with torch.inference_mode(), scope.lanes(3, [Lane("a", 0, 3)]):
         x = torch.randn(3, 6).bfloat16()
         for layer in layers:

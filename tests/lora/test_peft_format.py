@@ -186,7 +186,10 @@ def test_values_that_are_not_finite(copied: Path, registry: AdapterRegistry) -> 
 
 
 def test_values_too_large_for_the_model_s_precision(copied: Path, sites: dict[str, SiteShape]) -> None:
-    edit_tensors(copied, lambda tensors: tensors[min(tensors)].fill_(1e5))
+    def enlarge(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[min(tensors)].fill_(1e5)
+
+    edit_tensors(copied, enlarge)
     with pytest.raises(BadAdapter, match=r"not finite \(NaN or infinity\) in torch.float16"):
         load(AdapterRegistry(sites, torch.float16, 64), "a", str(copied))
     assert load(AdapterRegistry(sites, torch.float32, 64), "a", str(copied)).shapes

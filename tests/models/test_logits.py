@@ -97,7 +97,7 @@ def test_rows_do_not_change_each_other() -> None:
 @given(st.integers(0, 99), st.floats(0.01, 1), st.floats(0.2, 4))
 def test_min_p_keeps_the_same_tokens_as_transformers(seed: int, min_p: float, temperature: float) -> None:
     logits = logits_of(seed)
-    left = MinPLogitsWarper(min_p)(torch.zeros(1, 1, dtype=torch.long), logits.double() / temperature)
+    left = MinPLogitsWarper(min_p)(torch.LongTensor([[0]]), logits.double() / temperature)
     params = SamplingParams(temperature=temperature, min_p=min_p)
     drawn = {sample(logits, [params], [0], [place])[0] for place in range(200)}
     assert drawn <= set((left[0] > -torch.inf).nonzero().flatten().tolist())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from vlora.simulator.sample_requests import IMAGE_TOKEN, make_request, sampled_t
 from vlora.types import Batch
 
 
-def sharing(policy: object = None, **settings: object) -> CheckedReplica:
+def sharing(policy: object = None, **settings: Any) -> CheckedReplica:
     """Blocks of four tokens, one second per step."""
     return box(policy, prefix_cache=True, **settings)
 

@@ -28,7 +28,7 @@ class PlainCostModel(CostModel):
     def costs(self) -> Costs:
         each = [weight * unit for weight, unit in zip(self._weights, FEATURE_SCALES, strict=True)]
         patch_s = self._encode_s / self._patches if self._patches else 0.0
-        return Costs(*each, self._switch_s or 0.0, self._back_s or 0.0, self._short_lane, patch_s)
+        return Costs._make((*each, self._switch_s or 0.0, self._back_s or 0.0, self._short_lane, patch_s))
 
 
 class PlainMemoryDemand(MemoryDemand):
@@ -90,8 +90,9 @@ class PlainCredits(Credits):
         starves = math.nextafter(theta_s, math.inf)
         candidates = []
         for t, credit in zip(ready, self.of(ready, now, merged), strict=True):
-            bounded = t.answer_by is not None and t.first_answer_s is None
-            urgent = bounded and t.last_ran_s + credit + theta_s >= t.answer_by
+            urgent = False
+            if t.answer_by is not None and t.first_answer_s is None:
+                urgent = t.last_ran_s + credit + theta_s >= t.answer_by
             if urgent and credit < starves:
                 credit = starves
             waits = now - t.last_ran_s, now - t.last_answer_s

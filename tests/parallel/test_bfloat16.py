@@ -40,9 +40,15 @@ def logits(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, Mode], l
     truth = [oracle.generate(prompt, adapter, 1)[1] for adapter, prompt in cases]
     found = {(0, Mode.UNMERGED): truth, (0, Mode.MIXED): truth}
     for size in (1, 2):
-        settings = {"checkpoint": str(folder / "model"), "tensor_parallel": size, "threads": 1, "sharding": WAYS}
-        reference = SimpleNamespace(family=FAMILY, adapters=adapters)
-        recorded = RecordingEngine(reference, FixedModes(Mode.UNMERGED), dtype=torch.bfloat16, **settings)
+        recorded = RecordingEngine(
+            SimpleNamespace(family=FAMILY, adapters=adapters),
+            FixedModes(Mode.UNMERGED),
+            dtype=torch.bfloat16,
+            checkpoint=str(folder / "model"),
+            tensor_parallel=size,
+            threads=1,
+            sharding=WAYS,
+        )
         try:
             for mode in (Mode.UNMERGED, Mode.MIXED):
                 recorded.modes.clear()

@@ -13,6 +13,7 @@ import pytest
 
 from tests.harness import FixedModes, RecordingEngine
 from tests.parallel.test_same_answers import Family
+from vlora.engine.tensor_parallel.coordinator import TensorParallelRunner
 from vlora.types import Mode, Request, RequestOutput, SamplingParams
 
 NUM_REQUESTS = 28
@@ -105,5 +106,6 @@ def test_finished_answers_are_correct_under_mixed_load(family: Family, recorded:
     cached = [out[-1].timings.num_cached_tokens for out in outputs.values() if out[-1].timings is not None]
     assert answered > NUM_REQUESTS // 3 and num_cancelled > 1 and num_unloaded > 1
     assert stats.num_switches > 0 and any(cached)
+    assert isinstance(engine.parts.runner, TensorParallelRunner)
     assert engine.parts.runner.num_requests == 0, "other ranks keep finished requests"
     assert stats.num_preemptions > 0

@@ -167,7 +167,9 @@ def test_ranks_out_of_sync_end_the_replica_with_the_cause(folder: Path) -> None:
     local = LocalEngine(config(folder))
     try:
         assert len(tokens(local.run([request("fine", 2)])["fine"])) == 2
-        local.engine.parts.group._sockets._number += 1  # as if rank 0 had sent an additional message
+        group = local.engine.parts.group
+        assert group is not None
+        group._sockets._number += 1  # as if rank 0 had sent an additional message
         with pytest.raises(EngineDead, match=r"ranks out of sync: rank . sent message"):
             local.run([request("apart", 2)])
     finally:

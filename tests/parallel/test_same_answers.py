@@ -150,7 +150,9 @@ def test_collectives_match_the_formulas(replica: TensorParallelEngine) -> None:
     """Base model: two sums per layer. Replicated and block-diagonal adapters: nothing more. S-LoRA: two gathers and
     two sums per layer, for any number of adapters. And one broadcast per step.
     """
-    ledger = replica.recorded.engine.parts.group.ledger
+    group = replica.recorded.engine.parts.group
+    assert group is not None
+    ledger = group.ledger
     for case, (adapters, ranks) in enumerate(
         [((None,), ()), (("narrow4", "blocks4", None), ()), (("wide8",), (8,)), (("wide8", "everywhere64"), (8, 64))]
     ):

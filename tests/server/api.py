@@ -96,7 +96,7 @@ def running_api(
 
     async def main() -> None:
         used = engine or ScriptedInterface()
-        front_end = FrontEnd(used, processor or ByteProcessor(), config, model)
+        front_end = FrontEnd(used, processor or ByteProcessor(), config, model)  # type: ignore[arg-type]
         server = HttpServer(config)
         server.start(make_app(front_end, model, Access(config.tokens), other_listener))
         started.set_result(Api(int(server.address.split(":")[1]), used, front_end, asyncio.get_running_loop()))

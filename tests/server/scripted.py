@@ -133,6 +133,7 @@ class ByteProcessor:
     def _vision(self, image: Image.Image) -> VisionInput:
         assert image.mode == "RGB"
         mean = image.convert("L").resize((1, 1), Image.Resampling.BOX).getpixel((0, 0))
+        assert isinstance(mean, int)
         field = TensorValue("uint8", (1,), bytes([mean]))
         digest = hashlib.blake2b(field.data, digest_size=16).hexdigest()
         return VisionInput(kind="image", content_hash=digest, num_tokens=1, fields={"pixel_values": field})

@@ -29,5 +29,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     # The command's own error handling, around the scripted parts.
-    vlora.cli.cli.main = lambda **_: main()  # type: ignore[method-assign]
+    vlora.cli.cli.main = lambda **_: main()  # type: ignore[assignment,method-assign]
     vlora.cli.main()

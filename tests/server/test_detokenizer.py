@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from vlora.server.detokenizer import AnswerText, Detokenizer, StopFilter
 from vlora.types import TokenScore
 
 
-def decode(token_ids: list[int]) -> str:
+def decode(token_ids: Sequence[int]) -> str:
     return bytes(token_ids).decode(errors="replace")
 
 
@@ -43,7 +44,7 @@ def test_a_partial_character_at_the_end_becomes_the_replacement_character() -> N
 def test_spaces_that_depend_on_the_token_before_are_kept() -> None:
     words = ["<s>", "Hello", "there", "world"]
 
-    def sentencepiece(token_ids: list[int]) -> str:
+    def sentencepiece(token_ids: Sequence[int]) -> str:
         # Drops the space before the first word, as such tokenizers do.
         return " ".join(words[token] for token in token_ids if token)
 

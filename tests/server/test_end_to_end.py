@@ -125,7 +125,7 @@ def picture(seed: int) -> bytes:
 
 
 def test_served_answers_equal_those_of_the_local_engine(client: Client, local: Local) -> None:
-    sampling = {"max_tokens": 8, "ignore_eos": True}
+    sampling: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True}
     requests = [(adapter, [picture(i) for i in range(images)]) for adapter in (None, *ADAPTERS) for images in (0, 1, 2)]
     with ThreadPoolExecutor(9) as threads:
         answers = list(threads.map(lambda ask: client.generate(QUESTION, ask[1], ask[0], **sampling), requests))
@@ -146,7 +146,7 @@ def test_served_head_results_equal_those_of_the_local_engine(client: Client, loc
 
 
 def test_streams_join_to_the_answer_and_stop_strings_cut_it(client: Client) -> None:
-    options = {"max_tokens": 12, "ignore_eos": True, "temperature": 1.0, "seed": 3}
+    options: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True, "temperature": 1.0, "seed": 3}
     stream = client.stream(QUESTION, [picture(1)], "small", **options)
     pieces = list(stream)
     assert stream.answer is not None and "".join(pieces) == stream.answer.text

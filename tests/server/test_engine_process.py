@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,7 @@ def test_requests_calls_refusals_and_a_clean_stop(tmp_path: Path) -> None:
         # Closing a stream cancels its request; cancelling a request ends its stream.
         leaving = engine.generate(request("left", "forever", sampling=SamplingParams(max_tokens=400)))
         await anext(leaving)
+        assert isinstance(leaving, AsyncGenerator)
         await leaving.aclose()
         cancelling = engine.generate(request("cancelled", "forever", sampling=SamplingParams(max_tokens=400)))
         await anext(cancelling)

@@ -36,8 +36,9 @@ def front_end(engine: ScriptedInterface | None = None, **settings: Any) -> Front
 
 
 async def ask(front: FrontEnd, *args: Any, **kwargs: Any) -> tuple[list[str], Answer]:
-    *pieces, answer = [part async for part in front.generate(*args, **kwargs)]
-    assert isinstance(answer, Answer) and "".join(pieces) == answer.text
+    *parts, answer = [part async for part in front.generate(*args, **kwargs)]
+    pieces = [part for part in parts if isinstance(part, str)]
+    assert isinstance(answer, Answer) and len(pieces) == len(parts) and "".join(pieces) == answer.text
     return pieces, answer
 
 

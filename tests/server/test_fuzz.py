@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
+from schemathesis.core.result import Ok
 
 from fusion.embedded import checkpoint_path
 from tests.example_counts import scaled
@@ -43,8 +44,9 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
 @pytest.mark.parametrize("mode", list(GenerationMode))
 def test_no_request_of_the_openapi_document_is_answered_with_500(api: Api, mode: GenerationMode) -> None:
     document = schemathesis.openapi.from_url(f"{api.url}/openapi.json")
-    operations = [result.ok() for result in document.get_all_operations()]
-    assert len(operations) >= 12
+    results = list(document.get_all_operations())
+    operations = [result.ok() for result in results if isinstance(result, Ok)]
+    assert len(operations) == len(results) >= 12
     for operation in operations:
         if mode.is_negative and not operation.body:
             continue  # names in paths may be anything

@@ -16,6 +16,7 @@ from tests.server.running import png
 from vlora.config import ServerConfig
 from vlora.errors import BadConfig, BadImage, BadRequest, TooLarge, VLoraError
 from vlora.server.media import image_sources
+from vlora.server.media.image_decoding import RawImage
 from vlora.server.media.image_sources import ImageSources
 
 PICTURE = png()
@@ -89,8 +90,8 @@ def site() -> Iterator[Site]:
     server.server_close()
 
 
-def read(*urls: bytes | str, **settings: Any) -> list[bytes]:
-    async def main() -> list[bytes]:
+def read(*urls: bytes | str, **settings: Any) -> list[bytes | RawImage]:
+    async def main() -> list[bytes | RawImage]:
         sources = ImageSources(ServerConfig(max_image_bytes=1000, max_images=3, **settings))
         try:
             return await sources.read(urls)

@@ -42,7 +42,11 @@ def test_a_name_without_recent_requests_loses_its_slot() -> None:
 @given(st.lists(st.sampled_from("abcdef"), max_size=300), st.integers(1, 3))
 def test_labels_are_bounded_and_counters_only_increase(names: list[str], limit: int) -> None:
     series: Counter[str] = Counter()
-    slots = LabelSlots(limit, lambda name: series.pop(name))
+
+    def forget(name: str) -> None:
+        series.pop(name)
+
+    slots = LabelSlots(limit, forget)
     for name in names:
         before = dict(series)
         series[slots.label(name)] += 1

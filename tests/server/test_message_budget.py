@@ -81,9 +81,9 @@ def test_a_frame_counts_until_it_is_answered(tmp_path: Path) -> None:
         most = 0
         reserve = budget.reserve
 
-        def recording_reserve(num_bytes: int, *wait: float) -> bool:
+        def recording_reserve(num_bytes: int, wait_s: float = 0.0) -> bool:
             nonlocal most
-            reserved = reserve(num_bytes, *wait)
+            reserved = reserve(num_bytes, wait_s)
             most = max(most, budget.used)
             return reserved
 

@@ -118,7 +118,7 @@ def test_answers_and_log_probabilities_are_those_of_plain_transformers(
 
 
 def test_a_stream_joins_to_the_whole_answer(client: openai.OpenAI) -> None:
-    fields = {"temperature": 1.5, "seed": 11, "logprobs": True}
+    fields: dict[str, Any] = {"temperature": 1.5, "seed": 11, "logprobs": True}
     whole = ask(client, 200, **fields)
     chunks = list(ask(client, 200, stream=True, stream_options={"include_usage": True}, **fields))
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
@@ -174,7 +174,7 @@ def test_every_choice_of_a_stream_is_that_of_the_whole_answer(client: openai.Ope
 
 
 def test_choices_and_seeds(client: openai.OpenAI) -> None:
-    drawn = {"temperature": 2.0, "seed": 5}
+    drawn: dict[str, Any] = {"temperature": 2.0, "seed": 5}
     three = [choice.message.content for choice in ask(client, 90, n=3, **drawn).choices]
     assert [choice.message.content for choice in ask(client, 90, n=3, **drawn).choices] == three
     assert len(set(three)) == 3 and ask(client, 90, **drawn).choices[0].message.content == three[0]
@@ -295,8 +295,11 @@ def test_a_conversation_continues_with_its_answers(client: openai.OpenAI) -> Non
     first = client.chat.completions.create(model="embedded", messages=messages, max_tokens=4)
     messages += [first.choices[0].message, {"role": "user", "content": "what color ?"}]
     second = client.chat.completions.create(model="embedded", messages=messages, max_tokens=4)
+    assert first.usage is not None and second.usage is not None
     assert second.usage.prompt_tokens > first.usage.prompt_tokens
-    assert second.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens // 16 * 16 > 0
+    details = second.usage.prompt_tokens_details
+    assert details is not None and details.cached_tokens is not None
+    assert details.cached_tokens >= first.usage.prompt_tokens // 16 * 16 > 0
 
 
 def test_paths_in_names_reach_no_file(api: Api, tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def api() -> Iterator[Api]:
         yield made
 
 
-CALLS = [
+CALLS: list[tuple[str, str, Any]] = [
     ("GET", "/v1/models", None),
     ("GET", "/metrics", None),
     ("GET", "/openapi.json", None),
@@ -129,7 +129,7 @@ CALLS = [
     ("POST", "/v1/chat/completions", {"model": "base", "messages": [{"role": "user", "content": "say:x"}]}),
     ("POST", "/v1/heads/cam/night", {"images": ["data:image/png;base64,x"]}),
 ]
-ADMIN_CALLS = [
+ADMIN_CALLS: list[tuple[str, str, Any]] = [
     ("POST", "/v1/adapters", {"name": "x", "path": "/nowhere"}),
     ("DELETE", "/v1/adapters/absent", None),
     ("PUT", "/v1/adapters/absent/pin", None),
@@ -312,7 +312,11 @@ def test_rpyc_over_tls_answers_many_threads_at_once(certificates: Certificates) 
 
 
 def test_mutual_tls_accepts_certificates_of_the_authority_only(certificates: Certificates) -> None:
-    tls = {"tls_cert": certificates.cert, "tls_key": certificates.key, "tls_client_ca": certificates.ca}
+    tls: dict[str, Any] = {
+        "tls_cert": certificates.cert,
+        "tls_key": certificates.key,
+        "tls_client_ca": certificates.ca,
+    }
     known = certificates.context(own=certificates.client)
     stranger = certificates.context(own=trustme.CA().issue_cert("camera-7.example"))
     with running_server(**tls) as server:
@@ -458,7 +462,7 @@ def drip(port: int, seconds: float) -> float:
 def test_a_slow_handshake_has_a_deadline(certificates: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (rpyc_server, http_server):
         monkeypatch.setattr(module, "_HANDSHAKE_S", 0.5)
-    tls = {"tls_cert": certificates.cert, "tls_key": certificates.key}
+    tls: dict[str, Any] = {"tls_cert": certificates.cert, "tls_key": certificates.key}
     with running_server(**tls) as server, running_api(**tls) as api:
         assert 0.3 < drip(server.port, 5) < 3
         assert 0.3 < drip(api.port, 5) < 3
@@ -470,7 +474,7 @@ def test_handshakes_count_as_connections(certificates: Certificates, monkeypatch
     monkeypatch.setattr(http_server, "connection_share", lambda: 4)
     monkeypatch.setattr(http_protocol, "connection_share", lambda: 4)
     monkeypatch.setattr(rpyc_server, "connection_share", lambda: 4)
-    tls = {"tls_cert": certificates.cert, "tls_key": certificates.key}
+    tls: dict[str, Any] = {"tls_cert": certificates.cert, "tls_key": certificates.key}
     with running_server(**tls) as server, running_api(**tls) as api:
         for port in (server.port, api.port):
             silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(9)]

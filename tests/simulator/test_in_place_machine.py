@@ -70,10 +70,10 @@ def test_merged_weights_are_left_only_if_it_saves_more_than_the_return() -> None
 def test_halves_alternate_only_where_switching_is_free() -> None:
     # Two long prompts of different adapters: either no lanes, one after the other, or two lanes for half of the tokens,
     # together.
-    dear = {"base_s": 0.01, "lane_s": 0.002}
+    shadow, in_place = (costs._replace(base_s=0.01, lane_s=0.002) for costs in (SHADOW, IN_PLACE))
     ready = [Candidate("x", "a", 0.0, 150), Candidate("y", "b", 0.0, 100)]
-    assert decide(SHADOW._replace(**dear), "a", ready) == (Mode.MERGED, "a")
-    assert decide(IN_PLACE._replace(**dear, back_s=5.0, merge_s=5.0), "a", ready) == (Mode.MIXED, "a")
+    assert decide(shadow, "a", ready) == (Mode.MERGED, "a")
+    assert decide(in_place._replace(back_s=5.0, merge_s=5.0), "a", ready) == (Mode.MIXED, "a")
 
 
 def test_the_cost_policy_switches_less_in_place() -> None:

@@ -138,8 +138,13 @@ def test_a_captured_graph_uses_the_current_lanes(strategy: str, monkeypatch: pyt
     y = before.clone()
     captured: list[tuple[Handle, tuple]] = []
     launch = Handle.__call__
+
+    def capturing_launch(self: Handle, *given: Any) -> None:
+        captured.append((self, given))
+        launch(self, *given)
+
     with monkeypatch.context() as patch:
-        patch.setattr(Handle, "__call__", lambda self, *given: (captured.append((self, given)), launch(self, *given)))
+        patch.setattr(Handle, "__call__", capturing_launch)
         add_deltas(y, x, group, plan)
     assert captured and torch.equal(y, before)
     for lanes in (segments({"a": 5, "b": 1, "c": 16}), KINDS["mixed mode"][1], [], [Lane("b", 21, 22, -1.0)]):
