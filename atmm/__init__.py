@@ -8,6 +8,7 @@ from atmm.cpu import library as load_kernels
 from atmm.cpu.attention import attend, serves_attention
 from atmm.cpu.norm import rms_norm, serves_norm
 from atmm.layers import Factors, HeadRows, Site, SiteGroup
+from atmm.matmul import thin_batches
 from atmm.operator import add_delta, add_deltas, head_logits, merge
 from atmm.segments import Lane, SegmentPlan
 from atmm.strategies.hybrid import gains_from_copies, longest_short_lane
@@ -38,4 +39,5 @@ __all__ = [
     "rms_norm",
     "serves_attention",
     "serves_norm",
+    "thin_batches",
 ]

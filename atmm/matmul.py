@@ -12,7 +12,7 @@ library   torch's own product. For everything else; the only method that autogra
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +36,7 @@ measured: dict[Key, Method] = {}
 _THIN_FLOAT32 = 24
 _THIN_BFLOAT16 = 32
 _THIN_WITHOUT_BFLOAT16 = 48
+_HIDDEN = 8  # tokens up to which "rows" takes at most a fifth longer than for one token
 _FEW = 4  # rows up to which a product without instructions for its type may be memory-bound
 _MOST_ROWS = MEASURED_ROWS[-1]  # larger batches use the choice for this many rows
 _BLOCK = 8 * 2**20  # weights that are converted to float32 at a time: 32 MiB
@@ -80,7 +81,7 @@ def key_of(num_rows: int, weight: Tensor) -> Key:
 
 def methods(num_rows: int, weight: Tensor) -> list[Method]:
     """The methods that can multiply this many rows with this weight on the CPU, except those known to be far slower."""
-    slow = _is_slow(weight)
+    slow = _is_slow(weight.dtype)
     found: list[Method] = []
     if multiplies(weight):
         found.append("rows")
@@ -97,16 +98,39 @@ def rule(num_rows: int, weight: Tensor) -> Method:
     """The method for a weight on the CPU without measurements."""
     if prefers_weight_left(num_rows, weight.dtype, weight.device):
         return "left"
-    slow = _is_slow(weight)
-    thin = _THIN_WITHOUT_BFLOAT16 if slow else _THIN_BFLOAT16 if weight.dtype is torch.bfloat16 else _THIN_FLOAT32
-    if num_rows <= thin and multiplies(weight):
+    if num_rows <= _most_thin(weight.dtype) and multiplies(weight):
         return "rows"
-    return "float32" if slow and num_rows > 1 else "library"
+    return "float32" if _is_slow(weight.dtype) and num_rows > 1 else "library"
 
 
-def _is_slow(weight: Tensor) -> bool:
-    """Whether products with this weight are slower in its own type than in float32."""
-    return weight.dtype is torch.bfloat16 and not multiplies_bfloat16()
+def _is_slow(dtype: torch.dtype) -> bool:
+    """Whether products of this type are slower than in float32."""
+    return dtype is torch.bfloat16 and not multiplies_bfloat16()
+
+
+class ThinBatches(NamedTuple):
+    """Batches for which "rows" is the rule, in tokens; 0 where none is.
+
+    Attributes:
+        hidden_tokens: the widest batch whose computing is hidden by reading the weights.
+        max_tokens: the widest batch.
+    """
+
+    hidden_tokens: int = 0
+    max_tokens: int = 0
+
+
+def thin_batches(weight: Tensor) -> ThinBatches:
+    """The batches for which the rule computes products with this weight by "rows"."""
+    if weight.device.type != "cpu" or not multiplies(weight) or prefers_weight_left(1, weight.dtype, weight.device):
+        return ThinBatches()
+    return ThinBatches(_HIDDEN, _most_thin(weight.dtype))
+
+
+def _most_thin(dtype: torch.dtype) -> int:
+    if _is_slow(dtype):
+        return _THIN_WITHOUT_BFLOAT16
+    return _THIN_BFLOAT16 if dtype is torch.bfloat16 else _THIN_FLOAT32
 
 
 def _library(x: Tensor, layers: Sequence[Weights]) -> Tensor:

@@ -11,9 +11,21 @@ import atmm
 from vlora.bench.dummy import small_config
 from vlora.bench.scheduling.fit import StepSample, fit, fit_costs, patch_cost
 from vlora.bench.scheduling.models import BenchModel
-from vlora.orchestrator import Costs, StepSize
+from vlora.orchestrator import Costs, StepSize, TokenThresholds
 
-TRUE = Costs(0.1, 1e-3, 8e-4, 2e-4, 2e-6, 4e-3, 1.2e-2, short_lane=8)
+TRUE = Costs(
+    base_s=0.1,
+    token_s=1e-3,
+    thin_token_s=4e-3,
+    lane_s=8e-4,
+    long_lane_s=2e-4,
+    context_token_s=2e-6,
+    adapter_s=4e-3,
+    long_adapter_s=1.2e-2,
+    short_lane=8,
+    hidden_tokens=8,
+    thin_tokens=24,
+)
 
 
 def some_size(draws: random.Random) -> StepSize:
@@ -31,8 +43,8 @@ def test_linear_costs_are_recovered_from_noisy_samples() -> None:
     samples = [
         StepSample(size, TRUE.step_s(size) * draws.gauss(1, 0.02)) for size in (some_size(draws) for _ in range(300))
     ]
-    found = fit_costs(samples, TRUE.short_lane)
-    assert found[:7] == pytest.approx(TRUE[:7], rel=0.15, abs=1e-6)
+    found = fit_costs(samples, TRUE.thresholds)
+    assert found[:8] == pytest.approx(TRUE[:8], rel=0.15, abs=1e-6)
     assert found.merge_s == found.back_s == 0
 
 
@@ -42,13 +54,13 @@ def test_decode_steps_weigh_as_much_as_prefill_steps() -> None:
     """
     small, large = StepSize(16, (), 3200), StepSize(512, (), 0)
     samples = [StepSample(small, 0.1), StepSample(StepSize(32, (), 6400), 0.11)] * 3 + [StepSample(large, 1.0)] * 3
-    found = fit_costs(samples, 8)
+    found = fit_costs(samples, TokenThresholds(short_lane=8))
     assert found.step_s(small) == pytest.approx(0.1, rel=0.1)
 
 
 def test_no_cost_is_negative() -> None:
     samples = [StepSample(StepSize(n, (), 0), 0.2 - 1e-4 * n) for n in (1, 100, 500)]
-    assert min(fit_costs(samples, 8)) >= 0
+    assert min(fit_costs(samples, TokenThresholds(short_lane=8))) >= 0
 
 
 @pytest.mark.slow
@@ -62,6 +74,7 @@ def test_every_kind_of_step_is_timed() -> None:
     assert StepSize(4 + 16, (), 4 * 17) in sizes, "a prompt joins four decoding requests"
     assert StepSize(4 + 16, (1, 1, 1, 17), 4 * 17) in sizes, "with a longer lane than theirs"
     assert found.costs.short_lane == atmm.longest_short_lane(torch.device("cpu"), torch.bfloat16)
+    assert found.costs.thin_tokens == atmm.thin_batches(torch.empty(4, 4, dtype=torch.bfloat16)).max_tokens
     assert found.costs.base_s > 0 and found.costs.merge_s > 0 and found.load_s > 0
     assert found.error < 0.5
     assert found.costs.patch_s > 0 and len({size.num_patches for size in sizes if not size.num_tokens}) == 4

@@ -28,7 +28,7 @@ class PlainCostModel(CostModel):
     def costs(self) -> Costs:
         each = [weight * unit for weight, unit in zip(self._weights, FEATURE_SCALES, strict=True)]
         patch_s = self._encode_s / self._patches if self._patches else 0.0
-        return Costs._make((*each, self._switch_s or 0.0, self._back_s or 0.0, self._short_lane, patch_s))
+        return Costs._make((*each, self._switch_s or 0.0, self._back_s or 0.0, patch_s, *self._thresholds))
 
 
 class PlainMemoryDemand(MemoryDemand):
@@ -78,8 +78,8 @@ class PlainCredits(Credits):
             fixed_s = costs.base_s + lanes * adapter_s
             if t.adapter != merged and merged is not None:
                 fixed_s += costs.merge_s
-            token_s = costs.token_s + lanes * lane_s
-            own_s = fixed_s + token_s * tokens + costs.context_token_s * t.cached_len
+            tokens_s = costs.tokens_s(tokens) + lanes * lane_s * tokens
+            own_s = fixed_s + tokens_s + costs.context_token_s * t.cached_len
             own_s += costs.patch_s * self._encoding.patches_left(t)
             credits.append(now - t.last_ran_s + own_s)
         return credits

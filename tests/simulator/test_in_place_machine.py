@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from vlora.errors import BadConfig
-from vlora.orchestrator import Costs
+from vlora.orchestrator import Costs, TokenThresholds
 from vlora.orchestrator.policies.base import Candidate, PolicyState
 from vlora.orchestrator.policies.cost_based import CostBased
 from vlora.simulator.arrivals import Arrival
@@ -85,20 +85,29 @@ def test_the_cost_policy_switches_less_in_place() -> None:
     assert measures[IN_PLACE]["switches"] < measures[SHADOW]["switches"]
 
 
-@pytest.mark.parametrize("border", [-1, 2.5, True, "8", None, "missing"])
-def test_an_invalid_short_lane_is_refused(border: object, tmp_path: Path) -> None:
-    values = {**SHADOW._asdict(), "load_s": 0.1, "short_lane": border}
-    if border == "missing":
-        del values["short_lane"]
+@pytest.mark.parametrize("field", TokenThresholds._fields)
+@pytest.mark.parametrize("threshold", [-1, 2.5, True, "8", None])
+def test_an_invalid_threshold_is_refused(threshold: object, field: str, tmp_path: Path) -> None:
+    values = {**SHADOW._asdict(), "load_s": 0.1, field: threshold}
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps({"costs": values}))
+    with pytest.raises(BadConfig, match=rf"{field} is .* a whole number of tokens"):
+        read_costs(path)
+
+
+def test_a_file_without_short_lane_is_refused(tmp_path: Path) -> None:
+    values = {**SHADOW._asdict(), "load_s": 0.1}
+    del values["short_lane"]
     path = tmp_path / "costs.json"
     path.write_text(json.dumps({"costs": values}))
     with pytest.raises(BadConfig, match=r"short_lane is .* a whole number of tokens"):
         read_costs(path)
 
 
-def test_cost_files_without_back_s_describe_a_machine_with_a_shadow(tmp_path: Path) -> None:
+def test_cost_files_of_earlier_versions_can_be_read(tmp_path: Path) -> None:
     values = {**SHADOW._asdict(), "load_s": 0.1}
-    del values["back_s"]
+    for field in ("back_s", "patch_s", "thin_token_s", "hidden_tokens", "thin_tokens"):
+        del values[field]
     path = tmp_path / "costs.json"
     path.write_text(json.dumps({"costs": values}))
     assert read_costs(path) == (SHADOW, 0.1)

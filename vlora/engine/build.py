@@ -35,7 +35,7 @@ from vlora.models.hf_model import HFModel
 from vlora.models.loading import device_of, load_model, read_config
 from vlora.models.runner import ModelRunner
 from vlora.models.sharding import plan_of, shard
-from vlora.orchestrator import CostModel, Scheduler, make_policy
+from vlora.orchestrator import CostModel, Scheduler, TokenThresholds, make_policy
 from vlora.orchestrator.policies.base import Policy
 from vlora.parallel import ProcessGroup
 from vlora.types import Batch, Request, RequestOutput, StepResult
@@ -225,7 +225,7 @@ def _build_scheduler(
         max_step_tokens=config.max_step_tokens,
         theta_s=config.theta_s,
         eos_ids=hf_model.eos_ids,
-        cost=cost or CostModel(atmm.longest_short_lane(hf_model.device, hf_model.dtype)),
+        cost=cost or CostModel(token_thresholds(hf_model)),
         clock=clock,
         weights=config.weights,
         tenant_weights=config.tenant_weights,
@@ -233,6 +233,13 @@ def _build_scheduler(
         is_cached=device.vision.is_cached,
         encode_share=config.encode_share,
     )
+
+
+def token_thresholds(hf_model: HFModel) -> TokenThresholds:
+    """The thresholds of the cost model for this model on its device."""
+    thin = atmm.thin_batches(hf_model.lm_head.weight)
+    short_lane = atmm.longest_short_lane(hf_model.device, hf_model.dtype)
+    return TokenThresholds(short_lane, thin.hidden_tokens, thin.max_tokens)
 
 
 def _build_grammars(config: EngineConfig, device: DeviceRuntime, executor: Executor | None) -> GrammarCache:

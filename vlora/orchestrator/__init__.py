@@ -8,7 +8,7 @@ Reading order: `scheduler.py` (`schedule` and `record`), `policies/base.py` (the
 """
 
 from vlora.orchestrator.adapter_prefetch import evict_for_kv, load_needed_adapters, pin_in_use
-from vlora.orchestrator.cost_model import CostModel, Costs, StepSize
+from vlora.orchestrator.cost_model import CostModel, Costs, StepSize, TokenThresholds
 from vlora.orchestrator.policies.algorithm1 import Algorithm1
 from vlora.orchestrator.policies.base import Candidate, Decision, Policy, PolicyState
 from vlora.orchestrator.policies.registry import POLICIES, make_policy
@@ -26,6 +26,7 @@ __all__ = [
     "PolicyState",
     "Scheduler",
     "StepSize",
+    "TokenThresholds",
     "WaitStats",
     "evict_for_kv",
     "load_needed_adapters",

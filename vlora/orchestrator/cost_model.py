@@ -8,27 +8,45 @@ from typing import NamedTuple
 
 from vlora.types import Batch, StepResult
 
-_FORGET = 0.98  # decay per new sample: the fit follows a machine that slows down within some fifty steps
+_FORGET = 0.96  # decay per new sample: the fit follows a machine that slows down within some seventy steps
 _SMOOTH = 0.2  # weight of the newest switch in the moving average
 _SWEEPS = 4  # per sample; few suffice, since the fit starts from the last one
 # Lanes before tokens: while every observed step was unmerged, the two costs cannot be separated. Time attributed to
 # lanes encourages merging, and merged steps separate them; time attributed to tokens would never be corrected. Adapters
 # before lanes, for the same reason: while no two requests shared an adapter, time attributed to adapters encourages
 # running several requests of one adapter unmerged; merged steps would not separate these costs.
-_SWEEP_ORDER = (6, 5, 3, 2, 1, 0, 4)
+_SWEEP_ORDER = (7, 6, 4, 3, 1, 2, 0, 5)
 _FORGOTTEN = 1e-12  # a feature decayed below this keeps its coefficient
+
+
+class TokenThresholds(NamedTuple):
+    """Numbers of tokens at which a CPU's kernels change, and with them the cost of a token; 0 where they do not change.
+
+    Attributes:
+        short_lane: the longest short lane. Short lanes are computed by another method than long ones
+            (`atmm.strategies.hybrid`).
+        hidden_tokens: the widest step that takes hardly longer than reading the weights.
+        thin_tokens: the widest step that is computed by the kernels for few tokens (`atmm.matmul`).
+    """
+
+    short_lane: int = 0
+    hidden_tokens: int = 0
+    thin_tokens: int = 0
+
+
+_ALIKE = TokenThresholds()
 
 
 class Costs(NamedTuple):
     """Estimated costs of this machine in seconds.
 
-    The tokens of one adapter are contiguous in a step. They form one lane, for which the adapter is read once. Lanes of
-    at most `short_lane` tokens are short. On a CPU they are computed by another method than long ones
-    (`atmm.strategies.hybrid`), so both have their own costs. Where all lanes are computed alike, none is short.
+    The tokens of one adapter are contiguous in a step. They form one lane, for which the adapter is read once. Short
+    and long lanes have their own costs.
 
     Attributes:
         base_s: a step without tokens.
-        token_s: a token.
+        token_s: a token of a step after the first `hidden_tokens`.
+        thin_token_s: a token of a step among the first `thin_tokens`.
         lane_s: a token in a short lane.
         long_lane_s: a token in a long lane.
         context_token_s: a token of context.
@@ -37,12 +55,13 @@ class Costs(NamedTuple):
         merge_s: merging another adapter.
         back_s: restoring W0; 0 where a shadow copy keeps both W0 and the last merged weights, so that switching between
             the two is free.
-        short_lane: the longest short lane, in tokens.
         patch_s: encoding an image patch, counted as in `VisionInput.num_patches`.
+        short_lane, hidden_tokens, thin_tokens: see `TokenThresholds`.
     """
 
     base_s: float = 0.0
     token_s: float = 0.0
+    thin_token_s: float = 0.0
     lane_s: float = 0.0
     long_lane_s: float = 0.0
     context_token_s: float = 0.0
@@ -50,8 +69,15 @@ class Costs(NamedTuple):
     long_adapter_s: float = 0.0
     merge_s: float = 0.0
     back_s: float = 0.0
-    short_lane: int = 0
     patch_s: float = 0.0
+    short_lane: int = 0
+    hidden_tokens: int = 0
+    thin_tokens: int = 0
+
+    @property
+    def thresholds(self) -> TokenThresholds:
+        """The thresholds of these costs."""
+        return TokenThresholds(self.short_lane, self.hidden_tokens, self.thin_tokens)
 
     @property
     def round_trip_s(self) -> float:
@@ -59,8 +85,14 @@ class Costs(NamedTuple):
         return self.back_s + self.merge_s if self.back_s else 0.0
 
     def merged_s(self, num_tokens: float, num_context: float, num_steps: float = 1.0) -> float:
-        """Seconds of `num_steps` steps with these totals, without their lanes."""
-        return self.base_s * num_steps + self.token_s * num_tokens + self.context_token_s * num_context
+        """Seconds of `num_steps` equal steps with these totals, without their lanes."""
+        return self.base_s * num_steps + self.tokens_s(num_tokens, num_steps) + self.context_token_s * num_context
+
+    def tokens_s(self, num_tokens: float, num_steps: float = 1.0) -> float:
+        """Seconds that the tokens of `num_steps` equal steps add to these steps, without their lanes and context."""
+        wide = num_tokens - self.hidden_tokens * num_steps
+        thin = min(num_tokens, self.thin_tokens * num_steps)
+        return (self.token_s * wide if wide > 0 else 0.0) + self.thin_token_s * thin
 
     def lanes_s(self, num_tokens: float, num_lanes: float = 1.0) -> float:
         """Seconds of `num_lanes` lanes of equal length with `num_tokens` tokens in total."""
@@ -108,13 +140,14 @@ class StepSize(NamedTuple):
         branch = (others,) if others and merged is not None else ()
         return cls(total, (*by_adapter.values(), *branch), num_context)
 
-    def features(self, short_lane: int) -> tuple[float, ...]:
+    def features(self, at: TokenThresholds) -> tuple[float, ...]:
         """The factors of the linear model, in the order of the fields of `Costs` up to `long_adapter_s`."""
-        short = [lane for lane in self.lanes if lane <= short_lane]
+        short = [lane for lane in self.lanes if lane <= at.short_lane]
         num_short, short_tokens = len(short), sum(short)
         return (
             1.0,
-            self.num_tokens,
+            max(0, self.num_tokens - at.hidden_tokens),
+            min(self.num_tokens, at.thin_tokens),
             short_tokens,
             sum(self.lanes) - short_tokens,
             self.num_context,
@@ -161,24 +194,24 @@ class MergedAdapters(NamedTuple):
 class CostModel:
     """Learns `Costs` by online non-negative least squares.
 
-    A step is linear in (1, tokens, lane tokens, context tokens, adapters) with non-negative coefficients; lane tokens
-    and adapters have separate coefficients for short and long lanes. The normal equations decay exponentially and are
-    solved by coordinate descent from the last solution.
+    A step is linear in the features of `StepSize.features` with non-negative coefficients of least relative error. The
+    absolute error would be dominated by steps with prompts, and by steps that another process has interrupted. The
+    normal equations decay exponentially and are solved by coordinate descent from the last solution.
 
     Estimates cannot be negative, and a step is never predicted to be cheaper than one with a subset of its lanes, or
     with shorter lanes of the same class. Before the first sample every estimate is 0.
     """
 
-    def __init__(self, short_lane: int = 0) -> None:
-        """`short_lane`: the longest short lane on this machine, in tokens."""
-        self._short_lane = short_lane
+    def __init__(self, thresholds: TokenThresholds = _ALIKE) -> None:
+        """`thresholds`: of this machine."""
+        self._thresholds = thresholds
         self._gram = [[0.0] * _NUM for _ in range(_NUM)]
         self._moment = [0.0] * _NUM
         self._weights = [0.0] * _NUM
         self._switch_s: float | None = None
         self._back_s: float | None = None
         self._patches = self._encode_s = 0.0  # exponentially decayed sums
-        self._costs = Costs(short_lane=short_lane)
+        self._costs = Costs(**thresholds._asdict())
 
     @property
     def switch_s(self) -> float:
@@ -213,12 +246,15 @@ class CostModel:
             self.observe_step(StepSize.of(batch)._replace(num_patches=0.0), result.step_s - encode_s)
 
     def observe_step(self, size: StepSize, seconds: float) -> None:
-        """Learn from a step that took `seconds`, switching excluded."""
-        features = tuple(map(mul, size.features(self._short_lane), FEATURE_SCALES))
+        """Learn from a step that took `seconds`, above 0, switching excluded."""
+        features = [
+            feature * scale / seconds
+            for feature, scale in zip(size.features(self._thresholds), FEATURE_SCALES, strict=True)
+        ]
         weights, moment = self._weights, self._moment
         for i, (row, feature) in enumerate(zip(self._gram, features, strict=True)):
             row[:] = [_FORGET * old + feature * other for old, other in zip(row, features, strict=True)]
-            moment[i] = _FORGET * moment[i] + feature * seconds
+            moment[i] = _FORGET * moment[i] + feature
         for _ in range(_SWEEPS):
             for i in _SWEEP_ORDER:
                 row = self._gram[i]
@@ -245,7 +281,7 @@ class CostModel:
     def _expect(self) -> None:
         each = map(mul, self._weights, FEATURE_SCALES)
         patch_s = self._encode_s / self._patches if self._patches else 0.0
-        self._costs = Costs._make((*each, self.switch_s, self._back_s or 0.0, self._short_lane, patch_s))
+        self._costs = Costs._make((*each, self.switch_s, self._back_s or 0.0, patch_s, *self._thresholds))
 
 
 def _smoothed(average: float | None, newest: float) -> float:
@@ -253,5 +289,5 @@ def _smoothed(average: float | None, newest: float) -> float:
 
 
 # Feature scales: typical values are near 1, so that the descent is well conditioned.
-FEATURE_SCALES = (1.0, 1 / 64, 1 / 64, 1 / 64, 1 / 4096, 1 / 8, 1 / 8)
+FEATURE_SCALES = (1.0, 1 / 64, 1 / 8, 1 / 64, 1 / 64, 1 / 4096, 1 / 8, 1 / 8)
 _NUM = len(FEATURE_SCALES)

@@ -47,25 +47,23 @@ class Credits:
     def of(self, requests: Iterable[TrackedRequest], now: float, merged: str | None) -> list[float]:
         """The credits of requests while the weights of `merged` (None: W0) are in place."""
         costs, limit = self._cost.costs, self._budget.max_step_tokens
-        # The step's fixed cost and cost per token, by number of lanes, for short and long lanes. Precomputed, since
-        # this loop runs for every request in every step.
+        # The step's fixed cost and its lanes' cost per token, by number of lanes, for short and long lanes. They are
+        # precomputed, since this loop runs for every request in every step.
         prices, short = ((costs.lane_s, costs.adapter_s), (costs.long_lane_s, costs.long_adapter_s)), costs.short_lane
-        lanes = [
-            [(costs.base_s + n * adapter_s, costs.token_s + n * lane_s) for lane_s, adapter_s in prices]
-            for n in range(3)
-        ]
+        lanes = [[(costs.base_s + n * adapter_s, n * lane_s) for lane_s, adapter_s in prices] for n in range(3)]
         context_s, merge_s = costs.context_token_s, 0.0 if merged is None else costs.merge_s
-        patch_s = costs.patch_s
+        patch_s, tokens_s = costs.patch_s, costs.tokens_s
         own, base, other = lanes[0], lanes[num_lanes(None, merged)], lanes[1 if merged is None else 2]
-        base, other = ([(fixed_s + merge_s, token_s) for fixed_s, token_s in each] for each in (base, other))
+        base, other = ([(fixed_s + merge_s, lane_s) for fixed_s, lane_s in each] for each in (base, other))
+        token_s = tokens_s(1)
         credits: list[float] = []
         for t in requests:
             adapter, cached = t.adapter, t.cached_len
             tokens = t.device_len - cached
             if tokens > limit:
                 tokens = limit
-            fixed_s, token_s = (own if adapter == merged else base if adapter is None else other)[tokens > short]
-            own_s = fixed_s + token_s * tokens + context_s * cached
+            fixed_s, lane_s = (own if adapter == merged else base if adapter is None else other)[tokens > short]
+            own_s = fixed_s + (token_s if tokens == 1 else tokens_s(tokens)) + lane_s * tokens + context_s * cached
             if t.images:
                 own_s += patch_s * self._encoding.patches_left(t)
             credits.append(now - t.last_ran_s + own_s)

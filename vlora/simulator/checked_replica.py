@@ -158,7 +158,7 @@ class CheckedReplica:
             max_step_tokens=config.max_step_tokens,
             theta_s=config.theta_s,
             eos_ids=frozenset({EOS}),
-            cost=CostModel(config.costs.short_lane),
+            cost=CostModel(config.costs.thresholds),
             clock=self.clock,
             weights=config.weights,
             tenant_weights=config.tenant_weights,

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 from vlora.errors import BadConfig
-from vlora.orchestrator import Costs, StepSize
+from vlora.orchestrator import Costs, StepSize, TokenThresholds
 from vlora.types import Batch, Encoded, HeadAnswer, StepResult
 
 MEASURED = Path(__file__).parent / "costs" / "epyc-qwen2-0.5b-rank64.json"
@@ -91,8 +91,8 @@ class Machine:
 def read_costs(path: Path) -> tuple[Costs, float]:
     """Read a machine's costs and `load_s`, the seconds to load an adapter, from a JSON file.
 
-    The file holds an object "costs" with these numbers, as `vlora bench costs --out DIR` writes it; `back_s` and
-    `patch_s` default to 0. Raises BadConfig with the invalid field.
+    The file holds an object "costs" with these numbers, as `vlora bench costs --out DIR` writes it; all but `back_s`,
+    `patch_s`, `thin_token_s`, `hidden_tokens` and `thin_tokens` are required. Raises BadConfig with the invalid field.
     """
     try:
         found = json.loads(path.read_text())
@@ -103,19 +103,20 @@ def read_costs(path: Path) -> tuple[Costs, float]:
     values = found.get("costs") if isinstance(found, dict) else None
     if not isinstance(values, dict):
         raise BadConfig(f'{path}: the object "costs" is missing')
-    values = {"back_s": 0.0, "patch_s": 0.0, **values}
+    values = {"back_s": 0.0, "patch_s": 0.0, "thin_token_s": 0.0, "hidden_tokens": 0, "thin_tokens": 0, **values}
     for field in _PRICES:
         value = values.get(field)
         if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value >= 0):
             raise BadConfig(f"{path}: costs.{field} is {value!r}; it must be a number of seconds, 0 or more")
     if values["base_s"] <= 0:
         raise BadConfig(f"{path}: costs.base_s is 0; it must be above 0, or the simulation would not terminate")
-    short_lane = values.get("short_lane")
-    if isinstance(short_lane, bool) or not isinstance(short_lane, int) or short_lane < 0:
-        raise BadConfig(f"{path}: costs.short_lane is {short_lane!r}; it must be a whole number of tokens, 0 or more")
+    for field in TokenThresholds._fields:
+        value = values.get(field)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise BadConfig(f"{path}: costs.{field} is {value!r}; it must be a whole number of tokens, 0 or more")
     prices = {field: float(values[field]) for field in _PRICES}
     load_s = prices.pop("load_s")
-    return Costs(**prices, short_lane=short_lane), load_s
+    return Costs(**prices, **{field: values[field] for field in TokenThresholds._fields}), load_s
 
 
 _PRICES = (*(field for field in Costs._fields if field.endswith("_s")), "load_s")

@@ -94,7 +94,7 @@ class Replica:
             max_step_tokens=config.max_step_tokens,
             theta_s=config.theta_s,
             eos_ids=frozenset(),
-            cost=CostModel(config.costs.short_lane),
+            cost=CostModel(config.costs.thresholds),
             clock=self.clock,
             weights=config.settings().weights,
             tenant_weights=config.settings().tenant_weights,

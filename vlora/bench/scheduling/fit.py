@@ -14,16 +14,16 @@ import numpy as np
 import torch
 from scipy.optimize import nnls
 
-import atmm
 from vlora.bench.dummy import dummy_picture, language_shapes, write_adapter
 from vlora.bench.recording_cost_model import RecordingCostModel
 from vlora.bench.scheduling.models import BenchModel
 from vlora.bench.timing import work_seconds
 from vlora.config import EngineConfig
 from vlora.engine import Engine
+from vlora.engine.build import token_thresholds
 from vlora.memory.host_to_device import Inline
 from vlora.models.loading import dummy_model
-from vlora.orchestrator import Candidate, Costs, Decision, PolicyState, StepSize
+from vlora.orchestrator import Candidate, Costs, Decision, PolicyState, StepSize, TokenThresholds
 from vlora.types import Mode, Request, SamplingParams
 
 RANK = 64
@@ -84,22 +84,22 @@ def fit(
             samples += timer.steps(adapters, prompt, decode_steps, merging=merging, joining=prompt)
     timer.steps_with_picture(_SIDES[0])  # warm up plans and caches
     pictures = [sample for _ in range(decode_steps) for side in _SIDES for sample in timer.steps_with_picture(side)]
-    costs = fit_costs(samples, timer.short_lane)._replace(merge_s=merge_s, patch_s=patch_cost(pictures))
+    costs = fit_costs(samples, timer.thresholds)._replace(merge_s=merge_s, patch_s=patch_cost(pictures))
     samples += pictures
     errors = [abs(costs.step_s(sample.size) / sample.seconds - 1) for sample in samples]
     return Fit(costs, load_s, statistics.median(errors), tuple(samples))
 
 
-def fit_costs(samples: Sequence[StepSample], short_lane: int) -> Costs:
+def fit_costs(samples: Sequence[StepSample], thresholds: TokenThresholds) -> Costs:
     """Non-negative step costs of least relative error. The absolute error would be dominated by the long prefill
     steps, although a run has many short decode steps for each of them.
     """
     seconds = np.array([sample.seconds for sample in samples])
-    features = np.array([sample.size.features(short_lane) for sample in samples])
+    features = np.array([sample.size.features(thresholds) for sample in samples])
     scale = features.max(axis=0)  # near 1, which keeps the problem well conditioned
     scale[scale == 0] = 1
     weights, _ = nnls(features / scale / seconds[:, None], np.ones(len(samples)))
-    return Costs._make((*map(float, weights / scale), 0.0, 0.0, short_lane, 0.0))  # no costs of merging and images
+    return Costs._make((*map(float, weights / scale), 0.0, 0.0, 0.0, *thresholds))  # no costs of merging and images
 
 
 def patch_cost(samples: Sequence[StepSample]) -> float:
@@ -140,7 +140,7 @@ class _StepTimer:
         )
         self._clock = work_seconds(device)
         self._policy, self._recorded = _FixedModePolicy(), RecordingCostModel()
-        self.short_lane = atmm.longest_short_lane(device, built.dtype)
+        self.thresholds = token_thresholds(built)
         self._engine = Engine(settings, model=built, executor=Inline(), policy=self._policy, cost=self._recorded)
         self._numbers = itertools.count()
         self.names = [f"a{i}" for i in range(_NUM_ADAPTERS)]

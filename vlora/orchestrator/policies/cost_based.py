@@ -371,5 +371,5 @@ def _rate(work: _Work, seconds: float, state: PolicyState) -> float:
 
     A prompt is therefore no reason to delay its half. Infinite while the machine's speed is unknown.
     """
-    beside_s = seconds - work.tokens * state.costs.token_s
+    beside_s = seconds - state.costs.tokens_s(work.tokens, _num_steps(work, state))
     return work.requests / beside_s if beside_s > 0 else math.inf
