@@ -127,7 +127,7 @@ def executed() -> dict[str, int]:
         finally:
             sys.setprofile(None)
 
-    Engine.step = recorded_step  # type: ignore[method-assign]
+    Engine.step = recorded_step  # type: ignore[assignment, method-assign]
     try:
         minimal_engine.run()
     finally:

@@ -52,7 +52,7 @@ def measure(weights: Sequence[Tensor], clock: Callable[[], float] = time.perf_co
     name = f"products-{_machine()}.json"
     known = _read(name)
     fresh: dict[Key, Method] = {}
-    overrides: list[tuple[Key, Sequence[Tensor]]] = []
+    overrides: list[tuple[Key, list[Tensor]]] = []
     contention = Contention()
     started = time.monotonic()
     for layers in _by_shape(weights):

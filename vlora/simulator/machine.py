@@ -110,13 +110,15 @@ def read_costs(path: Path) -> tuple[Costs, float]:
             raise BadConfig(f"{path}: costs.{field} is {value!r}; it must be a number of seconds, 0 or more")
     if values["base_s"] <= 0:
         raise BadConfig(f"{path}: costs.base_s is 0; it must be above 0, or the simulation would not terminate")
+    thresholds: dict[str, int] = {}
     for field in TokenThresholds._fields:
         value = values.get(field)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise BadConfig(f"{path}: costs.{field} is {value!r}; it must be a whole number of tokens, 0 or more")
+        thresholds[field] = value
     prices = {field: float(values[field]) for field in _PRICES}
     load_s = prices.pop("load_s")
-    return Costs(**prices, **{field: values[field] for field in TokenThresholds._fields}), load_s
+    return Costs._make([{**prices, **thresholds}[field] for field in Costs._fields]), load_s
 
 
 _PRICES = (*(field for field in Costs._fields if field.endswith("_s")), "load_s")
