@@ -103,7 +103,7 @@ class HeadRows:
     index: Tensor
 
 
-class Span(NamedTuple):
+class PackedSpan(NamedTuple):
     """Rows `[start, start + rank)` of a packed site belong to adapter `key`."""
 
     key: str
@@ -127,7 +127,7 @@ class Layout:
     def __init__(
         self,
         keys: frozenset[str],
-        spans: tuple[tuple[Span, ...], ...],
+        spans: tuple[tuple[PackedSpan, ...], ...],
         d_in: int,
         d_outs: tuple[int, ...],
         dtype: torch.dtype,
@@ -250,7 +250,7 @@ class SiteGroup:
                         f"adapter {key!r} at {site.name} is {factors.a.dtype} on {factors.a.device}, other adapters "
                         f"are {first.dtype} on {first.device}; a group packs one dtype on one device"
                     )
-                row.append(Span(key, start, factors.a.shape[0]))
+                row.append(PackedSpan(key, start, factors.a.shape[0]))
                 start += factors.a.shape[0]
             spans.append(tuple(row))
         if first is None:

@@ -39,7 +39,7 @@ class TileKernels(NamedTuple):
     expand: Callable[..., int]
 
 
-class Library:
+class CutlassLibrary:
     """`point` of `problems.cu`, and by type and name the tiles that are built and supported by this GPU."""
 
     def __init__(self, file: Path) -> None:
@@ -64,14 +64,14 @@ def _function(loaded: ctypes.CDLL, name: str, arguments: tuple[type, ...]) -> Ca
 
 
 @functools.cache
-def library() -> Library | None:
+def library() -> CutlassLibrary | None:
     """The library built for this GPU; None without one, which is logged once."""
     try:
         file = library_path()
         if not file.exists():
             _log.warning("grouped products are disabled: not built; run `vlora tune --build-cutlass` to build them")
             return None
-        found = Library(file)
+        found = CutlassLibrary(file)
     except (OSError, AttributeError) as error:
         _log.warning("grouped products are disabled: %s", error)
         return None

@@ -22,7 +22,7 @@ _SEEDS = (0, 1, 2)
 _THRESHOLDS = "(threshold)"
 
 
-class Goal(NamedTuple):
+class JobGoal(NamedTuple):
     """A target: `value` must be at most `goal`, or at least if not `at_most`."""
 
     name: str
@@ -35,7 +35,7 @@ class BenchResult(NamedTuple):
     """rows: the table, one row per seed and method. curves: test scores by the number of fused domains."""
 
     rows: list[dict[str, Any]]
-    goals: list[Goal]
+    goals: list[JobGoal]
     tables: list[dict[str, Any]]
     curves: list[dict[str, Any]]
 
@@ -121,7 +121,7 @@ def _rows(tables: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             }
 
 
-def _goals(tables: Sequence[dict[str, Any]]) -> list[Goal]:
+def _goals(tables: Sequence[dict[str, Any]]) -> list[JobGoal]:
     promised = [(found, name) for found in tables for name in found["thresholds"] if name not in found["missed alone"]]
     goals = []
     for method in (PACKED, JOINTLY):
@@ -129,7 +129,7 @@ def _goals(tables: Sequence[dict[str, Any]]) -> list[Goal]:
         broken = sum(found["methods"][method]["test"][name] < found["thresholds"][name] for found, name in promised)
         allowed = (1 - CONFIDENCE) * len(promised)
         goals += [
-            Goal(f"{method}: adapters more than the exhaustive optimum, worst seed", more, 1),
-            Goal(f"{method}: promises broken on test data, of {len(promised)} at {CONFIDENCE:g}", broken, allowed),
+            JobGoal(f"{method}: adapters more than the exhaustive optimum, worst seed", more, 1),
+            JobGoal(f"{method}: promises broken on test data, of {len(promised)} at {CONFIDENCE:g}", broken, allowed),
         ]
     return goals

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from fusion.bench.jobs import Goal
+from fusion.bench.jobs import JobGoal
 from fusion.block_diagonal.blocks import num_parameters
 from fusion.embedded import checkpoint_path
 from fusion.plan.schema import DomainPlan, LoraPlan, Plan, TrainingPlan
@@ -48,7 +48,7 @@ class Parity(NamedTuple):
     """rows: the table, one row per method. runs: test accuracy by domain, one entry per method and seed."""
 
     rows: list[dict[str, Any]]
-    goals: list[Goal]
+    goals: list[JobGoal]
     runs: list[dict[str, Any]]
 
 
@@ -158,10 +158,10 @@ def _means(runs: Sequence[dict[str, Any]]) -> list[float]:
     return [mean(run["test"].values()) for run in runs]
 
 
-def _goals(runs: Sequence[dict[str, Any]]) -> list[Goal]:
+def _goals(runs: Sequence[dict[str, Any]]) -> list[JobGoal]:
     plain = mean(_means([run for run in runs if run["blocks"] == 1]))
     return [
-        Goal(
+        JobGoal(
             f"test accuracy, {_name(blocks)} less LoRA",
             mean(_means([run for run in runs if run["blocks"] == blocks])) - plain,
             -_TOLERATED,

@@ -63,7 +63,7 @@ def products(buffer: int, count: int, half: int) -> Iterator[Product]:
 
 
 class Emulated:
-    """Replaces `atmm.cutlass.Library`. calls: the names of the launches so far."""
+    """Replaces `atmm.cutlass.CutlassLibrary`. calls: the names of the launches so far."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

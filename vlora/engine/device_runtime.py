@@ -63,7 +63,7 @@ def facts_of(config: EngineConfig, model: Any) -> dict[str, str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class MemoryLayout:
     """A loaded model with its weights in slabs, and the remaining memory. The same on all ranks, except for values.
 
     base_weights: None if merged weights are kept as a shadow copy.
@@ -76,7 +76,7 @@ class Layout:
     arena: Arena
 
 
-def lay_out(config: EngineConfig, hf_model: HFModel, group: ProcessGroup | None, *, loaded: bool) -> Layout:
+def lay_out(config: EngineConfig, hf_model: HFModel, group: ProcessGroup | None, *, loaded: bool) -> MemoryLayout:
     """Put the weights into slabs, and agree with the other ranks on memory limits. Raises BadConfig.
 
     loaded: the weights come from config.model's files.
@@ -90,7 +90,7 @@ def lay_out(config: EngineConfig, hf_model: HFModel, group: ProcessGroup | None,
     if group is None:
         # Ranks that share the cores would disturb each other's measurements, so they use the static rule.
         atmm.measure_products([*(layer.weight for layer in _linears(hf_model)), hf_model.lm_head.weight])
-    return Layout(hf_model, slabs, base_weights, limits, arena)
+    return MemoryLayout(hf_model, slabs, base_weights, limits, arena)
 
 
 def base_weights_if_in_place(
@@ -148,7 +148,7 @@ class DeviceRuntime:
     def __init__(
         self,
         config: EngineConfig,
-        layout: Layout,
+        layout: MemoryLayout,
         adapter_cache: AdapterCache | WorkerAdapterCache,
         *,
         executor: Executor | None = None,

@@ -77,7 +77,7 @@ class CheckedReplicaConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class StepRecord:
+class CheckedStep:
     """One step. `ready`: ids of the requests that the policy could select; theta_s: its theta."""
 
     start_s: float
@@ -165,7 +165,7 @@ class CheckedReplica:
             placeholders={"image": IMAGE_TOKEN},
             is_cached=lambda key: key[0] in self.machine.cached,
         )
-        self.log: list[StepRecord] = []
+        self.log: list[CheckedStep] = []
         self.outputs: dict[str, list[RequestOutput]] = {}
 
     def add(self, *requests: Request, vision_key: str | None = None) -> None:
@@ -198,7 +198,9 @@ class CheckedReplica:
             outputs += self.scheduler.record(batch, self.machine.run(batch))
             self.check_integrity()
             assert {item.adapter for item in batch.items} <= resident | {None}
-            self.log.append(StepRecord(start_s, self.clock.now, self.policy.theta_s, tuple(self.policy.credits), batch))
+            self.log.append(
+                CheckedStep(start_s, self.clock.now, self.policy.theta_s, tuple(self.policy.credits), batch)
+            )
         elif self.loader.next_s is not None:
             self.clock.now = self.loader.next_s
         for output in outputs:

@@ -14,7 +14,7 @@ from vlora.orchestrator import CostModel, Costs, Scheduler, evict_for_kv, load_n
 from vlora.simulator.arrivals import Arrival
 from vlora.simulator.loader import Loader
 from vlora.simulator.machine import Clock, Machine
-from vlora.simulator.tenants import Contention
+from vlora.simulator.tenants import TenantContention
 from vlora.types import Batch, EngineStats, MemoryView, Request, RequestOutput, SamplingParams, VisionInput
 
 
@@ -101,7 +101,7 @@ class Replica:
             placeholders={"image": _IMAGE_TOKEN},
             is_cached=lambda key: key[0] == _CACHED,
         )
-        self.contention = Contention()
+        self.contention = TenantContention()
         self._view = MemoryView(resident=frozenset(), mergeable=frozenset())
 
     @property

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from vlora.types import BatchItem
 
 
-class Contention:
+class TenantContention:
     """Tokens computed on one replica in the steps in which more than one tenant had unfinished requests.
 
     Service received without contention does not count towards fairness: at the end every tenant has received what it
@@ -46,7 +46,7 @@ class Contention:
             self.total_tokens[tenant] += total
 
 
-def contested_shares(replicas: Iterable[Contention]) -> dict[str, float]:
+def contested_shares(replicas: Iterable[TenantContention]) -> dict[str, float]:
     """By tenant: its part of all tokens computed while another tenant had unfinished requests on the same replica too.
 
     Tenants without contention are omitted.
