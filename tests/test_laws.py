@@ -59,7 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "fusion",
         "apps",
     },
-    "fusion": BASE | {"heads", "vlora.config", "vlora.lora", "vlora.models", "vlora.engine", "vlora.parallel"},
+    "fusion": BASE | {"atmm", "heads", "vlora.config", "vlora.lora", "vlora.models", "vlora.engine", "vlora.parallel"},
     "apps": {"vlora.client", "vlora.errors", "vlora.types"},
 }
 
