@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from vlora.orchestrator import Costs, StepSize
+from vlora.orchestrator import Costs
 from vlora.simulator.machine import Clock, Machine
 from vlora.simulator.sample_requests import IMAGE_TOKEN, sampled_token
 from vlora.types import (
@@ -79,53 +79,36 @@ class CheckedMachine(Machine):
         """Check a batch, run it and advance the clock."""
         assert batch.items or batch.encode
         _check_mode(batch)
-        encoded, errors = (None, {}) if batch.encode is None else self._encode(batch.encode)
-        switched, switch_s = self.switch(batch.merged_adapter)
-        tokens: dict[str, int] = {}
-        heads: dict[str, HeadAnswer] = {}
-        for item in batch.items:
-            self._compute(item)
-            request_id = item.request_id
-            self._steps_until_failure[request_id] = self._steps_until_failure.get(request_id, 0) - 1
-            if self._steps_until_failure[request_id] == 0:
-                for index in range(item.start, item.start + item.num_tokens):
-                    self._slots[self._slot(item.block_table, index)] = _INVALID  # no request may read it
-                errors[request_id] = ErrorValue("bad_image", "this one fails alone")
-            elif item.answers and self.requests[request_id].head is not None:
-                heads[request_id] = _ANSWER
-            elif item.answers:
-                tokens[request_id] = sampled_token(request_id, self._num_sampled[request_id])
-                self._num_sampled[request_id] += 1
-                self._contents[request_id].append(tokens[request_id])
-        step_s = self.costs.step_s(StepSize.of(batch)._replace(num_patches=0.0)) + (encoded.seconds if encoded else 0.0)
-        self._clock.now += step_s + switch_s
-        return StepResult(
-            tokens=tokens,
-            heads=heads,
-            errors=errors,
-            step_s=step_s,
-            switch_s=switch_s,
-            switched=switched,
-            in_place=self.costs.back_s > 0,
-            encoded=encoded,
-        )
+        return super().run(batch)
 
     def move_block(self, block: int, target: int) -> None:
         """Move the content of a KV block."""
         for offset in range(self._block_size):
             self._slots[target, offset] = self._slots.pop((block, offset), None)
 
-    def _compute(self, item: BatchItem) -> None:
-        """Check an item and write its KV."""
-        known = len(self.requests[item.request_id].prompt_ids) + self._num_sampled[item.request_id]
+    def _compute(self, item: BatchItem, result: StepResult) -> None:
+        """Check an item, write its KV and answer it, or fail its request if that is due."""
+        request_id = item.request_id
+        known = len(self.requests[request_id].prompt_ids) + self._num_sampled[request_id]
         stop = item.start + item.num_tokens
         assert item.num_tokens >= 1 and stop <= known and item.answers == (stop == known)
         self._check_images(item)
-        content = self._contents[item.request_id]
+        content = self._contents[request_id]
         for index in range(item.start):
             assert self._slots[self._slot(item.block_table, index)] == content.at(index), "KV content is lost"
         for index in range(item.start, stop):
             self._slots[self._slot(item.block_table, index)] = content.at(index)
+        self._steps_until_failure[request_id] = self._steps_until_failure.get(request_id, 0) - 1
+        if self._steps_until_failure[request_id] == 0:
+            for index in range(item.start, stop):
+                self._slots[self._slot(item.block_table, index)] = _INVALID  # no request may read it
+            result.errors[request_id] = ErrorValue("bad_image", "this one fails alone")
+        elif item.answers and self.requests[request_id].head is not None:
+            result.heads[request_id] = _ANSWER
+        elif item.answers:
+            result.tokens[request_id] = sampled_token(request_id, self._num_sampled[request_id])
+            self._num_sampled[request_id] += 1
+            content.append(result.tokens[request_id])
 
     def _check_images(self, item: BatchItem) -> None:
         """Assert that embeddings of every image with computed tokens are held; cached ones are held from now on."""
@@ -138,7 +121,7 @@ class CheckedMachine(Machine):
                     self.held.add((request.request_id, place))
                 assert (request.request_id, place) in self.held, f"image {place} of {request.request_id} is not encoded"
 
-    def _encode(self, encode: Encode) -> tuple[Encoded, dict[str, ErrorValue]]:
+    def _encode(self, encode: Encode, errors: dict[str, ErrorValue]) -> Encoded:
         """Encode a call's share in pieces of `_PIECE` patches. The items of a call never change."""
         contents = dict.fromkeys(self._image(*item).content_hash for item in encode.items)
         if encode.number not in self._encode_calls:
@@ -154,14 +137,14 @@ class CheckedMachine(Machine):
         seconds = self.costs.patch_s * num_patches
         if done and contents.keys() & self.broken:
             requests = {request_id for request_id, _ in items}
-            error = ErrorValue("bad_image", "it cannot be encoded")
-            errors = {request_id: error for request_id in requests if len(requests) == 1}
-            return Encoded(num_patches=num_patches, seconds=seconds, failed=True), errors
+            if len(requests) == 1:
+                errors[requests.pop()] = ErrorValue("bad_image", "it cannot be encoded")
+            return Encoded(num_patches=num_patches, seconds=seconds, failed=True)
         if done:
             self.held.update(items)
             self.cached.update(list(contents)[: self.num_cached])
             self.num_encoded.update(contents.keys())
-        return Encoded(num_patches=num_patches, seconds=seconds, done=done), {}
+        return Encoded(num_patches=num_patches, seconds=seconds, done=done)
 
     def _image(self, request_id: str, place: int) -> VisionInput:
         return self.requests[request_id].vision[place]

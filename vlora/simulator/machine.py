@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vlora.errors import BadConfig
 from vlora.orchestrator import Costs, StepSize, TokenThresholds
-from vlora.types import Batch, Encoded, HeadAnswer, StepResult
+from vlora.types import Batch, BatchItem, Encode, Encoded, ErrorValue, HeadAnswer, StepResult
 
 MEASURED = Path(__file__).parent / "costs" / "epyc-qwen2-0.5b-rank64.json"
 _TOKEN = 1
@@ -62,30 +62,37 @@ class Machine:
 
     def run(self, batch: Batch) -> StepResult:
         """Run a batch and advance the clock."""
+        errors: dict[str, ErrorValue] = {}
+        encoded = None if batch.encode is None else self._encode(batch.encode, errors)
+        encode_s = 0.0 if encoded is None else encoded.seconds
         switched, switch_s = self.switch(batch.merged_adapter)
-        tokens: dict[str, int] = {}
-        heads: dict[str, HeadAnswer] = {}
-        for item in batch.items:
-            if item.answers:
-                # Both, since only the scheduler knows which one was requested; it reads that one.
-                tokens[item.request_id] = _TOKEN
-                heads[item.request_id] = _ANSWER
-        step_s = self.costs.step_s(StepSize.of(batch))
-        encoded = None
-        if batch.encode is not None:
-            done = batch.encode.budget >= batch.encode.left or not self.costs.patch_s
-            num_patches = batch.encode.left if done else batch.encode.budget
-            encoded = Encoded(num_patches=num_patches, seconds=self.costs.patch_s * num_patches, done=done)
-        self._clock.now += step_s + switch_s
-        return StepResult(
-            tokens=tokens,
-            heads=heads,
-            step_s=step_s,
+        result = StepResult(
+            tokens={},
+            heads={},
+            errors=errors,
+            step_s=self.costs.step_s(StepSize.of(batch)._replace(num_patches=0.0)) + encode_s,
             switch_s=switch_s,
             switched=switched,
             in_place=self.costs.back_s > 0,
             encoded=encoded,
         )
+        for item in batch.items:
+            self._compute(item, result)
+        self._clock.now += result.step_s + switch_s
+        return result
+
+    def _encode(self, encode: Encode, errors: dict[str, ErrorValue]) -> Encoded:
+        """Encode the patches of a step. A call that fails adds its requests to `errors`."""
+        done = encode.budget >= encode.left or not self.costs.patch_s
+        num_patches = encode.left if done else encode.budget
+        return Encoded(num_patches=num_patches, seconds=self.costs.patch_s * num_patches, done=done)
+
+    def _compute(self, item: BatchItem, result: StepResult) -> None:
+        """Add the answer to an item, if one is due, to the result."""
+        if item.answers:
+            # Both, since only the scheduler knows which one was requested; it reads that one.
+            result.tokens[item.request_id] = _TOKEN
+            result.heads[item.request_id] = _ANSWER
 
 
 def read_costs(path: Path) -> tuple[Costs, float]:
