@@ -36,7 +36,7 @@ measured: dict[Key, Method] = {}
 _THIN_FLOAT32 = 24
 _THIN_BFLOAT16 = 32
 _THIN_WITHOUT_BFLOAT16 = 48
-_HIDDEN = 8  # tokens up to which "rows" takes at most a fifth longer than for one token
+_HIDDEN = 8  # tokens up to which "rows" takes little longer than for one (docs/decisions/0015, for Emerald Rapids)
 _FEW = 4  # rows up to which a product without instructions for its type may be memory-bound
 _MOST_ROWS = MEASURED_ROWS[-1]  # larger batches use the choice for this many rows
 _BLOCK = 8 * 2**20  # weights that are converted to float32 at a time: 32 MiB
@@ -112,7 +112,7 @@ class ThinBatches(NamedTuple):
     """Batches for which "rows" is the rule, in tokens; 0 where none is.
 
     Attributes:
-        hidden_tokens: the widest batch whose computing is hidden by reading the weights.
+        hidden_tokens: the widest batch that takes little longer than one token, the time of reading the weights.
         max_tokens: the widest batch.
     """
 

@@ -1,20 +1,20 @@
-"""The size of the engine core: what `Engine.step` executes to decide, run and record, and the modules that it imports.
+"""The size of the engine core: the functions with which `Engine.step` decides, runs and records, and their modules.
 
     python -m tests.core_size [--modules]
 
-What a step executes (`executed`): the functions of `vlora` that the steps of `examples/minimal_engine.py` enter, with
-their docstrings and comments, without those of `EXCLUDED`. The example serves the base model and an adapter, text with
-a picture, unmerged, mixed and merged. On 2026-11-24 these are 2,982 lines in 42 modules, and 2,745 in commit 8242a2a.
-The goal is at most 3,000.
+`executed` counts the functions of `vlora` that the steps of `examples/minimal_engine.py` enter, with their docstrings
+and comments, without those of `EXCLUDED`. The example serves the base model and an adapter, text with a picture,
+unmerged, mixed and merged. On 2026-11-24 these are 2,982 lines in 42 modules, and 2,745 in commit 8242a2a. The goal is
+at most 3,000.
 
-What it imports (`core`): the import closure, within `vlora`, of `START`, the modules whose methods `Engine.step`
-calls. The modules of `EXCLUDED` are not entered, so what only they import does not count either. `START` is a list
-because `vlora.engine.build` is what imports these modules, to construct them. The libraries `atmm` (the LoRA kernels)
-and `heads` (the task heads) have interfaces of their own and count separately: all that the core's imports of them
-reach, for all devices and kinds of heads, without `EXCLUDED`. On 2026-11-24 the closure has 9,103 lines in 56 modules,
-of these 5,835 of code (`code_lines`); `atmm` has 3,413 lines, `heads` 1,246. The same definition, with the former
-names, gives 8,813 lines for commit 8242a2a, 5,967 of code; there `engine.py` still contains the construction. The
-difference to what is executed are classes' attributes, features that the example does not use (deadlines, fair shares,
+`core` is the import closure, within `vlora`, of `START`, the modules with the methods that `Engine.step` calls. The
+modules of `EXCLUDED` are not entered, so what only they import does not count either. `START` is a list because
+`vlora.engine.build` is what imports these modules, to construct them. The libraries `atmm` (the LoRA kernels) and
+`heads` (the task heads) have interfaces of their own and count separately: all that the core's imports of them reach,
+for all devices and kinds of heads, without `EXCLUDED`. On 2026-11-24 the closure has 9,103 lines in 56 modules, of
+these 5,835 of code (`code_lines`); `atmm` has 3,413 lines, `heads` 1,246. The same definition, with the former names,
+gives 8,813 lines for commit 8242a2a, 5,967 of code; there `engine.py` still contains the construction. The closure
+exceeds the executed functions by class attributes, features that the example does not use (deadlines, fair shares,
 preemption, compaction, prefix cache, penalties) and imports.
 
 In a trace of the calls of `Engine.step` in `examples/minimal_engine.py`, a step enters these parts of excluded modules

@@ -1,4 +1,4 @@
-"""An event loop whose clock advances only while it is idle, so that timers do not depend on the machine's load."""
+"""An event loop with a clock that advances only while it is idle: timers do not depend on the machine's load."""
 
 from __future__ import annotations
 

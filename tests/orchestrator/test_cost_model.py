@@ -211,7 +211,7 @@ def test_estimates_are_nonnegative_and_grow_with_the_step(
     samples: list[tuple[StepSize, float]], predicted: StepSize, more: int
 ) -> None:
     """Growth in tokens, context, a further lane, or a token in a lane that stays short or long."""
-    cost = CostModel(TRUE.thresholds)
+    cost = CostModel(TokenThresholds(short_lane=8, hidden_tokens=8, thin_tokens=32))
     for size, seconds in samples:
         cost.observe_step(size, seconds)
         estimate = cost.costs.step_s(predicted)

@@ -78,8 +78,9 @@ class PlainCredits(Credits):
             fixed_s = costs.base_s + lanes * adapter_s
             if t.adapter != merged and merged is not None:
                 fixed_s += costs.merge_s
-            tokens_s = costs.tokens_s(tokens) + lanes * lane_s * tokens
-            own_s = fixed_s + tokens_s + costs.context_token_s * t.cached_len
+            tokens_s = costs.token_s * max(0, tokens - costs.hidden_tokens)
+            tokens_s += costs.thin_token_s * min(tokens, costs.thin_tokens)
+            own_s = fixed_s + tokens_s + lanes * lane_s * tokens + costs.context_token_s * t.cached_len
             own_s += costs.patch_s * self._encoding.patches_left(t)
             credits.append(now - t.last_ran_s + own_s)
         return credits

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,12 @@ from vlora.types import Mode
 
 SHADOW = Costs(base_s=0.1, token_s=0.001, lane_s=0.0045, long_lane_s=0.0005, merge_s=0.2, short_lane=8)
 IN_PLACE = SHADOW._replace(back_s=0.15)
+
+
+def costs_file(folder: Path, values: dict[str, Any]) -> Path:
+    path = folder / "costs.json"
+    path.write_text(json.dumps({"costs": values}))
+    return path
 
 
 def answered(replica: Replica, number: int, adapter: str | None) -> None:
@@ -89,25 +96,19 @@ def test_the_cost_policy_switches_less_in_place() -> None:
 @pytest.mark.parametrize("threshold", [-1, 2.5, True, "8", None])
 def test_an_invalid_threshold_is_refused(threshold: object, field: str, tmp_path: Path) -> None:
     values = {**SHADOW._asdict(), "load_s": 0.1, field: threshold}
-    path = tmp_path / "costs.json"
-    path.write_text(json.dumps({"costs": values}))
     with pytest.raises(BadConfig, match=rf"{field} is .* a whole number of tokens"):
-        read_costs(path)
+        read_costs(costs_file(tmp_path, values))
 
 
 def test_a_file_without_short_lane_is_refused(tmp_path: Path) -> None:
     values = {**SHADOW._asdict(), "load_s": 0.1}
     del values["short_lane"]
-    path = tmp_path / "costs.json"
-    path.write_text(json.dumps({"costs": values}))
     with pytest.raises(BadConfig, match=r"short_lane is .* a whole number of tokens"):
-        read_costs(path)
+        read_costs(costs_file(tmp_path, values))
 
 
 def test_cost_files_of_earlier_versions_can_be_read(tmp_path: Path) -> None:
     values = {**SHADOW._asdict(), "load_s": 0.1}
     for field in ("back_s", "patch_s", "thin_token_s", "hidden_tokens", "thin_tokens"):
         del values[field]
-    path = tmp_path / "costs.json"
-    path.write_text(json.dumps({"costs": values}))
-    assert read_costs(path) == (SHADOW, 0.1)
+    assert read_costs(costs_file(tmp_path, values)) == (SHADOW, 0.1)
