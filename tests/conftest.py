@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hypothesis
@@ -72,12 +73,20 @@ def pytest_configure(config: pytest.Config) -> None:
     """Set the device of the oracle tests, and the number of hypothesis examples."""
     if "not slow" in config.option.markexpr and config.getoption("--hypothesis-profile") is None:
         hypothesis.settings.load_profile("fast")
-    device.name = config.getoption("--device")
+    device.use(config.getoption("--device"))
     if device.name.startswith("cuda"):
         import torch
 
         if not torch.cuda.is_available():
             pytest.exit(f"--device {device.name} was requested, but torch finds no CUDA device", returncode=2)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m gpu`, import only the test modules with GPU tests: a GPU machine may lack what the others import."""
+    if config.option.markexpr != "gpu":
+        return None
+    files = collection_path.rglob("test_*.py") if collection_path.is_dir() else (collection_path,)
+    return None if any("mark.gpu" in file.read_text() for file in files) else True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
