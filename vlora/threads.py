@@ -1,4 +1,4 @@
-"""Thread pools of an engine process: only the thread that runs the steps has one.
+"""Threads of an engine process: their thread pools and current devices. Only the thread of the steps has a pool.
 
 libgomp counts the threads of all OpenMP pools of a process. If they outnumber the cores, barriers sleep instead of
 spinning, and a step of about 300 parallel regions takes 1.5 to 2 times as long while the second pool exists. A thread
@@ -31,19 +31,32 @@ def compute_with(num_threads: int) -> None:
     last.join()
 
 
-def background_executor(name: str, *, patient: bool = False) -> ThreadPoolExecutor:
+def launch_on(device: torch.device) -> None:
+    """Make a GPU with a number the calling thread's current device; other devices change nothing.
+
+    CUDA keeps the current device per thread, and new threads start with the first one. Triton and the compiled kernels
+    launch on the current device, wherever their arguments are.
+    """
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+
+
+def background_executor(name: str, *, patient: bool = False, device: torch.device | None = None) -> ThreadPoolExecutor:
     """An executor with one background thread, without a pool for parallel computation.
 
     Args:
         name: The thread's name.
         patient: Run at the lowest priority (on Linux), for work that no request waits for.
+        device: The thread's current device, if it is a GPU with a number.
     """
-    return ThreadPoolExecutor(1, thread_name_prefix=name, initializer=_compute_patiently if patient else compute_alone)
+    return ThreadPoolExecutor(1, thread_name_prefix=name, initializer=_start_background, initargs=(patient, device))
 
 
-def _compute_patiently() -> None:
+def _start_background(patient: bool, device: torch.device | None) -> None:
     compute_alone()
-    if sys.platform == "linux":
+    if device is not None:
+        launch_on(device)
+    if patient and sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)  # this thread only
 
 

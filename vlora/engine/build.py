@@ -13,7 +13,7 @@ import atmm
 from vlora.config import EngineConfig
 from vlora.engine.adapter_admin import AdapterAdmin
 from vlora.engine.adapter_loader import AdapterLoader
-from vlora.engine.device_runtime import DeviceRuntime, facts_of, lay_out, set_threads
+from vlora.engine.device_runtime import DeviceRuntime, facts_of, lay_out, set_threads, use_device
 from vlora.engine.grammar_cache import GrammarCache, GrammarHook
 from vlora.engine.monitor import Monitor
 from vlora.engine.request_checks import RequestChecks
@@ -98,8 +98,10 @@ def build(
     if policy is None:
         policy = make_policy(config.policy)  # before the model: a wrong name fails without loading it
     num_threads = set_threads(config)
+    own_device = device_of(config, 0)
+    use_device(own_device)
+    device_type = own_device.type
     # Kernels are built here if necessary, and further down for a GPU, so that no request waits for a build.
-    device_type = device_of(config, 0).type
     environment = {
         "cpu_kernels": "" if device_type != "cpu" else "compiled" if atmm.load_kernels() else "plain torch",
         "atmm_table": atmm.describe_table(device_type),
@@ -200,6 +202,7 @@ def _build_registry(
         device.hf_model.dtype,
         device.hf_model.hidden_size,
         executor=executor,
+        device=device.hf_model.device,
         measure=functools.partial(merge_fidelity, device.slabs, device.switcher),
         choose=always_replicated if coordinator is None else functools.partial(choose_sharding, config),
     )

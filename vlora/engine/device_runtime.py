@@ -34,7 +34,7 @@ from vlora.models.runner import ModelRunner
 from vlora.models.sharding import fingerprint
 from vlora.models.vision.encoder import VisionEncoder
 from vlora.parallel import ProcessGroup
-from vlora.threads import compute_with
+from vlora.threads import compute_with, launch_on
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +47,15 @@ def set_threads(config: EngineConfig) -> int:
     num_threads = config.threads or max(1, torch.get_num_threads() // config.tensor_parallel)
     compute_with(num_threads)
     return num_threads
+
+
+def use_device(device: torch.device) -> None:
+    """Make a device the calling thread's current one, and set what steps on a GPU need in this process."""
+    launch_on(device)
+    if device.type == "cuda":
+        # On compute capability 9.0 torch prefers cuDNN, which takes 0.1 to 0.4 s to plan each new shape; the context's
+        # length changes with every decode step (docs/decisions/0045).
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def facts_of(config: EngineConfig, model: Any) -> dict[str, str]:
@@ -82,6 +91,9 @@ def lay_out(config: EngineConfig, hf_model: HFModel, group: ProcessGroup | None,
     loaded: the weights come from config.model's files.
     """
     slabs = WeightSlabs(hf_model.language_linears)
+    if hf_model.device.type == "cuda":
+        # The memory of the weights before their copy into slabs: torch keeps it, and the driver counts it as used.
+        torch.cuda.empty_cache()
     fits = _smallest(group, shadow_fits(config, hf_model, slabs.num_bytes))
     base_weights = base_weights_if_in_place(config, slabs, fits=bool(fits), loaded=loaded and group is None)
     limits = compute_limits(config, hf_model, slabs.num_bytes if base_weights is None else 0)

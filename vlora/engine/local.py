@@ -13,7 +13,7 @@ from vlora.config import EngineConfig
 from vlora.engine.engine import Engine
 from vlora.engine.snapshot import EngineSnapshot
 from vlora.errors import EngineDead, VLoraError
-from vlora.threads import compute_with
+from vlora.threads import compute_with, launch_on
 from vlora.types import AdapterStatus, EngineStats, ErrorValue, Request, RequestOutput
 
 T = TypeVar("T")
@@ -162,6 +162,7 @@ class LocalEngine:
 
     def _loop(self) -> None:
         compute_with(self.engine.num_threads)
+        launch_on(self.engine.parts.device.hf_model.device)
         try:
             while self._take_calls(block=not self.engine.has_work):
                 for output in self.engine.step():

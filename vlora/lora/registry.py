@@ -70,7 +70,7 @@ class AdapterRegistry:
         sites: The model's adaptable layers, in the order in which factors are laid out.
         dtype: The factors' type in memory.
         hidden_size: The width of the model's hidden states.
-        executor: Reads adapters in the background. None creates threads.
+        executor: Reads adapters in the background. None creates threads, which launch work on `device`.
         measure: Computes an adapter's merge fidelity; called by the thread that reads the adapter.
         choose: See `Choose`.
     """
@@ -82,14 +82,15 @@ class AdapterRegistry:
         hidden_size: int,
         *,
         executor: Executor | None = None,
+        device: torch.device | None = None,
         measure: Measure = lambda _: 1.0,
         choose: Choose = always_replicated,
     ) -> None:
         self._sites = sites
         self._dtype = dtype
         self._hidden_size = hidden_size
-        self._executor = executor or background_executor("vlora-read")
-        self._loader = executor or background_executor("vlora-load", patient=True)
+        self._executor = executor or background_executor("vlora-read", device=device)
+        self._loader = executor or background_executor("vlora-load", patient=True, device=device)
         self._measure = measure
         self._choose = choose
         self._numbers = itertools.count(1)

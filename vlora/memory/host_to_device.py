@@ -29,7 +29,7 @@ class Transfer(Protocol):
 
 def make_transfer(device: torch.device, executor: Executor | None = None) -> Transfer:
     """The `Transfer` for an arena on `device`. `executor` runs the copies; None creates a thread."""
-    executor = executor or background_executor("vlora-copy")
+    executor = executor or background_executor("vlora-copy", device=device)
     return RingTransfer(executor, SideStream(device)) if device.type == "cuda" else HostTransfer(executor)
 
 

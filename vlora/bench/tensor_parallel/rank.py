@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from vlora.config import EngineConfig
-from vlora.engine.device_runtime import DeviceRuntime, lay_out, set_threads
+from vlora.engine.device_runtime import DeviceRuntime, lay_out, set_threads, use_device
 from vlora.engine.tensor_parallel import messages
 from vlora.engine.tensor_parallel.coordinator import fork_server
 from vlora.lora.host_adapter import load_adapter
@@ -127,6 +127,7 @@ class Rank:
         """ends, store_file: see ProcessGroup."""
         config = setup.config
         set_threads(config)
+        use_device(device_of(config, rank))
         self._setup = setup
         self._hf_model = hf_model = HFModel(load_model(config, rank))
         self._group = group = DelayedGroup(rank, ends, device_of(config, rank), store_file)

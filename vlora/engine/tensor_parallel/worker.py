@@ -16,7 +16,7 @@ from pathlib import Path
 from transformers.utils import logging
 
 import atmm
-from vlora.engine.device_runtime import DeviceRuntime, facts_of, lay_out, set_threads
+from vlora.engine.device_runtime import DeviceRuntime, facts_of, lay_out, set_threads, use_device
 from vlora.engine.tensor_parallel import messages
 from vlora.errors import BadAdapter, EngineDead, VLoraError
 from vlora.lora import HostAdapter
@@ -155,6 +155,7 @@ class TensorParallelWorker:
         """Raises the same errors as building an engine."""
         config = start.config
         set_threads(config)
+        use_device(device_of(config, start.rank))
         atmm.load_kernels()
         model = load_model(config, start.rank)
         reports.send(messages.ModelLoaded(facts_of(config, model)))

@@ -1,0 +1,151 @@
+"""Every thread that launches work on a GPU uses the configured one, and the process has the settings that steps need.
+
+The functions of torch.cuda are recorded: these decisions are the same on a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.families import build_model
+from vlora.config import EngineConfig
+from vlora.engine import LocalEngine, build, device_runtime
+from vlora.engine.device_runtime import lay_out, use_device
+from vlora.engine.tensor_parallel import worker
+from vlora.lora import AdapterRegistry
+from vlora.memory import host_to_device
+from vlora.memory.arena import PAGE_BYTES
+from vlora.memory.host_to_device import make_transfer
+from vlora.models.hf_model import HFModel
+from vlora.threads import background_executor
+
+GPU = torch.device("cuda", 1)
+CONFIG = EngineConfig(model="tiny", arena_bytes=64 * PAGE_BYTES)
+
+
+class _Reached(Exception):
+    """Ends a constructor after the part under test."""
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, torch.device]]:
+    """The calls of `torch.cuda.set_device`, with the name of the calling thread."""
+    calls: list[tuple[str, torch.device]] = []
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: calls.append((threading.current_thread().name, device))
+    )
+    return calls
+
+
+@pytest.fixture(autouse=True)
+def cudnn_attention() -> Iterator[None]:
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    yield
+    torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def test_an_engine_on_a_gpu_has_no_cudnn_attention(chosen: list[tuple[str, torch.device]]) -> None:
+    use_device(torch.device("cpu"))
+    assert torch.backends.cuda.cudnn_sdp_enabled() and not chosen
+    use_device(GPU)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert [device for _, device in chosen] == [GPU]
+
+
+def test_a_gpu_without_a_number_is_the_current_one(chosen: list[tuple[str, torch.device]]) -> None:
+    use_device(torch.device("cuda"))
+    assert not chosen and not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.parametrize("patient", [False, True])
+def test_a_background_thread_launches_on_its_device(chosen: list[tuple[str, torch.device]], patient: bool) -> None:
+    executor = background_executor("reader", patient=patient, device=GPU)
+    assert executor.submit(torch.get_num_threads).result() == 1
+    executor.shutdown()
+    assert chosen == [("reader_0", GPU)]
+
+
+def test_adapters_are_read_and_copied_on_the_device(
+    chosen: list[tuple[str, torch.device]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream: Any = SimpleNamespace(pinned=lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
+    monkeypatch.setattr(host_to_device, "SideStream", lambda device: stream)
+    registry = AdapterRegistry({}, torch.float32, 8, device=GPU)
+    transfer: Any = make_transfer(GPU)
+    for executor in (registry._executor, registry._loader, transfer._executor):
+        executor.submit(int).result()
+    registry.close()
+    transfer.close()
+    assert sorted(chosen) == [("vlora-copy_0", GPU), ("vlora-load_0", GPU), ("vlora-read_0", GPU)]
+
+
+def test_an_engine_uses_its_device_before_it_loads_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[tuple[int, torch.device]] = []
+    monkeypatch.setattr(build, "use_device", lambda device: used.append((threading.get_ident(), device)))
+
+    def load_model(config: EngineConfig) -> None:
+        assert used == [(threading.get_ident(), torch.device("cpu"))]
+        raise _Reached
+
+    monkeypatch.setattr(build, "load_model", load_model)
+    with pytest.raises(_Reached):
+        LocalEngine(CONFIG)
+
+
+def test_a_rank_uses_its_device_before_it_loads_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[torch.device] = []
+    monkeypatch.setattr(worker, "set_threads", lambda config: 1)
+    monkeypatch.setattr(worker, "device_of", lambda config, rank: torch.device("cuda", rank))
+    monkeypatch.setattr(worker, "use_device", used.append)
+
+    def load_model(config: EngineConfig, rank: int) -> None:
+        assert used == [torch.device("cuda", rank)]
+        raise _Reached
+
+    monkeypatch.setattr(worker, "load_model", load_model)
+    start: Any = SimpleNamespace(config=CONFIG, rank=1)
+    reports: Any = None
+    with pytest.raises(_Reached):
+        worker.TensorParallelWorker(start, {}, reports)
+
+
+def test_the_thread_of_a_local_engine_launches_on_its_device(chosen: list[tuple[str, torch.device]]) -> None:
+    local = LocalEngine(CONFIG, model=build_model("qwen2_vl"))
+    local.engine.parts.device.hf_model.device = GPU
+
+    async def call() -> None:
+        await local.stats()
+        await local.close()
+
+    asyncio.run(call())
+    assert chosen == [("vlora-engine", GPU)]
+
+
+def test_unused_memory_of_loaded_weights_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device allocator as torch's: the storage of freed weights stays reserved, which the driver counts as used."""
+    hf_model = HFModel(build_model("qwen2_vl"))
+    weights = [linear.weight for linear in hf_model.language_linears.values()]
+    free, reserved = 2**26, 2**30
+
+    def empty_cache() -> None:
+        nonlocal free, reserved
+        if all(weight.untyped_storage().nbytes() > weight.nbytes for weight in weights):  # all are parts of slabs
+            free, reserved = free + reserved, 0
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2**31))
+    monkeypatch.setattr(device_runtime, "Arena", lambda num_pages, device: None)
+    hf_model.device = GPU
+    layout = lay_out(EngineConfig(model="tiny", max_batch_size=512), hf_model, None, loaded=False)
+    assert layout.base_weights is None, "a shadow fits into the returned memory"
+    assert layout.limits.arena_basis == "90% of free memory"
+    pages = int(0.9 * (2**26 + 2**30 - layout.slabs.num_bytes)) // PAGE_BYTES
+    assert pages - layout.limits.block_pages < layout.limits.num_pages <= pages
