@@ -15,7 +15,7 @@ from atmm.strategies.hybrid import gains_from_copies, longest_short_lane
 from atmm.strategies.registry import STRATEGIES
 from atmm.tuning.matmul_choice import measure as measure_products
 from atmm.tuning.tables import describe as describe_table
-from atmm.warmup import compile_ahead
+from atmm.warmup import compile_ahead, compile_merges
 
 __all__ = [
     "STRATEGIES",
@@ -29,6 +29,7 @@ __all__ = [
     "add_deltas",
     "attend",
     "compile_ahead",
+    "compile_merges",
     "describe_table",
     "gains_from_copies",
     "head_logits",

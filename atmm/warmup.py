@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -35,6 +35,22 @@ def compile_ahead(groups: Sequence[SiteGroup], dtype: torch.dtype, device: torch
                 own, merged = Lane(_KEYS[0], 0, 2), Lane(_KEYS[1], 0, 2, -1.0)
                 for lanes in ((own,), (own, merged)):
                     add_deltas(y, x, group, SegmentPlan(2, lanes, tiling.name))
+
+
+def compile_merges(shapes: Iterable[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> None:
+    """Launch the kernel of `merge` once for weights of these shapes (out, in) and every rank up to 64.
+
+    Ranks with the same kernel share it, so few are compiled. Kernels for higher ranks are compiled at their first
+    merge.
+    """
+    from atmm.triton.lanes import merge  # importing Triton is slow
+
+    with torch.inference_mode():
+        for d_out, d_in in sorted(shapes):
+            weight = torch.zeros(1, d_out, d_in, dtype=dtype, device=device)
+            a, bt = (torch.zeros(_HIGHEST_RANK, d, dtype=dtype, device=device) for d in (d_in, d_out))
+            for rank in range(1, _HIGHEST_RANK + 1):
+                merge(weight, weight, a[None, :rank], bt[None, :rank], 1.0)
 
 
 def _plain_group(d_in: int, d_outs: Sequence[int], rank: int, dtype: torch.dtype, device: torch.device) -> SiteGroup:

@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 import atmm.operator
 import atmm.strategies.registry
 import atmm.warmup
-from atmm import Lane, SegmentPlan, add_deltas, compile_ahead
+from atmm import Lane, SegmentPlan, add_deltas, compile_ahead, compile_merges
 from atmm.batch_stats import BatchStats
 from atmm.layers import SiteGroup
 from atmm.triton import kernels
@@ -188,3 +188,51 @@ def ahead() -> Iterator[list[str]]:
         patch.setattr(atmm.warmup, "_measured", lambda *sites: named)
         compile_ahead([group], torch.bfloat16, torch.device("cpu"))
         yield count_launches(patch)
+
+
+MERGED = ((192, 256), (64, 256), (80, 144))  # the last has parts of blocks
+
+
+@settings(max_examples=100)
+@given(
+    rank=st.integers(1, 64),
+    shape=st.sampled_from(MERGED),
+    num_layers=st.integers(1, 3),
+    place=st.integers(0, 3),
+    scale=st.sampled_from([1.0, -1.0]),
+    in_place=st.booleans(),
+)
+def test_merges_compiled_ahead_are_not_compiled_in_a_switch(
+    rank: int,
+    shape: tuple[int, int],
+    num_layers: int,
+    place: int,
+    scale: float,
+    in_place: bool,
+    merged_ahead: list[str],
+) -> None:
+    d_out, d_in = shape
+    slab, shadow = (torch.zeros(6, d_out, d_in, dtype=torch.bfloat16) for _ in range(2))
+    # Factors in an adapter's run: each tensor starts at a multiple of 256 bytes.
+    steps = [-(-rank * d * 2 // 256) * 128 for d in (d_in, d_out)]
+    a, bt = (
+        torch.zeros(num_layers * step, dtype=torch.bfloat16).as_strided((num_layers, rank, d), (step, d, 1))
+        for step, d in zip(steps, (d_in, d_out), strict=True)
+    )
+    entries = slice(place, place + num_layers)
+    merge((slab if in_place else shadow)[entries], slab[entries], a, bt, scale)
+    assert not merged_ahead
+
+
+@pytest.fixture(scope="module")
+def merged_ahead() -> Iterator[list[str]]:
+    """The names of kernels launched by Triton's own launch after merges were compiled ahead."""
+    driver.set_active(_Driver())
+    handle.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        names = count_launches(patch)
+        compile_merges(MERGED, torch.bfloat16, torch.device("cpu"))
+        # Whole and partial blocks, each for ranks up to 16, 32 and 64, multiples of 16 and others, and rank 1.
+        assert len(names) == 2 * (3 * 2 + 1)
+        names.clear()
+        yield names

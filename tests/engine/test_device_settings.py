@@ -14,15 +14,20 @@ from typing import Any
 import pytest
 import torch
 
+import atmm
 from tests.families import build_model
+from tests.lora.made_adapters import host_adapter
+from tests.lora.test_merge_fidelity import FakeStream, expected, make_factors
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine, build, device_runtime
-from vlora.engine.device_runtime import lay_out, use_device
+from vlora.engine.device_runtime import DeviceRuntime, lay_out, use_device
 from vlora.engine.tensor_parallel import worker
-from vlora.lora import AdapterRegistry
+from vlora.lora import AdapterRegistry, merge_in_place
 from vlora.memory import host_to_device
+from vlora.memory.adapter_cache import AdapterCache
 from vlora.memory.arena import PAGE_BYTES
-from vlora.memory.host_to_device import make_transfer
+from vlora.memory.host_to_device import HostTransfer, Inline, make_transfer
+from vlora.memory.page_allocator import PageAllocator
 from vlora.models.hf_model import HFModel
 from vlora.threads import background_executor
 
@@ -149,3 +154,49 @@ def test_unused_memory_of_loaded_weights_counts_as_free(monkeypatch: pytest.Monk
     assert layout.limits.arena_basis == "90% of free memory"
     pages = int(0.9 * (2**26 + 2**30 - layout.slabs.num_bytes)) // PAGE_BYTES
     assert pages - layout.limits.block_pages < layout.limits.num_pages <= pages
+
+
+@pytest.mark.parametrize("switching", ["shadow", "in_place"])
+def test_merging_on_a_gpu_is_prepared_at_start(monkeypatch: pytest.MonkeyPatch, switching: Any) -> None:
+    """Kernels are compiled, merged weights get fixed addresses, and fidelity is measured on a stream of its own."""
+    compiled: list[frozenset[tuple[int, int]]] = []
+    monkeypatch.setattr(atmm, "compile_merges", lambda shapes, dtype, device: compiled.append(frozenset(shapes)))
+    streams: list[FakeStream] = []
+
+    def side_stream(device: torch.device) -> FakeStream:
+        assert device == GPU
+        streams.append(FakeStream())
+        return streams[-1]
+
+    monkeypatch.setattr(device_runtime, "SideStream", side_stream)
+    monkeypatch.setattr(device_runtime, "make_transfer", lambda device, executor: HostTransfer(executor))
+    monkeypatch.setattr(merge_in_place, "_SAMPLE_ROWS", 8)
+    monkeypatch.setattr(merge_in_place, "_SAMPLE_VALUES", 1)
+    hf_model = HFModel(build_model("qwen2_vl", torch.bfloat16))
+    config = EngineConfig(model="tiny", arena_bytes=256 * PAGE_BYTES, switching=switching)
+    layout = lay_out(config, hf_model, None, loaded=False)
+    hf_model.device = GPU
+    adapter_cache = AdapterCache(PageAllocator(layout.limits.num_pages, 1), layout.limits.num_pages)
+    device = DeviceRuntime(config, layout, adapter_cache, executor=Inline())
+    (shapes,) = compiled
+    factors = make_factors(device.slabs, 0.1)
+    expected_fidelity = expected({name: device.slabs.entry(name) for name in device.slabs.slots}, factors)
+    assert device.merge_fidelity(factors) == pytest.approx(expected_fidelity, abs=1e-5)
+    if switching == "shadow":
+        assert shapes == frozenset(device.slabs.base)
+        (stream,) = streams
+        assert "copy" in stream.log
+        adapter = host_adapter("a@1", {name: factors[name] for name in list(factors)[:1]})
+        assert device.pool.load(adapter)
+        before = {linear.weight.data_ptr() for linear in device.slabs.linears.values()}
+        with torch.no_grad():
+            device.switcher.switch("a@1")
+        assert before.isdisjoint(linear.weight.data_ptr() for linear in device.slabs.linears.values())
+    else:
+        assert shapes > frozenset(device.slabs.base), "the samples of rows are merged too"
+        assert not streams, "W0 is in host memory"
+
+
+def test_a_cpu_compiles_no_merges(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(atmm, "compile_merges", lambda *_: pytest.fail("there is no GPU"))
+    LocalEngine(CONFIG, model=build_model("qwen2_vl"))

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+import atmm
 from tests.families import build_model
 from tests.lora.made_adapters import factors_of
 from tests.oracle import ADAPTERS, Oracle
-from vlora.lora import AdapterRegistry, HostAdapter, HostFactors
+from vlora.lora import AdapterRegistry, HostAdapter
 from vlora.lora.adapter_pool import AdapterPool
-from vlora.lora.merge import merge_fidelity, merge_runs
+from vlora.lora.merge import merge_runs
 from vlora.lora.merge_shadow import ShadowSwitcher
 from vlora.lora.weight_slabs import WeightSlabs
 from vlora.memory.adapter_cache import AdapterCache
@@ -124,17 +125,88 @@ def test_layers_of_one_shape_and_rank_merge_in_one_call(mergeable: Mergeable) ->
     assert len(patterned) > len(runs)
 
 
-def test_a_smaller_delta_loses_more_when_merged_into_bfloat16() -> None:
-    mergeable = Mergeable(build_model("qwen2_vl", torch.bfloat16), {})
-    generator = torch.Generator().manual_seed(0)
-    found = []
-    for size in (1.0, 0.1, 0.01, 0.001):
-        factors = {}
-        for name, linear in mergeable.linears.items():
-            a = torch.randn(8, linear.in_features, generator=generator)
-            bt = torch.randn(8, linear.out_features, generator=generator)
-            bt *= size * float(linear.weight.detach().float().std()) / 8**0.5
-            factors[name] = HostFactors(a.bfloat16(), bt.bfloat16())
-        found.append(merge_fidelity(mergeable.slabs, mergeable.switcher, factors))
-    assert found == sorted(found, reverse=True)
-    assert found[0] > 0.99 and found[-1] < 0.5
+def content(mergeable: Mergeable) -> dict[str, torch.Tensor]:
+    return {name: linear.weight.detach().clone() for name, linear in mergeable.linears.items()}
+
+
+def addresses(mergeable: Mergeable) -> dict[str, int]:
+    return {name: linear.weight.data_ptr() for name, linear in mergeable.linears.items()}
+
+
+def test_a_complete_shadow_has_the_same_addresses_for_every_adapter(mergeable: Mergeable) -> None:
+    plain = mergeable.switcher
+    complete = ShadowSwitcher(mergeable.slabs, mergeable.pool, complete=True)
+    draw = random.Random(3)
+    moves = [*ADAPTERS, *ADAPTERS[::-1], *draw.choices([*ADAPTERS, None], k=40)]
+    merged_at: set[tuple[int, ...]] = set()
+    with torch.no_grad():
+        plain.switch(None)
+        on_base, base = addresses(mergeable), content(mergeable)
+        for name in moves:
+            key = name and mergeable.key(name)
+            plain.switch(key)
+            wanted = content(mergeable)
+            plain.switch(None)
+            complete.switch(key)
+            found, at = content(mergeable), addresses(mergeable)
+            complete.switch(None)
+            assert all(torch.equal(found[layer], wanted[layer]) for layer in wanted), name
+            if key is None:
+                assert at == on_base
+            else:
+                merged_at.add(tuple(at.values()))
+                assert not set(at.values()).intersection(on_base.values())
+        assert addresses(mergeable) == on_base
+        assert all(torch.equal(weight, base[layer]) for layer, weight in content(mergeable).items())
+    assert len(merged_at) == 1, "a captured graph holds for every adapter"
+
+
+def test_layers_without_a_delta_are_restored_after_a_failed_merge(
+    mergeable: Mergeable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    switcher = ShadowSwitcher(mergeable.slabs, mergeable.pool, complete=True)
+    with torch.no_grad():
+        base = content(mergeable)
+        with monkeypatch.context() as patch:
+            calls = iter(range(10))
+
+            def failing(out: torch.Tensor, *_: object) -> None:
+                out.fill_(torch.nan)
+                if next(calls) == 2:
+                    raise RuntimeError("out of memory")
+
+            patch.setattr(atmm, "merge", failing)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                switcher.switch(mergeable.key("wide8"))
+        assert all(torch.equal(weight, base[layer]) for layer, weight in content(mergeable).items())
+        switcher.switch(mergeable.key("narrow4"))
+        for layer, weight in content(mergeable).items():
+            assert not weight.isnan().any(), layer
+            assert torch.equal(weight, base[layer]) == (layer not in mergeable.adapters["narrow4"].shapes), layer
+        switcher.switch(None)
+
+
+def test_a_complete_shadow_copies_only_what_changes(mergeable: Mergeable, monkeypatch: pytest.MonkeyPatch) -> None:
+    switcher = ShadowSwitcher(mergeable.slabs, mergeable.pool, complete=True)
+    copied: list[int] = []
+    copy = torch.Tensor.copy_
+
+    def recorded_copy(own: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        copied.append(len(own))
+        return copy(own, other)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", recorded_copy)
+    monkeypatch.setattr(atmm, "merge", lambda *_: None)
+    with torch.no_grad():
+        switcher.switch(mergeable.key("narrow4"))
+        assert copied == [], "the shadow starts with W0"
+        switcher.switch(mergeable.key("wide8"))
+        assert copied == []
+        switcher.switch(mergeable.key("narrow4"))
+        untargeted = mergeable.adapters["wide8"].shapes.keys() - mergeable.adapters["narrow4"].shapes.keys()
+        assert sum(copied) == len(untargeted.intersection(mergeable.linears))
+        assert len(copied) < len(untargeted) / 2, "neighbouring layers in one copy"
+        switcher.switch(None)
+        switcher.switch(mergeable.key("narrow4"))
+        assert sum(copied) == len(untargeted.intersection(mergeable.linears))
+        switcher.switch(None)

@@ -158,8 +158,6 @@ def test_any_sequence_of_switches_losses_and_failures(
             fail_after(box, 3, key)
             assert box.switcher.merged_key is None and box.is_original()
         assert box.drift() <= (MAX_DRIFT if subtracting else ROUNDING[dtype])
-        for name, weight in box.before.items():
-            assert torch.equal(box.switcher.base_rows(name, 7), weight[::7]), "W0 is available whatever is merged"
 
 
 def fail_after(box: Box, num_calls: int, key: str | None) -> None:

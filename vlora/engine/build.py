@@ -24,7 +24,6 @@ from vlora.engine.tensor_parallel.coordinator import (
 )
 from vlora.errors import BadConfig
 from vlora.lora import AdapterRegistry
-from vlora.lora.merge import merge_fidelity
 from vlora.lora.registry import always_replicated
 from vlora.memory.adapter_cache import AdapterCache
 from vlora.memory.block_manager import BlockManager
@@ -203,7 +202,7 @@ def _build_registry(
         device.hf_model.hidden_size,
         executor=executor,
         device=device.hf_model.device,
-        measure=functools.partial(merge_fidelity, device.slabs, device.switcher),
+        measure=device.merge_fidelity,
         choose=always_replicated if coordinator is None else functools.partial(choose_sharding, config),
     )
     if coordinator is not None:

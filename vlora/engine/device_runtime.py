@@ -23,12 +23,13 @@ from vlora.errors import BadConfig
 from vlora.lora.adapter_pool import AdapterPool, OtherRanks
 from vlora.lora.base_weights import BaseWeights, CheckpointBaseWeights, CopiedBaseWeights, checkpoint_files
 from vlora.lora.merge import ModeSwitcher
+from vlora.lora.merge_fidelity import MergeFidelity
 from vlora.lora.merge_in_place import InPlaceSwitcher
 from vlora.lora.merge_shadow import ShadowSwitcher
 from vlora.lora.weight_slabs import WeightSlabs
 from vlora.memory.adapter_cache import AdapterCache, WorkerAdapterCache
 from vlora.memory.arena import Arena
-from vlora.memory.host_to_device import make_transfer
+from vlora.memory.host_to_device import SideStream, make_transfer
 from vlora.models.hf_model import HFModel
 from vlora.models.runner import ModelRunner
 from vlora.models.sharding import fingerprint
@@ -181,11 +182,18 @@ class DeviceRuntime:
         )
         self.pool.compile_ahead()
         self.switcher: ModeSwitcher
+        on_gpu = hf_model.device.type == "cuda"
+        stream: SideStream | None = None
+        merged_shapes = frozenset(slabs.base)
         if layout.base_weights is None:
-            self.switcher = ShadowSwitcher(slabs, self.pool)
+            self.switcher = ShadowSwitcher(slabs, self.pool, complete=on_gpu)
+            stream = SideStream(hf_model.device) if on_gpu else None
         else:
-            on_gpu = hf_model.device.type == "cuda"
-            self.switcher = InPlaceSwitcher(slabs, self.pool, layout.base_weights, subtracting=on_gpu)
+            self.switcher = in_place = InPlaceSwitcher(slabs, self.pool, layout.base_weights, subtracting=on_gpu)
+            merged_shapes |= in_place.sampled_shapes
+        if on_gpu:
+            atmm.compile_merges(merged_shapes, hf_model.dtype, hf_model.device)
+        self.merge_fidelity = MergeFidelity(slabs, layout.base_weights, stream)
         self.vision = VisionEncoder(hf_model, config.vision_cache_bytes)
         self.runner = ModelRunner(
             hf_model,

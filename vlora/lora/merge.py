@@ -9,10 +9,9 @@ from typing import Protocol
 import torch
 
 import atmm
-from vlora.lora import HostFactors
 from vlora.lora.adapter_pool import AdapterPool
 from vlora.lora.weight_slabs import WeightSlabs
-from vlora.parallel.adapter_sharding import FactorShape, parts_of
+from vlora.parallel.adapter_sharding import parts_of
 
 
 class ModeSwitcher(Protocol):
@@ -34,9 +33,6 @@ class ModeSwitcher(Protocol):
     def forget(self, key: str) -> None:
         """Remove every trace of an adapter from the weights, because it is being evicted."""
 
-    def base_rows(self, name: str, step: int) -> torch.Tensor:
-        """Every `step`th row of a layer's W0, whatever is merged."""
-
 
 @dataclasses.dataclass(frozen=True)
 class MergeRun:
@@ -48,12 +44,12 @@ class MergeRun:
     names: tuple[str, ...]
 
 
-def merge_runs(slabs: WeightSlabs, shapes: Mapping[str, FactorShape]) -> list[MergeRun]:
+def merge_runs(slabs: WeightSlabs, shapes: Mapping[str, object]) -> list[MergeRun]:
     """Split an adapter's layers into runs of neighbouring slab entries with factors of equal shape.
 
     Args:
         slabs: The slabs that the runs refer to.
-        shapes: The factors' shapes by adapted layer.
+        shapes: The factors' shapes by adapted layer, or other values that are equal in a run.
     """
     runs: list[MergeRun] = []
     for name, (shape, index) in slabs.slots.items():
@@ -76,33 +72,3 @@ def merge_layers(
     for part in parts_of(pool.shapes(key)[names[0]], a, bt):
         place = (slice(None), part.outputs, part.inputs)
         atmm.merge(out[place], base[place], part.a, part.bt, sign)
-
-
-@torch.no_grad()
-def merge_fidelity(
-    slabs: WeightSlabs, switcher: ModeSwitcher, factors: Mapping[str, HostFactors], num_rows: int = 64
-) -> float:
-    """The share of an adapter that survives merging: 1 - |round(W0 + d) - W0 - d| / |d|, on evenly spaced rows.
-
-    1.0 is lossless. An adapter without language-model layers has 1.0, since merging it changes nothing.
-
-    Args:
-        slabs: The target weights.
-        switcher: Gives rows of W0.
-        factors: The adapter's dense factors by layer.
-        num_rows: Approximate number of rows to sample per layer.
-    """
-    lost = total = 0.0
-    for name, pair in factors.items():
-        if name not in slabs.slots:
-            continue
-        step = max(1, slabs.slots[name].shape[0] // num_rows)
-        base = switcher.base_rows(name, step)
-        # The difference is computed in float32, which is sufficient for 16-bit W0 and gives 1.0 within rounding for
-        # float32 weights.
-        weight = base.float()
-        delta = (pair.bt[:, ::step].float().t() @ pair.a.float()).to(weight.device)
-        merged = (weight + delta).to(base.dtype).float()
-        lost += float((merged - weight - delta).square().sum())
-        total += float(delta.square().sum())
-    return 1.0 if total == 0 else max(0.0, 1.0 - (lost / total) ** 0.5)

@@ -83,9 +83,10 @@ class InPlaceSwitcher:
         if self.merged_key == key:
             self._restore()
 
-    def base_rows(self, name: str, step: int) -> torch.Tensor:
-        """Reads the base weights: the caller may be a reader thread while the slabs change."""
-        return self._base_weights.weight(name)[::step].to(self._slabs.entry(name).device)
+    @property
+    def sampled_shapes(self) -> frozenset[tuple[int, int]]:
+        """Shapes of the sampled rows of a layer, which are merged as well."""
+        return frozenset((sample.rows.shape[1], sample.rows.shape[2]) for sample in self._samples)
 
     def _restore(self) -> None:
         """Restore the exact W0 in all layers. Until it completes, the next switch rewrites every changed layer."""

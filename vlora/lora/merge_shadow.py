@@ -1,15 +1,21 @@
 """Switching with a shadow copy of the target weights, for machines with enough memory.
 
-W0 is never written. Merging an adapter is one pass `shadow = W0 + delta` over all layers, with one call per run of
+W0 is never written. Merging an adapter is one pass `shadow = W0 + delta` over its layers, with one call per run of
 neighbouring layers. Switching back re-points the parameters to W0, which is free and always bit-exact.
+
+Layers without a delta have W0. On a CPU they are re-pointed to it, which copies nothing. On a GPU the shadow holds a
+copy of W0 for them, so that the addresses of merged weights are the same for every adapter and a captured CUDA graph
+serves all of them (docs/decisions/0046).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from vlora.lora.adapter_pool import AdapterPool
-from vlora.lora.merge import merge_layers, merge_runs
+from vlora.lora.merge import MergeRun, merge_layers, merge_runs
 from vlora.lora.weight_slabs import WeightSlabs
 from vlora.memory.huge_pages import empty
 
@@ -19,14 +25,18 @@ class ShadowSwitcher:
 
     in_place = False
 
-    def __init__(self, slabs: WeightSlabs, pool: AdapterPool) -> None:
+    def __init__(self, slabs: WeightSlabs, pool: AdapterPool, *, complete: bool = False) -> None:
+        """complete: layers without a delta have a copy of W0 in the shadow, instead of W0 itself."""
         self._slabs = slabs
         self._pool = pool
+        self._complete = complete
         # Written at once, so that the system allocates the memory now. During the first merge that would delay all
         # requests and distort the cost model's measurement of a merge.
-        self._shadow = {shape: empty(base.shape, base.dtype, base.device).zero_() for shape, base in slabs.base.items()}
+        self._shadow = {
+            shape: empty(base.shape, base.dtype, base.device).copy_(base) for shape, base in slabs.base.items()
+        }
         self._shadow_key: str | None = None
-        self._shadow_names: frozenset[str] = frozenset()
+        self._dirty: frozenset[str] = frozenset()  # layers with another value than W0 in the shadow
         self.merged_key: str | None = None
 
     def switch(self, key: str | None) -> bool:
@@ -34,7 +44,7 @@ class ShadowSwitcher:
             return False
         if key is not None and key != self._shadow_key:
             self._merge(key)
-        wanted = self._shadow_names if key is not None else frozenset()
+        wanted = frozenset() if key is None else self._slabs.slots.keys() if self._complete else self._dirty
         slots = self._slabs.slots
         for name, linear in self._slabs.linears.items():
             shape, index = slots[name]
@@ -49,18 +59,21 @@ class ShadowSwitcher:
         if self._shadow_key == key:
             self._shadow_key = None
 
-    def base_rows(self, name: str, step: int) -> torch.Tensor:
-        return self._slabs.entry(name)[::step]
-
     def _merge(self, key: str) -> None:
         # No parameter may point into the shadow while it is being rewritten.
         self.switch(None)
         self._shadow_key = None
-        names: list[str] = []
-        for run in merge_runs(self._slabs, self._pool.shapes(key)):
-            base = self._slabs.base[run.shape]
-            entries = slice(run.first, run.last)
-            merge_layers(self._pool, key, run.names, self._shadow[run.shape][entries], base[entries])
-            names += run.names
-        self._shadow_key = key
-        self._shadow_names = frozenset(names)
+        runs = merge_runs(self._slabs, self._pool.shapes(key))
+        names = frozenset(name for run in runs for name in run.names)
+        stale = self._dirty - names if self._complete else ()
+        self._dirty = names.union(stale)  # also if this fails
+        for run in merge_runs(self._slabs, dict.fromkeys(stale)):
+            self._entries(self._shadow, run).copy_(self._entries(self._slabs.base, run))
+        for run in runs:
+            merge_layers(
+                self._pool, key, run.names, self._entries(self._shadow, run), self._entries(self._slabs.base, run)
+            )
+        self._shadow_key, self._dirty = key, names
+
+    def _entries(self, slabs: Mapping[tuple[int, int], torch.Tensor], run: MergeRun) -> torch.Tensor:
+        return slabs[run.shape][run.first : run.last]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
@@ -126,6 +127,9 @@ class SideStream:
 
     def synchronize(self) -> None:
         self._stream.synchronize()
+
+    def current(self) -> AbstractContextManager[None]:
+        return torch.cuda.stream(self._stream)
 
 
 class Inline(Executor):
