@@ -58,6 +58,26 @@ def linears(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
     return METHODS[choose(len(x), weights[0].weight)](x, weights)
 
 
+def patch_products(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A convolution with stride = kernel, without padding: a product with each patch, which no other patch overlaps.
+
+    Args:
+        x: [n, channels, *sizes]; a remainder of less than a patch at the end of a dimension is not read.
+        weight: [d_out, channels, *kernel], contiguous.
+        bias: [d_out], or None.
+
+    Returns:
+        [n, d_out, *(sizes // kernel)], not always contiguous.
+    """
+    kernel = weight.shape[2:]
+    counts = [size // width for size, width in zip(x.shape[2:], kernel, strict=True)]
+    for dim in reversed(range(len(kernel))):
+        x = x.narrow(2 + dim, 0, counts[dim] * kernel[dim]).unflatten(2 + dim, (counts[dim], kernel[dim]))
+    places = range(2, x.dim(), 2)
+    patches = x.permute(0, *places, 1, *(place + 1 for place in places)).reshape(-1, weight[0].numel())
+    return linear(patches, weight.flatten(1), bias).view(len(x), *counts, len(weight)).movedim(-1, 1)
+
+
 def joins(num_rows: int, weight: Tensor) -> bool:
     """Whether layers that read one input should be computed together (`linears`).
 

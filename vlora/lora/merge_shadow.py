@@ -3,19 +3,14 @@
 W0 is never written. Merging an adapter is one pass `shadow = W0 + delta` over its layers, with one call per run of
 neighbouring layers. Switching back re-points the parameters to W0, which is free and always bit-exact.
 
-Layers without a delta have W0. On a CPU they are re-pointed to it, which copies nothing. On a GPU the shadow holds a
-copy of W0 for them, so that the addresses of merged weights are the same for every adapter and a captured CUDA graph
-serves all of them (docs/decisions/0046).
+On a CPU layers without a delta point to W0, which copies nothing. On a GPU the shadow has a copy of W0 for them: merged
+weights then have the same addresses for every adapter, and a captured CUDA graph holds for all (docs/decisions/0046).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-import torch
-
 from vlora.lora.adapter_pool import AdapterPool
-from vlora.lora.merge import MergeRun, merge_layers, merge_runs
+from vlora.lora.merge import merge_layers, merge_runs
 from vlora.lora.weight_slabs import WeightSlabs
 from vlora.memory.huge_pages import empty
 
@@ -32,9 +27,7 @@ class ShadowSwitcher:
         self._complete = complete
         # Written at once, so that the system allocates the memory now. During the first merge that would delay all
         # requests and distort the cost model's measurement of a merge.
-        self._shadow = {
-            shape: empty(base.shape, base.dtype, base.device).copy_(base) for shape, base in slabs.base.items()
-        }
+        self._shadow = {shape: empty(w0.shape, w0.dtype, w0.device).copy_(w0) for shape, w0 in slabs.base.items()}
         self._shadow_key: str | None = None
         self._dirty: frozenset[str] = frozenset()  # layers with another value than W0 in the shadow
         self.merged_key: str | None = None
@@ -67,13 +60,10 @@ class ShadowSwitcher:
         names = frozenset(name for run in runs for name in run.names)
         stale = self._dirty - names if self._complete else ()
         self._dirty = names.union(stale)  # also if this fails
-        for run in merge_runs(self._slabs, dict.fromkeys(stale)):
-            self._entries(self._shadow, run).copy_(self._entries(self._slabs.base, run))
-        for run in runs:
-            merge_layers(
-                self._pool, key, run.names, self._entries(self._shadow, run), self._entries(self._slabs.base, run)
-            )
+        for run in (*merge_runs(self._slabs, dict.fromkeys(stale)), *runs):
+            base, shadow = (slabs[run.shape][run.first : run.last] for slabs in (self._slabs.base, self._shadow))
+            if run.names[0] in stale:
+                shadow.copy_(base)
+            else:
+                merge_layers(self._pool, key, run.names, shadow, base)
         self._shadow_key, self._dirty = key, names
-
-    def _entries(self, slabs: Mapping[tuple[int, int], torch.Tensor], run: MergeRun) -> torch.Tensor:
-        return slabs[run.shape][run.first : run.last]
