@@ -18,7 +18,7 @@ from atmm.cpu import library
 from atmm.cpu.lanes import Scattered, serves
 from atmm.dispatch import choose
 from atmm.layers import HeadRows, Packed, Site, SiteGroup
-from atmm.segments import SegmentPlan, Strategy
+from atmm.segments import SegmentPlan, Strategy, check_not_capturing
 from atmm.strategies.hybrid import Hybrid
 from atmm.strategies.loop import Loop, Unpacked
 from atmm.strategies.registry import NEED_NO_COPY, STRATEGIES, known, lies_transposed, prepare
@@ -41,6 +41,7 @@ def add_delta(y: Tensor, x: Tensor, site: Site, plan: SegmentPlan) -> None:
 
     Raises:
         ValueError: if x or y do not fit the plan, the site or its factors; raised before anything is computed.
+        RuntimeError: if a CUDA graph is captured and the plan was not used before.
     """
     if not plan.lanes and plan.room is None:
         return
@@ -68,7 +69,7 @@ def add_deltas(y: Tensor, x: Tensor, group: SiteGroup, plan: SegmentPlan) -> Non
         plan: the lanes.
 
     Raises:
-        ValueError: as `add_delta`.
+        ValueError, RuntimeError: as `add_delta`.
     """
     if not plan.lanes and plan.room is None:
         return
@@ -147,6 +148,7 @@ def _strategy(plan: SegmentPlan, packed: Packed | None, x: Tensor, y: Tensor, si
     sites = (x.device, x.dtype) if packed is None else packed.layout
     strategy = plan.prepared.get(sites)
     if strategy is None:
+        check_not_capturing(x.device)
         strategy = plan.prepared[sites] = _prepare(plan, packed, x, y, site)
     return strategy
 

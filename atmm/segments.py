@@ -86,12 +86,14 @@ class SegmentPlan:
         Raises:
             ValueError: as the constructor, and for adapters that are missing from a packed copy the plan uses. The plan
                 is then unchanged.
+            RuntimeError: while a CUDA graph is captured.
         """
         if self.room is None:
             raise ValueError("a plan without room cannot be refilled; set room to the maximum number of lanes")
         lanes = self._checked(lanes)
         keys = frozenset(lane.key for lane in lanes)
         for sites in self.prepared:
+            check_not_capturing(sites.device if isinstance(sites, Layout) else sites[0])
             if isinstance(sites, Layout) and not keys <= sites.keys:
                 missing = ", ".join(sorted(keys - sites.keys))
                 raise ValueError(f"lanes use adapters that are not packed: {missing}; pack them and capture again")
@@ -119,6 +121,19 @@ class SegmentPlan:
                 f"{MOST_WITH_ROOM} per token"
             )
         return lanes
+
+
+def check_not_capturing(device: torch.device) -> None:
+    """Raises RuntimeError while a CUDA graph is captured on this device.
+
+    A plan's tables are copied from host memory that is freed afterwards. A captured copy would read that memory again
+    at every replay.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a plan cannot be prepared or refilled during the capture of a CUDA graph; run the step once before the "
+            "capture, and refill the plan between replays"
+        )
 
 
 def _place(lane: Lane) -> tuple[int, int]:

@@ -5,7 +5,8 @@ rule of `atmm.dispatch` is clearly slower than the fastest strategy: the fields 
 
 Tables are searched for in the user's folder (`$XDG_DATA_HOME/vlora/tables`, where `vlora tune` writes) and in the
 package (`atmm/tables`). The engine uses the readable table with the nearest processor, then the nearest number of
-threads, then the user's before the packaged one. Without a table, the rule decides.
+threads, then the user's before the packaged one. Without a table, the rule decides. GPUs of one compute capability
+share tables, because they have the same multiprocessors, such as an H100 and an H200.
 """
 
 from __future__ import annotations
@@ -42,14 +43,24 @@ def device_name(device_type: str) -> str:
     return f"cpu-{torch.backends.cpu.get_cpu_capability().lower().replace(' ', '-')}{products}"
 
 
+def capability_of(device_type: str) -> str | None:
+    """A GPU's compute capability, such as "9.0"; None for a CPU."""
+    return ".".join(map(str, torch.cuda.get_device_capability())) if device_type == "cuda" else None
+
+
 class Table(NamedTuple):
-    """A table's file. threads: the number of threads during the measurement. date: ISO, for messages only."""
+    """A table's file.
+
+    threads: the number of threads during the measurement. date: ISO, for messages only. capability: the compute
+    capability of a GPU; None for a CPU, or if the file does not have it.
+    """
 
     path: pathlib.Path
     device: str
     threads: int
     date: str
     rows: Sequence[tuple[Bucket, str]]
+    capability: str | None = None
 
     @property
     def from_user(self) -> bool:
@@ -72,7 +83,7 @@ def table_for(device_type: str) -> Mapping[int, str]:
 @functools.cache
 def choose_table(device_type: str, threads: int) -> Choice:
     """The best table for this device, chosen once per process. Unreadable files are skipped with a warning."""
-    here = device_name(device_type)
+    here, capability = device_name(device_type), capability_of(device_type)
     candidates = []
     for path in _files():
         try:
@@ -81,6 +92,8 @@ def choose_table(device_type: str, threads: int) -> Choice:
             logger.warning("skipped an ATMM table: %s", error)
             continue
         distance = _distance(here, table.device)
+        if distance is None and capability is not None and capability == table.capability:
+            distance = 1
         if distance is not None:
             # A GPU's kernels do not depend on the number of host threads.
             other_threads = 0.0 if device_type == "cuda" else abs(math.log2(table.threads / threads))
@@ -154,9 +167,12 @@ def read_table(path: pathlib.Path, device_type: str) -> Table:
             raise ValueError(f"device is {device!r}, not a name")
         if type(threads) is not int or threads < 1:
             raise ValueError(f"threads is {threads!r}, not a positive number")
+        capability = document.get("capability")
+        if not (capability is None or isinstance(capability, str)):
+            raise ValueError(f"capability is {capability!r}, not a text such as '9.0'")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not a table of this version; run `vlora tune` again: {error}") from error
-    return Table(path, device, threads, str(document.get("date", "an unknown date")), found)
+    return Table(path, device, threads, str(document.get("date", "an unknown date")), found, capability)
 
 
 def _bucket(row: Sequence[Any], device_type: str) -> Bucket:
@@ -185,8 +201,10 @@ def path_for(device_type: str, threads: int) -> pathlib.Path:
 
 def write(path: pathlib.Path, device_type: str, date: str, rows: Iterable[tuple[Bucket, str]]) -> None:
     """Write this machine's table, one row per line for readable diffs."""
+    capability = capability_of(device_type)
     header = {
         "device": device_name(device_type),
+        **({} if capability is None else {"capability": capability}),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "date": date,

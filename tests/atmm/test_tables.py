@@ -102,6 +102,7 @@ def test_processors_of_other_architectures_and_gpus_do_not_share_tables(
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "SVE256")
     monkeypatch.setattr(processor, "flags", frozenset)
     assert chosen(1) is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Other")
     assert tables.choose_table("cuda", 1).table is None
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA One")
@@ -109,6 +110,35 @@ def test_processors_of_other_architectures_and_gpus_do_not_share_tables(
     table = tables.choose_table("cuda", 64).table  # independent of the host's threads
     assert table is not None and table.rows[0][0].device_type == "cuda"
     assert tables.describe("cuda") == "NVIDIA One (packaged, measured on 2026-01-02)"
+
+
+def test_gpus_of_one_compute_capability_share_tables(package: Put, monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen_gpu() -> str | None:
+        tables.choose_table.cache_clear()
+        table = tables.choose_table("cuda", 1).table
+        return None if table is None else table.device
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    package("a-cpu")
+    package("nvidia-a100", device="NVIDIA A100", capability="8.0")
+    package("nvidia-unknown", device="NVIDIA Unknown")
+    assert chosen_gpu() is None
+    package("nvidia-h100", device="NVIDIA H100", capability="9.0")
+    assert chosen_gpu() == "NVIDIA H100"
+    assert tables.describe("cuda") == (
+        "no table for this processor (NVIDIA H200); using the nearest, NVIDIA H100 (packaged, measured on 2026-01-02); "
+        "run `vlora tune --device cuda`"
+    )
+    path = tables.path_for("cuda", 1)
+    assert path.name == "nvidia-h200.json"
+    tables.write(path, "cuda", "2026-01-03", [])
+    written = tables.read_table(path, "cuda")
+    assert (written.device, written.capability) == ("NVIDIA H200", "9.0")
+    assert chosen_gpu() == "NVIDIA H200"
+    assert tables.read_table(package("a-cpu"), "cpu").capability is None
+    with pytest.raises(ValueError, match=r"capability is 9\.0"):
+        tables.read_table(package("broken", capability=9.0), "cuda")
 
 
 def test_the_line_at_start_names_the_table_and_the_remedy(user: Put, package: Put) -> None:

@@ -23,6 +23,7 @@ from vlora.engine import LocalEngine, build, device_runtime
 from vlora.engine.device_runtime import DeviceRuntime, lay_out, use_device
 from vlora.engine.tensor_parallel import worker
 from vlora.lora import AdapterRegistry, merge_in_place
+from vlora.lora.merge_fidelity import MergeFidelity
 from vlora.memory import host_to_device
 from vlora.memory.adapter_cache import AdapterCache
 from vlora.memory.arena import PAGE_BYTES
@@ -103,6 +104,20 @@ def test_an_engine_uses_its_device_before_it_loads_the_model(monkeypatch: pytest
     monkeypatch.setattr(build, "load_model", load_model)
     with pytest.raises(_Reached):
         LocalEngine(CONFIG)
+
+
+def test_an_engine_reads_adapters_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    def registry(*_: Any, **settings: Any) -> None:
+        given.update(settings)
+        raise _Reached
+
+    monkeypatch.setattr(build, "AdapterRegistry", registry)
+    model = build_model("qwen2_vl")
+    with pytest.raises(_Reached):
+        LocalEngine(CONFIG, model=model)
+    assert given["device"] == model.device and isinstance(given["measure"], MergeFidelity)
 
 
 def test_a_rank_uses_its_device_before_it_loads_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
