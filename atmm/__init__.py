@@ -10,15 +10,17 @@ from atmm.cpu.norm import rms_norm, serves_norm
 from atmm.layers import Factors, HeadRows, Site, SiteGroup
 from atmm.matmul import thin_batches
 from atmm.operator import add_delta, add_deltas, head_logits, merge
+from atmm.places import FactorTable
 from atmm.segments import Lane, SegmentPlan
 from atmm.strategies.hybrid import gains_from_copies, longest_short_lane
-from atmm.strategies.registry import STRATEGIES
+from atmm.strategies.registry import STRATEGIES, reads_in_place
 from atmm.tuning.matmul_choice import measure as measure_products
 from atmm.tuning.tables import describe as describe_table
 from atmm.warmup import compile_ahead, compile_merges
 
 __all__ = [
     "STRATEGIES",
+    "FactorTable",
     "Factors",
     "HeadRows",
     "Lane",
@@ -37,6 +39,7 @@ __all__ = [
     "longest_short_lane",
     "measure_products",
     "merge",
+    "reads_in_place",
     "rms_norm",
     "serves_attention",
     "serves_norm",

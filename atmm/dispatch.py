@@ -15,7 +15,7 @@ import torch
 from atmm.batch_stats import BatchStats
 from atmm.cpu.lanes import serves
 from atmm.strategies.hybrid import divides
-from atmm.strategies.registry import served
+from atmm.strategies.registry import reads_in_place, served
 from atmm.tuning.buckets import Bucket
 from atmm.tuning.tables import table_for
 
@@ -38,11 +38,15 @@ def is_thin(num_tokens: int, device: torch.device, dtype: torch.dtype) -> bool:
 
 def choose(stats: BatchStats, transposed: bool = False) -> str:
     """The name of a strategy for a plan with all adapters packed. transposed: whether the output is transposed."""
-    if stats.keys == stats.layout.targeting:  # tables are measured without unused packed adapters
-        known = table_for(stats.layout.device.type).get(Bucket.of(stats).key())
-        if known is not None:
-            return served(known, stats)
-    return rule(stats, transposed)
+    return measured(stats) or rule(stats, transposed)
+
+
+def measured(stats: BatchStats) -> str | None:
+    """The strategy that the device's table names for a shape; None if the table does not have the shape."""
+    if stats.keys != stats.layout.targeting:  # tables are measured without unused packed adapters
+        return None
+    name = table_for(stats.layout.device.type).get(Bucket.of(stats).key())
+    return None if name is None else served(name, stats)
 
 
 def rule(stats: BatchStats, transposed: bool = False) -> str:

@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,10 +74,12 @@ class Site:
     """One linear layer that adapters may target.
 
     The caller sets and removes `factors` by adapter key as adapters are loaded and evicted. An absent key means that
-    the adapter does not target this site. After changing the factors of a packed key, pack the group again.
+    the adapter does not target this site. After changing the factors of a packed key, pack the group again. placed: the
+    class of the site if its factors are in a `FactorTable`, for kernels that read them in place: the table, d_in, and
+    the d_out of all sites of its group. None without such kernels.
     """
 
-    __slots__ = ("d_in", "d_out", "factors", "group", "index", "name")
+    __slots__ = ("d_in", "d_out", "factors", "group", "index", "name", "placed")
 
     def __init__(self, name: str, d_in: int, d_out: int) -> None:
         self.name = name
@@ -86,6 +88,7 @@ class Site:
         self.factors: dict[str, Factors] = {}
         self.group: SiteGroup | None = None
         self.index = 0  # index in the group
+        self.placed: tuple[Any, int, tuple[int, ...]] | None = None
 
     def __repr__(self) -> str:
         return f"Site({self.name!r}, d_in={self.d_in}, d_out={self.d_out}, adapters={len(self.factors)})"
@@ -284,8 +287,8 @@ def _check_buffer(buffer: Tensor, num_bytes: int, device: torch.device) -> None:
 def check_factors(site: Site, key: str, factors: Factors) -> None:
     """Raises ValueError for factors that do not match the site or each other."""
     a, bt = factors
-    rank = a.shape[:1]
-    if a.shape != (*rank, site.d_in) or bt.shape != (*rank, site.d_out):
+    rank = len(a.shape) and a.shape[0]
+    if a.shape != (rank, site.d_in) or bt.shape != (rank, site.d_out):
         raise ValueError(
             f"adapter {key!r} at {site.name} has a {tuple(a.shape)} and bt {tuple(bt.shape)}; "
             f"the site needs [r, {site.d_in}] and [r, {site.d_out}]"

@@ -16,12 +16,13 @@ from atmm.batch_stats import BatchStats
 from atmm.checks import check_heads, check_merge, check_tokens
 from atmm.cpu import library
 from atmm.cpu.lanes import Scattered, serves
-from atmm.dispatch import choose
+from atmm.dispatch import choose, measured
 from atmm.layers import HeadRows, Packed, Site, SiteGroup
+from atmm.places import FactorTable
 from atmm.segments import SegmentPlan, Strategy, check_not_capturing
 from atmm.strategies.hybrid import Hybrid
 from atmm.strategies.loop import Loop, Unpacked
-from atmm.strategies.registry import NEED_NO_COPY, STRATEGIES, known, lies_transposed, prepare
+from atmm.strategies.registry import NEED_NO_COPY, STRATEGIES, known, lies_transposed, prepare, prepare_tiled
 
 # Ranks up to which one compiled pass over the weights is faster than torch's two passes with faster arithmetic
 # (docs/decisions/0008).
@@ -145,12 +146,29 @@ def head_logits(h: Tensor, rows: Sequence[HeadRows]) -> list[Tensor]:
 
 def _strategy(plan: SegmentPlan, packed: Packed | None, x: Tensor, y: Tensor, site: Site) -> Strategy:
     """The strategy for this plan and class of sites; prepared at the first call."""
-    sites = (x.device, x.dtype) if packed is None else packed.layout
+    sites = packed.layout if packed is not None else site.placed or (x.device, x.dtype)
     strategy = plan.prepared.get(sites)
     if strategy is None:
         check_not_capturing(x.device)
-        strategy = plan.prepared[sites] = _prepare(plan, packed, x, y, site)
+        in_place = _in_place(plan, site) if packed is None and site.placed is not None else None
+        strategy = plan.prepared[sites] = in_place or _prepare(plan, packed, x, y, site)
     return strategy
+
+
+def _in_place(plan: SegmentPlan, site: Site) -> Strategy | None:
+    """The Triton kernels, which read factors in place; None if they cannot, or another strategy is forced."""
+    assert site.placed is not None
+    table: FactorTable = site.placed[0]
+    name = plan.strategy
+    if not table.serves(plan.keys) or not (name is None or name.startswith("tiled")):
+        return None
+    # A plan with room serves the lanes of adapters that are not in it yet.
+    stats = BatchStats(plan, table.layout(site, plan.keys if plan.room is None else table.slots))
+    if not stats.lanes and plan.room is None:
+        return Loop(())
+    if name is None:
+        name = measured(stats)
+    return prepare_tiled(plan, stats, table, name if name is not None and name.startswith("tiled") else "tiled")
 
 
 def _prepare(plan: SegmentPlan, packed: Packed | None, x: Tensor, y: Tensor, site: Site) -> Strategy:
@@ -158,7 +176,9 @@ def _prepare(plan: SegmentPlan, packed: Packed | None, x: Tensor, y: Tensor, sit
         raise ValueError(f"strategy is {plan.strategy!r}; choose one of {', '.join(STRATEGIES)}")
     missing = sorted(plan.keys if packed is None else plan.keys - packed.layout.keys)
     if plan.room is not None and x.is_cuda and (missing or packed is None):
-        raise ValueError(f"{site.name}: a plan with room needs packed copies of its adapters; pack the group")
+        raise ValueError(
+            f"{site.name}: a plan with room needs its adapters in a factor table or packed; put or pack them first"
+        )
     if missing or packed is None:
         serving = serves(x.device, x.dtype)
         if plan.strategy in (None, "divided") and serving:
@@ -177,4 +197,4 @@ def _prepare(plan: SegmentPlan, packed: Packed | None, x: Tensor, y: Tensor, sit
     name = plan.strategy or choose(stats, transposed=bool(packed.bs) and lies_transposed(y))
     if plan.room is not None and x.is_cuda and not name.startswith("tiled"):
         name = "tiled"  # the only strategies that can be refilled without a new launch
-    return prepare(name, stats)
+    return prepare(name, plan, stats)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -36,10 +36,11 @@ class Strategy(Protocol):
         """
 
     @property
-    def refill(self) -> Callable[[SegmentPlan, Layout], None] | None:
-        """`refill(plan, layout)` loads the current lanes of a plan with room into the same addresses.
+    def refill(self) -> Callable[[SegmentPlan], None] | None:
+        """`refill(plan)` loads the current lanes of a plan with room into the same addresses.
 
-        None if the strategy has to be prepared again instead.
+        It raises ValueError, and changes nothing, if the lanes do not fit. None if the strategy has to be prepared
+        again instead.
         """
 
     def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None: ...
@@ -58,14 +59,14 @@ class SegmentPlan:
         lanes: in any order; empty lanes are dropped.
         strategy: the name of one of `atmm.STRATEGIES` to use for every site; None lets `atmm.dispatch` choose.
         room: the maximum number of lanes, at most two per token, for CUDA graphs. `refill` replaces the lanes of such a
-            plan, and a captured graph uses the new lanes at its next replay. On a GPU it requires packed adapters and
-            uses the Triton kernels.
+            plan, and a captured graph uses the new lanes at its next replay. On a GPU it uses the Triton kernels, and
+            adapters must be packed or in a factor table.
 
     Raises:
         ValueError: for a lane outside the batch, a sign other than +1 and -1, or more lanes than `room`.
     """
 
-    __slots__ = ("keys", "lanes", "num_tokens", "prepared", "room", "strategy")
+    __slots__ = ("keys", "lanes", "num_tokens", "prepared", "room", "shared", "strategy")
 
     def __init__(
         self, num_tokens: int, lanes: Iterable[Lane], strategy: str | None = None, room: int | None = None
@@ -75,8 +76,10 @@ class SegmentPlan:
         self.num_tokens = num_tokens
         self.room = room
         self.strategy = strategy
-        # By class of sites: packed sites by their layout, all others by device and dtype of their input.
-        self.prepared: dict[Layout | tuple[torch.device, torch.dtype], Strategy] = {}
+        # By class of sites: packed sites by their layout, sites with a factor table by table and shape, all others by
+        # device and dtype of their input.
+        self.prepared: dict[Layout | tuple[Any, ...], Strategy] = {}
+        self.shared: dict[tuple[Any, ...], Any] = {}  # tables that strategies of this plan use together
         self.lanes = self._checked(lanes)
         self.keys = frozenset(lane.key for lane in self.lanes)
 
@@ -84,23 +87,32 @@ class SegmentPlan:
         """Replace the lanes, at the same addresses. Only for a plan with room.
 
         Raises:
-            ValueError: as the constructor, and for adapters that are missing from a packed copy the plan uses. The plan
-                is then unchanged.
+            ValueError: as the constructor, and for adapters that captured kernels cannot read: missing from the packed
+                copy or the factor table that the plan uses, or of a higher rank. The plan is then unchanged.
             RuntimeError: while a CUDA graph is captured.
         """
         if self.room is None:
             raise ValueError("a plan without room cannot be refilled; set room to the maximum number of lanes")
-        lanes = self._checked(lanes)
-        keys = frozenset(lane.key for lane in lanes)
+        before = self.lanes, self.keys
+        self.lanes = self._checked(lanes)
+        self.keys = frozenset(lane.key for lane in self.lanes)
+        try:
+            self._refill()
+        except ValueError:
+            self.lanes, self.keys = before
+            self._refill()
+            raise
+
+    def _refill(self) -> None:
         for sites in self.prepared:
-            check_not_capturing(sites.device if isinstance(sites, Layout) else sites[0])
-            if isinstance(sites, Layout) and not keys <= sites.keys:
-                missing = ", ".join(sorted(keys - sites.keys))
+            place = sites if isinstance(sites, Layout) else sites[0]
+            check_not_capturing(place if isinstance(place, torch.device) else place.device)
+            if isinstance(sites, Layout) and not self.keys <= sites.keys:
+                missing = ", ".join(sorted(self.keys - sites.keys))
                 raise ValueError(f"lanes use adapters that are not packed: {missing}; pack them and capture again")
-        self.lanes, self.keys = lanes, keys
         for sites, strategy in list(self.prepared.items()):
-            if isinstance(sites, Layout) and strategy.refill is not None:
-                strategy.refill(self, sites)
+            if strategy.refill is not None:
+                strategy.refill(self)
             else:
                 del self.prepared[sites]  # such a strategy cannot be part of a captured graph
 

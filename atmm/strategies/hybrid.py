@@ -49,7 +49,12 @@ def longest_short_lane(device: torch.device, dtype: torch.dtype) -> int:
 
 
 def gains_from_copies(lanes: Sequence[Lane], device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether packed copies could speed up these lanes: several long lanes can then share products."""
+    """Whether packed copies could speed up these lanes: several long lanes can then share products.
+
+    Never on a GPU, where the kernels read factors in place.
+    """
+    if device.type == "cuda":
+        return False
     return not serves(device, dtype) or sum(map(_is_long, lanes)) > 1
 
 

@@ -11,8 +11,9 @@ stacked   one shrink of all tokens with all packed adapters of all sites of the 
           ranks.
 gathered  the same shrink; the columns of each token's own adapters are gathered and weight its rows of Bt in an
           embedding bag. No redundant arithmetic in the expand, and rows are read in memory order. For decoding.
-tiled     Triton kernels on a GPU: tiles of tokens against the rows of their adapter; overlapping lanes are summed in
-          registers. Tile sizes that a search has chosen follow the name.
+tiled     Triton kernels on a GPU: tiles of tokens against the rows of their adapter, read in place from a factor table
+          or a packed copy; overlapping lanes are summed in registers. Tile sizes that a search has chosen follow the
+          name.
 compiled  on a CPU with a compiler: each token reads only its own rows in both products, and calls are cheap. For
           decoding, where it is bound by the bytes of the adapters.
 divided   on a CPU with a compiler: short lanes by the compiled kernels and long lanes by two products, both from the
@@ -24,6 +25,7 @@ grouped   CUTLASS grouped products on a GPU, if they are built: one product per 
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -33,9 +35,10 @@ from torch import Tensor
 from atmm.batch_stats import BatchStats
 from atmm.cpu.lanes import Compiled, serves
 from atmm.cutlass import lanes as grouped
-from atmm.layers import Packed, Site
+from atmm.layers import Layout, Packed, Site
+from atmm.places import PackedPlaces, PlaceSource
 from atmm.processor import prefers_weight_left
-from atmm.segments import Strategy
+from atmm.segments import SegmentPlan, Strategy
 from atmm.strategies.hybrid import Hybrid
 from atmm.strategies.loop import Loop
 from atmm.strategies.shared_shrink import SharedShrink
@@ -237,25 +240,41 @@ def _counted(counts: Tensor) -> tuple[Tensor, Tensor]:
     return owner, torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
 
 
-def _compiled(stats: BatchStats) -> Strategy:
+def _compiled(plan: SegmentPlan, stats: BatchStats) -> Strategy:
     """The compiled kernels, or the torch fallback without them, so that a table with this name works everywhere."""
     return Compiled(stats) if serves(stats.layout.device, stats.layout.dtype) else Gathered(stats)
 
 
-def _divided(stats: BatchStats) -> Strategy:
+def _divided(plan: SegmentPlan, stats: BatchStats) -> Strategy:
     """As `_compiled`: without the kernels, every lane is computed as a long lane."""
     serving = serves(stats.layout.device, stats.layout.dtype)
     return Hybrid(stats.lanes) if serving else Loop(stats.lanes)
 
 
-def _tiled(stats: BatchStats, name: str = "tiled") -> Strategy:
-    """The Triton kernels, or the most similar strategy where Triton cannot run."""
-    if stats.layout.device.type == "cuda" or triton_interprets():
-        from atmm.triton import lanes
-        from atmm.triton.tiling import Tiling
+_packed_places: weakref.WeakKeyDictionary[Layout, PackedPlaces] = weakref.WeakKeyDictionary()
 
-        return lanes.prepare(stats, None if name == "tiled" else Tiling.named(name))
-    return Batched(stats)
+
+def _tiled(plan: SegmentPlan, stats: BatchStats, name: str = "tiled") -> Strategy:
+    """The Triton kernels on packed copies, or the most similar strategy where Triton cannot run."""
+    if not reads_in_place(stats.layout.device, stats.layout.dtype):
+        return Batched(stats)
+    places = _packed_places.get(stats.layout)
+    if places is None:
+        places = _packed_places[stats.layout] = PackedPlaces(stats.layout)
+    return prepare_tiled(plan, stats, places, name)
+
+
+def prepare_tiled(plan: SegmentPlan, stats: BatchStats, source: PlaceSource, name: str) -> Strategy:
+    """The Triton kernels with the tiling of this name, which read factors at the places of a source."""
+    from atmm.triton import lanes  # importing Triton is slow
+    from atmm.triton.tiling import Tiling
+
+    return lanes.prepare(plan, stats, source, None if name == "tiled" else Tiling.named(name))
+
+
+def reads_in_place(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether kernels exist for this device and type that read factors through a `FactorTable`."""
+    return dtype is not torch.float64 and (device.type == "cuda" or triton_interprets())
 
 
 def triton_interprets() -> bool:
@@ -263,11 +282,11 @@ def triton_interprets() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-STRATEGIES: dict[str, Callable[[BatchStats], Strategy]] = {
-    "loop": lambda stats: Loop(stats.lanes),
-    "batched": Batched,
-    "stacked": Stacked,
-    "gathered": Gathered,
+STRATEGIES: dict[str, Callable[[SegmentPlan, BatchStats], Strategy]] = {
+    "loop": lambda plan, stats: Loop(stats.lanes),
+    "batched": lambda plan, stats: Batched(stats),
+    "stacked": lambda plan, stats: Stacked(stats),
+    "gathered": lambda plan, stats: Gathered(stats),
     "compiled": _compiled,
     "divided": _divided,
     "tiled": _tiled,
@@ -288,9 +307,9 @@ def served(name: str, stats: BatchStats) -> str:
     return "tiled" if name.startswith("grouped ") and not grouped.serves(stats, name) else name
 
 
-def prepare(name: str, stats: BatchStats) -> Strategy:
-    """The strategy with a known name, prepared for a plan."""
+def prepare(name: str, plan: SegmentPlan, stats: BatchStats) -> Strategy:
+    """The strategy with a known name for packed adapters, prepared for a plan."""
     name = served(name, stats)
     if name.startswith("grouped "):
         return grouped.Grouped(stats, name)
-    return _tiled(stats, name) if name.startswith("tiled ") else STRATEGIES[name](stats)
+    return _tiled(plan, stats, name) if name.startswith("tiled ") else STRATEGIES[name](plan, stats)

@@ -1,8 +1,9 @@
 """Device code. Triton compiles these functions from source, so shared values are passed as arguments, not imported.
 
-Factors are pools of rows: A [rows, d_in] and Bt [rows, d_out]; an adapter of rank r is r adjacent rows. The rank is
-never the contiguous dimension, so that every load is 128 bits wide without padding ranks in memory. Hidden values are
-float32 planes [planes, rows, width], one row per token and lane; columns past a rank are zero.
+Factors are read in place. A table of places (`atmm.places`) has the address of A [rank, d_in] and Bt [rank, d_out] for
+each slot and site; a table of tiles (`atmm.triton.plan`) has slots. Ranks are never the contiguous dimension, so that
+every load is 128 bits wide without padding ranks in memory. Hidden values are float32 planes [planes, rows, width]:
+each site of the group has `hidden_rows` rows, one per token and lane; columns past a rank are zero.
 """
 
 import triton
@@ -30,33 +31,36 @@ def _add_product(
 
 
 @triton.jit
-def _bt_of(pool_ptr, tile, LINE: tl.constexpr):
-    """A tile's Bt and the length of its rows, in elements. LINE: elements in 16 bytes.
+def _factor(origin_ptr, place, FIELD: tl.constexpr, LINE: tl.constexpr):
+    """A factor's first element and the length of its rows, in elements. LINE: elements in 16 bytes.
 
     Both are computed as products, so that the compiler knows their divisibility and emits wide loads.
     """
-    start = tl.load(tile + 4).to(tl.int64) * (16 * LINE)
-    return pool_ptr + start, tl.load(tile + 5) * LINE
+    return origin_ptr + tl.load(place + FIELD) * LINE, tl.load(place + FIELD + 1) * LINE
 
 
 @triton.jit(do_not_specialize_on_alignment=["tile_ptr"])
 def shrink(
-    x_ptr, a_ptr, hidden_ptr, d_in, x_stride, a_stride, plane_stride, hidden_stride, tile_ptr,
-    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    x_ptr, origin_ptr, hidden_ptr, places_ptr,
+    d_in, x_stride, plane_stride, hidden_stride, slot_stride, hidden_rows, tile_ptr,
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, SITES: tl.constexpr, EVEN_K: tl.constexpr,
+    LINE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """hidden[plane, row] = x[token] A[rows]^T over one share of d_in.
+    """hidden[plane, site, row] = x[token] A[rows]^T over one share of d_in, for every site of a group.
 
-    Grid (tiles, rank blocks, planes). A tile is int32 [first token, tokens, first row of A, rank, first hidden row].
+    Grid (tiles, rank blocks x sites, planes).
     """
-    tile = tile_ptr + tl.program_id(0) * 5
+    tile = tile_ptr + tl.program_id(0) * 4
     first_token = tl.load(tile)
     count = tl.load(tile + 1)
-    a_row = tl.load(tile + 2).to(tl.int64)
-    rank = tl.load(tile + 3)
-    hidden_row = tl.load(tile + 4).to(tl.int64)
-    first_rank = tl.program_id(1) * BLOCK_R
-    if first_rank >= rank:
+    site = tl.program_id(1) % SITES
+    first_rank = (tl.program_id(1) // SITES) * BLOCK_R
+    place = places_ptr + tl.load(tile + 2) * slot_stride + site * 8
+    rank = tl.load(place + 4).to(tl.int32)
+    if (count == 0) | (first_rank >= rank):
         return
+    hidden_row = (site * hidden_rows + tl.load(tile + 3)).to(tl.int64)
+    a_ptr, a_stride = _factor(origin_ptr, place, 0, LINE)
     m = tl.arange(0, BLOCK_M)
     r = first_rank + tl.arange(0, BLOCK_R)
     k = tl.arange(0, BLOCK_K)
@@ -67,7 +71,7 @@ def shrink(
     start = tl.program_id(2) * share
     stop = tl.minimum(start + share, d_in)
     x_at = x_ptr + (first_token + m).to(tl.int64)[:, None] * x_stride + (start + k)[None, :]
-    a_at = a_ptr + (a_row + r)[None, :] * a_stride + (start + k)[:, None]
+    a_at = a_ptr + r[None, :] * a_stride + (start + k)[:, None]
     sums = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
     sums = _add_product(sums, x_at, a_at, k, start, stop, in_tile, in_rank, BLOCK_K, EVEN_K, PRECISION)
     plane = hidden_ptr + tl.program_id(2).to(tl.int64) * plane_stride
@@ -76,46 +80,50 @@ def shrink(
 
 @triton.jit(do_not_specialize_on_alignment=["tile_ptr"])
 def expand(
-    y_ptr, hidden_ptr, pool_ptr, column, y_stride, plane_stride, hidden_stride, tile_ptr,
+    y_ptr, hidden_ptr, origin_ptr, places_ptr,
+    column, y_stride, plane_stride, hidden_stride, slot_stride, hidden_rows, tile_ptr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, MAX_RANK: tl.constexpr,
     PARTS: tl.constexpr, PLANES: tl.constexpr, EVEN_N: tl.constexpr, LINE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """y[token] += sum over the tile's lanes of sign * hidden Bt[rows].
 
-    Grid (tiles of one site or of all, blocks of the widest d_out). `atmm.triton.plan` documents the int32 fields of a
-    tile. The lanes of a tile cover the same tokens, and no other tile of its site covers them, so that one program
-    writes each element of y. column: the column of the group's outputs at which y starts.
+    Grid (tiles, blocks of the widest d_out, sites). The lanes of a tile cover the same tokens, and no other tile covers
+    them, so that one program writes each element of y. column: the column of the group's outputs at which y starts.
     """
-    tile = tile_ptr + tl.program_id(0) * (6 + 5 * PARTS)
+    tile = tile_ptr + tl.program_id(0) * (2 + 3 * PARTS)
     count = tl.load(tile + 1)
-    d_out = tl.load(tile + 3)
-    if tl.program_id(1) * BLOCK_N >= d_out:
+    site = tl.program_id(2)
+    own = places_ptr + site * 8
+    d_out = tl.load(own + 5).to(tl.int32)
+    if (count == 0) | (tl.program_id(1) * BLOCK_N >= d_out):
         return
-    bt_ptr, bt_stride = _bt_of(pool_ptr, tile, LINE)
     m = tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     r = tl.arange(0, BLOCK_R)
     in_tile = m < count
     in_row = n < d_out
+    hidden_ptr += (site * hidden_rows).to(tl.int64) * hidden_stride
     sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for part in tl.static_range(PARTS):
-        bt_row = tl.load(tile + 6 + 5 * part).to(tl.int64)
-        rank = tl.load(tile + 7 + 5 * part)
-        hidden_row = tl.load(tile + 8 + 5 * part).to(tl.int64)
-        sign = tl.load(tile + 10 + 5 * part).to(tl.float32)
-        for first in tl.static_range(0, MAX_RANK, BLOCK_R):
-            if first < rank:
-                in_rank = (first + r) < rank
+        place = own + tl.load(tile + 2 + 3 * part) * slot_stride
+        hidden_row = tl.load(tile + 3 + 3 * part).to(tl.int64)
+        sign = tl.load(tile + 4 + 3 * part)
+        rank = tl.load(place + 4).to(tl.int32) * (sign != 0)
+        bt_ptr, bt_stride = _factor(origin_ptr, place, 2, LINE)
+        for first_rank in tl.static_range(0, MAX_RANK, BLOCK_R):
+            if first_rank < rank:
+                in_rank = (first_rank + r) < rank
                 mask = in_rank[:, None] if EVEN_N else in_rank[:, None] & in_row[None, :]
-                bt = tl.load(bt_ptr + (bt_row + first + r)[:, None] * bt_stride + n[None, :], mask=mask, other=0.0)
-                at = hidden_ptr + (hidden_row + m)[:, None] * hidden_stride + (first + r)[None, :]
+                bt = tl.load(bt_ptr + (first_rank + r)[:, None] * bt_stride + n[None, :], mask=mask, other=0.0)
+                at = hidden_ptr + (hidden_row + m)[:, None] * hidden_stride + (first_rank + r)[None, :]
                 hidden = tl.load(at, mask=in_tile[:, None], other=0.0)
                 for plane in tl.static_range(1, PLANES):
                     hidden += tl.load(at + plane * plane_stride, mask=in_tile[:, None], other=0.0)
-                sums = tl.dot((hidden * sign).to(bt_ptr.dtype.element_ty), bt, sums, input_precision=PRECISION)
+                hidden *= sign.to(tl.float32)
+                sums = tl.dot(hidden.to(origin_ptr.dtype.element_ty), bt, sums, input_precision=PRECISION)
     # Loaded here and not above, to reduce register pressure in the loop.
     token = (tl.load(tile) + m).to(tl.int64)[:, None]
-    own_column = tl.load(tile + 2) - column
+    own_column = tl.load(own + 6) - column
     if EVEN_N:
         own_column = tl.multiple_of(own_column, 16)
     y_at = y_ptr + token * y_stride + own_column + n[None, :]
@@ -126,21 +134,21 @@ def expand(
 
 @triton.jit(do_not_specialize_on_alignment=["tile_ptr"])
 def single(
-    y_ptr, x_ptr, a_ptr, column, d_in, y_stride, x_stride, a_stride, tile_ptr,
+    y_ptr, x_ptr, origin_ptr, places_ptr, column, d_in, y_stride, x_stride, slot_stride, tile_ptr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, MAX_RANK: tl.constexpr,
     PARTS: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, LINE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Both products in one launch: every block of d_out repeats the shrink of its tokens, from factors in the cache.
 
-    Grid and tiles as in `expand`; a_ptr is the start of the pool.
+    Grid and tiles as in `expand`.
     """
-    tile = tile_ptr + tl.program_id(0) * (6 + 5 * PARTS)
+    tile = tile_ptr + tl.program_id(0) * (2 + 3 * PARTS)
     first_token = tl.load(tile)
     count = tl.load(tile + 1)
-    d_out = tl.load(tile + 3)
-    if tl.program_id(1) * BLOCK_N >= d_out:
+    own = places_ptr + tl.program_id(2) * 8
+    d_out = tl.load(own + 5).to(tl.int32)
+    if (count == 0) | (tl.program_id(1) * BLOCK_N >= d_out):
         return
-    bt_ptr, bt_stride = _bt_of(a_ptr, tile, LINE)
     m = tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     r = tl.arange(0, BLOCK_R)
@@ -150,21 +158,23 @@ def single(
     token = (first_token + m).to(tl.int64)[:, None]
     sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for part in tl.static_range(PARTS):
-        bt_row = tl.load(tile + 6 + 5 * part).to(tl.int64)
-        rank = tl.load(tile + 7 + 5 * part)
-        a_row = tl.load(tile + 9 + 5 * part).to(tl.int64)
-        sign = tl.load(tile + 10 + 5 * part).to(tl.float32)
-        for first in tl.static_range(0, MAX_RANK, BLOCK_R):
-            if first < rank:
-                in_rank = (first + r) < rank
+        place = own + tl.load(tile + 2 + 3 * part) * slot_stride
+        sign = tl.load(tile + 4 + 3 * part)
+        rank = tl.load(place + 4).to(tl.int32) * (sign != 0)
+        a_ptr, a_stride = _factor(origin_ptr, place, 0, LINE)
+        bt_ptr, bt_stride = _factor(origin_ptr, place, 2, LINE)
+        for first_rank in tl.static_range(0, MAX_RANK, BLOCK_R):
+            if first_rank < rank:
+                in_rank = (first_rank + r) < rank
                 x_at = x_ptr + token * x_stride + k[None, :]
-                a_at = a_ptr + (a_row + first + r)[None, :] * a_stride + k[:, None]
+                a_at = a_ptr + (first_rank + r)[None, :] * a_stride + k[:, None]
                 hidden = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
                 hidden = _add_product(hidden, x_at, a_at, k, 0, d_in, in_tile, in_rank, BLOCK_K, EVEN_K, PRECISION)
                 mask = in_rank[:, None] if EVEN_N else in_rank[:, None] & in_row[None, :]
-                bt = tl.load(bt_ptr + (bt_row + first + r)[:, None] * bt_stride + n[None, :], mask=mask, other=0.0)
-                sums = tl.dot((hidden * sign).to(bt_ptr.dtype.element_ty), bt, sums, input_precision=PRECISION)
-    own_column = tl.load(tile + 2) - column
+                bt = tl.load(bt_ptr + (first_rank + r)[:, None] * bt_stride + n[None, :], mask=mask, other=0.0)
+                hidden *= sign.to(tl.float32)
+                sums = tl.dot(hidden.to(origin_ptr.dtype.element_ty), bt, sums, input_precision=PRECISION)
+    own_column = tl.load(own + 6) - column
     if EVEN_N:
         own_column = tl.multiple_of(own_column, 16)
     y_at = y_ptr + token * y_stride + own_column + n[None, :]

@@ -3,226 +3,225 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from atmm.batch_stats import BatchStats
-from atmm.layers import ROW_ALIGNMENT, Layout, Packed, Site, SiteGroup
+from atmm.layers import ROW_ALIGNMENT, Packed, Site, SiteGroup
+from atmm.places import Places, PlaceSource
 from atmm.segments import SegmentPlan
-from atmm.strategies.shared_shrink import SharedShrink
+from atmm.strategies.shared_shrink import CachedInput
 from atmm.triton.handles import Handle, handle
-from atmm.triton.plan import Tiles, split_lanes
+from atmm.triton.plan import tiles_of
 from atmm.triton.tiling import Tiling, block_r, merge_blocks, usual
 
 # float32 products stay in float32: TF32 on tensor cores would change answers.
 _PRECISION = "ieee"
 
 
-def prepare(stats: BatchStats, tiling: Tiling | None = None) -> Tiled | SingleLaunch:
-    """The strategy for a tiling; None uses the default tiling for the shape."""
+def prepare(plan: SegmentPlan, stats: BatchStats, source: PlaceSource, tiling: Tiling | None = None) -> InPlace:
+    """The strategy for a plan and a tiling; None uses the default tiling for the shape. source: the plan's adapters."""
     layout = stats.layout
-    highest = max((span.rank for site in layout.spans for span in site.values()), default=1)
+    ranks = [span.rank for site in layout.spans for span in site.values()]
+    if plan.room is not None:
+        ranks = list(source.ranks.values())  # any adapter may get a lane later
+    highest = max((1, *ranks))
     rows = block_r(highest)
     rank_blocks = -(-highest // rows)
     if tiling is None:
         longest = max((lane.stop - lane.start for lane in stats.lanes), default=1)
         num_tiles = sum(-(-(lane.stop - lane.start) // 64) for lane in stats.lanes) * len(stats.live)
         tiling = usual(layout.dtype.itemsize, layout.d_in, longest, num_tiles * rank_blocks)
-    return (Tiled if tiling.split_k else SingleLaunch)(stats, tiling, rows, rank_blocks * rows)
+    return (Tiled if tiling.split_k else SingleLaunch)(plan, stats, source, tiling, rows, rank_blocks * rows)
 
 
-class Tiled(SharedShrink):
-    """The share of a site is the hidden values of all lanes of the group, float32 [planes, rows, width].
+class InPlace:
+    """Base of strategies that read factors in place, through a table of places.
 
     block_r: rows of a factor multiplied at a time. max_rank: upper bound of the ranks; a multiple of block_r.
     """
 
     adds_transposed = False
 
-    __slots__ = ("_block_m", "_expand_tiles", "_hidden", "_kernel", "_shrink_programs", "_shrink_table")
+    def __init__(
+        self,
+        plan: SegmentPlan,
+        stats: BatchStats,
+        source: PlaceSource,
+        tiling: Tiling,
+        block_r: int,
+        max_rank: int,
+    ) -> None:
+        self._layout, self._source = stats.layout, source
+        self._generation, self._max_rank = source.generation, max_rank
+        self._tiles = tiles_of(plan, source, tiling.block_m, stats.layout.device)
+        d_outs = stats.layout.d_outs
+        self._live = frozenset(stats.live if plan.room is None else range(len(d_outs)))
+        self._columns = tuple(sum(d_outs[:index]) for index in range(len(d_outs)))
+        self._blocks = tuple(-(-d_out // tiling.block_n) for d_out in d_outs)
+        divisors = (*d_outs, math.gcd(*d_outs))  # of each site, and of all sites at once
+        *self._kernels, self._kernel_of_all = (self._writing(d, tiling, block_r, max_rank) for d in divisors)
 
-    def __init__(self, stats: BatchStats, tiling: Tiling, block_r: int, max_rank: int) -> None:
-        super().__init__(stats)
-        layout = stats.layout
-        tiles = split_lanes(stats, tiling.block_m)
-        self._block_m = tiling.block_m
-        flat = _flat([tiles.shrink, *tiles.expand.values()]).to(layout.device, non_blocking=True)
-        self._shrink_table = flat
-        self._shrink_programs = len(tiles.shrink), max_rank // block_r, tiling.split_k
-        block_k = tiling.block_k
-        self._kernel = handle(
+    def _writing(self, divisor: int, tiling: Tiling, block_r: int, max_rank: int) -> Handle:
+        """The kernel that writes outputs, for sites with a d_out divisible by `divisor`."""
+        raise NotImplementedError
+
+    def _handle(self, name: str, sizes: Iterable[tuple[str, Any]], **options: int) -> Handle:
+        layout = self._layout
+        common = ("LINE", ROW_ALIGNMENT // layout.dtype.itemsize), ("PRECISION", _PRECISION)
+        return handle(name, layout.dtype, layout.device, (*sizes, *common), **options)
+
+    def refill(self, plan: SegmentPlan) -> None:
+        """Use the plan's current lanes, in the tables that were sized for its room.
+
+        Raises:
+            ValueError: an adapter has no slot or too high a rank, or the table of places has moved. Nothing is changed.
+        """
+        source = self._source
+        if missing := sorted(plan.keys - source.slots.keys()):
+            raise ValueError(
+                f"lanes use adapters that are not packed or loaded: {', '.join(missing)}; add them and capture again"
+            )
+        ranks = {key: source.ranks[key] for key in plan.keys}
+        if high := sorted(key for key, rank in ranks.items() if rank > self._max_rank):
+            raise ValueError(
+                f"adapter {high[0]} has rank {ranks[high[0]]}, the captured kernels at most {self._max_rank}; capture "
+                "again"
+            )
+        if source.generation != self._generation:
+            raise ValueError("the table of places has moved to have more slots; capture again")
+        self._tiles.replace(plan.lanes)
+
+    def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None:
+        if site.index in self._live:
+            self._tiles.update()
+            self._add(y, x, self._source.at(site, packed), site.index)
+
+    def add_all(self, y: Tensor, x: Tensor, group: SiteGroup) -> None:
+        """Add all sites of the group at once. y: [T, sum of d_out], the sites' outputs side by side."""
+        self._tiles.update()
+        self._add(y, x, self._source.at(group.sites[0], group.packed), None)
+
+    def _add(self, y: Tensor, x: Tensor, places: Places, site: int | None) -> None:
+        """Add to the outputs of one site, or of all sites if `site` is None."""
+        raise NotImplementedError
+
+    def _launch(self, site: int | None) -> tuple[Handle, tuple[int, int, int], int]:
+        """Kernel, grid, and first column of a launch that writes outputs of one site or of all."""
+        tiles = self._tiles.sizes.expand
+        if site is None:
+            return self._kernel_of_all, (tiles, max(self._blocks), len(self._blocks)), 0
+        return self._kernels[site], (tiles, self._blocks[site], 1), self._columns[site]
+
+
+class Tiled(InPlace):
+    """Shrink and expand in one launch each. Sites called one by one share the shrink of the first."""
+
+    def __init__(
+        self,
+        plan: SegmentPlan,
+        stats: BatchStats,
+        source: PlaceSource,
+        tiling: Tiling,
+        block_r: int,
+        max_rank: int,
+    ) -> None:
+        super().__init__(plan, stats, source, tiling, block_r, max_rank)
+        layout, sizes = stats.layout, self._tiles.sizes
+        num_sites = len(layout.d_outs)
+        self._shrink_programs = sizes.shrink, max_rank // block_r * num_sites, tiling.split_k
+        self._shrink_kernel = self._handle(
             "shrink",
-            layout.dtype,
-            layout.device,
             (
-                ("BLOCK_M", tiling.block_m), ("BLOCK_R", block_r), ("BLOCK_K", block_k),
-                ("EVEN_K", layout.d_in % (block_k * tiling.split_k) == 0), ("PRECISION", _PRECISION),
+                ("BLOCK_M", tiling.block_m), ("BLOCK_R", block_r), ("BLOCK_K", tiling.block_k), ("SITES", num_sites),
+                ("EVEN_K", layout.d_in % (tiling.block_k * tiling.split_k) == 0),
+            ),
+            num_warps=tiling.num_warps,
+            num_stages=tiling.num_stages,
+        )  # fmt: skip
+        self._hidden = torch.empty(
+            tiling.split_k, num_sites * sizes.hidden_rows, max_rank, dtype=torch.float32, device=layout.device
+        )
+        self._shrunk = CachedInput()  # the input of the hidden values, until every site has used them
+        self._shrunk_places: Places | None = None
+        self._unused: set[int] = set()
+
+    def _writing(self, divisor: int, tiling: Tiling, block_r: int, max_rank: int) -> Handle:
+        return self._handle(
+            "expand",
+            (
+                ("BLOCK_M", tiling.block_m), ("BLOCK_N", tiling.block_n), ("BLOCK_R", block_r),
+                ("MAX_RANK", max_rank), ("PARTS", self._tiles.sizes.parts), ("PLANES", tiling.split_k),
+                ("EVEN_N", divisor % tiling.block_n == 0),
+            ),
+            num_warps=tiling.num_warps,
+        )  # fmt: skip
+
+    def _add(self, y: Tensor, x: Tensor, places: Places, site: int | None) -> None:
+        if site is None or not self._is_shrunk(x, places, site):
+            self._shrink(x, places)
+            if site is not None:
+                self._unused = set(self._live)
+                self._shrunk_places = places
+                self._shrunk.set(x)
+        rows = self._tiles.sizes.hidden_rows
+        hidden = self._hidden
+        if site is not None:
+            self._unused.discard(site)
+            if not self._unused:
+                self._shrunk_places = None
+                self._shrunk.clear()
+            hidden, places = hidden[:, site * rows :], places.of_site(site)
+        kernel, programs, column = self._launch(site)
+        strides = y.stride(0), hidden.stride(0), hidden.stride(1), places.rows.stride(0)
+        kernel(programs, (y, hidden, places.origin, places.rows), (column, *strides, rows), self._tiles.expand)
+
+    def _is_shrunk(self, x: Tensor, places: Places, site: int) -> bool:
+        held = self._shrunk_places
+        if held is None or held.origin is not places.origin or held.rows is not places.rows:
+            return False
+        return site in self._unused and self._shrunk.matches(x)
+
+    def _shrink(self, x: Tensor, places: Places) -> None:
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        hidden = self._hidden
+        strides = x.stride(0), hidden.stride(0), hidden.stride(1), places.rows.stride(0)
+        self._shrink_kernel(
+            self._shrink_programs,
+            (x, places.origin, hidden, places.rows),
+            (x.shape[1], *strides, self._tiles.sizes.hidden_rows),
+            self._tiles.shrink,
+        )
+
+
+class SingleLaunch(InPlace):
+    """Shrink and expand in one launch per site, for few adapters and tokens, where launches cost more than
+    arithmetic."""
+
+    def _writing(self, divisor: int, tiling: Tiling, block_r: int, max_rank: int) -> Handle:
+        return self._handle(
+            "single",
+            (
+                ("BLOCK_M", tiling.block_m), ("BLOCK_N", tiling.block_n), ("BLOCK_K", tiling.block_k),
+                ("BLOCK_R", block_r), ("MAX_RANK", max_rank), ("PARTS", self._tiles.sizes.parts),
+                ("EVEN_K", self._layout.d_in % tiling.block_k == 0), ("EVEN_N", divisor % tiling.block_n == 0),
             ),
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
         )  # fmt: skip
 
-        def expand(divisor: int) -> Handle:
-            return handle(
-                "expand",
-                layout.dtype,
-                layout.device,
-                (
-                    ("BLOCK_M", tiling.block_m), ("BLOCK_N", tiling.block_n), ("BLOCK_R", block_r),
-                    ("MAX_RANK", max_rank), ("PARTS", tiles.parts), ("PLANES", tiling.split_k),
-                    ("EVEN_N", divisor % tiling.block_n == 0), ("LINE", ROW_ALIGNMENT // layout.dtype.itemsize),
-                    ("PRECISION", _PRECISION),
-                ),
-                num_warps=tiling.num_warps,
-            )  # fmt: skip
-
-        self._expand_tiles = _ExpandTiles(flat[5 * len(tiles.shrink) :], tiles, layout, tiling.block_n, expand)
-        self._hidden = torch.empty(tiling.split_k, tiles.num_rows, max_rank, dtype=torch.float32, device=layout.device)
-
-    def refill(self, plan: SegmentPlan, layout: Layout) -> None:
-        """Write the current lanes into the tables that were sized for the plan's room."""
-        tiles = split_lanes(BatchStats(plan, layout), self._block_m)
-        self._shrink_table.copy_(_flat([tiles.shrink, *tiles.expand.values()]), non_blocking=True)
-
-    def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None:
-        assert packed is not None
-        hidden = self._share(x, site.index, packed)
-        if hidden is not None:
-            self._expand(y, hidden, packed, self._expand_tiles.of(site.index))
-
-    def add_all(self, y: Tensor, x: Tensor, group: SiteGroup) -> None:
-        """Two launches for the whole group. y: [T, sum of d_out], the sites' outputs side by side."""
-        assert group.packed is not None
-        self._expand(y, self._shrink(x, group.packed), group.packed, self._expand_tiles.all)
-
-    def _expand(self, y: Tensor, hidden: Tensor, packed: Packed, tiles: _Launch) -> None:
-        if self._part is not None:
-            y = y[self._part]
-        strides = y.stride(0), hidden.stride(0), hidden.stride(1)
-        tiles.kernel(tiles.programs, (y, hidden, packed.a), (tiles.column, *strides), tiles.table)
-
-    def _compute(self, x: Tensor, packed: Packed) -> dict[int, Tensor]:
-        return dict.fromkeys(self._live, self._shrink(x, packed))
-
-    def _shrink(self, x: Tensor, packed: Packed) -> Tensor:
-        if self._part is not None:
-            x = x[self._part]
+    def _add(self, y: Tensor, x: Tensor, places: Places, site: int | None) -> None:
         if x.stride(1) != 1:
             x = x.contiguous()
-        hidden, a = self._hidden, packed.a
-        strides = x.stride(0), a.stride(0), hidden.stride(0), hidden.stride(1)
-        self._kernel(self._shrink_programs, (x, a, hidden), (x.shape[1], *strides), self._shrink_table)
-        return hidden
-
-
-class SingleLaunch:
-    """Shrink and expand in one launch per site, for few adapters and tokens, where launches cost more than
-    arithmetic."""
-
-    adds_transposed = False
-
-    __slots__ = ("_block_m", "_expand_tiles", "_live", "_part", "_table")
-
-    def __init__(self, stats: BatchStats, tiling: Tiling, block_r: int, max_rank: int) -> None:
-        self._part, self._live = stats.part, stats.live
-        layout = stats.layout
-        tiles = split_lanes(stats, tiling.block_m)
-        self._block_m = tiling.block_m
-        self._table = _flat(list(tiles.expand.values())).to(layout.device, non_blocking=True)
-
-        def single(divisor: int) -> Handle:
-            return handle(
-                "single",
-                layout.dtype,
-                layout.device,
-                (
-                    ("BLOCK_M", tiling.block_m), ("BLOCK_N", tiling.block_n), ("BLOCK_K", tiling.block_k),
-                    ("BLOCK_R", block_r), ("MAX_RANK", max_rank), ("PARTS", tiles.parts),
-                    ("EVEN_K", layout.d_in % tiling.block_k == 0), ("EVEN_N", divisor % tiling.block_n == 0),
-                    ("LINE", ROW_ALIGNMENT // layout.dtype.itemsize), ("PRECISION", _PRECISION),
-                ),
-                num_warps=tiling.num_warps,
-                num_stages=tiling.num_stages,
-            )  # fmt: skip
-
-        self._expand_tiles = _ExpandTiles(self._table, tiles, layout, tiling.block_n, single)
-
-    def refill(self, plan: SegmentPlan, layout: Layout) -> None:
-        """Write the current lanes into the tables that were sized for the plan's room."""
-        tiles = split_lanes(BatchStats(plan, layout), self._block_m)
-        self._table.copy_(_flat(list(tiles.expand.values())), non_blocking=True)
-
-    def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None:
-        assert packed is not None
-        if site.index in self._live:
-            self._launch(y, x, packed, self._expand_tiles.of(site.index))
-
-    def add_all(self, y: Tensor, x: Tensor, group: SiteGroup) -> None:
-        """One launch for the whole group. y: [T, sum of d_out], the sites' outputs side by side."""
-        assert group.packed is not None
-        self._launch(y, x, group.packed, self._expand_tiles.all)
-
-    def _launch(self, y: Tensor, x: Tensor, packed: Packed, tiles: _Launch) -> None:
-        if self._part is not None:
-            x, y = x[self._part], y[self._part]
-        if x.stride(1) != 1:
-            x = x.contiguous()
-        a = packed.a
-        strides = y.stride(0), x.stride(0), a.stride(0)
-        tiles.kernel(tiles.programs, (y, x, a), (tiles.column, x.shape[1], *strides), tiles.table)
-
-
-class _Launch(NamedTuple):
-    """One launch of `expand` or `single`.
-
-    table: its tiles. programs: tiles, then blocks of outputs of the widest site. column: the column of the group's
-    outputs at which y starts.
-    """
-
-    kernel: Handle
-    table: Tensor
-    programs: tuple[int, int, int]
-    column: int
-
-
-class _ExpandTiles:
-    """A group's launches: one per site, and one for all sites.
-
-    flat: the tables of `tiles.expand`, concatenated. kernel_for: returns the kernel for sites with a d_out divisible by
-    a number.
-    """
-
-    __slots__ = ("_by_site", "all")
-
-    def __init__(
-        self,
-        flat: Tensor,
-        tiles: Tiles,
-        layout: Layout,
-        block_n: int,
-        kernel_for: Callable[[int], Handle],
-    ) -> None:
-        self._by_site: dict[int, _Launch] = {}
-        size, first = 6 + 5 * tiles.parts, 0
-        for site, own in tiles.expand.items():
-            d_out = layout.d_outs[site]
-            programs = len(own), -(-d_out // block_n), 1
-            column = sum(layout.d_outs[:site])
-            self._by_site[site] = _Launch(kernel_for(d_out), flat[size * first :], programs, column)
-            first += len(own)
-        widest = max((layout.d_outs[site] for site in tiles.expand), default=0)
-        self.all = _Launch(kernel_for(math.gcd(*layout.d_outs)), flat, (first, -(-widest // block_n), 1), 0)
-
-    def of(self, site: int) -> _Launch:
-        return self._by_site[site]
-
-
-def _flat(tables: Sequence[Sequence[tuple[int, ...]]]) -> Tensor:
-    """Concatenated tables of tiles, so that one copy moves them to the device."""
-    return torch.tensor([value for table in tables for tile in table for value in tile], dtype=torch.int32)
+        if site is not None:
+            places = places.of_site(site)
+        kernel, programs, column = self._launch(site)
+        strides = y.stride(0), x.stride(0), places.rows.stride(0)
+        kernel(programs, (y, x, places.origin, places.rows), (column, x.shape[1], *strides), self._tiles.expand)
 
 
 def merge(out: Tensor, base: Tensor, a: Tensor, bt: Tensor, scale: float) -> None:

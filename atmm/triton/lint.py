@@ -47,16 +47,16 @@ class Facts(NamedTuple):
 
 
 _NUMBERS = {
-    "shrink": ("d_in", "x_stride", "a_stride", "plane_stride", "hidden_stride"),
-    "expand": ("column", "y_stride", "plane_stride", "hidden_stride"),
-    "single": ("column", "d_in", "y_stride", "x_stride", "a_stride"),
+    "shrink": ("d_in", "x_stride", "plane_stride", "hidden_stride", "slot_stride", "hidden_rows"),
+    "expand": ("column", "y_stride", "plane_stride", "hidden_stride", "slot_stride", "hidden_rows"),
+    "single": ("column", "d_in", "y_stride", "x_stride", "slot_stride"),
     "merge": (
         "rank", "d_out", "d_in", "out_stride", "out_row", "base_stride", "base_row", "a_stride", "a_row", "bt_stride",
         "bt_row",
     ),
 }  # fmt: skip
-_VALUES = ("x_ptr", "a_ptr", "bt_ptr", "pool_ptr", "y_ptr", "out_ptr", "base_ptr")
-_POINTERS = {"hidden_ptr": "*fp32", "tile_ptr": "*i32"}
+_VALUES = ("x_ptr", "a_ptr", "bt_ptr", "origin_ptr", "y_ptr", "out_ptr", "base_ptr")
+_POINTERS = {"hidden_ptr": "*fp32", "places_ptr": "*i64", "tile_ptr": "*i32"}
 
 
 def inspect(kernel: Kernel, capability: int) -> Facts:
@@ -98,13 +98,14 @@ def _loads(assembly: str) -> Counter[int]:
 def _narrow(kernel: Kernel, loads: Counter[int]) -> list[str]:
     """Faults for factors, inputs and outputs that are not loaded in words of 128 bits.
 
-    Narrower loads are allowed for the entries of a tile table and, in an expand with few hidden values per thread, for
-    the hidden values.
+    Narrower loads are allowed for the tables of tiles and places and, in an expand with few hidden values per thread,
+    for the hidden values.
     """
     sizes, threads = kernel.sizes, 32 * kernel.num_warps
     parts = sizes.get("PARTS", 1)
-    entries = {"shrink": 5, "expand": 4 + 5 * parts, "single": 4 + 5 * parts, "merge": 0}[kernel.name]
-    allowed, needed = Counter({32: entries}), 1
+    entries = {"shrink": 5, "expand": 3 + 4 * parts, "single": 4 + 3 * parts, "merge": 0}[kernel.name]
+    starts = {"shrink": 2, "expand": 1 + 2 * parts, "single": 1 + 4 * parts, "merge": 0}[kernel.name]
+    allowed, needed = Counter({32: entries, 64: starts}), 1
     if kernel.name == "expand":
         blocks = parts * -(-sizes["MAX_RANK"] // sizes["BLOCK_R"])
         needed = (blocks * sizes["BLOCK_R"] + sizes["BLOCK_M"]) * sizes["BLOCK_N"] * kernel.itemsize // (16 * threads)
@@ -146,14 +147,14 @@ def kernels_of(tiling: Tiling, rank: int, itemsize: int = 2) -> list[Kernel]:
     """The kernels that a tiling launches for adapters of up to this rank, with two lanes per token."""
     rows = block_r(rank)
     common = {"BLOCK_M": tiling.block_m, "BLOCK_R": rows, "PRECISION": "ieee"}
+    common["LINE"] = ROW_ALIGNMENT // itemsize
     shrinks = {"BLOCK_K": tiling.block_k, "EVEN_K": True}
     expands = {"BLOCK_N": tiling.block_n, "MAX_RANK": -(-rank // rows) * rows, "PARTS": 2, "EVEN_N": True}
-    expands["LINE"] = ROW_ALIGNMENT // itemsize
     warps, stages = tiling.num_warps, tiling.num_stages
     if not tiling.split_k:
         return [Kernel("single", {**common, **shrinks, **expands}, warps, stages, itemsize)]
     return [
-        Kernel("shrink", {**common, **shrinks}, warps, stages, itemsize),
+        Kernel("shrink", {**common, **shrinks, "SITES": 3}, warps, stages, itemsize),
         Kernel("expand", {**common, **expands, "PLANES": tiling.split_k}, warps, itemsize=itemsize),
     ]
 

@@ -1,4 +1,4 @@
-"""Tiles of lanes: small int32 tables that assign work to the programs. Built once per step and class."""
+"""Tiles of lanes: one small int32 table per plan and block size that assigns work to the programs of every layer."""
 
 from __future__ import annotations
 
@@ -6,110 +6,135 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from atmm.batch_stats import BatchStats
-from atmm.layers import ROW_ALIGNMENT, TENSOR_ALIGNMENT, bt_starts, row_strides
-from atmm.segments import MOST_WITH_ROOM
+import numpy as np
+import torch
+
+from atmm.places import PlaceSource
+from atmm.segments import MOST_WITH_ROOM, Lane, SegmentPlan, check_not_capturing
+
+SHRINK_FIELDS = 4
+_WHOLE = 16  # hidden rows of a site are a multiple of this, so that strides are multiples of 16
 
 
-class Tiles(NamedTuple):
-    """The tile tables of a plan.
+class Sizes(NamedTuple):
+    """Sizes of a tile table.
 
-    shrink: [first token, tokens, first row of A, rank, first hidden row] per tile, over all sites of the group.
+    shrink, expand: number of tiles. parts: maximum number of lanes per token. hidden_rows: hidden values of one site.
+    """
 
-    expand: per site, [first token, tokens, first column, d_out, start of Bt, row length of Bt, (first row of Bt, rank,
-    first hidden row, first row of A, sign) x parts] per tile; tiles of a site cover disjoint tokens. Columns count the
-    group's outputs side by side. The start of Bt is relative to A in units of 256 bytes; row lengths are in units of
-    16 bytes.
+    shrink: int
+    expand: int
+    parts: int
+    hidden_rows: int
 
-    parts: maximum number of lanes per token. num_rows: number of hidden rows.
+
+class TileTable:
+    """The tiles of a plan's lanes, on the device.
+
+    shrink: [first token, tokens, slot, first hidden row] per tile.
+
+    expand: [first token, tokens, (slot, first hidden row, sign) x parts] per tile; tiles cover disjoint tokens. A part
+    that is not used has sign 0.
 
     For a plan with room, all sizes are the maximum for any lanes, and tiles of zeros pad the tables.
     """
 
-    shrink: list[tuple[int, ...]]
-    expand: dict[int, list[tuple[int, ...]]]
-    parts: int
-    num_rows: int
+    __slots__ = (
+        "_block", "_lanes", "_num_tokens", "_room", "_source", "_table", "_version", "expand", "shrink", "sizes",
+    )  # fmt: skip
 
+    def __init__(self, plan: SegmentPlan, source: PlaceSource, block: int, device: torch.device) -> None:
+        self._block, self._source = block, source
+        self._num_tokens, self._room = plan.num_tokens, plan.room
+        self._lanes, self._version = plan.lanes, source.version
+        shrink, expand, self.sizes = self._split()
+        self._table = torch.from_numpy(_flat(shrink, expand)).to(device, non_blocking=True)
+        self.shrink, self.expand = self._table[: shrink.size], self._table[shrink.size :]
 
-class _Part(NamedTuple):
-    start: int
-    stop: int
-    a_row: int
-    bt_row: int
-    rank: int
-    hidden_row: int  # of its first token
-    sign: int
+    def replace(self, lanes: tuple[Lane, ...]) -> None:
+        """Use other lanes, at the same addresses. Only for a plan with room."""
+        if lanes is not self._lanes:
+            self._lanes, self._version = lanes, -1
+        self.update()
 
+    def update(self) -> None:
+        """Write the tiles again if adapters have other slots now."""
+        if self._version == self._source.version:
+            return
+        check_not_capturing(self._table.device)
+        shrink, expand, _ = self._split()
+        values = torch.from_numpy(_flat(shrink, expand))
+        if self._table.is_cuda:
+            values = values.pin_memory()  # torch keeps pinned memory until the copy is done
+        self._table.copy_(values, non_blocking=True)
+        self._version = self._source.version
 
-def split_lanes(stats: BatchStats, block: int) -> Tiles:
-    """Split the lanes into tiles of at most `block` tokens. Tokens are counted from the range's start."""
-    shrink: list[tuple[int, ...]] = []
-    parts_of: dict[int, list[_Part]] = {}
-    num_rows = 0
-    for site in stats.live:
-        parts_of[site] = []
-        for key, start, stop, sign in stats.lanes:
-            span = stats.layout.spans[site].get(key)
-            if span is None or not span.rank:
-                continue
-            first, last = start - stats.start, stop - stats.start
-            a_row = stats.layout.first_rows[site] + span.start
-            parts_of[site].append(_Part(first, last, a_row, span.start, span.rank, num_rows, int(sign)))
+    def _split(self) -> tuple[np.ndarray, np.ndarray, Sizes]:
+        """The tiles, int32 [tiles, fields] each."""
+        lanes, slots, block = self._lanes, self._source.slots, self._block
+        shrink: list[tuple[int, ...]] = []
+        starts: list[int] = []  # by lane, the hidden row of its first token
+        num_rows = 0
+        for key, start, stop, _ in lanes:
+            slot = slots[key]
+            for token in range(start, stop, block):
+                shrink.append((token, min(block, stop - token), slot, num_rows + token - start))
+            starts.append(num_rows)
+            num_rows += stop - start
+        pieces = _pieces(lanes)
+        parts = max((len(own) for _, _, own in pieces), default=1)
+        if self._room is not None:
+            parts, num_rows = MOST_WITH_ROOM, MOST_WITH_ROOM * self._num_tokens
+        expand: list[tuple[int, ...]] = []
+        for first, last, own in pieces:
             for token in range(first, last, block):
-                shrink.append((token, min(block, last - token), a_row, span.rank, num_rows + token - first))
-            num_rows += last - first
-    pieces = {site: _pieces(parts) for site, parts in parts_of.items()}
-    most = max((len(parts) for own in pieces.values() for _, _, parts in own), default=1)
-    if stats.room is not None:
-        most = MOST_WITH_ROOM
-    layout = stats.layout
-    starts, (_, lengths) = bt_starts(layout), row_strides(layout)
-    expand = {
-        site: [
-            (
-                token,
-                min(block, stop - token),
-                sum(layout.d_outs[:site]),
-                layout.d_outs[site],
-                starts[site] // TENSOR_ALIGNMENT,
-                lengths[site] * layout.dtype.itemsize // ROW_ALIGNMENT,
-                *_parts_at(token, parts, most),
-            )
-            for start, stop, parts in own
-            for token in range(start, stop, block)
-        ]
-        for site, own in pieces.items()
-    }
-    if stats.room is not None:
-        num_tokens, num_sites = stats.num_tokens, len(stats.live)
-        own = MOST_WITH_ROOM * num_tokens
-        # The last tile of a lane may be short, and so may the tile before each boundary of a lane.
-        _fill(shrink, num_sites * min(own, own // block + stats.room), 5)
-        for tiles in expand.values():
-            _fill(tiles, min(num_tokens, num_tokens // block + 2 * stats.room), 6 + 5 * MOST_WITH_ROOM)
-        num_rows = num_sites * own
-    return Tiles(shrink, expand, most, num_rows)
+                row = [token, min(block, last - token)]
+                for index in own:
+                    key, start, _, sign = lanes[index]
+                    row += [slots[key], starts[index] + token - start, int(sign)]
+                expand.append((*row, *(row[2], 0, 0) * (parts - len(own))))
+        num_shrink, num_expand = len(shrink), len(expand)
+        if self._room is not None:
+            # The last tile of a lane may be short, and so may the tile before each boundary of a lane.
+            num_shrink = min(num_rows, num_rows // block + self._room)
+            num_expand = min(self._num_tokens, self._num_tokens // block + 2 * self._room)
+        sizes = Sizes(num_shrink, num_expand, parts, -(-num_rows // _WHOLE) * _WHOLE)
+        return _padded(shrink, num_shrink, SHRINK_FIELDS), _padded(expand, num_expand, 2 + 3 * parts), sizes
 
 
-def _fill(tiles: list[tuple[int, ...]], count: int, size: int) -> None:
-    tiles += [(0,) * size] * (count - len(tiles))
+def tiles_of(plan: SegmentPlan, source: PlaceSource, block: int, device: torch.device) -> TileTable:
+    """The plan's tiles of at most `block` tokens; all classes of sites with the same source share them."""
+    key = source, block
+    tiles = plan.shared.get(key)
+    if tiles is None:
+        tiles = plan.shared[key] = TileTable(plan, source, block, device)
+    assert isinstance(tiles, TileTable)
+    return tiles
 
 
-def _pieces(parts: Sequence[_Part]) -> list[tuple[int, int, list[_Part]]]:
-    """The maximal token ranges covered by the same lanes, with these lanes."""
-    borders = sorted({border for part in parts for border in (part.start, part.stop)})
-    found = []
+def _pieces(lanes: Sequence[Lane]) -> list[tuple[int, int, list[int]]]:
+    """The maximal token ranges covered by the same lanes, with the indices of these lanes. lanes: sorted by start."""
+    borders = sorted({border for lane in lanes for border in (lane.start, lane.stop)})
+    found: list[tuple[int, int, list[int]]] = []
+    here: list[int] = []
+    following = 0
     for start, stop in itertools.pairwise(borders):
-        here = [part for part in parts if part.start <= start and stop <= part.stop]
+        here = [index for index in here if lanes[index].stop > start]
+        while following < len(lanes) and lanes[following].start == start:
+            here.append(following)
+            following += 1
         if here:
             found.append((start, stop, here))
     return found
 
 
-def _parts_at(token: int, parts: Sequence[_Part], most: int) -> tuple[int, ...]:
-    row: list[int] = []
-    for part in parts:
-        row += [part.bt_row, part.rank, part.hidden_row + token - part.start, part.a_row, part.sign]
-    row += [0] * (5 * (most - len(parts)))  # rank 0: nothing to add
-    return tuple(row)
+def _padded(tiles: Sequence[tuple[int, ...]], count: int, fields: int) -> np.ndarray:
+    table = np.zeros((count, fields), dtype=np.int32)
+    if tiles:
+        table[: len(tiles)] = tiles
+    return table
+
+
+def _flat(shrink: np.ndarray, expand: np.ndarray) -> np.ndarray:
+    """Both tables in one array, so that one copy moves them to the device."""
+    return np.concatenate([shrink.reshape(-1), expand.reshape(-1)])

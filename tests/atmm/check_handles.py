@@ -19,9 +19,10 @@ from triton.runtime.jit import JITFunction
 import atmm.operator
 import atmm.strategies.registry
 import atmm.warmup
-from atmm import Lane, SegmentPlan, add_deltas, compile_ahead, compile_merges
+from atmm import FactorTable, Lane, SegmentPlan, add_deltas, compile_ahead, compile_merges
 from atmm.batch_stats import BatchStats
 from atmm.layers import SiteGroup
+from atmm.places import PackedPlaces
 from atmm.triton import kernels
 from atmm.triton.handles import handle
 from atmm.triton.lanes import merge, prepare
@@ -94,7 +95,8 @@ def serve(group: SiteGroup, y: torch.Tensor, x: torch.Tensor, tiling: str) -> No
     """The call of one step for a whole group, as on a GPU."""
     assert group.packed is not None
     plan = SegmentPlan(len(x), segments({"a": 3, "b": 5}))
-    strategy = prepare(BatchStats(plan, group.packed.layout), Tiling.named(tiling))
+    layout = group.packed.layout
+    strategy = prepare(plan, BatchStats(plan, layout), PackedPlaces(layout), Tiling.named(tiling))
     strategy.add_all(y, x, group)
 
 
@@ -162,7 +164,12 @@ def test_kernels_compiled_ahead_are_not_compiled_in_a_step(data: st.DataObject, 
     ranks = data.draw(st.lists(st.integers(1, 16), min_size=1, max_size=16))
     adapters = {f"adapter {index}": rank for index, rank in enumerate(ranks)}
     group = make_group(adapters, d_in=256, d_outs=(128, 64), dtype=torch.bfloat16)
-    group.pack(adapters)
+    if data.draw(st.booleans()):
+        group.pack(adapters)
+    else:
+        table = FactorTable([group.sites], torch.bfloat16, torch.device("cpu"))
+        for key in adapters:
+            table.put(key)
     tokens = data.draw(st.lists(st.integers(0, 16), min_size=len(ranks), max_size=len(ranks)))
     num_tokens = max(1, sum(tokens))
     lanes = segments(dict(zip(adapters, tokens, strict=True)))
@@ -183,10 +190,11 @@ def ahead() -> Iterator[list[str]]:
         patch.setattr(atmm.strategies.registry, "triton_interprets", lambda: True)
         group = make_group({}, d_in=256, d_outs=(128, 64), dtype=torch.bfloat16)
         # Compile and draw only a third of the space: the whole space takes a minute.
-        patch.setattr(atmm.warmup, "_HIGHEST_RANK", 16)
         named = [tiling for tiling in all_usual(2) if tiling.block_m == 16]
-        patch.setattr(atmm.warmup, "_measured", lambda *sites: named)
-        compile_ahead([group], torch.bfloat16, torch.device("cpu"))
+        with pytest.MonkeyPatch.context() as smaller:
+            smaller.setattr(atmm.warmup, "_HIGHEST_RANK", 16)
+            smaller.setattr(atmm.warmup, "_tilings", lambda *sites: named)
+            compile_ahead([group], torch.bfloat16, torch.device("cpu"))
         yield count_launches(patch)
 
 

@@ -15,6 +15,7 @@ from atmm.batch_stats import BatchStats
 from atmm.cpu.lanes import serves
 from atmm.dispatch import rule
 from atmm.operator import add_delta
+from atmm.segments import SegmentPlan
 from atmm.triton.tiling import Tiling, all_usual, fits, sensible, space, usual
 from atmm.tuning.buckets import Bucket, Evenness
 from atmm.tuning.cold_cache import DeviceCaches, factors_of, read_by
@@ -129,7 +130,7 @@ def test_a_wrong_strategy_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
         adds_transposed = True
         add_all = refill = None
 
-        def __init__(self, stats: BatchStats) -> None: ...
+        def __init__(self, plan: SegmentPlan, stats: BatchStats) -> None: ...
         def __call__(self, *_: object) -> None: ...
 
     monkeypatch.setitem(STRATEGIES, "batched", Lazy)

@@ -103,6 +103,7 @@ class AdapterPool:
         self._residents: dict[str, _Resident] = {}
         self._resident: frozenset[str] | None = frozenset()  # None: rebuilt at the next access
         self._groups = site_groups(language)
+        self._table = self._factor_table(vision.values())
         self._packed: _Packed | None = None
         self._pack_request: tuple[tuple[str, ...], int] = ((), 0)
         self.num_loads = 0
@@ -131,6 +132,14 @@ class AdapterPool:
         """Running copies."""
         copies = (copy for loading in self._loading.values() for copy in loading.copies)
         return tuple(copy for copy in copies if not copy.done())
+
+    def _factor_table(self, vision: Iterable[AdaptedLinear]) -> atmm.FactorTable | None:
+        """The places of all adapters' factors, on devices with kernels that read them in place."""
+        weight = next(iter(self._linears.values())).weight
+        if not atmm.reads_in_place(weight.device, weight.dtype):
+            return None
+        groups = [*(group.sites for group in self._groups), *((linear.site,) for linear in vision)]
+        return atmm.FactorTable(groups, weight.dtype, weight.device)
 
     def compile_ahead(self) -> None:
         """Compile the kernels of every possible step on a GPU. On a CPU nothing is compiled per shape."""
@@ -326,6 +335,8 @@ class AdapterPool:
     def _attach(self, key: str, shapes: Mapping[str, FactorShape], factors: Mapping[str, HostFactors]) -> None:
         for name, pair in factors.items():
             self._linears[name].attach(key, shapes[name], pair)
+        if self._table is not None:
+            self._table.put(key)
 
     def _free_pages(self, key: str) -> None:
         """Free the pages of an adapter that never became resident."""
@@ -339,6 +350,8 @@ class AdapterPool:
         self._resident = None
         for name in self._residents.pop(key).factors:
             self._linears[name].detach(key)
+        if self._table is not None:
+            self._table.drop(key)
         if self._others is not None:
             self._others.evict(key)
 

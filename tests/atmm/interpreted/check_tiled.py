@@ -10,10 +10,10 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from atmm import Lane, SegmentPlan, add_deltas, reference
+from atmm import Factors, FactorTable, Lane, SegmentPlan, SiteGroup, add_deltas, reference
 from atmm.triton import kernels
 from atmm.triton.handles import Handle, handle
-from atmm.triton.lanes import SingleLaunch, Tiled, merge
+from atmm.triton.lanes import InPlace, SingleLaunch, Tiled, merge
 from tests.atmm.cases import (
     RELATIVE,
     ROUNDINGS,
@@ -178,3 +178,155 @@ def test_merge(dtype: torch.dtype, rank: int, o: int, i: int) -> None:
         close = {torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
         torch.testing.assert_close(out.double(), expected, rtol=close, atol=close)
         assert (expected - base.double()).abs().max() > 0.01
+
+
+# -- factors read in place, without packed copies -----------------------------------------------------------------
+
+
+def make_layers(num: int, dtype: torch.dtype = torch.float32) -> tuple[list[SiteGroup], FactorTable]:
+    """Layers of two groups each, with adapters of different ranks and targets, in a factor table."""
+    layers = []
+    for layer in range(num):
+        missing = [("a", 0)] if layer % 2 else [("b", 1)]
+        layers.append(make_group({"a": 5, "b": 16, "c": 40}, d_in=48, missing=missing, dtype=dtype, seed=2 * layer))
+        layers.append(make_group({"a": 5 + layer, "b": 16}, d_in=40, d_outs=(48,), dtype=dtype, seed=2 * layer + 1))
+    table = FactorTable([group.sites for group in layers], dtype, torch.device("cpu"))
+    for key in "abc":
+        table.put(key)
+    return layers, table
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("strategy", (None, *KERNELS))
+def test_factors_are_read_in_place_at_every_layer(strategy: str | None, kind: str, dtype: torch.dtype) -> None:
+    num_tokens, lanes = KINDS[kind]
+    layers, _ = make_layers(3, dtype)
+    plan = SegmentPlan(num_tokens, lanes, strategy)
+    for group in layers:
+        check_group_against_reference(group, plan, *make_input(num_tokens, group, dtype))
+    for group in layers:
+        assert check_against_reference(group, plan, *make_input(num_tokens, group, dtype)) > 1
+    assert len(plan.prepared) == 2, "layers of one shape share a prepared strategy"
+    assert all(isinstance(prepared, InPlace) for prepared in plan.prepared.values())
+    assert len(plan.shared) <= 2, "all classes share the tiles of one block size"
+
+
+def test_adapters_that_move_change_slots_or_leave() -> None:
+    layers, table = make_layers(2)
+    plan = SegmentPlan(7, segments({"a": 3, "c": 4}))
+
+    def check() -> None:
+        for group in layers:
+            assert check_against_reference(group, plan, *make_input(7, group, torch.float32)) > 1
+
+    check()
+    for group in layers:
+        for site in group.sites:
+            if "c" in site.factors:
+                site.factors["c"] = Factors(*(factor.clone() for factor in site.factors["c"]))  # moved
+    table.put("c")
+    check()
+    for group in layers:  # c leaves, another adapter takes its slot, and c returns in another slot
+        for site in group.sites:
+            site.factors["held"] = site.factors["b"] if "b" in site.factors else site.factors["a"]
+    before = table.slots["c"]
+    table.drop("c")
+    table.put("held")
+    assert table.slots["held"] == before
+    table.put("c")
+    assert table.slots["c"] != before
+    check()
+
+
+def test_a_table_grows() -> None:
+    layers, table = make_layers(1)
+    plan = SegmentPlan(7, segments({"a": 3, "c": 4}))
+    check_against_reference(layers[0], plan, *make_input(7, layers[0], torch.float32))
+    generation = table.generation
+    for index in range(100):
+        for site in layers[0].sites:
+            site.factors[f"more {index}"] = site.factors["c"]
+        table.put(f"more {index}")
+    assert table.generation == generation + 1 and len(set(table.slots.values())) == 103
+    plan = SegmentPlan(7, segments({"a": 3, "more 99": 4}))
+    for lanes in (plan, SegmentPlan(7, segments({"a": 3, "c": 4}))):
+        assert check_against_reference(layers[0], lanes, *make_input(7, layers[0], torch.float32)) > 1
+
+
+def test_an_adapter_without_factors_adds_nothing() -> None:
+    layers, table = make_layers(1)
+    table.put("none")
+    plan = SegmentPlan(7, segments({"none": 3, "a": 4}))
+    assert check_against_reference(layers[0], plan, *make_input(7, layers[0], torch.float32)) > 1
+    x, outputs = make_input(7, layers[0], torch.float32)
+    y = torch.cat(outputs, 1)
+    add_deltas(y, x, layers[0], SegmentPlan(7, segments({"none": 7})))
+    assert torch.equal(y, torch.cat(outputs, 1))
+
+
+def test_factors_that_kernels_cannot_read_use_products_per_lane() -> None:
+    layers, table = make_layers(1)
+    group = layers[0]
+    a, bt = group.sites[0].factors["c"]
+    odd = torch.zeros(len(a) * a.shape[1] + 1)[1:].view(a.shape).copy_(a)  # not at a multiple of 16 bytes
+    group.sites[0].factors["c"] = Factors(odd, bt)
+    table.put("c")
+    assert "c" not in table.slots
+    for lanes, in_place in ((segments({"a": 3, "c": 4}), False), (segments({"a": 3, "b": 4}), True)):
+        plan = SegmentPlan(7, lanes)
+        assert check_against_reference(group, plan, *make_input(7, group, torch.float32)) > 1
+        assert all(isinstance(prepared, InPlace) == in_place for prepared in plan.prepared.values())
+
+
+@pytest.mark.parametrize("strategy", (None, "tiled m32 n128 k64 s0 p2"))
+def test_a_captured_graph_of_all_layers_uses_the_current_lanes_and_adapters(
+    strategy: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers, table = make_layers(2)
+    plan = SegmentPlan(22, [], strategy, room=5)
+    inputs = [make_input(22, group, torch.float32) for group in layers]
+    before = [torch.cat(outputs, 1) for _, outputs in inputs]
+    after = [y.clone() for y in before]
+    captured: list[tuple[Handle, tuple]] = []
+    launch = Handle.__call__
+
+    def capturing_launch(self: Handle, *given: Any) -> None:
+        captured.append((self, given))
+        launch(self, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Handle, "__call__", capturing_launch)
+        for group, (x, _), y in zip(layers, inputs, after, strict=True):
+            add_deltas(y, x, group, plan)
+    assert captured and all(map(torch.equal, after, before))
+
+    def replay(lanes: list[Lane]) -> None:
+        plan.refill(lanes)
+        for y, start in zip(after, before, strict=True):
+            y.copy_(start)
+        for handle_, given_ in captured:  # the same kernels, grids and addresses
+            handle_(*given_)
+        for group, (x, outputs), y in zip(layers, inputs, after, strict=True):
+            for site, old, new in zip(group.sites, outputs, y.split([s.d_out for s in group.sites], 1), strict=True):
+                right = reference.add_delta(old, x, site, plan)
+                assert ((new.double() - right).abs() <= bound(old, x, site, plan)).all()
+
+    for lanes in (segments({"a": 5, "b": 1, "c": 16}), KINDS["mixed mode"][1], [], [Lane("b", 21, 22, -1.0)]):
+        replay(lanes)
+    for group in layers:
+        for site in group.sites:
+            site.factors["late"] = Factors(*(2 * factor for factor in next(iter(site.factors.values()))))
+    table.put("late")
+    table.drop("a")
+    table.put("a")
+    replay(segments({"late": 9, "a": 4, "c": 2}))
+
+    for group in layers:
+        for site in group.sites:
+            site.factors["high"] = Factors(torch.ones(80, site.d_in), torch.ones(80, site.d_out))
+    table.put("high")
+    for lanes, words in (([Lane("high", 0, 2)], "rank 80"), ([Lane("gone", 0, 2)], "not packed or loaded: gone")):
+        with pytest.raises(ValueError, match=words):
+            plan.refill(lanes)
+    replay(segments({"c": 2}))
