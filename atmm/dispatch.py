@@ -19,6 +19,7 @@ from atmm.strategies.registry import served
 from atmm.tuning.buckets import Bucket
 from atmm.tuning.tables import table_for
 
+_TILED = (torch.float32, torch.bfloat16, torch.float16)  # types of the Triton kernels
 _THIN = 32  # tokens
 # For transposed outputs: the number of packed rows of a site up to which one product over all of them is faster than
 # products per adapter, and the number of output values up to which gathering rows is faster than multiplying
@@ -48,10 +49,13 @@ def choose(stats: BatchStats, transposed: bool = False) -> str:
 def rule(stats: BatchStats, transposed: bool = False) -> str:
     """The strategy for a shape without measurements.
 
-    Thin batches use the compiled kernels. Batches with short and long lanes use them for the short lanes. All others
-    use the strategy with the smallest estimate.
+    A GPU uses the Triton kernels with their usual tiling: they need two launches for all lanes, the others two or more
+    per adapter. On a CPU, thin batches use the compiled kernels, and batches with short and long lanes use them for the
+    short lanes. All others use the strategy with the smallest estimate.
     """
     layout = stats.layout
+    if layout.device.type == "cuda" and layout.dtype in _TILED:
+        return "tiled"
     if is_thin(stats.num_tokens, layout.device, layout.dtype):
         return "compiled"
     if divides(stats.lanes) and serves(layout.device, layout.dtype):

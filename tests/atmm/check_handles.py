@@ -183,10 +183,11 @@ def ahead() -> Iterator[list[str]]:
         patch.setattr(atmm.strategies.registry, "triton_interprets", lambda: True)
         group = make_group({}, d_in=256, d_outs=(128, 64), dtype=torch.bfloat16)
         # Compile and draw only a third of the space: the whole space takes a minute.
-        patch.setattr(atmm.warmup, "_HIGHEST_RANK", 16)
         named = [tiling for tiling in all_usual(2) if tiling.block_m == 16]
-        patch.setattr(atmm.warmup, "_measured", lambda *sites: named)
-        compile_ahead([group], torch.bfloat16, torch.device("cpu"))
+        with pytest.MonkeyPatch.context() as smaller:
+            smaller.setattr(atmm.warmup, "_HIGHEST_RANK", 16)
+            smaller.setattr(atmm.warmup, "_tilings", lambda *sites: named)
+            compile_ahead([group], torch.bfloat16, torch.device("cpu"))
         yield count_launches(patch)
 
 
