@@ -52,10 +52,13 @@ def measured(stats: BatchStats) -> str | None:
 def rule(stats: BatchStats, transposed: bool = False) -> str:
     """The strategy for a shape without measurements.
 
-    Thin batches use the compiled kernels. Batches with short and long lanes use them for the short lanes. All others
-    use the strategy with the smallest estimate.
+    A GPU uses the Triton kernels with their usual tiling: they need two launches for all lanes, the others two or more
+    per adapter. On a CPU, thin batches use the compiled kernels, and batches with short and long lanes use them for the
+    short lanes. All others use the strategy with the smallest estimate.
     """
     layout = stats.layout
+    if layout.device.type == "cuda" and reads_in_place(layout.device, layout.dtype):
+        return "tiled"
     if is_thin(stats.num_tokens, layout.device, layout.dtype):
         return "compiled"
     if divides(stats.lanes) and serves(layout.device, layout.dtype):

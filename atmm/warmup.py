@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -12,13 +12,14 @@ from atmm.operator import add_deltas
 from atmm.segments import Lane, SegmentPlan
 from atmm.triton.tiling import Tiling, all_usual, block_r
 from atmm.tuning import tables
+from atmm.tuning.buckets import round_up
 
 _HIGHEST_RANK = 64
 _KEYS = ("own", "merged")
 
 
 def compile_ahead(groups: Sequence[SiteGroup], dtype: torch.dtype, device: torch.device) -> None:
-    """Launch every kernel once that a step may launch for these sites: the default tilings, and those of the table.
+    """Launch every kernel once that the rule or the device's table selects for these sites.
 
     This compiles the kernels, or loads them if an earlier run compiled them. Kernels for ranks above 64, or for more
     than two lanes per token, are compiled at their first request.
@@ -30,10 +31,26 @@ def compile_ahead(groups: Sequence[SiteGroup], dtype: torch.dtype, device: torch
             group = _plain_group(d_in, d_outs, rank, dtype, device)
             x = torch.zeros(2, d_in, dtype=dtype, device=device)
             y = x.new_zeros(2, sum(d_outs))
-            for tiling in {*all_usual(dtype.itemsize), *_measured(d_in, len(d_outs), dtype, device)}:
+            for tiling in set(_tilings(d_in, len(d_outs), dtype, device)):
                 own, merged = Lane(_KEYS[0], 0, 2), Lane(_KEYS[1], 0, 2, -1.0)
                 for lanes in ((own,), (own, merged)):
                     add_deltas(y, x, group, SegmentPlan(2, lanes, tiling.name))
+
+
+def compile_merges(shapes: Iterable[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> None:
+    """Launch the kernel of `merge` once for weights of these shapes (out, in) and every rank up to 64.
+
+    Ranks with the same kernel share it, so few are compiled. Kernels for higher ranks are compiled at their first
+    merge.
+    """
+    from atmm.triton.lanes import merge  # importing Triton is slow
+
+    with torch.inference_mode():
+        for d_out, d_in in sorted(shapes):
+            weight = torch.zeros(1, d_out, d_in, dtype=dtype, device=device)
+            a, bt = (torch.zeros(_HIGHEST_RANK, d, dtype=dtype, device=device) for d in (d_in, d_out))
+            for rank in range(1, _HIGHEST_RANK + 1):
+                merge(weight, weight, a[None, :rank], bt[None, :rank], 1.0)
 
 
 def _plain_group(d_in: int, d_outs: Sequence[int], rank: int, dtype: torch.dtype, device: torch.device) -> SiteGroup:
@@ -45,13 +62,11 @@ def _plain_group(d_in: int, d_outs: Sequence[int], rank: int, dtype: torch.dtype
     return group
 
 
-def _measured(d_in: int, num_sites: int, dtype: torch.dtype, device: torch.device) -> Iterator[Tiling]:
-    """Tilings other than the default that the device's table names."""
+def _tilings(d_in: int, num_sites: int, dtype: torch.dtype, device: torch.device) -> Iterator[Tiling]:
+    """Tilings that the rule may select, and those that the device's table names for sites of this kind."""
+    yield from all_usual(dtype.itemsize)
     table = tables.choose_table(device.type, torch.get_num_threads()).table
-    if table is None:
-        return
-    for bucket, strategy in table.rows:
-        if (bucket.d_in, bucket.num_sites, bucket.dtype) != (d_in, num_sites, dtype):
-            continue
-        if strategy.startswith("tiled "):
+    for bucket, strategy in () if table is None else table.rows:
+        is_this = (bucket.d_in, bucket.num_sites, bucket.dtype) == (round_up(d_in), num_sites, dtype)
+        if is_this and strategy.startswith("tiled "):
             yield Tiling.named(strategy)

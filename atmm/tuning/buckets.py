@@ -47,11 +47,11 @@ class Bucket(NamedTuple):
         else:
             evenness = Evenness.EVEN if all(len(runs) <= 1 for runs in stats.runs) else Evenness.RAGGED
         return cls(
-            tokens=_round_up(stats.num_tokens),
-            adapters=_round_up(len(stats.keys)),
-            rank=_round_up(round(sum(ranks) / max(1, len(ranks)))),
-            d_in=_round_up(layout.d_in),
-            d_out=_round_up(sum(layout.d_outs)),
+            tokens=round_up(stats.num_tokens),
+            adapters=round_up(len(stats.keys)),
+            rank=round_up(round(sum(ranks) / max(1, len(ranks)))),
+            d_in=round_up(layout.d_in),
+            d_out=round_up(sum(layout.d_outs)),
             num_sites=len(layout.d_outs),
             evenness=evenness,
             dtype=layout.dtype,
@@ -87,5 +87,6 @@ class Bucket(NamedTuple):
         return key
 
 
-def _round_up(value: int) -> int:
+def round_up(value: int) -> int:
+    """The next power of two, as the sizes in a bucket."""
     return 1 << (value - 1).bit_length() if value > 1 else value

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from atmm import STRATEGIES, Lane, SegmentPlan, dispatch, operator, processor
 from atmm.batch_stats import BatchStats
+from atmm.layers import Layout
 from atmm.tuning import tables
 from atmm.tuning.buckets import DEVICE_TYPES, DTYPES, Bucket, Evenness
 from tests.atmm.cases import check_against_reference, make_group, make_input, segments
@@ -223,3 +224,18 @@ def test_packaged_tables_have_this_version(path: pathlib.Path) -> None:
     assert document["device"] == path.stem and document["rows"]
     assert {"torch", "threads", "date"} <= set(document)
     assert tables.read_table(path, path.stem.partition("-")[0]).rows
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16, torch.float64))
+@pytest.mark.parametrize("lengths", ({"a": 1, "b": 1}, {"a": 500, "b": 12}))
+def test_a_gpu_uses_the_tiled_kernels_by_rule(dtype: torch.dtype, lengths: dict[str, int]) -> None:
+    group = make_group({"a": 4, "b": 8}, dtype=dtype)
+    group.pack("ab")
+    assert group.packed is not None
+    near = group.packed.layout
+    spans = tuple(tuple(site.values()) for site in near.spans)
+    layout = Layout(near.keys, spans, near.d_in, near.d_outs, near.dtype, torch.device("cuda"))
+    stats = BatchStats(SegmentPlan(sum(lengths.values()), segments(lengths)), layout)
+    supported = dtype is not torch.float64
+    assert (dispatch.rule(stats) == "tiled") == supported
+    assert dispatch.rule(stats) in STRATEGIES
