@@ -6,11 +6,11 @@ only; it does not depend on requests or models.
 
 from atmm.cpu import library as load_kernels
 from atmm.cpu.attention import attend, serves_attention
-from atmm.cpu.norm import rms_norm, serves_norm
 from atmm.layers import Factors, HeadRows, Site, SiteGroup
 from atmm.matmul import thin_batches
 from atmm.operator import add_delta, add_deltas, head_logits, merge
 from atmm.places import FactorTable
+from atmm.pointwise import gate_product, rms_norm, rotate, serves_norm, serves_pointwise, write_kv
 from atmm.segments import Lane, SegmentPlan
 from atmm.strategies.hybrid import gains_from_copies, longest_short_lane
 from atmm.strategies.registry import STRATEGIES, reads_in_place
@@ -34,6 +34,7 @@ __all__ = [
     "compile_merges",
     "describe_table",
     "gains_from_copies",
+    "gate_product",
     "head_logits",
     "load_kernels",
     "longest_short_lane",
@@ -41,7 +42,10 @@ __all__ = [
     "merge",
     "reads_in_place",
     "rms_norm",
+    "rotate",
     "serves_attention",
     "serves_norm",
+    "serves_pointwise",
     "thin_batches",
+    "write_kv",
 ]

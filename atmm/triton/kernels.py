@@ -217,3 +217,83 @@ def merge(
         tl.store(
             out_ptr + layer * out_stride + n64 * out_row + k[None, :], merged.to(out_ptr.dtype.element_ty), mask=mask
         )
+
+
+@triton.jit
+def normalize(
+    out_ptr, x_ptr, weight_ptr, width, x_stride, epsilon,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out[row] = weight * (x / sqrt(mean(x^2) + epsilon)), the quotient rounded to x's type first. Grid (rows)."""
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BLOCK)
+    in_row = c < width
+    x = tl.load(x_ptr + row * x_stride + c, mask=in_row, other=0.0).to(tl.float32)
+    x *= 1.0 / tl.sqrt(tl.sum(x * x, 0) / width + epsilon)
+    quotient = x.to(x_ptr.dtype.element_ty).to(tl.float32)
+    weight = tl.load(weight_ptr + c, mask=in_row, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * width + c, (weight * quotient).to(out_ptr.dtype.element_ty), mask=in_row)
+
+
+@triton.jit
+def gate_product(
+    out_ptr, gate_ptr, up_ptr, width, gate_stride, up_stride,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out[row] = silu(gate) * up, silu rounded to its type first. Grid (rows, blocks of width)."""
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    in_row = c < width
+    gate = tl.load(gate_ptr + row * gate_stride + c, mask=in_row, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_stride + c, mask=in_row, other=0.0).to(tl.float32)
+    active = (gate / (1.0 + tl.exp(-gate))).to(gate_ptr.dtype.element_ty).to(tl.float32)
+    tl.store(out_ptr + row * width + c, (active * up).to(out_ptr.dtype.element_ty), mask=in_row)
+
+
+@triton.jit
+def _rotated(x_ptr, c, cos_first, cos_second, sin_first, sin_second, HALF: tl.constexpr):
+    """x * cos + rotate_half(x) * sin in place, each product rounded to x's type. c: the first half's dimensions."""
+    dtype = x_ptr.dtype.element_ty
+    first = tl.load(x_ptr + c).to(tl.float32)
+    second = tl.load(x_ptr + HALF + c).to(tl.float32)
+    a = (first * cos_first).to(dtype).to(tl.float32) - (second * sin_first).to(dtype).to(tl.float32)
+    b = (second * cos_second).to(dtype).to(tl.float32) + (first * sin_second).to(dtype).to(tl.float32)
+    tl.store(x_ptr + c, a.to(dtype))
+    tl.store(x_ptr + HALF + c, b.to(dtype))
+
+
+@triton.jit
+def rotate(
+    q_ptr, k_ptr, cos_ptr, sin_ptr, q_stride, q_head_stride, k_stride, k_head_stride, angle_stride,
+    HEADS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Rotary position embedding of queries and keys, in place. Grid (tokens, query heads + KV heads)."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    c = tl.arange(0, HALF)
+    cos_at = cos_ptr + token * angle_stride + c
+    sin_at = sin_ptr + token * angle_stride + c
+    cos_first = tl.load(cos_at).to(tl.float32)
+    cos_second = tl.load(cos_at + HALF).to(tl.float32)
+    sin_first = tl.load(sin_at).to(tl.float32)
+    sin_second = tl.load(sin_at + HALF).to(tl.float32)
+    if head < HEADS:
+        q = q_ptr + token * q_stride + head * q_head_stride
+        _rotated(q, c, cos_first, cos_second, sin_first, sin_second, HALF)
+    else:
+        k = k_ptr + token * k_stride + (head - HEADS) * k_head_stride
+        _rotated(k, c, cos_first, cos_second, sin_first, sin_second, HALF)
+
+
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr"])
+def write_kv(
+    k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, width, row_stride, k_stride, v_stride, rows_ptr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write each token's key and value [width] to its row of the caches. Grid (tokens, blocks of width)."""
+    token = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    in_row = c < width
+    row = tl.load(rows_ptr + token).to(tl.int64) * row_stride
+    tl.store(k_cache_ptr + row + c, tl.load(k_ptr + token * k_stride + c, mask=in_row), mask=in_row)
+    tl.store(v_cache_ptr + row + c, tl.load(v_ptr + token * v_stride + c, mask=in_row), mask=in_row)

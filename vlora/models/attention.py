@@ -153,8 +153,11 @@ def paged_attention(
     k_new = key[0].transpose(0, 1).reshape(num_tokens, -1)
     v_new = value[0].transpose(0, 1).reshape(num_tokens, -1)
     k_cache, v_cache = step.cache.k[layer], step.cache.v[layer]
-    k_cache.index_copy_(0, step.write_rows, k_new)
-    v_cache.index_copy_(0, step.write_rows, v_new)
+    if atmm.serves_pointwise(k_new.device, k_new.dtype):
+        atmm.write_kv(k_cache, v_cache, k_new, v_new, step.write_rows)
+    else:
+        k_cache.index_copy_(0, step.write_rows, k_new)
+        v_cache.index_copy_(0, step.write_rows, v_new)
 
     out: torch.Tensor | None = None
     if queries.writes_rows:

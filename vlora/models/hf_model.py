@@ -21,6 +21,7 @@ from vlora.lora.adapted_linear import AdaptedLinear, LaneScope, adapt
 from vlora.memory.huge_pages import in_huge_pages
 from vlora.models.attention import StepAttention, paged_attention
 from vlora.models.families import Family, family_of
+from vlora.models.fused_layers import fuse_layers
 from vlora.models.rms_norm import fuse_norms
 from vlora.models.vision.patch_embedding import convert_patch_embeddings
 from vlora.models.vision.stepwise_tower import VISION_ATTENTION, pace, paced_attention
@@ -74,6 +75,7 @@ class HFModel:
         self.language_scope, self.vision_scope = LaneScope(), LaneScope()
         self._pace_vision_attention()
         fuse_norms(model)
+        fuse_layers(self.text_model)
         convert_patch_embeddings(model)
         self.language_linears, self.vision_linears = self._adapt_linears()
 

@@ -1,0 +1,55 @@
+"""Selection of the MLPs and attentions that use one kernel per operation; `check_engine` runs them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.families import FAMILIES, build_model
+from vlora.models.fused_layers import fuse_layers
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_of_every_family_use_the_kernels(family: str) -> None:
+    text_model = build_model(family).model.language_model
+    plain = copy.deepcopy(text_model)
+    assert fuse_layers(text_model) == 2 * len(text_model.layers) > 0
+    for layer in text_model.layers:
+        assert type(layer.mlp).__name__.startswith("Fused") and type(layer.self_attn).__name__.startswith("Rotating")
+    assert fuse_layers(text_model) == 0, "layers are changed once"
+    x = torch.randn(1, 5, text_model.config.hidden_size)
+    with torch.inference_mode():  # on a CPU without kernels, by the model's own code
+        assert torch.equal(text_model(inputs_embeds=x)[0], plain(inputs_embeds=x)[0])
+    assert text_model.state_dict().keys() == plain.state_dict().keys()
+
+
+class ReluMLP(nn.Module):
+    """Another formula with the same projections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(4, 8), nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.relu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def apply_rotary_pos_emb(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> object:
+    """Another rotation under the same name: pairs of neighbours."""
+    turned = torch.stack([-q[..., 1::2], q[..., ::2]], -1).flatten(-2)
+    return q * cos[:, None] + turned * sin[:, None], k
+
+
+class OtherAttention(nn.Module):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> object:
+        return apply_rotary_pos_emb(q, k, cos, sin)
+
+
+def test_layers_with_another_formula_are_not_changed() -> None:
+    model = nn.Sequential(ReluMLP(), OtherAttention())
+    assert fuse_layers(model) == 0
+    assert [type(module) for module in model] == [ReluMLP, OtherAttention]

@@ -1,0 +1,117 @@
+"""Gated MLPs and rotary embeddings of the model's layers, computed by one kernel each where the device has one.
+
+The models' own code runs otherwise: on a CPU, in training, and for layers that compute something else.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import atmm
+
+_ROTATION = "apply_rotary_pos_emb"  # the function's name in the models' code
+
+
+class _FusedMLP(nn.Module):
+    """A mixin for the class of an MLP `down_proj(silu(gate_proj(x)) * up_proj(x))`."""
+
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    down_proj: nn.Module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled() or not atmm.serves_pointwise(x.device, x.dtype):
+            plain: torch.Tensor = super().forward(x)
+            return plain
+        product: torch.Tensor = self.down_proj(atmm.gate_product(self.gate_proj(x), self.up_proj(x)))
+        return product
+
+
+def fuse_layers(model: nn.Module) -> int:
+    """Let every gated MLP and every attention with rotary embeddings of a model use the kernels, if they fit.
+
+    An MLP qualifies if it has the three projections and its class returns the same as the formula for some values. An
+    attention qualifies if its code calls `apply_rotary_pos_emb` and this function returns the same as the formula. Its
+    code then runs with a function in place of that one that uses the kernel where there is one.
+
+    Returns:
+        The number of changed modules.
+    """
+    fused: dict[type, type | None] = {}
+    number = 0
+    for module in model.modules():
+        kind = type(module)
+        if kind not in fused:
+            fused[kind] = _fused_mlp(module) or _fused_attention(kind)
+        target = fused[kind]
+        if target is not None:
+            module.__class__ = target
+            number += 1
+    return number
+
+
+def _fused_mlp(mlp: Any) -> type | None:
+    kind = type(mlp)
+    projections = (getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
+    if isinstance(mlp, _FusedMLP) or not all(type(projection) is nn.Linear for projection in projections):
+        return None
+    weight = mlp.gate_proj.weight
+    with torch.inference_mode():
+        x = torch.linspace(-1, 1, weight.shape[1], dtype=weight.dtype, device=weight.device)[None]
+        same = torch.equal(mlp(x), mlp.down_proj(F.silu(mlp.gate_proj(x)) * mlp.up_proj(x)))
+    return type(f"Fused{kind.__name__}", (_FusedMLP, kind), {}) if same else None
+
+
+def _fused_attention(kind: type) -> type | None:
+    forward = kind.__dict__.get("forward")
+    if not isinstance(forward, types.FunctionType) or _ROTATION not in forward.__code__.co_names:
+        return None
+    plain = forward.__globals__.get(_ROTATION)
+    if isinstance(plain, _Rotation) or plain is None or not _rotates(plain):
+        return None
+    names = {**forward.__globals__, _ROTATION: _Rotation(plain)}
+    changed = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    changed.__kwdefaults__ = forward.__kwdefaults__
+    return type(f"Rotating{kind.__name__}", (kind,), {"forward": changed})
+
+
+class _Rotation:
+    """`apply_rotary_pos_emb`, in place by the kernel where there is one."""
+
+    def __init__(self, plain: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._plain = plain
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *rest: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """q [1, heads, T, head_dim], k [1, kv_heads, T, head_dim], cos and sin [1, T, head_dim]."""
+        half = q.shape[-1] // 2
+        fits = len(q) == 1 and cos.shape == (1, q.shape[2], 2 * half) and not half & (half - 1)
+        rows = q.stride(-1) == k.stride(-1) == 1
+        if rest or not fits or not rows or torch.is_grad_enabled() or not atmm.serves_pointwise(q.device, q.dtype):
+            return self._plain(q, k, cos, sin, *rest)
+        atmm.rotate(q[0], k[0], cos[0].contiguous(), sin[0].contiguous())
+        return q, k
+
+
+def _rotates(function: Callable[..., Any]) -> bool:
+    """Whether the function computes `x * cos + rotate_half(x) * sin` for both of its first arguments."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, heads, 3, 8, generator=generator) for heads in (2, 1))
+    cos, sin = (torch.randn(1, 3, 8, generator=generator) for _ in range(2))
+
+    def rotated(x: torch.Tensor) -> torch.Tensor:
+        first, second = x.chunk(2, -1)
+        return x * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
+
+    try:
+        got = function(q, k, cos, sin)
+    except (TypeError, RuntimeError, IndexError, ValueError):
+        return False  # another signature
+    return len(got) == 2 and all(torch.equal(own, rotated(x)) for own, x in zip(got, (q, k), strict=True))
