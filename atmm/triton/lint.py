@@ -18,6 +18,7 @@ from triton.compiler import ASTSource
 
 from atmm.layers import ROW_ALIGNMENT
 from atmm.triton import kernels
+from atmm.triton.attention import GROUP_ROWS, JOIN_WARPS, tile_of
 from atmm.triton.tiling import Tiling, all_usual, block_r, merge_blocks, space
 
 _SHARED_BYTES = {80: 166_912, 90: 232_448}
@@ -54,9 +55,13 @@ _NUMBERS = {
         "rank", "d_out", "d_in", "out_stride", "out_row", "base_stride", "base_row", "a_stride", "a_row", "bt_stride",
         "bt_row",
     ),
+    "decode_part": ("out_stride", "q_stride", "q_head_stride", "block_rows", "row_stride", "table_stride"),
+    "decode_join": ("out_stride",),
 }  # fmt: skip
-_VALUES = ("x_ptr", "a_ptr", "bt_ptr", "pool_ptr", "y_ptr", "out_ptr", "base_ptr")
-_POINTERS = {"hidden_ptr": "*fp32", "tile_ptr": "*i32"}
+_VALUES = ("x_ptr", "a_ptr", "bt_ptr", "pool_ptr", "y_ptr", "out_ptr", "base_ptr", "q_ptr", "kv_ptr")
+_TABLES = ("tile_ptr", "place_ptr", "length_ptr", "table_ptr")
+_POINTERS = {**dict.fromkeys(("hidden_ptr", "part_ptr", "stat_ptr"), "*fp32"), **dict.fromkeys(_TABLES, "*i32")}
+_MOST_REGISTERS = {"decode_part": 168}  # three programs of four warps per multiprocessor
 
 
 def inspect(kernel: Kernel, capability: int) -> Facts:
@@ -72,7 +77,7 @@ def inspect(kernel: Kernel, capability: int) -> Facts:
         attrs={
             (names.index(name),): [["tt.divisibility", 16]]
             for name in names
-            if name not in kernel.sizes and name not in ("scale", "rank", "tile_ptr")
+            if name not in kernel.sizes and name not in ("scale", "rank", *_TABLES)
         },
     )
     options = {"num_warps": kernel.num_warps, "num_stages": kernel.num_stages, "enable_fp_fusion": True}
@@ -84,6 +89,8 @@ def inspect(kernel: Kernel, capability: int) -> Facts:
         faults.append(f"{made.metadata.shared} bytes of shared memory, {_SHARED_BYTES[capability]} available")
     if stack:
         faults.append(f"{stack} bytes spilled")
+    if registers > _MOST_REGISTERS.get(kernel.name, registers):
+        faults.append(f"{registers} registers, {_MOST_REGISTERS[kernel.name]} allowed")
     faults += _narrow(kernel, loads)
     return Facts(made.metadata.shared, registers, stack, loads[128], tuple(faults))
 
@@ -96,14 +103,22 @@ def _loads(assembly: str) -> Counter[int]:
 
 
 def _narrow(kernel: Kernel, loads: Counter[int]) -> list[str]:
-    """Faults for factors, inputs and outputs that are not loaded in words of 128 bits.
+    """Faults for factors, inputs, outputs, keys and values that are not loaded in words of 128 bits.
 
-    Narrower loads are allowed for the entries of a tile table and, in an expand with few hidden values per thread, for
-    the hidden values.
+    Narrower loads are allowed for the entries of tables, the statistics of split contexts and, in an expand with few
+    hidden values per thread, for the hidden values.
     """
     sizes, threads = kernel.sizes, 32 * kernel.num_warps
-    parts = sizes.get("PARTS", 1)
-    entries = {"shrink": 5, "expand": 4 + 5 * parts, "single": 4 + 5 * parts, "merge": 0}[kernel.name]
+    parts, splits = sizes.get("PARTS", 1), sizes.get("SPLITS", 1)
+    entries = {
+        "shrink": 5,
+        "expand": 4 + 5 * parts,
+        "single": 4 + 5 * parts,
+        "merge": 0,
+        # Triton 3.6 loads block tables of 16-bit values for keys and for values, in two parts each.
+        "decode_part": 2 + kernel.num_stages * (4 if kernel.itemsize == 2 else 1),
+        "decode_join": 3 + 2 * splits,
+    }[kernel.name]
     allowed, needed = Counter({32: entries}), 1
     if kernel.name == "expand":
         blocks = parts * -(-sizes["MAX_RANK"] // sizes["BLOCK_R"])
@@ -111,13 +126,17 @@ def _narrow(kernel: Kernel, loads: Counter[int]) -> list[str]:
         bits = 32 * sizes["BLOCK_M"] * sizes["BLOCK_R"] // threads
         if bits < 128:
             allowed[bits] += blocks * sizes["PLANES"]
+    elif kernel.name == "decode_part":
+        needed = 1 + 2 * sizes["TILE"] * sizes["HEAD"] * kernel.itemsize // (16 * threads)
+    elif kernel.name == "decode_join":
+        needed = splits * sizes["HEAD"] // (4 * threads)
     faults = [
         f"{count} loads of {bits} bits, {allowed[bits]} allowed"
         for bits, count in sorted(loads.items())
         if bits < 128 and count > allowed[bits]
     ]
     if loads[128] < needed:
-        faults.append(f"{loads[128]} loads of 128 bits, factors and outputs need {needed}")
+        faults.append(f"{loads[128]} loads of 128 bits, {needed} needed")
     return faults
 
 
@@ -164,6 +183,17 @@ def merging(rank: int, itemsize: int = 2) -> Kernel:
     return Kernel("merge", {**sizes, "PRECISION": "ieee"}, itemsize=itemsize)
 
 
+def decoding(group: int, kv_heads: int, head_dim: int, splits: int, itemsize: int = 2) -> list[Kernel]:
+    """The kernels of decode attention for blocks of 16 tokens."""
+    tile = tile_of(itemsize, 16)
+    sizes = {"GROUP": group, "HEAD": head_dim, "SPLITS": splits}
+    part = {"PAD": GROUP_ROWS, "KV_HEADS": kv_heads, "BLOCK": 16, "TILE": tile.tokens, "PRECISION": "ieee"}
+    kernels = [Kernel("decode_part", {**sizes, **part}, num_stages=tile.stages, itemsize=itemsize)]
+    if splits > 1:
+        kernels.append(Kernel("decode_join", sizes, JOIN_WARPS, itemsize=itemsize))
+    return kernels
+
+
 def whole_space() -> list[Kernel]:
     """Every kernel that the search may time or that is launched without measurements, each once.
 
@@ -176,14 +206,22 @@ def whole_space() -> list[Kernel]:
         launched = (kernel for tiling in tilings for kernel in kernels_of(tiling, rank, itemsize))
         for kernel in (merging(rank, itemsize), *launched):
             found.setdefault(repr(kernel), kernel)
+    heads = ((7, 4), (6, 2), (4, 8), (1, 32))  # of Qwen2-VL 7B and 2B, Llama 3 8B and Llama 2 7B
+    for itemsize, (group, kv_heads), splits, dim in itertools.product((2, 4), heads, (1, 2, 4, 8, 16), (64, 128)):
+        for kernel in decoding(group, kv_heads, dim, splits, itemsize):
+            found.setdefault(repr(kernel), kernel)
     return list(found.values())
 
 
 def sample() -> list[Kernel]:
-    """The kernels launched without measurements for decode, prefill and merge, and a single launch."""
+    """The kernels launched without measurements for decode, prefill, merge and attention, and a single launch."""
     some = (
         (Tiling(16, 128, 128, 8, 3), 16, 2), (Tiling(64, 128, 128, 1, 3), 64, 2), (Tiling(16, 128, 128, 0, 3), 16, 2),
         (Tiling(16, 128, 64, 1, 3), 64, 4),
     )  # fmt: skip
     merges = merging(16), merging(64), merging(64, 4)
-    return [*(kernel for own in some for kernel in kernels_of(*own)), *merges]
+    decodes = (
+        decoding(7, 4, 128, 8), decoding(4, 8, 128, 4), decoding(1, 32, 128, 1), decoding(7, 2, 64, 16),
+        decoding(7, 4, 128, 16, 4), decoding(1, 32, 128, 1, 4),
+    )  # fmt: skip
+    return [*(kernel for own in some for kernel in kernels_of(*own)), *merges, *itertools.chain(*decodes)]
