@@ -7,6 +7,7 @@ only; it does not depend on requests or models.
 from atmm.cpu import library as load_kernels
 from atmm.cpu.attention import attend, serves_attention
 from atmm.cpu.norm import rms_norm, serves_norm
+from atmm.flash_attention import flash, serves_flash
 from atmm.layers import Factors, HeadRows, Site, SiteGroup
 from atmm.matmul import thin_batches
 from atmm.operator import add_delta, add_deltas, head_logits, merge
@@ -30,6 +31,7 @@ __all__ = [
     "attend",
     "compile_ahead",
     "describe_table",
+    "flash",
     "gains_from_copies",
     "head_logits",
     "load_kernels",
@@ -38,6 +40,7 @@ __all__ = [
     "merge",
     "rms_norm",
     "serves_attention",
+    "serves_flash",
     "serves_norm",
     "thin_batches",
 ]
