@@ -183,9 +183,8 @@ def _queries(packed: ForwardBatch, attending: Sequence[np.ndarray], dtype: torch
             chunks.append((row, own))
     prefills: tuple[PrefillSpan, ...] | FlashChunks
     if chunks and gpu.prefills:
-        prefills = gpu.lay_out_chunks(
-            [Chunk.of(own, row.first - row.start, row.context) for row, own in chunks], packed.write_rows
-        )
+        ranges = [Chunk.of(own, row.first - row.start, row.context) for row, own in chunks]
+        prefills = gpu.lay_out_chunks(ranges, packed.write_rows)
     else:
         prefills = tuple(_span(row, own, gpu.device) for row, own in chunks)
     if not places:
