@@ -1,6 +1,6 @@
 """Attention of packed sequences by the flash kernel that is part of torch (`torch.nn.attention.varlen`, since 2.11).
 
-The kernel exists for CUDA only. All callers go through `flash`, whose contract a test can implement on a CPU.
+The kernel exists for CUDA only. Tests replace `varlen_attn` here by an implementation for CPUs.
 """
 
 from __future__ import annotations

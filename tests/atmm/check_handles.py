@@ -159,7 +159,7 @@ def test_kernels_declare_their_sizes_in_the_order_the_handles_give_them(triton_l
 
 
 class _Model:
-    """What `GpuAttention.compile_ahead` reads of a model: 14 query heads and 2 KV heads of 64."""
+    """A model with 14 query heads and 2 KV heads of 64, for `GpuAttention.compile_ahead`."""
 
     head_dim, num_kv_heads, kv_dim, dtype = 64, 2, 128, torch.bfloat16
 

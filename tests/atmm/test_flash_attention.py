@@ -1,4 +1,4 @@
-"""The call of torch's flash kernel, whose CPU implementation in float64 replaces it here."""
+"""The call of torch's flash kernel, replaced by its CPU implementation in float64."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class FlashChunks:
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk], write_rows: np.ndarray, device: torch.device) -> FlashChunks:
-        """Lay out chunks, in the order of the batch. write_rows: base KV row of every token of the batch."""
+        """The layout of chunks, in the order of the batch. write_rows: base KV row of every token of the batch."""
         start, stop = chunks[0].start, chunks[-1].stop
         sequences: list[Chunk] = []
         for chunk in chunks:
@@ -181,11 +181,11 @@ class GpuAttention:
         return cls(device, block_size, block_rows, decodes, atmm.serves_flash(device, dtype, hf_model.head_dim))
 
     def lay_out_chunks(self, chunks: Sequence[Chunk], write_rows: np.ndarray) -> FlashChunks:
-        """Lay out prefill chunks, at least one, in the order of the batch. write_rows: base KV row of every token."""
+        """The layout of prefill chunks, at least one, in the order of the batch. write_rows: KV rows of its tokens."""
         return FlashChunks.of(chunks, write_rows, self.device)
 
     def lay_out_decodes(self, places: Sequence[int], contexts: Sequence[np.ndarray]) -> BlockDecodes:
-        """Lay out single tokens, at least one.
+        """The layout of single tokens, at least one.
 
         Args:
             places: Their rows of the packed batch.
