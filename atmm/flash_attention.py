@@ -1,6 +1,6 @@
 """Attention of packed sequences by the flash kernel that is part of torch (`torch.nn.attention.varlen`, since 2.11).
 
-The kernel exists for CUDA only. Tests replace `varlen_attn` here by an implementation for CPUs.
+The kernel exists for CUDA only. Tests replace `kernel` by an implementation for CPUs.
 """
 
 from __future__ import annotations
@@ -12,16 +12,29 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 _MOST_HEAD_DIM = 256
 _FULL, _CAUSAL = (-1, -1), (-1, 0)  # torch's window sizes, left and right
 
 
+@functools.cache
+def kernel() -> Callable[..., Any]:
+    """torch's function. Its module takes more than a second to import, so that it is imported on a GPU only."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn
+
+
 def serves_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether the kernel exists for this device, type and head dimension, on compute capability 8.0 or later."""
+    """Whether the kernel exists for this device, type and head dimension, on compute capability 8.0 or later.
+
+    If so, it is imported, so that no step has to wait for that.
+    """
     known = dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= _MOST_HEAD_DIM
-    return known and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    serves = known and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    if serves:
+        kernel()
+    return serves
 
 
 def flash(
@@ -57,9 +70,10 @@ def flash(
         [sum of query counts, heads, head_dim], contiguous.
     """
     options: dict[str, Any] = {"scale": scale, "window_size": _CAUSAL if causal else _FULL}
-    if q.shape[1] != k.shape[1] and _takes_enable_gqa(varlen_attn):
+    attend = kernel()
+    if q.shape[1] != k.shape[1] and _takes_enable_gqa(attend):
         options["enable_gqa"] = True
-    out: Any = varlen_attn(q, k, v, starts_q, starts_k, longest_q, longest_k, **options)
+    out: Tensor = attend(q, k, v, starts_q, starts_k, longest_q, longest_k, **options)
     return out
 
 

@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(params=VERSIONS)
 def version(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(flash_attention, "varlen_attn", VERSIONS[request.param])
+    monkeypatch.setattr(flash_attention, "kernel", lambda: VERSIONS[request.param])
     return request.param
 
 
@@ -46,7 +46,7 @@ def test_sequences_attend_as_scaled_dot_product_attention(heads: int, kv_heads: 
 
 
 def test_the_installed_torch_accepts_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    signature = inspect.signature(flash_attention.varlen_attn)
+    signature = inspect.signature(flash_attention.kernel())
     called: list[inspect.BoundArguments] = []
 
     def bind(*given: Any, **named: Any) -> torch.Tensor:
@@ -54,7 +54,7 @@ def test_the_installed_torch_accepts_the_call(monkeypatch: pytest.MonkeyPatch) -
         return given[0]
 
     bind.__signature__ = signature  # type: ignore[attr-defined]
-    monkeypatch.setattr(flash_attention, "varlen_attn", bind)
+    monkeypatch.setattr(flash_attention, "kernel", lambda: bind)
     q, k, starts = torch.zeros(3, 4, 16), torch.zeros(3, 2, 16), starts_of((3,))
     atmm.flash(q, k, k + 1, starts, starts + 1, 3, 4, causal=True, scale=0.3)
     (bound,) = called
@@ -67,7 +67,7 @@ def test_the_installed_torch_accepts_the_call(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_oracle_has_the_signature_of_the_installed_torch() -> None:
-    installed = inspect.signature(flash_attention.varlen_attn).parameters
+    installed = inspect.signature(flash_attention.kernel()).parameters
     same = [v for v, oracle in VERSIONS.items() if list(inspect.signature(oracle).parameters) == list(installed)]
     release = ".".join(torch.__version__.split(".")[:2])
     assert same == [release] or release not in VERSIONS

@@ -36,7 +36,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         counted["attention"] += 1
         return attend(*given, **named)
 
-    monkeypatch.setattr(flash_attention, "varlen_attn", counted_flash)
+    monkeypatch.setattr(flash_attention, "kernel", lambda: counted_flash)
     monkeypatch.setattr(flash_tower, "flash_attention", counted_attention)
     monkeypatch.setattr(
         hf_model_module,

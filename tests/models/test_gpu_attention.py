@@ -84,7 +84,7 @@ BATCHES = {
 def test_flash_equals_the_plain_attention(
     spans: list[tuple[int, int]], version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flash_attention, "varlen_attn", VERSIONS[version])
+    monkeypatch.setattr(flash_attention, "kernel", lambda: VERSIONS[version])
     packed = Packed(spans)
     wanted, plain = attend(packed, PLAIN, last_layer=False)
     found, queries = attend(packed, FLASH, last_layer=False)
@@ -99,7 +99,7 @@ def test_flash_equals_the_plain_attention(
 )
 def test_rows_that_are_read_in_the_last_layer(read: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """A head reads some tokens of a prompt: the tokens between them are computed, and undefined."""
-    monkeypatch.setattr(flash_attention, "varlen_attn", VERSIONS["2.13"])
+    monkeypatch.setattr(flash_attention, "kernel", lambda: VERSIONS["2.13"])
     packed = Packed([(0, 7), (4, 11)], read)
     rows = [row for own in read for row in own]
     wanted, _ = attend(packed, PLAIN, last_layer=True)

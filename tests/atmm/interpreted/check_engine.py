@@ -31,7 +31,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
             plain(self, *given)
 
         monkeypatch.setattr(kind, "attend", attend)
-    monkeypatch.setattr(flash_attention, "varlen_attn", VERSIONS["2.13"])
+    monkeypatch.setattr(flash_attention, "kernel", lambda: VERSIONS["2.13"])
 
     class OnGpu(GpuAttention):
         @classmethod
