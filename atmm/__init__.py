@@ -6,6 +6,7 @@ only; it does not depend on requests or models.
 
 from atmm.cpu import library as load_kernels
 from atmm.cpu.attention import attend, serves_attention
+from atmm.flash_attention import flash, serves_flash
 from atmm.layers import Factors, HeadRows, Site, SiteGroup
 from atmm.matmul import thin_batches
 from atmm.operator import add_delta, add_deltas, head_logits, merge
@@ -33,6 +34,7 @@ __all__ = [
     "compile_ahead",
     "compile_merges",
     "describe_table",
+    "flash",
     "gains_from_copies",
     "gate_product",
     "head_logits",
@@ -44,6 +46,7 @@ __all__ = [
     "rms_norm",
     "rotate",
     "serves_attention",
+    "serves_flash",
     "serves_norm",
     "serves_pointwise",
     "thin_batches",

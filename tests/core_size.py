@@ -71,6 +71,10 @@ EXCLUDED: Mapping[str, tuple[str, ...]] = {
         "atmm.warmup",
         "atmm.cutlass.build",
     ),
+    "attention on a GPU, beside that of any device": (
+        "vlora.models.gpu_attention",
+        "vlora.models.vision.flash_tower",
+    ),
     "requests, checked before a step": ("vlora.engine.request_checks",),
     "the operator's adapter changes, which step only polls": ("vlora.engine.adapter_admin",),
     "the format of adapter files, read in another thread": ("vlora.lora.peft_format",),

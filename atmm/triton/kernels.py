@@ -219,6 +219,91 @@ def merge(
         )
 
 
+@triton.jit(do_not_specialize_on_alignment=["place_ptr", "length_ptr", "table_ptr"])
+def decode_part(
+    out_ptr, part_ptr, stat_ptr, q_ptr, kv_ptr,
+    out_stride, q_stride, q_head_stride, block_rows, row_stride, table_stride,
+    place_ptr, length_ptr, table_ptr, scale,
+    GROUP: tl.constexpr, PAD: tl.constexpr, HEAD: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attention of one request's group of query heads over one share of its context, read in place from KV blocks.
+
+    Grid (requests, KV heads, SPLITS). The keys of a block are the first BLOCK of its block_rows rows after kv_ptr, its
+    values the BLOCK rows behind them. With one split the result goes to out; else sums and their scales go to part and
+    stat, which `decode_join` combines. scale: of the scores, times log2(e).
+    """
+    d, h, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length = tl.load(length_ptr + d)
+    # Shares are whole tiles, so that only the last one can be partial.
+    share = tl.cdiv(tl.cdiv(length, TILE), SPLITS) * TILE
+    start = s * share
+    stop = tl.minimum(start + share, length)
+    g = tl.arange(0, PAD)
+    e = tl.arange(0, HEAD)
+    n = tl.arange(0, TILE)
+    in_group = g < GROUP
+    part = (d * KV_HEADS + h) * SPLITS + s
+    top = tl.full((PAD,), float("-inf"), tl.float32)
+    total = tl.zeros((PAD,), tl.float32)
+    stat_at = stat_ptr + part * (2 * GROUP) + g
+    if start >= stop:
+        if SPLITS > 1:
+            tl.store(stat_at, top, mask=in_group)
+            tl.store(stat_at + GROUP, total, mask=in_group)
+        return
+    place = tl.load(place_ptr + d).to(tl.int64)
+    q_at = q_ptr + place * q_stride + (h * GROUP + g)[:, None] * q_head_stride + e[None, :]
+    q = tl.load(q_at, mask=in_group[:, None], other=0.0)
+    sums = tl.zeros((PAD, HEAD), tl.float32)
+    blocks = tl.arange(0, TILE // BLOCK)
+    for first in range(start, stop, TILE):
+        in_context = first + n < stop
+        # One entry per block, repeated for its tokens: one load per token would be as many loads as K and V have.
+        entry = first // BLOCK + blocks
+        block = tl.load(table_ptr + d * table_stride + entry, mask=entry * BLOCK < stop, other=0).to(tl.int64)
+        rows = (block * block_rows)[:, None] + tl.arange(0, BLOCK)[None, :]
+        kv_at = kv_ptr + tl.reshape(rows, (TILE,)) * row_stride + h * HEAD
+        k = tl.load(kv_at[None, :] + e[:, None], mask=in_context[None, :], other=0.0)
+        scores = tl.where(in_context[None, :], tl.dot(q, k, input_precision=PRECISION) * scale, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        p = tl.exp2(scores - higher[:, None])
+        shrunk = tl.exp2(top - higher)
+        total = total * shrunk + tl.sum(p, 1)
+        v = tl.load(kv_at[:, None] + (BLOCK * row_stride + e)[None, :], mask=in_context[:, None], other=0.0)
+        sums = tl.dot(p.to(v.dtype), v, sums * shrunk[:, None], input_precision=PRECISION)
+        top = higher
+    if SPLITS == 1:
+        out_at = out_ptr + place * out_stride + (h * GROUP + g)[:, None] * HEAD + e[None, :]
+        tl.store(out_at, (sums / total[:, None]).to(out_ptr.dtype.element_ty), mask=in_group[:, None])
+    else:
+        part_at = part_ptr + (part.to(tl.int64) * GROUP + g[:, None]) * HEAD + e[None, :]
+        tl.store(part_at, sums, mask=in_group[:, None])
+        tl.store(stat_at, top, mask=in_group)
+        tl.store(stat_at + GROUP, total, mask=in_group)
+
+
+@triton.jit(do_not_specialize_on_alignment=["place_ptr"])
+def decode_join(
+    out_ptr, part_ptr, stat_ptr, out_stride, place_ptr,
+    GROUP: tl.constexpr, HEAD: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Combine the shares of `decode_part`. Grid (requests, query heads); shares with a total of 0 were not written."""
+    d, head = tl.program_id(0), tl.program_id(1)
+    s = tl.arange(0, SPLITS)
+    e = tl.arange(0, HEAD)
+    kv_heads = tl.num_programs(1) // GROUP
+    part = (d * kv_heads + head // GROUP) * SPLITS + s
+    top = tl.load(stat_ptr + part * (2 * GROUP) + head % GROUP)
+    total = tl.load(stat_ptr + part * (2 * GROUP) + GROUP + head % GROUP)
+    weight = tl.exp2(top - tl.max(top, 0))
+    part_at = part_ptr + (part.to(tl.int64) * GROUP + head % GROUP)[:, None] * HEAD + e[None, :]
+    sums = tl.load(part_at, mask=(total > 0)[:, None], other=0.0)
+    out = tl.sum(sums * weight[:, None], 0) / tl.sum(total * weight, 0)
+    place = tl.load(place_ptr + d).to(tl.int64)
+    tl.store(out_ptr + place * out_stride + head * HEAD + e, out.to(out_ptr.dtype.element_ty))
+
+
 @triton.jit
 def normalize(
     out_ptr, x_ptr, weight_ptr, width, x_stride, epsilon,

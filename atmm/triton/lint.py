@@ -18,6 +18,7 @@ from triton.compiler import ASTSource
 
 from atmm.layers import ROW_ALIGNMENT
 from atmm.triton import kernels
+from atmm.triton.attention import GROUP_ROWS, JOIN_WARPS, tile_of
 from atmm.triton.tiling import Tiling, all_usual, block_r, merge_blocks, space
 
 _SHARED_BYTES = {80: 166_912, 90: 232_448}
@@ -54,9 +55,24 @@ _NUMBERS = {
         "rank", "d_out", "d_in", "out_stride", "out_row", "base_stride", "base_row", "a_stride", "a_row", "bt_stride",
         "bt_row",
     ),
+    "decode_part": ("out_stride", "q_stride", "q_head_stride", "block_rows", "row_stride", "table_stride"),
+    "decode_join": ("out_stride",),
+    "normalize": ("width", "x_stride"),
+    "gate_product": ("width", "gate_stride", "up_stride"),
+    "rotate": ("q_stride", "q_head_stride", "k_stride", "k_head_stride", "angle_stride"),
+    "write_kv": ("width", "row_stride", "k_stride", "v_stride"),
 }  # fmt: skip
-_VALUES = ("x_ptr", "a_ptr", "bt_ptr", "origin_ptr", "y_ptr", "out_ptr", "base_ptr")
-_POINTERS = {"hidden_ptr": "*fp32", "places_ptr": "*i64", "tile_ptr": "*i32"}
+_VALUES = (
+    "x_ptr", "a_ptr", "bt_ptr", "origin_ptr", "y_ptr", "out_ptr", "base_ptr", "q_ptr", "k_ptr", "v_ptr", "kv_ptr",
+    "k_cache_ptr", "v_cache_ptr", "cos_ptr", "sin_ptr", "weight_ptr", "gate_ptr", "up_ptr",
+)  # fmt: skip
+_TABLES = ("tile_ptr", "place_ptr", "length_ptr", "table_ptr", "rows_ptr")
+_POINTERS = {
+    **dict.fromkeys(("hidden_ptr", "part_ptr", "stat_ptr"), "*fp32"),
+    **dict.fromkeys(_TABLES, "*i32"),
+    **dict.fromkeys(("places_ptr", "rows_ptr"), "*i64"),
+}
+_MOST_REGISTERS = {"decode_part": 168}  # three programs of four warps per multiprocessor
 
 
 def inspect(kernel: Kernel, capability: int) -> Facts:
@@ -64,7 +80,7 @@ def inspect(kernel: Kernel, capability: int) -> Facts:
     function = getattr(kernels, kernel.name)
     names = function.arg_names
     values = dict.fromkeys(_VALUES, "*fp32" if kernel.itemsize == 4 else "*bf16")
-    types = {**_POINTERS, **values, **dict.fromkeys(_NUMBERS[kernel.name], "i32"), "scale": "fp32"}
+    types = {**_POINTERS, **values, **dict.fromkeys(_NUMBERS[kernel.name], "i32"), "scale": "fp32", "epsilon": "fp32"}
     source = ASTSource(
         fn=function,
         signature={name: "constexpr" if name in kernel.sizes else types[name] for name in names},
@@ -72,7 +88,7 @@ def inspect(kernel: Kernel, capability: int) -> Facts:
         attrs={
             (names.index(name),): [["tt.divisibility", 16]]
             for name in names
-            if name not in kernel.sizes and name not in ("scale", "rank", "tile_ptr")
+            if name not in kernel.sizes and name not in ("scale", "epsilon", "rank", *_TABLES)
         },
     )
     options = {"num_warps": kernel.num_warps, "num_stages": kernel.num_stages, "enable_fp_fusion": True}
@@ -84,6 +100,8 @@ def inspect(kernel: Kernel, capability: int) -> Facts:
         faults.append(f"{made.metadata.shared} bytes of shared memory, {_SHARED_BYTES[capability]} available")
     if stack:
         faults.append(f"{stack} bytes spilled")
+    if registers > _MOST_REGISTERS.get(kernel.name, registers):
+        faults.append(f"{registers} registers, {_MOST_REGISTERS[kernel.name]} allowed")
     faults += _narrow(kernel, loads)
     return Facts(made.metadata.shared, registers, stack, loads[128], tuple(faults))
 
@@ -96,29 +114,43 @@ def _loads(assembly: str) -> Counter[int]:
 
 
 def _narrow(kernel: Kernel, loads: Counter[int]) -> list[str]:
-    """Faults for factors, inputs and outputs that are not loaded in words of 128 bits.
+    """Faults for factors, inputs, outputs, keys and values that are not loaded in words of 128 bits.
 
-    Narrower loads are allowed for the tables of tiles and places and, in an expand with few hidden values per thread,
-    for the hidden values.
+    Narrower loads are allowed for the entries of tables, the statistics of split contexts, the two halves of a head
+    that is rotated and, in an expand with few hidden values per thread, for the hidden values.
     """
     sizes, threads = kernel.sizes, 32 * kernel.num_warps
-    parts = sizes.get("PARTS", 1)
-    entries = {"shrink": 5, "expand": 3 + 4 * parts, "single": 4 + 3 * parts, "merge": 0}[kernel.name]
-    starts = {"shrink": 2, "expand": 1 + 2 * parts, "single": 1 + 4 * parts, "merge": 0}[kernel.name]
-    allowed, needed = Counter({32: entries, 64: starts}), 1
-    if kernel.name == "expand":
+    parts, splits = sizes.get("PARTS", 1), sizes.get("SPLITS", 1)
+    entries = {
+        "shrink": 5,
+        "expand": 3 + 4 * parts,
+        "single": 4 + 3 * parts,
+        # Triton 3.6 loads block tables of 16-bit values for keys and for values, in two parts each.
+        "decode_part": 2 + kernel.num_stages * (4 if kernel.itemsize == 2 else 1),
+        "decode_join": 3 + 2 * splits,
+        "rotate": 8,
+    }
+    starts = {"shrink": 2, "expand": 1 + 2 * parts, "single": 1 + 4 * parts, "rotate": 8, "write_kv": 1}
+    allowed, needed = Counter({32: entries.get(kernel.name, 0), 64: starts.get(kernel.name, 0)}), 1
+    if kernel.name == "rotate":
+        needed = 0  # one warp per head has less than 128 bits per thread
+    elif kernel.name == "expand":
         blocks = parts * -(-sizes["MAX_RANK"] // sizes["BLOCK_R"])
         needed = (blocks * sizes["BLOCK_R"] + sizes["BLOCK_M"]) * sizes["BLOCK_N"] * kernel.itemsize // (16 * threads)
         bits = 32 * sizes["BLOCK_M"] * sizes["BLOCK_R"] // threads
         if bits < 128:
             allowed[bits] += blocks * sizes["PLANES"]
+    elif kernel.name == "decode_part":
+        needed = 1 + 2 * sizes["TILE"] * sizes["HEAD"] * kernel.itemsize // (16 * threads)
+    elif kernel.name == "decode_join":
+        needed = splits * sizes["HEAD"] // (4 * threads)
     faults = [
         f"{count} loads of {bits} bits, {allowed[bits]} allowed"
         for bits, count in sorted(loads.items())
         if bits < 128 and count > allowed[bits]
     ]
     if loads[128] < needed:
-        faults.append(f"{loads[128]} loads of 128 bits, factors and outputs need {needed}")
+        faults.append(f"{loads[128]} loads of 128 bits, {needed} needed")
     return faults
 
 
@@ -165,6 +197,24 @@ def merging(rank: int, itemsize: int = 2) -> Kernel:
     return Kernel("merge", {**sizes, "PRECISION": "ieee"}, itemsize=itemsize)
 
 
+def decoding(group: int, kv_heads: int, head_dim: int, splits: int, itemsize: int = 2) -> list[Kernel]:
+    """The kernels of decode attention for blocks of 16 tokens."""
+    tile = tile_of(itemsize, 16)
+    sizes = {"GROUP": group, "HEAD": head_dim, "SPLITS": splits}
+    part = {"PAD": GROUP_ROWS, "KV_HEADS": kv_heads, "BLOCK": 16, "TILE": tile.tokens, "PRECISION": "ieee"}
+    kernels = [Kernel("decode_part", {**sizes, **part}, num_stages=tile.stages, itemsize=itemsize)]
+    if splits > 1:
+        kernels.append(Kernel("decode_join", sizes, JOIN_WARPS, itemsize=itemsize))
+    return kernels
+
+
+def pointwise(itemsize: int = 2) -> list[Kernel]:
+    """The kernels of norms, gates, rotations and KV writes for the sizes of a 7 B model."""
+    rotations = (Kernel("rotate", {"HEADS": 28, "HALF": half}, 1, itemsize=itemsize) for half in (32, 64))
+    blocks = (Kernel(name, {"BLOCK": 1024}, itemsize=itemsize) for name in ("gate_product", "write_kv"))
+    return [Kernel("normalize", {"BLOCK": 4096}, 8, itemsize=itemsize), *blocks, *rotations]
+
+
 def whole_space() -> list[Kernel]:
     """Every kernel that the search may time or that is launched without measurements, each once.
 
@@ -177,14 +227,22 @@ def whole_space() -> list[Kernel]:
         launched = (kernel for tiling in tilings for kernel in kernels_of(tiling, rank, itemsize))
         for kernel in (merging(rank, itemsize), *launched):
             found.setdefault(repr(kernel), kernel)
-    return list(found.values())
+    heads = ((7, 4), (6, 2), (4, 8), (1, 32))  # of Qwen2-VL 7B and 2B, Llama 3 8B and Llama 2 7B
+    for itemsize, (group, kv_heads), splits, dim in itertools.product((2, 4), heads, (1, 2, 4, 8, 16), (64, 128)):
+        for kernel in decoding(group, kv_heads, dim, splits, itemsize):
+            found.setdefault(repr(kernel), kernel)
+    return [*found.values(), *pointwise(), *pointwise(4)]
 
 
 def sample() -> list[Kernel]:
-    """The kernels launched without measurements for decode, prefill and merge, and a single launch."""
+    """The kernels launched without measurements for decode, prefill, merge and attention, and a single launch."""
     some = (
         (Tiling(16, 128, 128, 8, 3), 16, 2), (Tiling(64, 128, 128, 1, 3), 64, 2), (Tiling(16, 128, 128, 0, 3), 16, 2),
         (Tiling(16, 128, 64, 1, 3), 64, 4),
     )  # fmt: skip
     merges = merging(16), merging(64), merging(64, 4)
-    return [*(kernel for own in some for kernel in kernels_of(*own)), *merges]
+    decodes = (
+        decoding(7, 4, 128, 8), decoding(4, 8, 128, 4), decoding(1, 32, 128, 1), decoding(7, 2, 64, 16),
+        decoding(7, 4, 128, 16, 4), decoding(1, 32, 128, 1, 4),
+    )  # fmt: skip
+    return [*(kernel for own in some for kernel in kernels_of(*own)), *merges, *itertools.chain(*decodes), *pointwise()]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -28,6 +29,7 @@ from atmm.triton.handles import handle
 from atmm.triton.lanes import merge, prepare
 from atmm.triton.tiling import Tiling, all_usual
 from tests.atmm.cases import make_group, segments
+from vlora.models.gpu_attention import GpuAttention
 
 launched: list[tuple] = []
 
@@ -156,6 +158,40 @@ def test_kernels_declare_their_sizes_in_the_order_the_handles_give_them(triton_l
         sizes = [value for value in own if not torch.is_tensor(value)]
         assert sizes == [value for value in through_handle if not torch.is_tensor(value)], name
         assert len(own) == len(getattr(kernels, name).arg_names)
+
+
+class _Model:
+    """A model with 14 query heads and 2 KV heads of 64, for `GpuAttention.compile_ahead`."""
+
+    head_dim, num_kv_heads, kv_dim, dtype = 64, 2, 128, torch.bfloat16
+
+    class text_model:
+        class _Layer:
+            class self_attn:
+                q_proj = torch.nn.Linear(8, 14 * 64)
+
+        layers = (_Layer,)
+
+
+def test_decode_kernels_compiled_ahead_are_not_compiled_in_a_step(triton_launches: list[str]) -> None:
+    # block_rows is no multiple of 16 if blocks are whole pages.
+    gpu = GpuAttention(torch.device("cpu"), block_size=16, block_rows=904, decodes=True, prefills=False)
+    gpu.compile_ahead(_Model, max_batch=40)
+    assert triton_launches == 3 * ["decode_part", "decode_join"]  # of 16, 8 and 4 splits
+    launched.clear()
+    triton_launches.clear()
+    matrix = torch.zeros(4096, 128, dtype=torch.bfloat16)
+    for batch, length in ((1, 1), (3, 900), (9, 17), (20, 3000), (40, 256)):
+        contexts = [np.arange(length) // 16 * 904 + np.arange(length) % 16 for _ in range(batch)]
+        tokens = gpu.lay_out_decodes(range(batch), contexts)
+        for layer in range(2):
+            q = torch.zeros(14, batch, 64, dtype=torch.bfloat16).transpose(0, 1)
+            tokens.attend(torch.zeros(batch, 14, 64, dtype=torch.bfloat16), q, matrix[32 * layer :], 0.125)
+    assert triton_launches == [] and len(launched) == 5 * 2 * 2
+    for name, _, arguments in launched:
+        assert len(arguments) == len(getattr(kernels, name).arg_names)
+    sizes = list(launched[0][2][-8:])
+    assert sizes == [7, 16, 64, 2, 16, 64, 16, "ieee"]
 
 
 @settings(max_examples=60)

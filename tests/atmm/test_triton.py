@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -16,8 +17,11 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
 
 
+_INTERPRETED = ("check_tiled.py", "check_styles.py", "check_decode.py", "check_pointwise.py", "check_engine.py")
+
+
 @pytest.mark.timeout(1200)  # for a busy machine; an idle one takes about 100 s
-@pytest.mark.parametrize("checks", ("check_tiled.py", "check_styles.py", "check_pointwise.py", "check_engine.py"))
+@pytest.mark.parametrize("checks", _INTERPRETED)
 def test_kernels_agree_with_the_reference_in_the_interpreter(checks: str) -> None:
     # The interpreter is selected for a whole process when the kernels are imported.
     _passes(f"interpreted/{checks}", {"TRITON_INTERPRET": "1"})
@@ -67,6 +71,22 @@ def test_kernels_with_narrow_loads_or_spills_are_found(
 
     (sound,) = (kernel for kernel in kernels_of(Tiling(16, 128, 128, 1, 3), 64) if kernel.name == name)
     facts = inspect(Kernel(name, {**sound.sizes, **changed}, warps, itemsize=itemsize), 80)
+    assert any(words in fault for fault in facts.faults), facts
+
+
+@pytest.mark.parametrize(
+    ("capability", "changed", "words"),
+    (
+        (90, {"TILE": 32}, "bytes spilled"),
+        (90, {"TILE": 32}, "registers, 168 allowed"),
+        (80, {"BLOCK": 1}, "loads of 32 bits, 4 allowed"),  # a table entry per token
+    ),
+)
+def test_decode_kernels_with_faults_are_found(capability: int, changed: dict[str, int], words: str) -> None:
+    from atmm.triton.lint import decoding, inspect
+
+    (sound, _) = decoding(7, 4, 128, 8, itemsize=4)
+    facts = inspect(dataclasses.replace(sound, sizes={**sound.sizes, **changed}), capability)
     assert any(words in fault for fault in facts.faults), facts
 
 

@@ -205,3 +205,4 @@ class DeviceRuntime:
             block_pages=layout.limits.block_pages,
             group=group,
         )
+        self.runner.gpu.compile_ahead(hf_model, config.max_batch_size)

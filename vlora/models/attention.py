@@ -3,6 +3,7 @@
 Prefill uses torch: gather the context rows, then scaled-dot-product attention. Decode tokens on a CPU use a compiled
 kernel that reads the cache in place. Its torch fallback gathers the rows and never expands KV heads: a decode query is
 reshaped to [batch, kv_heads, group, head_dim], so a group's query heads read their shared KV head as one small matrix.
+`gpu_attention` has the kernels of a GPU.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 
 import atmm
 from atmm.processor import multiplies_bfloat16
+from vlora.models.gpu_attention import BlockDecodes, FlashChunks
 
 # Padding every decode row to the longest context costs memory traffic; one call per row costs dispatch time. On a CPU
 # padding is faster while it adds less than a quarter.
@@ -77,8 +79,8 @@ class PagedRows:
 class Queries:
     """The tokens of a packed batch that attend."""
 
-    prefills: tuple[PrefillSpan, ...]
-    decodes: DecodeRows | PagedRows | None
+    prefills: tuple[PrefillSpan, ...] | FlashChunks
+    decodes: DecodeRows | PagedRows | BlockDecodes | None
 
     @property
     def writes_rows(self) -> bool:
@@ -163,7 +165,13 @@ def paged_attention(
     if queries.writes_rows:
         out = torch.empty(num_tokens, num_heads, head_dim, dtype=q.dtype, device=q.device)
     dtype = _prefill_dtype(q)
-    for span in queries.prefills:
+    scale = head_dim**-0.5 if scaling is None else scaling
+    spans = queries.prefills
+    if isinstance(spans, FlashChunks):
+        assert out is not None
+        spans.attend(out, q.transpose(0, 1), (k_new, v_new), (k_cache, v_cache), scale)
+        spans = ()
+    for span in spans:
         assert out is not None
         if span.rows is None:
             k, v = k_new[span.start : span.stop], v_new[span.start : span.stop]
@@ -185,8 +193,10 @@ def paged_attention(
     decodes = queries.decodes
     if isinstance(decodes, PagedRows):
         assert out is not None
-        scale = head_dim**-0.5 if scaling is None else scaling
         atmm.attend(out, q.transpose(0, 1), k_cache, v_cache, decodes.places, decodes.rows, decodes.starts, scale)
+    elif isinstance(decodes, BlockDecodes):
+        assert out is not None
+        decodes.attend(out, q.transpose(0, 1), k_cache, scale)
     elif decodes is not None:
         q_rows = q.transpose(0, 1) if decodes.index is None else q.transpose(0, 1).index_select(0, decodes.index)
         attended = _decode(q_rows, decodes, k_cache, v_cache, num_kv_heads, scaling)

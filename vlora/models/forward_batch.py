@@ -11,6 +11,7 @@ import torch
 
 import atmm
 from vlora.models.attention import PrefillSpan, Queries, decode_rows
+from vlora.models.gpu_attention import Chunk, FlashChunks, GpuAttention
 from vlora.models.last_layer import ReadRows, lanes_of_rows
 from vlora.models.request_state import RequestState
 from vlora.types import BatchItem, Mode
@@ -143,53 +144,55 @@ class ForwardBatch:
 
 
 def queries_of(
-    packed: ForwardBatch, lanes: Sequence[atmm.Lane], device: torch.device, dtype: torch.dtype
+    packed: ForwardBatch, lanes: Sequence[atmm.Lane], dtype: torch.dtype, gpu: GpuAttention
 ) -> tuple[Queries, Queries, ReadRows | None]:
     """Build the queries of a packed batch.
 
     Args:
         packed: The batch.
         lanes: The batch's lanes.
-        device: The model's device.
         dtype: The KV cache's type.
+        gpu: The kernels of the model's device.
 
     Returns:
         The queries of all layers except the last, those of the last layer, and the rows of the last layer that are read
         (None: all).
     """
     attending = [np.arange(row.start, row.stop) for row in packed.rows]
-    queries = _queries(packed.rows, attending, packed.num_tokens, device, dtype)
+    queries = _queries(packed, attending, dtype, gpu)
     read = packed.read_rows()
     rows = np.concatenate(read)
     if len(rows) == packed.num_tokens:
         return queries, queries, None
-    limited = ReadRows(torch.from_numpy(rows).to(device), lanes_of_rows(lanes, rows))
-    return queries, _queries(packed.rows, read, packed.num_tokens, device, dtype), limited
+    limited = ReadRows(torch.from_numpy(rows).to(gpu.device), lanes_of_rows(lanes, rows))
+    return queries, _queries(packed, read, dtype, gpu), limited
 
 
-def _queries(
-    rows: Sequence[Row],
-    attending: Sequence[np.ndarray],
-    num_tokens: int,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> Queries:
+def _queries(packed: ForwardBatch, attending: Sequence[np.ndarray], dtype: torch.dtype, gpu: GpuAttention) -> Queries:
     """attending: for each row, the batch indices of its tokens that attend."""
-    spans: list[PrefillSpan] = []
+    chunks: list[tuple[Row, np.ndarray]] = []
     places: list[int] = []
-    contexts: list[torch.Tensor] = []
-    for row, own in zip(rows, attending, strict=True):
+    contexts: list[np.ndarray] = []
+    for row, own in zip(packed.rows, attending, strict=True):
         if len(own) == 1:
             # A single token attends as in a decode step, over the cache, which already has its own key and value.
             place = int(own[0])
             places.append(place)
-            contexts.append(torch.from_numpy(row.context[: row.first + place - row.start + 1]))
+            contexts.append(row.context[: row.first + place - row.start + 1])
         elif len(own):
-            spans.append(_span(row, own, device))
+            chunks.append((row, own))
+    prefills: tuple[PrefillSpan, ...] | FlashChunks
+    if chunks and gpu.prefills:
+        ranges = [Chunk.of(own, row.first - row.start, row.context) for row, own in chunks]
+        prefills = gpu.lay_out_chunks(ranges, packed.write_rows)
+    else:
+        prefills = tuple(_span(row, own, gpu.device) for row, own in chunks)
     if not places:
-        return Queries(tuple(spans), None)
-    index = None if len(places) == num_tokens else torch.tensor(places).to(device)
-    return Queries(tuple(spans), decode_rows(index, contexts, device, dtype))
+        return Queries(prefills, None)
+    if gpu.decodes:
+        return Queries(prefills, gpu.lay_out_decodes(places, contexts))
+    index = None if len(places) == packed.num_tokens else torch.tensor(places).to(gpu.device)
+    return Queries(prefills, decode_rows(index, list(map(torch.from_numpy, contexts)), gpu.device, dtype))
 
 
 def _span(row: Row, own: np.ndarray, device: torch.device) -> PrefillSpan:
@@ -198,7 +201,7 @@ def _span(row: Row, own: np.ndarray, device: torch.device) -> PrefillSpan:
     everything = len(own) == row.stop - row.start
     if everything and context is None:
         return PrefillSpan(row.start, row.stop, None, None, None)
-    seen = own - row.start + row.first  # the last token of the context that each token sees
-    mask = torch.from_numpy(seen[:, None] >= np.arange(row.last)[None]).to(device)
+    seen = torch.from_numpy(own - row.start + row.first).to(device)  # the last token of the context that each one sees
+    mask = seen[:, None] >= torch.arange(row.last, device=device)
     queries = None if everything else torch.from_numpy(own).to(device)
     return PrefillSpan(row.start, row.stop, context, queries, mask)

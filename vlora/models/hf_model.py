@@ -23,8 +23,9 @@ from vlora.models.attention import StepAttention, paged_attention
 from vlora.models.families import Family, family_of
 from vlora.models.fused_layers import fuse_layers
 from vlora.models.rms_norm import fuse_norms
+from vlora.models.vision.flash_tower import register_vision_attention
 from vlora.models.vision.patch_embedding import convert_patch_embeddings
-from vlora.models.vision.stepwise_tower import VISION_ATTENTION, pace, paced_attention
+from vlora.models.vision.stepwise_tower import pace
 
 # Must not contain "flash" or "sdpa": transformers tests attention names for those substrings.
 ATTENTION_NAME = "vlora_paged"
@@ -73,7 +74,8 @@ class HFModel:
         self.head_dim: int = getattr(self.text_config, "head_dim", None) or self.hidden_size // heads
         self.num_kv_heads: int = self.text_config.num_key_value_heads  # with several ranks: of this rank
         self.language_scope, self.vision_scope = LaneScope(), LaneScope()
-        self._pace_vision_attention()
+        self._sdpa_tower = getattr(self.config.vision_config, "_attn_implementation", None) == "sdpa"
+        self._replace_vision_attention()
         fuse_norms(model)
         fuse_layers(self.text_model)
         convert_patch_embeddings(model)
@@ -83,6 +85,7 @@ class HFModel:
         """Move the whole model to a device."""
         self.model.to(device)
         self.device = device
+        self._replace_vision_attention()
 
     # -- shapes ---------------------------------------------------------------------------------------------------
 
@@ -127,12 +130,10 @@ class HFModel:
                 vision[name] = pace(adapt(module, name, self.vision_scope))
         return language, vision
 
-    def _pace_vision_attention(self) -> None:
-        """Make the vision tower's attention interruptible, if it is scaled-dot-product attention."""
-        if getattr(self.config.vision_config, "_attn_implementation", None) != "sdpa":
-            return  # encoding is then interrupted at linear layers only
-        AttentionInterface.register(VISION_ATTENTION, paced_attention)
-        self.model.set_attn_implementation({"vision_config": VISION_ATTENTION})
+    def _replace_vision_attention(self) -> None:
+        """Use the device's attention in the vision tower, if the tower has scaled-dot-product attention."""
+        if self._sdpa_tower:  # encoding is otherwise interrupted at linear layers only
+            self.model.set_attn_implementation({"vision_config": register_vision_attention(self.device)})
 
     # -- vision ---------------------------------------------------------------------------------------------------
 

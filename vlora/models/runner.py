@@ -16,6 +16,7 @@ from vlora.lora.merge import ModeSwitcher
 from vlora.memory.arena import PAGE_BYTES, Arena
 from vlora.models.attention import KVCache, StepAttention
 from vlora.models.forward_batch import ForwardBatch, Row, lane_by_lane, queries_of
+from vlora.models.gpu_attention import GpuAttention
 from vlora.models.grammar import Cursor, hold
 from vlora.models.head_reading import read_heads
 from vlora.models.hf_model import HFModel
@@ -57,6 +58,7 @@ class ModelRunner:
         self._block_size = block_size
         self._block_rows = block_pages * PAGE_BYTES // (hf_model.kv_dim * hf_model.dtype.itemsize)
         self._cache = KVCache(arena.kv_matrix(hf_model.dtype, hf_model.kv_dim), hf_model.num_layers, block_size)
+        self.gpu = GpuAttention.of(hf_model, block_size, self._block_rows)
         self._last_layer = LastLayer(hf_model.text_model.layers[hf_model.num_layers - 1], hf_model.language_scope)
         self._states: dict[str, RequestState] = {}
         self._images = ImageEncoding(hf_model, vision, self._states, group)
@@ -144,7 +146,7 @@ class ModelRunner:
         leads = self._group is None or self._group.leads
         if leads and atmm.gains_from_copies(lanes, device, hf_model.dtype):
             self._pool.pack_for(lane.key for lane in lanes)
-        queries, last_queries, read = queries_of(packed, lanes, device, hf_model.dtype)
+        queries, last_queries, read = queries_of(packed, lanes, hf_model.dtype, self.gpu)
         step = StepAttention(self._cache, torch.from_numpy(packed.write_rows).to(device), queries, last_queries)
         positions = torch.from_numpy(packed.positions(3 if hf_model.family.mrope else 1)).to(device)
         with hf_model.language_scope.lanes(packed.num_tokens, lanes), self._last_layer.limited_to(read):

@@ -1,33 +1,78 @@
-"""The engine with adapters that the Triton kernels read in place in the arena, in the interpreter."""
+"""The engine with a GPU's kernels, on a CPU: Triton's in the interpreter, torch's flash kernel replaced."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-import atmm
+from atmm import flash_attention, operator
+from atmm.triton import pointwise
+from tests.atmm.flash_oracle import VERSIONS
 from tests.harness import FixedModes, run_engine
-from tests.references import NUM_TOKENS, CaseReference, assert_same
+from tests.references import CaseReference, assert_same
+from vlora.models import runner
+from vlora.models.gpu_attention import BlockDecodes, FlashChunks, GpuAttention
 from vlora.types import Mode
 
+NUM_TOKENS = 3
+CASES = (0, 1, 2, 4)  # the interpreter is slow
 
-def test_answers_equal_peft_in_every_mode(
-    case_references: Callable[[str], CaseReference], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reference = case_references("qwen2_vl")
-    in_place: list[bool] = []
-    prepare = atmm.operator._in_place
 
-    def recorded(*given: object) -> object:
-        strategy = prepare(*given)  # type: ignore[arg-type]
-        in_place.append(strategy is not None)
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """The calls of each kind of attention, which the engine uses as on a GPU."""
+    counted: Counter[str] = Counter()
+    for kind in (BlockDecodes, FlashChunks):
+
+        def attend(self: Any, *given: Any, kind: Any = kind, plain: Any = kind.attend) -> None:
+            counted[kind.__name__] += 1
+            plain(self, *given)
+
+        monkeypatch.setattr(kind, "attend", attend)
+    monkeypatch.setattr(flash_attention, "kernel", lambda: VERSIONS["2.13"])
+
+    class OnGpu(GpuAttention):
+        @classmethod
+        def of(cls, hf_model: Any, block_size: int, block_rows: int) -> GpuAttention:
+            return GpuAttention(hf_model.device, block_size, block_rows, decodes=True, prefills=True)
+
+    monkeypatch.setattr(runner, "GpuAttention", OnGpu)
+    for name in ("rms_norm", "gate_product", "rotate", "write_kv"):
+        monkeypatch.setattr(pointwise, name, _counting(getattr(pointwise, name), name, counted))
+    prepare = operator._in_place
+
+    def in_place(*given: Any) -> Any:
+        strategy = prepare(*given)
+        counted["adapters in place" if strategy is not None else "adapters by products"] += 1
         return strategy
 
-    monkeypatch.setattr("atmm.operator._in_place", recorded)
-    plan = [(Mode.MIXED, "wide8"), (Mode.UNMERGED, None), (Mode.MIXED, "everywhere64"), (Mode.MIXED, "patterned16")]
-    run = run_engine(reference, FixedModes(*plan[0], plan=plan), NUM_TOKENS, max_step_tokens=24)
+    monkeypatch.setattr(operator, "_in_place", in_place)
+    return counted
+
+
+def _counting(plain: Callable[..., Any], name: str, counted: Counter[str]) -> Callable[..., Any]:
+    def call(*given: Any) -> Any:
+        counted[name] += 1
+        return plain(*given)
+
+    return call
+
+
+@pytest.mark.parametrize(("family", "max_step_tokens"), (("qwen2_vl", 24), ("llava_onevision", 512)))
+def test_modes_that_change_give_the_answers_of_transformers(
+    family: str, max_step_tokens: int, case_references: Callable[[str], CaseReference], calls: Counter[str]
+) -> None:
+    reference = case_references(family)
+    plan = [(Mode.MIXED, "wide8"), (Mode.UNMERGED, None), (Mode.MIXED, "everywhere64")]
+    policy = FixedModes(*plan[0], plan=plan)
+    run = run_engine(reference, policy, NUM_TOKENS, only=CASES, max_step_tokens=max_step_tokens)
     assert run.modes >= {Mode.UNMERGED, Mode.MIXED}
-    assert in_place and all(in_place)
-    for got, want in zip(run.answers, reference.answers, strict=True):
-        assert_same(got, want)
+    assert calls["BlockDecodes"] > 10 and calls["FlashChunks"] >= 4
+    assert calls["adapters in place"] > 1 and not calls["adapters by products"]
+    assert all(calls[name] > 10 for name in ("rms_norm", "gate_product", "rotate", "write_kv"))
+    for got, case in zip(run.answers, CASES, strict=True):
+        tokens, logits = reference.answers[case]
+        assert_same(got, (tokens[:NUM_TOKENS], logits[:NUM_TOKENS]))

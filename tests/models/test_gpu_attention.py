@@ -1,0 +1,135 @@
+"""The layouts of a step's attention on a GPU, with torch's kernel replaced by its CPU implementation."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from atmm import flash_attention
+from tests.atmm.flash_oracle import VERSIONS
+from vlora.models.attention import KVCache, Queries, StepAttention, paged_attention
+from vlora.models.forward_batch import Row, queries_of
+from vlora.models.gpu_attention import BlockDecodes, FlashChunks, GpuAttention
+
+HEADS, KV_HEADS, DIM, BLOCK, LAYERS = 4, 2, 16, 4, 2
+BLOCK_ROWS = 2 * LAYERS * BLOCK + BLOCK  # with a remainder, as in blocks of whole pages
+CPU = torch.device("cpu")
+
+
+class Layer(torch.nn.Module):
+    layer_idx = 0
+
+
+class Packed:
+    """A packed batch: requests with (first, last) tokens, and the batch indices that are read in the last layer."""
+
+    def __init__(self, spans: list[tuple[int, int]], read: list[list[int]] | None = None) -> None:
+        generator = np.random.default_rng(len(spans))
+        blocks = [-(-last // BLOCK) for _, last in spans]
+        self.num_blocks = sum(blocks) + 2
+        order = generator.permutation(self.num_blocks)
+        self.rows: list[Row] = []
+        start = 0
+        for (first, last), count in zip(spans, blocks, strict=True):
+            own, order = order[:count], order[count:]
+            context = (own[:, None] * BLOCK_ROWS + np.arange(BLOCK)).reshape(-1)[:last]
+            state: Any = None
+            self.rows.append(Row(state, None, start, start + last - first, first, last, context, True))
+            start += last - first
+        self.num_tokens = start
+        self.write_rows = np.concatenate([row.context[row.first :] for row in self.rows])
+        self.read = read
+
+    def read_rows(self) -> list[np.ndarray]:
+        if self.read is None:
+            return [np.arange(row.stop - 1, row.stop) for row in self.rows]
+        return [np.array(own, dtype=np.int64) for own in self.read]
+
+
+def attend(packed: Packed, gpu: GpuAttention, *, last_layer: bool) -> tuple[torch.Tensor, Queries]:
+    """The attention of one layer, [tokens, heads, dim], and its queries. Rows that no context has are NaN."""
+    generator = torch.Generator().manual_seed(packed.num_tokens)
+    matrix = torch.full((packed.num_blocks * BLOCK_ROWS, KV_HEADS * DIM), math.nan)
+    for row in packed.rows:
+        for side in (0, BLOCK):
+            matrix[row.context + side] = torch.randn(row.last, KV_HEADS * DIM, generator=generator)
+    query = torch.randn(1, HEADS, packed.num_tokens, DIM, generator=generator)
+    key, value = (torch.randn(1, KV_HEADS, packed.num_tokens, DIM, generator=generator) for _ in range(2))
+    batch: Any = packed
+    queries, last, _ = queries_of(batch, [], torch.float32, gpu)
+    chosen = last if last_layer else queries
+    step = StepAttention(KVCache(matrix, LAYERS, BLOCK), torch.from_numpy(packed.write_rows), chosen, chosen)
+    out, _ = paged_attention(Layer(), query, key, value, None, vlora_step=step)
+    return out[0], chosen
+
+
+PLAIN = GpuAttention(CPU, BLOCK, BLOCK_ROWS, decodes=False, prefills=False)
+FLASH = GpuAttention(CPU, BLOCK, BLOCK_ROWS, decodes=False, prefills=True)
+
+BATCHES = {
+    "first chunks": [(0, 7), (0, 12)],
+    "a later chunk": [(5, 11)],
+    "first and later chunks": [(0, 7), (9, 14), (0, 3)],
+    "decode tokens between": [(0, 7), (6, 7), (0, 1), (3, 9), (20, 21)],
+    "decode tokens around": [(6, 7), (0, 9), (30, 31)],
+}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("spans", BATCHES.values(), ids=BATCHES)
+def test_flash_equals_the_plain_attention(
+    spans: list[tuple[int, int]], version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flash_attention, "kernel", lambda: VERSIONS[version])
+    packed = Packed(spans)
+    wanted, plain = attend(packed, PLAIN, last_layer=False)
+    found, queries = attend(packed, FLASH, last_layer=False)
+    assert isinstance(queries.prefills, FlashChunks) and isinstance(plain.prefills, tuple)
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize(
+    "read",
+    ([[2, 3, 4], [12]], [[0, 3, 6], [7, 12, 13]], [[], [9, 13]], [list(range(7)), []]),
+    ids=str,
+)
+def test_rows_that_are_read_in_the_last_layer(read: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head reads some tokens of a prompt: the tokens between them are computed, and undefined."""
+    monkeypatch.setattr(flash_attention, "kernel", lambda: VERSIONS["2.13"])
+    packed = Packed([(0, 7), (4, 11)], read)
+    rows = [row for own in read for row in own]
+    wanted, _ = attend(packed, PLAIN, last_layer=True)
+    found, queries = attend(packed, FLASH, last_layer=True)
+    assert isinstance(queries.prefills, FlashChunks)
+    torch.testing.assert_close(found[rows], wanted[rows])
+
+
+def test_only_chunks_with_earlier_tokens_are_gathered() -> None:
+    for spans, gathered in (([(0, 7), (6, 7), (0, 2)], None), ([(0, 7), (6, 7), (3, 5)], 7 + 1 + 5)):
+        packed: Any = Packed(spans)
+        queries, _, _ = queries_of(packed, [], torch.float32, FLASH)
+        chunks = queries.prefills
+        assert isinstance(chunks, FlashChunks)
+        assert (chunks.rows is None) if gathered is None else (len(chunks.rows) == gathered)  # type: ignore[arg-type]
+        assert chunks.longest_q == 7 and {chunks.starts_q.dtype, chunks.starts_k.dtype} == {torch.int32}
+
+
+def test_decode_tokens_are_laid_out_in_one_array_of_blocks() -> None:
+    packed: Any = Packed([(4, 9), (0, 1), (70, 71)])
+    gpu = GpuAttention(CPU, BLOCK, BLOCK_ROWS, decodes=True, prefills=False)
+    queries, last, _ = queries_of(packed, [], torch.float32, gpu)
+    tokens = queries.decodes
+    assert isinstance(tokens, BlockDecodes) and isinstance(last.decodes, BlockDecodes)
+    assert tokens.places.tolist() == [5, 6] and tokens.lengths.tolist() == [1, 71]
+    assert last.decodes.places.tolist() == [4, 5, 6] and last.decodes.lengths.tolist() == [9, 1, 71]
+    assert tokens.block_table.shape == (2, 32)  # 18 blocks, in a multiple of 16 columns
+    for row, length, table in zip(packed.rows[1:], (1, 71), tokens.block_table, strict=True):
+        tokens_of_row = np.arange(length)
+        rows = table.numpy()[tokens_of_row // BLOCK] * BLOCK_ROWS + tokens_of_row % BLOCK
+        assert (rows == row.context[:length]).all()
+    storages = {t.untyped_storage().data_ptr() for t in (tokens.places, tokens.lengths, tokens.block_table)}
+    assert len(storages) == 1 and tokens.block_table.dtype == torch.int32
