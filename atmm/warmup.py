@@ -10,6 +10,7 @@ import torch
 from atmm.layers import Factors, Site, SiteGroup
 from atmm.operator import add_deltas
 from atmm.segments import Lane, SegmentPlan
+from atmm.strategies.registry import triton_interprets
 from atmm.triton.tiling import Tiling, all_usual, block_r
 from atmm.tuning import tables
 from atmm.tuning.buckets import round_up
@@ -24,6 +25,8 @@ def compile_ahead(groups: Sequence[SiteGroup], dtype: torch.dtype, device: torch
     This compiles the kernels, or loads them if an earlier run compiled them. Kernels for ranks above 64, or for more
     than two lanes per token, are compiled at their first request.
     """
+    if triton_interprets():
+        return  # the interpreter compiles nothing
     shapes = {(group.sites[0].d_in, tuple(site.d_out for site in group.sites)) for group in groups}
     ranks = {block_r(rank) for rank in range(1, _HIGHEST_RANK + 1)}
     with torch.inference_mode():
@@ -43,6 +46,8 @@ def compile_merges(shapes: Iterable[tuple[int, int]], dtype: torch.dtype, device
     Ranks with the same kernel share it, so few are compiled. Kernels for higher ranks are compiled at their first
     merge.
     """
+    if triton_interprets():
+        return
     from atmm.triton.lanes import merge  # importing Triton is slow
 
     with torch.inference_mode():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import atmm.warmup
-from atmm import SegmentPlan, compile_ahead
+from atmm import SegmentPlan, compile_ahead, compile_merges
 from atmm.triton.tiling import all_usual
 from atmm.tuning import tables
 from atmm.tuning.buckets import Bucket, Evenness
@@ -50,3 +50,9 @@ def test_tilings_of_a_table_are_compiled_for_the_sites_of_their_bucket(monkeypat
         (bucket._replace(dtype=torch.bfloat16), "tiled m64 n64 k64 s1 p3"),
     ]
     assert named(monkeypatch, rows) == {112: {*usual, OWN}, 128: {*usual, OWN}, 256: usual}
+
+
+def test_the_interpreter_compiles_nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert named(monkeypatch, []) == {}
+    compile_merges([(2**30, 2**30)], torch.float32, torch.device("meta"))
