@@ -1,6 +1,6 @@
 """A simulated CUDA device for tests on machines without a GPU.
 
-Tensors report the device `cuda:0` and are computed on the CPU. Operators fail when their operands lie on two devices,
+Tensors report the device `cuda:0` and are computed on the CPU. Operators fail when their operands are on two devices,
 as on a GPU. Kernel launches, copies between host and device, and host synchronizations are counted with their call
 sites. `simulated_cuda()` installs the device for a process; Triton kernels run in Triton's interpreter.
 

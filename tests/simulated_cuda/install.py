@@ -64,6 +64,8 @@ def _replacements() -> Iterator[tuple[Any, dict[str, Any]]]:
             "get_device_properties": lambda device=None: _PROPERTIES,
             "mem_get_info": lambda device=None: (_PROPERTIES.total_memory // 2, _PROPERTIES.total_memory),
             "empty_cache": lambda: None,
+            "get_rng_state": lambda device=None: torch.get_rng_state(),  # the host draws for the device
+            "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
             "synchronize": streams.synchronize,
             "Stream": streams.Stream,
             "Event": streams.Event,

@@ -27,7 +27,7 @@ _INDEXING = frozenset(("index", "index_put", "index_put_", "_index_put_impl_", "
 
 
 class DeviceMismatch(RuntimeError):
-    """Operands of one operator lie on the host and on the device."""
+    """An operator got operands on the host and on the device."""
 
 
 class SimulatedTensor(torch.Tensor):
@@ -198,7 +198,7 @@ def execute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one operator on the CPU, count it, and return tensors on the device where a GPU would.
 
     Raises:
-        DeviceMismatch: operands lie on two devices.
+        DeviceMismatch: operands are on two devices.
     """
     tensors = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
     simulated = [tensor for tensor in tensors if isinstance(tensor, SimulatedTensor)]
