@@ -59,6 +59,7 @@ EXCLUDED: Mapping[str, tuple[str, ...]] = {
     "processes": ("vlora.engine.ipc",),
     "grammars": ("vlora.engine.grammar_cache", "vlora.models.grammar"),
     "monitoring": ("vlora.engine.monitor", "vlora.engine.snapshot", "vlora.orchestrator.stats"),
+    "what only a GPU uses": ("vlora.models.gpu",),
     "construction, once before the first step": (
         "vlora.config",
         "vlora.threads",

@@ -65,9 +65,9 @@ KINDS = {
 LIMITS: dict[str, tuple[tuple[float, ...], str]] = {
     LAUNCHES: ((42, 42, 55, 61, 42), "merged 13, others 21"),
     "blocking copies to the device": ((6, 6, 6, 6, 6), "0"),
-    "asynchronous copies to the device": ((0, 0, 0, 0, 0), "at most 1"),
+    "asynchronous copies to the device": ((0, 0, 0, 0, 1), "at most 1"),
     "copies to the host": ((1, 1, 1, 1, 1), "1"),
-    "values read by .item()": ((0, 0, 0, 0, 16), "0"),
+    "values read by .item()": ((0, 0, 0, 0, 0), "0"),
     "results of unknown size": ((0, 0, 0, 0, 0), "0"),
     "boolean indices": ((0, 0, 0, 0, 0), "0"),
     "synchronizations": ((0, 0, 0, 0, 0), "0"),
