@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.example_counts import scaled
 from tests.simulated_cuda import Kind, counting, simulated_cuda
 from tests.simulated_cuda.counts import HOST_WAITS
+from vlora.models.gpu.draw import draw_table
 from vlora.models.sampling import sample, uniform
 from vlora.types import SamplingParams
 
@@ -22,6 +23,15 @@ from vlora.types import SamplingParams
 def simulation() -> Iterator[None]:
     with simulated_cuda():
         yield
+
+
+def drawn(
+    logits: torch.Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], places: Sequence[int]
+) -> list[int]:
+    """`sample`, with the parameters on the device of the logits."""
+    uniforms = [uniform(seed, place) for seed, place in zip(seeds, places, strict=True)]
+    table = torch.from_numpy(draw_table(params, uniforms)).pin_memory()
+    return sample(logits, params, seeds, places, table.to(logits.device, non_blocking=True))
 
 
 def distribution(logits: torch.Tensor, params: SamplingParams) -> list[float]:
@@ -78,7 +88,7 @@ def test_every_token_follows_the_definition(
     probabilities = distribution(row, params)
     places = range(8)
     rows = row.expand(len(places), -1).contiguous().to(device)
-    tokens = sample(rows, [params] * len(places), [seed] * len(places), places)
+    tokens = drawn(rows, [params] * len(places), [seed] * len(places), places)
     for place, token in zip(places, tokens, strict=True):
         assert_drawn(token, probabilities, uniform(seed, place))
 
@@ -103,7 +113,7 @@ def test_frequencies_follow_the_definition(device: str, chosen: dict[str, float]
     rows = logits.expand(200, -1).contiguous().to(device)
     tokens: list[int] = []
     for first in range(0, num_draws, 200):
-        tokens += sample(rows, [params] * 200, [11] * 200, range(first, first + 200))
+        tokens += drawn(rows, [params] * 200, [11] * 200, range(first, first + 200))
     expected = np.array(distribution(logits, params)) * num_draws
     counts = np.bincount(tokens, minlength=500)
     assert not counts[expected == 0].any()
@@ -131,7 +141,7 @@ def test_host_and_device_draw_the_same_tokens(vocab: int) -> None:
     for place in range(6):
         seeds, places = [place + 100 * row for row in range(len(options))], [place] * len(options)
         here = sample(logits, options, seeds, places)
-        assert here == sample(logits.to("cuda"), options, seeds, places)
+        assert here == drawn(logits.to("cuda"), options, seeds, places)
         for row, params in enumerate(options):
             assert here[row] == sample(logits[row : row + 1], [params], [seeds[row]], [place])[0]
             if params.temperature and vocab <= 1000:
@@ -161,7 +171,7 @@ def test_the_device_is_read_once() -> None:
     options = [SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.01)] * 8 + [SamplingParams()]
     logits = torch.randn(9, 50).to("cuda")
     with counting() as counts:
-        sample(logits, options, range(9), [0] * 9)
+        drawn(logits, options, range(9), [0] * 9)
     assert counts.total(*HOST_WAITS) == counts.total(Kind.D2H) == 1, counts.report(*HOST_WAITS)
     assert counts.total(Kind.H2D_ASYNC) == 1
 

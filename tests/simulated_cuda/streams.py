@@ -42,7 +42,7 @@ class Stream:
         """Later work of this stream waits for the other stream, the host does not."""
 
     def query(self) -> bool:
-        return True
+        return not pinned.is_pending(self, self.issued)
 
 
 class Event:
@@ -61,7 +61,8 @@ class Event:
         """Later work of the stream waits for the event, the host does not."""
 
     def query(self) -> bool:
-        return True
+        """Whether the host has waited for the copies before the event; a GPU may be faster."""
+        return self._stream is None or not pinned.is_pending(self._stream, self._issued)
 
     def synchronize(self) -> None:
         count(Kind.SYNCHRONIZE, "event")
@@ -129,6 +130,10 @@ class _Pinned:
         with self._lock:
             stream.issued += 1
             self._pending.append((stream, stream.issued, source, source.clone()))
+
+    def is_pending(self, stream: Stream, issued: int) -> bool:
+        with self._lock:
+            return any(copy[0] is stream and copy[1] <= issued for copy in self._pending)
 
     def finish(self, stream: Stream | None, issued: int) -> None:
         """Complete the copies up to a number on a stream, or all.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -14,6 +14,9 @@ from vlora.models.attention import PrefillSpan, Queries, decode_rows
 from vlora.models.last_layer import ReadRows, lanes_of_rows
 from vlora.models.request_state import RequestState
 from vlora.types import BatchItem, Mode
+
+Put = Callable[[np.ndarray], torch.Tensor]
+"""Copies an array to the model's device. On a GPU it has its values after `StepInputs.copy`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,7 +53,16 @@ def lane_by_lane(items: Sequence[BatchItem], merged: str | None) -> list[BatchIt
 
 
 class ForwardBatch:
-    """Packed arrays of one step, in the order of `items`."""
+    """Packed arrays of one step, in the order of `items`.
+
+    Attributes:
+        text: Rows that sample a token.
+        text_index: The places of their last tokens in the batch, on the model's device.
+        draws: On a GPU the `draw_table` of the text rows, if any of them is not greedy.
+    """
+
+    text_index: torch.Tensor
+    draws: torch.Tensor | None = None
 
     def __init__(
         self, states: Mapping[str, RequestState], items: Sequence[BatchItem], block_size: int, block_rows: int
@@ -67,6 +79,7 @@ class ForwardBatch:
             if row.answers:
                 self.answering.append(row)
             start = row.stop
+        self.text = [row for row in self.answering if row.state.request.head is None]
         self.num_tokens = start
         self.token_ids = np.empty(start, dtype=np.int64)
         self.write_rows = np.empty(start, dtype=np.int64)
@@ -143,7 +156,7 @@ class ForwardBatch:
 
 
 def queries_of(
-    packed: ForwardBatch, lanes: Sequence[atmm.Lane], device: torch.device, dtype: torch.dtype
+    packed: ForwardBatch, lanes: Sequence[atmm.Lane], device: torch.device, dtype: torch.dtype, put: Put
 ) -> tuple[Queries, Queries, ReadRows | None]:
     """Build the queries of a packed batch.
 
@@ -152,19 +165,20 @@ def queries_of(
         lanes: The batch's lanes.
         device: The model's device.
         dtype: The KV cache's type.
+        put: Copies indices to the device.
 
     Returns:
         The queries of all layers except the last, those of the last layer, and the rows of the last layer that are read
         (None: all).
     """
     attending = [np.arange(row.start, row.stop) for row in packed.rows]
-    queries = _queries(packed.rows, attending, packed.num_tokens, device, dtype)
+    queries = _queries(packed.rows, attending, packed.num_tokens, device, dtype, put)
     read = packed.read_rows()
     rows = np.concatenate(read)
     if len(rows) == packed.num_tokens:
         return queries, queries, None
-    limited = ReadRows(torch.from_numpy(rows).to(device), lanes_of_rows(lanes, rows))
-    return queries, _queries(packed.rows, read, packed.num_tokens, device, dtype), limited
+    limited = ReadRows(put(rows), lanes_of_rows(lanes, rows))
+    return queries, _queries(packed.rows, read, packed.num_tokens, device, dtype, put), limited
 
 
 def _queries(
@@ -173,6 +187,7 @@ def _queries(
     num_tokens: int,
     device: torch.device,
     dtype: torch.dtype,
+    put: Put,
 ) -> Queries:
     """attending: for each row, the batch indices of its tokens that attend."""
     spans: list[PrefillSpan] = []
@@ -185,20 +200,20 @@ def _queries(
             places.append(place)
             contexts.append(torch.from_numpy(row.context[: row.first + place - row.start + 1]))
         elif len(own):
-            spans.append(_span(row, own, device))
+            spans.append(_span(row, own, device, put))
     if not places:
         return Queries(tuple(spans), None)
-    index = None if len(places) == num_tokens else torch.tensor(places).to(device)
+    index = None if len(places) == num_tokens else put(np.array(places))
     return Queries(tuple(spans), decode_rows(index, contexts, device, dtype))
 
 
-def _span(row: Row, own: np.ndarray, device: torch.device) -> PrefillSpan:
+def _span(row: Row, own: np.ndarray, device: torch.device, put: Put) -> PrefillSpan:
     """The span of one request's chunk, of which two or more tokens attend."""
-    context = None if row.first == 0 else torch.from_numpy(row.context).to(device)
+    context = None if row.first == 0 else put(row.context)
     everything = len(own) == row.stop - row.start
     if everything and context is None:
         return PrefillSpan(row.start, row.stop, None, None, None)
     seen = own - row.start + row.first  # the last token of the context that each token sees
     mask = torch.from_numpy(seen[:, None] >= np.arange(row.last)[None]).to(device)
-    queries = None if everything else torch.from_numpy(own).to(device)
+    queries = None if everything else put(own)
     return PrefillSpan(row.start, row.stop, context, queries, mask)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vlora.models.gpu.draw import draw, table_of
+from vlora.models.gpu.draw import draw
 from vlora.types import SamplingParams, TokenScore
 
 _FEW = 64  # tokens among which those that top-p keeps are searched first; then 64 times as many
@@ -31,6 +31,7 @@ def sample(
     params: Sequence[SamplingParams],
     seeds: Sequence[int],
     places: Sequence[int],
+    draws: torch.Tensor | None = None,
 ) -> list[int]:
     """Choose one token per row.
 
@@ -39,14 +40,10 @@ def sample(
         params: Sampling parameters of each row.
         seeds: Seed of each row.
         places: Index of the token in each row's answer.
+        draws: The rows' `draw_table` on the device of the logits. Used on a GPU only; None if all rows are greedy.
     """
-    draws = any(own.temperature > 0 for own in params)
     if logits.device.type != "cpu":
-        if not draws:
-            return logits.argmax(-1).tolist()
-        table = table_of(params, [uniform(seed, place) for seed, place in zip(seeds, places, strict=True)])
-        on_device = torch.from_numpy(table).pin_memory().to(logits.device, non_blocking=True)
-        return draw(logits, params, on_device).tolist()
+        return (logits.argmax(-1) if draws is None else draw(logits, params, draws)).tolist()
     rows = logits.numpy()  # on the host numpy's argmax is ten times as fast as torch's
     tokens: list[int] = rows.argmax(-1).tolist()
     for row, own in enumerate(params):

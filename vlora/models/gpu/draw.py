@@ -16,15 +16,12 @@ from vlora.types import SamplingParams
 _TEMPERATURE, _TOP_K, _TOP_P, _MIN_P, _UNIFORM = range(5)
 
 
-def table_of(params: Sequence[SamplingParams], uniforms: Sequence[float]) -> np.ndarray:
-    """The parameters that `draw` needs on the device, float64 [5, n]. A greedy row has temperature 0.
-
-    Args:
-        params: Sampling parameters of each row.
-        uniforms: A number in [0, 1) for each row.
-    """
-    rows = [(own.temperature, own.top_k, own.top_p, own.min_p) for own in params]
-    return np.ascontiguousarray(np.column_stack([np.array(rows, dtype=np.float64), uniforms]).T)
+def draw_table(params: Sequence[SamplingParams], uniforms: Sequence[float]) -> np.ndarray:
+    """The parameters that `draw` needs on the device, float64 [5, n]: those of each row, and its number in [0, 1)."""
+    rows = [
+        (own.temperature, own.top_k, own.top_p, own.min_p, number) for own, number in zip(params, uniforms, strict=True)
+    ]
+    return np.ascontiguousarray(np.array(rows, dtype=np.float64).T)
 
 
 def draw(logits: torch.Tensor, params: Sequence[SamplingParams], table: torch.Tensor) -> torch.Tensor:
@@ -33,7 +30,7 @@ def draw(logits: torch.Tensor, params: Sequence[SamplingParams], table: torch.Te
     Args:
         logits: float32 [n, vocab].
         params: Sampling parameters of each row. They determine only which filters are computed.
-        table: `table_of` the same parameters, on the device.
+        table: `draw_table` of the same parameters, on the device.
     """
     sampled = table[_TEMPERATURE] > 0
     temperature = torch.where(sampled, table[_TEMPERATURE], 1.0)[:, None]
