@@ -20,20 +20,23 @@ def test_one_family_gives_the_reference_answers() -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_gives_the_reference_answers_in_every_mode(family: str) -> None:
-    """Unmerged, merged and mixed, mode switches, chunked prompts, preemption, adapters loaded by threads, video."""
-    others = " and ".join(f"not {other}" for other in FAMILIES if other != family and family in other)
-    passes(f"{ENGINE}/test_same_answers.py", "-k", f"{family} and {others}" if others else family)
+    """Unmerged, merged and mixed, mode switches, chunked prompts, preemption, adapters loaded by threads, video.
+
+    Of the tests that differ only by the merged adapter or the policy, one runs.
+    """
+    longer = [other for other in FAMILIES if other != family and family in other]
+    others = ["patterned16", "narrow4", "everywhere64", "algorithm_1", "paper", *longer]
+    passes(f"{ENGINE}/test_same_answers.py", "-k", " and not ".join([family, *others]))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "module", ["test_heads", "test_relocation", "test_in_place_answers", "test_swap", "test_reuse"]
-)
+@pytest.mark.parametrize("module", ["heads", "relocation", "in_place_answers", "swap"])
 def test_other_oracle_tests(module: str) -> None:
-    passes(f"{ENGINE}/test_{module}.py", "-k", "not llava and not qwen3")
+    passes(f"{ENGINE}/test_{module}.py", "-k", "not qwen3_vl and not (llava and not swap)")
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_disabled_parts_of_the_engine_are_found() -> None:
     passes(f"{ENGINE}/test_negative_controls.py")
