@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.simulated_cuda.counts import Kind
+from tests.simulated_cuda.flash import varlen_attention
 from tests.simulated_cuda.streams import count, pinned
 
 CUDA = torch.device("cuda:0")
@@ -223,7 +224,11 @@ def execute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     host_kwargs = {key: _map(_backing, value) for key, value in kwargs.items()}
     if creates:
         host_kwargs["device"] = torch.device("cpu")
-    out = func(*host_args, **host_kwargs)
+    if name == "_varlen_attn":
+        with torch._C._DisableTorchDispatch():
+            out = varlen_attention(func._schema, host_args, host_kwargs)
+    else:
+        out = func(*host_args, **host_kwargs)
     if device is not None and not creates:
         return out
     known = {id(tensor.backing): tensor for tensor in simulated}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.varlen import varlen_attn
 
 from tests.simulated_cuda import CUDA, Counts, DeviceMismatch, Kind, SimulatedTensor, counting, simulated_cuda
 from tests.simulated_cuda.counts import HOST_WAITS
@@ -140,6 +143,30 @@ def test_a_scalar_fills_a_boolean_mask_without_a_wait() -> None:
     mask = x > 0
     assert counts_of(lambda: x.__setitem__(mask, 2.0)).total(*HOST_WAITS) == 0
     assert x.cpu().tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_sequences_attend_within_themselves(causal: bool) -> None:
+    """torch's kernel for packed sequences: grouped queries, and causal where queries are the last tokens."""
+    starts_q, starts_k = torch.tensor([0, 3, 4]), torch.tensor([0, 5, 8])
+    q, k, v = torch.randn(4, 4, 8), torch.randn(8, 2, 8), torch.randn(8, 2, 8)
+    options: dict[str, Any] = {"window_size": (-1, 0) if causal else (-1, -1), "scale": 0.5}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        options["enable_gqa"] = True
+    packed: Any = [tensor.to("cuda") for tensor in (q, k, v, starts_q.int(), starts_k.int())]
+    with counting() as counts:
+        out: Any = varlen_attn(*packed, 3, 5, **options)
+    assert counts.total(Kind.LAUNCH) == 1 and counts.total(*HOST_WAITS) == 0 and out.device == CUDA
+    for head in range(4):
+        for (first_q, stop_q), (first_k, stop_k) in (((0, 3), (0, 5)), ((3, 4), (5, 8))):
+            scores = 0.5 * q[first_q:stop_q, head] @ k[first_k:stop_k, head // 2].T
+            if causal:
+                later = torch.ones_like(scores).triu(stop_k - first_k - (stop_q - first_q) + 1).bool()
+                scores = scores.masked_fill(later, -torch.inf)
+            want = scores.softmax(-1) @ v[first_k:stop_k, head // 2]
+            torch.testing.assert_close(out.cpu()[first_q:stop_q, head], want)
+    with pytest.raises(DeviceMismatch):
+        varlen_attn(*packed[:3], starts_q.int(), packed[4], 3, 5, **options)
 
 
 def test_threads_use_the_device() -> None:
