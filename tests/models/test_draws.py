@@ -166,6 +166,16 @@ def test_large_vocabularies_follow_the_definition() -> None:
             assert kept[token] > 0 and below - 1e-9 <= draw <= float(cumulative[token]) + 1e-9
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("chosen", [{}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.1}])
+def test_undefined_logits_give_a_token_of_the_vocabulary(device: str, chosen: dict[str, float]) -> None:
+    """A model that overflows answers nonsense; an id outside of the vocabulary would end a GPU's process."""
+    params = SamplingParams(temperature=1.0, **chosen)  # type: ignore[arg-type]
+    for logits in ([math.nan] * 5, [0.0, math.nan, 1.0, -math.inf, 2.0], [math.inf, 0.0, math.inf, 1.0, 2.0]):
+        (token,) = drawn(torch.tensor([logits]).to(device), [params], [0], [0])
+        assert 0 <= token < 5
+
+
 def test_the_device_is_read_once() -> None:
     """One copy of the tokens to the host, and one asynchronous copy of the parameters, for any number of rows."""
     options = [SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.01)] * 8 + [SamplingParams()]

@@ -6,6 +6,7 @@ are those of the GPU path. A count above its limit fails with the call sites.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from transformers import Qwen2VLConfig
 from tests.harness import FixedModes
 from tests.simulated_cuda import Counts, Kind, counting
 from tests.simulated_cuda.counts import HOST_WAITS, SERVING
+from tests.simulated_cuda.install import uncomputed_kernels
 from vlora.bench.dummy import language_shapes, write_adapter
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
@@ -139,8 +141,9 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Served]:
-    return {num_layers: Served(num_layers, tmp_path_factory.mktemp(f"layers{num_layers}")) for num_layers in LAYERS}
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Served]]:
+    with uncomputed_kernels():
+        yield {num_layers: Served(num_layers, tmp_path_factory.mktemp(f"layers{num_layers}")) for num_layers in LAYERS}
 
 
 def exceeded(served: dict[int, Served], name: str) -> list[str]:

@@ -180,6 +180,18 @@ def _in_thread(thread: threading.Thread) -> None:
         _plain_bootstrap(thread)
 
 
+@contextmanager
+def uncomputed_kernels() -> Iterator[None]:
+    """Context in which Triton kernels are counted and not computed, for counts of steps: the interpreter is slow.
+
+    What the kernels would write is undefined.
+    """
+    from triton.runtime.interpreter import GridExecutor
+
+    with mock.patch.object(GridExecutor, "__call__", _launcher(lambda *_, **__: None)):
+        yield
+
+
 def _launcher(launch: Callable[..., None]) -> Callable[..., None]:
     """The launch of a Triton kernel in the interpreter, on tensors of the device only."""
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.varlen import varlen_attn
+from torch.nn.attention import varlen
 
 from tests.simulated_cuda import CUDA, Counts, DeviceMismatch, Kind, SimulatedTensor, counting, simulated_cuda
 from tests.simulated_cuda.counts import HOST_WAITS
@@ -150,12 +150,13 @@ def test_packed_sequences_attend_within_themselves(causal: bool) -> None:
     """torch's kernel for packed sequences: grouped queries, and causal where queries are the last tokens."""
     starts_q, starts_k = torch.tensor([0, 3, 4]), torch.tensor([0, 5, 8])
     q, k, v = torch.randn(4, 4, 8), torch.randn(8, 2, 8), torch.randn(8, 2, 8)
+    attend: Any = varlen.varlen_attn  # its positional arguments differ between versions of torch
     options: dict[str, Any] = {"window_size": (-1, 0) if causal else (-1, -1), "scale": 0.5}
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+    if "enable_gqa" in inspect.signature(attend).parameters:
         options["enable_gqa"] = True
     packed: Any = [tensor.to("cuda") for tensor in (q, k, v, starts_q.int(), starts_k.int())]
     with counting() as counts:
-        out: Any = varlen_attn(*packed, 3, 5, **options)
+        out: Any = attend(*packed, 3, 5, **options)
     assert counts.total(Kind.LAUNCH) == 1 and counts.total(*HOST_WAITS) == 0 and out.device == CUDA
     for head in range(4):
         for (first_q, stop_q), (first_k, stop_k) in (((0, 3), (0, 5)), ((3, 4), (5, 8))):
@@ -166,7 +167,7 @@ def test_packed_sequences_attend_within_themselves(causal: bool) -> None:
             want = scores.softmax(-1) @ v[first_k:stop_k, head // 2]
             torch.testing.assert_close(out.cpu()[first_q:stop_q, head], want)
     with pytest.raises(DeviceMismatch):
-        varlen_attn(*packed[:3], starts_q.int(), packed[4], 3, 5, **options)
+        attend(*packed[:3], starts_q.int(), packed[4], 3, 5, **options)
 
 
 def test_threads_use_the_device() -> None:

@@ -90,7 +90,7 @@ def _draw(logits: np.ndarray, params: SamplingParams, number: float) -> int:
     values = torch.from_numpy(logits if ids is None else logits[ids]).double().div_(params.temperature)
     masses = values.sub_(values.max()).exp_().numpy()
     if params.min_p:
-        likely = np.flatnonzero(masses >= params.min_p)  # the largest mass is 1
+        likely = np.flatnonzero(~(masses < params.min_p))  # the largest mass is 1; NaN stays
         masses, ids = masses[likely], likely if ids is None else ids[likely]
     if params.top_p < 1:
         heaviest = _heaviest(masses, params.top_p * masses.sum())
@@ -104,7 +104,7 @@ def _draw(logits: np.ndarray, params: SamplingParams, number: float) -> int:
 def _largest(values: np.ndarray, count: int) -> np.ndarray:
     """The ids of the `count` largest values, ascending; of equal ones, those with smaller ids."""
     border = np.partition(values, len(values) - count)[len(values) - count]
-    ids = np.flatnonzero(values >= border)
+    ids = np.flatnonzero(~(values < border))
     if len(ids) == count:
         return ids
     equal = values[ids] == border
@@ -121,7 +121,7 @@ def _heaviest(masses: np.ndarray, limit: float) -> np.ndarray:
         count *= _FEW
     order = np.argsort(-masses, kind="stable")
     cumulative = masses[order].cumsum()
-    return np.sort(order[cumulative - masses[order] < limit])
+    return np.sort(order[~(cumulative - masses[order] >= limit)])
 
 
 # -- adjustments before sampling --------------------------------------------------------------------------------------

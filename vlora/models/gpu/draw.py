@@ -53,7 +53,8 @@ def draw(logits: torch.Tensor, params: Sequence[SamplingParams], table: torch.Te
     total = cumulative[:, -1:].contiguous()
     places = torch.searchsorted(cumulative, table[_UNIFORM][:, None] * total, right=True)
     last = torch.searchsorted(cumulative, total)  # the product may round to the total
-    return torch.where(sampled, torch.minimum(places, last)[:, 0], logits.argmax(-1))
+    tokens = torch.minimum(places, last)[:, 0].clamp(max=num_tokens - 1)  # NaN logits give any token
+    return torch.where(sampled, tokens, logits.argmax(-1))
 
 
 def _order(logits: torch.Tensor) -> torch.Tensor:
