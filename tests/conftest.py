@@ -1,11 +1,13 @@
 """Shared fixtures and options.
 
-`pytest --device cuda -m gpu` runs the engine's oracle tests on a GPU; the default device is the CPU.
+`pytest --device cuda -m gpu` runs the engine's oracle tests on a GPU, `--device simulated-cuda` on a simulated one
+(`tests/simulated_cuda`); the default device is the CPU.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import gc
 import logging
@@ -66,14 +68,23 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", default="cpu", help="device of the oracle tests: cpu or cuda")
+    parser.addoption("--device", default="cpu", help="device of the oracle tests: cpu, cuda or simulated-cuda")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Set the device of the oracle tests, and the number of hypothesis examples."""
     if "not slow" in config.option.markexpr and config.getoption("--hypothesis-profile") is None:
         hypothesis.settings.load_profile("fast")
-    device.use(config.getoption("--device"))
+    name = config.getoption("--device")
+    if name == "simulated-cuda":
+        name = "cuda"
+        os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
+        from tests.simulated_cuda import simulated_cuda
+
+        simulation = contextlib.ExitStack()
+        simulation.enter_context(simulated_cuda())
+        config.add_cleanup(simulation.close)
+    device.use(name)
     if device.name.startswith("cuda"):
         import torch
 

@@ -120,11 +120,15 @@ class RecordingEngine:
         inner_sample = runner.sample
 
         def recording_sample(
-            logits: torch.Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], places: Sequence[int]
+            logits: torch.Tensor,
+            params: Sequence[SamplingParams],
+            seeds: Sequence[int],
+            places: Sequence[int],
+            draws: torch.Tensor | None = None,
         ) -> list[int]:
             for row, seed in enumerate(seeds):
                 recorded.setdefault(str(seed), []).append(logits[row].cpu().clone())
-            return inner_sample(logits, params, seeds, places)
+            return inner_sample(logits, params, seeds, places, draws)
 
         runner.sample = recording_sample
         try:

@@ -183,7 +183,7 @@ def test_decode_kernels_compiled_ahead_are_not_compiled_in_a_step(triton_launche
     matrix = torch.zeros(4096, 128, dtype=torch.bfloat16)
     for batch, length in ((1, 1), (3, 900), (9, 17), (20, 3000), (40, 256)):
         contexts = [np.arange(length) // 16 * 904 + np.arange(length) % 16 for _ in range(batch)]
-        tokens = gpu.lay_out_decodes(range(batch), contexts)
+        tokens = gpu.lay_out_decodes(range(batch), contexts, torch.from_numpy)
         for layer in range(2):
             q = torch.zeros(14, batch, 64, dtype=torch.bfloat16).transpose(0, 1)
             tokens.attend(torch.zeros(batch, 14, 64, dtype=torch.bfloat16), q, matrix[32 * layer :], 0.125)

@@ -11,8 +11,8 @@ from tests.core_size import ROOT
 
 PACKAGES = ("vlora", "atmm", "heads", "fusion", "apps")
 MAX_EXECUTED_LINES = 3_000
-MAX_CORE_LINES = 9_120
-MAX_CORE_CODE_LINES = 5_860
+MAX_CORE_LINES = 9_170
+MAX_CORE_CODE_LINES = 5_880
 
 
 def num_lines(path: str) -> int:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests import device
 from tests.families import Prompt, build_model, make_prompt
 from tests.queued_executor import QueuedExecutor
 from vlora.config import EngineConfig
@@ -38,8 +39,8 @@ def background() -> QueuedExecutor:
 
 
 def make_engine(executor: QueuedExecutor | None = None, num_bytes: int = 64 * 2**20) -> LocalEngine:
-    config = EngineConfig(model=FAMILY, arena_bytes=num_bytes, max_context=256, block_size=8)
-    return LocalEngine(config, model=build_model(FAMILY), executor=executor)
+    config = EngineConfig(model=FAMILY, device=device.name, arena_bytes=num_bytes, max_context=256, block_size=8)
+    return LocalEngine(config, model=build_model(FAMILY).to(device.name), executor=executor)
 
 
 def ask(prompt: Prompt, name: str, adapter: str | None, **changes: Any) -> Request:

@@ -11,7 +11,7 @@ import torch
 
 import atmm
 from vlora.models.attention import PrefillSpan, Queries, decode_rows
-from vlora.models.gpu_attention import Chunk, FlashChunks, GpuAttention
+from vlora.models.gpu_attention import Chunk, FlashChunks, GpuAttention, Put
 from vlora.models.last_layer import ReadRows, lanes_of_rows
 from vlora.models.request_state import RequestState
 from vlora.types import BatchItem, Mode
@@ -51,7 +51,16 @@ def lane_by_lane(items: Sequence[BatchItem], merged: str | None) -> list[BatchIt
 
 
 class ForwardBatch:
-    """Packed arrays of one step, in the order of `items`."""
+    """Packed arrays of one step, in the order of `items`.
+
+    Attributes:
+        text: Rows that sample a token.
+        text_index: The places of their last tokens in the batch, on the model's device.
+        draws: On a GPU the `draw_table` of the text rows, if any of them is not greedy.
+    """
+
+    text_index: torch.Tensor
+    draws: torch.Tensor | None = None
 
     def __init__(
         self, states: Mapping[str, RequestState], items: Sequence[BatchItem], block_size: int, block_rows: int
@@ -68,6 +77,7 @@ class ForwardBatch:
             if row.answers:
                 self.answering.append(row)
             start = row.stop
+        self.text = [row for row in self.answering if row.state.request.head is None]
         self.num_tokens = start
         self.token_ids = np.empty(start, dtype=np.int64)
         self.write_rows = np.empty(start, dtype=np.int64)
@@ -144,7 +154,7 @@ class ForwardBatch:
 
 
 def queries_of(
-    packed: ForwardBatch, lanes: Sequence[atmm.Lane], dtype: torch.dtype, gpu: GpuAttention
+    packed: ForwardBatch, lanes: Sequence[atmm.Lane], dtype: torch.dtype, gpu: GpuAttention, put: Put
 ) -> tuple[Queries, Queries, ReadRows | None]:
     """Build the queries of a packed batch.
 
@@ -153,22 +163,25 @@ def queries_of(
         lanes: The batch's lanes.
         dtype: The KV cache's type.
         gpu: The kernels of the model's device.
+        put: Copies indices to the device.
 
     Returns:
         The queries of all layers except the last, those of the last layer, and the rows of the last layer that are read
         (None: all).
     """
     attending = [np.arange(row.start, row.stop) for row in packed.rows]
-    queries = _queries(packed, attending, dtype, gpu)
+    queries = _queries(packed, attending, dtype, gpu, put)
     read = packed.read_rows()
     rows = np.concatenate(read)
     if len(rows) == packed.num_tokens:
         return queries, queries, None
-    limited = ReadRows(torch.from_numpy(rows).to(gpu.device), lanes_of_rows(lanes, rows))
-    return queries, _queries(packed, read, dtype, gpu), limited
+    limited = ReadRows(put(rows), lanes_of_rows(lanes, rows))
+    return queries, _queries(packed, read, dtype, gpu, put), limited
 
 
-def _queries(packed: ForwardBatch, attending: Sequence[np.ndarray], dtype: torch.dtype, gpu: GpuAttention) -> Queries:
+def _queries(
+    packed: ForwardBatch, attending: Sequence[np.ndarray], dtype: torch.dtype, gpu: GpuAttention, put: Put
+) -> Queries:
     """attending: for each row, the batch indices of its tokens that attend."""
     chunks: list[tuple[Row, np.ndarray]] = []
     places: list[int] = []
@@ -183,25 +196,27 @@ def _queries(packed: ForwardBatch, attending: Sequence[np.ndarray], dtype: torch
             chunks.append((row, own))
     prefills: tuple[PrefillSpan, ...] | FlashChunks
     if chunks and gpu.prefills:
-        ranges = [Chunk.of(own, row.first - row.start, row.context) for row, own in chunks]
-        prefills = gpu.lay_out_chunks(ranges, packed.write_rows)
+        prefills = gpu.lay_out_chunks(
+            [Chunk.of(own, row.first - row.start, row.context) for row, own in chunks], packed.write_rows, put
+        )
     else:
-        prefills = tuple(_span(row, own, gpu.device) for row, own in chunks)
+        prefills = tuple(_span(row, own, gpu.device, put) for row, own in chunks)
     if not places:
         return Queries(prefills, None)
     if gpu.decodes:
-        return Queries(prefills, gpu.lay_out_decodes(places, contexts))
-    index = None if len(places) == packed.num_tokens else torch.tensor(places).to(gpu.device)
+        return Queries(prefills, gpu.lay_out_decodes(places, contexts, put))
+    index = None if len(places) == packed.num_tokens else put(np.array(places))
     return Queries(prefills, decode_rows(index, list(map(torch.from_numpy, contexts)), gpu.device, dtype))
 
 
-def _span(row: Row, own: np.ndarray, device: torch.device) -> PrefillSpan:
+def _span(row: Row, own: np.ndarray, device: torch.device, put: Put) -> PrefillSpan:
     """The span of one request's chunk, of which two or more tokens attend."""
-    context = None if row.first == 0 else torch.from_numpy(row.context).to(device)
+    context = None if row.first == 0 else put(row.context)
     everything = len(own) == row.stop - row.start
     if everything and context is None:
         return PrefillSpan(row.start, row.stop, None, None, None)
+    # Read before the step's copy, so it has a copy of its own.
     seen = torch.from_numpy(own - row.start + row.first).to(device)  # the last token of the context that each one sees
     mask = seen[:, None] >= torch.arange(row.last, device=device)
-    queries = None if everything else torch.from_numpy(own).to(device)
+    queries = None if everything else put(own)
     return PrefillSpan(row.start, row.stop, context, queries, mask)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 # Rows of block tables are a multiple of this many entries, so that Triton compiles for one alignment of their stride.
 _TABLE_COLUMNS = 16
+
+
+Put = Callable[[np.ndarray], torch.Tensor]
+"""Copies an array to the model's device. On a GPU it has its values after `StepInputs.copy`."""
 
 
 class Chunk(NamedTuple):
@@ -63,7 +67,7 @@ class FlashChunks:
     rows: torch.Tensor | None
 
     @classmethod
-    def of(cls, chunks: Sequence[Chunk], write_rows: np.ndarray, device: torch.device) -> FlashChunks:
+    def of(cls, chunks: Sequence[Chunk], write_rows: np.ndarray, put: Put) -> FlashChunks:
         """The layout of chunks, in the order of the batch. write_rows: base KV row of every token of the batch."""
         start, stop = chunks[0].start, chunks[-1].stop
         sequences: list[Chunk] = []
@@ -76,7 +80,7 @@ class FlashChunks:
         num_k = [len(chunk.context) for chunk in sequences]
         starts = [np.cumsum([0, *counts], dtype=np.int32) for counts in (num_q, num_k)]
         gathered = [] if num_q == num_k else [chunk.context.astype(np.int32) for chunk in sequences]
-        flat = torch.from_numpy(np.concatenate([*starts, *gathered])).to(device)
+        flat = put(np.concatenate([*starts, *gathered]))
         starts_q, starts_k, rows = flat.tensor_split([len(num_q) + 1, 2 * (len(num_q) + 1)])
         return cls(start, stop, starts_q, starts_k, max(num_q), max(num_k), rows if gathered else None)
 
@@ -180,16 +184,17 @@ class GpuAttention:
             decodes = serves_decode(dtype, group, hf_model.head_dim, block_size)
         return cls(device, block_size, block_rows, decodes, atmm.serves_flash(device, dtype, hf_model.head_dim))
 
-    def lay_out_chunks(self, chunks: Sequence[Chunk], write_rows: np.ndarray) -> FlashChunks:
+    def lay_out_chunks(self, chunks: Sequence[Chunk], write_rows: np.ndarray, put: Put) -> FlashChunks:
         """The layout of prefill chunks, at least one, in the order of the batch. write_rows: KV rows of its tokens."""
-        return FlashChunks.of(chunks, write_rows, self.device)
+        return FlashChunks.of(chunks, write_rows, put)
 
-    def lay_out_decodes(self, places: Sequence[int], contexts: Sequence[np.ndarray]) -> BlockDecodes:
+    def lay_out_decodes(self, places: Sequence[int], contexts: Sequence[np.ndarray], put: Put) -> BlockDecodes:
         """The layout of single tokens, at least one.
 
         Args:
             places: Their rows of the packed batch.
             contexts: Base KV rows of their contexts.
+            put: Copies an array to the device.
         """
         num_rows = len(places)
         lengths = [len(rows) for rows in contexts]
@@ -200,7 +205,7 @@ class GpuAttention:
         for row, context in zip(table, contexts, strict=True):
             blocks = context[:: self.block_size] // self.block_rows
             row[: len(blocks)] = blocks
-        on_device = torch.from_numpy(flat).to(self.device)
+        on_device = put(flat)
         return BlockDecodes(
             on_device[:num_rows],
             on_device[num_rows : 2 * num_rows],
@@ -208,6 +213,9 @@ class GpuAttention:
             self.block_rows,
             self.block_size,
         )
+
+    def _copy(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
 
     def compile_ahead(self, hf_model: Any, max_batch: int) -> None:
         """Launch every decode kernel that a step may need once. max_batch: the largest number of requests."""
@@ -221,6 +229,6 @@ class GpuAttention:
             range(1, max_batch + 1), lambda batch: num_splits(batch, hf_model.num_kv_heads)
         ):
             batch = next(batches)
-            tokens = self.lay_out_decodes(range(batch), [np.zeros(1, dtype=np.int64)] * batch)
+            tokens = self.lay_out_decodes(range(batch), [np.zeros(1, dtype=np.int64)] * batch, self._copy)
             q = torch.zeros(batch, num_heads, hf_model.head_dim, dtype=kv_rows.dtype, device=self.device)
             tokens.attend(torch.empty_like(q), q, kv_rows, 1.0)

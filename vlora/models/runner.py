@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 import atmm
@@ -15,7 +16,8 @@ from vlora.lora.adapter_pool import AdapterPool
 from vlora.lora.merge import ModeSwitcher
 from vlora.memory.arena import PAGE_BYTES, Arena
 from vlora.models.attention import KVCache, StepAttention
-from vlora.models.forward_batch import ForwardBatch, Row, lane_by_lane, queries_of
+from vlora.models.forward_batch import ForwardBatch, lane_by_lane, queries_of
+from vlora.models.gpu.step_inputs import StepInputs
 from vlora.models.gpu_attention import GpuAttention
 from vlora.models.grammar import Cursor, hold
 from vlora.models.head_reading import read_heads
@@ -62,6 +64,7 @@ class ModelRunner:
         self._last_layer = LastLayer(hf_model.text_model.layers[hf_model.num_layers - 1], hf_model.language_scope)
         self._states: dict[str, RequestState] = {}
         self._images = ImageEncoding(hf_model, vision, self._states, group)
+        self._inputs = StepInputs(hf_model.device) if hf_model.device.type == "cuda" else None
 
     def add(self, request: Request, vision_key: str | None) -> None:
         """Add a request. vision_key: its adapter's key if that adapter changes the vision side, else None."""
@@ -110,8 +113,7 @@ class ModelRunner:
                     hidden, packed = self._forward(batch, items)
                     if self._group is not None and not self._group.leads:
                         return StepResult(errors=errors)
-                    text = [row for row in packed.answering if row.state.request.head is None]
-                    tokens, scores, refused = self._sample(hidden, text)
+                    tokens, scores, refused = self._sample(hidden, packed)
                     heads, failed = read_heads(hidden, packed, self._pool, self._hf_model.config)
                     errors |= refused | failed
                 except CollectiveFailed:
@@ -137,18 +139,23 @@ class ModelRunner:
     def _forward(self, batch: Batch, items: Sequence[BatchItem]) -> tuple[torch.Tensor, ForwardBatch]:
         """Run the model. Returns hidden states [T, hidden], valid only in rows that are read, and the packed batch."""
         hf_model = self._hf_model
-        device = hf_model.device
+        put = torch.from_numpy if self._inputs is None else self._inputs.put
         merged = batch.merged_adapter
         packed = ForwardBatch(self._states, lane_by_lane(items, merged), self._block_size, self._block_rows)
-        embeddings = hf_model.embed(torch.from_numpy(packed.token_ids).to(device))
-        visual_mask, deepstack = packed.place_visuals(embeddings)
+        token_ids, write_rows = put(packed.token_ids), put(packed.write_rows)
+        positions = put(packed.positions(3 if hf_model.family.mrope else 1))
         lanes = packed.lanes(batch.mode, merged)
         leads = self._group is None or self._group.leads
-        if leads and atmm.gains_from_copies(lanes, device, hf_model.dtype):
+        if leads and atmm.gains_from_copies(lanes, hf_model.device, hf_model.dtype):
             self._pool.pack_for(lane.key for lane in lanes)
-        queries, last_queries, read = queries_of(packed, lanes, hf_model.dtype, self.gpu)
-        step = StepAttention(self._cache, torch.from_numpy(packed.write_rows).to(device), queries, last_queries)
-        positions = torch.from_numpy(packed.positions(3 if hf_model.family.mrope else 1)).to(device)
+        queries, last_queries, read = queries_of(packed, lanes, hf_model.dtype, self.gpu, put)
+        packed.text_index = put(np.array([row.stop - 1 for row in packed.text], dtype=np.int64))
+        if self._inputs is not None:
+            packed.draws = self._inputs.put_draws([row.state for row in packed.text])
+            self._inputs.copy()
+        embeddings = hf_model.embed(token_ids)
+        visual_mask, deepstack = packed.place_visuals(embeddings)
+        step = StepAttention(self._cache, write_rows, queries, last_queries)
         with hf_model.language_scope.lanes(packed.num_tokens, lanes), self._last_layer.limited_to(read):
             hidden = hf_model.forward(embeddings, positions, step, visual_mask, deepstack)
         return hidden, packed
@@ -156,18 +163,18 @@ class ModelRunner:
     # -- answers ----------------------------------------------------------------------------------------------------
 
     def _sample(
-        self, hidden: torch.Tensor, rows: Sequence[Row]
+        self, hidden: torch.Tensor, packed: ForwardBatch
     ) -> tuple[dict[str, int], dict[str, TokenScore], dict[str, ErrorValue]]:
-        """Sample one token per row.
+        """Sample one token per text row.
 
         Returns:
             By request id: tokens, scores of requests with logprobs, and errors of answers that a grammar stopped.
         """
-        if not rows:
+        if not packed.text:
             return {}, {}, {}
-        picked = hidden.index_select(0, torch.tensor([row.stop - 1 for row in rows]).to(hidden.device))
+        picked = hidden.index_select(0, packed.text_index)
         logits = linear(picked, self._hf_model.lm_head.weight, self._hf_model.lm_head.bias).float().contiguous()
-        states = [row.state for row in rows]
+        states = [row.state for row in packed.text]
         params = [state.request.sampling for state in states]
         held, refused = hold(logits, [state.cursor for state in states])
         written = [Written(state.tokens, len(state.request.prompt_ids)) for state in states]
@@ -176,6 +183,7 @@ class ModelRunner:
             params,
             [state.seed for state in states],
             [state.num_answered for state in states],
+            packed.draws,
         )
         ids = [state.request.request_id for state in states]
         for row, (state, token) in enumerate(zip(states, chosen, strict=True)):

@@ -13,7 +13,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from vlora.models.gpu.draw import draw
 from vlora.types import SamplingParams, TokenScore
+
+_FEW = 64  # tokens among which those that top-p keeps are searched first; then 64 times as many
 
 
 def seed_of(request_id: str, params: SamplingParams) -> int:
@@ -24,7 +27,11 @@ def seed_of(request_id: str, params: SamplingParams) -> int:
 
 
 def sample(
-    logits: torch.Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], places: Sequence[int]
+    logits: torch.Tensor,
+    params: Sequence[SamplingParams],
+    seeds: Sequence[int],
+    places: Sequence[int],
+    draws: torch.Tensor | None = None,
 ) -> list[int]:
     """Choose one token per row.
 
@@ -33,14 +40,22 @@ def sample(
         params: Sampling parameters of each row.
         seeds: Seed of each row.
         places: Index of the token in each row's answer.
+        draws: The rows' `draw_table` on the device of the logits. Used on a GPU only; None if all rows are greedy.
     """
-    # On the host numpy's argmax is ten times as fast as torch's.
-    greedy = logits.numpy().argmax(-1) if logits.device.type == "cpu" else logits.argmax(-1)
-    tokens: list[int] = greedy.tolist()
-    for row, chosen in enumerate(params):
-        if chosen.temperature > 0:
-            tokens[row] = _draw(logits[row], chosen, seeds[row], places[row])
+    if logits.device.type != "cpu":
+        return (logits.argmax(-1) if draws is None else draw(logits, params, draws)).tolist()
+    rows = logits.numpy()  # on the host numpy's argmax is ten times as fast as torch's
+    tokens: list[int] = rows.argmax(-1).tolist()
+    for row, own in enumerate(params):
+        if own.temperature > 0:
+            tokens[row] = _draw(rows[row], own, uniform(seeds[row], places[row]))
     return tokens
+
+
+def uniform(seed: int, place: int) -> float:
+    """The number in [0, 1) from which the token at this index of an answer is drawn."""
+    bits = np.random.Philox(key=seed & (2**64 - 1), counter=place)
+    return float(np.random.Generator(bits).random())
 
 
 def token_scores(
@@ -63,23 +78,50 @@ def token_scores(
     }
 
 
-def _draw(logits: torch.Tensor, params: SamplingParams, seed: int, place: int) -> int:
-    """Inverse-CDF draw over the tokens that top-k, min-p and top-p keep, most likely first."""
-    count = min(params.top_k or logits.numel(), logits.numel())
-    values, ids = torch.topk(logits.double() / params.temperature, count)
-    probabilities = torch.softmax(values, -1)
+def _draw(logits: np.ndarray, params: SamplingParams, number: float) -> int:
+    """Invert the cumulative distribution, in the order of token ids, of the tokens that top-k, min-p and top-p keep.
+
+    logits: float32 [vocab]. Of equally likely tokens at a filter's border, those with smaller ids are kept. Tokens that
+    a grammar forbids have no mass.
+    """
+    ids: np.ndarray | None = None  # of the kept tokens, ascending; None: all
+    if 0 < params.top_k < len(logits):
+        ids = _largest(logits, params.top_k)
+    values = torch.from_numpy(logits if ids is None else logits[ids]).double().div_(params.temperature)
+    masses = values.sub_(values.max()).exp_().numpy()
     if params.min_p:
-        probabilities = torch.where(probabilities >= params.min_p * probabilities[0], probabilities, 0.0)
-        probabilities /= probabilities.sum()
-    cumulative = probabilities.cumsum(-1)
-    # A token is kept if the mass before it is below top_p, so the first token is always kept. Tokens that a grammar
-    # forbids have no mass.
-    kept = int((((cumulative - probabilities) < params.top_p) & (probabilities > 0)).sum())
-    bits = np.random.Philox(key=seed & (2**64 - 1), counter=place)
-    uniform = float(np.random.Generator(bits).random())
-    target = uniform * float(cumulative[kept - 1])
-    index = int(torch.searchsorted(cumulative[:kept], target, right=True))
-    return int(ids[min(index, kept - 1)])
+        likely = np.flatnonzero(~(masses < params.min_p))  # the largest mass is 1; NaN stays
+        masses, ids = masses[likely], likely if ids is None else ids[likely]
+    if params.top_p < 1:
+        heaviest = _heaviest(masses, params.top_p * masses.sum())
+        masses, ids = masses[heaviest], heaviest if ids is None else ids[heaviest]
+    cumulative = torch.from_numpy(masses).cumsum(0).numpy()
+    place = np.searchsorted(cumulative, number * cumulative[-1], side="right")
+    place = min(place, np.searchsorted(cumulative, cumulative[-1]))  # the product may round to the total
+    return int(place if ids is None else ids[place])
+
+
+def _largest(values: np.ndarray, count: int) -> np.ndarray:
+    """The ids of the `count` largest values, ascending; of equal ones, those with smaller ids."""
+    border = np.partition(values, len(values) - count)[len(values) - count]
+    ids = np.flatnonzero(~(values < border))
+    if len(ids) == count:
+        return ids
+    equal = values[ids] == border
+    return ids[~equal | (np.cumsum(equal) <= count - np.count_nonzero(~equal))]
+
+
+def _heaviest(masses: np.ndarray, limit: float) -> np.ndarray:
+    """The ids, ascending, of tokens preceded by less than `limit`: by heavier ones, and equal ones with smaller ids."""
+    count = _FEW
+    while count < len(masses):
+        candidates = _largest(masses, count)
+        if masses[candidates].sum() >= limit:
+            return candidates[_heaviest(masses[candidates], limit)]
+        count *= _FEW
+    order = np.argsort(-masses, kind="stable")
+    cumulative = masses[order].cumsum()
+    return np.sort(order[~(cumulative - masses[order] >= limit)])
 
 
 # -- adjustments before sampling --------------------------------------------------------------------------------------

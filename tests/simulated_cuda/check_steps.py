@@ -1,0 +1,193 @@
+"""Counts of the engine's device operations on the simulated device, with upper limits.
+
+Run by `test_steps.py` in a process of its own. The limits are today's counts, and may only become smaller; the goals
+are those of the GPU path. A count above its limit fails with the call sites.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from transformers import Qwen2VLConfig
+
+from tests.harness import FixedModes
+from tests.simulated_cuda import Counts, Kind, counting
+from tests.simulated_cuda.counts import HOST_WAITS, SERVING
+from tests.simulated_cuda.install import uncomputed_kernels
+from vlora.bench.dummy import language_shapes, write_adapter
+from vlora.config import EngineConfig
+from vlora.engine import LocalEngine
+from vlora.lora.adapted_linear import AdaptedLinear
+from vlora.memory.host_to_device import Inline
+from vlora.models.loading import dummy_model
+from vlora.types import Mode, Request, SamplingParams
+
+NUM_REQUESTS = 4
+LAYERS = (2, 4)
+"""Launches a layer are the difference of two models' counts, divided by the difference of their layers."""
+
+MERGED = (Mode.MERGED, "a0")
+UNMERGED = (Mode.UNMERGED, None)
+MIXED = (Mode.MIXED, "a0")
+
+
+class Case(NamedTuple):
+    """A decode step of `NUM_REQUESTS` requests: their adapters, the mode and the merged adapter."""
+
+    adapters: tuple[str | None, ...]
+    mode: tuple[Mode, str | None]
+    temperature: float = 0.0
+
+
+CASES = {
+    "base": Case((None,) * NUM_REQUESTS, UNMERGED),
+    "merged": Case(("a0",) * NUM_REQUESTS, MERGED),
+    "unmerged": Case(("a0", "a1", "a2", "a3"), UNMERGED),
+    "mixed": Case(("a0", "a0", "a1", None), MIXED),
+    "sampled": Case(("a0",) * NUM_REQUESTS, MERGED, temperature=0.7),
+}
+
+
+LAUNCHES = "launches a layer"
+KINDS = {
+    "blocking copies to the device": Kind.H2D_BLOCKING,
+    "asynchronous copies to the device": Kind.H2D_ASYNC,
+    "copies to the host": Kind.D2H,
+    "values read by .item()": Kind.ITEM,
+    "results of unknown size": Kind.NONZERO,
+    "boolean indices": Kind.BOOLEAN_INDEX,
+    "synchronizations": Kind.SYNCHRONIZE,
+}
+
+# Counts of today by case, in the order of CASES, and the goal.
+LIMITS: dict[str, tuple[tuple[float, ...], str]] = {
+    LAUNCHES: ((16, 16, 24, 24, 16), "merged 13, others 21"),
+    "blocking copies to the device": ((0, 0, 0, 0, 0), "0"),
+    "asynchronous copies to the device": ((1, 1, 1, 1, 1), "at most 1"),
+    "copies to the host": ((1, 1, 1, 1, 1), "1"),
+    "values read by .item()": ((0, 0, 0, 0, 0), "0"),
+    "results of unknown size": ((0, 0, 0, 0, 0), "0"),
+    "boolean indices": ((0, 0, 0, 0, 0), "0"),
+    "synchronizations": ((0, 0, 0, 0, 0), "0"),
+}
+LOADING_LAUNCHES = LOADING_WAITS = 0
+"""Of loading an adapter, on the stream of the steps. The goal is 0."""
+
+
+class Served:
+    """An engine with adapters of rank 16 on all language layers, on the simulated device."""
+
+    def __init__(self, num_layers: int, folder: Path) -> None:
+        rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 12, 12]}
+        config = Qwen2VLConfig(
+            text_config={
+                "vocab_size": 512,
+                "hidden_size": 256,
+                "intermediate_size": 512,
+                "num_hidden_layers": num_layers,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "max_position_embeddings": 1024,
+                "rope_parameters": rope,
+                "bos_token_id": 0,
+                "eos_token_id": 1,
+            },
+            vision_config={"depth": 1, "embed_dim": 64, "hidden_size": 256, "num_heads": 2, "mlp_ratio": 2},
+            vision_start_token_id=500,
+            vision_end_token_id=501,
+            image_token_id=503,
+            video_token_id=504,
+        )
+        model = dummy_model(config, "bfloat16", torch.device("cuda:0"), 0)
+        shapes = language_shapes(model)
+        self.folders = {f"a{i}": write_adapter(folder / f"a{i}", shapes, 16, seed=i) for i in range(5)}
+        settings = EngineConfig(
+            model="dummy",
+            device="cuda",
+            load_format="dummy",
+            dtype="bfloat16",
+            max_batch_size=16,
+            arena_bytes=64 * 2**20,
+            merge_fidelity_floor=0.0,
+            prefix_cache=False,
+        )
+        self.engine = LocalEngine(settings, model=model, executor=Inline()).engine
+        for name in list(self.folders)[:4]:
+            self.engine.load_adapter(name, self.folders[name])
+
+    def decode_step(self, case: Case) -> Counts:
+        """The counts of a decode step in a case's mode, after the batch has decoded for some steps."""
+        engine = self.engine
+        engine.parts.scheduler.policy = FixedModes(*case.mode)
+        ids = [f"r{index}" for index in range(len(case.adapters))]
+        for index, (name, adapter) in enumerate(zip(ids, case.adapters, strict=True)):
+            sampling = SamplingParams(max_tokens=64, ignore_eos=True, temperature=case.temperature, seed=index)
+            prompt = tuple(3 + (7 * place + index) % 400 for place in range(40 + index))
+            engine.add(Request(request_id=name, prompt_ids=prompt, adapter=adapter, sampling=sampling))
+        answering: set[str] = set()
+        while len(answering) < len(ids):
+            answering.update(output.request_id for output in engine.step())
+        for _ in range(8):
+            engine.step()
+        with counting() as counts:
+            assert len({output.request_id for output in engine.step()}) == len(ids)
+        for name in ids:
+            engine.cancel(name)
+        return counts
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Served]]:
+    with uncomputed_kernels():
+        yield {num_layers: Served(num_layers, tmp_path_factory.mktemp(f"layers{num_layers}")) for num_layers in LAYERS}
+
+
+def exceeded(served: dict[int, Served], name: str) -> list[str]:
+    """For each count of a decode step above its limit, the numbers and the call sites."""
+    few, many = (served[num_layers].decode_step(CASES[name]) for num_layers in LAYERS)
+    difference = many.total(Kind.LAUNCH) - few.total(Kind.LAUNCH)
+    measured = {LAUNCHES: difference / (LAYERS[1] - LAYERS[0])} | {key: many.total(kind) for key, kind in KINDS.items()}
+    print(f"{name}: {measured}")
+    found = []
+    for quantity, value in measured.items():
+        limits, goal = LIMITS[quantity]
+        limit = limits[list(CASES).index(name)]
+        if value > limit:
+            sites = many.report(KINDS.get(quantity, Kind.LAUNCH))
+            found.append(f"{quantity}: {value:g}, limit {limit:g}, goal {goal}\n{sites}")
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_decode_step(served: dict[int, Served], name: str) -> None:
+    found = exceeded(served, name)
+    assert not found, "\n".join(found)
+
+
+def test_added_operations_exceed_the_limits(served: dict[int, Served], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: what a change of the engine might add to a step is reported with its call site."""
+    forward = AdaptedLinear.forward
+
+    def slower(self: AdaptedLinear, x: torch.Tensor) -> torch.Tensor:
+        if self.site.name.endswith("down_proj"):
+            float((x + torch.zeros(1).to(x.device)).sum())
+        return forward(self, x)
+
+    monkeypatch.setattr(AdaptedLinear, "forward", slower)
+    found = exceeded(served, "merged")
+    for quantity in (LAUNCHES, "blocking copies to the device", "values read by .item()"):
+        assert any(line.startswith(f"{quantity}: ") and "check_steps.py:" in line for line in found), found
+
+
+def test_loading_an_adapter(served: dict[int, Served]) -> None:
+    few = served[LAYERS[0]]
+    with counting() as counts:
+        few.engine.load_adapter("a4", few.folders["a4"])
+    launches, waits = counts.total(Kind.LAUNCH, stream=SERVING), counts.total(*HOST_WAITS, stream=SERVING)
+    print(f"loading: {launches} launches, {waits} host waits")
+    assert launches <= LOADING_LAUNCHES, counts.report(Kind.LAUNCH, stream=SERVING)
+    assert waits <= LOADING_WAITS, counts.report(*HOST_WAITS, stream=SERVING)

@@ -1,0 +1,68 @@
+"""The host arrays of a step, copied to a GPU together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from vlora.models.gpu.draw import draw_table
+from vlora.models.request_state import RequestState
+from vlora.models.sampling import uniform
+
+_ALIGNMENT = 64  # bytes
+_FIRST_BYTES = 2**16
+
+
+class StepInputs:
+    """Collects arrays in pinned memory and copies them in one asynchronous copy.
+
+    There are two pinned buffers, used by turns, so that the host prepares a step while the copy of the one before it is
+    pending. The tensors of a step are views of one buffer on the device, at the same addresses in steps with arrays of
+    the same sizes. Kernels that read them are queued between two copies, all on one stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._used = 0
+        self._allocate(_FIRST_BYTES)
+
+    def put(self, array: np.ndarray) -> torch.Tensor:
+        """Add a contiguous array. Its tensor on the device has the values after the next `copy`."""
+        start = -(-self._used // _ALIGNMENT) * _ALIGNMENT
+        if start + array.nbytes > len(self._target):
+            self.copy()
+            self._allocate(max(2 * len(self._target), array.nbytes))
+            start = 0
+        if start == 0:
+            self._turn ^= 1
+            copied = self._copied[self._turn]
+            if not copied.query():
+                copied.synchronize()
+        self._used = start + array.nbytes
+        values = torch.from_numpy(array)
+        self._pinned[self._turn][start : self._used].view(values.dtype).view(values.shape).copy_(values)
+        return self._target[start : self._used].view(values.dtype).view(values.shape)
+
+    def put_draws(self, states: Sequence[RequestState]) -> torch.Tensor | None:
+        """Add the `draw_table` of requests that sample their next token; None if all are greedy."""
+        params = [state.request.sampling for state in states]
+        if not any(own.temperature > 0 for own in params):
+            return None
+        return self.put(draw_table(params, [uniform(state.seed, state.num_answered) for state in states]))
+
+    def copy(self) -> None:
+        """Copy what was added since the last copy, on the current stream."""
+        if self._used:
+            source = self._pinned[self._turn][: self._used]
+            self._target[: self._used].copy_(source, non_blocking=True)
+            self._copied[self._turn].record(torch.cuda.current_stream(self._device))
+            self._used = 0
+
+    def _allocate(self, num_bytes: int) -> None:
+        """Create buffers. torch keeps the memory of earlier ones until their copies are done."""
+        self._pinned = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._copied = [torch.cuda.Event() for _ in range(2)]
+        self._target = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        self._turn = 0
