@@ -75,6 +75,7 @@ EXCLUDED: Mapping[str, tuple[str, ...]] = {
     "the operator's adapter changes, which step only polls": ("vlora.engine.adapter_admin",),
     "the format of adapter files, read in another thread": ("vlora.lora.peft_format",),
     "the front end's image processor and tokenizer": ("vlora.models.processing",),
+    "installations without greenlet": ("vlora.models.vision.whole_call",),
 }
 """Reason -> packages and modules that are not part of the core."""
 

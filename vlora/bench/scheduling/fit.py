@@ -12,7 +12,6 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 import torch
-from scipy.optimize import nnls
 
 from vlora.bench.dummy import dummy_picture, language_shapes, write_adapter
 from vlora.bench.recording_cost_model import RecordingCostModel
@@ -94,6 +93,8 @@ def fit_costs(samples: Sequence[StepSample], thresholds: TokenThresholds) -> Cos
     """Non-negative step costs of least relative error. The absolute error would be dominated by the long prefill
     steps, although a run has many short decode steps for each of them.
     """
+    from scipy.optimize import nnls  # only the fit needs it, not the timing of steps
+
     seconds = np.array([sample.seconds for sample in samples])
     features = np.array([sample.size.features(thresholds) for sample in samples])
     scale = features.max(axis=0)  # near 1, which keeps the problem well conditioned

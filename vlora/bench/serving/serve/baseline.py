@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from peft import PeftModel
-from PIL import Image
 from transformers import AutoModelForImageTextToText
 
 from vlora.bench.serving.serve.measurements import LoadRun, ObservedAnswer
@@ -39,6 +38,8 @@ class PreparedRequest(NamedTuple):
 
 
 def prepare(processor: InputProcessor, request: WorkloadRequest) -> PreparedRequest:
+    from PIL import Image  # prompts without pictures need no Pillow
+
     pictures = [Image.open(io.BytesIO(each)) for each in request.pictures]
     encoded = processor.encode(processor.chat(request.text, len(pictures)), pictures)
     return PreparedRequest(

@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForImageTextToText, GenerationConfig, PreTrainedTokenizerFast
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from vlora.bench.dummy import language_shapes, write_adapter
 from vlora.bench.serving.serve.workload import WORDS
@@ -32,6 +31,8 @@ def write_model(config: Any, folder: Path, seed: int = 0) -> dict[str, tuple[int
     Returns:
         Shapes [out, in] of the language model's linear layers by name, as adapters need them.
     """
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil  # needs Pillow
+
     folder.mkdir(parents=True)
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(config, trust_remote_code=False, dtype=torch.bfloat16)
