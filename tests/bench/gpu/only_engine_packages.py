@@ -1,0 +1,54 @@
+"""Hide every package but torch, transformers, peft, numpy, safetensors, msgspec, and their own dependencies.
+
+Run as `python -m tests.bench.gpu.only_engine_packages ARGUMENT...`: the `vlora` command in such an installation.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+
+from tests.cli.without_extras import hide
+
+PACKAGES = ("torch", "transformers", "peft", "numpy", "safetensors", "msgspec")
+_WITH_TORCH_ON_A_GPU = {"triton"}
+
+
+def closure(names: tuple[str, ...]) -> set[str]:
+    """Normalized names of these distributions and of all that they depend on, without optional dependencies."""
+    found: set[str] = set()
+    left = list(names)
+    while left:
+        name = _normalized(left.pop())
+        if name in found:
+            continue
+        found.add(name)
+        try:
+            requirements = importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue  # of another platform
+        left += [re.split(r"[\[<>=!~; (]", each)[0] for each in requirements if "extra ==" not in each]
+    return found
+
+
+def hidden() -> set[str]:
+    """Top-level modules of all other installed distributions."""
+    kept = closure(PACKAGES) | _WITH_TORCH_ON_A_GPU
+    modules = importlib.metadata.packages_distributions()
+    own = {"vlora", "atmm", "heads", "fusion", "apps", "tests"}
+    return {
+        module
+        for module, owners in modules.items()
+        if module not in own and not any(_normalized(owner) in kept for owner in owners)
+    }
+
+
+def _normalized(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+if __name__ == "__main__":
+    hide(hidden())
+    import vlora.cli
+
+    vlora.cli.main()
