@@ -28,7 +28,8 @@ from vlora.models.pretrained import from_pretrained
 
 _TOLERANCE = 1.05  # the rule's choice may be this much slower than the best before a row is written
 _COLUMNS = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-_LARGEST_ERROR = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 4e-3}
+LARGEST_ERROR = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 4e-3}
+"""By type, the largest accepted error of a strategy relative to the largest delta, against float64."""
 
 
 def shapes_of(model: str) -> list[Shape]:
@@ -141,7 +142,7 @@ def check(table: Path, device: str, say: Callable[[str], None]) -> bool:
     with torch.inference_mode():
         for bucket, strategy in rows:
             case = Case.of(bucket)
-            found, allowed = error(case, strategy, device), _LARGEST_ERROR[case.dtype]
+            found, allowed = error(case, strategy, device), LARGEST_ERROR[case.dtype]
             if not found <= allowed:
                 wrong += 1
                 say(f"{strategy}: {bucket}: relative error {found:.1e}, maximum {allowed:.0e}")

@@ -103,6 +103,9 @@ def in_own_process(stage: Stage, device: str, out: Path, limit_s: float) -> tupl
         "PYTHONPATH": os.pathsep.join(filter(None, (str(record.ROOT), os.environ.get("PYTHONPATH")))),
         "PYTHONUNBUFFERED": "1",
     }
+    if device == "cpu":
+        # The shapes are too small for several threads, which would wait for each other on a shared machine.
+        environment["OMP_NUM_THREADS"] = "1"
     command = [sys.executable, "-m", "vlora.bench.gpu.process", stage.name, device, str(out), f"{limit_s:.1f}"]
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         # A session of its own, so that the processes that a stage starts end with it.

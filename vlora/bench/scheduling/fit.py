@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from vlora.bench.dummy import dummy_picture, language_shapes, write_adapter
+from vlora.bench.engine.fixed_mode import FixedModePolicy
 from vlora.bench.recording_cost_model import RecordingCostModel
 from vlora.bench.scheduling.models import BenchModel
 from vlora.bench.timing import work_seconds
@@ -22,8 +23,8 @@ from vlora.engine import Engine
 from vlora.engine.build import token_thresholds
 from vlora.memory.host_to_device import Inline
 from vlora.models.loading import dummy_model
-from vlora.orchestrator import Candidate, Costs, Decision, PolicyState, StepSize, TokenThresholds
-from vlora.types import Mode, Request, SamplingParams
+from vlora.orchestrator import Costs, StepSize, TokenThresholds
+from vlora.types import Request, SamplingParams
 
 RANK = 64
 _NUM_ADAPTERS = 8
@@ -109,21 +110,6 @@ def patch_cost(samples: Sequence[StepSample]) -> float:
     return sum(ratios) / sum([ratio * ratio for ratio in ratios])
 
 
-class _FixedModePolicy:
-    """A policy with a fixed plan: all ready requests, over W0 or over the first request's merged weights."""
-
-    def __init__(self) -> None:
-        self.merging = False
-
-    def decide(self, ready: Sequence[Candidate], state: PolicyState) -> Decision:
-        order = tuple(c.request_id for c in ready[: state.max_batch_size])
-        if not self.merging:
-            return Decision(Mode.UNMERGED, None, order)
-        merged = ready[0].adapter
-        alone = all(c.adapter == merged for c in ready)
-        return Decision(Mode.MERGED if alone else Mode.MIXED, merged, order)
-
-
 class _StepTimer:
     """An engine that times individual steps."""
 
@@ -140,7 +126,7 @@ class _StepTimer:
             prefix_cache=False,  # every prompt is computed
         )
         self._clock = work_seconds(device)
-        self._policy, self._recorded = _FixedModePolicy(), RecordingCostModel()
+        self._policy, self._recorded = FixedModePolicy(), RecordingCostModel()
         self.thresholds = token_thresholds(built)
         self._engine = Engine(settings, model=built, executor=Inline(), policy=self._policy, cost=self._recorded)
         self._numbers = itertools.count()

@@ -41,9 +41,8 @@ def run(context: Context) -> dict[str, Any]:
     found["copy_bytes_per_s"] = copy_speed(context)
     found["product_flops_per_s"] = _product_speed(context)
     found |= _launch_cost(context)
-    speed = (
-        f"copy {found['copy_bytes_per_s'] / 1e12:.2f} TB/s, product {found['product_flops_per_s'] / 1e12:.0f} TFLOP/s"
-    )
+    copied, multiplied = found["copy_bytes_per_s"] / 1e12, found["product_flops_per_s"] / 1e12
+    speed = f"copy {copied:.2f} TB/s, product {multiplied:.0f} TFLOP/s"
     return found | {"summary": speed + (f"; missing: {', '.join(missing)}" if missing else "")}
 
 
@@ -91,4 +90,9 @@ def _triton_launch_s(context: Context) -> float:
     from vlora.bench.gpu.empty_kernel import launch  # needs Triton
 
     value = torch.zeros(1, device=context.device)
-    return device_seconds(context, lambda: [launch(value) for _ in range(_LAUNCHES)], _LAUNCHES)
+
+    def launches() -> None:
+        for _ in range(_LAUNCHES):
+            launch(value)
+
+    return device_seconds(context, launches, _LAUNCHES)
