@@ -18,10 +18,11 @@ class Replays:
     Args:
         call: Launches work on the current stream of the current device.
         before: Launched on the stream before each replay, and not timed.
+        parts: Number of equal parts of the call; the seconds are those of one.
     """
 
-    def __init__(self, call: Callable[[], object], before: Callable[[], object] | None = None) -> None:
-        self._call, self._before = call, before
+    def __init__(self, call: Callable[[], object], before: Callable[[], object] | None = None, parts: int = 1) -> None:
+        self._call, self._before, self._parts = call, before, parts
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self) -> float:
@@ -33,7 +34,7 @@ class Replays:
         graph.replay()
         stop.record()
         stop.synchronize()
-        return start.elapsed_time(stop) / 1e3
+        return start.elapsed_time(stop) / 1e3 / self._parts
 
     def _captured(self) -> torch.cuda.CUDAGraph:
         side = torch.cuda.Stream()

@@ -50,7 +50,11 @@ class Fit(NamedTuple):
 
 
 def fit(
-    model: BenchModel, device: torch.device, decode_steps: int, batches: Sequence[tuple[int, int]] = _BATCHES
+    model: BenchModel,
+    device: torch.device,
+    decode_steps: int,
+    batches: Sequence[tuple[int, int]] = _BATCHES,
+    sides: Sequence[int] = _SIDES,
 ) -> Fit:
     """Time steps of a model with random weights in bfloat16 and adapters of rank 64 on torch's threads, and fit their
     cost.
@@ -59,6 +63,7 @@ def fit(
     with distinct and with shared adapters, mixed; prefill, decode, and prefill that joins running decodes.
 
     decode_steps: number of decode steps of each batch. batches: requests of each batch, and prompt tokens of each.
+    sides: patches per side of the pictures.
     """
     with tempfile.TemporaryDirectory() as folder:
         timer = _StepTimer(model, device, Path(folder), max(batches)[0])
@@ -82,8 +87,8 @@ def fit(
         for adapters, merging in mixes:
             timer.steps(adapters, 1, 1, merging=merging)  # warm up plans and caches
             samples += timer.steps(adapters, prompt, decode_steps, merging=merging, joining=prompt)
-    timer.steps_with_picture(_SIDES[0])  # warm up plans and caches
-    pictures = [sample for _ in range(decode_steps) for side in _SIDES for sample in timer.steps_with_picture(side)]
+    timer.steps_with_picture(sides[0])  # warm up plans and caches
+    pictures = [sample for _ in range(decode_steps) for side in sides for sample in timer.steps_with_picture(side)]
     costs = fit_costs(samples, timer.thresholds)._replace(merge_s=merge_s, patch_s=patch_cost(pictures))
     samples += pictures
     errors = [abs(costs.step_s(sample.size) / sample.seconds - 1) for sample in samples]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import statistics
 import time
@@ -59,7 +60,7 @@ def _prompts(
     rows = []
     for name, adapters, merging in _MODES:
         policy.merging = merging
-        seconds = host_seconds(context, lambda adapters=adapters: engine.prefill(adapters, tokens), warmup=3)
+        seconds = host_seconds(context, functools.partial(engine.prefill, adapters, tokens), warmup=3)
         took = statistics.median(seconds)
         rows.append(
             {

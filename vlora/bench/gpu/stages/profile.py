@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from vlora.bench.engine.fixed_mode import FixedModePolicy
@@ -34,7 +35,7 @@ def run(context: Context) -> dict[str, Any]:
         engine.keep(0)
         adapters = kind.adapters[:2] if kind.name == "mixed" else kind.adapters[:1]
         found[f"prefill, {kind.name}, {prefill} tokens"] = profiled(
-            context, lambda adapters=adapters: engine.prefill(adapters, prefill)
+            context, functools.partial(engine.prefill, adapters, prefill)
         )._asdict()
         context.keep({"profiles": found})
     decode = found[f"decode, merged, batch {batch}"]
