@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.timeout(1200)  # for a busy machine; an idle one takes about 100 s
-@pytest.mark.parametrize("checks", ("check_tiled.py", "check_styles.py"))
+@pytest.mark.parametrize("checks", ("check_tiled.py", "check_styles.py", "check_compiling.py"))
 def test_kernels_agree_with_the_reference_in_the_interpreter(checks: str) -> None:
     # The interpreter is selected for a whole process when the kernels are imported.
     _passes(f"interpreted/{checks}", {"TRITON_INTERPRET": "1"})

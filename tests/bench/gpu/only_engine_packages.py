@@ -1,6 +1,6 @@
-"""Hide every package but torch, transformers, peft, numpy, safetensors, msgspec, and their own dependencies.
+"""Hides every package but torch, transformers, peft, numpy, safetensors, msgspec, and their own dependencies.
 
-Run as `python -m tests.bench.gpu.only_engine_packages ARGUMENT...`: the `vlora` command in such an installation.
+A folder with a `sitecustomize.py` that calls `hide_others`, first on PYTHONPATH, applies to all processes of a command.
 """
 
 from __future__ import annotations
@@ -12,6 +12,23 @@ from tests.cli.without_extras import hide
 
 PACKAGES = ("torch", "transformers", "peft", "numpy", "safetensors", "msgspec")
 _WITH_TORCH_ON_A_GPU = {"triton"}
+_OWN = {"vlora", "atmm", "heads", "fusion", "apps", "tests"}
+
+
+def hide_others() -> None:
+    """Hide the modules of all other distributions from this process."""
+    hide(others())
+
+
+def others() -> set[str]:
+    """Top-level modules of all other installed distributions."""
+    kept = closure(PACKAGES) | _WITH_TORCH_ON_A_GPU
+    modules = importlib.metadata.packages_distributions()
+    return {
+        module
+        for module, owners in modules.items()
+        if module not in _OWN and not any(_normalized(owner) in kept for owner in owners)
+    }
 
 
 def closure(names: tuple[str, ...]) -> set[str]:
@@ -31,24 +48,5 @@ def closure(names: tuple[str, ...]) -> set[str]:
     return found
 
 
-def hidden() -> set[str]:
-    """Top-level modules of all other installed distributions."""
-    kept = closure(PACKAGES) | _WITH_TORCH_ON_A_GPU
-    modules = importlib.metadata.packages_distributions()
-    own = {"vlora", "atmm", "heads", "fusion", "apps", "tests"}
-    return {
-        module
-        for module, owners in modules.items()
-        if module not in own and not any(_normalized(owner) in kept for owner in owners)
-    }
-
-
 def _normalized(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
-
-
-if __name__ == "__main__":
-    hide(hidden())
-    import vlora.cli
-
-    vlora.cli.main()

@@ -196,7 +196,7 @@ class Drift(NamedTuple):
 
 def drift_in_place(num_switches: int, device: torch.device) -> Drift:
     """Drift over random switches among W0 and 32 adapters of four ranks, with deltas of a tenth of the weights."""
-    model = MergeableModel(_small_config(num_hidden_layers=1, intermediate_size=896), device)
+    model = MergeableModel(_small_config(num_hidden_layers=1, intermediate_size=896, vocab_size=512), device)
     keys = model.load(_DRIFT_RANKS * 8)
     slabs = model.slabs
     base = {shape: slab.clone() for shape, slab in slabs.base.items()}

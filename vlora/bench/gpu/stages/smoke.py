@@ -94,17 +94,17 @@ def _compare_model(context: Context, config: Any) -> dict[str, Any]:
         adapters = {f"r{rank}": write_adapter(Path(folder) / f"r{rank}", shapes, rank, seed=rank) for rank in (8, 16)}
         ours, theirs = (_answers(config, adapters, device) for device in (context.device, torch.device("cpu")))
     by_mode = {
-        mode: max(_difference(ours[mode][request], theirs[mode][request]) for request in ours[mode]) for mode in ours
+        mode: max(difference(ours[mode][request], theirs[mode][request]) for request in ours[mode]) for mode in ours
     }
     # One adapter's answers do not depend on the mode, nor on the other requests.
     by_mode["between modes"] = max(
-        _difference(ours["unmerged"]["2 r16"], ours[mode]["0 r16"]) for mode in ("merged", "mixed")
+        difference(ours["unmerged"]["2 r16"], ours[mode]["0 r16"]) for mode in ("merged", "mixed")
     )
     largest = max(by_mode.values())
     if not largest <= _LARGEST_DIFFERENCE:
         raise ValueError(f"{config.model_type}: log probabilities on {context.device} differ from the CPU's: {by_mode}")
     wanted = theirs["unmerged"]
-    effect = min(_difference(wanted["0 None"], wanted[f"{place} {name}"]) for place, name in enumerate(_ADAPTERS, 1))
+    effect = min(difference(wanted["0 None"], wanted[f"{place} {name}"]) for place, name in enumerate(_ADAPTERS, 1))
     if effect <= 10 * _LARGEST_DIFFERENCE:
         raise ValueError(
             f"{config.model_type}: adapters change log probabilities by {effect:.1e}, too little to compare"
@@ -160,7 +160,7 @@ def _answers(config: Any, adapters: Mapping[str, str], device: torch.device) -> 
     return found
 
 
-def _difference(ours: Sequence[TokenScore], theirs: Sequence[TokenScore]) -> float:
+def difference(ours: Sequence[TokenScore], theirs: Sequence[TokenScore]) -> float:
     """The largest difference of log probabilities, up to the first token at which two answers part; infinite for
     values that are not finite.
     """
@@ -185,13 +185,13 @@ def _kernels(context: Context) -> dict[str, float]:
     found: dict[str, float] = {}
     for strategy, dtype in itertools.product(strategies, ("float32", "bfloat16")):
         case = Case(_SHAPE, 16, dtype, 3, 12, True)
-        found[f"{strategy}, {dtype}"] = _checked(strategy, dtype, error(case, strategy, device))
+        found[f"{strategy}, {dtype}"] = checked(strategy, dtype, error(case, strategy, device))
     for dtype in ("float32", "bfloat16"):
-        found[f"merge, {dtype}"] = _checked("merge", dtype, _merge_error(context, getattr(torch, dtype)))
+        found[f"merge, {dtype}"] = checked("merge", dtype, _merge_error(context, getattr(torch, dtype)))
     return found
 
 
-def _checked(name: str, dtype: str, found: float) -> float:
+def checked(name: str, dtype: str, found: float) -> float:
     if not found <= LARGEST_ERROR[dtype]:
         raise ValueError(f"{name} in {dtype}: relative error {found:.1e} against float64")
     return found
