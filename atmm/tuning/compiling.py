@@ -36,7 +36,7 @@ class KernelSample(NamedTuple):
     tiling: str
 
     def key(self) -> KernelKey:
-        """Equal for samples with the same kernels, whose compile-time sizes are these."""
+        """The values on which the kernels' compile-time sizes depend: equal for samples with the same kernels."""
         tiling = Tiling.named(self.tiling)
         even_k = self.d_in % (tiling.block_k * max(1, tiling.split_k)) == 0
         even_n = math.gcd(*self.d_outs) % tiling.block_n == 0

@@ -43,8 +43,8 @@ def gpu_check(out: Path, minutes: float, stages: str | None, device: str) -> Non
         vlora gpu-check --out gpu-cpu --device cpu         # the stages themselves, in minutes
 
     Each stage runs in a process of its own and writes its JSON as soon as it ends. Another call skips the stages that
-    succeeded with the same source files. docs/gpu.md lists the stages. Needs torch, transformers, peft and msgspec;
-    what else a stage needs, its JSON names.
+    succeeded with the same source files. The command needs torch, transformers, peft and msgspec; the JSON of a stage
+    names a package that is missing. docs/gpu.md lists the stages.
     """
     from vlora.bench.gpu.plan import chosen
     from vlora.bench.gpu.runner import check

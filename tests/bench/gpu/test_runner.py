@@ -12,6 +12,8 @@ import pytest
 
 from vlora.bench.gpu import process, record, runner
 from vlora.bench.gpu.plan import STAGES, Stage, chosen
+from vlora.bench.page import page
+from vlora.bench.report import Goal
 from vlora.errors import BadConfig
 
 CODE = record.Code.here()
@@ -113,7 +115,7 @@ def test_a_stage_is_ended_at_its_limit(tmp_path: Path) -> None:
 
 @pytest.fixture
 def stage_module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module of the stage facts, whose `run` a test sets."""
+    """The module of the stage facts, without `run`, which a test sets."""
     module = ModuleType("vlora.bench.gpu.stages.facts")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     return module
@@ -138,7 +140,7 @@ def test_an_error_becomes_json_with_the_results_so_far(tmp_path: Path, stage_mod
 def test_the_table_and_the_result_follow_from_the_records(
     tmp_path: Path, stage_module: ModuleType, capsys: pytest.CaptureFixture[str], holds: bool
 ) -> None:
-    goal = {"name": "merged, batch 16 / bytes", "value": 1.3 if holds else 1.5, "goal": "<= 1.35", "holds": holds}
+    goal = Goal("merged, batch 16 / bytes", 1.3 if holds else 1.5, 1.35, True)
     stage_module.run = lambda context: {"summary": "as fast as memory", "goals": [goal]}  # type: ignore[attr-defined]
     assert process.run(STAGES[0], "cpu", tmp_path, 60.0) == 0
     said: list[str] = []
@@ -147,6 +149,8 @@ def test_the_table_and_the_result_follow_from_the_records(
     assert "ok, earlier" in table and "as fast as memory" in table and "left" in table
     assert ("FALLS SHORT: merged, batch 16 / bytes" in table) is not holds
     assert said == ["left for the next call: smoke"]
+    # Records that are copied to docs/results become part of its page.
+    assert f"| merged, batch 16 / bytes | {'1.3' if holds else '**1.5**'} | <= 1.35 |" in page(tmp_path)
 
 
 def test_unknown_stages_and_folders_are_refused(tmp_path: Path) -> None:

@@ -13,11 +13,13 @@ import torch
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """Attributes:
-    device: The device to measure.
-    out: The folder of the results, for files that are results by themselves.
-    ends_s: The time on `time.monotonic` at which the stage is ended.
-    keep: Writes the results so far, which are lost otherwise if the stage is ended before it returns.
+    """The conditions of one stage.
+
+    Attributes:
+        device: The device to measure.
+        out: The folder of the results, for files that are results by themselves.
+        ends_s: The time on `time.monotonic` at which the stage is ended.
+        keep: Writes the results so far, which are lost otherwise if the stage is ended before it returns.
     """
 
     device: torch.device

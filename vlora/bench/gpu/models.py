@@ -76,7 +76,7 @@ def adapter_folders(model: Any, counts: Mapping[int, int]) -> Iterator[dict[str,
 def timed_engine(
     context: Context, model: Any, adapters: Mapping[str, str], policy: FixedModePolicy, *, prompt: int, batch: int
 ) -> TimedEngine:
-    """An engine whose requests have `prompt` tokens when they begin to decode, at most `batch` at a time."""
+    """An engine for requests with prompts of `prompt` tokens, at most `batch` at a time."""
     config = EngineConfig(
         model="dummy",
         device=str(context.device),

@@ -1,11 +1,10 @@
-"""The process of one stage: runs it and writes its JSON.
+"""The process of one stage: runs it and writes its JSON, which has the fields of a bench's report and more.
 
 python -m vlora.bench.gpu.process STAGE DEVICE FOLDER SECONDS
 """
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import importlib
 import sys
@@ -31,6 +30,7 @@ def run(stage: Stage, device: str, folder: Path, seconds: float) -> int:
     started = time.monotonic()
     code = record.Code.here()
     found: dict[str, Any] = {
+        "bench": f"gpu-check {stage.name}",
         "stage": stage.name,
         "ok": False,
         "error": {"message": "the stage did not return"},
@@ -45,7 +45,8 @@ def run(stage: Stage, device: str, folder: Path, seconds: float) -> int:
         record.write(folder / stage.file_name, found)
 
     def keep(result: dict[str, Any]) -> None:
-        found["result"] = result
+        found["goals"] = [goal.as_dict() for goal in result.get("goals", ())]
+        found["result"] = {name: value for name, value in result.items() if name != "goals"}
         write()
 
     write()
@@ -80,7 +81,6 @@ def _prepare(device: str) -> dict[str, Any]:
     from vlora.bench.report import environment, version_of
 
     found = environment()
-    del found["commit"]
     found["versions"] |= {name: version_of(name) for name in ("triton", "numpy", "safetensors", "msgspec")}
     found["versions"]["cuda"] = torch.version.cuda
     return found
@@ -92,14 +92,8 @@ def _stage_result(stage: Stage, device: str, folder: Path, ends_s: float, keep: 
     from vlora.bench.gpu.context import Context
 
     module = importlib.import_module(f"vlora.bench.gpu.stages.{stage.name}")
-    result = module.run(Context(torch.device(device), folder, ends_s, keep))
-    result["goals"] = [goal if isinstance(goal, dict) else goal.as_dict() for goal in result.get("goals", ())]
-    return {key: _plain(value) for key, value in result.items()}
-
-
-def _plain(value: Any) -> Any:
-    """As JSON has it: dataclasses as dictionaries."""
-    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+    result: dict[str, Any] = module.run(Context(torch.device(device), folder, ends_s, keep))
+    return result
 
 
 if __name__ == "__main__":

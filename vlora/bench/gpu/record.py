@@ -49,7 +49,7 @@ def _commit() -> str | None:
 
 
 def write(path: Path, record: Mapping[str, Any]) -> None:
-    """Replace the file atomically: whoever ends this process finds the old record or the new one."""
+    """Replace the file atomically: if this process is ended, the old record or the new one remains."""
     fresh = path.with_suffix(".new")
     fresh.write_text(json.dumps(record, indent=1, default=str) + "\n")
     os.replace(fresh, path)
@@ -75,5 +75,4 @@ def _identity(record: Mapping[str, Any]) -> tuple[Any, Any]:
 
 def unmet(record: Mapping[str, Any]) -> Sequence[str]:
     """The names of the goals that a record does not meet."""
-    result = record.get("result") or {}
-    return [goal["name"] for goal in result.get("goals", ()) if not goal["holds"]]
+    return [goal["name"] for goal in record.get("goals", ()) if not goal["holds"]]

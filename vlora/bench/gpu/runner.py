@@ -1,7 +1,7 @@
 """Runs stages one after the other within a box of time, each in its own process, and prints a table of all of them.
 
-A stage whose JSON says that it has succeeded with the same source files on the same kind of device is not run again. A
-stage that does not fit into what is left of the box is left for the next call, and shorter ones after it may run.
+A stage that has succeeded with the same source files on the same kind of device, according to its JSON, is not run
+again. A stage that does not fit into the rest of the box is left for the next call, and shorter ones after it may run.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def print_table(records: dict[Stage, dict[str, Any] | None], outcome: Outcome) -
             table.add_row(stage.name, state, "", "", f"about {stage.needs_s:.0f} s on an H100")
             continue
         state = "failed" if not found["ok"] else "ok" if stage in outcome.ran else "ok, earlier"
-        goals = (found.get("result") or {}).get("goals", ())
+        goals = found.get("goals", ())
         met = f"{len(goals) - len(record.unmet(found))}/{len(goals)}" if goals else ""
         table.add_row(stage.name, state, f"{found['seconds']:.1f}", met, _headline(found))
         for name in record.unmet(found):

@@ -51,7 +51,7 @@ def write_model(config: Any, folder: Path, seed: int = 0) -> dict[str, tuple[int
 
 
 def answering_weights(model: Any, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Random values in float32 for each parameter of a model, whose own values are not read.
+    """Random values in float32 for each parameter of a model; its own values are not read.
 
     Matrices have standard deviation 0.6 / sqrt(inputs), and embeddings 0.5, so that every layer affects the logits: at
     transformers' own 0.02 the logits would depend on little more than the last token.
