@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from vlora.simulator.machine import read_costs
 
 pytestmark = pytest.mark.slow
 
-MOST_SECONDS = 180
+MOST_CPU_SECONDS = 180  # of all stages; wall time depends on what else runs
 NEED_MORE = {"oracle": "pytest is not installed", "costs": "No module named 'scipy'"}
 
 
@@ -27,7 +27,7 @@ def gpu_check(out: Path, *arguments: str, path: str = "") -> subprocess.Complete
     """path: precedes the checkout on PYTHONPATH."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (path, str(ROOT))))}
     command = [sys.executable, "-m", "vlora.cli", "gpu-check", "--device", "cpu", "--out", str(out), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=570)
 
 
 def records(out: Path) -> dict[str, dict[str, Any]]:
@@ -43,11 +43,12 @@ def without_others(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+@pytest.mark.timeout(1200)  # for a busy machine
 def test_every_stage_runs_without_a_servers_packages(tmp_path: Path, without_others: str) -> None:
     assert {"rpyc", "fastapi", "uvicorn", "greenlet", "scipy", "pytest", "PIL", "cv2"} <= others()
-    started = time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = gpu_check(tmp_path, path=without_others)
-    seconds = time.monotonic() - started
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     found = records(tmp_path)
     failed = {name: record["error"]["message"] for name, record in found.items() if not record["ok"]}
     assert failed.keys() == NEED_MORE.keys(), (failed, done.stderr[-2000:])
@@ -55,7 +56,8 @@ def test_every_stage_runs_without_a_servers_packages(tmp_path: Path, without_oth
         assert message in failed[name]
     assert done.returncode == 1 and done.stdout.count("failed") == len(NEED_MORE)
     assert "rpyc" in found["facts"]["result"]["missing"]
-    assert seconds < MOST_SECONDS, f"{seconds:.0f} s"
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert seconds < MOST_CPU_SECONDS, f"{seconds:.0f} s"
 
     # With the packages, another call runs these two only.
     done = gpu_check(tmp_path)
