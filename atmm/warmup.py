@@ -28,7 +28,7 @@ def compile_ahead(groups: Sequence[SiteGroup], dtype: torch.dtype, device: torch
     ranks = {block_r(rank) for rank in range(1, _HIGHEST_RANK + 1)}
     with torch.inference_mode():
         for (d_in, d_outs), rank in itertools.product(sorted(shapes), sorted(ranks)):
-            group = plain_group(d_in, d_outs, rank, dtype, device)
+            group = _plain_group(d_in, d_outs, rank, dtype, device)
             x = torch.zeros(2, d_in, dtype=dtype, device=device)
             y = x.new_zeros(2, sum(d_outs))
             for tiling in set(_measured(d_in, len(d_outs), dtype, device)):
@@ -37,8 +37,7 @@ def compile_ahead(groups: Sequence[SiteGroup], dtype: torch.dtype, device: torch
                     add_deltas(y, x, group, SegmentPlan(2, lanes, tiling.name))
 
 
-def plain_group(d_in: int, d_outs: Sequence[int], rank: int, dtype: torch.dtype, device: torch.device) -> SiteGroup:
-    """A packed group with factors of zeros for the adapters "own" and "merged"."""
+def _plain_group(d_in: int, d_outs: Sequence[int], rank: int, dtype: torch.dtype, device: torch.device) -> SiteGroup:
     group = SiteGroup([Site(str(index), d_in, d_out) for index, d_out in enumerate(d_outs)])
     for site, key in itertools.product(group.sites, _KEYS):
         a, bt = (torch.zeros(rank, d, dtype=dtype, device=device) for d in (d_in, site.d_out))

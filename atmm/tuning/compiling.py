@@ -15,13 +15,14 @@ from typing import NamedTuple
 
 import torch
 
+from atmm.layers import Factors, Site, SiteGroup
 from atmm.operator import add_deltas
 from atmm.segments import Lane, SegmentPlan
 from atmm.triton.tiling import Tiling, block_r
-from atmm.warmup import plain_group
 
 log = logging.getLogger(__name__)
 
+_KEY = "own"
 _MOST_PROCESSES = 16  # each has a context of its own on the GPU
 KernelKey = tuple[object, ...]
 
@@ -65,11 +66,14 @@ def compile_kernels(samples: Sequence[KernelSample], device: str) -> None:
 def launch(samples: Sequence[KernelSample], device: str) -> int:
     """Launch the samples in this process; returns their number."""
     with torch.inference_mode():
-        for d_in, d_outs, rank, dtype, tiling in samples:
-            group = plain_group(d_in, d_outs, rank, getattr(torch, dtype), torch.device(device))
-            x = torch.zeros(2, d_in, dtype=getattr(torch, dtype), device=device)
-            y = x.new_zeros(2, sum(d_outs))
-            add_deltas(y, x, group, SegmentPlan(2, (Lane("own", 0, 2),), tiling))
+        for sample in samples:
+            x = torch.zeros(2, sample.d_in, dtype=getattr(torch, sample.dtype), device=device)
+            y = x.new_zeros(2, sum(sample.d_outs))
+            group = SiteGroup([Site(str(index), sample.d_in, d_out) for index, d_out in enumerate(sample.d_outs)])
+            for site in group.sites:
+                site.factors[_KEY] = Factors(x.new_zeros(sample.rank, site.d_in), x.new_zeros(sample.rank, site.d_out))
+            group.pack((_KEY,))
+            add_deltas(y, x, group, SegmentPlan(2, (Lane(_KEY, 0, 2),), sample.tiling))
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize()
     return len(samples)

@@ -9,6 +9,7 @@ import click
 
 from vlora.cli.group import cli
 from vlora.cli.interrupt import ends_with
+from vlora.cli.server_flags import json_option, print_json
 
 
 @cli.command("gpu-check")
@@ -33,7 +34,8 @@ from vlora.cli.interrupt import ends_with
     show_default=True,
     help="cpu runs every stage with small shapes, to check the stages themselves.",
 )
-def gpu_check(out: Path, minutes: float, stages: str | None, device: str) -> None:
+@json_option
+def gpu_check(out: Path, minutes: float, stages: str | None, device: str, as_json: bool) -> None:
     """Check and measure the engine on a GPU, in stages in order of value. Exit code 1 if a stage fails or misses a
     goal.
 
@@ -47,10 +49,14 @@ def gpu_check(out: Path, minutes: float, stages: str | None, device: str) -> Non
     names a package that is missing. docs/gpu.md lists the stages.
     """
     from vlora.bench.gpu.plan import chosen
-    from vlora.bench.gpu.runner import check
+    from vlora.bench.gpu.runner import check, print_table
 
     names = [] if stages is None else [name.strip() for name in stages.split(",") if name.strip()]
     with ends_with(lambda: f"the results so far are in {out}; the same command continues"):
-        succeeded = check(out, device, minutes, chosen(names), lambda line: click.echo(line, err=True))
-    if not succeeded:
+        checked = check(out, device, minutes, chosen(names), lambda line: click.echo(line, err=True))
+    if as_json:
+        print_json(checked.as_dict())
+    else:
+        print_table(checked)
+    if not checked.succeeded:
         sys.exit(1)

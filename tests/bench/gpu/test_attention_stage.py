@@ -38,7 +38,7 @@ def test_exact_results_are_those_of_torch_over_contiguous_kv() -> None:
 def test_requests_share_no_row_and_layers_share_no_kv() -> None:
     batch = PagedBatch([Chunk(33, 1), Chunk(16, 1), Chunk(0, 3)], HEADS, 2, torch.float32, CPU)
     rows = torch.cat(batch.contexts)
-    assert len(rows.unique()) == len(rows) == 34 + 17 + 3
+    assert len(rows.unique()) == len(rows) == 48 + 32 + 16  # whole blocks
     before = batch.matrix.clone()
     batch.attend(0)
     changed = (batch.matrix != before).any(1).nonzero().flatten()

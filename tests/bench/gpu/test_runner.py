@@ -144,7 +144,11 @@ def test_the_table_and_the_result_follow_from_the_records(
     stage_module.run = lambda context: {"summary": "as fast as memory", "goals": [goal]}  # type: ignore[attr-defined]
     assert process.run(STAGES[0], "cpu", tmp_path, 60.0) == 0
     said: list[str] = []
-    assert runner.check(tmp_path, "cpu", 0.001, chosen(["facts", "smoke"]), said.append) is holds
+    checked = runner.check(tmp_path, "cpu", 0.001, chosen(["facts", "smoke"]), said.append)
+    assert checked.succeeded is holds
+    as_json = json.loads(json.dumps(checked.as_dict()))
+    assert as_json["left"] == ["smoke"] and as_json["stages"]["facts"]["ok"] and as_json["stages"]["smoke"] is None
+    runner.print_table(checked)
     table = capsys.readouterr().out
     assert "ok, earlier" in table and "as fast as memory" in table and "left" in table
     assert ("FALLS SHORT: merged, batch 16 / bytes" in table) is not holds

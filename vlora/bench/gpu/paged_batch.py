@@ -1,7 +1,8 @@
-"""A packed batch over a paged KV cache with random content, for the attention of one model layer by itself.
+"""A packed batch over a paged KV cache with random content, for the attention of model layers by itself.
 
-The batch is built as the runner builds it, from requests with block tables, and runs through the attention function
-that is registered with transformers. Whatever that function uses for a device is measured.
+A model of the wanted heads, with all other sizes small, runs the batch once in the engine's runner, and the inputs of
+its attention are kept. Then the attention function that is registered with transformers runs on them by itself, so that
+this module depends on neither the kernels of a device nor on their inputs.
 """
 
 from __future__ import annotations
@@ -12,14 +13,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
 
+from vlora.config import EngineConfig
+from vlora.engine import Engine
 from vlora.memory.arena import PAGE_BYTES, block_pages
-from vlora.models.attention import KVCache, StepAttention, paged_attention
-from vlora.models.forward_batch import ForwardBatch, queries_of
-from vlora.models.request_state import RequestState
-from vlora.types import BatchItem, Request
+from vlora.memory.host_to_device import Inline
+from vlora.models.attention import StepAttention, paged_attention
+from vlora.models.loading import dummy_model
+from vlora.types import Batch, BatchItem, Mode, Request
 
 BLOCK_SIZE = 16
+_LONGEST = 32_768
 
 
 class Heads(NamedTuple):
@@ -53,38 +58,28 @@ class PagedBatch:
     ) -> None:
         self.chunks, self.heads, self.num_layers = chunks, heads, num_layers
         kv_dim = heads.num_kv_heads * heads.head_dim
-        pages = block_pages(num_layers, BLOCK_SIZE, kv_dim, dtype)
-        self._block_rows = pages * PAGE_BYTES // (kv_dim * dtype.itemsize)
-        counts = [-(-(chunk.start + chunk.num_tokens) // BLOCK_SIZE) for chunk in chunks]
-        generator = torch.Generator().manual_seed(0)
-        order = torch.randperm(sum(counts), generator=generator).tolist()
-        tables: list[tuple[int, ...]] = []
-        for count in counts:
-            tables.append(tuple(order[:count]))
-            del order[:count]
-        self.matrix = torch.randn(sum(counts) * self._block_rows, kv_dim, dtype=dtype, device=device)
-        states = {}
-        items = []
-        for index, (chunk, table) in enumerate(zip(chunks, tables, strict=True)):
-            stop = chunk.start + chunk.num_tokens
-            request = Request(request_id=f"r{index}", prompt_ids=(3,) * stop)
-            states[request.request_id] = RequestState(request, None, {})
-            items.append(BatchItem(request.request_id, None, chunk.start, chunk.num_tokens, table, True))
-        packed = ForwardBatch(states, items, BLOCK_SIZE, self._block_rows)
-        self.contexts = [torch.from_numpy(row.context).to(device) for row in packed.rows]
-        # The last layer computes fewer queries, so all layers here use the queries of the others.
-        queries, _, _ = queries_of(packed, [], device, dtype)
-        cache = KVCache(self.matrix, num_layers, BLOCK_SIZE)
-        self.step = StepAttention(cache, torch.from_numpy(packed.write_rows).to(device), queries, queries)
+        # One more layer: of the last one, the engine computes only the tokens that are read.
+        pages = block_pages(num_layers + 1, BLOCK_SIZE, kv_dim, dtype)
+        tables = _tables([-(-(chunk.start + chunk.num_tokens) // BLOCK_SIZE) for chunk in chunks])
+        num_blocks = 2 + sum(map(len, tables))
+        engine = _engine(heads, num_layers + 1, dtype, device, num_blocks * pages * PAGE_BYTES)
+        self.matrix = engine.parts.device.arena.kv_matrix(dtype, kv_dim).normal_()
+        self._step = _attention_of(engine, chunks, tables)
+        block_rows = pages * PAGE_BYTES // (kv_dim * dtype.itemsize)
+        self.contexts = [
+            torch.tensor([block * block_rows + row for block in table for row in range(BLOCK_SIZE)], device=device)
+            for table in tables
+        ]
         shapes = (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)
+        num_tokens = sum(chunk.num_tokens for chunk in chunks)
         self.q, self.k, self.v = (
-            torch.randn(1, number, packed.num_tokens, heads.head_dim, dtype=dtype, device=device) for number in shapes
+            torch.randn(1, number, num_tokens, heads.head_dim, dtype=dtype, device=device) for number in shapes
         )
         self._modules: list[Any] = [SimpleNamespace(layer_idx=layer) for layer in range(num_layers)]
 
     def attend(self, layer: int = 0) -> Tensor:
         """Write the batch's KV and attend. Returns [tokens, heads, head_dim]."""
-        out, _ = paged_attention(self._modules[layer], self.q, self.k, self.v, None, vlora_step=self.step)
+        out, _ = paged_attention(self._modules[layer], self.q, self.k, self.v, None, vlora_step=self._step)
         return out[0]
 
     def attend_all(self) -> None:
@@ -100,11 +95,10 @@ class PagedBatch:
 
     def context_of(self, index: int, layer: int = 0) -> tuple[Tensor, Tensor]:
         """K and V of one request's whole context after `attend`, [context, kv_heads, head_dim], gathered."""
-        rows = self.contexts[index]
-        cache = self.step.cache
-        k, v = cache.k[layer].index_select(0, rows), cache.v[layer].index_select(0, rows)
+        chunk = self.chunks[index]
+        rows = self.contexts[index][: chunk.start + chunk.num_tokens] + 2 * layer * BLOCK_SIZE
         shape = (-1, self.heads.num_kv_heads, self.heads.head_dim)
-        return k.view(shape), v.view(shape)
+        return self.matrix[rows].view(shape), self.matrix[rows + BLOCK_SIZE].view(shape)
 
     def exact(self, index: int, layer: int = 0) -> Tensor:
         """The result of one request's tokens in float64, [tokens, heads, head_dim], after `attend`."""
@@ -121,3 +115,61 @@ class PagedBatch:
             scores = q[head] @ k[head // group].T * self.heads.head_dim**-0.5
             out.append(scores.masked_fill(mask, float("-inf")).softmax(-1) @ v[head // group])
         return torch.stack(out, 1)
+
+
+def _tables(counts: Sequence[int]) -> list[tuple[int, ...]]:
+    """A block table for each number of blocks; the blocks are in random order."""
+    order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).tolist()
+    tables = []
+    for count in counts:
+        tables.append(tuple(order[:count]))
+        del order[:count]
+    return tables
+
+
+def _engine(heads: Heads, num_layers: int, dtype: torch.dtype, device: torch.device, arena_bytes: int) -> Engine:
+    text = LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=num_layers,
+        num_attention_heads=heads.num_heads,
+        num_key_value_heads=heads.num_kv_heads,
+        head_dim=heads.head_dim,
+        max_position_embeddings=_LONGEST,
+    )
+    vision = CLIPVisionConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        image_size=28,
+        patch_size=14,
+        projection_dim=16,
+    )
+    name = str(dtype).removeprefix("torch.")
+    model = dummy_model(LlavaConfig(vision_config=vision, text_config=text, image_token_index=127), name, device, 0)
+    config = EngineConfig(model="dummy", device=str(device), dtype=name, block_size=BLOCK_SIZE, arena_bytes=arena_bytes)
+    return Engine(config, model=model, executor=Inline())
+
+
+def _attention_of(engine: Engine, chunks: Sequence[Chunk], tables: Sequence[tuple[int, ...]]) -> StepAttention:
+    """The attention inputs of a step with these chunks, from the engine's own runner."""
+    kept: list[StepAttention] = []
+    hf_model, runner = engine.parts.device.hf_model, engine.parts.device.runner
+    forward = hf_model.forward
+
+    def keeping(embeddings: Tensor, positions: Tensor, step: StepAttention, *rest: Any) -> Tensor:
+        kept.append(step)
+        return forward(embeddings, positions, step, *rest)
+
+    hf_model.forward = keeping  # type: ignore[method-assign]
+    items = []
+    for index, (chunk, table) in enumerate(zip(chunks, tables, strict=True)):
+        request = Request(request_id=f"r{index:04}", prompt_ids=(3,) * (chunk.start + chunk.num_tokens))
+        runner.add(request, None)
+        items.append(BatchItem(request.request_id, None, chunk.start, chunk.num_tokens, table, True))
+    result = runner.run(Batch(Mode.UNMERGED, None, tuple(items)))
+    if result.errors or not kept:
+        raise RuntimeError(f"the batch did not run: {result.errors}")
+    return kept[0]

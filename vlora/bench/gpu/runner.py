@@ -38,18 +38,40 @@ class Outcome(NamedTuple):
     left: Sequence[Stage]
 
 
-def check(out: Path, device: str, minutes: float, stages: Sequence[Stage], say: Callable[[str], None]) -> bool:
-    """Run stages within `minutes` and print the table.
+class Checked(NamedTuple):
+    """The records in a folder after a call.
+
+    Attributes:
+        records: By stage, in order; None for a stage that has not run.
+        outcome: Of this call.
+    """
+
+    records: dict[Stage, dict[str, Any] | None]
+    outcome: Outcome
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether every stage that has run succeeded, and meets its goals."""
+        found = [each for each in self.records.values() if each is not None]
+        return all(each.get("ok") is True and not record.unmet(each) for each in found)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: the records by name, and the names of the stages that did not fit."""
+        return {
+            "stages": {stage.name: found for stage, found in self.records.items()},
+            "left": [stage.name for stage in self.outcome.left],
+        }
+
+
+def check(out: Path, device: str, minutes: float, stages: Sequence[Stage], say: Callable[[str], None]) -> Checked:
+    """Run stages within `minutes`.
 
     Args:
         out: Folder of the results; created if it does not exist.
         device: cuda or cpu.
         minutes: Size of the box, from now.
         stages: In order.
-        say: Called with a line before and after each stage.
-
-    Returns:
-        Whether every stage in the folder succeeded, and no goal of one that did is missed.
+        say: Called with a line before and after each stage, and for those that are left.
 
     Raises:
         BadConfig: The folder cannot be written.
@@ -59,18 +81,15 @@ def check(out: Path, device: str, minutes: float, stages: Sequence[Stage], say: 
         outcome = run(out, device, minutes, stages, say, in_own_process)
     except OSError as error:
         raise BadConfig(f"cannot write the results in {out}: {error}; set another --out") from error
-    records = {stage: record.read(out / stage.file_name) for stage in STAGES}
-    print_table(records, outcome)
     if outcome.left:
         say(f"left for the next call: {', '.join(stage.name for stage in outcome.left)}")
-    finished = [found for found in records.values() if found is not None]
-    return all(found.get("ok") is True and not record.unmet(found) for found in finished)
+    return Checked({stage: record.read(out / stage.file_name) for stage in STAGES}, outcome)
 
 
 def run(
     out: Path, device: str, minutes: float, stages: Sequence[Stage], say: Callable[[str], None], process: Process
 ) -> Outcome:
-    """As `check`, without the table. process: runs one stage for a number of seconds."""
+    """As `check`, without the records. process: runs one stage for a number of seconds."""
     ends_s = time.monotonic() + 60 * minutes - _RESERVE_S
     code = record.Code.here()
     ran: list[Stage] = []
@@ -153,8 +172,9 @@ def _headline(found: dict[str, Any] | None) -> str:
     return str((found.get("result") or {}).get("summary", ""))
 
 
-def print_table(records: dict[Stage, dict[str, Any] | None], outcome: Outcome) -> None:
+def print_table(checked: Checked) -> None:
     """Print a row for each stage: of this call, of earlier ones, or not run."""
+    records, outcome = checked
     table = Table(title="vlora gpu-check")
     for column in ("stage", "state", "s", "goals", "result"):
         table.add_column(column, justify="right" if column in ("s", "goals") else "left", overflow="fold")
