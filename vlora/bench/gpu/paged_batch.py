@@ -163,7 +163,7 @@ def _attention_of(engine: Engine, chunks: Sequence[Chunk], tables: Sequence[tupl
         kept.append(step)
         return forward(embeddings, positions, step, *rest)
 
-    hf_model.forward = keeping  # type: ignore[method-assign]
+    hf_model.forward = keeping  # type: ignore[method-assign, assignment]
     items = []
     for index, (chunk, table) in enumerate(zip(chunks, tables, strict=True)):
         request = Request(request_id=f"r{index:04}", prompt_ids=(3,) * (chunk.start + chunk.num_tokens))
