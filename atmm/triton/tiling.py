@@ -107,7 +107,7 @@ def sensible(itemsize: int, d_in: int, longest: int, num_tokens: int) -> Iterato
 
 def finalists(itemsize: int, d_in: int, longest: int, num_tokens: int, num_programs: int) -> list[Tiling]:
     """The tilings of `sensible` that are nearest to the default one for the shape, so that a search measures 24 instead
-    of up to 165; a quarter of them are single launches where those are sensible. Arguments as `sensible` and `usual`.
+    of up to 266; a quarter of them are single launches where those are sensible. Arguments as `sensible` and `usual`.
     """
     centre = usual(itemsize, d_in, longest, num_programs)
     among = list(sensible(itemsize, d_in, longest, num_tokens))
