@@ -8,7 +8,7 @@ VENV := .venv
 STAMP := $(VENV)/.installed
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: install demo test test-fast console-test lint bench clean
+.PHONY: install demo test test-fast console-test lint bench gpu clean
 
 install: $(STAMP)
 
@@ -50,6 +50,11 @@ lint: install
 
 bench: install
 	$(VENV)/bin/vlora bench all
+
+# For a GPU machine, with the Python that has torch there: installs nothing. Repeat until no stage is left; docs/gpu.md.
+GPU_OUT ?= gpu-results
+gpu:
+	PYTHONPATH=$(CURDIR) $(PYTHON) -m vlora.cli gpu-check --out $(GPU_OUT)
 
 clean:
 	rm -rf $(VENV) build *.egg-info demo

@@ -14,7 +14,7 @@ from atmm.strategies.registry import reads_in_place
 
 
 def serves_pointwise(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether `rotate`, `gate_product` and `write_kv` exist for this device and type."""
+    """Whether `rotate` and `gate_product`, and a kernel of `write_kv`, exist for this device and type."""
     return reads_in_place(device, dtype)
 
 
@@ -104,7 +104,7 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def write_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, rows: Tensor) -> None:
-    """Write keys and values of tokens to their rows of the cache. Requires `serves_pointwise`.
+    """Write keys and values of tokens to their rows of the cache, on any device.
 
     Args:
         k_cache: [rows, width], last stride 1.
@@ -124,7 +124,10 @@ def write_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, rows: Tenso
             f"k is {tuple(k.shape)}, v {tuple(v.shape)}, rows {tuple(rows.shape)}, k_cache {tuple(k_cache.shape)} and "
             f"v_cache {tuple(v_cache.shape)}; expected [T, width], [T] and [rows, width] with contiguous rows"
         )
-    from atmm.triton import pointwise
+    if not serves_pointwise(k.device, k.dtype):
+        k_cache.index_copy_(0, rows, k)
+        v_cache.index_copy_(0, rows, v)
+    elif len(k):
+        from atmm.triton import pointwise
 
-    if len(k):
         pointwise.write_kv(k_cache, v_cache, k, v, rows)

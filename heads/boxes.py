@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import cv2
 import numpy as np
 
 
@@ -70,6 +69,8 @@ def suppress(boxes: Sequence[Box], overlap: float) -> list[Box]:
 
     Only boxes of the same label and image suppress each other. The result is sorted by descending score.
     """
+    import cv2  # heads without boxes need no OpenCV
+
     groups: dict[tuple[int, int], list[Box]] = {}
     for box in boxes:
         groups.setdefault((box.image, box.label), []).append(box)

@@ -59,7 +59,7 @@ EXCLUDED: Mapping[str, tuple[str, ...]] = {
     "processes": ("vlora.engine.ipc",),
     "grammars": ("vlora.engine.grammar_cache", "vlora.models.grammar"),
     "monitoring": ("vlora.engine.monitor", "vlora.engine.snapshot", "vlora.orchestrator.stats"),
-    "what only a GPU uses": ("vlora.models.gpu",),
+    "what only a GPU uses": ("vlora.models.gpu", "vlora.models.vision.flash_tower"),
     "construction, once before the first step": (
         "vlora.config",
         "vlora.threads",
@@ -72,14 +72,11 @@ EXCLUDED: Mapping[str, tuple[str, ...]] = {
         "atmm.warmup",
         "atmm.cutlass.build",
     ),
-    "attention on a GPU, beside that of any device": (
-        "vlora.models.gpu_attention",
-        "vlora.models.vision.flash_tower",
-    ),
     "requests, checked before a step": ("vlora.engine.request_checks",),
     "the operator's adapter changes, which step only polls": ("vlora.engine.adapter_admin",),
     "the format of adapter files, read in another thread": ("vlora.lora.peft_format",),
     "the front end's image processor and tokenizer": ("vlora.models.processing",),
+    "installations without greenlet": ("vlora.models.vision.whole_call",),
 }
 """Reason -> packages and modules that are not part of the core."""
 

@@ -46,7 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "vlora.engine": LEVEL_3,
     "vlora.server": LEVEL_3 | {"vlora.engine", "vlora.client"},
     "vlora.simulator": BASE | {"vlora.config", "vlora.memory", "vlora.orchestrator"},
-    "vlora.bench": LEVEL_3 | {"vlora.engine", "vlora.simulator", "vlora.client", "fusion"},
+    "vlora.bench": LEVEL_3 | {"vlora.engine", "vlora.simulator", "vlora.client", "vlora.tune", "fusion"},
     "vlora.tune": LEVEL_2 | {"vlora.models"},
     "vlora.cli": LEVEL_3
     | {

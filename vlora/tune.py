@@ -19,7 +19,7 @@ from atmm.cutlass import build
 from atmm.cutlass.tiling import SPACE
 from atmm.tuning import tables
 from atmm.tuning.buckets import Bucket
-from atmm.tuning.search import SHAPES, Case, Finding, Shape, cases, error, read, search
+from atmm.tuning.search import Case, Finding, Shape, cases, error, read, search
 from vlora.errors import BadConfig
 from vlora.lora.adapter_pool import site_groups
 from vlora.models.hf_model import HFModel
@@ -28,7 +28,8 @@ from vlora.models.pretrained import from_pretrained
 
 _TOLERANCE = 1.05  # the rule's choice may be this much slower than the best before a row is written
 _COLUMNS = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-_LARGEST_ERROR = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 4e-3}
+LARGEST_ERROR = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 4e-3}
+"""By type, the largest accepted error of a strategy relative to the largest delta, against float64."""
 
 
 def shapes_of(model: str) -> list[Shape]:
@@ -67,14 +68,16 @@ class TuneResult(NamedTuple):
         return f"{summary}; {self.num_done} of {self.num_cases} cases are done; run the same command to continue"
 
 
-def tune(model: str | None, *, device: str, dtypes: Sequence[str], minutes: float, out: Path | None) -> TuneResult:
+def tune(
+    shapes: Sequence[Shape], *, device: str, dtypes: Sequence[str], minutes: float, out: Path | None
+) -> TuneResult:
     """Search, or resume an interrupted search, and write the table.
 
     The search uses torch's current number of threads. An existing table keeps its rows for buckets that this search
     did not measure.
 
     Args:
-        model: The model that gives the layer shapes. None measures the default shapes.
+        shapes: The layers' shapes, such as those of `shapes_of`, or `atmm.tuning.search.SHAPES`.
         minutes: Time limit of the search.
         out: The table's file. None uses the user's folder, from which the engine reads tables.
 
@@ -89,7 +92,7 @@ def tune(model: str | None, *, device: str, dtypes: Sequence[str], minutes: floa
             raise BadConfig(f"no folder for the table: {error}; set --out") from error
     journal = out.with_suffix(f".t{threads}.partial")
     existing = _existing_rows(out, device, threads)
-    todo = cases(SHAPES if model is None else shapes_of(model), dtypes)
+    todo = cases(shapes, dtypes)
     done = 0
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -141,7 +144,7 @@ def check(table: Path, device: str, say: Callable[[str], None]) -> bool:
     with torch.inference_mode():
         for bucket, strategy in rows:
             case = Case.of(bucket)
-            found, allowed = error(case, strategy, device), _LARGEST_ERROR[case.dtype]
+            found, allowed = error(case, strategy, device), LARGEST_ERROR[case.dtype]
             if not found <= allowed:
                 wrong += 1
                 say(f"{strategy}: {bucket}: relative error {found:.1e}, maximum {allowed:.0e}")

@@ -16,7 +16,7 @@ from atmm.segments import SegmentPlan
 from atmm.strategies.shared_shrink import CachedInput
 from atmm.triton.handles import Handle, handle
 from atmm.triton.plan import tiles_of
-from atmm.triton.tiling import Tiling, block_r, merge_blocks, usual
+from atmm.triton.tiling import Tiling, block_r, merge_blocks, shrink_programs, usual
 
 # float32 products stay in float32: TF32 on tensor cores would change answers.
 _PRECISION = "ieee"
@@ -33,8 +33,8 @@ def prepare(plan: SegmentPlan, stats: BatchStats, source: PlaceSource, tiling: T
     rank_blocks = -(-highest // rows)
     if tiling is None:
         longest = max((lane.stop - lane.start for lane in stats.lanes), default=1)
-        num_tiles = sum(-(-(lane.stop - lane.start) // 64) for lane in stats.lanes) * len(stats.live)
-        tiling = usual(layout.dtype.itemsize, layout.d_in, longest, num_tiles * rank_blocks)
+        programs = shrink_programs((lane.stop - lane.start for lane in stats.lanes), len(stats.live), highest)
+        tiling = usual(layout.dtype.itemsize, layout.d_in, longest, programs)
     return (Tiled if tiling.split_k else SingleLaunch)(plan, stats, source, tiling, rows, rank_blocks * rows)
 
 

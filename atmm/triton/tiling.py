@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 _SHARED_BYTES = 166_912  # per block on compute capability 8.0, the minimum of those supported (CUDA programming guide)
@@ -16,6 +17,7 @@ _FLOAT32_M, _FLOAT32_N = 16, 128  # largest blocks of float32
 # capability 8.0 and spill on 9.0; with 64, the largest uses 154 of 255.
 _FLOAT32_SINGLE_N, _FLOAT32_SINGLE_K = 64, 64
 _WORD = 16  # bytes per load of a thread
+_MOST_FINALISTS = 24
 
 
 class Tiling(NamedTuple):
@@ -103,10 +105,42 @@ def sensible(itemsize: int, d_in: int, longest: int, num_tokens: int) -> Iterato
             yield tiling
 
 
+def finalists(itemsize: int, d_in: int, longest: int, num_tokens: int, num_programs: int) -> list[Tiling]:
+    """The tilings of `sensible` that are nearest to the default one for the shape, so that a search measures 24 instead
+    of up to 266; a quarter of them are single launches where those are sensible. Arguments as `sensible` and `usual`.
+    """
+    centre = usual(itemsize, d_in, longest, num_programs)
+    among = list(sensible(itemsize, d_in, longest, num_tokens))
+    single = sorted((each for each in among if not each.split_k), key=lambda each: _steps_between(each, centre))
+    split = sorted((each for each in among if each.split_k), key=lambda each: _steps_between(each, centre))
+    single = single[: _MOST_FINALISTS // 4]
+    return [*split[: _MOST_FINALISTS - len(single)], *single]
+
+
+def _steps_between(one: Tiling, other: Tiling) -> float:
+    """Doublings or halvings of sizes that lead from one tiling to the other. A pipeline stage counts more than one, so
+    that the nearest tilings differ in their sizes first.
+    """
+    sizes = zip(one[:4], other[:4], strict=True)
+    doublings = sum(abs(math.log2(own / its)) for own, its in sizes if own and its)
+    return doublings + 1.5 * abs(one.num_stages - other.num_stages)
+
+
+def shrink_programs(lengths: Iterable[int], num_sites: int, rank: int) -> int:
+    """Programs of a shrink at split_k 1, for tiles of 64 tokens.
+
+    Args:
+        lengths: Tokens of each lane.
+        num_sites: Sites with a lane's adapter.
+        rank: The highest.
+    """
+    return sum(-(-length // 64) for length in lengths) * num_sites * -(-rank // block_r(rank))
+
+
 def usual(itemsize: int, d_in: int, longest: int, num_programs: int) -> Tiling:
     """The default tiling without measurements.
 
-    num_programs: (tiles x rank blocks) of the shrink at split_k 1, for tiles of 64 tokens.
+    num_programs: see `shrink_programs`.
     """
     few = num_programs < _PROGRAMS  # sums are split, and tiles of 64 tokens lack registers for that
     block_m = 16 if longest <= 16 or itemsize == 4 else 32 if longest <= 32 or few else 64

@@ -11,7 +11,7 @@ import itertools
 import json
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,8 +30,10 @@ from atmm.segments import Lane, SegmentPlan
 from atmm.strategies.hybrid import divides
 from atmm.strategies.registry import comes_transposed
 from atmm.tuning.buckets import Bucket, Evenness
-from atmm.tuning.cold_cache import DeviceCaches, read_by
+from atmm.tuning.cold_cache import DeviceCaches, factors_of, read_by
+from atmm.tuning.compiling import KernelKey, KernelSample, compile_kernels
 from atmm.tuning.racing import race
+from atmm.tuning.replays import Replays
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 ADAPTERS = (1, 2, 4, 8, 16)
@@ -44,6 +46,7 @@ _NUM_RANDOM = 1_000_003  # prime, so that consecutive slices of the values diffe
 _IN_THE_RACE = 1.25  # times the smallest time so far; slower candidates are not timed again
 _CLOSE = 1.1  # times the smallest time; candidates within it enter the final race
 _FINAL_TURNS = 9
+_MOST_COPIES, _COPIES_BYTES = 8, 128 * 2**20  # of a group in a graph on a GPU, of which one replay is timed
 _LONG_S = 0.015  # seconds of timing per candidate of a bucket, after which a race ends early
 
 
@@ -168,6 +171,8 @@ def search(cases: Sequence[Case], device: str, journal: Path, seconds: float) ->
     stop = time.monotonic() + seconds
     found = read(journal)
     known = {finding.bucket for finding in found}
+    if torch.device(device).type == "cuda":
+        compile_kernels(kernel_samples(cases), device)
     with journal.open("w") as file, torch.inference_mode():
         file.writelines(_as_line(finding) for finding in found)  # drops a truncated line
         for case in cases:
@@ -191,17 +196,13 @@ def measure(case: Case, group: SiteGroup, device: str) -> Finding:
     assert group.packed is not None
     stats = BatchStats(case.plan(), group.packed.layout)
     x, outputs = case.input(device)
-    if x.is_cuda:
-        outputs = [torch.cat(outputs, 1)]  # on a GPU the engine adds a whole group at once
-    caches = _caches(device, x.dtype)
     transposed = comes_transposed(x)
-
-    def timed(plan: SegmentPlan, factors: Sequence[Tensor]) -> float:
-        caches.evict(factors)
-        return _time(group, plan, x, outputs)
-
     names = candidates(stats, transposed)
-    calls = {name: functools.partial(timed, case.plan(name), read_by(name, group)) for name in names}
+    calls: Mapping[str, Callable[[], float]]
+    if x.is_cuda:
+        calls = replayed_calls(case, group, names, device)
+    else:
+        calls = {name: functools.partial(_cold_seconds, group, case.plan(name), name, x, outputs) for name in names}
     ruled = rule(stats, transposed)
     seconds = race(calls, _TURNS, _IN_THE_RACE, _LONG_S)
     best = min(seconds.values())
@@ -210,6 +211,46 @@ def measure(case: Case, group: SiteGroup, device: str) -> Finding:
     if len(finalists) > 1:
         seconds |= race(finalists, _FINAL_TURNS, _IN_THE_RACE, _LONG_S, seed=1)
     return Finding(Bucket.of(stats), seconds, ruled)
+
+
+def kernel_samples(cases: Sequence[Case]) -> list[KernelSample]:
+    """A launch of each kernel that a search of these cases times on a GPU. Reads no device."""
+    from atmm.triton.tiling import finalists, shrink_programs
+
+    found: dict[KernelKey, KernelSample] = {}
+    for shape, rank, dtype, num_adapters, num_tokens, even in cases:
+        itemsize = getattr(torch, dtype).itemsize
+        lengths = [
+            lane.stop - lane.start for lane in Case(shape, rank, dtype, num_adapters, num_tokens, even).plan().lanes
+        ]
+        programs = shrink_programs(lengths, len(shape.d_outs), rank)
+        for tiling in finalists(itemsize, shape.d_in, max(lengths), num_tokens, programs):
+            sample = KernelSample(shape.d_in, shape.d_outs, rank, dtype, tiling.name)
+            found.setdefault(sample.key(), sample)
+    return list(found.values())
+
+
+def replayed_calls(case: Case, group: SiteGroup, names: Sequence[str], device: str) -> dict[str, Replays]:
+    """For each strategy a call that runs it on the device and returns the device's seconds for one group.
+
+    A graph adds the deltas of several copies of the group, which are not in the cache, as the engine adds a whole group
+    at once. Launches by the host, which take longer than many kernels run, do not count.
+    """
+    factor_bytes = sum(tensor.numel() * tensor.element_size() for tensor in factors_of(group))
+    copies = max(1, min(_MOST_COPIES, _COPIES_BYTES // factor_bytes))
+    groups = [group, *(case.group(device) for _ in range(copies - 1))]
+    x, outputs = case.input(device)
+    together = torch.cat(outputs, 1)
+    evict = functools.partial(_caches(device, x.dtype).evict, ())
+    return {
+        name: Replays(functools.partial(_add_to_each, groups, case.plan(name), x, together), evict, copies)
+        for name in names
+    }
+
+
+def _add_to_each(groups: Sequence[SiteGroup], plan: SegmentPlan, x: Tensor, y: Tensor) -> None:
+    for group in groups:
+        add_deltas(y, x, group, plan)
 
 
 _caches = functools.cache(DeviceCaches)
@@ -227,10 +268,13 @@ def candidates(stats: BatchStats, transposed: bool) -> list[str]:
         if divides(stats.lanes):
             names.append("divided")
     if layout.device.type == "cuda":
-        from atmm.triton.tiling import sensible
+        from atmm.triton.tiling import finalists, shrink_programs
 
-        longest = max(lane.stop - lane.start for lane in stats.lanes)
-        tilings = sensible(layout.dtype.itemsize, layout.d_in, longest, stats.num_tokens)
+        lengths = [lane.stop - lane.start for lane in stats.lanes]
+        longest = max(lengths)
+        highest = max(span.rank for site in layout.spans for span in site.values())
+        programs = shrink_programs(lengths, len(stats.live), highest)
+        tilings = finalists(layout.dtype.itemsize, layout.d_in, longest, stats.num_tokens, programs)
         names += ["tiled", *(tiling.name for tiling in tilings)]
         if stats.num_tokens >= _FEWEST_GROUPED:
             names += [tile.name for tile in grouped_tiles(longest) if built(stats, tile.name)]
@@ -238,19 +282,13 @@ def candidates(stats: BatchStats, transposed: bool) -> list[str]:
     return names if ruled in names else [*names, ruled]
 
 
-def _time(group: SiteGroup, plan: SegmentPlan, x: Tensor, outputs: list[Tensor]) -> float:
-    clock = time.perf_counter if x.is_cuda else time.process_time  # other processes may share the CPU
-    if x.is_cuda:
-        torch.cuda.synchronize()
-    start = clock()
-    if len(outputs) == 1 and len(group.sites) > 1:
-        add_deltas(outputs[0], x, group, plan)
-    else:
-        for site, y in zip(group.sites, outputs, strict=True):
-            add_delta(y, x, site, plan)
-    if x.is_cuda:
-        torch.cuda.synchronize()
-    return clock() - start
+def _cold_seconds(group: SiteGroup, plan: SegmentPlan, strategy: str, x: Tensor, outputs: list[Tensor]) -> float:
+    """CPU seconds of a strategy with its factors in memory; other processes may share the CPU."""
+    _caches("cpu", x.dtype).evict(read_by(strategy, group))
+    start = time.process_time()
+    for site, y in zip(group.sites, outputs, strict=True):
+        add_delta(y, x, site, plan)
+    return time.process_time() - start
 
 
 def error(case: Case, strategy: str, device: str) -> float:

@@ -52,7 +52,7 @@ def test_a_user_without_a_home_folder_has_no_cache_folder(without_home: None) ->
     with pytest.raises(FileNotFoundError, match="no home folder and XDG_DATA_HOME is not set"):
         tables.user_folder()
     with pytest.raises(BadConfig, match="XDG_DATA_HOME is not set; set --out"):
-        tune.tune(None, device="cpu", dtypes=["float32"], minutes=0, out=None)
+        tune.tune([], device="cpu", dtypes=["float32"], minutes=0, out=None)
 
 
 def test_a_user_without_a_home_folder_uses_packaged_tables(

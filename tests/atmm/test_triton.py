@@ -17,7 +17,14 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
 
 
-_INTERPRETED = ("check_tiled.py", "check_styles.py", "check_decode.py", "check_pointwise.py", "check_engine.py")
+_INTERPRETED = (
+    "check_tiled.py",
+    "check_styles.py",
+    "check_decode.py",
+    "check_pointwise.py",
+    "check_compiling.py",
+    "check_engine.py",
+)
 
 
 @pytest.mark.timeout(1200)  # for a busy machine; an idle one takes about 100 s

@@ -316,7 +316,7 @@ def test_answers_are_compared_up_to_a_tie() -> None:
 @pytest.mark.slow
 def test_a_batch_of_the_baseline_equals_single_requests(files: ModelFiles) -> None:
     """Prompts of several lengths, padded on the left; adapters and the base model in one batch."""
-    baseline = Baseline(files.model, list(files.adapters.values()), "float32")
+    baseline = Baseline.load(files.model, list(files.adapters.values()), "float32")
     processor = InputProcessor.from_pretrained(files.model)
     requests = [
         prepare(
@@ -344,10 +344,10 @@ def server(files: ModelFiles) -> Iterator[Any]:
 @pytest.mark.parametrize("surface", ["http", "rpyc"])
 def test_answers_of_another_adapter_are_detected_as_wrong(files: ModelFiles, server: Any, surface: str) -> None:
     paths = list(files.adapters.values())
-    found = check_answers(server, surface, files, TINY, Baseline(files.model, paths, "float32"))
+    found = check_answers(server, surface, files, TINY, Baseline.load(files.model, paths, "float32"))
     assert found["wrong"] == [] and found["ties"] < found["answers"] == 12
     assert found["distinct"] >= 9 and found["words"] > 50
-    swapped = check_answers(server, surface, files, TINY, Baseline(files.model, paths[::-1], "float32"))
+    swapped = check_answers(server, surface, files, TINY, Baseline.load(files.model, paths[::-1], "float32"))
     assert len(swapped["wrong"]) >= 4
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.families import FAMILIES, build_model
-from vlora.models.fused_layers import fuse_layers
+from vlora.models.gpu.fused_layers import fuse_layers
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -13,7 +13,7 @@ from atmm import flash_attention
 from tests.atmm.flash_oracle import VERSIONS
 from vlora.models.attention import KVCache, Queries, StepAttention, paged_attention
 from vlora.models.forward_batch import Row, queries_of
-from vlora.models.gpu_attention import BlockDecodes, FlashChunks, GpuAttention
+from vlora.models.gpu.attention import BlockDecodes, FlashChunks, GpuAttention
 
 HEADS, KV_HEADS, DIM, BLOCK, LAYERS = 4, 2, 16, 4, 2
 BLOCK_ROWS = 2 * LAYERS * BLOCK + BLOCK  # with a remainder, as in blocks of whole pages

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from types import ModuleType
+
 import pytest
 import torch
 
@@ -138,3 +142,39 @@ def test_patch_counts_match_the_operations_spent(family: str, count: int) -> Non
     expected = sum(encode_patches(model.config, item) for item in items)
     # Class tokens and tiles that only pad a batch are not counted.
     assert call.flops / patch_flops(model.config) == pytest.approx(expected, rel=0.25)
+
+
+@pytest.fixture
+def without_greenlet(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module as in an installation without greenlet."""
+    monkeypatch.setitem(sys.modules, "greenlet", None)
+    spec = importlib.util.find_spec("vlora.models.vision.stepwise_tower")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_without_greenlet_a_call_runs_whole(without_greenlet: ModuleType) -> None:
+    spent: list[float] = []
+
+    def call() -> str:
+        for flops in (1e9, 2e9):
+            without_greenlet.spend(flops)
+            spent.append(flops)
+        return "features"
+
+    paced = without_greenlet.PacedCall(call)
+    assert paced.advance(1.0) and paced.result == "features" and spent == [1e9, 2e9]
+    assert paced.advance(1.0) and len(spent) == 2
+    paced.close()
+
+
+def test_without_greenlet_the_error_of_a_call_is_raised_once(without_greenlet: ModuleType) -> None:
+    def fail() -> None:
+        raise ValueError("broken picture")
+
+    paced = without_greenlet.PacedCall(fail)
+    with pytest.raises(ValueError, match="broken picture"):
+        paced.advance(1.0)
+    assert paced.advance(1.0)

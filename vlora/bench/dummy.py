@@ -164,13 +164,18 @@ def dummy_picture(config: Any, side: int) -> VisionInput:
 
 
 def write_adapter(
-    folder: Path, shapes: Mapping[str, tuple[int, int]], rank: int, seed: int, num_blocks: int = 1
+    folder: Path,
+    shapes: Mapping[str, tuple[int, int]],
+    rank: int,
+    seed: int,
+    num_blocks: int = 1,
+    dtype: torch.dtype = torch.float32,
 ) -> str:
     """Write a random LoRA of one rank on the layers of `shapes` (name -> out, in), in PEFT's format; returns the
     folder.
 
     num_blocks: above 1 the adapter is block-diagonal: A where ranks split a layer's inputs, B where they split its
-    outputs.
+    outputs. dtype: of the file.
     """
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(seed)
@@ -181,8 +186,8 @@ def write_adapter(
         blocks_a, blocks_b = (num_blocks, 1) if name.endswith(ROW_PARALLEL) else (1, num_blocks)
         a = torch.randn(rank, d_in // blocks_a, generator=generator)
         b = torch.randn(d_out, rank // blocks_b, generator=generator)
-        tensors[f"base_model.model.{name}.lora_A.weight"] = a * scale
-        tensors[f"base_model.model.{name}.lora_B.weight"] = b * scale
+        tensors[f"base_model.model.{name}.lora_A.weight"] = (a * scale).to(dtype)
+        tensors[f"base_model.model.{name}.lora_B.weight"] = (b * scale).to(dtype)
     save_file(tensors, str(folder / "adapter_model.safetensors"))
     config: dict[str, Any] = {
         "peft_type": "LORA",

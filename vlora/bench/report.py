@@ -84,10 +84,18 @@ def environment() -> dict[str, Any]:
         "machine": f"{platform.machine()} {_cpu_name()}, {device_name('cpu')}",
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
-        "versions": {name: importlib.metadata.version(name) for name in ("vlora", "torch", "transformers", "peft")},
+        "versions": {name: version_of(name) for name in ("vlora", "torch", "transformers", "peft")},
         "threads": torch.get_num_threads(),
         "commit": _commit(),
     }
+
+
+def version_of(distribution: str) -> str | None:
+    """The installed version; None for a package that is not installed, as this one in a checkout may be."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _cell(value: Any) -> str:

@@ -314,12 +314,13 @@ def tune(
         import torch
 
         from atmm.tuning import tables
+        from atmm.tuning.search import SHAPES
         from vlora.engine.host_resources import default_threads
 
         torch.set_num_threads(threads or default_threads())
         if not check:
             found = tuning.tune(
-                None if model is None else model_path(model),
+                SHAPES if model is None else tuning.shapes_of(model_path(model)),
                 device=device,
                 dtypes=dtypes,
                 minutes=minutes if minutes is not None else 30.0 if device == "cuda" else 5.0,

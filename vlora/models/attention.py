@@ -3,7 +3,7 @@
 Prefill uses torch: gather the context rows, then scaled-dot-product attention. Decode tokens on a CPU use a compiled
 kernel that reads the cache in place. Its torch fallback gathers the rows and never expands KV heads: a decode query is
 reshaped to [batch, kv_heads, group, head_dim], so a group's query heads read their shared KV head as one small matrix.
-`gpu_attention` has the kernels of a GPU.
+`vlora.models.gpu.attention` has the kernels of a GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 import atmm
 from atmm.processor import multiplies_bfloat16
-from vlora.models.gpu_attention import BlockDecodes, FlashChunks
+from vlora.models.gpu.attention import BlockDecodes, FlashChunks
 
 # Padding every decode row to the longest context costs memory traffic; one call per row costs dispatch time. On a CPU
 # padding is faster while it adds less than a quarter.
@@ -73,6 +73,11 @@ class PagedRows:
     places: torch.Tensor
     rows: torch.Tensor
     starts: torch.Tensor
+
+    def attend(
+        self, out: torch.Tensor, q: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], scale: float
+    ) -> None:
+        atmm.attend(out, q, *cache, self.places, self.rows, self.starts, scale)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -155,11 +160,7 @@ def paged_attention(
     k_new = key[0].transpose(0, 1).reshape(num_tokens, -1)
     v_new = value[0].transpose(0, 1).reshape(num_tokens, -1)
     k_cache, v_cache = step.cache.k[layer], step.cache.v[layer]
-    if atmm.serves_pointwise(k_new.device, k_new.dtype):
-        atmm.write_kv(k_cache, v_cache, k_new, v_new, step.write_rows)
-    else:
-        k_cache.index_copy_(0, step.write_rows, k_new)
-        v_cache.index_copy_(0, step.write_rows, v_new)
+    atmm.write_kv(k_cache, v_cache, k_new, v_new, step.write_rows)
 
     out: torch.Tensor | None = None
     if queries.writes_rows:
@@ -191,12 +192,9 @@ def paged_attention(
         else:
             out.index_copy_(0, span.queries, attended[0].transpose(0, 1).to(out.dtype))
     decodes = queries.decodes
-    if isinstance(decodes, PagedRows):
+    if isinstance(decodes, PagedRows | BlockDecodes):
         assert out is not None
-        atmm.attend(out, q.transpose(0, 1), k_cache, v_cache, decodes.places, decodes.rows, decodes.starts, scale)
-    elif isinstance(decodes, BlockDecodes):
-        assert out is not None
-        decodes.attend(out, q.transpose(0, 1), k_cache, scale)
+        decodes.attend(out, q.transpose(0, 1), (k_cache, v_cache), scale)
     elif decodes is not None:
         q_rows = q.transpose(0, 1) if decodes.index is None else q.transpose(0, 1).index_select(0, decodes.index)
         attended = _decode(q_rows, decodes, k_cache, v_cache, num_kv_heads, scaling)

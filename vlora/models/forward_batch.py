@@ -11,7 +11,7 @@ import torch
 
 import atmm
 from vlora.models.attention import PrefillSpan, Queries, decode_rows
-from vlora.models.gpu_attention import Chunk, FlashChunks, GpuAttention, Put
+from vlora.models.gpu.attention import Chunk, FlashChunks, GpuAttention, Put
 from vlora.models.last_layer import ReadRows, lanes_of_rows
 from vlora.models.request_state import RequestState
 from vlora.types import BatchItem, Mode

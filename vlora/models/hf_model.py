@@ -21,7 +21,7 @@ from vlora.lora.adapted_linear import AdaptedLinear, LaneScope, adapt
 from vlora.memory.huge_pages import in_huge_pages
 from vlora.models.attention import StepAttention, paged_attention
 from vlora.models.families import Family, family_of
-from vlora.models.fused_layers import fuse_layers
+from vlora.models.gpu.fused_layers import fuse_layers
 from vlora.models.rms_norm import fuse_norms
 from vlora.models.vision.flash_tower import register_vision_attention
 from vlora.models.vision.patch_embedding import convert_patch_embeddings

@@ -9,13 +9,12 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jinja2
 import jinja2.meta
 import numpy as np
 import torch
-from PIL import Image
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 # Imported from its own module: without torchvision, older versions export a placeholder that raises an error.
@@ -26,6 +25,9 @@ from vlora.models.families import family_of, placeholder_count
 from vlora.models.pretrained import from_pretrained
 from vlora.models.vision.images import Region
 from vlora.types import TensorValue, VisionInput
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 _IMAGE_FIELDS = ("pixel_values", "image_grid_thw", "image_sizes", "batch_num_images")
 

@@ -17,8 +17,8 @@ from vlora.lora.merge import ModeSwitcher
 from vlora.memory.arena import PAGE_BYTES, Arena
 from vlora.models.attention import KVCache, StepAttention
 from vlora.models.forward_batch import ForwardBatch, lane_by_lane, queries_of
+from vlora.models.gpu.attention import GpuAttention
 from vlora.models.gpu.step_inputs import StepInputs
-from vlora.models.gpu_attention import GpuAttention
 from vlora.models.grammar import Cursor, hold
 from vlora.models.head_reading import read_heads
 from vlora.models.hf_model import HFModel

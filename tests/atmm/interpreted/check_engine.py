@@ -14,7 +14,7 @@ from tests.atmm.flash_oracle import VERSIONS
 from tests.harness import FixedModes, run_engine
 from tests.references import CaseReference, assert_same
 from vlora.models import runner
-from vlora.models.gpu_attention import BlockDecodes, FlashChunks, GpuAttention
+from vlora.models.gpu.attention import BlockDecodes, FlashChunks, GpuAttention
 from vlora.types import Mode
 
 NUM_TOKENS = 3

@@ -71,7 +71,7 @@ def run(quick: bool) -> Report:
         goals.append(Goal(f"PEFT merge_adapter / merge, rank {rank}", speedup, goal, False))
         goals.append(Goal(f"going back to W0, rank {rank}, ms", median_ms(seconds["back"]), 1.0, True))
     num_switches = _SWITCHES // 10 if quick else _SWITCHES
-    drift = _drift(num_switches)
+    drift = drift_in_place(num_switches, _CPU)
     label = f"drift in place, in 1/1000 of the weights, at any of {num_switches} switches"
     goals.append(Goal(f"{label}, subtracting", drift.subtracting * 1e3, MAX_DRIFT * 1e3, True))
     goals.append(Goal(f"{label}, rewriting", drift.rewriting * 1e3, 0.0, True))
@@ -79,24 +79,27 @@ def run(quick: bool) -> Report:
     return Report("merge", rows, goals, found={"drift": drift._asdict()})
 
 
-class _MergeableModel:
-    """Slabs and an adapter pool of the 0.5 B-parameter model, or of a part of it. text: settings of its language
-    model.
-    """
+def _small_config(**text: int) -> Any:
+    """The 0.5 B-parameter model, or a part of it. text: settings of its language model."""
+    config: Any = half_billion_config(vision="none")
+    for name, value in text.items():
+        setattr(config.text_config, name, value)
+    return config
 
-    def __init__(self, **text: int) -> None:
-        config: Any = half_billion_config(vision="none")
-        for name, value in text.items():
-            setattr(config.text_config, name, value)
-        self.hf_model = HFModel(dummy_model(config, "bfloat16", _CPU, seed=0))
+
+class MergeableModel:
+    """Slabs and an adapter pool of a model with random weights in bfloat16."""
+
+    def __init__(self, config: Any, device: torch.device, arena_bytes: int = 2**30) -> None:
+        self.hf_model = HFModel(dummy_model(config, "bfloat16", device, seed=0))
         self.shapes = language_shapes(self.hf_model.model)
         self.slabs = WeightSlabs(self.hf_model.language_linears)
-        arena = Arena(2**30 // PAGE_BYTES, _CPU)
+        arena = Arena(arena_bytes // PAGE_BYTES, device)
         adapter_cache = AdapterCache(PageAllocator(arena.num_pages, 1), arena.num_pages)
         self.pool = AdapterPool(
             arena,
             adapter_cache,
-            make_transfer(_CPU, Inline()),
+            make_transfer(device, Inline()),
             self.hf_model.language_linears,
             self.hf_model.vision_linears,
             self.slabs.order,
@@ -108,9 +111,13 @@ class _MergeableModel:
         keys: list[str] = []
         with tempfile.TemporaryDirectory() as folder:
             for number, rank in enumerate(ranks):
-                path = write_adapter(Path(folder) / f"a{number}", self.shapes, rank, seed=number)
+                path = write_adapter(
+                    Path(folder) / f"a{number}", self.shapes, rank, seed=number, dtype=self.hf_model.dtype
+                )
                 adapter = registry.read_folder(f"a{number}", path).adapter
                 assert adapter is not None and self.pool.load(adapter)
+                if adapter.key in self.pool.loading:
+                    self.pool.finish_load(adapter.key)
                 keys.append(adapter.key)
         return keys
 
@@ -122,7 +129,7 @@ def _calls(rank: int) -> tuple[dict[str, Callable[[], object]], float, float]:
     """The timed calls in execution order: each round merges the other one of two adapters and restores W0. Also the
     memory of a first merge in MiB: with a shadow copy, and in place.
     """
-    model = _MergeableModel()
+    model = MergeableModel(_small_config(), _CPU)
     slabs = model.slabs
     keys = model.load((rank, rank))
     shadow, base_weights = ShadowSwitcher(slabs, model.pool), CopiedBaseWeights(slabs)
@@ -175,7 +182,7 @@ def _taken_mib(call: Callable[[], object]) -> float:
     return ((after.rss - after.shared) - (before.rss - before.shared)) / _MIB
 
 
-class _Drift(NamedTuple):
+class Drift(NamedTuple):
     """The worst layer's relative root mean square drift at any time, by method; after a restore; and the number of
     layers that subtraction had to rewrite, of the number it changed.
     """
@@ -187,9 +194,9 @@ class _Drift(NamedTuple):
     layers_switched: int
 
 
-def _drift(num_switches: int) -> _Drift:
+def drift_in_place(num_switches: int, device: torch.device) -> Drift:
     """Drift over random switches among W0 and 32 adapters of four ranks, with deltas of a tenth of the weights."""
-    model = _MergeableModel(num_hidden_layers=1, intermediate_size=896)
+    model = MergeableModel(_small_config(num_hidden_layers=1, intermediate_size=896, vocab_size=512), device)
     keys = model.load(_DRIFT_RANKS * 8)
     slabs = model.slabs
     base = {shape: slab.clone() for shape, slab in slabs.base.items()}
@@ -209,7 +216,7 @@ def _drift(num_switches: int) -> _Drift:
             switcher.switch(keys[0])
             switcher.forget(keys[0])
             restored = max(restored, _distance(model, base, None))
-    return _Drift(worst[True], worst[False], restored, rewritten, switched)
+    return Drift(worst[True], worst[False], restored, rewritten, switched)
 
 
 class _CountingBaseWeights:
@@ -224,7 +231,7 @@ class _CountingBaseWeights:
         return self._base_weights.weight(name)
 
 
-def _distance(model: _MergeableModel, base: Mapping[tuple[int, int], torch.Tensor], key: str | None) -> float:
+def _distance(model: MergeableModel, base: Mapping[tuple[int, int], torch.Tensor], key: str | None) -> float:
     """The worst layer's |weights - wanted| / |wanted|, with wanted = W0, or W0 + delta rounded once."""
     wanted = base
     if key is not None:

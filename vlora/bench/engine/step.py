@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,19 +25,16 @@ from transformers import DynamicCache
 import atmm
 from atmm import matmul
 from vlora.bench.dummy import half_billion_config, language_shapes, write_adapter
+from vlora.bench.engine.timed_engine import Step, TimedEngine
 from vlora.bench.report import Goal, Report
 from vlora.bench.timing import interleaved, median_ms, median_ratio, thread_counts, threads_label
 from vlora.config import EngineConfig
-from vlora.engine import LocalEngine
 from vlora.models.loading import dummy_model
-from vlora.types import Request, SamplingParams
 
 _DTYPE = "bfloat16"
 _CONTEXT = 256  # tokens
 _WARMUP = 5  # rounds not counted; a set of adapters is packed after it has recurred a few times
 _LONGEST = 256  # answer tokens: more than the steps of all its comparisons
-
-Step = Callable[[], None]
 
 
 def run(quick: bool) -> Report:
@@ -55,8 +52,8 @@ def run(quick: bool) -> Report:
             for i in range(count)
         }
         # One engine each: requests of a shared one would be batched together.
-        first = _TimedEngine({"r16-0": adapters["r16-0"]}, "merged_only", arena_bytes=2**30)
-        second = _TimedEngine(adapters, "unmerged_only", arena_bytes=7 * 2**30)
+        first = _timed_engine({"r16-0": adapters["r16-0"]}, "merged_only", arena_bytes=2**30)
+        second = _timed_engine(adapters, "unmerged_only", arena_bytes=7 * 2**30)
         merged = first.begin(["r16-0"] * 16)
         # From large to small batches: the remaining requests already have their context.
         for batch, floor_goal, baseline_goal in ((16, 2.0, 0.5), (8, 1.5, None), (4, 1.5, 0.5), (1, 1.5, 0.6)):
@@ -198,57 +195,18 @@ def _kv_bytes(model: Any) -> int:
     return 2 * 2 * text.num_hidden_layers * text.num_key_value_heads * width * _CONTEXT
 
 
-class _TimedEngine:
-    """An engine with loaded adapters that runs individual decode steps."""
-
-    def __init__(self, adapters: Mapping[str, str], policy: str, arena_bytes: int) -> None:
-        settings = EngineConfig(
-            model="dummy",
-            policy=policy,
-            max_batch_size=16,
-            max_step_tokens=512,
-            arena_bytes=arena_bytes,
-            merge_fidelity_floor=0.0,
-            prefix_cache=False,  # each request of a batch reads its own KV
-        )
-        self._engine = LocalEngine(
-            settings, model=dummy_model(half_billion_config(vision="none"), _DTYPE, torch.device("cpu"), 0)
-        ).engine
-        for name, path in adapters.items():
-            self._engine.load_adapter(name, path)
-        self._ids: list[str] = []
-        self._num_begun = 0
-
-    def begin(self, adapters: Sequence[str]) -> Step:
-        """Prefill one request per adapter to `_CONTEXT` tokens, ending earlier ones. The returned call runs one decode
-        step of these requests, or of those that are kept.
-        """
-        self.keep(0)
-        generator = torch.Generator().manual_seed(0)
-        for adapter in adapters:
-            prompt = torch.randint(3, 1000, (_CONTEXT,), generator=generator).tolist()
-            sampling = SamplingParams(max_tokens=_LONGEST, ignore_eos=True)
-            request_id = f"{self._num_begun}"
-            self._num_begun += 1
-            self._ids.append(request_id)
-            self._engine.add(
-                Request(request_id=request_id, prompt_ids=tuple(prompt), adapter=adapter, sampling=sampling)
-            )
-        answered: set[str] = set()
-        while len(answered) < len(self._ids):
-            answered.update(output.request_id for output in self._engine.step())
-
-        def step() -> None:
-            outputs = self._engine.step()
-            assert len(outputs) == len(self._ids), f"{len(outputs)} of {len(self._ids)} requests were answered"
-
-        return step
-
-    def keep(self, batch: int) -> None:
-        """End all requests except the first `batch`."""
-        for request_id in self._ids[batch:]:
-            self._engine.cancel(request_id)
-        del self._ids[batch:]
+def _timed_engine(adapters: Mapping[str, str], policy: str, arena_bytes: int) -> TimedEngine:
+    settings = EngineConfig(
+        model="dummy",
+        policy=policy,
+        max_batch_size=16,
+        max_step_tokens=512,
+        arena_bytes=arena_bytes,
+        merge_fidelity_floor=0.0,
+        prefix_cache=False,  # each request of a batch reads its own KV
+    )
+    model = dummy_model(half_billion_config(vision="none"), _DTYPE, torch.device("cpu"), 0)
+    return TimedEngine(settings, model, adapters, context=_CONTEXT, longest=_LONGEST)
 
 
 def _filled_cache(config: Any, batch: int) -> DynamicCache:

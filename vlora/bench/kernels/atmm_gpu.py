@@ -11,7 +11,7 @@ import functools
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 import atmm
 from atmm.batch_stats import BatchStats
 from atmm.dispatch import choose
+from atmm.tuning.replays import Replays
 from atmm.tuning.search import Case, Shape
 from vlora.bench.kernels.kernel_baselines import STYLES, prepare_call
 from vlora.bench.kernels.plain_baselines import lane_factors, padded_einsum
@@ -59,22 +60,25 @@ def run(quick: bool) -> Report:
     """quick: one model, one rank, few batches."""
     device = "cuda"
     torch.manual_seed(0)
-    rows = []
-    speed = _copy_speed(device)
-    models = list(MODELS.items())[: 1 if quick else None]
+    speed = copy_speed(device)
     with torch.inference_mode():
-        for (model, shapes), rank, adapters, tokens in itertools.product(
-            models, _RANKS[: 1 if quick else None], _ADAPTERS, (16, 1024) if quick else _TOKENS
-        ):
-            if adapters > tokens:
-                continue
-            for shape in shapes[:1] if quick else shapes:
-                for even in (True, False) if 1 < adapters < tokens else (True,):
-                    case = Case(shape, rank, "bfloat16", adapters, tokens, even)
-                    rows.append({"model": model, **measure(case, device, speed)})
-        merging = _merge_ratio(device, speed)
-        launches = _decode_launches(device)
-    return Report("atmm", rows, _goals(rows, merging, launches))
+        rows = [{"model": model, **measure(case, device, speed)} for model, case in cases(quick)]
+        merging = merge_ratio(device, speed)
+        launches = decode_launches(device)
+    return Report("atmm", rows, goals_of(rows, merging, launches))
+
+
+def cases(quick: bool) -> Iterator[tuple[str, Case]]:
+    """The cells of the report, each with its model's name."""
+    models = list(MODELS.items())[: 1 if quick else None]
+    for (model, shapes), rank, adapters, tokens in itertools.product(
+        models, _RANKS[: 1 if quick else None], _ADAPTERS, (16, 1024) if quick else _TOKENS
+    ):
+        if adapters > tokens:
+            continue
+        for shape in shapes[:1] if quick else shapes:
+            for even in (True, False) if 1 < adapters < tokens else (True,):
+                yield model, Case(shape, rank, "bfloat16", adapters, tokens, even)
 
 
 def measure(case: Case, device: str, bytes_per_s: float) -> dict[str, Any]:
@@ -139,40 +143,26 @@ def _call_all(calls: Sequence[Callable[[], object]]) -> None:
 
 def _time(call: Callable[[], object], on_gpu: bool, parts: int) -> _Timing:
     """Replays of a graph on a GPU; elsewhere (for tests) the call itself."""
-    call()
-    seconds = []
-    if on_gpu:
-        torch.cuda.synchronize()
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            call()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            call()
-        for _ in range(_REPLAYS):
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            stop.record()
-            stop.synchronize()
-            seconds.append(start.elapsed_time(stop) / 1e3 / parts)
-    else:
-        started = time.perf_counter()
-        call()
-        seconds.append((time.perf_counter() - started) / parts)
-    ordered = sorted(seconds)
+    timed = Replays(call) if on_gpu else functools.partial(_elapsed, call)
+    timed()
+    ordered = sorted(timed() / parts for _ in range(_REPLAYS if on_gpu else 1))
     return _Timing(statistics.median(ordered), ordered[int(0.95 * (len(ordered) - 1))])
 
 
-def _copy_speed(device: str) -> float:
+def _elapsed(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def copy_speed(device: str) -> float:
     """Bytes read and written per second by a large copy."""
     source = torch.empty(2**30, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * source.numel() / _time(lambda: target.copy_(source), True, 1).median
 
 
-def _merge_ratio(device: str, bytes_per_s: float) -> float:
+def merge_ratio(device: str, bytes_per_s: float) -> float:
     """Time to merge all linear layers of Qwen2-VL-7B out of place, relative to reading and writing them once."""
     seconds = floor = 0.0
     for shape in MODELS["Qwen2-VL-7B"]:
@@ -187,7 +177,7 @@ def _merge_ratio(device: str, bytes_per_s: float) -> float:
     return seconds / floor
 
 
-def _decode_launches(device: str) -> int:
+def decode_launches(device: str) -> int:
     """Number of kernels for one layer's deltas: 16 tokens of 8 adapters of rank 16."""
     count = 0
     for shape in MODELS["Qwen2-VL-7B"]:
@@ -204,7 +194,7 @@ def _decode_launches(device: str) -> int:
     return count
 
 
-def _goals(rows: Sequence[dict[str, Any]], merging: float, launches: int) -> list[Goal]:
+def goals_of(rows: Sequence[dict[str, Any]], merging: float, launches: int) -> list[Goal]:
     def least(name: str, tokens: int = 1) -> float:
         return min(row[name] for row in rows if row[name] and row["tokens"] >= tokens)
 

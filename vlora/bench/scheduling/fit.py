@@ -12,9 +12,9 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 import torch
-from scipy.optimize import nnls
 
 from vlora.bench.dummy import dummy_picture, language_shapes, write_adapter
+from vlora.bench.engine.fixed_mode import FixedModePolicy
 from vlora.bench.recording_cost_model import RecordingCostModel
 from vlora.bench.scheduling.models import BenchModel
 from vlora.bench.timing import work_seconds
@@ -23,8 +23,8 @@ from vlora.engine import Engine
 from vlora.engine.build import token_thresholds
 from vlora.memory.host_to_device import Inline
 from vlora.models.loading import dummy_model
-from vlora.orchestrator import Candidate, Costs, Decision, PolicyState, StepSize, TokenThresholds
-from vlora.types import Mode, Request, SamplingParams
+from vlora.orchestrator import Costs, StepSize, TokenThresholds
+from vlora.types import Request, SamplingParams
 
 RANK = 64
 _NUM_ADAPTERS = 8
@@ -50,7 +50,11 @@ class Fit(NamedTuple):
 
 
 def fit(
-    model: BenchModel, device: torch.device, decode_steps: int, batches: Sequence[tuple[int, int]] = _BATCHES
+    model: BenchModel,
+    device: torch.device,
+    decode_steps: int,
+    batches: Sequence[tuple[int, int]] = _BATCHES,
+    sides: Sequence[int] = _SIDES,
 ) -> Fit:
     """Time steps of a model with random weights in bfloat16 and adapters of rank 64 on torch's threads, and fit their
     cost.
@@ -59,6 +63,7 @@ def fit(
     with distinct and with shared adapters, mixed; prefill, decode, and prefill that joins running decodes.
 
     decode_steps: number of decode steps of each batch. batches: requests of each batch, and prompt tokens of each.
+    sides: patches per side of the pictures.
     """
     with tempfile.TemporaryDirectory() as folder:
         timer = _StepTimer(model, device, Path(folder), max(batches)[0])
@@ -82,8 +87,8 @@ def fit(
         for adapters, merging in mixes:
             timer.steps(adapters, 1, 1, merging=merging)  # warm up plans and caches
             samples += timer.steps(adapters, prompt, decode_steps, merging=merging, joining=prompt)
-    timer.steps_with_picture(_SIDES[0])  # warm up plans and caches
-    pictures = [sample for _ in range(decode_steps) for side in _SIDES for sample in timer.steps_with_picture(side)]
+    timer.steps_with_picture(sides[0])  # warm up plans and caches
+    pictures = [sample for _ in range(decode_steps) for side in sides for sample in timer.steps_with_picture(side)]
     costs = fit_costs(samples, timer.thresholds)._replace(merge_s=merge_s, patch_s=patch_cost(pictures))
     samples += pictures
     errors = [abs(costs.step_s(sample.size) / sample.seconds - 1) for sample in samples]
@@ -94,6 +99,8 @@ def fit_costs(samples: Sequence[StepSample], thresholds: TokenThresholds) -> Cos
     """Non-negative step costs of least relative error. The absolute error would be dominated by the long prefill
     steps, although a run has many short decode steps for each of them.
     """
+    from scipy.optimize import nnls  # only the fit needs it, not the timing of steps
+
     seconds = np.array([sample.seconds for sample in samples])
     features = np.array([sample.size.features(thresholds) for sample in samples])
     scale = features.max(axis=0)  # near 1, which keeps the problem well conditioned
@@ -106,21 +113,6 @@ def patch_cost(samples: Sequence[StepSample]) -> float:
     """Seconds per patch of least relative error, from encode-only steps."""
     ratios = [sample.size.num_patches / sample.seconds for sample in samples]
     return sum(ratios) / sum([ratio * ratio for ratio in ratios])
-
-
-class _FixedModePolicy:
-    """A policy with a fixed plan: all ready requests, over W0 or over the first request's merged weights."""
-
-    def __init__(self) -> None:
-        self.merging = False
-
-    def decide(self, ready: Sequence[Candidate], state: PolicyState) -> Decision:
-        order = tuple(c.request_id for c in ready[: state.max_batch_size])
-        if not self.merging:
-            return Decision(Mode.UNMERGED, None, order)
-        merged = ready[0].adapter
-        alone = all(c.adapter == merged for c in ready)
-        return Decision(Mode.MERGED if alone else Mode.MIXED, merged, order)
 
 
 class _StepTimer:
@@ -139,7 +131,7 @@ class _StepTimer:
             prefix_cache=False,  # every prompt is computed
         )
         self._clock = work_seconds(device)
-        self._policy, self._recorded = _FixedModePolicy(), RecordingCostModel()
+        self._policy, self._recorded = FixedModePolicy(), RecordingCostModel()
         self.thresholds = token_thresholds(built)
         self._engine = Engine(settings, model=built, executor=Inline(), policy=self._policy, cost=self._recorded)
         self._numbers = itertools.count()

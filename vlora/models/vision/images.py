@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from PIL import Image, ImageOps
+if TYPE_CHECKING:
+    from PIL import Image
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
 
@@ -20,6 +21,8 @@ class Region(NamedTuple):
 
 def upright_rgb(image: Image.Image) -> Image.Image:
     """Decode to RGB, rotated upright by EXIF; the first frame of an animation. Broken files raise any exception."""
+    from PIL import ImageOps  # an engine without a front end needs no Pillow
+
     image.load()
     upright = ImageOps.exif_transpose(image)
     if upright.mode.startswith("I;16"):

@@ -12,11 +12,15 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import torch
-from greenlet import GreenletExit, getcurrent, greenlet
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from atmm.matmul import linear
 from vlora.lora.adapted_linear import AdaptedLinear
+
+try:
+    from greenlet import GreenletExit, getcurrent, greenlet
+except ImportError:  # without the server's packages, where no request waits for a step
+    from vlora.models.vision.whole_call import GreenletExit, getcurrent, greenlet  # type: ignore[assignment]
 
 # Must not contain "flash" or "sdpa": transformers tests attention names for those substrings.
 VISION_ATTENTION = "vlora_vision"

@@ -108,7 +108,7 @@ def _local(
     rounds: int,
     dtype: str,
 ) -> Report:
-    baselines = {each: Baseline(files.model, list(files.adapters.values()), each) for each in BASELINE_DTYPES}
+    baselines = {each: Baseline.load(files.model, list(files.adapters.values()), each) for each in BASELINE_DTYPES}
     rows: list[dict[str, Any]] = []
     goals: list[Goal] = []
     errors: list[str] = []

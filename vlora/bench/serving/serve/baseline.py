@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from peft import PeftModel
-from PIL import Image
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForImageTextToText
 
+from vlora.bench.dummy import language_shapes
 from vlora.bench.serving.serve.measurements import LoadRun, ObservedAnswer
 from vlora.bench.serving.serve.workload import WorkloadRequest
 from vlora.models.pretrained import from_pretrained
@@ -39,6 +39,8 @@ class PreparedRequest(NamedTuple):
 
 
 def prepare(processor: InputProcessor, request: WorkloadRequest) -> PreparedRequest:
+    from PIL import Image  # prompts without pictures need no Pillow
+
     pictures = [Image.open(io.BytesIO(each)) for each in request.pictures]
     encoded = processor.encode(processor.chat(request.text, len(pictures)), pictures)
     return PreparedRequest(
@@ -50,26 +52,47 @@ class Baseline:
     """A model with transformers' own attention (sdpa) and generation, and PEFT adapters on it.
 
     Args:
-        folder: The model's.
-        adapters: Folders of adapters, by index.
-        dtype: Of weights and adapters, such as float32.
+        plain: The model without adapters.
+        peft: The model with adapters, or None.
+        names: Of the adapters, by index.
     """
 
-    def __init__(self, folder: str, adapters: Sequence[str], dtype: str) -> None:
-        self._dtype = getattr(torch, dtype)
-        self._plain = from_pretrained(AutoModelForImageTextToText, folder, dtype=self._dtype).eval()
+    def __init__(self, plain: Any, peft: Any, names: Sequence[str]) -> None:
+        self._plain, self._peft, self._names = plain, peft, names
+
+    @classmethod
+    def load(cls, folder: str, adapters: Sequence[str], dtype: str) -> Baseline:
+        """Load a model and the adapters in these folders, in a type such as float32."""
+        plain = from_pretrained(AutoModelForImageTextToText, folder, dtype=getattr(torch, dtype)).eval()
         # The same weights without PEFT's layers, which cost time even when they are disabled.
-        shared = {id(parameter): parameter for parameter in self._plain.parameters()}
-        adapted = copy.deepcopy(self._plain, memo=shared)
-        self._names = [f"a{index}" for index in range(len(adapters))]
-        self._peft: Any = None
-        for name, path in zip(self._names, adapters, strict=True):
-            if self._peft is None:
-                self._peft = PeftModel.from_pretrained(adapted, path, adapter_name=name)
+        shared = {id(parameter): parameter for parameter in plain.parameters()}
+        adapted = copy.deepcopy(plain, memo=shared)
+        names = [f"a{index}" for index in range(len(adapters))]
+        peft: Any = None
+        for name, path in zip(names, adapters, strict=True):
+            if peft is None:
+                peft = PeftModel.from_pretrained(adapted, path, adapter_name=name)
             else:
-                self._peft.load_adapter(path, adapter_name=name)
-        if self._peft is not None:
-            self._peft.to(self._dtype).eval()
+                peft.load_adapter(path, adapter_name=name)
+        if peft is not None:
+            peft.to(plain.dtype).eval()
+        return cls(plain, peft, names)
+
+    @classmethod
+    def random(cls, plain: Any, num_adapters: int, rank: int) -> Baseline:
+        """The model, which gets PEFT's layers, with random adapters on all linear layers of its language model."""
+        kinds = sorted({name.rpartition(".")[2] for name in language_shapes(plain)})
+        config = LoraConfig(
+            r=rank,
+            lora_alpha=rank,
+            target_modules=rf".*language_model.*\.({'|'.join(kinds)})",
+            init_lora_weights=False,
+        )
+        names = [f"a{index}" for index in range(num_adapters)]
+        peft: Any = get_peft_model(plain, config, adapter_name=names[0])
+        for name in names[1:]:
+            peft.add_adapter(name, config)
+        return cls(plain, peft.to(plain.dtype).eval(), names)
 
     def run(self, requests: Sequence[PreparedRequest], batch: int) -> LoadRun:
         """Answer requests in batches of at most `batch`, adapters mixed within a batch (`adapter_names`)."""
@@ -80,6 +103,8 @@ class Baseline:
             batch_answers = [ObservedAnswer(time.perf_counter(), prompt_tokens=len(each.prompt_ids)) for each in part]
             answers += batch_answers
             generated = self.generate(part)
+            if self._plain.device.type == "cuda":
+                torch.cuda.synchronize()
             for each, token_ids in zip(batch_answers, generated.sequences, strict=True):
                 each.answer_tokens = len(token_ids)
                 each.end_s = time.perf_counter()
@@ -96,7 +121,8 @@ class Baseline:
     @torch.no_grad()
     def generate(self, requests: Sequence[PreparedRequest], *, logits: bool = False) -> Any:
         """The output of transformers, with sequences without the prompts."""
-        arguments = _inputs(requests, self._plain.config, self._dtype)
+        arguments = _inputs(requests, self._plain.config, self._plain.dtype)
+        arguments = {name: tensor.to(self._plain.device) for name, tensor in arguments.items()}
         length = arguments["input_ids"].shape[1]
         model = self._plain
         if any(each.adapter is not None for each in requests):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,6 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForImageTextToText, GenerationConfig, PreTrainedTokenizerFast
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from vlora.bench.dummy import language_shapes, write_adapter
 from vlora.bench.serving.serve.workload import WORDS
@@ -26,25 +26,15 @@ def write_model(config: Any, folder: Path, seed: int = 0) -> dict[str, tuple[int
     """Write a Qwen2-VL of this config into a folder: weights in bfloat16, tokenizer, image processor. No token ends an
     answer.
 
-    Matrices have standard deviation 0.6 / sqrt(inputs), and embeddings 0.5, so that every layer affects the logits: at
-    transformers' own 0.02 the logits would depend on little more than the last token.
-
     Returns:
         Shapes [out, in] of the language model's linear layers by name, as adapters need them.
     """
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil  # needs Pillow
+
     folder.mkdir(parents=True)
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(config, trust_remote_code=False, dtype=torch.bfloat16)
-    draws = torch.Generator().manual_seed(seed)
-    weights: dict[str, torch.Tensor] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 1:
-            # Weights of norms around 1; biases around 0.
-            drawn = torch.randn(parameter.shape, generator=draws) * 0.05 + name.endswith("weight")
-        else:
-            scale = 0.5 if "embed_tokens" in name else 0.6 / parameter[0].numel() ** 0.5
-            drawn = torch.randn(parameter.shape, generator=draws) * scale
-        weights[name] = drawn.to(torch.bfloat16)
+    weights = {name: drawn.to(torch.bfloat16) for name, drawn in answering_weights(model, seed)}
     save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
     config.architectures = [type(model).__name__]
     config.dtype = torch.bfloat16
@@ -58,6 +48,22 @@ def write_model(config: Any, folder: Path, seed: int = 0) -> dict[str, tuple[int
         size={"shortest_edge": 4 * side**2, "longest_edge": 1280 * side**2},
     ).save_pretrained(str(folder))
     return language_shapes(model)
+
+
+def answering_weights(model: Any, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Random values in float32 for each parameter of a model; its own values are not read.
+
+    Matrices have standard deviation 0.6 / sqrt(inputs), and embeddings 0.5, so that every layer affects the logits: at
+    transformers' own 0.02 the logits would depend on little more than the last token.
+    """
+    draws = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            # Weights of norms around 1; biases around 0.
+            yield name, torch.randn(parameter.shape, generator=draws) * 0.05 + name.endswith("weight")
+        else:
+            scale = 0.5 if "embed_tokens" in name else 0.6 / parameter[0].numel() ** 0.5
+            yield name, torch.randn(parameter.shape, generator=draws) * scale
 
 
 def write_adapters(folder: Path, shapes: dict[str, tuple[int, int]], names: list[str]) -> dict[str, str]:

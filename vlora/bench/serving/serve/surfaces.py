@@ -15,7 +15,6 @@ from urllib.parse import urlsplit
 from vlora.bench.serving.http_client import HttpProtocol
 from vlora.bench.serving.serve.measurements import ObservedAnswer
 from vlora.bench.serving.serve.workload import WorkloadRequest
-from vlora.client import Answer, AsyncClient
 from vlora.errors import BadConfig
 
 _READ_BYTES = 65_536
@@ -138,6 +137,8 @@ class RpycClient:
     """Text streams of vlora's RPyC service on this machine."""
 
     def __init__(self, port: int, adapters: Sequence[str]) -> None:
+        from vlora.client import AsyncClient  # needs rpyc, the client over HTTP does not
+
         self._client = AsyncClient(port=port, timeout_s=600.0)
         self._adapters = adapters
 
@@ -147,7 +148,7 @@ class RpycClient:
         async for part in self._client.stream(
             request.text, request.pictures, adapter, max_tokens=request.answer_tokens
         ):
-            if isinstance(part, Answer):
+            if not isinstance(part, str):
                 answer.prompt_tokens, answer.answer_tokens = part.num_prompt_tokens, part.num_completion_tokens
             elif part:
                 answer.text += part

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 import numpy as np
-from PIL import Image
 
 from vlora.errors import BadConfig
 from vlora.simulator.popularity import hottest, power_law
@@ -137,6 +136,8 @@ def _adapters(workload: Workload) -> Iterator[int]:
 
 def _picture(workload: Workload, number: int, place: int) -> bytes:
     """Smooth random colors: about as many bytes as a photograph; noise would have many times more."""
+    from PIL import Image  # workloads without pictures need no Pillow
+
     draws = np.random.default_rng((workload.seed, number, place))
     coarse = Image.fromarray(draws.integers(0, 255, (16, 16, 3), dtype=np.uint8))
     stream = io.BytesIO()

@@ -133,10 +133,13 @@ class BlockDecodes:
     block_size: int
     scratch: Scratch | None = None
 
-    def attend(self, out: torch.Tensor, q: torch.Tensor, kv_rows: torch.Tensor, scale: float) -> None:
-        """Write the tokens' results into their rows of `out` [T, heads, head_dim]. kv_rows: of the layer."""
+    def attend(
+        self, out: torch.Tensor, q: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], scale: float
+    ) -> None:
+        """Write the tokens' results into their rows of `out` [T, heads, head_dim]. cache: K and V of the layer."""
         from atmm.triton.attention import decode, make_scratch
 
+        kv_rows, _ = cache  # the values of a block are behind its keys
         if q.stride(2) != 1:
             q = q.contiguous()
         if self.scratch is None:
@@ -231,4 +234,4 @@ class GpuAttention:
             batch = next(batches)
             tokens = self.lay_out_decodes(range(batch), [np.zeros(1, dtype=np.int64)] * batch, self._copy)
             q = torch.zeros(batch, num_heads, hf_model.head_dim, dtype=kv_rows.dtype, device=self.device)
-            tokens.attend(torch.empty_like(q), q, kv_rows, 1.0)
+            tokens.attend(torch.empty_like(q), q, (kv_rows, kv_rows), 1.0)

@@ -1,0 +1,63 @@
+"""The stages in order of value, with the time that each is expected to take on an H100."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from vlora.errors import BadConfig
+
+
+class Stage(NamedTuple):
+    """One stage.
+
+    Attributes:
+        number: Place in the order, from 0.
+        name: Its name in `--stages`, and of its module in `vlora.bench.gpu.stages`.
+        needs_s: A stage starts only if the box has this much time left; an estimate for an H100.
+        limit_s: The process is ended after this time.
+        shows: Its subject, for the documentation and `--help`.
+    """
+
+    number: int
+    name: str
+    needs_s: float
+    limit_s: float
+    shows: str
+
+    @property
+    def file_name(self) -> str:
+        return f"{self.number:02d}-{self.name}.json"
+
+
+STAGES: Sequence[Stage] = tuple(
+    Stage(number, *fields)
+    for number, fields in enumerate(
+        (
+            ("facts", 30, 90, "versions, missing packages, copy speed, a large product, the cost of a launch"),
+            ("smoke", 45, 120, "tiny models in three modes and each Triton kernel, against the CPU"),
+            ("oracle", 120, 240, "the oracle tests, against transformers + PEFT and float64"),
+            ("attention", 40, 120, "attention over pages: error, and time against torch's"),
+            ("merge", 45, 120, "switching a 7B model's weights: time against a copy; drift in place"),
+            ("step", 90, 240, "decode steps of a 7B model in every mode, against bytes / bandwidth"),
+            ("search", 150, 300, "the operator's strategy table for a 7B model's layers"),
+            ("styles", 90, 240, "the operator against the tilings of Punica, S-LoRA, vLLM and SGLang"),
+            ("prefill", 60, 180, "prompts of 2,048 tokens in every mode; images through a 7B model's vision tower"),
+            ("serve", 120, 300, "64 requests over 32 adapters, against transformers + PEFT"),
+            ("costs", 120, 300, "the cost of a step, in the format of `vlora simulate --costs`"),
+            ("profile", 45, 120, "the kernels of a decode step and of a prefill step"),
+        )
+    )
+)
+
+SMALL_NEEDS_S = 5.0
+"""Of every stage on a CPU, where all shapes are small."""
+
+
+def chosen(names: Sequence[str]) -> list[Stage]:
+    """The stages with these names in the order of value; all stages for no name. Raises BadConfig."""
+    known = {stage.name: stage for stage in STAGES}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise BadConfig(f"no stage named {unknown[0]!r}; choose among {', '.join(known)}")
+    return [stage for stage in STAGES if not names or stage.name in names]

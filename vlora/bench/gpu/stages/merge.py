@@ -1,0 +1,109 @@
+"""Switching a 7B model's weights with a shadow copy: time against a copy of the weights and against torch's `baddbmm`;
+the way back; and the drift of weights that are switched in place.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from vlora.bench.engine.merge import MergeableModel, drift_in_place
+from vlora.bench.gpu import models
+from vlora.bench.gpu.context import Context
+from vlora.bench.gpu.timing import copy_speed, device_seconds, repeats
+from vlora.bench.report import Goal
+from vlora.lora.merge import merge_runs
+from vlora.lora.merge_in_place import MAX_DRIFT
+from vlora.lora.merge_shadow import ShadowSwitcher
+
+_RANKS = (16, 64)
+_ARENA_BYTES, _SMALL_ARENA_BYTES = 2 * 2**30, 2**27
+_SWITCHES, _SMALL_SWITCHES = 300, 5
+
+
+def run(context: Context) -> dict[str, Any]:
+    """Every rank on one model, then the drift on a narrow layer."""
+    bytes_per_s = copy_speed(context)
+    arena_bytes = _ARENA_BYTES if context.on_gpu else _SMALL_ARENA_BYTES
+    model = MergeableModel(models.config_of(context), context.device, arena_bytes)
+    rows: list[dict[str, Any]] = []
+    goals: list[Goal] = []
+    with torch.no_grad():
+        switcher = ShadowSwitcher(model.slabs, model.pool)
+        keys = model.load([rank for rank in _RANKS for _ in range(2)])
+        for place, rank in enumerate(_RANKS):
+            row = {"rank": rank, **_switches(context, model, switcher, keys[2 * place : 2 * place + 2])}
+            row["copy ms"] = 1e3 * 2 * model.slabs.num_bytes / bytes_per_s
+            row["merge / copy"] = row["merge ms"] / row["copy ms"]
+            rows.append(row)
+            context.keep({"rows": rows, "copy_bytes_per_s": bytes_per_s})
+    if context.on_gpu:
+        goals += [Goal(f"merge / copy, rank {row['rank']}", row["merge / copy"], 1.25, True) for row in rows[:1]]
+        goals.append(Goal("back to W0, ms", max(row["back ms"] for row in rows), 0.1, True))
+        goals.append(Goal("first merge / later ones, rank 16", rows[0]["first ms"] / rows[0]["merge ms"], 1.5, True))
+    drift = drift_in_place(_SWITCHES if context.on_gpu else _SMALL_SWITCHES, context.device)
+    goals.append(Goal("drift in place, subtracting, in 1/1000", 1e3 * drift.subtracting, 1e3 * MAX_DRIFT, True))
+    goals.append(Goal("drift after a restore", drift.restored, 0.0, True))
+    return {
+        "summary": "; ".join(
+            f"r{row['rank']} {row['merge ms']:.2f} ms, {row['merge / copy']:.2f} x copy" for row in rows
+        ),
+        "rows": rows,
+        "goals": goals,
+        "drift": drift._asdict(),
+        "weight_bytes": model.slabs.num_bytes,
+        "copy_bytes_per_s": bytes_per_s,
+    }
+
+
+def _switches(
+    context: Context, model: MergeableModel, switcher: ShadowSwitcher, keys: Sequence[str]
+) -> dict[str, float]:
+    """Merge two adapters by turns. Times include the device."""
+    first = _seconds(context, lambda: switcher.switch(keys[1]))
+    merges: list[float] = []
+    backs: list[float] = []
+    again: list[float] = []
+    for turn in range(repeats(context)):
+        before, following = keys[1 - turn % 2], keys[turn % 2]
+        backs.append(_seconds(context, lambda: switcher.switch(None)))
+        again.append(_seconds(context, functools.partial(switcher.switch, before)))
+        merges.append(_seconds(context, functools.partial(switcher.switch, following)))
+    switcher.switch(None)
+    theirs = device_seconds(context, _baddbmm(model, keys[0]))
+    return {
+        "first ms": 1e3 * first,
+        "merge ms": 1e3 * statistics.median(merges),
+        "back ms": 1e3 * statistics.median(backs),
+        "merge of the same ms": 1e3 * statistics.median(again),
+        "baddbmm ms": 1e3 * theirs,
+    }
+
+
+def _seconds(context: Context, call: Callable[[], object]) -> float:
+    context.synchronize()
+    started = time.perf_counter()
+    call()
+    context.synchronize()
+    return time.perf_counter() - started
+
+
+def _baddbmm(model: MergeableModel, key: str) -> Callable[[], None]:
+    """Torch's batched product over the same runs of layers, into copies of the weights."""
+    copies = {shape: torch.empty_like(slab) for shape, slab in model.slabs.base.items()}
+    runs = [
+        (copies[run.shape][run.first : run.last], model.slabs.base[run.shape][run.first : run.last], *factors)
+        for run in merge_runs(model.slabs, model.pool.shapes(key))
+        if (factors := model.pool.stacked(key, run.names))
+    ]
+
+    def call() -> None:
+        for out, base, a, bt in runs:
+            torch.baddbmm(base, bt.transpose(1, 2), a, out=out)
+
+    return call

@@ -1,0 +1,207 @@
+"""Tiny models in every mode on the device against the CPU, and each Triton kernel once against float64."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
+
+import atmm
+from atmm.tuning.search import Case, Shape, error
+from vlora.bench.dummy import dummy_picture, language_shapes, small_served_config, write_adapter
+from vlora.bench.engine.fixed_mode import FixedModePolicy
+from vlora.bench.gpu.context import Context
+from vlora.bench.serving.serve.model_folder import answering_weights
+from vlora.config import EngineConfig
+from vlora.engine import Engine
+from vlora.memory.host_to_device import Inline
+from vlora.models.loading import dummy_model
+from vlora.tune import LARGEST_ERROR
+from vlora.types import Request, SamplingParams, TokenScore
+
+_ADAPTERS = ("r8", "r16")
+_ANSWER, _TOP = 6, 5  # tokens of an answer, and most likely tokens of each that are compared
+_LARGEST_DIFFERENCE = 2e-3  # of log probabilities in float32, which differ by 1e-4 at most where sums are reordered
+_SHAPE = Shape(512, (512, 128, 128))
+_SINGLE = "tiled m16 n64 k64 s0 p2"
+
+Scores = dict[str, list[TokenScore]]
+"""By request id, the score of each token of the answer."""
+
+
+class _Mode(NamedTuple):
+    """adapters: of the requests. merging: whether the first request's adapter is merged."""
+
+    name: str
+    adapters: Sequence[str | None]
+    merging: bool
+
+
+_MODES = (
+    _Mode("unmerged", (None, *_ADAPTERS, "r8"), False),
+    _Mode("merged", ("r16", "r16"), True),
+    _Mode("mixed", ("r16", None, "r8", "r16"), True),
+)
+
+
+def run(context: Context) -> dict[str, Any]:
+    """Raises ValueError for a difference: later figures of a wrong engine would mean nothing."""
+    found: dict[str, Any] = {"kernels": {}, "models": {}}
+    with torch.inference_mode():
+        found["kernels"] = _kernels(context)
+    context.keep(found)
+    for name, config in (("qwen2_vl", small_served_config()), ("llava", _llava_config())):
+        found["models"][name] = _compare_model(context, config)
+        context.keep(found)
+    largest = max(each["largest difference"] for each in found["models"].values())
+    return found | {
+        "summary": f"{len(found['kernels'])} kernels; log probabilities differ by at most {largest:.1e} from the CPU's"
+    }
+
+
+def _llava_config() -> LlavaConfig:
+    text = LlamaConfig(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+    )
+    vision = CLIPVisionConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        image_size=28,
+        patch_size=14,
+        projection_dim=64,
+    )
+    return LlavaConfig(vision_config=vision, text_config=text, image_token_index=500)
+
+
+def _compare_model(context: Context, config: Any) -> dict[str, Any]:
+    """Largest difference between the device and the CPU, by mode, and over all of them."""
+    with tempfile.TemporaryDirectory() as folder:
+        shapes = language_shapes(dummy_model(config, "float32", torch.device("meta"), 0))
+        adapters = {f"r{rank}": write_adapter(Path(folder) / f"r{rank}", shapes, rank, seed=rank) for rank in (8, 16)}
+        ours, theirs = (_answers(config, adapters, device) for device in (context.device, torch.device("cpu")))
+    by_mode = {
+        mode: max(difference(ours[mode][request], theirs[mode][request]) for request in ours[mode]) for mode in ours
+    }
+    # One adapter's answers do not depend on the mode, nor on the other requests.
+    by_mode["between modes"] = max(
+        difference(ours["unmerged"]["2 r16"], ours[mode]["0 r16"]) for mode in ("merged", "mixed")
+    )
+    largest = max(by_mode.values())
+    if not largest <= _LARGEST_DIFFERENCE:
+        raise ValueError(f"{config.model_type}: log probabilities on {context.device} differ from the CPU's: {by_mode}")
+    wanted = theirs["unmerged"]
+    effect = min(difference(wanted["0 None"], wanted[f"{place} {name}"]) for place, name in enumerate(_ADAPTERS, 1))
+    if effect <= 10 * _LARGEST_DIFFERENCE:
+        raise ValueError(
+            f"{config.model_type}: adapters change log probabilities by {effect:.1e}, too little to compare"
+        )
+    return {**by_mode, "largest difference": largest, "effect of adapters": effect}
+
+
+def _answers(config: Any, adapters: Mapping[str, str], device: torch.device) -> dict[str, Scores]:
+    """The scores of every mode's answers, each over one image and a few words."""
+    model = dummy_model(config, "float32", torch.device("cpu"), seed=0)
+    with torch.no_grad():
+        for (_, parameter), (_, drawn) in zip(model.named_parameters(), answering_weights(model, seed=0), strict=True):
+            parameter.copy_(drawn)
+    policy = FixedModePolicy()
+    engine = Engine(
+        EngineConfig(
+            model="dummy",
+            device=str(device),
+            dtype="float32",
+            arena_bytes=2**27,
+            merge_fidelity_floor=0.0,
+            max_step_tokens=64,
+            encode_share=1e9,  # all images before the first token, so that all requests run in one batch
+        ),
+        model=model.to(device),
+        executor=Inline(),
+        policy=policy,
+    )
+    for name, path in adapters.items():
+        engine.load_adapter(name, path)
+    torch.manual_seed(0)
+    picture = dummy_picture(config, 4)
+    found: dict[str, Scores] = {}
+    for mode in _MODES:
+        policy.merging = mode.merging
+        for index, adapter in enumerate(mode.adapters):
+            engine.add(
+                Request(
+                    request_id=f"{index} {adapter}",
+                    prompt_ids=(*[config.image_token_id] * picture.num_tokens, *range(3, 12)),
+                    vision=(picture,),
+                    adapter=adapter,
+                    sampling=SamplingParams(max_tokens=_ANSWER, ignore_eos=True, logprobs=_TOP),
+                )
+            )
+        scores: Scores = {}
+        while engine.has_work:
+            for output in engine.step():
+                if output.error is not None:
+                    raise RuntimeError(f"{mode.name}: {output.error}")
+                scores.setdefault(output.request_id, []).extend(output.scores)
+        found[mode.name] = scores
+    return found
+
+
+def difference(ours: Sequence[TokenScore], theirs: Sequence[TokenScore]) -> float:
+    """The largest difference of log probabilities, up to the first token at which two answers part; infinite for
+    values that are not finite.
+    """
+    largest = 0.0
+    for own, wanted in zip(ours, theirs, strict=True):
+        found = dict(own.top)
+        compared = [abs(found[token] - value) for token, value in wanted.top if token in found]
+        best, other = own.top[0], wanted.top[0]
+        compared.append(abs(best[1] - other[1]))
+        if not all(map(math.isfinite, compared)):
+            return math.inf
+        largest = max(largest, *compared)
+        if best[0] != other[0]:
+            break
+    return largest
+
+
+def _kernels(context: Context) -> dict[str, float]:
+    """Relative errors by strategy and type. On a GPU these launch every kernel of `atmm.triton`."""
+    device = str(context.device)
+    strategies = ("loop", "batched", "stacked", "tiled", _SINGLE) if context.on_gpu else ("loop", "batched", "stacked")
+    found: dict[str, float] = {}
+    for strategy, dtype in itertools.product(strategies, ("float32", "bfloat16")):
+        case = Case(_SHAPE, 16, dtype, 3, 12, True)
+        found[f"{strategy}, {dtype}"] = checked(strategy, dtype, error(case, strategy, device))
+    for dtype in ("float32", "bfloat16"):
+        found[f"merge, {dtype}"] = checked("merge", dtype, _merge_error(context, getattr(torch, dtype)))
+    return found
+
+
+def checked(name: str, dtype: str, found: float) -> float:
+    if not found <= LARGEST_ERROR[dtype]:
+        raise ValueError(f"{name} in {dtype}: relative error {found:.1e} against float64")
+    return found
+
+
+def _merge_error(context: Context, dtype: torch.dtype) -> float:
+    """Of the merged weights relative to the largest, of two layers."""
+    drawn = (torch.randn(2, *shape, device=context.device) * 0.1 for shape in ((96, 64), (16, 64), (16, 96)))
+    base, a, bt = (each.to(dtype) for each in drawn)
+    out = torch.full_like(base, float("nan"))
+    atmm.merge(out, base, a, bt)
+    exact = base.double() + bt.double().transpose(1, 2) @ a.double()
+    return float((out.double() - exact).abs().max() / exact.abs().max())

@@ -1,0 +1,50 @@
+"""Time on the device: replays of CUDA graphs or host-timed calls on a GPU, the call itself on a CPU."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from atmm.tuning.replays import Replays
+from vlora.bench.gpu.context import Context
+
+_REPEATS, _SMALL_REPEATS = 20, 3
+
+
+def device_seconds(context: Context, call: Callable[[], object], parts: int = 1) -> float:
+    """Median seconds of a call that can be captured, divided by `parts`.
+
+    On a GPU these are replays of a graph, so launches by the host do not count.
+    """
+    timed = Replays(call) if context.on_gpu else lambda: _elapsed(call, context)
+    timed()
+    return statistics.median(timed() for _ in range(repeats(context))) / parts
+
+
+def host_seconds(context: Context, call: Callable[[], object], warmup: int = 1) -> list[float]:
+    """Seconds of each call until the device has finished it, as a server's step loop experiences them."""
+    for _ in range(warmup):
+        call()
+    return [_elapsed(call, context) for _ in range(repeats(context))]
+
+
+def repeats(context: Context) -> int:
+    return _REPEATS if context.on_gpu else _SMALL_REPEATS
+
+
+def copy_speed(context: Context) -> float:
+    """Bytes read and written per second by a large copy."""
+    source = torch.empty(2**30 if context.on_gpu else 2**22, dtype=torch.uint8, device=context.device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / device_seconds(context, lambda: target.copy_(source))
+
+
+def _elapsed(call: Callable[[], object], context: Context) -> float:
+    context.synchronize()
+    started = time.perf_counter()
+    call()
+    context.synchronize()
+    return time.perf_counter() - started
