@@ -62,6 +62,8 @@ def _fused_mlp(mlp: Any) -> type | None:
     if isinstance(mlp, _FusedMLP) or not all(type(projection) is nn.Linear for projection in projections):
         return None
     weight = mlp.gate_proj.weight
+    if weight.is_meta:  # a model that is never run
+        return None
     with torch.inference_mode():
         x = torch.linspace(-1, 1, weight.shape[1], dtype=weight.dtype, device=weight.device)[None]
         same = torch.equal(mlp(x), mlp.down_proj(F.silu(mlp.gate_proj(x)) * mlp.up_proj(x)))
