@@ -93,6 +93,9 @@ class SegmentPlan:
         """
         if self.room is None:
             raise ValueError("a plan without room cannot be refilled; set room to the maximum number of lanes")
+        for sites in self.prepared:
+            place = sites if isinstance(sites, Layout) else sites[0]
+            check_not_capturing(place if isinstance(place, torch.device) else place.device)
         before = self.lanes, self.keys
         self.lanes = self._checked(lanes)
         self.keys = frozenset(lane.key for lane in self.lanes)
@@ -105,8 +108,6 @@ class SegmentPlan:
 
     def _refill(self) -> None:
         for sites in self.prepared:
-            place = sites if isinstance(sites, Layout) else sites[0]
-            check_not_capturing(place if isinstance(place, torch.device) else place.device)
             if isinstance(sites, Layout) and not self.keys <= sites.keys:
                 missing = ", ".join(sorted(self.keys - sites.keys))
                 raise ValueError(f"lanes use adapters that are not packed: {missing}; pack them and capture again")

@@ -133,7 +133,7 @@ def _narrow(kernel: Kernel, loads: Counter[int]) -> list[str]:
     starts = {"shrink": 2, "expand": 1 + 2 * parts, "single": 1 + 4 * parts, "rotate": 8, "write_kv": 1}
     allowed, needed = Counter({32: entries.get(kernel.name, 0), 64: starts.get(kernel.name, 0)}), 1
     if kernel.name == "rotate":
-        needed = 0  # one warp per head has less than 128 bits per thread
+        needed, allowed[16] = 0, 8  # one warp per head has less than 128 bits per thread
     elif kernel.name == "expand":
         blocks = parts * -(-sizes["MAX_RANK"] // sizes["BLOCK_R"])
         needed = (blocks * sizes["BLOCK_R"] + sizes["BLOCK_M"]) * sizes["BLOCK_N"] * kernel.itemsize // (16 * threads)

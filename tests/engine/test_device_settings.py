@@ -29,6 +29,8 @@ from vlora.memory.adapter_cache import AdapterCache
 from vlora.memory.arena import PAGE_BYTES
 from vlora.memory.host_to_device import HostTransfer, Inline, make_transfer
 from vlora.memory.page_allocator import PageAllocator
+from vlora.models import runner
+from vlora.models.gpu.attention import GpuAttention
 from vlora.models.hf_model import HFModel
 from vlora.threads import background_executor
 
@@ -184,6 +186,9 @@ def test_merging_on_a_gpu_is_prepared_at_start(monkeypatch: pytest.MonkeyPatch, 
         return streams[-1]
 
     monkeypatch.setattr(device_runtime, "SideStream", side_stream)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(runner, "StepInputs", lambda *_: None)  # no step runs
+    monkeypatch.setattr(GpuAttention, "compile_ahead", lambda *_: None)
     monkeypatch.setattr(device_runtime, "make_transfer", lambda device, executor: HostTransfer(executor))
     monkeypatch.setattr(merge_in_place, "_SAMPLE_ROWS", 8)
     monkeypatch.setattr(merge_in_place, "_SAMPLE_VALUES", 1)

@@ -99,9 +99,12 @@ def _replacements() -> Iterator[tuple[Any, dict[str, Any]]]:
         from triton.runtime.interpreter import GridExecutor
 
         from atmm import operator
+        from atmm.strategies import registry
         from atmm.triton import attention, pointwise
         from tests.simulated_cuda.kernels_in_torch import decode_in_torch, lanes_in_torch, pointwise_in_torch
 
+        # Tensors on the host are computed as on any CPU, not by the interpreter.
+        yield registry, {"triton_interprets": lambda: False}
         yield attention, {"decode": decode_in_torch(attention.decode)}
         yield pointwise, pointwise_in_torch(pointwise)
         yield operator, {"_in_place": lanes_in_torch(operator._in_place)}
