@@ -48,7 +48,7 @@ class TileTable:
         self._num_tokens, self._room = plan.num_tokens, plan.room
         self._lanes, self._version = plan.lanes, source.version
         shrink, expand, self.sizes = self._split()
-        self._table = torch.from_numpy(_flat(shrink, expand)).to(device, non_blocking=True)
+        self._table = _staged(shrink, expand, device).to(device, non_blocking=True)
         self.shrink, self.expand = self._table[: shrink.size], self._table[shrink.size :]
 
     def replace(self, lanes: tuple[Lane, ...]) -> None:
@@ -63,10 +63,7 @@ class TileTable:
             return
         check_not_capturing(self._table.device)
         shrink, expand, _ = self._split()
-        values = torch.from_numpy(_flat(shrink, expand))
-        if self._table.is_cuda:
-            values = values.pin_memory()  # torch keeps pinned memory until the copy is done
-        self._table.copy_(values, non_blocking=True)
+        self._table.copy_(_staged(shrink, expand, self._table.device), non_blocking=True)
         self._version = self._source.version
 
     def _split(self) -> tuple[np.ndarray, np.ndarray, Sizes]:
@@ -135,6 +132,7 @@ def _padded(tiles: Sequence[tuple[int, ...]], count: int, fields: int) -> np.nda
     return table
 
 
-def _flat(shrink: np.ndarray, expand: np.ndarray) -> np.ndarray:
-    """Both tables in one array, so that one copy moves them to the device."""
-    return np.concatenate([shrink.reshape(-1), expand.reshape(-1)])
+def _staged(shrink: np.ndarray, expand: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Both tables in one host array, so that one copy moves them to the device."""
+    values = torch.from_numpy(np.concatenate([shrink.reshape(-1), expand.reshape(-1)]))
+    return values.pin_memory() if device.type == "cuda" else values  # torch keeps it until the copy is done

@@ -11,7 +11,7 @@ from typing import NamedTuple
 _SHARED_BYTES = 166_912  # per block on compute capability 8.0, the minimum of those supported (CUDA programming guide)
 _MOST_SUMS = 128  # float32 sums in the registers of one thread; more spill
 _MOST_SINGLE = 32 * 128  # sums of a single launch, which also keeps hidden values in registers
-_MOST_SINGLE_INPUTS = 32 * (64 + 256)  # sums and inputs of a single launch; more spill on compute capability 9.0
+_MOST_SINGLE_INPUTS = 32 * (128 + 128)  # sums and inputs of a single launch; more spill on compute capability 9.0
 _FLOAT32_M, _FLOAT32_N = 16, 128  # largest blocks of float32
 # The largest float32 blocks of single launches. With 128 inputs at a time, some kernels use all registers on compute
 # capability 8.0 and spill on 9.0; with 64, the largest uses 154 of 255.

@@ -44,7 +44,7 @@ def test_the_core_does_not_grow() -> None:
 
 
 @pytest.mark.slow
-def test_a_step_executes_at_most_3000_lines() -> None:
+def test_the_steps_of_the_example_do_not_grow() -> None:
     entered = core_size.executed()
     assert len(entered) >= 40  # the calls were followed
     assert sum(entered.values()) <= MAX_EXECUTED_LINES
