@@ -73,7 +73,7 @@ class PlaceSource(Protocol):
 
 
 class PackedPlaces:
-    """Places in packed copies of one layout, relative to their A. Slots are in the order of `layout.keys`."""
+    """Places in packed copies of one layout, relative to their A. Slots are in the order of the keys."""
 
     version = generation = 0
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
+import atmm
 from vlora.errors import BadRequest, UnsupportedModel
 from vlora.lora.adapted_linear import AdaptedLinear, LaneScope, adapt
 from vlora.memory.huge_pages import in_huge_pages
@@ -77,15 +78,16 @@ class HFModel:
         self._sdpa_tower = getattr(self.config.vision_config, "_attn_implementation", None) == "sdpa"
         self._replace_vision_attention()
         fuse_norms(model)
-        fuse_layers(self.text_model)
         convert_patch_embeddings(model)
         self.language_linears, self.vision_linears = self._adapt_linears()
+        self._fuse_layers()
 
     def move(self, device: torch.device) -> None:
         """Move the whole model to a device."""
         self.model.to(device)
         self.device = device
         self._replace_vision_attention()
+        self._fuse_layers()
 
     # -- shapes ---------------------------------------------------------------------------------------------------
 
@@ -129,6 +131,11 @@ class HFModel:
             else:
                 vision[name] = pace(adapt(module, name, self.vision_scope))
         return language, vision
+
+    def _fuse_layers(self) -> None:
+        """Use one kernel per operation in the language model's layers, on devices that have these kernels."""
+        if atmm.serves_pointwise(self.device, self.dtype):
+            fuse_layers(self.text_model)
 
     def _replace_vision_attention(self) -> None:
         """Use the device's attention in the vision tower, if the tower has scaled-dot-product attention."""

@@ -1,6 +1,6 @@
 """Gated MLPs and rotary embeddings of the model's layers, computed by one kernel each where the device has one.
 
-The models' own code runs otherwise: on a CPU, in training, and for layers that compute something else.
+The models' own code runs otherwise: in training, and for layers that compute something else.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def fuse_layers(model: nn.Module) -> int:
 def _fused_mlp(mlp: Any) -> type | None:
     kind = type(mlp)
     projections = (getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
-    if isinstance(mlp, _FusedMLP) or not all(type(projection) is nn.Linear for projection in projections):
+    if isinstance(mlp, _FusedMLP) or not all(isinstance(projection, nn.Linear) for projection in projections):
         return None
     weight = mlp.gate_proj.weight
     if weight.is_meta:  # a model that is never run
@@ -90,14 +90,14 @@ class _Rotation:
         self._plain = plain
 
     def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *rest: Any
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *rest: Any, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """q [1, heads, T, head_dim], k [1, kv_heads, T, head_dim], cos and sin [1, T, head_dim]."""
         half = q.shape[-1] // 2
         fits = len(q) == 1 and cos.shape == (1, q.shape[2], 2 * half) and not half & (half - 1)
-        rows = q.stride(-1) == k.stride(-1) == 1
-        if rest or not fits or not rows or torch.is_grad_enabled() or not atmm.serves_pointwise(q.device, q.dtype):
-            return self._plain(q, k, cos, sin, *rest)
+        usual = fits and q.stride(-1) == k.stride(-1) == 1 and not rest and not options
+        if not usual or torch.is_grad_enabled() or not atmm.serves_pointwise(q.device, q.dtype):
+            return self._plain(q, k, cos, sin, *rest, **options)
         atmm.rotate(q[0], k[0], cos[0].contiguous(), sin[0].contiguous())
         return q, k
 
