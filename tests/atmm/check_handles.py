@@ -186,12 +186,8 @@ def test_decode_kernels_compiled_ahead_are_not_compiled_in_a_step(triton_launche
         tokens = gpu.lay_out_decodes(range(batch), contexts, torch.from_numpy)
         for layer in range(2):
             q = torch.zeros(14, batch, 64, dtype=torch.bfloat16).transpose(0, 1)
-            tokens.attend(
-                torch.zeros(batch, 14, 64, dtype=torch.bfloat16),
-                q,
-                (matrix[32 * layer :], matrix[32 * layer + 16 :]),
-                0.125,
-            )
+            cache = matrix[32 * layer :], matrix[32 * layer + 16 :]
+            tokens.attend(torch.zeros(batch, 14, 64, dtype=torch.bfloat16), q, cache, cache, 0.125)
     assert triton_launches == [] and len(launched) == 5 * 2 * 2
     for name, _, arguments in launched:
         assert len(arguments) == len(getattr(kernels, name).arg_names)

@@ -11,7 +11,7 @@ import torch
 
 from atmm import flash_attention
 from tests.atmm.flash_oracle import VERSIONS
-from vlora.models.attention import KVCache, Queries, StepAttention, paged_attention
+from vlora.models.attention import KVCache, PrefillSpan, Queries, StepAttention, paged_attention
 from vlora.models.forward_batch import Row, queries_of
 from vlora.models.gpu.attention import BlockDecodes, FlashChunks, GpuAttention
 
@@ -50,7 +50,7 @@ class Packed:
         return [np.array(own, dtype=np.int64) for own in self.read]
 
 
-def attend(packed: Packed, gpu: GpuAttention, *, last_layer: bool) -> tuple[torch.Tensor, Queries]:
+def attend(packed: Packed, gpu: GpuAttention, *, last_layer: bool) -> tuple[torch.Tensor, list[Queries]]:
     """The attention of one layer, [tokens, heads, dim], and its queries. Rows that no context has are NaN."""
     generator = torch.Generator().manual_seed(packed.num_tokens)
     matrix = torch.full((packed.num_blocks * BLOCK_ROWS, KV_HEADS * DIM), math.nan)
@@ -88,7 +88,7 @@ def test_flash_equals_the_plain_attention(
     packed = Packed(spans)
     wanted, plain = attend(packed, PLAIN, last_layer=False)
     found, queries = attend(packed, FLASH, last_layer=False)
-    assert isinstance(queries.prefills, FlashChunks) and isinstance(plain.prefills, tuple)
+    assert isinstance(queries[0], FlashChunks) and isinstance(plain[0], PrefillSpan)
     torch.testing.assert_close(found, wanted)
 
 
@@ -104,7 +104,7 @@ def test_rows_that_are_read_in_the_last_layer(read: list[list[int]], monkeypatch
     rows = [row for own in read for row in own]
     wanted, _ = attend(packed, PLAIN, last_layer=True)
     found, queries = attend(packed, FLASH, last_layer=True)
-    assert isinstance(queries.prefills, FlashChunks)
+    assert isinstance(queries[0], FlashChunks)
     torch.testing.assert_close(found[rows], wanted[rows])
 
 
@@ -112,7 +112,7 @@ def test_only_chunks_with_earlier_tokens_are_gathered() -> None:
     for spans, gathered in (([(0, 7), (6, 7), (0, 2)], None), ([(0, 7), (6, 7), (3, 5)], 7 + 1 + 5)):
         packed: Any = Packed(spans)
         queries, _, _ = queries_of(packed, [], torch.float32, FLASH, torch.from_numpy)
-        chunks = queries.prefills
+        chunks = queries[0]
         assert isinstance(chunks, FlashChunks)
         assert (chunks.rows is None) if gathered is None else (len(chunks.rows) == gathered)  # type: ignore[arg-type]
         assert chunks.longest_q == 7 and {chunks.starts_q.dtype, chunks.starts_k.dtype} == {torch.int32}
@@ -122,10 +122,10 @@ def test_decode_tokens_are_laid_out_in_one_array_of_blocks() -> None:
     packed: Any = Packed([(4, 9), (0, 1), (70, 71)])
     gpu = GpuAttention(CPU, BLOCK, BLOCK_ROWS, decodes=True, prefills=False)
     queries, last, _ = queries_of(packed, [], torch.float32, gpu, torch.from_numpy)
-    tokens = queries.decodes
-    assert isinstance(tokens, BlockDecodes) and isinstance(last.decodes, BlockDecodes)
+    tokens, last_tokens = queries[-1], last[-1]
+    assert isinstance(tokens, BlockDecodes) and isinstance(last_tokens, BlockDecodes)
     assert tokens.places.tolist() == [5, 6] and tokens.lengths.tolist() == [1, 71]
-    assert last.decodes.places.tolist() == [4, 5, 6] and last.decodes.lengths.tolist() == [9, 1, 71]
+    assert last_tokens.places.tolist() == [4, 5, 6] and last_tokens.lengths.tolist() == [9, 1, 71]
     assert tokens.block_table.shape == (2, 32)  # 18 blocks, in a multiple of 16 columns
     for row, length, table in zip(packed.rows[1:], (1, 71), tokens.block_table, strict=True):
         tokens_of_row = np.arange(length)

@@ -1,27 +1,23 @@
 """Attention over the paged KV cache, for one packed batch of prefill chunks and decode tokens.
 
-Prefill uses torch: gather the context rows, then scaled-dot-product attention. Decode tokens on a CPU use a compiled
-kernel that reads the cache in place. Its torch fallback gathers the rows and never expands KV heads: a decode query is
-reshaped to [batch, kv_heads, group, head_dim], so a group's query heads read their shared KV head as one small matrix.
-`vlora.models.gpu.attention` has the kernels of a GPU.
+Every token that attends belongs to one of the step's layouts, which compute their tokens' results. A prefill chunk is
+one call of torch. Decode tokens on a CPU use a compiled kernel that reads the cache in place, and
+`vlora.models.gathered_decodes` where there is none. `vlora.models.gpu.attention` has the layouts of a GPU.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 import atmm
 from atmm.processor import multiplies_bfloat16
-from vlora.models.gpu.attention import BlockDecodes, FlashChunks
-
-# Padding every decode row to the longest context costs memory traffic; one call per row costs dispatch time. On a CPU
-# padding is faster while it adds less than a quarter.
-_MOST_PADDING = 1.25
 
 
 class KVCache:
@@ -35,62 +31,26 @@ class KVCache:
         self.v = [matrix[(2 * layer + 1) * block_size :] for layer in range(num_layers)]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PrefillSpan:
-    """Tokens [start, stop) of the packed batch, which belong to one request's prompt.
-
-    rows: base rows of its whole context [context], or None if the chunk is the whole context (nothing to gather).
-    queries: batch indices of its tokens that attend [n], or None if all do. mask: bool [n, context], True where a token
-    attends; None for plain causal attention of all tokens over the chunk itself.
-    """
-
-    start: int
-    stop: int
-    rows: torch.Tensor | None
-    queries: torch.Tensor | None
-    mask: torch.Tensor | None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class DecodeRows:
-    """The packed rows that are single decode tokens.
-
-    index: their batch indices [D], or None if the whole batch decodes. rows: base rows of their contexts, padded
-    [D * longest] or ragged [sum of lengths]. lengths: context lengths, or None if padded.
-    mask: bool [D, 1, 1, longest], or None if all contexts are equally long.
-    """
-
-    index: torch.Tensor | None
-    rows: torch.Tensor
-    lengths: tuple[int, ...] | None = None
-    mask: torch.Tensor | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PagedRows:
-    """Decode tokens for the compiled kernel, which reads the cache in place. `atmm.attend` describes the fields."""
-
-    places: torch.Tensor
-    rows: torch.Tensor
-    starts: torch.Tensor
+class Queries(Protocol):
+    """Tokens of a packed batch whose attention is computed together, in the same layout for all layers."""
 
     def attend(
-        self, out: torch.Tensor, q: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], scale: float
+        self,
+        out: torch.Tensor,
+        q: torch.Tensor,
+        new: tuple[torch.Tensor, torch.Tensor],
+        cache: tuple[torch.Tensor, torch.Tensor],
+        scale: float,
     ) -> None:
-        atmm.attend(out, q, *cache, self.places, self.rows, self.starts, scale)
+        """Write the tokens' results into their rows of `out`. Rows of tokens that do not attend may become undefined.
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Queries:
-    """The tokens of a packed batch that attend."""
-
-    prefills: tuple[PrefillSpan, ...] | FlashChunks
-    decodes: DecodeRows | PagedRows | BlockDecodes | None
-
-    @property
-    def writes_rows(self) -> bool:
-        """Whether results are written into rows of a shared output tensor."""
-        return bool(self.prefills) or not isinstance(self.decodes, DecodeRows) or self.decodes.index is not None
+        Args:
+            out: The results of the whole batch, [T, heads, head_dim], contiguous.
+            q: [T, heads, head_dim].
+            new: Keys and values of the batch's tokens, [T, kv_heads * head_dim] each.
+            cache: Keys and values of the layer, to which `new` was already written.
+            scale: Factor of the scores.
+        """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,34 +63,8 @@ class StepAttention:
 
     cache: KVCache
     write_rows: torch.Tensor
-    queries: Queries
-    last_queries: Queries
-
-
-def decode_rows(
-    index: torch.Tensor | None, contexts: list[torch.Tensor], device: torch.device, dtype: torch.dtype
-) -> DecodeRows | PagedRows:
-    """Lay out the decode contexts (each [length], on the host).
-
-    The layout is for the compiled kernel if it supports the type, else padded or ragged by cost.
-    """
-    lengths = [len(rows) for rows in contexts]
-    if atmm.serves_attention(device, dtype):
-        places = torch.arange(len(contexts)) if index is None else index
-        starts = torch.tensor([0, *itertools.accumulate(lengths)])
-        return PagedRows(places, torch.cat(contexts), starts)
-    longest = max(lengths)
-    if device.type == "cpu" and len(lengths) * longest > _MOST_PADDING * sum(lengths):
-        return DecodeRows(index, torch.cat(contexts).to(device), tuple(lengths))
-    padded = torch.empty(len(lengths), longest, dtype=torch.int64)
-    for i, rows in enumerate(contexts):
-        padded[i, : lengths[i]] = rows
-        # Padding repeats the request's own last row: a NaN in another request's KV would pass the mask (0 * NaN = NaN).
-        padded[i, lengths[i] :] = rows[-1]
-    mask = None
-    if min(lengths) != longest:
-        mask = (torch.arange(longest)[None] < torch.tensor(lengths)[:, None])[:, None, None].to(device)
-    return DecodeRows(index, padded.view(-1).to(device), mask=mask)
+    queries: Sequence[Queries]
+    last_queries: Sequence[Queries]
 
 
 def paged_attention(
@@ -148,62 +82,65 @@ def paged_attention(
     Rows of tokens that do not attend in this layer are undefined in the result.
     """
     assert vlora_step is not None, "this model runs inside the engine only: its attention needs a StepAttention"
-    step = vlora_step
     layer: int = module.layer_idx  # type: ignore[assignment]
-    queries = step.last_queries if layer == len(step.cache.k) - 1 else step.queries
-    q = query[0]
-    if q.stride(-1) != 1 and (queries.prefills or isinstance(queries.decodes, DecodeRows)):
-        # Thin products return transposed results, and a query with a strided head dimension misses torch's fast path.
-        q = q.contiguous()
-    num_heads, num_tokens, head_dim = q.shape
-    num_kv_heads = key.shape[1]
-    k_new = key[0].transpose(0, 1).reshape(num_tokens, -1)
-    v_new = value[0].transpose(0, 1).reshape(num_tokens, -1)
-    k_cache, v_cache = step.cache.k[layer], step.cache.v[layer]
-    atmm.write_kv(k_cache, v_cache, k_new, v_new, step.write_rows)
+    cache = vlora_step.cache.k[layer], vlora_step.cache.v[layer]
+    q = query[0].transpose(0, 1)
+    new = key[0].transpose(0, 1).reshape(len(q), -1), value[0].transpose(0, 1).reshape(len(q), -1)
+    atmm.write_kv(*cache, *new, vlora_step.write_rows)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    scale = q.shape[2] ** -0.5 if scaling is None else scaling
+    last = layer == len(vlora_step.cache.k) - 1
+    for queries in vlora_step.last_queries if last else vlora_step.queries:
+        queries.attend(out, q, new, cache, scale)
+    return out[None], None
 
-    out: torch.Tensor | None = None
-    if queries.writes_rows:
-        out = torch.empty(num_tokens, num_heads, head_dim, dtype=q.dtype, device=q.device)
-    dtype = _prefill_dtype(q)
-    scale = head_dim**-0.5 if scaling is None else scaling
-    spans = queries.prefills
-    if isinstance(spans, FlashChunks):
-        assert out is not None
-        spans.attend(out, q.transpose(0, 1), (k_new, v_new), (k_cache, v_cache), scale)
-        spans = ()
-    for span in spans:
-        assert out is not None
-        if span.rows is None:
-            k, v = k_new[span.start : span.stop], v_new[span.start : span.stop]
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PrefillSpan:
+    """Tokens [start, stop) of the packed batch, which belong to one request's prompt, by torch's attention.
+
+    rows: base rows of its whole context [context], or None if the chunk is the whole context (nothing to gather).
+    queries: batch indices of its tokens that attend [n], or None if all do. mask: bool [n, context], True where a token
+    attends; None for plain causal attention of all tokens over the chunk itself.
+    """
+
+    start: int
+    stop: int
+    rows: torch.Tensor | None
+    queries: torch.Tensor | None
+    mask: torch.Tensor | None
+
+    def attend(
+        self,
+        out: torch.Tensor,
+        q: torch.Tensor,
+        new: tuple[torch.Tensor, torch.Tensor],
+        cache: tuple[torch.Tensor, torch.Tensor],
+        scale: float,
+    ) -> None:
+        """See `Queries`."""
+        if self.rows is None:
+            k, v = (side[self.start : self.stop] for side in new)
         else:
-            k, v = k_cache.index_select(0, span.rows), v_cache.index_select(0, span.rows)
+            k, v = (side.index_select(0, self.rows) for side in cache)
+        own = q[self.start : self.stop] if self.queries is None else q.index_select(0, self.queries)
+        if own.stride(-1) != 1:
+            # Thin products return transposed results, and a query with a strided head dimension misses the fast path.
+            own = own.contiguous()
+        dtype, head_dim = _prefill_dtype(q), q.shape[2]
         attended = F.scaled_dot_product_attention(
-            (q[:, span.start : span.stop] if span.queries is None else q.index_select(1, span.queries))[None].to(dtype),
-            k.view(1, -1, num_kv_heads, head_dim).transpose(1, 2).to(dtype),
-            v.view(1, -1, num_kv_heads, head_dim).transpose(1, 2).to(dtype),
-            attn_mask=span.mask,
-            is_causal=span.mask is None,
-            scale=scaling,
-            enable_gqa=num_heads != num_kv_heads,
-        )
-        if span.queries is None:
-            out[span.start : span.stop] = attended[0].transpose(0, 1)
+            own.transpose(0, 1)[None].to(dtype),
+            k.view(1, len(k), -1, head_dim).transpose(1, 2).to(dtype),
+            v.view(1, len(v), -1, head_dim).transpose(1, 2).to(dtype),
+            attn_mask=self.mask,
+            is_causal=self.mask is None,
+            scale=scale,
+            enable_gqa=q.shape[1] * head_dim != k.shape[1],
+        )[0].transpose(0, 1)
+        if self.queries is None:
+            out[self.start : self.stop] = attended
         else:
-            out.index_copy_(0, span.queries, attended[0].transpose(0, 1).to(out.dtype))
-    decodes = queries.decodes
-    if isinstance(decodes, PagedRows | BlockDecodes):
-        assert out is not None
-        decodes.attend(out, q.transpose(0, 1), (k_cache, v_cache), scale)
-    elif decodes is not None:
-        q_rows = q.transpose(0, 1) if decodes.index is None else q.transpose(0, 1).index_select(0, decodes.index)
-        attended = _decode(q_rows, decodes, k_cache, v_cache, num_kv_heads, scaling)
-        if decodes.index is None:
-            out = attended
-        else:
-            assert out is not None
-            out.index_copy_(0, decodes.index, attended)
-    return out[None], None  # type: ignore[index]
+            out.index_copy_(0, self.queries, attended.to(out.dtype))
 
 
 def _prefill_dtype(query: torch.Tensor) -> torch.dtype:
@@ -213,32 +150,27 @@ def _prefill_dtype(query: torch.Tensor) -> torch.dtype:
     return query.dtype
 
 
-def _decode(
-    q: torch.Tensor,
-    decodes: DecodeRows,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    num_kv_heads: int,
-    scaling: float | None,
-) -> torch.Tensor:
-    """q [D, heads, head_dim] -> [D, heads, head_dim]."""
-    num_rows, num_heads, head_dim = q.shape
-    q = q.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    k = k_cache.index_select(0, decodes.rows)
-    v = v_cache.index_select(0, decodes.rows)
-    if decodes.lengths is None:
-        k = k.view(num_rows, -1, num_kv_heads, head_dim).transpose(1, 2)
-        v = v.view(num_rows, -1, num_kv_heads, head_dim).transpose(1, 2)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=decodes.mask, scale=scaling)
-        return out.reshape(num_rows, num_heads, head_dim)
-    rows = zip(q.split(1), k.split(decodes.lengths), v.split(decodes.lengths), strict=True)
-    attended = [
-        F.scaled_dot_product_attention(
-            q_row,
-            k_row.view(1, -1, num_kv_heads, head_dim).transpose(1, 2),
-            v_row.view(1, -1, num_kv_heads, head_dim).transpose(1, 2),
-            scale=scaling,
-        )
-        for q_row, k_row, v_row in rows
-    ]
-    return torch.cat(attended).reshape(num_rows, num_heads, head_dim)
+@dataclasses.dataclass(frozen=True, slots=True)
+class PagedDecodes:
+    """Decode tokens for the compiled kernel, which reads the cache in place. `atmm.attend` describes the fields."""
+
+    places: torch.Tensor
+    rows: torch.Tensor
+    starts: torch.Tensor
+
+    @classmethod
+    def of(cls, places: Sequence[int], contexts: Sequence[np.ndarray]) -> PagedDecodes:
+        """The layout of tokens in rows `places` of the batch. contexts: base KV rows of their contexts."""
+        starts = [0, *itertools.accumulate(map(len, contexts))]
+        return cls(torch.tensor(places), torch.from_numpy(np.concatenate(contexts)), torch.tensor(starts))
+
+    def attend(
+        self,
+        out: torch.Tensor,
+        q: torch.Tensor,
+        new: tuple[torch.Tensor, torch.Tensor],
+        cache: tuple[torch.Tensor, torch.Tensor],
+        scale: float,
+    ) -> None:
+        """See `Queries`."""
+        atmm.attend(out, q, *cache, self.places, self.rows, self.starts, scale)

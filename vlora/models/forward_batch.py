@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 import atmm
-from vlora.models.attention import PrefillSpan, Queries, decode_rows
-from vlora.models.gpu.attention import Chunk, FlashChunks, GpuAttention, Put
+from vlora.models.attention import PagedDecodes, PrefillSpan, Queries
+from vlora.models.gathered_decodes import GatheredDecodes
+from vlora.models.gpu.attention import Chunk, GpuAttention, Put
 from vlora.models.last_layer import ReadRows, lanes_of_rows
 from vlora.models.request_state import RequestState
 from vlora.types import BatchItem, Mode
@@ -55,6 +56,7 @@ class ForwardBatch:
 
     Attributes:
         text: Rows that sample a token.
+        head_rows: Rows of requests with a task head.
         text_index: The places of their last tokens in the batch, on the model's device.
         draws: On a GPU the `draw_table` of the text rows, if any of them is not greedy.
     """
@@ -66,7 +68,6 @@ class ForwardBatch:
         self, states: Mapping[str, RequestState], items: Sequence[BatchItem], block_size: int, block_rows: int
     ) -> None:
         self.rows: list[Row] = []
-        self.answering: list[Row] = []
         start = 0
         for item in items:
             state = states[item.request_id]
@@ -74,10 +75,9 @@ class ForwardBatch:
             context = state.kv_rows(item.block_table, block_size, block_rows)[:last]
             row = Row(state, item.adapter, start, start + item.num_tokens, item.start, last, context, item.answers)
             self.rows.append(row)
-            if row.answers:
-                self.answering.append(row)
             start = row.stop
-        self.text = [row for row in self.answering if row.state.request.head is None]
+        self.text = [row for row in self.rows if row.answers and row.state.request.head is None]
+        self.head_rows = [row for row in self.rows if row.state.request.head is not None]
         self.num_tokens = start
         self.token_ids = np.empty(start, dtype=np.int64)
         self.write_rows = np.empty(start, dtype=np.int64)
@@ -155,7 +155,7 @@ class ForwardBatch:
 
 def queries_of(
     packed: ForwardBatch, lanes: Sequence[atmm.Lane], dtype: torch.dtype, gpu: GpuAttention, put: Put
-) -> tuple[Queries, Queries, ReadRows | None]:
+) -> tuple[list[Queries], list[Queries], ReadRows | None]:
     """Build the queries of a packed batch.
 
     Args:
@@ -181,7 +181,7 @@ def queries_of(
 
 def _queries(
     packed: ForwardBatch, attending: Sequence[np.ndarray], dtype: torch.dtype, gpu: GpuAttention, put: Put
-) -> Queries:
+) -> list[Queries]:
     """attending: for each row, the batch indices of its tokens that attend."""
     chunks: list[tuple[Row, np.ndarray]] = []
     places: list[int] = []
@@ -194,19 +194,19 @@ def _queries(
             contexts.append(row.context[: row.first + place - row.start + 1])
         elif len(own):
             chunks.append((row, own))
-    prefills: tuple[PrefillSpan, ...] | FlashChunks
+    queries: list[Queries] = []
     if chunks and gpu.prefills:
-        prefills = gpu.lay_out_chunks(
-            [Chunk.of(own, row.first - row.start, row.context) for row, own in chunks], packed.write_rows, put
-        )
+        own_chunks = [Chunk.of(own, row.first - row.start, row.context) for row, own in chunks]
+        queries.append(gpu.lay_out_chunks(own_chunks, packed.write_rows, put))
     else:
-        prefills = tuple(_span(row, own, gpu.device, put) for row, own in chunks)
-    if not places:
-        return Queries(prefills, None)
-    if gpu.decodes:
-        return Queries(prefills, gpu.lay_out_decodes(places, contexts, put))
-    index = None if len(places) == packed.num_tokens else put(np.array(places))
-    return Queries(prefills, decode_rows(index, list(map(torch.from_numpy, contexts)), gpu.device, dtype))
+        queries += (_span(row, own, gpu.device, put) for row, own in chunks)
+    if places and gpu.decodes:
+        queries.append(gpu.lay_out_decodes(places, contexts, put))
+    elif places and atmm.serves_attention(gpu.device, dtype):
+        queries.append(PagedDecodes.of(places, contexts))
+    elif places:
+        queries.append(GatheredDecodes.of(put(np.array(places)), contexts))
+    return queries
 
 
 def _span(row: Row, own: np.ndarray, device: torch.device, put: Put) -> PrefillSpan:

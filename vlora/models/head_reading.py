@@ -20,7 +20,7 @@ from vlora.types import ErrorValue, FoundBox, HeadAnswer
 def read_heads(
     hidden: torch.Tensor, packed: ForwardBatch, pool: AdapterPool, config: Any
 ) -> tuple[dict[str, HeadAnswer], dict[str, ErrorValue]]:
-    """Read all heads of all adapters in one call.
+    """Read all heads of all adapters in one call, at least one.
 
     A prompt may be computed in chunks. For a head over image tokens, each step reads the tokens that it computed.
 
@@ -29,13 +29,10 @@ def read_heads(
         requests that failed alone.
     """
     rows: dict[tuple[str, str], list[Row]] = {}
-    for row in packed.rows:
+    for row in packed.head_rows:
         request = row.state.request
-        if request.head is not None:
-            assert request.adapter is not None
-            rows.setdefault((request.adapter, request.head), []).append(row)
-    if not rows:
-        return {}, {}
+        assert request.adapter is not None and request.head is not None
+        rows.setdefault((request.adapter, request.head), []).append(row)
     heads = {key: pool.head(*key) for key in rows}
     read = {key: [_read_now(row) for row in members] for key, members in rows.items()}
     logits = atmm.head_logits(
@@ -53,11 +50,9 @@ def read_heads(
             _keep(row.state, now, part, head)
     answers: dict[str, HeadAnswer] = {}
     errors: dict[str, ErrorValue] = {}
-    for row in packed.answering:
+    for row in filter(lambda row: row.answers, packed.head_rows):
         request = row.state.request
-        if request.head is None:
-            continue
-        assert request.adapter is not None and row.state.head_logits is not None
+        assert request.adapter is not None and request.head is not None and row.state.head_logits is not None
         head = heads[request.adapter, request.head]
         if torch.isfinite(row.state.head_logits).all():
             answers[request.request_id] = _answer(row.state, head, config)

@@ -114,8 +114,10 @@ class ModelRunner:
                     if self._group is not None and not self._group.leads:
                         return StepResult(errors=errors)
                     tokens, scores, refused = self._sample(hidden, packed)
-                    heads, failed = read_heads(hidden, packed, self._pool, self._hf_model.config)
-                    errors |= refused | failed
+                    errors |= refused
+                    if packed.head_rows:
+                        heads, failed = read_heads(hidden, packed, self._pool, self._hf_model.config)
+                        errors |= failed
                 except CollectiveFailed:
                     raise  # not an error of this batch
                 except Exception as error:

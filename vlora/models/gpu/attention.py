@@ -92,15 +92,7 @@ class FlashChunks:
         cache: tuple[torch.Tensor, torch.Tensor],
         scale: float,
     ) -> None:
-        """Write the chunks' results into `out` [T, heads, head_dim]; rows between the chunks become undefined.
-
-        Args:
-            out: The results of the whole batch.
-            q: [T, heads, head_dim].
-            new: Keys and values of the batch's tokens, [T, kv_heads * head_dim] each.
-            cache: Keys and values of the layer, to which `new` was already written.
-            scale: Factor of the scores.
-        """
+        """See `vlora.models.attention.Queries`. Rows between the chunks become undefined."""
         head_dim = q.shape[2]
         if self.rows is None:
             keys, values = (side[self.start : self.stop] for side in new)
@@ -134,9 +126,14 @@ class BlockDecodes:
     scratch: Scratch | None = None
 
     def attend(
-        self, out: torch.Tensor, q: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], scale: float
+        self,
+        out: torch.Tensor,
+        q: torch.Tensor,
+        new: tuple[torch.Tensor, torch.Tensor],
+        cache: tuple[torch.Tensor, torch.Tensor],
+        scale: float,
     ) -> None:
-        """Write the tokens' results into their rows of `out` [T, heads, head_dim]. cache: K and V of the layer."""
+        """See `vlora.models.attention.Queries`."""
         from atmm.triton.attention import decode, make_scratch
 
         kv_rows, _ = cache  # the values of a block are behind its keys
@@ -234,4 +231,5 @@ class GpuAttention:
             batch = next(batches)
             tokens = self.lay_out_decodes(range(batch), [np.zeros(1, dtype=np.int64)] * batch, self._copy)
             q = torch.zeros(batch, num_heads, hf_model.head_dim, dtype=kv_rows.dtype, device=self.device)
-            tokens.attend(torch.empty_like(q), q, (kv_rows, kv_rows), 1.0)
+            cache = kv_rows, kv_rows
+            tokens.attend(torch.empty_like(q), q, cache, cache, 1.0)
