@@ -67,6 +67,7 @@ EXCLUDED: Mapping[str, tuple[str, ...]] = {
         "vlora.engine.device_runtime",
         "vlora.engine.limits",
         "vlora.memory.huge_pages",
+        "vlora.models.supported",
         "vlora.orchestrator.policies.registry",
         "atmm.tuning",
         "atmm.warmup",

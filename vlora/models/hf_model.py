@@ -26,6 +26,7 @@ from vlora.models.attention import StepAttention, paged_attention
 from vlora.models.families import Family, family_of
 from vlora.models.gpu.fused_layers import fuse_layers
 from vlora.models.rms_norm import fuse_norms
+from vlora.models.supported import max_positions
 from vlora.models.vision.flash_tower import register_vision_attention
 from vlora.models.vision.patch_embedding import convert_patch_embeddings
 from vlora.models.vision.stepwise_tower import pace
@@ -107,7 +108,7 @@ class HFModel:
 
     @property
     def max_positions(self) -> int:
-        return self.text_config.max_position_embeddings
+        return max_positions(self.text_config)
 
     @property
     def placeholders(self) -> dict[str, int]:
