@@ -178,10 +178,10 @@ def test_unsupported_settings_are_refused_by_name(setting: str, copied: Path, re
         load(registry, "a", str(copied))
 
 
-@pytest.mark.parametrize("changes", [{"r": 16}, {"rank_pattern": {"q_proj": 4}}, {"r": None}])
+@pytest.mark.parametrize("changes", [{"r": 16}, {"rank_pattern": {"q_proj": 4}}])
 def test_ranks_that_contradict_the_tensors(changes: Any, copied: Path, registry: AdapterRegistry) -> None:
     edit_config(copied, **changes)
-    with pytest.raises(BadAdapter, match=r"have rank 8, but r and rank_pattern of the configuration give (16|4|null)"):
+    with pytest.raises(BadAdapter, match=r"have rank 8, but r and rank_pattern of the configuration give (16|4)"):
         load(registry, "a", str(copied))
 
 

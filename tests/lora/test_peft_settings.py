@@ -129,7 +129,7 @@ class Generator:
         self._plain = self.write({})
 
     def write(self, settings: dict[str, Any]) -> Folder:
-        """A folder with these settings. Where PEFT does not build them, a plain folder whose configuration has them."""
+        """A folder with these settings; a plain folder with an edited configuration where PEFT does not build them."""
         name = f"{'-'.join(settings) or 'plain'}-{next(self._numbers)}"
         path = self._root / name
         try:

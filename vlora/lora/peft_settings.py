@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,7 @@ _READ = frozenset(
         "bias",
     )
 )
-# Settings without an effect on answers: descriptions, training, selection of layers (the file has exactly the selected
-# ones), and options of methods that are refused.
-_WITHOUT_EFFECT = frozenset(
+DESCRIPTION_AND_SELECTION = frozenset(
     (
         "auto_mapping",
         "base_model_name_or_path",
@@ -39,15 +37,21 @@ _WITHOUT_EFFECT = frozenset(
         "peft_version",
         "revision",
         "task_type",
+        "target_modules",
+        "exclude_modules",
+        "layers_to_transform",
+        "layers_pattern",
+    )
+)
+"""Settings that every method has and that describe the adapter or select layers. The file has the selected layers."""
+# Further settings without an effect on answers: for training, and options of methods that are refused.
+_WITHOUT_EFFECT = frozenset(
+    (
         "lora_dropout",
         "corda_config",
         "eva_config",
         "loftq_config",
         "lora_ga_config",
-        "target_modules",
-        "exclude_modules",
-        "layers_to_transform",
-        "layers_pattern",
         "ensure_weight_tying",  # of embeddings, which are refused by their tensors
         "fan_in_fan_out",  # PEFT resets it for linear layers
         "megatron_core",  # used with megatron_config only
@@ -77,17 +81,15 @@ _SERVED_INITS = frozenset(("gaussian", "eva", "orthogonal", "mica"))
 
 
 def refuse_unsupported(path: Path, config: Mapping[str, Any]) -> None:
-    """Raises BadAdapter, with the name of the setting, if a setting in use is not on the allow-list.
-
-    A setting counts as used when it is neither null nor false nor empty.
-    """
+    """Raises BadAdapter, with the name of the setting, if a setting in use is not served."""
     kind = config.get("peft_type", "LORA")
+    if kind in ("LOHA", "LOKR"):
+        raise BadAdapter(
+            f"{path}: peft_type is {kind!r}, a dense delta; make it a LoRA with `vlora convert-lora {path} --rank R`"
+        )
     if kind != "LORA":
         raise BadAdapter(f"{path}: peft_type is {kind!r}; only LORA adapters are supported")
-    for setting, value in config.items():
-        if setting in _READ or setting in _WITHOUT_EFFECT or value in (None, "", [], {}) or value is False:
-            continue
-        raise BadAdapter(f"{path}: {setting} = {shown(value)} is not supported: {_REFUSED.get(setting, _UNKNOWN)}")
+    refuse_others(path, config, _READ | _WITHOUT_EFFECT | DESCRIPTION_AND_SELECTION)
     if config.get("bias") not in (None, "none"):
         raise BadAdapter(f"{path}: bias = {config['bias']!r} is not supported: it changes the base model's biases")
     init = config.get("init_lora_weights")
@@ -97,6 +99,13 @@ def refuse_unsupported(path: Path, config: Mapping[str, Any]) -> None:
             "convert the adapter to plain LoRA first (PEFT's path_initial_model_for_weight_conversion)"
         )
     _check_parameters(path, config)
+
+
+def refuse_others(path: Path, config: Mapping[str, Any], allowed: Set[str]) -> None:
+    """Raises BadAdapter if a setting is in use, neither null nor false nor empty, that is not allowed."""
+    for setting, value in config.items():
+        if setting not in allowed and value not in (None, "", [], {}) and value is not False:
+            raise BadAdapter(f"{path}: {setting} = {shown(value)} is not supported: {_REFUSED.get(setting, _UNKNOWN)}")
 
 
 def scale_of(path: Path, config: Mapping[str, Any], names: tuple[str, ...], rank: int) -> float:
@@ -113,22 +122,33 @@ def scale_of(path: Path, config: Mapping[str, Any], names: tuple[str, ...], rank
     """
     if any(_is_parameter(config, name) for name in names):
         names = tuple(f"{name}.weight" for name in names)  # PEFT then matches the parameter's name
-    configured = _by_pattern(path, config, "r", "rank_pattern", names, 8)
+    configured = number_by_pattern(path, config, "r", "rank_pattern", names, 8)
     if configured != rank:
         raise BadAdapter(
             f"{path}: the factors of {names[0]!r} have rank {rank}, but r and rank_pattern of the configuration give "
             f"{shown(configured)}"
         )
-    alpha = _by_pattern(path, config, "lora_alpha", "alpha_pattern", names, 8)
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise BadAdapter(f"{path}: lora_alpha is {alpha!r}; it must be a finite number")
+    alpha = number_by_pattern(path, config, "lora_alpha", "alpha_pattern", names, 8)
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def number_by_pattern(
+    path: Path, config: Mapping[str, Any], setting: str, by_pattern: str, names: tuple[str, ...], default: int
+) -> float:
+    """The number of the first pattern that matches one of a layer's names, else the setting's own.
+
+    Raises:
+        BadAdapter: A pattern is malformed, or the value is not a finite number.
+    """
+    value = _by_pattern(path, config, setting, by_pattern, names, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise BadAdapter(f"{path}: {setting} is {value!r}; it must be a finite number")
+    return value
 
 
 def _by_pattern(
     path: Path, config: Mapping[str, Any], setting: str, by_pattern: str, names: tuple[str, ...], default: int
 ) -> Any:
-    """The value of the first pattern that matches one of the names, else the setting's own."""
     patterns = config.get(by_pattern) or {}
     if not isinstance(patterns, dict):
         raise BadAdapter(f"{path}: {by_pattern} is {shown(patterns)}; it must be an object of numbers by module")
