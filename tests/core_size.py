@@ -67,6 +67,7 @@ EXCLUDED: Mapping[str, tuple[str, ...]] = {
         "vlora.engine.device_runtime",
         "vlora.engine.limits",
         "vlora.memory.huge_pages",
+        "vlora.models.supported",
         "vlora.orchestrator.policies.registry",
         "atmm.tuning",
         "atmm.warmup",
@@ -74,7 +75,7 @@ EXCLUDED: Mapping[str, tuple[str, ...]] = {
     ),
     "requests, checked before a step": ("vlora.engine.request_checks",),
     "the operator's adapter changes, which step only polls": ("vlora.engine.adapter_admin",),
-    "the format of adapter files, read in another thread": ("vlora.lora.peft_format",),
+    "the format of adapter files, read in another thread": ("vlora.lora.peft_format", "vlora.lora.peft_settings"),
     "the front end's image processor and tokenizer": ("vlora.models.processing",),
     "installations without greenlet": ("vlora.models.vision.whole_call",),
 }

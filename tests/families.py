@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -36,8 +37,25 @@ VIDEO_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_onevision")
 _PINPOINTS = [[16, 32], [32, 16], [32, 32]]
 
 
-def build_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
-    """A model of the family with weights large enough that every part affects the logits."""
+def build_model(
+    family: str,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    *,
+    tower: str = "clip",
+    text_settings: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Any:
+    """A model of the family with weights large enough that every part affects the logits.
+
+    Args:
+        family: One of `FAMILIES`.
+        dtype: Type of the weights.
+        seed: Seed of the weights.
+        tower: LLaVA's vision tower: clip or siglip.
+        text_settings: Changes of the text model's configuration.
+        settings: Further fields of LLaVA's configuration.
+    """
     text: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": HIDDEN,
@@ -49,6 +67,7 @@ def build_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) 
         "bos_token_id": 1,
         "eos_token_id": 2,
         "pad_token_id": 0,
+        **(text_settings or {}),
     }
     mrope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
     tokens: dict[str, Any] = {
@@ -66,6 +85,15 @@ def build_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) 
         image_size=16,
         patch_size=4,
         projection_dim=32,
+    )
+    siglip = SiglipVisionConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        image_size=16,
+        patch_size=4,
+        vision_use_head=False,
     )
     torch.manual_seed(seed)
     if family == "qwen2_vl":
@@ -116,7 +144,11 @@ def build_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) 
     elif family == "llava":
         model = LlavaForConditionalGeneration(
             LlavaConfig(
-                text_config=LlamaConfig(**text), vision_config=clip, image_token_index=IMAGE, image_seq_length=16
+                text_config=LlamaConfig(**text),
+                vision_config={"clip": clip, "siglip": siglip}[tower],
+                image_token_index=IMAGE,
+                image_seq_length=16,
+                **settings,
             )
         )
     elif family == "llava_next":
@@ -130,15 +162,6 @@ def build_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) 
             )
         )
     elif family == "llava_onevision":
-        siglip = SiglipVisionConfig(
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=3,
-            num_attention_heads=2,
-            image_size=16,
-            patch_size=4,
-            vision_use_head=False,
-        )
         model = LlavaOnevisionForConditionalGeneration(
             LlavaOnevisionConfig(
                 text_config=Qwen2Config(**text),
@@ -186,9 +209,19 @@ class Prompt:
 
 
 def make_prompt(
-    family: str, model: Any, seed: int, *, num_images: int = 0, num_videos: int = 0, text: tuple[int, int] = (5, 6)
+    family: str,
+    model: Any,
+    seed: int,
+    *,
+    num_images: int = 0,
+    num_videos: int = 0,
+    frames: int | None = None,
+    text: tuple[int, int] = (5, 6),
 ) -> Prompt:
-    """Random text around `num_images` images, then `num_videos` videos, of sizes that depend on the seed."""
+    """Random text around `num_images` images, then `num_videos` videos, of sizes that depend on the seed.
+
+    frames: The frames of each video. Default: two or three.
+    """
     generator = torch.Generator().manual_seed(1000 + seed)
 
     def words(count: int) -> list[int]:
@@ -204,7 +237,7 @@ def make_prompt(
         vision.append(item)
         fields.append(("image", made))
     for index in range(num_videos):
-        made, tokens = _video_fields(family, model, generator, seed + index)
+        made, tokens = _video_fields(family, model, generator, frames or 2 + (seed + index) % 2)
         vision.append(vision_input("video", made, tokens.count(VIDEO)))
         ids += tokens + words(2)
         fields.append(("video", made))
@@ -257,9 +290,8 @@ def _image_fields(
 
 
 def _video_fields(
-    family: str, model: Any, generator: torch.Generator, seed: int
+    family: str, model: Any, generator: torch.Generator, frames: int
 ) -> tuple[dict[str, torch.Tensor], list[int]]:
-    frames = 2 + seed % 2
     if family == "llava_onevision":
         # 4x4 patches are pooled to 2x2 per frame, and one newline embedding ends the clip.
         pixels = torch.randn(1, frames, 3, 16, 16, generator=generator)

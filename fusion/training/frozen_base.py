@@ -103,7 +103,7 @@ class FrozenBase:
                         seen,
                         tuple(one.vision) if seen is None else (),
                         image_grids(self.hf_model.config, one.vision),
-                        self.hf_model.positions(ids, grids).rows,
+                        torch.from_numpy(self.hf_model.positions(ids, grids).rows),
                         sample.target,
                         tuple(map(_window, one.shown)),
                         answer,

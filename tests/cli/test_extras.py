@@ -92,6 +92,7 @@ def test_streams_of_videos_need_the_extra_for_videos_only(address: str, video: s
         ("fuse small --out x", "fuse"),
         ("fuse small --check", "fuse"),
         ("convert-bd x --blocks 2", "fuse"),
+        ("convert-lora x --rank 2", "serve"),
         ("demo", "demo"),
         ("model eval", "fuse"),
         ("bench step", "fuse"),

@@ -128,6 +128,8 @@ REFUSED_SETTINGS = {
     "alora_invocation_tokens": [1, 2],
     "layer_replication": [[0, 1]],
     "use_qalora": True,
+    "kasa_config": {"beta": 0.1},
+    "setting_of_a_later_version": 1,
     "init_lora_weights": "pissa",
     "peft_type": "LOHA",
 }
@@ -173,6 +175,13 @@ def test_blocks_that_do_not_divide_a_layer(copied: Path, registry: AdapterRegist
 def test_unsupported_settings_are_refused_by_name(setting: str, copied: Path, registry: AdapterRegistry) -> None:
     edit_config(copied, **{setting: REFUSED_SETTINGS[setting]})
     with pytest.raises(BadAdapter, match=setting):
+        load(registry, "a", str(copied))
+
+
+@pytest.mark.parametrize("changes", [{"r": 16}, {"rank_pattern": {"q_proj": 4}}])
+def test_ranks_that_contradict_the_tensors(changes: Any, copied: Path, registry: AdapterRegistry) -> None:
+    edit_config(copied, **changes)
+    with pytest.raises(BadAdapter, match=r"have rank 8, but r and rank_pattern of the configuration give (16|4)"):
         load(registry, "a", str(copied))
 
 
@@ -224,11 +233,14 @@ def test_a_convolution_is_refused_as_one(tmp_path: Path, registry: AdapterRegist
 
 @pytest.mark.parametrize(
     ("pattern", "message"),
-    [(["q_proj"], "alpha_pattern is a list of 1 item"), ({"q_(": 3}, "'q_(', which is not a regular expression")],
+    [(["q_proj"], " is a list of 1 item"), ({"q_(": 3}, " has 'q_(', which is not a regular expression")],
 )
-def test_alpha_patterns_that_are_none(pattern: object, message: str, copied: Path, registry: AdapterRegistry) -> None:
-    edit_config(copied, alpha_pattern=pattern)
-    with pytest.raises(BadAdapter, match=re.escape(message)):
+@pytest.mark.parametrize("setting", ["alpha_pattern", "rank_pattern"])
+def test_patterns_that_are_none(
+    setting: str, pattern: object, message: str, copied: Path, registry: AdapterRegistry
+) -> None:
+    edit_config(copied, **{setting: pattern})
+    with pytest.raises(BadAdapter, match=re.escape(setting + message)):
         load(registry, "a", str(copied))
 
 

@@ -170,6 +170,35 @@ def convert_bd(
     click.echo(f"written to {out}")
 
 
+@cli.command("convert-lora")
+@click.argument("adapter", type=click.Path(path_type=Path))
+@click.option("--rank", required=True, type=click.IntRange(min=1), help="Rank of the result.")
+@click.option("--out", type=click.Path(path_type=Path), help="Output folder. Default: ADAPTER-loraR.")
+@json_option
+@needs("serve")
+def convert_lora(adapter: Path, rank: int, out: Path | None, as_json: bool) -> None:
+    """Convert a LoHa or LoKr adapter of PEFT, which cannot be served, to a LoRA.
+
+    \b
+        vlora convert-lora out/loha --rank 16
+
+    Every layer gets the best approximation of its rank (truncated SVD). Errors are relative Frobenius norms. A LoHa of
+    rank r is converted exactly at rank r * r.
+    """
+    with waiting("loading torch"):
+        from vlora.lora.dense_to_lora import convert, total_error
+
+    out = out or adapter.with_name(f"{adapter.name}-lora{rank}")
+    layers = convert(adapter, out, rank)
+    if as_json:
+        print_json({"out": str(out), "error": total_error(layers), "layers": [layer._asdict() for layer in layers]})
+        return
+    for layer in layers:
+        click.echo(f"{layer.layer}  rank {layer.rank}, error {layer.error:.4f}")
+    click.echo(f"all layers: error {total_error(layers):.4f}")
+    click.echo(f"written to {out}")
+
+
 @cli.command()
 @click.option("--out", default="demo", show_default=True, type=click.Path(path_type=Path), help="Output folder.")
 @click.option("--plan", default="demo", show_default=True, help="Fusion plan: a file, or one in the package by name.")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
 import re
 import sys
 from collections.abc import Mapping
@@ -23,30 +22,18 @@ from heads import HeadSpec, TaskHead, load_heads
 from vlora.errors import BadAdapter
 from vlora.lora.layout import run_bytes
 from vlora.lora.legacy_names import resolve
+from vlora.lora.peft_settings import refuse_unsupported, scale_of
 from vlora.parallel.adapter_sharding import Blocks, Cut, FactorShape, ShardingKind, Side, plan_cut
 from vlora.parallel.layer_sharding import LinearShard
 from vlora.wording import json_errors
-from vlora.wording.shown import shown
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 HEAD_FILES = ("heads.json", "heads.safetensors")
 
-# Setting -> why it is not supported. A setting counts as used when it is neither absent nor empty nor False.
-_REFUSED = {
-    "use_dora": "DoRA rescales whole weight columns, which is not a low-rank delta",
-    "modules_to_save": "it replaces whole modules of the base model, which other adapters share",
-    "lora_bias": "biases on the LoRA factors are not part of the delta",
-    "target_parameters": "it adapts bare parameters instead of linear layers",
-    "trainable_token_indices": "it changes the shared token embeddings",
-    "alora_invocation_tokens": "activated LoRA switches on in the middle of a prompt",
-    "layer_replication": "it changes the number of layers of the base model",
-    "use_qalora": "QALoRA pools its inputs",
-    "velora_config": "VeLoRA changes how inputs are read",
-    "monteclora_config": "MonteCLoRA samples its weights",
-    "arrow_config": "Arrow routes between adapters per token",
-}
-_REFUSED_INITS = {"pissa", "olora", "corda", "loftq", "lora_ga"}
+# Layers that all adapters share.
+_SHARED_LAYERS = {"lm_head": "output head", "embed_tokens": "token embedding"}
+_NOT_ADAPTED = "; adapters on it are not supported"
 
 _TENSOR = re.compile(r"^base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight$")
 
@@ -150,12 +137,15 @@ def read_header(
         BadAdapter: The adapter cannot be served; the message has the reason.
     """
     config = read_config(path)
-    _refuse_unsupported(path, config)
+    refuse_unsupported(path, config)
     shapes = _read_shapes(path / WEIGHTS_FILE)
     pairs: dict[str, dict[str, str]] = {}
     for tensor in shapes:
         match = _TENSOR.match(tensor)
         if match is None:
+            shared = next((name for name in _SHARED_LAYERS if f".{name}." in tensor), None)
+            if shared is not None:
+                raise BadAdapter(f"{path}: tensor {tensor!r} belongs to the {_SHARED_LAYERS[shared]}{_NOT_ADAPTED}")
             raise BadAdapter(f"{path}: tensor {tensor!r} is not a LoRA factor of a linear layer; it is not supported")
         pairs.setdefault(match["module"], {})[match["side"]] = tensor
     if not pairs:
@@ -221,23 +211,6 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _refuse_unsupported(path: Path, config: Mapping[str, Any]) -> None:
-    kind = config.get("peft_type", "LORA")
-    if kind != "LORA":
-        raise BadAdapter(f"{path}: peft_type is {kind!r}; only LORA adapters are supported")
-    for setting, why in _REFUSED.items():
-        if config.get(setting):
-            raise BadAdapter(f"{path}: {setting} = {config[setting]!r} is not supported: {why}")
-    if config.get("bias", "none") != "none":
-        raise BadAdapter(f"{path}: bias = {config['bias']!r} is not supported: it changes the base model's biases")
-    init = config.get("init_lora_weights")
-    if isinstance(init, str) and init.lower().split("_niter")[0] in _REFUSED_INITS:
-        raise BadAdapter(
-            f"{path}: init_lora_weights = {init!r} changed the base weights while training; "
-            "convert the adapter to plain LoRA first (PEFT's path_initial_model_for_weight_conversion)"
-        )
-
-
 def _read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
     if not file.exists():
         raise BadAdapter(
@@ -270,10 +243,11 @@ def _target(
         )
     site = resolve(module, sites)
     if site is None:
+        shared = _SHARED_LAYERS.get(module.rpartition(".")[2])
         raise BadAdapter(
             f"{path}: the base model has no adaptable linear layer {module!r}; the adapter was made for another model"
-            if "lm_head" not in module
-            else f"{path}: layer {module!r} is the output head; adapters on it are not supported"
+            if shared is None
+            else f"{path}: layer {module!r} is the {shared}{_NOT_ADAPTED}"
         )
     expected = sites[site]
     blocks = _blocks(path, config, module)
@@ -301,7 +275,7 @@ def _target(
             f"{path}: {module!r} has rank {rank} and {shape_b[0]} outputs, which cannot be divided into its "
             f"{cut_a * cut_b} blocks"
         )
-    scale = _scale(path, config, (module, site), rank)
+    scale = scale_of(path, config, (module, site), rank)
     return _target_header(site, expected, (shape_a, shape_b), blocks, sides["A"], sides["B"], scale)
 
 
@@ -356,22 +330,3 @@ def _blocks(path: Path, config: Mapping[str, Any], module: str) -> Blocks | None
     if len(sides) > 1:
         raise BadAdapter(f"{path}: use_bdlora names {leaf!r} both in target_modules_bd_a and target_modules_bd_b")
     return Blocks(sides[0], count) if sides and count > 1 else None
-
-
-def _scale(path: Path, config: Mapping[str, Any], names: tuple[str, ...], rank: int) -> float:
-    """alpha / r, or alpha / sqrt(r) for rsLoRA, with alpha_pattern matched on the module's path as in PEFT."""
-    alpha = config.get("lora_alpha", 8)
-    patterns = config.get("alpha_pattern") or {}
-    if not isinstance(patterns, dict):
-        raise BadAdapter(f"{path}: alpha_pattern is {shown(patterns)}; it must be an object of numbers by module")
-    for pattern, value in patterns.items():
-        try:
-            matches = any(re.match(rf"(.*\.)?({pattern})$", name) for name in names)
-        except re.error as error:
-            raise BadAdapter(f"{path}: alpha_pattern has {pattern!r}, which is not a regular expression") from error
-        if matches:
-            alpha = value
-            break
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise BadAdapter(f"{path}: lora_alpha is {alpha!r}; it must be a finite number")
-    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

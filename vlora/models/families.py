@@ -1,8 +1,4 @@
-"""The allow-list of supported model families, and their differences.
-
-A family with attention that is not implemented here (sliding windows, bidirectional image tokens, ...) would give wrong
-answers without an error, so every model that is not listed is rejected with the reason.
-"""
+"""The supported model families and their differences. Any other model is rejected with the reason."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ from typing import Any
 
 import torch
 
-from vlora.errors import UnsupportedModel
+from vlora.models.supported import CLASS_TOKENS, refuse_unsupported_parts, unsupported_family
 from vlora.types import VisionInput
 
 
@@ -43,35 +39,14 @@ FAMILIES = {
     )
 }
 
-TEXT_MODELS = frozenset(("llama", "qwen2", "mistral", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"))
-
-_WHY_NOT = {
-    "gemma3": "its image tokens attend to each other in both directions",
-    "gemma4": "its image tokens attend to each other in both directions",
-    "paligemma": "its prompt attends in both directions",
-    "mllama": "it reads images through cross-attention layers",
-    "qwen3_5": "it has linear-attention layers",
-}
-
 
 def family_of(config: Any) -> Family:
     """The family of a transformers config. Raises UnsupportedModel with the reason."""
     model_type = getattr(config, "model_type", None)
     family = FAMILIES.get(str(model_type))
     if family is None:
-        why = _WHY_NOT.get(str(model_type), "its attention has not been checked against this engine")
-        raise UnsupportedModel(f"model type {model_type!r} is not supported: {why}. Supported: {', '.join(FAMILIES)}")
-    text = config.text_config
-    if text.model_type not in TEXT_MODELS:
-        raise UnsupportedModel(
-            f"{model_type} with a text model of type {text.model_type!r} is not supported; supported text models: "
-            f"{', '.join(sorted(TEXT_MODELS))}"
-        )
-    layer_types = getattr(text, "layer_types", None) or ()
-    windowed = [kind for kind in layer_types if kind != "full_attention"]
-    if windowed or (text.model_type == "mistral" and getattr(text, "sliding_window", None)):
-        kind = windowed[0] if windowed else "sliding_attention"
-        raise UnsupportedModel(f"{model_type} with {kind} layers is not supported: only full attention is implemented")
+        raise unsupported_family(model_type, FAMILIES)
+    refuse_unsupported_parts(config, family.mrope)
     return family
 
 
@@ -135,7 +110,9 @@ def placeholder_count(config: Any, fields: dict[str, torch.Tensor]) -> int:
     side = config.vision_config.image_size // config.vision_config.patch_size
     base = side * side
     if not family.tiles:
-        return base + (1 if config.vision_feature_select_strategy == "full" else 0)
+        # Strategy "default" drops the first embedding, also of a tower without a class token.
+        dropped = config.vision_feature_select_strategy == "default"
+        return base + CLASS_TOKENS[config.vision_config.model_type] - dropped
     # Imported here, because the modeling files are slow to import and only tiled families need them.
     from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape, unpad_image
 

@@ -100,12 +100,8 @@ class ForwardBatch:
         """Rotary positions, int64 [num_rows, T]."""
         out = np.empty((num_rows, self.num_tokens), dtype=np.int64)
         for row in self.rows:
-            positions = row.state.positions
-            assert positions is not None
-            if row.first >= positions.rows.shape[1]:
-                out[:, row.start : row.stop] = np.arange(row.first, row.last) + positions.delta
-            else:
-                out[:, row.start : row.stop] = positions.span(row.first, row.last).numpy()
+            assert row.state.positions is not None
+            out[:, row.start : row.stop] = row.state.positions.span(row.first, row.last)
         return out
 
     def place_visuals(self, embeddings: torch.Tensor) -> tuple[torch.Tensor | None, list[torch.Tensor]]:

@@ -8,10 +8,12 @@ later version changes one of these, the checks in `HFModel.__init__` fail at sta
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import AttentionInterface
@@ -24,6 +26,7 @@ from vlora.models.attention import StepAttention, paged_attention
 from vlora.models.families import Family, family_of
 from vlora.models.gpu.fused_layers import fuse_layers
 from vlora.models.rms_norm import fuse_norms
+from vlora.models.supported import max_positions
 from vlora.models.vision.flash_tower import register_vision_attention
 from vlora.models.vision.patch_embedding import convert_patch_embeddings
 from vlora.models.vision.stepwise_tower import pace
@@ -105,7 +108,7 @@ class HFModel:
 
     @property
     def max_positions(self) -> int:
-        return self.text_config.max_position_embeddings
+        return max_positions(self.text_config)
 
     @property
     def placeholders(self) -> dict[str, int]:
@@ -211,7 +214,7 @@ class HFModel:
         num_tokens = len(prompt_ids)
         if not self.family.mrope or not fields:
             rows = 3 if self.family.mrope else 1
-            return Positions(torch.arange(num_tokens).expand(rows, -1), 0)
+            return Positions(torch.arange(num_tokens).expand(rows, -1).numpy())
         types = torch.zeros_like(prompt_ids)
         types[prompt_ids == self.image_token_id] = _IMAGE
         types[prompt_ids == self.video_token_id] = _VIDEO
@@ -220,12 +223,12 @@ class HFModel:
             for name in ("image_grid_thw", "video_grid_thw", "second_per_grid_ts"):
                 if name in item:
                     grids.setdefault(name, []).append(item[name])
-        positions, delta = self.inner.get_rope_index(
+        positions, _ = self.inner.get_rope_index(
             prompt_ids[None],
             mm_token_type_ids=types[None].int(),
             **{name: torch.cat(values) for name, values in grids.items()},
         )
-        return Positions(positions[:, 0].cpu(), int(delta.flatten()[0]))
+        return Positions(positions[:, 0].cpu().numpy())
 
     # -- language model -------------------------------------------------------------------------------------------
 
@@ -259,22 +262,25 @@ class HFModel:
 
 @dataclasses.dataclass(frozen=True)
 class Positions:
-    """Rotary positions of a prompt.
+    """Rotary positions of a prompt, int64 [1 or 3, n].
 
-    rows: [1 or 3, n]. delta: the difference between the position and the index of a token after the prompt.
+    The answer continues each row from the prompt's last token, as in transformers' `generate`. The delta of
+    `get_rope_index` continues from the largest position, which a long video's time index may be.
     """
 
-    rows: torch.Tensor
-    delta: int
+    rows: np.ndarray
 
-    def span(self, start: int, stop: int) -> torch.Tensor:
+    @functools.cached_property
+    def delta(self) -> np.ndarray:
+        """Per row, the difference between the position and the index of a token after the prompt: [1 or 3, 1]."""
+        return self.rows[:, -1:] - (self.rows.shape[1] - 1)
+
+    def span(self, start: int, stop: int) -> np.ndarray:
         """Positions of tokens [start, stop) of prompt and answer, [1 or 3, stop - start]."""
-        known = self.rows[:, start:stop]
-        first = max(start, self.rows.shape[1])
-        if first >= stop:
-            return known
-        later = (torch.arange(first, stop) + self.delta).expand(self.rows.shape[0], -1)
-        return torch.cat([known, later], 1)
+        known = self.rows.shape[1]
+        if start >= known:
+            return np.arange(start, stop) + self.delta
+        return np.concatenate([self.rows[:, start:stop], np.arange(known, stop) + self.delta], 1)
 
 
 def _stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from vlora.config import EngineConfig
 from vlora.errors import BadConfig
 from vlora.models.families import family_of
 from vlora.models.pretrained import from_pretrained
+from vlora.models.supported import max_positions
+
+log = logging.getLogger(__name__)
 
 _HUB_HINT = (
     "; there is no folder of that name either. Set a folder with the checkpoint's files, or set HTTPS_PROXY for a "
@@ -28,6 +32,7 @@ def load_model(config: EngineConfig, rank: int = 0) -> Any:
     """
     device = device_of(config, rank)
     model_config = read_config(config.model)
+    _warn_of_shorter_context(model_config.text_config)
     if config.load_format == "dummy":
         return dummy_model(model_config, config.dtype, device, config.seed)
     dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
@@ -36,6 +41,18 @@ def load_model(config: EngineConfig, rank: int = 0) -> Any:
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise BadConfig(f"cannot load the weights of {config.model!r}: {error}") from error
     return _ready(model, device if config.tensor_parallel == 1 else torch.device("cpu"))
+
+
+def _warn_of_shorter_context(text: Any) -> None:
+    served = max_positions(text)
+    if served < text.max_position_embeddings:
+        log.warning(
+            "rope_type %r: requests are limited to %d of the model's %d tokens, up to which its rotary frequencies do "
+            "not depend on the length",
+            text.rope_parameters["rope_type"],
+            served,
+            text.max_position_embeddings,
+        )
 
 
 def read_config(model: str) -> Any:

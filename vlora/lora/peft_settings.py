@@ -1,0 +1,179 @@
+"""The settings of a PEFT configuration: an allow-list, and the rank and scale that they give a layer.
+
+A setting that is not listed is refused by name, so that a setting of a later version of PEFT is never ignored.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Set
+from pathlib import Path
+from typing import Any
+
+from vlora.errors import BadAdapter
+from vlora.wording.shown import shown
+
+# Settings that are read, here or in `peft_format`.
+_READ = frozenset(
+    (
+        "peft_type",
+        "init_lora_weights",
+        "r",
+        "rank_pattern",
+        "lora_alpha",
+        "alpha_pattern",
+        "use_rslora",
+        "use_bdlora",
+        "target_parameters",
+        "bias",
+    )
+)
+DESCRIPTION_AND_SELECTION = frozenset(
+    (
+        "auto_mapping",
+        "base_model_name_or_path",
+        "inference_mode",
+        "peft_version",
+        "revision",
+        "task_type",
+        "target_modules",
+        "exclude_modules",
+        "layers_to_transform",
+        "layers_pattern",
+    )
+)
+"""Settings that every method has and that describe the adapter or select layers. The file has the selected layers."""
+# Further settings without an effect on answers: for training, and options of methods that are refused.
+_WITHOUT_EFFECT = frozenset(
+    (
+        "lora_dropout",
+        "corda_config",
+        "eva_config",
+        "loftq_config",
+        "lora_ga_config",
+        "ensure_weight_tying",  # of embeddings, which are refused by their tensors
+        "fan_in_fan_out",  # PEFT resets it for linear layers
+        "megatron_core",  # used with megatron_config only
+        "qalora_group_size",  # used with use_qalora only
+        "runtime_config",
+    )
+)
+# Setting -> why it is not supported.
+_REFUSED = {
+    "use_dora": "DoRA rescales whole weight columns, which is not a low-rank delta",
+    "modules_to_save": "it replaces whole modules of the base model, which other adapters share",
+    "lora_bias": "biases on the LoRA factors are not part of the delta",
+    "trainable_token_indices": "it changes the shared token embeddings",
+    "alora_invocation_tokens": "activated LoRA switches on in the middle of a prompt",
+    "layer_replication": "it changes the number of layers of the base model",
+    "use_qalora": "QALoRA pools its inputs",
+    "velora_config": "VeLoRA changes how inputs are read",
+    "monteclora_config": "MonteCLoRA samples its weights",
+    "arrow_config": "Arrow routes between adapters per token",
+    "kasa_config": "KaSA truncates the base weights",
+    "megatron_config": "it is for a base model of Megatron's layers",
+}
+_UNKNOWN = "this version does not know it; if it has no effect on inference, remove it from the configuration"
+
+# Initializations that leave the base weights unchanged.
+_SERVED_INITS = frozenset(("gaussian", "eva", "orthogonal", "mica"))
+
+
+def refuse_unsupported(path: Path, config: Mapping[str, Any]) -> None:
+    """Raises BadAdapter, with the name of the setting, if a setting in use is not served."""
+    kind = config.get("peft_type", "LORA")
+    if kind in ("LOHA", "LOKR"):
+        raise BadAdapter(
+            f"{path}: peft_type is {kind!r}, a dense delta; make it a LoRA with `vlora convert-lora {path} --rank R`"
+        )
+    if kind != "LORA":
+        raise BadAdapter(f"{path}: peft_type is {kind!r}; only LORA adapters are supported")
+    refuse_others(path, config, _READ | _WITHOUT_EFFECT | DESCRIPTION_AND_SELECTION)
+    if config.get("bias") not in (None, "none"):
+        raise BadAdapter(f"{path}: bias = {config['bias']!r} is not supported: it changes the base model's biases")
+    init = config.get("init_lora_weights")
+    if not (init is None or isinstance(init, bool) or str(init).lower() in _SERVED_INITS):
+        raise BadAdapter(
+            f"{path}: init_lora_weights = {init!r} may have changed the base weights while training; "
+            "convert the adapter to plain LoRA first (PEFT's path_initial_model_for_weight_conversion)"
+        )
+    _check_parameters(path, config)
+
+
+def refuse_others(path: Path, config: Mapping[str, Any], allowed: Set[str]) -> None:
+    """Raises BadAdapter if a setting is in use, neither null nor false nor empty, that is not allowed."""
+    for setting, value in config.items():
+        if setting not in allowed and value not in (None, "", [], {}) and value is not False:
+            raise BadAdapter(f"{path}: {setting} = {shown(value)} is not supported: {_REFUSED.get(setting, _UNKNOWN)}")
+
+
+def scale_of(path: Path, config: Mapping[str, Any], names: tuple[str, ...], rank: int) -> float:
+    """The scale of one layer's delta: alpha / r, or alpha / sqrt(r) for rsLoRA.
+
+    Args:
+        path: The adapter's folder.
+        config: The adapter's configuration.
+        names: The layer's names, which patterns are matched against as in PEFT.
+        rank: The rank of the layer's factors.
+
+    Raises:
+        BadAdapter: A setting is malformed, or gives the layer another rank than its factors have.
+    """
+    if any(_is_parameter(config, name) for name in names):
+        names = tuple(f"{name}.weight" for name in names)  # PEFT then matches the parameter's name
+    configured = number_by_pattern(path, config, "r", "rank_pattern", names, 8)
+    if configured != rank:
+        raise BadAdapter(
+            f"{path}: the factors of {names[0]!r} have rank {rank}, but r and rank_pattern of the configuration give "
+            f"{shown(configured)}"
+        )
+    alpha = number_by_pattern(path, config, "lora_alpha", "alpha_pattern", names, 8)
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def number_by_pattern(
+    path: Path, config: Mapping[str, Any], setting: str, by_pattern: str, names: tuple[str, ...], default: int
+) -> float:
+    """The number of the first pattern that matches one of a layer's names, else the setting's own.
+
+    Raises:
+        BadAdapter: A pattern is malformed, or the value is not a finite number.
+    """
+    value = _by_pattern(path, config, setting, by_pattern, names, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise BadAdapter(f"{path}: {setting} is {value!r}; it must be a finite number")
+    return value
+
+
+def _by_pattern(
+    path: Path, config: Mapping[str, Any], setting: str, by_pattern: str, names: tuple[str, ...], default: int
+) -> Any:
+    patterns = config.get(by_pattern) or {}
+    if not isinstance(patterns, dict):
+        raise BadAdapter(f"{path}: {by_pattern} is {shown(patterns)}; it must be an object of numbers by module")
+    for pattern, value in patterns.items():
+        try:
+            if any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
+                return value
+        except re.error as error:
+            raise BadAdapter(f"{path}: {by_pattern} has {pattern!r}, which is not a regular expression") from error
+    return config.get(setting, default)
+
+
+def _check_parameters(path: Path, config: Mapping[str, Any]) -> None:
+    """Raises BadAdapter if `target_parameters` has other names than of weights."""
+    parameters = config.get("target_parameters") or []
+    if not isinstance(parameters, list) or not all(isinstance(name, str) for name in parameters):
+        raise BadAdapter(f"{path}: target_parameters is {shown(parameters)}; it must be a list of names")
+    others = [name for name in parameters if name.rpartition(".")[2] != "weight"]
+    if others:
+        raise BadAdapter(
+            f"{path}: target_parameters has {others[0]!r}, which is not supported: only the weights of linear layers "
+            "are adapted"
+        )
+
+
+def _is_parameter(config: Mapping[str, Any], module: str) -> bool:
+    """Whether PEFT adapts the weight of this layer as a parameter."""
+    return any(f".{module}.weight".endswith(f".{name}") for name in config.get("target_parameters") or ())
