@@ -65,7 +65,7 @@ KINDS = {
 
 # Counts of today by case, in the order of CASES, and the goal.
 LIMITS: dict[str, tuple[tuple[float, ...], str]] = {
-    LAUNCHES: ((16, 16, 24, 24, 16), "merged 13, others 21"),
+    LAUNCHES: ((13, 13, 21, 21, 13), "13, with adapters 21"),
     "blocking copies to the device": ((0, 0, 0, 0, 0), "0"),
     "asynchronous copies to the device": ((1, 1, 1, 1, 1), "at most 1"),
     "copies to the host": ((1, 1, 1, 1, 1), "1"),
