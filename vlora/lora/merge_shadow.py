@@ -40,9 +40,8 @@ class ShadowSwitcher:
         if key is not None and key != self._shadow_key:
             self._merge(key)
         wanted = frozenset() if key is None else self._slabs.slots.keys() if self._complete else self._dirty
-        slots = self._slabs.slots
         for name, linear in self._slabs.linears.items():
-            slab, index = slots[name]
+            slab, index = self._slabs.slots[name]
             linear.weight.data = (self._shadow if name in wanted else self._slabs.base)[slab][index]
         for weights, kind, index in self._slabs.groups:
             weights.weight = (self._joined if wanted else self._slabs.joined)[kind][index]
