@@ -142,9 +142,8 @@ class AdaptedLinear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         num_rows = input.numel() // self.in_features
         plan = self.scope.plan_for(num_rows)
-        siblings = self.siblings
-        if siblings is not None and (self.joined is not None or (plan is not None and joins(num_rows, self.weight))):
-            return siblings.output(self, input, plan)
+        if self.siblings is not None and (self.joined or (plan is not None and joins(num_rows, self.weight))):
+            return self.siblings.output(self, input, plan)
         y = linear(input, self.weight, self.bias)
         if plan is not None:
             self.add_deltas(y.view(num_rows, self.out_features), input.reshape(num_rows, self.in_features), plan)
@@ -176,7 +175,6 @@ class Siblings:
             self._compute(input, plan)
         y = self._outputs.pop(layer)
         if not self._outputs:
-            self._plan = None
             self._cached_input.clear()
         return y.view(*input.shape[:-1], layer.out_features)
 
