@@ -79,11 +79,11 @@ def patch_products(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def joins(num_rows: int, weight: Tensor) -> bool:
-    """Whether layers that read one input should be computed together (`linears`).
+    """Whether layers that read one input, with weights apart, should be computed together (`linears`).
 
-    True where one call costs less than several, or where placing their outputs side by side is free.
+    True where placing their outputs side by side is free.
     """
-    return weight.is_cuda or choose(num_rows, weight) in ("rows", "left")
+    return choose(num_rows, weight) in ("rows", "left")
 
 
 def choose(num_rows: int, weight: Tensor) -> Method:

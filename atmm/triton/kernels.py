@@ -306,14 +306,18 @@ def decode_join(
 
 @triton.jit
 def normalize(
-    out_ptr, x_ptr, weight_ptr, width, x_stride, epsilon,
-    BLOCK: tl.constexpr,
+    out_ptr, x_ptr, weight_ptr, width, x_stride, head_stride, epsilon,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[row] = weight * (x / sqrt(mean(x^2) + epsilon)), the quotient rounded to x's type first. Grid (rows)."""
+    """out[row] = weight * (x / sqrt(mean(x^2) + epsilon)), the quotient rounded to x's type first.
+
+    Grid (tokens * HEADS); the heads of a token are head_stride apart in x, and adjacent in out.
+    """
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
     in_row = c < width
-    x = tl.load(x_ptr + row * x_stride + c, mask=in_row, other=0.0).to(tl.float32)
+    start = row // HEADS * x_stride + row % HEADS * head_stride
+    x = tl.load(x_ptr + start + c, mask=in_row, other=0.0).to(tl.float32)
     x *= 1.0 / tl.sqrt(tl.sum(x * x, 0) / width + epsilon)
     quotient = x.to(x_ptr.dtype.element_ty).to(tl.float32)
     weight = tl.load(weight_ptr + c, mask=in_row, other=0.0).to(tl.float32)

@@ -57,7 +57,7 @@ _NUMBERS = {
     ),
     "decode_part": ("out_stride", "q_stride", "q_head_stride", "block_rows", "row_stride", "table_stride"),
     "decode_join": ("out_stride",),
-    "normalize": ("width", "x_stride"),
+    "normalize": ("width", "x_stride", "head_stride"),
     "gate_product": ("width", "gate_stride", "up_stride"),
     "rotate": ("q_stride", "q_head_stride", "k_stride", "k_head_stride", "angle_stride"),
     "write_kv": ("width", "row_stride", "k_stride", "v_stride"),
@@ -212,7 +212,11 @@ def pointwise(itemsize: int = 2) -> list[Kernel]:
     """The kernels of norms, gates, rotations and KV writes for the sizes of a 7 B model."""
     rotations = (Kernel("rotate", {"HEADS": 28, "HALF": half}, 1, itemsize=itemsize) for half in (32, 64))
     blocks = (Kernel(name, {"BLOCK": 1024}, itemsize=itemsize) for name in ("gate_product", "write_kv"))
-    return [Kernel("normalize", {"BLOCK": 4096}, 8, itemsize=itemsize), *blocks, *rotations]
+    norms = (
+        Kernel("normalize", {"HEADS": heads, "BLOCK": block}, warps, itemsize=itemsize)
+        for heads, block, warps in ((1, 4096, 8), (32, 256, 1))
+    )
+    return [*norms, *blocks, *rotations]
 
 
 def whole_space() -> list[Kernel]:

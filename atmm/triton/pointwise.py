@@ -12,12 +12,16 @@ _BLOCK = 1024  # values of a row that one program computes
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     width = x.shape[-1]
-    rows = _rows(x)
+    heads = x.shape[-2] if x.dim() == 4 else 1  # of queries or keys, which may be a part of wider rows
+    rows = x.reshape(-1, heads, width)
+    rows = rows if rows.stride(2) == 1 else rows.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     block = _power_of_two(width)
-    kernel = handle("normalize", x.dtype, x.device, (("BLOCK", block),), num_warps=min(8, max(1, block // 512)))
+    sizes = ("HEADS", heads), ("BLOCK", block)
+    kernel = handle("normalize", x.dtype, x.device, sizes, num_warps=min(8, max(1, block // 512)))
     if len(rows):
-        kernel((len(rows), 1, 1), (out, rows, weight), (width, rows.stride(0)), epsilon)
+        strides = rows.stride(0), rows.stride(1) if heads > 1 else 0
+        kernel((len(rows) * heads, 1, 1), (out, rows, weight), (width, *strides), epsilon)
     return out
 
 

@@ -203,7 +203,7 @@ def test_merging_on_a_gpu_is_prepared_at_start(monkeypatch: pytest.MonkeyPatch, 
     expected_fidelity = expected({name: device.slabs.entry(name) for name in device.slabs.slots}, factors)
     assert device.merge_fidelity(factors) == pytest.approx(expected_fidelity, abs=1e-5)
     if switching == "shadow":
-        assert shapes == frozenset(device.slabs.base)
+        assert shapes == device.slabs.shapes
         (stream,) = streams
         assert "copy" in stream.log
         adapter = host_adapter("a@1", {name: factors[name] for name in list(factors)[:1]})
@@ -213,7 +213,7 @@ def test_merging_on_a_gpu_is_prepared_at_start(monkeypatch: pytest.MonkeyPatch, 
             device.switcher.switch("a@1")
         assert before.isdisjoint(linear.weight.data_ptr() for linear in device.slabs.linears.values())
     else:
-        assert shapes > frozenset(device.slabs.base), "the samples of rows are merged too"
+        assert shapes > device.slabs.shapes, "the samples of rows are merged too"
         assert not streams, "W0 is in host memory"
 
 

@@ -11,8 +11,10 @@ from torch import nn
 
 from atmm import Factors, Lane, SiteGroup, processor
 from atmm.matmul import linear, linears
-from vlora.lora import adapted_linear
+from vlora.lora import adapted_linear, joined_weights
 from vlora.lora.adapted_linear import AdaptedLinear, LaneScope, Siblings, adapt
+from vlora.lora.weight_slabs import WeightSlabs
+from vlora.parallel.adapter_sharding import FactorShape
 
 
 def test_steps_with_equal_lanes_share_a_plan_that_reads_the_current_factors() -> None:
@@ -98,6 +100,47 @@ def test_siblings_give_the_outputs_of_single_layers(bias: bool) -> None:
                         torch.testing.assert_close(found, expected[turn % 2][index])
             for layer in layers:
                 layer.siblings = None
+
+
+@pytest.mark.parametrize("bias", ((False,) * 3, (True,) * 3, (True, False, True)), ids=("none", "all", "some"))
+def test_joined_layers_need_one_product(bias: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adapter a targets q and v; adapter b is block-diagonal."""
+    scope = LaneScope()
+    torch.manual_seed(0)
+    leaves = ("q_proj", "k_proj", "v_proj")
+    layers = [
+        adapt(nn.Linear(6, d_out, bias=own).requires_grad_(False), f"layers.0.{leaf}", scope)
+        for leaf, d_out, own in zip(leaves, (4, 2, 6), bias, strict=True)
+    ]
+    for layer in (layers[0], layers[2]):
+        layer.attach(
+            "a", FactorShape(2, 6, layer.out_features), (torch.randn(2, 6), torch.randn(2, layer.out_features))
+        )
+        blocks = FactorShape(2, 6, layer.out_features, "blocks_b", 2)
+        layer.attach("b", blocks, (torch.randn(2, 6), torch.randn(1, layer.out_features)))
+    SiteGroup([layer.site for layer in layers])
+    x = torch.randn(2, 3, 6)
+    cases: tuple[list[Lane], ...] = ([], [Lane("a", 1, 4), Lane("b", 4, 6, -1.0)])
+    products: list[int] = []
+
+    def counted_linear(*given: Any) -> torch.Tensor:
+        products.append(1)
+        return linear(*given)
+
+    monkeypatch.setattr(joined_weights, "linear", counted_linear)
+    with torch.inference_mode():
+        expected = []
+        for lanes in cases:
+            with scope.lanes(6, lanes):
+                expected.append([layer(x) for layer in layers])
+        WeightSlabs({layer.site.name: layer for layer in layers}, join=True)
+        Siblings(layers)
+        for lanes, outputs in zip(cases, expected, strict=True):
+            products.clear()
+            with scope.lanes(6, lanes):
+                for layer, right in zip(layers, outputs, strict=True):
+                    torch.testing.assert_close(layer(x), right)
+            assert len(products) == 1
 
 
 @pytest.mark.parametrize("bias", (False, True))

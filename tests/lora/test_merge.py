@@ -15,6 +15,7 @@ from tests.families import build_model
 from tests.lora.made_adapters import factors_of
 from tests.oracle import ADAPTERS, Oracle
 from vlora.lora import AdapterRegistry, HostAdapter
+from vlora.lora.adapted_linear import AdaptedLinear
 from vlora.lora.adapter_pool import AdapterPool
 from vlora.lora.merge import merge_runs
 from vlora.lora.merge_shadow import ShadowSwitcher
@@ -33,16 +34,16 @@ CPU = torch.device("cpu")
 class Mergeable:
     """A model with its weights in slabs, loaded adapters by name, and a shadow switcher."""
 
-    def __init__(self, model: Any, folders: Mapping[str, str]) -> None:
+    def __init__(self, model: Any, folders: Mapping[str, str], *, join: bool = False) -> None:
         self.model = model
         hf_model = HFModel(model)
         self.linears = hf_model.language_linears
-        self.slabs = WeightSlabs(self.linears)
+        self.slabs = WeightSlabs(self.linears, join=join)
         arena = Arena(64 * 2**20 // PAGE_BYTES, CPU)
         adapter_cache = AdapterCache(PageAllocator(arena.num_pages, 1), arena.num_pages)
         transfer = make_transfer(CPU, Inline())
         self.pool = AdapterPool(arena, adapter_cache, transfer, self.linears, hf_model.vision_linears, self.slabs.order)
-        self.switcher = ShadowSwitcher(self.slabs, self.pool)
+        self.switcher = ShadowSwitcher(self.slabs, self.pool, complete=join)
         registry = AdapterRegistry(self.pool.sites, hf_model.dtype, hf_model.hidden_size, executor=Inline())
         self.adapters: dict[str, HostAdapter] = {}
         for name, folder in folders.items():
@@ -110,8 +111,7 @@ def test_layers_without_a_delta_keep_the_base_weights(mergeable: Mergeable) -> N
     with torch.no_grad():
         mergeable.switcher.switch(mergeable.key("narrow4"))
     for name, linear in mergeable.linears.items():
-        shape, index = mergeable.slabs.slots[name]
-        on_base = linear.weight.data_ptr() == mergeable.slabs.base[shape][index].data_ptr()
+        on_base = linear.weight.data_ptr() == mergeable.slabs.entry(name).data_ptr()
         assert on_base == (not name.endswith(("q_proj", "v_proj"))), name
     with torch.no_grad():
         mergeable.switcher.switch(None)
@@ -159,6 +159,56 @@ def test_a_complete_shadow_has_the_same_addresses_for_every_adapter(mergeable: M
         assert addresses(mergeable) == on_base
         assert all(torch.equal(weight, base[layer]) for layer, weight in content(mergeable).items())
     assert len(merged_at) == 1, "a captured graph holds for every adapter"
+
+
+@pytest.fixture(scope="module")
+def joined_and_separate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Mergeable, Mergeable]:
+    folders = Oracle("qwen2_vl", build_model("qwen2_vl")).save(Path(tmp_path_factory.mktemp("adapters")))
+    joined, separate = (Mergeable(build_model("qwen2_vl"), folders, join=join) for join in (True, False))
+    return joined, separate
+
+
+def test_joined_layers_have_the_weights_of_separate_ones(joined_and_separate: tuple[Mergeable, Mergeable]) -> None:
+    """On a GPU one product computes layers with the same input, from adjacent weights at two fixed addresses."""
+    joined, separate = joined_and_separate
+    layers: dict[int, list[AdaptedLinear]] = {}
+    for linear in joined.linears.values():
+        if linear.joined is not None:
+            layers.setdefault(id(linear.joined), []).append(linear)
+    assert sorted(map(len, layers.values())) == 4 * [2] + 4 * [3], "gate, up and q, k, v of four layers"
+    assert separate.model.state_dict().keys() == joined.model.state_dict().keys()
+    draw = random.Random(3)
+    base_at: set[int] = set()
+    merged_at: set[int] = set()
+    with torch.no_grad():
+        for name in (None, *ADAPTERS, *draw.choices([*ADAPTERS, None], k=20)):
+            for own in joined_and_separate:
+                own.switcher.switch(name and own.key(name))
+            wanted = content(separate)
+            assert all(torch.equal(weight, wanted[layer]) for layer, weight in content(joined).items()), name
+            for members in layers.values():
+                together = members[0].joined
+                assert together is not None
+                rows = together.weight.split([member.out_features for member in members])
+                assert [part.data_ptr() for part in rows] == [member.weight.data_ptr() for member in members]
+                (merged_at if name else base_at).add(together.weight.data_ptr())
+    assert len(base_at) == len(merged_at) == len(layers) and base_at.isdisjoint(merged_at)
+
+
+def test_joined_layers_have_the_biases_of_separate_ones(joined_and_separate: tuple[Mergeable, Mergeable]) -> None:
+    joined, separate = (own.linears for own in joined_and_separate)
+    for name, linear in joined.items():
+        if linear.bias is not None and linear.joined is not None and linear.joined.bias is not None:
+            assert torch.equal(linear.bias, separate[name].bias)
+            first = linear.joined.bias.data_ptr()
+            assert first <= linear.bias.data_ptr() < first + linear.joined.bias.nbytes, "one copy"
+        assert (linear.bias is None) == (linear.joined is None or linear.joined.bias is None), name
+
+
+def test_joined_layers_are_never_switched_apart(joined_and_separate: tuple[Mergeable, Mergeable]) -> None:
+    joined, _ = joined_and_separate
+    with pytest.raises(AssertionError, match="one place"):
+        ShadowSwitcher(joined.slabs, joined.pool)
 
 
 def test_layers_without_a_delta_are_restored_after_a_failed_merge(

@@ -39,9 +39,10 @@ def make_slabs(num_layers: int = 3, dtype: torch.dtype = torch.bfloat16) -> Weig
 def make_factors(slabs: WeightSlabs, size: float = 1.0, *, ranks: tuple[int, ...] = (8,)) -> dict[str, HostFactors]:
     generator = torch.Generator().manual_seed(1)
     factors = {}
-    for number, (name, (shape, _)) in enumerate(slabs.slots.items()):
+    for number, name in enumerate(slabs.order):
         rank = ranks[number % len(ranks)]
-        pair = (torch.randn(rank, d, generator=generator) for d in (shape[1], shape[0]))
+        d_out, d_in = slabs.entry(name).shape
+        pair = (torch.randn(rank, d, generator=generator) for d in (d_in, d_out))
         scale = size * float(slabs.entry(name).float().std()) / rank**0.5
         factors[name] = HostFactors(*((factor * scale**0.5).to(slabs.entry(name).dtype) for factor in pair))
     return factors
@@ -160,7 +161,7 @@ def test_slabs_that_are_overwritten_are_not_read() -> None:
     factors = make_factors(slabs, 0.1)
     measure = MergeFidelity(slabs, CopiedBaseWeights(slabs))
     before = measure(factors)
-    for slab in slabs.base.values():
+    for slab in slabs.base:
         slab.fill_(torch.nan)
     assert measure(factors) == before
 

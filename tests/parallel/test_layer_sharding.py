@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.families import build_model
 from vlora.errors import BadConfig
+from vlora.lora.adapter_pool import site_groups
+from vlora.lora.weight_slabs import WeightSlabs
+from vlora.models.hf_model import HFModel
+from vlora.models.sharding import shard
 from vlora.parallel import ShardPlan, Span
 
 
@@ -41,6 +50,24 @@ def test_a_rank_holds_the_kv_heads_its_query_heads_read(size: int, kv_heads: int
             q * kv_heads // 8 for q in queries
         ]
         assert each.kv_heads == len(held)
+
+
+@pytest.mark.slow
+def test_a_rank_joins_its_parts_of_layers_with_one_input() -> None:
+    hf_model, whole = (HFModel(build_model("qwen2_vl")) for _ in range(2))
+    group: Any = SimpleNamespace(rank=1, size=2, device=torch.device("cpu"))
+    shard(hf_model, group)
+    layers = hf_model.language_linears
+    slabs = WeightSlabs(layers, join=True)
+    site_groups(layers)
+    x = torch.randn(1, 3, hf_model.hidden_size)
+    joined = {name: layer for name, layer in layers.items() if layer.joined is not None}
+    assert len(joined) == 5 * hf_model.num_layers
+    with torch.inference_mode():
+        for name, layer in joined.items():
+            wanted = whole.language_linears[name](x)[..., layer.shard.outputs.slice]
+            torch.testing.assert_close(layer(x), wanted)
+            assert layer.weight.data_ptr() == slabs.entry(name).data_ptr()
 
 
 def test_other_layers_are_replicated() -> None:

@@ -91,8 +91,9 @@ def lay_out(config: EngineConfig, hf_model: HFModel, group: ProcessGroup | None,
 
     loaded: the weights come from config.model's files.
     """
-    slabs = WeightSlabs(hf_model.language_linears)
-    if hf_model.device.type == "cuda":
+    on_gpu = hf_model.device.type == "cuda"
+    slabs = WeightSlabs(hf_model.language_linears, join=on_gpu)  # a CPU multiplies them separately
+    if on_gpu:
         # The memory of the weights before their copy into slabs: torch keeps it, and the driver counts it as used.
         torch.cuda.empty_cache()
     fits = _smallest(group, shadow_fits(config, hf_model, slabs.num_bytes))
@@ -184,7 +185,7 @@ class DeviceRuntime:
         self.switcher: ModeSwitcher
         on_gpu = hf_model.device.type == "cuda"
         stream: SideStream | None = None
-        merged_shapes = frozenset(slabs.base)
+        merged_shapes = slabs.shapes
         if layout.base_weights is None:
             self.switcher = ShadowSwitcher(slabs, self.pool, complete=on_gpu)
             stream = SideStream(hf_model.device) if on_gpu else None

@@ -17,6 +17,7 @@ import atmm
 from atmm.matmul import joins, linear, linears
 from atmm.strategies.shared_shrink import CachedInput
 from vlora.lora.block_diagonal import BlockSites
+from vlora.lora.joined_weights import JoinedWeights
 from vlora.parallel import LinearShard
 from vlora.parallel.adapter_sharding import FactorShape
 
@@ -107,7 +108,7 @@ class AdaptedLinear(nn.Linear):
     """An `nn.Linear` of the base model plus the deltas of its scope's lanes. Created by `adapt`, never constructed.
 
     site: holds dense factors. others: placements of other factor kinds, by kind and number of parts. shard: the part of
-    the model's layer that is on this rank.
+    the model's layer that is on this rank. joined: its weight with those of its siblings, where they are adjacent.
     """
 
     site: atmm.Site
@@ -115,6 +116,7 @@ class AdaptedLinear(nn.Linear):
     shard: LinearShard
     scope: LaneScope
     siblings: Siblings | None
+    joined: JoinedWeights | None
 
     def attach(self, key: str, shape: FactorShape, factors: tuple[torch.Tensor, torch.Tensor]) -> None:
         """Register the factors for lanes of `key`. They are referenced, not copied."""
@@ -140,7 +142,7 @@ class AdaptedLinear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         num_rows = input.numel() // self.in_features
         plan = self.scope.plan_for(num_rows)
-        if plan is not None and self.siblings is not None and joins(num_rows, self.weight):
+        if self.siblings is not None and (self.joined or (plan is not None and joins(num_rows, self.weight))):
             return self.siblings.output(self, input, plan)
         y = linear(input, self.weight, self.bias)
         if plan is not None:
@@ -152,7 +154,8 @@ class Siblings:
     """Layers with the same input, computed together when the first of them is called.
 
     All their deltas then need the kernel launches of one layer, or one call on a CPU; either costs more than the
-    arithmetic of a small layer. The outputs for one input and plan are kept until each layer has read its own once.
+    arithmetic of a small layer. Joined weights need one product. The outputs for one input and plan are kept until each
+    layer has read its own once.
     """
 
     def __init__(self, layers: Sequence[AdaptedLinear]) -> None:
@@ -166,24 +169,25 @@ class Siblings:
         for layer in layers:
             layer.siblings = self
 
-    def output(self, layer: AdaptedLinear, input: torch.Tensor, plan: atmm.SegmentPlan) -> torch.Tensor:
+    def output(self, layer: AdaptedLinear, input: torch.Tensor, plan: atmm.SegmentPlan | None) -> torch.Tensor:
         """The layer's output for this input with the plan's lanes, [..., d_out]; a view of a larger tensor."""
         if plan is not self._plan or layer not in self._outputs or not self._cached_input.matches(input):
             self._compute(input, plan)
         y = self._outputs.pop(layer)
         if not self._outputs:
-            self._plan = None
             self._cached_input.clear()
         return y.view(*input.shape[:-1], layer.out_features)
 
-    def _compute(self, input: torch.Tensor, plan: atmm.SegmentPlan) -> None:
+    def _compute(self, input: torch.Tensor, plan: atmm.SegmentPlan | None) -> None:
         x = input.reshape(-1, self._layers[0].in_features)
-        y = linears(x, self._layers)
+        joined = self._layers[0].joined
+        y = linears(x, self._layers) if joined is None else joined.product(x)
         parts = y.split([layer.out_features for layer in self._layers], 1)
-        atmm.add_deltas(y, x, self._group, plan)
-        for layer, part in zip(self._layers, parts, strict=True):
-            for other in layer.others.values():
-                other.add(part, x, plan)
+        if plan is not None:
+            atmm.add_deltas(y, x, self._group, plan)
+            for layer, part in zip(self._layers, parts, strict=True):
+                for other in layer.others.values():
+                    other.add(part, x, plan)
         self._outputs = dict(zip(self._layers, parts, strict=True))
         self._plan = plan
         self._cached_input.set(input)
@@ -199,4 +203,5 @@ def adapt(linear: nn.Linear, name: str, scope: LaneScope) -> AdaptedLinear:
     adapted.shard = LinearShard.whole(linear.in_features, linear.out_features)
     adapted.scope = scope
     adapted.siblings = None
+    adapted.joined = None
     return adapted

@@ -15,6 +15,7 @@ import atmm
 from heads import TaskHead
 from vlora.lora import HostAdapter, HostFactors, SiteShape, aligned, carve
 from vlora.lora.adapted_linear import AdaptedLinear, Siblings
+from vlora.lora.slab_layout import shared_inputs
 from vlora.memory.adapter_cache import AdapterCache, WorkerAdapterCache
 from vlora.memory.arena import Arena, pages_for
 from vlora.memory.host_to_device import Transfer
@@ -367,26 +368,6 @@ class _Packed:
     def serves(self, wanted: Sequence[str]) -> bool:
         """Whether all wanted adapters are packed, with few enough others that a new copy would not pay off."""
         return set(wanted) <= set(self.keys) and len(self.keys) <= 2 * len(wanted)
-
-
-# Layers that read the same input tensor: one shrink can serve all of them.
-_SHARED_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-
-
-def shared_inputs(linears: Mapping[str, AdaptedLinear]) -> list[list[str]]:
-    """The names of adaptable layers, grouped by input tensor."""
-    groups: list[list[str]] = []
-    taken: set[str] = set()
-    for name in linears:
-        parent, _, leaf = name.rpartition(".")
-        members = [name]
-        for leaves in _SHARED_INPUT:
-            if leaf in leaves:
-                members = [f"{parent}.{other}" for other in leaves if f"{parent}.{other}" in linears]
-        if name not in taken:
-            taken.update(members)
-            groups.append(members)
-    return groups
 
 
 def site_groups(linears: Mapping[str, AdaptedLinear]) -> list[atmm.SiteGroup]:

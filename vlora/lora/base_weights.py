@@ -48,7 +48,7 @@ class CheckpointBaseWeights:
         by_tail: dict[str, list[torch.Tensor]] = {}
         for name, tensor in _mapped(files):
             by_tail.setdefault(_tail(name), []).append(tensor)
-        self._dtype = next(iter(slabs.base.values())).dtype
+        self._dtype = slabs.base[0].dtype
         self._tensors: dict[str, torch.Tensor] = {}
         for name in slabs.slots:
             loaded = slabs.entry(name).cpu()
@@ -79,8 +79,8 @@ class CopiedBaseWeights:
             BadConfig: The temporary folder has too little free space.
         """
         self._slots = slabs.slots
-        self._slabs: dict[tuple[int, int], torch.Tensor] = {}
-        for shape, slab in slabs.base.items():
+        self._slabs: list[torch.Tensor] = []
+        for slab in slabs.base:
             num_bytes = slab.numel() * slab.element_size()
             with tempfile.NamedTemporaryFile(prefix="vlora-originals-") as file:
                 try:
@@ -93,11 +93,11 @@ class CopiedBaseWeights:
                     ) from error
                 # The mapping outlives the file's name.
                 mapped = torch.from_file(file.name, shared=True, size=slab.numel(), dtype=slab.dtype)
-            self._slabs[shape] = mapped.view_as(slab).copy_(slab)
+            self._slabs.append(mapped.view_as(slab).copy_(slab))
 
     def weight(self, name: str) -> torch.Tensor:
-        shape, index = self._slots[name]
-        return self._slabs[shape][index]
+        slab, index = self._slots[name]
+        return self._slabs[slab][index]
 
 
 def checkpoint_files(model: str) -> list[str]:

@@ -36,9 +36,9 @@ class ModeSwitcher(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class MergeRun:
-    """Neighbouring slab entries [first, last) with factors of one shape, merged in one call."""
+    """Neighbouring entries [first, last) of a slab with factors of one shape, merged in one call."""
 
-    shape: tuple[int, int]
+    slab: int
     first: int
     last: int
     names: tuple[str, ...]
@@ -52,14 +52,14 @@ def merge_runs(slabs: WeightSlabs, shapes: Mapping[str, object]) -> list[MergeRu
         shapes: The factors' shapes by adapted layer, or other values that are equal in a run.
     """
     runs: list[MergeRun] = []
-    for name, (shape, index) in slabs.slots.items():
+    for name, (slab, index) in slabs.slots.items():
         if name not in shapes:
             continue
         last = runs[-1] if runs else None
-        if last and (last.shape, last.last) == (shape, index) and shapes[last.names[0]] == shapes[name]:
-            runs[-1] = MergeRun(shape, last.first, index + 1, (*last.names, name))
+        if last and (last.slab, last.last) == (slab, index) and shapes[last.names[0]] == shapes[name]:
+            runs[-1] = MergeRun(slab, last.first, index + 1, (*last.names, name))
         else:
-            runs.append(MergeRun(shape, index, index + 1, (name,)))
+            runs.append(MergeRun(slab, index, index + 1, (name,)))
     return runs
 
 

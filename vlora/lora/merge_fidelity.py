@@ -57,7 +57,7 @@ class MergeFidelity:
         self._base_weights = base_weights
         self._num_rows = num_rows
         self._lock = threading.Lock()
-        self._upload = None if stream is None else _Upload(stream, next(iter(slabs.base.values())).device)
+        self._upload = None if stream is None else _Upload(stream, slabs.base[0].device)
 
     @torch.no_grad()
     def __call__(self, factors: Mapping[str, HostFactors]) -> float:
@@ -74,7 +74,7 @@ class MergeFidelity:
     def _batches(self, factors: Mapping[str, HostFactors]) -> Iterator[_Batch]:
         """Neighbouring layers of one shape and rank, as many as fit into memory."""
         for run in merge_runs(self._slabs, {name: pair.a.shape for name, pair in factors.items()}):
-            d_out, d_in = run.shape
+            _, d_out, d_in = self._slabs.base[run.slab].shape
             step = max(1, d_out // self._num_rows)
             rows = -(-d_out // step)
             size = (_CPU_VALUES if self._upload is None else _GPU_VALUES) // (rows * d_in)
@@ -84,7 +84,7 @@ class MergeFidelity:
             size = max(1, size)
             for start in range(0, len(run.names), size):
                 names = run.names[start : start + size]
-                yield _Batch(run.shape, run.first + start, names, step)
+                yield _Batch(run.slab, run.first + start, names, step)
 
     def _norms(self, batch: _Batch, factors: Mapping[str, HostFactors]) -> torch.Tensor:
         """[2]: the norms of the part of the delta that is lost, and of the delta, in float32."""
@@ -104,13 +104,13 @@ class MergeFidelity:
         """Every `step`th row of the batch's W0, whatever is merged: [layers, rows, in]."""
         if self._base_weights is not None:
             return torch.stack([self._base_weights.weight(name)[:: batch.step] for name in batch.names])
-        return self._slabs.base[batch.shape][batch.first : batch.first + len(batch.names), :: batch.step]
+        return self._slabs.base[batch.slab][batch.first : batch.first + len(batch.names), :: batch.step]
 
 
 class _Batch(NamedTuple):
     """Neighbouring layers of a slab: their entries start at `first`. step: distance of sampled rows."""
 
-    shape: tuple[int, int]
+    slab: int
     first: int
     names: tuple[str, ...]
     step: int

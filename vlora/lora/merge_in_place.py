@@ -53,10 +53,11 @@ class InPlaceSwitcher:
         self._torn = False  # a switch started and did not complete
         self._samples: list[_Sample] = []
         if subtracting:
-            for shape, slab in slabs.base.items():
-                step = max(1, shape[0] // max(_SAMPLE_ROWS, -(-_SAMPLE_VALUES // shape[1])))
-                names = tuple(name for name, slot in slabs.slots.items() if slot.shape == shape)
-                self._samples.append(_Sample(shape, names, step, slab[:, ::step].clone()))
+            for number, slab in enumerate(slabs.base):
+                _, d_out, d_in = slab.shape
+                step = max(1, d_out // max(_SAMPLE_ROWS, -(-_SAMPLE_VALUES // d_in)))
+                names = tuple(name for name, slot in slabs.slots.items() if slot.slab == number)
+                self._samples.append(_Sample(number, names, step, slab[:, ::step].clone()))
         self.merged_key: str | None = None
 
     def switch(self, key: str | None) -> bool:
@@ -104,7 +105,7 @@ class InPlaceSwitcher:
             return
         for run in merge_runs(self._slabs, self._pool.shapes(key)):
             self._changed.update(run.names)
-            entries = self._slabs.base[run.shape][run.first : run.last]
+            entries = self._slabs.base[run.slab][run.first : run.last]
             merge_layers(self._pool, key, run.names, entries, entries, sign)
 
     def _rewrite(self, names: Set[str], key: str | None) -> None:
@@ -123,14 +124,14 @@ class InPlaceSwitcher:
         """Layers with sampled rows that differ too much from the result of rewriting them."""
         runs = () if key is None else merge_runs(self._slabs, self._pool.shapes(key))
         drifted: set[str] = set()
-        for shape, names, step, base in self._samples:
+        for slab, names, step, base in self._samples:
             wanted = base.clone()
             for run in runs:
-                if run.shape == shape:
+                if run.slab == slab:
                     a, bt = self._dense(key or "", run.names)
                     rows = wanted[run.first : run.last]
                     atmm.merge(rows, rows, a, bt[:, :, ::step].contiguous())
-            error = (self._slabs.base[shape][:, ::step].float() - wanted.float()).square().sum((1, 2))
+            error = (self._slabs.base[slab][:, ::step].float() - wanted.float()).square().sum((1, 2))
             allowed = (_SAMPLE_SHARE * MAX_DRIFT) ** 2 * wanted.float().square().sum((1, 2))
             # Negated so that a NaN counts as drifted.
             drifted.update(names[index] for index in (~(error <= allowed)).nonzero()[:, 0].tolist())
@@ -149,19 +150,19 @@ class InPlaceSwitcher:
         if key is None:
             return set()
         outgrown: set[str] = set()
-        sizes = {sample.shape: sample.rows.float().square().sum(2).mean(1) for sample in self._samples}
+        sizes = {sample.slab: sample.rows.float().square().sum(2).mean(1) for sample in self._samples}
         for run in merge_runs(self._slabs, self._pool.shapes(key)):
             a, bt = (factors.float() for factors in self._dense(key, run.names))
             rows = ((a @ a.transpose(1, 2)) @ bt).mul_(bt).sum(1)  # |row of bt^T a| squared, [layers, out]
-            large = ~(rows.amax(1) <= sizes[run.shape][run.first : run.last])
+            large = ~(rows.amax(1) <= sizes[run.slab][run.first : run.last])
             outgrown.update(run.names[index] for index in large.nonzero()[:, 0].tolist())
         return outgrown
 
 
 class _Sample(NamedTuple):
-    """Every `step`th row of W0 of all layers of a shape, [layers, rows, in]."""
+    """Every `step`th row of W0 of all layers of a slab, [layers, rows, in]."""
 
-    shape: tuple[int, int]
+    slab: int
     names: tuple[str, ...]
     step: int
     rows: torch.Tensor

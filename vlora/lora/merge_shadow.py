@@ -21,13 +21,15 @@ class ShadowSwitcher:
     in_place = False
 
     def __init__(self, slabs: WeightSlabs, pool: AdapterPool, *, complete: bool = False) -> None:
-        """complete: layers without a delta have a copy of W0 in the shadow, instead of W0 itself."""
+        """complete: layers without a delta have a copy of W0 in the shadow, instead of W0 itself; joined ones must."""
+        assert complete or not slabs.groups, "joined layers have their weights in one place"
         self._slabs = slabs
         self._pool = pool
         self._complete = complete
         # Written at once, so that the system allocates the memory now. During the first merge that would delay all
         # requests and distort the cost model's measurement of a merge.
-        self._shadow = {shape: empty(w0.shape, w0.dtype, w0.device).copy_(w0) for shape, w0 in slabs.base.items()}
+        self._joined = [empty(w0.shape, w0.dtype, w0.device).copy_(w0) for w0 in slabs.joined]
+        self._shadow = slabs.split(self._joined)
         self._shadow_key: str | None = None
         self._dirty: frozenset[str] = frozenset()  # layers with another value than W0 in the shadow
         self.merged_key: str | None = None
@@ -38,10 +40,11 @@ class ShadowSwitcher:
         if key is not None and key != self._shadow_key:
             self._merge(key)
         wanted = frozenset() if key is None else self._slabs.slots.keys() if self._complete else self._dirty
-        slots = self._slabs.slots
         for name, linear in self._slabs.linears.items():
-            shape, index = slots[name]
-            linear.weight.data = (self._shadow if name in wanted else self._slabs.base)[shape][index]
+            slab, index = self._slabs.slots[name]
+            linear.weight.data = (self._shadow if name in wanted else self._slabs.base)[slab][index]
+        for weights, kind, index in self._slabs.groups:
+            weights.weight = (self._joined if wanted else self._slabs.joined)[kind][index]
         self.merged_key = key
         return True
 
@@ -61,7 +64,7 @@ class ShadowSwitcher:
         stale = self._dirty - names if self._complete else ()
         self._dirty = names.union(stale)  # also if this fails
         for run in (*merge_runs(self._slabs, dict.fromkeys(stale)), *runs):
-            base, shadow = (slabs[run.shape][run.first : run.last] for slabs in (self._slabs.base, self._shadow))
+            base, shadow = (slabs[run.slab][run.first : run.last] for slabs in (self._slabs.base, self._shadow))
             if run.names[0] in stale:
                 shadow.copy_(base)
             else:

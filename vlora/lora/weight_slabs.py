@@ -1,20 +1,25 @@
-"""The language model's target weights as slabs: all layers of one shape in one contiguous tensor [layers, out, in]."""
+"""The language model's target weights as slabs: all layers of one shape in one contiguous tensor [layers, out, in].
+
+On a GPU the layers that read one input are joined: their weights are adjacent, [groups, sum of out, in], so that one
+product computes them. A slab is then the rows of one member of every group.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from vlora.lora.adapted_linear import AdaptedLinear
-from vlora.memory.huge_pages import empty
+from vlora.lora.joined_weights import JoinedWeights
+from vlora.lora.slab_layout import groups_by_shape, moved
 
 
 class SlabSlot(NamedTuple):
-    """The place of a layer's weight: the slab, by shape, and the entry in it."""
+    """The place of a layer's weight: the slab, an index of `WeightSlabs.base`, and the entry in it."""
 
-    shape: tuple[int, int]
+    slab: int
     entry: int
 
 
@@ -23,45 +28,55 @@ class WeightSlabs:
 
     Entries are ordered by module type, then by layer, so that an adapter's layers of one type are neighbours and are
     merged in one call.
+
+    Attributes:
+        slots: the place of every layer, in slab order, which is also the order of layers in an adapter's memory.
+        joined: W0 in its memory, tensors [groups, sum of out, in]. Equal to `base` if no layers are joined.
+        base: W0 by slab, [layers, out, in], as views of `joined` with contiguous rows.
+        groups: the joined layers' weights, with their places in `joined`: the tensor and the entry in it.
     """
 
-    def __init__(self, linears: Mapping[str, AdaptedLinear]) -> None:
+    def __init__(self, linears: Mapping[str, AdaptedLinear], *, join: bool = False) -> None:
+        """Move the layers' weights into slabs. join: make the weights of layers with one input adjacent."""
         self.linears = linears
-        by_shape: dict[tuple[int, int], list[str]] = {}
-        for name in sorted(linears, key=_type_then_layer):
-            out_features, in_features = linears[name].weight.shape
-            by_shape.setdefault((out_features, in_features), []).append(name)
         self.slots: dict[str, SlabSlot] = {}
-        self.base: dict[tuple[int, int], torch.Tensor] = {}
-        for shape, names in by_shape.items():
-            weight = linears[names[0]].weight
-            slab = empty([len(names), *shape], weight.dtype, weight.device)
-            for index, name in enumerate(names):
-                self.slots[name] = SlabSlot(shape, index)
-                slab[index].copy_(linears[name].weight.data)
-                # Freeing the module's own storage now keeps the peak at one extra layer, not one extra model.
-                linears[name].weight.data = slab[index]
-            self.base[shape] = slab
+        self.joined: list[torch.Tensor] = []
+        self.base: list[torch.Tensor] = []
+        self.groups: list[tuple[JoinedWeights, int, int]] = []
+        self._heights: list[list[int]] = []
+        for kind, groups in enumerate(groups_by_shape(linears, join=join)):
+            layers = [[linears[name] for name in names] for names in groups]
+            for place, names in enumerate(zip(*groups, strict=True), len(self.base)):
+                self.slots.update({name: SlabSlot(place, entry) for entry, name in enumerate(names)})
+            self.joined.append(moved(layers))
+            self._heights.append([layer.out_features for layer in layers[0]])
+            self.base += self.joined[-1].split(self._heights[-1], 1)
+            for entry, members in enumerate(layers if len(layers[0]) > 1 else ()):
+                weights = JoinedWeights(members, self.joined[-1][entry])
+                self.groups.append((weights, kind, entry))
+                for layer in members:
+                    layer.joined = weights
+
+    def split(self, joined: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Views of tensors with the shapes of `joined`, by slab: [layers, out, in]."""
+        pairs = zip(joined, self._heights, strict=True)
+        return [slab for tensor, heights in pairs for slab in tensor.split(heights, 1)]
 
     @property
     def order(self) -> tuple[str, ...]:
-        """Layer names in slab order, which is also the order of layers in an adapter's memory."""
+        """Layer names in slab order."""
         return tuple(self.slots)
+
+    @property
+    def shapes(self) -> frozenset[tuple[int, int]]:
+        """The layers' shapes (out, in)."""
+        return frozenset((slab.shape[1], slab.shape[2]) for slab in self.base)
 
     def entry(self, name: str) -> torch.Tensor:
         """The current content of a layer's slab entry, [out, in]."""
-        shape, index = self.slots[name]
-        return self.base[shape][index]
+        slab, index = self.slots[name]
+        return self.base[slab][index]
 
     @property
     def num_bytes(self) -> int:
-        return sum(slab.numel() * slab.element_size() for slab in self.base.values())
-
-
-def _type_then_layer(name: str) -> tuple[str, int]:
-    """'model.language_model.layers.7.self_attn.q_proj' -> ('...self_attn.q_proj', 7)."""
-    parts = name.split(".")
-    layer = next((i for i, part in enumerate(parts) if part.isdigit()), None)
-    if layer is None:
-        return name, 0
-    return ".".join(parts[:layer] + parts[layer + 1 :]), int(parts[layer])
+        return sum(slab.numel() * slab.element_size() for slab in self.joined)

@@ -13,8 +13,8 @@ import torch
 
 from atmm.matmul import linear
 from vlora.lora.adapted_linear import AdaptedLinear
-from vlora.lora.adapter_pool import shared_inputs
 from vlora.lora.sharded import ReducedLayer, gathered
+from vlora.lora.slab_layout import shared_inputs
 from vlora.models.hf_model import HFModel
 from vlora.parallel import ProcessGroup, ShardPlan
 

@@ -38,6 +38,19 @@ def test_norm(num: int, width: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num", (1, 3))
+def test_norm_of_heads_in_a_wider_row(num: int, dtype: torch.dtype) -> None:
+    weight = rows(16, dtype=dtype).contiguous()
+    part = rows(num, 200, dtype=dtype).split([40, 112, 48], 1)[1]
+    x = part.view(1, num, 7, 16)
+    apart = x.contiguous()
+    expected = torch.stack([atmm.rms_norm(apart[:, :, head], weight, 1e-5) for head in range(7)], 2)
+    got = atmm.rms_norm(x, weight, 1e-5)
+    assert got.shape == x.shape and got.is_contiguous()
+    assert_close(got, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("num", "width"), ((1, 48), (3, 1024), (2, 2500)))
 def test_gate(num: int, width: int, dtype: torch.dtype) -> None:
     side_by_side = rows(num, 2 * width, dtype=dtype)

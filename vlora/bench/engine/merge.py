@@ -11,7 +11,7 @@ import gc
 import itertools
 import random
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,7 +93,7 @@ class MergeableModel:
     def __init__(self, config: Any, device: torch.device, arena_bytes: int = 2**30) -> None:
         self.hf_model = HFModel(dummy_model(config, "bfloat16", device, seed=0))
         self.shapes = language_shapes(self.hf_model.model)
-        self.slabs = WeightSlabs(self.hf_model.language_linears)
+        self.slabs = WeightSlabs(self.hf_model.language_linears, join=device.type == "cuda")
         arena = Arena(arena_bytes // PAGE_BYTES, device)
         adapter_cache = AdapterCache(PageAllocator(arena.num_pages, 1), arena.num_pages)
         self.pool = AdapterPool(
@@ -140,7 +140,7 @@ def _calls(rank: int) -> tuple[dict[str, Callable[[], object]], float, float]:
     rewriting.switch(None)
     shadow_mib = _taken_mib(lambda: shadow.switch(keys[0]))
     shadow.switch(None)
-    copies = {shape: torch.empty_like(slab) for shape, slab in slabs.base.items()}
+    copies = [torch.empty_like(slab) for slab in slabs.joined]
     kinds = sorted({name.rpartition(".")[2] for name in model.shapes})
     peft = get_peft_model(
         dummy_model(half_billion_config(vision="none"), "bfloat16", _CPU, seed=0),
@@ -153,8 +153,8 @@ def _calls(rank: int) -> tuple[dict[str, Callable[[], object]], float, float]:
     ).to(torch.bfloat16)
 
     def copy() -> None:
-        for shape, slab in slabs.base.items():
-            copies[shape].copy_(slab)
+        for target, slab in zip(copies, slabs.joined, strict=True):
+            target.copy_(slab)
 
     turns = itertools.cycle(keys)
     calls: dict[str, Callable[[], object]] = {
@@ -199,7 +199,7 @@ def drift_in_place(num_switches: int, device: torch.device) -> Drift:
     model = MergeableModel(_small_config(num_hidden_layers=1, intermediate_size=896, vocab_size=512), device)
     keys = model.load(_DRIFT_RANKS * 8)
     slabs = model.slabs
-    base = {shape: slab.clone() for shape, slab in slabs.base.items()}
+    base = [slab.clone() for slab in slabs.base]
     base_weights = _CountingBaseWeights(CopiedBaseWeights(slabs))
     worst: dict[bool, float] = {}
     restored = 0.0
@@ -231,16 +231,16 @@ class _CountingBaseWeights:
         return self._base_weights.weight(name)
 
 
-def _distance(model: MergeableModel, base: Mapping[tuple[int, int], torch.Tensor], key: str | None) -> float:
+def _distance(model: MergeableModel, base: Sequence[torch.Tensor], key: str | None) -> float:
     """The worst layer's |weights - wanted| / |wanted|, with wanted = W0, or W0 + delta rounded once."""
     wanted = base
     if key is not None:
-        wanted = {shape: slab.clone() for shape, slab in base.items()}
+        wanted = [slab.clone() for slab in base]
         for run in merge_runs(model.slabs, model.pool.shapes(key)):
-            rows = wanted[run.shape][run.first : run.last]
+            rows = wanted[run.slab][run.first : run.last]
             atmm.merge(rows, rows, *model.pool.stacked(key, run.names))
     worst = 0.0
-    for shape, slab in model.slabs.base.items():
-        error = (slab.float() - wanted[shape].float()).flatten(1).norm(dim=1)
-        worst = max(worst, float((error / wanted[shape].float().flatten(1).norm(dim=1)).max()))
+    for slab, right in zip(model.slabs.base, wanted, strict=True):
+        error = (slab.float() - right.float()).flatten(1).norm(dim=1)
+        worst = max(worst, float((error / right.float().flatten(1).norm(dim=1)).max()))
     return worst

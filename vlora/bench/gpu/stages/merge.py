@@ -34,7 +34,7 @@ def run(context: Context) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     goals: list[Goal] = []
     with torch.no_grad():
-        switcher = ShadowSwitcher(model.slabs, model.pool)
+        switcher = ShadowSwitcher(model.slabs, model.pool, complete=context.on_gpu)
         keys = model.load([rank for rank in _RANKS for _ in range(2)])
         for place, rank in enumerate(_RANKS):
             row = {"rank": rank, **_switches(context, model, switcher, keys[2 * place : 2 * place + 2])}
@@ -95,9 +95,9 @@ def _seconds(context: Context, call: Callable[[], object]) -> float:
 
 def _baddbmm(model: MergeableModel, key: str) -> Callable[[], None]:
     """Torch's batched product over the same runs of layers, into copies of the weights."""
-    copies = {shape: torch.empty_like(slab) for shape, slab in model.slabs.base.items()}
+    copies = [torch.empty_like(slab) for slab in model.slabs.base]
     runs = [
-        (copies[run.shape][run.first : run.last], model.slabs.base[run.shape][run.first : run.last], *factors)
+        (copies[run.slab][run.first : run.last], model.slabs.base[run.slab][run.first : run.last], *factors)
         for run in merge_runs(model.slabs, model.pool.shapes(key))
         if (factors := model.pool.stacked(key, run.names))
     ]

@@ -1,0 +1,37 @@
+"""Layers that read one input, computed by one product on a GPU: their weights are adjacent in the slabs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from atmm.matmul import linear
+
+
+class JoinedWeights:
+    """The weights of layers with the same input as one weight [sum of out, in], and their biases as one bias.
+
+    Attributes:
+        weight: a view of W0 or of merged weights, as the layers' own weights are; replaced at every switch.
+        bias: [sum of out], or None if no layer has one.
+    """
+
+    def __init__(self, layers: Sequence[nn.Linear], weight: torch.Tensor) -> None:
+        """Join the layers' biases, which become views of one tensor. weight: their weights, one below the other."""
+        self.weight = weight
+        self.bias: torch.Tensor | None = None
+        if any(layer.bias is not None for layer in layers):
+            zero = weight.new_zeros(())
+            heights = [layer.out_features for layer in layers]
+            self.bias = torch.cat(
+                [(zero if layer.bias is None else layer.bias.data).expand(layer.out_features) for layer in layers]
+            )
+            for layer, part in zip(layers, self.bias.split(heights), strict=True):
+                if layer.bias is not None:
+                    layer.bias.data = part
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """The layers' outputs for x [T, in], side by side: [T, sum of out]."""
+        return linear(x, self.weight, self.bias)
