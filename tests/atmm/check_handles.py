@@ -29,6 +29,7 @@ from atmm.triton.handles import handle
 from atmm.triton.lanes import merge, prepare
 from atmm.triton.tiling import Tiling, all_usual
 from tests.atmm.cases import make_group, segments
+from vlora.models.attention import LayerTensors
 from vlora.models.gpu.attention import GpuAttention
 
 launched: list[tuple] = []
@@ -187,7 +188,8 @@ def test_decode_kernels_compiled_ahead_are_not_compiled_in_a_step(triton_launche
         for layer in range(2):
             q = torch.zeros(14, batch, 64, dtype=torch.bfloat16).transpose(0, 1)
             cache = matrix[32 * layer :], matrix[32 * layer + 16 :]
-            tokens.attend(torch.zeros(batch, 14, 64, dtype=torch.bfloat16), q, cache, cache, 0.125)
+            out = torch.zeros(batch, 14, 64, dtype=torch.bfloat16)
+            tokens.attend(LayerTensors(out, q, cache, cache, 0.125))
     assert triton_launches == [] and len(launched) == 5 * 2 * 2
     for name, _, arguments in launched:
         assert len(arguments) == len(getattr(kernels, name).arg_names)

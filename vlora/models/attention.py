@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -31,25 +31,28 @@ class KVCache:
         self.v = [matrix[(2 * layer + 1) * block_size :] for layer in range(num_layers)]
 
 
+class LayerTensors(NamedTuple):
+    """Inputs and output of the attention of one layer, for a packed batch of T tokens.
+
+    out: results [T, heads, head_dim], contiguous. q: [T, heads, head_dim]. new: keys and values of the batch's tokens,
+    [T, kv_heads * head_dim] each. cache: keys and values of the layer, to which `new` was already written. scale:
+    factor of the scores.
+    """
+
+    out: torch.Tensor
+    q: torch.Tensor
+    new: tuple[torch.Tensor, torch.Tensor]
+    cache: tuple[torch.Tensor, torch.Tensor]
+    scale: float
+
+
 class Queries(Protocol):
-    """Tokens of a packed batch whose attention is computed together, in the same layout for all layers."""
+    """Tokens of a packed batch that attend, in a layout for one kernel that is the same in all layers."""
 
-    def attend(
-        self,
-        out: torch.Tensor,
-        q: torch.Tensor,
-        new: tuple[torch.Tensor, torch.Tensor],
-        cache: tuple[torch.Tensor, torch.Tensor],
-        scale: float,
-    ) -> None:
-        """Write the tokens' results into their rows of `out`. Rows of tokens that do not attend may become undefined.
+    def attend(self, layer: LayerTensors) -> None:
+        """Write the tokens' results into their rows of `layer.out`.
 
-        Args:
-            out: The results of the whole batch, [T, heads, head_dim], contiguous.
-            q: [T, heads, head_dim].
-            new: Keys and values of the batch's tokens, [T, kv_heads * head_dim] each.
-            cache: Keys and values of the layer, to which `new` was already written.
-            scale: Factor of the scores.
+        Rows of tokens that do not attend may become undefined.
         """
 
 
@@ -89,9 +92,10 @@ def paged_attention(
     atmm.write_kv(*cache, *new, vlora_step.write_rows)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     scale = q.shape[2] ** -0.5 if scaling is None else scaling
+    tensors = LayerTensors(out, q, new, cache, scale)
     last = layer == len(vlora_step.cache.k) - 1
     for queries in vlora_step.last_queries if last else vlora_step.queries:
-        queries.attend(out, q, new, cache, scale)
+        queries.attend(tensors)
     return out[None], None
 
 
@@ -110,15 +114,9 @@ class PrefillSpan:
     queries: torch.Tensor | None
     mask: torch.Tensor | None
 
-    def attend(
-        self,
-        out: torch.Tensor,
-        q: torch.Tensor,
-        new: tuple[torch.Tensor, torch.Tensor],
-        cache: tuple[torch.Tensor, torch.Tensor],
-        scale: float,
-    ) -> None:
+    def attend(self, layer: LayerTensors) -> None:
         """See `Queries`."""
+        out, q, new, cache, scale = layer
         if self.rows is None:
             k, v = (side[self.start : self.stop] for side in new)
         else:
@@ -164,13 +162,6 @@ class PagedDecodes:
         starts = [0, *itertools.accumulate(map(len, contexts))]
         return cls(torch.tensor(places), torch.from_numpy(np.concatenate(contexts)), torch.tensor(starts))
 
-    def attend(
-        self,
-        out: torch.Tensor,
-        q: torch.Tensor,
-        new: tuple[torch.Tensor, torch.Tensor],
-        cache: tuple[torch.Tensor, torch.Tensor],
-        scale: float,
-    ) -> None:
+    def attend(self, layer: LayerTensors) -> None:
         """See `Queries`."""
-        atmm.attend(out, q, *cache, self.places, self.rows, self.starts, scale)
+        atmm.attend(layer.out, layer.q, *layer.cache, self.places, self.rows, self.starts, layer.scale)

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from vlora.models.attention import LayerTensors
+
 # Padding every decode row to the longest context costs memory traffic; one call per row costs dispatch time. On a CPU
 # padding is faster while it adds less than a quarter.
 _MOST_PADDING = 1.25
@@ -47,15 +49,9 @@ class GatheredDecodes:
             mask = (torch.arange(longest)[None] < torch.tensor(lengths)[:, None])[:, None, None].to(device)
         return cls(places, torch.from_numpy(np.concatenate(padded)).to(device), mask=mask)
 
-    def attend(
-        self,
-        out: torch.Tensor,
-        q: torch.Tensor,
-        new: tuple[torch.Tensor, torch.Tensor],
-        cache: tuple[torch.Tensor, torch.Tensor],
-        scale: float,
-    ) -> None:
+    def attend(self, layer: LayerTensors) -> None:
         """See `vlora.models.attention.Queries`."""
+        out, q, _, cache, scale = layer
         _, num_heads, head_dim = q.shape
         shape = (cache[0].shape[1] // head_dim, head_dim)
         own = q.index_select(0, self.places).reshape(-1, shape[0], num_heads // shape[0], head_dim)

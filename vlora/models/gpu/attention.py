@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 import atmm
+from vlora.models.attention import LayerTensors
 
 if TYPE_CHECKING:
     from atmm.triton.attention import Scratch
@@ -84,15 +85,9 @@ class FlashChunks:
         starts_q, starts_k, rows = flat.tensor_split([len(num_q) + 1, 2 * (len(num_q) + 1)])
         return cls(start, stop, starts_q, starts_k, max(num_q), max(num_k), rows if gathered else None)
 
-    def attend(
-        self,
-        out: torch.Tensor,
-        q: torch.Tensor,
-        new: tuple[torch.Tensor, torch.Tensor],
-        cache: tuple[torch.Tensor, torch.Tensor],
-        scale: float,
-    ) -> None:
+    def attend(self, layer: LayerTensors) -> None:
         """See `vlora.models.attention.Queries`. Rows between the chunks become undefined."""
+        out, q, new, cache, scale = layer
         head_dim = q.shape[2]
         if self.rows is None:
             keys, values = (side[self.start : self.stop] for side in new)
@@ -125,15 +120,9 @@ class BlockDecodes:
     block_size: int
     scratch: Scratch | None = None
 
-    def attend(
-        self,
-        out: torch.Tensor,
-        q: torch.Tensor,
-        new: tuple[torch.Tensor, torch.Tensor],
-        cache: tuple[torch.Tensor, torch.Tensor],
-        scale: float,
-    ) -> None:
+    def attend(self, layer: LayerTensors) -> None:
         """See `vlora.models.attention.Queries`."""
+        out, q, _, cache, scale = layer
         from atmm.triton.attention import decode, make_scratch
 
         kv_rows, _ = cache  # the values of a block are behind its keys
@@ -232,4 +221,4 @@ class GpuAttention:
             tokens = self.lay_out_decodes(range(batch), [np.zeros(1, dtype=np.int64)] * batch, self._copy)
             q = torch.zeros(batch, num_heads, hf_model.head_dim, dtype=kv_rows.dtype, device=self.device)
             cache = kv_rows, kv_rows
-            tokens.attend(torch.empty_like(q), q, cache, cache, 1.0)
+            tokens.attend(LayerTensors(torch.empty_like(q), q, cache, cache, 1.0))
