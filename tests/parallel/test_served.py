@@ -115,7 +115,7 @@ def test_the_status_shows_the_sharding(serving: Serving) -> None:
 def test_a_killed_rank_fails_all_requests_within_3_s_and_is_restarted(serving: Serving) -> None:
     (engine,) = children(serving.process.pid)
     before = chat(serving.http_port, model="small", max_tokens=5)[1]
-    long = {"max_tokens": 900, "temperature": 1.0, "seed": 1}
+    long = {"max_tokens": 900, "temperature": 1.0, "seed": 1, "ignore_eos": True}
     callers = [
         Caller(lambda: last_code(chat(serving.http_port, model="small", **long, stream=True))),
         Caller(lambda: last_code(chat(serving.http_port, model="large", **long))),
@@ -123,6 +123,7 @@ def test_a_killed_rank_fails_all_requests_within_3_s_and_is_restarted(serving: S
         Caller(lambda: list(serving.client.stream(QUESTION, max_tokens=900, ignore_eos=True))),
     ]
     while serving.client.stats().num_running < len(callers):
+        assert all(caller.is_alive() for caller in callers), "an answer ended before all were running"
         time.sleep(0.01)
     pids = ranks_of(engine)
     killed = time.monotonic()
