@@ -91,8 +91,10 @@ def _forward(hf_model: HFModel, samples: Sequence[EncodedSample], features: Sequ
     for sample, seen in zip(samples, features, strict=True):
         ids = torch.cat([sample.ids, torch.tensor(sample.answer[:-1], dtype=torch.long)])
         rows.append(embed(hf_model, ids, seen))
-        tail = torch.arange(len(ids) - len(sample.ids)) + sample.positions.max() + 1
-        positions.append(torch.cat([sample.positions, tail.expand(sample.positions.shape[0], -1)], 1).t())
+        tail = sample.positions[:, -1:] + torch.arange(
+            1, len(ids) - len(sample.ids) + 1
+        )  # as `Positions` of the engine
+        positions.append(torch.cat([sample.positions, tail], 1).t())
         last.append(len(sample.ids) - 1)
         wanted.append(torch.tensor([_IGNORE] * (len(sample.ids) - 1) + list(sample.answer or (_IGNORE,))))
     embeds = nn.utils.rnn.pad_sequence(rows, batch_first=True)

@@ -34,7 +34,7 @@ def _decode_one_length(hf_model: HFModel, prompts: Sequence[Prompt], limit: int)
     """Decode prompts of one length."""
     embeds = torch.stack([prompt.embeddings for prompt in prompts])
     places = torch.stack([prompt.positions for prompt in prompts], 1).to(embeds.device)
-    following = places.amax((0, 2))[None, :, None] + 1  # after an image, positions differ from the number of tokens
+    following = places[:, :, -1:] + 1  # as `Positions` of the engine; after an image this is not the number of tokens
     cache = None
     decoded: list[list[int]] = [[] for _ in prompts]
     active = set(range(len(prompts)))
@@ -55,6 +55,6 @@ def _decode_one_length(hf_model: HFModel, prompts: Sequence[Prompt], limit: int)
         if not active:
             break
         embeds = hf_model.embed(tokens)[:, None]
-        places = following.expand(len(places), -1, -1)
+        places = following
         following = following + 1
     return [tuple(tokens) for tokens in decoded]
