@@ -16,6 +16,7 @@ from tests.references import CASES, NUM_TOKENS, CaseReference, assert_same
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
 from vlora.engine.engine import Engine
+from vlora.engine.limits import Room
 from vlora.errors import BadConfig
 from vlora.lora.base_weights import CheckpointBaseWeights, CopiedBaseWeights
 from vlora.lora.merge_in_place import MAX_DRIFT, InPlaceSwitcher
@@ -204,7 +205,8 @@ def test_a_failed_switch_fails_only_its_batch(saved: Saved, subtracting: bool, m
 def test_auto_selects_by_memory(
     saved: Saved, fits: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("vlora.engine.limits._available", lambda device: 2**26 + (2**22 if fits else 1))
+    room = Room("cpu", 2**26 + (2**22 if fits else 1))
+    monkeypatch.setattr("vlora.engine.device_runtime.free_room", lambda config, device: room)
     engine = engine_of(saved).engine
     assert engine.parts.device.slabs.num_bytes < 2**22
     assert isinstance(engine.parts.device.switcher, ShadowSwitcher if fits else InPlaceSwitcher)
@@ -215,7 +217,7 @@ def test_auto_without_checkpoint_files_keeps_the_shadow(saved: Saved, monkeypatc
     def refuse(*_: object) -> None:
         raise BadConfig("layers.1 is not what was loaded")
 
-    monkeypatch.setattr("vlora.engine.limits._available", lambda device: 2**26)
+    monkeypatch.setattr("vlora.engine.device_runtime.free_room", lambda config, device: Room("cpu", 2**26))
     monkeypatch.setattr("vlora.engine.device_runtime.CheckpointBaseWeights", refuse)
     assert isinstance(engine_of(saved).engine.parts.device.switcher, ShadowSwitcher)
     with pytest.raises(BadConfig, match="not what was loaded"):

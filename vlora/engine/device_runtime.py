@@ -18,7 +18,7 @@ import transformers
 
 import atmm
 from vlora.config import EngineConfig
-from vlora.engine.limits import Limits, compute_limits, shadow_fits
+from vlora.engine.limits import Limits, compute_limits, free_room, shadow_fits
 from vlora.errors import BadConfig
 from vlora.lora.adapter_pool import AdapterPool, OtherRanks
 from vlora.lora.base_weights import BaseWeights, CheckpointBaseWeights, CopiedBaseWeights, checkpoint_files
@@ -96,9 +96,10 @@ def lay_out(config: EngineConfig, hf_model: HFModel, group: ProcessGroup | None,
     if on_gpu:
         # The memory of the weights before their copy into slabs: torch keeps it, and the driver counts it as used.
         torch.cuda.empty_cache()
-    fits = _smallest(group, shadow_fits(config, hf_model, slabs.num_bytes))
+    fits = _smallest(group, shadow_fits(config, hf_model, free_room(config, hf_model.device), slabs.num_bytes))
     base_weights = base_weights_if_in_place(config, slabs, fits=bool(fits), loaded=loaded and group is None)
-    limits = compute_limits(config, hf_model, slabs.num_bytes if base_weights is None else 0)
+    room = free_room(config, hf_model.device)
+    limits = compute_limits(config, hf_model, room, slabs.num_bytes if base_weights is None else 0)
     limits = dataclasses.replace(limits, num_pages=_smallest(group, limits.num_pages))
     arena = Arena(limits.num_pages, hf_model.device)
     if group is None:

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from vlora.config import EngineConfig
-from vlora.errors import BadConfig
+from vlora.errors import BadConfig, VLoraError
 from vlora.models.families import family_of
 from vlora.models.pretrained import from_pretrained
 from vlora.models.supported import max_positions
@@ -61,6 +61,10 @@ def read_config(model: str) -> Any:
         model_config = from_pretrained(AutoConfig, model)
     except (OSError, ValueError) as error:
         raise BadConfig(f"cannot load model {model!r}: {error}{_HUB_HINT * (not Path(model).is_dir())}") from error
+    except VLoraError:
+        raise
+    except Exception as error:  # transformers checks fields with errors of several types, or not at all
+        raise BadConfig(f"cannot load model {model!r}: its config.json is not valid: {error}") from error
     family_of(model_config)
     return model_config
 

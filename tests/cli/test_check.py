@@ -1,0 +1,135 @@
+"""`vlora check` shows what an engine of the same settings has, without reading weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from peft import LoraConfig, get_peft_model
+
+from fusion.embedded import checkpoint_path
+from fusion.embedded.model import build_model
+from tests.cli.conftest import Vlora
+from vlora.config import EngineConfig
+from vlora.engine import LocalEngine
+from vlora.errors import OverCapacity
+from vlora.memory.arena import PAGE_BYTES
+
+ARENA = 24 * 2**20
+LINEARS = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the embedded model's folder."""
+    return shutil.copytree(checkpoint_path(), tmp_path / "model")
+
+
+def test_the_figures_are_those_of_an_engine(tmp_path: Path, vlora_command: Vlora) -> None:
+    code, out, _ = vlora_command("check", "embedded", "--arena-bytes", str(ARENA), "--rank", "64", "--json")
+    found = json.loads(out)
+    assert code == 0 and found["problems"] == []
+    local = LocalEngine(EngineConfig(model=str(checkpoint_path()), arena_bytes=ARENA, threads=1))
+    device = local.engine.parts.device
+    model = device.hf_model.model
+    assert found["num_parameters"] == sum(tensor.numel() for tensor in model.parameters())
+    assert found["weight_bytes"] == sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    assert found["dtype"] == str(device.hf_model.dtype).removeprefix("torch.")
+    assert found["max_context"] == device.limits.max_context
+    assert (found["switching"], found["shadow_bytes"]) == ("shadow", device.slabs.num_bytes)
+    assert found["arena_bytes"] == device.limits.num_pages * PAGE_BYTES
+    config = LoraConfig(r=64, target_modules=LINEARS, init_lora_weights=False)
+    get_peft_model(build_model(0), config).save_pretrained(str(tmp_path / "adapter"))
+    pinned = 0
+    with pytest.raises(OverCapacity):
+        while True:
+            status = local.engine.load_adapter(f"adapter{pinned}", str(tmp_path / "adapter"))
+            assert status.num_bytes == found["adapter_bytes"]
+            local.engine.pin_adapter(status.name, True)
+            pinned += 1
+    assert pinned == found["num_adapters"] > 1
+
+
+def test_memory_of_another_machine_decides(folder: Path, vlora_command: Vlora) -> None:
+    """A 7B-shaped model, of which only the configuration and the names of the weights exist."""
+    config = json.loads((folder / "config.json").read_text())
+    config["dtype"] = "bfloat16"
+    config["text_config"] |= {
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "max_position_embeddings": 4096,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    language = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008) * 2
+    for gib, switching in ((40, "shadow"), (20, "in_place")):
+        code, out, _ = vlora_command(
+            "check", str(folder), "--device", "cuda", "--memory-gib", str(gib), "--max-batch-size", "2", "--json"
+        )
+        found = json.loads(out)
+        assert (code, found["switching"], found["memory_bytes"]) == (0, switching, gib * 2**30)
+        assert found["shadow_bytes"] == (language if switching == "shadow" else 0)
+        assert language < found["weight_bytes"] < language * 1.1
+        assert found["kv_token_bytes"] == 32 * 2 * 4096 * 2
+        assert found["adapter_bytes"] == 32 * 16 * (8 * 4096 + 3 * (4096 + 11008)) * 2
+    code, out, _ = vlora_command("check", str(folder), "--device", "cuda", "--memory-gib", "10")
+    assert code == 1 and "problem     its weights take " in out and "adapters" not in out
+
+
+def test_broken_checkpoints_are_named(folder: Path, vlora_command: Vlora) -> None:
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1])
+    code, out, _ = vlora_command("check", str(folder))
+    assert code == 1 and "problem     model.safetensors, a file of its weights, cannot be read: " in out
+    weights.unlink()
+    code, out, _ = vlora_command("check", str(folder))
+    assert code == 1 and "problem     its weights are not on this machine as safetensors files" in out
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": {"a": "b.safetensors"}})
+    )
+    code, out, _ = vlora_command("check", str(folder))
+    assert code == 1 and "problem     b.safetensors, a file of its weights, is missing" in out
+
+
+def test_models_that_are_not_served_are_one_line(folder: Path, vlora_command: Vlora) -> None:
+    code, out, error = vlora_command("check", str(folder), "--device", "cuda")
+    assert (code, out) == (2, "") and error == (
+        "error: device 'cuda' was requested, but torch finds no CUDA device; to check for another "
+        "machine, give the memory of its device\n"
+    )
+    config = json.loads((folder / "config.json").read_text())
+    for own, expected in (
+        ({"model_type": "mllama"}, "model type 'mllama' is not supported: it reads images through cross-attention"),
+        (config | {"model_type": "paligemma"}, "cannot load model"),
+        (config | {"text_config": 7}, "cannot load model"),
+    ):
+        (folder / "config.json").write_text(json.dumps(own))
+        code, out, error = vlora_command("check", str(folder))
+        assert (code, out) == (2, "") and error.count("\n") == 1 and f"error: {expected}" in error
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").unlink()
+    code, out, error = vlora_command("check", str(folder))
+    assert (code, out) == (2, "") and "cannot load tokenizer and image processor from" in error
+    code, out, error = vlora_command("check", str(folder / "none"))
+    assert (code, out) == (2, "") and error.count("\n") == 1 and "there is no such folder" in error
+
+
+def test_the_text_shows_every_figure(vlora_command: Vlora) -> None:
+    code, out, _ = vlora_command("check", "embedded", "--memory-gib", "1", "--rank", "8")
+    assert code == 0
+    assert [line.split("  ")[0] for line in out.splitlines()] == [
+        "family",
+        "text model",
+        "weights",
+        "context",
+        "memory",
+        "adapters",
+        "checkpoint",
+    ]
+    assert "memory      1.0 GiB on cpu: weights " in out and "checkpoint  complete, 1 file of weights" in out

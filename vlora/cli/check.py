@@ -1,0 +1,97 @@
+"""`vlora check`: what a checkpoint is, and what it needs on a device."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from vlora.cli.extras import needs
+from vlora.cli.group import cli
+from vlora.cli.progress import waiting
+from vlora.cli.server_flags import json_option, print_json
+from vlora.cli.settings import config_flags, make_config, model_path
+from vlora.config import EngineConfig
+
+if TYPE_CHECKING:
+    from vlora.engine.model_check import ModelCheck
+
+_SIZES = ("max_context", "max_batch_size", "block_size", "arena_bytes", "switching")
+
+
+@cli.command()
+@click.argument("model")
+@click.option(
+    "--memory-gib",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Memory of the device, which need not be in this machine. Default: its free memory.",
+)
+@click.option(
+    "--rank", default=16, show_default=True, type=click.IntRange(min=1), help="Rank of the adapters to count."
+)
+@config_flags(EngineConfig, only=("device", "dtype", *_SIZES))
+@json_option
+@needs("serve")
+def check(model: str, memory_gib: float | None, rank: int, as_json: bool, **settings: Any) -> None:
+    """Show whether the checkpoint MODEL is served, its limits, and the memory and the adapters that fit.
+
+    \b
+        vlora check Qwen/Qwen2.5-VL-7B-Instruct
+        vlora check models/llava-7b --device cuda --memory-gib 24 --rank 32
+
+    MODEL is a folder, a hub name, or `embedded`. Only the configuration, the tokenizer and the headers of the weights
+    are read. Exit code 1 if the model is supported, but not complete or too large for the memory.
+    """
+    with waiting("loading torch and transformers"):
+        from vlora.engine.model_check import check_model
+
+    found = check_model(
+        make_config(EngineConfig, settings, model=model_path(model)),
+        adapter_rank=rank,
+        memory_bytes=None if memory_gib is None else int(memory_gib * 2**30),
+    )
+    if as_json:
+        print_json(dataclasses.asdict(found))
+    else:
+        for name, text in _lines(found):
+            click.echo(f"{name:<12}{text}")
+    if found.problems:
+        sys.exit(1)
+
+
+def _lines(found: ModelCheck) -> list[tuple[str, str]]:
+    lines = [
+        ("family", f"{found.model_type}, for images{' and videos' * found.video}"),
+        (
+            "text model",
+            f"{found.text_model}: {found.num_layers} layers, hidden size {found.hidden_size}, {found.num_heads} heads, "
+            f"{found.num_kv_heads} KV heads",
+        ),
+        ("weights", f"{found.num_parameters:,} parameters in {found.dtype}, {_size(found.weight_bytes)}"),
+        ("context", f"{found.max_context:,} tokens, {_size(found.kv_token_bytes)} of KV cache each"),
+    ]
+    if found.arena_bytes:
+        merged = f"a shadow copy for merging {_size(found.shadow_bytes)}, " if found.shadow_bytes else ""
+        lines += [
+            (
+                "memory",
+                f"{_size(found.memory_bytes)} on {found.device_type}: weights {_size(found.weight_bytes)}, {merged}"
+                f"arena {_size(found.arena_bytes)} ({found.arena_basis})",
+            ),
+            (
+                "adapters",
+                f"{found.num_adapters} of rank {found.adapter_rank} on all linear layers of the text model are on the "
+                f"device at once, {_size(found.adapter_bytes)} each",
+            ),
+        ]
+    if found.problems:
+        return [*lines, *(("problem", text) for text in found.problems)]
+    return [*lines, ("checkpoint", f"complete, {found.num_files} file{'s' * (found.num_files != 1)} of weights")]
+
+
+def _size(num_bytes: int) -> str:
+    """A size in the largest binary unit of at least one."""
+    power = next(power for power in (30, 20, 10) if num_bytes >= 2**power or power == 10)
+    return f"{num_bytes / 2**power:.1f} {'KMG'[power // 10 - 1]}iB"
