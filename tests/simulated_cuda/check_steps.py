@@ -1,7 +1,7 @@
 """Counts of the engine's device operations on the simulated device, with upper limits.
 
-Run by `test_steps.py` in a process of its own. The limits are today's counts, and may only become smaller; the goals
-are those of the GPU path. A count above its limit fails with the call sites.
+Run by `test_oracle.py` with the oracle tests of one family. The limits are today's counts, and may only become
+smaller; the goals are those of the GPU path. A count above its limit fails with the call sites.
 """
 
 from __future__ import annotations

@@ -10,33 +10,36 @@ from tests.simulated_cuda.own_process import passes
 pytest.importorskip("triton")
 
 ENGINE = "tests/engine"
+ANSWERS = f"{ENGINE}/test_same_answers.py"
+FAST = "qwen2_vl"  # its fast tests run apart from the others
+LEFT = f"{FAST} and (chunks or evicted)"
+OTHERS = [family for family in FAMILIES if family != FAST]
 
 
-def test_one_family_gives_the_reference_answers() -> None:
-    passes(f"{ENGINE}/test_same_answers.py", "-m", "not slow")
+def test_one_family_gives_the_reference_answers_within_the_limits_of_a_step() -> None:
+    """Qwen2-VL in every mode, and the counts of launches, copies and synchronizations."""
+    passes(ANSWERS, "tests/simulated_cuda/check_steps.py", "-m", "not slow")
 
 
+# Modules and families share processes: to start one takes as long as a third of a family's tests.
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_gives_the_reference_answers_in_every_mode(family: str) -> None:
+@pytest.mark.parametrize("families", [[LEFT, *OTHERS[:2]], OTHERS[2:]], ids=str)
+def test_every_family_gives_the_reference_answers_in_every_mode(families: list[str]) -> None:
     """Unmerged, merged and mixed, mode switches, chunked prompts, preemption, adapters loaded by threads, video.
 
     Of the tests that differ only by the merged adapter or the policy, one runs.
     """
-    longer = [other for other in FAMILIES if other != family and family in other]
-    others = ["patterned16", "narrow4", "everywhere64", "algorithm_1", "paper", *longer]
-    passes(f"{ENGINE}/test_same_answers.py", "-k", " and not ".join([family, *others]))
+    alike = ["patterned16", "narrow4", "everywhere64", "algorithm_1", "paper"]
+    passes(ANSWERS, "-k", f"({' or '.join(families)}) and not ({' or '.join(alike)})")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("module", ["heads", "relocation", "in_place_answers", "swap"])
-def test_other_oracle_tests(module: str) -> None:
-    passes(f"{ENGINE}/test_{module}.py", "-k", "not qwen3_vl and not (llava and not swap)")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_disabled_parts_of_the_engine_are_found() -> None:
-    passes(f"{ENGINE}/test_negative_controls.py")
+@pytest.mark.parametrize(
+    "modules", [("heads", "relocation"), ("in_place_answers", "swap", "negative_controls")], ids=str
+)
+def test_other_oracle_tests_and_their_negative_controls(modules: tuple[str, ...]) -> None:
+    files = [f"{ENGINE}/test_{module}.py" for module in modules]
+    # The negative controls use two families, the others one.
+    passes(*files, "-k", "negative_controls or (not qwen3_vl and not (llava and not swap))")
