@@ -41,7 +41,8 @@ def simulated_cuda() -> Iterator[None]:
     with ExitStack() as stack:
         for owner, replacements in _replacements():
             for name, value in replacements.items():
-                stack.enter_context(mock.patch.object(owner, name, value))
+                missing = name == "ProcessGroupNCCL"  # in torch's builds for the CPU
+                stack.enter_context(mock.patch.object(owner, name, value, create=missing))
         stack.enter_context(SimulatedMode())
         yield
 
@@ -56,7 +57,7 @@ def _replacements() -> Iterator[tuple[Any, dict[str, Any]]]:
             "is_available": lambda: True,
             "is_bf16_supported": lambda *_, **__: True,
             "is_current_stream_capturing": lambda: False,
-            "device_count": lambda: 1,
+            "device_count": lambda: 2,  # one per rank
             "current_device": lambda: 0,
             "set_device": lambda device: None,
             "get_device_name": lambda device=None: _PROPERTIES.name,
@@ -101,8 +102,12 @@ def _replacements() -> Iterator[tuple[Any, dict[str, Any]]]:
         from atmm import operator
         from atmm.strategies import registry
         from atmm.triton import attention, pointwise
+        from tests.simulated_cuda import ranks
         from tests.simulated_cuda.kernels_in_torch import decode_in_torch, lanes_in_torch, pointwise_in_torch
+        from vlora.engine.tensor_parallel import worker
 
+        yield torch.distributed, {"ProcessGroupNCCL": ranks.SimulatedNCCL}
+        yield worker, {"main": ranks.main}
         # Tensors on the host are computed as on any CPU, not by the interpreter.
         yield registry, {"triton_interprets": lambda: False}
         yield attention, {"decode": decode_in_torch(attention.decode)}

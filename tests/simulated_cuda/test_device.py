@@ -6,6 +6,8 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -179,6 +181,22 @@ def test_threads_use_the_device() -> None:
         with pytest.raises(DeviceMismatch):
             executor.submit(lambda: torch.zeros(2, device="cuda") + torch.ones(2)).result()
     assert counts.total(Kind.H2D_BLOCKING) == 1
+
+
+def test_ranks_exchange_tensors_of_the_device_only(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    from tests.simulated_cuda.ranks import SimulatedNCCL
+
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    group = SimulatedNCCL(store, 0, 1, SimulatedNCCL.Options(_timeout=timedelta(seconds=60)))
+    x, out = on_device(3), torch.zeros(1, 3, device="cuda")
+    with counting() as counts:
+        group.allreduce([x]).wait()
+        group.allgather([list(out.unbind(0))], [x]).wait()
+    assert counts.total(Kind.LAUNCH) == 2 and out.cpu().tolist() == [[1, 1, 1]]
+    for call in (lambda: group.allreduce([torch.ones(3)]), lambda: group.allgather([[x]], [torch.ones(3)])):
+        with pytest.raises(DeviceMismatch):
+            call()
 
 
 def test_operations_are_counted_by_stream() -> None:

@@ -36,6 +36,13 @@ def test_every_family_gives_the_reference_answers_in_every_mode(families: list[s
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+def test_two_ranks_give_the_reference_answers_in_every_mode() -> None:
+    """A process and a device per rank; adapters replicated, split by rank and block-diagonal; a head."""
+    passes("tests/parallel/test_same_answers.py", "-k", "qwen2_vl-2 and not packed")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "modules", [("heads", "relocation"), ("in_place_answers", "swap", "negative_controls")], ids=str
 )
