@@ -48,9 +48,17 @@ def interleaved(
     warmup: int = 2,
     clock: Callable[[], float] = time.process_time,
 ) -> dict[str, list[float]]:
-    """CPU seconds of each candidate, `rounds` times, in turn A B C A B C ..., after `warmup` uncounted rounds.
+    """Time each candidate `rounds` times, in turn A B C A B C ...
 
-    clock: `time.perf_counter` for candidates with several threads, because idle threads spin.
+    Args:
+        candidates: The calls, by name.
+        rounds: Number of rounds.
+        warmup: Rounds that do not count.
+        clock: CPU seconds by default; `time.perf_counter` for candidates with several threads, because idle threads
+            spin.
+
+    Returns:
+        Seconds of each round, by candidate.
     """
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     for turn in range(warmup + rounds):

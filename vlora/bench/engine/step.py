@@ -38,8 +38,10 @@ _LONGEST = 256  # answer tokens: more than the steps of all its comparisons
 
 
 def run(quick: bool) -> Report:
-    """Decode steps of a 0.5 B-parameter model on all cores and on one thread. quick: fewer rounds, and no baseline
-    that takes seconds per step.
+    """Decode steps of a 0.5 B-parameter model on all cores and on one thread.
+
+    Args:
+        quick: Fewer rounds, and no baseline that takes seconds per step.
     """
     bench = _StepComparison(rounds=3 if quick else 7)
     plain = dummy_model(half_billion_config(vision="none"), _DTYPE, torch.device("cpu"), seed=0)

@@ -55,7 +55,14 @@ SMALL_NEEDS_S = 5.0
 
 
 def chosen(names: Sequence[str]) -> list[Stage]:
-    """The stages with these names in the order of value; all stages for no name. Raises BadConfig."""
+    """The stages with these names in the order of value.
+
+    Args:
+        names: Names of stages; none for all of them.
+
+    Raises:
+        BadConfig: A name is unknown.
+    """
     known = {stage.name: stage for stage in STAGES}
     unknown = [name for name in names if name not in known]
     if unknown:

@@ -57,7 +57,11 @@ class _Timing(NamedTuple):
 
 
 def run(quick: bool) -> Report:
-    """quick: one model, one rank, few batches."""
+    """Time add-delta on a GPU against the kernels of other systems.
+
+    Args:
+        quick: One model, one rank, few batches.
+    """
     device = "cuda"
     torch.manual_seed(0)
     speed = copy_speed(device)

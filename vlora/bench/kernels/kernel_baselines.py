@@ -165,8 +165,15 @@ class _Chunk(NamedTuple):
 
 
 class _Style(NamedTuple):
-    """chunks: the range of each row of a table. block_m, block_n, block_k, split_k: tiles. together: all sites of a
-    group in one launch.
+    """How a system divides the work.
+
+    Attributes:
+        chunks: The range of each row of a table.
+        block_m: Tokens of a tile.
+        block_n: Outputs of a tile.
+        block_k: Inputs of a tile.
+        split_k: Parts into which the inputs of a shrink are split.
+        together: All sites of a group in one launch.
     """
 
     chunks: Callable[[Sequence[Lane]], list[_Chunk]]

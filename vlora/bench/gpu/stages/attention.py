@@ -31,7 +31,11 @@ _MOST_EXACT = 3  # requests of a batch that are compared with float64
 
 
 def run(context: Context) -> dict[str, Any]:
-    """Check both types, then time bfloat16. Raises ValueError for a result that differs from float64."""
+    """Check both types, then time bfloat16.
+
+    Raises:
+        ValueError: A result differs from float64.
+    """
     worst = _check(context)
     bytes_per_s = copy_speed(context)
     rows: list[dict[str, Any]] = []

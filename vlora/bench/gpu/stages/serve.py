@@ -170,7 +170,11 @@ def _decode_tokens_per_s(run: LoadRun) -> float:
 
 
 def _peer(context: Context, load: Load) -> LoadRun:
-    """The burst's requests in batches, after a short warm-up. Raises TimeoutError if it cannot end in time."""
+    """Serve the burst's requests in batches, after a short warm-up.
+
+    Raises:
+        TimeoutError: It cannot end in time.
+    """
     model = models.built(context)
     model.generation_config.eos_token_id = None
     baseline = Baseline.random(model, load.adapters, _RANK)

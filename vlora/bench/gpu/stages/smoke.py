@@ -36,7 +36,12 @@ Scores = dict[str, list[TokenScore]]
 
 
 class _Mode(NamedTuple):
-    """adapters: of the requests. merging: whether the first request's adapter is merged."""
+    """A mode of the engine, and the requests that lead to it.
+
+    Attributes:
+        adapters: Of the requests.
+        merging: Whether the first request's adapter is merged.
+    """
 
     name: str
     adapters: Sequence[str | None]
@@ -51,7 +56,11 @@ _MODES = (
 
 
 def run(context: Context) -> dict[str, Any]:
-    """Raises ValueError for a difference: later figures of a wrong engine would mean nothing."""
+    """Compare the engine on this device with transformers and PEFT.
+
+    Raises:
+        ValueError: A result differs, in which case later figures would mean nothing.
+    """
     found: dict[str, Any] = {"kernels": {}, "models": {}}
     with torch.inference_mode():
         found["kernels"] = _kernels(context)
