@@ -38,7 +38,7 @@ def multiplies_bfloat16() -> bool:
     Without bfloat16 instructions they reach a tenth of the speed of float32 (docs/decisions/0040), and on Intel cores
     without matrix tiles half of it.
     """
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():  # noqa: SLF001
         return False
     # The compiled kernels check the vendor themselves, in `multiplies_pairs_fast` of `cpu/products.cpp`.
     return "amx_bf16" in flags() or _vendor() != "GenuineIntel"

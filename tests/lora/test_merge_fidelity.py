@@ -196,16 +196,17 @@ def test_a_buffer_that_is_written_too_early_is_found(monkeypatch: pytest.MonkeyP
     """Negative control of the fake stream."""
     monkeypatch.setattr(module, "_SLOT_BYTES", 4096)
     slabs = make_slabs(6)
-    stream = FakeStream()
-    measure: Any = MergeFidelity(slabs, stream=stream)
-    monkeypatch.setattr(measure._upload, "_copied", _Forgetful([None, None]))
+    measure = MergeFidelity(slabs, stream=_Unfinished())
     with pytest.raises(AssertionError, match="written while it was copied"):
         measure(make_factors(slabs, ranks=(2,)))
 
 
-class _Forgetful(list):
-    def __setitem__(self, index: Any, value: Any) -> None:
-        pass
+class _Unfinished(FakeStream):
+    """Waiting for a copy does not finish it."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Any:
+        super().copy(target, source)
+        return SimpleNamespace(synchronize=lambda: None)
 
 
 def test_two_threads_measure_one_after_the_other() -> None:

@@ -247,7 +247,7 @@ def test_of_two_blocks_with_equal_content_the_first_is_kept() -> None:
 
 
 @pytest.mark.parametrize("corrupted", ["users", "known", "cached"])
-def test_the_integrity_check_finds_wrong_user_counts(corrupted: str) -> None:
+def test_the_integrity_check_finds_wrong_user_counts(corrupted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prefix = PrefixCache({})
     block_manager = make_block_manager(6, prefix=prefix)
     for name, last in (("a", 3), ("b", 4)):
@@ -256,7 +256,8 @@ def test_the_integrity_check_finds_wrong_user_counts(corrupted: str) -> None:
     block_manager.free("c")
     (shared, _), (cached,) = block_manager.table("a"), block_manager.allocator.cached_blocks
     if corrupted == "users":
-        block_manager._num_users[shared] += 1
+        monkeypatch.setattr(block_manager.allocator, "allocate_block", lambda: shared)
+        block_manager.grow("c", 1)
     elif corrupted == "known":
         prefix.add(b"x", 0, None)  # a key of a block that was not computed
     else:

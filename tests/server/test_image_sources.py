@@ -286,12 +286,13 @@ def test_public_addresses_are_public(address: str) -> None:
 
 def test_a_slow_host_does_not_block_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        sources = ImageSources(ServerConfig(image_hosts=("slow", "quick")))
+        hosts = ("one", "two", "three", "four")
+        sources = ImageSources(ServerConfig(image_hosts=("slow", "quick", *hosts)))
         requested: list[str] = []
 
         async def fetch(url: str, number: int) -> bytes:
             requested.append(url)
-            await asyncio.sleep(60 if "slow" in url else 0)
+            await asyncio.sleep(0 if "quick" in url else 60)
             return b"x"
 
         monkeypatch.setattr(sources, "_fetch", fetch)
@@ -302,6 +303,12 @@ def test_a_slow_host_does_not_block_other_hosts(monkeypatch: pytest.MonkeyPatch)
         for each in waiting:
             each.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
-        assert sources._slots._value == 16
+        # All of the 16 slots are free again.
+        requested.clear()
+        waiting = [asyncio.create_task(sources.read([f"http://{host}/"])) for host in hosts for _ in range(5)]
+        await asyncio.sleep(0.05)
+        assert sorted(requested) == sorted(f"http://{host}/" for host in hosts for _ in range(4))
+        for each in waiting:
+            each.cancel()
 
     asyncio.run(main())

@@ -112,7 +112,7 @@ def _replacements() -> Iterator[tuple[Any, dict[str, Any]]]:
         yield registry, {"triton_interprets": lambda: False}
         yield attention, {"decode": decode_in_torch(attention.decode)}
         yield pointwise, pointwise_in_torch(pointwise)
-        yield operator, {"_in_place": lanes_in_torch(operator._in_place)}
+        yield operator, {"strategy_in_place": lanes_in_torch(operator.strategy_in_place)}
         yield (
             GridExecutor,
             {

@@ -79,7 +79,7 @@ def _write_kv(k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: 
 
 
 def lanes_in_torch(prepare: Callable[..., Any]) -> Callable[..., Any]:
-    """`atmm.operator._in_place`, with strategies that torch computes."""
+    """`atmm.operator.strategy_in_place`, with strategies that torch computes."""
 
     def prepared(plan: Any, site: Any) -> Any:
         strategy = prepare(plan, site)

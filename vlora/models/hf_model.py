@@ -69,7 +69,7 @@ class HFModel:
         self.device: torch.device = weight.device
         AttentionInterface.register(ATTENTION_NAME, paged_attention)
         model.set_attn_implementation({"text_config": ATTENTION_NAME})
-        if self.text_model.config._attn_implementation != ATTENTION_NAME:
+        if self.text_model.config._attn_implementation != ATTENTION_NAME:  # noqa: SLF001
             raise UnsupportedModel(
                 f"{self.family.model_type}: this version of transformers does not accept a registered attention "
                 "function for its text model"

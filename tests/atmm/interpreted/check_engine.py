@@ -41,14 +41,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     monkeypatch.setattr(runner, "GpuAttention", OnGpu)
     for name in ("rms_norm", "gate_product", "rotate", "write_kv"):
         monkeypatch.setattr(pointwise, name, _counting(getattr(pointwise, name), name, counted))
-    prepare = operator._in_place
+    prepare = operator.strategy_in_place
 
     def in_place(*given: Any) -> Any:
         strategy = prepare(*given)
         counted["adapters in place" if strategy is not None else "adapters by products"] += 1
         return strategy
 
-    monkeypatch.setattr(operator, "_in_place", in_place)
+    monkeypatch.setattr(operator, "strategy_in_place", in_place)
     return counted
 
 
