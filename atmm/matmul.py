@@ -39,7 +39,7 @@ _THIN_WITHOUT_BFLOAT16 = 48
 _HIDDEN = 8  # tokens up to which "rows" takes little longer than for one (docs/decisions/0015, for Emerald Rapids)
 _FEW = 4  # rows up to which a product without instructions for its type may be memory-bound
 _MOST_ROWS = MEASURED_ROWS[-1]  # larger batches use the choice for this many rows
-_BLOCK = 8 * 2**20  # weights that are converted to float32 at a time: 32 MiB
+BLOCK = 8 * 2**20  # weights that are converted to float32 at a time: 32 MiB
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -183,7 +183,7 @@ def _float32(x: Tensor, layers: Sequence[Weights]) -> Tensor:
     first = 0
     for weight, bias in layers:
         done = 0
-        for block in weight.split(max(1, _BLOCK // weight.shape[1])):
+        for block in weight.split(max(1, BLOCK // weight.shape[1])):
             sums = torch.mm(wide, block.float().t())
             if bias is not None:
                 sums += bias[done : done + len(block)]

@@ -70,7 +70,7 @@ def test_measured_products_are_used_without_a_cache_folder(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(matmul, "measured", {})
-    monkeypatch.setattr(matmul_choice, "_LARGE", 1)
+    monkeypatch.setattr(matmul_choice, "LARGE", 1)
     monkeypatch.setattr(matmul_choice, "MEASURED_ROWS", (1,))
     monkeypatch.setattr(matmul_choice, "library", lambda: None)
     monkeypatch.setattr(Contention, "disturbs", lambda self: False)

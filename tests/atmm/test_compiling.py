@@ -112,7 +112,7 @@ class Immediate:
 @pytest.mark.parametrize("strategy", ["loop", "batched", "gathered"])
 def test_a_replayed_call_adds_the_deltas_of_every_copy(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "Replays", Immediate)
-    monkeypatch.setattr(search, "_MOST_COPIES", 3)
+    monkeypatch.setattr(search, "MOST_COPIES", 3)
     case = Case(Shape(48, (40, 16)), 8, "float32", 3, 12, True)
     group = case.group("cpu")
     drawn: list[torch.Tensor] = []

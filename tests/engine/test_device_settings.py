@@ -202,8 +202,8 @@ def test_merging_on_a_gpu_is_prepared_at_start(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(runner, "StepInputs", lambda *_: None)  # no step runs
     monkeypatch.setattr(GpuAttention, "compile_ahead", lambda *_: None)
     monkeypatch.setattr(device_runtime, "make_transfer", lambda device, executor: HostTransfer(executor))
-    monkeypatch.setattr(merge_in_place, "_SAMPLE_ROWS", 8)
-    monkeypatch.setattr(merge_in_place, "_SAMPLE_VALUES", 1)
+    monkeypatch.setattr(merge_in_place, "SAMPLE_ROWS", 8)
+    monkeypatch.setattr(merge_in_place, "SAMPLE_VALUES", 1)
     hf_model = HFModel(build_model("qwen2_vl", torch.bfloat16))
     config = EngineConfig(model="tiny", arena_bytes=256 * PAGE_BYTES, switching=switching)
     layout = lay_out(config, hf_model, None, loaded=False)

@@ -183,7 +183,7 @@ def test_the_number_of_launches_does_not_grow_with_the_layers(num_layers: int) -
 
 def test_batches_fit_into_the_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """One buffer is written while the other is copied, also if a single layer needs a larger one."""
-    monkeypatch.setattr(module, "_SLOT_BYTES", 4096)
+    monkeypatch.setattr(module, "SLOT_BYTES", 4096)
     slabs = make_slabs(6)
     factors = make_factors(slabs, 0.1, ranks=(2, 2, 2, 2, 2, 2, 64))
     stream = FakeStream()
@@ -194,7 +194,7 @@ def test_batches_fit_into_the_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_buffer_that_is_written_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control of the fake stream."""
-    monkeypatch.setattr(module, "_SLOT_BYTES", 4096)
+    monkeypatch.setattr(module, "SLOT_BYTES", 4096)
     slabs = make_slabs(6)
     measure = MergeFidelity(slabs, stream=_Unfinished())
     with pytest.raises(AssertionError, match="written while it was copied"):

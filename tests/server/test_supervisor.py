@@ -138,7 +138,7 @@ def test_a_replacement_process_has_the_adapters_and_pins(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_an_engine_that_fails_at_every_start_stays_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first start succeeds, every later start fails immediately."""
-    monkeypatch.setattr(supervisor, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.001)
 
     async def main() -> None:
         logged: list[str] = []

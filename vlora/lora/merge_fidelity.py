@@ -18,7 +18,7 @@ from vlora.memory.host_to_device import Stream
 # Sampled values of W0 per batch. On a CPU a batch stays in the second-level cache. On a GPU there are few batches, and
 # the temporary float32 tensors of one take 300 MiB together, of the memory that is left for activations.
 _CPU_VALUES, _GPU_VALUES = 2**16, 2**24
-_SLOT_BYTES = 8 * 2**20  # of one pinned buffer: the factors of a batch
+SLOT_BYTES = 8 * 2**20  # of one pinned buffer: the factors of a batch
 
 
 class ComputeStream(Stream, Protocol):
@@ -80,7 +80,7 @@ class MergeFidelity:
             size = (_CPU_VALUES if self._upload is None else _GPU_VALUES) // (rows * d_in)
             if self._upload is not None:
                 pair = factors[run.names[0]]
-                size = min(size, _SLOT_BYTES // ((d_in + rows) * len(pair.a) * pair.a.element_size() or 1))
+                size = min(size, SLOT_BYTES // ((d_in + rows) * len(pair.a) * pair.a.element_size() or 1))
             size = max(1, size)
             for start in range(0, len(run.names), size):
                 names = run.names[start : start + size]
@@ -122,7 +122,7 @@ class _Upload:
     def __init__(self, stream: ComputeStream, device: torch.device) -> None:
         self.stream = stream
         self._device = device
-        self._slots = [stream.pinned(_SLOT_BYTES) for _ in range(2)]
+        self._slots = [stream.pinned(SLOT_BYTES) for _ in range(2)]
         self._copied: list[Any] = [None, None]  # per slot: event of its last copy
         self._turn = 0
         self._result = stream.pinned(16).view(torch.float64)

@@ -28,8 +28,8 @@ from vlora.parallel.adapter_sharding import dense
 MAX_DRIFT = 2e-3
 # Share of the bound that applies to a sample of a layer's rows; the margin is for rows outside the sample. Samples of
 # 2**15 values underestimated the layer's drift by up to 6 %, samples of 2**17 by 2 % (docs/decisions/0004).
-_SAMPLE_SHARE = 0.9
-_SAMPLE_ROWS, _SAMPLE_VALUES = 32, 2**17  # minimum of each, or the whole layer
+SAMPLE_SHARE = 0.9
+SAMPLE_ROWS, SAMPLE_VALUES = 32, 2**17  # minimum of each, or the whole layer
 
 
 class InPlaceSwitcher:
@@ -55,7 +55,7 @@ class InPlaceSwitcher:
         if subtracting:
             for number, slab in enumerate(slabs.base):
                 _, d_out, d_in = slab.shape
-                step = max(1, d_out // max(_SAMPLE_ROWS, -(-_SAMPLE_VALUES // d_in)))
+                step = max(1, d_out // max(SAMPLE_ROWS, -(-SAMPLE_VALUES // d_in)))
                 names = tuple(name for name, slot in slabs.slots.items() if slot.slab == number)
                 self._samples.append(_Sample(number, names, step, slab[:, ::step].clone()))
         self.merged_key: str | None = None
@@ -132,7 +132,7 @@ class InPlaceSwitcher:
                     rows = wanted[run.first : run.last]
                     atmm.merge(rows, rows, a, bt[:, :, ::step].contiguous())
             error = (self._slabs.base[slab][:, ::step].float() - wanted.float()).square().sum((1, 2))
-            allowed = (_SAMPLE_SHARE * MAX_DRIFT) ** 2 * wanted.float().square().sum((1, 2))
+            allowed = (SAMPLE_SHARE * MAX_DRIFT) ** 2 * wanted.float().square().sum((1, 2))
             # Negated so that a NaN counts as drifted.
             drifted.update(names[index] for index in (~(error <= allowed)).nonzero()[:, 0].tolist())
         return drifted

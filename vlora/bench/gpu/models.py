@@ -18,7 +18,7 @@ from vlora.models.loading import dummy_model
 
 DTYPE = "bfloat16"
 _LARGE = "qwen2-vl-7b"
-_ARENA_BYTES, _SMALL_ARENA_BYTES = 12 * 2**30, 2**28
+ARENA_BYTES, _SMALL_ARENA_BYTES = 12 * 2**30, 2**28
 
 
 class Sizes(NamedTuple):
@@ -83,7 +83,7 @@ def timed_engine(
         dtype=DTYPE,
         max_batch_size=batch,
         max_step_tokens=4096,
-        arena_bytes=_ARENA_BYTES if context.on_gpu else _SMALL_ARENA_BYTES,
+        arena_bytes=ARENA_BYTES if context.on_gpu else _SMALL_ARENA_BYTES,
         merge_fidelity_floor=0.0,
         prefix_cache=False,  # each request reads its own KV
         vision_cache_bytes=0,

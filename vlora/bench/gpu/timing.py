@@ -11,7 +11,7 @@ import torch
 from atmm.tuning.replays import Replays
 from vlora.bench.gpu.context import Context
 
-_REPEATS, _SMALL_REPEATS = 20, 3
+REPEATS, _SMALL_REPEATS = 20, 3
 
 
 def device_seconds(context: Context, call: Callable[[], object], parts: int = 1) -> float:
@@ -32,7 +32,7 @@ def host_seconds(context: Context, call: Callable[[], object], warmup: int = 1) 
 
 
 def repeats(context: Context) -> int:
-    return _REPEATS if context.on_gpu else _SMALL_REPEATS
+    return REPEATS if context.on_gpu else _SMALL_REPEATS
 
 
 def copy_speed(context: Context) -> float:

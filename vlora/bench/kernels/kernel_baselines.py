@@ -184,7 +184,7 @@ class _Style(NamedTuple):
     together: bool = False
 
 
-_MOST_ADAPTERS = 64  # number of slots in the grid of a vLLM-style launch
+MOST_ADAPTERS = 64  # number of slots in the grid of a vLLM-style launch
 
 
 def _tokens(lanes: Sequence[Lane]) -> list[_Chunk]:
@@ -221,7 +221,7 @@ def _slots(size: int) -> Callable[[Sequence[Lane]], list[_Chunk]]:
     def chunks(lanes: Sequence[Lane]) -> list[_Chunk]:
         total = sum(lane.stop - lane.start for lane in lanes)
         full = _chunks_of(size)(lanes)
-        return full + [_Chunk(None, 0, 0)] * max(0, -(-total // size) * _MOST_ADAPTERS - len(full))
+        return full + [_Chunk(None, 0, 0)] * max(0, -(-total // size) * MOST_ADAPTERS - len(full))
 
     return chunks
 

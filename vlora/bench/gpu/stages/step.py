@@ -16,7 +16,7 @@ from vlora.bench.gpu.profiling import memory_gib, profiled
 from vlora.bench.gpu.timing import copy_speed, host_seconds
 from vlora.bench.report import Goal
 
-_BATCHES, _PROMPT = (32, 16, 8, 1), 1024
+BATCHES, PROMPT = (32, 16, 8, 1), 1024
 _SMALL_BATCHES, _SMALL_PROMPT = (4, 1), 16
 _PROFILED = 16
 _WARMUP = 5  # steps; a set of adapters is packed after it has recurred a few times
@@ -47,7 +47,7 @@ def run(context: Context) -> dict[str, Any]:
     model = models.built(context)
     sizes = models.sizes_of(model)
     bytes_per_s = copy_speed(context)
-    batches, prompt = (_BATCHES, _PROMPT) if context.on_gpu else (_SMALL_BATCHES, _SMALL_PROMPT)
+    batches, prompt = (BATCHES, PROMPT) if context.on_gpu else (_SMALL_BATCHES, _SMALL_PROMPT)
     policy = FixedModePolicy()
     rows: list[dict[str, Any]] = []
     with models.adapter_folders(model, {16: 8, 64: 16}) as folders:
@@ -81,7 +81,7 @@ def run(context: Context) -> dict[str, Any]:
                 }
             rows.append(row)
             context.keep({"rows": rows, "copy_bytes_per_s": bytes_per_s})
-    goals = _goals(rows) if context.on_gpu else []
+    goals = goals_of(rows) if context.on_gpu else []
     shown = _GOAL_BATCH if context.on_gpu else batches[0]
     merged = next(row for row in rows if (row["kind"], row["batch"]) == ("merged", shown))
     return {
@@ -99,7 +99,7 @@ def _rank_sum(adapters: set[str | None]) -> int:
     return sum(int(name[1:].partition("-")[0]) for name in adapters if name is not None)
 
 
-def _goals(rows: Sequence[dict[str, Any]]) -> list[Goal]:
+def goals_of(rows: Sequence[dict[str, Any]]) -> list[Goal]:
     at = {row["kind"]: row for row in rows if row["batch"] == _GOAL_BATCH}
     goals = [Goal(f"merged step / bytes, batch {_GOAL_BATCH}", at["merged"]["ratio"], 1.35, True)]
     for kind, limit in _TO_MERGED.items():
