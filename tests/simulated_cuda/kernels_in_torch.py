@@ -78,6 +78,15 @@ def _write_kv(k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: 
     v_cache[rows] = v
 
 
+def merge_in_torch(merge: Callable[..., Any]) -> Callable[..., Any]:
+    """`atmm.triton.lanes.merge`."""
+    return _launched(merge, _merge)
+
+
+def _merge(out: torch.Tensor, base: torch.Tensor, a: torch.Tensor, bt: torch.Tensor, scale: float) -> None:
+    out.copy_(torch.baddbmm(base.float(), bt.float().transpose(1, 2), a.float(), alpha=scale))
+
+
 def lanes_in_torch(prepare: Callable[..., Any]) -> Callable[..., Any]:
     """`atmm.operator.strategy_in_place`, with strategies that torch computes."""
 

@@ -208,6 +208,17 @@ def test_merge(dtype: torch.dtype, rank: int, o: int, i: int) -> None:
         assert (expected - base.double()).abs().max() > 0.01
 
 
+def test_merge_of_slices() -> None:
+    """Weights are rows of a joined matrix, factors are views of an arena: each tensor has strides of its own."""
+    generator = torch.Generator().manual_seed(0)
+    joined, arena_a, arena_bt = (torch.randn(3, 200, width, generator=generator) for width in (70, 70, 130))
+    base, a, bt = joined[1:, 64:164, :40], arena_a[:2, 5:13, 16:56], arena_bt[1:, :8, :100]
+    expected = joined.double()
+    expected[1:, 64:164, :40] = reference.merge(base, a, bt, 0.5)
+    merge(base, base, a, bt, 0.5)
+    torch.testing.assert_close(joined.double(), expected, rtol=1e-5, atol=1e-5)
+
+
 # -- factors read in place, without packed copies -----------------------------------------------------------------
 
 
