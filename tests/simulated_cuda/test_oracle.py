@@ -13,7 +13,7 @@ ENGINE = "tests/engine"
 ANSWERS = f"{ENGINE}/test_same_answers.py"
 FAST = "qwen2_vl"  # its fast tests run apart from the others
 LEFT = f"{FAST} and (chunks or evicted)"
-OTHERS = [family for family in FAMILIES if family != FAST]
+SELECTED = " or ".join([LEFT, *(family for family in FAMILIES if family != FAST)])
 
 
 def test_one_family_gives_the_reference_answers_within_the_limits_of_a_step() -> None:
@@ -21,17 +21,16 @@ def test_one_family_gives_the_reference_answers_within_the_limits_of_a_step() ->
     passes(ANSWERS, "tests/simulated_cuda/check_steps.py", "-m", "not slow")
 
 
-# Modules and families share processes: to start one takes as long as a third of a family's tests.
+# Families share a process, and modules share one: to start one takes as long as a third of a family's tests.
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("families", [[LEFT, *OTHERS[:2]], OTHERS[2:]], ids=str)
-def test_every_family_gives_the_reference_answers_in_every_mode(families: list[str]) -> None:
+def test_every_family_gives_the_reference_answers_in_every_mode() -> None:
     """Unmerged, merged and mixed, mode switches, chunked prompts, preemption, adapters loaded by threads, video.
 
     Of the tests that differ only by the merged adapter or the policy, one runs.
     """
     alike = ["patterned16", "narrow4", "everywhere64", "algorithm_1", "paper"]
-    passes(ANSWERS, "-k", f"({' or '.join(families)}) and not ({' or '.join(alike)})")
+    passes(ANSWERS, "-k", f"({SELECTED}) and not ({' or '.join(alike)})")
 
 
 @pytest.mark.slow
@@ -43,10 +42,8 @@ def test_two_ranks_give_the_reference_answers_in_every_mode() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "modules", [("heads", "relocation"), ("in_place_answers", "swap", "negative_controls")], ids=str
-)
-def test_other_oracle_tests_and_their_negative_controls(modules: tuple[str, ...]) -> None:
+def test_other_oracle_tests_and_their_negative_controls() -> None:
+    modules = ("heads", "relocation", "in_place_answers", "swap", "negative_controls")
     files = [f"{ENGINE}/test_{module}.py" for module in modules]
     # The negative controls use two families, the others one.
     passes(*files, "-k", "negative_controls or (not qwen3_vl and not (llava and not swap))")

@@ -66,8 +66,16 @@ def test_every_kind_of_batch(strategy: str, kind: str, dtype: torch.dtype) -> No
     assert all(isinstance(prepared, KERNELS[strategy]) for prepared in plan.prepared.values())
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-@pytest.mark.parametrize("d_outs", ((256, 128, 128), (40, 130, 16), (128,)), ids=str)
+@pytest.mark.parametrize(
+    ("d_outs", "dtype"),
+    [
+        ((256, 128, 128), torch.float32),
+        ((256, 128, 128), torch.bfloat16),
+        ((40, 130, 16), torch.float32),
+        ((128,), torch.float32),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("kind", ("ragged", "base tokens around", "three at once"))
 @pytest.mark.parametrize("strategy", KERNELS)
 def test_a_whole_group_at_once(
@@ -235,8 +243,11 @@ def make_layers(num: int, dtype: torch.dtype = torch.float32) -> tuple[list[Site
     return layers, table
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-@pytest.mark.parametrize("kind", ("decode", "mixed mode", "three at once"))
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("decode", torch.float32), ("mixed mode", torch.bfloat16), ("three at once", torch.float32)],
+    ids=str,
+)
 @pytest.mark.parametrize("strategy", (None, "tiled m32 n128 k64 s0 p2"))
 def test_factors_are_read_in_place_at_every_layer(strategy: str | None, kind: str, dtype: torch.dtype) -> None:
     num_tokens, lanes = KINDS[kind]
