@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from atmm.cpu.products import Weights, multiplies, product
 from atmm.processor import multiplies_bfloat16, prefers_weight_left
+from atmm.quantized import QuantizedWeight, StoredWeight
 
 Method = Literal["rows", "left", "float32", "library"]
 Key = tuple[int, int, int, torch.dtype]
@@ -42,8 +43,10 @@ _MOST_ROWS = MEASURED_ROWS[-1]  # larger batches use the choice for this many ro
 _BLOCK = 8 * 2**20  # weights that are converted to float32 at a time: 32 MiB
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
     """x [..., d_in] times weight [d_out, d_in] transposed, plus bias: [..., d_out], not always contiguous."""
+    if isinstance(weight, QuantizedWeight):
+        return weight.product(x, bias)
     num_rows = x.numel() // x.shape[-1]
     method = choose(num_rows, weight)
     if method == "library":

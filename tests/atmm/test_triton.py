@@ -54,9 +54,9 @@ def _passes(checks: str, environment: Mapping[str, str]) -> None:
 
 @pytest.mark.parametrize("capability", (80, 90))
 def test_kernels_compile_ahead_without_spilling(capability: int) -> None:
-    from atmm.triton.lint import inspect, sample
+    from atmm.triton.lint import inspect, rounding, sample
 
-    for kernel in sample():
+    for kernel in (*sample(), *(rounding() if capability >= 89 else ())):
         facts = inspect(kernel, capability)
         assert not facts.faults, (kernel, facts)
 

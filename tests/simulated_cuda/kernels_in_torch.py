@@ -46,6 +46,7 @@ def pointwise_in_torch(module: Any) -> dict[str, Callable[..., Any]]:
         "gate_product": _launched(module.gate_product, lambda gate, up: F.silu(gate) * up),
         "rotate": _launched(module.rotate, _rotate),
         "write_kv": _launched(module.write_kv, _write_kv),
+        "quantize_rows": _launched(module.quantize_rows, _quantize_rows),
     }
 
 
@@ -71,6 +72,11 @@ def _rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tens
     for x in (q, k):
         first, second = x.chunk(2, -1)
         x.copy_(x * cos + torch.cat([-second, first], -1) * sin)
+
+
+def _quantize_rows(values: torch.Tensor, scales: torch.Tensor, x: torch.Tensor, largest: float) -> None:
+    scales.copy_(x.float().abs().amax(1, keepdim=True).clamp(min=1e-12) / largest)
+    values.copy_(x.float() / scales)
 
 
 def _write_kv(k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Any) -> None:
