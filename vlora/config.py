@@ -30,6 +30,9 @@ class EngineConfig:
     Args:
         model: A folder or a hub name.
         load_format: "dummy" creates random weights with the shapes of the model's config.
+        quantize: Format of the language model's linear layers. "fp8" rounds the loaded weights to eight-bit floats with
+            a scale per output row; its products round their inputs likewise, per token. Merged weights have the same
+            format. On a GPU it needs compute capability 8.9; on a CPU it is slow.
         policy: The scheduling policy, one of `POLICY_NAMES`. A former name (`POLICY_ALIASES`) is replaced.
         max_batch_size: Maximum number of requests in a step (MaxBS of V-LoRA's Algorithm 1).
         max_step_tokens: Maximum number of tokens in a step.
@@ -65,6 +68,7 @@ class EngineConfig:
     load_format: Literal["auto", "dummy"] = "auto"
     device: str = "cpu"
     dtype: str = "auto"
+    quantize: Literal["none", "fp8"] = "none"
     seed: int = 0
     policy: str = "cost_based"
     max_batch_size: int = 32
@@ -93,6 +97,13 @@ class EngineConfig:
         object.__setattr__(self, "policy", policy_name(self.policy))
         if self.switching not in ("auto", "shadow", "in_place"):
             raise BadConfig(f"switching is {self.switching!r}; choose auto, shadow or in_place")
+        if self.quantize not in ("none", "fp8"):
+            raise BadConfig(f"quantize is {self.quantize!r}; choose none or fp8")
+        if self.quantize != "none" and self.switching == "in_place":
+            raise BadConfig(
+                f"switching in_place is not possible with quantize {self.quantize}, because the quantized weights are "
+                "in no file; choose switching shadow"
+            )
         for field in ("max_batch_size", "max_step_tokens", "block_size", "tensor_parallel"):
             if getattr(self, field) < 1:
                 raise BadConfig(f"{field} is {getattr(self, field)}; it must be at least 1")

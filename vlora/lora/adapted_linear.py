@@ -15,6 +15,7 @@ from torch import nn
 
 import atmm
 from atmm.matmul import joins, linear, linears
+from atmm.stored_linear import StoredLinear
 from atmm.strategies.shared_shrink import CachedInput
 from vlora.lora.block_diagonal import BlockSites
 from vlora.lora.joined_weights import JoinedWeights
@@ -104,7 +105,7 @@ class Placement(Protocol):
         ...
 
 
-class AdaptedLinear(nn.Linear):
+class AdaptedLinear(StoredLinear):
     """An `nn.Linear` of the base model plus the deltas of its scope's lanes. Created by `adapt`, never constructed.
 
     site: holds dense factors. others: placements of other factor kinds, by kind and number of parts. shard: the part of
@@ -144,7 +145,7 @@ class AdaptedLinear(nn.Linear):
         plan = self.scope.plan_for(num_rows)
         if self.siblings is not None and (self.joined or (plan is not None and joins(num_rows, self.weight))):
             return self.siblings.output(self, input, plan)
-        y = linear(input, self.weight, self.bias)
+        y = linear(input, self.stored, self.bias)
         if plan is not None:
             self.add_deltas(y.view(num_rows, self.out_features), input.reshape(num_rows, self.in_features), plan)
         return y

@@ -136,7 +136,7 @@ class AdapterPool:
 
     def _factor_table(self, vision: Iterable[AdaptedLinear]) -> atmm.FactorTable | None:
         """The places of all adapters' factors, on devices with kernels that read them in place."""
-        weight = next(iter(self._linears.values())).weight
+        weight = next(iter(self._linears.values())).stored
         if not atmm.reads_in_place(weight.device, weight.dtype):
             return None
         groups = [*(group.sites for group in self._groups), *((linear.site,) for linear in vision)]
@@ -144,7 +144,7 @@ class AdapterPool:
 
     def compile_ahead(self) -> None:
         """Compile the kernels of every possible step on a GPU. On a CPU nothing is compiled per shape."""
-        weight = next(iter(self._linears.values())).weight
+        weight = next(iter(self._linears.values())).stored
         if weight.device.type == "cuda":
             atmm.compile_ahead(self._groups, weight.dtype, weight.device)
 

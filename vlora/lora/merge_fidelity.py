@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from atmm.quantized import QuantizedWeight
 from vlora.lora.base_weights import BaseWeights
 from vlora.lora.layout import HostFactors
 from vlora.lora.merge import merge_runs
@@ -96,11 +97,12 @@ class MergeFidelity:
         # float32 weights.
         delta = bt.float().transpose(1, 2) @ a.float()
         weight = rows.float()
-        merged = (weight + delta).to(rows.dtype)
-        lost = merged.float().sub_(weight).sub_(delta)
+        exact = weight + delta
+        merged = rows.rounded(exact) if isinstance(rows, QuantizedWeight) else exact.to(rows.dtype).float()
+        lost = merged.sub_(weight).sub_(delta)
         return torch.stack([torch.linalg.vector_norm(lost), torch.linalg.vector_norm(delta)])
 
-    def _base_rows(self, batch: _Batch) -> torch.Tensor:
+    def _base_rows(self, batch: _Batch) -> Any:
         """Every `step`th row of the batch's W0, whatever is merged: [layers, rows, in]."""
         if self._base_weights is not None:
             return torch.stack([self._base_weights.weight(name)[:: batch.step] for name in batch.names])

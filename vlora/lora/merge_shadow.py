@@ -12,7 +12,6 @@ from __future__ import annotations
 from vlora.lora.adapter_pool import AdapterPool
 from vlora.lora.merge import merge_layers, merge_runs
 from vlora.lora.weight_slabs import WeightSlabs
-from vlora.memory.huge_pages import empty
 
 
 class ShadowSwitcher:
@@ -28,7 +27,7 @@ class ShadowSwitcher:
         self._complete = complete
         # Written at once, so that the system allocates the memory now. During the first merge that would delay all
         # requests and distort the cost model's measurement of a merge.
-        self._joined = [empty(w0.shape, w0.dtype, w0.device).copy_(w0) for w0 in slabs.joined]
+        self._joined = [slabs.allocate(w0.shape, w0.dtype, w0.device).copy_(w0) for w0 in slabs.joined]
         self._shadow = slabs.split(self._joined)
         self._shadow_key: str | None = None
         self._dirty: frozenset[str] = frozenset()  # layers with another value than W0 in the shadow
@@ -42,7 +41,7 @@ class ShadowSwitcher:
         wanted = frozenset() if key is None else self._slabs.slots.keys() if self._complete else self._dirty
         for name, linear in self._slabs.linears.items():
             slab, index = self._slabs.slots[name]
-            linear.weight.data = (self._shadow if name in wanted else self._slabs.base)[slab][index]
+            linear.hold((self._shadow if name in wanted else self._slabs.base)[slab][index])
         for weights, kind, index in self._slabs.groups:
             weights.weight = (self._joined if wanted else self._slabs.joined)[kind][index]
         self.merged_key = key

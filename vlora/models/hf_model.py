@@ -88,7 +88,7 @@ class HFModel:
     def move(self, device: torch.device) -> None:
         """Move the whole model to a device."""
         self.model.to(device)
-        self.device = device
+        self.device = self.embed.weight.device
         self._replace_vision_attention()
         self._fuse_layers()
 

@@ -27,8 +27,9 @@ _HUB_HINT = (
 def load_model(config: EngineConfig, rank: int = 0) -> Any:
     """Load the whole transformers model in eval mode. Raises BadConfig, UnsupportedModel.
 
-    With one rank the model is on its device. With several ranks it may be larger than a rank's device, so its weights
-    stay memory-mapped files on the CPU, read on access, until `sharding.shard` moves the rank's part to the device.
+    With one rank the model is on its device. With several ranks, or if its weights are to be quantized, it may be
+    larger than a device, so its weights stay memory-mapped files on the CPU, read on access, until `sharding.shard` or
+    `lay_out` moves them to the device.
     """
     device = device_of(config, rank)
     model_config = read_config(config.model)
@@ -40,7 +41,8 @@ def load_model(config: EngineConfig, rank: int = 0) -> Any:
         model = from_pretrained(AutoModelForImageTextToText, config.model, dtype=dtype)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise BadConfig(f"cannot load the weights of {config.model!r}: {error}") from error
-    return _ready(model, device if config.tensor_parallel == 1 else torch.device("cpu"))
+    fits = config.tensor_parallel == 1 and config.quantize == "none"
+    return _ready(model, device if fits else torch.device("cpu"))
 
 
 def _warn_of_shorter_context(text: Any) -> None:

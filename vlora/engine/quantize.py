@@ -1,0 +1,70 @@
+"""The configured format of the base weights, and whether the device and the layers allow it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from atmm import fp8
+from atmm.quantized import WeightFormat
+from vlora.config import EngineConfig
+from vlora.errors import BadConfig
+
+FORMATS: Mapping[str, WeightFormat] = {"fp8": fp8.Fp8()}
+"""By the value of `EngineConfig.quantize`."""
+
+log = logging.getLogger(__name__)
+
+
+def check_device(config: EngineConfig, device: torch.device) -> None:
+    """Check that a device has products in the configured format, before a model is loaded. A CPU logs a warning.
+
+    Raises:
+        BadConfig: The device has no such products.
+    """
+    if config.quantize == "none":
+        return
+    if device.type == "cpu":
+        log.warning(
+            "quantize %s on a CPU: every product restores its weights, which is slower than quantize none; the "
+            "answers are those of a GPU, up to the rounding of sums",
+            config.quantize,
+        )
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < fp8.CAPABILITY:
+        raise BadConfig(
+            f"quantize fp8 needs a GPU of compute capability {_version(fp8.CAPABILITY)} or higher; "
+            f"{torch.cuda.get_device_name(device)} has {_version(capability)}; set quantize none"
+        )
+
+
+def format_of(config: EngineConfig, device: torch.device, linears: Mapping[str, nn.Linear]) -> WeightFormat | None:
+    """The format of the language model's target weights. None: they are used as loaded.
+
+    Args:
+        config: The configuration.
+        device: The device of the steps.
+        linears: The layers by name.
+
+    Raises:
+        BadConfig: The device has no products in the format for one of the layers.
+    """
+    if config.quantize == "none":
+        return None
+    for name, linear in linears.items() if device.type == "cuda" else ():
+        if linear.weight.dtype is not torch.bfloat16:
+            raise BadConfig(f"quantize fp8 on a GPU needs dtype bfloat16; the weights are {linear.weight.dtype}")
+        if linear.in_features % fp8.ALIGNMENT or linear.out_features % fp8.ALIGNMENT:
+            raise BadConfig(
+                f"quantize fp8 on a GPU needs layers with sizes that are multiples of {fp8.ALIGNMENT}; {name} has "
+                f"{linear.out_features} x {linear.in_features}; set quantize none"
+            )
+    return FORMATS[config.quantize]
+
+
+def _version(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
