@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from vlora.bench.dummy import language_shapes, small_config, write_adapter
 from vlora.bench.engine.fixed_mode import FixedModePolicy
@@ -74,13 +74,21 @@ def adapter_folders(model: Any, counts: Mapping[int, int]) -> Iterator[dict[str,
 
 
 def timed_engine(
-    context: Context, model: Any, adapters: Mapping[str, str], policy: FixedModePolicy, *, prompt: int, batch: int
+    context: Context,
+    model: Any,
+    adapters: Mapping[str, str],
+    policy: FixedModePolicy,
+    *,
+    prompt: int,
+    batch: int,
+    quantize: Literal["none", "fp8"] = "none",
 ) -> TimedEngine:
     """An engine for requests with prompts of `prompt` tokens, at most `batch` at a time."""
     config = EngineConfig(
         model="dummy",
         device=str(context.device),
         dtype=DTYPE,
+        quantize=quantize,
         max_batch_size=batch,
         max_step_tokens=4096,
         arena_bytes=_ARENA_BYTES if context.on_gpu else _SMALL_ARENA_BYTES,

@@ -1,14 +1,19 @@
 """Decode steps of a 7B model in every mode, against the time to read the same bytes.
 
-Steps are timed by the host from one scheduling to the next, as a server runs them. Every mode runs on one engine.
+Steps are timed by the host from one scheduling to the next, as a server runs them. Every mode runs on one engine; a
+second engine has eight-bit weights.
 """
 
 from __future__ import annotations
 
+import gc
 import statistics
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import torch
+
+from atmm import fp8
 from vlora.bench.engine.fixed_mode import FixedModePolicy
 from vlora.bench.gpu import models
 from vlora.bench.gpu.context import Context
@@ -43,19 +48,58 @@ _TO_MERGED = {"unmerged 8 x r16": 1.12, "unmerged 16 x r64": 1.55, "mixed": 1.15
 
 
 def run(context: Context) -> dict[str, Any]:
-    """Time every kind with every batch size, from large to small batches."""
-    model = models.built(context)
-    sizes = models.sizes_of(model)
+    """Time every kind with every batch size, from large to small batches, and some with eight-bit weights."""
     bytes_per_s = copy_speed(context)
     batches, prompt = (_BATCHES, _PROMPT) if context.on_gpu else (_SMALL_BATCHES, _SMALL_PROMPT)
-    policy = FixedModePolicy()
     rows: list[dict[str, Any]] = []
+    sizes = _time(context, _Base("none", KINDS, batches), prompt, bytes_per_s, rows)
+    gc.collect()
+    on_cuda = context.device.type == "cuda"
+    if on_cuda:
+        torch.cuda.empty_cache()
+    if not on_cuda or torch.cuda.get_device_capability(context.device) >= fp8.CAPABILITY:
+        _time(context, _Base("fp8", KINDS[:3], batches[-3:]), prompt, bytes_per_s, rows)
+    goals = _goals(rows) if context.on_gpu else []
+    shown = _GOAL_BATCH if context.on_gpu else batches[0]
+    return {
+        "summary": "; ".join(
+            f"{row['kind']}, batch {shown}: {row['ms']:.2f} ms, {row['ratio']:.2f} x bytes"
+            for row in rows
+            if row["kind"].startswith("merged") and row["batch"] == shown
+        ),
+        "rows": rows,
+        "goals": goals,
+        "copy_bytes_per_s": bytes_per_s,
+        "sizes": sizes._asdict(),
+        "reserved_gib": memory_gib(context),
+    }
+
+
+class _Base(NamedTuple):
+    """quantize: the format of the base weights. kinds, batches: the steps that are timed."""
+
+    quantize: Literal["none", "fp8"]
+    kinds: Sequence[Kind]
+    batches: Sequence[int]
+
+
+def _time(context: Context, base: _Base, prompt: int, bytes_per_s: float, rows: list[dict[str, Any]]) -> models.Sizes:
+    """Add the rows of a base to `rows`. Returns its sizes."""
+    model = models.built(context)
+    sizes = models.sizes_of(model)
+    policy = FixedModePolicy()
     with models.adapter_folders(model, {16: 8, 64: 16}) as folders:
-        engine = models.timed_engine(context, model, folders, policy, prompt=prompt, batch=batches[0])
-    for kind in KINDS:
+        engine = models.timed_engine(
+            context, model, folders, policy, prompt=prompt, batch=base.batches[0], quantize=base.quantize
+        )
+    if base.quantize != "none":
+        head = model.get_output_embeddings().weight.nbytes
+        sizes = sizes._replace(weights=engine.engine.parts.device.slabs.num_bytes + head)
+    suffix = "" if base.quantize == "none" else f", {base.quantize}"
+    for kind in base.kinds:
         policy.merging = kind.merging
-        step = engine.begin([kind.adapters[row % len(kind.adapters)] for row in range(batches[0])])
-        for batch in batches:
+        step = engine.begin([kind.adapters[row % len(kind.adapters)] for row in range(base.batches[0])])
+        for batch in base.batches:
             engine.keep(batch)
             used = {kind.adapters[row % len(kind.adapters)] for row in range(batch)}
             if kind.name == "mixed" and len(used) == 1:
@@ -64,7 +108,7 @@ def run(context: Context) -> dict[str, Any]:
             adapter_bytes = 0 if kind.name in ("none", "merged") else _rank_sum(used) * sizes.adapter_rank
             num_bytes = sizes.weights + batch * prompt * sizes.kv_token + adapter_bytes
             row = {
-                "kind": kind.name,
+                "kind": kind.name + suffix,
                 "batch": batch,
                 "context": prompt,
                 "ms": 1e3 * statistics.median(seconds),
@@ -72,7 +116,7 @@ def run(context: Context) -> dict[str, Any]:
                 "bytes ms": 1e3 * num_bytes / bytes_per_s,
                 "ratio": statistics.median(seconds) / (num_bytes / bytes_per_s),
             }
-            if batch in (_PROFILED, batches[-1]):
+            if batch in (_PROFILED, base.batches[-1]):
                 found = profiled(context, step)
                 row |= {
                     "launches": found.launches,
@@ -81,17 +125,7 @@ def run(context: Context) -> dict[str, Any]:
                 }
             rows.append(row)
             context.keep({"rows": rows, "copy_bytes_per_s": bytes_per_s})
-    goals = _goals(rows) if context.on_gpu else []
-    shown = _GOAL_BATCH if context.on_gpu else batches[0]
-    merged = next(row for row in rows if (row["kind"], row["batch"]) == ("merged", shown))
-    return {
-        "summary": f"merged, batch {merged['batch']}: {merged['ms']:.2f} ms, {merged['ratio']:.2f} x bytes",
-        "rows": rows,
-        "goals": goals,
-        "copy_bytes_per_s": bytes_per_s,
-        "sizes": sizes._asdict(),
-        "reserved_gib": memory_gib(context),
-    }
+    return sizes
 
 
 def _rank_sum(adapters: set[str | None]) -> int:
