@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -113,6 +114,13 @@ class QuantizedWeight:
 
     def _with(self, values: Tensor, scales: Tensor) -> QuantizedWeight:
         return QuantizedWeight(values, scales, self.dtype, self.format)
+
+
+def quantized_bytes(weight_format: WeightFormat, shape: Sequence[int]) -> int:
+    """Bytes of the values and scales of weights of a shape."""
+    *rows, width = shape
+    per_row = width // weight_format.weights_per_value * weight_format.value_dtype.itemsize
+    return math.prod(rows) * (per_row + 4 * (width // (weight_format.weights_per_scale or width)))
 
 
 StoredWeight = Tensor | QuantizedWeight
