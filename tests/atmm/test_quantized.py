@@ -119,7 +119,7 @@ def test_a_merge_of_blocks_scales_whole_rows() -> None:
 @pytest.mark.parametrize("num_tokens", [1, 5, 33])
 @pytest.mark.parametrize("bias", [False, True])
 def test_products_on_the_device(num_tokens: int, bias: bool) -> None:
-    """On a GPU by torch's operator, whose inputs a kernel rounds; also for a part of the rows, and strided inputs."""
+    """On a GPU by torch's operator, with inputs rounded by a kernel; also for a part of the rows, and strided inputs."""
     chosen = torch.device(device.name)
     if chosen.type == "cuda" and torch.cuda.get_device_capability(chosen) < CAPABILITY:
         pytest.skip("this GPU has no eight-bit products")

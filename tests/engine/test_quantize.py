@@ -1,4 +1,4 @@
-"""The quantize setting: what it refuses, the memory of quantized weights, and which adapters are merged on them."""
+"""The quantize setting: its errors, the memory of quantized weights, and the adapters that are merged on them."""
 
 from __future__ import annotations
 
