@@ -8,13 +8,14 @@ import logging
 import math
 import os
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 from vlora.errors import BadConfig
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 MIN_SECRET = 16
 SHARDINGS = ("replicated", "slora", "auto")
+Quantize = Literal["none", "fp8", "int8"]
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 POLICY_NAMES = ("cost_based", "algorithm1", "dlora", "merged_only", "unmerged_only")
 POLICY_ALIASES = {"vlora_cost": "cost_based", "vlora": "algorithm1"}
@@ -30,9 +31,10 @@ class EngineConfig:
     Args:
         model: A folder or a hub name.
         load_format: "dummy" creates random weights with the shapes of the model's config.
-        quantize: Format of the language model's linear layers. "fp8" rounds the loaded weights to eight-bit floats with
-            a scale per output row; its products round their inputs likewise, per token. Merged weights have the same
-            format. On a GPU it needs compute capability 8.9; on a CPU it is slow.
+        quantize: Format of the language model's linear layers. "fp8" rounds the loaded weights to eight-bit floats,
+            "int8" to eight-bit integers, with a scale per output row; products round their inputs likewise, per token.
+            Merged weights have the same format. "fp8" is for GPUs of compute capability 8.9 or higher, and slow on a
+            CPU; "int8" is for CPUs with AVX512-VNNI, and slow on others.
         policy: The scheduling policy, one of `POLICY_NAMES`. A former name (`POLICY_ALIASES`) is replaced.
         max_batch_size: Maximum number of requests in a step (MaxBS of V-LoRA's Algorithm 1).
         max_step_tokens: Maximum number of tokens in a step.
@@ -68,7 +70,7 @@ class EngineConfig:
     load_format: Literal["auto", "dummy"] = "auto"
     device: str = "cpu"
     dtype: str = "auto"
-    quantize: Literal["none", "fp8"] = "none"
+    quantize: Quantize = "none"
     seed: int = 0
     policy: str = "cost_based"
     max_batch_size: int = 32
@@ -97,8 +99,8 @@ class EngineConfig:
         object.__setattr__(self, "policy", policy_name(self.policy))
         if self.switching not in ("auto", "shadow", "in_place"):
             raise BadConfig(f"switching is {self.switching!r}; choose auto, shadow or in_place")
-        if self.quantize not in ("none", "fp8"):
-            raise BadConfig(f"quantize is {self.quantize!r}; choose none or fp8")
+        if self.quantize not in get_args(Quantize):
+            raise BadConfig(f"quantize is {self.quantize!r}; choose one of {', '.join(get_args(Quantize))}")
         if self.quantize != "none" and self.switching == "in_place":
             raise BadConfig(
                 f"switching in_place is not possible with quantize {self.quantize}, because the quantized weights are "

@@ -53,7 +53,7 @@ def adapters(local: LocalEngine, folder: Path, scale: float, *names: str) -> lis
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"quantize": "int3"}, "quantize is 'int3'; choose none or fp8"),
+        ({"quantize": "int3"}, "quantize is 'int3'; choose one of none, fp8, int8"),
         ({"quantize": "fp8", "switching": "in_place"}, "in_place is not possible with quantize fp8.*choose switching"),
     ],
 )
@@ -80,6 +80,24 @@ def test_a_gpu_without_eight_bit_products_is_refused(monkeypatch: pytest.MonkeyP
 def test_layers_that_a_gpu_cannot_multiply_are_refused(linear: torch.nn.Linear, words: str) -> None:
     with pytest.raises(BadConfig, match=words):
         format_of(CONFIG, GPU, {"q_proj": linear})
+
+
+def test_integers_are_refused_on_a_gpu() -> None:
+    config = EngineConfig(model="tiny", quantize="int8")
+    with pytest.raises(BadConfig, match="quantize int8 is for CPUs; on a GPU set quantize fp8"):
+        check_device(config, GPU)
+    with pytest.raises(BadConfig, match="quantize int8 is for CPUs"):
+        format_of(config, GPU, {})
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_integers_are_slow_without_the_kernel(
+    fast: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("atmm.int8.multiplies_int8", lambda: fast)
+    with caplog.at_level(logging.WARNING):
+        check_device(EngineConfig(model="tiny", quantize="int8"), torch.device("cpu"))
+    assert ("slower than quantize none" in caplog.text) is not fast
 
 
 def test_a_cpu_warns_of_slow_products(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,32 +8,33 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from atmm import fp8
+from atmm import fp8, int8
 from atmm.quantized import WeightFormat
 from vlora.config import EngineConfig
 from vlora.errors import BadConfig
 
-FORMATS: Mapping[str, WeightFormat] = {"fp8": fp8.Fp8()}
+FORMATS: Mapping[str, WeightFormat] = {"fp8": fp8.Fp8(), "int8": int8.Int8()}
 """By the value of `EngineConfig.quantize`."""
 
 log = logging.getLogger(__name__)
 
 
 def check_device(config: EngineConfig, device: torch.device) -> None:
-    """Check that a device has products in the configured format, before a model is loaded. A CPU logs a warning.
+    """Check that a device has products in the configured format, before a model is loaded. A slow one logs a warning.
 
     Raises:
         BadConfig: The device has no such products.
     """
-    if config.quantize == "none":
+    if config.quantize == "none" or (config.quantize == "int8" and device.type == "cpu" and int8.multiplies_int8()):
         return
     if device.type == "cpu":
         log.warning(
-            "quantize %s on a CPU: every product restores its weights, which is slower than quantize none; the "
-            "answers are those of a GPU, up to the rounding of sums",
+            "quantize %s on this CPU: every product restores its weights, which is slower than quantize none; the "
+            "answers are the same, up to the rounding of sums",
             config.quantize,
         )
         return
+    _refuse_int8_on_a_gpu(config, device)
     capability = torch.cuda.get_device_capability(device)
     if capability < fp8.CAPABILITY:
         raise BadConfig(
@@ -55,6 +56,7 @@ def format_of(config: EngineConfig, device: torch.device, linears: Mapping[str, 
     """
     if config.quantize == "none":
         return None
+    _refuse_int8_on_a_gpu(config, device)
     for name, linear in linears.items() if device.type == "cuda" else ():
         if linear.weight.dtype is not torch.bfloat16:
             raise BadConfig(f"quantize fp8 on a GPU needs dtype bfloat16; the weights are {linear.weight.dtype}")
@@ -64,6 +66,11 @@ def format_of(config: EngineConfig, device: torch.device, linears: Mapping[str, 
                 f"{linear.out_features} x {linear.in_features}; set quantize none"
             )
     return FORMATS[config.quantize]
+
+
+def _refuse_int8_on_a_gpu(config: EngineConfig, device: torch.device) -> None:
+    if config.quantize == "int8" and device.type == "cuda":
+        raise BadConfig("quantize int8 is for CPUs; on a GPU set quantize fp8")
 
 
 def _version(capability: tuple[int, int]) -> str:

@@ -50,7 +50,7 @@ def refuse_unsupported_parts(config: Any, mrope: bool) -> None:
         method = stored.get("quant_method") if isinstance(stored, dict) else stored.quant_method.value
         raise UnsupportedModel(
             f"{family} with weights that are stored quantized (quant_method {method!r}) is not supported; use the "
-            "checkpoint in bfloat16 or float16. quantize fp8 rounds its weights at load"
+            "checkpoint in bfloat16 or float16. quantize fp8 or int8 rounds its weights at load"
         )
     if text.model_type not in TEXT_MODELS:
         raise UnsupportedModel(

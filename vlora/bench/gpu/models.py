@@ -6,14 +6,14 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from vlora.bench.dummy import language_shapes, small_config, write_adapter
 from vlora.bench.engine.fixed_mode import FixedModePolicy
 from vlora.bench.engine.timed_engine import TimedEngine
 from vlora.bench.gpu.context import Context
 from vlora.bench.scheduling.models import model_named
-from vlora.config import EngineConfig
+from vlora.config import EngineConfig, Quantize
 from vlora.models.loading import dummy_model
 
 DTYPE = "bfloat16"
@@ -81,7 +81,7 @@ def timed_engine(
     *,
     prompt: int,
     batch: int,
-    quantize: Literal["none", "fp8"] = "none",
+    quantize: Quantize = "none",
 ) -> TimedEngine:
     """An engine for requests with prompts of `prompt` tokens, at most `batch` at a time."""
     config = EngineConfig(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import statistics
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,6 +20,7 @@ from vlora.bench.gpu.context import Context
 from vlora.bench.gpu.profiling import memory_gib, profiled
 from vlora.bench.gpu.timing import copy_speed, host_seconds
 from vlora.bench.report import Goal
+from vlora.config import Quantize
 
 _BATCHES, _PROMPT = (32, 16, 8, 1), 1024
 _SMALL_BATCHES, _SMALL_PROMPT = (4, 1), 16
@@ -78,7 +79,7 @@ def run(context: Context) -> dict[str, Any]:
 class _Base(NamedTuple):
     """quantize: the format of the base weights. kinds, batches: the steps that are timed."""
 
-    quantize: Literal["none", "fp8"]
+    quantize: Quantize
     kinds: Sequence[Kind]
     batches: Sequence[int]
 
