@@ -16,7 +16,7 @@ from vlora.engine.adapter_loader import AdapterLoader
 from vlora.engine.device_runtime import DeviceRuntime, facts_of, lay_out, set_threads, use_device
 from vlora.engine.grammar_cache import GrammarCache, GrammarHook
 from vlora.engine.monitor import Monitor
-from vlora.engine.quantize import check_device
+from vlora.engine.quantize import check_device, with_stored_format
 from vlora.engine.request_checks import RequestChecks
 from vlora.engine.tensor_parallel.coordinator import (
     TensorParallelCoordinator,
@@ -100,6 +100,8 @@ def build(
     num_threads = set_threads(config)
     own_device = device_of(config, 0)
     use_device(own_device)
+    if model is None:
+        config = with_stored_format(config)
     check_device(config, own_device)
     device_type = own_device.type
     # Kernels are built here if necessary, and further down for a GPU, so that no request waits for a build.

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from atmm.quantized import quantized_bytes
 from vlora.config import EngineConfig
 from vlora.engine.limits import Room, compute_limits, free_room, shadow_fits
-from vlora.engine.quantize import format_of
+from vlora.engine.quantize import format_of, with_stored_format
 from vlora.errors import BadConfig
 from vlora.lora.base_weights import checkpoint_files
 from vlora.lora.layout import run_bytes
@@ -93,6 +93,7 @@ def check_model(config: EngineConfig, *, adapter_rank: int, memory_bytes: int | 
             and its memory is not given.
         UnsupportedModel: The model is not supported.
     """
+    config = with_stored_format(config)
     model_config = read_config(config.model)
     InputProcessor.from_pretrained(config.model)
     hf_model = HFModel(dummy_model(model_config, config.dtype, torch.device("meta"), config.seed))

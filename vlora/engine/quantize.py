@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Mapping
 
@@ -9,14 +10,33 @@ import torch
 from torch import nn
 
 from atmm import fp8, int8
+from atmm.formats import FORMATS
 from atmm.quantized import WeightFormat
 from vlora.config import EngineConfig
 from vlora.errors import BadConfig
-
-FORMATS: Mapping[str, WeightFormat] = {"fp8": fp8.Fp8(), "int8": int8.Int8()}
-"""By the value of `EngineConfig.quantize`."""
+from vlora.models.loading import read_config
+from vlora.models.stored_quantized import stored_format
 
 log = logging.getLogger(__name__)
+
+
+def with_stored_format(config: EngineConfig) -> EngineConfig:
+    """The configuration with the format in which the model's weights are stored, if they are.
+
+    Raises:
+        BadConfig: The model is not readable or not supported, or the settings do not allow the format.
+    """
+    stored = stored_format(read_config(config.model))
+    if stored == "none":
+        return config
+    if config.quantize not in ("none", stored):
+        raise BadConfig(f"quantize is {config.quantize}, but the checkpoint is stored in {stored}; set quantize none")
+    if config.tensor_parallel > 1:
+        raise BadConfig(
+            f"tensor_parallel is not possible with a checkpoint that is stored in {stored}; use the checkpoint in "
+            f"bfloat16 with quantize {stored}"
+        )
+    return dataclasses.replace(config, quantize=stored)
 
 
 def check_device(config: EngineConfig, device: torch.device) -> None:

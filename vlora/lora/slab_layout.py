@@ -55,7 +55,7 @@ def moved(groups: Sequence[Sequence[AdaptedLinear]], allocate: Allocate) -> Stor
     for number, layers in enumerate(groups):
         for layer, rows in zip(layers, slab[number].split(heights), strict=True):
             # Freeing the module's own storage now keeps the peak at one extra layer, not one extra model.
-            layer.hold(rows.copy_(layer.weight.data))
+            layer.hold(rows.copy_(layer.weight.data if layer.quantized is None else layer.quantized))
     return slab
 
 

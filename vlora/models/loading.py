@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import logging
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,10 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from vlora.config import EngineConfig
 from vlora.errors import BadConfig, VLoraError
+from vlora.lora.base_weights import checkpoint_files
 from vlora.models.families import family_of
 from vlora.models.pretrained import from_pretrained
+from vlora.models.stored_quantized import restore_stored, scales_expected, stored_format
 from vlora.models.supported import max_positions
 
 log = logging.getLogger(__name__)
@@ -37,10 +41,17 @@ def load_model(config: EngineConfig, rank: int = 0) -> Any:
     if config.load_format == "dummy":
         return dummy_model(model_config, config.dtype, device, config.seed)
     dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
+    stored = stored_format(model_config)
+    plain = copy.copy(model_config)
+    if stored != "none":
+        del plain.quantization_config  # the values are loaded as they are
     try:
-        model = from_pretrained(AutoModelForImageTextToText, config.model, dtype=dtype)
+        with contextlib.nullcontext() if stored == "none" else scales_expected():
+            model = from_pretrained(AutoModelForImageTextToText, config.model, dtype=dtype, config=plain)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise BadConfig(f"cannot load the weights of {config.model!r}: {error}") from error
+    if stored != "none":
+        restore_stored(model, checkpoint_files(config.model), stored, keep=config.quantize == stored)
     fits = config.tensor_parallel == 1 and config.quantize == "none"
     return _ready(model, device if fits else torch.device("cpu"))
 
