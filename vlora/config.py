@@ -35,6 +35,7 @@ class EngineConfig:
             "int8" to eight-bit integers, with a scale per output row; products round their inputs likewise, per token.
             Merged weights have the same format. "fp8" is for GPUs of compute capability 8.9 or higher, and slow on a
             CPU; "int8" is for CPUs with AVX512-VNNI, and slow on others.
+        quantize_head: Whether the output head has the format of `quantize`, too.
         policy: The scheduling policy, one of `POLICY_NAMES`. A former name (`POLICY_ALIASES`) is replaced.
         max_batch_size: Maximum number of requests in a step (MaxBS of V-LoRA's Algorithm 1).
         max_step_tokens: Maximum number of tokens in a step.
@@ -71,6 +72,7 @@ class EngineConfig:
     device: str = "cpu"
     dtype: str = "auto"
     quantize: Quantize = "none"
+    quantize_head: bool = False
     seed: int = 0
     policy: str = "cost_based"
     max_batch_size: int = 32
@@ -101,6 +103,8 @@ class EngineConfig:
             raise BadConfig(f"switching is {self.switching!r}; choose auto, shadow or in_place")
         if self.quantize not in get_args(Quantize):
             raise BadConfig(f"quantize is {self.quantize!r}; choose one of {', '.join(get_args(Quantize))}")
+        if self.quantize_head and self.quantize == "none":
+            raise BadConfig("quantize_head needs a format; set quantize too")
         if self.quantize != "none" and self.switching == "in_place":
             raise BadConfig(
                 f"switching in_place is not possible with quantize {self.quantize}, because the quantized weights are "

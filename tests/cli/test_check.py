@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Literal
 
 import pytest
 from peft import LoraConfig, get_peft_model
@@ -13,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from fusion.embedded import checkpoint_path
 from fusion.embedded.model import build_model
 from tests.cli.conftest import Vlora
-from vlora.config import EngineConfig
+from vlora.config import EngineConfig, Quantize
 from vlora.engine import LocalEngine
 from vlora.errors import OverCapacity
 from vlora.memory.arena import PAGE_BYTES
@@ -28,22 +27,24 @@ def folder(tmp_path: Path) -> Path:
     return shutil.copytree(checkpoint_path(), tmp_path / "model")
 
 
-@pytest.mark.parametrize("quantize", ["none", "fp8"])
+@pytest.mark.parametrize(("quantize", "head"), [("none", False), ("fp8", False), ("int8", True)])
 def test_the_figures_are_those_of_an_engine(
-    quantize: Literal["none", "fp8"], tmp_path: Path, vlora_command: Vlora
+    quantize: Quantize, head: bool, tmp_path: Path, vlora_command: Vlora
 ) -> None:
-    settings = ("--arena-bytes", str(ARENA), "--quantize", quantize)
+    settings = ("--arena-bytes", str(ARENA), "--quantize", quantize, *["--quantize-head"] * head)
     code, out, _ = vlora_command("check", "embedded", *settings, "--rank", "64", "--json")
     found = json.loads(out)
     assert code == 0 and found["problems"] == [] and found["quantize"] == quantize
     local = LocalEngine(
-        EngineConfig(model=str(checkpoint_path()), arena_bytes=ARENA, quantize=quantize, threads=1),
+        EngineConfig(model=str(checkpoint_path()), arena_bytes=ARENA, quantize=quantize, quantize_head=head, threads=1),
     )
     device = local.engine.parts.device
     model = device.hf_model.model
-    assert found["num_parameters"] == sum(tensor.numel() for tensor in model.parameters())
+    untied = device.hf_model.lm_head.weight.numel() if head else 0  # a quantized head is apart from the embeddings
+    assert found["num_parameters"] == sum(tensor.numel() for tensor in model.parameters()) - untied
     held = (*model.parameters(), *model.buffers())
-    scales = [linear.quantized.scales for linear in device.slabs.linears.values() if linear.quantized is not None]
+    linears = (*device.slabs.linears.values(), device.hf_model.lm_head)
+    scales = [linear.quantized.scales for linear in linears if linear.quantized is not None]
     assert found["weight_bytes"] == sum(t.nbytes for t in (*held, *scales))
     assert found["dtype"] == str(device.hf_model.dtype).removeprefix("torch.")
     assert found["max_context"] == device.limits.max_context

@@ -104,6 +104,7 @@ def test_an_engine_uses_its_device_before_it_loads_the_model(monkeypatch: pytest
         raise _Reached
 
     monkeypatch.setattr(build, "load_model", load_model)
+    monkeypatch.setattr(build, "with_stored_format", lambda config: config)  # there is no such model
     with pytest.raises(_Reached):
         LocalEngine(CONFIG)
 

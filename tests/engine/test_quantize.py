@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,6 +55,7 @@ def adapters(local: LocalEngine, folder: Path, scale: float, *names: str) -> lis
     ("settings", "words"),
     [
         ({"quantize": "int3"}, "quantize is 'int3'; choose one of none, fp8, int8"),
+        ({"quantize_head": True}, "quantize_head needs a format; set quantize too"),
         ({"quantize": "fp8", "switching": "in_place"}, "in_place is not possible with quantize fp8.*choose switching"),
     ],
 )
@@ -78,8 +80,9 @@ def test_a_gpu_without_eight_bit_products_is_refused(monkeypatch: pytest.MonkeyP
     ],
 )
 def test_layers_that_a_gpu_cannot_multiply_are_refused(linear: torch.nn.Linear, words: str) -> None:
+    hf_model: Any = SimpleNamespace(language_linears={"q_proj": linear})
     with pytest.raises(BadConfig, match=words):
-        format_of(CONFIG, GPU, {"q_proj": linear})
+        format_of(CONFIG, GPU, hf_model)
 
 
 def test_integers_are_refused_on_a_gpu() -> None:
@@ -87,7 +90,7 @@ def test_integers_are_refused_on_a_gpu() -> None:
     with pytest.raises(BadConfig, match="quantize int8 is for CPUs; on a GPU set quantize fp8"):
         check_device(config, GPU)
     with pytest.raises(BadConfig, match="quantize int8 is for CPUs"):
-        format_of(config, GPU, {})
+        format_of(config, GPU, HFModel(build_model("llava")))
 
 
 @pytest.mark.parametrize("fast", [True, False])
@@ -104,7 +107,7 @@ def test_a_cpu_warns_of_slow_products(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         check_device(CONFIG, torch.device("cpu"))
     assert "slower than quantize none" in caplog.text
-    assert format_of(CONFIG, torch.device("cpu"), {"odd": torch.nn.Linear(3, 5)}) is FORMATS["fp8"]
+    assert format_of(CONFIG, torch.device("cpu"), HFModel(build_model("llava"))) is FORMATS["fp8"]
 
 
 def test_the_language_models_linear_weights_take_half(slabs: WeightSlabs) -> None:

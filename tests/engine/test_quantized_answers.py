@@ -191,6 +191,18 @@ def test_merged_and_mixed_requests(reference: QuantizedReference, mode: Mode) ->
 
 
 @pytest.mark.usefixtures("exact_inputs")
+def test_a_quantized_head(reference: QuantizedReference) -> None:
+    """The embeddings stay as loaded, also where they are tied to the head."""
+    model = restored_model(reference.quantize, reference.model)
+    head = model.get_output_embeddings()
+    head.weight = nn.Parameter(restored(reference.quantize, head.weight.data), requires_grad=False)
+    oracle = Oracle(reference.family, model)
+    run = run_engine(reference, FixedModes(Mode.UNMERGED), 4, quantize=reference.quantize, quantize_head=True)
+    for got, (adapter, prompt) in zip(run.answers, reference.cases, strict=True):
+        assert_same(got, oracle.generate(prompt, adapter, 4))
+
+
+@pytest.mark.usefixtures("exact_inputs")
 def test_answers_without_the_scales_are_wrong(reference: QuantizedReference, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control."""
     decode = ExactInputs.decode

@@ -31,7 +31,7 @@ _SIZES = ("max_context", "max_batch_size", "block_size", "arena_bytes", "switchi
 @click.option(
     "--rank", default=16, show_default=True, type=click.IntRange(min=1), help="Rank of the adapters to count."
 )
-@config_flags(EngineConfig, only=("device", "dtype", "quantize", *_SIZES))
+@config_flags(EngineConfig, only=("device", "dtype", "quantize", "quantize_head", *_SIZES))
 @json_option
 @needs("serve")
 def check(model: str, memory_gib: float | None, rank: int, as_json: bool, **settings: Any) -> None:

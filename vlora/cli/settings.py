@@ -33,6 +33,7 @@ _SETTINGS = {
         "device": "Device to run on: cpu or cuda.",
         "dtype": "Precision of the weights; auto: the checkpoint's.",
         "quantize": "Format of the language model's linear layers; fp8: on a GPU, int8: on a CPU (see docs/limits.md).",
+        "quantize_head": "Also quantize the output head.",
         "seed": "Seed of dummy weights.",
         "threads": "Threads of the engine on each rank. Default: the physical cores, shared by the ranks.",
         "tensor_parallel": "Number of ranks (processes, or GPUs) that share the language model.",

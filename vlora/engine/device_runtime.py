@@ -6,7 +6,6 @@ Rank 0 also schedules; see `Engine`.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 import platform
 from collections.abc import Iterator
@@ -97,13 +96,16 @@ def lay_out(config: EngineConfig, hf_model: HFModel, group: ProcessGroup | None,
     """
     device = device_of(config, 0) if loaded and group is None else hf_model.device
     on_gpu = device.type == "cuda"
-    weight_format = format_of(config, device, hf_model.language_linears)
+    weight_format = format_of(config, device, hf_model)
     if weight_format is None:
         slabs = WeightSlabs(hf_model.language_linears, join=on_gpu)  # a CPU multiplies them separately
     else:  # the input of several layers is rounded once
         allocate = quantized_empty(weight_format, device, empty)
         slabs = WeightSlabs(hf_model.language_linears, join=True, allocate=allocate)
         hf_model.move(device)
+        if config.quantize_head:
+            head = hf_model.lm_head  # with tied embeddings the parameter stays theirs
+            head.hold(allocate(head.weight.shape, head.weight.dtype, device).copy_(head.weight.data))
     if on_gpu:
         # The memory of the weights before their copy into slabs: torch keeps it, and the driver counts it as used.
         torch.cuda.empty_cache()
@@ -115,7 +117,7 @@ def lay_out(config: EngineConfig, hf_model: HFModel, group: ProcessGroup | None,
     arena = Arena(limits.num_pages, hf_model.device)
     if group is None:
         # Ranks that share the cores would disturb each other's measurements, so they use the static rule.
-        atmm.measure_products([*_plain_weights(hf_model), hf_model.lm_head.weight])
+        atmm.measure_products(list(_plain_weights(hf_model)))
     return MemoryLayout(hf_model, slabs, base_weights, limits, arena)
 
 
@@ -164,7 +166,7 @@ def base_weights_if_in_place(
 
 
 def _plain_weights(hf_model: HFModel) -> Iterator[torch.Tensor]:
-    linears = itertools.chain(hf_model.language_linears.values(), hf_model.vision_linears.values())
+    linears = (*hf_model.language_linears.values(), *hf_model.vision_linears.values(), hf_model.lm_head)
     return (linear.weight for linear in linears if linear.quantized is None)
 
 

@@ -104,13 +104,17 @@ def check_model(config: EngineConfig, *, adapter_rank: int, memory_bytes: int | 
     targets = [layer.weight for layer in hf_model.language_linears.values()]
     shadow_bytes = plain_bytes = sum(weight.nbytes for weight in targets)
     try:
-        weight_format = format_of(config, torch.device(memory.device_type), hf_model.language_linears)
+        weight_format = format_of(config, torch.device(memory.device_type), hf_model)
     except BadConfig as error:
         problems.append(str(error))
         weight_format = None
     if weight_format is not None:
         shadow_bytes = sum(quantized_bytes(weight_format, weight.shape) for weight in targets)
         weight_bytes += shadow_bytes - plain_bytes
+        if config.quantize_head:
+            head = hf_model.lm_head.weight
+            tied = head is hf_model.embed.weight  # the embeddings stay as loaded
+            weight_bytes += quantized_bytes(weight_format, head.shape) - (0 if tied else head.nbytes)
     room = Room(memory.device_type, max(0, memory.num_bytes - weight_bytes))
     if config.switching == "in_place" or (
         config.switching == "auto" and weight_format is None and not shadow_fits(config, hf_model, room, shadow_bytes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -14,6 +13,7 @@ from atmm.formats import FORMATS
 from atmm.quantized import WeightFormat
 from vlora.config import EngineConfig
 from vlora.errors import BadConfig
+from vlora.models.hf_model import HFModel
 from vlora.models.loading import read_config
 from vlora.models.stored_quantized import stored_format
 
@@ -63,13 +63,13 @@ def check_device(config: EngineConfig, device: torch.device) -> None:
         )
 
 
-def format_of(config: EngineConfig, device: torch.device, linears: Mapping[str, nn.Linear]) -> WeightFormat | None:
+def format_of(config: EngineConfig, device: torch.device, hf_model: HFModel) -> WeightFormat | None:
     """The format of the language model's target weights. None: they are used as loaded.
 
     Args:
         config: The configuration.
         device: The device of the steps.
-        linears: The layers by name.
+        hf_model: The model as loaded.
 
     Raises:
         BadConfig: The device has no products in the format for one of the layers.
@@ -77,6 +77,9 @@ def format_of(config: EngineConfig, device: torch.device, linears: Mapping[str, 
     if config.quantize == "none":
         return None
     _refuse_int8_on_a_gpu(config, device)
+    linears: dict[str, nn.Linear] = {**hf_model.language_linears}
+    if config.quantize_head:
+        linears["lm_head"] = hf_model.lm_head
     for name, linear in linears.items() if device.type == "cuda" else ():
         if linear.weight.dtype is not torch.bfloat16:
             raise BadConfig(f"quantize fp8 on a GPU needs dtype bfloat16; the weights are {linear.weight.dtype}")

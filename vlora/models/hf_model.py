@@ -19,6 +19,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 import atmm
+from atmm.stored_linear import StoredLinear
 from vlora.errors import BadRequest, UnsupportedModel
 from vlora.lora.adapted_linear import AdaptedLinear, LaneScope, adapt
 from vlora.memory.huge_pages import in_huge_pages
@@ -59,7 +60,8 @@ class HFModel:
         self.family: Family = family_of(model.config)
         self.inner = model.model
         self.text_model = self.inner.language_model
-        self.lm_head: nn.Linear = model.get_output_embeddings()
+        self.lm_head: StoredLinear = model.get_output_embeddings()
+        self.lm_head.__class__ = StoredLinear
         self.lm_head.weight.data = in_huge_pages(self.lm_head.weight.data)  # read completely in every step
         self.embed: nn.Embedding = model.get_input_embeddings()
         self.image_token_id: int = model.config.image_token_id

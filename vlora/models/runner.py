@@ -175,7 +175,7 @@ class ModelRunner:
         if not packed.text:
             return {}, {}, {}
         picked = hidden.index_select(0, packed.text_index)
-        logits = linear(picked, self._hf_model.lm_head.weight, self._hf_model.lm_head.bias).float().contiguous()
+        logits = linear(picked, self._hf_model.lm_head.stored, self._hf_model.lm_head.bias).float().contiguous()
         states = [row.state for row in packed.text]
         params = [state.request.sampling for state in states]
         held, refused = hold(logits, [state.cursor for state in states])

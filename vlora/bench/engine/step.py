@@ -228,6 +228,7 @@ def _timed_engine(
     settings = EngineConfig(
         model="dummy",
         quantize=quantize,
+        quantize_head=quantize != "none",
         policy=policy,
         max_batch_size=16,
         max_step_tokens=512,
