@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <new>
 
@@ -17,9 +18,8 @@ namespace {
 
 constexpr int64_t kGroup = 64;  // bytes of a register
 constexpr float kLargest = 127.0f, kSmallest = 1e-12f;
-constexpr int64_t kTokenBytes = 512 * 1024;  // of x that several passes over it find in the second-level cache
-constexpr int kStreams = 4, kTokens = 5;     // of a tile: with the sums of weights, 29 of 32 registers
-constexpr int64_t kAhead = 1024;             // prefetch distance in bytes
+constexpr int kStreams = 4, kTokens = 5;  // of a tile: with the sums of weights, 29 of 32 registers
+constexpr int64_t kAhead = 1024;  // prefetch distance in bytes
 
 // A token in unsigned integers: q + 128. The instruction multiplies unsigned with signed integers.
 template <typename T>
@@ -99,16 +99,98 @@ inline void tile_of(int64_t size, const Product<T>& product, int64_t o, int64_t 
   if constexpr (M > 1) tile_of<T, R, M - 1>(size, product, o, per, t);
 }
 
-// Features [first, first + R * per) of tokens [t, stop), in tiles of nearly equal size.
+// Features [first, first + R * per) of a few tokens, in tiles of nearly equal size.
 template <typename T, int R>
-void streams(const Product<T>& product, int64_t first, int64_t per, int64_t t, int64_t stop) {
-  const int64_t num_tiles = (stop - t + kTokens - 1) / kTokens;
+void streams(const Product<T>& product, int64_t first, int64_t per, int64_t num_tokens) {
+  const int64_t num_tiles = (num_tokens + kTokens - 1) / kTokens;
   for (int64_t o = first; o < first + per; ++o)
-    for (int64_t k = 0, token = t; k < num_tiles; ++k) {
-      const int64_t size = (stop - token + num_tiles - k - 1) / (num_tiles - k);
-      tile_of<T, R, kTokens>(size, product, o, per, token);
-      token += size;
+    for (int64_t k = 0, t = 0; k < num_tiles; ++k) {
+      const int64_t size = (num_tokens - t + num_tiles - k - 1) / (num_tiles - k);
+      tile_of<T, R, kTokens>(size, product, o, per, t);
+      t += size;
     }
+}
+
+// Weights of kRows features with four inputs of each side by side: one register has 16 features, and a product with four
+// inputs of a token, repeated, adds to 16 sums at once.
+constexpr int kRegisters = 2, kRows = 16 * kRegisters, kWideTokens = 10;
+constexpr int64_t kManyTokens = 128;  // from which packing costs less than it saves
+
+struct Packed {
+  explicit Packed(int64_t d_in)
+      : groups((d_in + 3) / 4), values(static_cast<int32_t*>(std::aligned_alloc(64, groups * kRows * 4)), &std::free) {
+    if (!values) throw std::bad_alloc();
+  }
+
+  void fill(const int8_t* w, int64_t w_stride, int64_t d_in, int64_t num_rows) {
+    if (num_rows < kRows) std::memset(values.get(), 0, groups * kRows * 4);
+    for (int64_t r = 0; r < num_rows; ++r) {
+      const int8_t* row = w + r * w_stride;
+      int32_t* to = values.get() + r;
+      for (int64_t g = 0; g < d_in / 4; ++g) std::memcpy(to + g * kRows, row + 4 * g, 4);
+      if (d_in % 4) {
+        int32_t rest = 0;
+        std::memcpy(&rest, row + d_in / 4 * 4, d_in % 4);
+        to[d_in / 4 * kRows] = rest;
+      }
+    }
+    for (int v = 0; v < kRegisters; ++v) {
+      __m512i sums = {};
+      for (int64_t g = 0; g < groups; ++g) sums = _mm512_dpbusd_epi32(sums, _mm512_set1_epi8(1), load(g, v));
+      offsets[v] = _mm512_slli_epi32(sums, 7);  // 128 times
+    }
+  }
+
+  __m512i load(int64_t group, int v) const { return _mm512_load_si512(values.get() + group * kRows + 16 * v); }
+
+  int64_t groups;
+  std::unique_ptr<int32_t, decltype(&std::free)> values;
+  __m512i offsets[kRegisters];
+};
+
+// Features [o, o + num_rows) of M tokens from `t`.
+template <typename T, int M>
+inline void packed_tile(const Product<T>& product, const Packed& packed, int64_t o, int64_t num_rows, int64_t t) {
+  const uint8_t* x = product.x + t * product.x_stride;
+  __m512i sums[M][kRegisters] = {};
+  for (int64_t g = 0; g < packed.groups; ++g) {
+    __m512i rows[kRegisters];
+    for (int v = 0; v < kRegisters; ++v) rows[v] = packed.load(g, v);
+    for (int m = 0; m < M; ++m) {
+      int32_t four;
+      std::memcpy(&four, x + m * product.x_stride + 4 * g, 4);
+      const __m512i values = _mm512_set1_epi32(four);
+      for (int v = 0; v < kRegisters; ++v) sums[m][v] = _mm512_dpbusd_epi32(sums[m][v], values, rows[v]);
+    }
+  }
+  for (int v = 0; v < kRegisters && 16 * v < num_rows; ++v) {
+    const int64_t first = o + 16 * v, count = std::min<int64_t>(16, num_rows - 16 * v);
+    const Floats scale = load(product.w_scale + first, count);
+    const Floats bias = product.bias ? load(product.bias + first, count) : Floats{};
+    for (int m = 0; m < M; ++m) {
+      const Floats sum = Floats(_mm512_cvtepi32_ps(_mm512_sub_epi32(sums[m][v], packed.offsets[v])));
+      store(product.y + (t + m) * product.y_token + first, sum * (splat(product.x_scale[t + m]) * scale) + bias, count);
+    }
+  }
+}
+
+template <typename T, int M>
+inline void packed_tile_of(int64_t size, const Product<T>& product, const Packed& packed, int64_t o, int64_t num_rows,
+                           int64_t t) {
+  if (size == M) return packed_tile<T, M>(product, packed, o, num_rows, t);
+  if constexpr (M > 1) packed_tile_of<T, M - 1>(size, product, packed, o, num_rows, t);
+}
+
+// Features [first, stop) of many tokens.
+template <typename T>
+void packed_rows(const Product<T>& product, int64_t first, int64_t stop, int64_t num_tokens) {
+  Packed packed(product.d_in);
+  for (int64_t o = first; o < stop; o += kRows) {
+    const int64_t num_rows = std::min<int64_t>(kRows, stop - o);
+    packed.fill(product.w + o * product.w_stride, product.w_stride, product.d_in, num_rows);
+    for (int64_t t = 0; t < num_tokens; t += kWideTokens)
+      packed_tile_of<T, kWideTokens>(std::min<int64_t>(kWideTokens, num_tokens - t), product, packed, o, num_rows, t);
+  }
 }
 
 template <typename T>
@@ -121,7 +203,6 @@ void linear(T* y, int64_t y_token, const T* x, int64_t x_token, const int8_t* w,
   const std::unique_ptr<float[]> scales(new float[num_tokens]);
   if (!values) throw std::bad_alloc();
   const Product<T> product{y, y_token, values.get(), scales.get(), stride, w, w_stride, w_scale, bias, d_in};
-  const int64_t block = std::max<int64_t>(kTokens, kTokenBytes / stride);
 #pragma omp parallel
   {
 #pragma omp for
@@ -130,10 +211,11 @@ void linear(T* y, int64_t y_token, const T* x, int64_t x_token, const int8_t* w,
     const int64_t share = (d_out + num_threads * kStreams - 1) / (num_threads * kStreams) * kStreams;
     const int64_t first = std::min(d_out, thread * share), stop = std::min(d_out, first + share);
     const int64_t per = (stop - first) / kStreams, rest = first + kStreams * per;
-    for (int64_t t = 0; t < num_tokens; t += block) {
-      const int64_t last = std::min(num_tokens, t + block);
-      streams<T, kStreams>(product, first, per, t, last);
-      streams<T, 1>(product, rest, stop - rest, t, last);
+    if (num_tokens >= kManyTokens) {
+      packed_rows(product, first, stop, num_tokens);
+    } else {
+      streams<T, kStreams>(product, first, per, num_tokens);
+      streams<T, 1>(product, rest, stop - rest, num_tokens);
     }
   }
 }

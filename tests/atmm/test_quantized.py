@@ -94,10 +94,13 @@ def test_products(kind: WeightFormat, d_out: int, d_in: int, num_tokens: int, dt
     assert torch.allclose(got.double(), want, rtol=close, atol=close)
 
 
-def test_integer_products_of_a_token_do_not_depend_on_the_others() -> None:
-    held, x = quantized(random(70, 300), INT8), random(13, 320, seed=1)[:, :300]
-    together = linear(x, held, None)
-    assert torch.equal(together, torch.cat([linear(row[None], held, None) for row in x]))
+@pytest.mark.parametrize("d_in", [300, 257])
+@pytest.mark.parametrize("num_tokens", [13, 150])
+def test_integer_products_of_a_token_do_not_depend_on_the_others(num_tokens: int, d_in: int) -> None:
+    held, offset = quantized(random(70, d_in), INT8), random(70, seed=2)
+    x = random(num_tokens, d_in + 20, seed=1)[:, :d_in]
+    together = linear(x, held, offset)
+    assert torch.equal(together, torch.cat([linear(row[None], held, offset) for row in x]))
 
 
 def test_integer_products_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
