@@ -204,6 +204,7 @@ def _build_registry(
         device=device.hf_model.device,
         measure=device.merge_fidelity,
         choose=always_replicated if coordinator is None else functools.partial(choose_sharding, config),
+        base_layers=device.base_layers,
     )
     if coordinator is not None:
         coordinator.use_registrations(registry.known)

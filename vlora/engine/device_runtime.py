@@ -21,6 +21,7 @@ from vlora.config import EngineConfig
 from vlora.engine.limits import Limits, compute_limits, free_room, shadow_fits
 from vlora.errors import BadConfig
 from vlora.lora.adapter_pool import AdapterPool, OtherRanks
+from vlora.lora.base_layers import LoadedBaseLayers
 from vlora.lora.base_weights import BaseWeights, CheckpointBaseWeights, CopiedBaseWeights, checkpoint_files
 from vlora.lora.merge import ModeSwitcher
 from vlora.lora.merge_fidelity import MergeFidelity
@@ -196,6 +197,7 @@ class DeviceRuntime:
         if on_gpu:
             atmm.compile_merges(merged_shapes, hf_model.dtype, hf_model.device)
         self.merge_fidelity = MergeFidelity(slabs, layout.base_weights, stream)
+        self.base_layers = LoadedBaseLayers(slabs, hf_model.vision_linears, layout.base_weights, stream)
         self.vision = VisionEncoder(hf_model, config.vision_cache_bytes)
         self.runner = ModelRunner(
             hf_model,

@@ -18,6 +18,7 @@ from atmm.matmul import joins, linear, linears
 from atmm.strategies.shared_shrink import CachedInput
 from vlora.lora.block_diagonal import BlockSites
 from vlora.lora.joined_weights import JoinedWeights
+from vlora.lora.output_changes import OutputChange, apply_changes, undo_changes
 from vlora.parallel import LinearShard
 from vlora.parallel.adapter_sharding import FactorShape
 
@@ -107,11 +108,13 @@ class Placement(Protocol):
 class AdaptedLinear(nn.Linear):
     """An `nn.Linear` of the base model plus the deltas of its scope's lanes. Created by `adapt`, never constructed.
 
-    site: holds dense factors. others: placements of other factor kinds, by kind and number of parts. shard: the part of
-    the model's layer that is on this rank. joined: its weight with those of its siblings, where they are adjacent.
+    site: holds dense factors. changes: other changes of the outputs, by adapter. others: placements of other factor
+    kinds, by kind and number of parts. shard: the part of the model's layer that is on this rank. joined: its weight
+    with those of its siblings, where they are adjacent.
     """
 
     site: atmm.Site
+    changes: dict[str, OutputChange]
     others: dict[tuple[str, int], Placement]
     shard: LinearShard
     scope: LaneScope
@@ -120,24 +123,32 @@ class AdaptedLinear(nn.Linear):
 
     def attach(self, key: str, shape: FactorShape, factors: tuple[torch.Tensor, torch.Tensor]) -> None:
         """Register the factors for lanes of `key`. They are referenced, not copied."""
-        if shape.kind == "dense":
-            self.site.factors[key] = atmm.Factors(*factors)
-            return
+        if shape.rows:
+            factors, self.changes[key] = OutputChange.split(shape, *factors)
         kind = (shape.kind, shape.parts)
+        if kind == ("dense", 1):
+            if shape.rank:
+                self.site.factors[key] = atmm.Factors(*factors)
+            return
         if kind not in self.others:
             self.others[kind] = BlockSites(self.site.name, shape)
         self.others[kind].attach(key, shape, factors)
 
     def detach(self, key: str) -> None:
         self.site.factors.pop(key, None)
+        self.changes.pop(key, None)
         for other in self.others.values():
             other.detach(key)
 
     def add_deltas(self, y: torch.Tensor, x: torch.Tensor, plan: atmm.SegmentPlan) -> None:
         """Add the deltas of the plan's lanes to y [T, d_out], in place. x: [T, d_in]."""
+        if self.changes:
+            undo_changes(y, self.changes, self.bias, plan)
         atmm.add_delta(y, x, self.site, plan)
         for other in self.others.values():
             other.add(y, x, plan)
+        if self.changes:
+            apply_changes(y, self.changes, self.bias, plan)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         num_rows = input.numel() // self.in_features
@@ -184,10 +195,15 @@ class Siblings:
         y = linears(x, self._layers) if joined is None else joined.product(x)
         parts = y.split([layer.out_features for layer in self._layers], 1)
         if plan is not None:
+            for layer, part in zip(self._layers, parts, strict=True):
+                if layer.changes:
+                    undo_changes(part, layer.changes, layer.bias, plan)
             atmm.add_deltas(y, x, self._group, plan)
             for layer, part in zip(self._layers, parts, strict=True):
                 for other in layer.others.values():
                     other.add(part, x, plan)
+                if layer.changes:
+                    apply_changes(part, layer.changes, layer.bias, plan)
         self._outputs = dict(zip(self._layers, parts, strict=True))
         self._plan = plan
         self._cached_input.set(input)
@@ -199,6 +215,7 @@ def adapt(linear: nn.Linear, name: str, scope: LaneScope) -> AdaptedLinear:
     linear.__class__ = AdaptedLinear
     adapted: AdaptedLinear = linear  # type: ignore[assignment]
     adapted.site = atmm.Site(name, linear.in_features, linear.out_features)
+    adapted.changes = {}
     adapted.others = {}
     adapted.shard = LinearShard.whole(linear.in_features, linear.out_features)
     adapted.scope = scope

@@ -10,6 +10,7 @@ import torch
 
 import atmm
 from vlora.lora.adapter_pool import AdapterPool
+from vlora.lora.output_changes import merge_rescaled
 from vlora.lora.weight_slabs import WeightSlabs
 from vlora.parallel.adapter_sharding import parts_of
 
@@ -67,8 +68,12 @@ def merge_layers(
     pool: AdapterPool, key: str, names: Sequence[str], out: torch.Tensor, base: torch.Tensor, sign: float = 1.0
 ) -> None:
     """Write `base + sign * delta` into `out`, both [len(names), out, in], for the layers of a MergeRun (or a part of
-    one)."""
+    one). A rescaled delta is only merged with sign 1, from W0."""
     a, bt = pool.stacked(key, names)
-    for part in parts_of(pool.shapes(key)[names[0]], a, bt):
+    shape = pool.shapes(key)[names[0]]
+    if shape.rows:
+        merge_rescaled(out, base, a, bt)
+        return
+    for part in parts_of(shape, a, bt):
         place = (slice(None), part.outputs, part.inputs)
         atmm.merge(out[place], base[place], part.a, part.bt, sign)

@@ -61,7 +61,7 @@ class MergeFidelity:
 
     @torch.no_grad()
     def __call__(self, factors: Mapping[str, HostFactors]) -> float:
-        """factors: the adapter's dense factors by layer, in host memory."""
+        """factors: the adapter's dense or rescaled factors by layer, in host memory."""
         upload = self._upload
         with self._lock, contextlib.nullcontext() if upload is None else upload.stream.current():
             norms = [self._norms(batch, factors) for batch in self._batches(factors)]
@@ -73,14 +73,15 @@ class MergeFidelity:
 
     def _batches(self, factors: Mapping[str, HostFactors]) -> Iterator[_Batch]:
         """Neighbouring layers of one shape and rank, as many as fit into memory."""
-        for run in merge_runs(self._slabs, {name: pair.a.shape for name, pair in factors.items()}):
+        for run in merge_runs(self._slabs, {name: (len(pair.a), len(pair.bt)) for name, pair in factors.items()}):
             _, d_out, d_in = self._slabs.base[run.slab].shape
             step = max(1, d_out // self._num_rows)
             rows = -(-d_out // step)
             size = (_CPU_VALUES if self._upload is None else _GPU_VALUES) // (rows * d_in)
             if self._upload is not None:
                 pair = factors[run.names[0]]
-                size = min(size, _SLOT_BYTES // ((d_in + rows) * len(pair.a) * pair.a.element_size() or 1))
+                values = d_in * len(pair.a) + rows * len(pair.bt)
+                size = min(size, _SLOT_BYTES // (values * pair.a.element_size() or 1))
             size = max(1, size)
             for start in range(0, len(run.names), size):
                 names = run.names[start : start + size]
@@ -94,8 +95,11 @@ class MergeFidelity:
         a, bt = map(torch.stack, sampled) if self._upload is None else self._upload.stack(sampled)
         # The difference is computed in float32, which is sufficient for 16-bit W0 and gives 1.0 within rounding for
         # float32 weights.
-        delta = bt.float().transpose(1, 2) @ a.float()
+        rank = a.shape[1]
+        delta = bt[:, :rank].float().transpose(1, 2) @ a.float()
         weight = rows.float()
+        if bt.shape[1] > rank:  # rescaled: W0 + delta is multiplied by g, and bt has g - 1
+            delta += bt[:, rank, :, None].float() * (weight + delta)
         merged = (weight + delta).to(rows.dtype)
         lost = merged.float().sub_(weight).sub_(delta)
         return torch.stack([torch.linalg.vector_norm(lost), torch.linalg.vector_norm(delta)])

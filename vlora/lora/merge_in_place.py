@@ -3,7 +3,7 @@
 There are two methods. *Rewriting* reads the mapped base weights: `slab = W0 + delta`, or `slab = W0`, in one pass, and
 is always exact. *Subtracting* uses the slab alone: `slab -= delta`, then `slab += delta` of the next adapter, each
 computed in float32 and rounded once. That does not restore every bit, so the weights drift with every merged adapter;
-layers that have drifted too far are rewritten.
+layers that have drifted too far are rewritten, and all changed layers before and after an adapter with DoRA.
 
 On a CPU rewriting moves as many bytes as one subtraction, so it is always used. On a GPU the base weights are read over
 the bus, which is many times slower than device memory.
@@ -64,7 +64,7 @@ class InPlaceSwitcher:
         if key == self.merged_key and not self._torn:
             return False
         left, self.merged_key = self.merged_key, None
-        subtracting = self._samples and not self._torn
+        subtracting = self._samples and not self._torn and not (self._rescales(left) or self._rescales(key))
         self._torn = True
         try:
             if subtracting:
@@ -98,6 +98,10 @@ class InPlaceSwitcher:
     def _layers(self, key: str | None) -> set[str]:
         """The layers that an adapter changes."""
         return set() if key is None else self._pool.shapes(key).keys() & self._slabs.slots.keys()
+
+    def _rescales(self, key: str | None) -> bool:
+        """Whether an adapter scales outputs (DoRA), which subtracting its delta does not undo."""
+        return key is not None and any(shape.rows for shape in self._pool.shapes(key).values())
 
     def _add(self, key: str | None, sign: float) -> None:
         """Add an adapter's deltas to the slabs, or subtract them (sign -1)."""

@@ -25,9 +25,11 @@ _READ = frozenset(
         "alpha_pattern",
         "use_rslora",
         "use_bdlora",
+        "use_dora",
         "target_parameters",
         "bias",
         "alora_invocation_tokens",
+        "lora_bias",
     )
 )
 DESCRIPTION_AND_SELECTION = frozenset(
@@ -62,9 +64,7 @@ _WITHOUT_EFFECT = frozenset(
 )
 # Setting -> why it is not supported.
 _REFUSED = {
-    "use_dora": "DoRA rescales whole weight columns, which is not a low-rank delta",
     "modules_to_save": "it replaces whole modules of the base model, which other adapters share",
-    "lora_bias": "biases on the LoRA factors are not part of the delta",
     "trainable_token_indices": "it changes the shared token embeddings",
     "layer_replication": "it changes the number of layers of the base model",
     "use_qalora": "QALoRA pools its inputs",
@@ -90,8 +90,8 @@ def refuse_unsupported(path: Path, config: Mapping[str, Any]) -> None:
     if kind != "LORA":
         raise BadAdapter(f"{path}: peft_type is {kind!r}; only LORA adapters are supported")
     refuse_others(path, config, _READ | _WITHOUT_EFFECT | DESCRIPTION_AND_SELECTION)
-    if config.get("bias") not in (None, "none"):
-        raise BadAdapter(f"{path}: bias = {config['bias']!r} is not supported: it changes the base model's biases")
+    if config.get("bias") not in (None, "none", "all", "lora_only"):
+        raise BadAdapter(f"{path}: bias = {config['bias']!r} is not supported: PEFT knows none, all and lora_only")
     init = config.get("init_lora_weights")
     if not (init is None or isinstance(init, bool) or str(init).lower() in _SERVED_INITS):
         raise BadAdapter(

@@ -28,6 +28,7 @@ from vlora.parallel.layer_sharding import LinearShard, Span
 ShardingKind = Literal["replicated", "slora"]
 Side = Literal["a", "b"]
 FactorKind = Literal["dense", "blocks_a", "blocks_b", "gathered", "reduced"]
+RowKind = Literal["scale", "shift"]
 
 
 class FactorShape(NamedTuple):
@@ -36,6 +37,9 @@ class FactorShape(NamedTuple):
     dense: both have `rank` rows. blocks_a: a's `parts` block-diagonal blocks are side by side, each [rank / parts, d_in
     / parts], and bt's rows belong to them in order; blocks_b: the same with a and bt swapped.
     gathered: a has one of `parts` shares of the adapter's rank; reduced: bt has this rank's share of the outputs.
+
+    rows: further rows of bt, below dense factors: other changes of the outputs than the factors' delta.
+    scale: the relative change of each output (DoRA's g - 1). shift: added to the outputs (biases).
     """
 
     rank: int
@@ -43,6 +47,7 @@ class FactorShape(NamedTuple):
     d_out: int
     kind: FactorKind = "dense"
     parts: int = 1
+    rows: tuple[RowKind, ...] = ()
 
     @property
     def rows_a(self) -> int:
@@ -50,7 +55,7 @@ class FactorShape(NamedTuple):
 
     @property
     def rows_bt(self) -> int:
-        return self.rank // self.parts if self.kind == "blocks_b" else self.rank
+        return self.rank // self.parts if self.kind == "blocks_b" else self.rank + len(self.rows)
 
     @property
     def is_split(self) -> bool:
@@ -145,6 +150,7 @@ def parts_of(shape: FactorShape, a: torch.Tensor, bt: torch.Tensor) -> list[Part
     a [..., rows_a, d_in], bt [..., rows_bt, d_out]; the leading dimensions are layers of one shape.
     """
     assert not shape.is_split, "factors split over ranks are not a complete delta"
+    assert not shape.rows, "further rows are not part of the factors' product"
     if shape.kind == "dense":
         return [Part(_ALL, _ALL, a, bt)]
     count = shape.parts
@@ -160,7 +166,12 @@ def parts_of(shape: FactorShape, a: torch.Tensor, bt: torch.Tensor) -> list[Part
 
 
 def dense(shape: FactorShape, a: torch.Tensor, bt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same delta as one pair a [..., rank, d_in] and bt [..., rank, d_out], including zeros; not for serving."""
+    """The same delta as one pair a [..., rank, d_in] and bt [..., rank, d_out], including zeros; not for serving.
+
+    Further rows of bt are kept.
+    """
+    if shape.rows:
+        return a, bt
     parts = parts_of(shape, a, bt)
     if len(parts) == 1:
         return a, bt

@@ -1,0 +1,54 @@
+"""W0 and the biases of a loaded model, for adapters that depend on them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from vlora.lora.base_weights import BaseWeights
+from vlora.lora.merge_fidelity import ComputeStream
+from vlora.lora.output_changes import row_norms
+from vlora.lora.weight_slabs import WeightSlabs
+
+
+class LoadedBaseLayers:
+    """The `BaseLayers` of a model in slabs. Merged weights are not read."""
+
+    def __init__(
+        self,
+        slabs: WeightSlabs,
+        vision: Mapping[str, nn.Linear],
+        base_weights: BaseWeights | None = None,
+        stream: ComputeStream | None = None,
+    ) -> None:
+        """Create the view.
+
+        Args:
+            slabs: The language model's weights.
+            vision: The layers of the vision tower and the projector, which are never merged.
+            base_weights: W0 in host memory, for slabs that merged weights overwrite; None if the slabs always hold W0.
+            stream: A separate stream of the slabs' GPU, which computes; None computes on the caller's.
+        """
+        self._slabs = slabs
+        self._vision = vision
+        self._base_weights = base_weights
+        self._stream = stream
+
+    @torch.no_grad()
+    def row_norms(self, site: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """PEFT computes the norm in the type of the adapter's factors, which it loads in float32."""
+        weight = self._weight(site)
+        with contextlib.nullcontext() if self._stream is None else self._stream.current():
+            return row_norms(weight, a.to(weight.device), b.to(weight.device)).cpu()
+
+    def bias(self, site: str) -> torch.Tensor:
+        layer = self._vision[site] if site in self._vision else self._slabs.linears[site]
+        return torch.zeros(1) if layer.bias is None else layer.bias.detach().cpu().float()
+
+    def _weight(self, site: str) -> torch.Tensor:
+        if site in self._vision:
+            return self._vision[site].weight
+        return self._slabs.entry(site) if self._base_weights is None else self._base_weights.weight(site)
