@@ -120,7 +120,6 @@ def test_the_version_is_a_hash_of_the_content(copied: Path, registry: AdapterReg
 
 REFUSED_SETTINGS = {
     "use_dora": True,
-    "modules_to_save": ["lm_head"],
     "bias": "sometimes",
     "lora_bias": True,
     "target_parameters": ["w"],

@@ -27,7 +27,7 @@ from vlora.types import Mode
 
 FAMILY = "qwen2_vl"
 NUM_TOKENS = 4
-NUM_COMBINED = 16
+NUM_COMBINED = 24
 
 PLAIN: dict[str, Any] = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], "init_lora_weights": False}
 WEIGHTS = ["q_proj.weight", "model.language_model.layers.0.mlp.up_proj.weight"]
@@ -56,7 +56,7 @@ VALUES: dict[str, Sequence[Any]] = {
     "fan_in_fan_out": [True],
     "bias": ["all", "lora_only"],
     "use_rslora": [True],
-    "modules_to_save": [["lm_head"]],
+    "modules_to_save": [["lm_head"], ["embed_tokens", "lm_head"], ["attn.proj"], ["merger"], ["o_proj"], ["norm"]],
     "init_lora_weights": [
         True,
         "gaussian",
@@ -107,7 +107,18 @@ BESIDE: dict[str, dict[str, Any]] = {
     "alora_invocation_tokens": {"task_type": "CAUSAL_LM"},
 }
 SHARED_LAYERS = ("lm_head", "embed_tokens")  # named by their tensors
-COMBINED = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "exclude_modules", "layers_to_transform")
+COMBINED = (
+    "r",
+    "lora_alpha",
+    "use_rslora",
+    "rank_pattern",
+    "alpha_pattern",
+    "exclude_modules",
+    "layers_to_transform",
+    "use_dora",
+    "bias",
+    "modules_to_save",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,9 +183,11 @@ def _save(model: Any, config: LoraConfig, path: Path) -> None:
     peft = get_peft_model(model, config)
     with torch.no_grad():
         for name, parameter in peft.named_parameters():
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
             if "lora_" in name:
-                generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5)
+                parameter.copy_(noise / parameter.shape[-1] ** 0.5)
+            elif parameter.requires_grad:
+                parameter.add_(0.1 * noise)
     peft.save_pretrained(str(path))
 
 

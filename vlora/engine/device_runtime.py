@@ -182,6 +182,7 @@ class DeviceRuntime:
             hf_model.vision_linears,
             slabs.order,
             others,
+            hf_model.own.by_name,
         )
         self.pool.compile_ahead()
         self.switcher: ModeSwitcher
@@ -197,7 +198,8 @@ class DeviceRuntime:
         if on_gpu:
             atmm.compile_merges(merged_shapes, hf_model.dtype, hf_model.device)
         self.merge_fidelity = MergeFidelity(slabs, layout.base_weights, stream)
-        self.base_layers = LoadedBaseLayers(slabs, hf_model.vision_linears, layout.base_weights, stream)
+        unmerged = {**hf_model.vision_linears, **{name: own.layer for name, own in hf_model.own.by_name.items()}}
+        self.base_layers = LoadedBaseLayers(slabs, unmerged, layout.base_weights, stream)
         self.vision = VisionEncoder(hf_model, config.vision_cache_bytes)
         self.runner = ModelRunner(
             hf_model,

@@ -19,6 +19,7 @@ from atmm.strategies.shared_shrink import CachedInput
 from vlora.lora.block_diagonal import BlockSites
 from vlora.lora.joined_weights import JoinedWeights
 from vlora.lora.output_changes import OutputChange, apply_changes, undo_changes
+from vlora.lora.own_layers import ReplacedOutputs
 from vlora.parallel import LinearShard
 from vlora.parallel.adapter_sharding import FactorShape
 
@@ -131,7 +132,8 @@ class AdaptedLinear(nn.Linear):
                 self.site.factors[key] = atmm.Factors(*factors)
             return
         if kind not in self.others:
-            self.others[kind] = BlockSites(self.site.name, shape)
+            replaced = shape.kind == "replaced"
+            self.others[kind] = ReplacedOutputs() if replaced else BlockSites(self.site.name, shape)
         self.others[kind].attach(key, shape, factors)
 
     def detach(self, key: str) -> None:

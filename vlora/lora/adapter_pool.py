@@ -15,6 +15,7 @@ import atmm
 from heads import TaskHead
 from vlora.lora import HostAdapter, HostFactors, SiteShape, aligned, carve
 from vlora.lora.adapted_linear import AdaptedLinear, Siblings
+from vlora.lora.own_layers import OwnLayer
 from vlora.lora.slab_layout import shared_inputs
 from vlora.memory.adapter_cache import AdapterCache, WorkerAdapterCache
 from vlora.memory.arena import Arena, pages_for
@@ -92,13 +93,16 @@ class AdapterPool:
         vision: Mapping[str, AdaptedLinear],
         language_order: Sequence[str],
         others: OtherRanks | None = None,
+        own: Mapping[str, OwnLayer] | None = None,
     ) -> None:
         self._others = others
         self._arena = arena
         self._adapter_cache = adapter_cache
         self._transfer = transfer
         self._linears = {**language, **vision}
-        self._order = (*language_order, *vision)
+        self._own = own or {}
+        self._layers: dict[str, AdaptedLinear | OwnLayer] = {**self._linears, **self._own}
+        self._order = (*language_order, *vision, *self._own)
         self._vision = vision.keys()
         self._loading: dict[str, _Load] = {}
         self._residents: dict[str, _Resident] = {}
@@ -113,8 +117,11 @@ class AdapterPool:
     @property
     def sites(self) -> dict[str, SiteShape]:
         """The model's adaptable layers, in the order of their factors in a run."""
-        shards = ((name, self._linears[name].shard) for name in self._order)
-        return {name: SiteShape(shard.d_in, shard.d_out, name in self._vision, shard) for name, shard in shards}
+        shards = ((name, self._layers[name].shard) for name in self._order)
+        return {
+            name: SiteShape(shard.d_in, shard.d_out, name in self._vision, shard, own=name in self._own)
+            for name, shard in shards
+        }
 
     @property
     def resident(self) -> frozenset[str]:
@@ -335,7 +342,7 @@ class AdapterPool:
 
     def _attach(self, key: str, shapes: Mapping[str, FactorShape], factors: Mapping[str, HostFactors]) -> None:
         for name, pair in factors.items():
-            self._linears[name].attach(key, shapes[name], pair)
+            self._layers[name].attach(key, shapes[name], pair)
         if self._table is not None:
             self._table.put(key)
 
@@ -350,7 +357,7 @@ class AdapterPool:
             self.unpack()
         self._resident = None
         for name in self._residents.pop(key).factors:
-            self._linears[name].detach(key)
+            self._layers[name].detach(key)
         if self._table is not None:
             self._table.drop(key)
         if self._others is not None:

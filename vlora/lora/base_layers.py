@@ -20,7 +20,7 @@ class LoadedBaseLayers:
     def __init__(
         self,
         slabs: WeightSlabs,
-        vision: Mapping[str, nn.Linear],
+        unmerged: Mapping[str, nn.Linear | nn.Embedding],
         base_weights: BaseWeights | None = None,
         stream: ComputeStream | None = None,
     ) -> None:
@@ -28,12 +28,12 @@ class LoadedBaseLayers:
 
         Args:
             slabs: The language model's weights.
-            vision: The layers of the vision tower and the projector, which are never merged.
+            unmerged: The layers of the vision side, the output head and the token embedding, which are never merged.
             base_weights: W0 in host memory, for slabs that merged weights overwrite; None if the slabs always hold W0.
             stream: A separate stream of the slabs' GPU, which computes; None computes on the caller's.
         """
         self._slabs = slabs
-        self._vision = vision
+        self._unmerged = unmerged
         self._base_weights = base_weights
         self._stream = stream
 
@@ -45,10 +45,15 @@ class LoadedBaseLayers:
             return row_norms(weight, a.to(weight.device), b.to(weight.device)).cpu()
 
     def bias(self, site: str) -> torch.Tensor:
-        layer = self._vision[site] if site in self._vision else self._slabs.linears[site]
-        return torch.zeros(1) if layer.bias is None else layer.bias.detach().cpu().float()
+        layer = self._unmerged[site] if site in self._unmerged else self._slabs.linears[site]
+        bias = layer.bias if isinstance(layer, nn.Linear) else None
+        return torch.zeros(1) if bias is None else bias.detach().cpu().float()
+
+    def has_weight(self, site: str, weight: torch.Tensor) -> bool:
+        own = self._weight(site).detach()
+        return torch.equal(own.cpu(), weight.to(own.dtype))
 
     def _weight(self, site: str) -> torch.Tensor:
-        if site in self._vision:
-            return self._vision[site].weight
+        if site in self._unmerged:
+            return self._unmerged[site].weight
         return self._slabs.entry(site) if self._base_weights is None else self._base_weights.weight(site)

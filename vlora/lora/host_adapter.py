@@ -51,12 +51,7 @@ def load_adapter(
 ) -> HostAdapter:
     """Read an adapter's tensors: fold the scaling in float32, cast to the model's dtype, check for finite values.
 
-    Args:
-        key: The adapter's key.
-        header: Its header.
-        dtype: The factors' type in memory.
-        measure: Computes the merge fidelity.
-        base_layers: The base model's layers, on which DoRA's scales and changes of biases depend.
+    base_layers: as for `AdapterRegistry`.
 
     Raises:
         BadAdapter: A value is not finite, or the files differ from those of the header.

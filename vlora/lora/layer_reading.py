@@ -36,6 +36,10 @@ class BaseLayers(Protocol):
         """The layer's bias on the CPU in float32, of shape [d_out], or [1] with 0 if it has none."""
         ...
 
+    def has_weight(self, site: str, weight: Tensor) -> bool:
+        """Whether W0 of a layer is this weight, rounded to its type."""
+        ...
+
 
 def read_layer(
     file: Path, target: TargetHeader, tensors: Any, base_layers: BaseLayers | None
@@ -58,8 +62,17 @@ def read_layer(
         tensors.get_tensor(name) if name else torch.zeros(shape)
         for name, shape in zip((target.tensor_a, target.tensor_b), target.disk, strict=True)
     )
+    if target.is_transposed:
+        a, b = a.t(), b.t()
     if (tuple(a.shape), tuple(b.shape)) != target.disk:
         raise _changed(file)
+    if target.base_copy is not None:
+        assert base_layers is not None
+        if not base_layers.has_weight(target.site, tensors.get_tensor(target.base_copy)):
+            raise BadAdapter(
+                f"{file}: tensor {target.base_copy!r} is not this base model's weight; the adapter was made for "
+                "another model, or changes the weight beside its factors, which is not supported"
+            )
     b = b.float() * target.scale
     rows_a, rows_bt = target.cut.apply(a, b)
     if target.cut.shape.rows:
@@ -89,6 +102,8 @@ def _further_rows(
         for name in target.biases:
             if name.endswith(".lora_B.bias"):
                 shift += read(name) * target.scale
+            elif target.cut.shape.kind == "replaced":
+                shift += read(name)
             else:
                 shift += read(name) - base_layers.bias(target.site)
         found.append(_checked(shift, f"{file}: tensor {' or '.join(map(repr, target.biases))}"))

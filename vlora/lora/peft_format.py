@@ -31,7 +31,8 @@ HEAD_FILES = ("heads.json", "heads.safetensors")
 
 _TENSOR = re.compile(
     r"^base_model\.model\.(?P<module>.+?)\."
-    r"(?P<part>lora_A\.weight|lora_B\.weight|lora_B\.bias|lora_magnitude_vector|(base_layer\.)?bias)$"
+    r"(?P<part>lora_A\.weight|lora_B\.weight|lora_B\.bias|lora_magnitude_vector|(base_layer\.)?bias"
+    r"|lora_embedding_A|lora_embedding_B|(base_layer\.)?weight)$"
 )
 
 
@@ -117,7 +118,8 @@ def read_header(
             if shared is not None:
                 raise BadAdapter(f"{path}: tensor {tensor!r} belongs to the {SHARED_LAYERS[shared]}{NOT_ADAPTED}")
             raise BadAdapter(f"{path}: tensor {tensor!r} is not a LoRA factor of a linear layer; it is not supported")
-        layers.setdefault(match["module"], {})[match["part"].removeprefix("base_layer.")] = tensor
+        part = "bias" if match["part"] == "base_layer.bias" else match["part"]
+        layers.setdefault(match["module"], {})[part] = tensor
     if not layers:
         raise BadAdapter(f"{path}: {WEIGHTS_FILE} contains no LoRA factors")
     targets = tuple(read_target(path, config, module, parts, shapes, sites) for module, parts in sorted(layers.items()))

@@ -30,6 +30,7 @@ _READ = frozenset(
         "bias",
         "alora_invocation_tokens",
         "lora_bias",
+        "modules_to_save",
     )
 )
 DESCRIPTION_AND_SELECTION = frozenset(
@@ -55,7 +56,7 @@ _WITHOUT_EFFECT = frozenset(
         "eva_config",
         "loftq_config",
         "lora_ga_config",
-        "ensure_weight_tying",  # of embeddings, which are refused by their tensors
+        "ensure_weight_tying",  # refused where the output head or the token embedding is changed
         "fan_in_fan_out",  # PEFT resets it for linear layers
         "megatron_core",  # used with megatron_config only
         "qalora_group_size",  # used with use_qalora only
@@ -64,7 +65,6 @@ _WITHOUT_EFFECT = frozenset(
 )
 # Setting -> why it is not supported.
 _REFUSED = {
-    "modules_to_save": "it replaces whole modules of the base model, which other adapters share",
     "trainable_token_indices": "it changes the shared token embeddings",
     "layer_replication": "it changes the number of layers of the base model",
     "use_qalora": "QALoRA pools its inputs",

@@ -28,13 +28,14 @@ class SiteShape:
     """A linear layer of the base model that adapters may target.
 
     vision: whether it belongs to the vision tower or the projector. shard: the part on this rank; None is the whole
-    layer.
+    layer. own: the output head or the token embedding, where each row of a batch has a weight of its own.
     """
 
     d_in: int
     d_out: int
     vision: bool
     shard: LinearShard | None = None
+    own: bool = False
 
     def cut(self, rank: int, blocks: Blocks | None, sharding: ShardingKind) -> Cut:
         """The part of an adapter's factors, of LoRA rank `rank`, that this process stores."""
@@ -50,7 +51,8 @@ class TargetHeader:
     are split over ranks. magnitude: the tensor of DoRA's norms, or None. biases: the tensors of trained biases, of
     lora_B (`.lora_B.bias`) or in place of the layer's.
 
-    A layer with a trained bias only has rank 0, and its tensor_a and tensor_b are empty.
+    A layer with a trained bias only has rank 0, and its tensor_a and tensor_b are empty. One that is replaced has its
+    weight in tensor_a. is_transposed: both are stored transposed (embeddings). base_copy: a tensor that must equal W0.
 
     Thousands of adapters have hundreds of mostly equal headers each, so `_target_header` shares them.
     """
@@ -67,6 +69,8 @@ class TargetHeader:
     magnitude: str | None
     biases: tuple[str, ...]
     scale: float
+    is_transposed: bool = False
+    base_copy: str | None = None
 
 
 def read_target(
@@ -90,6 +94,10 @@ def read_target(
     Raises:
         BadAdapter: The layer cannot be served; the message has the reason.
     """
+    if "weight" in parts:
+        return _replaced(path, config, module, parts, shapes, sites)
+    if "lora_embedding_A" in parts or "lora_embedding_B" in parts:
+        return _embedding(path, config, module, parts, shapes, sites)
     if set(parts) == {"bias"}:
         if resolve(module, sites) is None:
             raise BadAdapter(
@@ -115,10 +123,79 @@ def read_target(
         _check_factors(path, module, disk, sites[site], blocks)
         scale = scale_of(path, config, (module, site), disk[0][0])
     _check_rows(path, config, module, parts, shapes, sites[site], blocks)
+    allowed = {"lora_A.weight", "lora_B.weight"} | ({"base_layer.weight"} if sites[site].own else set(ROWS))
+    others = sorted(set(parts) - allowed)
+    if others or (sites[site].own and blocks is not None):
+        raise BadAdapter(f"{path}: layer {module!r} has {', '.join(others) or 'blocks'}, which is not supported there")
+    _check_own(path, config, module, sites[site])
     biases = tuple(parts[part] for part in ("lora_B.bias", "bias") if part in parts)
     tensor_a, tensor_b = (parts.get(part, "") for part in ("lora_A.weight", "lora_B.weight"))
     magnitude = parts.get("lora_magnitude_vector")
-    return _target_header(site, sites[site], disk, blocks, tensor_a, tensor_b, magnitude, biases, scale)
+    header = _target_header(site, sites[site], disk, blocks, tensor_a, tensor_b, magnitude, biases, scale)
+    copy = parts.get("base_layer.weight")
+    return header if copy is None else dataclasses.replace(header, base_copy=copy)
+
+
+def _replaced(
+    path: Path,
+    config: Mapping[str, Any],
+    module: str,
+    parts: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+    sites: Mapping[str, SiteShape],
+) -> TargetHeader:
+    """A layer with a weight of its own. Raises BadAdapter if the layer cannot have one."""
+    site = resolve(module, sites)
+    if site is None or not (sites[site].own or sites[site].vision):
+        raise BadAdapter(
+            f"{path}: tensor {parts['weight']!r} (modules_to_save) is not supported: {module!r} is neither the output "
+            "head, the token embedding nor a linear layer of the vision side"
+        )
+    expected = sites[site]
+    _check_own(path, config, module, expected)
+    if others := sorted(set(parts) - ({"weight"} if expected.own else {"weight", "bias"})):
+        raise BadAdapter(f"{path}: modules_to_save has {module!r} with {others[0]} beside its weight; not supported")
+    shape = shapes[parts["weight"]]
+    if shape != (expected.d_out, expected.d_in):
+        raise BadAdapter(
+            f"{path}: the weight of {module!r} has shape {shape}, but this base model's has "
+            f"{(expected.d_out, expected.d_in)}; the adapter was made for another model or vocabulary"
+        )
+    biases = (parts["bias"],) if "bias" in parts else ()
+    none = (expected.d_out, 0)
+    header = _target_header(site, expected, ((0, expected.d_in), none), None, parts["weight"], "", None, biases, 0.0)
+    cut = dataclasses.replace(header.cut, shape=header.cut.shape._replace(kind="replaced"))
+    return dataclasses.replace(header, disk=(shape, none), cut=cut, merged=cut)
+
+
+def _embedding(
+    path: Path,
+    config: Mapping[str, Any],
+    module: str,
+    parts: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+    sites: Mapping[str, SiteShape],
+) -> TargetHeader:
+    """LoRA on the token embedding: delta = (s B A)^T, with A [r, vocabulary] and B [hidden, r]."""
+    sides = ("lora_embedding_B", "lora_embedding_A")
+    site = resolve(module, sites)
+    fits = set(sides) <= set(parts) <= {*sides, "base_layer.weight"}
+    if site is None or not sites[site].own or not fits:
+        raise BadAdapter(
+            f"{path}: layer {module!r} has {', '.join(sorted(parts))}; supported is plain LoRA of the token embedding"
+        )
+    _check_own(path, config, module, sites[site])
+    tensor_a, tensor_b = (parts[side] for side in sides)
+    disk = tuple(shapes[name][::-1] for name in (tensor_a, tensor_b))
+    _check_factors(path, module, disk, sites[site], None)
+    scale = scale_of(path, config, (module, site), disk[0][0])
+    header = _target_header(site, sites[site], disk, None, tensor_a, tensor_b, None, (), scale)
+    return dataclasses.replace(header, is_transposed=True, base_copy=parts.get("base_layer.weight"))
+
+
+def _check_own(path: Path, config: Mapping[str, Any], module: str, expected: SiteShape) -> None:
+    if expected.own and config.get("ensure_weight_tying"):
+        raise BadAdapter(f"{path}: ensure_weight_tying is not supported for an adapter that changes {module!r}")
 
 
 def _site(path: Path, module: str, sites: Mapping[str, SiteShape]) -> str:

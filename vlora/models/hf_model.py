@@ -21,6 +21,7 @@ from transformers import AttentionInterface
 import atmm
 from vlora.errors import BadRequest, UnsupportedModel
 from vlora.lora.adapted_linear import AdaptedLinear, LaneScope, adapt
+from vlora.lora.own_layers import OwnLayers
 from vlora.memory.huge_pages import in_huge_pages
 from vlora.models.attention import StepAttention, paged_attention
 from vlora.models.families import Family, family_of
@@ -62,6 +63,7 @@ class HFModel:
         self.lm_head: nn.Linear = model.get_output_embeddings()
         self.lm_head.weight.data = in_huge_pages(self.lm_head.weight.data)  # read completely in every step
         self.embed: nn.Embedding = model.get_input_embeddings()
+        self.own = OwnLayers(model, self.lm_head, self.embed)
         self.image_token_id: int = model.config.image_token_id
         self.video_token_id: int | None = getattr(model.config, "video_token_id", None)
         weight = self.embed.weight

@@ -156,6 +156,8 @@ class ModelRunner:
             packed.draws = self._inputs.put_draws([row.state for row in packed.text])
             self._inputs.copy()
         embeddings = hf_model.embed(token_ids)
+        if hf_model.own.embedding:
+            hf_model.own.embedding.look_up(embeddings, token_ids, packed.rows)
         visual_mask, deepstack = packed.place_visuals(embeddings)
         step = StepAttention(self._cache, write_rows, queries, last_queries)
         with hf_model.language_scope.lanes(packed.num_tokens, lanes), self._last_layer.limited_to(read):
@@ -176,6 +178,8 @@ class ModelRunner:
             return {}, {}, {}
         picked = hidden.index_select(0, packed.text_index)
         logits = linear(picked, self._hf_model.lm_head.weight, self._hf_model.lm_head.bias).float().contiguous()
+        if self._hf_model.own.head:
+            self._hf_model.own.head.multiply(logits, picked, [row.adapter for row in packed.text])
         states = [row.state for row in packed.text]
         params = [state.request.sampling for state in states]
         held, refused = hold(logits, [state.cursor for state in states])

@@ -27,7 +27,7 @@ from vlora.parallel.layer_sharding import LinearShard, Span
 
 ShardingKind = Literal["replicated", "slora"]
 Side = Literal["a", "b"]
-FactorKind = Literal["dense", "blocks_a", "blocks_b", "gathered", "reduced"]
+FactorKind = Literal["dense", "blocks_a", "blocks_b", "gathered", "reduced", "replaced"]
 RowKind = Literal["scale", "shift"]
 
 
@@ -37,6 +37,7 @@ class FactorShape(NamedTuple):
     dense: both have `rank` rows. blocks_a: a's `parts` block-diagonal blocks are side by side, each [rank / parts, d_in
     / parts], and bt's rows belong to them in order; blocks_b: the same with a and bt swapped.
     gathered: a has one of `parts` shares of the adapter's rank; reduced: bt has this rank's share of the outputs.
+    replaced: a is the weight of the layer [d_out, d_in] instead of a delta; the rank is 0.
 
     rows: further rows of bt, below dense factors: other changes of the outputs than the factors' delta.
     scale: the relative change of each output (DoRA's g - 1). shift: added to the outputs (biases).
@@ -51,6 +52,8 @@ class FactorShape(NamedTuple):
 
     @property
     def rows_a(self) -> int:
+        if self.kind == "replaced":
+            return self.d_out
         return self.rank // self.parts if self.kind in ("blocks_a", "gathered") else self.rank
 
     @property
@@ -168,9 +171,9 @@ def parts_of(shape: FactorShape, a: torch.Tensor, bt: torch.Tensor) -> list[Part
 def dense(shape: FactorShape, a: torch.Tensor, bt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The same delta as one pair a [..., rank, d_in] and bt [..., rank, d_out], including zeros; not for serving.
 
-    Further rows of bt are kept.
+    Further rows of bt are kept, and so are weights that replace a layer's.
     """
-    if shape.rows:
+    if shape.rows or shape.kind == "replaced":
         return a, bt
     parts = parts_of(shape, a, bt)
     if len(parts) == 1:
