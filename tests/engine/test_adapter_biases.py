@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 
 from tests.families import FAMILIES, LANGUAGE_LINEARS, Prompt, build_model, make_prompt, vision_linears
 from tests.harness import FixedModes, RecordingEngine, run_engine
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.gpu
 CASES = (("own_bias", 1), ("plain", 1), (None, 1), ("base_bias", 0), ("dora_bias", 1), ("own_bias", 0))
 
 
-def saved(model: Any, config: LoraConfig, folder: Path) -> str:
+def saved(model: Any, config: PeftConfig, folder: Path) -> str:
     """Write an adapter with random factors, magnitudes and biases."""
     peft = get_peft_model(copy.deepcopy(model), config)
     with torch.no_grad():

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, PeftType, get_peft_model
+from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, PeftType, get_peft_model
 
 from tests.families import Prompt, build_model, make_prompt
 from tests.harness import FixedModes, RecordingEngine
@@ -27,7 +27,7 @@ from vlora.types import Mode
 
 FAMILY = "qwen2_vl"
 NUM_TOKENS = 4
-NUM_COMBINED = 24
+NUM_COMBINED = 16
 
 PLAIN: dict[str, Any] = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], "init_lora_weights": False}
 WEIGHTS = ["q_proj.weight", "model.language_model.layers.0.mlp.up_proj.weight"]
@@ -99,6 +99,21 @@ VALUES: dict[str, Sequence[Any]] = {
     "kasa_config": [{"beta": 0.1}],
     "ensure_weight_tying": [True],
 }
+IA3_PLAIN: dict[str, Any] = {
+    "target_modules": ["k_proj", "v_proj", "down_proj"],
+    "feedforward_modules": ["down_proj"],
+    "init_ia3_weights": False,
+}
+IA3_VALUES: Sequence[dict[str, Any]] = (
+    {},
+    {"target_modules": ["o_proj", "qkv", "fc1"], "feedforward_modules": ["o_proj"]},
+    {"feedforward_modules": []},
+    {"feedforward_modules": ["k_proj"]},
+    {"exclude_modules": ["v_proj"]},
+    {"fan_in_fan_out": True},
+    {"modules_to_save": ["lm_head"]},
+    {"init_ia3_weights": True, "modules_to_save": ["attn.proj"]},
+)
 # Settings that PEFT accepts only beside others.
 BESIDE: dict[str, dict[str, Any]] = {
     "layers_pattern": {"layers_to_transform": [1, 3]},
@@ -172,14 +187,20 @@ class Generator:
             chosen = draw.sample(COMBINED, 4)
             yield self.write({setting: draw.choice(VALUES[setting]) for setting in chosen})
 
+    def ia3(self) -> Iterator[Folder]:
+        for settings in IA3_VALUES:
+            path = self._root / f"ia3-{next(self._numbers)}"
+            _save(copy.deepcopy(self._model), IA3Config(**{**IA3_PLAIN, **settings}), path)
+            yield Folder(path.name, path, tuple(settings))
+
     def other_methods_and_later_versions(self) -> Iterator[Folder]:
         for kind in PeftType:
-            if kind != PeftType.LORA:
+            if kind not in (PeftType.LORA, PeftType.IA3):
                 yield self.edit({"peft_type": kind.value})
         yield from (self.edit({"setting_of_a_later_version": value}) for value in (True, 1, "on", {"depth": 2}))
 
 
-def _save(model: Any, config: LoraConfig, path: Path) -> None:
+def _save(model: Any, config: PeftConfig, path: Path) -> None:
     peft = get_peft_model(model, config)
     with torch.no_grad():
         for name, parameter in peft.named_parameters():
@@ -227,7 +248,10 @@ def test_each_folder_is_served_as_peft_does_or_refused_by_name(tmp_path: Path) -
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT's, of settings that it ignores
         for folder in itertools.chain(
-            generator.every_setting(), generator.combinations(), generator.other_methods_and_later_versions()
+            generator.every_setting(),
+            generator.combinations(),
+            generator.ia3(),
+            generator.other_methods_and_later_versions(),
         ):
             try:
                 engine.engine.load_adapter(folder.name, str(folder.path))

@@ -18,7 +18,7 @@ from atmm.matmul import joins, linear, linears
 from atmm.strategies.shared_shrink import CachedInput
 from vlora.lora.block_diagonal import BlockSites
 from vlora.lora.joined_weights import JoinedWeights
-from vlora.lora.output_changes import OutputChange, apply_changes, undo_changes
+from vlora.lora.output_changes import OutputChange, apply_changes, changed_inputs, undo_changes
 from vlora.lora.own_layers import ReplacedOutputs
 from vlora.parallel import LinearShard
 from vlora.parallel.adapter_sharding import FactorShape
@@ -109,7 +109,7 @@ class Placement(Protocol):
 class AdaptedLinear(nn.Linear):
     """An `nn.Linear` of the base model plus the deltas of its scope's lanes. Created by `adapt`, never constructed.
 
-    site: holds dense factors. changes: other changes of the outputs, by adapter. others: placements of other factor
+    site: holds dense factors. changes: other changes by adapter. others: placements of other factor
     kinds, by kind and number of parts. shard: the part of the model's layer that is on this rank. joined: its weight
     with those of its siblings, where they are adjacent.
     """
@@ -157,6 +157,8 @@ class AdaptedLinear(nn.Linear):
         plan = self.scope.plan_for(num_rows)
         if self.siblings is not None and (self.joined or (plan is not None and joins(num_rows, self.weight))):
             return self.siblings.output(self, input, plan)
+        if self.changes and plan is not None:
+            input = changed_inputs(input, self.changes, plan)
         y = linear(input, self.weight, self.bias)
         if plan is not None:
             self.add_deltas(y.view(num_rows, self.out_features), input.reshape(num_rows, self.in_features), plan)

@@ -75,6 +75,12 @@ def read_layer(
             )
     b = b.float() * target.scale
     rows_a, rows_bt = target.cut.apply(a, b)
+    if target.vector is not None:
+        change = _checked(tensors.get_tensor(target.vector).float().flatten() - 1, f"{file}: tensor {target.vector!r}")
+        on_input = "input" in target.cut.shape.rows
+        if change.shape[1] != (a.shape[1] if on_input else len(b)):
+            raise _changed(file)
+        return a, b, (change, rows_bt) if on_input else (rows_a, change[:, target.cut.b_rows])
     if target.cut.shape.rows:
         assert base_layers is not None, "rows that depend on W0 need the base model"
         rows_bt = torch.cat([rows_bt, *_further_rows(file, target, tensors, a, b, base_layers)])
@@ -117,7 +123,7 @@ def can_be_undone(target: TargetHeader, bt: Tensor) -> bool:
     """
     if target.vision or not target.cut.shape.rows:
         return True
-    if target.biases or bt.shape[1] != target.disk[1][0]:
+    if target.biases or target.vector is not None or bt.shape[1] != target.disk[1][0]:
         return False
     return bool(((1 + bt[target.rank].float()).abs() >= SMALLEST_SCALE).all())
 
@@ -142,7 +148,7 @@ def check_finite(
     if math.isfinite(values.sum(dtype=torch.float32).item()):
         return
     for target in targets:
-        labels = target.tensor_a, target.tensor_b or target.biases[0]
+        labels = target.first_tensor, target.tensor_b or target.first_tensor
         for tensor, label in zip(factors[target.site], labels, strict=True):
             if not torch.isfinite(tensor).all():
                 raise BadAdapter(

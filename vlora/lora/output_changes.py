@@ -1,4 +1,4 @@
-"""Changes of a layer's outputs that are no low-rank delta: DoRA's scales, and biases.
+"""Changes of a layer's outputs and inputs that are no low-rank delta: DoRA's scales, biases, and IA3.
 
 DoRA (arXiv:2402.09353) trains a scale of each output beside the delta. PEFT computes `y = g (W0 x + s B A x) + b` with
 `g = m / |W0 + s B A|` per output: m is trained, the norm is that of the weight's row, and the bias b is not scaled. The
@@ -10,7 +10,8 @@ Lanes have the unscaled factors. The scale of the merged adapter is undone befor
 a token's own adapter is applied after that, so that any two adapters are exact beside each other in mixed mode.
 
 Biases of adapters (PEFT's `bias` and `lora_bias`) are one more row, which is added at the end. Such an adapter is never
-merged, since the bias of a layer is not part of its weight.
+merged, since the bias of a layer is not part of its weight. IA3 (arXiv:2205.05638) multiplies all outputs, with their
+bias, or all inputs of a layer by a trained vector l. It has no factors, and is never merged either.
 """
 
 from __future__ import annotations
@@ -31,15 +32,20 @@ _ROWS = 1024  # rows of a weight that are computed in float32 at a time, to limi
 
 
 class OutputChange(NamedTuple):
-    """An adapter's change of one layer's outputs: their scale `g - 1` and what is added to them, both [d_out]."""
+    """An adapter's change of one layer, beside its factors: a row of each kind, see `FactorShape`."""
 
     scale: Tensor | None = None
     shift: Tensor | None = None
+    gain: Tensor | None = None
+    input: Tensor | None = None
 
     @classmethod
     def split(cls, shape: FactorShape, a: Tensor, bt: Tensor) -> tuple[tuple[Tensor, Tensor], OutputChange]:
         """The factors without the further rows, and the change that these rows describe."""
-        return (a, bt[: shape.rank]), cls(**dict(zip(shape.rows, bt[shape.rank :], strict=True)))
+        rows: dict[str, Tensor] = dict(zip(shape.output_rows, bt[shape.rank :], strict=True))
+        if "input" in shape.rows:
+            a, rows["input"] = a[: shape.rank], a[shape.rank]
+        return (a, bt[: shape.rank]), cls(**rows)
 
 
 def apply_changes(y: Tensor, changes: Mapping[str, OutputChange], bias: Tensor | None, plan: atmm.SegmentPlan) -> None:
@@ -53,11 +59,13 @@ def apply_changes(y: Tensor, changes: Mapping[str, OutputChange], bias: Tensor |
     """
     for lane in plan.lanes:
         if lane.sign > 0 and lane.key in changes:
-            rows, (scale, shift) = y[lane.start : lane.stop], changes[lane.key]
-            if scale is not None:
-                _rescale(rows, scale, bias)
-            if shift is not None:
-                rows.add_(shift)
+            rows, own = y[lane.start : lane.stop], changes[lane.key]
+            if own.scale is not None:
+                _rescale(rows, own.scale, bias)
+            if own.shift is not None:
+                rows.add_(own.shift)
+            if own.gain is not None:
+                _rescale(rows, own.gain, None)
 
 
 def undo_changes(y: Tensor, changes: Mapping[str, OutputChange], bias: Tensor | None, plan: atmm.SegmentPlan) -> None:
@@ -65,10 +73,22 @@ def undo_changes(y: Tensor, changes: Mapping[str, OutputChange], bias: Tensor | 
     `apply_changes`."""
     for lane in plan.lanes:
         if lane.sign < 0 and lane.key in changes:
-            merged = changes[lane.key]
-            assert merged.scale is not None and merged.shift is None, "an adapter with a bias is never merged"
-            scale = merged.scale.float()
+            merged = changes[lane.key].scale
+            assert merged is not None, "only scales are merged"
+            scale = merged.float()
             _rescale(y[lane.start : lane.stop], (scale / -(1 + scale)).to(y.dtype), bias)
+
+
+def changed_inputs(x: Tensor, changes: Mapping[str, OutputChange], plan: atmm.SegmentPlan) -> Tensor:
+    """Inputs x [..., d_in] of T rows as their own adapters change them: x itself if none of the plan's does."""
+    lanes = [lane for lane in plan.lanes if lane.sign > 0 and lane.key in changes]
+    rows = [(lane, change) for lane in lanes if (change := changes[lane.key].input) is not None]
+    if not rows:
+        return x
+    out = x.clone()
+    for lane, change in rows:
+        _rescale(out.view(-1, x.shape[-1])[lane.start : lane.stop], change, None)
+    return out
 
 
 def _rescale(y: Tensor, scale: Tensor, bias: Tensor | None) -> None:

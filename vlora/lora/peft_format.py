@@ -32,7 +32,7 @@ HEAD_FILES = ("heads.json", "heads.safetensors")
 _TENSOR = re.compile(
     r"^base_model\.model\.(?P<module>.+?)\."
     r"(?P<part>lora_A\.weight|lora_B\.weight|lora_B\.bias|lora_magnitude_vector|(base_layer\.)?bias"
-    r"|lora_embedding_A|lora_embedding_B|(base_layer\.)?weight)$"
+    r"|lora_embedding_A|lora_embedding_B|(base_layer\.)?weight|ia3_l)$"
 )
 
 
@@ -127,9 +127,9 @@ def read_header(
     for target in targets:
         if target.site in seen:
             raise BadAdapter(
-                f"{path}: {seen[target.site]!r} and {target.tensor_a!r} adapt the same layer {target.site!r}"
+                f"{path}: {seen[target.site]!r} and {target.first_tensor!r} adapt the same layer {target.site!r}"
             )
-        seen[target.site] = target.tensor_a or target.biases[0]
+        seen[target.site] = target.first_tensor
     by_site = {target.site: target for target in targets}
     ordered = tuple(by_site[site] for site in sites if site in by_site)
     header = AdapterHeader(path, ordered, _heads(path, hidden_size), invocation_of(path, config))

@@ -63,6 +63,8 @@ _WITHOUT_EFFECT = frozenset(
         "runtime_config",
     )
 )
+# Vectors over inputs, of the layers in `feedforward_modules`, have the length of the inputs.
+_OF_IA3 = frozenset(("peft_type", "feedforward_modules", "fan_in_fan_out", "modules_to_save", "init_ia3_weights"))
 # Setting -> why it is not supported.
 _REFUSED = {
     "trainable_token_indices": "it changes the shared token embeddings",
@@ -87,8 +89,11 @@ def refuse_unsupported(path: Path, config: Mapping[str, Any]) -> None:
         raise BadAdapter(
             f"{path}: peft_type is {kind!r}, a dense delta; make it a LoRA with `vlora convert-lora {path} --rank R`"
         )
+    if kind == "IA3":
+        refuse_others(path, config, DESCRIPTION_AND_SELECTION | _OF_IA3)
+        return
     if kind != "LORA":
-        raise BadAdapter(f"{path}: peft_type is {kind!r}; only LORA adapters are supported")
+        raise BadAdapter(f"{path}: peft_type is {kind!r}; only LORA and IA3 adapters are supported")
     refuse_others(path, config, _READ | _WITHOUT_EFFECT | DESCRIPTION_AND_SELECTION)
     if config.get("bias") not in (None, "none", "all", "lora_only"):
         raise BadAdapter(f"{path}: bias = {config['bias']!r} is not supported: PEFT knows none, all and lora_only")

@@ -13,7 +13,7 @@ from vlora.errors import BadAdapter
 from vlora.lora.legacy_names import resolve
 from vlora.lora.peft_settings import scale_of
 from vlora.parallel.adapter_sharding import Blocks, Cut, RowKind, ShardingKind, Side, plan_cut
-from vlora.parallel.layer_sharding import LinearShard
+from vlora.parallel.layer_sharding import ROW_PARALLEL, LinearShard
 
 # Layers that all adapters share.
 SHARED_LAYERS = {"lm_head": "output head", "embed_tokens": "token embedding"}
@@ -51,8 +51,9 @@ class TargetHeader:
     are split over ranks. magnitude: the tensor of DoRA's norms, or None. biases: the tensors of trained biases, of
     lora_B (`.lora_B.bias`) or in place of the layer's.
 
-    A layer with a trained bias only has rank 0, and its tensor_a and tensor_b are empty. One that is replaced has its
-    weight in tensor_a. is_transposed: both are stored transposed (embeddings). base_copy: a tensor that must equal W0.
+    A layer with a trained bias only, or with IA3's vector, has rank 0, and its tensor_a and tensor_b are empty. A layer
+    that is replaced has its weight in tensor_a. is_transposed: both are stored transposed (embeddings). base_copy: a
+    tensor that must equal W0.
 
     Thousands of adapters have hundreds of mostly equal headers each, so `_target_header` shares them.
     """
@@ -69,8 +70,13 @@ class TargetHeader:
     magnitude: str | None
     biases: tuple[str, ...]
     scale: float
+    vector: str | None = None
     is_transposed: bool = False
     base_copy: str | None = None
+
+    @property
+    def first_tensor(self) -> str:
+        return self.tensor_a or self.vector or self.biases[0]
 
 
 def read_target(
@@ -94,6 +100,12 @@ def read_target(
     Raises:
         BadAdapter: The layer cannot be served; the message has the reason.
     """
+    if "weight" not in parts and ("ia3_l" in parts) != (config.get("peft_type") == "IA3"):
+        raise BadAdapter(
+            f"{path}: peft_type is {config.get('peft_type')!r}, but layer {module!r} has {', '.join(sorted(parts))}"
+        )
+    if "ia3_l" in parts:
+        return _ia3(path, module, parts, shapes, sites)
     if "weight" in parts:
         return _replaced(path, config, module, parts, shapes, sites)
     if "lora_embedding_A" in parts or "lora_embedding_B" in parts:
@@ -134,6 +146,40 @@ def read_target(
     header = _target_header(site, sites[site], disk, blocks, tensor_a, tensor_b, magnitude, biases, scale)
     copy = parts.get("base_layer.weight")
     return header if copy is None else dataclasses.replace(header, base_copy=copy)
+
+
+def _ia3(
+    path: Path,
+    module: str,
+    parts: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+    sites: Mapping[str, SiteShape],
+) -> TargetHeader:
+    """A layer of IA3: a vector over its outputs [d_out, 1] or inputs [1, d_in], as PEFT stores it."""
+    site = _site(path, module, sites)
+    expected, shape = sites[site], shapes[parts["ia3_l"]]
+    row: RowKind
+    if shape == (expected.d_out, 1):
+        row = "gain"
+    elif shape == (1, expected.d_in):
+        row = "input"
+    else:
+        raise BadAdapter(
+            f"{path}: ia3_l of {module!r} has shape {shape}, but this base model's layer maps {expected.d_in} to "
+            f"{expected.d_out}; the adapter was made for another model"
+        )
+    leaf = module.rpartition(".")[2]
+    if expected.own or len(parts) > 1 or (row == "input" and (expected.vision or leaf not in ROW_PARALLEL)):
+        raise BadAdapter(
+            f"{path}: IA3 on the {row if row == 'input' else 'output'} of {module!r} is not supported; "
+            f"feedforward_modules may be {' and '.join(ROW_PARALLEL)} of the language model"
+        )
+    if expected.shard is not None and expected.shard.by_rows:
+        raise BadAdapter(f"{path}: IA3 on {module!r} is not supported with tensor_parallel = {expected.shard.size}")
+    disk = ((0, expected.d_in), (expected.d_out, 0))
+    header = _target_header(site, expected, disk, None, "", "", None, (), 0.0)
+    cut = dataclasses.replace(header.cut, shape=header.cut.shape._replace(rows=(row,)))
+    return dataclasses.replace(header, cut=cut, merged=cut, vector=parts["ia3_l"])
 
 
 def _replaced(

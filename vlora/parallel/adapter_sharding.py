@@ -28,7 +28,7 @@ from vlora.parallel.layer_sharding import LinearShard, Span
 ShardingKind = Literal["replicated", "slora"]
 Side = Literal["a", "b"]
 FactorKind = Literal["dense", "blocks_a", "blocks_b", "gathered", "reduced", "replaced"]
-RowKind = Literal["scale", "shift"]
+RowKind = Literal["scale", "shift", "gain", "input"]
 
 
 class FactorShape(NamedTuple):
@@ -39,8 +39,9 @@ class FactorShape(NamedTuple):
     gathered: a has one of `parts` shares of the adapter's rank; reduced: bt has this rank's share of the outputs.
     replaced: a is the weight of the layer [d_out, d_in] instead of a delta; the rank is 0.
 
-    rows: further rows of bt, below dense factors: other changes of the outputs than the factors' delta.
-    scale: the relative change of each output (DoRA's g - 1). shift: added to the outputs (biases).
+    rows: further rows below dense factors: other changes than the factors' delta. scale: the relative change of each
+    output without its bias (DoRA's g - 1). shift: added to the outputs (biases). gain: the relative change of each
+    output (IA3's l - 1). input: the same of each input; it is a row of a, the others are rows of bt.
     """
 
     rank: int
@@ -54,11 +55,16 @@ class FactorShape(NamedTuple):
     def rows_a(self) -> int:
         if self.kind == "replaced":
             return self.d_out
-        return self.rank // self.parts if self.kind in ("blocks_a", "gathered") else self.rank
+        return self.rank // self.parts if self.kind in ("blocks_a", "gathered") else self.rank + ("input" in self.rows)
 
     @property
     def rows_bt(self) -> int:
-        return self.rank // self.parts if self.kind == "blocks_b" else self.rank + len(self.rows)
+        return self.rank // self.parts if self.kind == "blocks_b" else self.rank + len(self.output_rows)
+
+    @property
+    def output_rows(self) -> tuple[RowKind, ...]:
+        """The further rows of bt."""
+        return tuple(row for row in self.rows if row != "input")
 
     @property
     def is_split(self) -> bool:
