@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -84,6 +86,15 @@ def test_a_layer_with_inputs_on_several_ranks_is_refused(base: Base) -> None:
     sites = {**base.sites, DOWN: with_shard(down, Span(0, down.d_in // 2), Span(0, down.d_out))}
     with pytest.raises(BadAdapter, match=r"use_dora is not supported for .*down_proj.* tensor_parallel = 2"):
         read_header(base.folder, sites, 64)
+
+
+def test_activated_adapters_may_have_plain_factors_only(base: Base, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(base.folder, tmp_path / "activated"))
+    file = folder / "adapter_config.json"
+    settings = {"alora_invocation_tokens": [5, 6], "task_type": "CAUSAL_LM"}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
+    with pytest.raises(BadAdapter, match=r"alora_invocation_tokens beside DoRA"):
+        read_header(folder, base.sites, 64)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -16,10 +15,9 @@ from torch import nn
 import atmm
 from atmm.matmul import joins, linear, linears
 from atmm.strategies.shared_shrink import CachedInput
-from vlora.lora.block_diagonal import BlockSites
 from vlora.lora.joined_weights import JoinedWeights
 from vlora.lora.output_changes import OutputChange, apply_changes, changed_inputs, undo_changes
-from vlora.lora.own_layers import ReplacedOutputs
+from vlora.lora.placements import Placement, new_placement
 from vlora.parallel import LinearShard
 from vlora.parallel.adapter_sharding import FactorShape
 
@@ -90,28 +88,12 @@ class LaneScope:
         return scaled
 
 
-class Placement(Protocol):
-    """Adds the deltas of adapters with factors other than two dense matrices at a layer."""
-
-    def attach(self, key: str, shape: FactorShape, factors: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Register an adapter's factors under its key. They are referenced, not copied."""
-        ...
-
-    def detach(self, key: str) -> None:
-        """Remove an adapter; unknown keys are ignored."""
-        ...
-
-    def add(self, y: torch.Tensor, x: torch.Tensor, plan: atmm.SegmentPlan) -> None:
-        """Add every lane's delta to y [T, d_out], in place. Lanes of other adapters add nothing."""
-        ...
-
-
 class AdaptedLinear(nn.Linear):
     """An `nn.Linear` of the base model plus the deltas of its scope's lanes. Created by `adapt`, never constructed.
 
-    site: holds dense factors. changes: other changes by adapter. others: placements of other factor
-    kinds, by kind and number of parts. shard: the part of the model's layer that is on this rank. joined: its weight
-    with those of its siblings, where they are adjacent.
+    site: holds dense factors. changes: other changes by adapter. others: placements of other factor kinds, by kind and
+    number of parts. shard: the part of the model's layer that is on this rank. joined: its weight with those of its
+    siblings, where they are adjacent.
     """
 
     site: atmm.Site
@@ -126,15 +108,13 @@ class AdaptedLinear(nn.Linear):
         """Register the factors for lanes of `key`. They are referenced, not copied."""
         if shape.rows:
             factors, self.changes[key] = OutputChange.split(shape, *factors)
-        kind = (shape.kind, shape.parts)
-        if kind == ("dense", 1):
-            if shape.rank:
-                self.site.factors[key] = atmm.Factors(*factors)
-            return
-        if kind not in self.others:
-            replaced = shape.kind == "replaced"
-            self.others[kind] = ReplacedOutputs() if replaced else BlockSites(self.site.name, shape)
-        self.others[kind].attach(key, shape, factors)
+        if shape.kind != "dense":
+            kind = (shape.kind, shape.parts)
+            if kind not in self.others:
+                self.others[kind] = new_placement(self.site.name, shape)
+            self.others[kind].attach(key, shape, factors)
+        elif shape.rank:
+            self.site.factors[key] = atmm.Factors(*factors)
 
     def detach(self, key: str) -> None:
         self.site.factors.pop(key, None)

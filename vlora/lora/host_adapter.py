@@ -51,8 +51,6 @@ def load_adapter(
 ) -> HostAdapter:
     """Read an adapter's tensors: fold the scaling in float32, cast to the model's dtype, check for finite values.
 
-    base_layers: as for `AdapterRegistry`.
-
     Raises:
         BadAdapter: A value is not finite, or the files differ from those of the header.
     """

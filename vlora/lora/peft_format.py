@@ -138,6 +138,11 @@ def read_header(
             f"{path}: it has alora_invocation_tokens and adapts the vision side, which is computed before any token; "
             "adapt layers of the language model only"
         )
+    if header.invocation and not all(target.is_plain for target in ordered):
+        raise BadAdapter(
+            f"{path}: it has alora_invocation_tokens beside DoRA, biases, modules_to_save or an adapted output head or "
+            "embedding; activated adapters may have plain LoRA only"
+        )
     return header if sharding == "replicated" else split_over_ranks(header, sites)
 
 

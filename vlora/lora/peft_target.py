@@ -53,7 +53,7 @@ class TargetHeader:
 
     A layer with a trained bias only, or with IA3's vector, has rank 0, and its tensor_a and tensor_b are empty. A layer
     that is replaced has its weight in tensor_a. is_transposed: both are stored transposed (embeddings). base_copy: a
-    tensor that must equal W0.
+    tensor that must equal W0. own: as in `SiteShape`.
 
     Thousands of adapters have hundreds of mostly equal headers each, so `_target_header` shares them.
     """
@@ -65,6 +65,7 @@ class TargetHeader:
     cut: Cut
     merged: Cut
     vision: bool
+    own: bool
     tensor_a: str
     tensor_b: str
     magnitude: str | None
@@ -73,6 +74,12 @@ class TargetHeader:
     vector: str | None = None
     is_transposed: bool = False
     base_copy: str | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the layer is a linear layer of the model with factors only."""
+        shape = self.cut.shape
+        return not (shape.rows or shape.kind == "replaced" or self.own)
 
     @property
     def first_tensor(self) -> str:
@@ -351,6 +358,7 @@ def _target_header(
         cut=cut,
         merged=cut,
         vision=expected.vision,
+        own=expected.own,
         tensor_a=sys.intern(tensor_a),
         tensor_b=sys.intern(tensor_b),
         magnitude=magnitude and sys.intern(magnitude),
