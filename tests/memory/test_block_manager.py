@@ -35,9 +35,26 @@ def test_growing_is_all_or_nothing() -> None:
 def test_freeing_returns_every_block_once() -> None:
     block_manager = BlockManager(PageAllocator(6, 2), block_size=8)
     block_manager.grow("a", 20)
-    assert block_manager.free("a") == 3
-    assert block_manager.free("a") == 0
-    assert block_manager.num_free_blocks == block_manager.total_blocks == 3
+    for _ in range(2):
+        block_manager.free("a")
+        assert block_manager.num_free_blocks == block_manager.total_blocks == 3
+    block_manager.check_integrity()
+
+
+def test_blocks_that_a_launched_step_writes_are_freed_after_it() -> None:
+    block_manager = BlockManager(PageAllocator(6, 1), block_size=8)
+    for name in ("a", "b"):
+        block_manager.grow(name, 16)
+    block_manager.keep_written(["a"])
+    block_manager.free("a")
+    block_manager.free("b")
+    assert block_manager.num_free_blocks == 4 and not block_manager.holders
+    block_manager.check_integrity()
+    assert block_manager.grow("a", 8), "the same id may be used again"
+    block_manager.keep_written(["a"])
+    assert block_manager.num_free_blocks == 5
+    block_manager.keep_written(())
+    assert block_manager.holders == {"a"}
     block_manager.check_integrity()
 
 

@@ -153,7 +153,8 @@ def test_a_shared_block_is_freed_with_its_last_user() -> None:
     block_manager = make_block_manager(4)
     start(block_manager, "a", 1, 2, 3)
     start(block_manager, "b", 1, 2, 4)
-    (shared, _), _ = block_manager.table("a"), block_manager.free("a")
+    shared, _ = block_manager.table("a")
+    block_manager.free("a")
     assert block_manager.num_users(shared) == 1 and block_manager.num_cached_blocks == 0
     assert not block_manager.grow("c", 2 * 3) and block_manager.grow("c", 2 * 2)
     assert shared not in block_manager.table("c")

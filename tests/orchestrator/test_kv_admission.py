@@ -95,6 +95,19 @@ def test_no_request_enters_the_adapters_part_while_an_adapter_starves() -> None:
     assert len(admission.admit(0.0, tracked, adapter_starves=False)) == 1
 
 
+def test_blocks_that_a_step_in_flight_keeps_count_as_room() -> None:
+    """They are freed after the step. A refusal for lack of them would last until another request ends."""
+    requests = [make_request(name, prompt=prompt, max_tokens=1) for name, prompt in (("r", 4), ("x", 16), ("y", 16))]
+    admission, block_manager, tracked = waiting(requests)
+    assert len(admission.admit(0.0, tracked, adapter_starves=False)) == 2
+    for name, prompt in (("r", 4), ("x", 16)):
+        assert block_manager.grow(name, prompt)
+    block_manager.keep_written(["x"])
+    block_manager.free("x")
+    admission.remove(tracked.pop(1))
+    assert [t.request_id for t in admission.admit(0.0, tracked, adapter_starves=False)] == ["y"]
+
+
 @settings(max_examples=scaled(200))
 @given(
     kinds=st.lists(

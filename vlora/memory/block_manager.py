@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Iterable, Set
 
 from vlora.memory.page_allocator import PageAllocator
 from vlora.memory.prefix_cache import Key, PrefixCache, TokenChain
@@ -14,6 +14,10 @@ class BlockManager:
     """The KV blocks of each request, in token order. With a prefix cache, requests with a common prefix share blocks.
 
     Shared and known blocks are full and read-only: a request writes only to the blocks after them.
+
+    Attributes:
+        written: requests with blocks that a launched step writes, see `keep_written`.
+        kept: blocks of those that have ended.
     """
 
     def __init__(self, allocator: PageAllocator, block_size: int, prefix: PrefixCache | None = None) -> None:
@@ -22,6 +26,8 @@ class BlockManager:
         self._prefix = prefix
         self._tables: dict[str, tuple[int, ...]] = {}
         self._num_users: Counter[int] = Counter()
+        self.written: frozenset[str] = frozenset()
+        self.kept: list[int] = []
         allocator.on_block_moved(self._rename)
 
     @property
@@ -80,12 +86,21 @@ class BlockManager:
         self._tables[request_id] = table + tuple(self._allocate() for _ in range(wanted))
         return True
 
-    def free(self, request_id: str) -> int:
-        """Free all blocks of a request; return their number. Known blocks without other users stay cached."""
-        table = self._tables.pop(request_id, ())
-        for block in reversed(table):  # LRU order: the end of a prefix is useless without its beginning
+    def free(self, request_id: str) -> None:
+        """Free all blocks of a request, or keep them if it is in `written`. Known blocks without users stay cached."""
+        blocks = reversed(self._tables.pop(request_id, ()))  # LRU: the end of a prefix is useless without its beginning
+        if request_id in self.written:
+            self.kept += blocks
+            return
+        for block in blocks:
             self._release(block)
-        return len(table)
+
+    def keep_written(self, request_ids: Iterable[str]) -> None:
+        """Keep the blocks of these requests until the next call, also if they end: a launched step writes to them."""
+        self.written = frozenset(request_ids)
+        kept, self.kept = self.kept, []
+        for block in kept:
+            self._release(block)
 
     # -- prefix cache -------------------------------------------------------------------------------------------------
 
@@ -165,7 +180,7 @@ class BlockManager:
         """
         assert all(self._tables.values()), "a request without blocks is listed as a holder"
         assert all(len(table) == len(set(table)) for table in self._tables.values()), "a block is twice in one table"
-        placed = Counter(block for table in self._tables.values() for block in table)
+        placed = Counter(block for table in (*self._tables.values(), self.kept) for block in table)
         assert placed == self._num_users, f"blocks are in tables {placed}, but counted {self._num_users}"
         assert placed.keys() == self.allocator.taken_blocks, (
             f"{len(placed)} blocks are in tables, {len(self.allocator.taken_blocks)} are taken"
@@ -183,6 +198,7 @@ class BlockManager:
             for request_id, table in self._tables.items():
                 if block in table:
                     self._tables[request_id] = tuple(target if other == block else other for other in table)
+            self.kept = [target if other == block else other for other in self.kept]
         del self._num_users[block]
         if self._prefix is not None:
             self._prefix.rename(block, target)
