@@ -102,16 +102,16 @@ class RecordingEngine:
             for name, path in reference.adapters.items():
                 self.engine.load_adapter(name, path)
         self.modes: set[Mode] = set()
-        inner_run = self.engine.parts.runner.run
+        inner_launch = self.engine.parts.device.runner.launch
 
-        def recording_run(batch: Any) -> Any:
+        def recording_launch(batch: Any) -> Any:
             if batch.items:  # a step may also encode images only
                 self.modes.add(batch.mode)
             self.engine.check_integrity()
             self.engine.parts.scheduler.check_integrity()
-            return inner_run(batch)
+            return inner_launch(batch)
 
-        self.engine.parts.runner.run = recording_run  # type: ignore[method-assign]
+        self.engine.parts.device.runner.launch = recording_launch  # type: ignore[method-assign]
         self.cached_tokens: list[int] = []  # per case of the last run, the prompt tokens from the prefix cache
 
     def answer(self, cases: Sequence[tuple[str | None, Prompt]], num_tokens: int) -> Answers:

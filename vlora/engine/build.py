@@ -17,6 +17,8 @@ from vlora.engine.device_runtime import DeviceRuntime, facts_of, lay_out, set_th
 from vlora.engine.grammar_cache import GrammarCache, GrammarHook
 from vlora.engine.monitor import Monitor
 from vlora.engine.request_checks import RequestChecks
+from vlora.engine.steps_ahead import StepsAhead
+from vlora.engine.steps_in_order import StepsInOrder
 from vlora.engine.tensor_parallel.coordinator import (
     TensorParallelCoordinator,
     TensorParallelRunner,
@@ -37,7 +39,7 @@ from vlora.models.sharding import plan_of, shard
 from vlora.orchestrator import CostModel, Scheduler, TokenThresholds, make_policy
 from vlora.orchestrator.policies.base import Policy
 from vlora.parallel import ProcessGroup
-from vlora.types import Batch, Request, RequestOutput, StepResult
+from vlora.types import Request, RequestOutput
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,9 +48,8 @@ class Hooks:
 
     Attributes:
         check: First in each step, and when idle. Raises EngineDead to end the engine.
-        before_schedule: Returns the last outputs of requests that it has ended.
+        before_schedule: Returns outputs of requests, the last ones of those that it has ended.
         on_add: Called with each admitted request, which has its adapter's name.
-        after_run: Called with each batch, its result and the number of unfinished requests.
         on_release: Called with the id of each request that has ended, possibly more than once.
         on_close: Called when the engine closes.
         pending: Returns the futures that requests wait for.
@@ -58,7 +59,6 @@ class Hooks:
     check: tuple[Callable[[], None], ...] = ()
     before_schedule: tuple[Callable[[], Iterable[RequestOutput]], ...] = ()
     on_add: tuple[Callable[[Request], None], ...] = ()
-    after_run: tuple[Callable[[Batch, StepResult, int], None], ...] = ()
     on_release: tuple[Callable[[str], None], ...] = ()
     on_close: tuple[Callable[[], None], ...] = ()
     pending: tuple[Callable[[], Iterable[Future[Any]]], ...] = ()
@@ -80,6 +80,7 @@ class EngineParts:
     admin: AdapterAdmin
     checks: RequestChecks
     monitor: Monitor
+    steps: StepsInOrder | StepsAhead
     hooks: Hooks
     group: ProcessGroup | None
 
@@ -141,6 +142,18 @@ def build(
             pinned=admin.pinned,
             environment={**environment, "arena_basis": device.limits.arena_basis},
         )
+        hooks = _build_hooks(_build_grammars(config, device, executor), scheduler, runner, monitor, coordinator)
+        steps: StepsInOrder | StepsAhead
+        if device_type == "cuda" and isinstance(runner, ModelRunner):
+            steps = StepsAhead(runner, scheduler, block_manager, monitor.record_step)
+            hooks = dataclasses.replace(
+                hooks,
+                before_schedule=(*hooks.before_schedule, steps.make_room),
+                on_add=(*hooks.on_add, steps.add),
+                on_release=(*hooks.on_release, steps.release),
+            )
+        else:
+            steps = StepsInOrder(runner, scheduler, monitor.record_step)
         return EngineParts(
             num_threads=num_threads,
             device=device,
@@ -153,7 +166,8 @@ def build(
             admin=admin,
             checks=RequestChecks(config, device.hf_model, device.limits, registry),
             monitor=monitor,
-            hooks=_build_hooks(_build_grammars(config, device, executor), scheduler, runner, monitor, coordinator),
+            steps=steps,
+            hooks=hooks,
             group=None if coordinator is None else coordinator.group,
         )
 
@@ -261,7 +275,6 @@ def _build_hooks(
     hooks = Hooks(
         before_schedule=(grammar_hook.release_compiled,),
         on_add=(grammar_hook.add, monitor.count_request),
-        after_run=(monitor.record_step,),
         on_release=(grammars.forget,),
         on_close=(grammars.close,),
         pending=(lambda: grammars.pending,),
