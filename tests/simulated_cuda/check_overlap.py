@@ -18,7 +18,8 @@ import pytest
 import torch
 from transformers import Qwen2VLConfig
 
-from vlora.bench.dummy import language_shapes, write_adapter
+from tests.simulated_cuda import Kind, counting
+from vlora.bench.dummy import dummy_picture, language_shapes, write_adapter
 from vlora.config import EngineConfig
 from vlora.engine.engine import Engine
 from vlora.errors import StepFailed
@@ -366,3 +367,13 @@ def test_an_id_may_be_used_again_while_its_step_is_in_flight(roomy: Watched, ref
     engine.cancel("r")
     engine.add(again)
     assert answers_of(engine)["r"] == alone(reference, again)
+
+
+def test_encoding_images_waits_for_the_end_of_the_step_only(roomy: Watched) -> None:
+    picture = dummy_picture(config(), 4)
+    engine = roomy.engine
+    engine.add(Request(request_id="r", prompt_ids=(*[IMAGE] * picture.num_tokens, 5), vision=(picture,)))
+    with counting() as counts:
+        engine.step()
+    assert engine.stats().num_encoded_patches > 0
+    assert counts.total(Kind.SYNCHRONIZE) == 1, counts.report(Kind.SYNCHRONIZE)

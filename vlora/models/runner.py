@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 
+import msgspec
 import numpy as np
 import torch
 
@@ -110,8 +111,8 @@ class ModelRunner:
         ready = self._clock.mark()
         with torch.inference_mode():
             encoded, errors = (None, {}) if batch.encode is None else self._images.advance(batch.encode)
+            step = LaunchedStep(switched, self._switcher.in_place, encoded, errors, start, ready, self._clock.mark())
             errors |= self._images.prepare(batch.items)
-            step = LaunchedStep(switched, self._switcher.in_place, encoded, errors, start, ready)
             items = [item for item in batch.items if item.request_id not in errors]
             if items:
                 with _failing_its_batch():
@@ -130,6 +131,9 @@ class ModelRunner:
         with torch.inference_mode(), _failing_its_batch():
             self._clock.wait(step.end)
             tokens, scores, refused = ({}, {}, {}) if step.choice is None else step.choice.collect()
+            encoded = step.encoded
+            if encoded is not None:
+                encoded = msgspec.structs.replace(encoded, seconds=self._clock.seconds(step.ready, step.encoded_by))
             return StepResult(
                 tokens=tokens,
                 scores=scores,
@@ -139,7 +143,7 @@ class ModelRunner:
                 switch_s=self._clock.seconds(step.start, step.ready),
                 switched=step.switched,
                 in_place=step.in_place,
-                encoded=step.encoded,
+                encoded=encoded,
             )
 
     # -- the packed batch -------------------------------------------------------------------------------------------

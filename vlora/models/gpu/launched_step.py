@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 class LaunchedStep:
     """A step that was launched and not yet collected; on a CPU it is complete.
 
-    start, ready, end: marks of the clock before the switch, before the forward pass, and after the step.
+    start, ready, encoded_by, end: marks of the clock before the switch, after it, after the encoding of images, and
+    after the step.
     """
 
     switched: bool
@@ -24,6 +25,7 @@ class LaunchedStep:
     errors: dict[str, ErrorValue]
     start: Any
     ready: Any
+    encoded_by: Any
     end: Any = None
     choice: TokenChoice | None = None
     heads: dict[str, HeadAnswer] = dataclasses.field(default_factory=dict)
