@@ -20,7 +20,8 @@ from tests.simulated_cuda import Counts, Kind, counting
 from tests.simulated_cuda.counts import HOST_WAITS, SERVING
 from tests.simulated_cuda.install import uncomputed_kernels
 from tests.simulated_cuda.streams import Event
-from vlora.bench.dummy import language_shapes, write_adapter
+from vlora.bench.dummy import language_shapes, small_config, write_adapter
+from vlora.bench.engine.timed_engine import TimedEngine
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
 from vlora.lora.adapted_linear import AdaptedLinear
@@ -209,6 +210,19 @@ def test_the_time_of_a_step_is_measured_on_its_stream(
     served[LAYERS[0]].decode_step(CASES["merged"])
     last = served[LAYERS[0]].engine.snapshot().steps[-1]
     assert last.step_s == 0.007
+
+
+def test_benches_get_a_token_of_every_kept_request_from_each_step() -> None:
+    with uncomputed_kernels():
+        model = dummy_model(small_config(), "bfloat16", torch.device("cuda:0"), 0)
+        settings = EngineConfig(
+            model="dummy", device="cuda", dtype="bfloat16", max_batch_size=4, arena_bytes=2**26, prefix_cache=False
+        )
+        engine = TimedEngine(settings, model, {}, context=8, longest=64)
+        step = engine.begin([None] * 4)
+        for num_kept in (4, 3, 1):
+            engine.keep(num_kept)
+            step()  # checks the number of its outputs
 
 
 def test_loading_an_adapter(served: dict[int, Served]) -> None:

@@ -16,8 +16,15 @@ def work_seconds(device: torch.device) -> Callable[[], float]:
     """A clock for work on a device.
 
     With one thread of a CPU, the process's own CPU seconds, which exclude other load on the machine. With several
-    threads, and on a GPU, wall time: run no other load there.
+    threads, and on a GPU, wall time: run no other load there. On a GPU the clock first waits for all launched work.
     """
+    if device.type == "cuda":
+
+        def after_launched_work() -> float:
+            torch.cuda.synchronize(device)
+            return time.perf_counter()
+
+        return after_launched_work
     one_thread = device.type == "cpu" and torch.get_num_threads() == 1
     return time.process_time if one_thread else time.perf_counter
 

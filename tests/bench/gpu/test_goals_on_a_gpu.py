@@ -49,7 +49,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 SMALLER: dict[str, dict[str, Any]] = {
-    "step": {"_PROMPT": 16, "_BATCHES": (16, 1)},
+    "step": {"_PROMPT": 16, "_BATCHES": (32, 16, 1)},
     "prefill": {"_TOKENS": 64, "_SIDE": 4, "_OTHER_SIDES": (6, 8)},
     "merge": {"_ARENA_BYTES": 2**27, "_SWITCHES": 3},
     "serve": {"_MIXED": Load(8, 8, 12, 4), "_STREAMS": Load(32, 8, 12, 6), "_ARENA_BYTES": 2**28},
@@ -67,7 +67,16 @@ SMALLER: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("stage", "goals"),
     [
-        ("step", ["merged step / bytes, batch 16", "unmerged 8 x r16 / merged", "unmerged 16 x r64", "mixed / merged"]),
+        (
+            "step",
+            [
+                "merged step / bytes, batch 16",
+                "unmerged 8 x r16 / merged",
+                "unmerged 16 x r64",
+                "mixed / merged",
+                "host ms of a step, batch 32",
+            ],
+        ),
         (
             "prefill",
             ["prefill of 64 tokens, merged", "unmerged / merged", "one image", "the first image of a new size"],
@@ -98,7 +107,13 @@ def test_a_step_stage_compares_the_same_batch() -> None:
     from vlora.bench.gpu.stages.step import KINDS, _goals
 
     rows = [
-        {"kind": kind.name, "batch": batch, "ms": (2.0 if kind.name == "mixed" else 1.0) * batch, "ratio": 0.1 * batch}
+        {
+            "kind": kind.name,
+            "batch": batch,
+            "ms": (2.0 if kind.name == "mixed" else 1.0) * batch,
+            "host ms": (0.02 if kind.name == "mixed" else 0.01) * batch,
+            "ratio": 0.1 * batch,
+        }
         for kind in KINDS
         for batch in (32, 16, 1)
     ]
@@ -106,6 +121,7 @@ def test_a_step_stage_compares_the_same_batch() -> None:
     assert by_name["merged step / bytes, batch 16"] == pytest.approx(1.6)
     assert by_name["mixed / merged, batch 16"] == 2.0
     assert by_name["unmerged 8 x r16 / merged, batch 16"] == 1.0
+    assert by_name["host ms of a step, batch 32, any mode"] == pytest.approx(0.64)
 
 
 def test_a_graph_is_captured_after_a_first_call_and_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,8 @@
 """Decode steps of a 7B model in every mode, against the time to read the same bytes.
 
-Steps are timed by the host from one scheduling to the next, as a server runs them. Every mode runs on one engine.
+Steps are timed by the host from one call to the next, as a server runs them: on a GPU the host prepares a step while
+the device computes the one before. The host's share of a step is the time of a call that finds the step before it
+complete and does not wait for its own. Every mode runs on one engine.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from vlora.bench.engine.fixed_mode import FixedModePolicy
 from vlora.bench.gpu import models
 from vlora.bench.gpu.context import Context
 from vlora.bench.gpu.profiling import memory_gib, profiled
-from vlora.bench.gpu.timing import copy_speed, host_seconds
+from vlora.bench.gpu.timing import copy_speed, launch_seconds, loop_seconds
 from vlora.bench.report import Goal
 
 _BATCHES, _PROMPT = (32, 16, 8, 1), 1024
@@ -39,6 +41,7 @@ KINDS = (
     # Every second request uses the merged adapter.
     Kind("mixed", tuple(f"r16-{index // 2 + 1 if index % 2 else 0}" for index in range(14)), True),
 )
+_HOST_BATCH, _HOST_MS = 32, 1.0
 _TO_MERGED = {"unmerged 8 x r16": 1.12, "unmerged 16 x r64": 1.55, "mixed": 1.15}
 
 
@@ -60,7 +63,7 @@ def run(context: Context) -> dict[str, Any]:
             used = {kind.adapters[row % len(kind.adapters)] for row in range(batch)}
             if kind.name == "mixed" and len(used) == 1:
                 continue  # a merged batch
-            seconds = host_seconds(context, step, _WARMUP)
+            seconds = loop_seconds(context, step, _WARMUP)
             adapter_bytes = 0 if kind.name in ("none", "merged") else _rank_sum(used) * sizes.adapter_rank
             num_bytes = sizes.weights + batch * prompt * sizes.kv_token + adapter_bytes
             row = {
@@ -72,6 +75,8 @@ def run(context: Context) -> dict[str, Any]:
                 "bytes ms": 1e3 * num_bytes / bytes_per_s,
                 "ratio": statistics.median(seconds) / (num_bytes / bytes_per_s),
             }
+            if context.on_gpu:
+                row["host ms"] = 1e3 * statistics.median(launch_seconds(context, step))
             if batch in (_PROFILED, batches[-1]):
                 found = profiled(context, step)
                 row |= {
@@ -105,4 +110,6 @@ def _goals(rows: Sequence[dict[str, Any]]) -> list[Goal]:
     for kind, limit in _TO_MERGED.items():
         ratio = at[kind]["ms"] / at["merged"]["ms"]
         goals.append(Goal(f"{kind} / merged, batch {_GOAL_BATCH}", ratio, limit, True))
+    host_ms = max(row["host ms"] for row in rows if row["batch"] == _HOST_BATCH)
+    goals.append(Goal(f"host ms of a step, batch {_HOST_BATCH}, any mode", host_ms, _HOST_MS, True))
     return goals
