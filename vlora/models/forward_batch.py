@@ -89,11 +89,11 @@ class ForwardBatch:
         """For each item, the batch indices of tokens with a final hidden state that is read, ascending."""
         read = []
         for row in self.rows:
-            tokens = row.state.head_tokens
             if row.state.request.head is None:
-                tokens = np.arange(row.last - 1, row.last) if row.answers else tokens
-            first, stop = np.searchsorted(tokens, (row.first, row.last))
-            read.append(tokens[first:stop] - row.first + row.start)
+                read.append(np.arange(row.stop - row.answers, row.stop))  # the last token, or none
+                continue
+            first, stop = np.searchsorted(row.state.head_tokens, (row.first, row.last))
+            read.append(row.state.head_tokens[first:stop] - row.first + row.start)
         return read
 
     def positions(self, num_rows: int) -> np.ndarray:
