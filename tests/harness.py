@@ -15,7 +15,7 @@ from vlora.engine import LocalEngine
 from vlora.memory.arena import PAGE_BYTES
 from vlora.memory.host_to_device import Inline
 from vlora.models import token_choice
-from vlora.orchestrator.policies.base import Candidate, Decision, PolicyState
+from vlora.orchestrator.policies.base import Candidate, Decision, Policy, PolicyState
 from vlora.types import Mode, Request, SamplingParams
 
 
@@ -58,7 +58,7 @@ class RecordingEngine:
     def __init__(
         self,
         reference: Any,
-        policy: FixedModes | None,
+        policy: Policy | None,
         *,
         max_step_tokens: int = 512,
         scarce_memory: bool = False,
@@ -159,7 +159,7 @@ class RecordingEngine:
 
 def run_engine(
     reference: Any,
-    policy: FixedModes | None,
+    policy: Policy | None,
     num_tokens: int,
     *,
     only: Sequence[int] | None = None,

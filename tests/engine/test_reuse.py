@@ -273,7 +273,7 @@ def test_without_the_adapter_in_the_keys(qwen: Reference, monkeypatch: pytest.Mo
 
     def nameless(self: prefix_cache_module.TokenChain, *args: object) -> None:
         init(self, *args)  # type: ignore[arg-type]
-        self._root = b""
+        self._adapter = None
 
     monkeypatch.setattr(prefix_cache_module.TokenChain, "__init__", nameless)
     assert worst(RecordingEngine(qwen, MODES["unmerged"]), qwen, cases) > 100 * TOLERANCE

@@ -125,7 +125,7 @@ REFUSED_SETTINGS = {
     "lora_bias": True,
     "target_parameters": ["w"],
     "trainable_token_indices": [1],
-    "alora_invocation_tokens": [1, 2],
+    "alora_invocation_tokens": [1, -2],
     "layer_replication": [[0, 1]],
     "use_qalora": True,
     "kasa_config": {"beta": 0.1},
@@ -176,6 +176,25 @@ def test_unsupported_settings_are_refused_by_name(setting: str, copied: Path, re
     edit_config(copied, **{setting: REFUSED_SETTINGS[setting]})
     with pytest.raises(BadAdapter, match=setting):
         load(registry, "a", str(copied))
+
+
+def test_the_last_place_of_the_invocation_counts(
+    adapter_folders: dict[str, str], copied: Path, sites: dict[str, SiteShape], registry: AdapterRegistry
+) -> None:
+    ordinary = read_header(copied, sites, 64)
+    assert (ordinary.invocation, ordinary.first_token((1, 2)), ordinary.first_token(())) == ((), 0, 0)
+    edit_config(copied, alora_invocation_tokens=[7, 7, 8], task_type="CAUSAL_LM")
+    header = read_header(copied, sites, 64)
+    prompts = ((7, 7, 8), (1, 7, 7, 7, 8), (7, 7, 8, 7, 7, 8, 9), (7, 8), (7, 7), (8, 7, 7), ())
+    assert [header.first_token(prompt) for prompt in prompts] == [0, 2, 3, None, None, None, None]
+    assert not header.has_same_content(ordinary)
+    edit_config(copied, alora_invocation_tokens=[7], task_type="SEQ_CLS")
+    with pytest.raises(BadAdapter, match="task_type is 'SEQ_CLS'; PEFT searches for invocation tokens with"):
+        load(registry, "a", str(copied))
+    vision = shutil.copytree(adapter_folders["everywhere64"], copied.parent / "vision")
+    edit_config(vision, alora_invocation_tokens=[7], task_type="CAUSAL_LM")
+    with pytest.raises(BadAdapter, match="it has alora_invocation_tokens and adapts the vision side"):
+        load(registry, "a", str(vision))
 
 
 @pytest.mark.parametrize("changes", [{"r": 16}, {"rank_pattern": {"q_proj": 4}}])

@@ -84,7 +84,7 @@ VALUES: dict[str, Sequence[Any]] = {
     "lora_ga_config": [{"direction": "ArBr"}],
     "use_dora": [True],
     "velora_config": [{"num_groups": 2}],
-    "alora_invocation_tokens": [[5, 6]],
+    "alora_invocation_tokens": [[4, 147], [190]],  # in the prompt
     "use_qalora": [True],
     "qalora_group_size": [32],
     "monteclora_config": [{"num_samples": 2}],

@@ -19,13 +19,15 @@ IMAGE, VIDEO = 90, 91
 PLACEHOLDERS = {"image": IMAGE, "video": VIDEO}
 
 
-def make_request(*tokens: int, adapter: str | None = None, shown: tuple[tuple[str, str, int], ...] = ()) -> Request:
+def make_request(
+    *tokens: int, adapter: str | None = None, begin: int = 0, shown: tuple[tuple[str, str, int], ...] = ()
+) -> Request:
     """`shown`: (kind, content, placeholders) of each image or video."""
     vision = tuple(
         VisionInput(kind=kind, content_hash=content, num_tokens=count, fields={})  # type: ignore[arg-type]
         for kind, content, count in shown
     )
-    return Request(request_id="r", prompt_ids=tokens, adapter=adapter, vision=vision)
+    return Request(request_id="r", prompt_ids=tokens, adapter=adapter, vision=vision, adapter_from=begin)
 
 
 def keys(request: Request, block_size: int = 4) -> list[Key]:
@@ -283,32 +285,40 @@ def test_blocks_are_never_lost_duplicated_or_mixed_up(
 ) -> None:
     """Requests of two adapters start, continue and end while adapters are loaded and evicted.
 
-    A model tracks the content of each block.
+    Some adapters begin in the middle of a prompt. A model tracks the content of each block: for every token up to its
+    end, the token and the adapter that is active for it.
     """
     prefix = PrefixCache({})
     allocator = PageAllocator(num_blocks, 1, on_evict=prefix.remove)
     block_manager, adapter_cache = BlockManager(allocator, block_size, prefix), AdapterCache(allocator, num_blocks // 2)
     chains: dict[str, TokenChain] = {}
     tokens: dict[str, list[int]] = {}
-    holds: dict[int, object] = {}  # block -> adapter and tokens up to its end
+    adapters: dict[str, tuple[str, int]] = {}  # name and first token
+    holds: dict[int, object] = {}
     allocator.on_block_moved(lambda block, target: holds.update({target: holds.get(block)}))
+
+    def content(name: str, text: list[int], place: int) -> object:
+        adapter, begin = adapters[name]
+        upto = text[: (place + 1) * block_size]
+        return [(token, adapter if at >= begin else None) for at, token in enumerate(upto)]
 
     def written(name: str, first: int) -> None:
         for place in range(first // block_size, len(tokens[name]) // block_size):
             block = block_manager.table(name)[place]
             assert block_manager.num_users(block) == 1, "a shared block was written"
-            holds[block] = (chains[name].adapter, *tokens[name][: (place + 1) * block_size])
+            holds[block] = content(name, tokens[name], place)
 
     for action, number, text in actions:
         name, adapter = f"r{number}", f"a{number % 2}"
         if action == "start" and name not in chains:
-            chain = block_manager.chain(make_request(*text, adapter=adapter))
+            adapters[name] = adapter, len(text) // 2 * (number % 3)
+            chain = block_manager.chain(make_request(*text, adapter=adapter, begin=adapters[name][1]))
             assert chain is not None
             free = block_manager.num_free_blocks
             found = block_manager.reuse(name, chain, 0, len(text))
             assert found < len(text) and found % block_size == 0
             for place, block in enumerate(block_manager.table(name)):
-                assert holds[block] == (adapter, *text[: (place + 1) * block_size]), "wrong content found"
+                assert holds[block] == content(name, text, place), "wrong content found"
             if block_manager.grow(name, len(text)):
                 chains[name], tokens[name] = chain, list(text)
                 written(name, found)
@@ -335,7 +345,7 @@ def test_blocks_are_never_lost_duplicated_or_mixed_up(
             assert not prefix.blocks_of(adapter)
         for other, table in ((other, block_manager.table(other)) for other in chains):
             for place, block in enumerate(table[: len(tokens[other]) // block_size]):
-                assert holds[block] == (chains[other].adapter, *tokens[other][: (place + 1) * block_size])
+                assert holds[block] == content(other, tokens[other], place)
         block_manager.check_integrity()
         allocator.check_integrity()
         adapter_cache.check_integrity()

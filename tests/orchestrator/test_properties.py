@@ -73,6 +73,7 @@ def loads(draw: st.DrawFn, *, max_prompt: int = 24, max_tokens: int = 8, bounded
             max_ttft_s=draw(st.sampled_from([None, None, 0.05, 0.3, 2.0])) if bounded else None,
             priority=draw(st.sampled_from([0, 0, 0, 3, -10])),
             tenant=draw(st.sampled_from([None, "x", "y"])),
+            adapter_from=0 if adapter is None else draw(st.one_of(st.just(0), st.integers(0, length - 1))),
         )
         arrivals.append((now, request))
         now += draw(st.sampled_from([0.0, 0.0, 0.01, 0.2]))

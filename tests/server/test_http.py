@@ -55,7 +55,7 @@ def test_a_complete_answer(api: Api) -> None:
     assert status == 200 and answer["object"] == "chat.completion" and answer["model"] == "cam"
     (choice,) = answer["choices"]
     assert choice["message"] == {"role": "assistant", "content": "grün"} and choice["finish_reason"] == "stop"
-    details = {"cached_tokens": 0}
+    details = {"cached_tokens": 0, "adapter_tokens": 0}
     assert answer["usage"] == {
         "prompt_tokens": 10,
         "completion_tokens": 6,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -170,12 +170,13 @@ def write_adapter(
     seed: int,
     num_blocks: int = 1,
     dtype: torch.dtype = torch.float32,
+    invocation: Sequence[int] = (),
 ) -> str:
     """Write a random LoRA of one rank on the layers of `shapes` (name -> out, in), in PEFT's format; returns the
     folder.
 
     num_blocks: above 1 the adapter is block-diagonal: A where ranks split a layer's inputs, B where they split its
-    outputs. dtype: of the file.
+    outputs. dtype: of the file. invocation: the tokens from which on it applies (aLoRA); empty for all.
     """
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(seed)
@@ -203,6 +204,8 @@ def write_adapter(
             "target_modules_bd_b": list(COLUMN_PARALLEL),
             "nblocks": num_blocks,
         }
+    if invocation:
+        config |= {"alora_invocation_tokens": list(invocation), "task_type": "CAUSAL_LM"}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return str(folder)
 

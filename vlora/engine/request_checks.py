@@ -44,12 +44,15 @@ class RequestChecks:
         """Raises subclasses of BadRequest, or BadAdapter; changes no state."""
         self._check_tokens(request)
         adapter = self._adapter_of(request)
-        key = adapter.key if adapter else None
+        start = self._first_adapted_token(request, adapter)
+        # Without its invocation tokens an adapter is off, as in PEFT: the base model answers.
+        key = adapter.key if adapter and start is not None else None
         checked = msgspec.structs.replace(
             request,
             adapter=key,
             max_ttft_s=self._max_ttft_s if request.max_ttft_s is None else request.max_ttft_s,
             read_from=self._first_image_token(request, adapter),
+            adapter_from=start or 0,
             vision=tuple(
                 msgspec.structs.replace(item, num_patches=encode_patches(self._hf_model.config, item))
                 for item in request.vision
@@ -93,6 +96,16 @@ class RequestChecks:
                 f"{', '.join(sorted(heads)) or 'none'}"
             )
         return adapter
+
+    def _first_adapted_token(self, request: Request, adapter: Registration | None) -> int | None:
+        """`AdapterHeader.first_token`. Raises BadRequest if a head's adapter would be off."""
+        start = adapter.header.first_token(request.prompt_ids) if adapter else 0
+        if adapter and start is None and request.head is not None:
+            raise BadRequest(
+                f"head {request.head!r} needs the invocation tokens of adapter {request.adapter!r} in the prompt: "
+                f"{', '.join(map(str, adapter.header.invocation))}"
+            )
+        return start
 
     def _first_image_token(self, request: Request, adapter: Registration | None) -> int | None:
         """The index of the first token that a head over image tokens reads. Raises BadRequest if there is none."""

@@ -22,7 +22,7 @@ from heads import HeadSpec, TaskHead, load_heads
 from vlora.errors import BadAdapter
 from vlora.lora.layout import run_bytes
 from vlora.lora.legacy_names import resolve
-from vlora.lora.peft_settings import refuse_unsupported, scale_of
+from vlora.lora.peft_settings import invocation_of, refuse_unsupported, scale_of
 from vlora.parallel.adapter_sharding import Blocks, Cut, FactorShape, ShardingKind, Side, plan_cut
 from vlora.parallel.layer_sharding import LinearShard
 from vlora.wording import json_errors
@@ -81,11 +81,25 @@ class TargetHeader:
 
 @dataclasses.dataclass(frozen=True)
 class AdapterHeader:
-    """The properties of an adapter that are known before its factors are read. targets: in the order of the sites."""
+    """The properties of an adapter that are known before its factors are read.
+
+    targets: in the order of the sites. invocation: the tokens from which on the adapter applies (aLoRA); empty if it
+    applies to all tokens.
+    """
 
     path: Path
     targets: tuple[TargetHeader, ...]
     heads: Mapping[str, TaskHead]
+    invocation: tuple[int, ...] = ()
+
+    def first_token(self, prompt_ids: tuple[int, ...]) -> int | None:
+        """Index of the first prompt token that the adapter applies to; None if it applies to none.
+
+        As PEFT's `calculate_alora_offsets`: the last place of the invocation tokens counts.
+        """
+        length = len(self.invocation)
+        places = range(len(prompt_ids) - length, -1, -1)
+        return next((at for at in places if prompt_ids[at : at + length] == self.invocation), None) if length else 0
 
     @functools.cached_property
     def rank(self) -> int:
@@ -115,8 +129,8 @@ class AdapterHeader:
         return run_bytes(self.shapes, dtype)
 
     def has_same_content(self, other: AdapterHeader) -> bool:
-        """Whether both have equal layers, ranks, scales and head specifications."""
-        return self.targets == other.targets and self._specs() == other._specs()
+        """Whether both have equal layers, ranks, scales, invocation tokens and head specifications."""
+        return (self.targets, self.invocation, self._specs()) == (other.targets, other.invocation, other._specs())
 
     def _specs(self) -> dict[str, HeadSpec]:
         return {name: head.spec for name, head in self.heads.items()}
@@ -160,7 +174,12 @@ def read_header(
         seen[target.site] = target.tensor_a
     by_site = {target.site: target for target in targets}
     ordered = tuple(by_site[site] for site in sites if site in by_site)
-    header = AdapterHeader(path, ordered, _heads(path, hidden_size))
+    header = AdapterHeader(path, ordered, _heads(path, hidden_size), invocation_of(path, config))
+    if header.invocation and header.touches_vision:
+        raise BadAdapter(
+            f"{path}: it has alora_invocation_tokens and adapts the vision side, which is computed before any token; "
+            "adapt layers of the language model only"
+        )
     return header if sharding == "replicated" else split_over_ranks(header, sites)
 
 

@@ -27,6 +27,7 @@ _READ = frozenset(
         "use_bdlora",
         "target_parameters",
         "bias",
+        "alora_invocation_tokens",
     )
 )
 DESCRIPTION_AND_SELECTION = frozenset(
@@ -65,7 +66,6 @@ _REFUSED = {
     "modules_to_save": "it replaces whole modules of the base model, which other adapters share",
     "lora_bias": "biases on the LoRA factors are not part of the delta",
     "trainable_token_indices": "it changes the shared token embeddings",
-    "alora_invocation_tokens": "activated LoRA switches on in the middle of a prompt",
     "layer_replication": "it changes the number of layers of the base model",
     "use_qalora": "QALoRA pools its inputs",
     "velora_config": "VeLoRA changes how inputs are read",
@@ -130,6 +130,25 @@ def scale_of(path: Path, config: Mapping[str, Any], names: tuple[str, ...], rank
         )
     alpha = number_by_pattern(path, config, "lora_alpha", "alpha_pattern", names, 8)
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def invocation_of(path: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The tokens that switch an activated adapter (aLoRA) on; empty for ordinary adapters.
+
+    Raises:
+        BadAdapter: The setting is malformed, or PEFT would not apply it.
+    """
+    tokens = config.get("alora_invocation_tokens")
+    if tokens is None:
+        return ()
+    if not (isinstance(tokens, list) and tokens and all(type(token) is int and token >= 0 for token in tokens)):
+        raise BadAdapter(f"{path}: alora_invocation_tokens is {shown(tokens)}; it must be a list of token ids")
+    if config.get("task_type") != "CAUSAL_LM":
+        raise BadAdapter(
+            f"{path}: alora_invocation_tokens is set, but task_type is {shown(config.get('task_type'))}; PEFT searches "
+            "for invocation tokens with task_type CAUSAL_LM only"
+        )
+    return tuple(tokens)
 
 
 def number_by_pattern(

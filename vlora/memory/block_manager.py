@@ -156,7 +156,7 @@ class BlockManager:
         assert self._prefix is not None
         table = self.table(request_id)
         for place in range(start // self.block_size, stop // self.block_size):
-            self._prefix.add(chain.key(place), table[place], chain.adapter)
+            self._prefix.add(chain.key(place), table[place], chain.adapter_of(place))
 
     def forget(self, adapter: str) -> None:
         """Remove all blocks computed with this adapter version from the prefix cache."""

@@ -18,7 +18,7 @@ class TokenChain:
 
     A key covers the adapter's version, all tokens up to the block's end, and the content of its image and video
     placeholders (content hash and position within the item; the hash covers pixels, grids and frame timing). Equal keys
-    imply equal KV, in any inference mode.
+    imply equal KV, in any inference mode. Blocks that end before the adapter's first token have the base model's keys.
 
     Args:
         request: the request.
@@ -26,15 +26,15 @@ class TokenChain:
         placeholders: token id by kind of visual item.
     """
 
-    __slots__ = ("_answer", "_keys", "_prompt", "_read_from", "_root", "_visuals", "adapter", "block_size")
+    __slots__ = ("_adapter", "_adapter_from", "_answer", "_keys", "_prompt", "_read_from", "_visuals", "block_size")
 
     def __init__(self, request: Request, block_size: int, placeholders: Mapping[str, int]) -> None:
         self.block_size = block_size
-        self.adapter = request.adapter
+        self._adapter = request.adapter
+        self._adapter_from = request.adapter_from
         self._prompt = request.prompt_ids
         self._read_from = request.read_from
         self._answer: list[int] = []
-        self._root = b"" if request.adapter is None else request.adapter.encode()
         self._keys: list[Key] = []
         self._visuals = [
             (token, _Cursor([item for item in request.vision if item.kind == kind]))
@@ -54,6 +54,10 @@ class TokenChain:
         needed = device_len - 1 if self._read_from is None else min(device_len - 1, self._read_from)
         return (place + 1) * self.block_size <= needed
 
+    def adapter_of(self, place: int) -> str | None:
+        """The adapter that was active for any token of the block at `place`."""
+        return self._adapter if (place + 1) * self.block_size > self._adapter_from else None
+
     def key(self, place: int) -> Key:
         """The key of the block at `place` in the request's table. All of its tokens must be known."""
         while len(self._keys) <= place:
@@ -63,8 +67,10 @@ class TokenChain:
     def _digest(self, start: int) -> Key:
         stop, num_prompt = start + self.block_size, len(self._prompt)
         tokens = self._prompt[start:stop]
-        # The parent of the first key is a digest of the adapter, of the same length as a key.
-        parent = self._keys[-1] if self._keys else blake2b(self._root, digest_size=16).digest()
+        parent = self._keys[-1] if self._keys else bytes(16)
+        if self._adapter is not None and start <= self._adapter_from < stop:
+            begin = f"{self._adapter_from} {self._adapter}".encode()
+            parent = blake2b(parent + begin, digest_size=16).digest()
         digest = blake2b(parent, digest_size=16)
         # In sampled tokens a placeholder id is an ordinary token without an image.
         visuals = [cursor.take(tokens.count(token)) for token, cursor in self._visuals]

@@ -56,7 +56,7 @@ def fit_budgets(
     oldest = Decision(Mode.UNMERGED, None, tuple(t.request_id for t in ready[: budget.max_batch_size]))
     for mode, merged, order, _ in (decision, oldest):
         selected = [tracked[request_id] for request_id in order]
-        assert mode is not Mode.MERGED or all(t.adapter == merged for t in selected), "merged mode serves one adapter"
+        assert mode is not Mode.MERGED or all(t.active == merged for t in selected), "merged mode serves one adapter"
         shares = share_tokens(selected, starving, budget.max_step_tokens)
         items, preempted = grant_blocks(selected, shares, block_manager, tracked, ready)
         if items:
@@ -90,7 +90,7 @@ def share_tokens(order: Sequence[TrackedRequest], starving: Set[str], max_step_t
         if tracked.next_key in being_computed:
             continue
         share = shares.get(tracked.request_id, 0)
-        more = min(tracked.new_tokens - share, left)
+        more = min(tracked.step_tokens - share, left)
         if more:
             shares[tracked.request_id] = share + more
             left -= more
@@ -125,9 +125,12 @@ def grant_blocks(
         if request_id not in shares or (preempted and candidate in preempted):
             continue
         if candidate.chain is not None and candidate.status is RequestStatus.WAITING:
-            candidate.set_cached_len(block_manager.reuse(request_id, candidate.chain, 0, candidate.device_len))
+            # The step was decided for the active adapter: a longer hit ends where another one becomes active.
+            end = candidate.cached_len + candidate.step_tokens
+            known = min(end + 1, candidate.device_len)
+            candidate.set_cached_len(block_manager.reuse(request_id, candidate.chain, 0, known))
         cached_len, device_len = candidate.cached_len, candidate.device_len
-        share = min(shares[request_id], device_len - cached_len)
+        share = min(shares[request_id], candidate.step_tokens)
         wanted = cached_len + share
         table = block_manager.table(request_id)
         if len(table) * block_manager.block_size < wanted:  # usually false for a decoding request
@@ -145,7 +148,7 @@ def grant_blocks(
                 continue
             table = block_manager.table(request_id)
         granted.add(request_id)
-        items.append(BatchItem(request_id, candidate.adapter, cached_len, share, table, wanted == device_len))
+        items.append(BatchItem(request_id, candidate.active, cached_len, share, table, wanted == device_len))
     return Grants(tuple(items), tuple(preempted))
 
 

@@ -58,7 +58,7 @@ class Credits:
         token_s = tokens_s(1)
         credits: list[float] = []
         for t in requests:
-            adapter, cached = t.adapter, t.cached_len
+            adapter, cached = t.active, t.cached_len
             tokens = t.device_len - cached
             if tokens > limit:
                 tokens = limit
@@ -84,7 +84,7 @@ class Credits:
         costs, most = self._cost.costs, self._budget.max_batch_size
         tokens = min(sum(sorted([t.device_len - t.cached_len for t in ready])[-most:]), self._budget.max_step_tokens)
         context = sum(sorted([t.cached_len for t in ready], reverse=True)[:most])
-        lanes = min(len({t.adapter for t in ready}), most)
+        lanes = min(len({t.active for t in ready}), most)
         branch_s = 0.0 if merged is None else costs.lanes_s(tokens)
         step_s = costs.merged_s(tokens, context) + costs.lanes_s(tokens, lanes) + branch_s
         if len(ready) < len(admitted) and any(t.images for t in admitted):
@@ -100,7 +100,7 @@ class Credits:
         candidates = [
             Candidate(
                 t.request_id,
-                t.adapter,
+                t.active,
                 credit,
                 t.device_len - t.cached_len,
                 t.cached_len,

@@ -37,6 +37,7 @@ class TrackedRequest:
 
     Attributes:
         cached_len: tokens with KV in place; for a waiting request, the prefix-cache hit.
+        active: the adapter of its next token. None before `Request.adapter_from`, and for requests of the base model.
         device_len: tokens (prompt and sampled); the last one may still be in flight.
         max_len: upper limit of device_len.
         chain: the keys of its blocks; None without a prefix cache.
@@ -56,6 +57,7 @@ class TrackedRequest:
     """
 
     __slots__ = (
+        "active",
         "adapter",
         "admitted_s",
         "answer_by",
@@ -130,6 +132,7 @@ class TrackedRequest:
     def set_cached_len(self, cached_len: int) -> None:
         """Set the number of tokens with KV in place."""
         self.cached_len = cached_len
+        self.active = self.adapter if cached_len >= self.request.adapter_from else None
         if self.chain is None:
             return
         full = cached_len // self.chain.block_size
@@ -152,6 +155,12 @@ class TrackedRequest:
     def new_tokens(self) -> int:
         """Tokens to compute before the next answer."""
         return self.device_len - self.cached_len
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens that one step may compute: those before the next answer for which the same adapter is active."""
+        start = self.request.adapter_from
+        return (self.device_len if self.cached_len >= start else start) - self.cached_len
 
     def admit(self, arrival: int, now: float) -> None:
         """Admit the request: policies may select it once it has entered the KV room."""
@@ -188,6 +197,7 @@ class TrackedRequest:
             num_completion_tokens=self.num_sampled,
             num_preemptions=self.num_preemptions,
             num_cached_tokens=self.num_reused,
+            num_adapter_tokens=0 if self.adapter is None else self.prompt_len - self.request.adapter_from,
             steps_by_mode={mode.value: count for mode, count in self.steps_by_mode.items()},
         )
 

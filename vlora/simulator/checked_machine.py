@@ -89,8 +89,11 @@ class CheckedMachine(Machine):
     def _compute(self, item: BatchItem, result: StepResult) -> None:
         """Check an item, write its KV and answer it, or fail its request if that is due."""
         request_id = item.request_id
-        known = len(self.requests[request_id].prompt_ids) + self._num_sampled[request_id]
+        request = self.requests[request_id]
+        known = len(request.prompt_ids) + self._num_sampled[request_id]
         stop = item.start + item.num_tokens
+        begun = item.start >= request.adapter_from
+        assert item.adapter == (request.adapter if begun else None) and (begun or stop <= request.adapter_from)
         assert item.num_tokens >= 1 and stop <= known and item.answers == (stop == known)
         self._check_images(item)
         content = self._contents[request_id]
@@ -103,7 +106,7 @@ class CheckedMachine(Machine):
             for index in range(item.start, stop):
                 self._slots[self._slot(item.block_table, index)] = _INVALID  # no request may read it
             result.errors[request_id] = ErrorValue("bad_image", "this one fails alone")
-        elif item.answers and self.requests[request_id].head is not None:
+        elif item.answers and request.head is not None:
             result.heads[request_id] = _ANSWER
         elif item.answers:
             result.tokens[request_id] = sampled_token(request_id, self._num_sampled[request_id])
@@ -154,7 +157,7 @@ class CheckedMachine(Machine):
 
 
 class _Content:
-    """The inputs of the KV of each token: the adapter, all tokens up to it, and the images they show.
+    """The inputs of the KV of each token: all tokens up to it, the images they show, and where the adapter began.
 
     Args:
         request: the request.
@@ -162,13 +165,15 @@ class _Content:
     """
 
     def __init__(self, request: Request, owner: str | None) -> None:
-        self._hashes: list[object] = [(request.adapter, owner)]
+        self._hashes: list[object] = [owner]
+        self._adapter, self._adapter_from = request.adapter, request.adapter_from
         shown = [(image.content_hash, index) for image in request.vision for index in range(image.num_tokens)]
         for token in request.prompt_ids:
             self.append(token, shown.pop(0) if token == IMAGE_TOKEN else None)
 
     def append(self, token: int, shown: object = None) -> None:
-        self._hashes.append(hash((self._hashes[-1], token, shown)))
+        begun = self._adapter if len(self._hashes) > self._adapter_from else None
+        self._hashes.append(hash((self._hashes[-1], begun, token, shown)))
 
     def at(self, index: int) -> object:
         return self._hashes[index + 1]

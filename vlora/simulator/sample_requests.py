@@ -26,6 +26,7 @@ def make_request(
     max_ttft_s: float | None = None,
     priority: int = 0,
     tenant: str | None = None,
+    adapter_from: int = 0,
 ) -> Request:
     """A request; arguments that are not listed are those of `Request`.
 
@@ -41,6 +42,7 @@ def make_request(
         max_ttft_s: bound on the first answer.
         priority: higher is earlier.
         tenant: whose fair share it counts for.
+        adapter_from: index of the first token that the adapter applies to.
     """
     return Request(
         request_id=request_id,
@@ -62,6 +64,7 @@ def make_request(
         max_ttft_s=max_ttft_s,
         priority=priority,
         tenant=tenant,
+        adapter_from=adapter_from,
     )
 
 

@@ -81,6 +81,8 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
 
     ttft_s: None until the first answer. steps_by_mode: number of steps the request took part in.
     num_cached_tokens: prompt tokens with KV from the prefix cache; 0 until the first answer.
+    num_adapter_tokens: prompt tokens that the adapter applies to. All of them for an ordinary adapter; for an activated
+    one (aLoRA) those from its invocation on, 0 if the prompt does not contain it and the base model answered.
     """
 
     queue_s: float
@@ -91,6 +93,7 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     num_preemptions: int
     steps_by_mode: dict[str, int]
     num_cached_tokens: int = 0
+    num_adapter_tokens: int = 0
 
 
 FinishReason = Literal["stop", "length", "head", "cancelled", "error"]

@@ -164,6 +164,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     whole: the caller reads the answer only when it is complete, so that all tokens may come in the last message.
     read_from: index of the first prompt token with a hidden state that is read. KV from there on is not reused. The
     engine sets it for heads that read image tokens; None is the last token.
+    adapter_from: index of the first token that the adapter applies to; the base model computes those before it. The
+    engine sets it for activated adapters (aLoRA).
     """
 
     request_id: str
@@ -176,6 +178,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     max_ttft_s: float | None = None
     priority: int = 0
     read_from: int | None = None
+    adapter_from: int = 0
     tenant: str | None = None
     whole: bool = False
 

@@ -129,7 +129,7 @@ def event(value: dict[str, Any]) -> bytes:
 
 def usage(answers: Sequence[Answer], num_choices: int | None = None) -> dict[str, Any]:
     """Token counts. A prompt counts once for all its choices; cached_tokens is the part of the prompt that the first
-    choice took from the prefix cache.
+    choice took from the prefix cache, adapter_tokens the part that the adapter applies to.
 
     num_choices: Choices per prompt; None when all answers belong to one prompt.
     """
@@ -140,7 +140,10 @@ def usage(answers: Sequence[Answer], num_choices: int | None = None) -> dict[str
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(answer.timings.num_cached_tokens for answer in firsts)},
+        "prompt_tokens_details": {
+            "cached_tokens": sum(answer.timings.num_cached_tokens for answer in firsts),
+            "adapter_tokens": sum(answer.timings.num_adapter_tokens for answer in firsts),
+        },
     }
 
 
