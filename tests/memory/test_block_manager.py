@@ -6,6 +6,7 @@ import pytest
 
 from vlora.memory.block_manager import BlockManager
 from vlora.memory.page_allocator import PageAllocator
+from vlora.memory.written_blocks import WrittenBlocks
 
 
 def test_a_table_grows_by_whole_blocks_and_keeps_its_order() -> None:
@@ -42,7 +43,7 @@ def test_freeing_returns_every_block_once() -> None:
 
 
 def test_blocks_that_a_launched_step_writes_are_freed_after_it() -> None:
-    block_manager = BlockManager(PageAllocator(6, 1), block_size=8)
+    block_manager = WrittenBlocks(PageAllocator(6, 1), block_size=8)
     for name in ("a", "b"):
         block_manager.grow(name, 16)
     block_manager.keep_written(["a"])

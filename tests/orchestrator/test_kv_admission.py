@@ -10,6 +10,7 @@ from tests.example_counts import scaled
 from tests.orchestrator.test_properties import all_resident, assert_answered, every_policy, longest_over_bound
 from vlora.memory.block_manager import BlockManager
 from vlora.memory.page_allocator import PageAllocator
+from vlora.memory.written_blocks import WrittenBlocks
 from vlora.orchestrator import POLICIES
 from vlora.orchestrator.admission.kv_admission import AnswerLengths, KvAdmission
 from vlora.orchestrator.request_state import TrackedRequest
@@ -54,9 +55,9 @@ def entries(admission: KvAdmission, tracked: list[TrackedRequest]) -> list[str]:
     return order
 
 
-def waiting(requests: list[Request]) -> tuple[KvAdmission, BlockManager, list[TrackedRequest]]:
+def waiting(requests: list[Request]) -> tuple[KvAdmission, WrittenBlocks, list[TrackedRequest]]:
     """The requests wait for a room of eight blocks of four tokens."""
-    block_manager = BlockManager(PageAllocator(8, 1), 4)
+    block_manager = WrittenBlocks(PageAllocator(8, 1), 4)
     admission = KvAdmission(block_manager, 8, ())
     tracked = [TrackedRequest(request, 0.0, None) for request in requests]
     for number, t in enumerate(tracked):

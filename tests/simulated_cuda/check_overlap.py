@@ -24,8 +24,8 @@ from vlora.config import EngineConfig
 from vlora.engine.engine import Engine
 from vlora.errors import StepFailed
 from vlora.memory.arena import PAGE_BYTES
-from vlora.memory.block_manager import BlockManager
 from vlora.memory.host_to_device import Inline
+from vlora.memory.written_blocks import WrittenBlocks
 from vlora.models.loading import dummy_model
 from vlora.orchestrator.admission.kv_admission import AnswerLengths
 from vlora.types import Batch, Request, RequestOutput, SamplingParams
@@ -323,7 +323,7 @@ def test_blocks_that_are_freed_at_once_are_found(
     roomy: Watched, reference: Engine, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The negative control."""
-    monkeypatch.setattr(BlockManager, "keep_written", lambda *_: None)
+    monkeypatch.setattr(WrittenBlocks, "keep_written", lambda *_: None)
     with pytest.raises(AssertionError, match="freed while a launched step writes it"):
         for seed in range(60):
             run_schedule(roomy, reference, root, seed)

@@ -31,6 +31,7 @@ from vlora.memory.adapter_cache import AdapterCache
 from vlora.memory.block_manager import BlockManager
 from vlora.memory.page_allocator import PageAllocator
 from vlora.memory.prefix_cache import PrefixCache
+from vlora.memory.written_blocks import WrittenBlocks
 from vlora.models.grammar import GrammarCompiler
 from vlora.models.hf_model import HFModel
 from vlora.models.loading import device_of, load_model, read_config
@@ -144,7 +145,7 @@ def build(
         )
         hooks = _build_hooks(_build_grammars(config, device, executor), scheduler, runner, monitor, coordinator)
         steps: StepsInOrder | StepsAhead
-        if device_type == "cuda" and isinstance(runner, ModelRunner):
+        if isinstance(block_manager, WrittenBlocks) and isinstance(runner, ModelRunner):
             steps = StepsAhead(runner, scheduler, block_manager, monitor.record_step)
             hooks = dataclasses.replace(
                 hooks,
@@ -153,7 +154,8 @@ def build(
                 on_release=(*hooks.on_release, steps.release),
             )
         else:
-            steps = StepsInOrder(runner, scheduler, monitor.record_step)
+            # Looked up at each call: examples/tour.py replaces the method to record its calls.
+            steps = StepsInOrder(lambda batch: runner.run(batch), scheduler, monitor.record_step)
         return EngineParts(
             num_threads=num_threads,
             device=device,
@@ -201,7 +203,9 @@ def _build_device(
     )
     adapter_cache = AdapterCache(allocator, layout.limits.max_adapter_pages)
     device = DeviceRuntime(config, layout, adapter_cache, executor=executor, group=group, others=coordinator)
-    return device, BlockManager(allocator, config.block_size, prefix if config.prefix_cache else None), adapter_cache
+    # On a GPU steps run ahead; ranks exchange the results of each step.
+    manager = WrittenBlocks if hf_model.device.type == "cuda" and coordinator is None else BlockManager
+    return device, manager(allocator, config.block_size, prefix if config.prefix_cache else None), adapter_cache
 
 
 def _build_registry(

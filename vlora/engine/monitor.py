@@ -26,7 +26,6 @@ from vlora.engine.snapshot import (
     StepRecord,
 )
 from vlora.lora import AdapterRegistry
-from vlora.lora.registry import name_of
 from vlora.memory.adapter_cache import AdapterCache
 from vlora.memory.arena import PAGE_BYTES
 from vlora.memory.block_manager import BlockManager
@@ -202,7 +201,8 @@ class Monitor:
         return tuple(loads)
 
     def _name_of(self, key: str | None) -> str | None:
-        return None if key is None else name_of(key)  # the registration may be gone when its last step is recorded
+        # Not from the registry: the registration may be gone when its last step is recorded.
+        return None if key is None else key.rpartition("@")[0]
 
 
 def _place(resident: bool, arriving: bool, read: bool) -> Literal["device", "arriving", "host", "disk"]:

@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 from vlora.engine.steps_in_order import OnStep, failed
 from vlora.errors import StepFailed
-from vlora.memory.block_manager import BlockManager
+from vlora.memory.written_blocks import WrittenBlocks
 from vlora.models.gpu.launched_step import LaunchedStep
 from vlora.models.runner import ModelRunner
 from vlora.orchestrator import Scheduler
@@ -29,7 +29,9 @@ class StepsAhead:
         pending: Whether a step is in flight.
     """
 
-    def __init__(self, runner: ModelRunner, scheduler: Scheduler, block_manager: BlockManager, on_step: OnStep) -> None:
+    def __init__(
+        self, runner: ModelRunner, scheduler: Scheduler, block_manager: WrittenBlocks, on_step: OnStep
+    ) -> None:
         self._runner = runner
         self._scheduler = scheduler
         self._block_manager = block_manager

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from vlora.engine.tensor_parallel.coordinator import TensorParallelRunner
 from vlora.errors import StepFailed
-from vlora.models.runner import ModelRunner
 from vlora.orchestrator import Scheduler
 from vlora.types import Batch, ErrorValue, RequestOutput, StepResult
 
-OnStep = Callable[[Batch, StepResult], None]
-"""Called with each batch and its result, before the scheduler records them."""
+OnStep = Callable[[Batch, StepResult], None]  # called before the scheduler records the result
 
 
 class StepsInOrder:
@@ -19,14 +16,14 @@ class StepsInOrder:
 
     pending = False
 
-    def __init__(self, runner: ModelRunner | TensorParallelRunner, scheduler: Scheduler, on_step: OnStep) -> None:
-        self._runner, self._scheduler, self._on_step = runner, scheduler, on_step
+    def __init__(self, run: Callable[[Batch], StepResult], scheduler: Scheduler, on_step: OnStep) -> None:
+        self._run, self._scheduler, self._on_step = run, scheduler, on_step
 
     def run(self, batch: Batch | None) -> tuple[RequestOutput, ...]:
         """Run a step and record its result. Returns its outputs."""
         assert batch is not None, "no step is pending"
         try:
-            result = self._runner.run(batch)
+            result = self._run(batch)
         except StepFailed as error:
             result = failed(batch, error)
         self._on_step(batch, result)

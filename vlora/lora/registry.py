@@ -60,11 +60,6 @@ def always_replicated(name: str, header: AdapterHeader) -> ShardingKind:
     return "replicated"
 
 
-def name_of(key: str) -> str:
-    """The name in a registration's key."""
-    return key.rpartition("@")[0]
-
-
 class AdapterRegistry:
     """Maps names to registrations. Registering reads headers only; factors are read when an adapter is first needed.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Set
+from collections.abc import Set
 
 from vlora.memory.page_allocator import PageAllocator
 from vlora.memory.prefix_cache import Key, PrefixCache, TokenChain
@@ -14,11 +14,11 @@ class BlockManager:
     """The KV blocks of each request, in token order. With a prefix cache, requests with a common prefix share blocks.
 
     Shared and known blocks are full and read-only: a request writes only to the blocks after them.
-
-    Attributes:
-        written: requests with blocks that a launched step writes, see `keep_written`.
-        kept: blocks of those that have ended.
+    written, kept: see `WrittenBlocks`.
     """
+
+    written: frozenset[str] = frozenset()
+    kept: tuple[int, ...] = ()
 
     def __init__(self, allocator: PageAllocator, block_size: int, prefix: PrefixCache | None = None) -> None:
         self.allocator = allocator
@@ -26,8 +26,6 @@ class BlockManager:
         self._prefix = prefix
         self._tables: dict[str, tuple[int, ...]] = {}
         self._num_users: Counter[int] = Counter()
-        self.written: frozenset[str] = frozenset()
-        self.kept: list[int] = []
         allocator.on_block_moved(self._rename)
 
     @property
@@ -87,19 +85,8 @@ class BlockManager:
         return True
 
     def free(self, request_id: str) -> None:
-        """Free all blocks of a request, or keep them if it is in `written`. Known blocks without users stay cached."""
-        blocks = reversed(self._tables.pop(request_id, ()))  # LRU: the end of a prefix is useless without its beginning
-        if request_id in self.written:
-            self.kept += blocks
-            return
-        for block in blocks:
-            self._release(block)
-
-    def keep_written(self, request_ids: Iterable[str]) -> None:
-        """Keep the blocks of these requests until the next call, also if they end: a launched step writes to them."""
-        self.written = frozenset(request_ids)
-        kept, self.kept = self.kept, []
-        for block in kept:
+        """Free all blocks of a request. Known blocks without other users stay cached."""
+        for block in reversed(self._tables.pop(request_id, ())):  # LRU: the end of a prefix is useless alone
             self._release(block)
 
     # -- prefix cache -------------------------------------------------------------------------------------------------
@@ -198,7 +185,6 @@ class BlockManager:
             for request_id, table in self._tables.items():
                 if block in table:
                     self._tables[request_id] = tuple(target if other == block else other for other in table)
-            self.kept = [target if other == block else other for other in self.kept]
         del self._num_users[block]
         if self._prefix is not None:
             self._prefix.rename(block, target)

@@ -6,9 +6,9 @@ import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 
-import msgspec
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 import atmm
 from atmm.matmul import linear
@@ -131,19 +131,17 @@ class ModelRunner:
         with torch.inference_mode(), _failing_its_batch():
             self._clock.wait(step.end)
             tokens, scores, refused = ({}, {}, {}) if step.choice is None else step.choice.collect()
-            encoded = step.encoded
-            if encoded is not None:
-                encoded = msgspec.structs.replace(encoded, seconds=self._clock.seconds(step.ready, step.encoded_by))
+            seconds = self._clock.seconds
             return StepResult(
                 tokens=tokens,
                 scores=scores,
                 heads=step.heads,
                 errors=step.errors | refused,
-                step_s=self._clock.seconds(step.ready, step.end),
-                switch_s=self._clock.seconds(step.start, step.ready),
+                step_s=seconds(step.ready, step.end),
+                switch_s=seconds(step.start, step.ready),
                 switched=step.switched,
                 in_place=step.in_place,
-                encoded=encoded,
+                encoded=step.encoded and replace(step.encoded, seconds=seconds(step.ready, step.encoded_by)),
             )
 
     # -- the packed batch -------------------------------------------------------------------------------------------
