@@ -59,7 +59,12 @@ EXCLUDED: Mapping[str, tuple[str, ...]] = {
     "processes": ("vlora.engine.ipc",),
     "grammars": ("vlora.engine.grammar_cache", "vlora.models.grammar"),
     "monitoring": ("vlora.engine.monitor", "vlora.engine.snapshot", "vlora.orchestrator.stats"),
-    "what only a GPU uses": ("vlora.models.gpu", "vlora.models.vision.flash_tower", "vlora.lora.joined_weights"),
+    "what only a GPU uses": (
+        "vlora.models.gpu",
+        "vlora.models.vision.flash_tower",
+        "vlora.lora.joined_weights",
+        "vlora.memory.ring_transfer",
+    ),
     "construction, once before the first step": (
         "vlora.config",
         "vlora.threads",

@@ -14,7 +14,7 @@ from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
 from vlora.memory.arena import PAGE_BYTES
 from vlora.memory.host_to_device import Inline
-from vlora.models import runner
+from vlora.models import token_choice
 from vlora.orchestrator.policies.base import Candidate, Decision, Policy, PolicyState
 from vlora.types import Mode, Request, SamplingParams
 
@@ -117,7 +117,7 @@ class RecordingEngine:
     def answer(self, cases: Sequence[tuple[str | None, Prompt]], num_tokens: int) -> Answers:
         """Run all cases concurrently."""
         recorded: dict[str, list[torch.Tensor]] = {}
-        inner_sample = runner.sample
+        inner_sample = token_choice.sample
 
         def recording_sample(
             logits: torch.Tensor,
@@ -125,12 +125,12 @@ class RecordingEngine:
             seeds: Sequence[int],
             places: Sequence[int],
             draws: torch.Tensor | None = None,
-        ) -> list[int]:
+        ) -> torch.Tensor:
             for row, seed in enumerate(seeds):
                 recorded.setdefault(str(seed), []).append(logits[row].cpu().clone())
             return inner_sample(logits, params, seeds, places, draws)
 
-        runner.sample = recording_sample
+        token_choice.sample = recording_sample
         try:
             outputs = self.local.run(
                 Request(
@@ -144,7 +144,7 @@ class RecordingEngine:
                 for i, (adapter, prompt) in enumerate(cases)
             )
         finally:
-            runner.sample = inner_sample
+            token_choice.sample = inner_sample
         self.engine.check_integrity()
         self.cached_tokens = []
         answers = []

@@ -19,6 +19,7 @@ from tests.harness import FixedModes
 from tests.simulated_cuda import Counts, Kind, counting
 from tests.simulated_cuda.counts import HOST_WAITS, SERVING
 from tests.simulated_cuda.install import uncomputed_kernels
+from tests.simulated_cuda.streams import Event
 from vlora.bench.dummy import language_shapes, write_adapter
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
@@ -57,7 +58,8 @@ LAUNCHES = "launches a layer"
 KINDS = {
     "blocking copies to the device": Kind.H2D_BLOCKING,
     "asynchronous copies to the device": Kind.H2D_ASYNC,
-    "copies to the host": Kind.D2H,
+    "blocking copies to the host": Kind.D2H,
+    "asynchronous copies to the host": Kind.D2H_ASYNC,
     "values read by .item()": Kind.ITEM,
     "results of unknown size": Kind.NONZERO,
     "boolean indices": Kind.BOOLEAN_INDEX,
@@ -69,11 +71,12 @@ LIMITS: dict[str, tuple[tuple[float, ...], str]] = {
     LAUNCHES: ((13, 13, 21, 21, 13), "13, with adapters 21"),
     "blocking copies to the device": ((0, 0, 0, 0, 0), "0"),
     "asynchronous copies to the device": ((1, 1, 1, 1, 1), "at most 1"),
-    "copies to the host": ((1, 1, 1, 1, 1), "1"),
+    "blocking copies to the host": ((0, 0, 0, 0, 0), "0"),
+    "asynchronous copies to the host": ((1, 1, 1, 1, 1), "1"),
     "values read by .item()": ((0, 0, 0, 0, 0), "0"),
     "results of unknown size": ((0, 0, 0, 0, 0), "0"),
     "boolean indices": ((0, 0, 0, 0, 0), "0"),
-    "synchronizations": ((0, 0, 0, 0, 0), "0"),
+    "synchronizations": ((1, 1, 1, 1, 1), "1, for the tokens"),
 }
 LOADING_LAUNCHES = LOADING_WAITS = 0
 """Of loading an adapter, on the stream of the steps. The goal is 0."""
@@ -197,6 +200,15 @@ def test_kernels_read_parts_of_a_joined_product_in_place() -> None:
             atmm.write_kv(cache, cache, k[0], v[0], places)
             atmm.gate_product(v, other)
     assert counts.total(Kind.LAUNCH) == 4, counts.report(Kind.LAUNCH)
+
+
+def test_the_time_of_a_step_is_measured_on_its_stream(
+    served: dict[int, Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Event, "elapsed_time", lambda start, end: 7.0)
+    served[LAYERS[0]].decode_step(CASES["merged"])
+    last = served[LAYERS[0]].engine.snapshot().steps[-1]
+    assert last.step_s == 0.007
 
 
 def test_loading_an_adapter(served: dict[int, Served]) -> None:

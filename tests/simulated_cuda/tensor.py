@@ -187,7 +187,7 @@ def download(tensor: SimulatedTensor, dtype: torch.dtype, name: str) -> torch.Te
 def _count_upload(source: torch.Tensor, non_blocking: bool, name: str) -> None:
     if non_blocking and pinned.holds(source):
         count(Kind.H2D_ASYNC, name)
-        pinned.begin_copy(source)
+        pinned.begin_upload(source)
     else:
         count(Kind.H2D_BLOCKING, f"{name} from pageable memory" if non_blocking else name)
 
@@ -300,6 +300,10 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
     """`copy_` between the devices."""
     if isinstance(target, SimulatedTensor):
         _count_upload(source, non_blocking, "copy_")
+    elif non_blocking and pinned.holds(target) and isinstance(source, SimulatedTensor):
+        count(Kind.D2H_ASYNC, "copy_")
+        pinned.begin_download(target, source.backing.to(target.dtype, copy=True))
+        return target
     else:
         count(Kind.D2H, "copy_")
     torch.ops.aten.copy_(_backing(target), _backing(source))

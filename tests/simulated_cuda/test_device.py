@@ -95,6 +95,8 @@ def test_values_cannot_be_read_without_a_copy() -> None:
         (lambda x: x.tolist(), Kind.D2H),
         (lambda x: x.cpu(), Kind.D2H),
         (lambda x: torch.zeros(2, 2).copy_(x), Kind.D2H),
+        (lambda x: torch.zeros(2, 2).copy_(x, non_blocking=True), Kind.D2H),  # to pageable memory
+        (lambda x: torch.empty(2, 2, pin_memory=True).copy_(x, non_blocking=True), Kind.D2H_ASYNC),
         (lambda x: x.nonzero(), Kind.NONZERO),
         (lambda x: x.unique(), Kind.NONZERO),
         (lambda x: x[x > 0], Kind.BOOLEAN_INDEX),
@@ -207,6 +209,18 @@ def test_pinned_memory_must_not_change_during_a_copy() -> None:
     buffer.numpy()[:] = 2
     with pytest.raises(RuntimeError, match="asynchronous copy from it was pending"):
         torch.cuda.synchronize()
+
+
+def test_values_are_on_the_host_after_a_wait_for_their_copy() -> None:
+    x, on_host = on_device(2), torch.zeros(2, pin_memory=True)
+    on_host.copy_(x.fill_(3), non_blocking=True)
+    copied = torch.cuda.current_stream().record_event()
+    on_host_later = torch.zeros(2, pin_memory=True).copy_(x + 1, non_blocking=True)
+    assert on_host.tolist() != [3, 3]
+    copied.synchronize()
+    assert on_host.tolist() == [3, 3] and on_host_later.tolist() != [4, 4]
+    torch.cuda.synchronize()
+    assert on_host_later.tolist() == [4, 4]
 
 
 def test_modules_move_to_the_device_with_shared_parameters() -> None:

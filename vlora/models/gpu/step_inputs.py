@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from vlora.models.gpu.draw import draw_table
+from vlora.models.gpu.step_tokens import StepTokens
 from vlora.models.request_state import RequestState
 from vlora.models.sampling import uniform
 
@@ -21,9 +22,13 @@ class StepInputs:
     There are two pinned buffers, used by turns, so that the host prepares a step while the copy of the one before it is
     pending. The tensors of a step are views of one buffer on the device, at the same addresses in steps with arrays of
     the same sizes. Kernels that read them are queued between two copies, all on one stream.
+
+    Attributes:
+        tokens: The tokens of the last step, for a step that is prepared before they are known on the host.
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.tokens = StepTokens(device)
         self._device = device
         self._used = 0
         self._allocate(_FIRST_BYTES)
