@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tests.simulated_cuda import capture
 from tests.simulated_cuda.counts import SERVING, Kind, record
 
 
@@ -97,7 +98,8 @@ def use_stream(stream: Stream | None) -> Iterator[None]:
 
 
 def count(kind: Kind, name: str) -> None:
-    """Count an operation on the calling thread's stream."""
+    """Count an operation on the calling thread's stream. Raises CaptureError if a capture does not permit it."""
+    capture.check(kind, name, current_stream())
     if kind in (Kind.D2H, Kind.ITEM):
         pinned.finish(current_stream(), current_stream().issued)
     record(kind, name, current_stream().name)
