@@ -26,14 +26,17 @@ def prepare(plan: SegmentPlan, stats: BatchStats, source: PlaceSource, tiling: T
     """The strategy for a plan and a tiling; None uses the default tiling for the shape. source: the plan's adapters."""
     layout = stats.layout
     ranks = [span.rank for site in layout.spans for span in site.values()]
-    if plan.room is not None:
-        ranks = list(source.ranks.values())  # any adapter may get a lane later
+    lengths = [lane.stop - lane.start for lane in stats.lanes]
+    num_sites = len(stats.live)
+    if plan.room is not None:  # any adapter may get a lane later
+        ranks = [plan.max_rank, *source.ranks.values()]
+        lengths, num_sites = lengths or [1] * plan.num_tokens, len(layout.d_outs)
     highest = max((1, *ranks))
     rows = block_r(highest)
     rank_blocks = -(-highest // rows)
     if tiling is None:
-        longest = max((lane.stop - lane.start for lane in stats.lanes), default=1)
-        programs = shrink_programs((lane.stop - lane.start for lane in stats.lanes), len(stats.live), highest)
+        longest = max(lengths, default=1)
+        programs = shrink_programs(lengths, num_sites, highest)
         tiling = usual(layout.dtype.itemsize, layout.d_in, longest, programs)
     return (Tiled if tiling.split_k else SingleLaunch)(plan, stats, source, tiling, rows, rank_blocks * rows)
 

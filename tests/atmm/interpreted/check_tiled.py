@@ -254,6 +254,14 @@ def test_a_table_grows() -> None:
         assert check_against_reference(layers[0], lanes, *make_input(7, layers[0], torch.float32)) > 1
 
 
+def test_a_table_with_room_stays_in_place() -> None:
+    layers = make_layers(1)[0]
+    table = FactorTable([group.sites for group in layers], torch.float32, torch.device("cpu"), num_slots=100)
+    for index in range(100):
+        table.put(f"{index}")
+    assert table.generation == 0 and len(set(table.slots.values())) == 100
+
+
 def test_an_adapter_without_factors_adds_nothing() -> None:
     layers, table = make_layers(1)
     table.put("none")
@@ -279,12 +287,17 @@ def test_factors_that_kernels_cannot_read_use_products_per_lane() -> None:
         assert all(isinstance(prepared, InPlace) == in_place for prepared in plan.prepared.values())
 
 
+@pytest.mark.parametrize("loaded", ("before the capture", "after the capture"))
 @pytest.mark.parametrize("strategy", (None, "tiled m32 n128 k64 s0 p2"))
 def test_a_captured_graph_of_all_layers_uses_the_current_lanes_and_adapters(
-    strategy: str | None, monkeypatch: pytest.MonkeyPatch
+    strategy: str | None, loaded: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layers, table = make_layers(2)
     plan = SegmentPlan(22, [], strategy, room=5)
+    if loaded == "after the capture":
+        plan = SegmentPlan(22, [], strategy, room=5, max_rank=64)
+        for key in "abc":
+            table.drop(key)
     inputs = [make_input(22, group, torch.float32) for group in layers]
     before = [torch.cat(outputs, 1) for _, outputs in inputs]
     after = [y.clone() for y in before]
@@ -300,6 +313,8 @@ def test_a_captured_graph_of_all_layers_uses_the_current_lanes_and_adapters(
         for group, (x, _), y in zip(layers, inputs, after, strict=True):
             add_deltas(y, x, group, plan)
     assert captured and all(map(torch.equal, after, before))
+    for key in "abc":
+        table.put(key)
 
     def replay(lanes: list[Lane]) -> None:
         plan.refill(lanes)
