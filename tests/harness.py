@@ -94,6 +94,9 @@ class RecordingEngine:
         else:
             self.local = LocalEngine(config, executor=executor)
         self.engine = self.local.engine
+        runner = self.engine.parts.device.runner
+        if config.cuda_graphs and runner.gpu.decodes and device.name.startswith("cuda"):
+            assert runner.graphs is not None, "the capture of decode steps failed"
         if policy is not None:
             self.engine.parts.scheduler.policy = policy
         if background:

@@ -49,6 +49,8 @@ class EngineConfig:
         encode_share: Time for encoding images in a step, as a share of the step's time for tokens.
         prefix_cache: Whether KV blocks of prompts and answers are kept, while their memory is not needed, for reuse by
             requests with the same prefix.
+        cuda_graphs: Whether decode steps on a GPU run as CUDA graphs, which are captured at start. False launches each
+            kernel of a step, for debugging and profiling. Steps on a CPU and on several ranks have no graphs.
         threads: Threads that compute a step. None uses the physical cores in a process of its own
             (`default_threads`), and torch's current setting in the caller's process.
         tensor_parallel: Number of ranks that share the language model, each with a part of every layer (on GPUs: one
@@ -81,6 +83,7 @@ class EngineConfig:
     vision_cache_bytes: int = 256 * 2**20
     encode_share: float = 0.5
     prefix_cache: bool = True
+    cuda_graphs: bool = True
     threads: int | None = None
     tensor_parallel: int = 1
     sharding: tuple[str, ...] = ()

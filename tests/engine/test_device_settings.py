@@ -187,13 +187,13 @@ def test_merging_on_a_gpu_is_prepared_at_start(monkeypatch: pytest.MonkeyPatch, 
 
     monkeypatch.setattr(device_runtime, "SideStream", side_stream)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(runner, "StepInputs", lambda *_: None)  # no step runs
+    monkeypatch.setattr(runner, "StepTokens", lambda *_: None)  # no step runs
     monkeypatch.setattr(GpuAttention, "compile_ahead", lambda *_: None)
     monkeypatch.setattr(device_runtime, "make_transfer", lambda device, executor: HostTransfer(executor))
     monkeypatch.setattr(merge_in_place, "_SAMPLE_ROWS", 8)
     monkeypatch.setattr(merge_in_place, "_SAMPLE_VALUES", 1)
     hf_model = HFModel(build_model("qwen2_vl", torch.bfloat16))
-    config = EngineConfig(model="tiny", arena_bytes=256 * PAGE_BYTES, switching=switching)
+    config = EngineConfig(model="tiny", arena_bytes=256 * PAGE_BYTES, switching=switching, cuda_graphs=False)
     layout = lay_out(config, hf_model, None, loaded=False)
     hf_model.device = GPU
     adapter_cache = AdapterCache(PageAllocator(layout.limits.num_pages, 1), layout.limits.num_pages)

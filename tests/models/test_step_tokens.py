@@ -36,6 +36,15 @@ def test_two_steps_have_their_own_copies_on_the_host() -> None:
     assert first.tolist() == [1, 2] and second.tolist() == [3]
 
 
+def test_tokens_with_reserved_room_stay_at_one_address() -> None:
+    tokens = StepTokens(torch.device("cuda:0"))
+    tokens.reserve(1000)
+    address = tokens.drawn.data_ptr()
+    for number in (4, 1000):
+        tokens.keep(torch.arange(number, device="cuda"))
+    assert tokens.drawn.data_ptr() == address
+
+
 def test_a_step_with_more_rows_than_any_before_gets_larger_buffers() -> None:
     tokens = StepTokens(torch.device("cuda:0"))
     first = tokens.keep(torch.tensor([4], device="cuda"))

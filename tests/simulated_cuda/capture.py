@@ -1,8 +1,8 @@
 """The record of a CUDA graph of the simulated device: a stream's operations, which a replay computes again.
 
 As on a GPU, operations have the addresses that their operands had during the capture, Python numbers keep their values,
-and memory that is allocated during a capture has no values before the first replay. What the driver rejects during a
-capture raises an error here too.
+and memory that is allocated during a capture has no values before the first replay. Operations that a driver
+rejects during a capture raise an error here too.
 """
 
 from __future__ import annotations

@@ -78,6 +78,9 @@ LIMITS: dict[str, tuple[tuple[float, ...], str]] = {
     "boolean indices": ((0, 0, 0, 0, 0), "0"),
     "synchronizations": ((1, 1, 1, 1, 1), "1, for the tokens"),
 }
+GRAPH_LAUNCHES = (3, 3, 3, 3, 18)
+"""Of a decode step as a CUDA graph, by case: the graph, and the draw of the tokens."""
+
 LOADING_LAUNCHES = LOADING_WAITS = 0
 """Of loading an adapter, on the stream of the steps. The goal is 0."""
 
@@ -85,7 +88,7 @@ LOADING_LAUNCHES = LOADING_WAITS = 0
 class Served:
     """An engine with adapters of rank 16 on all language layers, on the simulated device."""
 
-    def __init__(self, num_layers: int, folder: Path) -> None:
+    def __init__(self, num_layers: int, folder: Path, *, cuda_graphs: bool = False) -> None:
         rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 12, 12]}
         config = Qwen2VLConfig(
             text_config={
@@ -118,13 +121,17 @@ class Served:
             arena_bytes=64 * 2**20,
             merge_fidelity_floor=0.0,
             prefix_cache=False,
+            cuda_graphs=cuda_graphs,
         )
         self.engine = LocalEngine(settings, model=model, executor=Inline()).engine
         for name in list(self.folders)[:4]:
             self.engine.load_adapter(name, self.folders[name])
 
-    def decode_step(self, case: Case) -> Counts:
-        """The counts of a decode step in a case's mode, after the batch has decoded for some steps."""
+    def decode_step(self, case: Case, num_ended: int = 0) -> Counts:
+        """The counts of a decode step in a case's mode, after the batch has decoded for some steps.
+
+        num_ended: requests that end before this step.
+        """
         engine = self.engine
         engine.parts.scheduler.policy = FixedModes(*case.mode)
         ids = [f"r{index}" for index in range(len(case.adapters))]
@@ -137,8 +144,10 @@ class Served:
             answering.update(output.request_id for output in engine.step())
         for _ in range(8):
             engine.step()
+        for name in ids[:num_ended]:
+            engine.cancel(name)
         with counting() as counts:
-            assert len({output.request_id for output in engine.step()}) == len(ids)
+            assert len({output.request_id for output in engine.step()}) == len(ids) - num_ended
         for name in ids:
             engine.cancel(name)
         return counts
@@ -154,7 +163,12 @@ def exceeded(served: dict[int, Served], name: str) -> list[str]:
     """For each count of a decode step above its limit, the numbers and the call sites."""
     few, many = (served[num_layers].decode_step(CASES[name]) for num_layers in LAYERS)
     difference = many.total(Kind.LAUNCH) - few.total(Kind.LAUNCH)
-    measured = {LAUNCHES: difference / (LAYERS[1] - LAYERS[0])} | {key: many.total(kind) for key, kind in KINDS.items()}
+    return above_limits(name, many, {LAUNCHES: difference / (LAYERS[1] - LAYERS[0])})
+
+
+def above_limits(name: str, many: Counts, others: dict[str, float]) -> list[str]:
+    """`exceeded` for the counts of one step and other values."""
+    measured = others | {key: many.total(kind) for key, kind in KINDS.items()}
     print(f"{name}: {measured}")
     found = []
     for quantity, value in measured.items():
@@ -170,6 +184,29 @@ def exceeded(served: dict[int, Served], name: str) -> list[str]:
 def test_a_decode_step(served: dict[int, Served], name: str) -> None:
     found = exceeded(served, name)
     assert not found, "\n".join(found)
+
+
+@pytest.fixture(scope="module")
+def captured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with uncomputed_kernels():
+        yield Served(LAYERS[0], tmp_path_factory.mktemp("graphs"), cuda_graphs=True)
+
+
+@pytest.mark.parametrize(("name", "most"), zip(CASES, GRAPH_LAUNCHES, strict=True))
+def test_a_decode_step_as_a_graph(captured: Served, name: str, most: int) -> None:
+    counts = captured.decode_step(CASES[name])
+    found = above_limits(name, counts, {})
+    assert not found, "\n".join(found)
+    print(f"{name}: {counts.total(Kind.LAUNCH)} launches")
+    assert counts.names(Kind.LAUNCH)["graph"] == 1
+    assert counts.total(Kind.LAUNCH) <= most, counts.report(Kind.LAUNCH)
+
+
+def test_lanes_that_change_add_one_copy_to_a_graph(captured: Served) -> None:
+    counts = captured.decode_step(CASES["mixed"], num_ended=1)
+    assert counts.names(Kind.LAUNCH)["graph"] == 1
+    assert counts.total(Kind.H2D_ASYNC) <= 2, counts.report(Kind.H2D_ASYNC)
+    assert counts.total(*HOST_WAITS) == counts.total(Kind.SYNCHRONIZE) == 1, counts.report(*HOST_WAITS)
 
 
 def test_added_operations_exceed_the_limits(served: dict[int, Served], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,6 +45,7 @@ _SETTINGS = {
         "policy": _POLICY,
         "max_batch_size": "Maximum number of requests per step.",
         "max_step_tokens": "Maximum number of tokens per step.",
+        "cuda_graphs": "Run decode steps on a GPU as CUDA graphs.",
         "max_context": "Maximum tokens of prompt and answer together. Default: the model's own limit.",
         "theta_s": "Seconds of credit after which a request starves.",
         "max_ttft_s": "Maximum time to the first token of requests without their own bound. Default: none.",

@@ -102,7 +102,9 @@ def lay_out(config: EngineConfig, hf_model: HFModel, group: ProcessGroup | None,
     room = free_room(config, hf_model.device)
     limits = compute_limits(config, hf_model, room, slabs.num_bytes if base_weights is None else 0)
     limits = dataclasses.replace(limits, num_pages=_smallest(group, limits.num_pages))
-    arena = Arena(limits.num_pages, hf_model.device)
+    # One block more on a GPU, which nothing allocates: the padding rows of decode steps use it.
+    padding = limits.block_pages if hf_model.device.type == "cuda" else 0
+    arena = Arena(limits.num_pages + padding, hf_model.device)
     if group is None:
         # Ranks that share the cores would disturb each other's measurements, so they use the static rule.
         atmm.measure_products([*(layer.weight for layer in _linears(hf_model)), hf_model.lm_head.weight])
@@ -209,3 +211,7 @@ class DeviceRuntime:
             group=group,
         )
         self.runner.gpu.compile_ahead(hf_model, config.max_batch_size)
+        if on_gpu and config.cuda_graphs and self.runner.gpu.decodes and group is None:
+            num_blocks = self.limits.num_pages // self.limits.block_pages
+            max_context = min(self.limits.max_context, num_blocks * config.block_size)
+            self.runner.capture_decodes(config.max_batch_size, max_context, padding_block=num_blocks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,6 +33,10 @@ class _Resident:
     merged: Mapping[str, HostFactors]
     factors: Mapping[str, HostFactors]
     heads: Mapping[str, TaskHead]
+
+    @functools.cached_property
+    def is_dense(self) -> bool:
+        return all(shape.kind == "dense" for shape in self.shapes.values())
 
 
 class OtherRanks(Protocol):
@@ -140,7 +145,7 @@ class AdapterPool:
         if not atmm.reads_in_place(weight.device, weight.dtype):
             return None
         groups = [*(group.sites for group in self._groups), *((linear.site,) for linear in vision)]
-        return atmm.FactorTable(groups, weight.dtype, weight.device)
+        return atmm.FactorTable(groups, weight.dtype, weight.device, _NUM_SLOTS)
 
     def compile_ahead(self) -> None:
         """Compile the kernels of every possible step on a GPU. On a CPU nothing is compiled per shape."""
@@ -247,6 +252,10 @@ class AdapterPool:
     def factors(self, key: str, site: str) -> HostFactors:
         """The factors of one layer in the arena."""
         return self._residents[key].factors[site]
+
+    def is_dense(self, key: str) -> bool:
+        """Whether all factors of an adapter are dense matrices, none of them block-diagonal or split over ranks."""
+        return self._residents[key].is_dense
 
     def shapes(self, key: str) -> dict[str, FactorShape]:
         """Shapes of the factors that merging reads, by layer. These factors are never split over ranks."""
@@ -358,6 +367,7 @@ class AdapterPool:
 
 
 _STEPS_BEFORE_PACKING = 3
+_NUM_SLOTS = 1024  # 12 MiB for the layers of a 7B model; more adapters than an arena usually holds
 
 
 @dataclasses.dataclass(frozen=True)

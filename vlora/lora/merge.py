@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -32,6 +33,12 @@ class ModeSwitcher(Protocol):
 
     def forget(self, key: str) -> None:
         """Remove every trace of an adapter from the weights, because it is being evicted."""
+
+    def shown(self, *, merged: bool) -> AbstractContextManager[None]:
+        """Context in which the model's layers have the memory of W0, or of merged weights with any content.
+
+        For captures of CUDA graphs, while nothing is merged.
+        """
 
 
 @dataclasses.dataclass(frozen=True)

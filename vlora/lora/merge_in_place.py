@@ -12,6 +12,7 @@ the bus, which is many times slower than device memory.
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -83,6 +84,9 @@ class InPlaceSwitcher:
         """Rewrites the layers instead of subtracting, because the factors may already be freed."""
         if self.merged_key == key:
             self._restore()
+
+    def shown(self, *, merged: bool) -> AbstractContextManager[None]:
+        return nullcontext()
 
     @property
     def sampled_shapes(self) -> frozenset[tuple[int, int]]:

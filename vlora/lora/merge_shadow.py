@@ -9,6 +9,9 @@ weights then have the same addresses for every adapter, and a captured CUDA grap
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from vlora.lora.adapter_pool import AdapterPool
 from vlora.lora.merge import merge_layers, merge_runs
 from vlora.lora.weight_slabs import WeightSlabs
@@ -39,14 +42,25 @@ class ShadowSwitcher:
             return False
         if key is not None and key != self._shadow_key:
             self._merge(key)
-        wanted = frozenset() if key is None else self._slabs.slots.keys() if self._complete else self._dirty
+        self._show(merged=key is not None)
+        self.merged_key = key
+        return True
+
+    @contextmanager
+    def shown(self, *, merged: bool) -> Iterator[None]:
+        self._show(merged=merged)
+        try:
+            yield
+        finally:
+            self._show(merged=False)
+
+    def _show(self, *, merged: bool) -> None:
+        wanted = frozenset() if not merged else self._slabs.slots.keys() if self._complete else self._dirty
         for name, linear in self._slabs.linears.items():
             slab, index = self._slabs.slots[name]
             linear.weight.data = (self._shadow if name in wanted else self._slabs.base)[slab][index]
         for weights, kind, index in self._slabs.groups:
             weights.weight = (self._joined if wanted else self._slabs.joined)[kind][index]
-        self.merged_key = key
-        return True
 
     def forget(self, key: str) -> None:
         """Invalidates the shadow's content if it belongs to the adapter."""

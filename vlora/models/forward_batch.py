@@ -59,10 +59,12 @@ class ForwardBatch:
         head_rows: Rows of requests with a task head.
         text_index: The places of their last tokens in the batch, on the model's device.
         draws: On a GPU the `draw_table` of the text rows, if any of them is not greedy.
+        logits: Of the text rows, float32 [n, vocab]; None before they are computed.
     """
 
     text_index: torch.Tensor
     draws: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
 
     def __init__(
         self, states: Mapping[str, RequestState], items: Sequence[BatchItem], block_size: int, block_rows: int

@@ -19,8 +19,11 @@ from vlora.models.attention import KVCache, StepAttention
 from vlora.models.forward_batch import ForwardBatch, lane_by_lane, queries_of
 from vlora.models.gpu.attention import GpuAttention
 from vlora.models.gpu.clock import clock_of
+from vlora.models.gpu.decode_graphs import DecodeGraphs
+from vlora.models.gpu.decode_step import DecodeModel
 from vlora.models.gpu.launched_step import LaunchedStep
 from vlora.models.gpu.step_inputs import StepInputs
+from vlora.models.gpu.step_tokens import StepTokens
 from vlora.models.grammar import Cursor
 from vlora.models.head_reading import read_heads
 from vlora.models.hf_model import HFModel
@@ -56,6 +59,7 @@ class ModelRunner:
         group: ProcessGroup | None = None,
     ) -> None:
         self._group = group
+        self._leads = group is None or group.leads
         self._hf_model = hf_model
         self._pool = pool
         self._switcher = switcher
@@ -67,7 +71,15 @@ class ModelRunner:
         self._states: dict[str, RequestState] = {}
         self._images = ImageEncoding(hf_model, vision, self._states, group)
         self._clock = clock_of(hf_model.device)
-        self._inputs = StepInputs(hf_model.device) if hf_model.device.type == "cuda" else None
+        self._tokens = StepTokens(hf_model.device) if hf_model.device.type == "cuda" else None
+        self._inputs = None if self._tokens is None else StepInputs(hf_model.device, self._tokens)
+        self.graphs: DecodeGraphs | None = None
+
+    def capture_decodes(self, max_batch: int, max_context: int, padding_block: int) -> None:
+        """Run decode steps as CUDA graphs from now on. The arguments are those of `DecodeGraphs` and `DecodeModel`."""
+        assert self._tokens is not None
+        model = DecodeModel(self._hf_model, self.gpu, self._cache, max_context, padding_block)
+        self.graphs = DecodeGraphs.try_to_capture(model, self._pool, self._switcher, self._tokens, max_batch)
 
     def add(self, request: Request, vision_key: str | None) -> None:
         """Add a request. vision_key: its adapter's key if that adapter changes the vision side, else None."""
@@ -116,7 +128,7 @@ class ModelRunner:
             if items:
                 with _failing_its_batch():
                     hidden, packed = self._forward(batch, items)
-                    if self._group is None or self._group.leads:
+                    if self._leads:
                         self._answer(hidden, packed, step)
         step.end = self._clock.mark()
         return step
@@ -144,25 +156,22 @@ class ModelRunner:
 
     # -- the packed batch -------------------------------------------------------------------------------------------
 
-    def _forward(self, batch: Batch, items: Sequence[BatchItem]) -> tuple[torch.Tensor, ForwardBatch]:
-        """Run the model. Returns hidden states [T, hidden], valid only in rows that are read, and the packed batch."""
-        hf_model = self._hf_model
-        put = torch.from_numpy if self._inputs is None else self._inputs.put
-        merged = batch.merged_adapter
+    def _forward(self, batch: Batch, items: Sequence[BatchItem]) -> tuple[torch.Tensor | None, ForwardBatch]:
+        """Run the model. Returns hidden states [T, hidden], valid in rows that are read, or None, and the batch."""
+        hf_model, merged = self._hf_model, batch.merged_adapter
         packed = ForwardBatch(self._states, lane_by_lane(items, merged), self._block_size, self._block_rows)
+        lanes = packed.lanes(batch.mode, merged)
+        if self.graphs is not None and self.graphs.replay(packed, lanes):
+            return None, packed
+        put = torch.from_numpy if self._inputs is None else self._inputs.put
         token_ids, write_rows = put(packed.token_ids), put(packed.write_rows)
         positions = put(packed.positions(3 if hf_model.family.mrope else 1))
-        lanes = packed.lanes(batch.mode, merged)
-        leads = self._group is None or self._group.leads
-        if leads and atmm.gains_from_copies(lanes, hf_model.device, hf_model.dtype):
+        if self._leads and atmm.gains_from_copies(lanes, hf_model.device, hf_model.dtype):
             self._pool.pack_for(lane.key for lane in lanes)
         queries, last_queries, read = queries_of(packed, lanes, hf_model.dtype, self.gpu, put)
         packed.text_index = put(np.array([row.stop - 1 for row in packed.text], dtype=np.int64))
         if self._inputs is not None:
-            packed.draws = self._inputs.put_draws([row.state for row in packed.text])
-            self._inputs.copy()
-            if (packed.token_ids < 0).any():
-                self._inputs.tokens.fill(token_ids)
+            self._inputs.finish(packed, token_ids)
         embeddings = hf_model.embed(token_ids)
         visual_mask, deepstack = packed.place_visuals(embeddings)
         step = StepAttention(self._cache, write_rows, queries, last_queries)
@@ -170,14 +179,14 @@ class ModelRunner:
             hidden = hf_model.forward(embeddings, positions, step, visual_mask, deepstack)
         return hidden, packed
 
-    def _answer(self, hidden: torch.Tensor, packed: ForwardBatch, step: LaunchedStep) -> None:
+    def _answer(self, hidden: torch.Tensor | None, packed: ForwardBatch, step: LaunchedStep) -> None:
         """Sample the tokens of a step, and read its heads."""
-        if packed.text:
-            picked = hidden.index_select(0, packed.text_index)
-            logits = linear(picked, self._hf_model.lm_head.weight, self._hf_model.lm_head.bias).float().contiguous()
-            tokens = None if self._inputs is None else self._inputs.tokens
-            step.choice = TokenChoice(logits, packed, self._hf_model.eos_ids, tokens)
-        if packed.head_rows:
+        if hidden is not None and packed.text:
+            picked, head = hidden.index_select(0, packed.text_index), self._hf_model.lm_head
+            packed.logits = linear(picked, head.weight, head.bias).float().contiguous()
+        if packed.logits is not None:
+            step.choice = TokenChoice(packed.logits, packed, self._hf_model.eos_ids, self._tokens)
+        if hidden is not None and packed.head_rows:
             step.heads, failed = read_heads(hidden, packed, self._pool, self._hf_model.config)
             step.errors |= failed
 

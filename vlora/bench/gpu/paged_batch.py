@@ -149,7 +149,14 @@ def _engine(heads: Heads, num_layers: int, dtype: torch.dtype, device: torch.dev
     )
     name = str(dtype).removeprefix("torch.")
     model = dummy_model(LlavaConfig(vision_config=vision, text_config=text, image_token_index=127), name, device, 0)
-    config = EngineConfig(model="dummy", device=str(device), dtype=name, block_size=BLOCK_SIZE, arena_bytes=arena_bytes)
+    config = EngineConfig(
+        model="dummy",
+        device=str(device),
+        dtype=name,
+        block_size=BLOCK_SIZE,
+        arena_bytes=arena_bytes,
+        cuda_graphs=False,  # a replay has no inputs that could be kept
+    )
     return Engine(config, model=model, executor=Inline())
 
 

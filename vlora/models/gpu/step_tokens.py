@@ -22,11 +22,15 @@ class StepTokens:
         self._device = device
         self._allocate(_FIRST_TOKENS)
 
+    def reserve(self, number: int) -> None:
+        """Make room for this many tokens, which then do not move. The tokens of the last step may be lost."""
+        if number > len(self.drawn):
+            self._allocate(2 * number)
+
     def keep(self, tokens: torch.Tensor) -> torch.Tensor:
         """Keep the tokens of a step, int64 [n] on the device. Returns a copy on the host, complete after the step."""
         number = len(tokens)
-        if number > len(self.drawn):
-            self._allocate(2 * number)
+        self.reserve(number)
         self._turn ^= 1
         on_host = self._pinned[self._turn][:number]
         self.drawn[:number].copy_(tokens)
