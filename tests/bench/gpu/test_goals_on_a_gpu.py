@@ -67,7 +67,16 @@ SMALLER: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("stage", "goals"),
     [
-        ("step", ["merged step / bytes, batch 16", "unmerged 8 x r16 / merged", "unmerged 16 x r64", "mixed / merged"]),
+        (
+            "step",
+            [
+                "steps run as CUDA graphs",
+                "merged step / bytes, batch 16",
+                "unmerged 8 x r16 / merged",
+                "unmerged 16 x r64",
+                "mixed / merged",
+            ],
+        ),
         (
             "prefill",
             ["prefill of 64 tokens, merged", "unmerged / merged", "one image", "the first image of a new size"],
@@ -98,12 +107,20 @@ def test_a_step_stage_compares_the_same_batch() -> None:
     from vlora.bench.gpu.stages.step import KINDS, _goals
 
     rows = [
-        {"kind": kind.name, "batch": batch, "ms": (2.0 if kind.name == "mixed" else 1.0) * batch, "ratio": 0.1 * batch}
+        {
+            "kind": kind.name,
+            "batch": batch,
+            "graph": graph,
+            "ms": (2.0 if kind.name == "mixed" else 1.0) * batch,
+            "ratio": (0.1 if graph else 0.2) * batch,
+        }
         for kind in KINDS
         for batch in (32, 16, 1)
+        for graph in (True, False)
     ]
-    by_name = {goal.name: goal.value for goal in _goals(rows)}
+    by_name = {goal.name: goal.value for goal in _goals(rows, 12.0)}
     assert by_name["merged step / bytes, batch 16"] == pytest.approx(1.6)
+    assert by_name["capture of the CUDA graphs, s"] == 12.0 and by_name["steps run as CUDA graphs"] == 1
     assert by_name["mixed / merged, batch 16"] == 2.0
     assert by_name["unmerged 8 x r16 / merged, batch 16"] == 1.0
 
