@@ -9,6 +9,7 @@ from atmm.cpu.attention import attend, serves_attention
 from atmm.flash_attention import flash, serves_flash
 from atmm.layers import Factors, HeadRows, Site, SiteGroup
 from atmm.matmul import thin_batches
+from atmm.merge_quantized import merge_quantized
 from atmm.operator import add_delta, add_deltas, head_logits, merge
 from atmm.places import FactorTable
 from atmm.pointwise import gate_product, rms_norm, rotate, serves_norm, serves_pointwise, write_kv
@@ -42,6 +43,7 @@ __all__ = [
     "longest_short_lane",
     "measure_products",
     "merge",
+    "merge_quantized",
     "reads_in_place",
     "rms_norm",
     "rotate",

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from atmm.cpu.products import Weights, multiplies, product
 from atmm.processor import multiplies_bfloat16, prefers_weight_left
+from atmm.quantized import QuantizedWeight, StoredWeight
 
 Method = Literal["rows", "left", "float32", "library"]
 Key = tuple[int, int, int, torch.dtype]
@@ -39,11 +40,13 @@ _THIN_WITHOUT_BFLOAT16 = 48
 _HIDDEN = 8  # tokens up to which "rows" takes little longer than for one (docs/decisions/0015, for Emerald Rapids)
 _FEW = 4  # rows up to which a product without instructions for its type may be memory-bound
 _MOST_ROWS = MEASURED_ROWS[-1]  # larger batches use the choice for this many rows
-_BLOCK = 8 * 2**20  # weights that are converted to float32 at a time: 32 MiB
+BLOCK = 8 * 2**20  # weights that are converted to float32 at a time: 32 MiB
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
     """x [..., d_in] times weight [d_out, d_in] transposed, plus bias: [..., d_out], not always contiguous."""
+    if isinstance(weight, QuantizedWeight):
+        return weight.product(x, bias)
     num_rows = x.numel() // x.shape[-1]
     method = choose(num_rows, weight)
     if method == "library":
@@ -183,7 +186,7 @@ def _float32(x: Tensor, layers: Sequence[Weights]) -> Tensor:
     first = 0
     for weight, bias in layers:
         done = 0
-        for block in weight.split(max(1, _BLOCK // weight.shape[1])):
+        for block in weight.split(max(1, BLOCK // weight.shape[1])):
             sums = torch.mm(wide, block.float().t())
             if bias is not None:
                 sums += bias[done : done + len(block)]

@@ -150,12 +150,12 @@ def _strategy(plan: SegmentPlan, packed: Packed | None, x: Tensor, y: Tensor, si
     strategy = plan.prepared.get(sites)
     if strategy is None:
         check_not_capturing(x.device)
-        in_place = _in_place(plan, site) if packed is None and site.placed is not None else None
+        in_place = strategy_in_place(plan, site) if packed is None and site.placed is not None else None
         strategy = plan.prepared[sites] = in_place or _prepare(plan, packed, x, y, site)
     return strategy
 
 
-def _in_place(plan: SegmentPlan, site: Site) -> Strategy | None:
+def strategy_in_place(plan: SegmentPlan, site: Site) -> Strategy | None:
     """The Triton kernels, which read factors in place; None if they cannot, or another strategy is forced."""
     assert site.placed is not None
     table: FactorTable = site.placed[0]

@@ -34,7 +34,6 @@ from atmm.layers import (
 
 FIELDS = 8
 _STARTS, _LENGTHS, _RANK = [0, 2], [1, 3], 4
-_FEWEST_SLOTS = 64
 
 
 class Places(NamedTuple):
@@ -106,9 +105,12 @@ class FactorTable:
     Args:
         groups: the sites of each group, in the group's order. They belong to this table from now on.
         dtype, device: of the factors. Adapters with another dtype have no slot.
+        num_slots: adapters that fit without a move of the table, which a captured CUDA graph does not survive.
     """
 
-    def __init__(self, groups: Sequence[Sequence[Site]], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, groups: Sequence[Sequence[Site]], dtype: torch.dtype, device: torch.device, num_slots: int = 64
+    ) -> None:
         self.slots: dict[str, int] = {}
         self.ranks: dict[str, int] = {}
         self.version, self.generation = 0, -1
@@ -128,7 +130,7 @@ class FactorTable:
         self._free: list[int] = []
         self._rows: Tensor
         self._ranks_of_slots: np.ndarray  # int64 [slots, sites], on the host
-        self._resize(_FEWEST_SLOTS)
+        self._resize(num_slots)
 
     def put(self, key: str) -> None:
         """Write the places of an adapter's factors. Its slot stays the same while the key is in the table.

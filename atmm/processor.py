@@ -16,7 +16,7 @@ def flags() -> frozenset[str]:
     return frozenset(_cpuinfo("flags").split())
 
 
-def _vendor() -> str:
+def vendor() -> str:
     """The processor's vendor by its Linux name, for example "GenuineIntel"; empty on other systems."""
     return _cpuinfo("vendor_id")
 
@@ -38,10 +38,10 @@ def multiplies_bfloat16() -> bool:
     Without bfloat16 instructions they reach a tenth of the speed of float32 (docs/decisions/0040), and on Intel cores
     without matrix tiles half of it.
     """
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():  # noqa: SLF001
         return False
     # The compiled kernels check the vendor themselves, in `multiplies_pairs_fast` of `cpu/products.cpp`.
-    return "amx_bf16" in flags() or _vendor() != "GenuineIntel"
+    return "amx_bf16" in flags() or vendor() != "GenuineIntel"
 
 
 def prefers_weight_left(num_rows: int, dtype: torch.dtype, device: torch.device) -> bool:

@@ -61,20 +61,28 @@ class SegmentPlan:
         room: the maximum number of lanes, at most two per token, for CUDA graphs. `refill` replaces the lanes of such a
             plan, and a captured graph uses the new lanes at its next replay. On a GPU it uses the Triton kernels, and
             adapters must be packed or in a factor table.
+        max_rank: the highest rank of adapters that later lanes of a plan with room may have. Adapters that are packed
+            or in the factor table when the plan is first used are included in any case.
 
     Raises:
         ValueError: for a lane outside the batch, a sign other than +1 and -1, or more lanes than `room`.
     """
 
-    __slots__ = ("keys", "lanes", "num_tokens", "prepared", "room", "shared", "strategy")
+    __slots__ = ("keys", "lanes", "max_rank", "num_tokens", "prepared", "room", "shared", "strategy")
 
     def __init__(
-        self, num_tokens: int, lanes: Iterable[Lane], strategy: str | None = None, room: int | None = None
+        self,
+        num_tokens: int,
+        lanes: Iterable[Lane],
+        strategy: str | None = None,
+        room: int | None = None,
+        max_rank: int = 1,
     ) -> None:
         if num_tokens < 0:
             raise ValueError(f"num_tokens is {num_tokens}; a plan covers 0 tokens or more")
         self.num_tokens = num_tokens
         self.room = room
+        self.max_rank = max_rank
         self.strategy = strategy
         # By class of sites: packed sites by their layout, sites with a factor table by table and shape, all others by
         # device and dtype of their input.

@@ -15,7 +15,7 @@ from atmm.triton.tiling import Tiling, all_usual, block_r
 from atmm.tuning import tables
 from atmm.tuning.buckets import round_up
 
-_HIGHEST_RANK = 64
+HIGHEST_RANK = 64
 _KEYS = ("own", "merged")
 
 
@@ -28,13 +28,13 @@ def compile_ahead(groups: Sequence[SiteGroup], dtype: torch.dtype, device: torch
     if triton_interprets():
         return  # the interpreter compiles nothing
     shapes = {(group.sites[0].d_in, tuple(site.d_out for site in group.sites)) for group in groups}
-    ranks = {block_r(rank) for rank in range(1, _HIGHEST_RANK + 1)}
+    ranks = {block_r(rank) for rank in range(1, HIGHEST_RANK + 1)}
     with torch.inference_mode():
         for (d_in, d_outs), rank in itertools.product(sorted(shapes), sorted(ranks)):
             group = _plain_group(d_in, d_outs, rank, dtype, device)
             x = torch.zeros(2, d_in, dtype=dtype, device=device)
             y = x.new_zeros(2, sum(d_outs))
-            for tiling in set(_tilings(d_in, len(d_outs), dtype, device)):
+            for tiling in set(tilings_to_compile(d_in, len(d_outs), dtype, device)):
                 own, merged = Lane(_KEYS[0], 0, 2), Lane(_KEYS[1], 0, 2, -1.0)
                 for lanes in ((own,), (own, merged)):
                     add_deltas(y, x, group, SegmentPlan(2, lanes, tiling.name))
@@ -53,8 +53,8 @@ def compile_merges(shapes: Iterable[tuple[int, int]], dtype: torch.dtype, device
     with torch.inference_mode():
         for d_out, d_in in sorted(shapes):
             weight = torch.zeros(1, d_out, d_in, dtype=dtype, device=device)
-            a, bt = (torch.zeros(_HIGHEST_RANK, d, dtype=dtype, device=device) for d in (d_in, d_out))
-            for rank in range(1, _HIGHEST_RANK + 1):
+            a, bt = (torch.zeros(HIGHEST_RANK, d, dtype=dtype, device=device) for d in (d_in, d_out))
+            for rank in range(1, HIGHEST_RANK + 1):
                 merge(weight, weight, a[None, :rank], bt[None, :rank], 1.0)
 
 
@@ -67,7 +67,7 @@ def _plain_group(d_in: int, d_outs: Sequence[int], rank: int, dtype: torch.dtype
     return group
 
 
-def _tilings(d_in: int, num_sites: int, dtype: torch.dtype, device: torch.device) -> Iterator[Tiling]:
+def tilings_to_compile(d_in: int, num_sites: int, dtype: torch.dtype, device: torch.device) -> Iterator[Tiling]:
     """Tilings that the rule may select, and those that the device's table names for sites of this kind."""
     yield from all_usual(dtype.itemsize)
     table = tables.choose_table(device.type, torch.get_num_threads()).table

@@ -14,7 +14,7 @@ from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
 from vlora.memory.arena import PAGE_BYTES
 from vlora.memory.host_to_device import Inline
-from vlora.models import runner
+from vlora.models import token_choice
 from vlora.orchestrator.policies.base import Candidate, Decision, Policy, PolicyState
 from vlora.types import Mode, Request, SamplingParams
 
@@ -94,6 +94,10 @@ class RecordingEngine:
         else:
             self.local = LocalEngine(config, executor=executor)
         self.engine = self.local.engine
+        runner = self.engine.parts.device.runner
+        alone = config.tensor_parallel == 1  # several ranks launch each kernel
+        if config.cuda_graphs and alone and runner.gpu.decodes and device.name.startswith("cuda"):
+            assert runner.graphs is not None, "the capture of decode steps failed"
         if policy is not None:
             self.engine.parts.scheduler.policy = policy
         if background:
@@ -102,22 +106,22 @@ class RecordingEngine:
             for name, path in reference.adapters.items():
                 self.engine.load_adapter(name, path)
         self.modes: set[Mode] = set()
-        inner_run = self.engine.parts.runner.run
+        inner_launch = self.engine.parts.device.runner.launch
 
-        def recording_run(batch: Any) -> Any:
+        def recording_launch(batch: Any) -> Any:
             if batch.items:  # a step may also encode images only
                 self.modes.add(batch.mode)
             self.engine.check_integrity()
             self.engine.parts.scheduler.check_integrity()
-            return inner_run(batch)
+            return inner_launch(batch)
 
-        self.engine.parts.runner.run = recording_run  # type: ignore[method-assign]
+        self.engine.parts.device.runner.launch = recording_launch  # type: ignore[method-assign]
         self.cached_tokens: list[int] = []  # per case of the last run, the prompt tokens from the prefix cache
 
     def answer(self, cases: Sequence[tuple[str | None, Prompt]], num_tokens: int) -> Answers:
         """Run all cases concurrently."""
         recorded: dict[str, list[torch.Tensor]] = {}
-        inner_sample = runner.sample
+        inner_sample = token_choice.sample
 
         def recording_sample(
             logits: torch.Tensor,
@@ -125,12 +129,12 @@ class RecordingEngine:
             seeds: Sequence[int],
             places: Sequence[int],
             draws: torch.Tensor | None = None,
-        ) -> list[int]:
+        ) -> torch.Tensor:
             for row, seed in enumerate(seeds):
                 recorded.setdefault(str(seed), []).append(logits[row].cpu().clone())
             return inner_sample(logits, params, seeds, places, draws)
 
-        runner.sample = recording_sample
+        token_choice.sample = recording_sample
         try:
             outputs = self.local.run(
                 Request(
@@ -144,7 +148,7 @@ class RecordingEngine:
                 for i, (adapter, prompt) in enumerate(cases)
             )
         finally:
-            runner.sample = inner_sample
+            token_choice.sample = inner_sample
         self.engine.check_integrity()
         self.cached_tokens = []
         answers = []

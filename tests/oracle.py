@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +39,15 @@ class Oracle:
     """A model with its adapters under PEFT. `save` writes the adapters for the engine.
 
     scale: standard deviation of the random factors' entries, before division by the square root of their width.
+    configs: the adapters by name; by default those of `adapter_configs`. DoRA's magnitudes are 0.6 to 1.6 of the norms.
     """
 
-    def __init__(self, family: str, model: Any, scale: float = 0.5) -> None:
+    def __init__(
+        self, family: str, model: Any, scale: float = 0.5, configs: Mapping[str, LoraConfig] | None = None
+    ) -> None:
         self.peft: PeftModel | None = None
-        for name, config in adapter_configs(family).items():
+        self._names = tuple(configs or ADAPTERS)
+        for name, config in (configs or adapter_configs(family)).items():
             if self.peft is None:
                 self.peft = get_peft_model(copy.deepcopy(model), config, adapter_name=name)
             else:
@@ -52,15 +57,18 @@ class Oracle:
             for name, parameter in self.peft.named_parameters():
                 if "lora_" in name:
                     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-                    parameter.copy_(
-                        torch.randn(parameter.shape, generator=generator) * scale / parameter.shape[1] ** 0.5
-                    )
+                    if "magnitude" in name:
+                        parameter.mul_(0.6 + torch.rand(parameter.shape, generator=generator))
+                    else:
+                        parameter.copy_(
+                            torch.randn(parameter.shape, generator=generator) * scale / parameter.shape[1] ** 0.5
+                        )
         self.peft.eval()
 
     def save(self, folder: Path) -> dict[str, str]:
         assert self.peft is not None
         self.peft.save_pretrained(str(folder))
-        return {name: str(folder / name) for name in ADAPTERS}
+        return {name: str(folder / name) for name in self._names}
 
     @torch.no_grad()
     def generate(self, prompt: Prompt, adapter: str | None, num_tokens: int) -> tuple[list[int], torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Structural rules of the code: import order, modules without torch, public names."""
+"""Structural rules of the code: import order, modules without torch, public and private names."""
 
 from __future__ import annotations
 
@@ -147,6 +147,29 @@ def test_checkpoints_are_read_by_the_one_way_that_runs_none_of_their_code() -> N
 def test_loads_without_torch(module: str) -> None:
     code = f"import sys, {module}; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+# In libraries, which have no public name for them.
+PATCHED = {"_is_mkldnn_bf16_supported", "_unbox_exc"}
+
+
+def private_names(file: Path) -> Iterator[str]:
+    """Private names that a file imports, or passes as strings to `setattr` and the like; ruff finds attributes."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        names: list[str] = []
+        if isinstance(node, ast.ImportFrom):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("setattr", "getattr", "patch.object")):
+            strings = [arg.value for arg in node.args[:2] if isinstance(arg, ast.Constant)]
+            names = [text.rpartition(".")[2] for text in strings if isinstance(text, str)]
+        yield from (name for name in names if name.startswith("_") and not name.startswith("__"))
+
+
+def test_tests_use_no_private_names() -> None:
+    replaces_torch = ROOT / "tests" / "simulated_cuda"
+    files = [file for file in (ROOT / "tests").rglob("*.py") if replaces_torch not in file.parents]
+    found = {f"{file.relative_to(ROOT)}: {name}" for file in files for name in set(private_names(file)) - PATCHED}
+    assert not found
 
 
 PUBLIC = {

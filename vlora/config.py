@@ -8,13 +8,14 @@ import logging
 import math
 import os
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 from vlora.errors import BadConfig
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 MIN_SECRET = 16
 SHARDINGS = ("replicated", "slora", "auto")
+Quantize = Literal["none", "fp8", "int8"]
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 POLICY_NAMES = ("cost_based", "algorithm1", "dlora", "merged_only", "unmerged_only")
 POLICY_ALIASES = {"vlora_cost": "cost_based", "vlora": "algorithm1"}
@@ -30,6 +31,11 @@ class EngineConfig:
     Args:
         model: A folder or a hub name.
         load_format: "dummy" creates random weights with the shapes of the model's config.
+        quantize: Format of the language model's linear layers. "fp8" rounds the loaded weights to eight-bit floats,
+            "int8" to eight-bit integers, with a scale per output row; products round their inputs likewise, per token.
+            Merged weights have the same format. "fp8" is for GPUs of compute capability 8.9 or higher, and slow on a
+            CPU; "int8" is for CPUs with AVX512-VNNI, and slow on others.
+        quantize_head: Whether the output head has the format of `quantize`, too.
         policy: The scheduling policy, one of `POLICY_NAMES`. A former name (`POLICY_ALIASES`) is replaced.
         max_batch_size: Maximum number of requests in a step (MaxBS of V-LoRA's Algorithm 1).
         max_step_tokens: Maximum number of tokens in a step.
@@ -49,6 +55,8 @@ class EngineConfig:
         encode_share: Time for encoding images in a step, as a share of the step's time for tokens.
         prefix_cache: Whether KV blocks of prompts and answers are kept, while their memory is not needed, for reuse by
             requests with the same prefix.
+        cuda_graphs: Whether decode steps on a GPU run as CUDA graphs, which are captured at start. False launches each
+            kernel of a step, for debugging and profiling. Steps on a CPU and on several ranks have no graphs.
         threads: Threads that compute a step. None uses the physical cores in a process of its own
             (`default_threads`), and torch's current setting in the caller's process.
         tensor_parallel: Number of ranks that share the language model, each with a part of every layer (on GPUs: one
@@ -65,6 +73,8 @@ class EngineConfig:
     load_format: Literal["auto", "dummy"] = "auto"
     device: str = "cpu"
     dtype: str = "auto"
+    quantize: Quantize = "none"
+    quantize_head: bool = False
     seed: int = 0
     policy: str = "cost_based"
     max_batch_size: int = 32
@@ -81,6 +91,7 @@ class EngineConfig:
     vision_cache_bytes: int = 256 * 2**20
     encode_share: float = 0.5
     prefix_cache: bool = True
+    cuda_graphs: bool = True
     threads: int | None = None
     tensor_parallel: int = 1
     sharding: tuple[str, ...] = ()
@@ -93,6 +104,15 @@ class EngineConfig:
         object.__setattr__(self, "policy", policy_name(self.policy))
         if self.switching not in ("auto", "shadow", "in_place"):
             raise BadConfig(f"switching is {self.switching!r}; choose auto, shadow or in_place")
+        if self.quantize not in get_args(Quantize):
+            raise BadConfig(f"quantize is {self.quantize!r}; choose one of {', '.join(get_args(Quantize))}")
+        if self.quantize_head and self.quantize == "none":
+            raise BadConfig("quantize_head needs a format; set quantize too")
+        if self.quantize != "none" and self.switching == "in_place":
+            raise BadConfig(
+                f"switching in_place is not possible with quantize {self.quantize}, because the quantized weights are "
+                "in no file; choose switching shadow"
+            )
         for field in ("max_batch_size", "max_step_tokens", "block_size", "tensor_parallel"):
             if getattr(self, field) < 1:
                 raise BadConfig(f"{field} is {getattr(self, field)}; it must be at least 1")

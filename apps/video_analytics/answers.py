@@ -23,7 +23,7 @@ CHUNKS_IN_FLIGHT = 4  # of a stream that the server answers concurrently
 _MOST_UNREAD = 12  # chunks sent without a taken result: they are buffered here, and finished after Ctrl-C
 _ROOM_S = 0.5
 _PATIENCE_S = 120.0  # how long to wait for an unreachable server
-_PAUSE_S = 1.0
+PAUSE_S = 1.0
 
 # Errors that are temporary after a successful start: the head existed then, and will exist again once it is reloaded.
 _RETRIED_ERRORS = (Disconnected, EngineDead, UnknownStream, UnknownAdapter, UnknownHead, OverCapacity)
@@ -138,7 +138,7 @@ def answer(
                     raise
                 if reported != (reported := str(error)):
                     say(f"{source.name}: {error}; retrying")
-                stop.wait(_PAUSE_S)
+                stop.wait(PAUSE_S)
     finally:
         reader.leave(place)
 

@@ -24,7 +24,7 @@ PICTURE_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff"}
 
 _SHOWN_WIDTH = 640
 _JPEG_QUALITY = 95
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0  # before a lost camera is reopened
+FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0  # before a lost camera is reopened
 
 
 class Source(NamedTuple):
@@ -111,15 +111,15 @@ def read_clips(
     if source.kind == "pictures":
         yield from _read_pictures(Path(source.address), shapes, stop, shown)
         return
-    indices, pause_s = [0] * len(shapes), _FIRST_PAUSE_S
+    indices, pause_s = [0] * len(shapes), FIRST_PAUSE_S
     began = time.monotonic()
     while not stop.is_set():
         why = "the camera sends no more frames"
         try:
-            for place, chunk in _read_video(source, shapes, stop, shown, say if not any(indices) else _ignore):
+            for place, chunk in read_video(source, shapes, stop, shown, say if not any(indices) else _ignore):
                 start_s = time.monotonic() - began - chunk.seconds if source.live else chunk.start_s
                 yield place, msgspec.structs.replace(chunk, index=indices[place], start_s=max(0.0, start_s))
-                indices[place], pause_s = indices[place] + 1, _FIRST_PAUSE_S
+                indices[place], pause_s = indices[place] + 1, FIRST_PAUSE_S
         except BadImage as error:
             if not source.live or (not any(indices) and time.monotonic() - began >= wait_s):
                 raise
@@ -135,7 +135,7 @@ def read_clips(
 def _ignore(text: str) -> None: ...
 
 
-def _read_video(
+def read_video(
     source: Source, shapes: Sequence[ClipShape], stop: threading.Event, shown: bool, say: Callable[[str], None]
 ) -> Iterator[tuple[int, Chunk]]:
     message = f"cannot read video {_without_password(source.address)!r}"

@@ -20,7 +20,7 @@ from atmm.cutlass.tiling import SPACE, Tile
 TYPES = ("bfloat16", "float16")
 _HERE = Path(__file__).parent
 _SOURCES = ("problems.h", "problems.cu", "tile.cu")
-_FLAGS = ("-std=c++17", "-O3", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC", "-Xptxas", "-v")
+FLAGS = ("-std=c++17", "-O3", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC", "-Xptxas", "-v")
 _TIMEOUT_S = 1800
 
 
@@ -75,7 +75,7 @@ def _headers() -> Path:
 
 def library_path() -> Path:
     """The library's file, which may not exist. Its name is a digest of sources, flags and tiles."""
-    digest = hashlib.sha256(repr((_FLAGS, SPACE)).encode())
+    digest = hashlib.sha256(repr((FLAGS, SPACE)).encode())
     for name in _SOURCES:
         digest.update((_HERE / name).read_bytes())
     return cache.folder() / f"atmm-grouped-{digest.hexdigest()[:16]}.so"
@@ -84,7 +84,7 @@ def library_path() -> Path:
 def compile_problems(tools: Toolchain, capabilities: Sequence[int], folder: Path) -> Path:
     """The object of `problems.cu`. Raises subprocess.SubprocessError, and OSError if nvcc cannot be run."""
     made = folder / "problems.o"
-    _run(tools.nvcc, *_FLAGS, *_targets(capabilities), "-c", _HERE / "problems.cu", "-o", made)
+    _run(tools.nvcc, *FLAGS, *_targets(capabilities), "-c", _HERE / "problems.cu", "-o", made)
     return made
 
 
@@ -107,7 +107,7 @@ def _compile(tile: Tile, tools: Toolchain, capabilities: Sequence[int], folder: 
         f"-DTILE={tile.symbol}", f"-DTM={tile.block_m}", f"-DTN={tile.block_n}", f"-DTK={tile.block_k}",
         f"-DWM={tile.warp_m}", f"-DWN={tile.warp_n}", f"-DSTAGES={tile.num_stages}",
     )  # fmt: skip
-    options: list[str | Path] = [*_FLAGS, *_targets(capabilities), *sizes, "-I", tools.headers]
+    options: list[str | Path] = [*FLAGS, *_targets(capabilities), *sizes, "-I", tools.headers]
     try:
         report = _run(tools.nvcc, *options, "-c", _HERE / "tile.cu", "-o", made)
     except subprocess.CalledProcessError as problem:

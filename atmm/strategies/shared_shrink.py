@@ -23,14 +23,16 @@ class CachedInput:
 
     def set(self, x: Tensor) -> None:
         self._x = x
-        self._version = None if x.is_inference() else x._version
+        self._version = None if x.is_inference() else x._version  # noqa: SLF001  (torch)
 
     def clear(self) -> None:
         self._x = None
 
     def matches(self, x: Tensor) -> bool:
         held = self._x
-        return held is not None and x.is_set_to(held) and (self._version is None or self._version == x._version)
+        if held is None or not x.is_set_to(held):
+            return False
+        return self._version is None or self._version == x._version  # noqa: SLF001  (torch)
 
 
 class SharedShrink:

@@ -386,3 +386,18 @@ def write_kv(
     row = tl.load(rows_ptr + token).to(tl.int64) * row_stride
     tl.store(k_cache_ptr + row + c, tl.load(k_ptr + token * k_stride + c, mask=in_row), mask=in_row)
     tl.store(v_cache_ptr + row + c, tl.load(v_ptr + token * v_stride + c, mask=in_row), mask=in_row)
+
+
+@triton.jit
+def quantize_rows(
+    values_ptr, scale_ptr, x_ptr, width, x_stride, largest,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """values[row] = x[row] / scale[row]; the scale maps the row's largest value to `largest`. Grid (rows)."""
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BLOCK)
+    in_row = c < width
+    x = tl.load(x_ptr + row * x_stride + c, mask=in_row, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(x), 0), 1e-12) / largest
+    tl.store(scale_ptr + row, scale)
+    tl.store(values_ptr + row * width + c, (x / scale).to(values_ptr.dtype.element_ty), mask=in_row)

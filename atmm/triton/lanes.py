@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,46 +26,51 @@ def prepare(plan: SegmentPlan, stats: BatchStats, source: PlaceSource, tiling: T
     """The strategy for a plan and a tiling; None uses the default tiling for the shape. source: the plan's adapters."""
     layout = stats.layout
     ranks = [span.rank for site in layout.spans for span in site.values()]
-    if plan.room is not None:
-        ranks = list(source.ranks.values())  # any adapter may get a lane later
+    lengths = [lane.stop - lane.start for lane in stats.lanes]
+    num_sites = len(stats.live)
+    if plan.room is not None:  # any adapter may get a lane later
+        ranks = [plan.max_rank, *source.ranks.values()]
+        lengths, num_sites = lengths or [1] * plan.num_tokens, len(layout.d_outs)
     highest = max((1, *ranks))
     rows = block_r(highest)
     rank_blocks = -(-highest // rows)
     if tiling is None:
-        longest = max((lane.stop - lane.start for lane in stats.lanes), default=1)
-        programs = shrink_programs((lane.stop - lane.start for lane in stats.lanes), len(stats.live), highest)
+        longest = max(lengths, default=1)
+        programs = shrink_programs(lengths, num_sites, highest)
         tiling = usual(layout.dtype.itemsize, layout.d_in, longest, programs)
-    return (Tiled if tiling.split_k else SingleLaunch)(plan, stats, source, tiling, rows, rank_blocks * rows)
+    blocks = Blocks(tiling, rows, rank_blocks * rows)
+    return (Tiled if tiling.split_k else SingleLaunch)(plan, stats, source, blocks)
+
+
+class Blocks(NamedTuple):
+    """Sizes for which kernels are compiled.
+
+    rows: of a factor, multiplied at a time. max_rank: upper bound of the ranks; a multiple of `rows`.
+    """
+
+    tiling: Tiling
+    rows: int
+    max_rank: int
 
 
 class InPlace:
-    """Base of strategies that read factors in place, through a table of places.
-
-    block_r: rows of a factor multiplied at a time. max_rank: upper bound of the ranks; a multiple of block_r.
-    """
+    """Base of strategies that read factors in place, through a table of places."""
 
     adds_transposed = False
 
-    def __init__(
-        self,
-        plan: SegmentPlan,
-        stats: BatchStats,
-        source: PlaceSource,
-        tiling: Tiling,
-        block_r: int,
-        max_rank: int,
-    ) -> None:
+    def __init__(self, plan: SegmentPlan, stats: BatchStats, source: PlaceSource, blocks: Blocks) -> None:
+        tiling = blocks.tiling
         self._layout, self._source = stats.layout, source
-        self._generation, self._max_rank = source.generation, max_rank
+        self._generation, self._max_rank = source.generation, blocks.max_rank
         self._tiles = tiles_of(plan, source, tiling.block_m, stats.layout.device)
         d_outs = stats.layout.d_outs
         self._live = frozenset(stats.live if plan.room is None else range(len(d_outs)))
         self._columns = tuple(sum(d_outs[:index]) for index in range(len(d_outs)))
         self._blocks = tuple(-(-d_out // tiling.block_n) for d_out in d_outs)
         divisors = (*d_outs, math.gcd(*d_outs))  # of each site, and of all sites at once
-        *self._kernels, self._kernel_of_all = (self._writing(d, tiling, block_r, max_rank) for d in divisors)
+        *self._kernels, self._kernel_of_all = (self._writing(each, blocks) for each in divisors)
 
-    def _writing(self, divisor: int, tiling: Tiling, block_r: int, max_rank: int) -> Handle:
+    def _writing(self, divisor: int, blocks: Blocks) -> Handle:
         """The kernel that writes outputs, for sites with a d_out divisible by `divisor`."""
         raise NotImplementedError
 
@@ -120,23 +125,16 @@ class InPlace:
 class Tiled(InPlace):
     """Shrink and expand in one launch each. Sites called one by one share the shrink of the first."""
 
-    def __init__(
-        self,
-        plan: SegmentPlan,
-        stats: BatchStats,
-        source: PlaceSource,
-        tiling: Tiling,
-        block_r: int,
-        max_rank: int,
-    ) -> None:
-        super().__init__(plan, stats, source, tiling, block_r, max_rank)
+    def __init__(self, plan: SegmentPlan, stats: BatchStats, source: PlaceSource, blocks: Blocks) -> None:
+        super().__init__(plan, stats, source, blocks)
+        tiling, rows, max_rank = blocks
         layout, sizes = stats.layout, self._tiles.sizes
         num_sites = len(layout.d_outs)
-        self._shrink_programs = sizes.shrink, max_rank // block_r * num_sites, tiling.split_k
+        self._shrink_programs = sizes.shrink, max_rank // rows * num_sites, tiling.split_k
         self._shrink_kernel = self._handle(
             "shrink",
             (
-                ("BLOCK_M", tiling.block_m), ("BLOCK_R", block_r), ("BLOCK_K", tiling.block_k), ("SITES", num_sites),
+                ("BLOCK_M", tiling.block_m), ("BLOCK_R", rows), ("BLOCK_K", tiling.block_k), ("SITES", num_sites),
                 ("EVEN_K", layout.d_in % (tiling.block_k * tiling.split_k) == 0),
             ),
             num_warps=tiling.num_warps,
@@ -149,11 +147,12 @@ class Tiled(InPlace):
         self._shrunk_places: Places | None = None
         self._unused: set[int] = set()
 
-    def _writing(self, divisor: int, tiling: Tiling, block_r: int, max_rank: int) -> Handle:
+    def _writing(self, divisor: int, blocks: Blocks) -> Handle:
+        tiling, rows, max_rank = blocks
         return self._handle(
             "expand",
             (
-                ("BLOCK_M", tiling.block_m), ("BLOCK_N", tiling.block_n), ("BLOCK_R", block_r),
+                ("BLOCK_M", tiling.block_m), ("BLOCK_N", tiling.block_n), ("BLOCK_R", rows),
                 ("MAX_RANK", max_rank), ("PARTS", self._tiles.sizes.parts), ("PLANES", tiling.split_k),
                 ("EVEN_N", divisor % tiling.block_n == 0),
             ),
@@ -202,12 +201,13 @@ class SingleLaunch(InPlace):
     """Shrink and expand in one launch per site, for few adapters and tokens, where launches cost more than
     arithmetic."""
 
-    def _writing(self, divisor: int, tiling: Tiling, block_r: int, max_rank: int) -> Handle:
+    def _writing(self, divisor: int, blocks: Blocks) -> Handle:
+        tiling, rows, max_rank = blocks
         return self._handle(
             "single",
             (
                 ("BLOCK_M", tiling.block_m), ("BLOCK_N", tiling.block_n), ("BLOCK_K", tiling.block_k),
-                ("BLOCK_R", block_r), ("MAX_RANK", max_rank), ("PARTS", self._tiles.sizes.parts),
+                ("BLOCK_R", rows), ("MAX_RANK", max_rank), ("PARTS", self._tiles.sizes.parts),
                 ("EVEN_K", self._layout.d_in % tiling.block_k == 0), ("EVEN_N", divisor % tiling.block_n == 0),
             ),
             num_warps=tiling.num_warps,

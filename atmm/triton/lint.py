@@ -61,14 +61,17 @@ _NUMBERS = {
     "gate_product": ("width", "gate_stride", "up_stride"),
     "rotate": ("q_stride", "q_head_stride", "k_stride", "k_head_stride", "angle_stride"),
     "write_kv": ("width", "row_stride", "k_stride", "v_stride"),
+    "quantize_rows": ("width", "x_stride"),
 }  # fmt: skip
 _VALUES = (
     "x_ptr", "a_ptr", "bt_ptr", "origin_ptr", "y_ptr", "out_ptr", "base_ptr", "q_ptr", "k_ptr", "v_ptr", "kv_ptr",
     "k_cache_ptr", "v_cache_ptr", "cos_ptr", "sin_ptr", "weight_ptr", "gate_ptr", "up_ptr",
 )  # fmt: skip
+_FLOATS = ("scale", "epsilon", "largest")
 _TABLES = ("tile_ptr", "place_ptr", "length_ptr", "table_ptr", "rows_ptr")
 _POINTERS = {
-    **dict.fromkeys(("hidden_ptr", "part_ptr", "stat_ptr"), "*fp32"),
+    **dict.fromkeys(("hidden_ptr", "part_ptr", "stat_ptr", "scale_ptr"), "*fp32"),
+    "values_ptr": "*fp8e4nv",
     **dict.fromkeys(_TABLES, "*i32"),
     **dict.fromkeys(("places_ptr", "rows_ptr"), "*i64"),
 }
@@ -80,7 +83,8 @@ def inspect(kernel: Kernel, capability: int) -> Facts:
     function = getattr(kernels, kernel.name)
     names = function.arg_names
     values = dict.fromkeys(_VALUES, "*fp32" if kernel.itemsize == 4 else "*bf16")
-    types = {**_POINTERS, **values, **dict.fromkeys(_NUMBERS[kernel.name], "i32"), "scale": "fp32", "epsilon": "fp32"}
+    integers = dict.fromkeys(_NUMBERS[kernel.name], "i32")
+    types = {**_POINTERS, **values, **integers, **dict.fromkeys(_FLOATS, "fp32")}
     source = ASTSource(
         fn=function,
         signature={name: "constexpr" if name in kernel.sizes else types[name] for name in names},
@@ -88,7 +92,7 @@ def inspect(kernel: Kernel, capability: int) -> Facts:
         attrs={
             (names.index(name),): [["tt.divisibility", 16]]
             for name in names
-            if name not in kernel.sizes and name not in ("scale", "epsilon", "rank", *_TABLES)
+            if name not in kernel.sizes and name not in (*_FLOATS, "rank", *_TABLES)
         },
     )
     options = {"num_warps": kernel.num_warps, "num_stages": kernel.num_stages, "enable_fp_fusion": True}
@@ -217,6 +221,12 @@ def pointwise(itemsize: int = 2) -> list[Kernel]:
         for heads, block, warps in ((1, 4096, 8), (32, 256, 1))
     )
     return [*norms, *blocks, *rotations]
+
+
+def rounding(itemsize: int = 2) -> list[Kernel]:
+    """The kernel that rounds inputs to eight bits, which needs compute capability 89, for sizes of 7 B models."""
+    sizes = ((4096, 8), (16384, 16), (32768, 16))
+    return [Kernel("quantize_rows", {"BLOCK": block}, warps, itemsize=itemsize) for block, warps in sizes]
 
 
 def whole_space() -> list[Kernel]:

@@ -53,7 +53,7 @@ class TileTable:
 
     def replace(self, lanes: tuple[Lane, ...]) -> None:
         """Use other lanes, at the same addresses. Only for a plan with room."""
-        if lanes is not self._lanes:
+        if lanes != self._lanes:
             self._lanes, self._version = lanes, -1
         self.update()
 

@@ -51,6 +51,15 @@ def write_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, rows: Tenso
     kernel((num_tokens, -(-width // _BLOCK), 1), (k_cache, v_cache, k, v), (width, *strides), rows)
 
 
+def quantize_rows(values: Tensor, scales: Tensor, x: Tensor, largest: float) -> None:
+    num_rows, width = x.shape
+    rows = _rows(x)
+    block = _power_of_two(width)
+    kernel = handle("quantize_rows", x.dtype, x.device, (("BLOCK", block),), num_warps=min(16, max(1, block // 512)))
+    if num_rows:
+        kernel((num_rows, 1, 1), (values, scales, rows), (width, rows.stride(0)), largest)
+
+
 def _rows(x: Tensor) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()

@@ -6,7 +6,7 @@ import contextlib
 import time
 from pathlib import Path
 
-_TASKS = Path("/proc/self/task")
+TASKS = Path("/proc/self/task")
 _MOST = 0.05  # share of the time; an idle machine has less than 0.01
 
 
@@ -28,7 +28,7 @@ class Contention:
 def _waited_s() -> float:
     """Run-queue wait in seconds, summed over the current threads (proc(5): schedstat, nanoseconds)."""
     waited = 0
-    for task in _TASKS.iterdir() if _TASKS.is_dir() else ():
+    for task in TASKS.iterdir() if TASKS.is_dir() else ():
         with contextlib.suppress(OSError, ValueError, IndexError):  # the thread has ended
             waited += int((task / "schedstat").read_text().split()[1])
     return waited / 1e9

@@ -27,7 +27,7 @@ from atmm.tuning.racing import race
 
 log = logging.getLogger(__name__)
 
-_LARGE = 16 * 2**20  # bytes of all weights of a shape; smaller ones stay in caches and their products are cheap
+LARGE = 16 * 2**20  # bytes of all weights of a shape; smaller ones stay in caches and their products are cheap
 # Limits on the output features of a measured product; the second one applies with many rows. An output head has ten
 # times as many features, all of the same cost.
 _LONGEST, _MOST_OUTPUTS = 16_384, 16_384 * 32
@@ -81,7 +81,7 @@ def _by_shape(weights: Sequence[Tensor]) -> list[list[Tensor]]:
     for weight in weights:
         if weight.device.type == "cpu":
             shapes.setdefault((weight.shape, weight.dtype), []).append(weight)
-    return [layers for layers in shapes.values() if sum(layer.nbytes for layer in layers) >= _LARGE]
+    return [layers for layers in shapes.values() if sum(layer.nbytes for layer in layers) >= LARGE]
 
 
 def _fastest(num_rows: int, layers: Sequence[Tensor], clock: Callable[[], float]) -> Method:

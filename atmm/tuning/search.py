@@ -46,7 +46,7 @@ _NUM_RANDOM = 1_000_003  # prime, so that consecutive slices of the values diffe
 _IN_THE_RACE = 1.25  # times the smallest time so far; slower candidates are not timed again
 _CLOSE = 1.1  # times the smallest time; candidates within it enter the final race
 _FINAL_TURNS = 9
-_MOST_COPIES, _COPIES_BYTES = 8, 128 * 2**20  # of a group in a graph on a GPU, of which one replay is timed
+MOST_COPIES, _COPIES_BYTES = 8, 128 * 2**20  # of a group in a graph on a GPU, of which one replay is timed
 _LONG_S = 0.015  # seconds of timing per candidate of a bucket, after which a race ends early
 
 
@@ -237,7 +237,7 @@ def replayed_calls(case: Case, group: SiteGroup, names: Sequence[str], device: s
     at once. Launches by the host, which take longer than many kernels run, do not count.
     """
     factor_bytes = sum(tensor.numel() * tensor.element_size() for tensor in factors_of(group))
-    copies = max(1, min(_MOST_COPIES, _COPIES_BYTES // factor_bytes))
+    copies = max(1, min(MOST_COPIES, _COPIES_BYTES // factor_bytes))
     groups = [group, *(case.group(device) for _ in range(copies - 1))]
     x, outputs = case.input(device)
     together = torch.cat(outputs, 1)

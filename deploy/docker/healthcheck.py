@@ -12,7 +12,7 @@ def main() -> None:
     scheme = "https" if os.environ.get("VLORA_SERVE_TLS_CERT") else "http"
     url = f"{scheme}://127.0.0.1:{os.environ.get('VLORA_SERVE_HTTP_PORT', '8000')}/health"
     # The certificate names the host that clients use, not this address.
-    context = ssl._create_unverified_context() if scheme == "https" else None
+    context = ssl._create_unverified_context() if scheme == "https" else None  # noqa: SLF001
     # Bypass the environment's proxy: the server is in this container.
     handlers = [urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)]
     try:

@@ -75,14 +75,14 @@ def _run(quick: bool, folder: Path, say: Callable[[str], None]) -> BenchResult:
     missing = [job for job in (*tables, *curves) if not job.result.exists()]
     cores = len(os.sched_getaffinity(0))
     with ProcessPoolExecutor(min(cores, max(1, len(missing))), multiprocessing.get_context("spawn")) as pool:
-        for future in as_completed([pool.submit(_work, job) for job in missing]):
+        for future in as_completed([pool.submit(run_job, job) for job in missing]):
             say(future.result())
     found = [[json.loads(job.result.read_text()) for job in jobs] for jobs in (tables, curves)]
     rows = list(_rows(found[0]))
     return BenchResult(rows, _goals(found[0]), *found)
 
 
-def _work(job: BenchJob) -> str:
+def run_job(job: BenchJob) -> str:
     """Run a job; return a line with its duration."""
     import torch
     from transformers.utils.logging import disable_progress_bar

@@ -69,7 +69,7 @@ def compare(quick: bool, folder: Path | None, say: Callable[[str], None], num_se
             result = folder / f"{'quick-' if quick else ''}{blocks}-{seed}.json"
             if not result.exists():
                 temporary_result = result.with_suffix(".unfinished")
-                temporary_result.write_text(json.dumps(_measure(seed, blocks, quick, folder / "features")) + "\n")
+                temporary_result.write_text(json.dumps(measure(seed, blocks, quick, folder / "features")) + "\n")
                 temporary_result.replace(result)
             runs.append(json.loads(result.read_text()))
             say(f"{_name(blocks)}, seed {seed}: {runs[-1]['spent']['cpu s']:.0f} s of processor time")
@@ -84,7 +84,7 @@ def matched_rank(numbers: Callable[[LoraPlan], int], blocks: int) -> int:
     return min(ranks, key=lambda rank: abs(numbers(LoraPlan(rank=rank, blocks=blocks)) - wanted))
 
 
-def _measure(seed: int, blocks: int, quick: bool, features: Path) -> dict[str, Any]:
+def measure(seed: int, blocks: int, quick: bool, features: Path) -> dict[str, Any]:
     """Run one method with one seed: an adapter for each domain, and its score on test data."""
     disable_progress_bar()
     warnings.simplefilter("ignore")  # deprecation notes of third-party libraries

@@ -28,10 +28,10 @@ from vlora.lora.peft_format import (
     HEAD_FILES,
     WEIGHTS_FILE,
     AdapterHeader,
-    TargetHeader,
     read_config,
     read_header,
 )
+from vlora.lora.peft_target import TargetHeader
 from vlora.models.hf_model import HFModel
 from vlora.models.loading import dummy_model
 from vlora.models.pretrained import from_pretrained
@@ -120,6 +120,8 @@ def _read(adapter: Path, base: str) -> AdapterHeader:
     header = read_header(adapter, sites, hf_model.hidden_size)
     if header.has_blocks:
         raise BadAdapter(f"{adapter} is already block-diagonal; it can be served unchanged on any number of ranks")
+    if any(target.cut.shape.rows for target in header.targets):
+        raise BadAdapter(f"{adapter} has DoRA or trained biases, which block-diagonal adapters do not have in PEFT")
     return header
 
 

@@ -79,7 +79,7 @@ class PlanErrors:
         if self._count <= MAX_LISTED:
             self._listed.append(message)
         if self._parent is not None:
-            self._parent._record(message)
+            self._parent._record(message)  # noqa: SLF001  (of this class)
 
 
 def _child(node: yaml.Node | None, step: int | str) -> tuple[yaml.Node, yaml.Node] | None:

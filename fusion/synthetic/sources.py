@@ -64,7 +64,7 @@ _PHOTOS = {
     "flower": "flower.jpg",
 }
 # Shares of each photograph's width: crops of one part never touch another part.
-_COLUMNS = {"train": (0.0, 0.54), "validation": (0.56, 0.74), "test": (0.76, 1.0)}
+COLUMNS = {"train": (0.0, 0.54), "validation": (0.56, 0.74), "test": (0.76, 1.0)}
 
 
 def _photos(seed: int) -> Splits:
@@ -82,7 +82,7 @@ def _photos(seed: int) -> Splits:
     rng = np.random.default_rng(seed)
     parts: dict[str, list[Sample]] = {}
     for part, count in (("train", 1100), ("validation", 300), ("test", 400)):
-        left, right = _COLUMNS[part]
+        left, right = COLUMNS[part]
         parts[part] = []
         for _ in range(count):
             label = int(rng.integers(len(photos)))

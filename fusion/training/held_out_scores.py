@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 
 from fusion.packing.algorithm import Adapter
 
-_EVERY_S = 10.0
-_SHARE = 1 / 100  # maximum share of a training's time for this scoring
+EVERY_S = 10.0
+SHARE = 1 / 100  # maximum share of a training's time for this scoring
 _SAMPLES, _FEWEST = 64, 8  # samples over all domains of an adapter, and minimum per domain
 
 
@@ -24,7 +24,7 @@ class HeldOutScores:
         self._score = score
         self._domains = domains
         self._clock = clock
-        self._due = clock() + _EVERY_S
+        self._due = clock() + EVERY_S
         self._scores: Mapping[str, float] = {}
 
     @property
@@ -37,7 +37,7 @@ class HeldOutScores:
         count = max(_FEWEST, _SAMPLES // len(self._domains))
         self._scores = {name: self._score(name, count) for name in self._domains}
         now = self._clock()
-        self._due = now + max(_EVERY_S, (now - began) / _SHARE)
+        self._due = now + max(EVERY_S, (now - began) / SHARE)
 
     def __str__(self) -> str:
         """One domain's score, or the mean of several and the lowest with its name. Empty before the first scoring."""

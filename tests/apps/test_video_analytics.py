@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import socket
 import sys
 import threading
 import time
@@ -136,8 +135,8 @@ def test_a_camera_that_is_lost_is_opened_again(monkeypatch: pytest.MonkeyPatch) 
         yield 0, Chunk(0, 0.0, (b"frame",))
         yield 0, Chunk(1, 1.0, (b"frame",))
 
-    monkeypatch.setattr(sources_module, "_read_video", read)
-    monkeypatch.setattr(sources_module, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(sources_module, "read_video", read)
+    monkeypatch.setattr(sources_module, "FIRST_PAUSE_S", 0.01)
     chunks = clips_of(Source("camera-0", "0", "live"), 1, stop=stop, say=lines.append)
     assert [next(chunks).index for _ in range(6)] == [0, 1, 2, 3, 4, 5]
     stop.set()
@@ -155,8 +154,8 @@ def test_a_camera_that_is_not_there_yet_is_waited_for(monkeypatch: pytest.Monkey
             raise BadImage("cannot read video")
         yield 0, Chunk(0, 0.0, (b"frame",))
 
-    monkeypatch.setattr(sources_module, "_read_video", read)
-    monkeypatch.setattr(sources_module, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(sources_module, "read_video", read)
+    monkeypatch.setattr(sources_module, "FIRST_PAUSE_S", 0.01)
     camera = Source("camera-0", "0", "live")
     with pytest.raises(BadImage):
         next(clips_of(camera, 1))
@@ -182,7 +181,7 @@ def test_every_second_is_answered_once_and_in_order(client: Client, tmp_path: Pa
 def test_a_broken_connection_and_a_lost_stream_lose_no_second(
     client: Client, server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("apps.video_analytics.answers._PAUSE_S", 0.05)
+    monkeypatch.setattr("apps.video_analytics.answers.PAUSE_S", 0.05)
     lines: list[str] = []
     found: list[ChunkResult] = []
     video = write_video(tmp_path / "street.mp4", shades(12))
@@ -197,17 +196,19 @@ def test_a_broken_connection_and_a_lost_stream_lose_no_second(
     assert any("no stream" in text or "closed" in text for text in lines)
 
 
+def unreachable() -> ServerConnection:
+    raise Disconnected("cannot reach a server")
+
+
 def test_a_server_that_stays_away_is_given_up(server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("apps.video_analytics.answers._PAUSE_S", 0.05)
-    monkeypatch.setattr("vlora.client.stream_state._RETRY_S", 0.2)
+    monkeypatch.setattr("apps.video_analytics.answers.PAUSE_S", 0.05)
+    monkeypatch.setattr("vlora.client.stream_state.RETRY_S", 0.2)
     video = write_video(tmp_path / "street.mp4", shades(30))
     with Client(port=server.port) as client:
         answers = analyse(client, file_source(video), "cam", "night", patience_s=0.2)
         next(answers)
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            gone = taken.getsockname()[1]
-        monkeypatch.setattr(client, "_port", gone)
-        connection: ServerConnection = client.connection()
+        connection = client.connection()
+        monkeypatch.setattr(client, "connection", unreachable)
         connection.close()
         with pytest.raises(Disconnected):
             list(answers)
@@ -216,7 +217,7 @@ def test_a_server_that_stays_away_is_given_up(server: Running, tmp_path: Path, m
 def test_a_server_that_is_not_there_yet_is_waited_for(
     client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.modules["vlora.client.waiting"], "_PAUSE_S", 0.01)
+    monkeypatch.setattr(sys.modules["vlora.client.waiting"], "PAUSE_S", 0.01)
     sources = [file_source(write_video(tmp_path / "street.mp4", shades(2)))]
     answered_stats = client.stats
     tries: list[int] = []
@@ -242,8 +243,8 @@ def test_a_server_that_is_not_there_yet_is_waited_for(
 
 
 def test_a_camera_waits_for_its_server_until_stop_is_set(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("apps.video_analytics.answers._PAUSE_S", 0.02)
-    monkeypatch.setattr("vlora.client.stream_state._RETRY_S", 0.05)
+    monkeypatch.setattr("apps.video_analytics.answers.PAUSE_S", 0.02)
+    monkeypatch.setattr("vlora.client.stream_state.RETRY_S", 0.05)
 
     def frames(source: Source, shapes: object, *, stop: threading.Event, **_: object) -> Iterator[tuple[int, Chunk]]:
         while not stop.wait(0.01):
@@ -258,7 +259,8 @@ def test_a_camera_waits_for_its_server_until_stop_is_set(server: Running, monkey
         camera = Source("camera-0", "0", "live")
         answers = analyse(client, camera, "cam", "night", stop=stop, say=lines.append, patience_s=0.0)
         assert next(answers)[1].label == "bright"
-        monkeypatch.setattr(client, "_port", 1)
+        connection = client.connection()
+        monkeypatch.setattr(client, "connection", unreachable)
         open_stream = client.open_stream
 
         def counted(**options: object) -> FrameStream:
@@ -268,7 +270,7 @@ def test_a_camera_waits_for_its_server_until_stop_is_set(server: Running, monkey
             return open_stream(**options)  # type: ignore[arg-type]
 
         monkeypatch.setattr(client, "open_stream", counted)
-        client.connection().close()
+        connection.close()
         with pytest.raises(Disconnected):
             list(answers)
     assert len(tries) == 10 and 1 <= len(lines) == len(set(lines)) <= 2, "a permanent problem is reported once"
@@ -278,7 +280,7 @@ def test_a_camera_waits_for_its_server_until_stop_is_set(server: Running, monkey
 def test_a_server_that_returned_without_the_adapter_is_retried(
     client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: VLoraError
 ) -> None:
-    monkeypatch.setattr("apps.video_analytics.answers._PAUSE_S", 0.02)
+    monkeypatch.setattr("apps.video_analytics.answers.PAUSE_S", 0.02)
     open_stream = client.open_stream
     tries: list[None] = []
 
@@ -302,7 +304,7 @@ def test_a_server_that_returned_without_the_adapter_is_retried(
 def test_seconds_refused_by_a_server_that_shuts_down_are_sent_again(
     client: Client, server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: type[VLoraError]
 ) -> None:
-    monkeypatch.setattr("apps.video_analytics.answers._PAUSE_S", 0.02)
+    monkeypatch.setattr("apps.video_analytics.answers.PAUSE_S", 0.02)
     front_end = server.front_end
     attempts: list[None] = []
     ask_head = front_end.ask_head

@@ -125,12 +125,12 @@ class Batch(NamedTuple):
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> Batch:
-    """1 to 64 adapters of ranks 1 to 256 in ragged segments, some of them empty, with base tokens between them.
+def batches(draw: st.DrawFn, most_adapters: int = 64) -> Batch:
+    """1 to `most_adapters` adapters of ranks 1 to 256 in ragged segments, some empty, with base tokens between them.
 
     In some cases, a lane with sign -1 subtracts one adapter from a range of tokens, which may include its own.
     """
-    count = draw(st.one_of(st.integers(1, 4), st.integers(5, 64)))
+    count = draw(st.one_of(st.integers(1, 4), st.integers(5, most_adapters)))
     rank = st.one_of(st.sampled_from((1, 8, 16, 64, 256)), st.integers(1, 256))
     ranks = {str(key): draw(rank) for key in range(count)}
     lanes: list[Lane] = []

@@ -231,8 +231,8 @@ def ahead() -> Iterator[list[str]]:
         # Compile and draw only a third of the space: the whole space takes a minute.
         named = [tiling for tiling in all_usual(2) if tiling.block_m == 16]
         with pytest.MonkeyPatch.context() as smaller:
-            smaller.setattr(atmm.warmup, "_HIGHEST_RANK", 16)
-            smaller.setattr(atmm.warmup, "_tilings", lambda *sites: named)
+            smaller.setattr(atmm.warmup, "HIGHEST_RANK", 16)
+            smaller.setattr(atmm.warmup, "tilings_to_compile", lambda *sites: named)
             compile_ahead([group], torch.bfloat16, torch.device("cpu"))
         yield count_launches(patch)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
-from atmm import SegmentPlan, operator
+from atmm import SegmentPlan, add_delta
 from tests.atmm.cases import check_against_reference, make_group, make_input, segments
 
 
@@ -21,12 +22,14 @@ def test_a_plan_is_not_prepared_while_a_graph_is_captured() -> None:
     """Its tables would be copied, at each replay, from host memory that is freed."""
     group = make_group({"a": 4, "b": 4})
     plan = SegmentPlan(6, segments({"a": 3, "b": 3}))
-    x: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32, is_cuda=True)
+    site = group.sites[0]
+    with FakeTensorMode():
+        x, y = (torch.empty(6, width, device="cuda") for width in (site.d_in, site.d_out))
     with pytest.raises(RuntimeError, match="run the step once before the capture"):
-        operator._strategy(plan, None, x, x, group.sites[0])
-    prepared: Any = object()
-    plan.prepared[x.device, x.dtype] = prepared
-    assert operator._strategy(plan, None, x, x, group.sites[0]) is prepared, "a prepared plan is captured"
+        add_delta(y, x, site, plan)
+    prepared = plan.prepared[x.device, x.dtype] = Mock()
+    add_delta(y, x, site, plan)
+    prepared.assert_called_once_with(y, x, site, None)
 
 
 def test_a_plan_is_not_refilled_while_a_graph_is_captured() -> None:

@@ -30,23 +30,29 @@ def group_of(case: Case) -> SiteGroup:
     return case.group("cpu")
 
 
-def sizes(case: Case, name: str) -> tuple[object, ...]:
-    """The compile-time sizes and options of every kernel that a tiling launches for a case, from its handles."""
+def launched(case: Case, name: str) -> tuple[object, ...]:
+    """The kernels that a tiling launches for a case, by their handles: equal kernels share one."""
+    from atmm.triton.handles import Handle
     from atmm.triton.lanes import prepare
 
-    packed = group_of(case).packed
-    assert packed is not None
-    plan, layout = case.plan(), packed.layout
+    group = group_of(case)
+    assert group.packed is not None
+    plan, layout = case.plan(), group.packed.layout
     strategy = prepare(plan, BatchStats(plan, layout), PackedPlaces(layout), tiling.Tiling.named(name))
-    handles = [strategy._kernel_of_all, getattr(strategy, "_shrink_kernel", None)]
-    return tuple((tuple(each._sizes.items()), tuple(each._options.items())) for each in handles if each is not None)
+    y, x = (torch.empty(case.num_tokens, width, dtype=layout.dtype) for width in (group.d_out, layout.d_in))
+    handles: list[Handle] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Handle, "__call__", lambda handle, *_: handles.append(handle))
+        strategy.add_all(y, x, group)
+    return tuple(handles)
 
 
 def test_samples_cover_every_kernel_of_the_candidates_once() -> None:
     some = [case for case in cases(SMALL, ["bfloat16"]) if case.num_tokens in (1, 16, 256) and case.num_adapters <= 2]
     samples = kernel_samples(some)
     compiled = {
-        sizes(Case(Shape(each.d_in, each.d_outs), each.rank, each.dtype, 1, 2, True), each.tiling) for each in samples
+        launched(Case(Shape(each.d_in, each.d_outs), each.rank, each.dtype, 1, 2, True), each.tiling)
+        for each in samples
     }
     assert len({each.key() for each in samples}) == len(samples)
     needed = set()
@@ -54,7 +60,7 @@ def test_samples_cover_every_kernel_of_the_candidates_once() -> None:
         lengths = [lane.stop - lane.start for lane in case.plan().lanes]
         programs = tiling.shrink_programs(lengths, len(case.shape.d_outs), case.rank)
         for each in tiling.finalists(2, case.shape.d_in, max(lengths), case.num_tokens, programs):
-            needed.add(sizes(case, each.name))
+            needed.add(launched(case, each.name))
     assert needed <= compiled
     assert len(compiled) <= len(samples) <= 1.1 * len(compiled)
 
@@ -106,7 +112,7 @@ class Immediate:
 @pytest.mark.parametrize("strategy", ["loop", "batched", "gathered"])
 def test_a_replayed_call_adds_the_deltas_of_every_copy(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "Replays", Immediate)
-    monkeypatch.setattr(search, "_MOST_COPIES", 3)
+    monkeypatch.setattr(search, "MOST_COPIES", 3)
     case = Case(Shape(48, (40, 16)), 8, "float32", 3, 12, True)
     group = case.group("cpu")
     drawn: list[torch.Tensor] = []

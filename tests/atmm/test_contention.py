@@ -17,7 +17,7 @@ def tasks(folder: Path, *waited_ns: int) -> None:
 
 
 def test_time_without_a_core_is_summed_over_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contention, "_TASKS", tmp_path)
+    monkeypatch.setattr(contention, "TASKS", tmp_path)
     now = 10.0
     monkeypatch.setattr(contention.time, "monotonic", lambda: now)
     tasks(tmp_path, 5_000_000_000, 0)
@@ -30,5 +30,5 @@ def test_time_without_a_core_is_summed_over_threads(tmp_path: Path, monkeypatch:
 
 
 def test_systems_without_schedstat_count_as_undisturbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contention, "_TASKS", tmp_path / "none")
+    monkeypatch.setattr(contention, "TASKS", tmp_path / "none")
     assert not Contention().disturbs()

@@ -12,7 +12,8 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -81,7 +82,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Emulated:
 def use(found: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes, "library", lambda: found)
     monkeypatch.setattr(lanes, "serves", lambda stats, name: legal(stats))
-    monkeypatch.setattr(lanes, "_stream", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
     # Hidden values are rounded once, y once per round.
     monkeypatch.setitem(ROUNDINGS, torch.bfloat16, 2)
 
@@ -189,10 +190,16 @@ def prepare_poisoned(group: SiteGroup, plan: SegmentPlan) -> None:
     assert group.packed is not None
     stats = BatchStats(plan, group.packed.layout)
     if stats.live:
-        strategy = lanes.Grouped(stats, NAME)
-        strategy._hidden.fill_(float("nan"))
-        strategy._arguments.fill_(0xFF)
-        plan.prepared[group.packed.layout] = strategy
+        plain = torch.empty
+
+        def poisoned(*size: int, **options: Any) -> torch.Tensor:
+            memory = plain(*size, **options)
+            memory.view(torch.uint8).fill_(0xFF)  # NaN in every type
+            return memory
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(torch, "empty", poisoned)
+            plan.prepared[group.packed.layout] = lanes.Grouped(stats, NAME)
 
 
 def in_poison(tensor: torch.Tensor, gap: int) -> torch.Tensor:

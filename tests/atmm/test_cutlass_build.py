@@ -28,6 +28,15 @@ def test_the_ptxas_report_is_parsed(stores: int, loads: int, spilled: int) -> No
     assert build.resources(SAID.format(stores=stores, loads=loads)) == (128, spilled)
 
 
+def write_headers(package: Path) -> Path:
+    """Create the include folder of CUTLASS's package."""
+    include = package / "source" / "include"
+    (include / "cutlass").mkdir(parents=True)
+    (include / "cutlass" / "cutlass.h").touch()
+    (package / "__init__.py").touch()
+    return include
+
+
 def test_nvcc_is_found_in_every_usual_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folders = {name: tmp_path / name for name in ("home/bin", "path", "nvidia/cu13/bin")}
     for folder in folders.values():
@@ -37,31 +46,32 @@ def test_nvcc_is_found_in_every_usual_place(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setenv("PATH", str(folders["path"]))
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "nvidia", raising=False)
+    write_headers(tmp_path / "cutlass_library")
     for folder in folders.values():
-        assert build._nvcc() == folder / "nvcc"
+        assert build.find_toolchain().nvcc == folder / "nvcc"
         (folder / "nvcc").unlink()
     with pytest.raises(FileNotFoundError, match="no nvcc in CUDA_HOME, on the PATH"):
-        build._nvcc()
+        build.find_toolchain()
 
 
 def test_headers_are_found_without_importing_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     package = tmp_path / "cutlass_library"
     package.mkdir()
     (package / "__init__.py").write_text("raise ImportError('a dependency is missing')")
+    (tmp_path / "nvcc").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(FileNotFoundError, match=r"headers are not installed; pip install 'vlora\[cutlass\]'"):
-        build._headers()
-    include = package / "source" / "include"
-    (include / "cutlass").mkdir(parents=True)
-    (include / "cutlass" / "cutlass.h").touch()
-    assert build._headers() == include
+        build.find_toolchain()
+    include = write_headers(package)
+    assert build.find_toolchain().headers == include
 
 
 def test_another_source_is_another_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first = build.library_path()
     assert first.parent == tmp_path / "vlora"
-    monkeypatch.setattr(build, "_FLAGS", (*build._FLAGS, "-lineinfo"))
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-lineinfo"))
     assert build.library_path() != first
 
 

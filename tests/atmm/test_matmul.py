@@ -92,7 +92,7 @@ def test_every_choice_gives_the_product(
 ) -> None:
     monkeypatch.setattr(processor, "flags", lambda: frozenset(["amx_bf16"] if tiles else []))
     monkeypatch.setattr(matmul, "multiplies_bfloat16", lambda: not emulated)
-    monkeypatch.setattr(matmul, "_BLOCK", 100)  # several blocks per weight
+    monkeypatch.setattr(matmul, "BLOCK", 100)  # several blocks per weight
     if not kernels:
         monkeypatch.setattr(matmul, "multiplies", lambda weight: False)
     chosen = set()
@@ -143,7 +143,7 @@ def test_bfloat16_products_count_as_fast_by_processor(
     flags: set[str], vendor: str, supported: bool, fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processor, "flags", lambda: frozenset(flags))
-    monkeypatch.setattr(processor, "_vendor", lambda: vendor)
+    monkeypatch.setattr(processor, "vendor", lambda: vendor)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported, raising=False)
     processor.multiplies_bfloat16.cache_clear()
     try:

@@ -42,7 +42,7 @@ def isolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A separate cache folder, no measured choices, and layers of all sizes measured."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(matmul, "measured", {})
-    monkeypatch.setattr(matmul_choice, "_LARGE", 1)
+    monkeypatch.setattr(matmul_choice, "LARGE", 1)
     monkeypatch.setattr(matmul, "multiplies", lambda weight: True)
     monkeypatch.setattr(matmul, "prefers_weight_left", lambda *given: False)
     monkeypatch.setattr(matmul, "multiplies_bfloat16", lambda: False)
@@ -127,7 +127,7 @@ def test_an_unreadable_file_is_measured_again(
 
 
 def test_small_models_keep_the_rule(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(matmul_choice, "_LARGE", 10**9)
+    monkeypatch.setattr(matmul_choice, "LARGE", 10**9)
     machine = Machine(monkeypatch, {"rows": 4.0, "library": 3.0, "float32": 1.0})
     matmul_choice.measure(WEIGHTS, machine)
     assert not machine.calls and chosen(3) == "rows" and not (tmp_path / "vlora").exists()

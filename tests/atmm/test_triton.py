@@ -6,7 +6,7 @@ import dataclasses
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,31 +17,28 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
 
 
+# Checks share a process, which takes seconds to start.
 _INTERPRETED = (
-    "check_tiled.py",
-    "check_styles.py",
-    "check_decode.py",
-    "check_pointwise.py",
-    "check_compiling.py",
-    "check_engine.py",
+    ("check_tiled.py", "check_decode.py", "check_pointwise.py", "check_compiling.py"),
+    ("check_styles.py", "check_engine.py"),
 )
 
 
-@pytest.mark.timeout(1200)  # for a busy machine; an idle one takes about 100 s
-@pytest.mark.parametrize("checks", _INTERPRETED)
-def test_kernels_agree_with_the_reference_in_the_interpreter(checks: str) -> None:
+@pytest.mark.timeout(1200)  # for a busy machine; an idle one takes about a minute
+@pytest.mark.parametrize("checks", _INTERPRETED, ids=("kernels", "bench and engine"))
+def test_kernels_agree_with_the_reference_in_the_interpreter(checks: tuple[str, ...]) -> None:
     # The interpreter is selected for a whole process when the kernels are imported.
-    _passes(f"interpreted/{checks}", {"TRITON_INTERPRET": "1"})
+    _passes([f"interpreted/{check}" for check in checks], {"TRITON_INTERPRET": "1"})
 
 
 def test_compiled_kernels_are_launched_without_recompiling() -> None:
     # A process has one driver, and the driver of this test has no GPU.
-    _passes("check_handles.py", {})
+    _passes(["check_handles.py"], {})
 
 
-def _passes(checks: str, environment: Mapping[str, str]) -> None:
+def _passes(checks: Sequence[str], environment: Mapping[str, str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/atmm/{checks}"],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"tests/atmm/{check}" for check in checks)],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
@@ -54,9 +51,9 @@ def _passes(checks: str, environment: Mapping[str, str]) -> None:
 
 @pytest.mark.parametrize("capability", (80, 90))
 def test_kernels_compile_ahead_without_spilling(capability: int) -> None:
-    from atmm.triton.lint import inspect, sample
+    from atmm.triton.lint import inspect, rounding, sample
 
-    for kernel in sample():
+    for kernel in (*sample(), *(rounding() if capability >= 89 else ())):
         facts = inspect(kernel, capability)
         assert not facts.faults, (kernel, facts)
 

@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from fusion.embedded import checkpoint_path
 from fusion.embedded.model import build_model
 from tests.cli.conftest import Vlora
-from vlora.config import EngineConfig
+from vlora.config import EngineConfig, Quantize
 from vlora.engine import LocalEngine
 from vlora.errors import OverCapacity
 from vlora.memory.arena import PAGE_BYTES
@@ -27,15 +27,25 @@ def folder(tmp_path: Path) -> Path:
     return shutil.copytree(checkpoint_path(), tmp_path / "model")
 
 
-def test_the_figures_are_those_of_an_engine(tmp_path: Path, vlora_command: Vlora) -> None:
-    code, out, _ = vlora_command("check", "embedded", "--arena-bytes", str(ARENA), "--rank", "64", "--json")
+@pytest.mark.parametrize(("quantize", "head"), [("none", False), ("fp8", False), ("int8", True)])
+def test_the_figures_are_those_of_an_engine(
+    quantize: Quantize, head: bool, tmp_path: Path, vlora_command: Vlora
+) -> None:
+    settings = ("--arena-bytes", str(ARENA), "--quantize", quantize, *["--quantize-head"] * head)
+    code, out, _ = vlora_command("check", "embedded", *settings, "--rank", "64", "--json")
     found = json.loads(out)
-    assert code == 0 and found["problems"] == []
-    local = LocalEngine(EngineConfig(model=str(checkpoint_path()), arena_bytes=ARENA, threads=1))
+    assert code == 0 and found["problems"] == [] and found["quantize"] == quantize
+    local = LocalEngine(
+        EngineConfig(model=str(checkpoint_path()), arena_bytes=ARENA, quantize=quantize, quantize_head=head, threads=1),
+    )
     device = local.engine.parts.device
     model = device.hf_model.model
-    assert found["num_parameters"] == sum(tensor.numel() for tensor in model.parameters())
-    assert found["weight_bytes"] == sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    untied = device.hf_model.lm_head.weight.numel() if head else 0  # a quantized head is apart from the embeddings
+    assert found["num_parameters"] == sum(tensor.numel() for tensor in model.parameters()) - untied
+    held = (*model.parameters(), *model.buffers())
+    linears = (*device.slabs.linears.values(), device.hf_model.lm_head)
+    scales = [linear.quantized.scales for linear in linears if linear.quantized is not None]
+    assert found["weight_bytes"] == sum(t.nbytes for t in (*held, *scales))
     assert found["dtype"] == str(device.hf_model.dtype).removeprefix("torch.")
     assert found["max_context"] == device.limits.max_context
     assert (found["switching"], found["shadow_bytes"]) == ("shadow", device.slabs.num_bytes)
@@ -77,6 +87,17 @@ def test_memory_of_another_machine_decides(folder: Path, vlora_command: Vlora) -
         assert language < found["weight_bytes"] < language * 1.1
         assert found["kv_token_bytes"] == 32 * 2 * 4096 * 2
         assert found["adapter_bytes"] == 32 * 16 * (8 * 4096 + 3 * (4096 + 11008)) * 2
+    code, out, _ = vlora_command(
+        *("check", str(folder), "--device", "cuda", "--memory-gib", "20", "--max-batch-size", "2"),
+        *("--quantize", "fp8", "--json"),
+    )
+    found = json.loads(out)
+    assert (code, found["switching"]) == (0, "shadow") and found["shadow_bytes"] < 0.501 * language
+    assert 0.5 * language < found["weight_bytes"] < 0.6 * language
+    code, out, _ = vlora_command(
+        *("check", str(folder), "--device", "cuda", "--memory-gib", "40", "--dtype", "float32", "--quantize", "fp8")
+    )
+    assert code == 1 and "problem     quantize fp8 on a GPU needs dtype bfloat16; the weights are torch.float32" in out
     code, out, _ = vlora_command("check", str(folder), "--device", "cuda", "--memory-gib", "10")
     assert code == 1 and "problem     its weights take " in out and "adapters" not in out
 

@@ -248,6 +248,7 @@ def test_several_heads_answer_at_a_chosen_rate(vlora_command: Vlora, address: st
             ["bench", "step", "--model", "llava-13b"],
             "are valid for `vlora bench policy` and `costs` only, not for 'step'",
         ),
+        (["bench", "merge", "--quantize", "int8"], "--quantize is valid for `vlora bench step` only, not for 'merge'"),
         (
             ["bench", "step", "--surface", "rpyc"],
             "--surface: valid for `vlora bench serve` only, not for 'step'",

@@ -157,14 +157,14 @@ def test_errors_are_one_line(
     args: list[str],
     message: str,
 ) -> None:
-    monkeypatch.setattr(vlora.cli.fetching, "_MAX_BYTES", 1000)
+    monkeypatch.setattr(vlora.cli.fetching, "MAX_BYTES", 1000)
     given = [arg.replace("SITE", site).replace("IMAGE", image) for arg in args]
     code, out, err = vlora_command("query", *given, "--server", address)
     assert (code, out) == (2, "") and err.startswith("error: ") and message in err and err.count("\n") == 1
 
 
 def test_an_unresponsive_site_times_out(vlora_command: Vlora, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vlora.cli.fetching, "_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(vlora.cli.fetching, "TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/a.png"
         code, _, err = vlora_command("query", url, "--server", address)

@@ -262,8 +262,7 @@ def test_a_missing_or_lost_server_is_reported_and_a_new_one_found() -> None:
     assert len(waiting) == 1 and isinstance(waiting[0], Disconnected | Aborted)
     with pytest.raises(Disconnected):
         client.stats()
-    with running_server() as second:
-        client._port = second.port
+    with running_server(port=first.port):
         assert client.stats().model == "scripted"
         client.close()
 

@@ -172,7 +172,15 @@ def test_reconnection_is_tried_until_the_stream_has_expired(monkeypatch: pytest.
         retry.pause_s(error)
 
 
-def test_asyncio_reconnects_after_a_broken_connection(server: Running) -> None:
+def test_asyncio_reconnects_after_a_broken_connection(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    clients: list[Client] = []
+
+    def recorded(*arguments: Any, **options: Any) -> Client:
+        clients.append(Client(*arguments, **options))
+        return clients[-1]
+
+    monkeypatch.setattr("vlora.client.aio.Client", recorded)
+
     async def main() -> list[int]:
         async with AsyncClient(port=server.port) as client:
             stream = await client.open_stream(adapter="cam", head="night", drop="none")
@@ -181,7 +189,7 @@ def test_asyncio_reconnects_after_a_broken_connection(server: Running) -> None:
                 async def send() -> None:
                     for number in range(20):
                         if number == 10:
-                            cut(client._client)
+                            cut(clients[0])
                         await stream.send(DARK)
                     await stream.end()
 

@@ -22,20 +22,30 @@ def test_closing_ends_the_plain_socket_before_its_tls_state(monkeypatch: pytest.
     order: list[str] = []
     plain_shutdown, tls_shutdown = socket.socket.shutdown, ssl.SSLSocket.shutdown
 
+    def write() -> None:
+        with pytest.raises(EOFError):
+            stream.write(b"secret")
+
+    writing = threading.Thread(target=write)
+
     def plain(self: Any, how: int) -> None:
-        order.append(f"plain, state {'kept' if tls._sslobj is not None else 'gone'}")  # type: ignore[attr-defined]
+        kept = tls._sslobj is not None  # type: ignore[attr-defined]  # noqa: SLF001
+        order.append(f"plain, state {'kept' if kept else 'gone'}")
         plain_shutdown(self, how)
 
     def secure(self: Any, how: int) -> None:
-        order.append(f"tls, lock {'held' if stream._lock.locked() else 'free'}")
+        writing.start()
+        writing.join(0.1)
+        order.append(f"tls, {'a writer waits' if writing.is_alive() else 'a writer went ahead'}")
         tls_shutdown(self, how)
 
     monkeypatch.setattr(socket.socket, "shutdown", plain)
     monkeypatch.setattr(ssl.SSLSocket, "shutdown", secure)
     stream.close()
-    assert order[:2] == ["plain, state kept", "tls, lock held"]
-    with pytest.raises(EOFError):
-        stream.write(b"secret")
+    assert order[:2] == ["plain, state kept", "tls, a writer waits"]
+    writing.join(5)
+    assert not writing.is_alive()
+    write()
     assert theirs.recv(100) == b""
     theirs.close()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from transformers import AutoConfig, BitsAndBytesConfig, Qwen2VLConfig
 
 from heads import HeadSpec, TaskHead, save_heads
 from tests.families import IMAGE, Prompt, build_model, make_prompt
@@ -247,13 +248,23 @@ def test_missed_deadline(local: LocalEngine, prompt: Prompt) -> None:
 
 
 def test_unsupported_families_are_refused_with_the_reason() -> None:
-    from transformers import AutoConfig, Qwen2VLConfig
-
     with pytest.raises(UnsupportedModel, match="both directions"):
         family_of(AutoConfig.for_model("gemma3"))
     sliding = Qwen2VLConfig(text_config={"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1})
     with pytest.raises(UnsupportedModel, match="sliding"):
         family_of(sliding)
+
+
+@pytest.mark.parametrize(
+    ("stored", "method"),
+    [({"quant_method": "gptq", "bits": 4}, "gptq"), (BitsAndBytesConfig(load_in_8bit=True), "bitsandbytes")],
+    ids=["a checkpoint's", "a model's"],
+)
+def test_weights_that_are_stored_quantized_are_refused_by_name(stored: object, method: str) -> None:
+    config = Qwen2VLConfig()
+    config.quantization_config = stored
+    with pytest.raises(UnsupportedModel, match=f"quant_method '{method}'.*quantize fp8 or int8 rounds"):
+        family_of(config)
 
 
 @pytest.mark.parametrize(

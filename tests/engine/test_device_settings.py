@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import atmm
-from tests.families import build_model
+from tests.families import HIDDEN, build_model
 from tests.lora.made_adapters import host_adapter
 from tests.lora.test_merge_fidelity import FakeStream, expected, make_factors
 from vlora.config import EngineConfig
@@ -24,6 +24,7 @@ from vlora.engine.device_runtime import DeviceRuntime, lay_out, use_device
 from vlora.engine.tensor_parallel import worker
 from vlora.lora import AdapterRegistry, merge_in_place
 from vlora.lora.merge_fidelity import MergeFidelity
+from vlora.lora.peft_format import SiteShape
 from vlora.memory import host_to_device
 from vlora.memory.adapter_cache import AdapterCache
 from vlora.memory.arena import PAGE_BYTES
@@ -82,14 +83,25 @@ def test_a_background_thread_launches_on_its_device(chosen: list[tuple[str, torc
 
 
 def test_adapters_are_read_and_copied_on_the_device(
-    chosen: list[tuple[str, torch.device]], monkeypatch: pytest.MonkeyPatch
+    chosen: list[tuple[str, torch.device]],
+    adapters_of_family: Callable[[str], dict[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    stream: Any = SimpleNamespace(pinned=lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
+    stream = FakeStream()
+    monkeypatch.setattr(stream, "synchronize", lambda: None)
     monkeypatch.setattr(host_to_device, "SideStream", lambda device: stream)
-    registry = AdapterRegistry({}, torch.float32, 8, device=GPU)
-    transfer: Any = make_transfer(GPU)
-    for executor in (registry._executor, registry._loader, transfer._executor):
-        executor.submit(int).result()
+    folder = adapters_of_family("qwen2_vl")["wide8"]
+    linears = HFModel(build_model("qwen2_vl")).language_linears
+    sites = {name: SiteShape(linear.in_features, linear.out_features, False) for name, linear in linears.items()}
+    registry = AdapterRegistry(sites, torch.float32, HIDDEN, device=GPU)
+    registry.register({"wide8": folder})
+    registry.fetch(registry.get("wide8").key)
+    (read,) = registry.pending
+    transfer = make_transfer(GPU)
+    source, target = (torch.zeros(8, dtype=torch.uint8) for _ in range(2))
+    loaded = registry.read_folder_in_background("again", folder)
+    for done in (read, loaded, transfer.start(source, target)):
+        done.result()
     registry.close()
     transfer.close()
     assert sorted(chosen) == [("vlora-copy_0", GPU), ("vlora-load_0", GPU), ("vlora-read_0", GPU)]
@@ -104,6 +116,7 @@ def test_an_engine_uses_its_device_before_it_loads_the_model(monkeypatch: pytest
         raise _Reached
 
     monkeypatch.setattr(build, "load_model", load_model)
+    monkeypatch.setattr(build, "with_stored_format", lambda config: config)  # there is no such model
     with pytest.raises(_Reached):
         LocalEngine(CONFIG)
 
@@ -187,13 +200,13 @@ def test_merging_on_a_gpu_is_prepared_at_start(monkeypatch: pytest.MonkeyPatch, 
 
     monkeypatch.setattr(device_runtime, "SideStream", side_stream)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(runner, "StepInputs", lambda *_: None)  # no step runs
+    monkeypatch.setattr(runner, "StepTokens", lambda *_: None)  # no step runs
     monkeypatch.setattr(GpuAttention, "compile_ahead", lambda *_: None)
     monkeypatch.setattr(device_runtime, "make_transfer", lambda device, executor: HostTransfer(executor))
-    monkeypatch.setattr(merge_in_place, "_SAMPLE_ROWS", 8)
-    monkeypatch.setattr(merge_in_place, "_SAMPLE_VALUES", 1)
+    monkeypatch.setattr(merge_in_place, "SAMPLE_ROWS", 8)
+    monkeypatch.setattr(merge_in_place, "SAMPLE_VALUES", 1)
     hf_model = HFModel(build_model("qwen2_vl", torch.bfloat16))
-    config = EngineConfig(model="tiny", arena_bytes=256 * PAGE_BYTES, switching=switching)
+    config = EngineConfig(model="tiny", arena_bytes=256 * PAGE_BYTES, switching=switching, cuda_graphs=False)
     layout = lay_out(config, hf_model, None, loaded=False)
     hf_model.device = GPU
     adapter_cache = AdapterCache(PageAllocator(layout.limits.num_pages, 1), layout.limits.num_pages)

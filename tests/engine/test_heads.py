@@ -21,8 +21,9 @@ from tests.harness import FixedModes, RecordingEngine
 from tests.references import Reference
 from vlora.errors import BadRequest
 from vlora.lora.adapter_pool import AdapterPool
-from vlora.models import head_reading
-from vlora.models.request_state import RequestState
+from vlora.models import runner
+from vlora.models.forward_batch import ForwardBatch
+from vlora.models.head_reading import read_heads
 from vlora.models.vision.token_grids import image_grids
 from vlora.orchestrator.policies.base import Candidate, Decision, PolicyState
 from vlora.types import HeadAnswer, Mode, Request, RequestOutput, SamplingParams
@@ -101,14 +102,16 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Headed:
 def read_logits(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
     """The logits of each head request, by request id."""
     seen: dict[str, torch.Tensor] = {}
-    answer = head_reading._answer
 
-    def recording(state: RequestState, head: TaskHead, config: Any) -> HeadAnswer:
-        assert state.head_logits is not None
-        seen[state.request.request_id] = state.head_logits.clone()
-        return answer(state, head, config)
+    def recording(hidden: torch.Tensor, packed: ForwardBatch, *others: Any) -> Any:
+        results = read_heads(hidden, packed, *others)
+        for row in packed.head_rows:
+            if row.answers:
+                assert row.state.head_logits is not None
+                seen[row.state.request.request_id] = row.state.head_logits.clone()
+        return results
 
-    monkeypatch.setattr(head_reading, "_answer", recording)
+    monkeypatch.setattr(runner, "read_heads", recording)
     return seen
 
 

@@ -18,9 +18,10 @@ from vlora.engine import LocalEngine
 from vlora.engine.engine import Engine
 from vlora.engine.limits import Room
 from vlora.errors import BadConfig
-from vlora.lora.base_weights import CheckpointBaseWeights, CopiedBaseWeights
+from vlora.lora.base_weights import CopiedBaseWeights
 from vlora.lora.merge_in_place import MAX_DRIFT, InPlaceSwitcher
 from vlora.lora.merge_shadow import ShadowSwitcher
+from vlora.lora.weight_slabs import WeightSlabs
 from vlora.types import Mode, Request, SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -225,8 +226,16 @@ def test_auto_without_checkpoint_files_keeps_the_shadow(saved: Saved, monkeypatc
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
-def test_random_weights_are_copied_and_a_checkpoint_is_not(saved: Saved, load_format: str) -> None:
+def test_random_weights_are_copied_and_a_checkpoint_is_not(
+    saved: Saved, load_format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[WeightSlabs] = []
+
+    def copying(slabs: WeightSlabs) -> CopiedBaseWeights:
+        copied.append(slabs)
+        return CopiedBaseWeights(slabs)
+
+    monkeypatch.setattr("vlora.engine.device_runtime.CopiedBaseWeights", copying)
     engine = engine_of(saved, switching="in_place", load_format=load_format).engine
     assert isinstance(engine.parts.device.switcher, InPlaceSwitcher)
-    kind = CheckpointBaseWeights if load_format == "auto" else CopiedBaseWeights
-    assert isinstance(engine.parts.device.switcher._base_weights, kind)
+    assert len(copied) == (load_format == "dummy")

@@ -50,10 +50,11 @@ def shuffle(engine: Engine, draws: random.Random) -> int:
             if not any(pages[first : first + run.num_pages])
         ]
         target = draws.choice(gaps)
-        if not adapter_cache._pins[name] and target != run.first_page:
-            adapter_cache._runs[name] = allocator.move_run(run, target)
-            pool.relocate(name)
+        if name not in adapter_cache.pinned and target != run.first_page:
+            adapter_cache.move(name, target)
             moved += 1
+    for name in adapter_cache.drain_moved():
+        pool.relocate(name)
     for page, kind in enumerate(allocator.page_map()):
         if not kind:
             engine.parts.device.arena.buffer(page, 1).fill_(255)  # NaN in every dtype

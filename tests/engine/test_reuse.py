@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -15,7 +16,8 @@ from heads import HeadSpec, TaskHead, save_heads
 from tests.families import HIDDEN, VIDEO_FAMILIES, Prompt, make_prompt
 from tests.harness import FixedModes, RecordingEngine
 from tests.references import TOLERANCE, Reference
-from vlora.memory import prefix_cache as prefix_cache_module
+from vlora.memory.block_manager import BlockManager
+from vlora.memory.prefix_cache import TokenChain
 from vlora.types import Mode, Request
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -261,7 +263,7 @@ def test_without_pictures_in_the_keys(qwen: Reference, monkeypatch: pytest.Monke
         prompt.kwargs["input_ids"] = torch.tensor([prompt.prompt_ids])
     cases: list[tuple[str | None, Prompt]] = [(None, prompt) for prompt in prompts]
     assert worst(RecordingEngine(qwen, MODES["unmerged"]), qwen, cases) < TOLERANCE
-    monkeypatch.setattr(prefix_cache_module._Cursor, "take", lambda self, count: [])
+    monkeypatch.setattr(BlockManager, "chain", lambda self, request: TokenChain(request, self.block_size, {}))
     assert worst(RecordingEngine(qwen, MODES["unmerged"]), qwen, cases) > 100 * TOLERANCE
 
 
@@ -269,11 +271,10 @@ def test_without_the_adapter_in_the_keys(qwen: Reference, monkeypatch: pytest.Mo
     prompt = continued(qwen.picture(1), words(1, 12))
     cases: list[tuple[str | None, Prompt]] = [("wide8", prompt), (None, prompt)]
     assert worst(RecordingEngine(qwen, MODES["unmerged"]), qwen, cases) < TOLERANCE
-    init = prefix_cache_module.TokenChain.__init__
+    chain = BlockManager.chain
 
-    def nameless(self: prefix_cache_module.TokenChain, *args: object) -> None:
-        init(self, *args)  # type: ignore[arg-type]
-        self._adapter = None
+    def nameless(self: BlockManager, request: Request) -> TokenChain | None:
+        return chain(self, msgspec.structs.replace(request, adapter=None))
 
-    monkeypatch.setattr(prefix_cache_module.TokenChain, "__init__", nameless)
+    monkeypatch.setattr(BlockManager, "chain", nameless)
     assert worst(RecordingEngine(qwen, MODES["unmerged"]), qwen, cases) > 100 * TOLERANCE

@@ -118,12 +118,17 @@ def test_an_error_of_the_message_callback_closes_the_transport() -> None:
 
 
 def test_messages_sent_before_the_end_are_received() -> None:
-    async def engine_ends(client: ClientTransport, engine: EngineTransport, inbox: asyncio.Queue[bytes]) -> None:
-        engine.send(b"last message")
-        engine._socket.shutdown(socket.SHUT_RDWR)  # as when its process ends
-        await client.closed
+    async def engine_ends() -> None:
+        here, there = socket.socketpair()
+        inbox: asyncio.Queue[bytes] = asyncio.Queue()
+        client = await ClientTransport.open(here, inbox.put_nowait)
+        with there:
+            EngineTransport(there).send(b"last message")
+            there.shutdown(socket.SHUT_RDWR)  # as when its process ends
+            await client.closed
         assert inbox.get_nowait() == b"last message"
         client.send(b"dropped")
+        client.close()
 
     async def front_end_ends(client: ClientTransport, engine: EngineTransport, inbox: asyncio.Queue[bytes]) -> None:
         client.send(b"last message")
@@ -133,7 +138,7 @@ def test_messages_sent_before_the_end_are_received() -> None:
             await asyncio.to_thread(engine.receive, block=True)
         engine.send(b"dropped")
 
-    run(engine_ends)
+    asyncio.run(asyncio.wait_for(engine_ends(), 30))
     run(front_end_ends)
 
 

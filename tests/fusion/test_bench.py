@@ -114,7 +114,7 @@ def test_missing_results_are_measured_in_their_own_process(folder: Path, monkeyp
     from concurrent.futures import ThreadPoolExecutor
 
     monkeypatch.setattr(jobs, "ProcessPoolExecutor", lambda workers, context: ThreadPoolExecutor(workers))
-    monkeypatch.setattr(jobs, "_work", work)
+    monkeypatch.setattr(jobs, "run_job", work)
     lines: list[str] = []
     assert len(jobs.run(False, folder, lines.append).curves) == 12
     assert [(job.family, job.seed) for job in measured] == [("action", 1)] and lines == ["action, seed 1"]

@@ -35,8 +35,8 @@ def test_every_domain_and_goal_is_in_the_report(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(exam, "load_source", few)
     monkeypatch.setattr(exam, "TEACHERS", dict.fromkeys(exam.TEACHERS, Guess))
-    monkeypatch.setattr(exam, "_STEPS", 1)
-    monkeypatch.setattr(exam, "_TIMED", 1)
+    monkeypatch.setattr(exam, "STEPS", 1)
+    monkeypatch.setattr(exam, "TIMED", 1)
     rows, gates = exam.examine(str(tmp_path), seeds=(1,), num_scenes=16, say=lambda _: None)
     assert set(exam.QUESTIONS) <= set(BUILT_IN)
     assert {row.what for row in rows} >= {*exam.QUESTIONS, *exam.GATED_SKILLS, "overall"}

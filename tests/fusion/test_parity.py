@@ -71,7 +71,7 @@ def test_only_missing_measurements_are_trained(folder: Path, monkeypatch: pytest
         trained.append((seed, blocks))
         return a_run(blocks, seed, 0.75)
 
-    monkeypatch.setattr(parity, "_measure", measure)
+    monkeypatch.setattr(parity, "measure", measure)
     compare(False, folder, lambda line: None)
     assert trained == [(1, 4)] and (folder / "4-1.json").exists()
 

@@ -209,8 +209,8 @@ def test_held_out_scoring_takes_at_most_a_hundredth_of_the_time(clock: Clock) ->
 
 @pytest.mark.slow
 def test_progress_display_changes_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fusion.training.held_out_scores._EVERY_S", 0.0)
-    monkeypatch.setattr("fusion.training.held_out_scores._SHARE", 1e9)
+    monkeypatch.setattr("fusion.training.held_out_scores.EVERY_S", 0.0)
+    monkeypatch.setattr("fusion.training.held_out_scores.SHARE", 1e9)
     plan = plan_of(write_base(tmp_path / "base"), ("colors",), steps=4, batch_size=4)
     states = []
     shown = io.StringIO()

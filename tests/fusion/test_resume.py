@@ -50,7 +50,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     write_folders(folder / "others", tuple(reversed(COLORS)))
     write_folders(folder / "chance", by_chance=True)  # cannot be learned: rolled back, and misses its threshold alone
     yield folder
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]  # it would outlive these tests
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]  # noqa: SLF001  # it would outlive these tests
 
 
 def command(told: Path, *arguments: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 from fusion.data.samples import Splits
 from fusion.embedded.object_names import NUMBERS
 from fusion.synthetic.road_signs import ACTIONS, render_stream
-from fusion.synthetic.sources import _COLUMNS, BUILT_IN, STREAMS, load_source
+from fusion.synthetic.sources import BUILT_IN, COLUMNS, STREAMS, load_source
 from fusion.synthetic.streets import draw_street, look_for_person
 
 _FAST_SOURCE = "drawn-signs"
@@ -43,7 +43,7 @@ def test_parts_share_no_picture(source: tuple[str, Splits]) -> None:
 
 
 def test_photo_crops_of_different_parts_come_from_different_regions() -> None:
-    spans = sorted(_COLUMNS.values())
+    spans = sorted(COLUMNS.values())
     assert all(before[1] < after[0] for before, after in itertools.pairwise(spans))
 
 

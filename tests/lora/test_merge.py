@@ -83,7 +83,7 @@ def test_a_merge_allocates_no_memory(mergeable: Mergeable, monkeypatch: pytest.M
     def refuse(*_: object) -> torch.Tensor:
         raise AssertionError("a merge allocates memory for weights")
 
-    monkeypatch.setattr("vlora.lora.merge_shadow.empty", refuse)
+    monkeypatch.setattr(mergeable.slabs, "allocate", refuse)
     with torch.no_grad():
         switcher.switch(mergeable.key(ADAPTERS[0]))
         switcher.switch(None)

@@ -183,7 +183,7 @@ def test_the_number_of_launches_does_not_grow_with_the_layers(num_layers: int) -
 
 def test_batches_fit_into_the_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """One buffer is written while the other is copied, also if a single layer needs a larger one."""
-    monkeypatch.setattr(module, "_SLOT_BYTES", 4096)
+    monkeypatch.setattr(module, "SLOT_BYTES", 4096)
     slabs = make_slabs(6)
     factors = make_factors(slabs, 0.1, ranks=(2, 2, 2, 2, 2, 2, 64))
     stream = FakeStream()
@@ -194,18 +194,19 @@ def test_batches_fit_into_the_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_buffer_that_is_written_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control of the fake stream."""
-    monkeypatch.setattr(module, "_SLOT_BYTES", 4096)
+    monkeypatch.setattr(module, "SLOT_BYTES", 4096)
     slabs = make_slabs(6)
-    stream = FakeStream()
-    measure: Any = MergeFidelity(slabs, stream=stream)
-    monkeypatch.setattr(measure._upload, "_copied", _Forgetful([None, None]))
+    measure = MergeFidelity(slabs, stream=_Unfinished())
     with pytest.raises(AssertionError, match="written while it was copied"):
         measure(make_factors(slabs, ranks=(2,)))
 
 
-class _Forgetful(list):
-    def __setitem__(self, index: Any, value: Any) -> None:
-        pass
+class _Unfinished(FakeStream):
+    """Waiting for a copy does not finish it."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Any:
+        super().copy(target, source)
+        return SimpleNamespace(synchronize=lambda: None)
 
 
 def test_two_threads_measure_one_after_the_other() -> None:

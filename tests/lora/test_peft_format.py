@@ -120,8 +120,7 @@ def test_the_version_is_a_hash_of_the_content(copied: Path, registry: AdapterReg
 
 REFUSED_SETTINGS = {
     "use_dora": True,
-    "modules_to_save": ["lm_head"],
-    "bias": "all",
+    "bias": "sometimes",
     "lora_bias": True,
     "target_parameters": ["w"],
     "trainable_token_indices": [1],

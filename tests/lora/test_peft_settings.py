@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, PeftType, get_peft_model
+from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, PeftType, get_peft_model
 
 from tests.families import Prompt, build_model, make_prompt
 from tests.harness import FixedModes, RecordingEngine
@@ -56,7 +56,7 @@ VALUES: dict[str, Sequence[Any]] = {
     "fan_in_fan_out": [True],
     "bias": ["all", "lora_only"],
     "use_rslora": [True],
-    "modules_to_save": [["lm_head"]],
+    "modules_to_save": [["lm_head"], ["embed_tokens", "lm_head"], ["attn.proj"], ["merger"], ["o_proj"], ["norm"]],
     "init_lora_weights": [
         True,
         "gaussian",
@@ -99,6 +99,21 @@ VALUES: dict[str, Sequence[Any]] = {
     "kasa_config": [{"beta": 0.1}],
     "ensure_weight_tying": [True],
 }
+IA3_PLAIN: dict[str, Any] = {
+    "target_modules": ["k_proj", "v_proj", "down_proj"],
+    "feedforward_modules": ["down_proj"],
+    "init_ia3_weights": False,
+}
+IA3_VALUES: Sequence[dict[str, Any]] = (
+    {},
+    {"target_modules": ["o_proj", "qkv", "fc1"], "feedforward_modules": ["o_proj"]},
+    {"feedforward_modules": []},
+    {"feedforward_modules": ["k_proj"]},
+    {"exclude_modules": ["v_proj"]},
+    {"fan_in_fan_out": True},
+    {"modules_to_save": ["lm_head"]},
+    {"init_ia3_weights": True, "modules_to_save": ["attn.proj"]},
+)
 # Settings that PEFT accepts only beside others.
 BESIDE: dict[str, dict[str, Any]] = {
     "layers_pattern": {"layers_to_transform": [1, 3]},
@@ -107,7 +122,18 @@ BESIDE: dict[str, dict[str, Any]] = {
     "alora_invocation_tokens": {"task_type": "CAUSAL_LM"},
 }
 SHARED_LAYERS = ("lm_head", "embed_tokens")  # named by their tensors
-COMBINED = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "exclude_modules", "layers_to_transform")
+COMBINED = (
+    "r",
+    "lora_alpha",
+    "use_rslora",
+    "rank_pattern",
+    "alpha_pattern",
+    "exclude_modules",
+    "layers_to_transform",
+    "use_dora",
+    "bias",
+    "modules_to_save",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,20 +187,28 @@ class Generator:
             chosen = draw.sample(COMBINED, 4)
             yield self.write({setting: draw.choice(VALUES[setting]) for setting in chosen})
 
+    def ia3(self) -> Iterator[Folder]:
+        for settings in IA3_VALUES:
+            path = self._root / f"ia3-{next(self._numbers)}"
+            _save(copy.deepcopy(self._model), IA3Config(**{**IA3_PLAIN, **settings}), path)
+            yield Folder(path.name, path, tuple(settings))
+
     def other_methods_and_later_versions(self) -> Iterator[Folder]:
         for kind in PeftType:
-            if kind != PeftType.LORA:
+            if kind not in (PeftType.LORA, PeftType.IA3):
                 yield self.edit({"peft_type": kind.value})
         yield from (self.edit({"setting_of_a_later_version": value}) for value in (True, 1, "on", {"depth": 2}))
 
 
-def _save(model: Any, config: LoraConfig, path: Path) -> None:
+def _save(model: Any, config: PeftConfig, path: Path) -> None:
     peft = get_peft_model(model, config)
     with torch.no_grad():
         for name, parameter in peft.named_parameters():
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
             if "lora_" in name:
-                generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5)
+                parameter.copy_(noise / parameter.shape[-1] ** 0.5)
+            elif parameter.requires_grad:
+                parameter.add_(0.1 * noise)
     peft.save_pretrained(str(path))
 
 
@@ -214,7 +248,10 @@ def test_each_folder_is_served_as_peft_does_or_refused_by_name(tmp_path: Path) -
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT's, of settings that it ignores
         for folder in itertools.chain(
-            generator.every_setting(), generator.combinations(), generator.other_methods_and_later_versions()
+            generator.every_setting(),
+            generator.combinations(),
+            generator.ia3(),
+            generator.other_methods_and_later_versions(),
         ):
             try:
                 engine.engine.load_adapter(folder.name, str(folder.path))

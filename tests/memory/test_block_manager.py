@@ -6,6 +6,7 @@ import pytest
 
 from vlora.memory.block_manager import BlockManager
 from vlora.memory.page_allocator import PageAllocator
+from vlora.memory.written_blocks import WrittenBlocks
 
 
 def test_a_table_grows_by_whole_blocks_and_keeps_its_order() -> None:
@@ -35,19 +36,41 @@ def test_growing_is_all_or_nothing() -> None:
 def test_freeing_returns_every_block_once() -> None:
     block_manager = BlockManager(PageAllocator(6, 2), block_size=8)
     block_manager.grow("a", 20)
-    assert block_manager.free("a") == 3
-    assert block_manager.free("a") == 0
-    assert block_manager.num_free_blocks == block_manager.total_blocks == 3
+    for _ in range(2):
+        block_manager.free("a")
+        assert block_manager.num_free_blocks == block_manager.total_blocks == 3
     block_manager.check_integrity()
 
 
-def test_the_integrity_check_finds_shared_and_lost_blocks() -> None:
+def test_blocks_that_a_launched_step_writes_are_freed_after_it() -> None:
+    block_manager = WrittenBlocks(PageAllocator(6, 1), block_size=8)
+    for name in ("a", "b"):
+        block_manager.grow(name, 16)
+    block_manager.keep_written(["a"])
+    block_manager.free("a")
+    block_manager.free("b")
+    assert block_manager.num_free_blocks == 4 and not block_manager.holders
+    block_manager.check_integrity()
+    assert block_manager.grow("a", 8), "the same id may be used again"
+    block_manager.keep_written(["a"])
+    assert block_manager.num_free_blocks == 5
+    block_manager.keep_written(())
+    assert block_manager.holders == {"a"}
+    block_manager.check_integrity()
+
+
+def test_the_integrity_check_finds_a_block_that_was_allocated_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     block_manager = BlockManager(PageAllocator(4, 1), block_size=1)
     block_manager.grow("a", 2)
-    block_manager._tables["b"] = (block_manager.table("a")[0],)
+    monkeypatch.setattr(block_manager.allocator, "allocate_block", lambda: block_manager.table("a")[0])
+    block_manager.grow("b", 1)
     with pytest.raises(AssertionError, match="but counted"):
         block_manager.check_integrity()
-    block_manager._tables.pop("b")
+
+
+def test_the_integrity_check_finds_lost_blocks() -> None:
+    block_manager = BlockManager(PageAllocator(4, 1), block_size=1)
+    block_manager.grow("a", 2)
     block_manager.check_integrity()
     block_manager.allocator.allocate_block()
     with pytest.raises(AssertionError, match="are taken"):

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlora.memory.host_to_device import HostTransfer, Inline, RingTransfer, make_transfer
+from vlora.memory.host_to_device import HostTransfer, Inline, make_transfer
+from vlora.memory.ring_transfer import RingTransfer
 
 
 class LazyStream:

@@ -63,9 +63,9 @@ def test_huge_pages_are_requested() -> None:
 
 
 def test_allocation_works_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huge_pages, "_ADVICE", 9999)  # invalid advice: madvise fails
+    monkeypatch.setattr(huge_pages, "ADVICE", 9999)  # invalid advice: madvise fails
     assert empty([2**22], torch.uint8, CPU).fill_(1).sum() == 2**22
-    monkeypatch.setattr(huge_pages, "_ADVICE", None)
+    monkeypatch.setattr(huge_pages, "ADVICE", None)
     assert empty([2**22], torch.uint8, CPU).fill_(1).sum() == 2**22
 
 

@@ -31,7 +31,7 @@ def drawn(
     """`sample`, with the parameters on the device of the logits."""
     uniforms = [uniform(seed, place) for seed, place in zip(seeds, places, strict=True)]
     table = torch.from_numpy(draw_table(params, uniforms)).pin_memory()
-    return sample(logits, params, seeds, places, table.to(logits.device, non_blocking=True))
+    return sample(logits, params, seeds, places, table.to(logits.device, non_blocking=True)).tolist()
 
 
 def distribution(logits: torch.Tensor, params: SamplingParams) -> list[float]:
@@ -140,7 +140,7 @@ def test_host_and_device_draw_the_same_tokens(vocab: int) -> None:
     logits = torch.randn(len(options), vocab, generator=torch.Generator().manual_seed(vocab)) * 3
     for place in range(6):
         seeds, places = [place + 100 * row for row in range(len(options))], [place] * len(options)
-        here = sample(logits, options, seeds, places)
+        here = sample(logits, options, seeds, places).tolist()
         assert here == drawn(logits.to("cuda"), options, seeds, places)
         for row, params in enumerate(options):
             assert here[row] == sample(logits[row : row + 1], [params], [seeds[row]], [place])[0]
@@ -160,7 +160,7 @@ def test_large_vocabularies_follow_the_definition() -> None:
         kept[order] = torch.where(before < top_p, masses, 0.0)
         cumulative = kept.cumsum(0) / kept.sum()
         for place in range(20):
-            (token,) = sample(logits[None], [SamplingParams(temperature=1.0, top_p=top_p)], [5], [place])
+            token = int(sample(logits[None], [SamplingParams(temperature=1.0, top_p=top_p)], [5], [place]))
             draw = uniform(5, place)
             below = float(cumulative[token] - kept[token] / kept.sum())
             assert kept[token] > 0 and below - 1e-9 <= draw <= float(cumulative[token]) + 1e-9
@@ -189,6 +189,6 @@ def test_the_device_is_read_once() -> None:
 def test_greedy_rows_need_no_copy_to_the_device() -> None:
     logits = torch.randn(4, 50).to("cuda")
     with counting() as counts:
-        assert sample(logits, [SamplingParams()] * 4, range(4), [0] * 4) == logits.cpu().argmax(-1).tolist()
+        assert sample(logits, [SamplingParams()] * 4, range(4), [0] * 4).tolist() == logits.cpu().argmax(-1).tolist()
     assert counts.total(Kind.H2D_ASYNC, Kind.H2D_BLOCKING) == 0
     assert counts.total(Kind.LAUNCH) == 1

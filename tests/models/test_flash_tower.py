@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,10 +99,18 @@ def test_a_call_still_advances_in_pieces_and_counts_its_work(family: str, monkey
 
 def test_the_attention_follows_the_model_to_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
     model = HFModel(build_model("qwen2_vl"))
-    vision = model.inner.visual.config
-    assert vision._attn_implementation == flash_tower.VISION_ATTENTION
-    monkeypatch.setattr(model.model, "to", lambda device: None)
+
+    def attention() -> str:
+        name: str = model.inner.visual.config._attn_implementation  # noqa: SLF001
+        return name
+
+    assert attention() == flash_tower.VISION_ATTENTION
+
+    def moved(device: torch.device) -> None:
+        monkeypatch.setattr(model, "embed", SimpleNamespace(weight=SimpleNamespace(device=device)))
+
+    monkeypatch.setattr(model.model, "to", moved)
     model.move(torch.device("cuda"))
-    assert vision._attn_implementation == flash_tower.VISION_FLASH
+    assert attention() == flash_tower.VISION_FLASH
     model.move(torch.device("cpu"))
-    assert vision._attn_implementation == flash_tower.VISION_ATTENTION
+    assert attention() == flash_tower.VISION_ATTENTION

@@ -99,7 +99,7 @@ def test_min_p_keeps_the_same_tokens_as_transformers(seed: int, min_p: float, te
     logits = logits_of(seed)
     left = MinPLogitsWarper(min_p)(torch.LongTensor([[0]]), logits.double() / temperature)
     params = SamplingParams(temperature=temperature, min_p=min_p)
-    drawn = {sample(logits, [params], [0], [place])[0] for place in range(200)}
+    drawn = {int(sample(logits, [params], [0], [place])) for place in range(200)}
     assert drawn <= set((left[0] > -torch.inf).nonzero().flatten().tolist())
     if min_p == 1:
         assert drawn == {int(logits.argmax())}
@@ -109,9 +109,9 @@ def test_min_p_is_applied_before_top_p() -> None:
     """top_p applies to the probabilities that min_p keeps: 0.5 and 0.3 of 0.8 are 0.625 and 0.375."""
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
     both = SamplingParams(temperature=1.0, min_p=0.4, top_p=0.6)
-    assert {sample(logits, [both], [0], [place])[0] for place in range(100)} == {0}
+    assert {sample(logits, [both], [0], [place]).item() for place in range(100)} == {0}
     top_p_alone = SamplingParams(temperature=1.0, top_p=0.6)
-    assert {sample(logits, [top_p_alone], [0], [place])[0] for place in range(100)} == {0, 1}
+    assert {sample(logits, [top_p_alone], [0], [place]).item() for place in range(100)} == {0, 1}
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.simulated_cuda import CUDA, Kind, counting, simulated_cuda
 from tests.simulated_cuda.counts import HOST_WAITS
 from vlora.models.gpu.step_inputs import StepInputs
+from vlora.models.gpu.step_tokens import StepTokens
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -33,7 +34,7 @@ def arrays_of(seed: int) -> list[np.ndarray]:
 
 
 def test_a_step_is_one_asynchronous_copy_and_no_wait() -> None:
-    inputs = StepInputs(CUDA)
+    inputs = StepInputs(CUDA, StepTokens(CUDA))
     for step in range(5):
         with counting() as counts:
             tensors = [inputs.put(array) for array in arrays_of(step)]
@@ -46,7 +47,7 @@ def test_a_step_is_one_asynchronous_copy_and_no_wait() -> None:
 
 
 def test_equal_sizes_have_equal_addresses() -> None:
-    inputs = StepInputs(CUDA)
+    inputs = StepInputs(CUDA, StepTokens(CUDA))
     addresses = set()
     for step in range(4):
         addresses.add(tuple(inputs.put(array).data_ptr() for array in arrays_of(step)))
@@ -57,7 +58,7 @@ def test_equal_sizes_have_equal_addresses() -> None:
 
 @given(st.lists(st.lists(st.integers(0, 40_000), max_size=4), min_size=1, max_size=5))
 def test_arrays_of_any_size_arrive(steps: list[list[int]]) -> None:
-    inputs = StepInputs(CUDA)
+    inputs = StepInputs(CUDA, StepTokens(CUDA))
     for number, sizes in enumerate(steps):
         arrays = [np.full(size, number + place) for place, size in enumerate(sizes)]
         tensors = [inputs.put(array) for array in arrays]
@@ -68,7 +69,7 @@ def test_arrays_of_any_size_arrive(steps: list[list[int]]) -> None:
 
 def test_the_host_waits_before_it_overwrites_a_pending_copy() -> None:
     """Steps that nothing waits for: the third one uses the first one's buffer again."""
-    inputs = StepInputs(CUDA)
+    inputs = StepInputs(CUDA, StepTokens(CUDA))
     with counting() as counts:
         for step in range(4):
             inputs.put(np.full(8, step))
@@ -80,7 +81,7 @@ def test_the_host_waits_before_it_overwrites_a_pending_copy() -> None:
 def test_without_the_wait_the_pending_copy_is_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control."""
     monkeypatch.setattr(torch.cuda.Event, "query", lambda event: True)
-    inputs = StepInputs(CUDA)
+    inputs = StepInputs(CUDA, StepTokens(CUDA))
     for step in range(3):
         inputs.put(np.full(8, step))
         inputs.copy()

@@ -10,6 +10,7 @@ from tests.example_counts import scaled
 from tests.orchestrator.test_properties import all_resident, assert_answered, every_policy, longest_over_bound
 from vlora.memory.block_manager import BlockManager
 from vlora.memory.page_allocator import PageAllocator
+from vlora.memory.written_blocks import WrittenBlocks
 from vlora.orchestrator import POLICIES
 from vlora.orchestrator.admission.kv_admission import AnswerLengths, KvAdmission
 from vlora.orchestrator.request_state import TrackedRequest
@@ -54,9 +55,9 @@ def entries(admission: KvAdmission, tracked: list[TrackedRequest]) -> list[str]:
     return order
 
 
-def waiting(requests: list[Request]) -> tuple[KvAdmission, BlockManager, list[TrackedRequest]]:
+def waiting(requests: list[Request]) -> tuple[KvAdmission, WrittenBlocks, list[TrackedRequest]]:
     """The requests wait for a room of eight blocks of four tokens."""
-    block_manager = BlockManager(PageAllocator(8, 1), 4)
+    block_manager = WrittenBlocks(PageAllocator(8, 1), 4)
     admission = KvAdmission(block_manager, 8, ())
     tracked = [TrackedRequest(request, 0.0, None) for request in requests]
     for number, t in enumerate(tracked):
@@ -93,6 +94,19 @@ def test_no_request_enters_the_adapters_part_while_an_adapter_starves() -> None:
         admission.add(t)
     assert len(admission.admit(0.0, tracked, adapter_starves=True)) == 2
     assert len(admission.admit(0.0, tracked, adapter_starves=False)) == 1
+
+
+def test_blocks_that_a_step_in_flight_keeps_count_as_room() -> None:
+    """They are freed after the step. A refusal for lack of them would last until another request ends."""
+    requests = [make_request(name, prompt=prompt, max_tokens=1) for name, prompt in (("r", 4), ("x", 16), ("y", 16))]
+    admission, block_manager, tracked = waiting(requests)
+    assert len(admission.admit(0.0, tracked, adapter_starves=False)) == 2
+    for name, prompt in (("r", 4), ("x", 16)):
+        assert block_manager.grow(name, prompt)
+    block_manager.keep_written(["x"])
+    block_manager.free("x")
+    admission.remove(tracked.pop(1))
+    assert [t.request_id for t in admission.admit(0.0, tracked, adapter_starves=False)] == ["y"]
 
 
 @settings(max_examples=scaled(200))

@@ -59,7 +59,7 @@ class PlainCredits(Credits):
         costs, most = self._cost.costs, self._budget.max_batch_size
         tokens = min(sum(heapq.nlargest(most, (t.new_tokens for t in ready))), self._budget.max_step_tokens)
         context = sum(heapq.nlargest(most, (t.cached_len for t in ready)))
-        lanes = min(len({t.adapter for t in ready}), most)
+        lanes = min(len({t.active for t in ready}), most)
         step_s = costs.merged_s(tokens, context) + costs.lanes_s(tokens, lanes)
         if merged is not None:
             step_s += costs.lanes_s(tokens, 1)
@@ -71,12 +71,12 @@ class PlainCredits(Credits):
         costs = self._cost.costs
         credits = []
         for t in requests:
-            lanes = 0 if t.adapter == merged else (t.adapter is not None) + (merged is not None)
+            lanes = 0 if t.active == merged else (t.active is not None) + (merged is not None)
             tokens = min(t.new_tokens, self._budget.max_step_tokens)
             short = tokens <= costs.short_lane
             lane_s, adapter_s = (costs.lane_s, costs.adapter_s) if short else (costs.long_lane_s, costs.long_adapter_s)
             fixed_s = costs.base_s + lanes * adapter_s
-            if t.adapter != merged and merged is not None:
+            if t.active != merged and merged is not None:
                 fixed_s += costs.merge_s
             tokens_s = costs.token_s * max(0, tokens - costs.hidden_tokens)
             tokens_s += costs.thin_token_s * min(tokens, costs.thin_tokens)
@@ -98,7 +98,7 @@ class PlainCredits(Credits):
                 credit = starves
             waits = now - t.last_ran_s, now - t.last_answer_s
             candidates.append(
-                Candidate(t.request_id, t.adapter, credit, t.new_tokens, t.cached_len, t.is_head, urgent, *waits)
+                Candidate(t.request_id, t.active, credit, t.new_tokens, t.cached_len, t.is_head, urgent, *waits)
             )
         return candidates
 
@@ -113,7 +113,7 @@ def plain_share_tokens(order: Sequence[TrackedRequest], starving: Set[str], max_
         if tracked.next_key in being_computed:
             continue
         share = shares.get(tracked.request_id, 0)
-        more = min(tracked.new_tokens - share, left)
+        more = min(tracked.step_tokens - share, left)
         if more:
             shares[tracked.request_id] = share + more
             left -= more

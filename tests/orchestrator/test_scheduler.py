@@ -143,6 +143,39 @@ def test_cancelling_during_a_step_leaves_no_state() -> None:
     simulation.check_integrity()
 
 
+def test_a_step_is_scheduled_while_its_requests_are_in_the_last_one() -> None:
+    simulation = box()
+    scheduler, machine = simulation.scheduler, simulation.machine
+    simulation.add(make_request("x", prompt=3, max_tokens=2), make_request("y", prompt=4, max_tokens=9))
+    batches, tokens = [scheduler.schedule(NOTHING)], []
+    for expected in ({"x": (3, 4), "y": (4, 5)}, {"y": (5, 6)}, {"y": (6, 7)}):
+        in_flight = batches[-1]
+        assert in_flight is not None
+        scheduler.advance(in_flight)
+        batches.append(scheduler.schedule(NOTHING))
+        assert shares(batches[-1]) == expected, "x has its last token in the second step"
+        tokens.append([output.token_ids for output in scheduler.finish(in_flight, machine.run(in_flight))])
+        simulation.check_integrity()
+    assert tokens == [[(sampled_token(name, n),) for name in names] for n, names in enumerate(("xy", "xy", "y"))]
+
+
+def test_a_step_in_flight_counts_for_nothing_after_the_end_of_its_request() -> None:
+    name = next(f"r{i}" for i in range(1000) if sampled_token(f"r{i}", 0) == EOS)
+    simulation = box()
+    scheduler, machine = simulation.scheduler, simulation.machine
+    simulation.add(make_request(name, max_tokens=9, ignore_eos=False))
+    first = scheduler.schedule(NOTHING)
+    assert first is not None
+    scheduler.advance(first)
+    second = scheduler.schedule(NOTHING)
+    assert second is not None
+    (output,) = scheduler.finish(first, machine.run(first))
+    assert output.finish_reason == "stop"
+    scheduler.advance(second)
+    assert scheduler.finish(second, machine.run(second)) == () and not scheduler.has_work
+    simulation.check_integrity()
+
+
 def test_a_request_that_waits_past_its_deadline_fails() -> None:
     simulation = box(Script("x", "x", "x"))
     simulation.add(make_request("x", max_tokens=9), make_request("late", max_latency_s=2.0))

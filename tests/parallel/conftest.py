@@ -12,5 +12,5 @@ import pytest
 def fork_server() -> Iterator[None]:
     """Stop the fork server after the last test; it normally outlives its ranks."""
     yield
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]
-    resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]  # noqa: SLF001
+    resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]  # noqa: SLF001

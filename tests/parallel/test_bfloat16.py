@@ -1,5 +1,5 @@
-"""bfloat16 on two ranks is compared with a float32 reference: sums cut in two may be rounded twice, and must not be
-much noisier than on one rank.
+"""bfloat16 and eight-bit weights on two ranks are compared with a float32 reference: sums cut in two may be rounded
+twice, and must not be much noisier than on one rank. Ranks scale their own parts of quantized rows.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ def distance(one: list[torch.Tensor], other: list[torch.Tensor], truth: list[tor
     return (error / sum(float(logits.square().sum()) for logits in truth)) ** 0.5
 
 
-@pytest.fixture(scope="module")
-def logits(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, Mode], list[torch.Tensor]]:
+@pytest.fixture(scope="module", params=["none", "fp8"])
+def logits(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[int, Mode], list[torch.Tensor]]:
     """Logits of 32 prompts by number of ranks and mode; 0 ranks: the float32 reference. Weights are rounded to
     bfloat16 once and shared.
     """
@@ -44,6 +46,7 @@ def logits(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, Mode], l
             SimpleNamespace(family=FAMILY, adapters=adapters),
             FixedModes(Mode.UNMERGED),
             dtype=torch.bfloat16,
+            quantize=request.param,
             checkpoint=str(folder / "model"),
             tensor_parallel=size,
             threads=1,

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from tests.families import build_model
 from tests.oracle import Oracle
@@ -27,6 +28,7 @@ from vlora.engine.tensor_parallel import messages
 from vlora.engine.tensor_parallel.coordinator import TensorParallelCoordinator, fork_server
 from vlora.errors import BadConfig, EngineDead
 from vlora.memory.host_to_device import Inline
+from vlora.parallel.socket_collectives import CollectiveFailed
 from vlora.types import Request, RequestOutput, SamplingParams
 
 pytestmark = pytest.mark.slow  # test_rank_reports.py, test_messages.py and test_worker.py are fast
@@ -169,7 +171,8 @@ def test_ranks_out_of_sync_end_the_replica_with_the_cause(folder: Path) -> None:
         assert len(tokens(local.run([request("fine", 2)])["fine"])) == 2
         group = local.engine.parts.group
         assert group is not None
-        group._sockets._number += 1  # as if rank 0 had sent an additional message
+        with pytest.raises(CollectiveFailed):
+            group.all_reduce(torch.zeros(1), "base")  # while the other rank waits for a message
         with pytest.raises(EngineDead, match=r"ranks out of sync: rank . sent message"):
             local.run([request("apart", 2)])
     finally:

@@ -191,11 +191,17 @@ def test_packed_copies_on_all_ranks(replica: TensorParallelEngine, monkeypatch: 
     """As if decoding could not read adapters in place: the set of a batch is packed when it repeats."""
     monkeypatch.setattr("atmm.gains_from_copies", lambda *_: True)
     replica.check(Mode.UNMERGED)
-    packed = replica.recorded.engine.parts.device.pool._packed
-    assert packed is not None and {key.rpartition("@")[0] for key in packed.keys} == set(replica.adapters)
+    linears = replica.recorded.engine.parts.device.hf_model.language_linears
+
+    def packed() -> set[str]:
+        groups = [linear.site.group for linear in linears.values() if linear.site.group is not None]
+        keys = {key for group in groups if group.packed is not None for key in group.packed.layout.keys}
+        return {key.rpartition("@")[0] for key in keys}
+
+    assert packed() == set(replica.adapters)
     replica.check(Mode.MIXED, "wide8")
     replica.recorded.engine.unload_adapter("narrow4")
-    assert replica.recorded.engine.parts.device.pool._packed is None
+    assert not packed()
     replica.recorded.engine.load_adapter("narrow4", replica.adapters["narrow4"])
     replica.check(Mode.UNMERGED)
 

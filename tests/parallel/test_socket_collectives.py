@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.example_counts import scaled
-from vlora.parallel.socket_collectives import _HEAD, CollectiveFailed, RankDead, SocketCollectives, connect
+from vlora.parallel.socket_collectives import CollectiveFailed, RankDead, SocketCollectives, connect
 
 T = TypeVar("T")
 SOON_S = 5.0  # on a busy machine; the limit for a rank that hangs is two minutes
@@ -118,7 +119,7 @@ def test_a_rank_that_dies_before_connecting_is_detected(gone: int) -> None:
 
 @pytest.mark.slow
 def test_a_live_rank_that_hangs_is_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlora.parallel.socket_collectives._HANG_S", 1)
+    monkeypatch.setattr("vlora.parallel.socket_collectives.HANG_S", 1)
 
     def work(rank: int, collectives: SocketCollectives) -> list[int]:
         if rank == 0:
@@ -134,7 +135,7 @@ def test_a_live_rank_that_hangs_is_a_timeout(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.slow
 def test_a_loading_rank_is_waited_for_without_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before all ranks are connected, and in calls without a timeout."""
-    monkeypatch.setattr("vlora.parallel.socket_collectives._HANG_S", 1)
+    monkeypatch.setattr("vlora.parallel.socket_collectives.HANG_S", 1)
     ends = connect(2)
 
     def rank(number: int) -> list[int]:
@@ -167,12 +168,6 @@ def one_more(rank: int, collectives: SocketCollectives) -> None:
         collectives.exchange(torch.zeros(4), "test")
 
 
-def one_left_out(rank: int, collectives: SocketCollectives) -> None:
-    """Sent twice, with equal size and purpose: only the number differs."""
-    collectives._number += rank
-    collectives.exchange(torch.zeros(4), "test")
-
-
 def broadcast_instead(rank: int, collectives: SocketCollectives) -> None:
     collectives.broadcast(b"word") if rank == 0 else collectives.exchange(torch.zeros(4), "test")
     if rank == 0:
@@ -183,7 +178,7 @@ def receive_instead(rank: int, collectives: SocketCollectives) -> None:
     collectives.exchange(torch.zeros(4), "test") if rank == 0 else collectives.receive()
 
 
-@pytest.mark.parametrize("work", [short, other_purpose, one_more, one_left_out, broadcast_instead, receive_instead])
+@pytest.mark.parametrize("work", [short, other_purpose, one_more, broadcast_instead, receive_instead])
 def test_ranks_out_of_sync_fail_at_once(
     work: Callable[[int, SocketCollectives], None],
 ) -> None:
@@ -197,6 +192,36 @@ def test_ranks_out_of_sync_fail_at_once(
     assert time.monotonic() - started < SOON_S
     assert any("ranks out of sync: rank" in error for error in errors), errors
     assert all("out of sync" in error or "is gone" in error for error in errors), errors
+
+
+class Repeating(socket.socket):
+    """Sends every message twice, from some time on."""
+
+    repeats = False
+
+    def sendmsg(self, buffers: Any, *others: Any) -> int:
+        if self.repeats:
+            super().sendmsg(buffers)
+        return super().sendmsg(buffers, *others)
+
+
+def test_a_message_that_arrives_twice_is_recognized_by_its_number() -> None:
+    """Its size and purpose are those of the next message."""
+    ends = connect(2)
+    ends[1][0] = repeating = Repeating(fileno=ends[1][0].detach())
+
+    def work(rank: int, collectives: SocketCollectives) -> str | None:
+        if rank == 1:
+            repeating.repeats = True
+        collectives.exchange(torch.zeros(4), "test")
+        try:
+            collectives.exchange(torch.zeros(4), "test")
+        except CollectiveFailed as error:
+            return str(error)
+        return None
+
+    error = on_ranks(2, work, ends)[0]
+    assert error is not None and "sent message 2 (test, 16 bytes), but rank 0 expects message 3" in error
 
 
 def test_the_error_names_the_received_and_the_expected_message() -> None:
@@ -224,7 +249,7 @@ class Stingy(socket.socket):
 @pytest.mark.parametrize("poor", [{0}, {0, 1, 2}])
 def test_pieces_fit_into_small_system_buffers(poor: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """On one rank or all: they agree on a size. Larger pieces would deadlock."""
-    monkeypatch.setattr("vlora.parallel.socket_collectives._HANG_S", 3)
+    monkeypatch.setattr("vlora.parallel.socket_collectives.HANG_S", 3)
     ends = connect(3)
     for rank in poor:
         ends[rank] = {other: Stingy(fileno=end.detach()) for other, end in ends[rank].items()}
@@ -238,14 +263,32 @@ def test_pieces_fit_into_small_system_buffers(poor: set[int], monkeypatch: pytes
     assert on_ranks(3, work, ends) == [[0.0, 0.0, 1.0, 1.0, 2.0, 2.0]] * 3
 
 
+class Measuring(socket.socket):
+    """Records the largest message that was sent in one call, in bytes."""
+
+    largest = 0
+
+    def sendmsg(self, buffers: Any, *others: Any) -> int:
+        self.largest = max(self.largest, sum(map(len, buffers)))
+        return super().sendmsg(buffers, *others)
+
+
 def test_a_socket_buffer_holds_two_unread_pieces() -> None:
     """And their heads, as an exchange requires. Otherwise the send would block here."""
     ends = connect(2)
-    with ThreadPoolExecutor(2) as threads:
-        collectives = list(threads.map(lambda rank: SocketCollectives(rank, ends[rank]), range(2)))
-    ends[0][1].setblocking(False)
-    for _ in range(2):
-        piece = bytes(collectives[0]._piece)
-        assert ends[0][1].sendmsg((bytes(_HEAD.size), piece)) == _HEAD.size + len(piece)
-    for each in collectives:
-        each.close()
+    ends[0][1] = sender = Measuring(fileno=ends[0][1].detach())
+
+    sent = threading.Event()
+
+    def work(rank: int, collectives: SocketCollectives) -> list[int]:
+        collectives.exchange(torch.zeros(2**17), "test")
+        if rank == 1:
+            sent.wait(30)  # without reading
+            return []
+        sender.setblocking(False)
+        counts = [sender.send(bytes(sender.largest)) for _ in range(2)]
+        sent.set()
+        return counts
+
+    counts = on_ranks(2, work, ends)[0]
+    assert counts == [sender.largest] * 2 and sender.largest > 1024

@@ -33,14 +33,17 @@ class Running(NamedTuple):
 
 
 @contextmanager
-def running_server(adapters: Mapping[str, Mapping[str, int]] | None = None, **settings: Any) -> Iterator[Running]:
+def running_server(
+    adapters: Mapping[str, Mapping[str, int]] | None = None, port: int = 0, **settings: Any
+) -> Iterator[Running]:
     """Run the server until the end of the block.
 
     Args:
         adapters: Adapters to load, by name: the number of frames of each of their heads.
+        port: The RPyC port; 0 for a free one.
         settings: Fields of ServerConfig.
     """
-    config = ServerConfig(rpyc_port=0, **settings)
+    config = ServerConfig(rpyc_port=port, **settings)
     started: Future[Running] = Future()
     stopping = asyncio.Event()
 

@@ -155,15 +155,20 @@ class ScriptedEngine:
         os.write(bell, b"!")
 
     def __init__(self, config: EngineConfig) -> None:
-        if config.model == "broken":
+        """The model is scripted, too. `MODEL after FILE` is `scripted` at the first start, which creates the file."""
+        model, _, file = config.model.partition(" after ")
+        if file and not Path(file).exists():
+            Path(file).touch()
+            model = "scripted"
+        if model == "broken":
             raise BadConfig("model 'broken' cannot be loaded: there is no such folder")
-        if config.model == "buggy":
+        if model == "buggy":
             raise RuntimeError("a mistake in the engine")
-        if config.model == "gone":
+        if model == "gone":
             os._exit(3)
-        if config.model == "slow":
+        if model == "slow":
             time.sleep(60)
-        if config.model == "lonely":
+        if model == "lonely":
             self.alarm, bell = os.pipe()
             threading.Timer(0.3, self._lose, (bell,)).start()
         self.config = config

@@ -75,7 +75,7 @@ def test_rpyc_survives_a_lack_of_threads(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_unauthenticated_connections_make_room_for_authenticated_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpyc_server, "_MAX_UNAUTHENTICATED", 5)
+    monkeypatch.setattr(rpyc_server, "MAX_UNAUTHENTICATED", 5)
     with (
         running_server(tokens=(Token(name="u", secret=TOKEN),)) as server,
         Client(port=server.port, token=TOKEN) as old,

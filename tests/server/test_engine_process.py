@@ -18,6 +18,7 @@ from tests.server.scripted import ENGINE_COMMAND, write_adapter
 from vlora.config import EngineConfig
 from vlora.engine.ipc import messages
 from vlora.engine.ipc.client import EngineClient
+from vlora.engine.ipc.transport import ClientTransport
 from vlora.errors import BadAdapter, BadConfig, BadRequest, EngineDead, UnknownAdapter
 from vlora.types import Request, RequestOutput, SamplingParams
 
@@ -214,11 +215,20 @@ def test_a_failed_start_of_an_engine_is_reported_with_its_cause(
     run(main())
 
 
-def test_the_engine_ends_when_its_parent_is_gone() -> None:
+def test_the_engine_ends_when_its_parent_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[ClientTransport] = []
+    open_transport = ClientTransport.open
+
+    async def recording(*arguments: Any) -> ClientTransport:
+        opened.append(await open_transport(*arguments))
+        return opened[-1]
+
+    monkeypatch.setattr(ClientTransport, "open", recording)
+
     async def main() -> None:
         engine = await start()
-        engine._transport.close()  # as after a kill of the parent
-        assert await engine._process.wait() == 0
+        opened[0].close()  # as after a kill of the parent
+        assert "exit code 0" in await engine.wait_dead()
 
     run(main())
 

@@ -239,7 +239,8 @@ def test_a_duplicate_call_id_is_refused(peer: Any) -> None:
 
 
 def test_a_broken_connection_cancels_its_requests(server: Running) -> None:
-    connection = rpyc.connect("127.0.0.1", server.port)
+    stream = rpyc.SocketStream.connect("127.0.0.1", server.port)
+    connection = rpyc.connect_stream(stream)
     for call_id in range(3):
         pairs = (("max_tokens", 90_000),)
         assert call(connection, "stream", call_id, "forever", (), None, pairs, None, None, 0)[0]
@@ -247,7 +248,7 @@ def test_a_broken_connection_cancels_its_requests(server: Running) -> None:
     while len(server.engine.engine.running) < 3 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert len(server.engine.engine.running) == 3
-    connection._channel.stream.sock.shutdown(socket.SHUT_RDWR)
+    stream.sock.shutdown(socket.SHUT_RDWR)
     while server.engine.engine.running and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not server.engine.engine.running

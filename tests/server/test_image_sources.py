@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
 import pytest
 
 from tests.server.running import png
@@ -222,7 +223,7 @@ def test_nothing_is_fetched_or_read_unless_the_operator_allows_it(site: Site, tm
 def test_an_unresponsive_host_times_out(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BadImage, match=r"cannot be fetched from '127\.0\.0\.1': ConnectError"):
         read("http://127.0.0.1:1/", image_hosts=LOCAL)
-    monkeypatch.setattr(image_sources, "_FETCH_S", 0.2)
+    monkeypatch.setattr(image_sources, "FETCH_S", 0.2)
     with pytest.raises(BadImage, match=r"image 1 was not received from '127\.0\.0\.1' within 0\.2 s|Timeout"):
         read(site.url("/slow"), image_hosts=LOCAL)
 
@@ -286,22 +287,29 @@ def test_public_addresses_are_public(address: str) -> None:
 
 def test_a_slow_host_does_not_block_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        sources = ImageSources(ServerConfig(image_hosts=("slow", "quick")))
+        slow, quick, *others = hosts = [f"127.0.0.{number}" for number in range(1, 7)]
+        sources = ImageSources(ServerConfig(image_hosts=tuple(hosts)))
         requested: list[str] = []
 
-        async def fetch(url: str, number: int) -> bytes:
-            requested.append(url)
-            await asyncio.sleep(60 if "slow" in url else 0)
-            return b"x"
+        async def send(client: httpx.AsyncClient, request: httpx.Request, *, stream: bool) -> httpx.Response:
+            requested.append(str(request.url))
+            await asyncio.sleep(0 if request.url.host == quick else 60)
+            return httpx.Response(200, headers={"Content-Type": "image/png"}, stream=httpx.ByteStream(b"x"))
 
-        monkeypatch.setattr(sources, "_fetch", fetch)
-        waiting = [asyncio.create_task(sources.read([f"http://slow/{each}"])) for each in range(40)]
+        monkeypatch.setattr(httpx.AsyncClient, "send", send)
+        waiting = [asyncio.create_task(sources.read([f"http://{slow}/{each}"])) for each in range(40)]
         await asyncio.sleep(0.05)
         assert len(requested) == 4
-        assert await asyncio.wait_for(sources.read(["http://quick/a", "http://quick/b"]), 1) == [b"x", b"x"]
+        assert await asyncio.wait_for(sources.read([f"http://{quick}/a", f"http://{quick}/b"]), 1) == [b"x", b"x"]
         for each in waiting:
             each.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
-        assert sources._slots._value == 16
+        # All of the 16 slots are free again.
+        requested.clear()
+        waiting = [asyncio.create_task(sources.read([f"http://{host}/"])) for host in others for _ in range(5)]
+        await asyncio.sleep(0.05)
+        assert sorted(requested) == sorted(f"http://{host}/" for host in others for _ in range(4))
+        for each in waiting:
+            each.cancel()
 
     asyncio.run(main())

@@ -65,7 +65,7 @@ def test_rpyc_messages_wait_for_the_end_of_others(monkeypatch: pytest.MonkeyPatc
             waiting.join(5)
             assert not waiting.is_alive() and soon(lambda: budget.used == 0)
             assert two.generate("say:x", [picture]).text == "x"
-        monkeypatch.setattr(channel, "_ROOM_S", 0.1)
+        monkeypatch.setattr(channel, "ROOM_S", 0.1)
         assert budget.reserve(200_000)
         with Client(port=server.port) as refused, pytest.raises(VLoraError):
             refused.generate("say:x", [picture])
@@ -97,7 +97,7 @@ def test_a_frame_counts_until_it_is_answered(tmp_path: Path) -> None:
 
 
 def test_a_message_that_arrives_too_slowly_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "_FRAME_S", 0.2)
+    monkeypatch.setattr(channel, "FRAME_S", 0.2)
     with running_server() as server:
         slow = socket.create_connection(("127.0.0.1", server.port), timeout=5)
         slow.sendall(channel.BoundedChannel.FRAME_HEADER.pack(100_000, 0) + b"x" * 1000)

@@ -254,7 +254,7 @@ def test_unauthenticated_rpyc_peers_call_nothing_and_send_little() -> None:
 
 @pytest.mark.slow
 def test_an_unauthenticated_connection_is_closed_after_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpyc_service, "_AUTHENTICATE_S", 1.0)
+    monkeypatch.setattr(rpyc_service, "AUTHENTICATE_S", 1.0)
     with running_server(tokens=TOKENS) as server, Client(port=server.port, token=USER) as client:
         client.stats()
         with socket.create_connection(("127.0.0.1", server.port), timeout=5) as sock:
@@ -461,7 +461,7 @@ def drip(port: int, seconds: float) -> float:
 @pytest.mark.slow
 def test_a_slow_handshake_has_a_deadline(certificates: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (rpyc_server, http_server):
-        monkeypatch.setattr(module, "_HANDSHAKE_S", 0.5)
+        monkeypatch.setattr(module, "HANDSHAKE_S", 0.5)
     tls: dict[str, Any] = {"tls_cert": certificates.cert, "tls_key": certificates.key}
     with running_server(**tls) as server, running_api(**tls) as api:
         assert 0.3 < drip(server.port, 5) < 3

@@ -51,9 +51,9 @@ def ended_after(connection: socket.socket) -> float:
 )
 @pytest.mark.parametrize("token", [None, pytest.param(TOKEN, marks=pytest.mark.slow)])
 def test_silent_connections_have_a_time_limit(data: bytes, token: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "_HEADER_S", 0.3)
-    monkeypatch.setattr(server, "_KEEP_ALIVE_S", 1)
-    monkeypatch.setattr(protocol, "_BODY_S", 0.3)
+    monkeypatch.setattr(protocol, "HEADER_S", 0.3)
+    monkeypatch.setattr(server, "KEEP_ALIVE_S", 1)
+    monkeypatch.setattr(protocol, "BODY_S", 0.3)
     tokens = () if token is None else (Token(name="u", secret=token),)
     with running_api(tokens=tokens) as api:
         assert ended_after(connect(api, data)) < 3
@@ -62,8 +62,8 @@ def test_silent_connections_have_a_time_limit(data: bytes, token: str | None, mo
 
 @pytest.mark.slow
 def test_a_body_may_take_long_while_data_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "_BODY_S", 0.3)
-    monkeypatch.setattr(protocol, "_LEAST_BYTES_PER_S", 10)
+    monkeypatch.setattr(protocol, "BODY_S", 0.3)
+    monkeypatch.setattr(protocol, "LEAST_BYTES_PER_S", 10)
     with running_api() as api:
         body = json.dumps({"model": "base", "messages": [{"role": "user", "content": "say:x"}]}).encode()
         connection = connect(api, ASK + b"Content-Length: %d\r\n\r\n" % len(body))
@@ -76,7 +76,7 @@ def test_a_body_may_take_long_while_data_arrives(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.slow
 def test_a_peer_that_does_not_read_frees_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "_SEND_S", 0.3)
+    monkeypatch.setattr(protocol, "SEND_S", 0.3)
     with running_api(max_requests=4, request_timeout_s=60.0) as api:
         api.engine.engine.limits.max_context = 10**9
         messages = [{"role": "user", "content": "forever"}]

@@ -38,6 +38,7 @@ def run(coroutine: Coroutine[Any, Any, None]) -> None:
 
 
 async def start(logged: list[str], model: str = "scripted") -> SupervisedEngine:
+    """model: of the scripted engine."""
     return await SupervisedEngine.start(EngineConfig(model=model), log=logged.append, command=ENGINE_COMMAND)
 
 
@@ -137,12 +138,11 @@ def test_a_replacement_process_has_the_adapters_and_pins(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_an_engine_that_fails_at_every_start_stays_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first start succeeds, every later start fails immediately."""
-    monkeypatch.setattr(supervisor, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.001)
 
     async def main() -> None:
         logged: list[str] = []
-        engine = await start(logged)
-        engine._config = EngineConfig(model="gone")
+        engine = await start(logged, f"gone after {tmp_path / 'started'}")
         changes: list[bool] = []
         engine.add_listener(Listener(lambda: changes.append(engine.starting)))
         await kill(engine)
@@ -150,7 +150,7 @@ def test_an_engine_that_fails_at_every_start_stays_dead(tmp_path: Path, monkeypa
             await asyncio.sleep(0.01)
         assert changes == [False]  # no call waits for a restart any more
         assert engine.cause is not None and "exit code 3" in engine.cause and "gave up after" in engine.cause
-        assert len(logged) == 1 + supervisor._MOST_STARTS + 1 and logged[-1] == engine.cause
+        assert len(logged) == 1 + 5 + 1 and logged[-1] == engine.cause
         with pytest.raises(EngineDead, match="gave up after"):
             await engine.stats()
         await engine.close()
@@ -158,10 +158,9 @@ def test_an_engine_that_fails_at_every_start_stays_dead(tmp_path: Path, monkeypa
     run(main())
 
 
-def test_closing_during_a_restart_leaves_no_process() -> None:
+def test_closing_during_a_restart_leaves_no_process(tmp_path: Path) -> None:
     async def main() -> None:
-        engine = await start([])
-        engine._config = EngineConfig(model="slow")
+        engine = await start([], f"slow after {tmp_path / 'started'}")
         await kill(engine)
         await asyncio.sleep(0.3)
         assert children(os.getpid())

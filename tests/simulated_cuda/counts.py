@@ -25,15 +25,16 @@ SERVING = "default"
 class Kind(enum.StrEnum):
     """The kinds of operations that are counted.
 
-    Copies from pageable host memory block the host, also with `non_blocking=True`; asynchronous copies start from
-    pinned memory. `ITEM`: a value is read as a Python number. `NONZERO`: the size of the result depends on values.
-    `SYNCHRONIZE`: the host waits for an event, a stream or the device.
+    Copies from or to pageable host memory block the host, also with `non_blocking=True`; asynchronous copies start from
+    or end in pinned memory. `ITEM`: a value is read as a Python number. `NONZERO`: the size of the result depends on
+    values. `SYNCHRONIZE`: the host waits for an event, a stream or the device.
     """
 
     LAUNCH = "launch"
     H2D_BLOCKING = "blocking host-to-device copy"
     H2D_ASYNC = "asynchronous host-to-device copy"
     D2H = "device-to-host copy"
+    D2H_ASYNC = "asynchronous device-to-host copy"
     ITEM = ".item()"
     NONZERO = "nonzero"
     BOOLEAN_INDEX = "boolean index"

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext, _device_constructors
 
-from tests.simulated_cuda import streams
+from tests.simulated_cuda import capture, graphs, streams
 from tests.simulated_cuda.counts import Kind
 from tests.simulated_cuda.tensor import (
     CUDA,
@@ -41,7 +41,8 @@ def simulated_cuda() -> Iterator[None]:
     with ExitStack() as stack:
         for owner, replacements in _replacements():
             for name, value in replacements.items():
-                stack.enter_context(mock.patch.object(owner, name, value))
+                missing = name == "ProcessGroupNCCL"  # in torch's builds for the CPU
+                stack.enter_context(mock.patch.object(owner, name, value, create=missing))
         stack.enter_context(SimulatedMode())
         yield
 
@@ -55,8 +56,11 @@ def _replacements() -> Iterator[tuple[Any, dict[str, Any]]]:
             "is_initialized": lambda: True,
             "is_available": lambda: True,
             "is_bf16_supported": lambda *_, **__: True,
-            "is_current_stream_capturing": lambda: False,
-            "device_count": lambda: 1,
+            "is_current_stream_capturing": graphs.is_capturing,
+            "CUDAGraph": graphs.CUDAGraph,
+            "graph": graphs.graph,
+            "graph_pool_handle": graphs.graph_pool_handle,
+            "device_count": lambda: 2,  # one per rank
             "current_device": lambda: 0,
             "set_device": lambda device: None,
             "get_device_name": lambda device=None: _PROPERTIES.name,
@@ -100,14 +104,24 @@ def _replacements() -> Iterator[tuple[Any, dict[str, Any]]]:
 
         from atmm import operator
         from atmm.strategies import registry
-        from atmm.triton import attention, pointwise
-        from tests.simulated_cuda.kernels_in_torch import decode_in_torch, lanes_in_torch, pointwise_in_torch
+        from atmm.triton import attention, lanes, pointwise
+        from tests.simulated_cuda import ranks
+        from tests.simulated_cuda.kernels_in_torch import (
+            decode_in_torch,
+            lanes_in_torch,
+            merge_in_torch,
+            pointwise_in_torch,
+        )
+        from vlora.engine.tensor_parallel import worker
 
+        yield torch.distributed, {"ProcessGroupNCCL": ranks.SimulatedNCCL}
+        yield worker, {"main": ranks.main}
         # Tensors on the host are computed as on any CPU, not by the interpreter.
         yield registry, {"triton_interprets": lambda: False}
         yield attention, {"decode": decode_in_torch(attention.decode)}
         yield pointwise, pointwise_in_torch(pointwise)
-        yield operator, {"_in_place": lanes_in_torch(operator._in_place)}
+        yield lanes, {"merge": merge_in_torch(lanes.merge)}
+        yield operator, {"strategy_in_place": lanes_in_torch(operator.strategy_in_place)}
         yield (
             GridExecutor,
             {
@@ -175,6 +189,8 @@ def _attention(query: Any, key: Any, value: Any, attn_mask: Any = None, *args: A
         return _plain_attention(query, key, value, attn_mask, *args, **kwargs)
     if not all(isinstance(tensor, SimulatedTensor) for tensor in tensors):
         raise DeviceMismatch("scaled_dot_product_attention: operands on cuda:0 and on the host")
+    if capture.current() is not None:
+        raise NotImplementedError("the simulated device does not capture scaled_dot_product_attention")
     streams.count(Kind.LAUNCH, "scaled_dot_product_attention")
     backings: list[Any] = [None if tensor is None else tensor.backing for tensor in (query, key, value, attn_mask)]
     with torch._C._DisableTorchDispatch():
@@ -212,8 +228,12 @@ def _launcher(launch: Callable[..., None]) -> Callable[..., None]:
         if wrong:
             raise DeviceMismatch(f"Triton kernel {name}: tensors on the host: {wrong}")
         streams.count(Kind.LAUNCH, f"triton {name}")
+        host_args, host_kwargs = list(map(_backing, args)), {key: _backing(arg) for key, arg in kwargs.items()}
         with torch._C._DisableTorchDispatch():
-            launch(executor, *map(_backing, args), **{key: _backing(arg) for key, arg in kwargs.items()})
+            launch(executor, *host_args, **host_kwargs)
+        if (captured := capture.current()) is not None:
+            arguments = executor.grid, *host_args, *host_kwargs.values()
+            captured.record(name, arguments, lambda: launch(executor, *host_args, **host_kwargs))
 
     return launched
 

@@ -6,12 +6,15 @@ results on the host.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from atmm.strategies.loop import Loop
+from tests.simulated_cuda import capture
 from tests.simulated_cuda.install import uncomputed_kernels
 from tests.simulated_cuda.tensor import SimulatedTensor
 
@@ -23,9 +26,11 @@ def decode_in_torch(decode: Callable[..., Any]) -> Callable[..., Any]:
         with uncomputed_kernels():
             result = decode(q, kv_rows, block_table, lengths, **options)
         size, stride, scale = options["block_size"], options["block_rows"], options["scale"]
-        places, out = options["places"].backing.tolist(), options["out"].backing
-        with torch._C._DisableTorchDispatch():
-            for place, length, blocks in zip(places, lengths.backing.tolist(), block_table.backing, strict=True):
+        places, out = options["places"].backing, options["out"].backing
+
+        def compute() -> None:
+            batch = zip(places.tolist(), lengths.backing.tolist(), block_table.backing, strict=True)
+            for place, length, blocks in batch:
                 token = torch.arange(length)
                 rows = blocks[token // size].long() * stride + token % size
                 query = q.backing[place][:, None]
@@ -34,6 +39,8 @@ def decode_in_torch(decode: Callable[..., Any]) -> Callable[..., Any]:
                     side.transpose(0, 1).repeat_interleave(len(query) // side.shape[1], 0) for side in sides
                 )
                 out[place] = torch.nn.functional.scaled_dot_product_attention(query, keys, values, scale=scale)[:, 0]
+
+        _computed(compute)
         return result
 
     return decoded
@@ -46,17 +53,28 @@ def pointwise_in_torch(module: Any) -> dict[str, Callable[..., Any]]:
         "gate_product": _launched(module.gate_product, lambda gate, up: F.silu(gate) * up),
         "rotate": _launched(module.rotate, _rotate),
         "write_kv": _launched(module.write_kv, _write_kv),
+        "quantize_rows": _launched(module.quantize_rows, _quantize_rows),
     }
+
+
+def merge_in_torch(merge: Callable[..., Any]) -> Callable[..., Any]:
+    """`atmm.triton.lanes.merge`."""
+
+    def merged(out: Any, base: Any, a: Any, bt: Any, scale: float) -> None:
+        out.copy_((base.double() + scale * bt.double().transpose(1, 2) @ a.double()).float())
+
+    return _launched(merge, merged)
 
 
 def _launched(launch: Callable[..., Any], compute: Callable[..., Any]) -> Callable[..., Any]:
     def computed(*given: Any) -> Any:
         with uncomputed_kernels():
             result = launch(*given)
-        with torch._C._DisableTorchDispatch():
-            value = compute(*(each.backing if isinstance(each, SimulatedTensor) else each for each in given))
-            if result is not None:
-                result.backing.copy_(value)
+        host = [each.backing if isinstance(each, SimulatedTensor) else each for each in given]
+        if result is None:
+            _computed(lambda: compute(*host))
+        else:
+            _computed(lambda: result.backing.copy_(compute(*host)))
         return result
 
     return computed
@@ -73,44 +91,73 @@ def _rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tens
         x.copy_(x * cos + torch.cat([-second, first], -1) * sin)
 
 
+def _quantize_rows(values: torch.Tensor, scales: torch.Tensor, x: torch.Tensor, largest: float) -> None:
+    scales.copy_(x.float().abs().amax(1, keepdim=True).clamp(min=1e-12) / largest)
+    values.copy_(x.float() / scales)
+
+
 def _write_kv(k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Any) -> None:
     k_cache[rows] = k
     v_cache[rows] = v
 
 
 def lanes_in_torch(prepare: Callable[..., Any]) -> Callable[..., Any]:
-    """`atmm.operator._in_place`, with strategies that torch computes."""
+    """`atmm.operator.strategy_in_place`, with strategies that torch computes."""
 
     def prepared(plan: Any, site: Any) -> Any:
         strategy = prepare(plan, site)
-        return None if strategy is None else _LanesInTorch(strategy, plan)
+        return strategy if strategy is None or isinstance(strategy, Loop) else _LanesInTorch(strategy)
 
     return prepared
 
 
 class _LanesInTorch:
-    """A strategy that launches the kernels of another one and computes its lanes in torch."""
+    """A strategy that launches the kernels of another one, and computes in torch what they read from its tables."""
 
-    refill = None
-
-    def __init__(self, strategy: Any, plan: Any) -> None:
-        self._strategy, self._plan = strategy, plan
-        self.adds_transposed = strategy.adds_transposed
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+        self.adds_transposed, self.refill = strategy.adds_transposed, strategy.refill
 
     def __call__(self, y: Any, x: Any, site: Any, packed: Any) -> None:
         with uncomputed_kernels():
             self._strategy(y, x, site, packed)
-        self._compute(y.backing, x.backing, site)
+        self._add([(site.index, y.backing)], x.backing, self._strategy._source.at(site, packed))
 
     def add_all(self, y: Any, x: Any, group: Any) -> None:
         with uncomputed_kernels():
             self._strategy.add_all(y, x, group)
-        for site, part in zip(group.sites, y.backing.split([site.d_out for site in group.sites], 1), strict=True):
-            self._compute(part, x.backing, site)
+        parts = y.backing.split([site.d_out for site in group.sites], 1)
+        self._add(list(enumerate(parts)), x.backing, self._strategy._source.at(group.sites[0], group.packed))
 
-    def _compute(self, y: torch.Tensor, x: torch.Tensor, site: Any) -> None:
-        with torch._C._DisableTorchDispatch():
-            for key, start, stop, sign in self._plan.lanes:
-                if key in site.factors:
-                    a, bt = (factor.backing for factor in site.factors[key])
-                    y[start:stop] += sign * (x[start:stop] @ a.t() @ bt)
+    def _add(self, outputs: list[tuple[int, torch.Tensor]], x: torch.Tensor, places: Any) -> None:
+        """Add to the outputs of sites, given by their index in the group. x: the group's input."""
+        table, parts = self._strategy._tiles.expand.backing, self._strategy._tiles.sizes.parts
+        origin, rows = places.origin.data_ptr(), places.rows.backing
+
+        def compute() -> None:
+            for first, count, *lanes in table.view(-1, 2 + 3 * parts).tolist():
+                for slot, sign in zip(lanes[::3], lanes[2::3], strict=True):
+                    for index, y in outputs if count and sign else ():
+                        a_start, a_row, bt_start, bt_row, rank, d_out, *_ = rows[slot, index].tolist()
+                        if rank:
+                            a = _matrix(origin + 16 * a_start, 16 * a_row, (rank, x.shape[1]), x.dtype)
+                            bt = _matrix(origin + 16 * bt_start, 16 * bt_row, (rank, d_out), x.dtype)
+                            y[first : first + count] += sign * (x[first : first + count] @ a.t() @ bt)
+
+        _computed(compute)
+
+
+def _matrix(address: int, row_bytes: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    """The matrix at an address of the simulated device, which is in host memory."""
+    row, (num_rows, width) = row_bytes // dtype.itemsize, shape
+    number = (num_rows - 1) * row + width
+    memory = (ctypes.c_char * (number * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).as_strided(shape, (row, 1))
+
+
+def _computed(compute: Callable[[], object]) -> None:
+    """Compute what the kernels launched last have to write, now and at each replay of a graph that is captured."""
+    with torch._C._DisableTorchDispatch():
+        compute()
+    if (captured := capture.current()) is not None:
+        captured.record("in torch", (), compute)

@@ -1,7 +1,8 @@
 """Streams, events and pinned memory of the simulated device.
 
-Every operation runs when the host issues it, so streams only name where it was issued. An asynchronous copy from
-pinned memory stays pending until the host waits for an event or a stream after it. The source must not change before.
+Every operation runs when the host issues it, so streams only name where it was issued. An asynchronous copy from or to
+pinned memory stays pending until the host waits for an event or a stream after it. The source must not change before,
+and the target does not have the values before.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from tests.simulated_cuda import capture
 from tests.simulated_cuda.counts import SERVING, Kind, record
 
 
@@ -96,7 +98,8 @@ def use_stream(stream: Stream | None) -> Iterator[None]:
 
 
 def count(kind: Kind, name: str) -> None:
-    """Count an operation on the calling thread's stream."""
+    """Count an operation on the calling thread's stream. Raises CaptureError if a capture does not permit it."""
+    capture.check(kind, name, current_stream())
     if kind in (Kind.D2H, Kind.ITEM):
         pinned.finish(current_stream(), current_stream().issued)
     record(kind, name, current_stream().name)
@@ -107,12 +110,22 @@ def synchronize(device: Any = None) -> None:
     pinned.finish(None, 0)
 
 
+class _Copy(NamedTuple):
+    """An asynchronous copy: the `number`-th of its stream. writes: into host memory."""
+
+    stream: Stream
+    number: int
+    on_host: torch.Tensor
+    values: torch.Tensor
+    writes: bool
+
+
 class _Pinned:
-    """Pinned host memory, and the copies from it that the host has not waited for."""
+    """Pinned host memory, and the copies from and to it that the host has not waited for."""
 
     def __init__(self) -> None:
         self._tensors: list[torch.Tensor] = []  # kept, so that no other tensor gets the same addresses
-        self._pending: list[tuple[Stream, int, torch.Tensor, torch.Tensor]] = []
+        self._pending: list[_Copy] = []
         self._lock = threading.Lock()
 
     def register(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -125,15 +138,24 @@ class _Pinned:
         storages = (own.untyped_storage() for own in self._tensors)
         return any(own.data_ptr() <= address < own.data_ptr() + own.nbytes() for own in storages)
 
-    def begin_copy(self, source: torch.Tensor) -> None:
+    def begin_upload(self, source: torch.Tensor) -> None:
+        """The source must not change before the copy is complete."""
+        self._begin(source, source.clone(), False)
+
+    def begin_download(self, target: torch.Tensor, values: torch.Tensor) -> None:
+        """The target has other values until the copy is complete."""
+        torch.ops.aten.fill_(target, -1)
+        self._begin(target, values, True)
+
+    def _begin(self, on_host: torch.Tensor, values: torch.Tensor, writes: bool) -> None:
         stream = current_stream()
         with self._lock:
             stream.issued += 1
-            self._pending.append((stream, stream.issued, source, source.clone()))
+            self._pending.append(_Copy(stream, stream.issued, on_host, values, writes))
 
     def is_pending(self, stream: Stream, issued: int) -> bool:
         with self._lock:
-            return any(copy[0] is stream and copy[1] <= issued for copy in self._pending)
+            return any(copy.stream is stream and copy.number <= issued for copy in self._pending)
 
     def finish(self, stream: Stream | None, issued: int) -> None:
         """Complete the copies up to a number on a stream, or all.
@@ -144,9 +166,11 @@ class _Pinned:
         with self._lock:
             pending, self._pending = self._pending, []
             for copy in pending:
-                if stream is not None and (copy[0] is not stream or copy[1] > issued):
+                if stream is not None and (copy.stream is not stream or copy.number > issued):
                     self._pending.append(copy)
-                elif not torch.equal(copy[2], copy[3]):
+                elif copy.writes:
+                    torch.ops.aten.copy_(copy.on_host, copy.values)
+                elif not torch.equal(copy.on_host, copy.values):
                     raise RuntimeError("pinned memory was written while an asynchronous copy from it was pending")
 
 

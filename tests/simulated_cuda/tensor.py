@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.simulated_cuda import capture
 from tests.simulated_cuda.counts import Kind
 from tests.simulated_cuda.flash import varlen_attention
 from tests.simulated_cuda.streams import count, pinned
@@ -187,7 +188,7 @@ def download(tensor: SimulatedTensor, dtype: torch.dtype, name: str) -> torch.Te
 def _count_upload(source: torch.Tensor, non_blocking: bool, name: str) -> None:
     if non_blocking and pinned.holds(source):
         count(Kind.H2D_ASYNC, name)
-        pinned.begin_copy(source)
+        pinned.begin_upload(source)
     else:
         count(Kind.H2D_BLOCKING, f"{name} from pageable memory" if non_blocking else name)
 
@@ -231,8 +232,35 @@ def execute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*host_args, **host_kwargs)
     if device is not None and not creates:
         return out
+    if capture.current() is not None and not _is_view(func):
+        _record(func, name, host_args, host_kwargs, out)
     known = {id(tensor.backing): tensor for tensor in simulated}
     return _map(functools.partial(_outer, known), out)
+
+
+def _record(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    """Add an operator to the capture that is underway. Operands and results are host tensors."""
+    captured = capture.current()
+    assert captured is not None
+    if name == "_varlen_attn":
+        raise NotImplementedError("the simulated device does not capture varlen_attn")
+    operands = {tensor.untyped_storage().data_ptr() for tensor in _tensors((*args, *kwargs.values()))}
+    made = [tensor for tensor in _results(out) if tensor.untyped_storage().data_ptr() not in operands]
+    captured.allocate(made)
+    if name in _CREATES:
+        return
+
+    def again() -> None:
+        new = func(*args, **kwargs)
+        for target, source in zip(_results(out), _results(new), strict=True):
+            if target is not source and target.data_ptr() != source.data_ptr():
+                target.copy_(source)
+
+    captured.record(name, (out, *args, *(item for pair in kwargs.items() for item in pair)), again)
+
+
+def _results(out: Any) -> list[torch.Tensor]:
+    return [out] if isinstance(out, torch.Tensor) else list(_tensors(out)) if isinstance(out, list | tuple) else []
 
 
 def _on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -293,13 +321,21 @@ def _convert(source: torch.Tensor, device: torch.device | None, kwargs: dict[str
         return download(source, dtype or source.dtype, "to")
     count(Kind.LAUNCH, "_to_copy")
     memory_format = kwargs.get("memory_format") or torch.preserve_format
-    return SimulatedTensor(source.backing.to(dtype or source.dtype, copy=True, memory_format=memory_format))
+    made = source.backing.to(dtype or source.dtype, copy=True, memory_format=memory_format)
+    if (captured := capture.current()) is not None:
+        captured.allocate([made])
+        captured.record("_to_copy", (made, source.backing), functools.partial(made.copy_, source.backing))
+    return SimulatedTensor(made)
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     """`copy_` between the devices."""
     if isinstance(target, SimulatedTensor):
         _count_upload(source, non_blocking, "copy_")
+    elif non_blocking and pinned.holds(target) and isinstance(source, SimulatedTensor):
+        count(Kind.D2H_ASYNC, "copy_")
+        pinned.begin_download(target, source.backing.to(target.dtype, copy=True))
+        return target
     else:
         count(Kind.D2H, "copy_")
     torch.ops.aten.copy_(_backing(target), _backing(source))

@@ -6,6 +6,8 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,6 +97,8 @@ def test_values_cannot_be_read_without_a_copy() -> None:
         (lambda x: x.tolist(), Kind.D2H),
         (lambda x: x.cpu(), Kind.D2H),
         (lambda x: torch.zeros(2, 2).copy_(x), Kind.D2H),
+        (lambda x: torch.zeros(2, 2).copy_(x, non_blocking=True), Kind.D2H),  # to pageable memory
+        (lambda x: torch.empty(2, 2, pin_memory=True).copy_(x, non_blocking=True), Kind.D2H_ASYNC),
         (lambda x: x.nonzero(), Kind.NONZERO),
         (lambda x: x.unique(), Kind.NONZERO),
         (lambda x: x[x > 0], Kind.BOOLEAN_INDEX),
@@ -181,6 +185,22 @@ def test_threads_use_the_device() -> None:
     assert counts.total(Kind.H2D_BLOCKING) == 1
 
 
+def test_ranks_exchange_tensors_of_the_device_only(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    from tests.simulated_cuda.ranks import SimulatedNCCL
+
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    group = SimulatedNCCL(store, 0, 1, SimulatedNCCL.Options(_timeout=timedelta(seconds=60)))
+    x, out = on_device(3), torch.zeros(1, 3, device="cuda")
+    with counting() as counts:
+        group.allreduce([x]).wait()
+        group.allgather([list(out.unbind(0))], [x]).wait()
+    assert counts.total(Kind.LAUNCH) == 2 and out.cpu().tolist() == [[1, 1, 1]]
+    for call in (lambda: group.allreduce([torch.ones(3)]), lambda: group.allgather([[x]], [torch.ones(3)])):
+        with pytest.raises(DeviceMismatch):
+            call()
+
+
 def test_operations_are_counted_by_stream() -> None:
     x, side = on_device(2), torch.cuda.Stream()
 
@@ -207,6 +227,18 @@ def test_pinned_memory_must_not_change_during_a_copy() -> None:
     buffer.numpy()[:] = 2
     with pytest.raises(RuntimeError, match="asynchronous copy from it was pending"):
         torch.cuda.synchronize()
+
+
+def test_values_are_on_the_host_after_a_wait_for_their_copy() -> None:
+    x, on_host = on_device(2), torch.zeros(2, pin_memory=True)
+    on_host.copy_(x.fill_(3), non_blocking=True)
+    copied = torch.cuda.current_stream().record_event()
+    on_host_later = torch.zeros(2, pin_memory=True).copy_(x + 1, non_blocking=True)
+    assert on_host.tolist() != [3, 3]
+    copied.synchronize()
+    assert on_host.tolist() == [3, 3] and on_host_later.tolist() != [4, 4]
+    torch.cuda.synchronize()
+    assert on_host_later.tolist() == [4, 4]
 
 
 def test_modules_move_to_the_device_with_shared_parameters() -> None:

@@ -10,33 +10,40 @@ from tests.simulated_cuda.own_process import passes
 pytest.importorskip("triton")
 
 ENGINE = "tests/engine"
+ANSWERS = f"{ENGINE}/test_same_answers.py"
+FAST = "qwen2_vl"  # its fast tests run apart from the others
+LEFT = f"{FAST} and (chunks or evicted)"
+SELECTED = " or ".join([LEFT, *(family for family in FAMILIES if family != FAST)])
 
 
-def test_one_family_gives_the_reference_answers() -> None:
-    passes(f"{ENGINE}/test_same_answers.py", "-m", "not slow")
+def test_one_family_gives_the_reference_answers_within_the_limits_of_a_step() -> None:
+    """Qwen2-VL in every mode, and the counts of launches, copies and synchronizations."""
+    passes(ANSWERS, "tests/simulated_cuda/check_steps.py", "-m", "not slow")
 
 
+# Families share a process, and modules share one: to start one takes as long as a third of a family's tests.
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_gives_the_reference_answers_in_every_mode(family: str) -> None:
+def test_every_family_gives_the_reference_answers_in_every_mode() -> None:
     """Unmerged, merged and mixed, mode switches, chunked prompts, preemption, adapters loaded by threads, video.
 
     Of the tests that differ only by the merged adapter or the policy, one runs.
     """
-    longer = [other for other in FAMILIES if other != family and family in other]
-    others = ["patterned16", "narrow4", "everywhere64", "algorithm_1", "paper", *longer]
-    passes(f"{ENGINE}/test_same_answers.py", "-k", " and not ".join([family, *others]))
+    alike = ["patterned16", "narrow4", "everywhere64", "algorithm_1", "paper"]
+    passes(ANSWERS, "-k", f"({SELECTED}) and not ({' or '.join(alike)})")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("module", ["heads", "relocation", "in_place_answers", "swap"])
-def test_other_oracle_tests(module: str) -> None:
-    passes(f"{ENGINE}/test_{module}.py", "-k", "not qwen3_vl and not (llava and not swap)")
+def test_two_ranks_give_the_reference_answers_in_every_mode() -> None:
+    """A process and a device per rank; adapters replicated, split by rank and block-diagonal; a head."""
+    passes("tests/parallel/test_same_answers.py", "-k", "qwen2_vl-2 and not packed")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_disabled_parts_of_the_engine_are_found() -> None:
-    passes(f"{ENGINE}/test_negative_controls.py")
+def test_other_oracle_tests_and_their_negative_controls() -> None:
+    modules = ("heads", "relocation", "in_place_answers", "swap", "negative_controls")
+    files = [f"{ENGINE}/test_{module}.py" for module in modules]
+    # The negative controls use two families, the others one.
+    passes(*files, "-k", "negative_controls or (not qwen3_vl and not (llava and not swap))")

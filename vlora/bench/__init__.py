@@ -39,13 +39,18 @@ BENCHES = {
 
 
 def main(name: str, quick: bool = False, out: Path | None = None, *, only_json: bool = False, **settings: Any) -> bool:
-    """Run one bench, or "all", and print each report. Returns whether every goal is met.
+    """Run one bench, or "all", and print each report.
 
     Args:
+        name: the bench, or "all".
+        quick: run fewer and smaller cases.
         out: a folder for reports: `NAME.json` and, for benches with plots, `NAME/*.png`. A resumable bench keeps its
             intermediate results in `NAME.partial`.
         only_json: print no tables.
         settings: further arguments of the bench.
+
+    Returns:
+        Whether every goal is met.
 
     Raises:
         BadConfig: the name is unknown, or plots are requested but cannot be drawn.
@@ -71,7 +76,11 @@ def main(name: str, quick: bool = False, out: Path | None = None, *, only_json: 
 
 
 def require_matplotlib() -> None:
-    """Raise BadConfig early if plots cannot be drawn."""
+    """Check early that plots can be drawn.
+
+    Raises:
+        BadConfig: matplotlib is not installed.
+    """
     if importlib.util.find_spec("matplotlib") is None:
         raise BadConfig("--out needs matplotlib for its pictures; pip install 'vlora[bench]'")
 

@@ -25,7 +25,13 @@ _LAYERS = 24
 
 
 class _Tower(NamedTuple):
-    """mlp_ratio: width of a block's MLP relative to `embed_dim`."""
+    """Sizes of a vision tower.
+
+    Attributes:
+        depth: Number of blocks.
+        embed_dim: Width of a block.
+        mlp_ratio: Width of a block's MLP relative to `embed_dim`.
+    """
 
     depth: int
     embed_dim: int
@@ -132,7 +138,15 @@ def small_served_config() -> Qwen2VLConfig:
 def _config(
     tower: _Tower, special_tokens: int, hidden_size: int, *, tied: bool = True, **text: int | None
 ) -> Qwen2VLConfig:
-    """special_tokens: the first of the ids that mark vision input. Attention heads are 64 wide, with two KV heads."""
+    """A Qwen2-VL with attention heads of width 64, two of them for KV.
+
+    Args:
+        tower: Sizes of the vision tower.
+        special_tokens: The first of the ids that mark vision input.
+        hidden_size: Width of the language model.
+        tied: Whether the output head has the embeddings' weights.
+        text: Further settings of the language model.
+    """
     return Qwen2VLConfig(
         text_config={
             **text,
@@ -172,11 +186,20 @@ def write_adapter(
     dtype: torch.dtype = torch.float32,
     invocation: Sequence[int] = (),
 ) -> str:
-    """Write a random LoRA of one rank on the layers of `shapes` (name -> out, in), in PEFT's format; returns the
-    folder.
+    """Write a random LoRA of one rank in PEFT's format.
 
-    num_blocks: above 1 the adapter is block-diagonal: A where ranks split a layer's inputs, B where they split its
-    outputs. dtype: of the file. invocation: the tokens from which on it applies (aLoRA); empty for all.
+    Args:
+        folder: The folder to write.
+        shapes: [out, in] of each adapted layer by name.
+        rank: The rank in every layer.
+        seed: Of the random factors.
+        num_blocks: Above 1 the adapter is block-diagonal: A where ranks split a layer's inputs, B where they split its
+            outputs.
+        dtype: Of the file.
+        invocation: The tokens from which on it applies (aLoRA); empty for all.
+
+    Returns:
+        The folder.
     """
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(seed)
@@ -211,7 +234,7 @@ def write_adapter(
 
 
 def language_shapes(model: Any) -> dict[str, tuple[int, int]]:
-    """All linear layers of the language model: name -> (out, in)."""
+    """Shapes [out, in] of all linear layers of the language model, by name."""
     return {
         name: (module.out_features, module.in_features)
         for name, module in model.named_modules()

@@ -11,8 +11,10 @@ from typing import Any
 class Journal:
     """Values by name, one JSON line each, in a file that exists until `close`; in memory only without a file.
 
-    of: the identity of the values, such as the commit. A file with another identity is overwritten, and a truncated
-    line is ignored.
+    Args:
+        path: The file, or None.
+        of: The identity of the values, such as the commit. A file with another identity is overwritten, and a truncated
+            line is ignored.
     """
 
     def __init__(self, path: Path | None, of: Any) -> None:

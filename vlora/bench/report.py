@@ -38,8 +38,14 @@ class Goal:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """The results of a bench. rows: one mapping per measurement, all with the same keys. title: the command, if it is
-    not `vlora bench NAME`. found: further values for the JSON, by name.
+    """The results of a bench.
+
+    Attributes:
+        bench: The bench's name.
+        rows: One mapping per measurement, all with the same keys.
+        goals: The goals, with their values.
+        title: The command, if it is not `vlora bench NAME`.
+        found: Further values for the JSON, by name.
     """
 
     bench: str

@@ -16,8 +16,15 @@ def work_seconds(device: torch.device) -> Callable[[], float]:
     """A clock for work on a device.
 
     With one thread of a CPU, the process's own CPU seconds, which exclude other load on the machine. With several
-    threads, and on a GPU, wall time: run no other load there.
+    threads, and on a GPU, wall time: run no other load there. On a GPU the clock first waits for all launched work.
     """
+    if device.type == "cuda":
+
+        def after_launched_work() -> float:
+            torch.cuda.synchronize(device)
+            return time.perf_counter()
+
+        return after_launched_work
     one_thread = device.type == "cpu" and torch.get_num_threads() == 1
     return time.process_time if one_thread else time.perf_counter
 
@@ -48,9 +55,17 @@ def interleaved(
     warmup: int = 2,
     clock: Callable[[], float] = time.process_time,
 ) -> dict[str, list[float]]:
-    """CPU seconds of each candidate, `rounds` times, in turn A B C A B C ..., after `warmup` uncounted rounds.
+    """Time each candidate `rounds` times, in turn A B C A B C ...
 
-    clock: `time.perf_counter` for candidates with several threads, because idle threads spin.
+    Args:
+        candidates: The calls, by name.
+        rounds: Number of rounds.
+        warmup: Rounds that do not count.
+        clock: CPU seconds by default; `time.perf_counter` for candidates with several threads, because idle threads
+            spin.
+
+    Returns:
+        Seconds of each round, by candidate.
     """
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     for turn in range(warmup + rounds):

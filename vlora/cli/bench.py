@@ -136,6 +136,9 @@ def simulate(
     "name at --url.",
 )
 @click.option("--device", help="Of `policy` and `costs`: cpu (default) or cuda.")
+@click.option(
+    "--quantize", type=click.Choice(["fp8", "int8"]), help="Of `step`: compare weights in this format with bfloat16."
+)
 @serve_options
 @json_option
 @needs("fuse")
@@ -147,6 +150,7 @@ def bench(
     seeds: int | None,
     model: str | None,
     device: str | None,
+    quantize: str | None,
     as_json: bool,
     **serve: Any,
 ) -> None:
@@ -155,6 +159,7 @@ def bench(
 
     \b
         vlora bench step --quick
+        vlora bench step --quantize int8
         vlora bench tp --latency-us 0 --latency-us 500
         vlora bench costs --out results      # results/costs.json is this machine for vlora simulate --costs
         vlora bench policy --model qwen2-vl-7b --device cuda
@@ -177,6 +182,8 @@ def bench(
         raise BadConfig(
             f"--model and --device are valid for `vlora bench policy` and `costs` only, not for {name!r}; remove them"
         )
+    if quantize is not None and name != "step":
+        raise BadConfig(f"--quantize is valid for `vlora bench step` only, not for {name!r}; remove it")
     if name == "fusion":
         holds = _bench_fusion(quick, out, as_json)
     elif name == "bd":
@@ -186,6 +193,7 @@ def bench(
 
         with waiting(f"bench {name}"):
             more = on | given | ({"latencies_us": latencies_us} if latencies_us else {})
+            more |= {"quantize": quantize} if quantize else {}
             holds = run(name, quick, out, only_json=as_json, **more)
         if name == "all":
             holds &= _bench_fusion(quick, out, as_json)

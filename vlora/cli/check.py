@@ -31,7 +31,7 @@ _SIZES = ("max_context", "max_batch_size", "block_size", "arena_bytes", "switchi
 @click.option(
     "--rank", default=16, show_default=True, type=click.IntRange(min=1), help="Rank of the adapters to count."
 )
-@config_flags(EngineConfig, only=("device", "dtype", *_SIZES))
+@config_flags(EngineConfig, only=("device", "dtype", "quantize", "quantize_head", *_SIZES))
 @json_option
 @needs("serve")
 def check(model: str, memory_gib: float | None, rank: int, as_json: bool, **settings: Any) -> None:
@@ -39,7 +39,7 @@ def check(model: str, memory_gib: float | None, rank: int, as_json: bool, **sett
 
     \b
         vlora check Qwen/Qwen2.5-VL-7B-Instruct
-        vlora check models/llava-7b --device cuda --memory-gib 24 --rank 32
+        vlora check models/llava-7b --device cuda --memory-gib 24 --rank 32 --quantize fp8
 
     MODEL is a folder, a hub name, or `embedded`. Only the configuration, the tokenizer and the headers of the weights
     are read. Exit code 1 if the model is supported, but not complete or too large for the memory.
@@ -62,6 +62,7 @@ def check(model: str, memory_gib: float | None, rank: int, as_json: bool, **sett
 
 
 def _lines(found: ModelCheck) -> list[tuple[str, str]]:
+    quantized = f", the text model's linear layers in {found.quantize}" if found.quantize != "none" else ""
     lines = [
         ("family", f"{found.model_type}, for images{' and videos' * found.video}"),
         (
@@ -69,7 +70,7 @@ def _lines(found: ModelCheck) -> list[tuple[str, str]]:
             f"{found.text_model}: {found.num_layers} layers, hidden size {found.hidden_size}, {found.num_heads} heads, "
             f"{found.num_kv_heads} KV heads",
         ),
-        ("weights", f"{found.num_parameters:,} parameters in {found.dtype}, {_size(found.weight_bytes)}"),
+        ("weights", f"{found.num_parameters:,} parameters in {found.dtype}{quantized}, {_size(found.weight_bytes)}"),
         ("context", f"{found.max_context:,} tokens, {_size(found.kv_token_bytes)} of KV cache each"),
     ]
     if found.arena_bytes:

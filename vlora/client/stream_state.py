@@ -10,7 +10,7 @@ from vlora.errors import DeadlineMissed, Disconnected
 
 WAIT_S = 10.0  # how long the server holds a call that waits for room or for results
 
-_RETRY_S = 30.0  # the time that a server keeps a stream without a connection
+RETRY_S = 30.0  # the time that a server keeps a stream without a connection
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
 
@@ -47,7 +47,7 @@ class ReconnectBackoff:
         """Time to wait before the next attempt. Raises the error when no attempts remain."""
         now = time.monotonic()
         # Counted from the first failure, because the server may have held the call for a while before it.
-        self._until = self._until or now + _RETRY_S
+        self._until = self._until or now + RETRY_S
         if now >= self._until:
             raise error
         pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, _LONGEST_PAUSE_S)

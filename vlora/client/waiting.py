@@ -9,7 +9,7 @@ from collections.abc import Callable
 from vlora.client.sync import Client
 from vlora.errors import Disconnected, EngineDead
 
-_PAUSE_S = 0.5
+PAUSE_S = 0.5
 
 
 def wait_for_server(
@@ -35,4 +35,4 @@ def wait_for_server(
             if not reported:
                 say(f"{error}; waiting for it")
                 reported = True
-            stop.wait(min(_PAUSE_S, max(0.0, deadline - time.monotonic())))
+            stop.wait(min(PAUSE_S, max(0.0, deadline - time.monotonic())))

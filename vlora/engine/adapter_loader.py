@@ -137,7 +137,7 @@ class AdapterLoader:
     def is_mergeable(self, key: str) -> bool:
         """Whether the adapter was read and may be merged."""
         adapter = self._registry.known(key).adapter
-        return adapter is not None and adapter.merge_fidelity >= self._merge_fidelity_floor
+        return adapter is not None and adapter.can_merge and adapter.merge_fidelity >= self._merge_fidelity_floor
 
     def _load(self, key: str) -> bool:
         adapter = self._registry.fetch(key)

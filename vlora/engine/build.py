@@ -16,7 +16,10 @@ from vlora.engine.adapter_loader import AdapterLoader
 from vlora.engine.device_runtime import DeviceRuntime, facts_of, lay_out, set_threads, use_device
 from vlora.engine.grammar_cache import GrammarCache, GrammarHook
 from vlora.engine.monitor import Monitor
+from vlora.engine.quantize import check_device, with_stored_format
 from vlora.engine.request_checks import RequestChecks
+from vlora.engine.steps_ahead import StepsAhead
+from vlora.engine.steps_in_order import StepsInOrder
 from vlora.engine.tensor_parallel.coordinator import (
     TensorParallelCoordinator,
     TensorParallelRunner,
@@ -29,6 +32,7 @@ from vlora.memory.adapter_cache import AdapterCache
 from vlora.memory.block_manager import BlockManager
 from vlora.memory.page_allocator import PageAllocator
 from vlora.memory.prefix_cache import PrefixCache
+from vlora.memory.written_blocks import WrittenBlocks
 from vlora.models.grammar import GrammarCompiler
 from vlora.models.hf_model import HFModel
 from vlora.models.loading import device_of, load_model, read_config
@@ -37,7 +41,7 @@ from vlora.models.sharding import plan_of, shard
 from vlora.orchestrator import CostModel, Scheduler, TokenThresholds, make_policy
 from vlora.orchestrator.policies.base import Policy
 from vlora.parallel import ProcessGroup
-from vlora.types import Batch, Request, RequestOutput, StepResult
+from vlora.types import Request, RequestOutput
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,9 +50,8 @@ class Hooks:
 
     Attributes:
         check: First in each step, and when idle. Raises EngineDead to end the engine.
-        before_schedule: Returns the last outputs of requests that it has ended.
+        before_schedule: Returns outputs of requests, the last ones of those that it has ended.
         on_add: Called with each admitted request, which has its adapter's name.
-        after_run: Called with each batch, its result and the number of unfinished requests.
         on_release: Called with the id of each request that has ended, possibly more than once.
         on_close: Called when the engine closes.
         pending: Returns the futures that requests wait for.
@@ -58,7 +61,6 @@ class Hooks:
     check: tuple[Callable[[], None], ...] = ()
     before_schedule: tuple[Callable[[], Iterable[RequestOutput]], ...] = ()
     on_add: tuple[Callable[[Request], None], ...] = ()
-    after_run: tuple[Callable[[Batch, StepResult, int], None], ...] = ()
     on_release: tuple[Callable[[str], None], ...] = ()
     on_close: tuple[Callable[[], None], ...] = ()
     pending: tuple[Callable[[], Iterable[Future[Any]]], ...] = ()
@@ -80,6 +82,7 @@ class EngineParts:
     admin: AdapterAdmin
     checks: RequestChecks
     monitor: Monitor
+    steps: StepsInOrder | StepsAhead
     hooks: Hooks
     group: ProcessGroup | None
 
@@ -99,6 +102,9 @@ def build(
     num_threads = set_threads(config)
     own_device = device_of(config, 0)
     use_device(own_device)
+    if model is None:
+        config = with_stored_format(config)
+    check_device(config, own_device)
     device_type = own_device.type
     # Kernels are built here if necessary, and further down for a GPU, so that no request waits for a build.
     environment = {
@@ -141,6 +147,19 @@ def build(
             pinned=admin.pinned,
             environment={**environment, "arena_basis": device.limits.arena_basis},
         )
+        hooks = _build_hooks(_build_grammars(config, device, executor), scheduler, runner, monitor, coordinator)
+        steps: StepsInOrder | StepsAhead
+        if isinstance(block_manager, WrittenBlocks) and isinstance(runner, ModelRunner):
+            steps = StepsAhead(runner, scheduler, block_manager, monitor.record_step)
+            hooks = dataclasses.replace(
+                hooks,
+                before_schedule=(*hooks.before_schedule, steps.make_room),
+                on_add=(*hooks.on_add, steps.add),
+                on_release=(*hooks.on_release, steps.release),
+            )
+        else:
+            # Looked up at each call: examples/tour.py replaces the method to record its calls.
+            steps = StepsInOrder(lambda batch: runner.run(batch), scheduler, monitor.record_step)
         return EngineParts(
             num_threads=num_threads,
             device=device,
@@ -153,7 +172,8 @@ def build(
             admin=admin,
             checks=RequestChecks(config, device.hf_model, device.limits, registry),
             monitor=monitor,
-            hooks=_build_hooks(_build_grammars(config, device, executor), scheduler, runner, monitor, coordinator),
+            steps=steps,
+            hooks=hooks,
             group=None if coordinator is None else coordinator.group,
         )
 
@@ -187,7 +207,9 @@ def _build_device(
     )
     adapter_cache = AdapterCache(allocator, layout.limits.max_adapter_pages)
     device = DeviceRuntime(config, layout, adapter_cache, executor=executor, group=group, others=coordinator)
-    return device, BlockManager(allocator, config.block_size, prefix if config.prefix_cache else None), adapter_cache
+    # On a GPU steps run ahead; ranks exchange the results of each step.
+    manager = WrittenBlocks if hf_model.device.type == "cuda" and coordinator is None else BlockManager
+    return device, manager(allocator, config.block_size, prefix if config.prefix_cache else None), adapter_cache
 
 
 def _build_registry(
@@ -204,6 +226,7 @@ def _build_registry(
         device=device.hf_model.device,
         measure=device.merge_fidelity,
         choose=always_replicated if coordinator is None else functools.partial(choose_sharding, config),
+        base_layers=device.base_layers,
     )
     if coordinator is not None:
         coordinator.use_registrations(registry.known)
@@ -261,7 +284,6 @@ def _build_hooks(
     hooks = Hooks(
         before_schedule=(grammar_hook.release_compiled,),
         on_add=(grammar_hook.add, monitor.count_request),
-        after_run=(monitor.record_step,),
         on_release=(grammars.forget,),
         on_close=(grammars.close,),
         pending=(lambda: grammars.pending,),

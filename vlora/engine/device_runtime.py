@@ -6,7 +6,6 @@ Rank 0 also schedules; see `Engine`.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 import platform
 from collections.abc import Iterator
@@ -17,10 +16,13 @@ import torch
 import transformers
 
 import atmm
+from atmm.quantized import quantized_empty
 from vlora.config import EngineConfig
 from vlora.engine.limits import Limits, compute_limits, free_room, shadow_fits
+from vlora.engine.quantize import format_of
 from vlora.errors import BadConfig
 from vlora.lora.adapter_pool import AdapterPool, OtherRanks
+from vlora.lora.base_layers import LoadedBaseLayers
 from vlora.lora.base_weights import BaseWeights, CheckpointBaseWeights, CopiedBaseWeights, checkpoint_files
 from vlora.lora.merge import ModeSwitcher
 from vlora.lora.merge_fidelity import MergeFidelity
@@ -29,8 +31,11 @@ from vlora.lora.merge_shadow import ShadowSwitcher
 from vlora.lora.weight_slabs import WeightSlabs
 from vlora.memory.adapter_cache import AdapterCache, WorkerAdapterCache
 from vlora.memory.arena import Arena
-from vlora.memory.host_to_device import SideStream, make_transfer
+from vlora.memory.host_to_device import make_transfer
+from vlora.memory.huge_pages import empty
+from vlora.memory.ring_transfer import SideStream
 from vlora.models.hf_model import HFModel
+from vlora.models.loading import device_of
 from vlora.models.runner import ModelRunner
 from vlora.models.sharding import fingerprint
 from vlora.models.vision.encoder import VisionEncoder
@@ -91,8 +96,18 @@ def lay_out(config: EngineConfig, hf_model: HFModel, group: ProcessGroup | None,
 
     loaded: the weights come from config.model's files.
     """
-    on_gpu = hf_model.device.type == "cuda"
-    slabs = WeightSlabs(hf_model.language_linears, join=on_gpu)  # a CPU multiplies them separately
+    device = device_of(config, 0) if loaded and group is None else hf_model.device
+    on_gpu = device.type == "cuda"
+    weight_format = format_of(config, device, hf_model)
+    if weight_format is None:
+        slabs = WeightSlabs(hf_model.language_linears, join=on_gpu)  # a CPU multiplies them separately
+    else:  # the input of several layers is rounded once
+        allocate = quantized_empty(weight_format, device, empty)
+        slabs = WeightSlabs(hf_model.language_linears, join=True, allocate=allocate)
+        hf_model.move(device)
+        if config.quantize_head:
+            head = hf_model.lm_head  # with tied embeddings the parameter stays theirs
+            head.hold(allocate(head.weight.shape, head.weight.dtype, device).copy_(head.weight.data))
     if on_gpu:
         # The memory of the weights before their copy into slabs: torch keeps it, and the driver counts it as used.
         torch.cuda.empty_cache()
@@ -101,10 +116,12 @@ def lay_out(config: EngineConfig, hf_model: HFModel, group: ProcessGroup | None,
     room = free_room(config, hf_model.device)
     limits = compute_limits(config, hf_model, room, slabs.num_bytes if base_weights is None else 0)
     limits = dataclasses.replace(limits, num_pages=_smallest(group, limits.num_pages))
-    arena = Arena(limits.num_pages, hf_model.device)
+    # One block more on a GPU, which nothing allocates: the padding rows of decode steps use it.
+    padding = limits.block_pages if hf_model.device.type == "cuda" else 0
+    arena = Arena(limits.num_pages + padding, hf_model.device)
     if group is None:
         # Ranks that share the cores would disturb each other's measurements, so they use the static rule.
-        atmm.measure_products([*(layer.weight for layer in _linears(hf_model)), hf_model.lm_head.weight])
+        atmm.measure_products(list(_plain_weights(hf_model)))
     return MemoryLayout(hf_model, slabs, base_weights, limits, arena)
 
 
@@ -126,6 +143,9 @@ def base_weights_if_in_place(
         BadConfig: in_place is configured and cannot be exact.
     """
     size = f"{slabs.num_bytes / 2**20:.0f} MiB"
+    if config.quantize != "none" and not fits:
+        log.warning("switching: shadow, although its %s leave little free memory: the weights are quantized", size)
+        return None
     if config.switching == "shadow" or (config.switching == "auto" and fits):
         reason = "asked for" if config.switching == "shadow" else "memory allows"
         log.info("switching: shadow (%s), using %s in addition to the weights", reason, size)
@@ -149,8 +169,9 @@ def base_weights_if_in_place(
     return base_weights
 
 
-def _linears(hf_model: HFModel) -> Iterator[torch.nn.Linear]:
-    return itertools.chain(hf_model.language_linears.values(), hf_model.vision_linears.values())
+def _plain_weights(hf_model: HFModel) -> Iterator[torch.Tensor]:
+    linears = (*hf_model.language_linears.values(), *hf_model.vision_linears.values(), hf_model.lm_head)
+    return (linear.weight for linear in linears if linear.quantized is None)
 
 
 def _smallest(group: ProcessGroup | None, value: int) -> int:
@@ -181,6 +202,7 @@ class DeviceRuntime:
             hf_model.vision_linears,
             slabs.order,
             others,
+            hf_model.own.by_name,
         )
         self.pool.compile_ahead()
         self.switcher: ModeSwitcher
@@ -188,14 +210,17 @@ class DeviceRuntime:
         stream: SideStream | None = None
         merged_shapes = slabs.shapes
         if layout.base_weights is None:
-            self.switcher = ShadowSwitcher(slabs, self.pool, complete=on_gpu)
+            self.switcher = ShadowSwitcher(slabs, self.pool, complete=on_gpu or bool(slabs.groups))
             stream = SideStream(hf_model.device) if on_gpu else None
         else:
             self.switcher = in_place = InPlaceSwitcher(slabs, self.pool, layout.base_weights, subtracting=on_gpu)
             merged_shapes |= in_place.sampled_shapes
         if on_gpu:
-            atmm.compile_merges(merged_shapes, hf_model.dtype, hf_model.device)
+            merged_dtype = hf_model.dtype if config.quantize == "none" else torch.float32
+            atmm.compile_merges(merged_shapes, merged_dtype, hf_model.device)
         self.merge_fidelity = MergeFidelity(slabs, layout.base_weights, stream)
+        unmerged = {**hf_model.vision_linears, **{name: own.layer for name, own in hf_model.own.by_name.items()}}
+        self.base_layers = LoadedBaseLayers(slabs, unmerged, layout.base_weights, stream)
         self.vision = VisionEncoder(hf_model, config.vision_cache_bytes)
         self.runner = ModelRunner(
             hf_model,
@@ -208,3 +233,7 @@ class DeviceRuntime:
             group=group,
         )
         self.runner.gpu.compile_ahead(hf_model, config.max_batch_size)
+        if on_gpu and config.cuda_graphs and self.runner.gpu.decodes and group is None:
+            num_blocks = self.limits.num_pages // self.limits.block_pages
+            max_context = min(self.limits.max_context, num_blocks * config.block_size)
+            self.runner.capture_decodes(config.max_batch_size, max_context, padding_block=num_blocks)

@@ -1,4 +1,4 @@
-"""One replica, synchronous: `step()` schedules a batch, runs it and records the results."""
+"""One replica: `step()` schedules a batch, runs it and records the results."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from concurrent.futures import Executor, Future
 from vlora.config import EngineConfig
 from vlora.engine.build import build
 from vlora.engine.snapshot import EngineSnapshot
-from vlora.errors import Aborted, BadRequest, StepFailed, VLoraError
+from vlora.errors import Aborted, BadRequest, VLoraError
 from vlora.orchestrator import CostModel
 from vlora.orchestrator.policies.base import Policy
-from vlora.types import AdapterStatus, Batch, EngineStats, ErrorValue, Request, RequestOutput, StepResult
+from vlora.types import AdapterStatus, EngineStats, ErrorValue, Request, RequestOutput
 
 
 class Engine:
@@ -44,14 +44,15 @@ class Engine:
     ) -> None:
         self.parts = parts = build(config, model=model, clock=clock, executor=executor, policy=policy, cost=cost)
         self.config, self.limits, self.num_threads = config, parts.device.limits, parts.num_threads
-        self._scheduler, self._runner, self._hooks = parts.scheduler, parts.runner, parts.hooks
-        self._loader, self._admin, self._monitor = parts.loader, parts.admin, parts.monitor
+        self._scheduler, self._runner, self._steps = parts.scheduler, parts.runner, parts.steps
+        self._hooks, self._loader, self._admin, self._monitor = parts.hooks, parts.loader, parts.admin, parts.monitor
         self._key_of: dict[str, str | None] = {}  # of each unfinished request, the key of its adapter
 
     def step(self) -> tuple[RequestOutput, ...]:
-        """Schedule, run, record. Returns the new output of each request, in no particular order.
+        """Schedule, run, record. Returns new outputs, those of one request in order.
 
-        Raises EngineDead if another rank is dead, or if a step on several ranks failed.
+        On a GPU it records the step that the last call launched, after it has launched the next one. Raises EngineDead
+        if another rank is dead, or if a step on several ranks failed.
         """
         self.check_ranks()
         self._admin.poll()
@@ -62,25 +63,14 @@ class Engine:
         self._loader.load_needed()
         batch = self._scheduler.schedule(self._loader.memory_view())
         outputs += self._scheduler.drain_outputs()
-        if batch is not None:
-            result = self._run(batch)
-            outputs += self._scheduler.record(batch, result)
+        if batch is not None or self._steps.pending:
+            outputs += self._steps.run(batch)
         elif not outputs:
             self._loader.wait([future for pending in self._hooks.pending for future in pending()], self._admin.pending)
         for output in outputs:
             if output.finished:
                 self._release(output.request_id)
         return tuple(outputs)
-
-    def _run(self, batch: Batch) -> StepResult:
-        try:
-            result = self._runner.run(batch)
-        except StepFailed as error:
-            value = ErrorValue.of(error)
-            result = StepResult(errors={item.request_id: value for item in batch.items})
-        for hook in self._hooks.after_run:
-            hook(batch, result, len(self._key_of))
-        return result
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -105,7 +95,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work or self._admin.has_work
+        return self._scheduler.has_work or self._steps.pending or self._admin.has_work
 
     @property
     def alarm(self) -> int | None:

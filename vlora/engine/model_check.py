@@ -9,8 +9,10 @@ import os
 import torch
 from safetensors import SafetensorError, safe_open
 
+from atmm.quantized import quantized_bytes
 from vlora.config import EngineConfig
 from vlora.engine.limits import Room, compute_limits, free_room, shadow_fits
+from vlora.engine.quantize import format_of, with_stored_format
 from vlora.errors import BadConfig
 from vlora.lora.base_weights import checkpoint_files
 from vlora.lora.layout import run_bytes
@@ -35,6 +37,7 @@ class ModelCheck:
         num_kv_heads: Heads of keys and values.
         num_parameters: Parameters of the whole model; tied ones count once.
         dtype: Type of the weights in memory.
+        quantize: Format of the language model's linear layers; none: `dtype`.
         weight_bytes: Size of the weights in memory.
         max_context: Maximum tokens of one request.
         kv_token_bytes: KV cache of one token, all layers.
@@ -60,6 +63,7 @@ class ModelCheck:
     num_kv_heads: int
     num_parameters: int
     dtype: str
+    quantize: str
     weight_bytes: int
     max_context: int
     kv_token_bytes: int
@@ -89,19 +93,33 @@ def check_model(config: EngineConfig, *, adapter_rank: int, memory_bytes: int | 
             and its memory is not given.
         UnsupportedModel: The model is not supported.
     """
+    config = with_stored_format(config)
     model_config = read_config(config.model)
     InputProcessor.from_pretrained(config.model)
     hf_model = HFModel(dummy_model(model_config, config.dtype, torch.device("meta"), config.seed))
     parameters = list(hf_model.model.parameters())
     weight_bytes = sum(tensor.nbytes for tensor in itertools.chain(parameters, hf_model.model.buffers()))
     memory = _memory(config, memory_bytes)
+    num_files, problems = _read_files(config.model) if config.load_format == "auto" else (0, [])
+    targets = [layer.weight for layer in hf_model.language_linears.values()]
+    shadow_bytes = plain_bytes = sum(weight.nbytes for weight in targets)
+    try:
+        weight_format = format_of(config, torch.device(memory.device_type), hf_model)
+    except BadConfig as error:
+        problems.append(str(error))
+        weight_format = None
+    if weight_format is not None:
+        shadow_bytes = sum(quantized_bytes(weight_format, weight.shape) for weight in targets)
+        weight_bytes += shadow_bytes - plain_bytes
+        if config.quantize_head:
+            head = hf_model.lm_head.weight
+            tied = head is hf_model.embed.weight  # the embeddings stay as loaded
+            weight_bytes += quantized_bytes(weight_format, head.shape) - (0 if tied else head.nbytes)
     room = Room(memory.device_type, max(0, memory.num_bytes - weight_bytes))
-    shadow_bytes = sum(layer.weight.nbytes for layer in hf_model.language_linears.values())
     if config.switching == "in_place" or (
-        config.switching == "auto" and not shadow_fits(config, hf_model, room, shadow_bytes)
+        config.switching == "auto" and weight_format is None and not shadow_fits(config, hf_model, room, shadow_bytes)
     ):
         shadow_bytes = 0
-    num_files, problems = _read_files(config.model) if config.load_format == "auto" else (0, [])
     arena_bytes, arena_basis, adapter_pages = 0, "", 0
     if weight_bytes > memory.num_bytes:
         problems.append(f"its weights take {weight_bytes:,} bytes, but the memory has {memory.num_bytes:,}")
@@ -129,6 +147,7 @@ def check_model(config: EngineConfig, *, adapter_rank: int, memory_bytes: int | 
         num_kv_heads=hf_model.num_kv_heads,
         num_parameters=sum(tensor.numel() for tensor in parameters),
         dtype=str(hf_model.dtype).removeprefix("torch."),
+        quantize=config.quantize,
         weight_bytes=weight_bytes,
         max_context=min(hf_model.max_positions, config.max_context or hf_model.max_positions),
         kv_token_bytes=hf_model.num_layers * 2 * hf_model.kv_dim * hf_model.dtype.itemsize,

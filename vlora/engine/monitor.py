@@ -89,8 +89,10 @@ class Monitor:
         if request.adapter is not None:
             self._rates.count(request.adapter)
 
-    def record_step(self, batch: Batch, result: StepResult, num_requests: int) -> None:
-        """Record a step that has run, with `num_requests` in the engine."""
+    def record_step(self, batch: Batch, result: StepResult) -> None:
+        """Record a step that has run, before the scheduler ends requests for it."""
+        queue = self._scheduler.queue
+        num_others = len(queue) - len([item for item in batch.items if item.request_id in queue.admitted])
         self._num_steps += 1
         self._steps.append(
             StepRecord(
@@ -102,7 +104,7 @@ class Monitor:
                 self._name_of(batch.merged_adapter),
                 len(batch.items),
                 batch.num_tokens,
-                num_requests - len(batch.items),
+                num_others,
             )
         )
 
@@ -199,7 +201,8 @@ class Monitor:
         return tuple(loads)
 
     def _name_of(self, key: str | None) -> str | None:
-        return None if key is None else self._registry.known(key).name
+        # Not from the registry: the registration may be gone when its last step is recorded.
+        return None if key is None else key.rpartition("@")[0]
 
 
 def _place(resident: bool, arriving: bool, read: bool) -> Literal["device", "arriving", "host", "disk"]:

@@ -5,7 +5,7 @@ Device memory is the subject of `vlora.lora.adapter_pool`, which this module doe
 
 from vlora.lora.host_adapter import HostAdapter
 from vlora.lora.layout import HostFactors, aligned, carve
-from vlora.lora.peft_format import SiteShape
+from vlora.lora.peft_target import SiteShape
 from vlora.lora.registry import AdapterRegistry, Registration
 
 __all__ = [

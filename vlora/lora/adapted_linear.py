@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 from torch import nn
 
 import atmm
 from atmm.matmul import joins, linear, linears
+from atmm.stored_linear import StoredLinear
 from atmm.strategies.shared_shrink import CachedInput
-from vlora.lora.block_diagonal import BlockSites
 from vlora.lora.joined_weights import JoinedWeights
+from vlora.lora.output_changes import OutputChange, apply_changes, changed_inputs, undo_changes
+from vlora.lora.placements import Placement, new_placement
 from vlora.parallel import LinearShard
 from vlora.parallel.adapter_sharding import FactorShape
 
@@ -88,30 +89,16 @@ class LaneScope:
         return scaled
 
 
-class Placement(Protocol):
-    """Adds the deltas of adapters with factors other than two dense matrices at a layer."""
-
-    def attach(self, key: str, shape: FactorShape, factors: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Register an adapter's factors under its key. They are referenced, not copied."""
-        ...
-
-    def detach(self, key: str) -> None:
-        """Remove an adapter; unknown keys are ignored."""
-        ...
-
-    def add(self, y: torch.Tensor, x: torch.Tensor, plan: atmm.SegmentPlan) -> None:
-        """Add every lane's delta to y [T, d_out], in place. Lanes of other adapters add nothing."""
-        ...
-
-
-class AdaptedLinear(nn.Linear):
+class AdaptedLinear(StoredLinear):
     """An `nn.Linear` of the base model plus the deltas of its scope's lanes. Created by `adapt`, never constructed.
 
-    site: holds dense factors. others: placements of other factor kinds, by kind and number of parts. shard: the part of
-    the model's layer that is on this rank. joined: its weight with those of its siblings, where they are adjacent.
+    site: holds dense factors. changes: other changes by adapter. others: placements of other factor kinds, by kind and
+    number of parts. shard: the part of the model's layer that is on this rank. joined: its weight with those of its
+    siblings, where they are adjacent.
     """
 
     site: atmm.Site
+    changes: dict[str, OutputChange]
     others: dict[tuple[str, int], Placement]
     shard: LinearShard
     scope: LaneScope
@@ -120,31 +107,40 @@ class AdaptedLinear(nn.Linear):
 
     def attach(self, key: str, shape: FactorShape, factors: tuple[torch.Tensor, torch.Tensor]) -> None:
         """Register the factors for lanes of `key`. They are referenced, not copied."""
-        if shape.kind == "dense":
+        if shape.rows:
+            factors, self.changes[key] = OutputChange.split(shape, *factors)
+        if shape.kind != "dense":
+            kind = (shape.kind, shape.parts)
+            if kind not in self.others:
+                self.others[kind] = new_placement(self.site.name, shape)
+            self.others[kind].attach(key, shape, factors)
+        elif shape.rank:
             self.site.factors[key] = atmm.Factors(*factors)
-            return
-        kind = (shape.kind, shape.parts)
-        if kind not in self.others:
-            self.others[kind] = BlockSites(self.site.name, shape)
-        self.others[kind].attach(key, shape, factors)
 
     def detach(self, key: str) -> None:
         self.site.factors.pop(key, None)
+        self.changes.pop(key, None)
         for other in self.others.values():
             other.detach(key)
 
     def add_deltas(self, y: torch.Tensor, x: torch.Tensor, plan: atmm.SegmentPlan) -> None:
         """Add the deltas of the plan's lanes to y [T, d_out], in place. x: [T, d_in]."""
+        if self.changes:
+            undo_changes(y, self.changes, self.bias, plan)
         atmm.add_delta(y, x, self.site, plan)
         for other in self.others.values():
             other.add(y, x, plan)
+        if self.changes:
+            apply_changes(y, self.changes, self.bias, plan)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         num_rows = input.numel() // self.in_features
         plan = self.scope.plan_for(num_rows)
         if self.siblings is not None and (self.joined or (plan is not None and joins(num_rows, self.weight))):
             return self.siblings.output(self, input, plan)
-        y = linear(input, self.weight, self.bias)
+        if self.changes and plan is not None:
+            input = changed_inputs(input, self.changes, plan)
+        y = linear(input, self.stored, self.bias)
         if plan is not None:
             self.add_deltas(y.view(num_rows, self.out_features), input.reshape(num_rows, self.in_features), plan)
         return y
@@ -184,10 +180,15 @@ class Siblings:
         y = linears(x, self._layers) if joined is None else joined.product(x)
         parts = y.split([layer.out_features for layer in self._layers], 1)
         if plan is not None:
+            for layer, part in zip(self._layers, parts, strict=True):
+                if layer.changes:
+                    undo_changes(part, layer.changes, layer.bias, plan)
             atmm.add_deltas(y, x, self._group, plan)
             for layer, part in zip(self._layers, parts, strict=True):
                 for other in layer.others.values():
                     other.add(part, x, plan)
+                if layer.changes:
+                    apply_changes(part, layer.changes, layer.bias, plan)
         self._outputs = dict(zip(self._layers, parts, strict=True))
         self._plan = plan
         self._cached_input.set(input)
@@ -199,6 +200,7 @@ def adapt(linear: nn.Linear, name: str, scope: LaneScope) -> AdaptedLinear:
     linear.__class__ = AdaptedLinear
     adapted: AdaptedLinear = linear  # type: ignore[assignment]
     adapted.site = atmm.Site(name, linear.in_features, linear.out_features)
+    adapted.changes = {}
     adapted.others = {}
     adapted.shard = LinearShard.whole(linear.in_features, linear.out_features)
     adapted.scope = scope

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,6 +16,7 @@ import atmm
 from heads import TaskHead
 from vlora.lora import HostAdapter, HostFactors, SiteShape, aligned, carve
 from vlora.lora.adapted_linear import AdaptedLinear, Siblings
+from vlora.lora.own_layers import OwnLayer
 from vlora.lora.slab_layout import shared_inputs
 from vlora.memory.adapter_cache import AdapterCache, WorkerAdapterCache
 from vlora.memory.arena import Arena, pages_for
@@ -32,6 +34,10 @@ class _Resident:
     merged: Mapping[str, HostFactors]
     factors: Mapping[str, HostFactors]
     heads: Mapping[str, TaskHead]
+
+    @functools.cached_property
+    def is_dense(self) -> bool:
+        return all(shape.kind == "dense" and not shape.rows for shape in self.shapes.values())
 
 
 class OtherRanks(Protocol):
@@ -92,13 +98,16 @@ class AdapterPool:
         vision: Mapping[str, AdaptedLinear],
         language_order: Sequence[str],
         others: OtherRanks | None = None,
+        own: Mapping[str, OwnLayer] | None = None,
     ) -> None:
         self._others = others
         self._arena = arena
         self._adapter_cache = adapter_cache
         self._transfer = transfer
         self._linears = {**language, **vision}
-        self._order = (*language_order, *vision)
+        self._own = own or {}
+        self._layers: dict[str, AdaptedLinear | OwnLayer] = {**self._linears, **self._own}
+        self._order = (*language_order, *vision, *self._own)
         self._vision = vision.keys()
         self._loading: dict[str, _Load] = {}
         self._residents: dict[str, _Resident] = {}
@@ -113,8 +122,11 @@ class AdapterPool:
     @property
     def sites(self) -> dict[str, SiteShape]:
         """The model's adaptable layers, in the order of their factors in a run."""
-        shards = ((name, self._linears[name].shard) for name in self._order)
-        return {name: SiteShape(shard.d_in, shard.d_out, name in self._vision, shard) for name, shard in shards}
+        shards = ((name, self._layers[name].shard) for name in self._order)
+        return {
+            name: SiteShape(shard.d_in, shard.d_out, name in self._vision, shard, own=name in self._own)
+            for name, shard in shards
+        }
 
     @property
     def resident(self) -> frozenset[str]:
@@ -136,15 +148,15 @@ class AdapterPool:
 
     def _factor_table(self, vision: Iterable[AdaptedLinear]) -> atmm.FactorTable | None:
         """The places of all adapters' factors, on devices with kernels that read them in place."""
-        weight = next(iter(self._linears.values())).weight
+        weight = next(iter(self._linears.values())).stored
         if not atmm.reads_in_place(weight.device, weight.dtype):
             return None
         groups = [*(group.sites for group in self._groups), *((linear.site,) for linear in vision)]
-        return atmm.FactorTable(groups, weight.dtype, weight.device)
+        return atmm.FactorTable(groups, weight.dtype, weight.device, _NUM_SLOTS)
 
     def compile_ahead(self) -> None:
         """Compile the kernels of every possible step on a GPU. On a CPU nothing is compiled per shape."""
-        weight = next(iter(self._linears.values())).weight
+        weight = next(iter(self._linears.values())).stored
         if weight.device.type == "cuda":
             atmm.compile_ahead(self._groups, weight.dtype, weight.device)
 
@@ -248,6 +260,15 @@ class AdapterPool:
         """The factors of one layer in the arena."""
         return self._residents[key].factors[site]
 
+    def is_plain(self, key: str) -> bool:
+        """Whether an adapter consists of dense factors of adaptable layers.
+
+        Other adapters have block-diagonal or split factors, further rows, or weights of the output head or the token
+        embedding.
+        """
+        resident = self._residents[key]
+        return resident.is_dense and not any(name in resident.shapes for name in self._own)
+
     def shapes(self, key: str) -> dict[str, FactorShape]:
         """Shapes of the factors that merging reads, by layer. These factors are never split over ranks."""
         resident = self._residents[key]
@@ -335,7 +356,7 @@ class AdapterPool:
 
     def _attach(self, key: str, shapes: Mapping[str, FactorShape], factors: Mapping[str, HostFactors]) -> None:
         for name, pair in factors.items():
-            self._linears[name].attach(key, shapes[name], pair)
+            self._layers[name].attach(key, shapes[name], pair)
         if self._table is not None:
             self._table.put(key)
 
@@ -350,7 +371,7 @@ class AdapterPool:
             self.unpack()
         self._resident = None
         for name in self._residents.pop(key).factors:
-            self._linears[name].detach(key)
+            self._layers[name].detach(key)
         if self._table is not None:
             self._table.drop(key)
         if self._others is not None:
@@ -358,6 +379,7 @@ class AdapterPool:
 
 
 _STEPS_BEFORE_PACKING = 3
+_NUM_SLOTS = 1024  # 12 MiB for the layers of a 7B model; more adapters than an arena usually holds
 
 
 @dataclasses.dataclass(frozen=True)

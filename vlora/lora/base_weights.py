@@ -47,12 +47,12 @@ class CheckpointBaseWeights:
         """
         by_tail: dict[str, list[torch.Tensor]] = {}
         for name, tensor in _mapped(files):
-            by_tail.setdefault(_tail(name), []).append(tensor)
+            by_tail.setdefault(tail(name), []).append(tensor)
         self._dtype = slabs.base[0].dtype
         self._tensors: dict[str, torch.Tensor] = {}
         for name in slabs.slots:
             loaded = slabs.entry(name).cpu()
-            candidates = by_tail.get(_tail(f"{name}.weight"), [])
+            candidates = by_tail.get(tail(f"{name}.weight"), [])
             found = next((tensor for tensor in candidates if _same_bits(tensor.to(self._dtype), loaded)), None)
             if found is None:
                 raise BadConfig(
@@ -132,7 +132,7 @@ def _mapped(files: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, tensors.get_tensor(name)
 
 
-def _tail(name: str) -> str:
+def tail(name: str) -> str:
     """'model.language_model.layers.7.self_attn.q_proj.weight' -> 'layers.7.self_attn.q_proj.weight'.
 
     The prefix before the layer's number names the part of the model, and differs between files and library versions.

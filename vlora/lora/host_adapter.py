@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -12,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from heads import TaskHead
 from vlora.errors import BadAdapter
+from vlora.lora.layer_reading import BaseLayers, can_be_undone, check_finite, read_layer
 from vlora.lora.layout import HostFactors, carve
 from vlora.lora.peft_format import CONFIG_FILE, HEAD_FILES, WEIGHTS_FILE, AdapterHeader
 from vlora.parallel.adapter_sharding import FactorShape, dense
@@ -19,7 +19,7 @@ from vlora.parallel.adapter_sharding import FactorShape, dense
 _ROWS = torch.contiguous_format
 
 Measure = Callable[[Mapping[str, HostFactors]], float]
-"""Merge fidelity of an adapter's dense factors: the share of the adapter that survives merging; 1.0 is lossless."""
+"""Merge fidelity of an adapter's dense or rescaled factors: the share that survives merging; 1.0 is lossless."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -29,7 +29,8 @@ class HostAdapter:
     key: the key of all caches and tables on the device, which is never the name alone. version: hash of the folder's
     content. run: all factors as bytes in the layout of the arena, with values of `dtype`; `carve` gives views of it.
     Views are not kept: for thousands of adapters they are a million objects, which garbage collection would traverse
-    between two steps. merged: unsplit factors by layer, for merging factors that are split over ranks.
+    between two steps. merged: unsplit factors by layer, for merging factors that are split over ranks. can_merge: False
+    if mixed mode could not undo the merged adapter exactly, whatever its merge fidelity.
     """
 
     key: str
@@ -42,9 +43,12 @@ class HostAdapter:
     touches_vision: bool
     merge_fidelity: float
     merged: Mapping[str, HostFactors] = dataclasses.field(default_factory=dict)
+    can_merge: bool = True
 
 
-def load_adapter(key: str, header: AdapterHeader, dtype: torch.dtype, measure: Measure) -> HostAdapter:
+def load_adapter(
+    key: str, header: AdapterHeader, dtype: torch.dtype, measure: Measure, base_layers: BaseLayers | None = None
+) -> HostAdapter:
     """Read an adapter's tensors: fold the scaling in float32, cast to the model's dtype, check for finite values.
 
     Raises:
@@ -59,18 +63,17 @@ def load_adapter(key: str, header: AdapterHeader, dtype: torch.dtype, measure: M
         version = _content_hash(header)
         with safe_open(file, framework="pt") as tensors:
             for target in header.targets:
-                a, b = tensors.get_tensor(target.tensor_a), tensors.get_tensor(target.tensor_b)
-                if (tuple(a.shape), tuple(b.shape)) != target.disk:
-                    raise BadAdapter(f"{header.path}: the files changed while they were read; load the adapter again")
-                b = b.float() * target.scale
-                for to, part in zip(factors[target.site], target.cut.apply(a, b), strict=True):
+                a, b, kept = read_layer(file, target, tensors, base_layers)
+                for to, part in zip(factors[target.site], kept, strict=True):
                     to.copy_(part)
                 if target.cut.shape.is_split:
-                    kept = target.merged.apply(a.to(dtype), b.to(dtype))
-                    merged[target.site] = HostFactors(*(part.clone(memory_format=_ROWS) for part in kept))
+                    whole = target.merged.apply(a.to(dtype), b.to(dtype))
+                    merged[target.site] = HostFactors(*(part.clone(memory_format=_ROWS) for part in whole))
     except (SafetensorError, OSError) as error:
         raise BadAdapter(f"{file}: cannot be read as safetensors ({error})") from error
-    _check_finite(header, run.view(dtype), factors)
+    check_finite(file, header.targets, run.view(dtype), factors)
+    unsplit = {name: merged.get(name) or HostFactors(*dense(shapes[name], *pair)) for name, pair in factors.items()}
+    can_merge = all(can_be_undone(target, factors[target.site].bt) for target in header.targets)
     return HostAdapter(
         key=key,
         version=version,
@@ -80,24 +83,10 @@ def load_adapter(key: str, header: AdapterHeader, dtype: torch.dtype, measure: M
         heads=header.heads,
         rank=header.rank,
         touches_vision=header.touches_vision,
-        merge_fidelity=measure(
-            {name: merged.get(name) or HostFactors(*dense(shapes[name], *pair)) for name, pair in factors.items()}
-        ),
+        merge_fidelity=measure(unsplit) if can_merge else 0.0,
         merged=merged,
+        can_merge=can_merge,
     )
-
-
-def _check_finite(header: AdapterHeader, values: torch.Tensor, factors: Mapping[str, HostFactors]) -> None:
-    """A NaN or infinity makes the sum non-finite. The sum may also overflow, so each tensor is then checked."""
-    if math.isfinite(values.sum(dtype=torch.float32).item()):
-        return
-    for target in header.targets:
-        for tensor, label in zip(factors[target.site], (target.tensor_a, target.tensor_b), strict=True):
-            if not torch.isfinite(tensor).all():
-                raise BadAdapter(
-                    f"{header.path / WEIGHTS_FILE}: tensor {label!r} contains values that are not finite "
-                    f"(NaN or infinity) in {tensor.dtype}"
-                )
 
 
 def _content_hash(header: AdapterHeader) -> str:

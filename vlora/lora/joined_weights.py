@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from atmm.matmul import linear
+from atmm.quantized import StoredWeight
 
 
 class JoinedWeights:
@@ -18,15 +20,18 @@ class JoinedWeights:
         bias: [sum of out], or None if no layer has one.
     """
 
-    def __init__(self, layers: Sequence[nn.Linear], weight: torch.Tensor) -> None:
+    def __init__(self, layers: Sequence[nn.Linear], weight: StoredWeight) -> None:
         """Join the layers' biases, which become views of one tensor. weight: their weights, one below the other."""
-        self.weight = weight
+        self.weight: Any = weight
         self.bias: torch.Tensor | None = None
         if any(layer.bias is not None for layer in layers):
-            zero = weight.new_zeros(())
+            zero = torch.zeros((), dtype=weight.dtype, device=weight.device)
             heights = [layer.out_features for layer in layers]
             self.bias = torch.cat(
-                [(zero if layer.bias is None else layer.bias.data).expand(layer.out_features) for layer in layers]
+                [
+                    (zero if layer.bias is None else layer.bias.data.to(zero.device)).expand(layer.out_features)
+                    for layer in layers
+                ]
             )
             for layer, part in zip(layers, self.bias.split(heights), strict=True):
                 if layer.bias is not None:

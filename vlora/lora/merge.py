@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Protocol
-
-import torch
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import atmm
+from atmm.quantized import QuantizedWeight
 from vlora.lora.adapter_pool import AdapterPool
+from vlora.lora.output_changes import merge_rescaled
 from vlora.lora.weight_slabs import WeightSlabs
 from vlora.parallel.adapter_sharding import parts_of
 
@@ -32,6 +33,12 @@ class ModeSwitcher(Protocol):
 
     def forget(self, key: str) -> None:
         """Remove every trace of an adapter from the weights, because it is being evicted."""
+
+    def shown(self, *, merged: bool) -> AbstractContextManager[None]:
+        """Context in which the model's layers have the memory of W0, or of merged weights with any content.
+
+        For captures of CUDA graphs, while nothing is merged.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,12 +70,19 @@ def merge_runs(slabs: WeightSlabs, shapes: Mapping[str, object]) -> list[MergeRu
     return runs
 
 
-def merge_layers(
-    pool: AdapterPool, key: str, names: Sequence[str], out: torch.Tensor, base: torch.Tensor, sign: float = 1.0
-) -> None:
+def merge_layers(pool: AdapterPool, key: str, names: Sequence[str], out: Any, base: Any, sign: float = 1.0) -> None:
     """Write `base + sign * delta` into `out`, both [len(names), out, in], for the layers of a MergeRun (or a part of
-    one)."""
+    one). A rescaled delta is only merged with sign 1, from W0."""
     a, bt = pool.stacked(key, names)
-    for part in parts_of(pool.shapes(key)[names[0]], a, bt):
+    shape = pool.shapes(key)[names[0]]
+    if shape.rows:
+        merge_rescaled(out, base, a, bt)
+        return
+    parts = parts_of(shape, a, bt)
+    if isinstance(out, QuantizedWeight):
+        assert sign == 1, "only a shadow is quantized, and it is never restored by subtraction"
+        atmm.merge_quantized(out, base, parts)
+        return
+    for part in parts:
         place = (slice(None), part.outputs, part.inputs)
         atmm.merge(out[place], base[place], part.a, part.bt, sign)

@@ -9,16 +9,17 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from atmm.quantized import QuantizedWeight
 from vlora.lora.base_weights import BaseWeights
 from vlora.lora.layout import HostFactors
 from vlora.lora.merge import merge_runs
 from vlora.lora.weight_slabs import WeightSlabs
-from vlora.memory.host_to_device import Stream
+from vlora.memory.ring_transfer import Stream
 
 # Sampled values of W0 per batch. On a CPU a batch stays in the second-level cache. On a GPU there are few batches, and
 # the temporary float32 tensors of one take 300 MiB together, of the memory that is left for activations.
 _CPU_VALUES, _GPU_VALUES = 2**16, 2**24
-_SLOT_BYTES = 8 * 2**20  # of one pinned buffer: the factors of a batch
+SLOT_BYTES = 8 * 2**20  # of one pinned buffer: the factors of a batch
 
 
 class ComputeStream(Stream, Protocol):
@@ -61,7 +62,7 @@ class MergeFidelity:
 
     @torch.no_grad()
     def __call__(self, factors: Mapping[str, HostFactors]) -> float:
-        """factors: the adapter's dense factors by layer, in host memory."""
+        """factors: the adapter's dense or rescaled factors by layer, in host memory."""
         upload = self._upload
         with self._lock, contextlib.nullcontext() if upload is None else upload.stream.current():
             norms = [self._norms(batch, factors) for batch in self._batches(factors)]
@@ -73,14 +74,15 @@ class MergeFidelity:
 
     def _batches(self, factors: Mapping[str, HostFactors]) -> Iterator[_Batch]:
         """Neighbouring layers of one shape and rank, as many as fit into memory."""
-        for run in merge_runs(self._slabs, {name: pair.a.shape for name, pair in factors.items()}):
+        for run in merge_runs(self._slabs, {name: (len(pair.a), len(pair.bt)) for name, pair in factors.items()}):
             _, d_out, d_in = self._slabs.base[run.slab].shape
             step = max(1, d_out // self._num_rows)
             rows = -(-d_out // step)
             size = (_CPU_VALUES if self._upload is None else _GPU_VALUES) // (rows * d_in)
             if self._upload is not None:
                 pair = factors[run.names[0]]
-                size = min(size, _SLOT_BYTES // ((d_in + rows) * len(pair.a) * pair.a.element_size() or 1))
+                values = d_in * len(pair.a) + rows * len(pair.bt)
+                size = min(size, SLOT_BYTES // (values * pair.a.element_size() or 1))
             size = max(1, size)
             for start in range(0, len(run.names), size):
                 names = run.names[start : start + size]
@@ -94,13 +96,17 @@ class MergeFidelity:
         a, bt = map(torch.stack, sampled) if self._upload is None else self._upload.stack(sampled)
         # The difference is computed in float32, which is sufficient for 16-bit W0 and gives 1.0 within rounding for
         # float32 weights.
-        delta = bt.float().transpose(1, 2) @ a.float()
+        rank = a.shape[1]
+        delta = bt[:, :rank].float().transpose(1, 2) @ a.float()
         weight = rows.float()
-        merged = (weight + delta).to(rows.dtype)
-        lost = merged.float().sub_(weight).sub_(delta)
+        if bt.shape[1] > rank:  # rescaled: W0 + delta is multiplied by g, and bt has g - 1
+            delta += bt[:, rank, :, None].float() * (weight + delta)
+        exact = weight + delta
+        merged = rows.rounded(exact) if isinstance(rows, QuantizedWeight) else exact.to(rows.dtype).float()
+        lost = merged.sub_(weight).sub_(delta)
         return torch.stack([torch.linalg.vector_norm(lost), torch.linalg.vector_norm(delta)])
 
-    def _base_rows(self, batch: _Batch) -> torch.Tensor:
+    def _base_rows(self, batch: _Batch) -> Any:
         """Every `step`th row of the batch's W0, whatever is merged: [layers, rows, in]."""
         if self._base_weights is not None:
             return torch.stack([self._base_weights.weight(name)[:: batch.step] for name in batch.names])
@@ -122,7 +128,7 @@ class _Upload:
     def __init__(self, stream: ComputeStream, device: torch.device) -> None:
         self.stream = stream
         self._device = device
-        self._slots = [stream.pinned(_SLOT_BYTES) for _ in range(2)]
+        self._slots = [stream.pinned(SLOT_BYTES) for _ in range(2)]
         self._copied: list[Any] = [None, None]  # per slot: event of its last copy
         self._turn = 0
         self._result = stream.pinned(16).view(torch.float64)

@@ -3,7 +3,7 @@
 There are two methods. *Rewriting* reads the mapped base weights: `slab = W0 + delta`, or `slab = W0`, in one pass, and
 is always exact. *Subtracting* uses the slab alone: `slab -= delta`, then `slab += delta` of the next adapter, each
 computed in float32 and rounded once. That does not restore every bit, so the weights drift with every merged adapter;
-layers that have drifted too far are rewritten.
+layers that have drifted too far are rewritten, and all changed layers before and after an adapter with DoRA.
 
 On a CPU rewriting moves as many bytes as one subtraction, so it is always used. On a GPU the base weights are read over
 the bus, which is many times slower than device memory.
@@ -12,6 +12,7 @@ the bus, which is many times slower than device memory.
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -28,8 +29,8 @@ from vlora.parallel.adapter_sharding import dense
 MAX_DRIFT = 2e-3
 # Share of the bound that applies to a sample of a layer's rows; the margin is for rows outside the sample. Samples of
 # 2**15 values underestimated the layer's drift by up to 6 %, samples of 2**17 by 2 % (docs/decisions/0004).
-_SAMPLE_SHARE = 0.9
-_SAMPLE_ROWS, _SAMPLE_VALUES = 32, 2**17  # minimum of each, or the whole layer
+SAMPLE_SHARE = 0.9
+SAMPLE_ROWS, SAMPLE_VALUES = 32, 2**17  # minimum of each, or the whole layer
 
 
 class InPlaceSwitcher:
@@ -55,7 +56,7 @@ class InPlaceSwitcher:
         if subtracting:
             for number, slab in enumerate(slabs.base):
                 _, d_out, d_in = slab.shape
-                step = max(1, d_out // max(_SAMPLE_ROWS, -(-_SAMPLE_VALUES // d_in)))
+                step = max(1, d_out // max(SAMPLE_ROWS, -(-SAMPLE_VALUES // d_in)))
                 names = tuple(name for name, slot in slabs.slots.items() if slot.slab == number)
                 self._samples.append(_Sample(number, names, step, slab[:, ::step].clone()))
         self.merged_key: str | None = None
@@ -64,7 +65,7 @@ class InPlaceSwitcher:
         if key == self.merged_key and not self._torn:
             return False
         left, self.merged_key = self.merged_key, None
-        subtracting = self._samples and not self._torn
+        subtracting = self._samples and not self._torn and not (self._rescales(left) or self._rescales(key))
         self._torn = True
         try:
             if subtracting:
@@ -84,6 +85,9 @@ class InPlaceSwitcher:
         if self.merged_key == key:
             self._restore()
 
+    def shown(self, *, merged: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
     @property
     def sampled_shapes(self) -> frozenset[tuple[int, int]]:
         """Shapes of the sampled rows of a layer, which are merged as well."""
@@ -98,6 +102,10 @@ class InPlaceSwitcher:
     def _layers(self, key: str | None) -> set[str]:
         """The layers that an adapter changes."""
         return set() if key is None else self._pool.shapes(key).keys() & self._slabs.slots.keys()
+
+    def _rescales(self, key: str | None) -> bool:
+        """Whether an adapter scales outputs (DoRA), which subtracting its delta does not undo."""
+        return key is not None and any(shape.rows for shape in self._pool.shapes(key).values())
 
     def _add(self, key: str | None, sign: float) -> None:
         """Add an adapter's deltas to the slabs, or subtract them (sign -1)."""
@@ -132,7 +140,7 @@ class InPlaceSwitcher:
                     rows = wanted[run.first : run.last]
                     atmm.merge(rows, rows, a, bt[:, :, ::step].contiguous())
             error = (self._slabs.base[slab][:, ::step].float() - wanted.float()).square().sum((1, 2))
-            allowed = (_SAMPLE_SHARE * MAX_DRIFT) ** 2 * wanted.float().square().sum((1, 2))
+            allowed = (SAMPLE_SHARE * MAX_DRIFT) ** 2 * wanted.float().square().sum((1, 2))
             # Negated so that a NaN counts as drifted.
             drifted.update(names[index] for index in (~(error <= allowed)).nonzero()[:, 0].tolist())
         return drifted

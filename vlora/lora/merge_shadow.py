@@ -9,10 +9,12 @@ weights then have the same addresses for every adapter, and a captured CUDA grap
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from vlora.lora.adapter_pool import AdapterPool
 from vlora.lora.merge import merge_layers, merge_runs
 from vlora.lora.weight_slabs import WeightSlabs
-from vlora.memory.huge_pages import empty
 
 
 class ShadowSwitcher:
@@ -28,7 +30,7 @@ class ShadowSwitcher:
         self._complete = complete
         # Written at once, so that the system allocates the memory now. During the first merge that would delay all
         # requests and distort the cost model's measurement of a merge.
-        self._joined = [empty(w0.shape, w0.dtype, w0.device).copy_(w0) for w0 in slabs.joined]
+        self._joined = [slabs.allocate(w0.shape, w0.dtype, w0.device).copy_(w0) for w0 in slabs.joined]
         self._shadow = slabs.split(self._joined)
         self._shadow_key: str | None = None
         self._dirty: frozenset[str] = frozenset()  # layers with another value than W0 in the shadow
@@ -39,14 +41,25 @@ class ShadowSwitcher:
             return False
         if key is not None and key != self._shadow_key:
             self._merge(key)
-        wanted = frozenset() if key is None else self._slabs.slots.keys() if self._complete else self._dirty
-        for name, linear in self._slabs.linears.items():
-            slab, index = self._slabs.slots[name]
-            linear.weight.data = (self._shadow if name in wanted else self._slabs.base)[slab][index]
-        for weights, kind, index in self._slabs.groups:
-            weights.weight = (self._joined if wanted else self._slabs.joined)[kind][index]
+        self._show(merged=key is not None)
         self.merged_key = key
         return True
+
+    @contextmanager
+    def shown(self, *, merged: bool) -> Iterator[None]:
+        self._show(merged=merged)
+        try:
+            yield
+        finally:
+            self._show(merged=False)
+
+    def _show(self, *, merged: bool) -> None:
+        wanted = frozenset() if not merged else self._slabs.slots.keys() if self._complete else self._dirty
+        for name, linear in self._slabs.linears.items():
+            slab, index = self._slabs.slots[name]
+            linear.hold((self._shadow if name in wanted else self._slabs.base)[slab][index])
+        for weights, kind, index in self._slabs.groups:
+            weights.weight = (self._joined if wanted else self._slabs.joined)[kind][index]
 
     def forget(self, key: str) -> None:
         """Invalidates the shadow's content if it belongs to the adapter."""

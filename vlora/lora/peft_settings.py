@@ -25,9 +25,12 @@ _READ = frozenset(
         "alpha_pattern",
         "use_rslora",
         "use_bdlora",
+        "use_dora",
         "target_parameters",
         "bias",
         "alora_invocation_tokens",
+        "lora_bias",
+        "modules_to_save",
     )
 )
 DESCRIPTION_AND_SELECTION = frozenset(
@@ -53,18 +56,17 @@ _WITHOUT_EFFECT = frozenset(
         "eva_config",
         "loftq_config",
         "lora_ga_config",
-        "ensure_weight_tying",  # of embeddings, which are refused by their tensors
+        "ensure_weight_tying",  # refused where the output head or the token embedding is changed
         "fan_in_fan_out",  # PEFT resets it for linear layers
         "megatron_core",  # used with megatron_config only
         "qalora_group_size",  # used with use_qalora only
         "runtime_config",
     )
 )
+# Vectors over inputs, of the layers in `feedforward_modules`, have the length of the inputs.
+_OF_IA3 = frozenset(("peft_type", "feedforward_modules", "fan_in_fan_out", "modules_to_save", "init_ia3_weights"))
 # Setting -> why it is not supported.
 _REFUSED = {
-    "use_dora": "DoRA rescales whole weight columns, which is not a low-rank delta",
-    "modules_to_save": "it replaces whole modules of the base model, which other adapters share",
-    "lora_bias": "biases on the LoRA factors are not part of the delta",
     "trainable_token_indices": "it changes the shared token embeddings",
     "layer_replication": "it changes the number of layers of the base model",
     "use_qalora": "QALoRA pools its inputs",
@@ -87,11 +89,14 @@ def refuse_unsupported(path: Path, config: Mapping[str, Any]) -> None:
         raise BadAdapter(
             f"{path}: peft_type is {kind!r}, a dense delta; make it a LoRA with `vlora convert-lora {path} --rank R`"
         )
+    if kind == "IA3":
+        refuse_others(path, config, DESCRIPTION_AND_SELECTION | _OF_IA3)
+        return
     if kind != "LORA":
-        raise BadAdapter(f"{path}: peft_type is {kind!r}; only LORA adapters are supported")
+        raise BadAdapter(f"{path}: peft_type is {kind!r}; only LORA and IA3 adapters are supported")
     refuse_others(path, config, _READ | _WITHOUT_EFFECT | DESCRIPTION_AND_SELECTION)
-    if config.get("bias") not in (None, "none"):
-        raise BadAdapter(f"{path}: bias = {config['bias']!r} is not supported: it changes the base model's biases")
+    if config.get("bias") not in (None, "none", "all", "lora_only"):
+        raise BadAdapter(f"{path}: bias = {config['bias']!r} is not supported: PEFT knows none, all and lora_only")
     init = config.get("init_lora_weights")
     if not (init is None or isinstance(init, bool) or str(init).lower() in _SERVED_INITS):
         raise BadAdapter(

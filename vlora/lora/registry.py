@@ -13,7 +13,9 @@ import torch
 
 from vlora.errors import BadAdapter, UnknownAdapter, listed
 from vlora.lora.host_adapter import HostAdapter, Measure, load_adapter
-from vlora.lora.peft_format import AdapterHeader, SiteShape, read_header, split_over_ranks
+from vlora.lora.layer_reading import BaseLayers
+from vlora.lora.peft_format import AdapterHeader, read_header, split_over_ranks
+from vlora.lora.peft_target import SiteShape
 from vlora.parallel.adapter_sharding import ShardingKind
 from vlora.threads import background_executor
 
@@ -73,6 +75,7 @@ class AdapterRegistry:
         executor: Reads adapters in the background. None creates threads, which launch work on `device`.
         measure: Computes an adapter's merge fidelity; called by the thread that reads the adapter.
         choose: See `Choose`.
+        base_layers: The model's layers, on which DoRA's scales and trained biases depend. None if no adapter has them.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class AdapterRegistry:
         device: torch.device | None = None,
         measure: Measure = lambda _: 1.0,
         choose: Choose = always_replicated,
+        base_layers: BaseLayers | None = None,
     ) -> None:
         self._sites = sites
         self._dtype = dtype
@@ -93,6 +97,7 @@ class AdapterRegistry:
         self._loader = executor or background_executor("vlora-load", patient=True, device=device)
         self._measure = measure
         self._choose = choose
+        self._base_layers = base_layers
         self._numbers = itertools.count(1)
         self._current: dict[str, Registration] = {}
         self._known: dict[str, Registration] = {}  # by key
@@ -253,7 +258,7 @@ class AdapterRegistry:
                 f"{header.path}: its layers, ranks or heads changed since it was registered as {registration.name!r}; "
                 "load it again"
             )
-        return load_adapter(registration.key, header, self._dtype, self._measure)
+        return load_adapter(registration.key, header, self._dtype, self._measure, self._base_layers)
 
     def _registration(self, name: str, path: str) -> Registration:
         if (

@@ -7,7 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import nn
 
-from vlora.memory.huge_pages import empty
+from atmm.quantized import Allocate, StoredWeight
+from vlora.lora.adapted_linear import AdaptedLinear
 
 # Layers that read the same input tensor: one shrink can serve all of them.
 _SHARED_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -46,15 +47,15 @@ def groups_by_shape(linears: Mapping[str, nn.Linear], *, join: bool) -> list[lis
     return list(kinds.values())
 
 
-def moved(groups: Sequence[Sequence[nn.Linear]]) -> torch.Tensor:
-    """The weights of groups of equal shapes, [groups, sum of out, in]; the parameters become views of it."""
+def moved(groups: Sequence[Sequence[AdaptedLinear]], allocate: Allocate) -> StoredWeight:
+    """The weights of groups of equal shapes, [groups, sum of out, in]; the layers' weights become views of it."""
     heights = [layer.out_features for layer in groups[0]]
     weight = groups[0][0].weight
-    slab = empty([len(groups), sum(heights), weight.shape[1]], weight.dtype, weight.device)
-    for layers, entry in zip(groups, slab, strict=True):
-        for layer, rows in zip(layers, entry.split(heights), strict=True):
+    slab = allocate([len(groups), sum(heights), weight.shape[1]], weight.dtype, weight.device)
+    for number, layers in enumerate(groups):
+        for layer, rows in zip(layers, slab[number].split(heights), strict=True):
             # Freeing the module's own storage now keeps the peak at one extra layer, not one extra model.
-            layer.weight.data = rows.copy_(layer.weight.data)
+            layer.hold(rows.copy_(layer.weight.data if layer.quantized is None else layer.quantized))
     return slab
 
 

@@ -7,13 +7,13 @@ product computes them. A slab is then the rows of one member of every group.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
-
+from atmm.quantized import Allocate
 from vlora.lora.adapted_linear import AdaptedLinear
 from vlora.lora.joined_weights import JoinedWeights
 from vlora.lora.slab_layout import groups_by_shape, moved
+from vlora.memory.huge_pages import empty
 
 
 class SlabSlot(NamedTuple):
@@ -31,24 +31,32 @@ class WeightSlabs:
 
     Attributes:
         slots: the place of every layer, in slab order, which is also the order of layers in an adapter's memory.
-        joined: W0 in its memory, tensors [groups, sum of out, in]. Equal to `base` if no layers are joined.
+        joined: W0 in its memory, [groups, sum of out, in]: tensors or instances of `QuantizedWeight`. Equal to `base`
+            if no layers are joined.
         base: W0 by slab, [layers, out, in], as views of `joined` with contiguous rows.
         groups: the joined layers' weights, with their places in `joined`: the tensor and the entry in it.
     """
 
-    def __init__(self, linears: Mapping[str, AdaptedLinear], *, join: bool = False) -> None:
-        """Move the layers' weights into slabs. join: make the weights of layers with one input adjacent."""
+    def __init__(
+        self,
+        linears: Mapping[str, AdaptedLinear],
+        *,
+        join: bool = False,
+        allocate: Allocate = empty,
+    ) -> None:
+        """Move the layers' weights into slabs from `allocate`. join: make weights of layers with one input adjacent."""
+        self.allocate = allocate
         self.linears = linears
         self.slots: dict[str, SlabSlot] = {}
-        self.joined: list[torch.Tensor] = []
-        self.base: list[torch.Tensor] = []
+        self.joined: list[Any] = []
+        self.base: list[Any] = []
         self.groups: list[tuple[JoinedWeights, int, int]] = []
         self._heights: list[list[int]] = []
         for kind, groups in enumerate(groups_by_shape(linears, join=join)):
             layers = [[linears[name] for name in names] for names in groups]
             for place, names in enumerate(zip(*groups, strict=True), len(self.base)):
                 self.slots.update({name: SlabSlot(place, entry) for entry, name in enumerate(names)})
-            self.joined.append(moved(layers))
+            self.joined.append(moved(layers, allocate))
             self._heights.append([layer.out_features for layer in layers[0]])
             self.base += self.joined[-1].split(self._heights[-1], 1)
             for entry, members in enumerate(layers if len(layers[0]) > 1 else ()):
@@ -57,7 +65,7 @@ class WeightSlabs:
                 for layer in members:
                     layer.joined = weights
 
-    def split(self, joined: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def split(self, joined: Sequence[Any]) -> list[Any]:
         """Views of tensors with the shapes of `joined`, by slab: [layers, out, in]."""
         pairs = zip(joined, self._heights, strict=True)
         return [slab for tensor, heights in pairs for slab in tensor.split(heights, 1)]
@@ -72,11 +80,11 @@ class WeightSlabs:
         """The layers' shapes (out, in)."""
         return frozenset((slab.shape[1], slab.shape[2]) for slab in self.base)
 
-    def entry(self, name: str) -> torch.Tensor:
+    def entry(self, name: str) -> Any:
         """The current content of a layer's slab entry, [out, in]."""
         slab, index = self.slots[name]
         return self.base[slab][index]
 
     @property
     def num_bytes(self) -> int:
-        return sum(slab.numel() * slab.element_size() for slab in self.joined)
+        return sum(slab.nbytes for slab in self.joined)

@@ -85,7 +85,7 @@ class AdapterCache:
         returns the evicted names.
         """
         wanted = self.allocator.num_free_blocks + num_blocks
-        for name in [name for name in self._runs if name not in kept and not self._pins[name]]:
+        for name in [name for name in self._runs if name not in kept and name not in self.pinned]:
             if self.allocator.num_free_blocks >= wanted:
                 break
             self.free(name)
@@ -129,6 +129,12 @@ class AdapterCache:
             del self._pins[name]
             self._room = None
 
+    def move(self, name: str, first_page: int) -> None:
+        """Move an adapter, which must not be pinned, to a gap, which may overlap its old pages."""
+        assert not self._pins[name], f"{name} is pinned {self._pins[name]} times"
+        self._runs[name] = self.allocator.move_run(self._runs[name], first_page)
+        self._moved.append(name)
+
     def free(self, name: str) -> None:
         """Free the pages of an adapter, which must not be pinned."""
         assert not self._pins[name], f"{name} is pinned {self._pins[name]} times"
@@ -136,9 +142,14 @@ class AdapterCache:
         self._resident = None
 
     @property
+    def pinned(self) -> Set[str]:
+        """Resident adapters that may be neither evicted nor moved."""
+        return self._pins.keys()
+
+    @property
     def _fixed_runs(self) -> set[PageRun]:
         """Runs that may be neither moved nor evicted."""
-        return {*self._reserved, *(self._runs[name] for name in self._pins)}
+        return {*self._reserved, *(self._runs[name] for name in self.pinned)}
 
     def _make_room(self, num_pages: int) -> int | None:
         """Free `num_pages` contiguous pages; return the first page, or None with nothing changed.
@@ -151,7 +162,7 @@ class AdapterCache:
             return gap
         if self._room is not None and self._room < num_pages:
             return None
-        cold = [name for name in self._runs if not self._pins[name]]
+        cold = [name for name in self._runs if name not in self.pinned]
         movable = [self._runs[name] for name in cold]
         if plan_compaction(self.allocator, num_pages, self.max_pages, movable, movable) is None:
             # Pinning more adapters cannot enlarge this bound. It avoids a search per adapter when hundreds fail in one
@@ -185,8 +196,7 @@ class AdapterCache:
         for block in plan.evicted:
             self.allocator.evict_block(block)
         for run, first_page in plan.runs:
-            self._runs[names[run]] = self.allocator.move_run(run, first_page)
-            self._moved.append(names[run])
+            self.move(names[run], first_page)
         for block, target in plan.blocks:
             self.allocator.move_block(block, target)
 

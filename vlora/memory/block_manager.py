@@ -14,7 +14,11 @@ class BlockManager:
     """The KV blocks of each request, in token order. With a prefix cache, requests with a common prefix share blocks.
 
     Shared and known blocks are full and read-only: a request writes only to the blocks after them.
+    written, kept: see `WrittenBlocks`.
     """
+
+    written: frozenset[str] = frozenset()
+    kept: tuple[int, ...] = ()
 
     def __init__(self, allocator: PageAllocator, block_size: int, prefix: PrefixCache | None = None) -> None:
         self.allocator = allocator
@@ -80,12 +84,10 @@ class BlockManager:
         self._tables[request_id] = table + tuple(self._allocate() for _ in range(wanted))
         return True
 
-    def free(self, request_id: str) -> int:
-        """Free all blocks of a request; return their number. Known blocks without other users stay cached."""
-        table = self._tables.pop(request_id, ())
-        for block in reversed(table):  # LRU order: the end of a prefix is useless without its beginning
+    def free(self, request_id: str) -> None:
+        """Free all blocks of a request. Known blocks without other users stay cached."""
+        for block in reversed(self._tables.pop(request_id, ())):  # LRU: the end of a prefix is useless alone
             self._release(block)
-        return len(table)
 
     # -- prefix cache -------------------------------------------------------------------------------------------------
 
@@ -165,7 +167,7 @@ class BlockManager:
         """
         assert all(self._tables.values()), "a request without blocks is listed as a holder"
         assert all(len(table) == len(set(table)) for table in self._tables.values()), "a block is twice in one table"
-        placed = Counter(block for table in self._tables.values() for block in table)
+        placed = Counter(block for table in (*self._tables.values(), self.kept) for block in table)
         assert placed == self._num_users, f"blocks are in tables {placed}, but counted {self._num_users}"
         assert placed.keys() == self.allocator.taken_blocks, (
             f"{len(placed)} blocks are in tables, {len(self.allocator.taken_blocks)} are taken"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 _HUGE_BYTES = 2 * 2**20
-_ADVICE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux only
+ADVICE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux only
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -27,11 +27,11 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
         OSError: host memory is exhausted. On other devices torch raises its own error.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
-    if _ADVICE is None or not _served(device, num_bytes):
+    if ADVICE is None or not _served(device, num_bytes):
         return torch.empty(*shape, dtype=dtype, device=device)
     mapped = mmap.mmap(-1, num_bytes + _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # the kernel does not support huge pages
-        mapped.madvise(_ADVICE)
+        mapped.madvise(ADVICE)
     raw = torch.frombuffer(mapped, dtype=torch.uint8)  # keeps the mapping alive as long as any view exists
     skip = -raw.data_ptr() % _HUGE_BYTES
     return raw[skip : skip + num_bytes].view(dtype).view(*shape)
@@ -39,7 +39,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 
 def in_huge_pages(tensor: Tensor) -> Tensor:
     """A copy of a large CPU tensor in huge pages; the tensor itself where huge pages do not apply."""
-    if _ADVICE is None or not _served(tensor.device, tensor.nbytes):
+    if ADVICE is None or not _served(tensor.device, tensor.nbytes):
         return tensor
     return empty(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
 

@@ -59,10 +59,12 @@ class ForwardBatch:
         head_rows: Rows of requests with a task head.
         text_index: The places of their last tokens in the batch, on the model's device.
         draws: On a GPU the `draw_table` of the text rows, if any of them is not greedy.
+        logits: Of the text rows, float32 [n, vocab]; None before they are computed.
     """
 
     text_index: torch.Tensor
     draws: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
 
     def __init__(
         self, states: Mapping[str, RequestState], items: Sequence[BatchItem], block_size: int, block_rows: int
@@ -89,11 +91,11 @@ class ForwardBatch:
         """For each item, the batch indices of tokens with a final hidden state that is read, ascending."""
         read = []
         for row in self.rows:
-            tokens = row.state.head_tokens
             if row.state.request.head is None:
-                tokens = np.arange(row.last - 1, row.last) if row.answers else tokens
-            first, stop = np.searchsorted(tokens, (row.first, row.last))
-            read.append(tokens[first:stop] - row.first + row.start)
+                read.append(np.arange(row.stop - row.answers, row.stop))  # the last token, or none
+                continue
+            first, stop = np.searchsorted(row.state.head_tokens, (row.first, row.last))
+            read.append(row.state.head_tokens[first:stop] - row.first + row.start)
         return read
 
     def positions(self, num_rows: int) -> np.ndarray:

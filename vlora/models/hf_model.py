@@ -19,8 +19,10 @@ from torch import nn
 from transformers import AttentionInterface
 
 import atmm
+from atmm.stored_linear import StoredLinear
 from vlora.errors import BadRequest, UnsupportedModel
 from vlora.lora.adapted_linear import AdaptedLinear, LaneScope, adapt
+from vlora.lora.own_layers import OwnLayers
 from vlora.memory.huge_pages import in_huge_pages
 from vlora.models.attention import StepAttention, paged_attention
 from vlora.models.families import Family, family_of
@@ -59,9 +61,11 @@ class HFModel:
         self.family: Family = family_of(model.config)
         self.inner = model.model
         self.text_model = self.inner.language_model
-        self.lm_head: nn.Linear = model.get_output_embeddings()
+        self.lm_head: StoredLinear = model.get_output_embeddings()
+        self.lm_head.__class__ = StoredLinear
         self.lm_head.weight.data = in_huge_pages(self.lm_head.weight.data)  # read completely in every step
         self.embed: nn.Embedding = model.get_input_embeddings()
+        self.own = OwnLayers(model, self.lm_head, self.embed)
         self.image_token_id: int = model.config.image_token_id
         self.video_token_id: int | None = getattr(model.config, "video_token_id", None)
         weight = self.embed.weight
@@ -69,7 +73,7 @@ class HFModel:
         self.device: torch.device = weight.device
         AttentionInterface.register(ATTENTION_NAME, paged_attention)
         model.set_attn_implementation({"text_config": ATTENTION_NAME})
-        if self.text_model.config._attn_implementation != ATTENTION_NAME:
+        if self.text_model.config._attn_implementation != ATTENTION_NAME:  # noqa: SLF001
             raise UnsupportedModel(
                 f"{self.family.model_type}: this version of transformers does not accept a registered attention "
                 "function for its text model"
@@ -88,7 +92,7 @@ class HFModel:
     def move(self, device: torch.device) -> None:
         """Move the whole model to a device."""
         self.model.to(device)
-        self.device = device
+        self.device = self.embed.weight.device
         self._replace_vision_attention()
         self._fuse_layers()
 

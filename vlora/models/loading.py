@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import logging
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,10 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from vlora.config import EngineConfig
 from vlora.errors import BadConfig, VLoraError
+from vlora.lora.base_weights import checkpoint_files
 from vlora.models.families import family_of
 from vlora.models.pretrained import from_pretrained
+from vlora.models.stored_quantized import restore_stored, scales_expected, stored_format
 from vlora.models.supported import max_positions
 
 log = logging.getLogger(__name__)
@@ -27,8 +31,9 @@ _HUB_HINT = (
 def load_model(config: EngineConfig, rank: int = 0) -> Any:
     """Load the whole transformers model in eval mode. Raises BadConfig, UnsupportedModel.
 
-    With one rank the model is on its device. With several ranks it may be larger than a rank's device, so its weights
-    stay memory-mapped files on the CPU, read on access, until `sharding.shard` moves the rank's part to the device.
+    With one rank the model is on its device. With several ranks, or if its weights are to be quantized, it may be
+    larger than a device, so its weights stay memory-mapped files on the CPU, read on access, until `sharding.shard` or
+    `lay_out` moves them to the device.
     """
     device = device_of(config, rank)
     model_config = read_config(config.model)
@@ -36,11 +41,19 @@ def load_model(config: EngineConfig, rank: int = 0) -> Any:
     if config.load_format == "dummy":
         return dummy_model(model_config, config.dtype, device, config.seed)
     dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
+    stored = stored_format(model_config)
+    plain = copy.copy(model_config)
+    if stored != "none":
+        del plain.quantization_config  # the values are loaded as they are
     try:
-        model = from_pretrained(AutoModelForImageTextToText, config.model, dtype=dtype)
+        with contextlib.nullcontext() if stored == "none" else scales_expected():
+            model = from_pretrained(AutoModelForImageTextToText, config.model, dtype=dtype, config=plain)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise BadConfig(f"cannot load the weights of {config.model!r}: {error}") from error
-    return _ready(model, device if config.tensor_parallel == 1 else torch.device("cpu"))
+    if stored != "none":
+        restore_stored(model, checkpoint_files(config.model), stored, keep=config.quantize == stored)
+    fits = config.tensor_parallel == 1 and config.quantize == "none"
+    return _ready(model, device if fits else torch.device("cpu"))
 
 
 def _warn_of_shorter_context(text: Any) -> None:

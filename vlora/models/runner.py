@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 import atmm
 from atmm.matmul import linear
-from vlora.errors import BadRequest, StepFailed
+from vlora.errors import StepFailed
 from vlora.lora.adapter_pool import AdapterPool
 from vlora.lora.merge import ModeSwitcher
 from vlora.memory.arena import PAGE_BYTES, Arena
 from vlora.models.attention import KVCache, StepAttention
 from vlora.models.forward_batch import ForwardBatch, lane_by_lane, queries_of
 from vlora.models.gpu.attention import GpuAttention
+from vlora.models.gpu.clock import clock_of
+from vlora.models.gpu.decode_graphs import DecodeGraphs
+from vlora.models.gpu.decode_step import DecodeModel
+from vlora.models.gpu.launched_step import LaunchedStep
 from vlora.models.gpu.step_inputs import StepInputs
-from vlora.models.grammar import Cursor, hold
+from vlora.models.gpu.step_tokens import StepTokens
+from vlora.models.grammar import Cursor
 from vlora.models.head_reading import read_heads
 from vlora.models.hf_model import HFModel
 from vlora.models.last_layer import LastLayer
 from vlora.models.request_state import RequestState
-from vlora.models.sampling import Written, adjusted, sample, token_scores
+from vlora.models.token_choice import TokenChoice
 from vlora.models.vision.encoder import VisionEncoder
 from vlora.models.vision.image_encoding import ImageEncoding
 from vlora.parallel import CollectiveFailed, ProcessGroup
-from vlora.types import Batch, BatchItem, ErrorValue, HeadAnswer, Request, StepResult, TokenScore
+from vlora.types import Batch, BatchItem, Request, StepResult
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +60,7 @@ class ModelRunner:
         group: ProcessGroup | None = None,
     ) -> None:
         self._group = group
+        self._leads = group is None or group.leads
         self._hf_model = hf_model
         self._pool = pool
         self._switcher = switcher
@@ -64,7 +71,16 @@ class ModelRunner:
         self._last_layer = LastLayer(hf_model.text_model.layers[hf_model.num_layers - 1], hf_model.language_scope)
         self._states: dict[str, RequestState] = {}
         self._images = ImageEncoding(hf_model, vision, self._states, group)
-        self._inputs = StepInputs(hf_model.device) if hf_model.device.type == "cuda" else None
+        self._clock = clock_of(hf_model.device)
+        self._tokens = StepTokens(hf_model.device) if hf_model.device.type == "cuda" else None
+        self._inputs = None if self._tokens is None else StepInputs(hf_model.device, self._tokens)
+        self.graphs: DecodeGraphs | None = None
+
+    def capture_decodes(self, max_batch: int, max_context: int, padding_block: int) -> None:
+        """Run decode steps as CUDA graphs from now on. The arguments are those of `DecodeGraphs` and `DecodeModel`."""
+        assert self._tokens is not None
+        model = DecodeModel(self._hf_model, self.gpu, self._cache, max_context, padding_block)
+        self.graphs = DecodeGraphs.try_to_capture(model, self._pool, self._switcher, self._tokens, max_batch)
 
     def add(self, request: Request, vision_key: str | None) -> None:
         """Add a request. vision_key: its adapter's key if that adapter changes the vision side, else None."""
@@ -85,12 +101,16 @@ class ModelRunner:
             self._states[request_id].tokens.append(token)
 
     def run(self, batch: Batch) -> StepResult:
-        """Run one step. A request that fails alone gets an error in the result; the others continue.
+        """Launch one step and collect its result. Raises StepFailed as `launch` and `collect`."""
+        return self.collect(self.launch(batch))
+
+    def launch(self, batch: Batch) -> LaunchedStep:
+        """Start one step. A GPU may still be computing it when this returns.
 
         Raises:
             StepFailed: The switch or the forward pass failed. All requests of the batch, and no others, are lost.
         """
-        started = time.perf_counter()
+        start = self._clock.mark()
         try:
             with torch.no_grad():
                 switched = self._switcher.switch(batch.merged_adapter)
@@ -100,100 +120,90 @@ class ModelRunner:
                 f"switching the weights to {batch.merged_adapter or 'the base model'} failed: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        switch_s = time.perf_counter() - started
+        ready = self._clock.mark()
         with torch.inference_mode():
             encoded, errors = (None, {}) if batch.encode is None else self._images.advance(batch.encode)
+            step = LaunchedStep(switched, self._switcher.in_place, encoded, errors, start, ready, self._clock.mark())
             errors |= self._images.prepare(batch.items)
             items = [item for item in batch.items if item.request_id not in errors]
-            tokens: dict[str, int] = {}
-            scores: dict[str, TokenScore] = {}
-            heads: dict[str, HeadAnswer] = {}
             if items:
-                try:
+                with _failing_its_batch():
                     hidden, packed = self._forward(batch, items)
-                    if self._group is not None and not self._group.leads:
-                        return StepResult(errors=errors)
-                    tokens, scores, refused = self._sample(hidden, packed)
-                    errors |= refused
-                    if packed.head_rows:
-                        heads, failed = read_heads(hidden, packed, self._pool, self._hf_model.config)
-                        errors |= failed
-                except CollectiveFailed:
-                    raise  # not an error of this batch
-                except Exception as error:
-                    # Any error fails only this batch; the engine continues.
-                    log.exception("step failed")
-                    raise StepFailed(f"the batch failed inside the model: {type(error).__name__}: {error}") from error
-        return StepResult(
-            tokens=tokens,
-            scores=scores,
-            heads=heads,
-            errors=errors,
-            step_s=time.perf_counter() - started - switch_s,
-            switch_s=switch_s,
-            switched=switched,
-            in_place=self._switcher.in_place,
-            encoded=encoded,
-        )
+                    if self._leads:
+                        self._answer(hidden, packed, step)
+        step.end = self._clock.mark()
+        return step
+
+    def collect(self, step: LaunchedStep) -> StepResult:
+        """Wait for a step. A request that fails alone gets an error in the result; the others continue.
+
+        Steps are collected in the order of their launches, each before the second step after it is launched. Raises
+        StepFailed as `launch`.
+        """
+        with torch.inference_mode(), _failing_its_batch():
+            self._clock.wait(step.end)
+            tokens, scores, refused = ({}, {}, {}) if step.choice is None else step.choice.collect()
+            seconds = self._clock.seconds
+            return StepResult(
+                tokens=tokens,
+                scores=scores,
+                heads=step.heads,
+                errors=step.errors | refused,
+                step_s=seconds(step.ready, step.end),
+                switch_s=seconds(step.start, step.ready),
+                switched=step.switched,
+                in_place=step.in_place,
+                encoded=step.encoded and replace(step.encoded, seconds=seconds(step.ready, step.encoded_by)),
+            )
 
     # -- the packed batch -------------------------------------------------------------------------------------------
 
-    def _forward(self, batch: Batch, items: Sequence[BatchItem]) -> tuple[torch.Tensor, ForwardBatch]:
-        """Run the model. Returns hidden states [T, hidden], valid only in rows that are read, and the packed batch."""
-        hf_model = self._hf_model
-        put = torch.from_numpy if self._inputs is None else self._inputs.put
-        merged = batch.merged_adapter
+    def _forward(self, batch: Batch, items: Sequence[BatchItem]) -> tuple[torch.Tensor | None, ForwardBatch]:
+        """Run the model. Returns hidden states [T, hidden], valid in rows that are read, or None, and the batch."""
+        hf_model, merged = self._hf_model, batch.merged_adapter
         packed = ForwardBatch(self._states, lane_by_lane(items, merged), self._block_size, self._block_rows)
+        lanes = packed.lanes(batch.mode, merged)
+        if self.graphs is not None and self.graphs.replay(packed, lanes):
+            return None, packed
+        put = torch.from_numpy if self._inputs is None else self._inputs.put
         token_ids, write_rows = put(packed.token_ids), put(packed.write_rows)
         positions = put(packed.positions(3 if hf_model.family.mrope else 1))
-        lanes = packed.lanes(batch.mode, merged)
-        leads = self._group is None or self._group.leads
-        if leads and atmm.gains_from_copies(lanes, hf_model.device, hf_model.dtype):
+        if self._leads and atmm.gains_from_copies(lanes, hf_model.device, hf_model.dtype):
             self._pool.pack_for(lane.key for lane in lanes)
         queries, last_queries, read = queries_of(packed, lanes, hf_model.dtype, self.gpu, put)
         packed.text_index = put(np.array([row.stop - 1 for row in packed.text], dtype=np.int64))
         if self._inputs is not None:
-            packed.draws = self._inputs.put_draws([row.state for row in packed.text])
-            self._inputs.copy()
+            self._inputs.finish(packed, token_ids)
         embeddings = hf_model.embed(token_ids)
+        if hf_model.own.embedding:
+            hf_model.own.embedding.look_up(embeddings, token_ids, packed.rows)
         visual_mask, deepstack = packed.place_visuals(embeddings)
         step = StepAttention(self._cache, write_rows, queries, last_queries)
         with hf_model.language_scope.lanes(packed.num_tokens, lanes), self._last_layer.limited_to(read):
             hidden = hf_model.forward(embeddings, positions, step, visual_mask, deepstack)
         return hidden, packed
 
-    # -- answers ----------------------------------------------------------------------------------------------------
+    def _answer(self, hidden: torch.Tensor | None, packed: ForwardBatch, step: LaunchedStep) -> None:
+        """Sample the tokens of a step, and read its heads."""
+        if hidden is not None and packed.text:
+            picked, head = hidden.index_select(0, packed.text_index), self._hf_model.lm_head
+            packed.logits = linear(picked, head.stored, head.bias).float().contiguous()
+            if self._hf_model.own.head:
+                self._hf_model.own.head.multiply(packed.logits, picked, [row.adapter for row in packed.text])
+        if packed.logits is not None:
+            step.choice = TokenChoice(packed.logits, packed, self._hf_model.eos_ids, self._tokens)
+        if hidden is not None and packed.head_rows:
+            step.heads, failed = read_heads(hidden, packed, self._pool, self._hf_model.config)
+            step.errors |= failed
 
-    def _sample(
-        self, hidden: torch.Tensor, packed: ForwardBatch
-    ) -> tuple[dict[str, int], dict[str, TokenScore], dict[str, ErrorValue]]:
-        """Sample one token per text row.
 
-        Returns:
-            By request id: tokens, scores of requests with logprobs, and errors of answers that a grammar stopped.
-        """
-        if not packed.text:
-            return {}, {}, {}
-        picked = hidden.index_select(0, packed.text_index)
-        logits = linear(picked, self._hf_model.lm_head.weight, self._hf_model.lm_head.bias).float().contiguous()
-        states = [row.state for row in packed.text]
-        params = [state.request.sampling for state in states]
-        held, refused = hold(logits, [state.cursor for state in states])
-        written = [Written(state.tokens, len(state.request.prompt_ids)) for state in states]
-        chosen = sample(
-            adjusted(held, params, written, self._hf_model.eos_ids),
-            params,
-            [state.seed for state in states],
-            [state.num_answered for state in states],
-            packed.draws,
-        )
-        ids = [state.request.request_id for state in states]
-        for row, (state, token) in enumerate(zip(states, chosen, strict=True)):
-            if state.cursor is not None and row not in refused:
-                try:
-                    state.cursor.advance(token)
-                except BadRequest as error:
-                    refused[row] = error
-            state.tokens.append(token)
-        scores = {ids[row]: score for row, score in token_scores(logits, params, chosen).items()}
-        return dict(zip(ids, chosen, strict=True)), scores, {ids[row]: ErrorValue.of(e) for row, e in refused.items()}
+@contextlib.contextmanager
+def _failing_its_batch() -> Iterator[None]:
+    """Any error fails only its batch; the engine continues."""
+    try:
+        yield
+    except CollectiveFailed:
+        raise  # not an error of this batch
+    except Exception as error:
+        log.exception("step failed")
+        raise StepFailed(f"the batch failed inside the model: {type(error).__name__}: {error}") from error

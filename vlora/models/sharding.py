@@ -29,7 +29,7 @@ class RowParallelLinear(AdaptedLinear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         num_rows = input.numel() // self.in_features
         plan = self.scope.plan_for(num_rows)
-        y = linear(input, self.weight, None)
+        y = linear(input, self.stored, None)
         if plan is not None:
             self.add_deltas(y.view(num_rows, self.out_features), input.reshape(num_rows, self.in_features), plan)
         y = self.group.all_reduce(y, "base")

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from vlora.errors import UnsupportedModel
+from vlora.models.stored_quantized import stored_format
 
 TEXT_MODELS = frozenset(("llama", "qwen2", "mistral", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"))
 
@@ -45,6 +46,7 @@ def refuse_unsupported_parts(config: Any, mrope: bool) -> None:
         mrope: Whether the family's positions have three rows.
     """
     family, text = config.model_type, config.text_config
+    stored_format(config)
     if text.model_type not in TEXT_MODELS:
         raise UnsupportedModel(
             f"{family} with a text model of type {text.model_type!r} is not supported; supported text models: "

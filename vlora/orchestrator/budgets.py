@@ -39,8 +39,8 @@ def fit_budgets(
     tracked: Mapping[str, TrackedRequest],
     block_manager: BlockManager,
     budget: StepBudget,
-) -> Batch:
-    """The batch of a decision within the token and block budgets.
+) -> Batch | None:
+    """The batch of a decision within the token and block budgets; None if all blocks are of the step in flight.
 
     If no selected request gets a block, because all blocks belong to requests that may not be preempted, the oldest
     ready requests run instead: the oldest one can always run.
@@ -61,7 +61,8 @@ def fit_budgets(
         items, preempted = grant_blocks(selected, shares, block_manager, tracked, ready)
         if items:
             return Batch(_mode_of(merged, items), merged, items, tuple(t.request_id for t in preempted))
-    raise AssertionError("the oldest request was admitted but does not fit")
+    assert block_manager.written, "the oldest request was admitted but does not fit"
+    return None
 
 
 def _mode_of(merged: str | None, items: Sequence[BatchItem]) -> Mode:
@@ -164,7 +165,7 @@ class _Victims:
         self._block_manager = block_manager
         self._ready = set(ready)
         self._order = sorted(
-            (tracked[holder] for holder in block_manager.holders),
+            (tracked[holder] for holder in block_manager.holders - block_manager.written),
             key=lambda t: (t.protected, t.request_id in chosen, -t.arrival),
         )
 

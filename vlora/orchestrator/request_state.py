@@ -38,7 +38,7 @@ class TrackedRequest:
     Attributes:
         cached_len: tokens with KV in place; for a waiting request, the prefix-cache hit.
         active: the adapter of its next token. None before `Request.adapter_from`, and for requests of the base model.
-        device_len: known tokens (prompt and sampled).
+        device_len: tokens (prompt and sampled); the last one may still be in flight.
         max_len: upper limit of device_len.
         chain: the keys of its blocks; None without a prefix cache.
         last_key: key of the last block in place; None if there is none.
@@ -48,7 +48,7 @@ class TrackedRequest:
         last_ran_s: end of its last step; before the first one, the time of its admission or entry.
         answer_by: latest time for the first answer; None without a deadline.
         expected_s: predicted time from admission to the first answer.
-        held: must not run before its grammar is compiled.
+        held: must not run: its grammar is not compiled yet, or its last token is being computed.
         entered: admitted to the KV room (`KvAdmission`), so policies may select it; its waiting time counts from then
             on.
         last_answer_s: time of its last token, or of entry.
@@ -82,6 +82,7 @@ class TrackedRequest:
         "num_computed",
         "num_preemptions",
         "num_reused",
+        "num_sampled",
         "priority",
         "prompt_len",
         "protected",
@@ -118,6 +119,7 @@ class TrackedRequest:
         self.last_key: Key | None = None
         self.next_key: Key | None = None
         self.set_cached_len(0)
+        self.num_sampled = 0
         self.num_computed = 0  # prompt tokens computed, recomputation included
         self.num_reused = 0  # prompt tokens reused, known with the first answer
         self.status = RequestStatus.WAITING
@@ -138,8 +140,8 @@ class TrackedRequest:
         self.next_key = self.chain.key(full) if self.chain.may_find(full, self.device_len) else None
 
     def append(self, token: int) -> None:
-        """Append a sampled token."""
-        self.device_len += 1
+        """Append a sampled token, which device_len includes."""
+        self.num_sampled += 1
         if self.chain is not None:
             self.chain.append(token)
 
@@ -148,10 +150,6 @@ class TrackedRequest:
         if self.chain is None:
             return []
         return [self.chain.key(at) for at in range(start // self.chain.block_size, stop // self.chain.block_size)]
-
-    @property
-    def num_sampled(self) -> int:
-        return self.device_len - self.prompt_len
 
     @property
     def new_tokens(self) -> int:
@@ -227,7 +225,7 @@ def update_prefix_hits(requests: Iterable[TrackedRequest], block_manager: BlockM
     known = block_manager.known
     left = MAX_LOOKUPS
     for tracked in requests:
-        if tracked.next_key in known:
+        if tracked.next_key in known and tracked.request_id not in block_manager.written:
             assert tracked.chain is not None
             if tracked.status is RequestStatus.RUNNING:
                 tracked.set_cached_len(

@@ -117,6 +117,7 @@ class Scheduler:
         self._clock = clock
         self._encode_share = encode_share
         self._carried: Any = None
+        self._advanced: list[tuple[TrackedRequest, BatchItem]] = []
         self._outputs: list[RequestOutput] = []
         self._counters = Counters()
 
@@ -156,28 +157,47 @@ class Scheduler:
             )
             starving = {c.request_id for c in candidates if c.credit > theta_s}
             batch = fit_budgets(decision, starving, ready, self.queue.admitted, self._block_manager, self.budget)
-            self._start(batch, now)
+            if batch is not None:
+                self._start(batch, now)
         return self._add_images(batch, to_encode, view.resident, now, merged.in_place) if to_encode else batch
 
     def record(self, batch: Batch, result: StepResult) -> tuple[RequestOutput, ...]:
         """Record a step's results; return new outputs, with a finished one for every request that ended."""
+        self.advance(batch)
+        return self.finish(batch, result)
+
+    def advance(self, batch: Batch) -> None:
+        """The first part of `record`, before the results are known. The next step may be scheduled after it."""
+        now = self._clock()
+        self._advanced = []
+        for item in batch.items:
+            tracked = self.queue.admitted.get(item.request_id)
+            if tracked is None:
+                continue  # ended after the step was scheduled
+            self._advanced.append((tracked, item))
+            self.queue.count_service(tracked, item.num_tokens)
+            tracked.set_cached_len(item.start + item.num_tokens)
+            tracked.last_ran_s = now
+            if item.answers and not tracked.is_head:
+                tracked.device_len += 1
+                tracked.held = tracked.device_len == tracked.max_len
+
+    def finish(self, batch: Batch, result: StepResult) -> tuple[RequestOutput, ...]:
+        """The second part of `record`. Before it, no other step is advanced."""
         now = self._clock()
         self._counters.count_step(batch, result)
         self.waits.record_step(result.step_s + result.switch_s)
         self._cost.observe(batch, result, self._credits.merged)
         self._credits.merged = self._credits.merged.after(batch, result)
         outputs = self._record_images(batch, result, now)
-        for item in batch.items:
-            tracked = self.queue.admitted.get(item.request_id)
-            if tracked is None:
+        for tracked, item in self._advanced:
+            if tracked.has_ended:
                 continue  # cancelled while the step ran
             self._counters.count_request_step(tracked, batch.mode)
             if item.request_id in result.errors:
                 outputs.append(self._end(tracked, "error", now, error=result.errors[item.request_id]))
                 continue
-            self.queue.count_service(tracked, item.num_tokens)
             self._record_kv(tracked, item)
-            tracked.last_ran_s = now
             if item.answers:
                 outputs.append(self._record_answer(tracked, result, now))
         return tuple(outputs)
@@ -343,7 +363,6 @@ class Scheduler:
         self._counters.count_computed(tracked, item.start, stop)
         if tracked.chain is not None:
             self._block_manager.register_full_blocks(item.request_id, tracked.chain, item.start, stop)
-        tracked.set_cached_len(stop)
 
     def _record_answer(self, tracked: TrackedRequest, result: StepResult, now: float) -> RequestOutput:
         if tracked.first_answer_s is None:

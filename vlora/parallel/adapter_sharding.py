@@ -27,7 +27,8 @@ from vlora.parallel.layer_sharding import LinearShard, Span
 
 ShardingKind = Literal["replicated", "slora"]
 Side = Literal["a", "b"]
-FactorKind = Literal["dense", "blocks_a", "blocks_b", "gathered", "reduced"]
+FactorKind = Literal["dense", "blocks_a", "blocks_b", "gathered", "reduced", "replaced"]
+RowKind = Literal["scale", "shift", "gain", "input"]
 
 
 class FactorShape(NamedTuple):
@@ -36,6 +37,11 @@ class FactorShape(NamedTuple):
     dense: both have `rank` rows. blocks_a: a's `parts` block-diagonal blocks are side by side, each [rank / parts, d_in
     / parts], and bt's rows belong to them in order; blocks_b: the same with a and bt swapped.
     gathered: a has one of `parts` shares of the adapter's rank; reduced: bt has this rank's share of the outputs.
+    replaced: a is the weight of the layer [d_out, d_in] instead of a delta; the rank is 0.
+
+    rows: further rows below dense factors: other changes than the factors' delta. scale: the relative change of each
+    output without its bias (DoRA's g - 1). shift: added to the outputs (biases). gain: the relative change of each
+    output (IA3's l - 1). input: the same of each input; it is a row of a, the others are rows of bt.
     """
 
     rank: int
@@ -43,14 +49,22 @@ class FactorShape(NamedTuple):
     d_out: int
     kind: FactorKind = "dense"
     parts: int = 1
+    rows: tuple[RowKind, ...] = ()
 
     @property
     def rows_a(self) -> int:
-        return self.rank // self.parts if self.kind in ("blocks_a", "gathered") else self.rank
+        if self.kind == "replaced":
+            return self.d_out
+        return self.rank // self.parts if self.kind in ("blocks_a", "gathered") else self.rank + ("input" in self.rows)
 
     @property
     def rows_bt(self) -> int:
-        return self.rank // self.parts if self.kind == "blocks_b" else self.rank
+        return self.rank // self.parts if self.kind == "blocks_b" else self.rank + len(self.output_rows)
+
+    @property
+    def output_rows(self) -> tuple[RowKind, ...]:
+        """The further rows of bt."""
+        return tuple(row for row in self.rows if row != "input")
 
     @property
     def is_split(self) -> bool:
@@ -145,6 +159,7 @@ def parts_of(shape: FactorShape, a: torch.Tensor, bt: torch.Tensor) -> list[Part
     a [..., rows_a, d_in], bt [..., rows_bt, d_out]; the leading dimensions are layers of one shape.
     """
     assert not shape.is_split, "factors split over ranks are not a complete delta"
+    assert not shape.rows, "further rows are not part of the factors' product"
     if shape.kind == "dense":
         return [Part(_ALL, _ALL, a, bt)]
     count = shape.parts
@@ -160,7 +175,12 @@ def parts_of(shape: FactorShape, a: torch.Tensor, bt: torch.Tensor) -> list[Part
 
 
 def dense(shape: FactorShape, a: torch.Tensor, bt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same delta as one pair a [..., rank, d_in] and bt [..., rank, d_out], including zeros; not for serving."""
+    """The same delta as one pair a [..., rank, d_in] and bt [..., rank, d_out], including zeros; not for serving.
+
+    Further rows of bt are kept, and so are weights that replace a layer's.
+    """
+    if shape.rows or shape.kind == "replaced":
+        return a, bt
     parts = parts_of(shape, a, bt)
     if len(parts) == 1:
         return a, bt

@@ -77,7 +77,7 @@ class ProcessGroup:
             store = dist.FileStore(store_file, self.size)
             store.set_timeout(_HANG)
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = _HANG
+            options._timeout = _HANG  # noqa: SLF001  (torch)
             self._nccl = dist.ProcessGroupNCCL(store, rank, self.size, options)
 
     @property

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 
 import torch
 
-_HANG_S = 120  # a dead rank closes its sockets, and the others fail at once; this is for a live rank that hangs
+HANG_S = 120  # a dead rank closes its sockets, and the others fail at once; this is for a live rank that hangs
 _PIECE_BYTES = 48 * 1024
 _HEAD = struct.Struct("<QQ16s")  # the message's number, the number of bytes that follow, and their purpose
 _ORDERS = "orders"
@@ -64,7 +64,7 @@ class SocketCollectives:
         self._others = dict(sockets)
         self._number = 0
         # The kernel's own timeouts on a call: a socket timeout in Python would need two system calls each.
-        limit = struct.pack("ll", _HANG_S, 0)
+        limit = struct.pack("ll", HANG_S, 0)
         for sock in self._others.values():
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)

@@ -59,7 +59,7 @@ class Encoded(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     num_patches: float
-    seconds: float
+    seconds: float = 0.0
     done: bool = False
     failed: bool = False
 

@@ -13,8 +13,9 @@ from atmm.triton.attention import Scratch, decode, make_scratch, num_splits
 from tests.atmm.test_attention import TOLERANCE, reference
 
 BLOCK = 16
-# Lengths around the sizes of a block and a tile, of several tiles, and of several thousand tokens.
-RAGGED = (1, 2, 15, 16, 17, 63, 64, 65, 300, 1025, 3000)
+RAGGED = (1, 2, 15, 16, 17, 63, 64, 65, 300)
+"""Lengths around the sizes of a block and a tile, and of several tiles."""
+LONG = (1025, 3000)
 
 
 class Case:
@@ -75,11 +76,15 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim"), ((14, 2, 64), (28, 4, 128), (8, 2, 16), (3, 3, 128), (16, 1, 32))
-)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), ((7, 1, 64), (14, 2, 128), (8, 2, 16), (3, 3, 128), (16, 1, 32)))
 def test_every_grouping_and_length(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
     case = Case(heads, kv_heads, dim, dtype)
+    assert case.error(case.decode()) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_contexts_of_several_thousand_tokens(dtype: torch.dtype) -> None:
+    case = Case(16, 1, 32, dtype, LONG)
     assert case.error(case.decode()) < TOLERANCE[dtype]
 
 
@@ -111,7 +116,7 @@ def test_rows_of_a_larger_batch_and_strided_queries() -> None:
 
 
 def test_scratch_of_a_step_is_used_again() -> None:
-    case, shorter = Case(4, 2, 16, torch.float32, (700, 700)), Case(4, 2, 16, torch.float32, (1, 3))
+    case, shorter = Case(4, 2, 16, torch.float32, (200, 200)), Case(4, 2, 16, torch.float32, (1, 3))
     scratch = make_scratch(2, 4, 2, 16, torch.device("cpu"))
     assert case.error(case.decode(scratch=scratch)) < 1e-5
     assert shorter.error(shorter.decode(scratch=scratch)) < 1e-5
@@ -126,14 +131,14 @@ def test_a_padding_row_reads_one_token_only() -> None:
 
 
 def test_large_scores_are_exact_for_a_nearly_one_hot_softmax() -> None:
-    case = Case(14, 2, 64, torch.float32, (300, 40))
+    case = Case(14, 2, 64, torch.float32, (130, 40))
     case.scale = 20.0
     torch.testing.assert_close(case.decode().double(), case.right(), atol=2e-4, rtol=0)
 
 
 @pytest.mark.parametrize("side", (0, BLOCK), ids=("keys", "values"))
 def test_nan_in_one_context_does_not_affect_other_rows(side: int) -> None:
-    case = Case(4, 2, 16, torch.float32, (20, 300, 5))
+    case = Case(4, 2, 16, torch.float32, (20, 70, 5))
     clean = case.decode()
     case.keys[case.contexts[1][7] + side, 3] = math.nan  # in the first KV head, which heads 0 and 1 read
     found = case.decode()

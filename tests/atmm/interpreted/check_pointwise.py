@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import atmm
+from atmm.triton import pointwise
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # The interpreter truncates float32 to bfloat16 instead of rounding, at each of up to three roundings.
@@ -114,3 +115,25 @@ def test_inputs_that_do_not_fit_are_refused() -> None:
         atmm.rotate(torch.zeros(1, 16, 2).transpose(1, 2), torch.zeros(1, 2, 16), x, x)
     with pytest.raises(ValueError, match="k is"):
         atmm.write_kv(torch.zeros(3, 16), torch.zeros(3, 16), x, x, torch.zeros(3, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num", "width"), ((1, 48), (3, 1024), (2, 2500)))
+def test_rounding_to_eight_bits(num: int, width: int, dtype: torch.dtype) -> None:
+    x = rows(num, width, dtype=dtype)
+    x[-1, : width // 2] = 0
+    values = torch.full((num, width), float("nan")).to(torch.float8_e4m3fn)
+    scales = torch.full((num, 1), float("nan"))
+    pointwise.quantize_rows(values, scales, x, 448.0)
+    exact = x.double().abs().amax(1, keepdim=True) / 448
+    assert torch.allclose(scales.double(), exact, rtol=1e-6, atol=0)
+    want = (x.double() / exact).float().to(torch.float8_e4m3fn).float()
+    differ = values.float() != want
+    assert differ.float().mean() < 1e-2, "quotients between two values"
+    assert (values.float() - want).abs().le(want.abs() / 8 + 2**-9).all()
+
+
+def test_rows_of_zeros_stay_zeros_in_eight_bits() -> None:
+    values, scales = torch.ones(2, 40).to(torch.float8_e4m3fn), torch.zeros(2, 1)
+    pointwise.quantize_rows(values, scales, torch.zeros(2, 40), 448.0)
+    assert values.float().eq(0).all() and scales.gt(0).all()

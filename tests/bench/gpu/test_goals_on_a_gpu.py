@@ -43,21 +43,21 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Context, "on_gpu", True)
     monkeypatch.setattr(Context, "synchronize", lambda self: None)
     monkeypatch.setattr(timing, "Replays", Immediate)
-    monkeypatch.setattr(timing, "_REPEATS", 2)
+    monkeypatch.setattr(timing, "REPEATS", 2)
     monkeypatch.setattr(models, "config_of", lambda context: small_config())
-    monkeypatch.setattr(models, "_ARENA_BYTES", 2**28)
+    monkeypatch.setattr(models, "ARENA_BYTES", 2**28)
 
 
 SMALLER: dict[str, dict[str, Any]] = {
-    "step": {"_PROMPT": 16, "_BATCHES": (16, 1)},
-    "prefill": {"_TOKENS": 64, "_SIDE": 4, "_OTHER_SIDES": (6, 8)},
-    "merge": {"_ARENA_BYTES": 2**27, "_SWITCHES": 3},
-    "serve": {"_MIXED": Load(8, 8, 12, 4), "_STREAMS": Load(32, 8, 12, 6), "_ARENA_BYTES": 2**28},
+    "step": {"PROMPT": 16, "BATCHES": (32, 16, 1)},
+    "prefill": {"TOKENS": 64, "SIDE": 4, "OTHER_SIDES": (6, 8)},
+    "merge": {"ARENA_BYTES": 2**27, "SWITCHES": 3},
+    "serve": {"MIXED": Load(8, 8, 12, 4), "STREAMS": Load(32, 8, 12, 6), "ARENA_BYTES": 2**28},
     "attention": {
-        "_HEADS": Heads(4, 2, 16),
-        "_CONTEXTS": (48, 2048),
-        "_CHUNKS": (Chunk(0, 32), Chunk(48, 32)),
-        "_CACHE_BYTES": 2**16,
+        "HEADS": Heads(4, 2, 16),
+        "CONTEXTS": (48, 2048),
+        "CHUNKS": (Chunk(0, 32), Chunk(48, 32)),
+        "CACHE_BYTES": 2**16,
     },
 }
 
@@ -67,7 +67,17 @@ SMALLER: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("stage", "goals"),
     [
-        ("step", ["merged step / bytes, batch 16", "unmerged 8 x r16 / merged", "unmerged 16 x r64", "mixed / merged"]),
+        (
+            "step",
+            [
+                "steps run as CUDA graphs",
+                "merged step / bytes, batch 16",
+                "unmerged 8 x r16 / merged",
+                "unmerged 16 x r64",
+                "mixed / merged",
+                "host ms of a step, batch 32",
+            ],
+        ),
         (
             "prefill",
             ["prefill of 64 tokens, merged", "unmerged / merged", "one image", "the first image of a new size"],
@@ -95,17 +105,27 @@ def test_goals_of_a_stage(stage: str, goals: list[str], tmp_path: Path, monkeypa
 
 
 def test_a_step_stage_compares_the_same_batch() -> None:
-    from vlora.bench.gpu.stages.step import KINDS, _goals
+    from vlora.bench.gpu.stages.step import KINDS, goals_of
 
     rows = [
-        {"kind": kind.name, "batch": batch, "ms": (2.0 if kind.name == "mixed" else 1.0) * batch, "ratio": 0.1 * batch}
+        {
+            "kind": kind.name,
+            "batch": batch,
+            "graph": graph,
+            "ms": (2.0 if kind.name == "mixed" else 1.0) * batch,
+            "host ms": (0.02 if kind.name == "mixed" else 0.01) * batch,
+            "ratio": (0.1 if graph else 0.2) * batch,
+        }
         for kind in KINDS
         for batch in (32, 16, 1)
+        for graph in (True, False)
     ]
-    by_name = {goal.name: goal.value for goal in _goals(rows)}
+    by_name = {goal.name: goal.value for goal in goals_of(rows, 12.0)}
     assert by_name["merged step / bytes, batch 16"] == pytest.approx(1.6)
+    assert by_name["capture of the CUDA graphs, s"] == 12.0 and by_name["steps run as CUDA graphs"] == 1
     assert by_name["mixed / merged, batch 16"] == 2.0
     assert by_name["unmerged 8 x r16 / merged, batch 16"] == 1.0
+    assert by_name["host ms of a step, batch 32, any mode"] == pytest.approx(0.64)
 
 
 def test_a_graph_is_captured_after_a_first_call_and_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,8 @@ _ADAPTER = "actions"
 def run(quick: bool) -> Report:
     """Latency of a 0.5 B-parameter model in bfloat16, one thread, CPU time; accuracy of the embedded model.
 
-    quick: the model's first eight layers, fewer shapes and rounds, less training.
+    Args:
+        quick: The model's first eight layers, fewer shapes and rounds, less training.
     """
     torch.set_num_threads(1)
     own_answer = median_answer_tokens()

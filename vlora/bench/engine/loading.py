@@ -36,7 +36,11 @@ _ENOUGH = 200  # minimum steps of a window without loads
 
 
 def run(quick: bool) -> Report:
-    """A model of 60 million parameters in its layers, float32. quick: 20 loads instead of 100."""
+    """Load adapters of a model with 60 million parameters in its layers, float32.
+
+    Args:
+        quick: 20 loads instead of 100.
+    """
     num_rounds = 2 if quick else 10
     config = EngineConfig(
         model="dummy", max_context=512, arena_bytes=2**30, max_batch_size=_BATCH, threads=default_threads()

@@ -39,7 +39,11 @@ _WARM_UP = 64  # requests
 
 
 def run(quick: bool) -> Report:
-    """A model of 5 million parameters, one thread. quick: fewer requests, once."""
+    """Serve a model of 5 million parameters on one thread.
+
+    Args:
+        quick: Fewer requests, once.
+    """
     torch.set_num_threads(1)
     num_requests, rounds = (200, 1) if quick else (600, 3)
     with tempfile.TemporaryDirectory() as folder:
@@ -87,8 +91,15 @@ def run(quick: bool) -> Report:
 
 
 class _ServedRun(NamedTuple):
-    """One run of requests. distinct: number of adapters used. loading_ms: time of each step for collecting and starting
-    loads. load_waits: steps in which no request could run before an adapter was loaded.
+    """One run of requests.
+
+    Attributes:
+        requests_s: Requests per CPU second.
+        distinct: Number of adapters used.
+        loads: Number of loads.
+        load_waits: Steps in which no request could run before an adapter was loaded.
+        loading_ms: CPU time of each step for collecting and starting loads.
+        step_ms: CPU time of each step.
     """
 
     requests_s: float

@@ -80,7 +80,11 @@ def run(quick: bool) -> Report:
 
 
 def _small_config(**text: int) -> Any:
-    """The 0.5 B-parameter model, or a part of it. text: settings of its language model."""
+    """The 0.5 B-parameter model, or a part of it.
+
+    Args:
+        text: Settings of its language model.
+    """
     config: Any = half_billion_config(vision="none")
     for name, value in text.items():
         setattr(config.text_config, name, value)
@@ -106,7 +110,14 @@ class MergeableModel:
         )
 
     def load(self, ranks: Sequence[int]) -> list[str]:
-        """Load random adapters of these ranks; returns their keys."""
+        """Load random adapters.
+
+        Args:
+            ranks: Of each adapter.
+
+        Returns:
+            The adapters' keys.
+        """
         registry = AdapterRegistry(self.pool.sites, self.hf_model.dtype, self.hf_model.hidden_size)
         keys: list[str] = []
         with tempfile.TemporaryDirectory() as folder:

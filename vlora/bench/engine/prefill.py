@@ -30,7 +30,9 @@ _PEAK_SIDE = 2048
 
 def run(quick: bool) -> Report:
     """Prompts of 2,048 tokens in a 0.5 B-parameter model, by tokens per step; in both types, on one thread and on all.
-    quick: a sixth of its layers, fewer rounds.
+
+    Args:
+        quick: A sixth of the model's layers, fewer rounds.
     """
     rows = []
     for number in thread_counts():
@@ -43,8 +45,11 @@ def run(quick: bool) -> Report:
 def prefill_flops(text_config: Any, num_tokens: int) -> int:
     """Floating-point operations of one prompt, up to the output of its last token, in any number of chunks.
 
-    text_config: of a Qwen2-VL. The last layer computes keys and values of all tokens, and the rest for the last token
-    only.
+    The last layer computes keys and values of all tokens, and the rest for the last token only.
+
+    Args:
+        text_config: Of the language model of a Qwen2-VL.
+        num_tokens: Tokens of the prompt.
     """
     hidden, inner = text_config.hidden_size, text_config.intermediate_size
     heads, layers = text_config.num_attention_heads, text_config.num_hidden_layers

@@ -42,7 +42,8 @@ _ONE_ADAPTER, _ACTIVATED, _ORDINARY = "one activated adapter", "ten activated ad
 def run(quick: bool) -> Report:
     """Questions about pictures of 1,024 tokens to a 0.5 B-parameter model in bfloat16, one thread, CPU time.
 
-    quick: the model's first eight layers, one round.
+    Args:
+        quick: The model's first eight layers, one round.
     """
     torch.set_num_threads(1)
     config = half_billion_config(8 if quick else 24)

@@ -10,6 +10,7 @@ All cores and one thread are measured alternately in wall time: run the bench on
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 import time
@@ -28,7 +29,7 @@ from vlora.bench.dummy import half_billion_config, language_shapes, write_adapte
 from vlora.bench.engine.timed_engine import Step, TimedEngine
 from vlora.bench.report import Goal, Report
 from vlora.bench.timing import interleaved, median_ms, median_ratio, thread_counts, threads_label
-from vlora.config import EngineConfig
+from vlora.config import EngineConfig, Quantize
 from vlora.models.loading import dummy_model
 
 _DTYPE = "bfloat16"
@@ -37,11 +38,16 @@ _WARMUP = 5  # rounds not counted; a set of adapters is packed after it has recu
 _LONGEST = 256  # answer tokens: more than the steps of all its comparisons
 
 
-def run(quick: bool) -> Report:
-    """Decode steps of a 0.5 B-parameter model on all cores and on one thread. quick: fewer rounds, and no baseline
-    that takes seconds per step.
+def run(quick: bool, quantize: Quantize = "none") -> Report:
+    """Decode steps of a 0.5 B-parameter model on all cores and on one thread.
+
+    Args:
+        quick: Fewer rounds, and no baseline that takes seconds per step.
+        quantize: Compare quantized weights with bfloat16 instead.
     """
     bench = _StepComparison(rounds=3 if quick else 7)
+    if quantize != "none":
+        return _compare_quantized(bench, quantize)
     plain = dummy_model(half_billion_config(vision="none"), _DTYPE, torch.device("cpu"), seed=0)
     shapes = language_shapes(plain)
     weight_bytes = _weight_bytes(plain)
@@ -83,6 +89,27 @@ def run(quick: bool) -> Report:
             steps = {"unmerged": second.begin([f"r8-{i}" for i in range(16)]), "PEFT": _peft_step(plain, 16, 8)}
             bench.compare("unmerged, 16 adapters of rank 8 in 16", steps, {"PEFT": 0.4}, scales=False)
     return Report("step", bench.rows, bench.goals)
+
+
+def _compare_quantized(bench: _StepComparison, quantize: Quantize) -> Report:
+    """Decode steps and a prompt on quantized weights, each against the same in bfloat16."""
+    plain, quantized = (_timed_engine({}, "unmerged_only", 2**30, kind) for kind in ("none", quantize))
+    ours, theirs = quantized.begin([None] * 16), plain.begin([None] * 16)
+    for batch in (16, 1):
+        quantized.keep(batch)
+        plain.keep(batch)
+        steps = {quantize: ours, _DTYPE: theirs}
+        bench.compare(f"{quantize}, batch {batch}", steps, {_DTYPE: 1 / 1.7}, scales=False)
+    quantized.keep(0)
+    plain.keep(0)
+    prompts = {
+        name: functools.partial(engine.prefill, [None], 512)
+        for name, engine in ((quantize, quantized), (_DTYPE, plain))
+    }
+    bench.compare(f"{quantize}, a prompt of 512 tokens", prompts, {_DTYPE: 1 / 1.5}, scales=False)
+    own, whole = (engine.engine.parts.device.slabs.num_bytes for engine in (quantized, plain))
+    goals = [*bench.goals, Goal("bytes of the linear layers / bfloat16", own / whole, 0.55, True)]
+    return Report("step", bench.rows, goals)
 
 
 class _StepComparison:
@@ -195,9 +222,13 @@ def _kv_bytes(model: Any) -> int:
     return 2 * 2 * text.num_hidden_layers * text.num_key_value_heads * width * _CONTEXT
 
 
-def _timed_engine(adapters: Mapping[str, str], policy: str, arena_bytes: int) -> TimedEngine:
+def _timed_engine(
+    adapters: Mapping[str, str], policy: str, arena_bytes: int, quantize: Quantize = "none"
+) -> TimedEngine:
     settings = EngineConfig(
         model="dummy",
+        quantize=quantize,
+        quantize_head=quantize != "none",
         policy=policy,
         max_batch_size=16,
         max_step_tokens=512,

@@ -52,6 +52,7 @@ class TimedEngine:
         """
         self.keep(0)
         self._add(adapters, self._context, self._longest)
+        self._step()  # a GPU's engine answers with the tokens of a step when it has launched the next one
 
         def step() -> None:
             outputs = self._step()

@@ -36,8 +36,12 @@ class _TimedStep(NamedTuple):
 
 
 class _DecodeTimes(NamedTuple):
-    """plain, beside: seconds of decode steps without and with concurrent encoding of pictures. total_s: from the
-    pictures' arrival to the last answer.
+    """Times of decode steps without and with concurrent encoding of pictures.
+
+    Attributes:
+        plain: Seconds of each step without encoding.
+        beside: Seconds of each step with encoding.
+        total_s: Seconds from the pictures' arrival to the last answer.
     """
 
     plain: list[float]
@@ -48,7 +52,8 @@ class _DecodeTimes(NamedTuple):
 def run(quick: bool) -> Report:
     """The 0.5 B-parameter Qwen2-VL's first layers and a small tower of its family in float32, on all threads.
 
-    quick: three pictures, one round.
+    Args:
+        quick: Three pictures, one round.
     """
     num_pictures, num_layers, answer, num_rounds = (3, 2, 160, 1) if quick else (10, 4, 400, 3)
     config = half_billion_config(num_layers)

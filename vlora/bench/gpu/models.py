@@ -13,12 +13,12 @@ from vlora.bench.engine.fixed_mode import FixedModePolicy
 from vlora.bench.engine.timed_engine import TimedEngine
 from vlora.bench.gpu.context import Context
 from vlora.bench.scheduling.models import model_named
-from vlora.config import EngineConfig
+from vlora.config import EngineConfig, Quantize
 from vlora.models.loading import dummy_model
 
 DTYPE = "bfloat16"
 _LARGE = "qwen2-vl-7b"
-_ARENA_BYTES, _SMALL_ARENA_BYTES = 12 * 2**30, 2**28
+ARENA_BYTES, _SMALL_ARENA_BYTES = 12 * 2**30, 2**28
 
 
 class Sizes(NamedTuple):
@@ -74,16 +74,24 @@ def adapter_folders(model: Any, counts: Mapping[int, int]) -> Iterator[dict[str,
 
 
 def timed_engine(
-    context: Context, model: Any, adapters: Mapping[str, str], policy: FixedModePolicy, *, prompt: int, batch: int
+    context: Context,
+    model: Any,
+    adapters: Mapping[str, str],
+    policy: FixedModePolicy,
+    *,
+    prompt: int,
+    batch: int,
+    quantize: Quantize = "none",
 ) -> TimedEngine:
     """An engine for requests with prompts of `prompt` tokens, at most `batch` at a time."""
     config = EngineConfig(
         model="dummy",
         device=str(context.device),
         dtype=DTYPE,
+        quantize=quantize,
         max_batch_size=batch,
         max_step_tokens=4096,
-        arena_bytes=_ARENA_BYTES if context.on_gpu else _SMALL_ARENA_BYTES,
+        arena_bytes=ARENA_BYTES if context.on_gpu else _SMALL_ARENA_BYTES,
         merge_fidelity_floor=0.0,
         prefix_cache=False,  # each request reads its own KV
         vision_cache_bytes=0,

@@ -78,7 +78,14 @@ class PagedBatch:
         self._modules: list[Any] = [SimpleNamespace(layer_idx=layer) for layer in range(num_layers)]
 
     def attend(self, layer: int = 0) -> Tensor:
-        """Write the batch's KV and attend. Returns [tokens, heads, head_dim]."""
+        """Write the batch's KV and attend.
+
+        Args:
+            layer: Index of the layer.
+
+        Returns:
+            The results, [tokens, heads, head_dim].
+        """
         out, _ = paged_attention(self._modules[layer], self.q, self.k, self.v, None, vlora_step=self._step)
         return out[0]
 
@@ -149,7 +156,14 @@ def _engine(heads: Heads, num_layers: int, dtype: torch.dtype, device: torch.dev
     )
     name = str(dtype).removeprefix("torch.")
     model = dummy_model(LlavaConfig(vision_config=vision, text_config=text, image_token_index=127), name, device, 0)
-    config = EngineConfig(model="dummy", device=str(device), dtype=name, block_size=BLOCK_SIZE, arena_bytes=arena_bytes)
+    config = EngineConfig(
+        model="dummy",
+        device=str(device),
+        dtype=name,
+        block_size=BLOCK_SIZE,
+        arena_bytes=arena_bytes,
+        cuda_graphs=False,  # a replay has no inputs that could be kept
+    )
     return Engine(config, model=model, executor=Inline())
 
 

@@ -35,11 +35,16 @@ STAGES: Sequence[Stage] = tuple(
     for number, fields in enumerate(
         (
             ("facts", 30, 90, "versions, missing packages, copy speed, a large product, the cost of a launch"),
-            ("smoke", 45, 120, "tiny models in three modes and each Triton kernel, against the CPU"),
+            ("smoke", 50, 120, "tiny models in three modes and each Triton kernel, against the CPU"),
             ("oracle", 120, 240, "the oracle tests, against transformers + PEFT and float64"),
             ("attention", 40, 120, "attention over pages: error, and time against torch's"),
             ("merge", 45, 120, "switching a 7B model's weights: time against a copy; drift in place"),
-            ("step", 90, 240, "decode steps of a 7B model in every mode, against bytes / bandwidth"),
+            (
+                "step",
+                180,
+                330,
+                "decode steps of a 7B model in every mode, graph and eager, also in fp8, against bytes / bandwidth",
+            ),
             ("search", 150, 300, "the operator's strategy table for a 7B model's layers"),
             ("styles", 90, 240, "the operator against the tilings of Punica, S-LoRA, vLLM and SGLang"),
             ("prefill", 60, 180, "prompts of 2,048 tokens in every mode; images through a 7B model's vision tower"),
@@ -55,7 +60,14 @@ SMALL_NEEDS_S = 5.0
 
 
 def chosen(names: Sequence[str]) -> list[Stage]:
-    """The stages with these names in the order of value; all stages for no name. Raises BadConfig."""
+    """The stages with these names in the order of value.
+
+    Args:
+        names: Names of stages; none for all of them.
+
+    Raises:
+        BadConfig: A name is unknown.
+    """
     known = {stage.name: stage for stage in STAGES}
     unknown = [name for name in names if name not in known]
     if unknown:

@@ -89,7 +89,16 @@ def check(out: Path, device: str, minutes: float, stages: Sequence[Stage], say: 
 def run(
     out: Path, device: str, minutes: float, stages: Sequence[Stage], say: Callable[[str], None], process: Process
 ) -> Outcome:
-    """As `check`, without the records. process: runs one stage for a number of seconds."""
+    """Run the stages that have not succeeded with this code, within the time box.
+
+    Args:
+        out: The folder of the results.
+        device: The device to measure.
+        minutes: The time box of this call.
+        stages: The stages to run, in order.
+        say: Called with each line of progress.
+        process: Runs one stage for at most a number of seconds.
+    """
     ends_s = time.monotonic() + 60 * minutes - _RESERVE_S
     code = record.Code.here()
     ran: list[Stage] = []
@@ -116,7 +125,17 @@ def run(
 
 
 def in_own_process(stage: Stage, device: str, out: Path, limit_s: float) -> tuple[int | None, str]:
-    """Run a stage in a process; returns its exit code (None: it was ended at the limit) and its output."""
+    """Run a stage in a process.
+
+    Args:
+        stage: The stage.
+        device: The device to measure.
+        out: The folder of the results.
+        limit_s: The process is ended after this many seconds.
+
+    Returns:
+        The exit code, None if the process was ended at the limit, and the output.
+    """
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, (str(record.ROOT), os.environ.get("PYTHONPATH")))),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import torch
 from atmm.tuning.replays import Replays
 from vlora.bench.gpu.context import Context
 
-_REPEATS, _SMALL_REPEATS = 20, 3
+REPEATS, _SMALL_REPEATS = 20, 3
 
 
 def device_seconds(context: Context, call: Callable[[], object], parts: int = 1) -> float:
@@ -25,14 +26,36 @@ def device_seconds(context: Context, call: Callable[[], object], parts: int = 1)
 
 
 def host_seconds(context: Context, call: Callable[[], object], warmup: int = 1) -> list[float]:
-    """Seconds of each call until the device has finished it, as a server's step loop experiences them."""
+    """Seconds of each call until the device has finished it."""
     for _ in range(warmup):
         call()
     return [_elapsed(call, context) for _ in range(repeats(context))]
 
 
+def loop_seconds(context: Context, call: Callable[[], object], warmup: int) -> list[float]:
+    """Seconds of each call in a loop, as a server runs its steps: a call returns while the device still works."""
+    for _ in range(warmup):
+        call()
+    marks = [time.perf_counter()]
+    for _ in range(repeats(context)):
+        call()
+        marks.append(time.perf_counter())
+    return [stop - start for start, stop in itertools.pairwise(marks)]
+
+
+def launch_seconds(context: Context, call: Callable[[], object]) -> list[float]:
+    """Seconds of the host in each call on a GPU: the device is idle before it and is not waited for after it."""
+    found = []
+    for _ in range(repeats(context)):
+        context.synchronize()
+        started = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - started)
+    return found
+
+
 def repeats(context: Context) -> int:
-    return _REPEATS if context.on_gpu else _SMALL_REPEATS
+    return REPEATS if context.on_gpu else _SMALL_REPEATS
 
 
 def copy_speed(context: Context) -> float:

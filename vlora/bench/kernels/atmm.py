@@ -46,7 +46,8 @@ _MOST_GATHERED_BYTES = 2**30  # memory limit of gathering factors per token; lar
 def run(quick: bool) -> Report:
     """Run on a GPU if there is one (`atmm_gpu`), else on one thread of a CPU.
 
-    quick: the smaller shape, one rank, few batches.
+    Args:
+        quick: The smaller shape, one rank, few batches.
     """
     if torch.cuda.is_available():
         from vlora.bench.kernels import atmm_gpu  # needs Triton

@@ -45,7 +45,7 @@ _TOKENS = (1, 16, 64, 256, 1024, 4096)
 _ADAPTERS = (1, 8, 32)
 _NUM_LAYERS = 28
 _CACHE_BYTES = 128 * 2**20  # more than the capacity of any L2 cache
-_MOST_COPIES = 8
+MOST_COPIES = 8
 _REPLAYS = 20
 
 
@@ -57,7 +57,11 @@ class _Timing(NamedTuple):
 
 
 def run(quick: bool) -> Report:
-    """quick: one model, one rank, few batches."""
+    """Time add-delta on a GPU against the kernels of other systems.
+
+    Args:
+        quick: One model, one rank, few batches.
+    """
     device = "cuda"
     torch.manual_seed(0)
     speed = copy_speed(device)
@@ -127,7 +131,7 @@ def measure(case: Case, device: str, bytes_per_s: float) -> dict[str, Any]:
 
 def _num_copies(case: Case) -> int:
     factors = case.num_adapters * case.rank * sum(case.shape.d_in + d_out for d_out in case.shape.d_outs) * 2
-    return max(1, min(_MOST_COPIES, _CACHE_BYTES // factors))
+    return max(1, min(MOST_COPIES, _CACHE_BYTES // factors))
 
 
 def _add_all(groups: Sequence[atmm.SiteGroup], plan: atmm.SegmentPlan, x: Tensor, y: Tensor) -> None:

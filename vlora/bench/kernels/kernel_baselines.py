@@ -165,8 +165,15 @@ class _Chunk(NamedTuple):
 
 
 class _Style(NamedTuple):
-    """chunks: the range of each row of a table. block_m, block_n, block_k, split_k: tiles. together: all sites of a
-    group in one launch.
+    """How a system divides the work.
+
+    Attributes:
+        chunks: The range of each row of a table.
+        block_m: Tokens of a tile.
+        block_n: Outputs of a tile.
+        block_k: Inputs of a tile.
+        split_k: Parts into which the inputs of a shrink are split.
+        together: All sites of a group in one launch.
     """
 
     chunks: Callable[[Sequence[Lane]], list[_Chunk]]
@@ -177,7 +184,7 @@ class _Style(NamedTuple):
     together: bool = False
 
 
-_MOST_ADAPTERS = 64  # number of slots in the grid of a vLLM-style launch
+MOST_ADAPTERS = 64  # number of slots in the grid of a vLLM-style launch
 
 
 def _tokens(lanes: Sequence[Lane]) -> list[_Chunk]:
@@ -214,7 +221,7 @@ def _slots(size: int) -> Callable[[Sequence[Lane]], list[_Chunk]]:
     def chunks(lanes: Sequence[Lane]) -> list[_Chunk]:
         total = sum(lane.stop - lane.start for lane in lanes)
         full = _chunks_of(size)(lanes)
-        return full + [_Chunk(None, 0, 0)] * max(0, -(-total // size) * _MOST_ADAPTERS - len(full))
+        return full + [_Chunk(None, 0, 0)] * max(0, -(-total // size) * MOST_ADAPTERS - len(full))
 
     return chunks
 

@@ -16,7 +16,10 @@ from vlora.models.loading import device_of
 def run(quick: bool, model: str = "qwen2-0.5b", device: str = "cpu") -> Report:
     """Measure on a CPU with a server's default number of threads (for the reported costs), and with one thread.
 
-    quick: fewer steps of each kind.
+    Args:
+        quick: Fewer steps of each kind.
+        model: One of `models.MODELS`.
+        device: The device to measure.
     """
     rows: list[dict[str, Any]] = []
     goals: list[Goal] = []
@@ -53,7 +56,16 @@ def _rows(found: Fit, num_threads: int) -> list[dict[str, Any]]:
 
 
 def measure_costs(quick: bool, model: str, device: str) -> Fit:
-    """Raises BadConfig for an unknown model, and for an unavailable device."""
+    """Fit the costs of a model's steps.
+
+    Args:
+        quick: Fewer steps of each kind.
+        model: One of `models.MODELS`.
+        device: The device to measure.
+
+    Raises:
+        BadConfig: The model is unknown, or the device is not available.
+    """
     return fit(model_named(model), device_of(EngineConfig(model=model, device=device), 0), 1 if quick else 3)
 
 

@@ -41,7 +41,14 @@ class StepSample(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """error: median of |predicted / measured - 1| over the samples. load_s: time to load one adapter into memory."""
+    """Fitted costs, and the samples they are fitted to.
+
+    Attributes:
+        costs: Of a step.
+        load_s: Seconds to load one adapter into memory.
+        error: Median of |predicted / measured - 1| over the samples.
+        samples: The measured steps.
+    """
 
     costs: Costs
     load_s: float
@@ -56,14 +63,17 @@ def fit(
     batches: Sequence[tuple[int, int]] = _BATCHES,
     sides: Sequence[int] = _SIDES,
 ) -> Fit:
-    """Time steps of a model with random weights in bfloat16 and adapters of rank 64 on torch's threads, and fit their
-    cost.
+    """Time steps of a model with random weights in bfloat16 and adapters of rank 64, and fit their cost.
 
     Every kind of step that a policy may choose is included: over W0 and over merged weights without a lane, unmerged
     with distinct and with shared adapters, mixed; prefill, decode, and prefill that joins running decodes.
 
-    decode_steps: number of decode steps of each batch. batches: requests of each batch, and prompt tokens of each.
-    sides: patches per side of the pictures.
+    Args:
+        model: The model.
+        device: The device to measure; a CPU computes with torch's current number of threads.
+        decode_steps: Decode steps of each batch.
+        batches: Requests of each batch, and prompt tokens of each.
+        sides: Patches per side of the pictures.
     """
     with tempfile.TemporaryDirectory() as folder:
         timer = _StepTimer(model, device, Path(folder), max(batches)[0])
@@ -119,7 +129,14 @@ class _StepTimer:
     """An engine that times individual steps."""
 
     def __init__(self, model: BenchModel, device: torch.device, folder: Path, max_requests: int) -> None:
-        """folder: storage for adapters, which are read from it here. max_requests: of the largest batch."""
+        """Build the engine and load its adapters.
+
+        Args:
+            model: The model.
+            device: The device to measure.
+            folder: Storage for adapters, which are read from it here.
+            max_requests: Requests of the largest batch.
+        """
         self._config = model.config()
         built = dummy_model(self._config, "bfloat16", device, seed=0)
         settings = EngineConfig(
@@ -143,19 +160,28 @@ class _StepTimer:
     def steps(
         self, adapters: Sequence[str | None], prompt: int, num_decode: int, *, merging: bool, joining: int = 0
     ) -> list[StepSample]:
-        """Run a request for each adapter: one step with their prompts, then `num_decode` decode steps. joining: tokens
-        of one more prompt like the last one, computed in a step of its own together with all decoding requests.
+        """Run a request for each adapter: one step with their prompts, then decode steps.
+
+        Args:
+            adapters: Of the requests; None for the base model.
+            prompt: Tokens of each prompt.
+            num_decode: Number of decode steps.
+            merging: Whether the first request's adapter is merged.
+            joining: Tokens of one more prompt like the last one, computed in a step of its own together with all
+                decoding requests; 0 for none.
         """
         self._policy.merging = merging
         num_steps = 1 + num_decode + (joining > 0)
         for adapter in adapters:
             self._add(adapter, prompt, num_steps)
-        found = [self._step() for _ in range(1 + num_decode)]
+        self._recorded.sizes.clear()
+        seconds = [self._step() for _ in range(1 + num_decode)]
         if joining:
             self._add(adapters[-1], joining, 1)
-            found.append(self._step())
-        assert not self._engine.has_work
-        return found
+            seconds.append(self._step())
+        while self._engine.has_work:  # a GPU's last step, which is recorded after the next launch
+            self._engine.step()
+        return [StepSample(*sample) for sample in zip(self._recorded.sizes, seconds, strict=True)]
 
     def steps_with_picture(self, side: int) -> list[StepSample]:
         """Encode a picture of side x side patches: one sample, the sum of the steps it takes."""
@@ -187,10 +213,10 @@ class _StepTimer:
             )
         )
 
-    def _step(self) -> StepSample:
+    def _step(self) -> float:
+        """Run one step. Returns its seconds."""
         started = self._clock()
         outputs = self._engine.step()
         seconds = self._clock() - started
-        assert outputs and all(output.error is None for output in outputs), outputs
-        assert self._recorded.last_step is not None
-        return StepSample(self._recorded.last_step, seconds)
+        assert all(output.error is None for output in outputs), outputs
+        return seconds

@@ -12,8 +12,13 @@ from vlora.errors import BadConfig
 
 
 class BenchModel(NamedTuple):
-    """arena_bytes: one half holds eight adapters of rank 64, the other half the KV of 128 short requests.
-    all_policies: whether a machine has memory for an engine of every policy at once.
+    """A model to measure.
+
+    Attributes:
+        name: Its name on the command line.
+        config: Creates its config.
+        arena_bytes: One half holds eight adapters of rank 64, the other half the KV of 128 short requests.
+        all_policies: Whether a machine has memory for an engine of every policy at once.
     """
 
     name: str
@@ -75,7 +80,11 @@ MODELS = {
 
 
 def model_named(name: str) -> BenchModel:
-    """The model with this name. Raises BadConfig with the known names."""
+    """The model with this name.
+
+    Raises:
+        BadConfig: There is none; the message lists the known names.
+    """
     if name not in MODELS:
         raise BadConfig(f"no model named {name!r} to measure; choose one of {', '.join(MODELS)}")
     return MODELS[name]

@@ -42,7 +42,11 @@ _ADAPTERS = 20
 
 
 def run(quick: bool) -> Report:
-    """Replay on the machine that the package's costs describe, then run a small model. quick: fewer requests."""
+    """Replay on the machine that the package's costs describe, then run a small model.
+
+    Args:
+        quick: Fewer requests.
+    """
     costs, load_s = read_costs(MEASURED)
     threads = torch.get_num_threads()
     crowds = list(overload_kv.rows(costs, quick))  # on all cores, so before the single-threaded part

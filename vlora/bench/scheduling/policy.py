@@ -43,11 +43,14 @@ _PROMPT, _ANSWER = 256, 200
 
 
 def run(quick: bool, partial: Path | None = None, model: str = "qwen2-0.5b", device: str = "cpu") -> Report:
-    """Fit this machine's costs, replay every cell of the grid under every policy, run some on the engine. quick: a
-    corner of the grid.
+    """Fit this machine's costs, replay every cell of the grid under every policy, run some on the engine.
 
-    partial: a file for intermediate results until the run is complete. A run of the same commit on the same machine
-    resumes from the results of an interrupted one, including the fit. model: one of `models.MODELS`.
+    Args:
+        quick: A corner of the grid.
+        partial: A file for intermediate results until the run is complete. A run of the same commit on the same machine
+            resumes from the results of an interrupted one, including the fit.
+        model: One of `models.MODELS`.
+        device: The device to measure.
     """
     env = environment()
     where = {"model": model, "device": device, **{name: env[name] for name in ("machine", "gpu", "versions", "commit")}}
@@ -193,7 +196,11 @@ def _replay_cached(arrivals: tuple[Arrival, ...], config: ReplicaConfig) -> _Rep
 def _capacity(costs: Costs, prompt: int, answer: int, shares: Sequence[float]) -> float:
     """Requests per second of unmerged-only with full batches; prompts run in separate steps.
 
-    shares: request shares of the adapters, which determine the number of distinct adapters in a full batch.
+    Args:
+        costs: Of the machine.
+        prompt: Tokens of a prompt.
+        answer: Tokens of an answer.
+        shares: Request shares of the adapters, which determine the number of distinct adapters in a full batch.
     """
     size = EngineConfig.max_batch_size
     different = sum(1 - (1 - share) ** size for share in shares)
@@ -204,8 +211,13 @@ def _capacity(costs: Costs, prompt: int, answer: int, shares: Sequence[float]) -
 
 
 def decision_ms(policy: str, costs: Costs, num_waiting: int = 1000, **settings: Any) -> float:
-    """Median CPU milliseconds of admission, adapter loading and the decision, over steps with `num_waiting` waiting
-    requests. settings: further fields of `ReplicaConfig`.
+    """Median CPU milliseconds of admission, adapter loading and the decision.
+
+    Args:
+        policy: The policy's name.
+        costs: Of the machine.
+        num_waiting: Waiting requests in every step.
+        settings: Further fields of `ReplicaConfig`.
     """
     replica = Replica(ReplicaConfig(costs=costs, policy=policy, resident_adapters=100, kv_tokens=10**6, **settings))
     for number in range(num_waiting + EngineConfig.max_batch_size):

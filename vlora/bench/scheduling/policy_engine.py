@@ -36,7 +36,13 @@ _FRAMES = 2
 
 
 class Traffic(NamedTuple):
-    """One kind of traffic. skew: share of the hottest adapter. make: arrivals by number, requests per second, seed."""
+    """One kind of traffic.
+
+    Attributes:
+        app: Its application.
+        skew: Share of the hottest adapter.
+        make: Creates arrivals by number, requests per second, and seed.
+    """
 
     app: str
     skew: float
@@ -80,9 +86,14 @@ def video(num_adapters: int, picture: VisionInput) -> Traffic:
 class EnginePoint(NamedTuple):
     """The results of one kind of traffic at a number of threads.
 
-    latency_ms: average token latency by policy, a value for each repeat. simulated: the default policy's latency
-    relative to the baseline's for the same arrivals. broke: policies under which a request waited longer than the
-    waiting bound.
+    Attributes:
+        app: The application.
+        skew: Share of the hottest adapter.
+        threads: Of the engine.
+        requests_s: Requests per second.
+        latency_ms: Average token latency by policy, a value for each repeat.
+        simulated: The default policy's latency relative to the baseline's for the same arrivals.
+        broke: Policies under which a request waited longer than the waiting bound.
     """
 
     app: str
@@ -223,7 +234,14 @@ class PolicyEngines:
     """One engine for each policy that the model's memory allows, and one without adapters; created on first use."""
 
     def __init__(self, model: BenchModel, rank: int, device: torch.device, first: Traffic) -> None:
-        """first: the traffic of the warm-up."""
+        """Build no engine yet.
+
+        Args:
+            model: Of all engines.
+            rank: Of the adapters.
+            device: The device to measure.
+            first: The traffic of the warm-up.
+        """
         self._model = model
         self._rank = rank
         self._device = device

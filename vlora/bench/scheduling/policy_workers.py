@@ -65,8 +65,16 @@ class Worker:
     def __init__(
         self, model: BenchModel, rank: int, device: torch.device, policy: str, picture_side: int, folder: Path | None
     ) -> None:
-        """picture_side: patches per side of each picture. folder: location of the adapters, existing or to be written,
-        each with a task head; None for an engine with text requests to the base model.
+        """Build the engine.
+
+        Args:
+            model: The model.
+            rank: Of the adapters.
+            device: The device to measure.
+            policy: The policy's name.
+            picture_side: Patches per side of each picture.
+            folder: Location of the adapters, existing or to be written, each with a task head; None for an engine with
+                text requests to the base model.
         """
         self.clock = WorkClock(work_seconds(device))
         self._plain = folder is None
@@ -133,11 +141,14 @@ def _write_head(folder: Path, hidden_size: int) -> None:
 
 
 def capacity(worker: Worker, traffic: Callable[[int], Sequence[Arrival]]) -> float:
-    """Requests per second with a full batch: a new request replaces each finished one, and the first batch is not
-    counted. With more waiting requests, starving ones would alternate and all of them would end at about the same
-    time.
+    """Requests per second with a full batch: a new request replaces each finished one.
 
-    traffic: returns this many arrivals; their times are ignored.
+    The first batch is not counted. With more waiting requests, starving ones would alternate and all of them would end
+    at about the same time.
+
+    Args:
+        worker: The engine.
+        traffic: Returns this many arrivals; their times are ignored.
     """
     size = worker.engine.config.max_batch_size
     upcoming = enumerate(itertools.cycle(traffic(4 * size)))
@@ -165,7 +176,12 @@ def capacity(worker: Worker, traffic: Callable[[int], Sequence[Arrival]]) -> flo
 
 
 class DriveResult(NamedTuple):
-    """finished: the last output of each request. in_bound: whether no request waited longer than the waiting bound."""
+    """The results of one worker.
+
+    Attributes:
+        finished: The last output of each request.
+        in_bound: Whether no request waited longer than the waiting bound.
+    """
 
     finished: Sequence[RequestOutput]
     in_bound: bool
@@ -207,7 +223,11 @@ class _DriveProgress:
 
 
 def drive(workers: Mapping[str, Worker], arrivals: Sequence[Arrival]) -> dict[str, DriveResult]:
-    """Run all workers through the same arrivals, the one with the earliest clock first; returns their outputs."""
+    """Run all workers through the same arrivals, the one with the earliest clock first.
+
+    Returns:
+        The workers' results, by name.
+    """
     drives = {name: _DriveProgress(worker, arrivals) for name, worker in workers.items()}
     while left := [each for each in drives.values() if each.under_way]:
         min(left, key=lambda each: each.elapsed_s).step()

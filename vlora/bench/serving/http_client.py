@@ -19,7 +19,8 @@ _READ_BYTES = 65_536  # bytes
 class HttpProtocol:
     """The protocol state of one persistent connection, without I/O: posts JSON, one request after another.
 
-    headers: sent with each request, including Host; this machine's name by default.
+    Args:
+        headers: Sent with each request, including Host; this machine's name by default.
     """
 
     status = 0
@@ -31,7 +32,11 @@ class HttpProtocol:
         self._headers = tuple(headers.items())
 
     def post(self, path: str, body: dict[str, Any]) -> bytes:
-        """The bytes of a request. Raises EOFError if the server announced the end of the connection."""
+        """The bytes of a request.
+
+        Raises:
+            EOFError: The server announced the end of the connection.
+        """
         if self._http.our_state is h11.MUST_CLOSE:
             raise EOFError("the server's last answer was the connection's last")
         if self._http.our_state is h11.DONE:
@@ -43,8 +48,11 @@ class HttpProtocol:
         return b"".join(self._http.send(each) or b"" for each in (request, h11.Data(data), h11.EndOfMessage()))
 
     def receive(self, data: bytes) -> bool:
-        """Whether the answer is complete after these bytes. Raises EOFError if the connection ended early, ValueError
-        for invalid HTTP.
+        """Whether the answer is complete after these bytes.
+
+        Raises:
+            EOFError: The connection ended early.
+            ValueError: The bytes are not valid HTTP.
         """
         if not data:
             raise EOFError(f"the server ended in the middle of {self.body!r}")
@@ -78,7 +86,11 @@ class HttpConnection:
         self._writer.write(self._protocol.post(path, body))
 
     async def post(self, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
-        """Status and body of the answer. Raises OSError, EOFError or ValueError if it is incomplete."""
+        """Status and body of the answer.
+
+        Raises:
+            OSError, EOFError, ValueError: The answer is incomplete.
+        """
         self.send(path, body)
         while not self._protocol.receive(await self.reader.read(_READ_BYTES)):
             pass
@@ -91,7 +103,12 @@ class HttpConnection:
 
 @contextlib.asynccontextmanager
 async def connected(port: int, limit: int = _READ_BYTES) -> AsyncIterator[HttpConnection]:
-    """A connection, aborted at the end. limit: at most twice this many bytes are buffered if they are not read."""
+    """A connection, aborted at the end.
+
+    Args:
+        port: Of the server on this machine.
+        limit: At most twice this many bytes are buffered if they are not read.
+    """
     connection = HttpConnection(*await asyncio.open_connection("127.0.0.1", port, limit=limit))
     try:
         yield connection

@@ -31,7 +31,9 @@ from vlora.types import Request, SamplingParams
 class DirectRequest(NamedTuple):
     """A request that the bench sends to the engine without the front end.
 
-    tokens: of the answer; random weights generate no end token.
+    Attributes:
+        prompt_ids: Tokens of the prompt.
+        tokens: Tokens of the answer; random weights generate no end token.
     """
 
     prompt_ids: tuple[int, ...]

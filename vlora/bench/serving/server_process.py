@@ -42,10 +42,14 @@ class ServerProcess(NamedTuple):
 
 @contextlib.contextmanager
 def embedded_model_server(*flags: str, threads: int = 1) -> Iterator[ServerProcess]:
-    """Run the embedded model in float32 with `ADAPTERS` on loopback until the end of the block. flags: further flags
-    of `serve`.
+    """Run the embedded model in float32 with `ADAPTERS` on loopback until the end of the block.
 
-    Raises BadConfig if the server does not start; its own output is on stderr.
+    Args:
+        flags: Further flags of `serve`.
+        threads: Of the engine.
+
+    Raises:
+        BadConfig: The server does not start; its own output is on stderr.
     """
     with tempfile.TemporaryDirectory() as folder:
         _write_adapters(Path(folder))
@@ -56,7 +60,15 @@ def embedded_model_server(*flags: str, threads: int = 1) -> Iterator[ServerProce
 
 @contextlib.contextmanager
 def launched_server(module: str, *arguments: str) -> Iterator[ServerProcess]:
-    """Run the server of a module until the end of the block. Raises BadConfig as `embedded_model_server`."""
+    """Run the server of a module until the end of the block.
+
+    Args:
+        module: The module to run.
+        arguments: Its arguments.
+
+    Raises:
+        BadConfig: The server does not start; its own output is on stderr.
+    """
     process = subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
         stdout=subprocess.PIPE,

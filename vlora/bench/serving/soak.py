@@ -60,7 +60,8 @@ _FLAGS = ("--max-requests", "512", "--arena-bytes", str(48 * 2**20), "--vision-c
 def run(quick: bool) -> Report:
     """200 HTTP streams and 16 video streams at once on the embedded model in float32, one thread; five minutes.
 
-    quick: one minute.
+    Args:
+        quick: One minute.
     """
     torch.set_num_threads(1)
     with embedded_model_server(*_FLAGS) as server:
@@ -106,7 +107,24 @@ def _times(seconds: list[float]) -> dict[str, Any]:
 
 @dataclasses.dataclass
 class SoakResult:
-    """The results. warm_s: start of measuring, in seconds of the loop's clock; phases of equal length follow."""
+    """The results, with times in seconds of the event loop's clock.
+
+    Attributes:
+        warm_s: Start of measuring; phases of equal length follow.
+        end_s: End of measuring.
+        num_phases: Number of phases.
+        answers: Start and end of each answer.
+        frame_s: Latency of each frame, in seconds.
+        wrong: Descriptions of wrong answers.
+        memory_mib: Time and MiB of each process.
+        num_vanished: Connections that their client closed during an answer.
+        num_slow: Answers that were read slowly.
+        num_dropped: Frames that newer ones replaced.
+        num_cut: Clients cancelled at the deadline.
+        num_asks: Questions with answers to compare.
+        cores: Load of each process; 1 is one full core.
+        filled: Fraction of the preparation's tokens put into the arena.
+    """
 
     warm_s: float
     end_s: float
@@ -186,10 +204,12 @@ async def _run_clients(server: ServerProcess, seconds: float, num_phases: int) -
 
 
 async def run_until(work: Sequence[Coroutine[Any, Any, None]], deadline: float, soak: SoakResult) -> None:
-    """Run all coroutines concurrently; those unfinished at the deadline (of the loop's clock) are cancelled and
-    counted.
+    """Run all coroutines concurrently.
 
-    Raises the first error of any of them immediately.
+    Args:
+        work: The coroutines. The first error of any of them is raised immediately.
+        deadline: Time of the loop's clock at which unfinished ones are cancelled.
+        soak: Receives the number of cancelled ones.
     """
     tasks = [asyncio.create_task(each) for each in work]
     try:
@@ -218,13 +238,21 @@ def _body(model: str, question: str, tokens: int = _ANSWER_TOKENS) -> dict[str, 
 
 
 async def _answer(web: HttpConnection, model: str, question: str) -> str:
-    """The text of a complete streamed answer. Raises ValueError for an incomplete one."""
+    """The text of a complete streamed answer.
+
+    Raises:
+        ValueError: The answer is incomplete.
+    """
     async with asyncio.timeout(_ANSWER_S):
         return complete_text(*await web.post(_PATH, _body(model, question)))
 
 
 def complete_text(status: int, body: bytes) -> str:
-    """The text of the events of a streamed answer. Raises ValueError for missing or duplicate events."""
+    """The text of the events of a streamed answer.
+
+    Raises:
+        ValueError: Events are missing or duplicate.
+    """
     text, num_tokens, finished, ids = "", 0, 0, set()
     if status != 200:
         raise ValueError(f"status {status}: {body[:200]!r}")

@@ -41,7 +41,12 @@ Ledger = dict[tuple[str, Cause], Entry]
 
 @dataclasses.dataclass(frozen=True)
 class RankAdapter:
-    """One adapter to load: its folder, and the layout of its factors on ranks if they are dense."""
+    """One adapter to load.
+
+    Attributes:
+        path: Its folder.
+        sharding: The layout of its factors on ranks, if they are dense.
+    """
 
     path: str
     sharding: ShardingKind
@@ -49,9 +54,15 @@ class RankAdapter:
 
 @dataclasses.dataclass(frozen=True)
 class StepCell:
-    """Steps to compare: `batch` requests decode, or one prompt of `num_tokens`, with these adapters (None: without).
+    """Steps to compare.
 
-    latency_s: delay added to every collective of the forward.
+    Attributes:
+        phase: decode or prefill.
+        batch: Number of decoding requests.
+        num_tokens: Tokens of the one prompt of a prefill.
+        latency_s: Delay added to every collective of the forward.
+        adapters: The adapters to compare; None for steps without one.
+        rounds: Number of rounds.
     """
 
     phase: str
@@ -64,7 +75,12 @@ class StepCell:
 
 @dataclasses.dataclass(frozen=True)
 class CellTimes:
-    """seconds: of each adapter's steps, by round."""
+    """The times of a cell.
+
+    Attributes:
+        cell: The cell.
+        seconds: Of each adapter's steps, by round.
+    """
 
     cell: StepCell
     seconds: Mapping[str | None, Sequence[float]]
@@ -72,8 +88,12 @@ class CellTimes:
 
 @dataclasses.dataclass(frozen=True)
 class RankMemory:
-    """Bytes on one rank: of all weights, of a token's KV (rounded up to pages, which is significant for few layers),
-    of each adapter.
+    """Bytes on one rank.
+
+    Attributes:
+        weights: Of all weights.
+        kv_of_a_token: Rounded up to pages, which is significant for few layers.
+        adapters: Of each adapter.
     """
 
     weights: int
@@ -83,8 +103,14 @@ class RankMemory:
 
 @dataclasses.dataclass(frozen=True)
 class RankSetup:
-    """The settings of all ranks. context: tokens of a decoding request. ledgers: steps with recorded collectives, as
-    the adapters of a batch's requests in turn, and the batch size.
+    """The settings of all ranks.
+
+    Attributes:
+        config: The engine's configuration.
+        adapters: The adapters to load, by name.
+        context: Tokens of a decoding request.
+        cells: The steps to measure.
+        ledgers: Steps with recorded collectives, as the adapters of a batch's requests in turn, and the batch size.
     """
 
     config: EngineConfig
@@ -124,7 +150,14 @@ class Rank:
     """Model, adapters and requests. All ranks construct it at once, and make every call at once."""
 
     def __init__(self, setup: RankSetup, rank: int, ends: RankSockets, store_file: str) -> None:
-        """ends, store_file: see ProcessGroup."""
+        """Load the model and the adapters, and add the requests.
+
+        Args:
+            setup: The settings, equal on all ranks.
+            rank: This rank.
+            ends: As of `ProcessGroup`.
+            store_file: As of `ProcessGroup`.
+        """
         config = setup.config
         set_threads(config)
         use_device(device_of(config, rank))
@@ -151,7 +184,11 @@ class Rank:
         self._tables["prefill"] = self._add("prefill", max(cell.num_tokens for cell in setup.cells))
 
     def _load(self, name: str, adapter: RankAdapter) -> int:
-        """Load an adapter; returns its bytes on this rank."""
+        """Load an adapter.
+
+        Returns:
+            Its bytes on this rank.
+        """
         hf_model = self._hf_model
         header = read_header(Path(adapter.path), self._pool.sites, hf_model.hidden_size, adapter.sharding)
         host = load_adapter(name, header, hf_model.dtype, lambda _: 1.0)
@@ -162,7 +199,11 @@ class Rank:
         return host.run.nbytes
 
     def _add(self, request_id: str, num_tokens: int) -> tuple[int, ...]:
-        """Add a request with this many tokens; returns its block table."""
+        """Add a request with this many tokens.
+
+        Returns:
+            Its block table.
+        """
         prompt = torch.randint(3, 1000, (num_tokens,), generator=torch.Generator().manual_seed(0)).tolist()
         sampling = SamplingParams(max_tokens=1, ignore_eos=True)
         self._runner.add(Request(request_id=request_id, prompt_ids=tuple(prompt), sampling=sampling), None)
@@ -229,8 +270,13 @@ def _run_worker(setup: RankSetup, rank: int, ends: RankSockets, store_file: str)
 
 @contextlib.contextmanager
 def run_ranks(setup: RankSetup, store_file: str) -> Iterator[Rank]:
-    """Run rank 0 in this process and the others in processes of their own until the end of the block. Call
-    `record_collectives` first, then iterate over `measure`. store_file: a new one, for NCCL.
+    """Run rank 0 in this process and the others in processes of their own until the end of the block.
+
+    Call `record_collectives` first, then iterate over `measure`.
+
+    Args:
+        setup: The settings of all ranks.
+        store_file: A new file, for NCCL.
     """
     context = fork_server()
     mine, *theirs = connect(setup.config.tensor_parallel)

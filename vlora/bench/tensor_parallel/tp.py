@@ -45,9 +45,14 @@ Totals = Mapping[tuple[str, str], tuple[int, int]]
 
 
 def run(quick: bool, latencies_us: Sequence[int] = ()) -> Report:
-    """latencies_us: delays added to each collective between ranks on a CPU. quick: fewer latencies and rounds.
+    """Compare layouts of adapters on ranks.
 
-    Raises BadConfig if there are several GPUs and latencies are given.
+    Args:
+        quick: Fewer latencies and rounds.
+        latencies_us: Delays added to each collective between ranks on a CPU.
+
+    Raises:
+        BadConfig: There are several GPUs, and latencies are given.
     """
     num_gpus = torch.cuda.device_count()
     on_gpu = num_gpus > 1
@@ -203,11 +208,19 @@ def formula(
     dtype: torch.dtype,
     travels: torch.dtype,
 ) -> Totals:
-    """Expected collectives in the forward of a step of `batch` requests, with these adapters in turn; adapters are
-    named KIND-RANK. travels: dtype in which the hidden values x a^T are exchanged.
+    """Expected collectives in the forward of a step.
 
     The base model: two all-reduces per layer. Replicated and block-diagonal adapters: none in addition. S-LoRA's: two
     gathers (of five layers' products) and two all-reduces per layer, for any number of adapters (section 6.2).
+
+    Args:
+        adapters: Of the batch's requests in turn, named KIND-RANK; None for the base model.
+        batch: Number of requests.
+        size: Number of ranks.
+        num_layers: Layers of the language model.
+        hidden: Width of its hidden states.
+        dtype: Of the hidden states.
+        travels: The dtype in which the hidden values x a^T are exchanged.
     """
     values = sum(
         int(name.rpartition("-")[2])

@@ -17,7 +17,7 @@ from vlora.types import AdapterStatus, EngineStats, Request, RequestOutput
 
 _MOST_STARTS = 5  # in a row that ended early
 _LASTING_S = 60.0
-_FIRST_PAUSE_S = 0.5  # before the second start in a row; each later pause is twice as long
+FIRST_PAUSE_S = 0.5  # before the second start in a row; each later pause is twice as long
 
 
 class RestartListener(Protocol):
@@ -161,7 +161,7 @@ class SupervisedEngine:
                     self._notify()
                     return
                 if num_starts > 1:
-                    await asyncio.sleep(_FIRST_PAUSE_S * 2 ** (num_starts - 2))
+                    await asyncio.sleep(FIRST_PAUSE_S * 2 ** (num_starts - 2))
                 try:
                     engine = await self._start_again()
                     break

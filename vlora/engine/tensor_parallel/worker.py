@@ -212,7 +212,7 @@ class TensorParallelWorker:
         """Raises BadAdapter, also if the files differ from those that rank 0 has read."""
         hf_model = self._device.hf_model
         header = read_header(Path(order.path), self._sites, hf_model.hidden_size, order.sharding)
-        adapter = load_adapter(order.key, header, hf_model.dtype, lambda _: 1.0)
+        adapter = load_adapter(order.key, header, hf_model.dtype, lambda _: 1.0, self._device.base_layers)
         if adapter.version != order.version:
             raise BadAdapter(f"{order.path}: the files changed while they were read; load the adapter again")
         return adapter

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from atmm.triton.attention import Scratch
 
 # Rows of block tables are a multiple of this many entries, so that Triton compiles for one alignment of their stride.
-_TABLE_COLUMNS = 16
+TABLE_COLUMNS = 16
 
 
 Put = Callable[[np.ndarray], torch.Tensor]
@@ -187,7 +187,7 @@ class GpuAttention:
         """
         num_rows = len(places)
         lengths = [len(rows) for rows in contexts]
-        columns = -(-max(lengths) // (self.block_size * _TABLE_COLUMNS)) * _TABLE_COLUMNS
+        columns = -(-max(lengths) // (self.block_size * TABLE_COLUMNS)) * TABLE_COLUMNS
         flat = np.zeros((2 + columns) * num_rows, dtype=np.int32)
         flat[:num_rows], flat[num_rows : 2 * num_rows] = places, lengths
         table = flat[2 * num_rows :].reshape(num_rows, columns)

@@ -65,7 +65,8 @@ def _fused_mlp(mlp: Any) -> type | None:
     if weight.is_meta:  # a model that is never run
         return None
     with torch.inference_mode():
-        x = torch.linspace(-1, 1, weight.shape[1], dtype=weight.dtype, device=weight.device)[None]
+        dtype = getattr(mlp.gate_proj, "stored", weight).dtype  # a quantized weight's values have another
+        x = torch.linspace(-1, 1, mlp.gate_proj.in_features, dtype=dtype, device=weight.device)[None]
         same = torch.equal(mlp(x), mlp.down_proj(F.silu(mlp.gate_proj(x)) * mlp.up_proj(x)))
     return type(f"Fused{kind.__name__}", (_FusedMLP, kind), {}) if same else None
 

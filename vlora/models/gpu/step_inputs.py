@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from vlora.models.forward_batch import ForwardBatch
 from vlora.models.gpu.draw import draw_table
+from vlora.models.gpu.step_tokens import StepTokens
 from vlora.models.request_state import RequestState
 from vlora.models.sampling import uniform
 
@@ -21,12 +23,16 @@ class StepInputs:
     There are two pinned buffers, used by turns, so that the host prepares a step while the copy of the one before it is
     pending. The tensors of a step are views of one buffer on the device, at the same addresses in steps with arrays of
     the same sizes. Kernels that read them are queued between two copies, all on one stream.
+
+    Attributes:
+        tokens: The tokens of the last step, for a step that is prepared before they are known on the host.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, tokens: StepTokens, num_bytes: int = _FIRST_BYTES) -> None:
+        """num_bytes: of the first buffers. Steps with more data get larger ones, at other addresses."""
+        self._device, self.tokens = device, tokens
         self._used = 0
-        self._allocate(_FIRST_BYTES)
+        self._allocate(num_bytes)
 
     def put(self, array: np.ndarray) -> torch.Tensor:
         """Add a contiguous array. Its tensor on the device has the values after the next `copy`."""
@@ -51,6 +57,18 @@ class StepInputs:
         if not any(own.temperature > 0 for own in params):
             return None
         return self.put(draw_table(params, [uniform(state.seed, state.num_answered) for state in states]))
+
+    def finish(self, packed: ForwardBatch, token_ids: torch.Tensor) -> None:
+        """Copy the step with the draws of its rows, and read the tokens that the host does not know yet.
+
+        Args:
+            packed: The batch. It gets its draws.
+            token_ids: Its tokens on the device, int64 [T], from `put`.
+        """
+        packed.draws = self.put_draws([row.state for row in packed.text])
+        self.copy()
+        if (packed.token_ids < 0).any():
+            self.tokens.fill(token_ids)
 
     def copy(self) -> None:
         """Copy what was added since the last copy, on the current stream."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -52,25 +51,23 @@ class ImageEncoding:
         """Run one step's share of a call.
 
         Returns:
-            The progress, and the error by request id if the call was for a single request and has failed.
+            The progress without its seconds, and the error by request id if the call was for a single request and has
+            failed.
         """
         if encode.number == self._last_done:
-            return Encoded(num_patches=0.0, seconds=0.0, done=True), {}  # reported again after a failed step
+            return Encoded(num_patches=0.0, done=True), {}  # reported again after a failed step
         if self._call is None or self._call.number != encode.number:
             self._abandon()
             self._call = _Call(encode, self._states, self._vision)
         call = self._call
-        started, flops = time.perf_counter(), call.running.flops
+        flops = call.running.flops
         error: Exception | None = None
         done = False
         try:
             done = call.running.advance(encode.budget * self._patch_flops)
-            if self._hf_model.device.type == "cuda":
-                torch.cuda.synchronize(self._hf_model.device)  # the cost model learns from the measured time
         except Exception as raised:
             error = raised
         num_patches = (call.running.flops - flops) / self._patch_flops
-        seconds = time.perf_counter() - started
         fine = error is None
         if self._group is not None:
             # Ranks with different numbers of threads use different pieces: the call is done when all ranks are done.
@@ -84,12 +81,12 @@ class ImageEncoding:
                 for request_id, state in requests.items()
                 if len(requests) == 1
             }
-            return Encoded(num_patches=num_patches, seconds=seconds, failed=True), errors
+            return Encoded(num_patches=num_patches, failed=True), errors
         if done:
             self._call, self._last_done = None, encode.number
             for (state, index), features in zip(call.items, call.running.result, strict=True):
                 state.features[index] = features
-        return Encoded(num_patches=num_patches, seconds=seconds, done=done), {}
+        return Encoded(num_patches=num_patches, done=done), {}
 
     def prepare(self, items: Sequence[BatchItem]) -> dict[str, ErrorValue]:
         """Give starting requests their embeddings and positions.

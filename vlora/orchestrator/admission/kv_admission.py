@@ -195,9 +195,10 @@ class KvAdmission:
             if t.entered:
                 needs.append(self._need(t))
                 own += self._block_manager.num_own(t.request_id)
-        free = self._block_manager.num_free_blocks
+        blocks = self._block_manager
+        free = blocks.num_free_blocks + sum([blocks.num_users(block) == 1 for block in blocks.kept])
         if adapter_starves:
-            free = min(free, self._max_request_blocks - self._block_manager.num_taken_blocks)
+            free = min(free, self._max_request_blocks - blocks.num_taken_blocks)
         return needs, free + own
 
     def _need(self, t: TrackedRequest) -> KvNeed:  # hot path: called for every entered request

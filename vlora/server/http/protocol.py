@@ -16,11 +16,11 @@ from vlora.errors import BadRequest
 from vlora.server.http.errors import error_body
 from vlora.server.security.connection_limits import connection_share
 
-_HEADER_S = 10.0
-_BODY_S = 30.0
-_LEAST_BYTES_PER_S = 64 * 1024  # a faster body may take longer
+HEADER_S = 10.0
+BODY_S = 30.0
+LEAST_BYTES_PER_S = 64 * 1024  # a faster body may take longer
 _MAX_JOINED_BYTES = 64 * 1024  # buffered writes; more is written immediately
-_SEND_S = 30.0  # a peer that reads nothing for this long is disconnected
+SEND_S = 30.0  # a peer that reads nothing for this long is disconnected
 _LINGER_S = 1.0  # how long input is discarded after an error response
 
 _INVALID_HTTP = "the request is not valid HTTP/1.1, or its header is too long; the connection is closed"
@@ -97,7 +97,7 @@ class BoundedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # Join a header with its body, or with a stream's first event, in one write.
         super().connection_made(JoinedWrites(cast(asyncio.Transport, transport)))
-        self._set_read_timeout(_HEADER_S)
+        self._set_read_timeout(HEADER_S)
         # An aborted connection stays in this set until the loop processes it.
         here = [each for each in self.connections if isinstance(each, BoundedProtocol) and not each.closing]
         if len(here) > connection_share():
@@ -119,13 +119,13 @@ class BoundedProtocol(H11Protocol):
             case h11.SEND_BODY:
                 if not self._in_body:
                     self._in_body = True
-                    self._set_read_timeout(_BODY_S)
+                    self._set_read_timeout(BODY_S)
                 elif self._read_timer is not None:
-                    self._set_read_timeout(self._read_timer.when() - self.loop.time() + len(data) / _LEAST_BYTES_PER_S)
+                    self._set_read_timeout(self._read_timer.when() - self.loop.time() + len(data) / LEAST_BYTES_PER_S)
             case h11.IDLE:
                 if self._read_timer is None or self._in_body:
                     self._in_body = False
-                    self._set_read_timeout(_HEADER_S)
+                    self._set_read_timeout(HEADER_S)
             case _:
                 self._in_body = False
                 self._cancel_read_timeout()
@@ -156,7 +156,7 @@ class BoundedProtocol(H11Protocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         # Abort, because close would wait for data that the peer does not read.
-        self._send_timer = self.loop.call_later(_SEND_S, self.transport.abort)
+        self._send_timer = self.loop.call_later(SEND_S, self.transport.abort)
 
     def resume_writing(self) -> None:
         if self._send_timer is not None:

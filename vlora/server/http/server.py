@@ -18,8 +18,8 @@ from vlora.server.security.connection_limits import connection_share
 from vlora.server.security.tls import server_context
 
 # Longer than clients keep an idle connection (5 s is usual), so that no request arrives on a closed connection.
-_KEEP_ALIVE_S = 30
-_HANDSHAKE_S = 10.0
+KEEP_ALIVE_S = 30
+HANDSHAKE_S = 10.0
 _ACCEPT_PAUSE_S = 0.1  # after the system refuses a connection; descriptors are freed when connections end
 
 
@@ -56,7 +56,7 @@ class HttpServer:
             log_config=None,  # `vlora.logging_format` configures logging
             log_level="error",
             timeout_graceful_shutdown=1,
-            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_keep_alive=KEEP_ALIVE_S,
             server_header=False,
         )
         tls = server_context(self._config)
@@ -123,7 +123,7 @@ class _TlsUvicorn(_Uvicorn):
         # A peer that does not finish, or rejects the certificate, is dropped without a log line.
         with contextlib.suppress(OSError):
             await asyncio.get_running_loop().connect_accepted_socket(
-                self._make_protocol, sock, ssl=self._tls, ssl_handshake_timeout=_HANDSHAKE_S
+                self._make_protocol, sock, ssl=self._tls, ssl_handshake_timeout=HANDSHAKE_S
             )
 
     def _make_protocol(self) -> asyncio.Protocol:

@@ -23,7 +23,7 @@ from vlora.server.media.image_decoding import RawImage, check_number
 ANY_PUBLIC_HOST = "*"
 
 _MAX_REDIRECTS = 3
-_FETCH_S = 10.0
+FETCH_S = 10.0
 _MAX_CONNECTIONS = 16
 _MAX_CONNECTIONS_OF_HOST = 4  # a slow host must leave room for the others
 
@@ -87,7 +87,7 @@ class ImageSources:
     async def _fetch(self, url: str, number: int) -> bytes:
         host = "the host"
         try:
-            async with asyncio.timeout(_FETCH_S):
+            async with asyncio.timeout(FETCH_S):
                 for _ in range(_MAX_REDIRECTS + 1):
                     target = _parse(url, number)
                     host = target.host
@@ -99,7 +99,7 @@ class ImageSources:
                     finally:
                         await response.aclose()
         except TimeoutError as error:
-            raise BadImage(f"image {number} was not received from {host!r} within {_FETCH_S:g} s") from error
+            raise BadImage(f"image {number} was not received from {host!r} within {FETCH_S:g} s") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise BadImage(f"image {number} cannot be fetched from {host!r}: {type(error).__name__}") from error
         raise BadImage(f"image {number}: more than {_MAX_REDIRECTS} redirects, the last to {host!r}")
@@ -108,7 +108,7 @@ class ImageSources:
         if self._client is None:
             # A proxy from the environment would connect to an unchecked address.
             limits = httpx.Limits(max_connections=_MAX_CONNECTIONS, max_keepalive_connections=0)
-            self._client = httpx.AsyncClient(trust_env=False, timeout=_FETCH_S, limits=limits)
+            self._client = httpx.AsyncClient(trust_env=False, timeout=FETCH_S, limits=limits)
         request = self._client.build_request(
             "GET",
             target.copy_with(host=address),

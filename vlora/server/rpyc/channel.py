@@ -16,8 +16,8 @@ from vlora.server.security.connection_limits import PeerSocket
 from vlora.server.security.message_budget import ByteBudget, ByteCharge
 
 _SMALL_BYTES = 64 * 1024  # smaller messages are neither counted nor timed
-_FRAME_S = 120.0  # to receive a whole message
-_ROOM_S = 30.0  # a message waits this long in its socket for room
+FRAME_S = 120.0  # to receive a whole message
+ROOM_S = 30.0  # a message waits this long in its socket for room
 _MAX_UNAUTHENTICATED_BYTES = 64 * 1024  # a token fits, an image does not
 
 
@@ -67,7 +67,7 @@ class BoundedChannel(Channel):
             return self.stream.read(size)[: -len(self.FLUSHER)]
         self._reserve(length)
         try:
-            with end_after(_FRAME_S, self._peer):
+            with end_after(FRAME_S, self._peer):
                 return self.stream.read(size)[: -len(self.FLUSHER)]
         except BaseException:
             self._charge.release()
@@ -88,7 +88,7 @@ class BoundedChannel(Channel):
         return whole
 
     def _reserve(self, num_bytes: int) -> None:
-        if not self._charge.add(num_bytes, _ROOM_S):
+        if not self._charge.add(num_bytes, ROOM_S):
             self._refuse(f"no room for a message of {num_bytes} bytes")
 
     def _refuse(self, why: str) -> NoReturn:

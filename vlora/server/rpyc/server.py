@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 
 _SEND_S = 30.0  # a peer that reads nothing for this long is disconnected
 _LAST_REPLIES_S = 1.0
-_HANDSHAKE_S = 10.0
-_MAX_UNAUTHENTICATED = 64  # connections
+HANDSHAKE_S = 10.0
+MAX_UNAUTHENTICATED = 64  # connections
 _ACCEPT_PAUSE_S = 0.1  # after the system refuses a connection; descriptors are freed when connections end
 
 
@@ -44,7 +44,7 @@ class RpycServer(ThreadedServer):
         self._tls = tls
         self._connections: set[ValueConnection] = set()
         self._lock = threading.Lock()
-        self._limits = ConnectionLimits(connection_share(), _MAX_UNAUTHENTICATED)
+        self._limits = ConnectionLimits(connection_share(), MAX_UNAUTHENTICATED)
         self._accepting: threading.Thread | None = None
         try:
             super().__init__(
@@ -132,7 +132,7 @@ class RpycServer(ThreadedServer):
                 self.clients.discard(sock)
                 peer.sock = sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
                 self.clients.add(sock)
-                with end_after(_HANDSHAKE_S, peer):
+                with end_after(HANDSHAKE_S, peer):
                     sock.do_handshake()
             sock.settimeout(_SEND_S)
             stream = TlsStream(sock, _SEND_S) if isinstance(sock, ssl.SSLSocket) else PlainStream(sock)

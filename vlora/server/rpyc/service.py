@@ -46,7 +46,7 @@ from vlora.types import AdapterStatus
 from vlora.wording import msgspec_errors
 
 _MAX_PULL_S = 30.0
-_AUTHENTICATE_S = 10.0  # a connection must authenticate within this time
+AUTHENTICATE_S = 10.0  # a connection must authenticate within this time
 
 
 class TextReply(StreamedReply):
@@ -75,7 +75,7 @@ class VLoraService(rpyc.Service):
             peer.set_authenticated()
         else:
             peer.restrict()
-            loop.call_soon_threadsafe(loop.call_later, _AUTHENTICATE_S, self._close_unauthenticated)
+            loop.call_soon_threadsafe(loop.call_later, AUTHENTICATE_S, self._close_unauthenticated)
         self._tasks: dict[int, asyncio.Task[Any]] = {}
         self._closed = False
 

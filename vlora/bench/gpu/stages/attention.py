@@ -19,19 +19,23 @@ from vlora.bench.gpu.paged_batch import Chunk, Heads, PagedBatch
 from vlora.bench.gpu.timing import copy_speed, device_seconds
 from vlora.bench.report import Goal
 
-_HEADS, _SMALL_HEADS = Heads(28, 4, 128), Heads(4, 2, 16)
-_BATCHES, _CONTEXTS = (1, 8, 32), (512, 2048, 16_384)
+HEADS, _SMALL_HEADS = Heads(28, 4, 128), Heads(4, 2, 16)
+_BATCHES, CONTEXTS = (1, 8, 32), (512, 2048, 16_384)
 _SMALL_BATCHES, _SMALL_CONTEXTS = (1, 4), (32, 96)
-_CHUNKS = tuple(Chunk(start, tokens) for tokens, start in itertools.product((512, 2048), (0, 8192)))
+CHUNKS = tuple(Chunk(start, tokens) for tokens, start in itertools.product((512, 2048), (0, 8192)))
 _SMALL_CHUNKS = (Chunk(0, 32), Chunk(48, 32))
-_CACHE_BYTES = 128 * 2**20  # more than any L2 cache: the layers together exceed it, as in a model
+CACHE_BYTES = 128 * 2**20  # more than any L2 cache: the layers together exceed it, as in a model
 _MOST_LAYERS = 28
 _LARGEST_ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 _MOST_EXACT = 3  # requests of a batch that are compared with float64
 
 
 def run(context: Context) -> dict[str, Any]:
-    """Check both types, then time bfloat16. Raises ValueError for a result that differs from float64."""
+    """Check both types, then time bfloat16.
+
+    Raises:
+        ValueError: A result differs from float64.
+    """
     worst = _check(context)
     bytes_per_s = copy_speed(context)
     rows: list[dict[str, Any]] = []
@@ -55,9 +59,9 @@ def run(context: Context) -> dict[str, Any]:
 def _cases(context: Context) -> Iterator[tuple[str, list[Chunk]]]:
     """Chunks first, then decode batches from short to long, with a ragged one before the longest."""
     large = context.on_gpu
-    for chunk in _CHUNKS if large else _SMALL_CHUNKS:
+    for chunk in CHUNKS if large else _SMALL_CHUNKS:
         yield f"chunk of {chunk.num_tokens} after {chunk.start}", [chunk]
-    contexts = _CONTEXTS if large else _SMALL_CONTEXTS
+    contexts = CONTEXTS if large else _SMALL_CONTEXTS
     batches = _BATCHES if large else _SMALL_BATCHES
     for length, batch in itertools.product(contexts, batches):
         if length == contexts[-1] and batch == batches[-1]:
@@ -74,7 +78,7 @@ def _check(context: Context) -> dict[str, float]:
         "chunks": [Chunk(0, 33), Chunk(48, 17), Chunk(5, 64)],
         "together": [Chunk(16, 24), *(Chunk(length - 1, 1) for length in lengths)],
     }
-    heads = _HEADS if context.on_gpu else _SMALL_HEADS
+    heads = HEADS if context.on_gpu else _SMALL_HEADS
     worst: dict[str, float] = {}
     with torch.inference_mode():
         for (name, chunks), dtype in itertools.product(batches.items(), _LARGEST_ERROR):
@@ -95,7 +99,7 @@ def _error(batch: PagedBatch, index: int, layer: int) -> float:
 
 
 def _timed(context: Context, name: str, chunks: list[Chunk], bytes_per_s: float) -> dict[str, Any]:
-    heads = _HEADS if context.on_gpu else _SMALL_HEADS
+    heads = HEADS if context.on_gpu else _SMALL_HEADS
     layers = _num_layers(context, chunks, heads)
     batch = PagedBatch(chunks, heads, layers, torch.bfloat16, context.device)
     seconds = device_seconds(context, batch.attend_all, layers)
@@ -116,7 +120,7 @@ def _num_layers(context: Context, chunks: list[Chunk], heads: Heads) -> int:
     if not context.on_gpu:
         return 2
     tokens = sum(chunk.start + chunk.num_tokens for chunk in chunks)
-    return max(1, min(_MOST_LAYERS, _CACHE_BYTES // (4 * tokens * heads.num_kv_heads * heads.head_dim)))
+    return max(1, min(_MOST_LAYERS, CACHE_BYTES // (4 * tokens * heads.num_kv_heads * heads.head_dim)))
 
 
 def _contiguous(batch: PagedBatch) -> Callable[[], None]:

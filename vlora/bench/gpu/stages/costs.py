@@ -22,7 +22,11 @@ _SMALL_BATCHES = ((1, 16), (2, 32), (4, 8))
 
 
 def run(context: Context) -> dict[str, Any]:
-    """Raises ModuleNotFoundError without scipy, which fits the costs."""
+    """Fit the costs of steps for the simulator.
+
+    Raises:
+        ModuleNotFoundError: scipy, which fits the costs, is not installed.
+    """
     import scipy  # noqa: F401  (before the steps are timed)
 
     if context.on_gpu:

@@ -32,7 +32,7 @@ _LAUNCHES = 1000
 
 
 def run(context: Context) -> dict[str, Any]:
-    """Raises no error for a missing package: other stages need them, and say so."""
+    """Describe the device. A missing package is no error here: the stages that need it report it."""
     missing = {name: use for name, use in _PACKAGES.items() if importlib.util.find_spec(name) is None}
     found: dict[str, Any] = {"missing": missing, "cores": os.cpu_count(), "nvcc": shutil.which("nvcc")}
     if context.on_gpu:

@@ -22,14 +22,14 @@ from vlora.lora.merge_in_place import MAX_DRIFT
 from vlora.lora.merge_shadow import ShadowSwitcher
 
 _RANKS = (16, 64)
-_ARENA_BYTES, _SMALL_ARENA_BYTES = 2 * 2**30, 2**27
-_SWITCHES, _SMALL_SWITCHES = 300, 5
+ARENA_BYTES, _SMALL_ARENA_BYTES = 2 * 2**30, 2**27
+SWITCHES, _SMALL_SWITCHES = 300, 5
 
 
 def run(context: Context) -> dict[str, Any]:
     """Every rank on one model, then the drift on a narrow layer."""
     bytes_per_s = copy_speed(context)
-    arena_bytes = _ARENA_BYTES if context.on_gpu else _SMALL_ARENA_BYTES
+    arena_bytes = ARENA_BYTES if context.on_gpu else _SMALL_ARENA_BYTES
     model = MergeableModel(models.config_of(context), context.device, arena_bytes)
     rows: list[dict[str, Any]] = []
     goals: list[Goal] = []
@@ -46,7 +46,7 @@ def run(context: Context) -> dict[str, Any]:
         goals += [Goal(f"merge / copy, rank {row['rank']}", row["merge / copy"], 1.25, True) for row in rows[:1]]
         goals.append(Goal("back to W0, ms", max(row["back ms"] for row in rows), 0.1, True))
         goals.append(Goal("first merge / later ones, rank 16", rows[0]["first ms"] / rows[0]["merge ms"], 1.5, True))
-    drift = drift_in_place(_SWITCHES if context.on_gpu else _SMALL_SWITCHES, context.device)
+    drift = drift_in_place(SWITCHES if context.on_gpu else _SMALL_SWITCHES, context.device)
     goals.append(Goal("drift in place, subtracting, in 1/1000", 1e3 * drift.subtracting, 1e3 * MAX_DRIFT, True))
     goals.append(Goal("drift after a restore", drift.restored, 0.0, True))
     return {

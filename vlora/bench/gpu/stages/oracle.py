@@ -35,7 +35,11 @@ _RESERVE_S = 5.0
 
 
 def run(context: Context) -> dict[str, Any]:
-    """Raises RuntimeError if tests fail or cannot run; the counts are then in the results."""
+    """Run the tests marked `gpu` on the device.
+
+    Raises:
+        RuntimeError: Tests fail or cannot run; the counts are then in the results.
+    """
     for module in ("pytest", "hypothesis"):
         if importlib.util.find_spec(module) is None:
             raise RuntimeError(f"{module} is not installed; pip install {module}, or leave out the stage oracle")

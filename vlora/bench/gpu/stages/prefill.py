@@ -23,8 +23,8 @@ from vlora.bench.report import Goal
 from vlora.models.vision.encoder import VisionTask
 from vlora.types import VisionInput
 
-_TOKENS, _SMALL_TOKENS = 2048, 64
-_SIDE, _OTHER_SIDES = 32, (30, 34, 46)  # patches per side: 1,024 patches, and sizes that are new to the engine
+TOKENS, _SMALL_TOKENS = 2048, 64
+SIDE, OTHER_SIDES = 32, (30, 34, 46)  # patches per side: 1,024 patches, and sizes that are new to the engine
 _SMALL_SIDE, _SMALL_OTHER_SIDES = 4, (6,)
 _NUM_IMAGES = (1, 4, 16)
 _MODES: tuple[tuple[str, tuple[str, ...], bool], ...] = (
@@ -37,7 +37,7 @@ _MODES: tuple[tuple[str, tuple[str, ...], bool], ...] = (
 def run(context: Context) -> dict[str, Any]:
     """Both parts, on one engine."""
     model = models.built(context)
-    tokens = _TOKENS if context.on_gpu else _SMALL_TOKENS
+    tokens = TOKENS if context.on_gpu else _SMALL_TOKENS
     policy = FixedModePolicy()
     with models.adapter_folders(model, {16: 2}) as folders:
         engine = models.timed_engine(context, model, folders, policy, prompt=tokens, batch=4)
@@ -77,7 +77,7 @@ def _prompts(
 
 def _images(context: Context, engine: TimedEngine, config: Any) -> list[dict[str, Any]]:
     """Calls of the tower. The first call of each size counts separately: a server sees new sizes all the time."""
-    side, others = (_SIDE, _OTHER_SIDES) if context.on_gpu else (_SMALL_SIDE, _SMALL_OTHER_SIDES)
+    side, others = (SIDE, OTHER_SIDES) if context.on_gpu else (_SMALL_SIDE, _SMALL_OTHER_SIDES)
     pictures = _pictures(config, side)
     rows = []
     for count in _NUM_IMAGES:
@@ -122,7 +122,7 @@ def _goals(prompts: list[dict[str, Any]], images: list[dict[str, Any]]) -> list[
     ms = {row["mode"]: row["ms"] for row in prompts}
     new_sizes = [row["first ms"] for row in images[len(_NUM_IMAGES) :]]
     return [
-        Goal(f"prefill of {_TOKENS} tokens, merged, ms", ms["merged"], 45.0, True),
+        Goal(f"prefill of {TOKENS} tokens, merged, ms", ms["merged"], 45.0, True),
         Goal("prefill, unmerged / merged", ms["unmerged"] / ms["merged"], 1.10, True),
         Goal("one image of 1,024 patches, ms", images[0]["ms"], 12.0, True),
         Goal("the first image of a new size, slowest, ms", max(new_sizes), 30.0, True),

@@ -28,7 +28,7 @@ from vlora.types import Request, SamplingParams
 _RANK = 16
 _POISSON_LOAD = 0.8  # of the burst's requests per second
 _BATCH = 32
-_ARENA_BYTES, _SMALL_ARENA_BYTES = 12 * 2**30, 2**28
+ARENA_BYTES, _SMALL_ARENA_BYTES = 12 * 2**30, 2**28
 _PEER_RESERVE_S = 10.0
 
 
@@ -53,13 +53,13 @@ class Load(NamedTuple):
         ]
 
 
-_MIXED, _STREAMS = Load(64, 32, 256, 64), Load(32, 8, 256, 128)
+MIXED, STREAMS = Load(64, 32, 256, 64), Load(32, 8, 256, 128)
 _SMALL_MIXED, _SMALL_STREAMS = Load(6, 3, 12, 4), Load(4, 2, 12, 6)
 
 
 def run(context: Context) -> dict[str, Any]:
     """Ours first; then the model of the baseline takes the memory."""
-    mixed, streams = (_MIXED, _STREAMS) if context.on_gpu else (_SMALL_MIXED, _SMALL_STREAMS)
+    mixed, streams = (MIXED, STREAMS) if context.on_gpu else (_SMALL_MIXED, _SMALL_STREAMS)
     rows: list[dict[str, Any]] = []
     engine = _engine(context, mixed.adapters)
     _serve(engine, mixed.prepared(0)[: mixed.adapters], [0.0] * mixed.adapters)  # loads adapters, compiles kernels
@@ -102,7 +102,7 @@ def _engine(context: Context, num_adapters: int) -> Engine:
                 device=str(context.device),
                 dtype=models.DTYPE,
                 max_batch_size=_BATCH,
-                arena_bytes=_ARENA_BYTES if context.on_gpu else _SMALL_ARENA_BYTES,
+                arena_bytes=ARENA_BYTES if context.on_gpu else _SMALL_ARENA_BYTES,
                 prefix_cache=False,
                 merge_fidelity_floor=0.0,
             ),
@@ -170,7 +170,11 @@ def _decode_tokens_per_s(run: LoadRun) -> float:
 
 
 def _peer(context: Context, load: Load) -> LoadRun:
-    """The burst's requests in batches, after a short warm-up. Raises TimeoutError if it cannot end in time."""
+    """Serve the burst's requests in batches, after a short warm-up.
+
+    Raises:
+        TimeoutError: It cannot end in time.
+    """
     model = models.built(context)
     model.generation_config.eos_token_id = None
     baseline = Baseline.random(model, load.adapters, _RANK)

@@ -36,7 +36,12 @@ Scores = dict[str, list[TokenScore]]
 
 
 class _Mode(NamedTuple):
-    """adapters: of the requests. merging: whether the first request's adapter is merged."""
+    """A mode of the engine, and the requests that lead to it.
+
+    Attributes:
+        adapters: Of the requests.
+        merging: Whether the first request's adapter is merged.
+    """
 
     name: str
     adapters: Sequence[str | None]
@@ -51,7 +56,11 @@ _MODES = (
 
 
 def run(context: Context) -> dict[str, Any]:
-    """Raises ValueError for a difference: later figures of a wrong engine would mean nothing."""
+    """Compare the engine on this device with transformers and PEFT.
+
+    Raises:
+        ValueError: A result differs, in which case later figures would mean nothing.
+    """
     found: dict[str, Any] = {"kernels": {}, "models": {}}
     with torch.inference_mode():
         found["kernels"] = _kernels(context)
@@ -92,14 +101,12 @@ def _compare_model(context: Context, config: Any) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         shapes = language_shapes(dummy_model(config, "float32", torch.device("meta"), 0))
         adapters = {f"r{rank}": write_adapter(Path(folder) / f"r{rank}", shapes, rank, seed=rank) for rank in (8, 16)}
-        ours, theirs = (_answers(config, adapters, device) for device in (context.device, torch.device("cpu")))
-    by_mode = {
-        mode: max(difference(ours[mode][request], theirs[mode][request]) for request in ours[mode]) for mode in ours
-    }
-    # One adapter's answers do not depend on the mode, nor on the other requests.
-    by_mode["between modes"] = max(
-        difference(ours["unmerged"]["2 r16"], ours[mode]["0 r16"]) for mode in ("merged", "mixed")
-    )
+        theirs = _answers(config, adapters, torch.device("cpu"))
+        ours = _answers(config, adapters, context.device)
+        by_mode = _differences(ours, theirs)
+        if context.on_gpu:
+            captured = _answers(config, adapters, context.device, cuda_graphs=True)
+            by_mode |= {f"{mode}, graphs": found for mode, found in _differences(captured, theirs).items()}
     largest = max(by_mode.values())
     if not largest <= _LARGEST_DIFFERENCE:
         raise ValueError(f"{config.model_type}: log probabilities on {context.device} differ from the CPU's: {by_mode}")
@@ -112,8 +119,25 @@ def _compare_model(context: Context, config: Any) -> dict[str, Any]:
     return {**by_mode, "largest difference": largest, "effect of adapters": effect}
 
 
-def _answers(config: Any, adapters: Mapping[str, str], device: torch.device) -> dict[str, Scores]:
-    """The scores of every mode's answers, each over one image and a few words."""
+def _differences(ours: dict[str, Scores], theirs: dict[str, Scores]) -> dict[str, float]:
+    """The largest difference of our answers to the others in each mode, and of our answers between the modes."""
+    by_mode = {
+        mode: max(difference(ours[mode][request], theirs[mode][request]) for request in ours[mode]) for mode in ours
+    }
+    # One adapter's answers do not depend on the mode, nor on the other requests.
+    by_mode["between modes"] = max(
+        difference(ours["unmerged"]["2 r16"], ours[mode]["0 r16"]) for mode in ("merged", "mixed")
+    )
+    return by_mode
+
+
+def _answers(
+    config: Any, adapters: Mapping[str, str], device: torch.device, *, cuda_graphs: bool = False
+) -> dict[str, Scores]:
+    """The scores of every mode's answers, each over one image and a few words.
+
+    Raises RuntimeError if an answer failed, and if cuda_graphs is set and nothing was captured.
+    """
     model = dummy_model(config, "float32", torch.device("cpu"), seed=0)
     with torch.no_grad():
         for (_, parameter), (_, drawn) in zip(model.named_parameters(), answering_weights(model, seed=0), strict=True):
@@ -128,11 +152,14 @@ def _answers(config: Any, adapters: Mapping[str, str], device: torch.device) -> 
             merge_fidelity_floor=0.0,
             max_step_tokens=64,
             encode_share=1e9,  # all images before the first token, so that all requests run in one batch
+            cuda_graphs=cuda_graphs,
         ),
         model=model.to(device),
         executor=Inline(),
         policy=policy,
     )
+    if cuda_graphs and engine.parts.device.runner.graphs is None:
+        raise RuntimeError(f"{config.model_type}: decode steps were not captured; the log has the reason")
     for name, path in adapters.items():
         engine.load_adapter(name, path)
     torch.manual_seed(0)

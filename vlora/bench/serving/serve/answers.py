@@ -10,8 +10,12 @@ NEAR_TIE = 1e-3
 
 
 class Agreement(NamedTuple):
-    """Comparison of one answer. words: number of compared, equal words. wrong: the difference, or None. tie: whether
-    the difference is at two equally likely words, which is no error; the rest is then not compared.
+    """Comparison of one answer.
+
+    Attributes:
+        words: Number of compared, equal words.
+        wrong: The difference, or None.
+        tie: Whether the difference is at two equally likely words, which is no error; the rest is then not compared.
     """
 
     words: int

@@ -21,8 +21,12 @@ from vlora.types import TensorValue
 
 
 class GreedyAnswer(NamedTuple):
-    """A greedy answer. margins: for each token, the distance of its logit to the second best in standard deviations of
-    that step's logits.
+    """A greedy answer.
+
+    Attributes:
+        token_ids: Its tokens.
+        margins: For each token, the distance of its logit to the second best in standard deviations of that step's
+            logits.
     """
 
     token_ids: list[int]

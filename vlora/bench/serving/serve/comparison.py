@@ -32,8 +32,14 @@ _MODEL = "model"
 
 
 class ServeCase(NamedTuple):
-    """adapted: with adapters, or the base model. alone: one request at a time. baseline: its name in reports; except
-    with `alone`, its batch size is the number of outstanding requests at the server.
+    """One kind of traffic.
+
+    Attributes:
+        name: Its name in reports.
+        baseline: The baseline's name in reports; except with `alone`, its batch size is the number of outstanding
+            requests at the server.
+        adapted: With adapters, or the base model.
+        alone: One request at a time.
     """
 
     name: str
@@ -118,8 +124,13 @@ class Comparison:
     """Runs of a served model and of baselines, in rounds.
 
     Args:
+        files: The model and its adapters.
         workload: Of the cases `base` and `adapters`; `one` takes its first request.
+        cases: The kinds of traffic.
+        dtype: Of the server.
+        surface: http or rpyc.
         threads: Of the server's engine and of the baseline; None for the default of each.
+        rounds: Number of rounds.
     """
 
     def __init__(

@@ -32,7 +32,13 @@ class ObservedAnswer:
 
 @dataclasses.dataclass(frozen=True)
 class LoadRun:
-    """A run of requests. started_s, ended_s: the first request's due time and the last one's end."""
+    """A run of requests.
+
+    Attributes:
+        answers: In order of their due times.
+        started_s: The first request's due time.
+        ended_s: The last request's end.
+    """
 
     answers: Sequence[ObservedAnswer]
     started_s: float

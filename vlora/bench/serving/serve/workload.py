@@ -96,7 +96,14 @@ class Workload:
 
 
 class WorkloadRequest(NamedTuple):
-    """One request. adapter: its index, or None for the base model. pictures: JPEG files."""
+    """One request.
+
+    Attributes:
+        adapter: Its index, or None for the base model.
+        text: Of the prompt.
+        pictures: JPEG files.
+        answer_tokens: Tokens of the answer.
+    """
 
     adapter: int | None
     text: str
@@ -105,7 +112,12 @@ class WorkloadRequest(NamedTuple):
 
 
 def workload_requests(workload: Workload, *, adapted: bool) -> Iterator[WorkloadRequest]:
-    """Requests without end, identical for the same workload. adapted: with adapters, or all of the base model."""
+    """Requests without end, identical for the same workload.
+
+    Args:
+        workload: The traffic.
+        adapted: With adapters, or all of the base model.
+    """
     chosen = _adapters(workload) if adapted else itertools.repeat(None)
     for number, adapter in enumerate(chosen):
         draws = random.Random(f"{workload.seed} {number}")

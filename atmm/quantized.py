@@ -1,0 +1,144 @@
+"""Weights in fewer bits: values, and scales by output row, in a format that quantizes, restores and multiplies them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+BLOCK = 8 * 2**20
+"""Weights that are quantized or restored at a time: 32 MiB in float32."""
+
+
+class WeightFormat(Protocol):
+    """A way to store weights [..., out, in] as values [..., out, v] and scales [..., out, s].
+
+    Attributes:
+        name: the name in settings.
+        value_dtype: the type of the values; scales are float32.
+        weights_per_value: in / v.
+        weights_per_scale: in / s, or None for one scale per output row.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def value_dtype(self) -> torch.dtype: ...
+    @property
+    def weights_per_value(self) -> int: ...
+    @property
+    def weights_per_scale(self) -> int | None: ...
+
+    def encode(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """The values and scales of weights [..., out, in] of any floating type."""
+
+    def decode(self, values: Tensor, scales: Tensor) -> Tensor:
+        """The weights in float32, [..., out, in]."""
+
+    def product(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+        """x [T, in] times the weights [out, in] transposed, plus bias: [T, out], contiguous, of x's type."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class QuantizedWeight:
+    """Weights [..., out, in] in a format. Indexing and splitting give views, as of a tensor.
+
+    Attributes:
+        values: [..., out, v].
+        scales: float32 [..., out, s].
+        dtype: the type of the weights before quantization, and of products.
+        format: the format.
+    """
+
+    values: Tensor
+    scales: Tensor
+    dtype: torch.dtype
+    format: WeightFormat
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.values.shape[:-1], self.values.shape[-1] * self.format.weights_per_value)
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.scales.nbytes
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, place: Any) -> QuantizedWeight:
+        """A view. place: an index of any dimensions but the last."""
+        return self._with(self.values[place], self.scales[place])
+
+    def split(self, sizes: Sequence[int], dim: int = 0) -> list[QuantizedWeight]:
+        """Views of consecutive parts. dim: not the last."""
+        pairs = zip(self.values.split(list(sizes), dim), self.scales.split(list(sizes), dim), strict=True)
+        return [self._with(values, scales) for values, scales in pairs]
+
+    def copy_(self, source: Tensor | QuantizedWeight) -> QuantizedWeight:
+        """Become a copy of other quantized weights, or of a tensor [..., out, in], which is quantized."""
+        if isinstance(source, QuantizedWeight):
+            self.values.copy_(source.values)
+            self.scales.copy_(source.scales)
+        elif source.dim() > 2:
+            for place, part in enumerate(source):
+                self[place].copy_(part)
+        else:
+            num_rows = max(1, BLOCK // source.shape[1])
+            for first in range(0, len(source), num_rows):
+                values, scales = self.format.encode(source[first : first + num_rows].to(self.device))
+                self.values[first : first + num_rows] = values
+                self.scales[first : first + num_rows] = scales
+        return self
+
+    def float(self) -> Tensor:
+        """The weights in float32."""
+        return self.format.decode(self.values, self.scales)
+
+    def rounded(self, weights: Tensor) -> Tensor:
+        """Other weights [..., out, in] as this format would store them, in float32."""
+        return self.format.decode(*self.format.encode(weights))
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [..., in] times the weights [out, in] transposed, plus bias: [..., out]."""
+        y = self.format.product(x.reshape(-1, x.shape[-1]), self.values, self.scales, bias)
+        return y.view(*x.shape[:-1], y.shape[1])
+
+    def _with(self, values: Tensor, scales: Tensor) -> QuantizedWeight:
+        return QuantizedWeight(values, scales, self.dtype, self.format)
+
+
+def quantized_bytes(weight_format: WeightFormat, shape: Sequence[int]) -> int:
+    """Bytes of the values and scales of weights of a shape."""
+    *rows, width = shape
+    per_row = width // weight_format.weights_per_value * weight_format.value_dtype.itemsize
+    return math.prod(rows) * (per_row + 4 * (width // (weight_format.weights_per_scale or width)))
+
+
+StoredWeight = Tensor | QuantizedWeight
+Allocate = Callable[[Sequence[int], torch.dtype, torch.device], StoredWeight]
+"""Returns undefined weights of a shape and a type, as `torch.empty`."""
+
+
+def quantized_empty(
+    weight_format: WeightFormat,
+    device: torch.device,
+    empty: Callable[[Sequence[int], torch.dtype, torch.device], Tensor],
+) -> Allocate:
+    """A function that allocates weights of a format on one device, in memory from `empty`."""
+
+    def allocate(shape: Sequence[int], dtype: torch.dtype, _: torch.device) -> QuantizedWeight:
+        *rows, width = shape
+        values = empty([*rows, width // weight_format.weights_per_value], weight_format.value_dtype, device)
+        scales = empty([*rows, width // (weight_format.weights_per_scale or width)], torch.float32, device)
+        return QuantizedWeight(values, scales, dtype, weight_format)
+
+    return allocate

@@ -1,0 +1,180 @@
+"""Weights in eight bits: rounding, views, products and merges, against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+import atmm
+from atmm.fp8 import CAPABILITY, Fp8
+from atmm.int8 import Int8
+from atmm.matmul import linear
+from atmm.quantized import QuantizedWeight, WeightFormat, quantized_bytes, quantized_empty
+from tests import device
+
+CPU = torch.device("cpu")
+FP8, INT8 = Fp8(), Int8()
+KINDS = pytest.mark.parametrize("kind", [FP8, INT8], ids=["fp8", "int8"])
+HALF_STEP = 2**-4  # of e4m3, relative to the value
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device=device)
+
+
+def quantized(weight: Tensor, kind: WeightFormat = FP8) -> QuantizedWeight:
+    held = quantized_empty(kind, CPU, empty)(list(weight.shape), weight.dtype, CPU)
+    assert isinstance(held, QuantizedWeight)
+    return held.copy_(weight)
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@KINDS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_weights_are_rounded_by_at_most_half_a_step(dtype: torch.dtype, kind: WeightFormat) -> None:
+    weight = random(3, 40, 70, dtype=dtype) * torch.logspace(-3, 1, 40)[:, None].to(dtype)
+    weight[0, 5] = 0
+    held = quantized(weight, kind)
+    largest = weight.float().abs().amax(-1, keepdim=True)
+    error = (held.float() - weight.float()).abs()
+    step = HALF_STEP * weight.float().abs() + largest * 2**-10 / 448 if kind is FP8 else largest * 0.5001 / 127
+    assert (error <= step + 1e-12).all()
+    assert held.float()[0, 5].eq(0).all(), "a row of zeros"
+    assert torch.allclose(held.float().abs().amax(-1, keepdim=True), largest, rtol=1e-6, atol=0)
+    assert torch.allclose(held.rounded(held.float()), held.float(), rtol=1e-6, atol=0)
+
+
+@KINDS
+def test_weights_and_scales_take_half_of_bfloat16(kind: WeightFormat) -> None:
+    weight = random(2, 256, 512, dtype=torch.bfloat16)
+    held = quantized(weight, kind)
+    assert held.nbytes == quantized_bytes(kind, weight.shape)
+    assert held.nbytes <= 0.52 * weight.nbytes and held.dtype is torch.bfloat16 and held.shape == weight.shape
+
+
+def test_large_weights_are_quantized_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = random(10, 7)
+    whole = quantized(weight)
+    monkeypatch.setattr("atmm.quantized.BLOCK", 21)
+    assert torch.equal(quantized(weight).float(), whole.float())
+    monkeypatch.setattr("atmm.row_scaled.BLOCK", 14)
+    x = random(2, 7, seed=1)
+    assert torch.allclose(linear(x, quantized(weight), None), linear(x, whole, None), atol=1e-6)
+
+
+def test_parts_are_views() -> None:
+    held = quantized(random(2, 12, 16))
+    first, second = held[1].split([4, 8])
+    assert first.shape == (4, 16) and second.values.data_ptr() == held.values[1, 4].data_ptr()
+    second.copy_(first[:1].float().expand(8, 16))
+    assert torch.equal(held.float()[1, 4:], held.float()[1, :1].expand(8, 16))
+    copy = quantized(random(2, 12, 16, seed=1)).copy_(held)
+    assert torch.equal(copy.float(), held.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 3, 12])
+@pytest.mark.parametrize(("d_out", "d_in"), [(24, 50), (7, 64), (3, 200)])
+@KINDS
+def test_products(kind: WeightFormat, d_out: int, d_in: int, num_tokens: int, dtype: torch.dtype, bias: bool) -> None:
+    held = quantized(random(d_out, d_in, dtype=dtype), kind)
+    x = random(2, num_tokens, d_in, seed=1, dtype=dtype)
+    offset = random(d_out, seed=2, dtype=dtype) if bias else None
+    want = held.rounded(x).double() @ held.float().double().t() + (0 if offset is None else offset.double())
+    got = linear(x, held, offset)
+    assert got.dtype is dtype and got.shape == (2, num_tokens, d_out)
+    close = 2e-5 if dtype is torch.float32 else 2**-8
+    assert torch.allclose(got.double(), want, rtol=close, atol=close)
+
+
+@pytest.mark.parametrize("d_in", [300, 257])
+@pytest.mark.parametrize("num_tokens", [13, 150])
+def test_integer_products_of_a_token_do_not_depend_on_the_others(num_tokens: int, d_in: int) -> None:
+    held, offset = quantized(random(70, d_in), INT8), random(70, seed=2)
+    x = random(num_tokens, d_in + 20, seed=1)[:, :d_in]
+    together = linear(x, held, offset)
+    assert torch.equal(together, torch.cat([linear(row[None], held, offset) for row in x]))
+
+
+def test_integer_products_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, x, offset = quantized(random(70, 300), INT8), random(13, 300, seed=1), random(70, seed=2)
+    compiled = linear(x, held, offset)
+    monkeypatch.setattr("atmm.int8.library", lambda: None)
+    assert torch.allclose(linear(x, held, offset), compiled, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5])
+def test_torchs_scaled_product_computes_the_same(num_tokens: int) -> None:
+    """The operator that a GPU uses, as torch computes it on a CPU."""
+    held, x = quantized(random(32, 48)), random(num_tokens, 48, seed=1)
+    values, scales = held.format.encode(x)
+    try:
+        got = torch._scaled_mm(  # noqa: SLF001  (torch)
+            values, held.values.t(), scales, held.scales.t(), out_dtype=torch.float32
+        )
+    except (RuntimeError, ValueError) as error:
+        pytest.skip(f"this version of torch has no scales by row on a CPU: {error}")
+    assert torch.allclose(got, linear(x, held, None), rtol=1e-5, atol=1e-5)
+
+
+@KINDS
+def test_a_merge_rounds_the_exact_sum(kind: WeightFormat) -> None:
+    base = quantized(random(3, 20, 30), kind)
+    out = quantized(torch.zeros(3, 20, 30), kind)
+    a, bt = random(3, 4, 30, seed=1), random(3, 4, 20, seed=2)
+    everything = slice(None)
+    atmm.merge_quantized(out, base, [(everything, everything, a, bt)])
+    want = base.float() + bt.transpose(1, 2) @ a
+    assert (out.float() - want).abs().max() <= want.abs().max() / 16
+    assert ((out.float() - base.rounded(want)).abs() > 1e-5).float().mean() < 1e-3
+
+
+def test_a_merge_of_blocks_scales_whole_rows() -> None:
+    base, out = quantized(random(1, 20, 30)), quantized(torch.zeros(1, 20, 30))
+    a, bt = random(1, 2, 15, seed=1), random(1, 2, 20, seed=2)
+    rows = slice(None)
+    atmm.merge_quantized(out, base, [(rows, slice(0, 15), a, bt), (rows, slice(15, 30), -a, bt)])
+    want = base.float() + bt.transpose(1, 2) @ torch.cat([a, -a], 2)
+    assert ((out.float() - base.rounded(want)).abs() > 1e-5).float().mean() < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 5, 33])
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_on_the_device(num_tokens: int, bias: bool) -> None:
+    """On a GPU by torch's operator, with inputs rounded by a kernel; also for a part of the rows and strided inputs."""
+    chosen = torch.device(device.name)
+    if chosen.type == "cuda" and torch.cuda.get_device_capability(chosen) < CAPABILITY:
+        pytest.skip("this GPU has no eight-bit products")
+    host = quantized(random(2, 96, 64, dtype=torch.bfloat16))
+    allocated = quantized_empty(Fp8(), chosen, empty)([2, 96, 64], torch.bfloat16, chosen)
+    assert isinstance(allocated, QuantizedWeight)
+    held = allocated.copy_(host)[1].split([32, 64])[1]
+    x = random(num_tokens, 128, seed=1, dtype=torch.bfloat16).to(chosen)[:, :64]
+    offset = random(64, seed=2, dtype=torch.bfloat16).to(chosen) if bias else None
+    read = host.rounded(x.cpu()).double()
+    want = read @ host.float()[1, 32:].double().t() + (0 if offset is None else offset.cpu().double())
+    got = linear(x, held, offset).cpu().double()
+    assert torch.allclose(got, want, rtol=2**-7, atol=2**-5)
+
+
+@pytest.mark.gpu
+def test_merges_on_the_device() -> None:
+    chosen = torch.device(device.name)
+    base = quantized(random(2, 32, 48, dtype=torch.bfloat16))
+    a, bt = random(2, 16, 48, seed=1, dtype=torch.bfloat16), random(2, 16, 32, seed=2, dtype=torch.bfloat16)
+    allocate = quantized_empty(Fp8(), chosen, empty)
+    held, out = (allocate([2, 32, 48], torch.bfloat16, chosen) for _ in range(2))
+    assert isinstance(held, QuantizedWeight) and isinstance(out, QuantizedWeight)
+    held.copy_(base)
+    everything = slice(None)
+    atmm.merge_quantized(out, held, [(everything, everything, a.to(chosen), bt.to(chosen))])
+    want = base.rounded(base.float() + bt.float().transpose(1, 2) @ a.float())
+    assert ((out.float().cpu() - want).abs() > 1e-4).float().mean() < 1e-2

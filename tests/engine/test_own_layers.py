@@ -1,0 +1,107 @@
+"""Adapters with an output head, a token embedding or a projector of their own answer as under PEFT, in every mode."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from peft import LoraConfig
+
+from tests.engine.test_adapter_biases import answer_of_peft, saved
+from tests.engine.test_relocation import shuffled
+from tests.families import FAMILIES, LANGUAGE_LINEARS, build_model, make_prompt
+from tests.harness import FixedModes, RecordingEngine, run_engine
+from tests.references import NUM_TOKENS, TOLERANCE, CaseReference, assert_same
+from vlora.lora.own_layers import OwnLayer, ReplacedOutputs
+from vlora.types import Mode
+
+pytestmark = pytest.mark.gpu
+
+CASES = (("head", 1), ("both", 1), (None, 1), ("plain", 0), ("factors", 1), ("head", 0), ("projector", 1))
+PLAN = [(Mode.MIXED, "head"), (Mode.UNMERGED, None), (Mode.MIXED, "plain"), (Mode.MIXED, "factors")]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CaseReference:
+    family = request.param
+    model, folder = build_model(family), tmp_path_factory.mktemp("own")
+    projector = ["linear_1", "linear_2"] if family.startswith("llava") else ["attn.proj"]
+    configs = {
+        "plain": LoraConfig(r=8, target_modules=LANGUAGE_LINEARS),
+        "head": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"]),
+        "both": LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head", "embed_tokens"]),
+        "factors": LoraConfig(r=8, lora_alpha=24, target_modules=["q_proj", "lm_head", "embed_tokens"]),
+        "projector": LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=projector),
+    }
+    adapters = {name: saved(model, config, folder / name) for name, config in configs.items()}
+    cases = [
+        (adapter, make_prompt(family, model, seed, num_images=images, text=(5 + 3 * seed, 4 + 2 * seed)))
+        for seed, (adapter, images) in enumerate(CASES)
+    ]
+    answers = [answer_of_peft(model, adapter and adapters[adapter], prompt) for adapter, prompt in cases]
+    return CaseReference(family, adapters, cases, answers)
+
+
+def assert_answers(got: list, reference: CaseReference) -> None:
+    for own, want in zip(got, reference.answers, strict=True):
+        assert_same(own, want)
+
+
+@pytest.mark.parametrize(
+    ("mode", "merged"),
+    [(Mode.UNMERGED, None), (Mode.MIXED, "head"), pytest.param(Mode.MIXED, "factors", marks=pytest.mark.slow)],
+    ids=["unmerged", "mixed-head", "mixed-factors"],
+)
+def test_batch_of_several_adapters(reference: CaseReference, mode: Mode, merged: str | None) -> None:
+    run = run_engine(reference, FixedModes(mode, merged), NUM_TOKENS, encode_share=1e9)
+    assert mode in run.modes
+    assert_answers(run.answers, reference)
+
+
+@pytest.mark.parametrize("merged", ["head", "both", "factors", "projector"])
+def test_merged_batch_of_one_adapter(reference: CaseReference, merged: str) -> None:
+    own = [i for i, (adapter, _) in enumerate(CASES) if adapter == merged]
+    run = run_engine(reference, FixedModes(Mode.MERGED, merged), NUM_TOKENS, only=own)
+    assert run.modes == {Mode.MERGED}
+    for got, case in zip(run.answers, own, strict=True):
+        assert_same(got, reference.answers[case])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_kv_admission")
+def test_adapters_move_in_the_arena_between_steps(reference: CaseReference) -> None:
+    recorded = RecordingEngine(reference, FixedModes(*PLAN[0], plan=PLAN), max_step_tokens=24)
+    recorded.answer(reference.cases, 1)  # from now on images are cached, so that all requests start at once
+    counts = shuffled(recorded)
+    answers = recorded.answer(reference.cases, NUM_TOKENS)
+    assert sum(counts) > len(counts)
+    assert_answers(answers, reference)
+
+
+@pytest.mark.parametrize(
+    ("left_out", "adapter"),
+    [((OwnLayer, "multiply"), "head"), ((OwnLayer, "look_up"), "both"), ((ReplacedOutputs, "add"), "projector")],
+    ids=["head", "embedding", "projector"],
+)
+def test_without_the_own_layer_answers_are_wrong(
+    reference: CaseReference, left_out: tuple[type, str], adapter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(*left_out, lambda *_: None)
+    case = next(index for index, (name, _) in enumerate(CASES) if name == adapter)
+    run = run_engine(reference, FixedModes(Mode.UNMERGED), NUM_TOKENS, only=[case])
+    assert float((run.answers[0][1][0] - reference.answers[case][1][0]).abs().max()) > 100 * TOLERANCE
+
+
+def test_an_unloaded_adapter_leaves_no_own_layer(reference: CaseReference) -> None:
+    recorded = RecordingEngine(reference, None)
+    for name in reference.adapters:
+        recorded.engine.unload_adapter(name)
+    own = recorded.engine.parts.device.hf_model.own
+    assert not own.head and not own.embedding
+
+
+def test_another_base_model_is_refused(reference: CaseReference, tmp_path: Path) -> None:
+    """PEFT writes the embedding beside its factors; it must be this model's."""
+    other = saved(build_model(reference.family, seed=7), LoraConfig(r=4, target_modules=["embed_tokens"]), tmp_path)
+    with pytest.raises(Exception, match="is not this base model's weight"):
+        RecordingEngine(reference, None).engine.load_adapter("other", other)

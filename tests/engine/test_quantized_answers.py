@@ -1,0 +1,258 @@
+"""Every mode on a quantized base gives the answers of plain transformers + PEFT on the restored weights.
+
+Merged weights are quantized again, so in merged and mixed mode the oracle has the restored merged weights; requests of
+other adapters are then computed with the merged adapter subtracted, as PEFT does with a negative scale.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig
+from torch import nn
+
+from atmm.fp8 import CAPABILITY, Fp8
+from atmm.int8 import Int8
+from atmm.row_scaled import RowScaled
+from tests import device
+from tests.families import FAMILIES, LANGUAGE_LINEARS, Prompt, build_model, make_prompt
+from tests.harness import FixedModes, RecordingEngine, run_engine
+from tests.oracle import Oracle
+from tests.references import NUM_TOKENS, TOLERANCE, Answer, assert_same
+from vlora.engine import quantize
+from vlora.types import Mode
+
+MERGED = "wide8"
+CASES = (("everywhere64", 1), (None, 0), (MERGED, 1), ("narrow4", 2), ("patterned16", 0), (MERGED, 0))
+
+
+class ExactInputs(RowScaled):
+    """Products without the rounding of inputs.
+
+    An input that differs by the order of a sum may round to another eight-bit value, which is a visible difference.
+    """
+
+    def product(
+        self, x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return F.linear(x, self.decode(values, scales).to(x.dtype), bias)
+
+
+class ExactFp8(ExactInputs, Fp8):
+    """Steps are an eighth of a value, or of the smallest normal one."""
+
+    def step(self, values: torch.Tensor) -> torch.Tensor:
+        return values.abs() / 8 + 2**-9 * values.abs().amax(1, keepdim=True) / self.largest
+
+
+class ExactInt8(ExactInputs, Int8):
+    """Steps are equal in a row."""
+
+    def step(self, values: torch.Tensor) -> torch.Tensor:
+        return values.abs().amax(1, keepdim=True).mul(1.01) / self.largest
+
+
+EXACT: Mapping[str, Any] = {"fp8": ExactFp8(), "int8": ExactInt8()}
+Quantize = Literal["fp8", "int8"]
+
+
+class InputsRounded(nn.Linear):
+    """A layer with a product that rounds each token as the format does; its adapters read the token itself."""
+
+    quantize: Quantize
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(restored(self.quantize, x), self.weight, self.bias)
+
+
+def restored(quantize: Quantize, weights: torch.Tensor) -> torch.Tensor:
+    exact: torch.Tensor = EXACT[quantize].decode(*EXACT[quantize].encode(weights))
+    return exact.to(weights.dtype)
+
+
+def language_linears(model: Any) -> dict[str, nn.Linear]:
+    named = model.model.language_model.named_modules()
+    return {name: module for name, module in named if type(module) is nn.Linear}
+
+
+def restored_model(quantize: Quantize, model: Any, kind: type[nn.Linear] = nn.Linear) -> Any:
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        for linear in language_linears(model).values():
+            linear.weight.copy_(restored(quantize, linear.weight))
+            linear.__class__ = kind
+            if isinstance(linear, InputsRounded):
+                linear.quantize = quantize
+    return model
+
+
+class QuantizedOracle:
+    """Transformers + PEFT on restored weights: W0, and W0 with one adapter merged."""
+
+    def __init__(self, quantize: Quantize, family: str, model: Any) -> None:
+        self._quantize = quantize
+        self.own = Oracle(family, restored_model(quantize, model))
+        self.merged = Oracle(family, restored_model(quantize, model))
+        self._layers: dict[str, Any] = {}
+        assert self.merged.peft is not None
+        for name, layer in self.merged.peft.named_modules():
+            if "language_model" in name and MERGED in getattr(layer, "lora_A", {}):
+                self._layers[name.removeprefix("base_model.model.")] = layer
+                layer.scaling[MERGED] *= -1
+        self._sums = {
+            name: layer.base_layer.weight - layer.get_delta_weight(MERGED) for name, layer in self._layers.items()
+        }
+
+    def use(self, merged: Mapping[str, torch.Tensor]) -> None:
+        """Take an engine's merged weights, which may differ from the oracle's where the sum is between two values."""
+        assert merged.keys() == self._layers.keys()
+        with torch.no_grad():
+            for name, layer in self._layers.items():
+                want = restored(self._quantize, self._sums[name])
+                differences = (merged[name] - want).abs()
+                assert (differences > 1e-5 * want.abs()).float().mean() < 1e-3, name
+                assert (differences <= EXACT[self._quantize].step(want)).all(), name
+                layer.base_layer.weight.copy_(merged[name])
+
+    def mixed(self, prompt: Prompt, adapter: str | None) -> Answer:
+        """The answer while `MERGED` is merged."""
+        peft: Any = self.merged.peft
+        if adapter == MERGED:
+            return self.merged.generate(prompt, None, NUM_TOKENS)
+        with pytest.MonkeyPatch.context() as patch:
+            both = [MERGED] if adapter is None else [MERGED, adapter]
+            patch.setattr(peft, "set_adapter", lambda name: peft.base_model.set_adapter(both))
+            return self.merged.generate(prompt, MERGED, NUM_TOKENS)
+
+
+@dataclasses.dataclass
+class QuantizedReference:
+    quantize: Quantize
+    family: str
+    model: Any
+    oracle: QuantizedOracle
+    adapters: dict[str, str]
+    cases: list[tuple[str | None, Prompt]]
+    answers: list[Answer]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("fp8", family) for family in FAMILIES] + [("int8", "qwen2_vl"), ("int8", "llava")],
+    ids="-".join,
+)
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> QuantizedReference:
+    chosen, family = request.param
+    model = build_model(family)
+    oracle = QuantizedOracle(chosen, family, model)
+    cases: list[tuple[str | None, Prompt]] = [
+        (adapter, make_prompt(family, model, seed, num_images=images, text=(5 + 3 * seed, 4 + 2 * seed)))
+        for seed, (adapter, images) in enumerate(CASES)
+    ]
+    folder: Path = tmp_path_factory.mktemp(family)
+    answers = [oracle.own.generate(prompt, adapter, NUM_TOKENS) for adapter, prompt in cases]
+    return QuantizedReference(chosen, family, model, oracle, oracle.own.save(folder), cases, answers)
+
+
+@pytest.fixture
+def exact_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantize, "FORMATS", EXACT)
+
+
+@pytest.mark.usefixtures("exact_inputs")
+@pytest.mark.parametrize("max_step_tokens", [512, 24])
+def test_unmerged_requests(reference: QuantizedReference, max_step_tokens: int) -> None:
+    policy = FixedModes(Mode.UNMERGED)
+    run = run_engine(reference, policy, NUM_TOKENS, quantize=reference.quantize, max_step_tokens=max_step_tokens)
+    assert Mode.UNMERGED in run.modes
+    for got, want in zip(run.answers, reference.answers, strict=True):
+        assert_same(got, want)
+
+
+@pytest.mark.usefixtures("exact_inputs")
+@pytest.mark.parametrize("mode", [Mode.MERGED, Mode.MIXED])
+def test_merged_and_mixed_requests(reference: QuantizedReference, mode: Mode) -> None:
+    cases = reference.cases if mode is Mode.MIXED else [case for case in reference.cases if case[0] == MERGED]
+    # All images first: in every step a request uses the merged adapter.
+    recorded = RecordingEngine(reference, FixedModes(mode, MERGED), quantize=reference.quantize, encode_share=1e9)
+    answers = recorded.answer(cases, NUM_TOKENS)
+    assert recorded.modes == {mode}
+    linears = recorded.engine.parts.device.slabs.linears
+    reference.oracle.use({name: linear.stored.float().cpu() for name, linear in linears.items()})
+    for got, (adapter, prompt) in zip(answers, cases, strict=True):
+        assert_same(got, reference.oracle.mixed(prompt, adapter))
+
+
+@pytest.mark.usefixtures("exact_inputs")
+def test_a_quantized_head(reference: QuantizedReference) -> None:
+    """The embeddings stay as loaded, also where they are tied to the head."""
+    model = restored_model(reference.quantize, reference.model)
+    head = model.get_output_embeddings()
+    head.weight = nn.Parameter(restored(reference.quantize, head.weight.data), requires_grad=False)
+    oracle = Oracle(reference.family, model)
+    run = run_engine(reference, FixedModes(Mode.UNMERGED), 4, quantize=reference.quantize, quantize_head=True)
+    for got, (adapter, prompt) in zip(run.answers, reference.cases, strict=True):
+        assert_same(got, oracle.generate(prompt, adapter, 4))
+
+
+@pytest.mark.usefixtures("exact_inputs")
+def test_dora_takes_the_norms_of_the_quantized_weights(reference: QuantizedReference, tmp_path: Path) -> None:
+    configs = {"dora8": LoraConfig(r=8, use_dora=True, target_modules=LANGUAGE_LINEARS)}
+    oracle = Oracle(reference.family, restored_model(reference.quantize, reference.model), configs=configs)
+    own = dataclasses.replace(reference, adapters=oracle.save(tmp_path), cases=[("dora8", reference.cases[0][1])])
+    run = run_engine(own, FixedModes(Mode.UNMERGED), 4, quantize=reference.quantize)
+    assert_same(run.answers[0], oracle.generate(own.cases[0][1], "dora8", 4))
+
+
+@pytest.mark.usefixtures("exact_inputs")
+def test_answers_without_the_scales_are_wrong(reference: QuantizedReference, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control."""
+    decode = ExactInputs.decode
+    monkeypatch.setattr(
+        ExactInputs, "decode", lambda own, values, scales: decode(own, values, scales.mean().expand_as(scales))
+    )
+    run = run_engine(reference, FixedModes(Mode.UNMERGED), 1, quantize=reference.quantize)
+    for (_, got), (_, want) in zip(run.answers, reference.answers, strict=True):
+        assert (got[0] - want[0]).abs().max() > 100 * TOLERANCE
+
+
+def test_rounded_inputs(reference: QuantizedReference) -> None:
+    """Most logits are the oracle's; an input between two eight-bit values changes the tokens behind it."""
+    run = run_engine(reference, FixedModes(Mode.UNMERGED), 1, quantize=reference.quantize)
+    oracle = Oracle(reference.family, restored_model(reference.quantize, reference.model, InputsRounded))
+    differences = torch.stack(
+        [
+            (got - oracle.generate(prompt, adapter, 1)[1]).abs().max()
+            for (_, got), (adapter, prompt) in zip(run.answers, reference.cases, strict=True)
+        ]
+    )
+    assert differences.median() < TOLERANCE and differences.max() < 0.05
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("mode", "limit"), [(Mode.UNMERGED, 0.15), (Mode.MIXED, 0.3)])
+def test_bfloat16_on_the_device(reference: QuantizedReference, mode: Mode, limit: float) -> None:
+    """On a GPU by products of eight-bit floats. The reference has neither rounded inputs nor rounded merged weights.
+
+    Both errors are large, because models and adapters are random. Measured on a CPU: at most 0.07, and 0.21 if mixed.
+    """
+    if device.name.startswith("cuda") and torch.cuda.get_device_capability(device.name) < CAPABILITY:
+        pytest.skip("this GPU has no eight-bit products")
+    if reference.quantize == "int8" and device.name != "cpu":
+        pytest.skip("for CPUs")
+    merged = MERGED if mode is Mode.MIXED else None
+    policy = FixedModes(mode, merged)
+    recorded = RecordingEngine(reference, policy, dtype=torch.bfloat16, quantize=reference.quantize, encode_share=1e9)
+    answers = recorded.answer(reference.cases, 8)  # requests of the merged adapter run until all have begun
+    assert recorded.modes == {mode}
+    pairs = [(got[0], want[0]) for (_, got), (_, want) in zip(answers, reference.answers, strict=True)]
+    errors = [float((got - want).norm() / want.norm()) for got, want in pairs]
+    assert statistics.mean(errors) < limit, errors

@@ -1,0 +1,110 @@
+"""Runs the steps of a GPU: the host schedules and launches a step while the device computes the one before.
+
+The device runs everything in the order of one stream: a later step, a block that is moved, an adapter that is loaded
+into freed pages (`RingTransfer` waits for the steps launched before). The host learns the results of a step later: its
+tokens, which answers end, errors, and times. docs/decisions/0055-steps-ahead-on-a-gpu.md has the rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from vlora.engine.steps_in_order import OnStep, failed
+from vlora.errors import StepFailed
+from vlora.memory.written_blocks import WrittenBlocks
+from vlora.models.gpu.launched_step import LaunchedStep
+from vlora.models.runner import ModelRunner
+from vlora.orchestrator import Scheduler
+from vlora.types import Batch, Request, RequestOutput, StepResult
+
+
+class StepsAhead:
+    """Keeps at most one step in flight while the next one is scheduled.
+
+    Only a decode step stays in flight, and only if its requests need nothing of their last token on the host: text
+    without grammar, penalties and log probabilities. Other steps, and those that have switched weights or have failed
+    for a request, change inputs of the next decision and are collected at once.
+
+    Attributes:
+        pending: Whether a step is in flight.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, scheduler: Scheduler, block_manager: WrittenBlocks, on_step: OnStep
+    ) -> None:
+        self._runner = runner
+        self._scheduler = scheduler
+        self._block_manager = block_manager
+        self._on_step = on_step
+        self._in_flight: tuple[Batch, LaunchedStep] | None = None
+        self._plain: set[str] = set()  # unfinished requests that need nothing of their last token on the host
+
+    @property
+    def pending(self) -> bool:
+        return self._in_flight is not None
+
+    def add(self, request: Request) -> None:
+        """Register a request."""
+        sampling = request.sampling
+        if (
+            request.head is None
+            and sampling.grammar is None
+            and sampling.logprobs is None
+            and sampling.repetition_penalty == 1
+            and not sampling.frequency_penalty
+            and not sampling.presence_penalty
+        ):
+            self._plain.add(request.request_id)
+
+    def release(self, request_id: str) -> None:
+        """Remove a request; unknown ids are ignored."""
+        self._plain.discard(request_id)
+
+    def make_room(self) -> tuple[RequestOutput, ...]:
+        """Collect the step in flight if the next one may lack blocks, because requests in flight are not preempted.
+
+        Returns:
+            The outputs of the step.
+        """
+        return self._collect() if self.pending and self._scheduler.demand.blocks_short() else ()
+
+    def run(self, batch: Batch | None) -> tuple[RequestOutput, ...]:
+        """Launch a step, then collect and record the one in flight; without a batch only the latter.
+
+        Returns:
+            The outputs of the collected steps.
+        """
+        if batch is None:
+            return self._collect()
+        try:
+            step = self._runner.launch(batch)
+        except StepFailed as error:
+            outputs = self._collect()
+            self._scheduler.advance(batch)
+            return outputs + self._finish(batch, failed(batch, error))
+        ids = [item.request_id for item in batch.items]
+        outputs = self._collect(written=ids)
+        self._scheduler.advance(batch)
+        self._in_flight = batch, step
+        decodes = batch.encode is None and batch.num_tokens == len(ids)
+        if decodes and not step.switched and not step.errors and self._plain.issuperset(ids):
+            return outputs
+        return outputs + self._collect()
+
+    def _collect(self, written: Collection[str] = ()) -> tuple[RequestOutput, ...]:
+        """Collect and record the step in flight. written: the requests of the step after it, if that was launched."""
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is None:
+            self._block_manager.keep_written(written)
+            return ()
+        batch, step = in_flight
+        try:
+            result = self._runner.collect(step)
+        except StepFailed as error:
+            result = failed(batch, error)
+        self._block_manager.keep_written(written)
+        return self._finish(batch, result)
+
+    def _finish(self, batch: Batch, result: StepResult) -> tuple[RequestOutput, ...]:
+        self._on_step(batch, result)
+        return self._scheduler.finish(batch, result)

@@ -1,0 +1,114 @@
+"""Layers with weights of an adapter instead of the base model's (PEFT's `modules_to_save`). They are never merged.
+
+The output head and the token embedding may also have LoRA factors. Every row of a batch uses the weight of its own
+request's adapter there, in every mode. Layers of the vision side use the lanes of its images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Protocol
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import atmm
+from atmm.matmul import linear
+from vlora.parallel import LinearShard
+from vlora.parallel.adapter_sharding import FactorShape
+
+
+class Row(Protocol):
+    """The rows [start, stop) of a batch, of a request with this adapter (None: the base model)."""
+
+    @property
+    def adapter(self) -> str | None: ...
+
+    @property
+    def start(self) -> int: ...
+
+    @property
+    def stop(self) -> int: ...
+
+
+class OwnLayer:
+    """The adapters' weights of one layer of the base model, by key. layer: the base model's."""
+
+    def __init__(self, layer: nn.Linear | nn.Embedding) -> None:
+        self.layer = layer
+        d_out, d_in = layer.weight.shape
+        self.shard = LinearShard.whole(d_in, d_out)
+        self._weights: dict[str, Tensor] = {}
+        self._factors: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def __bool__(self) -> bool:
+        """Whether any adapter has a weight or factors for this layer."""
+        return bool(self._weights or self._factors)
+
+    def attach(self, key: str, shape: FactorShape, factors: tuple[Tensor, Tensor]) -> None:
+        """Register an adapter's weight or factors. They are referenced, not copied."""
+        if shape.kind == "replaced":
+            self._weights[key] = factors[0]
+        else:
+            self._factors[key] = factors
+
+    def detach(self, key: str) -> None:
+        """Remove an adapter; unknown keys are ignored."""
+        self._weights.pop(key, None)
+        self._factors.pop(key, None)
+
+    def look_up(self, out: Tensor, ids: Tensor, rows: Iterable[Row]) -> None:
+        """As the embedding: correct its outputs [T, hidden] for token ids [T] in place, in the rows of adapters."""
+        for row in rows:
+            place = slice(row.start, row.stop)
+            if row.adapter in self._weights:
+                out[place] = F.embedding(ids[place], self._weights[row.adapter])
+            elif row.adapter in self._factors:
+                a, bt = self._factors[row.adapter]
+                out[place] += bt[:, ids[place]].t() @ a
+
+    def multiply(self, out: Tensor, x: Tensor, adapters: Sequence[str | None]) -> None:
+        """As the output head: correct its logits in place.
+
+        Args:
+            out: The base model's logits, float32 [T, vocab].
+            x: Hidden states [T, hidden].
+            adapters: The adapter of each row. Adjacent rows of one adapter are computed together.
+        """
+        stop = 0
+        for adapter, rows in groupby(adapters):
+            start, stop = stop, stop + sum(1 for _ in rows)
+            if adapter in self._weights:
+                out[start:stop] = linear(x[start:stop], self._weights[adapter], None)
+            elif adapter in self._factors:
+                a, bt = self._factors[adapter]
+                out[start:stop] += x[start:stop] @ a.t() @ bt
+
+
+class OwnLayers:
+    """The `OwnLayer`s of a model. by_name: both, by the names of the model's modules."""
+
+    def __init__(self, model: nn.Module, head: nn.Linear, embedding: nn.Embedding) -> None:
+        self.head, self.embedding = OwnLayer(head), OwnLayer(embedding)
+        names = {module: name for name, module in model.named_modules()}
+        self.by_name = {names[own.layer]: own for own in (self.head, self.embedding)}
+
+
+class ReplacedOutputs:
+    """The `Placement` of weights that replace the one of an adaptable layer."""
+
+    def __init__(self) -> None:
+        self._weights: dict[str, Tensor] = {}
+
+    def attach(self, key: str, shape: FactorShape, factors: tuple[Tensor, Tensor]) -> None:
+        self._weights[key] = factors[0]
+
+    def detach(self, key: str) -> None:
+        self._weights.pop(key, None)
+
+    def add(self, y: Tensor, x: Tensor, plan: atmm.SegmentPlan) -> None:
+        """Write the outputs of every lane's own weight, without a bias, into y [T, d_out]."""
+        for lane in plan.lanes:
+            if lane.key in self._weights:
+                y[lane.start : lane.stop] = linear(x[lane.start : lane.stop], self._weights[lane.key], None)

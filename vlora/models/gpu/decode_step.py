@@ -1,0 +1,129 @@
+"""The forward pass of decode tokens on buffers with fixed addresses, so that a CUDA graph can capture it.
+
+Nothing that it launches depends on a Python number that changes from step to step: a batch is padded to a fixed number
+of rows, and contexts, adapters and their lanes are contents of buffers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+
+import atmm
+from atmm.matmul import linear
+from vlora.models.attention import KVCache, StepAttention
+from vlora.models.forward_batch import ForwardBatch
+from vlora.models.gpu.attention import TABLE_COLUMNS, BlockDecodes, GpuAttention
+from vlora.models.gpu.step_inputs import StepInputs
+from vlora.models.hf_model import HFModel
+
+# Adapters with a higher rank have no lane in a captured step. Kernels skip the ranks that an adapter does not have.
+_HIGHEST_RANK = 64
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DecodeModel:
+    """The parts of decode steps that all sizes share.
+
+    Attributes:
+        hf_model: The model.
+        attention: Its attention kernels, which must serve decode tokens.
+        cache: The KV cache.
+        max_context: Maximum length of a context, in tokens.
+        padding_block: A KV block that no request has. Padding rows read and write it.
+    """
+
+    hf_model: HFModel
+    attention: GpuAttention
+    cache: KVCache
+    max_context: int
+    padding_block: int
+
+
+class DecodeStep:
+    """The step from token ids to logits, for up to `num_rows` requests with one token each.
+
+    Padding rows are requests of one token in `padding_block`. They write the same KV row and have no lanes; whatever
+    they compute is in no other row.
+
+    Attributes:
+        token_ids: int64 [num_rows] on the device, from the last `fill`.
+        logits: float32 [num_rows, vocab] on the device, from the last `compute`.
+        plan: The lanes of a step with lanes. They are replaced by `plan.refill`.
+    """
+
+    def __init__(self, model: DecodeModel, num_rows: int, inputs: StepInputs, logits: torch.Tensor) -> None:
+        """Lay out the buffers of one size.
+
+        Args:
+            model: Common to all sizes.
+            num_rows: Rows of the batch.
+            inputs: Copies the host arrays. All sizes may share it: their steps use it one after the other.
+            logits: As the attribute.
+        """
+        self.num_rows, self.logits = num_rows, logits
+        self.plan = atmm.SegmentPlan(num_rows, (), room=num_rows + 1, max_rank=_HIGHEST_RANK)
+        self._model, self._inputs = model, inputs
+        attention = model.attention
+        num_positions = 3 if model.hf_model.family.mrope else 1
+        wide = 8 * (2 + num_positions) * num_rows
+        columns = -(-model.max_context // (attention.block_size * TABLE_COLUMNS)) * TABLE_COLUMNS
+        self._host = np.zeros(wide + 4 * (1 + columns) * num_rows, dtype=np.uint8)
+        self._longs = self._host[:wide].view(np.int64).reshape(-1, num_rows)
+        self._lengths, table = np.split(self._host[wide:].view(np.int32), [num_rows])
+        self._table = table.reshape(num_rows, columns)
+        on_device = self.clear()
+        longs = on_device[:wide].view(torch.int64).view(-1, num_rows)
+        lengths, tables = on_device[wide:].view(torch.int32).tensor_split([num_rows])
+        self.token_ids, write_rows, self._positions = longs[0], longs[1], longs[2:]
+        places = torch.arange(num_rows, dtype=torch.int32, device=logits.device)
+        decodes = BlockDecodes(
+            places, lengths, tables.view(num_rows, columns), attention.block_rows, attention.block_size
+        )
+        self._step = StepAttention(model.cache, write_rows, [decodes], [decodes])
+
+    @staticmethod
+    def num_bytes(model: DecodeModel, num_rows: int) -> int:
+        """An upper bound of the bytes that a step of this size puts into its inputs."""
+        columns = model.max_context // model.attention.block_size + 1 + TABLE_COLUMNS
+        return num_rows * (8 * 5 + 4 * (1 + columns) + 8 * 5) + 1024  # 5 values of 8 bytes each, lengths, table, draws
+
+    def clear(self) -> torch.Tensor:
+        """Copy a batch of padding rows only. Returns the buffer on the device."""
+        self._pad(0)
+        on_device = self._inputs.put(self._host)
+        self._inputs.copy()
+        return on_device
+
+    def fill(self, packed: ForwardBatch) -> None:
+        """Copy a batch of single tokens, at most `num_rows`, and the sampling parameters of its requests."""
+        number = packed.num_tokens
+        block_size, block_rows = self._model.attention.block_size, self._model.attention.block_rows
+        self._longs[0, :number], self._longs[1, :number] = packed.token_ids, packed.write_rows
+        self._longs[2:, :number] = packed.positions(len(self._positions))
+        for place, row in enumerate(packed.rows):
+            blocks = row.context[::block_size] // block_rows
+            self._lengths[place], self._table[place, : len(blocks)] = len(row.context), blocks
+        self._pad(number)
+        on_device = self._inputs.put(self._host)
+        assert on_device.data_ptr() == self.token_ids.data_ptr(), "the inputs have moved"
+        packed.draws = self._inputs.put_draws([row.state for row in packed.text])
+        self._inputs.copy()
+
+    def compute(self, *, lanes: bool) -> None:
+        """Launch the step. lanes: add the deltas of the plan's lanes."""
+        hf_model = self._model.hf_model
+        self._inputs.tokens.fill(self.token_ids)
+        embeddings = hf_model.embed(self.token_ids)
+        with hf_model.language_scope.replaced(self.plan if lanes else None):
+            hidden = hf_model.forward(embeddings, self._positions, self._step, None, ())
+        self.logits.copy_(linear(hidden, hf_model.lm_head.stored, hf_model.lm_head.bias))
+
+    def _pad(self, first: int) -> None:
+        """Make the rows from `first` on padding rows."""
+        block = self._model.padding_block
+        self._longs[:, first:] = 0
+        self._longs[1, first:] = block * self._model.attention.block_rows
+        self._lengths[first:], self._table[first:, 0] = 1, block
