@@ -124,6 +124,9 @@ def test_heads_and_adapters(client: Client, tmp_path: Path) -> None:
     assert (result.label, result.labels) == ("dark", ("dark", "bright")) and 0.9 < result.confidence <= 1
     assert client.generate("say:x", adapter="cam").adapter == "cam"
     assert client.stats().num_finished > 0
+    both = client.ask_heads([png(10)], [("cam", "night"), ("cam", "day")])
+    assert both[0].answer is not None and both[0].answer.label == "dark" and both[0].error is None
+    assert both[1].error is not None and both[1].error.code == "unknown_head"
     with pytest.raises(UnknownHead, match="its heads: night"):
         client.ask_head([png()], "cam", "day")
     with pytest.raises(BadAdapter, match="no adapter_config"):

@@ -143,6 +143,12 @@ def test_served_head_results_equal_those_of_the_local_engine(client: Client, loc
         result = client.ask_head(images, name, "letter")
         assert (result.label, result.label_id) == (expected.label, expected.label_id)
         assert result.scores == pytest.approx(expected.scores, abs=1e-4)
+        before = client.stats().num_vision_encoded
+        outcomes = client.ask_heads([picture(i) for i in range(7, 7 + frames)], [(name, "letter")] * 3)
+        alone = client.ask_head([picture(i) for i in range(7, 7 + frames)], name, "letter")
+        for outcome in outcomes:
+            assert outcome.answer is not None and outcome.answer.scores == pytest.approx(alone.scores, abs=1e-4)
+        assert client.stats().num_vision_encoded - before <= frames, "pictures are encoded once for all heads"
 
 
 def test_streams_join_to_the_answer_and_stop_strings_cut_it(client: Client) -> None:

@@ -162,6 +162,15 @@ def test_heads_answer_and_unknown_names_list_the_known_ones(tmp_path: Path) -> N
             await front.ask_head([png()], "cam", "zzz")
         with pytest.raises(UnknownAdapter, match="registered: cam, signs"):
             await front.ask_head([png()], "zzz", "kind")
+        both = await front.ask_heads(
+            [png(20)], [("cam", "night"), ("cam", "motion"), ("signs", "kind"), ("zzz", "kind")]
+        )
+        assert [each.answer and each.answer.label for each in both] == ["dark", None, "dark", None]
+        assert [each.error and each.error.code for each in both] == [None, "bad_request", None, "unknown_adapter"]
+        with pytest.raises(BadRequest, match="0 heads are asked; the number must be from 1 to "):
+            await front.ask_heads([png(20)], [])
+        with pytest.raises(BadRequest, match=r"1000000 heads are asked"):
+            await front.ask_heads([png(20)], [("cam", "night")] * 10**6)
         for number in range(100):
             await front.adapters.load(f"t{number:02}", str(tmp_path / "signs"))
         with pytest.raises(UnknownAdapter, match=r"registered: cam, signs, t00, .*, t17 and 82 more$"):

@@ -161,6 +161,9 @@ def test_values_of_the_wrong_kind_are_named(peer: Any, method: str, args: tuple[
     [
         ("ask_head", ()),
         ("ask_head", (1, (png(),), None, "h", None, 0)),
+        ("ask_heads", (1, (png(),), (), None, 0)),
+        ("ask_heads", (1, (png(),), "cam", None, 0)),
+        ("ask_heads", (1, (png(),), (("cam",),), None, 0)),
         ("cancel", (None,)),
         ("load_adapter", (1, 2)),
         ("unload_adapter", (b"x",)),

@@ -483,6 +483,26 @@ def test_heads_answer_in_one_pass(api: Api) -> None:
         assert status == code and message in answer["error"]["message"], answer
 
 
+def test_several_heads_about_one_picture(api: Api) -> None:
+    image = image_part(png(250))["image_url"]["url"]
+    names = [("cam", "night"), ("cam", "motion"), ("absent\ud800", "night"), ("cam", "rain")]
+    heads = [{"adapter": adapter, "head": head} for adapter, head in names]
+    status, answer = api.call("POST", "/v1/heads", {"images": [image], "heads": heads})
+    assert status == 200 and answer["object"] == "list"
+    one, *others = answer["data"]
+    assert (one["adapter"], one["head"], one["label"]) == ("cam", "night", "bright")
+    codes = ["bad_request", "unknown_adapter", "unknown_head"]
+    assert [each["error"]["code"] for each in others] == codes
+    for body, message in (
+        ({"images": [image], "heads": []}, "heads has 0 items; it must have at least 1"),
+        ({"images": [image], "heads": ["cam/night"]}, "heads.0"),
+        ({"images": [image], "heads": [{"adapter": "cam"}]}, "heads.0.head"),
+        ({"heads": heads}, "images"),
+    ):
+        status, answer = api.call("POST", "/v1/heads", body)
+        assert status == 400 and message in answer["error"]["message"], answer
+
+
 def test_service_levels_reach_the_engine_and_a_refusal_has_retry_after(api: Api, tmp_path: Path) -> None:
     fields = {"max_latency_s": 9, "max_ttft_s": 0.5, "priority": -3}
     status, answer = api.chat("overloaded", **fields)

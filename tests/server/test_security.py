@@ -128,6 +128,11 @@ CALLS: list[tuple[str, str, Any]] = [
     ("GET", "/nowhere", None),
     ("POST", "/v1/chat/completions", {"model": "base", "messages": [{"role": "user", "content": "say:x"}]}),
     ("POST", "/v1/heads/cam/night", {"images": ["data:image/png;base64,x"]}),
+    (
+        "POST",
+        "/v1/heads",
+        {"images": ["data:image/png;base64,x"], "heads": [{"adapter": "cam", "head": "night"}]},
+    ),
 ]
 ADMIN_CALLS: list[tuple[str, str, Any]] = [
     ("POST", "/v1/adapters", {"name": "x", "path": "/nowhere"}),
@@ -242,7 +247,7 @@ def test_unauthenticated_rpyc_peers_call_nothing_and_send_little() -> None:
     with running_server(tokens=TOKENS) as server:
         peer: Any = rpyc.connect("127.0.0.1", server.port)
         root = peer.root
-        for name in ("generate", "stream", "ask_head", "cancel", "adapters", "load_adapter", "stats"):
+        for name in ("generate", "stream", "ask_head", "ask_heads", "cancel", "adapters", "load_adapter", "stats"):
             args = {"cancel": (1,), "load_adapter": ("a", "b")}.get(name, ())
             reply = peer.sync_request(consts.HANDLE_CALLATTR, root, f"exposed_{name}", args, ())
             assert reply[:2] == (False, "unauthorized"), (name, reply)

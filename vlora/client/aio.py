@@ -16,7 +16,7 @@ from vlora.client.calls import Call, Image
 from vlora.client.connection import ServerConnection
 from vlora.client.own_question import head_of_question
 from vlora.client.sync import TIMEOUT_S, Client, abandon
-from vlora.client.values import DEFAULT_HOST, DEFAULT_PORT, Answer, HeadResult, StreamOptions, StreamPart
+from vlora.client.values import DEFAULT_HOST, DEFAULT_PORT, Answer, HeadOutcome, HeadResult, StreamOptions, StreamPart
 from vlora.errors import DeadlineMissed, VLoraError
 from vlora.types import AdapterStatus, EngineStats
 
@@ -119,6 +119,19 @@ class AsyncClient:
         return await self._wait(
             connection, calls.ask_head(call_id, images, adapter, head, max_latency_s, priority), call_id
         )
+
+    async def ask_heads(
+        self,
+        images: Sequence[Image],
+        heads: Sequence[tuple[str, str]],
+        *,
+        max_latency_s: float | None = None,
+        priority: int = 0,
+    ) -> tuple[HeadOutcome, ...]:
+        """As `Client.ask_heads`."""
+        connection = await self._connection()
+        call_id = connection.new_id()
+        return await self._wait(connection, calls.ask_heads(call_id, images, heads, max_latency_s, priority), call_id)
 
     async def head_of(self, question: str, adapter: str | None, num_images: int = 1) -> str | None:
         """As `Client.head_of`."""

@@ -12,6 +12,7 @@ import msgspec
 from vlora.client.values import (
     Answer,
     FrameResults,
+    HeadOutcome,
     HeadResult,
     StreamOptions,
     StreamPart,
@@ -77,6 +78,19 @@ def ask_head(
     encoded = read_images(images)
     args = (call_id, encoded, adapter, head, max_latency_s, priority)
     return Call("ask_head", args, HeadResult, sum(map(len, encoded)))
+
+
+def ask_heads(
+    call_id: int,
+    images: Sequence[Image],
+    heads: Sequence[tuple[str, str]],
+    max_latency_s: float | None,
+    priority: int,
+) -> Call[tuple[HeadOutcome, ...]]:
+    encoded = read_images(images)
+    pairs = tuple((adapter, head) for adapter, head in heads)
+    args = (call_id, encoded, pairs, max_latency_s, priority)
+    return Call("ask_heads", args, tuple[HeadOutcome, ...], sum(map(len, encoded)))
 
 
 def open_frames(options: StreamOptions) -> Call[str]:

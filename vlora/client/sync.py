@@ -16,7 +16,7 @@ from vlora.client.calls import Call, Image
 from vlora.client.connection import ServerConnection
 from vlora.client.frame_stream import FrameStream
 from vlora.client.own_question import head_of_question
-from vlora.client.values import DEFAULT_HOST, DEFAULT_PORT, Answer, HeadResult, StreamOptions, StreamPart
+from vlora.client.values import DEFAULT_HOST, DEFAULT_PORT, Answer, HeadOutcome, HeadResult, StreamOptions, StreamPart
 from vlora.errors import DeadlineMissed, VLoraError
 from vlora.types import AdapterStatus, EngineStats
 
@@ -117,6 +117,32 @@ class Client:
         connection = self.connection()
         call_id = connection.new_id()
         return self._wait(connection, calls.ask_head(call_id, images, adapter, head, max_latency_s, priority), call_id)
+
+    def ask_heads(
+        self,
+        images: Sequence[Image],
+        heads: Sequence[tuple[str, str]],
+        *,
+        max_latency_s: float | None = None,
+        priority: int = 0,
+    ) -> tuple[HeadOutcome, ...]:
+        """Query several task heads about the same images in one request.
+
+        The images are sent, read and encoded once for all adapters that do not change the vision side. Activated
+        adapters also share the computation of the prompt before their invocation.
+
+        Args:
+            images: As many as each of the heads reads.
+            heads: Pairs of an adapter and one of its heads.
+            max_latency_s: Bound on each answer, as in `generate`.
+            priority: As in `generate`.
+
+        Returns:
+            For each pair, in order, its answer or its error: a head that fails does not affect the others.
+        """
+        connection = self.connection()
+        call_id = connection.new_id()
+        return self._wait(connection, calls.ask_heads(call_id, images, heads, max_latency_s, priority), call_id)
 
     def head_of(self, question: str, adapter: str | None, num_images: int = 1) -> str | None:
         """Name of the adapter's only head for this question and number of images, or for its own question if empty;

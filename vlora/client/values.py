@@ -57,6 +57,13 @@ class HeadResult(HeadAnswer, frozen=True, kw_only=True):
     total_s: float
 
 
+class HeadOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of one of several heads that were asked together: its answer, or the error of this head alone."""
+
+    answer: HeadResult | None = None
+    error: ErrorValue | None = None
+
+
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
     """The server's description of itself. max_message_bytes: a longer message would break the connection."""
 
@@ -128,6 +135,7 @@ _DECODERS: dict[Any, Callable[[bytes], Any]] = {
     for kind in (
         Answer,
         HeadResult,
+        tuple[HeadOutcome, ...],
         Hello,
         StreamPart,
         FrameResults,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 
-from vlora.client.values import Answer, HeadResult
+from vlora.client.values import Answer, HeadOutcome, HeadResult
 from vlora.config import ServerConfig
 from vlora.engine.interface import EngineInterface
 from vlora.engine.ipc.supervisor import SupervisedEngine
@@ -27,6 +27,7 @@ from vlora.server.adapter_catalog import AdapterCatalog
 from vlora.server.detokenizer import AnswerText, Piece
 from vlora.server.head_results import in_pixels
 from vlora.server.interleave import interleave
+from vlora.server.internal_errors import to_vlora_error
 from vlora.server.metrics import Metrics
 from vlora.server.prompt_encoder import PromptEncoder
 from vlora.server.prompts import (
@@ -40,7 +41,7 @@ from vlora.server.prompts import (
 )
 from vlora.server.security.message_budget import ByteBudget
 from vlora.server.streams.registry import StreamRegistry
-from vlora.types import EngineStats, Request, RequestOutput, SamplingParams
+from vlora.types import EngineStats, ErrorValue, Request, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from vlora.models.processing import EncodedPrompt, InputProcessor
@@ -217,6 +218,40 @@ class FrontEnd:
             total_s, queue_s = result.total_s, output.timings.queue_s
             self.metrics.answered(request, total_s=total_s, first_s=total_s, queue_s=queue_s, num_completion=0)
             return result
+
+    async def ask_heads(
+        self,
+        images: Sequence[Image],
+        heads: Sequence[tuple[str, str]],
+        *,
+        max_latency_s: float | None = None,
+        priority: int = 0,
+        tenant: str | None = None,
+    ) -> tuple[HeadOutcome, ...]:
+        """As `ask_head`, for several pairs of an adapter and a head at once. Each counts as an active request.
+
+        Returns:
+            For each pair its answer, or its error.
+
+        Raises:
+            BadRequest: There are no pairs, or more than the server's limit of requests.
+            BadImage, TooLarge, DeadlineMissed: The images cannot be read from their sources.
+        """
+        limit = self.config.max_requests
+        if not 0 < len(heads) <= limit:
+            raise BadRequest(f"{len(heads)} heads are asked; the number must be from 1 to {limit}", field="heads")
+        read = await self._encoder.read(images, RequestClock(self.config.request_timeout_s))
+
+        async def outcome(adapter: str, head: str) -> HeadOutcome:
+            try:
+                answer = await self.ask_head(
+                    read, adapter, head, max_latency_s=max_latency_s, priority=priority, tenant=tenant
+                )
+            except Exception as error:
+                return HeadOutcome(error=ErrorValue.of(to_vlora_error(error)))
+            return HeadOutcome(answer=answer)
+
+        return tuple(await asyncio.gather(*(outcome(*pair) for pair in heads)))
 
     @property
     def takes_tools(self) -> bool:

@@ -45,6 +45,12 @@ class PromptEncoder:
                 encoded = await self._sources.read(images)
                 return await asyncio.get_running_loop().run_in_executor(self._threads, self._encode, prompt, encoded)
 
+    async def read(self, images: Sequence[Image], clock: RequestClock) -> list[bytes | RawImage]:
+        """The images' bytes or raw pixels from their sources. Raises as `encode`."""
+        with clock.bound():
+            async with asyncio.timeout_at(clock.deadline):
+                return await self._sources.read(images)
+
     async def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
         await self._sources.close()

@@ -17,7 +17,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import Field
 from starlette.types import ASGIApp
 
-from vlora.client.values import Answer
+from vlora.client.values import Answer, HeadOutcome
 from vlora.errors import Aborted, BadRequest, UnknownAdapter, VLoraError, listed
 from vlora.server.console.routes import ConsoleRoutes
 from vlora.server.detokenizer import Piece
@@ -50,6 +50,19 @@ class HeadRequest(ServiceLevelFields):
     """images: URLs, as many as the head reads."""
 
     images: list[str] = Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)
+
+
+class HeadName(StrictModel):
+    """A head of an adapter."""
+
+    adapter: str
+    head: str
+
+
+class HeadsRequest(HeadRequest):
+    """images: URLs, as many as each of the heads reads."""
+
+    heads: list[HeadName] = Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)
 
 
 class AdapterSource(StrictModel):
@@ -167,6 +180,7 @@ class CompletionRoutes:
         router.post("/v1/chat/completions")(self.chat)
         router.post("/v1/completions")(self.complete)
         app.include_router(router)
+        app.post("/v1/heads")(self.ask_heads)
         app.post("/v1/heads/{adapter}/{head}")(self.ask_head)
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
@@ -213,6 +227,18 @@ class CompletionRoutes:
             tenant=tenant(request),
         )
         return head_json(await _unless_disconnected(request, answering))
+
+    async def ask_heads(self, body: HeadsRequest, request: Request) -> dict[str, Any]:
+        """Run several task heads over the same images. `data` has the answer or the error of each, in order."""
+        answering = self._front_end.ask_heads(
+            body.images,
+            [(each.adapter, each.head) for each in body.heads],
+            max_latency_s=body.max_latency_s,
+            priority=body.priority,
+            tenant=tenant(request),
+        )
+        outcomes = await _unless_disconnected(request, answering)
+        return {"object": "list", "data": [_outcome_json(outcome) for outcome in outcomes]}
 
     def _read_prompt(self, body: ChatRequest) -> tuple[Prompt, list[str]]:
         """The conversation with its tools, and the images' URLs."""
@@ -364,3 +390,11 @@ async def _chain(first: tuple[int, Piece | Answer], parts: Parts) -> AsyncIterat
     yield first
     async for part in parts:
         yield part
+
+
+def _outcome_json(outcome: HeadOutcome) -> dict[str, Any]:
+    """The JSON object of one of several heads: its result, or its error."""
+    if outcome.answer is not None:
+        return head_json(outcome.answer)
+    assert outcome.error is not None
+    return error_body(outcome.error.to_exception())

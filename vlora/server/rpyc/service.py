@@ -23,6 +23,7 @@ from vlora.client.values import (
     PROTOCOL_VERSION,
     Answer,
     FrameResults,
+    HeadOutcome,
     HeadResult,
     Hello,
     Reply,
@@ -102,6 +103,10 @@ class VLoraService(rpyc.Service):
     def exposed_ask_head(self, *args: Any) -> Future[Reply]:
         """(call_id, images, adapter, head, max_latency_s, priority) -> HeadResult"""
         return self._schedule(self._ask_head, args, call_id=args[:1])
+
+    def exposed_ask_heads(self, *args: Any) -> Future[Reply]:
+        """(call_id, images, (adapter, head) pairs, max_latency_s, priority) -> HeadOutcome for each pair"""
+        return self._schedule(self._ask_heads, args, call_id=args[:1])
 
     def exposed_cancel(self, call_id: Any) -> Future[Reply]:
         """Cancel a request. Unknown numbers are ignored."""
@@ -215,6 +220,16 @@ class VLoraService(rpyc.Service):
             _images(images),
             _checked("adapter", adapter, str),
             _checked("head", head, str),
+            max_latency_s=_checked("max_latency_s", max_latency_s, float | None),
+            priority=_checked("priority", priority, int),
+            tenant=self._tenant,
+        )
+
+    async def _ask_heads(self, args: tuple[Any, ...]) -> tuple[HeadOutcome, ...]:
+        _, images, heads, max_latency_s, priority = _positional("ask_heads", args, 5)
+        return await self._front_end.ask_heads(
+            _images(images),
+            _checked("heads", heads, tuple[tuple[str, str], ...]),
             max_latency_s=_checked("max_latency_s", max_latency_s, float | None),
             priority=_checked("priority", priority, int),
             tenant=self._tenant,
