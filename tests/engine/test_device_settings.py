@@ -96,11 +96,11 @@ def test_adapters_are_read_and_copied_on_the_device(
     registry = AdapterRegistry(sites, torch.float32, HIDDEN, device=GPU)
     registry.register({"wide8": folder})
     registry.fetch(registry.get("wide8").key)
-    (read,) = registry.pending
+    reads = registry.pending  # none if it has been read already
     transfer = make_transfer(GPU)
     source, target = (torch.zeros(8, dtype=torch.uint8) for _ in range(2))
     loaded = registry.read_folder_in_background("again", folder)
-    for done in (read, loaded, transfer.start(source, target)):
+    for done in (*reads, loaded, transfer.start(source, target)):
         done.result()
     registry.close()
     transfer.close()
