@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,12 +97,12 @@ def test_adapters_are_read_and_copied_on_the_device(
     registry = AdapterRegistry(sites, torch.float32, HIDDEN, device=GPU)
     registry.register({"wide8": folder})
     registry.fetch(registry.get("wide8").key)
-    reads = registry.pending  # none if it has been read already
+    futures: list[Future[Any]] = [*registry.pending]  # none if it has been read already
     transfer = make_transfer(GPU)
     source, target = (torch.zeros(8, dtype=torch.uint8) for _ in range(2))
-    loaded = registry.read_folder_in_background("again", folder)
-    for done in (*reads, loaded, transfer.start(source, target)):
-        done.result()
+    futures += [registry.read_folder_in_background("again", folder), transfer.start(source, target)]
+    for future in futures:
+        future.result()
     registry.close()
     transfer.close()
     assert sorted(chosen) == [("vlora-copy_0", GPU), ("vlora-load_0", GPU), ("vlora-read_0", GPU)]
