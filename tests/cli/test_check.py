@@ -124,6 +124,8 @@ def test_models_that_are_not_served_are_one_line(folder: Path, vlora_command: Vl
         "error: device 'cuda' was requested, but torch finds no CUDA device; to check for another "
         "machine, give the memory of its device\n"
     )
+    code, out, error = vlora_command("check", str(folder), "--device", "tpu", "--memory-gib", "3")
+    assert (code, out) == (2, "") and "device 'tpu' is not " in error
     config = json.loads((folder / "config.json").read_text())
     for own, expected in (
         ({"model_type": "mllama"}, "model type 'mllama' is not supported: it reads images through cross-attention"),

@@ -18,7 +18,7 @@ from vlora.lora.base_weights import checkpoint_files
 from vlora.lora.layout import run_bytes
 from vlora.memory.arena import PAGE_BYTES, pages_for
 from vlora.models.hf_model import HFModel
-from vlora.models.loading import device_of, dummy_model, read_config
+from vlora.models.loading import device_of, dummy_model, named_device, read_config
 from vlora.models.processing import InputProcessor
 from vlora.parallel.adapter_sharding import FactorShape
 
@@ -173,7 +173,7 @@ def _memory(config: EngineConfig, memory_bytes: int | None) -> Room:
         except BadConfig as error:
             raise BadConfig(f"{error}; to check for another machine, give the memory of its device") from error
         return free_room(config, device)
-    return Room("cuda" if config.device.startswith("cuda") else "cpu", memory_bytes)
+    return Room(named_device(config).type, memory_bytes)
 
 
 def _read_files(model: str) -> tuple[int, list[str]]:

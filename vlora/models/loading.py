@@ -98,13 +98,7 @@ def _ready(model: Any, device: torch.device) -> Any:
 
 def device_of(config: EngineConfig, rank: int) -> torch.device:
     """The device of a rank. With several ranks each has its own GPU, or all share the CPU. Raises BadConfig."""
-    name = config.device
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise BadConfig(f"device {name!r} is not known to torch; use cpu, cuda or cuda:N") from error
-    if device.type not in ("cpu", "cuda"):
-        raise BadConfig(f"device {name!r} is not supported; use cpu, cuda or cuda:N")
+    name, device = config.device, named_device(config)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise BadConfig(f"device {name!r} was requested, but torch finds no CUDA device")
     if config.tensor_parallel == 1 or device.type == "cpu":
@@ -115,3 +109,15 @@ def device_of(config: EngineConfig, rank: int) -> torch.device:
             f"{torch.cuda.device_count()}; set device cuda, and at most as many ranks as GPUs"
         )
     return torch.device("cuda", rank)
+
+
+def named_device(config: EngineConfig) -> torch.device:
+    """The configured device, which this machine may not have. Raises BadConfig for an unsupported name."""
+    name = config.device
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise BadConfig(f"device {name!r} is not known to torch; use cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise BadConfig(f"device {name!r} is not supported; use cpu, cuda or cuda:N")
+    return device
