@@ -158,8 +158,7 @@ def build(
                 on_release=(*hooks.on_release, steps.release),
             )
         else:
-            # Looked up at each call: examples/tour.py replaces the method to record its calls.
-            steps = StepsInOrder(lambda batch: runner.run(batch), scheduler, monitor.record_step)
+            steps = StepsInOrder(runner, scheduler, monitor.record_step)
         return EngineParts(
             num_threads=num_threads,
             device=device,

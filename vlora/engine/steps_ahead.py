@@ -12,7 +12,7 @@ from collections.abc import Collection
 from vlora.engine.steps_in_order import OnStep, failed
 from vlora.errors import StepFailed
 from vlora.memory.written_blocks import WrittenBlocks
-from vlora.models.gpu.launched_step import LaunchedStep
+from vlora.models.launched_step import LaunchedStep
 from vlora.models.runner import ModelRunner
 from vlora.orchestrator import Scheduler
 from vlora.types import Batch, Request, RequestOutput, StepResult

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 from vlora.errors import StepFailed
 from vlora.orchestrator import Scheduler
@@ -11,19 +12,27 @@ from vlora.types import Batch, ErrorValue, RequestOutput, StepResult
 OnStep = Callable[[Batch, StepResult], None]  # called before the scheduler records the result
 
 
+class Runner(Protocol):
+    """Runs a step, on one rank or several."""
+
+    def run(self, batch: Batch) -> StepResult:
+        """Raises StepFailed if all requests of the batch, and no others, are lost."""
+        ...
+
+
 class StepsInOrder:
     """Each step ends before the next one is scheduled. `pending` as in `StepsAhead`."""
 
     pending = False
 
-    def __init__(self, run: Callable[[Batch], StepResult], scheduler: Scheduler, on_step: OnStep) -> None:
-        self._run, self._scheduler, self._on_step = run, scheduler, on_step
+    def __init__(self, runner: Runner, scheduler: Scheduler, on_step: OnStep) -> None:
+        self._runner, self._scheduler, self._on_step = runner, scheduler, on_step
 
     def run(self, batch: Batch | None) -> tuple[RequestOutput, ...]:
         """Run a step and record its result. Returns its outputs."""
         assert batch is not None, "no step is pending"
         try:
-            result = self._run(batch)
+            result = self._runner.run(batch)
         except StepFailed as error:
             result = failed(batch, error)
         self._on_step(batch, result)
