@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 
 from tests.families import LANGUAGE_LINEARS, Prompt, vision_linears
 
@@ -89,3 +89,34 @@ class Oracle:
             out = self.peft.generate(**arguments)
         logits = torch.stack([step[0] for step in out.logits]).float()
         return logits.argmax(-1).tolist(), logits
+
+
+def save_adapter(model: Any, config: PeftConfig, folder: Path) -> str:
+    """Write an adapter with random values in all of its parameters. Returns the folder."""
+    peft = get_peft_model(copy.deepcopy(model), config)
+    with torch.no_grad():
+        for name, parameter in peft.named_parameters():
+            if parameter.requires_grad:
+                noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+                if parameter.ndim == 2:
+                    parameter.copy_(noise * 0.5 / parameter.shape[1] ** 0.5)
+                else:
+                    parameter.add_(noise * 0.1)
+    peft.save_pretrained(str(folder))
+    return str(folder)
+
+
+@torch.no_grad()
+def peft_answer(model: Any, folder: str | None, prompt: Prompt, num_tokens: int) -> tuple[list[int], torch.Tensor]:
+    """As `Oracle.generate`, with the adapter in a folder, or the model alone."""
+    own = copy.deepcopy(model)
+    peft = own if folder is None else PeftModel.from_pretrained(own, folder).eval()
+    out = peft.generate(
+        **prompt.kwargs,
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    logits = torch.stack([step[0] for step in out.logits]).float()
+    return logits.argmax(-1).tolist(), logits

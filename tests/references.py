@@ -7,14 +7,15 @@ and family, so that test modules do not repeat it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftConfig
 
 from tests.families import VIDEO_FAMILIES, Prompt, build_model, make_prompt
-from tests.oracle import Oracle
+from tests.oracle import Oracle, peft_answer, save_adapter
 
 NUM_TOKENS = 16
 """Answer tokens of a `CaseReference`."""
@@ -67,6 +68,14 @@ class Reference:
         assert_same(got, self._answers[key])
 
 
+def prompts_of(family: str, model: Any, cases: Sequence[tuple[str | None, int]]) -> list[tuple[str | None, Prompt]]:
+    """A prompt for each pair of an adapter and a number of images."""
+    return [
+        (adapter, make_prompt(family, model, seed, num_images=images, text=(5 + 3 * seed, 4 + 2 * seed)))
+        for seed, (adapter, images) in enumerate(cases)
+    ]
+
+
 @dataclasses.dataclass
 class CaseReference:
     """A family's adapters on disk, fixed cases, and the reference answer of each."""
@@ -83,10 +92,7 @@ class CaseReference:
         """Adapter folders are written into `folder`."""
         model = build_model(family)
         oracle = Oracle(family, model)
-        cases: list[tuple[str | None, Prompt]] = [
-            (adapter, make_prompt(family, model, seed, num_images=images, text=(5 + 3 * seed, 4 + 2 * seed)))
-            for seed, (adapter, images) in enumerate(CASES)
-        ]
+        cases = prompts_of(family, model, CASES)
         answers = [oracle.generate(prompt, adapter, NUM_TOKENS) for adapter, prompt in cases]
         found = cls(family, oracle.save(folder), cases, answers)
         if family in VIDEO_FAMILIES:
@@ -94,3 +100,31 @@ class CaseReference:
             found.video_case = ("everywhere64", prompt)
             found.video_answer = oracle.generate(prompt, "everywhere64", NUM_TOKENS)
         return found
+
+    @classmethod
+    def of_configs(
+        cls,
+        family: str,
+        model: Any,
+        configs: Mapping[str, PeftConfig],
+        cases: Sequence[tuple[str | None, int]],
+        folder: Path,
+    ) -> CaseReference:
+        """Adapters of any kind, each under PEFT alone.
+
+        Args:
+            family: The model's family.
+            model: The base model.
+            configs: The adapters by name.
+            cases: As `CASES`.
+            folder: Gets the adapters' folders.
+        """
+        adapters = {name: save_adapter(model, config, folder / name) for name, config in configs.items()}
+        prompts = prompts_of(family, model, cases)
+        answers = [peft_answer(model, name and adapters[name], prompt, NUM_TOKENS) for name, prompt in prompts]
+        return cls(family, adapters, prompts, answers)
+
+    def expect(self, got: Sequence[Answer]) -> None:
+        """Assert that an engine's answers to all cases are the reference answers."""
+        for own, want in zip(got, self.answers, strict=True):
+            assert_same(own, want)

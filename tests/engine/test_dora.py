@@ -12,10 +12,10 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
 from tests.engine.test_relocation import shuffled
-from tests.families import FAMILIES, LANGUAGE_LINEARS, build_model, make_prompt, vision_linears
+from tests.families import FAMILIES, LANGUAGE_LINEARS, build_model, vision_linears
 from tests.harness import FixedModes, RecordingEngine, run_engine
 from tests.oracle import Oracle
-from tests.references import NUM_TOKENS, TOLERANCE, CaseReference, assert_same
+from tests.references import NUM_TOKENS, TOLERANCE, CaseReference, assert_same, prompts_of
 from vlora.errors import BadAdapter
 from vlora.lora import adapted_linear
 from vlora.lora.merge_in_place import InPlaceSwitcher
@@ -37,10 +37,7 @@ def make_reference(family: str, folder: Path) -> CaseReference:
         "dora_everywhere": LoraConfig(r=8, use_rslora=True, use_dora=True, target_modules=everywhere),
     }
     oracle = Oracle(family, model, configs=configs)
-    cases = [
-        (adapter, make_prompt(family, model, seed, num_images=images, text=(5 + 3 * seed, 4 + 2 * seed)))
-        for seed, (adapter, images) in enumerate(CASES)
-    ]
+    cases = prompts_of(family, model, CASES)
     answers = [oracle.generate(prompt, adapter, NUM_TOKENS) for adapter, prompt in cases]
     return CaseReference(family, oracle.save(folder), cases, answers)
 
@@ -65,8 +62,7 @@ def switching(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 def test_unmerged_batch_of_several_adapters(reference: CaseReference) -> None:
     run = run_engine(reference, FixedModes(Mode.UNMERGED), NUM_TOKENS, encode_share=1e9)
     assert Mode.UNMERGED in run.modes and Mode.MIXED not in run.modes
-    for got, want in zip(run.answers, reference.answers, strict=True):
-        assert_same(got, want)
+    reference.expect(run.answers)
 
 
 @pytest.mark.parametrize(
@@ -76,8 +72,7 @@ def test_unmerged_batch_of_several_adapters(reference: CaseReference) -> None:
 def test_mixed_batch_over_one_merged_adapter(reference: CaseReference, merged: str) -> None:
     run = run_engine(reference, FixedModes(Mode.MIXED, merged), NUM_TOKENS, encode_share=1e9)
     assert Mode.MIXED in run.modes
-    for got, want in zip(run.answers, reference.answers, strict=True):
-        assert_same(got, want)
+    reference.expect(run.answers)
 
 
 @pytest.mark.parametrize("merged", ["dora8", "dora_everywhere"])
@@ -92,8 +87,7 @@ def test_merged_batch_of_one_adapter(reference: CaseReference, merged: str) -> N
 def test_modes_change_in_the_middle_of_requests(reference: CaseReference, switching: str) -> None:
     run = run_engine(reference, FixedModes(*PLAN[0], plan=PLAN), NUM_TOKENS, max_step_tokens=24, switching=switching)
     assert run.modes >= {Mode.UNMERGED, Mode.MIXED} and run.num_switches > 10
-    for got, want in zip(run.answers, reference.answers, strict=True):
-        assert_same(got, want)
+    reference.expect(run.answers)
 
 
 @pytest.mark.slow
@@ -104,8 +98,7 @@ def test_adapters_move_in_the_arena_between_steps(reference: CaseReference) -> N
     counts = shuffled(recorded)
     answers = recorded.answer(reference.cases, NUM_TOKENS)
     assert sum(counts) > len(counts)
-    for got, want in zip(answers, reference.answers, strict=True):
-        assert_same(got, want)
+    reference.expect(answers)
 
 
 @pytest.mark.slow

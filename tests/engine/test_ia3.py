@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from peft import IA3Config, LoraConfig
 
-from tests.engine.test_adapter_biases import answer_of_peft, saved
-from tests.families import FAMILIES, LANGUAGE_LINEARS, build_model, make_prompt, vision_linears
+from tests.families import FAMILIES, LANGUAGE_LINEARS, build_model, vision_linears
 from tests.harness import FixedModes, RecordingEngine, run_engine
-from tests.references import NUM_TOKENS, TOLERANCE, CaseReference, assert_same
+from tests.oracle import save_adapter
+from tests.references import NUM_TOKENS, TOLERANCE, CaseReference
 from vlora.errors import BadAdapter
 from vlora.lora import adapted_linear
 from vlora.types import Mode
@@ -34,13 +34,7 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         "ia3": IA3Config(target_modules=language, feedforward_modules=inputs),
         "vision_ia3": IA3Config(target_modules=f"({language}|{vision_linears(family)})", feedforward_modules=inputs),
     }
-    adapters = {name: saved(model, config, folder / name) for name, config in configs.items()}
-    cases = [
-        (adapter, make_prompt(family, model, seed, num_images=images, text=(5 + 3 * seed, 4 + 2 * seed)))
-        for seed, (adapter, images) in enumerate(CASES)
-    ]
-    answers = [answer_of_peft(model, adapter and adapters[adapter], prompt) for adapter, prompt in cases]
-    return CaseReference(family, adapters, cases, answers)
+    return CaseReference.of_configs(family, model, configs, CASES, folder)
 
 
 @pytest.mark.parametrize(
@@ -51,8 +45,7 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 def test_batch_of_several_adapters(reference: CaseReference, mode: Mode, merged: str | None) -> None:
     run = run_engine(reference, FixedModes(mode, merged), NUM_TOKENS, encode_share=1e9)
     assert mode in run.modes
-    for got, want in zip(run.answers, reference.answers, strict=True):
-        assert_same(got, want)
+    reference.expect(run.answers)
 
 
 @pytest.mark.parametrize("left_out", ["apply_changes", "changed_inputs"])
@@ -72,7 +65,7 @@ def test_it_is_never_merged(reference: CaseReference) -> None:
 def test_other_inputs_and_other_types_are_refused(reference: CaseReference, tmp_path: Path) -> None:
     engine = RecordingEngine(reference, None).engine
     config = IA3Config(target_modules=["k_proj"], feedforward_modules=["k_proj"])
-    folder = saved(build_model(reference.family), config, tmp_path / "inputs")
+    folder = save_adapter(build_model(reference.family), config, tmp_path / "inputs")
     with pytest.raises(BadAdapter, match=r"k_proj.*feedforward_modules"):
         engine.load_adapter("inputs", folder)
     other = Path(shutil.copytree(reference.adapters["ia3"], tmp_path / "type"))

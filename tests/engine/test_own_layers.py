@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from peft import LoraConfig
 
-from tests.engine.test_adapter_biases import answer_of_peft, saved
 from tests.engine.test_relocation import shuffled
-from tests.families import FAMILIES, LANGUAGE_LINEARS, build_model, make_prompt
+from tests.families import FAMILIES, LANGUAGE_LINEARS, build_model
 from tests.harness import FixedModes, RecordingEngine, run_engine
+from tests.oracle import save_adapter
 from tests.references import NUM_TOKENS, TOLERANCE, CaseReference, assert_same
 from vlora.lora.own_layers import OwnLayer, ReplacedOutputs
 from vlora.types import Mode
@@ -33,18 +33,7 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         "factors": LoraConfig(r=8, lora_alpha=24, target_modules=["q_proj", "lm_head", "embed_tokens"]),
         "projector": LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=projector),
     }
-    adapters = {name: saved(model, config, folder / name) for name, config in configs.items()}
-    cases = [
-        (adapter, make_prompt(family, model, seed, num_images=images, text=(5 + 3 * seed, 4 + 2 * seed)))
-        for seed, (adapter, images) in enumerate(CASES)
-    ]
-    answers = [answer_of_peft(model, adapter and adapters[adapter], prompt) for adapter, prompt in cases]
-    return CaseReference(family, adapters, cases, answers)
-
-
-def assert_answers(got: list, reference: CaseReference) -> None:
-    for own, want in zip(got, reference.answers, strict=True):
-        assert_same(own, want)
+    return CaseReference.of_configs(family, model, configs, CASES, folder)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +44,7 @@ def assert_answers(got: list, reference: CaseReference) -> None:
 def test_batch_of_several_adapters(reference: CaseReference, mode: Mode, merged: str | None) -> None:
     run = run_engine(reference, FixedModes(mode, merged), NUM_TOKENS, encode_share=1e9)
     assert mode in run.modes
-    assert_answers(run.answers, reference)
+    reference.expect(run.answers)
 
 
 @pytest.mark.parametrize("merged", ["head", "both", "factors", "projector"])
@@ -75,7 +64,7 @@ def test_adapters_move_in_the_arena_between_steps(reference: CaseReference) -> N
     counts = shuffled(recorded)
     answers = recorded.answer(reference.cases, NUM_TOKENS)
     assert sum(counts) > len(counts)
-    assert_answers(answers, reference)
+    reference.expect(answers)
 
 
 @pytest.mark.parametrize(
@@ -102,6 +91,8 @@ def test_an_unloaded_adapter_leaves_no_own_layer(reference: CaseReference) -> No
 
 def test_another_base_model_is_refused(reference: CaseReference, tmp_path: Path) -> None:
     """PEFT writes the embedding beside its factors; it must be this model's."""
-    other = saved(build_model(reference.family, seed=7), LoraConfig(r=4, target_modules=["embed_tokens"]), tmp_path)
+    other = save_adapter(
+        build_model(reference.family, seed=7), LoraConfig(r=4, target_modules=["embed_tokens"]), tmp_path
+    )
     with pytest.raises(Exception, match="is not this base model's weight"):
         RecordingEngine(reference, None).engine.load_adapter("other", other)

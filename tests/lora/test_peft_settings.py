@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import itertools
 import json
 import random
 import shutil
 import warnings
-import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-import torch
-from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, PeftType, get_peft_model
+from peft import IA3Config, LoraConfig, PeftType
 
-from tests.families import Prompt, build_model, make_prompt
+from tests.families import build_model, make_prompt
 from tests.harness import FixedModes, RecordingEngine
+from tests.oracle import peft_answer, save_adapter
 from tests.references import TOLERANCE
 from vlora.errors import BadAdapter
 from vlora.types import Mode
@@ -159,7 +157,7 @@ class Generator:
         name = f"{'-'.join(settings) or 'plain'}-{next(self._numbers)}"
         path = self._root / name
         try:
-            _save(copy.deepcopy(self._model), LoraConfig(**{**PLAIN, **settings}), path)
+            save_adapter(self._model, LoraConfig(**{**PLAIN, **settings}), path)
         except (ValueError, TypeError, ImportError, AttributeError, KeyError, RuntimeError, NotImplementedError):
             if not settings:
                 raise
@@ -190,7 +188,7 @@ class Generator:
     def ia3(self) -> Iterator[Folder]:
         for settings in IA3_VALUES:
             path = self._root / f"ia3-{next(self._numbers)}"
-            _save(copy.deepcopy(self._model), IA3Config(**{**IA3_PLAIN, **settings}), path)
+            save_adapter(self._model, IA3Config(**{**IA3_PLAIN, **settings}), path)
             yield Folder(path.name, path, tuple(settings))
 
     def other_methods_and_later_versions(self) -> Iterator[Folder]:
@@ -198,32 +196,6 @@ class Generator:
             if kind not in (PeftType.LORA, PeftType.IA3):
                 yield self.edit({"peft_type": kind.value})
         yield from (self.edit({"setting_of_a_later_version": value}) for value in (True, 1, "on", {"depth": 2}))
-
-
-def _save(model: Any, config: PeftConfig, path: Path) -> None:
-    peft = get_peft_model(model, config)
-    with torch.no_grad():
-        for name, parameter in peft.named_parameters():
-            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
-            if "lora_" in name:
-                parameter.copy_(noise / parameter.shape[-1] ** 0.5)
-            elif parameter.requires_grad:
-                parameter.add_(0.1 * noise)
-    peft.save_pretrained(str(path))
-
-
-@torch.no_grad()
-def _answer_of_peft(model: Any, folder: Path, prompt: Prompt) -> tuple[list[int], torch.Tensor]:
-    peft = PeftModel.from_pretrained(copy.deepcopy(model), str(folder)).eval()
-    out = peft.generate(
-        **prompt.kwargs,
-        max_new_tokens=NUM_TOKENS,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
-    logits = torch.stack([step[0] for step in out.logits])
-    return logits.argmax(-1).tolist(), logits
 
 
 class NoAdapters:
@@ -262,7 +234,7 @@ def test_each_folder_is_served_as_peft_does_or_refused_by_name(tmp_path: Path) -
         base = engine.answer([(None, prompt)], NUM_TOKENS)[0]
         answers = engine.answer([(folder.name, prompt) for folder in served], NUM_TOKENS)
         for folder, (tokens, logits) in zip(served, answers, strict=True):
-            want_tokens, want = _answer_of_peft(model, folder.path, prompt)
+            want_tokens, want = peft_answer(model, str(folder.path), prompt, NUM_TOKENS)
             assert tokens == want_tokens and float((logits - want).abs().max()) < TOLERANCE, folder
             assert float((logits[0] - base[1][0]).abs().max()) > 10 * TOLERANCE, f"{folder} has no effect"
             counts["served exactly"] += 1

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 from peft import LoraConfig
 
-from tests.engine.test_adapter_biases import answer_of_peft, saved
-from tests.families import LANGUAGE_LINEARS, build_model, make_prompt, vision_linears
+from tests.families import LANGUAGE_LINEARS, build_model, vision_linears
 from tests.harness import FixedModes, RecordingEngine
-from tests.references import NUM_TOKENS, CaseReference, assert_same
+from tests.oracle import save_adapter
+from tests.references import NUM_TOKENS, CaseReference
 from vlora.errors import BadAdapter
 from vlora.types import Mode
 
@@ -28,13 +28,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> CaseReference:
         "bias": LoraConfig(r=4, lora_bias=True, target_modules=columns),
         "head": LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head", "embed_tokens"]),
     }
-    adapters = {name: saved(model, config, folder / name) for name, config in configs.items()}
-    cases = [
-        (adapter, make_prompt(FAMILY, model, seed, num_images=images)) for seed, (adapter, images) in enumerate(CASES)
-    ]
-    answers = [answer_of_peft(model, adapter and adapters[adapter], prompt) for adapter, prompt in cases]
     model.save_pretrained(folder / "model")
-    return CaseReference(FAMILY, adapters, cases, answers)
+    return CaseReference.of_configs(FAMILY, model, configs, CASES, folder)
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +54,7 @@ def test_batch_of_several_adapters(
     recorded.engine.parts.scheduler.policy = FixedModes(mode, merged)
     answers = recorded.answer(reference.cases, NUM_TOKENS)
     assert mode in recorded.modes
-    for got, want in zip(answers, reference.answers, strict=True):
-        assert_same(got, want)
+    reference.expect(answers)
 
 
 def test_scales_of_other_ranks_are_unknown_so_dora_is_never_merged(recorded: RecordingEngine) -> None:
@@ -72,6 +66,6 @@ def test_layers_with_inputs_on_several_ranks_are_refused(
     recorded: RecordingEngine, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     config = LoraConfig(r=4, use_dora=True, target_modules=["down_proj"])
-    folder = saved(build_model(FAMILY), config, tmp_path_factory.mktemp("down"))
+    folder = save_adapter(build_model(FAMILY), config, tmp_path_factory.mktemp("down"))
     with pytest.raises(BadAdapter, match=r"use_dora is not supported .* tensor_parallel = 2"):
         recorded.engine.load_adapter("down", folder)
