@@ -21,7 +21,7 @@ from heads import HeadSpec, TaskHead, load_heads
 from vlora.errors import BadAdapter
 from vlora.lora.layout import run_bytes
 from vlora.lora.peft_settings import invocation_of, refuse_unsupported
-from vlora.lora.peft_target import NOT_ADAPTED, SHARED_LAYERS, SiteShape, TargetHeader, read_target
+from vlora.lora.peft_target import NOT_ADAPTED, SHARED_LAYERS, SiteShape, StoredLayer, TargetHeader, read_target
 from vlora.parallel.adapter_sharding import FactorShape, ShardingKind
 from vlora.wording import json_errors
 
@@ -122,7 +122,9 @@ def read_header(
         layers.setdefault(match["module"], {})[part] = tensor
     if not layers:
         raise BadAdapter(f"{path}: {WEIGHTS_FILE} contains no LoRA factors")
-    targets = tuple(read_target(path, config, module, parts, shapes, sites) for module, parts in sorted(layers.items()))
+    targets = tuple(
+        read_target(StoredLayer(path, config, module, parts, shapes, sites)) for module, parts in sorted(layers.items())
+    )
     seen: dict[str, str] = {}
     for target in targets:
         if target.site in seen:

@@ -7,7 +7,7 @@ import functools
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vlora.errors import BadAdapter
 from vlora.lora.legacy_names import resolve
@@ -86,37 +86,39 @@ class TargetHeader:
         return self.tensor_a or self.vector or self.biases[0]
 
 
-def read_target(
-    path: Path,
-    config: Mapping[str, Any],
-    module: str,
-    parts: Mapping[str, str],
-    shapes: Mapping[str, tuple[int, ...]],
-    sites: Mapping[str, SiteShape],
-) -> TargetHeader:
-    """Check one layer of an adapter.
+class StoredLayer(NamedTuple):
+    """One layer in an adapter's file.
 
-    Args:
+    Attributes:
         path: The adapter's folder.
         config: Its configuration.
         module: The layer's name in the file.
         parts: The layer's tensors by their names within the layer.
         shapes: The shapes of all tensors in the file.
         sites: The base model's adaptable layers.
-
-    Raises:
-        BadAdapter: The layer cannot be served; the message has the reason.
     """
+
+    path: Path
+    config: Mapping[str, Any]
+    module: str
+    parts: Mapping[str, str]
+    shapes: Mapping[str, tuple[int, ...]]
+    sites: Mapping[str, SiteShape]
+
+
+def read_target(layer: StoredLayer) -> TargetHeader:
+    """Check one layer of an adapter. Raises BadAdapter with the reason if it cannot be served."""
+    path, config, module, parts, shapes, sites = layer
     if "weight" not in parts and ("ia3_l" in parts) != (config.get("peft_type") == "IA3"):
         raise BadAdapter(
             f"{path}: peft_type is {config.get('peft_type')!r}, but layer {module!r} has {', '.join(sorted(parts))}"
         )
     if "ia3_l" in parts:
-        return _ia3(path, module, parts, shapes, sites)
+        return _ia3(layer)
     if "weight" in parts:
-        return _replaced(path, config, module, parts, shapes, sites)
+        return _replaced(layer)
     if "lora_embedding_A" in parts or "lora_embedding_B" in parts:
-        return _embedding(path, config, module, parts, shapes, sites)
+        return _embedding(layer)
     if set(parts) == {"bias"}:
         if resolve(module, sites) is None:
             raise BadAdapter(
@@ -141,7 +143,7 @@ def read_target(
         blocks = _blocks(path, config, module)
         _check_factors(path, module, disk, sites[site], blocks)
         scale = scale_of(path, config, (module, site), disk[0][0])
-    _check_rows(path, config, module, parts, shapes, sites[site], blocks)
+    _check_rows(layer, sites[site], blocks)
     allowed = {"lora_A.weight", "lora_B.weight"} | ({"base_layer.weight"} if sites[site].own else set(ROWS))
     others = sorted(set(parts) - allowed)
     if others or (sites[site].own and blocks is not None):
@@ -155,14 +157,9 @@ def read_target(
     return header if copy is None else dataclasses.replace(header, base_copy=copy)
 
 
-def _ia3(
-    path: Path,
-    module: str,
-    parts: Mapping[str, str],
-    shapes: Mapping[str, tuple[int, ...]],
-    sites: Mapping[str, SiteShape],
-) -> TargetHeader:
+def _ia3(layer: StoredLayer) -> TargetHeader:
     """A layer of IA3: a vector over its outputs [d_out, 1] or inputs [1, d_in], as PEFT stores it."""
+    path, _, module, parts, shapes, sites = layer
     site = _site(path, module, sites)
     expected, shape = sites[site], shapes[parts["ia3_l"]]
     row: RowKind
@@ -189,15 +186,9 @@ def _ia3(
     return dataclasses.replace(header, cut=cut, merged=cut, vector=parts["ia3_l"])
 
 
-def _replaced(
-    path: Path,
-    config: Mapping[str, Any],
-    module: str,
-    parts: Mapping[str, str],
-    shapes: Mapping[str, tuple[int, ...]],
-    sites: Mapping[str, SiteShape],
-) -> TargetHeader:
+def _replaced(layer: StoredLayer) -> TargetHeader:
     """A layer with a weight of its own. Raises BadAdapter if the layer cannot have one."""
+    path, config, module, parts, shapes, sites = layer
     site = resolve(module, sites)
     if site is None or not (sites[site].own or sites[site].vision):
         raise BadAdapter(
@@ -221,15 +212,9 @@ def _replaced(
     return dataclasses.replace(header, disk=(shape, none), cut=cut, merged=cut)
 
 
-def _embedding(
-    path: Path,
-    config: Mapping[str, Any],
-    module: str,
-    parts: Mapping[str, str],
-    shapes: Mapping[str, tuple[int, ...]],
-    sites: Mapping[str, SiteShape],
-) -> TargetHeader:
+def _embedding(layer: StoredLayer) -> TargetHeader:
     """LoRA on the token embedding: delta = (s B A)^T, with A [r, vocabulary] and B [hidden, r]."""
+    path, config, module, parts, shapes, sites = layer
     sides = ("lora_embedding_B", "lora_embedding_A")
     site = resolve(module, sites)
     fits = set(sides) <= set(parts) <= {*sides, "base_layer.weight"}
@@ -295,16 +280,9 @@ def _check_factors(
         )
 
 
-def _check_rows(
-    path: Path,
-    config: Mapping[str, Any],
-    module: str,
-    parts: Mapping[str, str],
-    shapes: Mapping[str, tuple[int, ...]],
-    expected: SiteShape,
-    blocks: Blocks | None,
-) -> None:
+def _check_rows(layer: StoredLayer, expected: SiteShape, blocks: Blocks | None) -> None:
     """Raises BadAdapter if a layer's magnitudes and biases do not fit the configuration or cannot be served."""
+    path, config, module, parts, shapes, _ = layer
     for part, setting in (("lora_magnitude_vector", "use_dora"), ("lora_B.bias", "lora_bias")):
         if "lora_B.weight" in parts and bool(config.get(setting)) != (part in parts):
             raise BadAdapter(
