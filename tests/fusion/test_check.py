@@ -169,6 +169,21 @@ def test_without_check_a_folder_for_the_result_is_needed(tmp_path: Path) -> None
     assert code == 2 and "--out is missing" in output
 
 
+def test_a_packaged_plan_is_found_beside_a_folder_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # `vlora demo --out demo` makes this folder, and its repetition reads the plan `demo`.
+    monkeypatch.chdir(tmp_path)
+    for name in ("small", "other"):
+        (tmp_path / name).mkdir()
+    for name, code, words in (("small", 0, ""), ("other", 2, "error: other: is a folder, and no plan of that name")):
+        monkeypatch.setattr("sys.argv", ["vlora", "fuse", name, "--check"])
+        with pytest.raises(SystemExit) as left:
+            main()
+        assert (left.value.code or 0) == code
+        assert words in capsys.readouterr().err
+
+
 def test_the_plan_that_ships_can_be_run() -> None:
     import fusion
 

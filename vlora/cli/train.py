@@ -98,15 +98,19 @@ def _loading() -> AbstractContextManager[object]:
 
 
 def _plan_file(plan: Path) -> Path:
-    """The plan file, or that of a plan in the package. Raises BadPlan if there is neither."""
+    """The plan file, or that of a plan in the package. Raises BadPlan if there is neither.
+
+    A folder is no plan: `vlora demo --out demo` and its repetition find the packaged plan beside the folder `demo`.
+    """
     import fusion
 
-    if plan.exists():
+    if plan.exists() and not plan.is_dir():
         return plan
     packaged = {file.stem: file for file in sorted((Path(fusion.__file__).parent / "plans").glob("*.yaml"))}
-    if str(plan) not in packaged:
-        raise BadPlan(f"{plan}: no such file, and no plan of that name in the package ({', '.join(packaged)})")
-    return packaged[str(plan)]
+    if str(plan) in packaged:
+        return packaged[str(plan)]
+    found = "is a folder" if plan.is_dir() else "no such file"
+    raise BadPlan(f"{plan}: {found}, and no plan of that name in the package ({', '.join(packaged)})")
 
 
 @cli.command("convert-bd")
