@@ -8,7 +8,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,13 +28,17 @@ specifications)."""
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """One kernel with its compile-time sizes, for values of 2 bytes (bfloat16) or 4 (float32)."""
+    """One kernel with its compile-time sizes, for values of 2 bytes (bfloat16) or 4 (float32).
+
+    capability: the lowest compute capability that has the kernel's instructions.
+    """
 
     name: str
     sizes: Mapping[str, Any]
     num_warps: int = 4
     num_stages: int = 3
     itemsize: int = 2
+    capability: int = 80
 
 
 class Facts(NamedTuple):
@@ -224,9 +228,11 @@ def pointwise(itemsize: int = 2) -> list[Kernel]:
 
 
 def rounding(itemsize: int = 2) -> list[Kernel]:
-    """The kernel that rounds inputs to eight bits, which needs compute capability 89, for sizes of 7 B models."""
+    """The kernel that rounds inputs to eight bits, for sizes of 7 B models."""
     sizes = ((4096, 8), (16384, 16), (32768, 16))
-    return [Kernel("quantize_rows", {"BLOCK": block}, warps, itemsize=itemsize) for block, warps in sizes]
+    return [
+        Kernel("quantize_rows", {"BLOCK": block}, warps, itemsize=itemsize, capability=89) for block, warps in sizes
+    ]
 
 
 def whole_space() -> list[Kernel]:
@@ -245,7 +251,12 @@ def whole_space() -> list[Kernel]:
     for itemsize, (group, kv_heads), splits, dim in itertools.product((2, 4), heads, (1, 2, 4, 8, 16), (64, 128)):
         for kernel in decoding(group, kv_heads, dim, splits, itemsize):
             found.setdefault(repr(kernel), kernel)
-    return [*found.values(), *pointwise(), *pointwise(4)]
+    return [*found.values(), *pointwise(), *pointwise(4), *rounding(), *rounding(4)]
+
+
+def compilations(space: Iterable[Kernel]) -> list[tuple[Kernel, int]]:
+    """Each kernel with each compute capability, of 80 and 90, that has its instructions."""
+    return [(kernel, capability) for kernel in space for capability in (80, 90) if capability >= kernel.capability]
 
 
 def sample() -> list[Kernel]:
@@ -259,4 +270,5 @@ def sample() -> list[Kernel]:
         decoding(7, 4, 128, 8), decoding(4, 8, 128, 4), decoding(1, 32, 128, 1), decoding(7, 2, 64, 16),
         decoding(7, 4, 128, 16, 4), decoding(1, 32, 128, 1, 4),
     )  # fmt: skip
-    return [*(kernel for own in some for kernel in kernels_of(*own)), *merges, *itertools.chain(*decodes), *pointwise()]
+    lanes = itertools.chain(*(kernels_of(*own) for own in some))
+    return [*lanes, *merges, *itertools.chain(*decodes), *pointwise(), *rounding()]

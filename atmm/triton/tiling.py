@@ -12,10 +12,13 @@ _SHARED_BYTES = 166_912  # per block on compute capability 8.0, the minimum of t
 _MOST_SUMS = 128  # float32 sums in the registers of one thread; more spill
 _MOST_SINGLE = 32 * 128  # sums of a single launch, which also keeps hidden values in registers
 _MOST_SINGLE_INPUTS = 32 * (128 + 128)  # sums and inputs of a single launch; more spill on compute capability 9.0
-_FLOAT32_M, _FLOAT32_N = 16, 128  # largest blocks of float32
-# The largest float32 blocks of single launches. With 128 inputs at a time, some kernels use all registers on compute
-# capability 8.0 and spill on 9.0; with 64, the largest uses 154 of 255.
-_FLOAT32_SINGLE_N, _FLOAT32_SINGLE_K = 64, 64
+# The largest float32 blocks. With 128 inputs at a time, some single launches spill on compute capability 9.0, and some
+# shrinks on 8.0 (Triton 3.9); with 64, the largest single launch uses 154 of 255 registers.
+_FLOAT32_M, _FLOAT32_N, _FLOAT32_K = 16, 128, 64
+_FLOAT32_SINGLE_N = 64
+# Sizes without stages of two-byte tilings with a kernel that spills 8 bytes in Triton 3.6: the single launch on compute
+# capability 8.0, the expand on 9.0.
+_SPILLED = frozenset({(32, 64, 128, 0), *((16, 64, block_k, 8) for block_k in (64, 128, 256))})
 _WORD = 16  # bytes per load of a thread
 _MOST_FINALISTS = 24
 
@@ -69,10 +72,10 @@ def fits(tiling: Tiling, itemsize: int) -> bool:
     threads = 32 * tiling.num_warps
     if block_r(1) * min(tiling.block_n, tiling.block_k) * itemsize < _WORD * threads:
         return False
-    if itemsize == 4 and (tiling.block_m > _FLOAT32_M or tiling.block_n > _FLOAT32_N):
+    block_n = _FLOAT32_N if tiling.split_k else _FLOAT32_SINGLE_N
+    if itemsize == 4 and (tiling.block_m > _FLOAT32_M or tiling.block_n > block_n or tiling.block_k > _FLOAT32_K):
         return False
-    too_wide = tiling.block_n > _FLOAT32_SINGLE_N or tiling.block_k > _FLOAT32_SINGLE_K
-    if itemsize == 4 and tiling.split_k == 0 and too_wide:
+    if itemsize == 2 and tiling[:4] in _SPILLED:
         return False
     if tiling.split_k != 1 and tiling.block_m > 32:
         return False
@@ -107,7 +110,7 @@ def sensible(itemsize: int, d_in: int, longest: int, num_tokens: int) -> Iterato
 
 def finalists(itemsize: int, d_in: int, longest: int, num_tokens: int, num_programs: int) -> list[Tiling]:
     """The tilings of `sensible` that are nearest to the default one for the shape, so that a search measures 24 instead
-    of up to 266; a quarter of them are single launches where those are sensible. Arguments as `sensible` and `usual`.
+    of some 250; a quarter of them are single launches where those are sensible. Arguments as `sensible` and `usual`.
     """
     centre = usual(itemsize, d_in, longest, num_programs)
     among = list(sensible(itemsize, d_in, longest, num_tokens))
