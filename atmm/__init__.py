@@ -18,7 +18,7 @@ from atmm.strategies.hybrid import gains_from_copies, longest_short_lane
 from atmm.strategies.registry import STRATEGIES, reads_in_place
 from atmm.tuning.matmul_choice import measure as measure_products
 from atmm.tuning.tables import describe as describe_table
-from atmm.warmup import compile_ahead, compile_merges
+from atmm.warmup import compile_ahead, compile_merges, compile_quantized_merges
 
 __all__ = [
     "STRATEGIES",
@@ -34,6 +34,7 @@ __all__ = [
     "attend",
     "compile_ahead",
     "compile_merges",
+    "compile_quantized_merges",
     "describe_table",
     "flash",
     "gains_from_copies",

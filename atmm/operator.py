@@ -112,7 +112,7 @@ def merge(out: Tensor, base: Tensor, a: Tensor, bt: Tensor, scale: float = 1.0) 
         kernels.merge[out.dtype](*matrices, scale, n, rank, o, i)
         return
     if out.device.type == "cuda" and rank and all(t.stride(2) == 1 for t in (out, base, a, bt)):
-        from atmm.triton.lanes import merge as merge_tiles  # importing Triton is slow
+        from atmm.triton.merging import merge as merge_tiles  # importing Triton is slow
 
         merge_tiles(out, base, a, bt, scale)
         return

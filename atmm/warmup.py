@@ -8,7 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from atmm.layers import Factors, Site, SiteGroup
+from atmm.merge_quantized import merge_quantized
 from atmm.operator import add_deltas
+from atmm.quantized import Allocate, QuantizedWeight
 from atmm.segments import Lane, SegmentPlan
 from atmm.strategies.registry import triton_interprets
 from atmm.triton.tiling import Tiling, all_usual, block_r
@@ -48,7 +50,7 @@ def compile_merges(shapes: Iterable[tuple[int, int]], dtype: torch.dtype, device
     """
     if triton_interprets():
         return
-    from atmm.triton.lanes import merge  # importing Triton is slow
+    from atmm.triton.merging import merge  # importing Triton is slow
 
     with torch.inference_mode():
         for d_out, d_in in sorted(shapes):
@@ -56,6 +58,22 @@ def compile_merges(shapes: Iterable[tuple[int, int]], dtype: torch.dtype, device
             a, bt = (torch.zeros(HIGHEST_RANK, d, dtype=dtype, device=device) for d in (d_in, d_out))
             for rank in range(1, HIGHEST_RANK + 1):
                 merge(weight, weight, a[None, :rank], bt[None, :rank], 1.0)
+
+
+def compile_quantized_merges(
+    shapes: Iterable[tuple[int, int]], allocate: Allocate, dtype: torch.dtype, device: torch.device
+) -> None:
+    """As `compile_merges`, for merges of factors of a dtype into quantized weights, which `allocate` makes."""
+    if triton_interprets():
+        return
+    everything = slice(None)
+    with torch.inference_mode():
+        for d_out, d_in in sorted(shapes):
+            weight = allocate([1, d_out, d_in], dtype, device)
+            assert isinstance(weight, QuantizedWeight)
+            a, bt = (torch.zeros(1, HIGHEST_RANK, d, dtype=dtype, device=device) for d in (d_in, d_out))
+            for rank in range(1, HIGHEST_RANK + 1):
+                merge_quantized(weight, weight, [(everything, everything, a[:, :rank], bt[:, :rank])])
 
 
 def _plain_group(d_in: int, d_outs: Sequence[int], rank: int, dtype: torch.dtype, device: torch.device) -> SiteGroup:

@@ -1,4 +1,4 @@
-"""The GPU strategies with the Triton kernels, and merge with a Triton kernel."""
+"""The GPU strategies with the Triton kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from atmm.segments import SegmentPlan
 from atmm.strategies.shared_shrink import CachedInput
 from atmm.triton.handles import Handle, handle
 from atmm.triton.plan import tiles_of
-from atmm.triton.tiling import Tiling, block_r, merge_blocks, shrink_programs, usual
+from atmm.triton.tiling import Tiling, block_r, shrink_programs, usual
 
 # float32 products stay in float32: TF32 on tensor cores would change answers.
 _PRECISION = "ieee"
@@ -222,24 +222,3 @@ class SingleLaunch(InPlace):
         kernel, programs, column = self._launch(site)
         strides = y.stride(0), x.stride(0), places.rows.stride(0)
         kernel(programs, (y, x, places.origin, places.rows), (column, x.shape[1], *strides), self._tiles.expand)
-
-
-def merge(out: Tensor, base: Tensor, a: Tensor, bt: Tensor, scale: float) -> None:
-    """`atmm.merge` for tensors with a contiguous last dimension; one launch for all layers."""
-    n, d_out, d_in = base.shape
-    rank = a.shape[1]
-    rows = block_r(rank)
-    block_n, block_k = merge_blocks(out.dtype.itemsize)
-    kernel = handle(
-        "merge",
-        out.dtype,
-        out.device,
-        (
-            ("BLOCK_N", block_n), ("BLOCK_K", block_k), ("BLOCK_R", rows), ("MAX_RANK", -(-rank // rows) * rows),
-            ("EVEN", d_out % block_n == 0 and d_in % block_k == 0), ("PRECISION", _PRECISION),
-        ),
-    )  # fmt: skip
-    strides = [stride for tensor in (out, base, a, bt) for stride in tensor.stride()[:2]]
-    kernel(
-        (n, -(-d_out // block_n), -(-d_in // block_k)), (out, base, a, bt), (rank, d_out, d_in, *strides), float(scale)
-    )

@@ -59,6 +59,10 @@ _NUMBERS = {
         "rank", "d_out", "d_in", "out_stride", "out_row", "base_stride", "base_row", "a_stride", "a_row", "bt_stride",
         "bt_row",
     ),
+    "merge_rows": (
+        "rank", "d_out", "d_in", "values_stride", "values_row", "scale_stride", "base_stride", "base_row",
+        "base_scale_stride", "a_stride", "a_row", "bt_stride", "bt_row",
+    ),
     "decode_part": ("out_stride", "q_stride", "q_head_stride", "block_rows", "row_stride", "table_stride"),
     "decode_join": ("out_stride",),
     "normalize": ("width", "x_stride", "head_stride"),
@@ -74,7 +78,7 @@ _VALUES = (
 _FLOATS = ("scale", "epsilon", "largest")
 _TABLES = ("tile_ptr", "place_ptr", "length_ptr", "table_ptr", "rows_ptr")
 _POINTERS = {
-    **dict.fromkeys(("hidden_ptr", "part_ptr", "stat_ptr", "scale_ptr"), "*fp32"),
+    **dict.fromkeys(("hidden_ptr", "part_ptr", "stat_ptr", "scale_ptr", "base_scale_ptr"), "*fp32"),
     "values_ptr": "*fp8e4nv",
     **dict.fromkeys(_TABLES, "*i32"),
     **dict.fromkeys(("places_ptr", "rows_ptr"), "*i64"),
@@ -89,6 +93,8 @@ def inspect(kernel: Kernel, capability: int) -> Facts:
     values = dict.fromkeys(_VALUES, "*fp32" if kernel.itemsize == 4 else "*bf16")
     integers = dict.fromkeys(_NUMBERS[kernel.name], "i32")
     types = {**_POINTERS, **values, **integers, **dict.fromkeys(_FLOATS, "fp32")}
+    if kernel.name == "merge_rows":
+        types["base_ptr"] = types["values_ptr"]
     source = ASTSource(
         fn=function,
         signature={name: "constexpr" if name in kernel.sizes else types[name] for name in names},
@@ -136,6 +142,7 @@ def _narrow(kernel: Kernel, loads: Counter[int]) -> list[str]:
         # Triton 3.6 loads block tables of 16-bit values for keys and for values, in two parts each.
         "decode_part": 2 + kernel.num_stages * (4 if kernel.itemsize == 2 else 1),
         "decode_join": 3 + 2 * splits,
+        "merge_rows": 4,
         "rotate": 8,
     }
     starts = {"shrink": 2, "expand": 1 + 2 * parts, "single": 1 + 4 * parts, "rotate": 8, "write_kv": 1}
@@ -199,10 +206,14 @@ def kernels_of(tiling: Tiling, rank: int, itemsize: int = 2) -> list[Kernel]:
     ]
 
 
-def merging(rank: int, itemsize: int = 2) -> Kernel:
+def merging(rank: int, itemsize: int = 2) -> list[Kernel]:
+    """The kernels that merge adapters of up to this rank: into weights of the factors' type and, from factors in 16
+    bits, into eight bits."""
     rows, (block_n, block_k) = block_r(rank), merge_blocks(itemsize)
-    sizes = {"BLOCK_N": block_n, "BLOCK_K": block_k, "BLOCK_R": rows, "MAX_RANK": rows, "EVEN": True}
-    return Kernel("merge", {**sizes, "PRECISION": "ieee"}, itemsize=itemsize)
+    blocks = {"BLOCK_N": block_n, "BLOCK_K": block_k, "BLOCK_R": rows, "MAX_RANK": rows}
+    sizes = {**blocks, "EVEN": True, "PRECISION": "ieee"}
+    rows_of_eight_bits = [Kernel("merge_rows", sizes, capability=89)] if itemsize == 2 else []
+    return [Kernel("merge", sizes, itemsize=itemsize), *rows_of_eight_bits]
 
 
 def decoding(group: int, kv_heads: int, head_dim: int, splits: int, itemsize: int = 2) -> list[Kernel]:
@@ -245,7 +256,7 @@ def whole_space() -> list[Kernel]:
     for itemsize, rank in itertools.product((2, 4), (16, 32, 64)):
         tilings = (*space(itemsize), *all_usual(itemsize))
         launched = (kernel for tiling in tilings for kernel in kernels_of(tiling, rank, itemsize))
-        for kernel in (merging(rank, itemsize), *launched):
+        for kernel in (*merging(rank, itemsize), *launched):
             found.setdefault(repr(kernel), kernel)
     heads = ((7, 4), (6, 2), (4, 8), (1, 32))  # of Qwen2-VL 7B and 2B, Llama 3 8B and Llama 2 7B
     for itemsize, (group, kv_heads), splits, dim in itertools.product((2, 4), heads, (1, 2, 4, 8, 16), (64, 128)):
@@ -265,7 +276,7 @@ def sample() -> list[Kernel]:
         (Tiling(16, 128, 128, 8, 3), 16, 2), (Tiling(64, 128, 128, 1, 3), 64, 2), (Tiling(16, 128, 128, 0, 3), 16, 2),
         (Tiling(16, 128, 64, 1, 3), 64, 4),
     )  # fmt: skip
-    merges = merging(16), merging(64), merging(64, 4)
+    merges = *merging(16), *merging(64), *merging(64, 4)
     decodes = (
         decoding(7, 4, 128, 8), decoding(4, 8, 128, 4), decoding(1, 32, 128, 1), decoding(7, 2, 64, 16),
         decoding(7, 4, 128, 16, 4), decoding(1, 32, 128, 1, 4),

@@ -20,15 +20,19 @@ from triton.runtime.jit import JITFunction
 import atmm.operator
 import atmm.strategies.registry
 import atmm.warmup
-from atmm import FactorTable, Lane, SegmentPlan, add_deltas, compile_ahead, compile_merges
+from atmm import FactorTable, Lane, SegmentPlan, add_deltas, compile_ahead, compile_merges, compile_quantized_merges
 from atmm.batch_stats import BatchStats
+from atmm.fp8 import Fp8
 from atmm.layers import SiteGroup
 from atmm.places import PackedPlaces
+from atmm.quantized import QuantizedWeight, quantized_empty
 from atmm.triton import kernels
 from atmm.triton.handles import handle
-from atmm.triton.lanes import merge, prepare
+from atmm.triton.lanes import prepare
+from atmm.triton.merging import merge, merge_rows
 from atmm.triton.tiling import Tiling, all_usual
 from tests.atmm.cases import make_group, segments
+from vlora.memory.huge_pages import empty
 from vlora.models.attention import LayerTensors
 from vlora.models.gpu.attention import GpuAttention
 
@@ -268,6 +272,9 @@ def test_merges_compiled_ahead_are_not_compiled_in_a_switch(
     )
     entries = slice(place, place + num_layers)
     merge((slab if in_place else shadow)[entries], slab[entries], a, bt, scale)
+    values = torch.zeros(6, d_out, d_in, dtype=torch.float8_e4m3fn)
+    scales = torch.zeros(6, d_out, 1)
+    merge_rows(values[entries], scales[entries], values[entries], scales[entries], a, bt, 448.0)
     assert not merged_ahead
 
 
@@ -281,5 +288,10 @@ def merged_ahead() -> Iterator[list[str]]:
         compile_merges(MERGED, torch.bfloat16, torch.device("cpu"))
         # Whole and partial blocks, each for ranks up to 16, 32 and 64, multiples of 16 and others, and rank 1.
         assert len(names) == 2 * (3 * 2 + 1)
+        patch.setattr(QuantizedWeight, "device", torch.device("cuda"))  # as the merge asks for it
+        compile_quantized_merges(
+            MERGED, quantized_empty(Fp8(), torch.device("cpu"), empty), torch.bfloat16, torch.device("cpu")
+        )
+        assert len(names) == 2 * 2 * (3 * 2 + 1)
         names.clear()
         yield names

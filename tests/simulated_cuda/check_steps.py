@@ -212,6 +212,23 @@ def test_a_decode_step_on_eight_bit_weights(name: str, tmp_path: Path) -> None:
         assert many.total(kind) <= limit, f"{quantity}:\n{many.report(kind)}"
 
 
+def test_a_merge_into_eight_bit_weights_launches_once_for_all_layers(tmp_path: Path) -> None:
+    launches = []
+    with uncomputed_kernels():
+        for layers in LAYERS:
+            served = Served(layers, tmp_path / str(layers), quantize="fp8")
+            served.decode_step(CASES["merged"])
+            switcher = served.engine.parts.device.switcher
+            key = switcher.merged_key
+            assert key is not None
+            switcher.forget(key)
+            with counting() as counts:
+                assert switcher.switch(key)
+            launches.append(counts.total(Kind.LAUNCH))
+            assert not counts.total(*HOST_WAITS), counts.report(*HOST_WAITS)
+    assert launches == [7, 7], "one for each kind of layer"
+
+
 @pytest.fixture(scope="module")
 def captured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with uncomputed_kernels():

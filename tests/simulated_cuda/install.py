@@ -104,12 +104,12 @@ def _replacements() -> Iterator[tuple[Any, dict[str, Any]]]:
 
         from atmm import operator
         from atmm.strategies import registry
-        from atmm.triton import attention, lanes, pointwise
+        from atmm.triton import attention, merging, pointwise
         from tests.simulated_cuda import ranks
         from tests.simulated_cuda.kernels_in_torch import (
             decode_in_torch,
             lanes_in_torch,
-            merge_in_torch,
+            merging_in_torch,
             pointwise_in_torch,
         )
         from vlora.engine.tensor_parallel import worker
@@ -120,7 +120,7 @@ def _replacements() -> Iterator[tuple[Any, dict[str, Any]]]:
         yield registry, {"triton_interprets": lambda: False}
         yield attention, {"decode": decode_in_torch(attention.decode)}
         yield pointwise, pointwise_in_torch(pointwise)
-        yield lanes, {"merge": merge_in_torch(lanes.merge)}
+        yield merging, merging_in_torch(merging)
         yield operator, {"strategy_in_place": lanes_in_torch(operator.strategy_in_place)}
         yield (
             GridExecutor,

@@ -57,13 +57,9 @@ def pointwise_in_torch(module: Any) -> dict[str, Callable[..., Any]]:
     }
 
 
-def merge_in_torch(merge: Callable[..., Any]) -> Callable[..., Any]:
-    """`atmm.triton.lanes.merge`."""
-
-    def merged(out: Any, base: Any, a: Any, bt: Any, scale: float) -> None:
-        out.copy_((base.double() + scale * bt.double().transpose(1, 2) @ a.double()).float())
-
-    return _launched(merge, merged)
+def merging_in_torch(module: Any) -> dict[str, Callable[..., Any]]:
+    """The functions of `atmm.triton.merging`."""
+    return {"merge": _launched(module.merge, _merge), "merge_rows": _launched(module.merge_rows, _merge_rows)}
 
 
 def _launched(launch: Callable[..., Any], compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -94,6 +90,24 @@ def _rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tens
 def _quantize_rows(values: torch.Tensor, scales: torch.Tensor, x: torch.Tensor, largest: float) -> None:
     scales.copy_(x.float().abs().amax(1, keepdim=True).clamp(min=1e-12) / largest)
     values.copy_(x.float() / scales)
+
+
+def _merge(out: torch.Tensor, base: torch.Tensor, a: torch.Tensor, bt: torch.Tensor, scale: float) -> None:
+    out.copy_((base.double() + scale * bt.double().transpose(1, 2) @ a.double()).float())
+
+
+def _merge_rows(
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    base: torch.Tensor,
+    base_scales: torch.Tensor,
+    a: torch.Tensor,
+    bt: torch.Tensor,
+    largest: float,
+) -> None:
+    sums = base.float() * base_scales + bt.float().transpose(1, 2) @ a.float()
+    scales.copy_(sums.abs().amax(2, keepdim=True).clamp(min=1e-12) / largest)
+    values.copy_(sums / scales)
 
 
 def _write_kv(k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Any) -> None:

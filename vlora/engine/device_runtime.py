@@ -218,6 +218,8 @@ class DeviceRuntime:
         if on_gpu:
             merged_dtype = hf_model.dtype if config.quantize == "none" else torch.float32
             atmm.compile_merges(merged_shapes, merged_dtype, hf_model.device)
+            if config.quantize != "none":
+                atmm.compile_quantized_merges(merged_shapes, slabs.allocate, hf_model.dtype, hf_model.device)
         self.merge_fidelity = MergeFidelity(slabs, layout.base_weights, stream)
         unmerged = {**hf_model.vision_linears, **{name: own.layer for name, own in hf_model.own.by_name.items()}}
         self.base_layers = LoadedBaseLayers(slabs, unmerged, layout.base_weights, stream)

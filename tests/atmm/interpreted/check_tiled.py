@@ -13,9 +13,12 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from atmm import Factors, FactorTable, Lane, SegmentPlan, SiteGroup, add_deltas, reference
+from atmm.fp8 import Fp8
+from atmm.quantized import QuantizedWeight
 from atmm.triton import kernels
 from atmm.triton.handles import Handle, handle
-from atmm.triton.lanes import InPlace, SingleLaunch, Tiled, merge
+from atmm.triton.lanes import InPlace, SingleLaunch, Tiled
+from atmm.triton.merging import merge, merge_rows
 from tests.atmm.cases import (
     RELATIVE,
     ROUNDINGS,
@@ -225,6 +228,35 @@ def test_merge_of_slices() -> None:
     expected[1:, 64:164, :40] = reference.merge(base, a, bt, 0.5)
     merge(base, base, a, bt, 0.5)
     torch.testing.assert_close(joined.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("o, i", ((70, 40), (128, 256)))
+@pytest.mark.parametrize("rank", (1, 8, 65))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_a_merge_into_eight_bits_rounds_the_exact_sum(dtype: torch.dtype, rank: int, o: int, i: int) -> None:
+    """Weights are rows of a joined matrix, and values behind the factors and weights are not numbers."""
+    generator = torch.Generator().manual_seed(rank)
+    joined = torch.full((2, o + 16, i + 16), torch.nan).to(torch.float8_e4m3fn)
+    base, out = (
+        QuantizedWeight(values[:, 16:, :i], torch.empty(2, o, 1), dtype, Fp8()) for values in (joined, joined.clone())
+    )
+    for layer in range(2):
+        base[layer].copy_(torch.randn(o, i, generator=generator) * 0.1)
+    a, bt = (poisoned(torch.randn(2, rank, width, generator=generator).to(dtype) * 0.1) for width in (i, o))
+    merge_rows(out.values, out.scales, base.values, base.scales, a, bt, Fp8().largest)
+    exact = reference.merge(base.float(), a, bt)
+    torch.testing.assert_close(out.scales.double(), exact.abs().amax(2, keepdim=True) / 448, rtol=1e-5, atol=0)
+    unequal = (out.float().double() - base.rounded(exact.float()).double()).abs() > 1e-5
+    assert unequal.double().mean() < 1e-3  # sums at a border between two values
+    assert (exact - base.float().double()).abs().max() > 0.01
+
+
+def poisoned(factors: torch.Tensor) -> torch.Tensor:
+    """A view of a larger tensor, which has NaN around the factors [n, r, d]."""
+    n, rank, width = factors.shape
+    around = torch.full((n, rank + 3, width + 24), torch.nan, dtype=factors.dtype)
+    around[:, :rank, :width] = factors
+    return around[:, :rank, :width]
 
 
 # -- factors read in place, without packed copies -----------------------------------------------------------------

@@ -20,6 +20,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 import atmm
+from atmm.quantized import Allocate
 from vlora.bench.dummy import half_billion_config, language_shapes, write_adapter
 from vlora.bench.report import Goal, Report
 from vlora.bench.timing import interleaved, median_ms, median_ratio
@@ -33,6 +34,7 @@ from vlora.lora.weight_slabs import WeightSlabs
 from vlora.memory.adapter_cache import AdapterCache
 from vlora.memory.arena import PAGE_BYTES, Arena
 from vlora.memory.host_to_device import Inline, make_transfer
+from vlora.memory.huge_pages import empty
 from vlora.memory.page_allocator import PageAllocator
 from vlora.models.hf_model import HFModel
 from vlora.models.loading import dummy_model
@@ -92,12 +94,12 @@ def _small_config(**text: int) -> Any:
 
 
 class MergeableModel:
-    """Slabs and an adapter pool of a model with random weights in bfloat16."""
+    """Slabs and an adapter pool of a model with random weights in bfloat16. allocate: makes the slabs."""
 
-    def __init__(self, config: Any, device: torch.device, arena_bytes: int = 2**30) -> None:
+    def __init__(self, config: Any, device: torch.device, arena_bytes: int = 2**30, allocate: Allocate = empty) -> None:
         self.hf_model = HFModel(dummy_model(config, "bfloat16", device, seed=0))
         self.shapes = language_shapes(self.hf_model.model)
-        self.slabs = WeightSlabs(self.hf_model.language_linears, join=device.type == "cuda")
+        self.slabs = WeightSlabs(self.hf_model.language_linears, join=device.type == "cuda", allocate=allocate)
         arena = Arena(arena_bytes // PAGE_BYTES, device)
         adapter_cache = AdapterCache(PageAllocator(arena.num_pages, 1), arena.num_pages)
         self.pool = AdapterPool(

@@ -1,5 +1,5 @@
-"""Switching a 7B model's weights with a shadow copy: time against a copy of the weights and against torch's `baddbmm`;
-the way back; and the drift of weights that are switched in place.
+"""Switching a 7B model's weights with a shadow copy, in bfloat16 and in eight-bit floats: time against a copy of the
+weights and, in bfloat16, against torch's `baddbmm`; the way back; and the drift of weights that are switched in place.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from atmm.fp8 import CAPABILITY, Fp8
+from atmm.quantized import quantized_empty
 from vlora.bench.engine.merge import MergeableModel, drift_in_place
 from vlora.bench.gpu import models
 from vlora.bench.gpu.context import Context
@@ -20,6 +22,7 @@ from vlora.bench.report import Goal
 from vlora.lora.merge import merge_runs
 from vlora.lora.merge_in_place import MAX_DRIFT
 from vlora.lora.merge_shadow import ShadowSwitcher
+from vlora.memory.huge_pages import empty
 
 _RANKS = (16, 64)
 ARENA_BYTES, _SMALL_ARENA_BYTES = 2 * 2**30, 2**27
@@ -27,7 +30,7 @@ SWITCHES, _SMALL_SWITCHES = 300, 5
 
 
 def run(context: Context) -> dict[str, Any]:
-    """Every rank on one model, then the drift on a narrow layer."""
+    """Every rank on one model, the lowest on one in eight-bit floats, then the drift on a narrow layer."""
     bytes_per_s = copy_speed(context)
     arena_bytes = ARENA_BYTES if context.on_gpu else _SMALL_ARENA_BYTES
     model = MergeableModel(models.config_of(context), context.device, arena_bytes)
@@ -37,11 +40,19 @@ def run(context: Context) -> dict[str, Any]:
         switcher = ShadowSwitcher(model.slabs, model.pool, complete=context.on_gpu)
         keys = model.load([rank for rank in _RANKS for _ in range(2)])
         for place, rank in enumerate(_RANKS):
-            row = {"rank": rank, **_switches(context, model, switcher, keys[2 * place : 2 * place + 2])}
-            row["copy ms"] = 1e3 * 2 * model.slabs.num_bytes / bytes_per_s
-            row["merge / copy"] = row["merge ms"] / row["copy ms"]
-            rows.append(row)
+            row = _switches(context, switcher, keys[2 * place : 2 * place + 2])
+            row["baddbmm ms"] = 1e3 * device_seconds(context, _baddbmm(model, keys[2 * place]))
+            rows.append({"rank": rank, "format": "bfloat16", **_against_copy(row, model, bytes_per_s)})
             context.keep({"rows": rows, "copy_bytes_per_s": bytes_per_s})
+        weight_bytes = model.slabs.num_bytes
+        on_cuda = context.device.type == "cuda"
+        if not on_cuda or torch.cuda.get_device_capability(context.device) >= CAPABILITY:
+            del model, switcher  # its memory is needed
+            eight_bits = quantized_empty(Fp8(), context.device, empty)
+            model = MergeableModel(models.config_of(context), context.device, arena_bytes, eight_bits)
+            switcher = ShadowSwitcher(model.slabs, model.pool, complete=context.on_gpu)
+            row = _switches(context, switcher, model.load([_RANKS[0]] * 2))
+            rows.append({"rank": _RANKS[0], "format": "fp8", **_against_copy(row, model, bytes_per_s)})
     if context.on_gpu:
         goals += [Goal(f"merge / copy, rank {row['rank']}", row["merge / copy"], 1.25, True) for row in rows[:1]]
         goals.append(Goal("back to W0, ms", max(row["back ms"] for row in rows), 0.1, True))
@@ -51,19 +62,17 @@ def run(context: Context) -> dict[str, Any]:
     goals.append(Goal("drift after a restore", drift.restored, 0.0, True))
     return {
         "summary": "; ".join(
-            f"r{row['rank']} {row['merge ms']:.2f} ms, {row['merge / copy']:.2f} x copy" for row in rows
+            f"r{row['rank']} {row['format']} {row['merge ms']:.2f} ms, {row['merge / copy']:.2f} x copy" for row in rows
         ),
         "rows": rows,
         "goals": goals,
         "drift": drift._asdict(),
-        "weight_bytes": model.slabs.num_bytes,
+        "weight_bytes": weight_bytes,
         "copy_bytes_per_s": bytes_per_s,
     }
 
 
-def _switches(
-    context: Context, model: MergeableModel, switcher: ShadowSwitcher, keys: Sequence[str]
-) -> dict[str, float]:
+def _switches(context: Context, switcher: ShadowSwitcher, keys: Sequence[str]) -> dict[str, float]:
     """Merge two adapters by turns. Times include the device."""
     first = _seconds(context, lambda: switcher.switch(keys[1]))
     merges: list[float] = []
@@ -75,14 +84,17 @@ def _switches(
         again.append(_seconds(context, functools.partial(switcher.switch, before)))
         merges.append(_seconds(context, functools.partial(switcher.switch, following)))
     switcher.switch(None)
-    theirs = device_seconds(context, _baddbmm(model, keys[0]))
     return {
         "first ms": 1e3 * first,
         "merge ms": 1e3 * statistics.median(merges),
         "back ms": 1e3 * statistics.median(backs),
         "merge of the same ms": 1e3 * statistics.median(again),
-        "baddbmm ms": 1e3 * theirs,
     }
+
+
+def _against_copy(row: dict[str, float], model: MergeableModel, bytes_per_s: float) -> dict[str, float]:
+    copy_ms = 1e3 * 2 * model.slabs.num_bytes / bytes_per_s
+    return {**row, "copy ms": copy_ms, "merge / copy": row["merge ms"] / copy_ms}
 
 
 def _seconds(context: Context, call: Callable[[], object]) -> float:
