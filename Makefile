@@ -26,7 +26,8 @@ demo: install
 WORKERS ?= auto
 # Bytecode is cached even where the environment turns that off: otherwise each worker, and each process that a test
 # starts, compiles the project again.
-PYTEST = PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal
+PYTEST = PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal \
+	--durations 30 --durations-min 8
 
 test: install
 	$(PYTEST)

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.utils import logging
 
 from fusion.embedded import checkpoint_path
+from tests.families import build_model
 from vlora.config import EngineConfig
 from vlora.errors import BadConfig
 from vlora.models import InputProcessor
@@ -112,3 +114,17 @@ def test_progress_bars_are_shown_on_terminals_only(capfd: pytest.CaptureFixture[
     logging.enable_progress_bar()  # type: ignore[no-untyped-call]
     from_pretrained(AutoModelForImageTextToText, checkpoint_path())
     assert "Loading weights" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("missing", ["model.language_model.layers.0.mlp.up_proj.weight", "lm_head.weight"])
+def test_a_checkpoint_without_a_tensor_is_refused_by_its_name(tmp_path: Path, missing: str) -> None:
+    """transformers would draw the weights at random, and log a warning only."""
+    model = build_model("qwen2_vl")
+    model.save_pretrained(tmp_path)
+    load_model(EngineConfig(model=str(tmp_path)))
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    (stored,) = (name for name in tensors if name.endswith(missing.removeprefix("model.language_model.")))
+    save_file({name: tensor for name, tensor in tensors.items() if name != stored}, file, metadata={"format": "pt"})
+    with pytest.raises(BadConfig, match=f"its files lack {missing}; the checkpoint is incomplete"):
+        load_model(EngineConfig(model=str(tmp_path)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +48,26 @@ def load_model(config: EngineConfig, rank: int = 0) -> Any:
         del plain.quantization_config  # the values are loaded as they are
     try:
         with contextlib.nullcontext() if stored == "none" else scales_expected():
-            model = from_pretrained(AutoModelForImageTextToText, config.model, dtype=dtype, config=plain)
+            model, found = from_pretrained(
+                AutoModelForImageTextToText, config.model, dtype=dtype, config=plain, output_loading_info=True
+            )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise BadConfig(f"cannot load the weights of {config.model!r}: {error}") from error
+    _check_complete(config.model, found["missing_keys"])
     if stored != "none":
         restore_stored(model, checkpoint_files(config.model), stored, keep=config.quantize == stored)
     fits = config.tensor_parallel == 1 and config.quantize == "none"
     return _ready(model, device if fits else torch.device("cpu"))
+
+
+def _check_complete(model: str, missing: Collection[str]) -> None:
+    """Raises BadConfig if tensors are missing: transformers only logs a warning and draws them at random."""
+    if missing:
+        others = f" and {len(missing) - 1} other tensors" if len(missing) > 1 else ""
+        raise BadConfig(
+            f"cannot load the weights of {model!r}: its files lack {min(missing)}{others}; the checkpoint is "
+            "incomplete, or its config.json is of another model: copy or download it again"
+        )
 
 
 def _warn_of_shorter_context(text: Any) -> None:
