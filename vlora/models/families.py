@@ -18,13 +18,14 @@ class Family:
     """Properties of one model type.
 
     mrope: positions have three rows (time, height, width). tiles: an image is divided into a variable number of tiles.
-    video: whether it accepts videos.
+    video: whether it accepts videos. queries: an image becomes a fixed number of learned queries.
     """
 
     model_type: str
     mrope: bool
     tiles: bool
     video: bool
+    queries: bool = False
 
 
 FAMILIES = {
@@ -33,6 +34,7 @@ FAMILIES = {
         Family("qwen2_vl", mrope=True, tiles=False, video=True),
         Family("qwen2_5_vl", mrope=True, tiles=False, video=True),
         Family("qwen3_vl", mrope=True, tiles=False, video=True),
+        Family("qwen_vl", mrope=False, tiles=False, video=False, queries=True),
         Family("llava", mrope=False, tiles=False, video=False),
         Family("llava_next", mrope=False, tiles=True, video=False),
         Family("llava_onevision", mrope=False, tiles=True, video=True),
@@ -46,7 +48,7 @@ def family_of(config: Any) -> Family:
     family = FAMILIES.get(str(model_type))
     if family is None:
         raise unsupported_family(model_type, FAMILIES)
-    refuse_unsupported_parts(config, family.mrope)
+    refuse_unsupported_parts(config, family.mrope, own_tower=family.mrope or family.queries)
     return family
 
 
@@ -107,6 +109,8 @@ def placeholder_count(config: Any, fields: dict[str, torch.Tensor]) -> int:
     family = family_of(config)
     if family.mrope:
         return int(fields["image_grid_thw"].prod()) // config.vision_config.spatial_merge_size**2
+    if family.queries:
+        return int(config.vision_config.num_queries)
     side = config.vision_config.image_size // config.vision_config.patch_size
     base = side * side
     if not family.tiles:
