@@ -17,6 +17,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from vlora.errors import BadConfig
+from vlora.lora.legacy_names import decoder_layers
 from vlora.lora.weight_slabs import WeightSlabs
 
 
@@ -119,7 +120,10 @@ def checkpoint_files(model: str) -> list[str]:
 
 
 def _mapped(files: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor of the files with its name, as a view of the mapped file."""
+    """Yield every tensor of the files with its name, as a view of the mapped file.
+
+    One that is several of the model's layers, or one by another name, is also given as these.
+    """
     with ExitStack() as opened:
         for file in files:
             try:
@@ -129,7 +133,11 @@ def _mapped(files: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
                     f"cannot map {file} for in_place switching: {error}; choose switching shadow"
                 ) from error
             for name in tensors.keys():  # noqa: SIM118 (not a mapping)
-                yield name, tensors.get_tensor(name)
+                tensor = tensors.get_tensor(name)
+                yield name, tensor
+                layers = decoder_layers(name.removesuffix(".weight"))
+                for layer, part in zip(layers, tensor.chunk(max(1, len(layers))), strict=False):
+                    yield f"{layer}.weight", part
 
 
 def tail(name: str) -> str:

@@ -59,6 +59,8 @@ def patch_flops(config: Any) -> float:
     inner = getattr(vision, "intermediate_size", None) or int(width * vision.mlp_ratio)
     num_matrices = 3 if family.model_type == "qwen2_5_vl" else 2
     tower = _tower_depth(config) * (4 * width * width + num_matrices * width * inner)
+    if family.queries:  # the keys and values of the resampler
+        return 2.0 * (tower + width * hidden + 2 * hidden * hidden)
     if not family.mrope:
         return 2.0 * (tower + width * hidden + hidden * hidden)
     # The merger joins this many patches into one row, so its layers have fewer rows by that factor.
@@ -88,7 +90,11 @@ def encode_patches(config: Any, item: VisionInput) -> int:
         span = (vision.image_size // vision.patch_size) ** 2
         num_patches = span * (pixels.shape[1] if len(pixels.shape) == 5 else 1)
     attention = 4.0 * _tower_depth(config) * _tower_width(config) * span
-    return max(1, round(num_patches * (1 + attention / patch_flops(config))))
+    flops = num_patches * (patch_flops(config) + attention)
+    if family.queries:
+        hidden = config.text_config.hidden_size
+        flops += vision.num_queries * (2.0 * 3 * hidden * hidden + 4.0 * num_patches * hidden)
+    return max(1, round(flops / patch_flops(config)))
 
 
 def _tower_width(config: Any) -> int:

@@ -17,9 +17,8 @@ _NUM_QUERIES = 256
 _NUM_POSITIONS = 256
 _POOL_HEAD_WIDTH = 128
 
-# Tokens by their distance from the start-of-image token, equal in every checkpoint (see `tokenizer`).
-_END_OF_IMAGE, _IMAGE_PAD = 1, 2
-_TURN_START, _TURN_END = -213, -212
+# Special tokens by their distance from the start-of-image token, which is equal in every checkpoint (see `tokenizer`).
+_END_OF_TEXT, _TURN_START, _TURN_END, _IMAGE_PAD = -214, -213, -212, 2
 
 
 class QwenVLVisionConfig(PreTrainedConfig):
@@ -50,7 +49,12 @@ class QwenVLVisionConfig(PreTrainedConfig):
 
 
 class QwenVLConfig(PreTrainedConfig):
-    """The whole model. image_token_id: the placeholder of one embedding of an image."""
+    """The whole model.
+
+    Attributes:
+        image_token_id: The placeholder of one embedding of an image.
+        turn_end_ids: Tokens that end an answer of the chat model, beside the end of text in generation_config.json.
+    """
 
     model_type = "qwen_vl"
     sub_configs: ClassVar[dict[str, Any]] = {"text_config": Qwen2Config, "vision_config": QwenVLVisionConfig}
@@ -58,6 +62,7 @@ class QwenVLConfig(PreTrainedConfig):
     text_config: Any = None
     vision_config: Any = None
     image_token_id: int = 151859
+    turn_end_ids: Any = ()
     tie_word_embeddings: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -66,19 +71,6 @@ class QwenVLConfig(PreTrainedConfig):
             if not isinstance(given, kind):
                 setattr(self, name, kind(**(given or {})))
         super().__post_init__(**kwargs)
-
-    @property
-    def image_start_id(self) -> int:
-        return self.image_token_id - _IMAGE_PAD
-
-    @property
-    def image_end_id(self) -> int:
-        return self.image_start_id + _END_OF_IMAGE
-
-    @property
-    def turn_end_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer of the chat model, beside the end of text in its generation_config.json."""
-        return self.image_start_id + _TURN_START, self.image_start_id + _TURN_END
 
     @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -102,7 +94,7 @@ def translated(stored: Mapping[str, Any]) -> dict[str, Any]:
             f"model type {STORED_TYPE!r} without a 'visual' section in config.json is a text model, which has no "
             "image input; supported is Qwen-VL (Qwen/Qwen-VL, Qwen/Qwen-VL-Chat)"
         )
-    width, heads = stored["hidden_size"], stored["num_attention_heads"]
+    width, heads, start = stored["hidden_size"], stored["num_attention_heads"], visual["image_start_id"]
     for name, value, served in (
         ("no_bias", stored.get("no_bias", True), True),
         ("rotary_pct", stored.get("rotary_pct", 1.0), 1.0),
@@ -124,7 +116,7 @@ def translated(stored: Mapping[str, Any]) -> dict[str, Any]:
         "max_position_embeddings": stored["seq_length" if bounded else "max_position_embeddings"],
         "rms_norm_eps": stored["layer_norm_epsilon"],
         "rope_parameters": {"rope_type": "default", "rope_theta": float(stored.get("rotary_emb_base", 10000))},
-        "eos_token_id": visual["image_start_id"] + _TURN_START - 1,
+        "eos_token_id": start + _END_OF_TEXT,
         "bos_token_id": None,
     }
     vision = {
@@ -144,7 +136,8 @@ def translated(stored: Mapping[str, Any]) -> dict[str, Any]:
         "model_type": QwenVLConfig.model_type,
         "text_config": text,
         "vision_config": vision,
-        "image_token_id": visual["image_start_id"] + _IMAGE_PAD,
+        "image_token_id": start + _IMAGE_PAD,
+        "turn_end_ids": (start + _TURN_START, start + _TURN_END),
         **({"dtype": dtype} if dtype else {}),
         **kept,
     }

@@ -87,7 +87,9 @@ class QwenVLForConditionalGeneration(QwenVLPreTrainedModel, GenerationMixin):
         out = self.model(input_ids, pixel_values, inputs_embeds, attention_mask=attention_mask, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(out.last_hidden_state[:, kept])
-        return CausalLMOutputWithPast(logits=logits, past_key_values=out.past_key_values)
+        return CausalLMOutputWithPast(
+            logits=logits, past_key_values=out.past_key_values, hidden_states=out.hidden_states
+        )
 
     def prepare_inputs_for_generation(  # type: ignore[override]
         self, *args: Any, pixel_values: Tensor | None = None, is_first_iteration: bool = False, **kwargs: Any
