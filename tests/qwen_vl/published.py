@@ -43,7 +43,7 @@ CONFIGS: Mapping[str, PeftConfig] = {
 
 
 def published_modules(weights: Mapping[str, Tensor]) -> nn.Module:
-    """Modules with the published names and types, without a forward: what PEFT reads to make or merge an adapter."""
+    """Modules with the published names and types, without a forward. PEFT makes and merges adapters on them."""
     root = nn.Module()
     for name, tensor in weights.items():
         path, _, leaf = name.rpartition(".")

@@ -112,7 +112,7 @@ def test_prompts_run_in_chunks_and_prefixes_are_reused(published: Published) -> 
 
 
 class TestRefused:
-    """One line that says what is wrong."""
+    """Each error is one line with the reason."""
 
     @pytest.fixture
     def changed(self, published: Published, tmp_path: Path) -> functools.partial[str]:

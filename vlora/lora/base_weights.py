@@ -6,14 +6,22 @@ The system can reclaim mapped pages at any time, since their content is read aga
 from __future__ import annotations
 
 import os
+import pickle
 import tempfile
-from collections.abc import Iterator, Sequence
+import zipfile
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    cached_file,
+)
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from vlora.errors import BadConfig
@@ -103,7 +111,41 @@ class CopiedBaseWeights:
 
 def checkpoint_files(model: str) -> list[str]:
     """The safetensors files from which transformers loads `model` (a folder or hub name); empty if it has none."""
-    for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
+    return _files(model, SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
+
+
+def pickled_files(model: str) -> list[str]:
+    """As `checkpoint_files`, the files that torch.save has written. transformers reads tensors from them, no code."""
+    return _files(model, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+
+
+def broken_files(files: Iterable[str]) -> list[str]:
+    """A line for each of a checkpoint's files that is missing or has no readable header."""
+    problems: list[str] = []
+    for file in files:
+        try:
+            _read_header(file)
+        except FileNotFoundError:
+            problems.append(f"{os.path.basename(file)}, a file of its weights, is missing")
+        except (OSError, ValueError, SafetensorError) as error:
+            problems.append(f"{os.path.basename(file)}, a file of its weights, cannot be read: {error}")
+    return problems
+
+
+def _read_header(file: str) -> None:
+    if file.endswith(".safetensors"):
+        with safe_open(file, framework="pt"):
+            return
+    try:
+        torch.load(file, map_location="meta", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except (FileNotFoundError, PermissionError):
+        raise
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:  # with advice for torch's callers
+        raise ValueError("it is truncated, or torch.save has not written it") from error
+
+
+def _files(model: str, whole: str, index: str) -> list[str]:
+    for name in (whole, index):
         file = cached_file(
             model,
             name,
@@ -112,7 +154,7 @@ def checkpoint_files(model: str) -> list[str]:
             _raise_exceptions_for_connection_errors=False,
         )
         if file is not None:
-            if name == SAFE_WEIGHTS_NAME:
+            if name == whole:
                 return [file]
             shards, _ = get_checkpoint_shard_files(model, file, local_files_only=True)
             return list(shards)

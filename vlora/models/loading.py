@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from vlora.config import EngineConfig
 from vlora.errors import BadConfig, VLoraError
-from vlora.lora.base_weights import checkpoint_files
+from vlora.lora.base_weights import broken_files, checkpoint_files, pickled_files
 from vlora.models.families import family_of
 from vlora.models.pretrained import from_pretrained
 from vlora.models.stored_quantized import restore_stored, scales_expected, stored_format
@@ -48,12 +49,20 @@ def load_model(config: EngineConfig, rank: int = 0) -> Any:
     try:
         with contextlib.nullcontext() if stored == "none" else scales_expected():
             model = from_pretrained(AutoModelForImageTextToText, config.model, dtype=dtype, config=plain)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise BadConfig(f"cannot load the weights of {config.model!r}: {error}") from error
+    except (OSError, ValueError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
+        raise BadConfig(f"cannot load the weights of {config.model!r}: {_reason(config.model, error)}") from error
     if stored != "none":
         restore_stored(model, checkpoint_files(config.model), stored, keep=config.quantize == stored)
     fits = config.tensor_parallel == 1 and config.quantize == "none"
     return _ready(model, device if fits else torch.device("cpu"))
+
+
+def _reason(model: str, error: Exception) -> str:
+    """Why weights cannot be loaded: the first broken file, or the error if its cause is none."""
+    with contextlib.suppress(OSError, ValueError):
+        if broken := broken_files(checkpoint_files(model) or pickled_files(model)):
+            return broken[0]
+    return str(error)
 
 
 def _warn_of_shorter_context(text: Any) -> None:

@@ -15,7 +15,7 @@ from vlora.models.qwen_vl.tower import QwenVLVisionTower
 
 
 class QwenVLPreTrainedModel(PreTrainedModel):
-    """What both classes have in common."""
+    """The attributes that both classes share."""
 
     config_class = QwenVLConfig
     base_model_prefix = "model"
