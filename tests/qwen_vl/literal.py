@@ -110,10 +110,10 @@ def _rotation(length: int, width: int) -> Tensor:
     return torch.tensor(turns, dtype=torch.float64)
 
 
-def logits(
+def hidden_states(
     weights: Mapping[str, Tensor], ids: Sequence[int], images: Sequence[Tensor], rotation: Tensor | None = None
 ) -> Tensor:
-    """Logits [tokens, vocabulary] of a prompt.
+    """Hidden states [tokens, hidden] of a prompt after the final norm.
 
     Args:
         weights: By published name, with the deltas of an adapter if there is one.
@@ -142,7 +142,14 @@ def logits(
         inner = _rms_norm(w[f"{at}ln_2.weight"], x)
         gate = _affine(w, f"{at}mlp.w2", inner)
         x = x + _affine(w, f"{at}mlp.c_proj", _affine(w, f"{at}mlp.w1", inner) * gate / (1 + (-gate).exp()))
-    return _rms_norm(w["transformer.ln_f.weight"], x) @ w["lm_head.weight"].T
+    return _rms_norm(w["transformer.ln_f.weight"], x)
+
+
+def logits(
+    weights: Mapping[str, Tensor], ids: Sequence[int], images: Sequence[Tensor], rotation: Tensor | None = None
+) -> Tensor:
+    """Logits [tokens, vocabulary] of a prompt. The arguments are those of `hidden_states`."""
+    return hidden_states(weights, ids, images, rotation) @ weights["lm_head.weight"].double().T
 
 
 def generate(
