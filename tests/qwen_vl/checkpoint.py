@@ -20,7 +20,7 @@ NUM_QUERIES = NUM_POSITIONS = 256
 # Tokens of the vocabulary beside the 256 bytes, in the order of their merges.
 MERGED = (
     b"th", b"in", b" t", b"he", b"the", b" the", b"ha", b"at", b"Wh", b"What", b" s", b"is", b" is",
-    b"ic", b"tu", b"re", b"Pi", b"Pic", b"ture", b"ow", b"ll", b"oo", b"  ", b"\n\n", b"an", b"aa", b"aaa",
+    b"ic", b"tu", b"re", b"Pi", b"Pic", b"ture", b"ow", b"ll", b"oo", b"  ", b"\n\n", b"an", b"aa", b"aaa", b"La",
 )  # fmt: skip
 NUM_RANKS = 256 + len(MERGED)
 END_OF_TEXT = NUM_RANKS

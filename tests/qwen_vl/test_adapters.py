@@ -111,6 +111,30 @@ def test_prompts_run_in_chunks_and_prefixes_are_reused(published: Published) -> 
         assert all((cached > 240) == again for cached in recorded.cached_tokens)
 
 
+@pytest.mark.slow
+def test_two_ranks_have_their_part_of_every_layer(published: Published) -> None:
+    """c_attn is cut into layers first, and each of these over the ranks. Biases of mlp.c_proj need a single rank."""
+    served = [name for name in published.adapters if name not in ("biased", "ia3")]
+    replica = dataclasses.replace(published, adapters={name: published.adapters[name] for name in served})
+    recorded = RecordingEngine(
+        replica,
+        FixedModes(Mode.MIXED, "finetuned"),
+        checkpoint=str(published.folder),
+        tensor_parallel=2,
+        sharding=("finetuned=slora", "*=replicated"),
+        threads=1,
+        encode_share=1e9,
+    )
+    try:
+        own = [i for i, (adapter, _) in enumerate(CASES) if adapter is None or adapter in served]
+        answers = recorded.answer([published.cases[i] for i in own], NUM_TOKENS)
+        assert Mode.MIXED in recorded.modes
+        for got, case in zip(answers, own, strict=True):
+            assert_same(got, published.answers[case])
+    finally:
+        recorded.engine.close()
+
+
 class TestRefused:
     """Each error is one line with the reason."""
 

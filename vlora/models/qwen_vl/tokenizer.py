@@ -95,7 +95,7 @@ class QwenVLTokenizer:
         raw = isinstance(generation, dict) and generation.get("chat_format") == "raw"
         return PreTrainedTokenizerFast(
             tokenizer_object=tokenizer,
-            eos_token=END_OF_TEXT,
+            eos_token=END_OF_TEXT if raw else TURN_END,
             pad_token=END_OF_TEXT,
             clean_up_tokenization_spaces=False,
             chat_template=own or (RAW_TEMPLATE if raw else CHAT_TEMPLATE),
