@@ -170,7 +170,7 @@ def without(section: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     ("change", "message"),
     [
         (without("visual"), "without a 'visual' section in config.json is a text model, which has no image input"),
-        (without("hidden_size"), "its config.json is not valid: 'hidden_size'"),
+        (without("hidden_size"), "its config.json has no field 'hidden_size'"),
         (lambda config: {**config, "no_bias": False}, "Qwen-VL with no_bias = False is not supported; supported: True"),
         (lambda config: {**config, "rotary_pct": 0.25}, "rotary_pct = 0.25 is not supported; supported: 1.0"),
         (lambda config: {**config, "visual": {**config["visual"], "output_dim": 128}}, "visual.output_dim = 128"),

@@ -43,7 +43,10 @@ def _own_class(kind: Any, model: str | Path) -> Any:
     """The class of this project that reads a checkpoint in the place of `kind`, or `kind` if transformers reads it."""
     with contextlib.suppress(OSError, ValueError):  # an unreadable config.json is reported by `kind`
         stored, _ = PreTrainedConfig.get_config_dict(model)
-        if stored.get("model_type") in ("qwen", "qwen_vl"):  # as published, and as this project saves it
+        if isinstance(stored, dict) and stored.get("model_type") in (
+            "qwen",
+            "qwen_vl",
+        ):  # as published, and as this project saves it
             from vlora.models.qwen_vl import own_classes  # the models' code is slow to import
 
             return own_classes.own_class(kind, stored)

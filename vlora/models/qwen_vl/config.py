@@ -74,9 +74,21 @@ class QwenVLConfig(PreTrainedConfig):
 
     @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Read a checkpoint's config.json. Raises UnsupportedModel."""
+        """Read a checkpoint's config.json.
+
+        Raises:
+            UnsupportedModel: The model is none that this package computes.
+            ValueError: A field is missing or malformed.
+        """
         stored, rest = super().get_config_dict(*args, **kwargs)
-        return (translated(stored) if stored.get("model_type") == STORED_TYPE else stored), rest
+        if stored.get("model_type") != STORED_TYPE:
+            return stored, rest
+        try:
+            return translated(stored), rest
+        except KeyError as error:
+            raise ValueError(f"its config.json has no field {error}") from error
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"its config.json is not valid: {error}") from error
 
 
 def translated(stored: Mapping[str, Any]) -> dict[str, Any]:
