@@ -11,7 +11,8 @@ import torch
 from tests.qwen_vl import checkpoint as small
 from tests.qwen_vl import literal
 from vlora.config import EngineConfig
-from vlora.models.loading import load_model
+from vlora.models.loading import dummy_model, load_model
+from vlora.models.qwen_vl.config import QwenVLConfig, translated
 
 TOLERANCE = 1e-4
 
@@ -65,3 +66,29 @@ def test_generated_tokens_are_those_of_the_definition(tmp_path: Path) -> None:
     )
     assert out.sequences[0, len(ids) :].tolist() == wanted
     assert float((torch.cat(out.logits) - logits).abs().max()) < TOLERANCE
+
+
+def test_the_published_shapes_have_the_published_sizes() -> None:
+    """Table 1 of arXiv:2308.12966: 7.7 B parameters of the language model, 0.08 B of the adapter, 9.6 B in all."""
+    visual = {
+        "heads": 16,
+        "image_size": 448,
+        "image_start_id": 151857,
+        "layers": 48,
+        "mlp_ratio": 4.9231,
+        "output_dim": 4096,
+        "patch_size": 14,
+        "width": 1664,
+    }
+    sizes = {"hidden_size": 4096, "intermediate_size": 22016, "kv_channels": 128, "vocab_size": 151936}
+    depth = {"num_attention_heads": 32, "num_hidden_layers": 32, "seq_length": 2048}
+    stored = small.published_config(**sizes, **depth, visual=visual)
+    model = dummy_model(QwenVLConfig(**translated(stored)), "auto", torch.device("meta"), 0)
+
+    def billions(*modules: torch.nn.Module) -> float:
+        return sum(parameter.numel() for module in modules for parameter in module.parameters()) / 1e9
+
+    assert round(billions(model.model.language_model, model.lm_head), 1) == 7.7
+    assert round(billions(model.model.visual.attn_pool), 2) == 0.08
+    assert 9.6 <= billions(model) < 9.7
+    assert model.config.image_token_id == 151859 and model.config.turn_end_ids == (151644, 151645)
