@@ -12,10 +12,11 @@ from vlora.errors import UnsupportedModel
 STORED_TYPE = "qwen"
 """`model_type` in the published config.json, also of Qwen's text models of the first generation."""
 
-# The published configuration lacks these: the code that comes with the checkpoints fixes them.
+# Values that the code of the checkpoints fixes, and its default for a missing `kv_channels`.
 _NUM_QUERIES = 256
 _NUM_POSITIONS = 256
 _POOL_HEAD_WIDTH = 128
+_HEAD_WIDTH = 128
 
 # Special tokens by their distance from the start-of-image token, which is equal in every checkpoint (see `tokenizer`).
 _END_OF_TEXT, _TURN_START, _TURN_END, _IMAGE_PAD = -214, -213, -212, 2
@@ -116,7 +117,7 @@ def translated(stored: Mapping[str, Any]) -> dict[str, Any]:
     ):
         if value != served:
             raise UnsupportedModel(f"Qwen-VL with {name} = {value!r} is not supported; supported: {served!r}")
-    bounded = stored.get("use_dynamic_ntk") or stored.get("use_logn_attn")
+    bounded = stored.get("use_dynamic_ntk", True) or stored.get("use_logn_attn", True)
     text = {
         "vocab_size": stored["vocab_size"],
         "hidden_size": width,
@@ -124,7 +125,7 @@ def translated(stored: Mapping[str, Any]) -> dict[str, Any]:
         "num_hidden_layers": stored["num_hidden_layers"],
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
-        "head_dim": stored.get("kv_channels") or width // heads,
+        "head_dim": stored.get("kv_channels", _HEAD_WIDTH),
         "max_position_embeddings": stored["seq_length" if bounded else "max_position_embeddings"],
         "rms_norm_eps": stored["layer_norm_epsilon"],
         "rope_parameters": {"rope_type": "default", "rope_theta": float(stored.get("rotary_emb_base", 10000))},
@@ -142,14 +143,15 @@ def translated(stored: Mapping[str, Any]) -> dict[str, Any]:
         "num_pool_heads": visual["output_dim"] // _POOL_HEAD_WIDTH,
         "output_dim": visual["output_dim"],
     }
-    dtype = stored.get("dtype") or stored.get("torch_dtype")
-    kept = {name: stored[name] for name in ("quantization_config",) if stored.get(name)}
+    optional = {
+        "dtype": stored.get("dtype") or stored.get("torch_dtype"),
+        "quantization_config": stored.get("quantization_config"),
+    }
     return {
         "model_type": QwenVLConfig.model_type,
         "text_config": text,
         "vision_config": vision,
         "image_token_id": start + _IMAGE_PAD,
         "turn_end_ids": (start + _TURN_START, start + _TURN_END),
-        **({"dtype": dtype} if dtype else {}),
-        **kept,
+        **{name: value for name, value in optional.items() if value},
     }
