@@ -21,6 +21,7 @@ from tests.qwen_vl.published import CONFIGS, make_adapter
 from tests.qwen_vl.test_model import pixels, prompt_ids
 from tests.references import Answer, assert_same
 from vlora.errors import BadAdapter
+from vlora.lora.legacy_names import fused_sites, resolve
 from vlora.models.processing import vision_input
 from vlora.types import Mode
 
@@ -133,6 +134,16 @@ def test_two_ranks_have_their_part_of_every_layer(published: Published) -> None:
             assert_same(got, published.answers[case])
     finally:
         recorded.engine.close()
+
+
+def test_names_of_qwen_s_text_models_stay_unknown_to_other_families() -> None:
+    """Their sizes may be those of another decoder, which must not get their adapters."""
+    layers = "model.language_model.layers.0"
+    other = {f"{layers}.mlp.up_proj", *(f"{layers}.self_attn.{side}_proj" for side in "qkvo")}
+    names = ("transformer.h.0.mlp.w1", "transformer.h.0.attn.c_proj", "transformer.h.0.attn.c_attn")
+    assert all(resolve(name, other) is None and fused_sites(name, other) == () for name in names)
+    own = {*other, "model.visual.attn_pool.attn.q_proj"}
+    assert resolve(names[0], own) == f"{layers}.mlp.up_proj" and len(fused_sites(names[2], own)) == 3
 
 
 class TestRefused:
