@@ -28,11 +28,14 @@ from transformers import (
 
 from vlora.models.families import placeholder_count
 from vlora.models.processing import vision_input
+from vlora.models.qwen_vl.config import QwenVLConfig, QwenVLVisionConfig
+from vlora.models.qwen_vl.model import QwenVLForConditionalGeneration
 from vlora.types import VisionInput
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, INTER, VOCAB = 64, 4, 4, 2, 16, 128, 200
 IMAGE, VIDEO, VISION_START, VISION_END = 190, 191, 192, 193
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "llava_next", "llava_onevision")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen_vl", "llava", "llava_next", "llava_onevision")
+MROPE_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 VIDEO_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_onevision")
 _PINPOINTS = [[16, 32], [32, 16], [32, 32]]
 
@@ -141,6 +144,23 @@ def build_model(
                 **tokens,
             )
         )
+    elif family == "qwen_vl":
+        every_head = {**text, "num_key_value_heads": HEADS}
+        tower_of_queries = QwenVLVisionConfig(
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            image_size=16,
+            patch_size=4,
+            num_positions=9,
+            num_queries=9,
+            num_pool_heads=4,
+            output_dim=HIDDEN,
+        )
+        model = QwenVLForConditionalGeneration(
+            QwenVLConfig(text_config=Qwen2Config(**every_head), vision_config=tower_of_queries, image_token_id=IMAGE)
+        )
     elif family == "llava":
         model = LlavaForConditionalGeneration(
             LlavaConfig(
@@ -177,7 +197,8 @@ def build_model(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2:
-                scale = 0.5 if "embed_tokens" in name else 0.6 / parameter[0].numel() ** 0.5
+                in_rows = any(part in name for part in ("embed_tokens", "query", "pos_embed"))
+                scale = 0.5 if in_rows else 0.6 / parameter[0].numel() ** 0.5
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
             elif "bias" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
@@ -191,7 +212,12 @@ LANGUAGE_LINEARS = r".*language_model\.layers\.\d+\.(self_attn\.(q|k|v|o)_proj|m
 
 def vision_linears(family: str) -> str:
     """PEFT target pattern for every linear layer of the vision tower and the projector."""
-    if family.startswith("qwen"):
+    if family == "qwen_vl":
+        return (
+            r".*visual\.(transformer\.resblocks\.\d+\.(attn\.(in_proj|out_proj)|mlp\.(c_fc|c_proj))"
+            r"|attn_pool\.(kv_proj|attn\.(q|k|v|out)_proj)|proj)"
+        )
+    if family in MROPE_FAMILIES:
         return (
             r".*visual\.(blocks\.\d+\.(attn\.(qkv|proj)|mlp\.(fc1|fc2|gate_proj|up_proj|down_proj|linear_fc1|linear_fc2))"
             r"|merger\.(mlp\.[02]|linear_fc\d)|deepstack_merger_list\.\d+\.linear_fc\d)"
@@ -253,7 +279,7 @@ def make_prompt(
             most = max(part.shape[1] for part in parts)
             parts = [torch.cat([p, p.new_zeros(1, most - p.shape[1], *p.shape[2:])], 1) for p in parts]
         kwargs[name] = parts[0] if name == "batch_num_images" else torch.cat(parts)
-    if family.startswith("qwen"):
+    if family in MROPE_FAMILIES:
         types = torch.zeros(1, len(ids), dtype=torch.int)
         types[kwargs["input_ids"] == IMAGE] = 1
         types[kwargs["input_ids"] == VIDEO] = 2
@@ -262,17 +288,17 @@ def make_prompt(
 
 
 def _around(family: str, tokens: list[int]) -> list[int]:
-    return [VISION_START, *tokens, VISION_END] if family.startswith("qwen") else tokens
+    return [VISION_START, *tokens, VISION_END] if family in MROPE_FAMILIES else tokens
 
 
 def _image_fields(
     family: str, model: Any, generator: torch.Generator, seed: int, num_images: int
 ) -> dict[str, torch.Tensor]:
-    if family.startswith("qwen"):
+    if family in MROPE_FAMILIES:
         height, width = [(4, 6), (6, 8), (8, 4), (4, 4)][seed % 4]
         pixels = torch.randn(height * width, 3 * 2 * model.config.vision_config.patch_size**2, generator=generator)
         return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, height, width]])}
-    if family == "llava":
+    if family in ("llava", "qwen_vl"):
         return {"pixel_values": torch.randn(1, 3, 16, 16, generator=generator)}
     size = [(24, 30), (30, 20), (20, 20), (16, 30)][seed % 4]
     tiles = 1

@@ -11,7 +11,7 @@ from transformers.models.llava_next.image_processing_pil_llava_next import Llava
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from tests.families import IMAGE, VISION_END, VISION_START
+from tests.families import IMAGE, MROPE_FAMILIES, VISION_END, VISION_START
 
 PINPOINTS = [[16, 32], [32, 16], [32, 32]]
 
@@ -36,10 +36,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def image_processor(family: str) -> Any:
-    if family.startswith("qwen"):
+    if family in MROPE_FAMILIES:
         size = {"shortest_edge": 16 * 16, "longest_edge": 64 * 64}
         return Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size=size)
     crop = {"height": 16, "width": 16}
+    if family == "qwen_vl":
+        return CLIPImageProcessorPil(size=crop, do_center_crop=False)
     if family == "llava":
         return CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=crop)
     if family == "llava_next":

@@ -122,6 +122,11 @@ def _read(adapter: Path, base: str) -> AdapterHeader:
         raise BadAdapter(f"{adapter} is already block-diagonal; it can be served unchanged on any number of ranks")
     if any(target.cut.shape.rows for target in header.targets):
         raise BadAdapter(f"{adapter} has DoRA or trained biases, which block-diagonal adapters do not have in PEFT")
+    if fused := next((target for target in header.targets if target.part is not None), None):
+        raise BadAdapter(
+            f"{adapter} has {fused.first_tensor!r}, of a layer that is several layers here; such adapters cannot be "
+            "converted"
+        )
     return header
 
 

@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from heads import save_heads
 from tests.engine.test_heads import head_request, heads_of
 from tests.engine.test_reuse import continued, words
-from tests.families import LANGUAGE_LINEARS, Prompt, build_model, make_prompt
+from tests.families import FAMILIES, LANGUAGE_LINEARS, Prompt, build_model, make_prompt
 from tests.harness import FixedModes, RecordingEngine, run_engine
 from tests.references import Answer, assert_same
 from vlora.engine.request_checks import CheckedRequest, RequestChecks
@@ -102,7 +102,7 @@ class ActivatedReference:
         assert_same(got, self.answer(adapter, prompt))
 
 
-@pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "llava_next", "llava_onevision"])
+@pytest.fixture(scope="module", params=FAMILIES)
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ActivatedReference:
     return ActivatedReference(request.param, tmp_path_factory.mktemp("activated"))
 

@@ -26,6 +26,8 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     family = request.param
     model, folder = build_model(family), tmp_path_factory.mktemp("own")
     projector = ["linear_1", "linear_2"] if family.startswith("llava") else ["attn.proj"]
+    if family == "qwen_vl":
+        projector = ["visual.proj", "attn_pool.kv_proj"]
     configs = {
         "plain": LoraConfig(r=8, target_modules=LANGUAGE_LINEARS),
         "head": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"]),

@@ -21,7 +21,7 @@ from fusion.training.collator import forward_samples
 from fusion.training.domain import Domain
 from fusion.training.frozen_base import FrozenBase
 from fusion.training.trainer import LoraTrainer
-from tests.families import FAMILIES, build_model
+from tests.families import FAMILIES, MROPE_FAMILIES, build_model
 from tests.fusion.made import write_plan
 from tests.processors import image_processor, tokenizer
 from vlora.cli import main
@@ -36,7 +36,7 @@ PLAN = DomainPlan(name="asked", source="made", question="what is shown ?", thres
 
 def processor_of(family: str, config: object) -> InputProcessor:
     tokens = tokenizer()
-    if family.startswith("qwen"):  # these tokens separate the positions of two pictures
+    if family in MROPE_FAMILIES:  # these tokens separate the positions of two pictures
         tokens.chat_template = str(tokens.chat_template).replace("<image>", "<vs><image><ve>")
     return InputProcessor(config, tokens, image_processor(family))
 

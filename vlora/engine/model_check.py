@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from atmm.quantized import quantized_bytes
 from vlora.config import EngineConfig
 from vlora.engine.limits import Room, compute_limits, free_room, shadow_fits
 from vlora.engine.quantize import format_of, with_stored_format
 from vlora.errors import BadConfig
-from vlora.lora.base_weights import checkpoint_files
+from vlora.lora.base_weights import broken_files, checkpoint_files, pickled_files
 from vlora.lora.layout import run_bytes
 from vlora.memory.arena import PAGE_BYTES, pages_for
 from vlora.models.hf_model import HFModel
@@ -179,16 +177,8 @@ def _memory(config: EngineConfig, memory_bytes: int | None) -> Room:
 def _read_files(model: str) -> tuple[int, list[str]]:
     """The number of files with weights, and which of them are missing or incomplete."""
     try:
-        files = checkpoint_files(model)
+        files = checkpoint_files(model) or pickled_files(model)
     except (OSError, ValueError) as error:
         return 0, [f"the index of its weights cannot be read: {error}"]
-    problems = [] if files else ["its weights are not on this machine as safetensors files"]
-    for file in files:
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except FileNotFoundError:
-            problems.append(f"{os.path.basename(file)}, a file of its weights, is missing")
-        except (OSError, SafetensorError) as error:
-            problems.append(f"{os.path.basename(file)}, a file of its weights, cannot be read: {error}")
-    return len(files), problems
+    problems = [] if files else ["its weights are not on this machine"]
+    return len(files), problems + broken_files(files)

@@ -6,17 +6,26 @@ The system can reclaim mapped pages at any time, since their content is read aga
 from __future__ import annotations
 
 import os
+import pickle
 import tempfile
-from collections.abc import Iterator, Sequence
+import zipfile
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    cached_file,
+)
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from vlora.errors import BadConfig
+from vlora.lora.legacy_names import decoder_layers
 from vlora.lora.weight_slabs import WeightSlabs
 
 
@@ -102,7 +111,41 @@ class CopiedBaseWeights:
 
 def checkpoint_files(model: str) -> list[str]:
     """The safetensors files from which transformers loads `model` (a folder or hub name); empty if it has none."""
-    for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
+    return _files(model, SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
+
+
+def pickled_files(model: str) -> list[str]:
+    """As `checkpoint_files`, the files that torch.save has written. transformers reads tensors from them, no code."""
+    return _files(model, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+
+
+def broken_files(files: Iterable[str]) -> list[str]:
+    """A line for each of a checkpoint's files that is missing or has no readable header."""
+    problems: list[str] = []
+    for file in files:
+        try:
+            _read_header(file)
+        except FileNotFoundError:
+            problems.append(f"{os.path.basename(file)}, a file of its weights, is missing")
+        except (OSError, ValueError, SafetensorError) as error:
+            problems.append(f"{os.path.basename(file)}, a file of its weights, cannot be read: {error}")
+    return problems
+
+
+def _read_header(file: str) -> None:
+    if file.endswith(".safetensors"):
+        with safe_open(file, framework="pt"):
+            return
+    try:
+        torch.load(file, map_location="meta", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except (FileNotFoundError, PermissionError):
+        raise
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:  # with advice for torch's callers
+        raise ValueError("it is truncated, or torch.save has not written it") from error
+
+
+def _files(model: str, whole: str, index: str) -> list[str]:
+    for name in (whole, index):
         file = cached_file(
             model,
             name,
@@ -111,7 +154,7 @@ def checkpoint_files(model: str) -> list[str]:
             _raise_exceptions_for_connection_errors=False,
         )
         if file is not None:
-            if name == SAFE_WEIGHTS_NAME:
+            if name == whole:
                 return [file]
             shards, _ = get_checkpoint_shard_files(model, file, local_files_only=True)
             return list(shards)
@@ -119,7 +162,10 @@ def checkpoint_files(model: str) -> list[str]:
 
 
 def _mapped(files: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor of the files with its name, as a view of the mapped file."""
+    """Yield every tensor of the files with its name, as a view of the mapped file.
+
+    One that is several of the model's layers, or one by another name, is also given as these.
+    """
     with ExitStack() as opened:
         for file in files:
             try:
@@ -129,7 +175,11 @@ def _mapped(files: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
                     f"cannot map {file} for in_place switching: {error}; choose switching shadow"
                 ) from error
             for name in tensors.keys():  # noqa: SIM118 (not a mapping)
-                yield name, tensors.get_tensor(name)
+                tensor = tensors.get_tensor(name)
+                yield name, tensor
+                layers = decoder_layers(name.removesuffix(".weight"))
+                for layer, part in zip(layers, tensor.chunk(max(1, len(layers))), strict=False):
+                    yield f"{layer}.weight", part
 
 
 def tail(name: str) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 from vlora.errors import BadAdapter
 from vlora.lora.layout import HostFactors
 from vlora.lora.output_changes import SMALLEST_SCALE
-from vlora.lora.peft_target import TargetHeader
+from vlora.lora.peft_target import Part, TargetHeader
 
 
 class BaseLayers(Protocol):
@@ -58,6 +58,8 @@ def read_layer(
     Raises:
         BadAdapter: A row is not finite, or the file differs from the header.
     """
+    if target.part is not None:
+        tensors = _Rows(tensors, target, target.part)
     a, b = (
         tensors.get_tensor(name) if name else torch.zeros(shape)
         for name, shape in zip((target.tensor_a, target.tensor_b), target.disk, strict=True)
@@ -85,6 +87,19 @@ def read_layer(
         assert base_layers is not None, "rows that depend on W0 need the base model"
         rows_bt = torch.cat([rows_bt, *_further_rows(file, target, tensors, a, b, base_layers)])
     return a, b, (rows_a, rows_bt)
+
+
+class _Rows:
+    """An opened file that gives only one part's rows of the tensors with a row per output."""
+
+    def __init__(self, tensors: Any, target: TargetHeader, part: Part) -> None:
+        self._tensors = tensors
+        self._rows = slice(part.start, part.stop)
+        self._names = {target.tensor_b, target.magnitude, target.vector, *target.biases}
+
+    def get_tensor(self, name: str) -> Tensor:
+        tensor: Tensor = self._tensors.get_tensor(name)
+        return tensor[self._rows] if name in self._names else tensor
 
 
 def _further_rows(

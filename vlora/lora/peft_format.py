@@ -19,9 +19,10 @@ from safetensors import SafetensorError, safe_open
 
 from heads import HeadSpec, TaskHead, load_heads
 from vlora.errors import BadAdapter
+from vlora.lora.fused_layers import read_targets
 from vlora.lora.layout import run_bytes
 from vlora.lora.peft_settings import invocation_of, refuse_unsupported
-from vlora.lora.peft_target import NOT_ADAPTED, SHARED_LAYERS, SiteShape, StoredLayer, TargetHeader, read_target
+from vlora.lora.peft_target import NOT_ADAPTED, SHARED_LAYERS, SiteShape, StoredLayer, TargetHeader
 from vlora.parallel.adapter_sharding import FactorShape, ShardingKind
 from vlora.wording import json_errors
 
@@ -123,7 +124,9 @@ def read_header(
     if not layers:
         raise BadAdapter(f"{path}: {WEIGHTS_FILE} contains no LoRA factors")
     targets = tuple(
-        read_target(StoredLayer(path, config, module, parts, shapes, sites)) for module, parts in sorted(layers.items())
+        target
+        for module, parts in sorted(layers.items())
+        for target in read_targets(StoredLayer(path, config, module, parts, shapes, sites))
     )
     seen: dict[str, str] = {}
     for target in targets:

@@ -23,12 +23,21 @@ NOT_ADAPTED = "; adapters on it are not supported"
 ROWS = {"lora_magnitude_vector": "use_dora", "lora_B.bias": "lora_bias", "bias": "bias"}
 
 
+class Part(NamedTuple):
+    """The rows [start, stop) of a layer in an adapter's file, which are the outputs of layer `site` of the model."""
+
+    site: str
+    start: int
+    stop: int
+
+
 @dataclasses.dataclass(frozen=True)
 class SiteShape:
     """A linear layer of the base model that adapters may target.
 
     vision: whether it belongs to the vision tower or the projector. shard: the part on this rank; None is the whole
-    layer. own: the output head or the token embedding, where each row of a batch has a weight of its own.
+    layer. own: the output head or the token embedding, where each row of a batch has a weight of its own. part: set
+    while a layer is read that is several layers of the model.
     """
 
     d_in: int
@@ -36,6 +45,7 @@ class SiteShape:
     vision: bool
     shard: LinearShard | None = None
     own: bool = False
+    part: Part | None = None
 
     def cut(self, rank: int, blocks: Blocks | None, sharding: ShardingKind) -> Cut:
         """The part of an adapter's factors, of LoRA rank `rank`, that this process stores."""
@@ -53,7 +63,7 @@ class TargetHeader:
 
     A layer with a trained bias only, or with IA3's vector, has rank 0, and its tensor_a and tensor_b are empty. A layer
     that is replaced has its weight in tensor_a. is_transposed: both are stored transposed (embeddings). base_copy: a
-    tensor that must equal W0. own: as in `SiteShape`.
+    tensor that must equal W0. own and part: as in `SiteShape`.
 
     Thousands of adapters have hundreds of mostly equal headers each, so `_target_header` shares them.
     """
@@ -71,6 +81,7 @@ class TargetHeader:
     magnitude: str | None
     biases: tuple[str, ...]
     scale: float
+    part: Part | None = None
     vector: str | None = None
     is_transposed: bool = False
     base_copy: str | None = None
@@ -172,7 +183,7 @@ def _ia3(layer: StoredLayer) -> TargetHeader:
             f"{path}: ia3_l of {module!r} has shape {shape}, but this base model's layer maps {expected.d_in} to "
             f"{expected.d_out}; the adapter was made for another model"
         )
-    leaf = module.rpartition(".")[2]
+    leaf = site.rpartition(".")[2]
     if expected.own or len(parts) > 1 or (row == "input" and (expected.vision or leaf not in ROW_PARALLEL)):
         raise BadAdapter(
             f"{path}: IA3 on the {row if row == 'input' else 'output'} of {module!r} is not supported; "
@@ -329,7 +340,7 @@ def _target_header(
     if rows:
         cut = dataclasses.replace(cut, shape=cut.shape._replace(rows=rows))
     return TargetHeader(
-        site=sys.intern(site),
+        site=sys.intern(site if expected.part is None else expected.part.site),
         rank=rank,
         disk=disk,
         blocks=blocks,
@@ -342,6 +353,7 @@ def _target_header(
         magnitude=magnitude and sys.intern(magnitude),
         biases=tuple(map(sys.intern, biases)),
         scale=scale,
+        part=expected.part,
     )
 
 

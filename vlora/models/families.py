@@ -18,13 +18,14 @@ class Family:
     """Properties of one model type.
 
     mrope: positions have three rows (time, height, width). tiles: an image is divided into a variable number of tiles.
-    video: whether it accepts videos.
+    video: whether it accepts videos. queries: an image becomes a fixed number of learned queries.
     """
 
     model_type: str
     mrope: bool
     tiles: bool
     video: bool
+    queries: bool = False
 
 
 FAMILIES = {
@@ -33,6 +34,7 @@ FAMILIES = {
         Family("qwen2_vl", mrope=True, tiles=False, video=True),
         Family("qwen2_5_vl", mrope=True, tiles=False, video=True),
         Family("qwen3_vl", mrope=True, tiles=False, video=True),
+        Family("qwen_vl", mrope=False, tiles=False, video=False, queries=True),
         Family("llava", mrope=False, tiles=False, video=False),
         Family("llava_next", mrope=False, tiles=True, video=False),
         Family("llava_onevision", mrope=False, tiles=True, video=True),
@@ -46,7 +48,7 @@ def family_of(config: Any) -> Family:
     family = FAMILIES.get(str(model_type))
     if family is None:
         raise unsupported_family(model_type, FAMILIES)
-    refuse_unsupported_parts(config, family.mrope)
+    refuse_unsupported_parts(config, family.mrope, own_tower=family.mrope or family.queries)
     return family
 
 
@@ -57,6 +59,8 @@ def patch_flops(config: Any) -> float:
     inner = getattr(vision, "intermediate_size", None) or int(width * vision.mlp_ratio)
     num_matrices = 3 if family.model_type == "qwen2_5_vl" else 2
     tower = _tower_depth(config) * (4 * width * width + num_matrices * width * inner)
+    if family.queries:  # the keys and values of the resampler
+        return 2.0 * (tower + width * hidden + 2 * hidden * hidden)
     if not family.mrope:
         return 2.0 * (tower + width * hidden + hidden * hidden)
     # The merger joins this many patches into one row, so its layers have fewer rows by that factor.
@@ -86,7 +90,11 @@ def encode_patches(config: Any, item: VisionInput) -> int:
         span = (vision.image_size // vision.patch_size) ** 2
         num_patches = span * (pixels.shape[1] if len(pixels.shape) == 5 else 1)
     attention = 4.0 * _tower_depth(config) * _tower_width(config) * span
-    return max(1, round(num_patches * (1 + attention / patch_flops(config))))
+    flops = num_patches * (patch_flops(config) + attention)
+    if family.queries:
+        hidden = config.text_config.hidden_size
+        flops += vision.num_queries * (2.0 * 3 * hidden * hidden + 4.0 * num_patches * hidden)
+    return max(1, round(flops / patch_flops(config)))
 
 
 def _tower_width(config: Any) -> int:
@@ -107,6 +115,8 @@ def placeholder_count(config: Any, fields: dict[str, torch.Tensor]) -> int:
     family = family_of(config)
     if family.mrope:
         return int(fields["image_grid_thw"].prod()) // config.vision_config.spatial_merge_size**2
+    if family.queries:
+        return int(config.vision_config.num_queries)
     side = config.vision_config.image_size // config.vision_config.patch_size
     base = side * side
     if not family.tiles:

@@ -125,7 +125,8 @@ class HFModel:
         eos = getattr(self.model.generation_config, "eos_token_id", None)
         if eos is None:
             eos = getattr(self.text_config, "eos_token_id", None)
-        return frozenset(() if eos is None else [eos] if isinstance(eos, int) else eos)
+        ends = () if eos is None else [eos] if isinstance(eos, int) else eos
+        return frozenset((*ends, *getattr(self.config, "turn_end_ids", ())))
 
     def _adapt_linears(self) -> tuple[dict[str, AdaptedLinear], dict[str, AdaptedLinear]]:
         language: dict[str, AdaptedLinear] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import pickle
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from vlora.config import EngineConfig
 from vlora.errors import BadConfig, VLoraError
-from vlora.lora.base_weights import checkpoint_files
+from vlora.lora.base_weights import broken_files, checkpoint_files, pickled_files
 from vlora.models.families import family_of
 from vlora.models.pretrained import from_pretrained
 from vlora.models.stored_quantized import restore_stored, scales_expected, stored_format
@@ -51,8 +52,8 @@ def load_model(config: EngineConfig, rank: int = 0) -> Any:
             model, found = from_pretrained(
                 AutoModelForImageTextToText, config.model, dtype=dtype, config=plain, output_loading_info=True
             )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise BadConfig(f"cannot load the weights of {config.model!r}: {error}") from error
+    except (OSError, ValueError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
+        raise BadConfig(f"cannot load the weights of {config.model!r}: {_reason(config.model, error)}") from error
     _check_complete(config.model, found["missing_keys"])
     if stored != "none":
         restore_stored(model, checkpoint_files(config.model), stored, keep=config.quantize == stored)
@@ -68,6 +69,14 @@ def _check_complete(model: str, missing: Collection[str]) -> None:
             f"cannot load the weights of {model!r}: its files lack {min(missing)}{others}; the checkpoint is "
             "incomplete, or its config.json is of another model: copy or download it again"
         )
+
+
+def _reason(model: str, error: Exception) -> str:
+    """Why weights cannot be loaded: the first broken file, or the error if its cause is none."""
+    with contextlib.suppress(OSError, ValueError):
+        if broken := broken_files(checkpoint_files(model) or pickled_files(model)):
+            return broken[0]
+    return str(error)
 
 
 def _warn_of_shorter_context(text: Any) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedConfig
 from transformers.utils import logging
 
 from vlora.errors import BadConfig
@@ -24,6 +26,7 @@ def from_pretrained(kind: Any, model: str | Path, **options: Any) -> Any:
     """
     if not sys.stderr.isatty():
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # for terminals only
+    kind = _own_class(kind, model)
     try:
         # Always explicit: by default transformers prompts on the terminal and runs the code if the user agrees.
         return kind.from_pretrained(model, trust_remote_code=False, **options)
@@ -34,3 +37,17 @@ def from_pretrained(kind: Any, model: str | Path, **options: Any) -> Any:
             f"{str(model)!r} needs custom code (auto_map) for {kind.__name__}, and code from a checkpoint is never "
             "run here; use a checkpoint that transformers supports itself"
         ) from error
+
+
+def _own_class(kind: Any, model: str | Path) -> Any:
+    """The class of this project that reads a checkpoint in the place of `kind`, or `kind` if transformers reads it."""
+    with contextlib.suppress(OSError, ValueError):  # an unreadable config.json is reported by `kind`
+        stored, _ = PreTrainedConfig.get_config_dict(model)
+        if isinstance(stored, dict) and stored.get("model_type") in (
+            "qwen",
+            "qwen_vl",
+        ):  # as published, and as this project saves it
+            from vlora.models.qwen_vl import own_classes  # the models' code is slow to import
+
+            return own_classes.own_class(kind, stored)
+    return kind

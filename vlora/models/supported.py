@@ -38,12 +38,13 @@ def unsupported_family(model_type: object, families: Iterable[str]) -> Unsupport
     return UnsupportedModel(f"model type {model_type!r} is not supported: {why}. Supported: {', '.join(families)}")
 
 
-def refuse_unsupported_parts(config: Any, mrope: bool) -> None:
+def refuse_unsupported_parts(config: Any, mrope: bool, own_tower: bool) -> None:
     """Raises UnsupportedModel with the reason.
 
     Args:
         config: The transformers config of a supported family.
         mrope: Whether the family's positions have three rows.
+        own_tower: Whether the family has one type of vision tower only.
     """
     family, text = config.model_type, config.text_config
     stored_format(config)
@@ -58,7 +59,7 @@ def refuse_unsupported_parts(config: Any, mrope: bool) -> None:
         kind = windowed[0] if windowed else "sliding_attention"
         raise UnsupportedModel(f"{family} with {kind} layers is not supported: only full attention is implemented")
     tower = config.vision_config.model_type
-    if not mrope and tower not in CLASS_TOKENS:
+    if not own_tower and tower not in CLASS_TOKENS:
         raise UnsupportedModel(
             f"{family} with a vision tower of type {tower!r} is not supported; supported vision towers: "
             f"{', '.join(CLASS_TOKENS)}"

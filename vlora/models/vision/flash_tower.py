@@ -44,8 +44,8 @@ def flash_attention(
     Args:
         module: The attention layer.
         query: [batch, heads, tokens, head_dim].
-        key: Like `query`.
-        value: Like `query`.
+        key: Like `query`, with tokens of its own if no sequences are packed.
+        value: Like `key`.
         attention_mask: None; with a mask, the plain attention is used.
         scaling: Factor of the scores; default: head_dim ** -0.5.
         cu_seq_lens_q: int32 [sequences + 1], the boundaries of packed sequences, for a batch of 1; None if each element
@@ -57,8 +57,9 @@ def flash_attention(
         [batch, tokens, heads, head_dim].
     """
     batch, heads, num_tokens, width = query.shape
+    num_keys = key.shape[2]
     causal = kwargs.get("is_causal", getattr(module, "is_causal", True))
-    plain = attention_mask is not None or causal or key.shape != query.shape
+    plain = attention_mask is not None or causal or key.shape[1] != heads
     if plain or not atmm.serves_flash(query.device, query.dtype, width):
         rest = {name: value for name, value in kwargs.items() if name not in ("cu_seq_lens_k", "max_length_k")}
         if cu_seq_lens_q is None:
@@ -67,21 +68,25 @@ def flash_attention(
         parts = zip(query.split(counts, 2), key.split(counts, 2), value.split(counts, 2), strict=True)
         done = [paced_attention(module, q, k, v, None, scaling=scaling, **rest)[0] for q, k, v in parts]
         return torch.cat(done, 1), None
-    if cu_seq_lens_q is None:
-        cu_seq_lens_q = torch.arange(0, (batch + 1) * num_tokens, num_tokens, dtype=torch.int32, device=query.device)
-        max_length_q = num_tokens
-    assert max_length_q is not None
-    q, k, v = (side.transpose(1, 2).reshape(batch * num_tokens, heads, width) for side in (query, key, value))
+    q, k, v = (side.transpose(1, 2).reshape(-1, heads, width) for side in (query, key, value))
+    bounds, key_bounds, longest, longest_key = cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q
+    if bounds is None or key_bounds is None:
+        bounds, key_bounds = (
+            torch.arange(0, (batch + 1) * count, count, dtype=torch.int32, device=query.device)
+            for count in (num_tokens, num_keys)
+        )
+        longest, longest_key = num_tokens, num_keys
+    assert longest is not None and longest_key is not None
     out = atmm.flash(
         q,
         k,
         v,
-        cu_seq_lens_q,
-        cu_seq_lens_q,
-        max_length_q,
-        max_length_q,
+        bounds,
+        key_bounds,
+        longest,
+        longest_key,
         causal=False,
         scale=width**-0.5 if scaling is None else scaling,
     )
-    spend(4.0 * batch * num_tokens * max_length_q * heads * width)
+    spend(4.0 * batch * num_tokens * longest_key * heads * width)
     return out.view(batch, num_tokens, heads, width), None

@@ -16,6 +16,8 @@ def why_no_grid(config: Any) -> str | None:
     family = family_of(config)
     if family.tiles:
         return f"{family.model_type} divides an image into tiles and adds a downscaled copy"
+    if family.queries:
+        return f"{family.model_type} reduces an image to learned queries, which have no position in it"
     if not family.mrope and config.vision_feature_select_strategy == "full":
         return f"this {family.model_type} has an image token without a position in the image"
     return None

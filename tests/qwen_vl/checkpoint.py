@@ -1,0 +1,203 @@
+"""Small checkpoints of Qwen-VL in the layout of the published ones, with random weights."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+HIDDEN, HEADS, LAYERS, INTER = 256, 4, 2, 96
+WIDTH, TOWER_HEADS, TOWER_LAYERS, TOWER_INTER = 64, 2, 2, 160
+PATCH, IMAGE_SIZE = 14, 56
+NUM_QUERIES = NUM_POSITIONS = 256
+
+# Tokens of the vocabulary beside the 256 bytes, in the order of their merges.
+MERGED = (
+    b"th", b"in", b" t", b"he", b"the", b" the", b"ha", b"at", b"Wh", b"What", b" s", b"is", b" is",
+    b"ic", b"tu", b"re", b"Pi", b"Pic", b"ture", b"ow", b"ll", b"oo", b"  ", b"\n\n", b"an", b"aa", b"aaa", b"La",
+)  # fmt: skip
+NUM_RANKS = 256 + len(MERGED)
+END_OF_TEXT = NUM_RANKS
+IMAGE_START = END_OF_TEXT + 214
+IMAGE_END, IMAGE_PAD = IMAGE_START + 1, IMAGE_START + 2
+VOCAB = IMAGE_PAD + 5  # the published vocabulary is padded too
+
+
+def published_config(**changes: Any) -> dict[str, Any]:
+    """A config.json with the fields of Qwen/Qwen-VL's."""
+    return {
+        "architectures": ["QWenLMHeadModel"],
+        "attn_dropout_prob": 0.0,
+        "auto_map": {
+            "AutoConfig": "configuration_qwen.QWenConfig",
+            "AutoModelForCausalLM": "modeling_qwen.QWenLMHeadModel",
+        },
+        "bf16": False,
+        "emb_dropout_prob": 0.0,
+        "fp16": False,
+        "fp32": False,
+        "hidden_size": HIDDEN,
+        "initializer_range": 0.02,
+        "intermediate_size": 2 * INTER,
+        "kv_channels": HIDDEN // HEADS,
+        "layer_norm_epsilon": 1e-06,
+        "max_position_embeddings": 2048,
+        "model_type": "qwen",
+        "no_bias": True,
+        "num_attention_heads": HEADS,
+        "num_hidden_layers": LAYERS,
+        "onnx_safe": None,
+        "rotary_emb_base": 10000,
+        "rotary_pct": 1.0,
+        "scale_attn_weights": True,
+        "seq_length": 1024,
+        "tie_word_embeddings": False,
+        "tokenizer_type": "QWenTokenizer",
+        "torch_dtype": "float32",
+        "transformers_version": "4.31.0",
+        "use_cache": True,
+        "use_dynamic_ntk": True,
+        "use_flash_attn": False,
+        "use_logn_attn": True,
+        "visual": {
+            "heads": TOWER_HEADS,
+            "image_size": IMAGE_SIZE,
+            "image_start_id": IMAGE_START,
+            "layers": TOWER_LAYERS,
+            "mlp_ratio": TOWER_INTER / WIDTH,
+            "output_dim": HIDDEN,
+            "patch_size": PATCH,
+            "width": WIDTH,
+        },
+        "vocab_size": VOCAB,
+        **changes,
+    }
+
+
+def _shapes() -> dict[str, tuple[int, ...]]:
+    """Every tensor of a checkpoint with its shape, in the published names."""
+    shapes: dict[str, tuple[int, ...]] = {"transformer.wte.weight": (VOCAB, HIDDEN), "lm_head.weight": (VOCAB, HIDDEN)}
+
+    def norm(name: str, width: int) -> None:
+        shapes[f"{name}.weight"] = shapes[f"{name}.bias"] = (width,)
+
+    def linear(name: str, d_in: int, d_out: int, *, bias: bool) -> None:
+        shapes[f"{name}.weight"] = (d_out, d_in)
+        if bias:
+            shapes[f"{name}.bias"] = (d_out,)
+
+    shapes["transformer.ln_f.weight"] = (HIDDEN,)
+    for layer in range(LAYERS):
+        at = f"transformer.h.{layer}"
+        shapes[f"{at}.ln_1.weight"] = shapes[f"{at}.ln_2.weight"] = (HIDDEN,)
+        linear(f"{at}.attn.c_attn", HIDDEN, 3 * HIDDEN, bias=True)
+        linear(f"{at}.attn.c_proj", HIDDEN, HIDDEN, bias=False)
+        linear(f"{at}.mlp.w1", HIDDEN, INTER, bias=False)
+        linear(f"{at}.mlp.w2", HIDDEN, INTER, bias=False)
+        linear(f"{at}.mlp.c_proj", INTER, HIDDEN, bias=False)
+    visual = "transformer.visual"
+    shapes[f"{visual}.conv1.weight"] = (WIDTH, 3, PATCH, PATCH)
+    shapes[f"{visual}.positional_embedding"] = (NUM_POSITIONS, WIDTH)
+    norm(f"{visual}.ln_pre", WIDTH)
+    for layer in range(TOWER_LAYERS):
+        at = f"{visual}.transformer.resblocks.{layer}"
+        norm(f"{at}.ln_1", WIDTH)
+        linear(f"{at}.attn.in_proj", WIDTH, 3 * WIDTH, bias=True)
+        linear(f"{at}.attn.out_proj", WIDTH, WIDTH, bias=True)
+        norm(f"{at}.ln_2", WIDTH)
+        linear(f"{at}.mlp.c_fc", WIDTH, TOWER_INTER, bias=True)
+        linear(f"{at}.mlp.c_proj", TOWER_INTER, WIDTH, bias=True)
+    pool = f"{visual}.attn_pool"
+    shapes[f"{pool}.query"] = shapes[f"{pool}.pos_embed"] = (NUM_QUERIES, HIDDEN)
+    linear(f"{pool}.kv_proj", WIDTH, HIDDEN, bias=False)
+    shapes[f"{pool}.attn.in_proj_weight"] = (3 * HIDDEN, HIDDEN)
+    shapes[f"{pool}.attn.in_proj_bias"] = (3 * HIDDEN,)
+    linear(f"{pool}.attn.out_proj", HIDDEN, HIDDEN, bias=True)
+    norm(f"{pool}.ln_q", HIDDEN)
+    norm(f"{pool}.ln_kv", HIDDEN)
+    norm(f"{visual}.ln_post", HIDDEN)
+    shapes[f"{visual}.proj"] = (HIDDEN, HIDDEN)
+    return shapes
+
+
+def random_weights(seed: int = 0) -> dict[str, Tensor]:
+    """Weights large enough that every part affects the logits."""
+    generator = torch.Generator().manual_seed(seed)
+    weights: dict[str, Tensor] = {}
+    for name, shape in _shapes().items():
+        value = torch.randn(shape, generator=generator)
+        if len(shape) > 1:
+            in_rows = name.endswith(("wte.weight", "embedding", "query", "pos_embed"))
+            value *= 0.5 if in_rows else 0.8 / (value[0].numel() ** 0.5)
+        else:
+            value = value * 0.2 + (0.0 if name.endswith("bias") else 1.0)
+        weights[name] = value
+    return weights
+
+
+def write_vocabulary(folder: Path) -> None:
+    ranks = [bytes([byte]) for byte in range(256)] + list(MERGED)
+    lines = (f"{base64.b64encode(token).decode()} {rank}" for rank, token in enumerate(ranks))
+    (folder / "qwen.tiktoken").write_text("\n".join(lines) + "\n")
+
+
+def write_checkpoint(
+    folder: Path,
+    weights: Mapping[str, Tensor] | None = None,
+    *,
+    shards: int = 1,
+    pickled: bool = False,
+    chat: bool = True,
+    **changes: Any,
+) -> dict[str, Tensor]:
+    """Write a checkpoint with everything but the published code.
+
+    Args:
+        folder: Where, created if necessary.
+        weights: By default `random_weights`.
+        shards: Number of files with weights.
+        pickled: Whether they are pytorch_model*.bin files, as the published ones.
+        chat: Whether it is Qwen-VL-Chat.
+        changes: Fields of config.json that differ from `published_config`.
+
+    Returns:
+        The weights.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    held = dict(random_weights() if weights is None else weights)
+    (folder / "config.json").write_text(json.dumps(published_config(**changes)))
+    generation = {"chat_format": "chatml" if chat else "raw", "eos_token_id": END_OF_TEXT, "pad_token_id": END_OF_TEXT}
+    sampling = {"do_sample": True, "max_new_tokens": 512, "max_window_size": 6144, "top_k": 0, "top_p": 0.3}
+    (folder / "generation_config.json").write_text(json.dumps({**generation, **sampling}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "model_max_length": 8192,
+                "tokenizer_class": "QWenTokenizer",
+                "auto_map": {"AutoTokenizer": ["tokenization_qwen.QWenTokenizer", None]},
+            }
+        )
+    )
+    write_vocabulary(folder)
+    stem, ending = ("pytorch_model", "bin") if pickled else ("model", "safetensors")
+    names = (
+        [f"{stem}-{i + 1:05}-of-{shards:05}.{ending}" for i in range(shards)] if shards > 1 else [f"{stem}.{ending}"]
+    )
+    placed = {name: names[i % shards] for i, name in enumerate(held)}
+    for file in names:
+        part = {name: held[name].contiguous() for name in held if placed[name] == file}
+        if pickled:
+            torch.save(part, folder / file)
+        else:
+            save_file(part, folder / file, metadata={"format": "pt"})
+    if shards > 1:
+        size = sum(tensor.nbytes for tensor in held.values())
+        index = {"metadata": {"total_size": size}, "weight_map": placed}
+        (folder / f"{stem}.{ending}.index.json").write_text(json.dumps(index))
+    return held

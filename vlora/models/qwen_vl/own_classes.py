@@ -1,0 +1,29 @@
+"""The classes that load a checkpoint of Qwen-VL, in the place of transformers' Auto classes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vlora.models.qwen_vl.config import STORED_TYPE, QwenVLConfig
+from vlora.models.qwen_vl.images import QwenVLImageProcessor
+from vlora.models.qwen_vl.model import QwenVLForConditionalGeneration
+from vlora.models.qwen_vl.tokenizer import QwenVLTokenizer
+
+_ALWAYS: Mapping[str, Any] = {
+    "AutoConfig": QwenVLConfig,
+    "AutoModelForImageTextToText": QwenVLForConditionalGeneration,
+}
+# A checkpoint that this project has saved has files that transformers reads.
+_PUBLISHED: Mapping[str, Any] = {"AutoTokenizer": QwenVLTokenizer, "AutoImageProcessor": QwenVLImageProcessor}
+
+
+def own_class(kind: Any, stored: Mapping[str, Any]) -> Any:
+    """The class to load with.
+
+    Args:
+        kind: One of transformers' Auto classes, returned where it can load the checkpoint.
+        stored: The checkpoint's config.json.
+    """
+    published = _PUBLISHED if stored["model_type"] == STORED_TYPE else {}
+    return {**_ALWAYS, **published}.get(kind.__name__, kind)
