@@ -189,7 +189,7 @@ def test_a_part_that_cannot_be_read_fails_its_compositions(folders: dict[str, st
 
 BAD_REQUESTS: dict[str, tuple[str, type[VLoraError], str]] = {
     "unknown part": ("a+absent", UnknownAdapter, "no adapter named 'absent'; registered: a, activated, b, "),
-    "empty part": ("a+", BadRequest, r"'a\+' is not a composition: '' is no adapter's name; write a\+b"),
+    "empty part": ("a+", BadRequest, r"'a\+' is invalid: '' is no adapter's name; write a\+b"),
     "plus alone": ("+", BadRequest, "'' is no adapter's name"),
     "twice": ("a+b+a", BadRequest, r"it names 'a' twice; give it one weight, as in 2\*a"),
     "weight 0": ("0*a+b", BadRequest, "the weight of 'a' is 0; it must be from -100 to 100, and not 0"),

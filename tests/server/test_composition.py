@@ -73,8 +73,8 @@ def test_the_model_of_a_request_may_be_a_composition(api: Api, model: Any, shown
 @pytest.mark.parametrize(
     ("model", "status", "message"),
     [
-        ("a+", 400, "adapter 'a+' is not a composition: '' is no adapter's name; write a+b, or 0.7*a+0.3*b"),
-        ("a+a", 400, "adapter 'a+a' is not a composition: it names 'a' twice; give it one weight, as in 2*a"),
+        ("a+", 400, "composition 'a+' is invalid: '' is no adapter's name; write a+b, or 0.7*a+0.3*b"),
+        ("a+a", 400, "composition 'a+a' is invalid: it names 'a' twice; give it one weight, as in 2*a"),
         ("0*a+b", 400, "the weight of 'a' is 0; it must be from -100 to 100, and not 0"),
         ("a+x", 404, "no adapter named 'x'; registered: a, b, c"),
         ({}, 400, "it names no adapter"),

@@ -59,25 +59,27 @@ def adapter_name(adapter: str | Mapping[str, float]) -> str:
     """
     if isinstance(adapter, str):
         parts = composed_of(adapter)
-    elif len(adapter) > MAX_COMPOSED:
-        raise BadRequest(f"adapter has {len(adapter)} weights; at most {MAX_COMPOSED} can be composed", field="adapter")
     else:
-        parts = _checked("+".join(map(str, adapter)), adapter.items())
+        text = "+".join(map(str, adapter))
+        if len(adapter) > MAX_COMPOSED:
+            raise _bad(text, f"it names {len(adapter)} adapters; at most {MAX_COMPOSED} can be composed")
+        parts = _checked(text, adapter.items())
     return "+".join(name if weight == 1 else f"{_text(weight)}*{name}" for name, weight in parts)
 
 
 def _checked(text: str, parts: Iterable[tuple[str, float]]) -> tuple[WeightedName, ...]:
     found: dict[str, float] = {}
     for name, weight in parts:
+        shown = f"{name!r:.{_SHOWN}}"
         if not isinstance(name, str) or not name or is_composed(name):
-            raise _bad(text, f"{name!r:.{_SHOWN}} is no adapter's name; write a+b, or 0.7*a+0.3*b with weights")
+            raise _bad(text, f"{shown} is no adapter's name; write a+b, or 0.7*a+0.3*b with weights")
         if name in found:
-            raise _bad(text, f"it names {name!r} twice; give it one weight, as in 2*{name}")
+            raise _bad(text, f"it names {shown} twice; give it one weight, as in 2*{name[:_SHOWN]}")
         if isinstance(weight, bool) or not isinstance(weight, int | float):
-            raise _bad(text, f"the weight of {name!r} is of type {type(weight).__name__}; it must be a number")
+            raise _bad(text, f"the weight of {shown} is of type {type(weight).__name__}; it must be a number")
         if not 0 < abs(weight) <= MAX_WEIGHT:
             limits = f"from -{MAX_WEIGHT:g} to {MAX_WEIGHT:g}, and not 0"
-            raise _bad(text, f"the weight of {name!r} is {_size(weight)}; it must be {limits}")
+            raise _bad(text, f"the weight of {shown} is {_size(weight)}; it must be {limits}")
         found[name] = float(weight)
     if not found:
         raise _bad(text, "it names no adapter; write a+b, or 0.7*a+0.3*b with weights")
@@ -88,11 +90,13 @@ def _number(text: str, weight: str, adapter: str) -> float:
     try:
         return float(weight)
     except ValueError as error:
-        raise _bad(text, f"the weight {weight[:_SHOWN]!r} of {adapter!r} is not a number; write 0.7*a+0.3*b") from error
+        why = f"the weight {weight[:_SHOWN]!r} of {adapter[:_SHOWN]!r} is not a number; write 0.7*a+0.3*b"
+        raise _bad(text, why) from error
 
 
 def _size(weight: float) -> str:
-    return f"{weight:g}" if isinstance(weight, float) else f"a whole number of {weight.bit_length()} bits"
+    # Python refuses to print whole numbers of thousands of digits.
+    return f"a whole number of {weight.bit_length()} bits" if isinstance(weight, int) and weight else f"{weight:g}"
 
 
 def _text(weight: float) -> str:
@@ -100,4 +104,4 @@ def _text(weight: float) -> str:
 
 
 def _bad(text: str, why: str) -> BadRequest:
-    return BadRequest(f"adapter {text[:_SHOWN]!r} is not a composition: {why}", field="adapter")
+    return BadRequest(f"composition {text[:_SHOWN]!r} is invalid: {why}", field="adapter")
