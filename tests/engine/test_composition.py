@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig
+from peft.tuners.lora.config import BdLoraConfig
 
-from tests.families import LANGUAGE_LINEARS, Prompt, build_model, vision_linears
+from tests.families import LANGUAGE_LINEARS, Prompt, build_model, make_prompt, vision_linears
 from tests.harness import FixedModes, RecordingEngine, run_engine
 from tests.oracle import Oracle
 from tests.references import NUM_TOKENS, TOLERANCE, Answer, CaseReference, assert_same, prompts_of
@@ -27,7 +29,14 @@ PARTS: Mapping[str, Mapping[str, float]] = {
 }
 """Canonical name -> weights, in an order in which PEFT does not rescale: its first adapter must not have rsLoRA
 (https://github.com/huggingface/peft/issues/3761)."""
+SUMS = {"blocks8+rs6": ["blocks8", "rs6"]}
+"""Where PEFT cannot concatenate, or rescales: adapters that are active together, each with weight 1."""
 BOTH, THREE = "narrow4+wide8", "everywhere16+1.5*rs6+wide8"
+BLOCKS = BdLoraConfig(
+    target_modules_bd_a=["o_proj", "down_proj"],
+    target_modules_bd_b=["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"],
+    nblocks=4,
+)
 CASES = (
     (BOTH, 1),
     ("wide8", 1),
@@ -37,6 +46,7 @@ CASES = (
     ("0.5*wide8", 0),
     ("wide8+words4", 1),
     (BOTH, 0),
+    ("blocks8+rs6", 1),
 )
 PLAN = [(Mode.MIXED, BOTH), (Mode.UNMERGED, None), (Mode.MIXED, THREE), (Mode.MIXED, "wide8")]
 
@@ -55,11 +65,23 @@ class CatOracle(Oracle):
             self.peft.add_weighted_adapter(names, values, self._composed[name], combination_type="cat")
         self.peft.eval()
 
-    def generate(self, prompt: Prompt, adapter: str | None, num_tokens: int) -> Answer:
-        return super().generate(prompt, self._composed.get(adapter or "", adapter), num_tokens)
+    def activate(self, adapter: str) -> None:
+        if adapter in SUMS:
+            assert self.peft is not None
+            self.peft.base_model.set_adapter(SUMS[adapter])  # type: ignore[operator]
+        else:
+            super().activate(self._composed.get(adapter, adapter))
 
 
-def make_reference(family: str, folder: Path) -> CaseReference:
+@dataclasses.dataclass
+class ComposedReference(CaseReference):
+    """long_cases: eight requests that do not fit into scarce memory together."""
+
+    long_cases: list[tuple[str | None, Prompt]] = dataclasses.field(default_factory=list)
+    long_answers: list[Answer] = dataclasses.field(default_factory=list)
+
+
+def make_reference(family: str, folder: Path) -> ComposedReference:
     model = build_model(family)
     everywhere = f"({LANGUAGE_LINEARS}|{vision_linears(family)})"
     configs = {
@@ -67,6 +89,7 @@ def make_reference(family: str, folder: Path) -> CaseReference:
         "wide8": LoraConfig(r=8, lora_alpha=12, target_modules=LANGUAGE_LINEARS),
         "everywhere16": LoraConfig(r=16, lora_alpha=16, target_modules=everywhere, rank_pattern={"0.mlp.up_proj": 5}),
         "rs6": LoraConfig(r=6, use_rslora=True, target_modules=r".*language_model.*\.(o_proj|down_proj)"),
+        "blocks8": LoraConfig(r=8, use_rslora=True, target_modules=LANGUAGE_LINEARS, use_bdlora=BLOCKS),
         "words4": LoraConfig(r=4, target_modules=r".*(lm_head|embed_tokens|q_proj)"),
     }
     oracle = CatOracle(family, model, configs=configs)
@@ -74,11 +97,16 @@ def make_reference(family: str, folder: Path) -> CaseReference:
     oracle.compose(PARTS)
     cases = prompts_of(family, model, CASES)
     answers = [oracle.generate(prompt, adapter, NUM_TOKENS) for adapter, prompt in cases]
-    return CaseReference(family, adapters, cases, answers)
+    long: list[tuple[str | None, Prompt]] = [
+        (adapter, make_prompt(family, model, seed, text=(31, 31)))
+        for seed, adapter in enumerate((BOTH, "wide8", "0.5*wide8", BOTH, BOTH, "0.5*wide8", None, BOTH))
+    ]
+    long_answers = [oracle.generate(prompt, adapter, NUM_TOKENS) for adapter, prompt in long]
+    return ComposedReference(family, adapters, cases, answers, long_cases=long, long_answers=long_answers)
 
 
 @pytest.fixture(scope="module", params=["qwen2_5_vl", "llava_onevision"])
-def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CaseReference:
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ComposedReference:
     return make_reference(request.param, tmp_path_factory.mktemp("composition"))
 
 
@@ -122,10 +150,10 @@ def test_parts_are_read_in_the_background(reference: CaseReference) -> None:
 
 
 @pytest.mark.usefixtures("no_kv_admission")
-def test_preempted_answers(reference: CaseReference) -> None:
-    run = run_engine(reference, FixedModes(Mode.UNMERGED), NUM_TOKENS, cases=3 * reference.cases, scarce_memory=True)
+def test_preempted_answers(reference: ComposedReference) -> None:
+    run = run_engine(reference, FixedModes(Mode.UNMERGED), NUM_TOKENS, cases=reference.long_cases, scarce_memory=True)
     assert run.num_preemptions > 0
-    for got, want in zip(run.answers, 3 * reference.answers, strict=True):
+    for got, want in zip(run.answers, reference.long_answers, strict=True):
         assert_same(got, want)
 
 

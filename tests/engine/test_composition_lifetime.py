@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from pathlib import Path
 
@@ -11,11 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from heads import save_heads
 from tests.engine.test_heads import heads_of
-from tests.families import build_model, make_prompt
+from tests.families import Prompt, build_model, make_prompt
 from tests.oracle import save_adapter
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
-from vlora.engine.compositions import MAX_UNUSED
+from vlora.engine.compositions import MAX_UNUSED, MAX_USED
 from vlora.errors import Aborted, BadAdapter, BadRequest, OverCapacity, UnknownAdapter, UnknownHead, VLoraError
 from vlora.memory.arena import PAGE_BYTES
 from vlora.memory.host_to_device import Inline
@@ -52,8 +53,13 @@ def engine(folders: dict[str, str], num_pages: int = 400, **names: str) -> Local
     return local
 
 
+@functools.cache
+def prompt_with_image() -> Prompt:
+    return make_prompt(FAMILY, build_model(FAMILY), 0, num_images=1)
+
+
 def request(adapter: str, request_id: str = "r", num_tokens: int = 6, head: str | None = None) -> Request:
-    prompt = make_prompt(FAMILY, build_model(FAMILY), 0, num_images=1)
+    prompt = prompt_with_image()
     return Request(
         request_id=request_id,
         prompt_ids=prompt.prompt_ids,
@@ -163,6 +169,19 @@ def test_compositions_that_no_request_uses_are_bounded(folders: dict[str, str]) 
     assert [bool(answer(local, name)[1]) for name in (names[-1], names[-MAX_UNUSED], names[0])] == [True, True, False]
     assert [status.name for status in local.engine.adapters()] == ["a", "b"]
     assert local.engine.stats().num_adapters == 2
+
+
+def test_compositions_in_use_are_bounded(folders: dict[str, str]) -> None:
+    local = engine(folders, a="narrow4", b="wide8")
+    for weight in range(2, 2 + MAX_USED):
+        local.engine.add(request(f"{weight}*a+b", str(weight), num_tokens=1))
+    with pytest.raises(OverCapacity, match=r"requests use 64 other compositions of adapters, .*; try again later"):
+        local.engine.add(request("1.5*a+b"))
+    local.engine.add(request("b+2*a", "shared", num_tokens=1))
+    local.engine.add(request("a", "alone", num_tokens=1))
+    while local.engine.has_work:
+        local.engine.step()
+    answer(local, "1.5*a+b")
 
 
 def test_a_snapshot_shows_compositions_on_the_device(folders: dict[str, str]) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from vlora.engine.adapter_loader import AdapterLoader
-from vlora.errors import BadAdapter, BadRequest
+from vlora.errors import BadAdapter, BadRequest, OverCapacity
 from vlora.lora import AdapterRegistry, Registration
 from vlora.lora.registry import Part
 from vlora.memory.arena import pages_for
 from vlora.types import adapter_name, composed_of
 
-MAX_UNUSED = 8
-"""Compositions that are kept while no request uses them: weights are free, so their number has no other bound."""
+MAX_USED, MAX_UNUSED = 64, 8
+"""Compositions that requests use, and others that are kept: weights are free, and each has a copy of its factors."""
 
 
 class Compositions:
@@ -34,6 +34,7 @@ class Compositions:
             BadRequest: The name is no composition, an adapter cannot be composed, or the composition is too large.
             UnknownAdapter: An adapter is not registered.
             BadAdapter: An adapter could not be read.
+            OverCapacity: Requests use `MAX_USED` other compositions.
         """
         parts = tuple(Part(self._registry.get(adapter), weight) for adapter, weight in composed_of(name))
         for part in parts:
@@ -46,7 +47,7 @@ class Compositions:
         found = self._registry.compose(name, parts)
         if before is not None and before is not found:
             self._loader.retire(before.key)
-        self._drop_unused(found)
+        self._limit_others(found)
         needed, room = pages_for(found.num_bytes), self._room()
         if needed > room:
             raise BadRequest(
@@ -63,8 +64,13 @@ class Compositions:
                 self._registry.dissolve(composition)
                 self._loader.retire(composition.key)
 
-    def _drop_unused(self, needed: Registration) -> None:
-        unused = [each for each in self._registry.compositions if each.key not in self._loader.users]
-        for composition in [each for each in unused if each is not needed][:-MAX_UNUSED]:
+    def _limit_others(self, needed: Registration) -> None:
+        others = [each for each in self._registry.compositions if each is not needed]
+        unused = [each for each in others if each.key not in self._loader.users]
+        for composition in unused[:-MAX_UNUSED]:
             self._registry.dissolve(composition)
             self._loader.retire(composition.key)
+        if len(others) - len(unused) >= MAX_USED:
+            raise OverCapacity(
+                f"requests use {MAX_USED} other compositions of adapters, which is the limit; try again later"
+            )
