@@ -85,10 +85,14 @@ class Oracle:
             with self.peft.disable_adapter():
                 out = self.peft.generate(**arguments)
         else:
-            self.peft.set_adapter(adapter)
+            self.activate(adapter)
             out = self.peft.generate(**arguments)
         logits = torch.stack([step[0] for step in out.logits]).float()
         return logits.argmax(-1).tolist(), logits
+
+    def activate(self, adapter: str) -> None:
+        assert self.peft is not None
+        self.peft.set_adapter(adapter)
 
 
 def save_adapter(model: Any, config: PeftConfig, folder: Path) -> str:

@@ -16,7 +16,7 @@ from apps.video_analytics.source_reader import SourceReader
 from apps.video_analytics.sources import Source
 from vlora.client import Client, FrameStream, HeadResult
 from vlora.errors import Disconnected, EngineDead, OverCapacity, UnknownAdapter, UnknownHead, UnknownStream
-from vlora.types import HeadSummary
+from vlora.types import HeadSummary, is_composed
 
 CHUNKS_IN_FLIGHT = 4  # of a stream that the server answers concurrently
 
@@ -146,6 +146,8 @@ def answer(
 def find_head(client: Client, adapter: str, head: str) -> HeadSummary:
     """The server's description of a head. Raises UnknownAdapter, UnknownHead with the known names."""
     adapters = {status.name: status for status in client.adapters()}
+    if is_composed(adapter):
+        raise UnknownAdapter(f"adapter {adapter!r} is a composition; a task head belongs to one adapter: name that one")
     if adapter not in adapters:
         raise UnknownAdapter(f"no adapter named {adapter!r}; registered: {', '.join(adapters) or 'none'}")
     heads = {summary.name: summary for summary in adapters[adapter].heads}

@@ -90,11 +90,10 @@ class InPlace:
             raise ValueError(
                 f"lanes use adapters that are not packed or loaded: {', '.join(missing)}; add them and capture again"
             )
-        ranks = {key: source.ranks[key] for key in plan.keys}
-        if high := sorted(key for key, rank in ranks.items() if rank > self._max_rank):
+        highest = max((source.ranks[key] for key in plan.keys), default=0)
+        if highest > self._max_rank:  # without a key, so that a caller can log each rank once
             raise ValueError(
-                f"adapter {high[0]} has rank {ranks[high[0]]}, the captured kernels at most {self._max_rank}; capture "
-                "again"
+                f"an adapter has rank {highest}, the captured kernels at most {self._max_rank}; capture again"
             )
         if source.generation != self._generation:
             raise ValueError("the table of places has moved to have more slots; capture again")

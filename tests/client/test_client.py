@@ -81,6 +81,14 @@ def test_stream_yields_pieces_and_then_the_answer(client: Client) -> None:
     assert stream.answer is not None and stream.answer.text == "word " * 20
 
 
+def test_a_complete_stream_counts_as_answered() -> None:
+    with running_server({"cam": {}}) as server, Client(port=server.port) as client:
+        assert "".join(client.stream("say:x", adapter="cam")) == "x"
+        metrics = server.front_end.metrics.render(None).decode()
+    assert 'vlora_requests_total{adapter="cam",outcome="ok"} 1.0' in metrics
+    assert 'vlora_requests_total{adapter="cam",outcome="cancelled"} 0.0' in metrics
+
+
 @pytest.mark.parametrize("leave", ["close", "with", "drop", "disconnect"])
 def test_leaving_a_stream_cancels_its_request(server: Running, leave: str) -> None:
     client = Client(port=server.port)

@@ -22,7 +22,7 @@ def test_a_failed_copy_to_the_device_ends_the_rank() -> None:
     reports: list[messages.AdapterRead] = []
     with ThreadPoolExecutor(1) as executor:
         shards = ShardLoader(pool, WorkerAdapterCache(), lambda order: adapter, reports.append, executor)
-        shards.start(messages.LoadShard("a", "/a", "1", "replicated", 0, 1))
+        shards.start(messages.LoadShard("a", (messages.AdapterFolder("a", "/a", "1", "replicated"),), 0, 1))
     assert reports == [messages.AdapterRead("a")]
     with pytest.raises(EngineDead, match="adapter 'a' was read, but could not be copied to this rank's device"):
         shards.load_read()

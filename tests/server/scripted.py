@@ -53,6 +53,7 @@ from vlora.types import (
     TensorValue,
     Timings,
     VisionInput,
+    composed_of,
 )
 
 ENGINE_COMMAND = (sys.executable, "-m", "tests.server.scripted_process")
@@ -192,8 +193,9 @@ class ScriptedEngine:
                 f"the prompt has {len(request.prompt_ids)} tokens and up to {answer} output tokens are requested, "
                 f"over this model's context of {self.limits.max_context}"
             )
-        if request.adapter is not None and request.adapter not in self._adapters:
-            raise UnknownAdapter(f"no adapter named {request.adapter!r}")
+        for part in () if request.adapter is None else composed_of(request.adapter):
+            if part.adapter not in self._adapters:
+                raise UnknownAdapter(f"no adapter named {part.adapter!r}")
         if "trip" in text:
             raise ValueError("tripped over the request")
         if "overloaded" in text:

@@ -135,6 +135,17 @@ def test_served_answers_equal_those_of_the_local_engine(client: Client, local: L
     assert len({answer.text for answer in answers}) > 3  # answers depend on adapters and images
 
 
+def test_served_compositions_equal_those_of_the_local_engine(client: Client, local: Local) -> None:
+    sampling: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True}
+    named: dict[str, Any] = {"large+small": "small+large", "large+-3*small": {"small": -3, "large": 1.0}}
+    answers = {name: client.generate(QUESTION, [picture(0)], given, **sampling) for name, given in named.items()}
+    for name, answer in answers.items():
+        assert answer.adapter == name and answer.text == local.text([picture(0)], name, SamplingParams(**sampling))
+    alone = {name: client.generate(QUESTION, [picture(0)], name, **sampling).text for name in ADAPTERS}
+    assert len({*alone.values(), *(answer.text for answer in answers.values())}) == 4
+    assert [status.name for status in client.adapters()] == ["large", "small"]
+
+
 def test_served_head_results_equal_those_of_the_local_engine(client: Client, local: Local) -> None:
     for name, (_, frames) in ADAPTERS.items():
         images = [picture(i) for i in range(frames)]

@@ -113,7 +113,7 @@ def stream(
 @cli.command()
 @click.argument("images", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("-q", "--question", help="Question about each image; or give --head.")
-@click.option("-a", "--adapter", help="Adapter to use. Default: the base model.")
+@click.option("-a", "--adapter", help="Adapter to use, or several: a+b, 0.7*a+0.3*b. Default: the base model.")
 @click.option("--head", help="Task head to use instead of text generation.")
 @click.option("--max-tokens", type=int, default=128, show_default=True, help="Maximum number of answer tokens.")
 @click.option(

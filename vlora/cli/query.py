@@ -25,7 +25,7 @@ _FORCE_TEXT = ("temperature", "stop", "max_ttft_s")  # a head's answer is within
 @cli.command()
 @click.argument("images", nargs=-1, required=True, metavar="IMAGE... [QUESTION]")
 @click.option("-q", "--question", help="The question, if it is not the last argument.")
-@click.option("-a", "--adapter", help="Adapter to use. Default: the base model.")
+@click.option("-a", "--adapter", help="Adapter to use, or several: a+b, 0.7*a+0.3*b. Default: the base model.")
 @click.option("--head", help="Task head of the adapter to use instead of text generation.")
 @click.option("--words", is_flag=True, help="Generate text, even if a head was trained on this question.")
 @click.option("--max-tokens", type=int, default=128, show_default=True, help="Maximum number of answer tokens.")

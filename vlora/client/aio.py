@@ -12,7 +12,7 @@ from typing import Any, Literal, Self, TypeVar
 
 from vlora.client import calls
 from vlora.client.aio_frame_stream import AsyncFrameStream
-from vlora.client.calls import Call, Image
+from vlora.client.calls import Adapter, Call, Image
 from vlora.client.connection import ServerConnection
 from vlora.client.own_question import head_of_question
 from vlora.client.sync import TIMEOUT_S, Client, abandon
@@ -42,7 +42,7 @@ class AsyncClient:
         self,
         question: str,
         images: Sequence[Image] = (),
-        adapter: str | None = None,
+        adapter: Adapter | None = None,
         *,
         max_latency_s: float | None = None,
         max_ttft_s: float | None = None,
@@ -59,7 +59,7 @@ class AsyncClient:
         self,
         question: str,
         images: Sequence[Image] = (),
-        adapter: str | None = None,
+        adapter: Adapter | None = None,
         *,
         max_latency_s: float | None = None,
         max_ttft_s: float | None = None,

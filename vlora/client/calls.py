@@ -20,7 +20,7 @@ from vlora.client.values import (
     sampling_params,
 )
 from vlora.errors import BadImage
-from vlora.types import AdapterStatus, EngineStats
+from vlora.types import AdapterStatus, EngineStats, adapter_name
 
 T = TypeVar("T")
 
@@ -29,6 +29,10 @@ Image = bytes | bytearray | memoryview | str | os.PathLike[str]
 
 FrameImage = Image | tuple[bytes, int, int] | Any
 """An image of a frame: an Image; or (RGB bytes, height, width); or an array of bytes [height, width, 3], RGB."""
+
+
+Adapter = str | Mapping[str, float]
+"""An adapter's name, a composition of adapters as text (`a+b`, `0.7*a+0.3*b`), or the weights of one by adapter."""
 
 
 class Call(NamedTuple, Generic[T]):
@@ -44,7 +48,7 @@ def generate(
     call_id: int,
     question: str,
     images: Sequence[Image],
-    adapter: str | None,
+    adapter: Adapter | None,
     max_latency_s: float | None,
     max_ttft_s: float | None,
     priority: int,
@@ -58,7 +62,7 @@ def stream(
     call_id: int,
     question: str,
     images: Sequence[Image],
-    adapter: str | None,
+    adapter: Adapter | None,
     max_latency_s: float | None,
     max_ttft_s: float | None,
     priority: int,
@@ -168,7 +172,7 @@ def _text_args(
     call_id: int,
     question: str,
     images: Sequence[Image],
-    adapter: str | None,
+    adapter: Adapter | None,
     max_latency_s: float | None,
     max_ttft_s: float | None,
     priority: int,
@@ -179,7 +183,8 @@ def _text_args(
     if isinstance(options.get("stop"), str):
         options["stop"] = (options["stop"],)
     pairs = sampling_pairs(sampling_params(options))
-    args = (call_id, question, encoded, adapter, pairs, max_latency_s, max_ttft_s, priority)
+    name = adapter_name(adapter) if isinstance(adapter, Mapping) else adapter
+    args = (call_id, question, encoded, name, pairs, max_latency_s, max_ttft_s, priority)
     return args, sum(map(len, encoded))
 
 

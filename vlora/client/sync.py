@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from typing import Any, Literal, Self, TypeVar
 
 from vlora.client import calls
-from vlora.client.calls import Call, Image
+from vlora.client.calls import Adapter, Call, Image
 from vlora.client.connection import ServerConnection
 from vlora.client.frame_stream import FrameStream
 from vlora.client.own_question import head_of_question
@@ -63,7 +63,7 @@ class Client:
         self,
         question: str,
         images: Sequence[Image] = (),
-        adapter: str | None = None,
+        adapter: Adapter | None = None,
         *,
         max_latency_s: float | None = None,
         max_ttft_s: float | None = None,
@@ -73,6 +73,7 @@ class Client:
         """Generate a text answer to a question, optionally about images.
 
         Args:
+            adapter: An adapter's name. Several adapters are composed: "a+b", or {"a": 0.7, "b": 0.3} with weights.
             sampling: fields of `vlora.types.SamplingParams`.
             max_latency_s: bound on the whole answer; a later answer raises DeadlineMissed.
             max_ttft_s: bound on the first token. If the server predicts that it cannot meet a bound, it rejects the
@@ -91,7 +92,7 @@ class Client:
         self,
         question: str,
         images: Sequence[Image] = (),
-        adapter: str | None = None,
+        adapter: Adapter | None = None,
         *,
         max_latency_s: float | None = None,
         max_ttft_s: float | None = None,

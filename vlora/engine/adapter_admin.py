@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from vlora.engine.adapter_loader import AdapterLoader
+from vlora.engine.compositions import Compositions
 from vlora.errors import Aborted, BadAdapter, BadRequest, OverCapacity
 from vlora.lora import AdapterRegistry, Registration
 from vlora.lora.adapter_pool import AdapterPool
@@ -50,6 +51,8 @@ class AdapterAdmin:
 
     Not thread-safe: it belongs to the engine's thread, which calls `poll` between two steps.
 
+    Compositions of adapters are not managed: `compositions` makes them for requests.
+
     Calls that read files (`load_in_background`, `pin_in_background`) form one queue over all names and take effect one
     at a time, in call order. `unload` and `unpin` take effect at once and abort earlier calls on the same name.
     """
@@ -81,6 +84,7 @@ class AdapterAdmin:
         self._scheduler = scheduler
         self._loader = loader
         self._several_ranks = several_ranks
+        self.compositions = Compositions(registry, loader, lambda: self._room.num_pages)
         self._queue: deque[_Call] = deque()
 
     # -- in the caller's thread ---------------------------------------------------------------------------------------
@@ -94,7 +98,7 @@ class AdapterAdmin:
         before = [self._replaced_key(name) for name in paths]
         self._registry.register(paths, self._check_room)
         for key in before:
-            self._loader.retire(key)
+            self._retire(key)
 
     def load(self, name: str, path: str) -> AdapterStatus:
         """Read a folder synchronously and register it under the name.
@@ -114,6 +118,7 @@ class AdapterAdmin:
         key = self._registry.get(name).key
         self.unpin(name)
         self._registry.remove(name)
+        self.compositions.drop(key)
         return key
 
     def pin(self, name: str) -> AdapterStatus:
@@ -283,8 +288,14 @@ class AdapterAdmin:
     def _accept(self, registration: Registration) -> AdapterStatus:
         before = self._replaced_key(registration.name)
         current = self._registry.accept(registration)
-        self._loader.retire(before)
+        self._retire(before)
         return self.status(current)
+
+    def _retire(self, key: str | None) -> None:
+        """Drop the previous content of a name, and its compositions."""
+        if key is not None and not self._registry.is_current(key):
+            self.compositions.drop(key)
+            self._loader.retire(key)
 
     def _start_load(self, registration: Registration) -> None:
         """Start to load an adapter that was read onto the device. Raises OverCapacity."""
@@ -302,12 +313,13 @@ class AdapterAdmin:
         """Pin a resident adapter. Raises OverCapacity if another registered adapter would no longer fit."""
         name, run = registration.name, self._adapter_cache.run(registration.key)
         room = self._adapter_cache.room_beside((*self.pinned.values(), run))
-        for other in self._registry.names:
-            needed = pages_for(self._registry.get(other).num_bytes)
-            if other != name and other not in self.pinned and needed > room:
+        named = map(self._registry.get, self._registry.names)
+        for other in (*named, *map(self._registry.known, self._loader.users)):
+            needed = pages_for(other.num_bytes)
+            if other.name != name and other.name not in self.pinned and needed > room:
                 raise OverCapacity(
                     f"pinning adapter {name!r} would leave {room} contiguous pages of the arena, but adapter "
-                    f"{other!r} needs {needed}; unpin another one or start with a larger arena_bytes"
+                    f"{other.name!r} needs {needed}; unpin another one or start with a larger arena_bytes"
                 )
         self._adapter_cache.pin(registration.key)
         self.pinned[name] = run

@@ -60,16 +60,18 @@ class AdapterLoader:
         return self._users
 
     def add_user(self, key: str, request_id: str) -> None:
-        """Keep a registration until `remove_user`."""
-        self._users.setdefault(key, set()).add(request_id)
+        """Keep a registration, and the parts of a composition, until `remove_user`."""
+        for used in self._registry.known(key).uses:
+            self._users.setdefault(used, set()).add(request_id)
         self.num_hits += key in self._pool.resident
         self.num_misses += key not in self._pool.resident
 
     def remove_user(self, key: str, request_id: str) -> None:
-        self._users[key].discard(request_id)
-        if not self._users[key]:
-            del self._users[key]
-            self.retire(key)
+        for used in self._registry.known(key).uses:
+            self._users[used].discard(request_id)
+            if not self._users[used]:
+                del self._users[used]
+                self.retire(used)
 
     def retire(self, key: str | None) -> None:
         """Drop a registration unless a name maps to it or a request uses it."""

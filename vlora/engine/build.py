@@ -169,7 +169,7 @@ def build(
             runner=runner,
             loader=loader,
             admin=admin,
-            checks=RequestChecks(config, device.hf_model, device.limits, registry),
+            checks=RequestChecks(config, device.hf_model, device.limits, admin.compositions),
             monitor=monitor,
             steps=steps,
             hooks=hooks,

@@ -31,7 +31,7 @@ from vlora.memory.arena import PAGE_BYTES
 from vlora.memory.block_manager import BlockManager
 from vlora.memory.page_allocator import PageRun
 from vlora.orchestrator import Scheduler
-from vlora.types import Batch, EngineStats, Request, RequestStatus, StepResult
+from vlora.types import Batch, EngineStats, Request, RequestStatus, StepResult, composed_of
 
 MAX_STEPS = 2000
 """Number of steps kept."""
@@ -85,9 +85,9 @@ class Monitor:
         self._rates = Rates(clock)
 
     def count_request(self, request: Request) -> None:
-        """Count the demand for the request's adapter."""
-        if request.adapter is not None:
-            self._rates.count(request.adapter)
+        """Count the demand for the request's adapter, or for each one of its composition."""
+        for part in () if request.adapter is None else composed_of(request.adapter):
+            self._rates.count(part.adapter)
 
     def record_step(self, batch: Batch, result: StepResult) -> None:
         """Record a step that has run, before the scheduler ends requests for it."""
@@ -179,11 +179,12 @@ class Monitor:
     def _loads(self) -> tuple[AdapterLoad, ...]:
         """Adapters in demand or on the device, the most requested first."""
         rates, resident, arriving = self._rates.read(), self._pool.resident, self._pool.loading
-        here = {self._registry.known(key).name for key in resident | arriving}
-        there = [name for name in here | rates.keys() if name in self._registry]
+        here = {known.name: known for known in map(self._registry.known, resident | arriving)}
+        there = {name: self._registry.get(name) for name in here | rates if name in self._registry}
+        there |= {name: known for name, known in here.items() if known.parts}
         loads = []
         for name in heapq.nsmallest(_MAX_SHOWN, there, key=lambda name: (-rates.get(name, 0.0), name)):
-            registration = self._registry.get(name)
+            registration = there[name]
             key, content = registration.key, registration.adapter
             loads.append(
                 AdapterLoad(

@@ -7,10 +7,11 @@ from typing import NamedTuple
 import msgspec
 
 from vlora.config import EngineConfig
+from vlora.engine.compositions import Compositions
 from vlora.engine.grammar_cache import grammar_of
 from vlora.engine.limits import Limits
 from vlora.errors import BadAdapter, BadRequest, PromptTooLong, UnknownHead
-from vlora.lora import AdapterRegistry, Registration
+from vlora.lora import Registration
 from vlora.models.families import encode_patches
 from vlora.models.hf_model import HFModel
 from vlora.models.vision.token_grids import why_no_grid
@@ -34,14 +35,14 @@ class CheckedRequest(NamedTuple):
 class RequestChecks:
     """Checks requests against a model, its limits and the registered adapters."""
 
-    def __init__(self, config: EngineConfig, hf_model: HFModel, limits: Limits, registry: AdapterRegistry) -> None:
+    def __init__(self, config: EngineConfig, hf_model: HFModel, limits: Limits, adapters: Compositions) -> None:
         self._max_ttft_s = config.max_ttft_s
         self._hf_model = hf_model
         self._limits = limits
-        self._registry = registry
+        self._adapters = adapters
 
     def check(self, request: Request) -> CheckedRequest:
-        """Raises subclasses of BadRequest, or BadAdapter; changes no state."""
+        """Raises subclasses of BadRequest, or BadAdapter. Registers compositions, and changes no other state."""
         self._check_tokens(request)
         adapter = self._adapter_of(request)
         start = self._first_adapted_token(request, adapter)
@@ -86,15 +87,15 @@ class RequestChecks:
     def _adapter_of(self, request: Request) -> Registration | None:
         if request.adapter is None:
             return None
-        adapter = self._registry.get(request.adapter)
+        adapter = self._adapters.get(request.adapter)
         if adapter.error is not None:
             raise BadAdapter(adapter.error)
         heads = adapter.header.heads
         if request.head is not None and request.head not in heads:
-            raise UnknownHead(
-                f"adapter {request.adapter!r} has no head {request.head!r}; its heads: "
-                f"{', '.join(sorted(heads)) or 'none'}"
-            )
+            known = "it is a composition, and a head belongs to one adapter: name that one"
+            if not adapter.parts:
+                known = f"its heads: {', '.join(sorted(heads)) or 'none'}"
+            raise UnknownHead(f"adapter {request.adapter!r} has no head {request.head!r}; {known}")
         return adapter
 
     def _first_adapted_token(self, request: Request, adapter: Registration | None) -> int | None:

@@ -266,8 +266,11 @@ class AdapterPool:
         Other adapters have block-diagonal or split factors, further rows, or weights of the output head or the token
         embedding.
         """
-        resident = self._residents[key]
-        return resident.is_dense and not any(name in resident.shapes for name in self._own)
+        return self._residents[key].is_dense and not self.has_own_layers(key)
+
+    def has_own_layers(self, key: str) -> bool:
+        """Whether an adapter changes the output head or the token embedding, which are never merged."""
+        return any(name in self._residents[key].shapes for name in self._own)
 
     def shapes(self, key: str) -> dict[str, FactorShape]:
         """Shapes of the factors that merging reads, by layer. These factors are never split over ranks."""

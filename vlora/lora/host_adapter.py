@@ -72,7 +72,6 @@ def load_adapter(
     except (SafetensorError, OSError) as error:
         raise BadAdapter(f"{file}: cannot be read as safetensors ({error})") from error
     check_finite(file, header.targets, run.view(dtype), factors)
-    unsplit = {name: merged.get(name) or HostFactors(*dense(shapes[name], *pair)) for name, pair in factors.items()}
     can_merge = all(can_be_undone(target, factors[target.site].bt) for target in header.targets)
     return HostAdapter(
         key=key,
@@ -83,10 +82,21 @@ def load_adapter(
         heads=header.heads,
         rank=header.rank,
         touches_vision=header.touches_vision,
-        merge_fidelity=measure(unsplit) if can_merge else 0.0,
+        merge_fidelity=measure(_unsplit(factors, shapes, merged)) if can_merge else 0.0,
         merged=merged,
         can_merge=can_merge,
     )
+
+
+def unsplit(adapter: HostAdapter) -> dict[str, HostFactors]:
+    """An adapter's factors by layer, dense and not split over ranks."""
+    return _unsplit(carve(adapter.run, adapter.shapes, adapter.dtype), adapter.shapes, adapter.merged)
+
+
+def _unsplit(
+    factors: Mapping[str, HostFactors], shapes: Mapping[str, FactorShape], merged: Mapping[str, HostFactors]
+) -> dict[str, HostFactors]:
+    return {name: merged.get(name) or HostFactors(*dense(shapes[name], *pair)) for name, pair in factors.items()}
 
 
 def _content_hash(header: AdapterHeader) -> str:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor, Future
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from vlora.errors import BadAdapter, UnknownAdapter, listed
+from vlora.lora.composition import ComposedHeader, check_composable, compose, composed_header
 from vlora.lora.host_adapter import HostAdapter, Measure, load_adapter
 from vlora.lora.layer_reading import BaseLayers
 from vlora.lora.peft_format import AdapterHeader, read_header, split_over_ranks
 from vlora.lora.peft_target import SiteShape
 from vlora.parallel.adapter_sharding import ShardingKind
 from vlora.threads import background_executor
+from vlora.types import is_composed
 
 log = logging.getLogger(__name__)
 
@@ -30,16 +34,42 @@ class Registration:
     """One content under one name. Its key is assigned when the header is read and is never reused.
 
     sharding: kind of sharding of its dense factors on several ranks. num_bytes: size of its factors in memory. adapter:
-    its content, or None before it is read. error: why it cannot be served, after reading failed.
+    its content, or None before it is read. error: why it cannot be served, after reading failed. parts: the adapters of
+    a composition; empty for an adapter with a folder.
     """
 
     key: str
     name: str
-    header: AdapterHeader
+    header: AdapterHeader | ComposedHeader
     sharding: ShardingKind
     num_bytes: int
     adapter: HostAdapter | None = None
     error: str | None = None
+    parts: tuple[Part, ...] = ()
+
+    @functools.cached_property
+    def uses(self) -> tuple[str, ...]:
+        """The keys of the registrations that its requests use: its own, then those of its parts."""
+        return self.key, *(part.registration.key for part in self.parts)
+
+    @property
+    def content(self) -> HostAdapter:
+        """The content of an adapter that was read."""
+        assert self.adapter is not None, "the adapter was not read yet"
+        return self.adapter
+
+    @property
+    def folder_header(self) -> AdapterHeader:
+        """The header of an adapter with a folder."""
+        assert isinstance(self.header, AdapterHeader), "a composition has no folder"
+        return self.header
+
+
+class Part(NamedTuple):
+    """An adapter of a composition, and the factor of its delta."""
+
+    registration: Registration
+    weight: float
 
 
 def _version(registration: Registration) -> str | None:
@@ -100,6 +130,7 @@ class AdapterRegistry:
         self._base_layers = base_layers
         self._numbers = itertools.count(1)
         self._current: dict[str, Registration] = {}
+        self._composed: dict[str, Registration] = {}  # in order of last use
         self._known: dict[str, Registration] = {}  # by key
         self._reading: dict[str, Future[HostAdapter]] = {}
         self._failed: list[str] = []
@@ -171,12 +202,40 @@ class AdapterRegistry:
         """Remove a name; its registration stays known by its key. Raises UnknownAdapter."""
         del self._current[self.get(name).name]
 
+    # -- compositions -------------------------------------------------------------------------------------------------
+
+    @property
+    def compositions(self) -> tuple[Registration, ...]:
+        """The current compositions, the one used last at the end."""
+        return tuple(self._composed.values())
+
+    def compose(self, name: str, parts: tuple[Part, ...]) -> Registration:
+        """The current registration of a composition: a new one if its parts have changed, or if it has failed.
+
+        Raises BadRequest if an adapter cannot be composed.
+        """
+        before = self._composed.get(name)
+        if before is None or before.error is not None or before.parts != parts:
+            for part in parts:
+                check_composable(part.registration.name, part.registration.folder_header)
+            header = composed_header([part.registration.folder_header for part in parts], self._sites)
+            key = f"{name}@{next(self._numbers)}"
+            before = Registration(key, name, header, "replicated", header.num_bytes(self._dtype), parts=parts)
+            self._known[key] = before
+        self._composed.pop(name, None)
+        self._composed[name] = before
+        return before
+
+    def dissolve(self, composition: Registration) -> None:
+        """Make a composition no longer current; it stays known by its key."""
+        del self._composed[composition.name]
+
     # -- content ------------------------------------------------------------------------------------------------------
 
     def is_current(self, key: str) -> bool:
         """Whether this registration is the current one of its name."""
         known = self._known.get(key)
-        return known is not None and self._current.get(known.name) is known
+        return known is not None and (self._current.get(known.name) or self._composed.get(known.name)) is known
 
     def known(self, key: str) -> Registration:
         """The registration of a known key."""
@@ -191,7 +250,7 @@ class AdapterRegistry:
             self._settle((key,))
         known = self._known[key]
         is_unread = known.adapter is None and known.error is None and key not in self._reading
-        if is_unread and len(self._reading) < _MAX_READS:
+        if is_unread and len(self._reading) < _MAX_READS and None not in [self.fetch(part) for part in known.uses[1:]]:
             self._reading[key] = self._executor.submit(self._read, known)
             self._settle((key,))
         return known.adapter
@@ -251,9 +310,16 @@ class AdapterRegistry:
                     self._failed.append(key)
 
     def _read(self, registration: Registration) -> HostAdapter:
-        """Read the header again and the factors, and check that the header has not changed since registration."""
-        header = read_header(registration.header.path, self._sites, self._hidden_size, registration.sharding)
-        if not header.has_same_content(registration.header):
+        """Read the header again and the factors, and check that the header has not changed since registration.
+
+        The parts of a composition are read before.
+        """
+        if registration.parts:
+            parts = [(part.registration.content, part.weight) for part in registration.parts]
+            return compose(registration.key, parts, self._sites, self._measure)
+        before = registration.folder_header
+        header = read_header(before.path, self._sites, self._hidden_size, registration.sharding)
+        if not header.has_same_content(before):
             raise BadAdapter(
                 f"{header.path}: its layers, ranks or heads changed since it was registered as {registration.name!r}; "
                 "load it again"
@@ -267,10 +333,11 @@ class AdapterRegistry:
             or name.startswith(".")
             or not name.isprintable()
             or any(letter in name for letter in "@/\\")
+            or is_composed(name)
         ):
             raise BadAdapter(
                 f"adapter name {name[:MAX_NAME]!r} is invalid: a name has 1 to {MAX_NAME} printable characters, no @, "
-                "no slashes, no space at either end, and no dot at the beginning"
+                "+, * or slash, no space at either end, and no dot at the beginning"
             )
         if "\0" in path:
             raise BadAdapter(f"adapter {name!r}: a path cannot contain a null byte")

@@ -36,6 +36,12 @@ class FairShares:
         name = self._name_of(tracked)
         if not self._unfinished[name]:
             self._move_least()
+            if name not in self._served:  # compositions have any number of names: drop those that would restart
+                self._served = {
+                    other: served
+                    for other, served in self._served.items()
+                    if served > self._least or self._unfinished[other]
+                }
             self._served[name] = max(self._served.get(name, 0.0), self._least)
         self._unfinished[name] += 1
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from vlora.config import ServerConfig
 from vlora.errors import BadRequest, DeadlineMissed, OverCapacity, VLoraError
-from vlora.server.metrics import BASE, UNKNOWN, Metrics
+from vlora.server.metrics import UNKNOWN, Metrics
 
 log = logging.getLogger("vlora.server.frontend")  # the documented name: operators select the lines by it
 
@@ -18,11 +18,11 @@ log = logging.getLogger("vlora.server.frontend")  # the documented name: operato
 class RequestClock:
     """One request's arrival time and deadline.
 
-    adapter_known: whether its adapter is registered, or the request names none.
+    adapter: for the metrics; the adapter's name once it is known to be registered, or `BASE` without one.
     """
 
     def __init__(self, timeout_s: float) -> None:
-        self.adapter_known = False
+        self.adapter = UNKNOWN
         self._timeout_s = timeout_s
         self._arrived = time.monotonic()
         self.deadline = asyncio.get_running_loop().time() + timeout_s
@@ -62,7 +62,7 @@ class ActiveRequests:
         return self._draining
 
     @contextlib.contextmanager
-    def admit(self, adapter: str | None, tenant: str | None, num_choices: int = 1) -> Iterator[RequestClock]:
+    def admit(self, tenant: str | None, num_choices: int = 1) -> Iterator[RequestClock]:
         """Count a request, its end and its outcome. Raises OverCapacity when there is no room for it."""
         outcome = "cancelled"
         clock = RequestClock(self._config.request_timeout_s)
@@ -77,7 +77,7 @@ class ActiveRequests:
             outcome = VLoraError.code
             raise
         finally:
-            self._metrics.count(outcome, (adapter or BASE) if clock.adapter_known else UNKNOWN, tenant)
+            self._metrics.count(outcome, clock.adapter, tenant)
             fields = {"outcome": outcome, "seconds": round(clock.elapsed_s, 4), "choices": num_choices}
             log.info("a request ended", extra={"fields": fields})
 

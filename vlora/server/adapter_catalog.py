@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from vlora.engine.interface import EngineInterface
 from vlora.errors import BadAdapter, UnknownAdapter, UnknownHead, listed
 from vlora.server.metrics import Metrics
-from vlora.types import AdapterStatus, HeadSummary
+from vlora.types import AdapterStatus, HeadSummary, composed_of, is_composed
 
 T = TypeVar("T")
 
@@ -40,8 +40,20 @@ class AdapterCatalog:
         """As `list`, cached since the last registration or removal; fields that change otherwise may be stale."""
         return await self.list() if self._statuses is None else tuple(self._statuses.values())
 
+    async def parts(self, name: str) -> tuple[AdapterStatus, ...]:
+        """The cached statuses of a composition's adapters, or of one adapter.
+
+        Raises UnknownAdapter with the available names, or BadRequest for a malformed composition.
+        """
+        return tuple([await self.get(part.adapter) for part in composed_of(name)])
+
     async def get(self, name: str) -> AdapterStatus:
-        """The adapter's cached status. Raises UnknownAdapter with the available names."""
+        """The adapter's cached status. Raises UnknownAdapter with the available names, also for compositions."""
+        if is_composed(name):
+            raise UnknownAdapter(
+                f"adapter {name[:_SHOWN]!r} is a composition; a task head belongs to one adapter: name that one",
+                field="adapter",
+            )
         if self._statuses is None or name not in self._statuses:
             await self.list()
         assert self._statuses is not None

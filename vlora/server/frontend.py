@@ -28,7 +28,7 @@ from vlora.server.detokenizer import AnswerText, Piece
 from vlora.server.head_results import in_pixels
 from vlora.server.interleave import interleave
 from vlora.server.internal_errors import to_vlora_error
-from vlora.server.metrics import Metrics
+from vlora.server.metrics import BASE, Metrics
 from vlora.server.prompt_encoder import PromptEncoder
 from vlora.server.prompts import (
     Image,
@@ -41,7 +41,7 @@ from vlora.server.prompts import (
 )
 from vlora.server.security.message_budget import ByteBudget
 from vlora.server.streams.registry import StreamRegistry
-from vlora.types import EngineStats, ErrorValue, Request, RequestOutput, SamplingParams
+from vlora.types import EngineStats, ErrorValue, Request, RequestOutput, SamplingParams, adapter_name
 
 if TYPE_CHECKING:
     from vlora.models.processing import EncodedPrompt, InputProcessor
@@ -98,6 +98,7 @@ class FrontEnd:
 
         Args:
             images: Encoded bytes or URLs, in order.
+            adapter: An adapter's name, or a composition (`vlora.types.composition`).
             max_latency_s, max_ttft_s, priority, tenant: As in `Request`.
             whole: The caller needs only the Answer.
 
@@ -143,8 +144,9 @@ class FrontEnd:
         choice counts as an active request.
         """
         sampling = sampling or SamplingParams()
-        with self._requests.admit(adapter, tenant, num_choices) as clock:
+        with self._requests.admit(tenant, num_choices) as clock:
             check_text(prompt, sampling, self.config)
+            adapter = None if adapter is None else adapter_name(adapter)
             encoded = await self._encode(prompt, images, adapter, clock)
             requests = [
                 Request(
@@ -183,9 +185,9 @@ class FrontEnd:
             UnknownAdapter, UnknownHead: There is no such adapter or head.
             BadRequest: The number of images differs from the head's; other errors as in `generate`.
         """
-        with self._requests.admit(adapter, tenant) as clock:
+        with self._requests.admit(tenant) as clock:
             status = await self.adapters.get(adapter)
-            clock.adapter_known = True
+            clock.adapter = adapter
             summary = self.adapters.head_of(status, head)
             if len(images) != summary.num_frames:
                 raise BadRequest(
@@ -313,11 +315,11 @@ class FrontEnd:
         self, prompt: Prompt, images: Sequence[Image], adapter: str | None, clock: RequestClock
     ) -> EncodedPrompt:
         """Look up the adapter and encode the prompt; images without text get the adapter's question if it has one."""
-        status = None if adapter is None else await self.adapters.get(adapter)
-        clock.adapter_known = True
+        statuses = () if adapter is None else await self.adapters.parts(adapter)
+        clock.adapter = adapter or BASE
         questions: set[str] = set()
-        if images and status is not None and not has_question(prompt):
-            questions = {head.prompt for head in status.heads}
+        if images and not has_question(prompt):
+            questions = {head.prompt for status in statuses for head in status.heads}
             if len(questions) == 1:
                 prompt = with_question(prompt, *questions)
         empty = is_empty(prompt)

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from vlora.errors import error_codes
 from vlora.server.label_slots import OTHER, LabelSlots
-from vlora.types import AdapterStatus, EngineStats, Mode, Request
+from vlora.types import AdapterStatus, EngineStats, Mode, Request, is_composed
 
 _FIRST_TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _QUEUE_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -20,8 +20,8 @@ _REQUEST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 MAX_ADAPTERS = 64
 MAX_TENANTS = 64
-BASE, UNKNOWN = "base", "unknown"
-"""Label values of requests without an adapter, and of requests with an unknown adapter."""
+BASE, UNKNOWN, COMPOSED = "base", "unknown", "composed"
+"""Label values of requests without an adapter, with an unknown adapter, and with a composition of adapters."""
 
 _OUTCOMES = ("ok", "cancelled", *error_codes())
 
@@ -29,8 +29,8 @@ _OUTCOMES = ("ok", "cancelled", *error_codes())
 class Metrics:
     """The front end's counters. The engine's counters are passed to each `render`.
 
-    The label `adapter` has at most `MAX_ADAPTERS` adapter names plus `base`, `unknown` and `other`; `tenant` has at
-    most `MAX_TENANTS` plus `other` (see `LabelSlots`).
+    The label `adapter` has at most `MAX_ADAPTERS` adapter names plus `base`, `unknown`, `composed` and `other`;
+    `tenant` has at most `MAX_TENANTS` plus `other` (see `LabelSlots`).
 
     Args:
         model: The base model's name in requests.
@@ -114,7 +114,7 @@ class Metrics:
         # A series that begins with its first event hides that increase, so each series exists from the start.
         for outcome in ("answered", "dropped", "closed", *error_codes()):
             self._frames.labels(outcome)
-        for label in (BASE, UNKNOWN, OTHER):
+        for label in (BASE, UNKNOWN, COMPOSED, OTHER):
             self._begin_adapter(label)
 
     def expect(self, adapters: Iterable[str]) -> None:
@@ -124,7 +124,7 @@ class Metrics:
                 self._begin_adapter(name)
 
     def count(self, outcome: str, adapter: str = UNKNOWN, tenant: str | None = None) -> None:
-        """Count a request that ended. adapter: its name, `BASE` or `UNKNOWN`."""
+        """Count a request that ended. adapter: its name, a composition's, `BASE` or `UNKNOWN`."""
         self._requests.labels(self._adapter_label(adapter, counts=True), outcome).inc()
         if tenant is not None:
             self._tenant_requests.labels(self._tenants.label(tenant), outcome).inc()
@@ -170,6 +170,8 @@ class Metrics:
         return generate_latest(self._registry) + generate_latest(engine)
 
     def _adapter_label(self, adapter: str, *, counts: bool = False) -> str:
+        if is_composed(adapter):
+            return COMPOSED  # weights are free, so the names of compositions have no bound
         if adapter in (BASE, UNKNOWN):
             return adapter
         if not counts:

@@ -3,6 +3,7 @@
 All types can be sent between processes as msgpack (msgspec), so they hold numbers, strings, bytes and tuples only.
 """
 
+from vlora.types.composition import adapter_name, composed_of, is_composed
 from vlora.types.output import ErrorValue, FinishReason, FoundBox, HeadAnswer, RequestOutput, Timings, TokenScore
 from vlora.types.request import (
     MAX_BIASED_TOKENS,
@@ -50,5 +51,8 @@ __all__ = [
     "Timings",
     "TokenScore",
     "VisionInput",
+    "adapter_name",
     "check_priority",
+    "composed_of",
+    "is_composed",
 ]

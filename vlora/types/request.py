@@ -154,8 +154,8 @@ class VisionInput(msgspec.Struct, frozen=True, kw_only=True):
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """A request ready for the engine: placeholders expanded, images processed.
 
-    adapter: None uses the base model. head: None generates text; otherwise the adapter's task head of that name answers
-    in one pass.
+    adapter: None uses the base model. Several adapters are composed: `a+b`, or `adapter_name` of weights.
+    head: None generates text; otherwise the adapter's task head of that name answers in one pass.
     max_latency_s: bound on the whole request, or None. If it is missed, the request fails.
     max_ttft_s: bound on the first token, or on the head's answer, or None. A request that cannot meet a bound is
     rejected up front; an admitted request is answered even if its first token is late.

@@ -207,10 +207,9 @@ class TensorParallelCoordinator:
         """Sent at once, because reading takes time."""
         assert self._registration_of is not None
         registration = self._registration_of(key)
-        assert registration.adapter is not None
         done = self.reports.expect_read(key, range(1, self._size))
-        path, version, sharding = str(registration.header.path), registration.adapter.version, registration.sharding
-        self._pending.append(messages.LoadShard(key, path, version, sharding, run.first_page, run.num_pages))
+        folders = tuple(_folder(*part) for part in registration.parts) or (_folder(registration),)
+        self._pending.append(messages.LoadShard(key, folders, run.first_page, run.num_pages))
         self._send()
         return done
 
@@ -293,6 +292,11 @@ def choose_sharding(config: EngineConfig, name: str, header: AdapterHeader) -> S
             config.tensor_parallel,
         )
     return "slora" if config.sharding_of(name) == "slora" else "replicated"
+
+
+def _folder(registration: Registration, weight: float = 1.0) -> messages.AdapterFolder:
+    path, version = str(registration.folder_header.path), registration.content.version
+    return messages.AdapterFolder(registration.key, path, version, registration.sharding, weight)
 
 
 def _store_file(config: EngineConfig) -> str:

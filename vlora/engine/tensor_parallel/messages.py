@@ -27,16 +27,24 @@ class ReleaseRequest(msgspec.Struct, frozen=True, tag=True):
     request_id: str
 
 
-class LoadShard(msgspec.Struct, frozen=True, tag=True):
-    """Read an adapter, report when it is read, and keep this rank's shard in these pages.
-
-    version: hash of the content that rank 0 has read.
-    """
+class AdapterFolder(msgspec.Struct, frozen=True):
+    """The content of an adapter. version: hash of the content that rank 0 has read. weight: its factor of the delta."""
 
     key: str
     path: str
     version: str
     sharding: ShardingKind
+    weight: float = 1.0
+
+
+class LoadShard(msgspec.Struct, frozen=True, tag=True):
+    """Read an adapter, report when it is read, and keep this rank's shard in these pages.
+
+    folders: of the adapter, or of all parts of a composition.
+    """
+
+    key: str
+    folders: tuple[AdapterFolder, ...]
     first_page: int
     num_pages: int
 

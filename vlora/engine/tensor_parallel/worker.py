@@ -21,6 +21,7 @@ from vlora.engine.tensor_parallel import messages
 from vlora.errors import BadAdapter, EngineDead, VLoraError
 from vlora.lora import HostAdapter
 from vlora.lora.adapter_pool import AdapterPool
+from vlora.lora.composition import compose
 from vlora.lora.host_adapter import load_adapter
 from vlora.lora.peft_format import read_header
 from vlora.memory.adapter_cache import WorkerAdapterCache
@@ -210,9 +211,15 @@ class TensorParallelWorker:
 
     def _read(self, order: messages.LoadShard) -> HostAdapter:
         """Raises BadAdapter, also if the files differ from those that rank 0 has read."""
+        parts = [(self._read_folder(folder), folder.weight) for folder in order.folders]
+        if order.folders[0].key == order.key:
+            return parts[0][0]
+        return compose(order.key, parts, self._sites, lambda _: 1.0)
+
+    def _read_folder(self, folder: messages.AdapterFolder) -> HostAdapter:
         hf_model = self._device.hf_model
-        header = read_header(Path(order.path), self._sites, hf_model.hidden_size, order.sharding)
-        adapter = load_adapter(order.key, header, hf_model.dtype, lambda _: 1.0, self._device.base_layers)
-        if adapter.version != order.version:
-            raise BadAdapter(f"{order.path}: the files changed while they were read; load the adapter again")
+        header = read_header(Path(folder.path), self._sites, hf_model.hidden_size, folder.sharding)
+        adapter = load_adapter(folder.key, header, hf_model.dtype, lambda _: 1.0, self._device.base_layers)
+        if adapter.version != folder.version:
+            raise BadAdapter(f"{folder.path}: the files changed while they were read; load the adapter again")
         return adapter

@@ -96,9 +96,12 @@ class DecodeGraphs:
         step = self.steps[self._sizes[bisect.bisect_left(self._sizes, packed.num_tokens)]]
         if lanes and not self._use_lanes(step, lanes):
             return False
+        merged = self._switcher.merged_key
+        if merged is not None and self._pool.has_own_layers(merged):
+            return False
         step.fill(packed)
-        merged = self._switcher.merged_key is not None and not self._switcher.in_place
-        self._graphs[GraphKey(merged, bool(lanes), step.num_rows)].replay()
+        shadow = merged is not None and not self._switcher.in_place
+        self._graphs[GraphKey(shadow, bool(lanes), step.num_rows)].replay()
         packed.logits = step.logits[: packed.num_tokens]
         return True
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from vlora.errors import BadRequest
 from vlora.server.detokenizer import MAX_STOP_STRINGS
-from vlora.types import MAX_PRIORITY, SamplingParams
+from vlora.types import MAX_PRIORITY, SamplingParams, adapter_name
 
 MAX_CHOICES = 16
 MAX_TOKENS = 2**31 - 1  # above the context of any model
@@ -92,14 +92,29 @@ class StreamOptions(StrictModel):
         return value is None or (name == "include_obfuscation" and value is False)
 
 
+def _model_name(value: Any) -> Any:
+    """The name of a composition that is given as an object of weights. Raises BadRequest."""
+    try:
+        return adapter_name(value) if isinstance(value, dict) else value
+    except BadRequest as error:
+        error.field = "model"
+        raise
+
+
+_MODEL_SCHEMA = {
+    "anyOf": [{"type": "string"}, {"type": "object", "additionalProperties": {"type": "number"}}],
+    "description": "The base model, an adapter, or a composition: 'a+b', '0.7*a+0.3*b' or {'a': 0.7, 'b': 0.3}.",
+}
+
+
 class SamplingFields(ServiceLevelFields):
-    """A request for text. model: the base model's name or an adapter's name. max_ttft_s: bound on the time to first
-    token, in seconds. ignore_eos, min_tokens, top_k, min_p, repetition_penalty: as in vLLM."""
+    """A request for text. model: the base model's name, an adapter's or a composition's. max_ttft_s: bound on the time
+    to first token, in seconds. ignore_eos, min_tokens, top_k, min_p, repetition_penalty: as in vLLM."""
 
     WITHOUT_EFFECT: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """Unsupported fields, with the values that have no effect."""
 
-    model: str
+    model: Annotated[str, BeforeValidator(_model_name), WithJsonSchema(_MODEL_SCHEMA)]
     max_tokens: int | None = Field(None, le=MAX_TOKENS)
     min_tokens: int = Field(0, le=MAX_TOKENS)
     ignore_eos: bool = False

@@ -192,12 +192,15 @@ class VLoraService(rpyc.Service):
         return answer
 
     async def _stream(self, reply: TextReply, args: tuple[Any, ...]) -> StreamPart:
+        answer: Answer | None = None
         async with contextlib.aclosing(self._text_parts(args)) as parts:
-            async for part in parts:
+            async for part in parts:  # to its end, which counts the request as answered
                 if isinstance(part, Answer):
-                    return StreamPart(answer=part)
-                reply.put(part)
-        raise AssertionError("a stream ended without its Answer")
+                    answer = part
+                else:
+                    reply.put(part)
+        assert answer is not None, "a stream ends with its Answer"
+        return StreamPart(answer=answer)
 
     def _text_parts(self, args: tuple[Any, ...], *, whole: bool = False) -> Any:
         _, question, images, adapter, sampling, max_latency_s, max_ttft_s, priority = _positional("generate", args, 8)
