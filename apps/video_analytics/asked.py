@@ -1,4 +1,4 @@
-"""What is asked about each clip: task heads of one or several adapters, and questions in words."""
+"""Task heads of one or several adapters, and questions in words, that are asked about each clip."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FrameAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """What one head or one text question of a stream answers about a frame: `answer` or `text`, or its error.
+    """The answer of one head or one text question of a stream about a frame: `answer` or `text`, or its error.
 
     adapter, head, question: as the stream was opened with; `head` is None for a question, `question` for a head.
     """
