@@ -101,7 +101,8 @@ def stream(
         name = f"{result.source:<20.20} " if len(found) > 1 else ""
         name += _asked(result, owners) if len(heads) + len(questions) * max(1, len(adapters)) > 1 else ""
         confidence = f"{result.confidence:6.1%}" if result.answer is not None else " " * 6
-        outcome = f"{result.label:<20} {confidence}" if result.problem is None else result.problem
+        label = " ".join(result.label.split())  # a text may have several lines
+        outcome = f"{label:<20} {confidence}" if result.problem is None else result.problem
         click.echo(f"{name}{result.start_s:7.1f} s  {outcome}  {result.latency_s * 1e3:6.0f} ms")
 
     with client, stopping() as stop:

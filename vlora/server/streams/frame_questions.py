@@ -108,12 +108,12 @@ class FrameQuestions:
         )
 
     async def _complete(self, asked: FrameAnswer, answering: Awaitable[HeadResult | Answer]) -> FrameAnswer:
+        bound = self._options.max_latency_s
         try:
             result = await answering
-        except TimeoutError:
-            why = f"the frame was not answered within the stream's {self._options.max_latency_s:g} s"
-            return msgspec.structs.replace(asked, error=ErrorValue.of(DeadlineMissed(why)))
         except Exception as error:
+            if isinstance(error, TimeoutError) and bound is not None:
+                error = DeadlineMissed(f"the frame was not answered within the stream's {bound:g} s")
             return msgspec.structs.replace(asked, error=ErrorValue.of(to_vlora_error(error)))
         return msgspec.structs.replace(asked, **{"text" if asked.head is None else "answer": result})
 
