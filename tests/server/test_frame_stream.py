@@ -89,6 +89,8 @@ class Head:
             raise StepFailed("the step failed")
         if image == b"trip":
             raise ValueError("tripped")
+        if image == b"late":
+            raise TimeoutError("a socket")
         return answer(image.decode())
 
     async def generate(
@@ -257,8 +259,9 @@ async def test_a_later_pull_or_send_replaces_the_waiting_one() -> None:
 @on_loop
 async def test_a_failure_belongs_to_its_frame() -> None:
     stream = make(Head(), drop="none")
-    await send(stream, b"fail", b"trip", b"a")
-    failed, tripped, good = (await stream.pull(-1, 1)).results
+    await send(stream, b"fail", b"trip", b"late", b"a")
+    failed, tripped, late, good = (await stream.pull(-1, 1)).results
+    assert late.error is not None and "TimeoutError: a socket" in late.error.message
     assert failed.error is not None and isinstance(failed.error.to_exception(), StepFailed)
     assert tripped.error is not None and "ValueError: tripped" in tripped.error.message
     assert good.answer is not None
