@@ -12,7 +12,7 @@ from tests.core_size import ROOT
 PACKAGES = ("vlora", "atmm", "heads", "fusion", "apps")
 MAX_EXECUTED_LINES = 3_000
 MAX_CORE_LINES = 9_415
-MAX_CORE_CODE_LINES = 6_010
+MAX_CORE_CODE_LINES = 6_016
 
 
 def num_lines(path: str) -> int:
