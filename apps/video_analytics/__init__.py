@@ -1,5 +1,5 @@
-"""Video analytics: cuts files, cameras, network streams and folders into clips, queries task heads, writes the
-results.
+"""Video analytics: cuts files, cameras, network streams and folders into clips, queries task heads and asks
+questions, writes the results.
 
 ::
 
@@ -11,7 +11,7 @@ results.
 """
 
 from apps.video_analytics.annotate import AnnotatedVideo
-from apps.video_analytics.answers import CHUNKS_IN_FLIGHT, ChunkResult, analyse, find_head
+from apps.video_analytics.answers import CHUNKS_IN_FLIGHT, ChunkResult, analyse
 from apps.video_analytics.run import run
 from apps.video_analytics.sampling import CHUNK_S, Chunk, ClipShape
 from apps.video_analytics.sources import Source, find_sources, read_clips
@@ -25,7 +25,6 @@ __all__ = [
     "ClipShape",
     "Source",
     "analyse",
-    "find_head",
     "find_sources",
     "read_clips",
     "run",

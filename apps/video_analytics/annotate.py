@@ -60,10 +60,11 @@ def _draw_result(picture: cv2.typing.MatLike, chunk: Chunk, result: ChunkResult)
         _draw_boxes(picture, result, picture.shape[1] / chunk.width)
     even = picture.shape[1] % 2, (picture.shape[0] + _BAR) % 2  # the codec accepts even sizes only
     drawn = cv2.copyMakeBorder(picture, 0, _BAR + even[1], 0, even[0], cv2.BORDER_CONSTANT, value=(0, 0, 0))
-    if result.answer is None:
-        text = result.problem or ""
+    if result.problem is not None:
+        text = result.problem
     else:
-        text = f"{result.label}  {result.confidence:.0%}  {result.latency_s * 1e3:.0f} ms"
+        confidence = "" if result.answer is None else f"  {result.confidence:.0%}"
+        text = f"{result.label}{confidence}  {result.latency_s * 1e3:.0f} ms"
     cv2.putText(drawn, text, (10, drawn.shape[0] - 16), cv2.FONT_HERSHEY_SIMPLEX, 0.7, (255, 255, 255), 1, cv2.LINE_AA)
     return drawn
 

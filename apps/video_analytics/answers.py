@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
+from apps.video_analytics.asked import Asked, Group, find_groups
 from apps.video_analytics.sampling import Chunk, ClipShape
 from apps.video_analytics.source_reader import SourceReader
 from apps.video_analytics.sources import Source
-from vlora.client import Client, FrameStream, HeadResult
+from vlora.client import Answer, Client, FrameAnswer, FrameResult, FrameStream, HeadResult
 from vlora.errors import Disconnected, EngineDead, OverCapacity, UnknownAdapter, UnknownHead, UnknownStream
-from vlora.types import HeadSummary, is_composed
 
 CHUNKS_IN_FLIGHT = 4  # of a stream that the server answers concurrently
 
@@ -27,15 +27,17 @@ PAUSE_S = 1.0
 
 # Errors that are temporary after a successful start: the head existed then, and will exist again once it is reloaded.
 _RETRIED_ERRORS = (Disconnected, EngineDead, UnknownStream, UnknownAdapter, UnknownHead, OverCapacity)
+_RETRIED_FOR_ONE = (Disconnected, EngineDead, OverCapacity)  # of one answer beside others, which need not wait
 
 
 _Take = Callable[[threading.Event], Chunk | None]
 
 
 class ChunkResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a chunk. latency_s: on the server, from its arrival to its answer.
+    """The result of a chunk. latency_s: on the server, from its arrival to the last of its answers.
 
-    answer: None if the chunk was dropped or failed; problem is then the cause. time: of the answer, UTC.
+    head: empty for a question, `question` for a head. label: of the head's answer, or the text. answer, text: None if
+    the chunk was dropped or failed; problem is then the cause. time: of the answer, UTC.
     """
 
     source: str
@@ -48,6 +50,9 @@ class ChunkResult(msgspec.Struct, frozen=True, kw_only=True):
     confidence: float = 0.0
     answer: HeadResult | None = None
     problem: str | None = None
+    adapter: str | None = None
+    question: str = ""
+    text: Answer | None = None
 
 
 def analyse(
@@ -75,27 +80,27 @@ def analyse(
         UnknownAdapter, UnknownHead: the server does not have them.
     """
     stop = stop or threading.Event()
-    shape = ClipShape(find_head(client, adapter, head).num_frames, fps)
+    (group,) = find_groups(client, [adapter], [head])
+    shape = ClipShape(group.num_frames, fps)
     reader = SourceReader(source, [shape], stop=stop, shown=shown, say=say, wait_s=wait_s)
-    yield from answer(
+    for chunk, (result,) in answer(
         client,
         source,
-        adapter,
-        head,
+        group,
         reader,
         0,
         max_latency_s=max_latency_s,
         stop=stop,
         say=say,
         patience_s=patience_s,
-    )
+    ):
+        yield chunk, result
 
 
 def answer(
     client: Client,
     source: Source,
-    adapter: str,
-    head: str,
+    group: Group,
     reader: SourceReader,
     place: int,
     *,
@@ -103,16 +108,16 @@ def answer(
     stop: threading.Event,
     say: Callable[[str], None] = lambda text: None,
     patience_s: float = _PATIENCE_S,
-) -> Iterator[tuple[Chunk, ChunkResult]]:
-    """Query a head about every clip read for it; yields each clip with its result, in order.
+) -> Iterator[tuple[Chunk, tuple[ChunkResult, ...]]]:
+    """Query a group about every clip read for it; yields each clip with the group's results, in order.
 
     If a camera is faster than the server, newer clips replace older ones; no clip of a file is dropped. When `stop` is
     set, no more clips are read, and clips already sent are still answered. If the server is unreachable or full, or has
-    lost the head, its return is awaited (for a file up to `patience_s`), and clips without an answer are sent again;
-    `say` is called once, and again when the reason changes.
+    lost all heads of the group, their return is awaited (for a file up to `patience_s`), and clips without an answer
+    are sent again; `say` is called once, and again when the reason changes.
 
     Args:
-        reading: of the source. place: of the head in it; the head leaves it at the end.
+        reader: of the source. place: of the group in it; the group leaves it at the end.
 
     Raises:
         BadImage: the source cannot be read.
@@ -126,9 +131,12 @@ def answer(
         while True:
             try:
                 with client.open_stream(
-                    adapter=adapter, head=head, max_latency_s=max_latency_s, drop="newest" if source.live else "none"
+                    heads=group.heads,
+                    questions=group.questions,
+                    max_latency_s=max_latency_s,
+                    drop="newest" if source.live else "none",
                 ) as stream:
-                    for pair in _answer_clips(stream, take, unanswered, source, head):
+                    for pair in _answer_clips(stream, take, unanswered, source, group):
                         lost_at, reported = None, ""
                         yield pair
                     return
@@ -143,24 +151,9 @@ def answer(
         reader.leave(place)
 
 
-def find_head(client: Client, adapter: str, head: str) -> HeadSummary:
-    """The server's description of a head. Raises UnknownAdapter, UnknownHead with the known names."""
-    adapters = {status.name: status for status in client.adapters()}
-    if is_composed(adapter):
-        raise UnknownAdapter(f"adapter {adapter!r} is a composition; a task head belongs to one adapter: name that one")
-    if adapter not in adapters:
-        raise UnknownAdapter(f"no adapter named {adapter!r}; registered: {', '.join(adapters) or 'none'}")
-    heads = {summary.name: summary for summary in adapters[adapter].heads}
-    if head not in heads:
-        owners = [name for name, status in adapters.items() if any(summary.name == head for summary in status.heads)]
-        hint = f"; head {head!r} belongs to adapter {' and '.join(map(repr, owners))}" if owners else ""
-        raise UnknownHead(f"adapter {adapter!r} has no head {head!r}; its heads: {', '.join(heads) or 'none'}{hint}")
-    return heads[head]
-
-
 def _answer_clips(
-    stream: FrameStream, take: _Take, unanswered: deque[Chunk], source: Source, head: str
-) -> Iterator[tuple[Chunk, ChunkResult]]:
+    stream: FrameStream, take: _Take, unanswered: deque[Chunk], source: Source, group: Group
+) -> Iterator[tuple[Chunk, tuple[ChunkResult, ...]]]:
     """The clips and results of a source through one stream. Chunks move through `unanswered`: its initial chunks are
     sent first, and its final chunks have no answer.
     """
@@ -186,26 +179,12 @@ def _answer_clips(
     sender.start()
     try:
         for result in stream:
-            error = None if result.error is None else result.error.to_exception()
-            if isinstance(error, _RETRIED_ERRORS):
+            if (error := _retried_error(result)) is not None:
                 raise error
             chunk = unanswered.popleft()
             room.release()
-            yield (
-                chunk,
-                ChunkResult(
-                    source=source.name,
-                    head=head,
-                    index=chunk.index,
-                    start_s=chunk.start_s,
-                    time=datetime.datetime.now(datetime.UTC),
-                    latency_s=result.latency_s,
-                    label="" if result.answer is None else result.answer.label,
-                    confidence=0.0 if result.answer is None else result.answer.confidence,
-                    answer=result.answer,
-                    problem=result.dropped or (None if result.error is None else result.error.message),
-                ),
-            )
+            answers = _in_order(group, result)
+            yield chunk, tuple(map(functools.partial(_chunk_result, source, chunk, result), group.asked, answers))
     finally:
         # The next stream has its own sender, and chunks must stay in order.
         gone.set()
@@ -213,6 +192,45 @@ def _answer_clips(
         sender.join()
     if failed:
         raise failed[0]
+
+
+def _retried_error(result: FrameResult) -> Exception | None:
+    """An error that a new stream may not have."""
+    if result.error is not None:
+        error = result.error.to_exception()
+        return error if isinstance(error, _RETRIED_ERRORS) else None
+    errors = (each.error.to_exception() for each in result.answers if each.error is not None)
+    return next((error for error in errors if isinstance(error, _RETRIED_FOR_ONE)), None)
+
+
+def _in_order(group: Group, result: FrameResult) -> tuple[FrameAnswer | None, ...]:
+    """The answers in the order of the group's heads and questions; all None if the frame has none."""
+    if not result.answers:
+        return (None,) * len(group.asked)
+    found = {(each.adapter, each.head or "", each.question or ""): each for each in result.answers}
+    return tuple(found[asked.adapter, asked.head, asked.question] for asked in group.asked)
+
+
+def _chunk_result(
+    source: Source, chunk: Chunk, result: FrameResult, asked: Asked, answer: FrameAnswer | None
+) -> ChunkResult:
+    error = result.error if answer is None else answer.error
+    head_result = None if answer is None else answer.answer
+    return ChunkResult(
+        source=source.name,
+        head=asked.head,
+        index=chunk.index,
+        start_s=chunk.start_s,
+        time=datetime.datetime.now(datetime.UTC),
+        latency_s=result.latency_s,
+        label="" if answer is None or answer.label is None else answer.label,
+        confidence=0.0 if head_result is None else head_result.confidence,
+        answer=head_result,
+        problem=result.dropped or (None if error is None else error.message),
+        adapter=asked.adapter,
+        question=asked.question,
+        text=None if answer is None else answer.text,
+    )
 
 
 def _take(take: _Take, gone: threading.Event, room: threading.Semaphore, failed: list[Exception]) -> Chunk | None:

@@ -17,14 +17,15 @@ import pytest
 
 from apps.video_analytics import Chunk, ChunkResult, ClipShape, Source, read_clips, run
 from apps.video_analytics import sources as sources_module
+from apps.video_analytics.asked import find_groups
 from apps.video_analytics.sampling import Frame, Sampler
 from apps.video_analytics.source_reader import SourceReader
 from tests.apps.test_video_analytics import file_source, labels
 from tests.server.running import Running, png, running_server
 from tests.server.scripted import write_adapter
 from tests.video_files import shades, write_video
-from vlora.client import Client
-from vlora.errors import BadConfig, BadImage, UnknownHead
+from vlora.client import Client, FrameStream, TextQuestion
+from vlora.errors import BadConfig, BadImage, BadRequest, UnknownHead
 
 
 @pytest.fixture(scope="module")
@@ -216,6 +217,90 @@ def test_two_heads_write_their_answers_into_separate_files(
         assert capture.get(cv2.CAP_PROP_FPS) == 10 and capture.get(cv2.CAP_PROP_FRAME_COUNT) == 40
     for head, number in (("night", 4), ("one", 8)):
         assert [result.index for result in results if result.head == head] == list(range(number))
+
+
+def test_heads_and_questions_about_one_frame_share_its_transfer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = file_source(write_video(tmp_path / "street.mp4", shades(3)))
+    results: list[ChunkResult] = []
+    sent: list[int] = []
+    send = FrameStream.send
+
+    def counting(stream: FrameStream, *images: Any) -> int:
+        sent.append(len(images))
+        return send(stream, *images)
+
+    monkeypatch.setattr(FrameStream, "send", counting)
+    adapters = {"cam": {"night": 1, "clip": 2}, "zoo": {"night": 1, "kind": 1}}
+    with running_server(adapters) as running, Client(port=running.port) as client:
+        counts = run(
+            client,
+            [source],
+            ("cam", "zoo"),
+            ("cam/night", "kind", "clip"),
+            questions=("say:What is it?",),
+            max_tokens=4,
+            out=tmp_path / "out",
+            on_result=results.append,
+        )
+    names = ["cam-night", "zoo-kind", "cam-say-What-is-it", "zoo-say-What-is-it", "cam-clip"]
+    assert counts == {f"street.{name}": 3 for name in names}
+    assert sorted(sent) == [1, 1, 1, 2, 2, 2], "one frame for four answers, and two for the head that reads two"
+    shown = {(each.adapter, each.head, each.question, each.label) for each in results if each.index == 1}
+    assert shown == {
+        ("cam", "night", "", "dark"),
+        ("zoo", "kind", "", "dark"),
+        ("cam", "clip", "", "dark"),
+        ("cam", "", "say:What is it?", "What"),
+        ("zoo", "", "say:What is it?", "What"),
+    }
+    assert all((each.text is None) == bool(each.head) and each.problem is None for each in results)
+    with (tmp_path / "out" / "street.zoo-say-What-is-it.csv").open(newline="") as file:
+        rows = [(row["adapter"], row["question"], row["label"]) for row in csv.DictReader(file)]
+    assert rows == [("zoo", "say:What is it?", "What")] * 3
+    assert (tmp_path / "out" / "street.zoo-say-What-is-it.webm").stat().st_size > 0
+
+
+def test_an_adapter_unloaded_during_a_run_leaves_the_others(client: Client, tmp_path: Path) -> None:
+    source = file_source(write_video(tmp_path / "street.mp4", shades(40)))
+    client.load_adapter("brief", write_adapter(tmp_path / "brief", {"kind": 1}))
+    results: list[ChunkResult] = []
+
+    def on_result(result: ChunkResult) -> None:
+        if not results:
+            client.unload_adapter("brief")
+        results.append(result)
+
+    run(client, [source], (), ("cam/one", "brief/kind"), on_result=on_result)
+    assert [each.label for each in results if each.head == "one"] == labels(40)
+    problems = [each.problem or "" for each in results if each.head == "kind"]
+    assert problems[0] == "" and problems[-1].startswith("no adapter named 'brief'")
+
+
+@pytest.mark.parametrize(
+    ("adapters", "heads", "why"),
+    [
+        (
+            ("cam", "zoo"),
+            ("night",),
+            "several of the adapters have a head 'night'; write --head cam/night or --head zoo/night",
+        ),
+        (("cam",), ("night", "cam/night"), "head 'night' of adapter 'cam' is given more than once"),
+        (("nowhere", "cam"), ("night",), "no adapter named 'nowhere'; registered: cam, zoo"),
+        ((), ("nowhere/night",), "no adapter named 'nowhere'"),
+        ((), ("cam/nowhere",), "adapter 'cam' has no head 'nowhere'; its heads: night"),
+        ((), ("night",), "also give its --adapter, or write ADAPTER/HEAD"),
+        ((), (), "nothing is asked"),
+    ],
+)
+def test_heads_that_cannot_be_found(adapters: Sequence[str], heads: Sequence[str], why: str) -> None:
+    with running_server({"cam": {"night": 1}, "zoo": {"night": 1}}) as running, Client(port=running.port) as client:
+        with pytest.raises(BadRequest, match=why):
+            find_groups(client, adapters, heads)
+        (group,) = find_groups(client, ("cam",), ("zoo/night", "night"), ("what ?",))
+        assert group.heads == [("zoo", "night"), ("cam", "night")]
+        assert group.questions == [TextQuestion("what ?", "cam")]
 
 
 def test_heads_with_the_same_file_name_get_numbers(tmp_path: Path) -> None:

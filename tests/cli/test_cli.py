@@ -184,6 +184,17 @@ def test_several_heads_answer_at_a_chosen_rate(vlora_command: Vlora, address: st
     assert [line[3] for line in words if line[0] == "day"] == ["dark"] * 4 + ["bright"] * 3
 
 
+def test_heads_of_several_adapters_and_questions_answer_together(
+    vlora_command: Vlora, address: str, video: str
+) -> None:
+    asked = ("--head", "cam/day", "--question", "say:hello", "--adapter", "signs", "--max-tokens", "3")
+    code, out, err = vlora_command("stream", video, *asked, "--server", address)
+    assert (code, err) == (0, "")
+    lines = sorted(" ".join(line.split()[:5]) for line in out.splitlines())
+    assert lines[0].startswith("cam/day 0.0 s dark ") and lines[3].startswith("signs/say:hello 0.0 s hel")
+    assert len(lines) == 6, lines
+
+
 # -- user errors ------------------------------------------------------------------------------------------------------
 
 
@@ -225,6 +236,17 @@ def test_several_heads_answer_at_a_chosen_rate(vlora_command: Vlora, address: st
             ["stream", "IMAGE", "--adapter", "cam", "--head", "day", "--head", "day"],
             "--head 'day' is given more than once",
         ),
+        (
+            ["stream", "IMAGE", "--adapter", "cam", "--head", "day", "--head", "cam/day"],
+            "head 'day' of adapter 'cam' is given more than once; give it once",
+        ),
+        (["stream", "IMAGE", "--head", "day"], "--head is 'day'; also give its --adapter, or write ADAPTER/HEAD"),
+        (["stream", "IMAGE", "--adapter", "cam"], "nothing is asked; give at least one --head or --question"),
+        (["stream", "IMAGE", "--head", "zzz/day"], "no adapter named 'zzz'; registered: cam, signs"),
+        (["stream", "IMAGE", "--head", "signs/day"], "its heads: none; head 'day' belongs to adapter 'cam'"),
+        (["stream", "IMAGE", "--adapter", "zzz", "--question", "say:x"], "no adapter named 'zzz'"),
+        (["stream", "IMAGE", "--question", "  "], "a question of the stream is empty; send a text"),
+        (["stream", "IMAGE", "--question", "say:x", "--max-tokens", "0"], "max_tokens is 0; it must be at least 1"),
         (["stream", "IMAGE", "--adapter", "cam", "--head", "day", "--fps", "0"], "invalid value for '--fps'"),
         (["stream", "IMAGE", "--adapter", "cam", "--head", "day", "--fps", "nan"], "--fps is nan; it must be a number"),
         (["serve", "--adapter", "cam"], "--adapter is 'cam'; write NAME=PATH"),

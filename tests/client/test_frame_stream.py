@@ -20,7 +20,7 @@ from rpyc.core import consts
 
 from tests.server.running import Running, png, running_server
 from tests.server.scripted import write_adapter
-from vlora.client import AsyncClient, Client, FrameStream, stream_state
+from vlora.client import AsyncClient, Client, FrameResult, FrameStream, TextQuestion, stream_state
 from vlora.client.calls import Call
 from vlora.client.stream_state import ReconnectBackoff
 from vlora.config import ServerConfig, Token
@@ -31,6 +31,7 @@ from vlora.errors import (
     Disconnected,
     OverCapacity,
     TooLarge,
+    UnknownAdapter,
     UnknownHead,
     UnknownStream,
     error_from_code,
@@ -41,7 +42,7 @@ DARK, BRIGHT = png(10), png(250)
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    adapters = {"cam": {"night": 1, "motion": 2, "never": 1}}
+    adapters = {"cam": {"night": 1, "motion": 2, "never": 1, "dusk": 1}}
     with running_server(adapters, max_image_pixels=10_000, max_streams=8, stream_keep_s=0.4) as running:
         yield running
 
@@ -95,6 +96,94 @@ def test_every_frame_gets_its_answer_in_order(client: Client, tmp_path: Path) ->
     with client.open_stream(adapter="cam", head="motion") as stream:
         stream.send(BRIGHT, DARK)
         assert next(stream).answer is not None
+
+
+ASKED = [("cam", "night", None), ("cam", "dusk", None), ("cam", None, "say:hello"), (None, None, "say:world")]
+QUESTIONS = [TextQuestion("say:hello", "cam", max_tokens=3), TextQuestion("say:world")]
+
+
+def asked_and_labels(result: FrameResult) -> list[tuple[tuple[str | None, str | None, str | None], str | None]]:
+    return [((each.adapter, each.head, each.question), each.label) for each in result.answers]
+
+
+def test_several_heads_and_questions_answer_each_frame(server: Running, client: Client) -> None:
+    expected = [*zip(ASKED, ["dark", "dark", "hel", "world"], strict=True)]
+    with client.open_stream(adapter="cam", head="night", heads=[("cam", "dusk")], questions=QUESTIONS) as stream:
+        stream.send(DARK)
+        result = next(stream)
+        assert asked_and_labels(result) == expected and result.answer is not None and result.answer.head == "night"
+        assert result.answers[2].text is not None and result.answers[2].text.finish_reason == "length"
+
+    async def ask() -> list[FrameResult]:
+        async with AsyncClient(port=server.port) as aclient:
+            heads = [("cam", "night"), ("cam", "dusk")]
+            async with await aclient.open_stream(heads=heads, questions=QUESTIONS, drop="none") as stream:
+                for frame in (BRIGHT, b"no image", DARK):
+                    await stream.send(frame)
+                await stream.end()
+                return [result async for result in stream]
+
+    bright, broken, dark = asyncio.run(ask())
+    assert [label for _, label in asked_and_labels(bright)] == ["bright", "bright", "hel", "world"]
+    assert broken.error is not None and broken.error.code == "bad_image"
+    assert [each.error and each.error.code for each in broken.answers] == ["bad_image"] * 4
+    assert asked_and_labels(dark) == expected
+
+
+def test_words_alone_take_frames_of_any_number_of_images(client: Client) -> None:
+    with client.open_stream(questions=[TextQuestion("say:x")], drop="none") as stream:
+        stream.send(DARK)
+        stream.send(DARK, BRIGHT, DARK)
+        with pytest.raises(BadRequest, match="the frame has no image"):
+            stream.send()
+        results = [next(stream), next(stream)]
+    assert [each.answers[0].label for each in results] == ["x", "x"] and results[0].answer is None
+    assert [each.answers[0].text and each.answers[0].text.num_prompt_tokens for each in results] == [6, 8]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "why"),
+    [
+        ({}, BadRequest, "no head and no question"),
+        ({"adapter": "cam"}, BadRequest, "adapter is 'cam' and head is None; give both, or neither"),
+        ({"heads": [("cam",)]}, BadRequest, "heads must be pairs"),
+        ({"heads": [("cam", "night")] * 2}, BadRequest, "head 'night' of adapter 'cam' is given twice"),
+        ({"heads": [("cam", "night"), ("zoo", "night")]}, UnknownAdapter, "no adapter named 'zoo'"),
+        ({"heads": [("cam", "night"), ("cam", "x")]}, UnknownHead, "adapter 'cam' has no head 'x'"),
+        (
+            {"heads": [("cam", "night"), ("cam", "motion")]},
+            BadRequest,
+            r"read different numbers of images per frame \(head 'night' of adapter 'cam' 1, head 'motion' .* 2\)",
+        ),
+        ({"questions": ["what ?"]}, BadRequest, "must be values of vlora.client.TextQuestion"),
+        ({"questions": [TextQuestion("")]}, BadRequest, "a question of the stream is empty"),
+        ({"questions": [TextQuestion("q", "zoo")]}, UnknownAdapter, "no adapter named 'zoo'"),
+        ({"questions": [TextQuestion("q", max_tokens=0)]}, BadRequest, "max_tokens is 0"),
+        ({"questions": [TextQuestion("q" * (10**6 + 1))]}, TooLarge, "characters"),
+        ({"heads": [("cam", str(each)) for each in range(2000)]}, BadRequest, "2000 heads and questions"),
+    ],
+)
+def test_a_stream_that_cannot_be_opened(
+    client: Client, options: dict[str, Any], error: type[Exception], why: str
+) -> None:
+    with client.open_stream(adapter="cam", head="night") as other:
+        with pytest.raises(error, match=why) as refused:
+            client.open_stream(**options)
+        assert "\n" not in str(refused.value)
+        other.send(DARK)
+        assert next(other).answer is not None
+
+
+def test_an_adapter_unloaded_under_a_stream_fails_alone(server: Running, client: Client, tmp_path: Path) -> None:
+    client.load_adapter("brief", write_adapter(tmp_path, {"kind": 1}))
+    with client.open_stream(heads=[("brief", "kind"), ("cam", "night")], drop="none") as stream:
+        stream.send(DARK)
+        assert [each.label for each in next(stream).answers] == ["dark", "dark"]
+        client.unload_adapter("brief")
+        stream.send(BRIGHT)
+        result = next(stream)
+    assert [each.error and each.error.code for each in result.answers] == ["unknown_adapter", None]
+    assert result.answers[1].label == "bright" and result.error is None
 
 
 def test_the_camera_example_of_the_readme(
@@ -305,17 +394,23 @@ def test_hostile_messages_are_typed_errors(server: Running, hang_up: contextlib.
 
     peer = rpyc.connect("127.0.0.1", server.port, config={"sync_request_timeout": 5})
     hang_up.callback(peer.close)
-    good, packed = call("open_frames", "cam", "night", None, None, "newest", 0)
+    good, packed = call("open_frames", (("cam", "night"),), (), None, None, "newest", 0)
     assert good
     stream_id = packed[1:].decode()
     for method, *args in (
         ("open_frames",),
         ("open_frames", 1, 2, 3, 4, 5, 6),
-        ("open_frames", "cam", "night", None, None, "newest", 11),
-        ("open_frames", "cam", "night", -1.0, None, "none", 0),
-        ("open_frames", "cam", "night", "soon", None, "none", 0),
-        ("open_frames", "cam", "night", None, 0, "none", 0),
-        ("open_frames", "cam", "night", None, None, "x" * 1000, 0),
+        ("open_frames", (), (), None, None, "newest", 0),
+        ("open_frames", "cam", (), None, None, "newest", 0),
+        ("open_frames", (("cam",),), (), None, None, "newest", 0),
+        ("open_frames", (), ((1,),), None, None, "newest", 0),
+        ("open_frames", (), (("q", None, "8"),), None, None, "newest", 0),
+        ("open_frames", (("cam", "night"),) * 10_000, (), None, None, "newest", 0),
+        ("open_frames", (("cam", "night"),), (), None, None, "newest", 11),
+        ("open_frames", (("cam", "night"),), (), -1.0, None, "none", 0),
+        ("open_frames", (("cam", "night"),), (), "soon", None, "none", 0),
+        ("open_frames", (("cam", "night"),), (), None, 0, "none", 0),
+        ("open_frames", (("cam", "night"),), (), None, None, "x" * 1000, 0),
         ("send_frame",),
         ("send_frame", "unknown", 0, (DARK,), 0.0),
         ("send_frame", b"bytes", 0, (DARK,), 0.0),

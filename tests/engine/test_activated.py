@@ -13,15 +13,20 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from heads import save_heads
+from tests import device
 from tests.engine.test_heads import head_request, heads_of
 from tests.engine.test_reuse import continued, words
 from tests.families import FAMILIES, LANGUAGE_LINEARS, Prompt, build_model, make_prompt
 from tests.harness import FixedModes, RecordingEngine, run_engine
+from tests.queued_executor import QueuedExecutor
 from tests.references import Answer, assert_same
+from vlora.config import EngineConfig
+from vlora.engine import LocalEngine
 from vlora.engine.request_checks import CheckedRequest, RequestChecks
 from vlora.errors import BadRequest
+from vlora.memory.arena import PAGE_BYTES
 from vlora.orchestrator import make_policy
-from vlora.types import Mode, Request
+from vlora.types import Mode, Request, RequestOutput
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -67,8 +72,9 @@ class ActivatedReference:
                     parameter.copy_(torch.randn(parameter.shape, generator=generator) / 2 / parameter.shape[1] ** 0.5)
         self._peft.eval().save_pretrained(str(folder))
         self.adapters = {name: str(folder / name) for name in ADAPTERS}
-        self._head = heads_of(0)["classification"]
-        save_heads(self.adapters["wide8"], {"classification": self._head})
+        heads = heads_of(0)
+        self._head = heads["classification"]
+        save_heads(self.adapters["wide8"], {name: heads[name] for name in ("classification", "detection")})
         self._answers: dict[tuple[str | None, tuple[int, ...]], Answer] = {}
 
     def prompt(self, seed: int, *parts: Sequence[int], num_images: int = 1) -> Prompt:
@@ -215,3 +221,31 @@ def test_heads_read_activated_hidden_states(reference: ActivatedReference, budge
         engine.engine.add(head_request("not invoked", reference.prompt(0, words(0, 4)), "wide8", "classification"))
     off = engine.local.run([head_request("off", reference.prompt(0, words(0, 4)), "wide8")])["off"][-1].timings
     assert off is not None and off.num_adapter_tokens == 0
+
+
+@pytest.mark.parametrize("head", ["classification", "detection"])
+def test_a_head_asked_before_its_adapter_is_loaded(reference: ActivatedReference, head: str) -> None:
+    prompt = reference.prompt(0, INVOCATIONS["wide8"], words(0, 4), num_images=2)
+    loaded = RecordingEngine(reference, None)
+    if head == "detection" and reference.family.startswith("llava_"):
+        with pytest.raises(BadRequest, match="as a grid"):
+            loaded.engine.add(head_request("asked", prompt, "wide8", head))
+        return
+    expected = loaded.local.run([head_request("asked", prompt, "wide8", head)])["asked"][-1].head
+    files = QueuedExecutor()
+    config = EngineConfig(model=reference.family, device=device.name, block_size=8, arena_bytes=1024 * PAGE_BYTES)
+    engine = LocalEngine(config, model=build_model(reference.family).to(device.name), executor=files).engine
+    engine.register_adapters(reference.adapters)
+    engine.add(head_request("asked", prompt, "wide8", head))
+    engine.add(head_request("of the base model", prompt, None))
+    outputs: list[RequestOutput] = []
+    while not outputs or not outputs[-1].finished:
+        outputs += engine.step()
+    assert {output.request_id for output in outputs} == {"of the base model"} and outputs[-1].error is None
+    while engine.has_work:
+        files.run()
+        outputs += engine.step()
+    answer = outputs[-1].head
+    assert answer is not None and expected is not None, outputs[-1]
+    assert answer.label == expected.label and answer.scores == pytest.approx(expected.scores, abs=1e-4)
+    assert len(answer.boxes) == len(expected.boxes)

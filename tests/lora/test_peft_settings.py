@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from peft import IA3Config, LoraConfig, PeftType
+from peft import IA3Config, LoraConfig, PeftType, TrainableTokensConfig
 
 from tests.families import build_model, make_prompt
 from tests.harness import FixedModes, RecordingEngine
@@ -75,7 +75,7 @@ VALUES: dict[str, Sequence[Any]] = {
     "alpha_pattern": [{"q_proj": 2}, {"proj": 5, r"layers\.[02]\..*": 30, "q_proj": 40}, {"^model.*v_proj": 9}],
     "megatron_config": [{"a": 1}],
     "megatron_core": ["megatron.core.other"],
-    "trainable_token_indices": [[1, 2], {"embed_tokens": [3]}],
+    "trainable_token_indices": [[147, 4], {"embed_tokens": [190], "lm_head": [9, 5]}, {"lm_head": [7]}, [1, 9999]],
     "loftq_config": [{"loftq_bits": 4}],
     "eva_config": [{"rho": 1.5}],
     "corda_config": [{"corda_method": "kpm"}],
@@ -112,6 +112,11 @@ IA3_VALUES: Sequence[dict[str, Any]] = (
     {"modules_to_save": ["lm_head"]},
     {"init_ia3_weights": True, "modules_to_save": ["attn.proj"]},
 )
+TOKENS_VALUES: Sequence[dict[str, Any]] = (
+    {"token_indices": [190, 4]},
+    {"token_indices": [3, 2], "target_modules": ["lm_head"]},
+    {"token_indices": [147], "target_modules": ["embed_tokens", "lm_head"], "init_weights": False},
+)
 # Settings that PEFT accepts only beside others.
 BESIDE: dict[str, dict[str, Any]] = {
     "layers_pattern": {"layers_to_transform": [1, 3]},
@@ -131,6 +136,7 @@ COMBINED = (
     "use_dora",
     "bias",
     "modules_to_save",
+    "trainable_token_indices",
 )
 
 
@@ -158,7 +164,7 @@ class Generator:
         path = self._root / name
         try:
             save_adapter(self._model, LoraConfig(**{**PLAIN, **settings}), path)
-        except (ValueError, TypeError, ImportError, AttributeError, KeyError, RuntimeError, NotImplementedError):
+        except (ValueError, TypeError, ImportError, AttributeError, LookupError, RuntimeError, NotImplementedError):
             if not settings:
                 raise
             shutil.rmtree(path, ignore_errors=True)
@@ -191,9 +197,15 @@ class Generator:
             save_adapter(self._model, IA3Config(**{**IA3_PLAIN, **settings}), path)
             yield Folder(path.name, path, tuple(settings))
 
+    def tokens(self) -> Iterator[Folder]:
+        for settings in TOKENS_VALUES:
+            path = self._root / f"tokens-{next(self._numbers)}"
+            save_adapter(self._model, TrainableTokensConfig(**settings), path)
+            yield Folder(path.name, path, tuple(settings))
+
     def other_methods_and_later_versions(self) -> Iterator[Folder]:
         for kind in PeftType:
-            if kind not in (PeftType.LORA, PeftType.IA3):
+            if kind not in (PeftType.LORA, PeftType.IA3, PeftType.TRAINABLE_TOKENS):
                 yield self.edit({"peft_type": kind.value})
         yield from (self.edit({"setting_of_a_later_version": value}) for value in (True, 1, "on", {"depth": 2}))
 
@@ -223,6 +235,7 @@ def test_each_folder_is_served_as_peft_does_or_refused_by_name(tmp_path: Path) -
             generator.every_setting(),
             generator.combinations(),
             generator.ia3(),
+            generator.tokens(),
             generator.other_methods_and_later_versions(),
         ):
             try:

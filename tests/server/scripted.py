@@ -92,6 +92,11 @@ def head_answer(task: str, vision: Sequence[VisionInput]) -> HeadAnswer:
             return msgspec.structs.replace(answer, label_id=best, scores=scores)
 
 
+class Processed(NamedTuple):
+    vision: tuple[VisionInput, ...]
+    shown: tuple[Region, ...]
+
+
 class Encoded(NamedTuple):
     prompt_ids: tuple[int, ...]
     vision: tuple[VisionInput, ...]
@@ -99,9 +104,10 @@ class Encoded(NamedTuple):
 
 
 class ByteProcessor:
-    """One token per byte; an image is one token with its mean brightness."""
+    """One token per byte; an image is one token with its mean brightness. num_processed: images, each time."""
 
     takes_tools = False
+    num_processed = 0
 
     def chat(self, question: str, num_images: int = 0) -> str:
         return "\0" * num_images + question
@@ -113,14 +119,18 @@ class ByteProcessor:
             parts += [content] if isinstance(content, str) else [part.get("text", "\0") for part in content]
         return "".join(parts)
 
-    def encode(self, prompt: str, images: Sequence[Image.Image] = ()) -> Encoded:
-        if prompt.count("\0") != len(images):
-            raise BadRequest(f"the prompt has {prompt.count(chr(0))} image markers but {len(images)} images were sent")
+    def process_images(self, images: Sequence[Image.Image]) -> Processed:
+        self.num_processed += len(images)
         if any(image.width > 200 * image.height for image in images):
             raise BadImage("the image processor rejects the images: aspect ratio")
-        vision = tuple(self._vision(image) for image in images)
         shown = tuple(Region(0, 0, image.width, image.height) for image in images)
-        return Encoded(tuple(IMAGE if byte == 0 else byte for byte in prompt.encode()), vision, shown)
+        return Processed(tuple(self._vision(image) for image in images), shown)
+
+    def encode_processed(self, prompt: str, images: Processed) -> Encoded:
+        num_images = len(images.vision)
+        if prompt.count("\0") != num_images:
+            raise BadRequest(f"the prompt has {prompt.count(chr(0))} image markers but {num_images} images were sent")
+        return Encoded(tuple(IMAGE if byte == 0 else byte for byte in prompt.encode()), images.vision, images.shown)
 
     def as_given(self, token_ids: Sequence[int]) -> Encoded:
         return Encoded(tuple(token_ids), (), ())

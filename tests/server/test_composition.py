@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.api import Api, image_part, running_api
 from tests.server.running import Running, png, running_server
-from vlora.client import AsyncClient, Client
+from vlora.client import AsyncClient, Client, TextQuestion
 from vlora.errors import BadRequest, UnknownAdapter
 from vlora.server.metrics import MAX_ADAPTERS
 
@@ -116,6 +116,15 @@ def test_a_head_belongs_to_one_adapter(api: Api, client: Client) -> None:
         client.ask_head([png()], "a+b", "night")
     with pytest.raises(UnknownAdapter, match=r"'a\+b' is a composition; a task head belongs to one adapter"):
         client.open_stream(adapter="a+b", head="night")
+
+
+def test_a_stream_asks_a_composition_in_words(client: Client) -> None:
+    with client.open_stream(questions=[TextQuestion("say:x", "b+a")], drop="none") as stream:
+        stream.send(png())
+        (answer,) = next(stream).answers
+    assert answer.label == "x" and answer.text is not None and answer.text.adapter == "a+b"
+    with pytest.raises(UnknownAdapter, match="no adapter named 'x'; registered: a, b, c"):
+        client.open_stream(questions=[TextQuestion("say:x", "a+x")])
 
 
 def test_administration_knows_single_adapters_only(api: Api, client: Client) -> None:

@@ -17,7 +17,7 @@ from PIL import Image
 from tests.server.api import Api, running_api
 from tests.server.running import png
 from tests.server.scripted import ScriptedEngine, write_adapter
-from vlora.client.values import FrameResult, HeadResult, StreamOptions
+from vlora.client.values import FrameAnswer, FrameResult, HeadResult, StreamOptions
 from vlora.config import EngineConfig, ServerConfig, Token
 from vlora.engine.snapshot import EngineSnapshot
 from vlora.errors import EngineDead
@@ -50,7 +50,7 @@ def api(folder: Path) -> Iterator[Api]:
 
 def open_stream(api: Api, owner: Token | None) -> str:
     async def opened() -> str:
-        return api.front_end.streams.open(StreamOptions(adapter="cam", head="night"), 1, owner, object())
+        return api.front_end.streams.open(StreamOptions(heads=(("cam", "night"),)), 1, owner, object())
 
     made: str = api.on_loop(opened())
     return made
@@ -250,7 +250,9 @@ def test_any_frame_that_was_answered_can_be_drawn(image: bytes | RawImage) -> No
         timings=timings,
         total_s=0,
     )
-    picture = draw(image, FrameResult(number=0, latency_s=0.1, answer=answer), ServerConfig())
+    answers = (FrameAnswer(adapter="a", head="h", answer=answer),)
+    result = FrameResult(number=0, latency_s=0.1, answers=answers)
+    picture = draw(image, result, ServerConfig())
     assert Image.open(io.BytesIO(picture)).size == (480, 320) and len(picture) < 60_000
 
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 import asyncio
 import datetime
 import re
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
 
 from tests.virtual_clock import VirtualClockLoop
-from vlora.client.values import FrameResult, HeadResult, StreamOptions
+from vlora.client.values import Answer, FrameResult, HeadResult, StreamOptions, TextQuestion
 from vlora.config import ServerConfig, Token
-from vlora.errors import BadRequest, OverCapacity, StepFailed, UnknownStream
+from vlora.errors import BadRequest, OverCapacity, StepFailed, UnknownHead, UnknownStream
 from vlora.server.metrics import Metrics
 from vlora.server.security.message_budget import ByteBudget, ByteCharge
 from vlora.server.streams.frame_stream import MAX_UNACKNOWLEDGED, StreamSession
 from vlora.server.streams.registry import StreamRegistry
-from vlora.types import Timings
+from vlora.types import SamplingParams, Timings
 
 
 def answer(label: str) -> HeadResult:
@@ -50,19 +50,21 @@ def no_bytes() -> ByteCharge:
 
 
 class Head:
-    """Answers a frame with its bytes: immediately, or after `allow`."""
+    """Answers a frame with its bytes, and a question with itself: immediately, or after `allow`."""
 
     def __init__(self, at_once: bool = True, engine_starting: bool = False) -> None:
         self.at_once = at_once
         self.engine_starting = engine_starting
         self.requested: list[bytes] = []
         self.bounds: list[float | None] = []
+        self.asked: list[tuple[str, str]] = []
+        self.num_read = 0
         self.cancelled = 0
         self._gates: dict[bytes, asyncio.Event] = {}
 
     async def ask_head(
         self,
-        images: Sequence[Any],
+        images: Any,
         adapter: str,
         head: str,
         *,
@@ -70,7 +72,10 @@ class Head:
         priority: int = 0,
         tenant: str | None = None,
     ) -> HeadResult:
-        (image,) = images
+        self.asked.append((adapter, head))
+        if head == "unknown":
+            raise UnknownHead("no such head")
+        (image,) = await images.processed(self._read)
         self.requested.append(image)
         self.bounds.append(max_latency_s)
         gate = self._gates[image] = asyncio.Event()
@@ -84,7 +89,39 @@ class Head:
             raise StepFailed("the step failed")
         if image == b"trip":
             raise ValueError("tripped")
+        if image == b"late":
+            raise TimeoutError("a socket")
         return answer(image.decode())
+
+    async def generate(
+        self,
+        prompt: str,
+        images: Any,
+        *,
+        adapter: str | None,
+        sampling: SamplingParams,
+        max_latency_s: float | None,
+        priority: int,
+        tenant: str | None,
+        whole: bool,
+    ) -> AsyncIterator[str | Answer]:
+        assert whole
+        await images.processed(self._read)
+        if prompt == "slow":
+            await asyncio.sleep(3600)
+        yield Answer(
+            text=prompt[: sampling.max_tokens],
+            finish_reason="length",
+            adapter=adapter,
+            num_prompt_tokens=1,
+            num_completion_tokens=1,
+            timings=answer("").timings,
+            total_s=0,
+        )
+
+    async def _read(self, images: Any) -> Any:
+        self.num_read += 1
+        return images
 
     def allow(self, image: bytes) -> None:
         self._gates[image].set()
@@ -100,8 +137,8 @@ def on_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]
 
 
 def make(head: Head, metrics: Metrics | None = None, **options: Any) -> StreamSession:
-    stream_options = StreamOptions(adapter="cam", head="night", **options)
-    return StreamSession(head, stream_options, 1, metrics or Metrics())
+    stream_options = StreamOptions(**{"heads": (("cam", "night"),)} | options)
+    return StreamSession(head, stream_options, 1 if stream_options.heads else None, metrics or Metrics())
 
 
 async def settle() -> None:
@@ -222,8 +259,9 @@ async def test_a_later_pull_or_send_replaces_the_waiting_one() -> None:
 @on_loop
 async def test_a_failure_belongs_to_its_frame() -> None:
     stream = make(Head(), drop="none")
-    await send(stream, b"fail", b"trip", b"a")
-    failed, tripped, good = (await stream.pull(-1, 1)).results
+    await send(stream, b"fail", b"trip", b"late", b"a")
+    failed, tripped, late, good = (await stream.pull(-1, 1)).results
+    assert late.error is not None and "TimeoutError: a socket" in late.error.message
     assert failed.error is not None and isinstance(failed.error.to_exception(), StepFailed)
     assert tripped.error is not None and "ValueError: tripped" in tripped.error.message
     assert good.answer is not None
@@ -240,6 +278,58 @@ async def test_each_frame_has_the_streams_latency_bound() -> None:
     assert [each.error.code if each.error else None for each in results] == ["deadline_missed"] * 5
     assert head.cancelled == 4 == len(head.requested), "the fifth passed its bound before it started"
     assert all(bound is not None and 0 < bound <= 0.05 for bound in head.bounds)
+
+
+@on_loop
+async def test_every_head_and_question_answers_each_frame() -> None:
+    head = Head()
+    questions = (TextQuestion("what ?", "cam", 4), TextQuestion("where ?"))
+    stream = make(head, heads=(("cam", "night"), ("signs", "kind")), questions=questions, drop="none")
+    await send(stream, b"a", b"b")
+    first, second = (await stream.pull(-1, 1)).results
+    asked = [(each.adapter, each.head, each.question, each.label) for each in first.answers]
+    assert asked == [
+        ("cam", "night", None, "a"),
+        ("signs", "kind", None, "a"),
+        ("cam", None, "what ?", "what"),
+        (None, None, "where ?", "where ?"),
+    ]
+    assert first.answer is not None and first.answer.label == "a" and first.error is None
+    assert second.answers[1].label == "b" and head.num_read == 2, "the images of each frame are processed once"
+
+
+@on_loop
+async def test_one_failing_question_leaves_the_others() -> None:
+    head = Head()
+    metrics = Metrics()
+    heads = (("cam", "unknown"), ("cam", "night"))
+    stream = make(head, metrics, heads=heads, questions=(TextQuestion("slow"),), max_latency_s=1.0, drop="none")
+    await send(stream, b"a", b"fail")
+    first, second = (await stream.pull(-1, 2)).results
+    assert [each.error and each.error.code for each in first.answers] == ["unknown_head", None, "deadline_missed"]
+    assert first.answers[1].label == "a" and first.error is None and first.answer is None
+    assert second.error is not None and second.error.code == "unknown_head", "of the first, as nothing was answered"
+    assert (stream.num_answered, stream.num_failed) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({}, "no head and no question; give at least one"),
+        ({"heads": (("cam", "night"), ("cam", "night"))}, "head 'night' of adapter 'cam' is given twice"),
+        (
+            {"questions": (TextQuestion("q"), TextQuestion("q", None, 3))},
+            "question 'q' to the base model is given twice",
+        ),
+        ({"questions": (TextQuestion("q", "cam"),) * 2}, "question 'q' to adapter 'cam' is given twice"),
+        ({"questions": (TextQuestion(" "),)}, "a question of the stream is empty"),
+        ({"questions": (TextQuestion("q", None, 0),)}, "max_tokens is 0; it must be at least 1"),
+        ({"questions": (TextQuestion("q", None, "8"),)}, "max_tokens"),  # type: ignore[arg-type]
+    ],
+)
+def test_options_that_ask_nothing_or_the_same_twice(options: dict[str, Any], why: str) -> None:
+    with pytest.raises(BadRequest, match=why):
+        StreamOptions(**options)
 
 
 @on_loop
@@ -283,7 +373,7 @@ async def test_streams_belong_to_their_token_and_expire_without_a_connection() -
     head = Head(at_once=False)
     metrics = Metrics()
     streams = StreamRegistry(head, ServerConfig(max_streams=2, stream_keep_s=0.05), metrics)
-    options = StreamOptions(adapter="cam", head="night")
+    options = StreamOptions(heads=(("cam", "night"),))
     mine, other = (Token(name=name, secret=name * 16) for name in "ab")
     first = streams.open(options, 1, mine, "connection 1")
     assert streams.open(options, 1, mine, "connection 2") != first

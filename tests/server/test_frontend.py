@@ -30,6 +30,8 @@ from vlora.errors import (
 from vlora.server.frontend import FrontEnd
 from vlora.types import AdapterStatus, SamplingParams
 
+REJECTED = "the image processor rejects the images: aspect ratio"
+
 
 def front_end(engine: ScriptedInterface | None = None, **settings: Any) -> FrontEnd:
     return FrontEnd(engine or ScriptedInterface(), ByteProcessor(), ServerConfig(**settings))  # type: ignore[arg-type]
@@ -141,6 +143,24 @@ def test_a_load_completes_when_its_caller_is_cancelled(tmp_path: Path) -> None:
         assert await front.adapters.find_head("cam", "rain"), "the old heads are no longer cached"
         with pytest.raises(UnknownHead):
             await front.adapters.find_head("cam", "night")
+
+    run(main())
+
+
+def test_pictures_of_several_heads_are_processed_once(tmp_path: Path) -> None:
+    async def main() -> None:
+        processor = ByteProcessor()
+        front = FrontEnd(ScriptedInterface(), processor, ServerConfig())  # type: ignore[arg-type]
+        for name in ("cam", "signs"):
+            await front.adapters.load(name, write_adapter(tmp_path / name, {"kind": 2, "night": 2, "one": 1}))
+        pairs = [(adapter, head) for adapter in ("cam", "signs") for head in ("kind", "night", "one")] + [("no", "no")]
+        outcomes = await front.ask_heads([png(20), png(30)], pairs)
+        codes = [each.error and each.error.code for each in outcomes]
+        assert codes == [None, None, "bad_request"] * 2 + ["unknown_adapter"]
+        assert processor.num_processed == 2
+        outcomes = await front.ask_heads([png(20), png(30, size=(1001, 5))], pairs[:2])
+        assert [each.error and each.error.message for each in outcomes] == [REJECTED] * 2
+        assert processor.num_processed == 4
 
     run(main())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ import pytest
 from tests.families import build_model
 from tests.server.api import Api, running_api
 from tests.server.running import png, running_server
-from tests.server.scripted import ByteProcessor, Encoded, write_adapter
+from tests.server.scripted import ByteProcessor, Encoded, Processed, write_adapter
 from vlora.client import Client
 from vlora.config import EngineConfig, Token
 from vlora.engine import LocalEngine
@@ -26,7 +26,7 @@ TOKENS = (Token(name="crowd", secret=CROWD), Token(name="guest", secret=GUEST))
 class SmallVocabulary(ByteProcessor):
     """Bytes as token ids, valid for any model."""
 
-    def encode(self, prompt: str, images: Sequence[Any] = ()) -> Encoded:
+    def encode_processed(self, prompt: str, images: Processed) -> Encoded:
         return Encoded(tuple(3 + byte % 32 for byte in prompt.encode()), (), ())
 
 

@@ -18,6 +18,7 @@ from vlora.cli.server_flags import json_option, print_json, server_option, wait_
 from vlora.errors import BadRequest, VLoraError
 
 if TYPE_CHECKING:
+    from apps.video_analytics import ChunkResult
     from vlora.client import Client
 
 _KERNELS = {"compiled": "compiled C++", "plain torch": "plain torch (slower): no working C++ compiler found"}
@@ -25,8 +26,17 @@ _KERNELS = {"compiled": "compiled C++", "plain torch": "plain torch (slower): no
 
 @cli.command()
 @click.argument("sources", nargs=-1, required=True)
-@click.option("-a", "--adapter", required=True, help="Adapter that contains the heads.")
-@click.option("--head", "heads", multiple=True, required=True, help="Task head that answers; may be repeated.")
+@click.option("-a", "--adapter", "adapters", multiple=True, help="Adapter of the heads and questions; may be repeated.")
+@click.option("--head", "heads", multiple=True, help="Task head that answers: HEAD or ADAPTER/HEAD; may be repeated.")
+@click.option(
+    "-q",
+    "--question",
+    "questions",
+    multiple=True,
+    help="Question about one frame of each clip, which every --adapter answers in words (default: the base model); may "
+    "be repeated.",
+)
+@click.option("--max-tokens", type=int, default=64, show_default=True, help="Maximum number of tokens of a text.")
 @click.option(
     "--fps",
     type=click.FloatRange(min=0, min_open=True),
@@ -45,8 +55,10 @@ _KERNELS = {"compiled": "compiled C++", "plain torch": "plain torch (slower): no
 @needs("video")
 def stream(
     sources: tuple[str, ...],
-    adapter: str,
+    adapters: tuple[str, ...],
     heads: tuple[str, ...],
+    questions: tuple[str, ...],
+    max_tokens: int,
     fps: float | None,
     out: Path | None,
     max_latency_s: float | None,
@@ -54,25 +66,31 @@ def stream(
     client: Client,
     as_json: bool,
 ) -> None:
-    """Query task heads about videos and cameras, many at once, clip by clip.
+    """Query task heads, or ask questions, about videos and cameras, many at once, clip by clip.
 
     \b
         vlora stream street.mp4 --adapter traffic --head jam
         vlora stream street.mp4 --adapter traffic --head jam --head cars --fps 4
         vlora stream rtsp://camera-7/main 0 videos/ --adapter traffic --head jam --out results
+        vlora stream 0 --head traffic/jam --head parking/cars --question "what is on the road?"
 
-    A source is a file, a camera number, a URL, or a folder of videos and images; all heads read the same source. A lost
+    A source is a file, a camera number, a URL, or a folder of videos and images; all heads and questions read the same
+    source, and those that read the same number of frames share each frame's transfer and vision encoding. A lost
     camera or server is retried; at startup, for --wait-s. Ctrl-C completes the clips in progress and closes the files.
     A clip that fails is reported and the command continues; the exit code is then 1.
     """
-    from apps.video_analytics import ChunkResult, find_sources, run
+    from apps.video_analytics import find_sources, run
 
-    if repeated := [head for head in dict.fromkeys(heads) if heads.count(head) > 1]:
-        raise BadRequest(f"--head {repeated[0]!r} is given more than once; give each head once")
+    for flag, values in (("--head", heads), ("--adapter", adapters), ("--question", questions)):
+        if repeated := [value for value in dict.fromkeys(values) if values.count(value) > 1]:
+            raise BadRequest(f"{flag} {repeated[0]!r} is given more than once; give it once")
+    if not heads and not questions:
+        raise BadRequest("nothing is asked; give at least one --head or --question")
     if fps is not None and not math.isfinite(fps):
         raise BadRequest(f"--fps is {fps}; it must be a number above 0")
     found = find_sources(sources)
     num_problems = 0
+    owners = len(adapters) > 1 or any("/" in head for head in heads)
 
     def on_result(result: ChunkResult) -> None:
         nonlocal num_problems
@@ -81,8 +99,10 @@ def stream(
             print_json(result)
             return
         name = f"{result.source:<20.20} " if len(found) > 1 else ""
-        name += f"{result.head:<12.12} " if len(heads) > 1 else ""
-        outcome = f"{result.label:<20} {result.confidence:6.1%}" if result.problem is None else result.problem
+        name += _asked(result, owners) if len(heads) + len(questions) * max(1, len(adapters)) > 1 else ""
+        confidence = f"{result.confidence:6.1%}" if result.answer is not None else " " * 6
+        label = " ".join(result.label.split())  # a text may have several lines
+        outcome = f"{label:<20} {confidence}" if result.problem is None else result.problem
         click.echo(f"{name}{result.start_s:7.1f} s  {outcome}  {result.latency_s * 1e3:6.0f} ms")
 
     with client, stopping() as stop:
@@ -90,8 +110,10 @@ def stream(
             run(
                 client,
                 found,
-                adapter,
+                adapters,
                 heads,
+                questions=questions,
+                max_tokens=max_tokens,
                 fps=fps,
                 out=out,
                 max_latency_s=max_latency_s,
@@ -108,6 +130,12 @@ def stream(
             sys.exit(INTERRUPTED)
     if num_problems:
         sys.exit(1)
+
+
+def _asked(result: ChunkResult, owners: bool) -> str:
+    """The head or question of a result, with its adapter if there are several."""
+    asked = result.question or result.head
+    return f"{result.adapter or 'base model'}/{asked}"[:24].ljust(25) if owners else asked[:12].ljust(13)
 
 
 @cli.command()

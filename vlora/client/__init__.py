@@ -4,7 +4,7 @@ from vlora.client.aio import AsyncClient
 from vlora.client.aio_frame_stream import AsyncFrameStream
 from vlora.client.frame_stream import FrameStream
 from vlora.client.sync import Client, TextStream
-from vlora.client.values import Answer, FrameResult, HeadResult
+from vlora.client.values import Answer, FrameAnswer, FrameResult, HeadResult, TextQuestion
 from vlora.client.waiting import wait_for_server
 
 __all__ = [
@@ -12,9 +12,11 @@ __all__ = [
     "AsyncClient",
     "AsyncFrameStream",
     "Client",
+    "FrameAnswer",
     "FrameResult",
     "FrameStream",
     "HeadResult",
+    "TextQuestion",
     "TextStream",
     "wait_for_server",
 ]

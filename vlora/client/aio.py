@@ -16,7 +16,16 @@ from vlora.client.calls import Adapter, Call, Image
 from vlora.client.connection import ServerConnection
 from vlora.client.own_question import head_of_question
 from vlora.client.sync import TIMEOUT_S, Client, abandon
-from vlora.client.values import DEFAULT_HOST, DEFAULT_PORT, Answer, HeadOutcome, HeadResult, StreamOptions, StreamPart
+from vlora.client.values import (
+    DEFAULT_HOST,
+    DEFAULT_PORT,
+    Answer,
+    HeadOutcome,
+    HeadResult,
+    StreamOptions,
+    StreamPart,
+    TextQuestion,
+)
 from vlora.errors import DeadlineMissed, VLoraError
 from vlora.types import AdapterStatus, EngineStats
 
@@ -140,8 +149,10 @@ class AsyncClient:
     async def open_stream(
         self,
         *,
-        adapter: str,
-        head: str,
+        adapter: str | None = None,
+        head: str | None = None,
+        heads: Sequence[tuple[str, str]] = (),
+        questions: Sequence[TextQuestion] = (),
         max_latency_s: float | None = None,
         fps: float | None = None,
         drop: Literal["newest", "none"] = "newest",
@@ -149,7 +160,12 @@ class AsyncClient:
     ) -> AsyncFrameStream:
         """As `Client.open_stream`."""
         options = StreamOptions(
-            adapter=adapter, head=head, max_latency_s=max_latency_s, fps=fps, drop=drop, priority=priority
+            heads=calls.stream_heads(adapter, head, heads),
+            questions=calls.stream_questions(questions),
+            max_latency_s=max_latency_s,
+            fps=fps,
+            drop=drop,
+            priority=priority,
         )
         stream_id = await self._wait(await self._connection(), calls.open_frames(options))
 

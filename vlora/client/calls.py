@@ -16,10 +16,11 @@ from vlora.client.values import (
     HeadResult,
     StreamOptions,
     StreamPart,
+    TextQuestion,
     sampling_pairs,
     sampling_params,
 )
-from vlora.errors import BadImage
+from vlora.errors import BadImage, BadRequest
 from vlora.types import AdapterStatus, EngineStats, adapter_name
 
 T = TypeVar("T")
@@ -97,8 +98,30 @@ def ask_heads(
     return Call("ask_heads", args, tuple[HeadOutcome, ...], sum(map(len, encoded)))
 
 
+def stream_heads(
+    adapter: str | None, head: str | None, heads: Sequence[tuple[str, str]]
+) -> tuple[tuple[str, str], ...]:
+    """All heads of a stream. Raises BadRequest for an adapter without its head, and the reverse."""
+    if (adapter is None) != (head is None):
+        raise BadRequest(f"adapter is {adapter!r} and head is {head!r}; give both, or neither")
+    first = () if adapter is None or head is None else ((adapter, head),)
+    try:
+        return first + tuple((adapter, head) for adapter, head in heads)
+    except (TypeError, ValueError) as error:
+        raise BadRequest("heads must be pairs of an adapter and one of its heads") from error
+
+
+def stream_questions(questions: Sequence[TextQuestion]) -> tuple[TextQuestion, ...]:
+    """The questions of a stream. Raises BadRequest for values that are not questions."""
+    if isinstance(questions, str) or not all(isinstance(each, TextQuestion) for each in questions):
+        raise BadRequest("questions must be values of vlora.client.TextQuestion")
+    return tuple(questions)
+
+
 def open_frames(options: StreamOptions) -> Call[str]:
-    return Call("open_frames", msgspec.structs.astuple(options), str)
+    heads, questions, *others = msgspec.structs.astuple(options)
+    # RPyC sends no subclasses of tuple.
+    return Call("open_frames", (heads, tuple(map(tuple, questions)), *others), str)
 
 
 def send_frame(stream_id: str, number: int, images: tuple[Any, ...], wait_s: float) -> Call[bool]:

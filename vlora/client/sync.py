@@ -16,7 +16,16 @@ from vlora.client.calls import Adapter, Call, Image
 from vlora.client.connection import ServerConnection
 from vlora.client.frame_stream import FrameStream
 from vlora.client.own_question import head_of_question
-from vlora.client.values import DEFAULT_HOST, DEFAULT_PORT, Answer, HeadOutcome, HeadResult, StreamOptions, StreamPart
+from vlora.client.values import (
+    DEFAULT_HOST,
+    DEFAULT_PORT,
+    Answer,
+    HeadOutcome,
+    HeadResult,
+    StreamOptions,
+    StreamPart,
+    TextQuestion,
+)
 from vlora.errors import DeadlineMissed, VLoraError
 from vlora.types import AdapterStatus, EngineStats
 
@@ -155,17 +164,25 @@ class Client:
     def open_stream(
         self,
         *,
-        adapter: str,
-        head: str,
+        adapter: str | None = None,
+        head: str | None = None,
+        heads: Sequence[tuple[str, str]] = (),
+        questions: Sequence[TextQuestion] = (),
         max_latency_s: float | None = None,
         fps: float | None = None,
         drop: Literal["newest", "none"] = "newest",
         priority: int = 0,
     ) -> FrameStream:
-        """Open a stream of frames to one head; each frame gets a result, in order.
+        """Open a stream of frames, each of which one or several heads and questions answer; results are in order.
+
+        The images of a frame are sent and read once, and encoded once for all adapters that do not change the vision
+        side. Activated adapters also share the computation of the prompt before their invocation.
 
         Args:
-            max_latency_s: bound on each frame.
+            adapter, head: the only head, or the first one.
+            heads: more pairs of an adapter and one of its heads; all read the same number of images.
+            questions: questions that an adapter or the base model answers in words.
+            max_latency_s: bound on each answer, from the frame's arrival.
             fps: maximum number of frames started per second.
             drop: policy when frames arrive faster than they are answered: "newest" replaces a waiting frame by a newer
                 one (the replaced frame's result reports it), "none" makes sending wait.
@@ -173,10 +190,17 @@ class Client:
 
         Raises:
             UnknownAdapter, UnknownHead: the server does not have them.
+            BadRequest: there is no head and no question, one is given twice, or the heads read different numbers of
+                images.
             OverCapacity: the server has too many streams.
         """
         options = StreamOptions(
-            adapter=adapter, head=head, max_latency_s=max_latency_s, fps=fps, drop=drop, priority=priority
+            heads=calls.stream_heads(adapter, head, heads),
+            questions=calls.stream_questions(questions),
+            max_latency_s=max_latency_s,
+            fps=fps,
+            drop=drop,
+            priority=priority,
         )
         stream_id = self._wait(self.connection(), calls.open_frames(options))
         return FrameStream(stream_id, lambda call: self._wait(self.connection(), call), self._timeout_s)

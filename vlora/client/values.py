@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -11,11 +12,12 @@ from vlora.errors import BadRequest, VLoraError, error_from_code
 from vlora.types import AdapterStatus, EngineStats, ErrorValue, HeadAnswer, SamplingParams, Timings, check_priority
 from vlora.wording import msgspec_errors
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 18861
 
 T = TypeVar("T")
+K = TypeVar("K")
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,24 +81,44 @@ class StreamPart(msgspec.Struct, frozen=True, kw_only=True):
     answer: Answer | None = None
 
 
+class TextQuestion(NamedTuple):
+    """A question about each frame of a stream, which `adapter` (None: the base model) answers in words."""
+
+    question: str
+    adapter: str | None = None
+    max_tokens: int = 64
+
+
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of a stream of frames.
 
-    max_latency_s bounds each frame, from its arrival; fps is the maximum number started per second; priority is that of
+    heads: pairs of an adapter and one of its heads, which answer each frame, as do the `questions`. max_latency_s
+    bounds each frame, from its arrival; fps is the maximum number started per second; priority is that of
     its requests. drop: policy for frames that arrive faster than they are answered. "newest": a newer frame replaces a
     waiting one; "none": sending waits.
 
     Raises BadRequest for invalid values.
     """
 
-    adapter: str
-    head: str
+    heads: tuple[tuple[str, str], ...] = ()
+    questions: tuple[TextQuestion, ...] = ()
     max_latency_s: float | None = None
     fps: float | None = None
     drop: Literal["newest", "none"] = "newest"
     priority: int = 0
 
     def __post_init__(self) -> None:
+        if not self.heads and not self.questions:
+            raise BadRequest("the stream has no head and no question; give at least one", field="heads")
+        for adapter, head in _repeated(self.heads):
+            raise BadRequest(f"head {head[:40]!r} of adapter {adapter[:40]!r} is given twice", field="heads")
+        for asked, question in _repeated((each.adapter, each.question) for each in self.questions):
+            owner = "the base model" if asked is None else f"adapter {asked[:40]!r}"
+            raise BadRequest(f"question {question[:40]!r} to {owner} is given twice", field="questions")
+        for each in self.questions:
+            if not each.question.strip():
+                raise BadRequest("a question of the stream is empty; send a text", field="questions")
+            sampling_params({"max_tokens": each.max_tokens})
         for field in ("max_latency_s", "fps"):
             value = getattr(self, field)
             if value is not None and not value > 0:
@@ -106,17 +128,45 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
         check_priority(self.priority)
 
 
-class FrameResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one frame, by its number in the stream: its answer, the reason it was dropped, or its error.
+class FrameAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of one head or one text question of a stream about a frame: `answer` or `text`, or its error.
 
-    latency_s: from the frame's arrival at the server to this result.
+    adapter, head, question: as the stream was opened with; `head` is None for a question, `question` for a head.
+    """
+
+    adapter: str | None
+    head: str | None = None
+    question: str | None = None
+    answer: HeadResult | None = None
+    text: Answer | None = None
+    error: ErrorValue | None = None
+
+    @property
+    def label(self) -> str | None:
+        """The label of the head's answer, or the text of the question's; None for an error."""
+        if self.text is not None:
+            return self.text.text
+        return None if self.answer is None else self.answer.label
+
+
+class FrameResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of one frame, by its number in the stream: its answers, the reason it was dropped, or its error.
+
+    answers: of the stream's heads and then of its questions, in the order they were given; empty for a frame that was
+    not started. error: set if nothing was answered; that of the first answer, where there are answers. latency_s: from
+    the frame's arrival at the server to this result.
     """
 
     number: int
     latency_s: float
-    answer: HeadResult | None = None
+    answers: tuple[FrameAnswer, ...] = ()
     dropped: str | None = None
     error: ErrorValue | None = None
+
+    @property
+    def answer(self) -> HeadResult | None:
+        """The answer of the stream's first head; None if it has no head, and if that head did not answer."""
+        return self.answers[0].answer if self.answers else None
 
 
 class FrameResults(msgspec.Struct, frozen=True, kw_only=True):
@@ -162,6 +212,10 @@ def open_reply(reply: Reply, kind: type[T]) -> T:
     if reply[0]:
         return _DECODERS[kind](reply[1])  # type: ignore[arg-type]
     raise error_from_code(*reply[1:])  # type: ignore[arg-type]
+
+
+def _repeated(values: Iterable[K]) -> list[K]:
+    return [value for value, count in Counter(values).items() if count > 1]
 
 
 def sampling_pairs(sampling: SamplingParams) -> tuple[tuple[str, Any], ...]:

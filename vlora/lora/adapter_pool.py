@@ -124,7 +124,14 @@ class AdapterPool:
         """The model's adaptable layers, in the order of their factors in a run."""
         shards = ((name, self._layers[name].shard) for name in self._order)
         return {
-            name: SiteShape(shard.d_in, shard.d_out, name in self._vision, shard, own=name in self._own)
+            name: SiteShape(
+                shard.d_in,
+                shard.d_out,
+                name in self._vision,
+                shard,
+                own=name in self._own,
+                tied=self._own[name].tied if name in self._own else None,
+            )
             for name, shard in shards
         }
 

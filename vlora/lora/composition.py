@@ -19,6 +19,7 @@ from vlora.lora.peft_format import AdapterHeader
 from vlora.parallel.adapter_sharding import FactorShape
 
 _FORMS = {"scale": "DoRA", "shift": "trained biases", "gain": "IA3", "input": "IA3"}
+_KINDS = {"replaced": "modules_to_save", "tokens": "trainable_token_indices"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +47,7 @@ class ComposedHeader:
 def check_composable(name: str, header: AdapterHeader) -> None:
     """Raises BadRequest, with the feature, if an adapter changes more than weights by LoRA factors."""
     features = {_FORMS[row] for target in header.targets for row in target.cut.shape.rows}
-    features |= {"modules_to_save" for target in header.targets if target.cut.shape.kind == "replaced"}
+    features |= {_KINDS[target.cut.shape.kind] for target in header.targets if target.cut.shape.kind in _KINDS}
     if header.invocation:
         features.add("alora_invocation_tokens")
     if features:

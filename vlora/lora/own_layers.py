@@ -1,6 +1,7 @@
 """Layers with weights of an adapter instead of the base model's (PEFT's `modules_to_save`). They are never merged.
 
-The output head and the token embedding may also have LoRA factors. Every row of a batch uses the weight of its own
+The output head and the token embedding may also have LoRA factors, or a weight of their own for some tokens only
+(PEFT's `trainable_token_indices`). Every row of a batch uses the weight of its own
 request's adapter there, in every mode. Layers of the vision side use the lanes of its images.
 """
 
@@ -10,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -33,23 +35,32 @@ class Row(Protocol):
 
 
 class OwnLayer:
-    """The adapters' weights of one layer of the base model, by key. layer: the base model's."""
+    """The adapters' weights of one layer of the base model, by key.
 
-    def __init__(self, layer: nn.Linear | nn.Embedding) -> None:
+    layer: the base model's. tied: name of the layer that changes with this one's tokens, since both share a weight.
+    """
+
+    def __init__(self, layer: nn.Linear | nn.Embedding, tied: str | None = None) -> None:
         self.layer = layer
+        self.tied = tied
         d_out, d_in = layer.weight.shape
         self.shard = LinearShard.whole(d_in, d_out)
         self._weights: dict[str, Tensor] = {}
         self._factors: dict[str, tuple[Tensor, Tensor]] = {}
+        self._tokens: dict[str, tuple[Tensor, Tensor]] = {}  # token ids [n] and their weights [n, d_in]
 
     def __bool__(self) -> bool:
         """Whether any adapter has a weight or factors for this layer."""
-        return bool(self._weights or self._factors)
+        return bool(self._weights or self._factors or self._tokens)
 
     def attach(self, key: str, shape: FactorShape, factors: tuple[Tensor, Tensor]) -> None:
         """Register an adapter's weight or factors. They are referenced, not copied."""
         if shape.kind == "replaced":
             self._weights[key] = factors[0]
+        elif shape.kind == "tokens":
+            known = self._tokens.get(key)  # of an adapter that was moved
+            ids = torch.tensor(shape.tokens, device=factors[0].device) if known is None else known[0]
+            self._tokens[key] = ids, factors[0]
         else:
             self._factors[key] = factors
 
@@ -57,6 +68,7 @@ class OwnLayer:
         """Remove an adapter; unknown keys are ignored."""
         self._weights.pop(key, None)
         self._factors.pop(key, None)
+        self._tokens.pop(key, None)
 
     def look_up(self, out: Tensor, ids: Tensor, rows: Iterable[Row]) -> None:
         """As the embedding: correct its outputs [T, hidden] for token ids [T] in place, in the rows of adapters."""
@@ -67,6 +79,11 @@ class OwnLayer:
             elif row.adapter in self._factors:
                 a, bt = self._factors[row.adapter]
                 out[place] += bt[:, ids[place]].t() @ a
+            elif row.adapter in self._tokens:
+                tokens, weights = self._tokens[row.adapter]
+                equal = ids[place, None] == tokens
+                own = weights[equal.int().argmax(1)]
+                out[place] = torch.where(equal.any(1, keepdim=True), own, out[place])
 
     def multiply(self, out: Tensor, x: Tensor, adapters: Sequence[str | None]) -> None:
         """As the output head: correct its logits in place.
@@ -84,14 +101,18 @@ class OwnLayer:
             elif adapter in self._factors:
                 a, bt = self._factors[adapter]
                 out[start:stop] += x[start:stop] @ a.t() @ bt
+            elif adapter in self._tokens:
+                tokens, weights = self._tokens[adapter]
+                out[start:stop, tokens] = linear(x[start:stop], weights, None).to(out.dtype)
 
 
 class OwnLayers:
     """The `OwnLayer`s of a model. by_name: both, by the names of the model's modules."""
 
     def __init__(self, model: nn.Module, head: nn.Linear, embedding: nn.Embedding) -> None:
-        self.head, self.embedding = OwnLayer(head), OwnLayer(embedding)
         names = {module: name for name, module in model.named_modules()}
+        tied = names[head] if getattr(model.config, "tie_word_embeddings", False) else None
+        self.head, self.embedding = OwnLayer(head), OwnLayer(embedding, tied)
         self.by_name = {names[own.layer]: own for own in (self.head, self.embedding)}
 
 

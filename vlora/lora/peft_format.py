@@ -22,7 +22,14 @@ from vlora.errors import BadAdapter
 from vlora.lora.fused_layers import read_targets
 from vlora.lora.layout import run_bytes
 from vlora.lora.peft_settings import invocation_of, refuse_unsupported
-from vlora.lora.peft_target import NOT_ADAPTED, SHARED_LAYERS, SiteShape, StoredLayer, TargetHeader
+from vlora.lora.peft_target import (
+    NOT_ADAPTED,
+    SHARED_LAYERS,
+    SiteShape,
+    StoredLayer,
+    TargetHeader,
+    with_tied_tokens,
+)
 from vlora.parallel.adapter_sharding import FactorShape, ShardingKind
 from vlora.wording import json_errors
 
@@ -33,7 +40,7 @@ HEAD_FILES = ("heads.json", "heads.safetensors")
 _TENSOR = re.compile(
     r"^base_model\.model\.(?P<module>.+?)\."
     r"(?P<part>lora_A\.weight|lora_B\.weight|lora_B\.bias|lora_magnitude_vector|(base_layer\.)?bias"
-    r"|lora_embedding_A|lora_embedding_B|(base_layer\.)?weight|ia3_l)$"
+    r"|lora_embedding_A|lora_embedding_B|(base_layer\.)?weight|ia3_l|(token_adapter\.)?trainable_tokens_delta)$"
 )
 
 
@@ -119,15 +126,18 @@ def read_header(
             if shared is not None:
                 raise BadAdapter(f"{path}: tensor {tensor!r} belongs to the {SHARED_LAYERS[shared]}{NOT_ADAPTED}")
             raise BadAdapter(f"{path}: tensor {tensor!r} is not a LoRA factor of a linear layer; it is not supported")
-        part = "bias" if match["part"] == "base_layer.bias" else match["part"]
+        part = "bias" if match["part"] == "base_layer.bias" else match["part"].removeprefix("token_adapter.")
         layers.setdefault(match["module"], {})[part] = tensor
     if not layers:
         raise BadAdapter(f"{path}: {WEIGHTS_FILE} contains no LoRA factors")
-    targets = tuple(
+    stored = [
         target
         for module, parts in sorted(layers.items())
         for target in read_targets(StoredLayer(path, config, module, parts, shapes, sites))
-    )
+    ]
+    if config.get("trainable_token_indices") is not None and not any(target.is_of_tokens for target in stored):
+        raise BadAdapter(f"{path}: trainable_token_indices is set, but {WEIGHTS_FILE} has no weights of tokens")
+    targets = tuple(with_tied_tokens(stored, sites))
     seen: dict[str, str] = {}
     for target in targets:
         if target.site in seen:

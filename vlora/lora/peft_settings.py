@@ -31,6 +31,7 @@ _READ = frozenset(
         "alora_invocation_tokens",
         "lora_bias",
         "modules_to_save",
+        "trainable_token_indices",
     )
 )
 DESCRIPTION_AND_SELECTION = frozenset(
@@ -64,10 +65,10 @@ _WITHOUT_EFFECT = frozenset(
     )
 )
 # Vectors over inputs, of the layers in `feedforward_modules`, have the length of the inputs.
+_OF_TOKENS = frozenset(("peft_type", "token_indices", "init_weights"))
 _OF_IA3 = frozenset(("peft_type", "feedforward_modules", "fan_in_fan_out", "modules_to_save", "init_ia3_weights"))
 # Setting -> why it is not supported.
 _REFUSED = {
-    "trainable_token_indices": "it changes the shared token embeddings",
     "layer_replication": "it changes the number of layers of the base model",
     "use_qalora": "QALoRA pools its inputs",
     "velora_config": "VeLoRA changes how inputs are read",
@@ -92,8 +93,11 @@ def refuse_unsupported(path: Path, config: Mapping[str, Any]) -> None:
     if kind == "IA3":
         refuse_others(path, config, DESCRIPTION_AND_SELECTION | _OF_IA3)
         return
+    if kind == "TRAINABLE_TOKENS":
+        refuse_others(path, config, DESCRIPTION_AND_SELECTION | _OF_TOKENS)
+        return
     if kind != "LORA":
-        raise BadAdapter(f"{path}: peft_type is {kind!r}; only LORA and IA3 adapters are supported")
+        raise BadAdapter(f"{path}: peft_type is {kind!r}; only LORA, IA3 and TRAINABLE_TOKENS adapters are supported")
     refuse_others(path, config, _READ | _WITHOUT_EFFECT | DESCRIPTION_AND_SELECTION)
     if config.get("bias") not in (None, "none", "all", "lora_only"):
         raise BadAdapter(f"{path}: bias = {config['bias']!r} is not supported: PEFT knows none, all and lora_only")
@@ -152,6 +156,24 @@ def invocation_of(path: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
         raise BadAdapter(
             f"{path}: alora_invocation_tokens is set, but task_type is {shown(config.get('task_type'))}; PEFT searches "
             "for invocation tokens with task_type CAUSAL_LM only"
+        )
+    return tuple(tokens)
+
+
+def tokens_of(path: Path, config: Mapping[str, Any], module: str) -> tuple[int, ...]:
+    """The trainable tokens of a layer, in the order of their weights in the file.
+
+    Raises:
+        BadAdapter: The setting is malformed, or does not name the layer.
+    """
+    setting = "token_indices" if config.get("peft_type") == "TRAINABLE_TOKENS" else "trainable_token_indices"
+    tokens = config.get(setting)
+    if isinstance(tokens, dict):
+        tokens = next((tokens[name] for name in tokens if module.endswith(name)), None)  # as PEFT finds the layer
+    valid = isinstance(tokens, list) and all(type(token) is int and token >= 0 for token in tokens)
+    if not (valid and tokens and len(set(tokens)) == len(tokens)):
+        raise BadAdapter(
+            f"{path}: {setting} gives {shown(tokens)} for {module!r}; it must be a list of different token ids"
         )
     return tuple(tokens)
 

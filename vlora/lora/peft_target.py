@@ -5,19 +5,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from vlora.errors import BadAdapter
 from vlora.lora.legacy_names import resolve
-from vlora.lora.peft_settings import scale_of
+from vlora.lora.peft_settings import scale_of, tokens_of
 from vlora.parallel.adapter_sharding import Blocks, Cut, RowKind, ShardingKind, Side, plan_cut
 from vlora.parallel.layer_sharding import ROW_PARALLEL, LinearShard
 
 # Layers that all adapters share.
 SHARED_LAYERS = {"lm_head": "output head", "embed_tokens": "token embedding"}
 NOT_ADAPTED = "; adapters on it are not supported"
+
+TOKENS = "trainable_tokens_delta"  # PEFT's name; it has weights, not their changes
 
 # Tensors of a layer with a value per output, and the settings that they belong to.
 ROWS = {"lora_magnitude_vector": "use_dora", "lora_B.bias": "lora_bias", "bias": "bias"}
@@ -36,8 +38,8 @@ class SiteShape:
     """A linear layer of the base model that adapters may target.
 
     vision: whether it belongs to the vision tower or the projector. shard: the part on this rank; None is the whole
-    layer. own: the output head or the token embedding, where each row of a batch has a weight of its own. part: set
-    while a layer is read that is several layers of the model.
+    layer. own: the output head or the token embedding, where each row of a batch has a weight of its own. tied: the
+    layer that shares this one's weight. part: set while a layer is read that is several layers of the model.
     """
 
     d_in: int
@@ -45,6 +47,7 @@ class SiteShape:
     vision: bool
     shard: LinearShard | None = None
     own: bool = False
+    tied: str | None = None
     part: Part | None = None
 
     def cut(self, rank: int, blocks: Blocks | None, sharding: ShardingKind) -> Cut:
@@ -62,8 +65,8 @@ class TargetHeader:
     lora_B (`.lora_B.bias`) or in place of the layer's.
 
     A layer with a trained bias only, or with IA3's vector, has rank 0, and its tensor_a and tensor_b are empty. A layer
-    that is replaced has its weight in tensor_a. is_transposed: both are stored transposed (embeddings). base_copy: a
-    tensor that must equal W0. own and part: as in `SiteShape`.
+    that is replaced, or some of its tokens, has its weight in tensor_a. is_transposed: both are stored transposed
+    (embeddings). base_copy: a tensor that must equal W0. own and part: as in `SiteShape`.
 
     Thousands of adapters have hundreds of mostly equal headers each, so `_target_header` shares them.
     """
@@ -93,6 +96,11 @@ class TargetHeader:
         return not (shape.rows or shape.kind == "replaced" or self.own)
 
     @property
+    def is_of_tokens(self) -> bool:
+        """Whether the adapter has weights of some tokens."""
+        return self.cut.shape.kind == "tokens"
+
+    @property
     def first_tensor(self) -> str:
         return self.tensor_a or self.vector or self.biases[0]
 
@@ -120,6 +128,8 @@ class StoredLayer(NamedTuple):
 def read_target(layer: StoredLayer) -> TargetHeader:
     """Check one layer of an adapter. Raises BadAdapter with the reason if it cannot be served."""
     path, config, module, parts, shapes, sites = layer
+    if TOKENS in parts or config.get("peft_type") == "TRAINABLE_TOKENS":
+        return _of_tokens(layer)
     if "weight" not in parts and ("ia3_l" in parts) != (config.get("peft_type") == "IA3"):
         raise BadAdapter(
             f"{path}: peft_type is {config.get('peft_type')!r}, but layer {module!r} has {', '.join(sorted(parts))}"
@@ -195,6 +205,45 @@ def _ia3(layer: StoredLayer) -> TargetHeader:
     header = _target_header(site, expected, disk, None, "", "", None, (), 0.0)
     cut = dataclasses.replace(header.cut, shape=header.cut.shape._replace(rows=(row,)))
     return dataclasses.replace(header, cut=cut, merged=cut, vector=parts["ia3_l"])
+
+
+def _of_tokens(layer: StoredLayer) -> TargetHeader:
+    """The output head or the token embedding with weights of its own for some tokens."""
+    path, config, module, parts, shapes, sites = layer
+    if set(parts) != {TOKENS}:
+        raise BadAdapter(
+            f"{path}: layer {module!r} has {', '.join(sorted(parts))}; trainable tokens must be alone there"
+        )
+    site = _site(path, module, sites)
+    expected, shape, tokens = sites[site], shapes[parts[TOKENS]], tokens_of(path, config, module)
+    if not expected.own:
+        raise BadAdapter(
+            f"{path}: {parts[TOKENS]!r} is not supported: trainable tokens are those of the token embedding and the "
+            "output head"
+        )
+    if shape != (len(tokens), expected.d_in) or max(tokens) >= expected.d_out:
+        raise BadAdapter(
+            f"{path}: {parts[TOKENS]!r} has shape {shape} for {len(tokens)} tokens up to {max(tokens)}, but this base "
+            f"model has {expected.d_out} tokens of width {expected.d_in}; the adapter was made for another model or "
+            "vocabulary"
+        )
+    none = (expected.d_out, 0)
+    header = _target_header(site, expected, ((0, expected.d_in), none), None, parts[TOKENS], "", None, (), 0.0)
+    cut = dataclasses.replace(header.cut, shape=header.cut.shape._replace(kind="tokens", tokens=tokens))
+    return dataclasses.replace(header, disk=(shape, none), cut=cut, merged=cut)
+
+
+def with_tied_tokens(targets: Sequence[TargetHeader], sites: Mapping[str, SiteShape]) -> Iterator[TargetHeader]:
+    """The layers of an adapter, and those that share a weight with its tokens, as PEFT ties them.
+
+    A tied layer with tokens of its own in the file is not changed otherwise.
+    """
+    yield from targets
+    with_tokens = {target.site for target in targets if target.is_of_tokens}
+    for target in targets:
+        tied = sites[target.site].tied
+        if target.is_of_tokens and tied is not None and tied not in with_tokens:
+            yield dataclasses.replace(target, site=tied)
 
 
 def _replaced(layer: StoredLayer) -> TargetHeader:

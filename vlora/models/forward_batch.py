@@ -34,6 +34,13 @@ class Row:
     context: np.ndarray
     answers: bool
 
+    def read(self) -> np.ndarray:
+        """Batch indices of its tokens with a final hidden state that is read, ascending."""
+        if self.state.request.head is None:
+            return np.arange(self.stop - self.answers, self.stop)  # the last token, or none
+        first, stop = np.searchsorted(self.state.head_tokens, (self.first, self.last))
+        return self.state.head_tokens[first:stop] - self.first + self.start
+
 
 def lane_by_lane(items: Sequence[BatchItem], merged: str | None) -> list[BatchItem]:
     """Sort items so that the tokens of one adapter are adjacent and form one lane.
@@ -56,7 +63,7 @@ class ForwardBatch:
 
     Attributes:
         text: Rows that sample a token.
-        head_rows: Rows of requests with a task head.
+        head_rows: Rows with a token that the request's task head reads, or with its answer.
         text_index: The places of their last tokens in the batch, on the model's device.
         draws: On a GPU the `draw_table` of the text rows, if any of them is not greedy.
         logits: Of the text rows, float32 [n, vocab]; None before they are computed.
@@ -79,7 +86,8 @@ class ForwardBatch:
             self.rows.append(row)
             start = row.stop
         self.text = [row for row in self.rows if row.answers and row.state.request.head is None]
-        self.head_rows = [row for row in self.rows if row.state.request.head is not None]
+        headed = (row for row in self.rows if row.state.request.head is not None)
+        self.head_rows = [row for row in headed if row.answers or len(row.read())]
         self.num_tokens = start
         self.token_ids = np.empty(start, dtype=np.int64)
         self.write_rows = np.empty(start, dtype=np.int64)
@@ -89,14 +97,7 @@ class ForwardBatch:
 
     def read_rows(self) -> list[np.ndarray]:
         """For each item, the batch indices of tokens with a final hidden state that is read, ascending."""
-        read = []
-        for row in self.rows:
-            if row.state.request.head is None:
-                read.append(np.arange(row.stop - row.answers, row.stop))  # the last token, or none
-                continue
-            first, stop = np.searchsorted(row.state.head_tokens, (row.first, row.last))
-            read.append(row.state.head_tokens[first:stop] - row.first + row.start)
-        return read
+        return [row.read() for row in self.rows]
 
     def positions(self, num_rows: int) -> np.ndarray:
         """Rotary positions, int64 [num_rows, T]."""

@@ -43,6 +43,13 @@ class EncodedPrompt(NamedTuple):
     shown: tuple[Region, ...] = ()
 
 
+class ProcessedImages(NamedTuple):
+    """Images after the image processor: the fields `vision` and `shown` of an EncodedPrompt."""
+
+    vision: tuple[VisionInput, ...] = ()
+    shown: tuple[Region, ...] = ()
+
+
 class InputProcessor:
     """Chat template, tokenizer and image processor of one model."""
 
@@ -110,21 +117,28 @@ class InputProcessor:
             BadRequest: The numbers of image markers and images differ.
             BadImage: An image cannot be processed.
         """
+        return self.encode_processed(prompt, self.process_images(images))
+
+    def process_images(self, images: Sequence[Image.Image]) -> ProcessedImages:
+        """Process the images of one prompt, for any number of prompts about them. Raises BadImage."""
+        shown = tuple(shown_region(self.image_processor, image.width, image.height) for image in images)
+        return ProcessedImages(self._process(images), shown)
+
+    def encode_processed(self, prompt: str, images: ProcessedImages) -> EncodedPrompt:
+        """As `encode`, for images that are processed already."""
         pieces = prompt.split(self.image_token)
-        if len(pieces) - 1 != len(images):
+        if len(pieces) - 1 != len(images.vision):
             raise BadRequest(
                 f"the prompt has {len(pieces) - 1} image markers ({self.image_token}) but "
-                f"{len(images)} images were sent"
+                f"{len(images.vision)} images were sent"
             )
-        vision = self._process(images)
         text = pieces[0]
-        for item, piece in zip(vision, pieces[1:], strict=True):
+        for item, piece in zip(images.vision, pieces[1:], strict=True):
             text += self.image_token * item.num_tokens + piece
         # Templates include the beginning-of-text token; the tokenizer would add a second one.
         bos = self.tokenizer.bos_token
         special = not (bos is not None and text.startswith(bos))
-        shown = tuple(shown_region(self.image_processor, image.width, image.height) for image in images)
-        return EncodedPrompt(tuple(self._tokenize(text, special)), vision, shown)
+        return EncodedPrompt(tuple(self._tokenize(text, special)), images.vision, images.shown)
 
     def as_given(self, token_ids: Sequence[int]) -> EncodedPrompt:
         """A prompt given as token ids, without images."""

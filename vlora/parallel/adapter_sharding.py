@@ -27,7 +27,7 @@ from vlora.parallel.layer_sharding import LinearShard, Span
 
 ShardingKind = Literal["replicated", "slora"]
 Side = Literal["a", "b"]
-FactorKind = Literal["dense", "blocks_a", "blocks_b", "gathered", "reduced", "replaced"]
+FactorKind = Literal["dense", "blocks_a", "blocks_b", "gathered", "reduced", "replaced", "tokens"]
 RowKind = Literal["scale", "shift", "gain", "input"]
 
 
@@ -38,6 +38,7 @@ class FactorShape(NamedTuple):
     / parts], and bt's rows belong to them in order; blocks_b: the same with a and bt swapped.
     gathered: a has one of `parts` shares of the adapter's rank; reduced: bt has this rank's share of the outputs.
     replaced: a is the weight of the layer [d_out, d_in] instead of a delta; the rank is 0.
+    tokens: a has the weight's rows of these `tokens` only.
 
     rows: further rows below dense factors: other changes than the factors' delta. scale: the relative change of each
     output without its bias (DoRA's g - 1). shift: added to the outputs (biases). gain: the relative change of each
@@ -50,11 +51,12 @@ class FactorShape(NamedTuple):
     kind: FactorKind = "dense"
     parts: int = 1
     rows: tuple[RowKind, ...] = ()
+    tokens: tuple[int, ...] = ()
 
     @property
     def rows_a(self) -> int:
-        if self.kind == "replaced":
-            return self.d_out
+        if self.kind in ("replaced", "tokens"):
+            return len(self.tokens) or self.d_out
         return self.rank // self.parts if self.kind in ("blocks_a", "gathered") else self.rank + ("input" in self.rows)
 
     @property
@@ -179,7 +181,7 @@ def dense(shape: FactorShape, a: torch.Tensor, bt: torch.Tensor) -> tuple[torch.
 
     Further rows of bt are kept, and so are weights that replace a layer's.
     """
-    if shape.rows or shape.kind == "replaced":
+    if shape.rows or shape.kind in ("replaced", "tokens"):
         return a, bt
     parts = parts_of(shape, a, bt)
     if len(parts) == 1:

@@ -29,7 +29,7 @@ from vlora.server.head_results import in_pixels
 from vlora.server.interleave import interleave
 from vlora.server.internal_errors import to_vlora_error
 from vlora.server.metrics import BASE, Metrics
-from vlora.server.prompt_encoder import PromptEncoder
+from vlora.server.prompt_encoder import Images, PromptEncoder, SharedImages
 from vlora.server.prompts import (
     Image,
     Prompt,
@@ -84,7 +84,7 @@ class FrontEnd:
     async def generate(
         self,
         prompt: Prompt,
-        images: Sequence[Image] = (),
+        images: Images = (),
         *,
         adapter: str | None = None,
         sampling: SamplingParams | None = None,
@@ -127,7 +127,7 @@ class FrontEnd:
     async def choices(
         self,
         prompt: Prompt,
-        images: Sequence[Image] = (),
+        images: Images = (),
         *,
         num_choices: int = 1,
         adapter: str | None = None,
@@ -171,7 +171,7 @@ class FrontEnd:
 
     async def ask_head(
         self,
-        images: Sequence[Image],
+        images: Images,
         adapter: str,
         head: str,
         *,
@@ -242,12 +242,12 @@ class FrontEnd:
         limit = self.config.max_requests
         if not 0 < len(heads) <= limit:
             raise BadRequest(f"{len(heads)} heads are asked; the number must be from 1 to {limit}", field="heads")
-        read = await self._encoder.read(images, RequestClock(self.config.request_timeout_s))
+        shared = SharedImages(await self._encoder.read(images, RequestClock(self.config.request_timeout_s)))
 
         async def outcome(adapter: str, head: str) -> HeadOutcome:
             try:
                 answer = await self.ask_head(
-                    read, adapter, head, max_latency_s=max_latency_s, priority=priority, tenant=tenant
+                    shared, adapter, head, max_latency_s=max_latency_s, priority=priority, tenant=tenant
                 )
             except Exception as error:
                 return HeadOutcome(error=ErrorValue.of(to_vlora_error(error)))
@@ -311,9 +311,7 @@ class FrontEnd:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    async def _encode(
-        self, prompt: Prompt, images: Sequence[Image], adapter: str | None, clock: RequestClock
-    ) -> EncodedPrompt:
+    async def _encode(self, prompt: Prompt, images: Images, adapter: str | None, clock: RequestClock) -> EncodedPrompt:
         """Look up the adapter and encode the prompt; images without text get the adapter's question if it has one."""
         statuses = () if adapter is None else await self.adapters.parts(adapter)
         clock.adapter = adapter or BASE

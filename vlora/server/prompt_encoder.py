@@ -3,21 +3,51 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vlora.config import ServerConfig
 from vlora.engine.host_resources import default_threads
+from vlora.errors import VLoraError
 from vlora.server.active_requests import RequestClock
 from vlora.server.media.image_decoding import RawImage, decode_images
 from vlora.server.media.image_sources import ImageSources
 from vlora.server.prompts import Conversation, Image, PlainText, Prompt, PromptTokens, is_short
 
 if TYPE_CHECKING:
-    from vlora.models.processing import EncodedPrompt, InputProcessor
+    from vlora.models.processing import EncodedPrompt, InputProcessor, ProcessedImages
+
+T = TypeVar("T")
 
 _MAX_THREADS = 4  # that prepare requests; the cores belong to the engine
+
+
+class SharedImages:
+    """The images of several requests, which are decoded and processed once: when the first request needs them."""
+
+    def __init__(self, images: Sequence[Image]) -> None:
+        self._images = images
+        self._lock = asyncio.Lock()
+        self._outcome: ProcessedImages | VLoraError | None = None
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    async def processed(self, process: Callable[[Sequence[Image]], Awaitable[ProcessedImages]]) -> ProcessedImages:
+        """The processed images, by the first call of `process` that ends. Raises its VLoraError, each time."""
+        async with self._lock:  # if the request that processes them is cancelled, the next one does
+            if self._outcome is None:
+                try:
+                    self._outcome = await process(self._images)
+                except VLoraError as error:
+                    self._outcome = error
+        if isinstance(self._outcome, VLoraError):
+            raise self._outcome
+        return self._outcome
+
+
+Images = Sequence[Image] | SharedImages
 
 
 class PromptEncoder:
@@ -30,7 +60,7 @@ class PromptEncoder:
         num_threads = min(_MAX_THREADS, default_threads())
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="vlora-prepare")
 
-    async def encode(self, prompt: Prompt, images: Sequence[Image], clock: RequestClock) -> EncodedPrompt:
+    async def encode(self, prompt: Prompt, images: Images, clock: RequestClock) -> EncodedPrompt:
         """Encode a prompt with its images in a thread; short prompts without images on the event loop.
 
         Raises:
@@ -39,11 +69,13 @@ class PromptEncoder:
             DeadlineMissed: The request's deadline passed meanwhile.
         """
         if not images and is_short(prompt):
-            return self._encode(prompt, ())
+            return self._encode_with_pixels(prompt, ())
         with clock.bound():
             async with asyncio.timeout_at(clock.deadline):
-                encoded = await self._sources.read(images)
-                return await asyncio.get_running_loop().run_in_executor(self._threads, self._encode, prompt, encoded)
+                if isinstance(images, SharedImages):
+                    processed = await images.processed(self._read_and_process)
+                    return await self._in_thread(self._encode, prompt, processed)
+                return await self._in_thread(self._encode_with_pixels, prompt, await self._sources.read(images))
 
     async def read(self, images: Sequence[Image], clock: RequestClock) -> list[bytes | RawImage]:
         """The images' bytes or raw pixels from their sources. Raises as `encode`."""
@@ -55,15 +87,28 @@ class PromptEncoder:
         self._threads.shutdown(wait=False, cancel_futures=True)
         await self._sources.close()
 
-    def _encode(self, prompt: Prompt, images: Sequence[bytes | RawImage]) -> EncodedPrompt:
-        pixels = decode_images(images, self._config)
+    async def _read_and_process(self, images: Sequence[Image]) -> ProcessedImages:
+        return await self._in_thread(self._process, await self._sources.read(images))
+
+    async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+
+    def _process(self, images: Sequence[bytes | RawImage]) -> ProcessedImages:
+        return self._processor.process_images(decode_images(images, self._config))
+
+    def _encode_with_pixels(self, prompt: Prompt, images: Sequence[bytes | RawImage]) -> EncodedPrompt:
+        return self._encode(prompt, self._process(images))
+
+    def _encode(self, prompt: Prompt, images: ProcessedImages) -> EncodedPrompt:
         match prompt:
             case PromptTokens():
                 return self._processor.as_given(prompt.token_ids)
             case PlainText():
-                return self._processor.encode(prompt.text)
+                return self._processor.encode_processed(prompt.text, images)
             case str():
-                return self._processor.encode(self._processor.chat(prompt, len(pixels)), pixels)
+                text = self._processor.chat(prompt, len(images.vision))
             case Conversation():
-                return self._processor.encode(self._processor.template(prompt.messages, prompt.tools), pixels)
-        return self._processor.encode(self._processor.template(prompt), pixels)
+                text = self._processor.template(prompt.messages, prompt.tools)
+            case _:
+                text = self._processor.template(prompt)
+        return self._processor.encode_processed(text, images)

@@ -35,6 +35,7 @@ from vlora.models.loading import dummy_model
 _DTYPE = "bfloat16"
 _CONTEXT = 256  # tokens
 _WARMUP = 5  # rounds not counted; a set of adapters is packed after it has recurred a few times
+_MIXED_RANKS = (8, 16, 32, 64)
 _LONGEST = 256  # answer tokens: more than the steps of all its comparisons
 
 
@@ -54,7 +55,7 @@ def run(quick: bool, quantize: Quantize = "none") -> Report:
     with tempfile.TemporaryDirectory() as folder:
         adapters = {
             f"r{rank}-{i}": write_adapter(Path(folder) / f"r{rank}-{i}", shapes, rank, seed=100 * rank + i)
-            for rank, count in ((16, 4), (8, 16), (64, 16))
+            for rank, count in ((16, 4), (8, 16), (32, 16), (64, 16))
             for i in range(count)
         }
         # One engine each: requests of a shared one would be batched together.
@@ -76,9 +77,10 @@ def run(quick: bool, quantize: Quantize = "none") -> Report:
         for rank, goal in ((8, 1.2), (64, 1.45)):
             merged = first.begin(["r16-0"] * 16)
             steps = {"unmerged": second.begin([f"r{rank}-{i}" for i in range(16)]), "merged": merged}
-            bytes_ratio = 1 + 16 * _adapter_bytes(shapes, rank) / weight_bytes
+            bytes_ratios = {"merged": 1 + 16 * _adapter_bytes(shapes, rank) / weight_bytes}
             name = f"unmerged, 16 adapters of rank {rank} in 16"
-            bench.compare(name, steps, {"merged": goal}, scales=True, bytes_ratio=bytes_ratio)
+            bench.compare(name, steps, {"merged": goal}, scales=True, bytes_ratios=bytes_ratios)
+        _compare_mixed_ranks(bench, adapters, second, weight_bytes, _adapter_bytes(shapes, 1))
         if atmm.load_kernels() and not quick:
             with _without_compiled_kernels():
                 names = [f"r8-{i}" for i in range(16)]
@@ -89,6 +91,41 @@ def run(quick: bool, quantize: Quantize = "none") -> Report:
             steps = {"unmerged": second.begin([f"r8-{i}" for i in range(16)]), "PEFT": _peft_step(plain, 16, 8)}
             bench.compare("unmerged, 16 adapters of rank 8 in 16", steps, {"PEFT": 0.4}, scales=False)
     return Report("step", bench.rows, bench.goals)
+
+
+def _compare_mixed_ranks(
+    bench: _StepComparison, adapters: Mapping[str, str], padded: TimedEngine, weight_bytes: int, bytes_per_rank: int
+) -> None:
+    """Decode steps of sixteen adapters of S-LoRA's ranks (its setting S2), against the same number of equal ranks.
+
+    Args:
+        adapters: Folders by name, r{rank}-{number}.
+        padded: An engine with adapters of the largest rank, which cost what the others cost if padded to it.
+        weight_bytes: Bytes that a step without adapters reads.
+        bytes_per_rank: Bytes of an adapter of rank 1.
+    """
+    names = [f"r{rank}-{number}" for number in range(4) for rank in _MIXED_RANKS]
+    same, largest = ([f"r{rank}-{number}" for number in range(16)] for rank in (32, 64))
+    mixed, equal = (
+        _timed_engine({name: adapters[name] for name in chosen}, "unmerged_only", 2 * 2**30) for chosen in (names, same)
+    )
+    steps = {
+        "mixed ranks": mixed.begin(names),
+        "all of rank 32": equal.begin(same),
+        "padded to rank 64": padded.begin(largest),
+    }
+
+    def read_bytes(total_rank: int) -> int:
+        return weight_bytes + total_rank * bytes_per_rank
+
+    total = 4 * sum(_MIXED_RANKS)
+    bytes_ratios = {
+        "all of rank 32": read_bytes(total) / read_bytes(16 * 32),
+        "padded to rank 64": read_bytes(total) / read_bytes(16 * 64),
+    }
+    goals = {"all of rank 32": 1.1, "padded to rank 64": 0.9}
+    name = "unmerged, 16 adapters of ranks 8, 16, 32 and 64 in 16"
+    bench.compare(name, steps, goals, scales=False, bytes_ratios=bytes_ratios)
 
 
 def _compare_quantized(bench: _StepComparison, quantize: Quantize) -> Report:
@@ -128,14 +165,14 @@ class _StepComparison:
         goals: Mapping[str, float | None],
         *,
         scales: bool,
-        bytes_ratio: float | None = None,
+        bytes_ratios: Mapping[str, float] | None = None,
     ) -> None:
         """Time the first step against the others.
 
         Args:
             goals: upper bounds of the ratio to each of the others.
             scales: whether two threads must be faster than one.
-            bytes_ratio: bytes that the step reads relative to the other, the ratio of two memory-bound steps.
+            bytes_ratios: bytes that the step reads relative to each other, the ratio of two memory-bound steps.
         """
         calls = {
             (what, threads): _with_threads(threads, step) for threads in self._numbers for what, step in steps.items()
@@ -158,7 +195,7 @@ class _StepComparison:
                         "baseline": other,
                         "baseline ms": median_ms(found[other, threads]),
                         "ratio": ratio,
-                        "bytes ratio": bytes_ratio,
+                        "bytes ratio": (bytes_ratios or {}).get(other),
                     }
                 )
                 goal = goals.get(other)

@@ -95,11 +95,14 @@ def _may_see(caller: Token | None, stream: WatchedStream) -> bool:
 
 def _stream_json(watched: WatchedStream) -> dict[str, Any]:
     stream, last = watched.stream, watched.stream.last_result
+    labels = [] if last is None else [each.label for each in last.answers if each.label is not None]
     return {
         "number": watched.number,
         "owner": watched.owner,
-        "adapter": stream.options.adapter,
-        "head": stream.options.head,
+        "asks": [
+            *(f"{adapter} / {head}" for adapter, head in stream.options.heads),
+            *(f"{each.adapter or 'base model'}: {each.question}" for each in stream.options.questions),
+        ],
         "fps": stream.options.fps,
         "drop": stream.options.drop,
         "max_latency_s": stream.options.max_latency_s,
@@ -113,8 +116,8 @@ def _stream_json(watched: WatchedStream) -> dict[str, Any]:
         else {
             "number": last.number,
             "latency_s": last.latency_s,
-            "label": None if last.answer is None else last.answer.label,
-            "confidence": None if last.answer is None else last.answer.confidence,
+            "label": "; ".join(labels) or None,
+            "confidence": last.answer.confidence if last.answer is not None and len(labels) == 1 else None,
             "problem": last.dropped or (None if last.error is None else last.error.message),
         },
     }

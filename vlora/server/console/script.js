@@ -525,10 +525,11 @@ function drawStreams() {
       const { last } = stream;
       const [says, whose, counts] = words.children;
       const latency = last ? ` · ${seconds(last.latency_s)}` : "";
+      const confidence = last?.confidence == null ? "" : ` ${(last.confidence * 100).toFixed(0)} %`;
       says.classList.toggle("problem", Boolean(last?.problem));
-      setText(says, !last ? "waiting for frames" : last.label === null ? last.problem : `${last.label} ${(last.confidence * 100).toFixed(0)} %${latency}`);
+      setText(says, !last ? "waiting for frames" : last.label === null ? last.problem : `${last.label}${confidence}${latency}`);
       says.title = says.textContent;
-      setText(whose, `${stream.adapter} / ${stream.head}`);
+      setText(whose, stream.asks.join(", "));
       whose.title = stream.owner === null ? whose.textContent : `${whose.textContent}, opened with token ${stream.owner}`;
       const lost = [stream.num_dropped && `${stream.num_dropped} dropped`, stream.num_failed && `${stream.num_failed} failed`];
       setText(counts, [`${stream.num_answered.toLocaleString("en")} answered`, ...lost].filter(Boolean).join(" · "));

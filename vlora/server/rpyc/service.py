@@ -29,6 +29,7 @@ from vlora.client.values import (
     Reply,
     StreamOptions,
     StreamPart,
+    TextQuestion,
     failure,
     sampling_params,
     success,
@@ -42,6 +43,7 @@ from vlora.server.rpyc.channel import Peer
 from vlora.server.rpyc.protocol import StreamedReply
 from vlora.server.security.access import Access
 from vlora.server.security.message_budget import ByteCharge
+from vlora.server.streams.frame_questions import images_per_frame
 from vlora.server.streams.frame_stream import StreamSession
 from vlora.types import AdapterStatus
 from vlora.wording import msgspec_errors
@@ -113,7 +115,9 @@ class VLoraService(rpyc.Service):
         return self._schedule(self._cancel, call_id)
 
     def exposed_open_frames(self, *args: Any) -> Future[Reply]:
-        """(adapter, head, max_latency_s, fps, drop, priority) -> id of a frame stream"""
+        """((adapter, head) pairs, (question, adapter, max_tokens) triples, max_latency_s, fps, drop, priority) -> id of
+        a frame stream
+        """
         return self._schedule(self._open_frames, args)
 
     def exposed_send_frame(self, *args: Any) -> Future[Reply]:
@@ -243,18 +247,18 @@ class VLoraService(rpyc.Service):
             task.cancel()
 
     async def _open_frames(self, args: tuple[Any, ...]) -> str:
-        adapter, head, max_latency_s, fps, drop, priority = _positional("open_frames", args, 6)
+        heads, questions, max_latency_s, fps, drop, priority = _positional("open_frames", args, 6)
         options = StreamOptions(
-            adapter=_checked("adapter", adapter, str),
-            head=_checked("head", head, str),
+            heads=_checked("heads", heads, tuple[tuple[str, str], ...]),
+            questions=_checked("questions", questions, tuple[TextQuestion, ...]),
             max_latency_s=_checked("max_latency_s", max_latency_s, float | None),
             fps=_checked("fps", fps, float | None),
             drop=_checked("drop", drop, str),
             priority=_checked("priority", priority, int),
         )
-        summary = await self._front_end.adapters.find_head(options.adapter, options.head)
+        num_images = await images_per_frame(options, self._front_end.adapters, self._front_end.config)
         owner = self._frames_owner()
-        return self._front_end.streams.open(options, summary.num_frames, owner, self)
+        return self._front_end.streams.open(options, num_images, owner, self)
 
     async def _send_frame(self, charge: ByteCharge, args: tuple[Any, ...]) -> bool:
         stream_id, number, images, wait_s = _positional("send_frame", args, 4)

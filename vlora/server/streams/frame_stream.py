@@ -10,15 +10,15 @@ import asyncio
 import contextlib
 import functools
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
-from vlora.client.values import FrameResult, FrameResults, HeadResult, StreamOptions
+from vlora.client.values import FrameAnswer, FrameResult, FrameResults, StreamOptions
 from vlora.errors import BadRequest, DeadlineMissed, UnknownStream, VLoraError
-from vlora.server.internal_errors import to_vlora_error
 from vlora.server.media.image_decoding import RawImage
 from vlora.server.metrics import Metrics
 from vlora.server.security.message_budget import ByteCharge
+from vlora.server.streams.frame_questions import FrameExecutor, FrameQuestions
 from vlora.server.streams.preview import Preview
 from vlora.types import ErrorValue
 
@@ -27,28 +27,6 @@ MAX_UNACKNOWLEDGED = 256  # accepted frames of a stream with an unacknowledged r
 _MAX_WAITING = 4
 _MAX_RUNNING = 4  # enough for batching, few enough for low latency
 _MAX_RESULTS_PER_PULL = 64
-
-
-class HeadExecutor(Protocol):
-    """The part of `FrontEnd` that a stream uses."""
-
-    @property
-    def engine_starting(self) -> bool:
-        """Whether no engine is ready but one is starting. Frames wait until then; `StreamSession.resume` follows."""
-        ...
-
-    async def ask_head(
-        self,
-        images: Sequence[bytes | RawImage],
-        adapter: str,
-        head: str,
-        *,
-        max_latency_s: float | None = None,
-        priority: int = 0,
-        tenant: str | None = None,
-    ) -> HeadResult:
-        """Run one pass through a task head."""
-        ...
 
 
 class _Frame(NamedTuple):
@@ -63,9 +41,9 @@ class StreamSession:
 
     def __init__(
         self,
-        executor: HeadExecutor,
+        executor: FrameExecutor,
         options: StreamOptions,
-        num_images: int,
+        num_images: int | None,
         metrics: Metrics,
         preview: Preview | None = None,
         tenant: str | None = None,
@@ -74,7 +52,7 @@ class StreamSession:
 
         Args:
             executor: Answers the frames.
-            num_images: Images per frame.
+            num_images: Images per frame; None for one or more.
             preview: Receives every answered frame, while its images are in memory.
             tenant: Name of the owner's token.
         """
@@ -82,7 +60,7 @@ class StreamSession:
         self._metrics = metrics
         self.options = options
         self._preview = preview
-        self._tenant = tenant
+        self._questions = FrameQuestions(executor, options, tenant)
         self.num_answered = self.num_dropped = self.num_failed = 0
         self.last_result: FrameResult | None = None
         self._num_images = num_images
@@ -197,11 +175,14 @@ class StreamSession:
             return False
         if number != self._num_taken:
             raise BadRequest(f"got frame {number}; expected frame {self._num_taken}")
-        if len(images) != self._num_images:
+        if self._num_images is not None and len(images) != self._num_images:
+            adapter, head = self.options.heads[0]
             raise BadRequest(
-                f"head {self.options.head!r} of adapter {self.options.adapter!r} reads {self._num_images} "
+                f"head {head!r} of adapter {adapter!r} reads {self._num_images} "
                 f"image{'s' * (self._num_images != 1)} per frame; got {len(images)}"
             )
+        if not images:
+            raise BadRequest("the frame has no image; send at least one")
         await self._until(lambda: self._ended or self._sends != turn or self._has_room, wait_s)
         if self._ended:
             raise BadRequest("the stream has ended and accepts no more frames")
@@ -275,33 +256,24 @@ class StreamSession:
 
     async def _answer(self, frame: _Frame) -> None:
         bound = self.options.max_latency_s
-        try:
-            left = None if bound is None else bound - (self._loop.time() - frame.arrived)
-            if left is not None and left <= 0:
-                raise TimeoutError
-            async with asyncio.timeout(left):
-                answer = await self._executor.ask_head(
-                    frame.images,
-                    self.options.adapter,
-                    self.options.head,
-                    max_latency_s=left,
-                    priority=self.options.priority,
-                    tenant=self._tenant,
-                )
-        except TimeoutError:
+        left = None if bound is None else bound - (self._loop.time() - frame.arrived)
+        if left is not None and left <= 0:
             self._finish(frame, error=DeadlineMissed(f"the frame was not answered within the stream's {bound:g} s"))
-        except Exception as error:
-            self._finish(frame, error=to_vlora_error(error))
-        else:
-            result = self._finish(frame, answer=answer)
-            if self._preview is not None:
-                await self._preview.update(frame.images, result)
+            return
+        answers = await self._questions.answers(frame.images, left)
+        errors = [answer.error for answer in answers if answer.error is not None]
+        if len(errors) == len(answers):
+            self._finish(frame, answers=answers, error=errors[0].to_exception())
+            return
+        result = self._finish(frame, answers=answers)
+        if self._preview is not None:
+            await self._preview.update(frame.images, result)
 
     def _finish(
         self,
         frame: _Frame,
         *,
-        answer: HeadResult | None = None,
+        answers: tuple[FrameAnswer, ...] = (),
         dropped: str | None = None,
         error: VLoraError | None = None,
     ) -> FrameResult:
@@ -315,12 +287,12 @@ class StreamSession:
         result = FrameResult(
             number=frame.number,
             latency_s=latency_s,
-            answer=answer,
+            answers=answers,
             dropped=dropped,
             error=None if error is None else ErrorValue.of(error),
         )
         self._results[frame.number] = self.last_result = result
-        self.num_answered += answer is not None
+        self.num_answered += dropped is None and error is None
         self.num_dropped += dropped is not None
         self.num_failed += error is not None
         self._notify()

@@ -14,6 +14,7 @@ from vlora.server.media.image_decoding import RawImage, decode_images
 from vlora.types import FoundBox
 
 _WIDTH, _HEIGHT, _BAR = 480, 280, 40  # picture size, and the bar below it for the answer
+_FONT = 26.0
 _COLOUR = (255, 220, 80)
 _VIEWED_S = 5.0  # frames are drawn for this long after a request
 _INTERVAL_S = 0.5
@@ -46,17 +47,19 @@ class Preview:
 
 
 def draw(image: bytes | RawImage, result: FrameResult, config: ServerConfig) -> bytes:
-    """A small JPEG of an answered frame, its answer below the picture. Raises BadImage."""
-    assert result.answer is not None
+    """A small JPEG of an answered frame, its answers below the picture. Raises BadImage."""
     (whole,) = decode_images((image,), config)
     picture = ImageOps.contain(whole, (_WIDTH, _HEIGHT))
-    _draw_boxes(picture, result.answer.boxes, picture.width / whole.width)
+    heads = [each.answer for each in result.answers if each.answer is not None]
+    _draw_boxes(picture, [box for head in heads for box in head.boxes], picture.width / whole.width)
     drawn = Image.new("RGB", (_WIDTH, _HEIGHT + _BAR))
     drawn.paste(picture, ((_WIDTH - picture.width) // 2, (_HEIGHT - picture.height) // 2))
-    text = f"{result.answer.label}  {result.answer.confidence:.0%}  {result.latency_s * 1e3:.0f} ms"
-    ImageDraw.Draw(drawn).text(
-        (_WIDTH / 2, _HEIGHT + _BAR / 2), text, fill="white", font=ImageFont.load_default(26), anchor="mm"
-    )
+    labels = [each.label for each in result.answers if each.label is not None]
+    if len(labels) == len(heads) == 1:
+        labels = [f"{heads[0].label}  {heads[0].confidence:.0%}"]
+    text = f"{'; '.join(labels)}  {result.latency_s * 1e3:.0f} ms"
+    font = ImageFont.load_default(_FONT if len(labels) == 1 else _FONT / 2)
+    ImageDraw.Draw(drawn).text((_WIDTH / 2, _HEIGHT + _BAR / 2), text, fill="white", font=font, anchor="mm")
     stream = io.BytesIO()
     drawn.save(stream, "JPEG", quality=80)
     return stream.getvalue()

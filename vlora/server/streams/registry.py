@@ -10,7 +10,8 @@ from vlora.client.values import StreamOptions
 from vlora.config import ServerConfig, Token
 from vlora.errors import OverCapacity, UnknownStream
 from vlora.server.metrics import Metrics
-from vlora.server.streams.frame_stream import HeadExecutor, StreamSession
+from vlora.server.streams.frame_questions import FrameExecutor
+from vlora.server.streams.frame_stream import StreamSession
 from vlora.server.streams.preview import Preview
 
 _ID_BYTES = 16
@@ -31,7 +32,7 @@ class WatchedStream(NamedTuple):
 class StreamRegistry:
     """One per front end, used from its event loop. A stream outlives its last connection for a limited time."""
 
-    def __init__(self, executor: HeadExecutor, config: ServerConfig, metrics: Metrics) -> None:
+    def __init__(self, executor: FrameExecutor, config: ServerConfig, metrics: Metrics) -> None:
         """executor: answers the frames."""
         self._executor = executor
         self._metrics = metrics
@@ -45,10 +46,10 @@ class StreamRegistry:
     def __len__(self) -> int:
         return len(self._open)
 
-    def open(self, options: StreamOptions, num_images: int, owner: Token | None, user: object) -> str:
+    def open(self, options: StreamOptions, num_images: int | None, owner: Token | None, user: object) -> str:
         """Open a stream and return its id. user: the connection that keeps it open. Raises OverCapacity.
 
-        num_images: images per frame.
+        num_images: images per frame; None for one or more.
         """
         if len(self._open) >= self._config.max_streams:
             raise OverCapacity(

@@ -1,0 +1,118 @@
+"""Task heads of one or several adapters, and questions in words, that are asked about each clip."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from apps.video_analytics.sources import unique_names
+from vlora.client import Client, TextQuestion
+from vlora.errors import BadRequest, UnknownAdapter, UnknownHead
+from vlora.types import AdapterStatus, HeadSummary, composed_of, is_composed
+
+_LONGEST_NAME = 40
+
+
+class Asked(NamedTuple):
+    """A head of an adapter, or a question in words (`head` is then empty).
+
+    name: short, unique among those asked together; a part of file names.
+    """
+
+    name: str
+    adapter: str | None
+    head: str = ""
+    question: str = ""
+
+
+class Group(NamedTuple):
+    """Heads and questions that share one stream. num_frames: of their clips."""
+
+    num_frames: int
+    asked: tuple[Asked, ...]
+    max_tokens: int
+
+    @property
+    def heads(self) -> list[tuple[str, str]]:
+        return [(asked.adapter, asked.head) for asked in self.asked if asked.adapter is not None and asked.head]
+
+    @property
+    def questions(self) -> list[TextQuestion]:
+        return [TextQuestion(asked.question, asked.adapter, self.max_tokens) for asked in self.asked if not asked.head]
+
+
+def find_groups(
+    client: Client, adapters: Sequence[str], heads: Sequence[str], questions: Sequence[str] = (), max_tokens: int = 64
+) -> list[Group]:
+    """Group what is asked by the number of frames of its clips. Questions are about one frame.
+
+    Args:
+        adapters: that the heads and questions belong to. Every question is asked of each; without adapters, of the base
+            model.
+        heads: HEAD, which exactly one of the adapters has, or ADAPTER/HEAD.
+
+    Raises:
+        UnknownAdapter, UnknownHead: the server does not have them.
+        BadRequest: nothing is asked, something is asked twice, or a head belongs to several of the adapters.
+    """
+    statuses = {status.name: status for status in client.adapters()}
+    found = [_find_head(statuses, adapters, head) for head in heads]
+    for part in (part.adapter for adapter in adapters for part in composed_of(adapter)):
+        if part not in statuses:
+            raise _unknown(part, statuses)
+    if not found and not questions:
+        raise BadRequest("nothing is asked; give at least one --head or --question")
+    several = len({adapter for adapter, _ in found} | set(adapters)) > 1
+    asked = [Asked(f"{adapter}-{head.name}" if several else head.name, adapter, head.name) for adapter, head in found]
+    frames = [head.num_frames for _, head in found]
+    for question in questions:
+        for owner in adapters or (None,):
+            asked.append(Asked(f"{owner}-{question}" if several and owner else question, owner, question=question))
+            frames.append(1)
+    for each, count in Counter(each[1:] for each in asked).items():
+        if count > 1:
+            owner, head, question = each
+            what = f"head {head!r} of adapter {owner!r}" if head else f"question {question!r}"
+            raise BadRequest(f"{what} is given more than once; give it once")
+    names = unique_names(
+        [re.sub(r"[^\w-]+", "-", each.name)[:_LONGEST_NAME].strip("-") or "question" for each in asked]
+    )
+    asked = [each._replace(name=name) for each, name in zip(asked, names, strict=True)]
+    return [
+        Group(number, tuple(each for each, own in zip(asked, frames, strict=True) if own == number), max_tokens)
+        for number in dict.fromkeys(frames)
+    ]
+
+
+def _find_head(statuses: dict[str, AdapterStatus], adapters: Sequence[str], head: str) -> tuple[str, HeadSummary]:
+    """The adapter of a head, and its description. A name with a slash may be a head's own."""
+    owners = [name for name in adapters if head in _heads(statuses, name)]
+    if len(owners) > 1:
+        ways = " or ".join(f"--head {owner}/{head}" for owner in owners)
+        raise BadRequest(f"several of the adapters have a head {head!r}; write {ways}")
+    if owners:
+        return owners[0], _heads(statuses, owners[0])[head]
+    adapter, slash, name = head.rpartition("/")
+    if not slash:
+        if not adapters:
+            raise BadRequest(f"--head is {head!r}; also give its --adapter, or write ADAPTER/HEAD")
+        adapter = adapters[0]
+    if is_composed(adapter):
+        raise UnknownAdapter(f"adapter {adapter!r} is a composition; a task head belongs to one adapter: name that one")
+    if adapter not in statuses:
+        raise _unknown(adapter, statuses)
+    if name not in (own := _heads(statuses, adapter)):
+        having = [other for other in statuses if name in _heads(statuses, other)]
+        hint = f"; head {name!r} belongs to adapter {' and '.join(map(repr, having))}" if having else ""
+        raise UnknownHead(f"adapter {adapter!r} has no head {name!r}; its heads: {', '.join(own) or 'none'}{hint}")
+    return adapter, own[name]
+
+
+def _heads(statuses: dict[str, AdapterStatus], adapter: str) -> dict[str, HeadSummary]:
+    return {head.name: head for head in statuses[adapter].heads} if adapter in statuses else {}
+
+
+def _unknown(adapter: str, statuses: dict[str, AdapterStatus]) -> UnknownAdapter:
+    return UnknownAdapter(f"no adapter named {adapter!r}; registered: {', '.join(statuses) or 'none'}")

@@ -1,0 +1,140 @@
+"""The heads and questions of a stream, which all answer about each frame."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from typing import Any, Protocol, cast
+
+import msgspec
+
+from vlora.client.values import Answer, FrameAnswer, HeadResult, StreamOptions, TextQuestion
+from vlora.config import ServerConfig
+from vlora.errors import BadRequest, DeadlineMissed
+from vlora.server.adapter_catalog import AdapterCatalog
+from vlora.server.internal_errors import to_vlora_error
+from vlora.server.media.image_decoding import RawImage
+from vlora.server.prompt_encoder import Images, SharedImages
+from vlora.server.prompts import check_text
+from vlora.types import ErrorValue, SamplingParams
+
+
+class FrameExecutor(Protocol):
+    """The part of `FrontEnd` that a stream uses."""
+
+    @property
+    def engine_starting(self) -> bool:
+        """Whether no engine is ready but one is starting. Frames wait until then; `StreamSession.resume` follows."""
+        ...
+
+    async def ask_head(
+        self, images: Images, adapter: str, head: str, *, max_latency_s: float | None, priority: int, tenant: str | None
+    ) -> HeadResult:
+        """Run one pass through a task head."""
+        ...
+
+    def generate(
+        self,
+        prompt: str,
+        images: Images,
+        *,
+        adapter: str | None,
+        sampling: SamplingParams,
+        max_latency_s: float | None,
+        priority: int,
+        tenant: str | None,
+        whole: bool,
+    ) -> AsyncIterator[str | Answer]:
+        """Yield an answer's text, then the Answer."""
+        ...
+
+
+async def images_per_frame(options: StreamOptions, adapters: AdapterCatalog, config: ServerConfig) -> int | None:
+    """Check what a stream asks of each frame.
+
+    Returns:
+        The number of images that its heads read; None for a stream without heads.
+
+    Raises:
+        UnknownAdapter, UnknownHead: There is no such adapter or head.
+        BadRequest: Its heads read different numbers of images, a question is not accepted as a prompt, or there are
+            more heads and questions than the server's limit of requests.
+    """
+    number = len(options.heads) + len(options.questions)
+    if number > config.max_requests:
+        limit = config.max_requests
+        raise BadRequest(f"the stream has {number} heads and questions; the number must be from 1 to {limit}")
+    num_images: dict[int, str] = {}
+    for adapter, head in options.heads:
+        summary = await adapters.find_head(adapter, head)
+        num_images.setdefault(summary.num_frames, f"head {head!r} of adapter {adapter!r}")
+    if len(num_images) > 1:
+        reads = ", ".join(f"{owner} {count}" for count, owner in num_images.items())
+        raise BadRequest(f"the stream's heads read different numbers of images per frame ({reads}); open a stream each")
+    for question in options.questions:
+        check_text(question.question, SamplingParams(max_tokens=question.max_tokens), config)
+        if question.adapter is not None:
+            await adapters.parts(question.adapter)
+    return next(iter(num_images), None)
+
+
+class FrameQuestions:
+    """Asks all heads and questions of one stream about a frame, concurrently, with its images processed once."""
+
+    def __init__(self, executor: FrameExecutor, options: StreamOptions, tenant: str | None) -> None:
+        """tenant: name of the stream owner's token."""
+        self._executor = executor
+        self._options = options
+        self._shared: dict[str, Any] = {"priority": options.priority, "tenant": tenant}
+
+    async def answers(self, images: Sequence[bytes | RawImage], within_s: float | None) -> tuple[FrameAnswer, ...]:
+        """The answer or the error of each head, then of each question. within_s: bound on each answer."""
+        shared = SharedImages(images)
+        return tuple(
+            await asyncio.gather(
+                *(
+                    self._complete(FrameAnswer(adapter=adapter, head=head), self._head(shared, adapter, head, within_s))
+                    for adapter, head in self._options.heads
+                ),
+                *(
+                    self._complete(
+                        FrameAnswer(adapter=question.adapter, question=question.question),
+                        self._text(shared, question, within_s),
+                    )
+                    for question in self._options.questions
+                ),
+            )
+        )
+
+    async def _complete(self, asked: FrameAnswer, answering: Awaitable[HeadResult | Answer]) -> FrameAnswer:
+        bound = self._options.max_latency_s
+        try:
+            result = await answering
+        except Exception as error:
+            if isinstance(error, TimeoutError) and bound is not None:
+                error = DeadlineMissed(f"the frame was not answered within the stream's {bound:g} s")
+            return msgspec.structs.replace(asked, error=ErrorValue.of(to_vlora_error(error)))
+        return msgspec.structs.replace(asked, **{"text" if asked.head is None else "answer": result})
+
+    async def _head(self, images: SharedImages, adapter: str, head: str, within_s: float | None) -> HeadResult:
+        async with asyncio.timeout(within_s):
+            return await self._executor.ask_head(images, adapter, head, max_latency_s=within_s, **self._shared)
+
+    async def _text(self, images: SharedImages, question: TextQuestion, within_s: float | None) -> Answer:
+        parts = self._executor.generate(
+            question.question,
+            images,
+            adapter=question.adapter,
+            sampling=SamplingParams(max_tokens=question.max_tokens),
+            max_latency_s=within_s,
+            whole=True,
+            **self._shared,
+        )
+        async with (
+            asyncio.timeout(within_s),
+            contextlib.aclosing(cast(AsyncGenerator[str | Answer, None], parts)) as closing,
+        ):
+            *_, answer = [part async for part in closing]
+        assert isinstance(answer, Answer)
+        return answer
