@@ -29,6 +29,7 @@ from vlora.models.hf_model import HFModel
 from vlora.models.loading import load_model
 
 GPU = torch.device("cuda", 0)
+PLAIN = SimpleNamespace(config=None)  # a model that is not stored quantized
 CONFIG = EngineConfig(model="tiny", quantize="fp8", arena_bytes=256 * PAGE_BYTES)
 
 
@@ -80,7 +81,7 @@ def test_a_gpu_without_eight_bit_products_is_refused(monkeypatch: pytest.MonkeyP
     ],
 )
 def test_layers_that_a_gpu_cannot_multiply_are_refused(linear: torch.nn.Linear, words: str) -> None:
-    hf_model: Any = SimpleNamespace(language_linears={"q_proj": linear})
+    hf_model: Any = SimpleNamespace(language_linears={"q_proj": linear}, model=PLAIN)
     with pytest.raises(BadConfig, match=words):
         format_of(CONFIG, GPU, hf_model)
 
@@ -98,7 +99,7 @@ def test_integers_are_refused_on_a_gpu(quantize: Quantize) -> None:
 
 
 def test_inputs_that_are_no_multiple_of_a_group_are_refused() -> None:
-    hf_model: Any = SimpleNamespace(language_linears={"q_proj": torch.nn.Linear(48, 16)})
+    hf_model: Any = SimpleNamespace(language_linears={"q_proj": torch.nn.Linear(48, 16)}, model=PLAIN)
     with pytest.raises(
         BadConfig, match="int4 needs layers with inputs in multiples of 32; q_proj has 48; set quantize"
     ):

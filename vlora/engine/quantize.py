@@ -15,7 +15,7 @@ from vlora.config import EngineConfig
 from vlora.errors import BadConfig
 from vlora.models.hf_model import HFModel
 from vlora.models.loading import read_config
-from vlora.models.stored_quantized import stored_format
+from vlora.models.stored_quantized import stored_format, stored_groups
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,8 @@ def format_of(config: EngineConfig, device: torch.device, hf_model: HFModel) -> 
                 f"quantize fp8 on a GPU needs layers with sizes that are multiples of {fp8.ALIGNMENT}; {name} has "
                 f"{linear.out_features} x {linear.in_features}; set quantize none"
             )
-    weight_format = FORMATS[config.quantize]
+    stored = stored_groups(hf_model.model.config)
+    weight_format: WeightFormat = FORMATS[config.quantize] if stored is None else stored.format
     for name, linear in linears.items():
         if linear.in_features % weight_format.alignment:
             raise BadConfig(

@@ -16,8 +16,9 @@ from vlora.config import EngineConfig
 from vlora.errors import BadConfig, VLoraError
 from vlora.lora.base_weights import checkpoint_files
 from vlora.models.families import family_of
+from vlora.models.grouped_loading import load_grouped
 from vlora.models.pretrained import from_pretrained
-from vlora.models.stored_quantized import restore_stored, scales_expected, stored_format
+from vlora.models.stored_quantized import restore_stored, scales_expected, stored_format, stored_groups
 from vlora.models.supported import max_positions
 
 log = logging.getLogger(__name__)
@@ -45,13 +46,19 @@ def load_model(config: EngineConfig, rank: int = 0) -> Any:
     plain = copy.copy(model_config)
     if stored != "none":
         del plain.quantization_config  # the values are loaded as they are
+    keep, groups = config.quantize == stored, stored_groups(model_config)
     try:
-        with contextlib.nullcontext() if stored == "none" else scales_expected():
-            model = from_pretrained(AutoModelForImageTextToText, config.model, dtype=dtype, config=plain)
+        if groups is not None:
+            model = load_grouped(config.model, plain, groups, dtype, keep=keep)
+        else:
+            with contextlib.nullcontext() if stored == "none" else scales_expected():
+                model = from_pretrained(AutoModelForImageTextToText, config.model, dtype=dtype, config=plain)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise BadConfig(f"cannot load the weights of {config.model!r}: {error}") from error
-    if stored != "none":
-        restore_stored(model, checkpoint_files(config.model), stored, keep=config.quantize == stored)
+    if groups is not None:
+        model.config.quantization_config = model_config.quantization_config
+    elif stored != "none":
+        restore_stored(model, checkpoint_files(config.model), stored, keep=keep)
     fits = config.tensor_parallel == 1 and config.quantize == "none"
     return _ready(model, device if fits else torch.device("cpu"))
 

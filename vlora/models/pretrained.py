@@ -11,12 +11,12 @@ from transformers.utils import logging
 from vlora.errors import BadConfig
 
 
-def from_pretrained(kind: Any, model: str | Path, **options: Any) -> Any:
+def from_pretrained(kind: Any, model: str | Path | None, **options: Any) -> Any:
     """Load an object from a folder or hub name.
 
     Args:
         kind: One of transformers' Auto classes.
-        model: The folder or hub name.
+        model: The folder or hub name. None if the options have all tensors.
         options: Passed on to `kind.from_pretrained`.
 
     Raises:
