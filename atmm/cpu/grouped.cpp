@@ -1,6 +1,6 @@
 // y[t, o] = sum_i x[t, i] * (w[o, i] * scale[o, i / group] + offset[o, i / group]) + bias[o] for unsigned weights w in
-// four or eight bits. Inputs are rounded to eight bits with a scale per token and 32 inputs, so that a large input costs
-// only its neighbours their precision. Products of 32 inputs are exact, and their sums are in float32.
+// four or eight bits. Inputs are rounded to eight bits with a scale per token and 32 inputs: a large input takes
+// precision from its neighbours only. Products of 32 inputs are exact, and their sums are in float32.
 #include <omp.h>
 
 #include <algorithm>
@@ -22,8 +22,8 @@ constexpr float kLargest = 127.0f, kSmallest = 1e-12f;
 constexpr int kStreams = 4, kTokens = 5;  // of a tile: with weights and scales, 25 of 32 registers
 constexpr int64_t kAhead = 1024;          // prefetch distance in bytes
 
-// A register of weights has `kBlock` inputs. Four bits: byte j has input 2 j in its lower and input 2 j + 1 in its upper
-// half, so that the even inputs of a token are multiplied with the lower halves and the odd ones with the upper halves.
+// A register of weights has `kBlock` inputs. Four bits: byte j has input 2 j in its lower and input 2 j + 1 in its
+// upper half, so that the even inputs of a token are multiplied with the lower halves, the odd ones with the upper.
 template <int kBits>
 constexpr int64_t kBlock = 512 / kBits;
 
@@ -202,8 +202,8 @@ void streams(const Product<T, kBits>& product, int64_t first, int64_t per, int64
     }
 }
 
-// Weights of kRows features, with four inputs of each side by side: one register has 16 features, and a product with four
-// inputs of a token, repeated, adds to 16 sums at once.
+// Weights of kRows features, with four inputs of each side by side: one register has 16 features, and a product with
+// four inputs of a token, repeated, adds to 16 sums at once.
 constexpr int kRegisters = 2, kRows = 16 * kRegisters, kWideTokens = 6;
 constexpr int64_t kManyTokens = 5;  // from which packing costs less than it saves
 
@@ -228,19 +228,20 @@ struct Packed {
     for (int64_t first = 0; first < num_bytes; first += 64) {
       for (int v = 0; v < kRegisters; ++v) {
         const __mmask64 bytes = ~__mmask64(0) >> (64 - std::min<int64_t>(64, num_bytes - first));
-        for (int64_t r = 0; r < kWidth; ++r)
-          square[r] = 16 * v + r < num_rows
-                          ? Floats(_mm512_castsi512_ps(_mm512_maskz_loadu_epi8(bytes, w + (16 * v + r) * w_stride + first)))
-                          : Floats{};
+        for (int64_t r = 0; r < kWidth; ++r) {
+          const uint8_t* row = w + (16 * v + r) * w_stride + first;
+          const __m512i values = 16 * v + r < num_rows ? _mm512_maskz_loadu_epi8(bytes, row) : _mm512_setzero_si512();
+          square[r] = Floats(_mm512_castsi512_ps(values));
+        }
         transpose(square);
         for (int64_t j = 0; j < kWidth; ++j) {
           const __m512i four = _mm512_castps_si512(__m512(square[j]));
           if constexpr (kBits == 8) {
             _mm512_store_si512(to + (j * kRegisters + v) * 64, four);
           } else {
-            const __m512i low = _mm512_set1_epi8(15);
+            const __m512i low = _mm512_set1_epi8(15), upper = _mm512_srli_epi16(four, 4);
             _mm512_store_si512(to + (2 * j * kRegisters + v) * 64, _mm512_and_si512(four, low));
-            _mm512_store_si512(to + ((2 * j + 1) * kRegisters + v) * 64, _mm512_and_si512(_mm512_srli_epi16(four, 4), low));
+            _mm512_store_si512(to + ((2 * j + 1) * kRegisters + v) * 64, _mm512_and_si512(upper, low));
           }
         }
       }
