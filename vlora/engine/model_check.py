@@ -83,7 +83,8 @@ class ModelCheck:
 
 
 def check_model(config: EngineConfig, *, adapter_rank: int, memory_bytes: int | None = None) -> ModelCheck:
-    """Read a checkpoint's configuration, tokenizer and image processor, and the headers of its weights.
+    """Read a checkpoint's configuration, tokenizer and image processor, and the headers of its weights. Of weights that
+    are stored by groups, the order of the groups and the zeros are read, too.
 
     Args:
         config: Settings with the model, its device and dtype, and the sizes that `vlora serve` would use.

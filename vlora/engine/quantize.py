@@ -104,7 +104,9 @@ def format_of(config: EngineConfig, device: torch.device, hf_model: HFModel) -> 
 
 def _refuse_integers_on_a_gpu(config: EngineConfig, device: torch.device) -> None:
     if config.quantize in _FOR_CPUS and device.type == "cuda":
-        raise BadConfig(f"quantize {config.quantize} is for CPUs; on a GPU set quantize fp8")
+        raise BadConfig(
+            f"quantize {config.quantize} is for CPUs; on a GPU set quantize fp8, for a checkpoint in bfloat16"
+        )
 
 
 def _version(capability: tuple[int, int]) -> str:
