@@ -21,7 +21,7 @@ class WeightFormat(Protocol):
         name: the name in settings.
         value_dtype: the type of the values; scales are float32.
         weights_per_value: in / v.
-        weights_per_scale: in / s, or None for one scale per output row.
+        alignment: in is a multiple of this.
     """
 
     @property
@@ -31,7 +31,10 @@ class WeightFormat(Protocol):
     @property
     def weights_per_value(self) -> int: ...
     @property
-    def weights_per_scale(self) -> int | None: ...
+    def alignment(self) -> int: ...
+
+    def num_scales(self, d_in: int) -> int:
+        """s, for rows of d_in weights."""
 
     def encode(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """The values and scales of weights [..., out, in] of any floating type."""
@@ -120,7 +123,7 @@ def quantized_bytes(weight_format: WeightFormat, shape: Sequence[int]) -> int:
     """Bytes of the values and scales of weights of a shape."""
     *rows, width = shape
     per_row = width // weight_format.weights_per_value * weight_format.value_dtype.itemsize
-    return math.prod(rows) * (per_row + 4 * (width // (weight_format.weights_per_scale or width)))
+    return math.prod(rows) * (per_row + 4 * weight_format.num_scales(width))
 
 
 StoredWeight = Tensor | QuantizedWeight
@@ -138,7 +141,7 @@ def quantized_empty(
     def allocate(shape: Sequence[int], dtype: torch.dtype, _: torch.device) -> QuantizedWeight:
         *rows, width = shape
         values = empty([*rows, width // weight_format.weights_per_value], weight_format.value_dtype, device)
-        scales = empty([*rows, width // (weight_format.weights_per_scale or width)], torch.float32, device)
+        scales = empty([*rows, weight_format.num_scales(width)], torch.float32, device)
         return QuantizedWeight(values, scales, dtype, weight_format)
 
     return allocate

@@ -20,7 +20,10 @@ class RowScaled:
     value_dtype: torch.dtype
     largest: float
     weights_per_value = 1
-    weights_per_scale: int | None = None
+    alignment = 1
+
+    def num_scales(self, d_in: int) -> int:
+        return 1
 
     def encode(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         wide = weight.float()

@@ -15,7 +15,7 @@ from vlora.errors import BadConfig
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 MIN_SECRET = 16
 SHARDINGS = ("replicated", "slora", "auto")
-Quantize = Literal["none", "fp8", "int8"]
+Quantize = Literal["none", "fp8", "int8", "int4"]
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 POLICY_NAMES = ("cost_based", "algorithm1", "dlora", "merged_only", "unmerged_only")
 POLICY_ALIASES = {"vlora_cost": "cost_based", "vlora": "algorithm1"}
@@ -33,8 +33,9 @@ class EngineConfig:
         load_format: "dummy" creates random weights with the shapes of the model's config.
         quantize: Format of the language model's linear layers. "fp8" rounds the loaded weights to eight-bit floats,
             "int8" to eight-bit integers, with a scale per output row; products round their inputs likewise, per token.
-            Merged weights have the same format. "fp8" is for GPUs of compute capability 8.9 or higher, and slow on a
-            CPU; "int8" is for CPUs with AVX512-VNNI, and slow on others.
+            "int4" rounds to four-bit integers with a scale per 32 inputs. Merged weights have the same format. "fp8" is
+            for GPUs of compute capability 8.9 or higher, and slow on a CPU; "int8" and "int4" are for CPUs with
+            AVX512-VNNI, and slow on others.
         quantize_head: Whether the output head has the format of `quantize`, too.
         policy: The scheduling policy, one of `POLICY_NAMES`. A former name (`POLICY_ALIASES`) is replaced.
         max_batch_size: Maximum number of requests in a step (MaxBS of V-LoRA's Algorithm 1).

@@ -25,7 +25,16 @@ import torch
 
 from atmm import cache
 
-_SOURCES = ("merge.cpp", "lanes.cpp", "products.cpp", "attention.cpp", "norm.cpp", "int8.cpp", "evict.cpp")
+_SOURCES = (
+    "merge.cpp",
+    "lanes.cpp",
+    "products.cpp",
+    "attention.cpp",
+    "norm.cpp",
+    "int8.cpp",
+    "grouped.cpp",
+    "evict.cpp",
+)
 _HEADERS = ("vectors.h",)
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-fPIC")
 _INT, _POINTER, _FLOAT = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
@@ -44,6 +53,8 @@ _ARGUMENTS = {
     "deltas": (_POINTER, _INT, _INT, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER, _INT, _INT, _INT),
     "linear": (_POINTER, _INT, _POINTER, _INT, _INT, _INT),
     "int8": (*(_POINTER, _INT) * 3, _POINTER, _POINTER, _INT, _INT, _INT),
+    "int4_groups": (*(_POINTER, _INT) * 3, _POINTER, _POINTER, _INT, _FLOAT, _POINTER, _INT, _INT, _INT, _INT),
+    "int8_groups": (*(_POINTER, _INT) * 3, _POINTER, _POINTER, _INT, _FLOAT, _POINTER, _INT, _INT, _INT, _INT),
     "normalize": (_POINTER, _POINTER, _INT, _POINTER, _INT, _INT, _FLOAT),
 }
 _TYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
@@ -56,10 +67,13 @@ class Library:
 
     def __init__(self, file: Path) -> None:
         loaded = ctypes.CDLL(str(file))
-        self.merge, self.shrink, self.expand, self.attend, self.deltas, self.linear, self.int8, self.normalize = (
-            {dtype: _function(loaded, f"atmm_{name}_{suffix}", arguments) for dtype, suffix in _TYPES.items()}
+        kernels = {
+            name: {dtype: _function(loaded, f"atmm_{name}_{suffix}", arguments) for dtype, suffix in _TYPES.items()}
             for name, arguments in _ARGUMENTS.items()
-        )
+        }
+        self.merge, self.shrink, self.expand, self.attend = map(kernels.pop, ("merge", "shrink", "expand", "attend"))
+        self.deltas, self.linear, self.normalize = map(kernels.pop, ("deltas", "linear", "normalize"))
+        self.int8, self.int4_groups, self.int8_groups = map(kernels.pop, ("int8", "int4_groups", "int8_groups"))
         self.has_int8 = bool(loaded.atmm_has_int8())
         self.evict: Callable[[int | None, int], int] = loaded.atmm_evict
         self.evict.argtypes, self.evict.restype = (_POINTER, _INT), ctypes.c_int32  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def folder(tmp_path: Path) -> Path:
     return shutil.copytree(checkpoint_path(), tmp_path / "model")
 
 
-@pytest.mark.parametrize(("quantize", "head"), [("none", False), ("fp8", False), ("int8", True)])
+@pytest.mark.parametrize(("quantize", "head"), [("none", False), ("fp8", False), ("int8", True), ("int4", True)])
 def test_the_figures_are_those_of_an_engine(
     quantize: Quantize, head: bool, tmp_path: Path, vlora_command: Vlora
 ) -> None:
@@ -40,12 +41,13 @@ def test_the_figures_are_those_of_an_engine(
     )
     device = local.engine.parts.device
     model = device.hf_model.model
-    untied = device.hf_model.lm_head.weight.numel() if head else 0  # a quantized head is apart from the embeddings
-    assert found["num_parameters"] == sum(tensor.numel() for tensor in model.parameters()) - untied
-    held = (*model.parameters(), *model.buffers())
     linears = (*device.slabs.linears.values(), device.hf_model.lm_head)
-    scales = [linear.quantized.scales for linear in linears if linear.quantized is not None]
-    assert found["weight_bytes"] == sum(t.nbytes for t in (*held, *scales))
+    quantized = [linear.quantized for linear in linears if linear.quantized is not None]
+    packed = sum(math.prod(weight.shape) - weight.values.numel() for weight in quantized)
+    untied = math.prod(quantized[-1].shape) if head else 0  # a quantized head is apart from the embeddings
+    assert found["num_parameters"] == sum(tensor.numel() for tensor in model.parameters()) + packed - untied
+    held = (*model.parameters(), *model.buffers(), *(weight.scales for weight in quantized))
+    assert found["weight_bytes"] == sum(tensor.nbytes for tensor in held)
     assert found["dtype"] == str(device.hf_model.dtype).removeprefix("torch.")
     assert found["max_context"] == device.limits.max_context
     assert (found["switching"], found["shadow_bytes"]) == ("shadow", device.slabs.num_bytes)

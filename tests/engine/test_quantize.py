@@ -15,7 +15,7 @@ from atmm.quantized import QuantizedWeight
 from tests.families import build_model
 from tests.lora.test_merge_fidelity import make_factors
 from tests.oracle import Oracle
-from vlora.config import EngineConfig
+from vlora.config import EngineConfig, Quantize
 from vlora.engine import LocalEngine, device_runtime
 from vlora.engine.device_runtime import lay_out
 from vlora.engine.quantize import FORMATS, check_device, format_of
@@ -29,6 +29,7 @@ from vlora.models.hf_model import HFModel
 from vlora.models.loading import load_model
 
 GPU = torch.device("cuda", 0)
+PLAIN = SimpleNamespace(config=None)  # a model that is not stored quantized
 CONFIG = EngineConfig(model="tiny", quantize="fp8", arena_bytes=256 * PAGE_BYTES)
 
 
@@ -54,7 +55,7 @@ def adapters(local: LocalEngine, folder: Path, scale: float, *names: str) -> lis
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"quantize": "int3"}, "quantize is 'int3'; choose one of none, fp8, int8"),
+        ({"quantize": "int3"}, "quantize is 'int3'; choose one of none, fp8, int8, int4"),
         ({"quantize_head": True}, "quantize_head needs a format; set quantize too"),
         ({"quantize": "fp8", "switching": "in_place"}, "in_place is not possible with quantize fp8.*choose switching"),
     ],
@@ -80,26 +81,39 @@ def test_a_gpu_without_eight_bit_products_is_refused(monkeypatch: pytest.MonkeyP
     ],
 )
 def test_layers_that_a_gpu_cannot_multiply_are_refused(linear: torch.nn.Linear, words: str) -> None:
-    hf_model: Any = SimpleNamespace(language_linears={"q_proj": linear})
+    hf_model: Any = SimpleNamespace(language_linears={"q_proj": linear}, model=PLAIN)
     with pytest.raises(BadConfig, match=words):
         format_of(CONFIG, GPU, hf_model)
 
 
-def test_integers_are_refused_on_a_gpu() -> None:
-    config = EngineConfig(model="tiny", quantize="int8")
-    with pytest.raises(BadConfig, match="quantize int8 is for CPUs; on a GPU set quantize fp8"):
+INTEGERS = pytest.mark.parametrize("quantize", ["int8", "int4"])
+
+
+@INTEGERS
+def test_integers_are_refused_on_a_gpu(quantize: Quantize) -> None:
+    config = EngineConfig(model="tiny", quantize=quantize)
+    with pytest.raises(BadConfig, match=f"quantize {quantize} is for CPUs; on a GPU set quantize fp8"):
         check_device(config, GPU)
-    with pytest.raises(BadConfig, match="quantize int8 is for CPUs"):
+    with pytest.raises(BadConfig, match=f"quantize {quantize} is for CPUs"):
         format_of(config, GPU, HFModel(build_model("llava")))
 
 
+def test_inputs_that_are_no_multiple_of_a_group_are_refused() -> None:
+    hf_model: Any = SimpleNamespace(language_linears={"q_proj": torch.nn.Linear(48, 16)}, model=PLAIN)
+    with pytest.raises(
+        BadConfig, match="int4 needs layers with inputs in multiples of 32; q_proj has 48; set quantize"
+    ):
+        format_of(EngineConfig(model="tiny", quantize="int4"), torch.device("cpu"), hf_model)
+
+
+@INTEGERS
 @pytest.mark.parametrize("fast", [True, False])
 def test_integers_are_slow_without_the_kernel(
-    fast: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    fast: bool, quantize: Quantize, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("atmm.int8.multiplies_int8", lambda: fast)
     with caplog.at_level(logging.WARNING):
-        check_device(EngineConfig(model="tiny", quantize="int8"), torch.device("cpu"))
+        check_device(EngineConfig(model="tiny", quantize=quantize), torch.device("cpu"))
     assert ("slower than quantize none" in caplog.text) is not fast
 
 

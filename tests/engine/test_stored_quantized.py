@@ -140,10 +140,10 @@ def test_a_scale_for_all_rows(stored: Stored) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
-        (("quant_method",), "gptq", "quant_method 'gptq'"),
-        (("quant_method",), "awq", "quant_method 'awq'"),
+        (("quant_method",), "gptq", "gptq with bits None"),
+        (("quant_method",), "awq", "awq with bits None"),
         (("quant_method",), "bitsandbytes", "quant_method 'bitsandbytes'"),
-        (("format",), "pack-quantized", "format 'pack-quantized', weights 'int'"),
+        (("format",), "marlin-24", "format 'marlin-24', weights 'int'"),
         (("kv_cache_scheme",), {"num_bits": 8}, "with kv_cache_scheme"),
         (("transform_config",), {"config_groups": {"R1": {}}}, "with transform_config"),
         (("sparsity_config",), {"format": "sparse-24-bitmask"}, "with sparse weights"),

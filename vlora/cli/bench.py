@@ -137,7 +137,9 @@ def simulate(
 )
 @click.option("--device", help="Of `policy` and `costs`: cpu (default) or cuda.")
 @click.option(
-    "--quantize", type=click.Choice(["fp8", "int8"]), help="Of `step`: compare weights in this format with bfloat16."
+    "--quantize",
+    type=click.Choice(["fp8", "int8", "int4"]),
+    help="Of `step`: compare weights in this format with bfloat16.",
 )
 @serve_options
 @json_option

@@ -32,7 +32,7 @@ _SETTINGS = {
         "load_format": "Source of the weights; dummy: random weights of the model's shapes.",
         "device": "Device to run on: cpu or cuda.",
         "dtype": "Precision of the weights; auto: the checkpoint's.",
-        "quantize": "Format of the language model's linear layers; fp8: on a GPU, int8: on a CPU (see docs/limits.md).",
+        "quantize": "Format of the text model's linear layers; fp8: for GPUs, int8, int4: for CPUs (docs/limits.md).",
         "quantize_head": "Also quantize the output head.",
         "seed": "Seed of dummy weights.",
         "threads": "Threads of the engine on each rank. Default: the physical cores, shared by the ranks.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -13,7 +14,7 @@ from vlora.cli.group import cli
 from vlora.cli.interrupt import ends_with
 from vlora.cli.progress import waiting
 from vlora.cli.server_flags import json_option, print_json
-from vlora.config import EngineConfig
+from vlora.config import EngineConfig, Quantize
 from vlora.errors import BadConfig, BadPlan
 
 
@@ -240,14 +241,23 @@ def model() -> None:
 @model.command("eval")
 @click.option("--checkpoint", type=click.Path(exists=True), help="Checkpoint folder. Default: the package's own.")
 @click.option("--quick", is_flag=True, help="One seed and few pictures; figures are rough.")
+@click.option(
+    "--quantize",
+    type=click.Choice(["fp8", "int8", "int4"]),
+    help="Instead, compare the answers of weights in this format with those of the unquantized ones.",
+)
+@click.option("--quantize-head", is_flag=True, help="With --quantize: quantize the output head, too.")
 @json_option
 @needs("fuse")
-def model_eval(checkpoint: str | None, quick: bool, as_json: bool) -> None:
+def model_eval(
+    checkpoint: str | None, quick: bool, quantize: Quantize | None, quantize_head: bool, as_json: bool
+) -> None:
     """Measure every goal of the embedded model. The last line is JSON; with --json it is the only line. Exit code 1 if
     a goal is not met.
 
     \b
         vlora model eval --quick
+        vlora model eval --quantize int8
     """
     import logging
     import warnings
@@ -257,6 +267,7 @@ def model_eval(checkpoint: str | None, quick: bool, as_json: bool) -> None:
 
     from fusion.embedded import checkpoint_path
     from fusion.embedded.exam import examine
+    from fusion.embedded.quantized_exam import compare
     from vlora.bench.report import Goal, Report
     from vlora.models.pretrained import from_pretrained
 
@@ -270,14 +281,17 @@ def model_eval(checkpoint: str | None, quick: bool, as_json: bool) -> None:
             raise BadConfig(
                 f"--checkpoint {checkpoint} has no model and processor in the format of fusion.embedded.train: {error}"
             ) from error
-    seeds = (1_000_001, 1_000_002, 1_000_003)[: 1 if quick else 3]
+    if quantize_head and quantize is None:
+        raise BadConfig("--quantize-head needs a format; set --quantize too")
+    settings: dict[str, Any] = {
+        "seeds": (1_000_001, 1_000_002, 1_000_003)[: 1 if quick else 3],
+        "num_scenes": 60 if quick else 200,
+        "say": lambda text: click.echo(text, err=True),
+    }
+    if quantize is not None:
+        settings |= {"quantize": quantize, "quantize_head": quantize_head}
     with waiting("examining"):
-        rows, gates = examine(
-            checkpoint or checkpoint_path(),
-            seeds=seeds,
-            num_scenes=60 if quick else 200,
-            say=lambda text: click.echo(text, err=True),
-        )
+        rows, gates = (examine if quantize is None else compare)(checkpoint or checkpoint_path(), **settings)
     goals = [Goal(*gate) for gate in gates]
     report = Report("model eval", [row._asdict() for row in rows], goals, title="vlora model eval")
     report.print(only_json=as_json)

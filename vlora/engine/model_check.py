@@ -18,6 +18,8 @@ from vlora.memory.arena import PAGE_BYTES, pages_for
 from vlora.models.hf_model import HFModel
 from vlora.models.loading import device_of, dummy_model, named_device, read_config
 from vlora.models.processing import InputProcessor
+from vlora.models.stored_groups import GroupedFiles
+from vlora.models.stored_quantized import stored_groups
 from vlora.parallel.adapter_sharding import FactorShape
 
 
@@ -79,7 +81,8 @@ class ModelCheck:
 
 
 def check_model(config: EngineConfig, *, adapter_rank: int, memory_bytes: int | None = None) -> ModelCheck:
-    """Read a checkpoint's configuration, tokenizer and image processor, and the headers of its weights.
+    """Read a checkpoint's configuration, tokenizer and image processor, and the headers of its weights. Of weights that
+    are stored by groups, the order of the groups and the zeros are read, too.
 
     Args:
         config: Settings with the model, its device and dtype, and the sizes that `vlora serve` would use.
@@ -99,6 +102,12 @@ def check_model(config: EngineConfig, *, adapter_rank: int, memory_bytes: int | 
     weight_bytes = sum(tensor.nbytes for tensor in itertools.chain(parameters, hf_model.model.buffers()))
     memory = _memory(config, memory_bytes)
     num_files, problems = _read_files(config.model) if config.load_format == "auto" else (0, [])
+    groups = stored_groups(model_config)
+    if groups is not None and config.load_format == "auto" and not problems:
+        try:
+            GroupedFiles(groups, checkpoint_files(config.model)).check(hf_model.language_linears)
+        except BadConfig as error:
+            problems.append(str(error))
     targets = [layer.weight for layer in hf_model.language_linears.values()]
     shadow_bytes = plain_bytes = sum(weight.nbytes for weight in targets)
     try:

@@ -15,9 +15,11 @@ from vlora.config import EngineConfig
 from vlora.errors import BadConfig
 from vlora.models.hf_model import HFModel
 from vlora.models.loading import read_config
-from vlora.models.stored_quantized import stored_format
+from vlora.models.stored_quantized import stored_format, stored_groups
 
 log = logging.getLogger(__name__)
+
+_FOR_CPUS = ("int8", "int4")
 
 
 def with_stored_format(config: EngineConfig) -> EngineConfig:
@@ -45,7 +47,8 @@ def check_device(config: EngineConfig, device: torch.device) -> None:
     Raises:
         BadConfig: The device has no such products.
     """
-    if config.quantize == "none" or (config.quantize == "int8" and device.type == "cpu" and int8.multiplies_int8()):
+    integers = config.quantize in _FOR_CPUS
+    if config.quantize == "none" or (integers and device.type == "cpu" and int8.multiplies_int8()):
         return
     if device.type == "cpu":
         log.warning(
@@ -54,7 +57,7 @@ def check_device(config: EngineConfig, device: torch.device) -> None:
             config.quantize,
         )
         return
-    _refuse_int8_on_a_gpu(config, device)
+    _refuse_integers_on_a_gpu(config, device)
     capability = torch.cuda.get_device_capability(device)
     if capability < fp8.CAPABILITY:
         raise BadConfig(
@@ -76,7 +79,7 @@ def format_of(config: EngineConfig, device: torch.device, hf_model: HFModel) -> 
     """
     if config.quantize == "none":
         return None
-    _refuse_int8_on_a_gpu(config, device)
+    _refuse_integers_on_a_gpu(config, device)
     linears: dict[str, nn.Linear] = {**hf_model.language_linears}
     if config.quantize_head:
         linears["lm_head"] = hf_model.lm_head
@@ -88,12 +91,22 @@ def format_of(config: EngineConfig, device: torch.device, hf_model: HFModel) -> 
                 f"quantize fp8 on a GPU needs layers with sizes that are multiples of {fp8.ALIGNMENT}; {name} has "
                 f"{linear.out_features} x {linear.in_features}; set quantize none"
             )
-    return FORMATS[config.quantize]
+    stored = stored_groups(hf_model.model.config)
+    weight_format: WeightFormat = FORMATS[config.quantize] if stored is None else stored.format
+    for name, linear in linears.items():
+        if linear.in_features % weight_format.alignment:
+            raise BadConfig(
+                f"quantize {config.quantize} needs layers with inputs in multiples of {weight_format.alignment}; "
+                f"{name} has {linear.in_features}; set quantize int8"
+            )
+    return weight_format
 
 
-def _refuse_int8_on_a_gpu(config: EngineConfig, device: torch.device) -> None:
-    if config.quantize == "int8" and device.type == "cuda":
-        raise BadConfig("quantize int8 is for CPUs; on a GPU set quantize fp8")
+def _refuse_integers_on_a_gpu(config: EngineConfig, device: torch.device) -> None:
+    if config.quantize in _FOR_CPUS and device.type == "cuda":
+        raise BadConfig(
+            f"quantize {config.quantize} is for CPUs; on a GPU set quantize fp8, for a checkpoint in bfloat16"
+        )
 
 
 def _version(capability: tuple[int, int]) -> str:

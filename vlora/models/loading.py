@@ -6,7 +6,6 @@ import contextlib
 import copy
 import logging
 import pickle
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,9 @@ from vlora.config import EngineConfig
 from vlora.errors import BadConfig, VLoraError
 from vlora.lora.base_weights import broken_files, checkpoint_files, pickled_files
 from vlora.models.families import family_of
-from vlora.models.pretrained import from_pretrained
-from vlora.models.stored_quantized import restore_stored, scales_expected, stored_format
+from vlora.models.grouped_loading import load_grouped
+from vlora.models.pretrained import from_pretrained, load_complete
+from vlora.models.stored_quantized import restore_stored, scales_expected, stored_format, stored_groups
 from vlora.models.supported import max_positions
 
 log = logging.getLogger(__name__)
@@ -47,28 +47,21 @@ def load_model(config: EngineConfig, rank: int = 0) -> Any:
     plain = copy.copy(model_config)
     if stored != "none":
         del plain.quantization_config  # the values are loaded as they are
+    keep, groups = config.quantize == stored, stored_groups(model_config)
     try:
-        with contextlib.nullcontext() if stored == "none" else scales_expected():
-            model, found = from_pretrained(
-                AutoModelForImageTextToText, config.model, dtype=dtype, config=plain, output_loading_info=True
-            )
+        if groups is not None:
+            model = load_grouped(config.model, plain, groups, dtype, keep=keep)
+        else:
+            with contextlib.nullcontext() if stored == "none" else scales_expected():
+                model = load_complete(AutoModelForImageTextToText, config.model, dtype=dtype, config=plain)
     except (OSError, ValueError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
         raise BadConfig(f"cannot load the weights of {config.model!r}: {_reason(config.model, error)}") from error
-    _check_complete(config.model, found["missing_keys"])
-    if stored != "none":
-        restore_stored(model, checkpoint_files(config.model), stored, keep=config.quantize == stored)
+    if groups is not None:
+        model.config.quantization_config = model_config.quantization_config
+    elif stored != "none":
+        restore_stored(model, checkpoint_files(config.model), stored, keep=keep)
     fits = config.tensor_parallel == 1 and config.quantize == "none"
     return _ready(model, device if fits else torch.device("cpu"))
-
-
-def _check_complete(model: str, missing: Collection[str]) -> None:
-    """Raises BadConfig if tensors are missing: transformers only logs a warning and draws them at random."""
-    if missing:
-        others = f" and {len(missing) - 1} other tensors" if len(missing) > 1 else ""
-        raise BadConfig(
-            f"cannot load the weights of {model!r}: its files lack {min(missing)}{others}; the checkpoint is "
-            "incomplete, or its config.json is of another model: copy or download it again"
-        )
 
 
 def _reason(model: str, error: Exception) -> str:

@@ -13,12 +13,12 @@ from transformers.utils import logging
 from vlora.errors import BadConfig
 
 
-def from_pretrained(kind: Any, model: str | Path, **options: Any) -> Any:
+def from_pretrained(kind: Any, model: str | Path | None, **options: Any) -> Any:
     """Load an object from a folder or hub name.
 
     Args:
         kind: One of transformers' Auto classes.
-        model: The folder or hub name.
+        model: The folder or hub name. None if the options have all tensors.
         options: Passed on to `kind.from_pretrained`.
 
     Raises:
@@ -26,7 +26,8 @@ def from_pretrained(kind: Any, model: str | Path, **options: Any) -> Any:
     """
     if not sys.stderr.isatty():
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # for terminals only
-    kind = _own_class(kind, model)
+    if model is not None:
+        kind = _own_class(kind, model)
     try:
         # Always explicit: by default transformers prompts on the terminal and runs the code if the user agrees.
         return kind.from_pretrained(model, trust_remote_code=False, **options)
@@ -39,14 +40,29 @@ def from_pretrained(kind: Any, model: str | Path, **options: Any) -> Any:
         ) from error
 
 
+def load_complete(kind: Any, model: str | Path | None, **options: Any) -> Any:
+    """Load a model as `from_pretrained`, but not with random weights in the place of missing ones.
+
+    Raises:
+        BadConfig: Tensors of the model are missing, for which transformers only warns; or as `from_pretrained`.
+    """
+    loaded, found = from_pretrained(kind, model, output_loading_info=True, **options)
+    if missing := sorted(found["missing_keys"]):
+        others = f" and {len(missing) - 1} other tensors" if len(missing) > 1 else ""
+        name = loaded.config.name_or_path
+        raise BadConfig(
+            f"cannot load the weights of {name!r}: its files lack {missing[0]}{others}; the checkpoint is incomplete, "
+            "or its config.json is of another model: copy or download it again"
+        )
+    return loaded
+
+
 def _own_class(kind: Any, model: str | Path) -> Any:
     """The class of this project that reads a checkpoint in the place of `kind`, or `kind` if transformers reads it."""
     with contextlib.suppress(OSError, ValueError):  # an unreadable config.json is reported by `kind`
         stored, _ = PreTrainedConfig.get_config_dict(model)
-        if isinstance(stored, dict) and stored.get("model_type") in (
-            "qwen",
-            "qwen_vl",
-        ):  # as published, and as this project saves it
+        own = ("qwen", "qwen_vl")  # as published, and as this project saves it
+        if isinstance(stored, dict) and stored.get("model_type") in own:
             from vlora.models.qwen_vl import own_classes  # the models' code is slow to import
 
             return own_classes.own_class(kind, stored)

@@ -1,7 +1,8 @@
-"""Checkpoints with weights that are stored in eight bits, as compressed-tensors writes them.
+"""Checkpoints with weights that are stored quantized: those with a scale per output row, as compressed-tensors writes
+them in eight bits, and those of `stored_groups`.
 
-The linear layers of the language model have values in a format of `atmm.formats` and a scale per output row. Every
-other form is refused by name, before weights are loaded.
+Only the linear layers of the language model are quantized. Every other form is refused by name, before weights are
+loaded.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from atmm.quantized import QuantizedWeight
 from vlora.config import Quantize
 from vlora.errors import BadConfig, UnsupportedModel
 from vlora.lora.base_weights import tail
+from vlora.models.stored_groups import GroupedForm, UnsupportedForm, grouped_form
 
 _WEIGHTS = {"num_bits": (8,), "symmetric": (True,), "dynamic": (False,), "strategy": ("channel", "tensor")}
 _INPUTS = {"num_bits": (8,), "symmetric": (True,), "dynamic": (True,), "strategy": ("token",)}
@@ -41,6 +43,9 @@ def stored_format(config: Any) -> Quantize:
         return "none"
     if not isinstance(stored, dict):  # transformers has loaded the model in its own form
         raise _unsupported(config, f"quant_method {stored.quant_method.value!r}")
+    form = stored_groups(config)
+    if form is not None:
+        return "int4" if form.format.bits == 4 else "int8"
     if stored.get("quant_method") != "compressed-tensors":
         raise _unsupported(config, f"quant_method {stored.get('quant_method')!r}")
     for name in ("kv_cache_scheme", "transform_config"):
@@ -68,6 +73,15 @@ def stored_format(config: Any) -> Quantize:
     return found
 
 
+def stored_groups(config: Any) -> GroupedForm | None:
+    """How a checkpoint's weights are stored by groups; None if they are not. Raises UnsupportedModel."""
+    stored = getattr(config, "quantization_config", None)
+    try:
+        return grouped_form(stored) if isinstance(stored, dict) else None
+    except UnsupportedForm as error:
+        raise _unsupported(config, str(error)) from error
+
+
 @contextlib.contextmanager
 def scales_expected() -> Iterator[None]:
     """Context in which transformers does not warn of scales, which are in a checkpoint and not in a model."""
@@ -84,6 +98,16 @@ def scales_expected() -> Iterator[None]:
         logger.removeFilter(is_about_more)
 
 
+def language_linears(model: Any) -> dict[str, Any]:
+    """The linear layers of a transformers model's language model by name, without the output head."""
+    head = model.get_output_embeddings()
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and name.startswith("model.language_model.") and module is not head
+    }
+
+
 def restore_stored(model: Any, files: Sequence[str], quantize: Quantize, *, keep: bool) -> None:
     """Restore the weights of a language model's linear layers from their stored values and scales.
 
@@ -98,10 +122,7 @@ def restore_stored(model: Any, files: Sequence[str], quantize: Quantize, *, keep
         UnsupportedModel: Other layers are quantized, too.
     """
     weight_format, scales = FORMATS[quantize], _read_scales(files)
-    head = model.get_output_embeddings()
-    for name, module in model.named_modules():
-        if not (isinstance(module, nn.Linear) and name.startswith("model.language_model.")) or module is head:
-            continue
+    for name, module in language_linears(model).items():
         scale = scales.pop(tail(f"{name}{_SCALE}"), None)
         if scale is None or scale.numel() not in (1, module.out_features):
             raise BadConfig(
@@ -143,6 +164,7 @@ def _read_scales(files: Sequence[str]) -> dict[str, torch.Tensor]:
 def _unsupported(config: Any, form: str) -> UnsupportedModel:
     return UnsupportedModel(
         f"{config.model_type} with weights that are stored quantized ({form}) is not supported; served are "
-        "compressed-tensors' fp8 and int8 with a scale per output and per token. Use the checkpoint in bfloat16 or "
-        "float16; quantize fp8 or int8 rounds its weights at load"
+        "compressed-tensors' fp8 and int8 with a scale per output and per token, and on a CPU GPTQ, AWQ (gemm) and "
+        "compressed-tensors' pack-quantized in groups of 32, 64, 128 or all inputs. Use the checkpoint in bfloat16 or "
+        "float16; quantize fp8, int8 or int4 rounds its weights at load"
     )
