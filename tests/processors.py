@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -11,15 +12,19 @@ from transformers.models.llava_next.image_processing_pil_llava_next import Llava
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from tests.families import IMAGE, VISION_END, VISION_START
+from tests.families import IMAGE, VISION_END, VISION_START, build_model
 
+_NUM_WORDS = 170  # that fit beside the words of the questions
 PINPOINTS = [[16, 32], [32, 16], [32, 32]]
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer(*words: str) -> PreTrainedTokenizerFast:
+    """Words of the questions here, and more if a test needs them. Others are unknown."""
     special = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3, "<image>": IMAGE, "<vs>": VISION_START, "<ve>": VISION_END}
-    words = {word: 4 + index for index, word in enumerate(["what", "is", "shown", "in", "the", "picture", "?"])}
-    inner = Tokenizer(models.WordLevel({**special, **words}, unk_token="<unk>"))
+    known = dict.fromkeys(("what", "is", "shown", "in", "the", "picture", "?", *words))
+    assert len(known) <= IMAGE - 4
+    vocabulary = {word: 4 + index for index, word in enumerate(known)}
+    inner = Tokenizer(models.WordLevel({**special, **vocabulary}, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
         tokenizer_object=inner,
@@ -45,3 +50,20 @@ def image_processor(family: str) -> Any:
     if family == "llava_next":
         return LlavaNextImageProcessorPil(size={"shortest_edge": 16}, crop_size=crop, image_grid_pinpoints=PINPOINTS)
     return LlavaOnevisionImageProcessorPil(size=crop, image_grid_pinpoints=PINPOINTS)
+
+
+def write_checkpoint(folder: Path, family: str, *words: str) -> str:
+    """A checkpoint as users have it: model, tokenizer and image processor. words: of the tokenizer; all others of its
+    vocabulary are filled, so that every token has a text."""
+    model = build_model(family)
+    model.generation_config.eos_token_id = 2
+    model.save_pretrained(str(folder))
+    more = ("answer", *words)
+    tokens = tokenizer(*more, *(f"w{number}" for number in range(_NUM_WORDS - len(more))))
+    template = str(tokens.chat_template)
+    if family.startswith("qwen"):  # these tokens separate the positions of two pictures
+        template = template.replace("<image>", "<vs><image><ve>")
+    tokens.chat_template = template + "{% if add_generation_prompt %} answer{% endif %}"
+    tokens.save_pretrained(str(folder))
+    image_processor(family).save_pretrained(str(folder))
+    return str(folder)

@@ -10,10 +10,10 @@ import torch
 from PIL import Image
 
 from fusion.data.samples import Sample, Splits
-from fusion.plan.families import why_not_trained
 from fusion.progress.progress import Progress
-from fusion.training.collator import EncodedSample, embed
+from fusion.training.collator import EncodedSample
 from fusion.training.decoding import Prompt, greedy
+from fusion.training.embedding import embed, features_of_tokens
 from fusion.training.features import FeatureCache, Features, InMemory
 from fusion.training.fingerprint import hash_of_weights
 from fusion.training.objectives import answer_in_words
@@ -38,9 +38,6 @@ class FrozenBase:
         features: folder for image features; None keeps all of them in memory.
         train_vision: do not precompute image features, since training changes them.
         progress: display for work over samples.
-
-    Raises:
-        BadPlan: models of this family cannot be trained.
     """
 
     def __init__(
@@ -52,8 +49,6 @@ class FrozenBase:
         train_vision: bool = False,
         progress: Progress | None = None,
     ) -> None:
-        if why := why_not_trained(model.config):
-            raise BadPlan(why)
         self.processor = processor
         self.progress = progress or Progress()
         self.hf_model = HFModel(model)
@@ -113,12 +108,12 @@ class FrozenBase:
         return encoded
 
     def encode_images(self, items: Sequence[VisionInput]) -> list[torch.Tensor]:
-        """Image features [num_tokens, hidden] of each picture, with gradients if they are enabled."""
-        return [one.rows for one in self._vision.encode([VisionTask(item, None) for item in items])]
+        """Features [image tokens, hidden * (1 + levels)] of each picture, with gradients if they are enabled."""
+        return [features_of_tokens(one) for one in self._vision.encode([VisionTask(item, None) for item in items])]
 
     def features_of(self, samples: Sequence[EncodedSample]) -> list[torch.Tensor]:
-        """Image features of each sample [placeholders, hidden]: the stored ones, or recomputed if the vision side is
-        trained, with gradients if they are enabled."""
+        """Features of each sample [image tokens, hidden * (1 + levels)]: the stored ones, or recomputed if the vision
+        side is trained, with gradients if they are enabled."""
         if not self.train_vision:
             return [seen for sample in samples if (seen := sample.embeddings) is not None]
         made = iter(self.encode_images([item for sample in samples for item in sample.vision]))
