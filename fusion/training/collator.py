@@ -28,7 +28,8 @@ class EncodedSample(NamedTuple):
     ids: prompt tokens [n]. features: features of its image tokens; None if the vision side is trained. vision: the
     pictures themselves, if the vision side is trained. grids: token grid of each picture. positions: [1 or 3, n].
     target: the correct answer, with boxes relative to whole pictures. windows: the region of each picture that the
-    model sees. answer: tokens of its answer in words; empty if it has none.
+    model sees. answer: tokens of its answer in words; empty if it has none. start: index of the first token that an
+    activated adapter applies to; None for ordinary adapters.
     """
 
     ids: torch.Tensor
@@ -39,6 +40,7 @@ class EncodedSample(NamedTuple):
     target: Target
     windows: tuple[Window, ...]
     answer: tuple[int, ...]
+    start: int | None = None
 
     @property
     def embeddings(self) -> torch.Tensor | None:
@@ -91,7 +93,7 @@ def _forward(hf_model: HFModel, samples: Sequence[EncodedSample], features: Sequ
     rows, positions, wanted, last = [], [], [], []
     for sample, seen in zip(samples, features, strict=True):
         ids = torch.cat([sample.ids, torch.tensor(sample.answer[:-1], dtype=torch.long)])
-        rows.append(embed(hf_model, ids, seen))
+        rows.append(embed(hf_model, ids, seen, sample.start))
         tail = sample.positions[:, -1:] + torch.arange(
             1, len(ids) - len(sample.ids) + 1
         )  # as `Positions` of the engine

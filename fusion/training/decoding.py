@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from fusion.training.activation import OFFSETS
 from fusion.training.embedding import TextInput, batch_arguments
 from vlora.models.hf_model import HFModel
 
@@ -36,6 +37,8 @@ def _decode_one_length(hf_model: HFModel, prompts: Sequence[Prompt], limit: int)
     arguments = batch_arguments([prompt.input for prompt in prompts])
     places = torch.stack([prompt.positions for prompt in prompts], 1).to(hf_model.device)
     following = places[:, :, -1:] + 1  # as `Positions` of the engine; after an image this is not the number of tokens
+    # Counted from the end, so an activated adapter applies to each later token too.
+    offsets = {name: value for name, value in arguments.items() if name == OFFSETS}
     cache = None
     decoded: list[list[int]] = [[] for _ in prompts]
     active = set(range(len(prompts)))
@@ -55,7 +58,7 @@ def _decode_one_length(hf_model: HFModel, prompts: Sequence[Prompt], limit: int)
                 decoded[row].append(token)
         if not active:
             break
-        arguments = {"inputs_embeds": hf_model.embed(tokens)[:, None]}
+        arguments = {"inputs_embeds": hf_model.embed(tokens)[:, None], **offsets}
         places = following
         following = following + 1
     return [tuple(tokens) for tokens in decoded]

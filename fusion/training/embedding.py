@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from fusion.training.activation import OFFSETS
 from vlora.models.hf_model import HFModel, VisionFeatures
 
 
@@ -19,12 +20,14 @@ class TextInput(NamedTuple):
     """The text model's input for one sample.
 
     embeddings: [tokens, hidden]. visual: mask of the image tokens [tokens]. deepstack: what each deepstack level adds
-    to the image tokens [image tokens, hidden]; empty for models without deepstack.
+    to the image tokens [image tokens, hidden]; empty for models without deepstack. start: index of the first token that
+    an activated adapter applies to; None for ordinary adapters.
     """
 
     embeddings: torch.Tensor
     visual: torch.Tensor
     deepstack: tuple[torch.Tensor, ...]
+    start: int | None
 
 
 def features_of_tokens(features: VisionFeatures) -> torch.Tensor:
@@ -32,12 +35,13 @@ def features_of_tokens(features: VisionFeatures) -> torch.Tensor:
     return torch.cat([features.rows, *features.deepstack], 1)
 
 
-def embed(hf_model: HFModel, ids: torch.Tensor, seen: torch.Tensor) -> TextInput:
-    """Embed tokens [n] with the features of their image tokens [image tokens, hidden * (1 + levels)]."""
+def embed(hf_model: HFModel, ids: torch.Tensor, seen: torch.Tensor, start: int | None) -> TextInput:
+    """Embed tokens [n] with the features of their image tokens [image tokens, hidden * (1 + levels)]. start: as in the
+    result."""
     embeddings = hf_model.embed(ids.to(hf_model.device))
     visual = (ids == hf_model.image_token_id).to(hf_model.device)
     rows, *deepstack = seen.to(embeddings).split(hf_model.hidden_size, 1)
-    return TextInput(embeddings.masked_scatter(visual[:, None], rows), visual, tuple(deepstack))
+    return TextInput(embeddings.masked_scatter(visual[:, None], rows), visual, tuple(deepstack), start)
 
 
 def batch_arguments(inputs: Sequence[TextInput]) -> dict[str, Any]:
@@ -47,4 +51,6 @@ def batch_arguments(inputs: Sequence[TextInput]) -> dict[str, Any]:
     if levels := list(map(torch.cat, zip(*(one.deepstack for one in inputs), strict=True))):
         arguments["visual_pos_masks"] = nn.utils.rnn.pad_sequence([one.visual for one in inputs], batch_first=True)
         arguments["deepstack_visual_embeds"] = levels
+    if starts := [one.start for one in inputs if one.start is not None]:
+        arguments[OFFSETS] = [embeddings.shape[1] - start for start in starts]
     return arguments

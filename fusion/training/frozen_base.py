@@ -19,6 +19,7 @@ from fusion.training.fingerprint import hash_of_weights
 from fusion.training.objectives import answer_in_words
 from heads.boxes import Window
 from vlora.errors import BadPlan, BadRequest
+from vlora.lora.peft_format import last_place
 from vlora.models import EncodedPrompt, InputProcessor, Region
 from vlora.models.hf_model import HFModel
 from vlora.models.processing import to_tensor
@@ -32,7 +33,7 @@ ENCODE_AT_ONCE = 16  # samples per batch and per progress update
 class FrozenBase:
     """The base model without gradients: image features, prompts, and the language model that adapters modify.
 
-    weights: hash of the model's weights.
+    weights: hash of the model's weights. invocation: the tokens at which adapters on it begin; empty for ordinary ones.
 
     Args:
         features: folder for image features; None keeps all of them in memory.
@@ -47,6 +48,7 @@ class FrozenBase:
         *,
         features: Path | None = None,
         train_vision: bool = False,
+        invocation: tuple[int, ...] = (),
         progress: Progress | None = None,
     ) -> None:
         self.processor = processor
@@ -57,6 +59,7 @@ class FrozenBase:
         model.set_attn_implementation({"text_config": "eager" if self.hf_model.device.type == "cpu" else "sdpa"})
         self.model = model
         self.train_vision = train_vision
+        self.invocation = invocation
         self.weights = hash_of_weights(model.named_parameters())
         maker = f"{self.weights} on {self.hf_model.device.type}"  # another device rounds differently
         self._features = None if features is None else FeatureCache(features, maker)
@@ -102,6 +105,7 @@ class FrozenBase:
                         sample.target,
                         tuple(map(_window, one.shown)),
                         answer,
+                        self._start_of_adapter(one, sample),
                     )
                 )
             on_encoded(len(part))
@@ -123,7 +127,8 @@ class FrozenBase:
     def decode_answers(self, samples: Sequence[EncodedSample], limit: int) -> list[str]:
         """Decode the current model's answer to each sample as the engine does, up to `limit` tokens."""
         rows = [
-            embed(self.hf_model, one.ids, seen) for one, seen in zip(samples, self.features_of(samples), strict=True)
+            embed(self.hf_model, one.ids, seen, one.start)
+            for one, seen in zip(samples, self.features_of(samples), strict=True)
         ]
         prompts = [Prompt(row, one.positions) for row, one in zip(rows, samples, strict=True)]
         return [self.processor.decode(tokens).strip() for tokens in greedy(self.hf_model, prompts, limit)]
@@ -157,6 +162,19 @@ class FrozenBase:
                 f"{_file_of(sample)}: the answer {words!r} contains {mark}, a special token of the base model"
             )
         return (*ids, tokenizer.eos_token_id)
+
+    def _start_of_adapter(self, prompt: EncodedPrompt, sample: Sample) -> int | None:
+        """The index of the first token that an activated adapter applies to. Raises BadPlan if there is none."""
+        if not self.invocation:
+            return None
+        start = last_place(prompt.prompt_ids, self.invocation)
+        if start is None:
+            text = self.processor.tokenizer.decode(list(self.invocation))
+            raise BadPlan(
+                f"{_file_of(sample)}: its prompt does not contain {text!r}, the invocation of activated adapters; "
+                "change lora.invocation or the question"
+            )
+        return start
 
     def encode_prompt(self, question: str, sample: Sample) -> EncodedPrompt:
         """Encode a sample with its question or the domain's. Raises BadPlan for pictures that the processor refuses."""

@@ -34,7 +34,7 @@ def test_an_answer_continues_from_the_last_position_not_the_largest() -> None:
         embeddings = hf_model.embed(torch.randint(VOCAB, (length,), generator=generator))
         positions = torch.arange(length).repeat(3, 1)
         positions[0, 2:-3] = torch.linspace(2, longest, length - 5).long()
-        prompts.append(Prompt(TextInput(embeddings, torch.zeros(length, dtype=torch.bool), ()), positions))
+        prompts.append(Prompt(TextInput(embeddings, torch.zeros(length, dtype=torch.bool), (), None), positions))
     expected = [recomputed(hf_model, prompt) for prompt in prompts]
     assert len(set(expected)) == 3
     assert greedy(hf_model, prompts, LIMIT) == expected

@@ -127,6 +127,7 @@ def embeddings_of(model: torch.nn.Module, kwargs: dict[str, torch.Tensor]) -> Pr
         seen["embeddings"],
         torch.zeros(len(seen["embeddings"]), dtype=torch.bool) if visual is None else visual[0],
         tuple(seen.get("deepstack_visual_embeds") or ()),
+        None,
     )
     return Prompt(text_input, positions[:, 0] if positions.ndim == 3 else positions)
 

@@ -40,7 +40,7 @@ def served(*arguments: str) -> Iterator[Served]:
         with Client(port=int(match[1]), timeout_s=60) as client:
             yield Served(process, client, int(match[2]))
         process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=20)
+        _, err = process.communicate(timeout=60)
         assert process.returncode == 0, err
     finally:
         process.kill()

@@ -50,13 +50,8 @@ class AdapterHeader:
     invocation: tuple[int, ...] = ()
 
     def first_token(self, prompt_ids: tuple[int, ...]) -> int | None:
-        """Index of the first prompt token that the adapter applies to; None if it applies to none.
-
-        As PEFT's `calculate_alora_offsets`: the last place of the invocation tokens counts.
-        """
-        length = len(self.invocation)
-        places = range(len(prompt_ids) - length, -1, -1)
-        return next((at for at in places if prompt_ids[at : at + length] == self.invocation), None) if length else 0
+        """Index of the first prompt token that the adapter applies to; None if it applies to none."""
+        return last_place(prompt_ids, self.invocation) if self.invocation else 0
 
     @functools.cached_property
     def rank(self) -> int:
@@ -160,6 +155,15 @@ def split_over_ranks(header: AdapterHeader, sites: Mapping[str, SiteShape]) -> A
         for target in header.targets
     )
     return dataclasses.replace(header, targets=targets)
+
+
+def last_place(prompt_ids: tuple[int, ...], invocation: tuple[int, ...]) -> int | None:
+    """The index at which invocation tokens begin in a prompt; None without them.
+
+    As PEFT's `calculate_alora_offsets`: the last place counts.
+    """
+    places = range(len(prompt_ids) - len(invocation), -1, -1)
+    return next((at for at in places if prompt_ids[at : at + len(invocation)] == invocation), None)
 
 
 def _heads(path: Path, hidden_size: int) -> dict[str, TaskHead]:
