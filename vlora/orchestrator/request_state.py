@@ -152,6 +152,11 @@ class TrackedRequest:
         return [self.chain.key(at) for at in range(start // self.chain.block_size, stop // self.chain.block_size)]
 
     @property
+    def needed(self) -> str | None:
+        """The adapter that its next step reads: the active one, or the one whose head reads tokens before that."""
+        return self.active if self.request.read_from is None else self.adapter
+
+    @property
     def new_tokens(self) -> int:
         """Tokens to compute before the next answer."""
         return self.device_len - self.cached_len

@@ -137,7 +137,7 @@ class Scheduler:
         # Entered requests only: embeddings held for a request without KV room could block entered ones.
         to_encode = [t for t in entered if not self._encoding.is_ready(t)]
         entered = [t for t in entered if not t.held]
-        ready = [t for t in entered if t.active in view.resident or t.active is None]
+        ready = [t for t in entered if t.needed in view.resident or t.needed is None]
         if to_encode:
             waiting_for_images = set(to_encode)
             ready = [t for t in ready if t not in waiting_for_images]
@@ -308,7 +308,7 @@ class Scheduler:
     ) -> bool:
         """Whether a request starves for an adapter that is neither in memory nor being loaded."""
         present = view.resident | view.loading
-        waiting = [t for t in entered if t.active is not None and t.active not in present]
+        waiting = [t for t in entered if t.needed is not None and t.needed not in present]
         return any(credit > theta_s for credit in self._credits.of(waiting, now, merged))
 
     def _start(self, batch: Batch, now: float) -> None:
