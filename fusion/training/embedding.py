@@ -19,9 +19,9 @@ from vlora.models.hf_model import HFModel, VisionFeatures
 class TextInput(NamedTuple):
     """The text model's input for one sample.
 
-    embeddings: [tokens, hidden]. visual: mask of the image tokens [tokens]. deepstack: what each deepstack level adds
-    to the image tokens [image tokens, hidden]; empty for models without deepstack. start: index of the first token that
-    an activated adapter applies to; None for ordinary adapters.
+    embeddings: [tokens, hidden]. visual: mask of the image tokens [tokens]. deepstack: of each level, the features
+    added to the image tokens [image tokens, hidden]; empty for models without deepstack. start: index of the first
+    token that an activated adapter applies to; None for ordinary adapters.
     """
 
     embeddings: torch.Tensor

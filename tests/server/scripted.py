@@ -102,8 +102,8 @@ class ByteProcessor:
 
     takes_tools = False
 
-    def chat(self, question: str, num_images: int = 0) -> str:
-        return "\0" * num_images + question
+    def ask(self, question: str, kinds: Sequence[str]) -> str:
+        return "\0" * len(kinds) + question
 
     def template(self, messages: Sequence[dict[str, Any]]) -> str:
         parts = []

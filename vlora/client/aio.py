@@ -12,7 +12,7 @@ from typing import Any, Literal, Self, TypeVar
 
 from vlora.client import calls
 from vlora.client.aio_frame_stream import AsyncFrameStream
-from vlora.client.calls import Call, Image
+from vlora.client.calls import Call, Image, Visual
 from vlora.client.connection import ServerConnection
 from vlora.client.own_question import head_of_question
 from vlora.client.sync import TIMEOUT_S, Client, abandon
@@ -41,7 +41,7 @@ class AsyncClient:
     async def generate(
         self,
         question: str,
-        images: Sequence[Image] = (),
+        images: Sequence[Visual] = (),
         adapter: str | None = None,
         *,
         max_latency_s: float | None = None,
@@ -58,7 +58,7 @@ class AsyncClient:
     async def stream(
         self,
         question: str,
-        images: Sequence[Image] = (),
+        images: Sequence[Visual] = (),
         adapter: str | None = None,
         *,
         max_latency_s: float | None = None,

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from typing import Any, Literal, Self, TypeVar
 
 from vlora.client import calls
-from vlora.client.calls import Call, Image
+from vlora.client.calls import Call, Image, Visual
 from vlora.client.connection import ServerConnection
 from vlora.client.frame_stream import FrameStream
 from vlora.client.own_question import head_of_question
@@ -62,7 +62,7 @@ class Client:
     def generate(
         self,
         question: str,
-        images: Sequence[Image] = (),
+        images: Sequence[Visual] = (),
         adapter: str | None = None,
         *,
         max_latency_s: float | None = None,
@@ -70,7 +70,7 @@ class Client:
         priority: int = 0,
         **sampling: Any,
     ) -> Answer:
-        """Generate a text answer to a question, optionally about images.
+        """Generate a text answer to a question, optionally about images and videos (`vlora.client.Video`).
 
         Args:
             sampling: fields of `vlora.types.SamplingParams`.
@@ -90,7 +90,7 @@ class Client:
     def stream(
         self,
         question: str,
-        images: Sequence[Image] = (),
+        images: Sequence[Visual] = (),
         adapter: str | None = None,
         *,
         max_latency_s: float | None = None,

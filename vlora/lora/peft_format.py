@@ -158,10 +158,7 @@ def split_over_ranks(header: AdapterHeader, sites: Mapping[str, SiteShape]) -> A
 
 
 def last_place(prompt_ids: tuple[int, ...], invocation: tuple[int, ...]) -> int | None:
-    """The index at which invocation tokens begin in a prompt; None without them.
-
-    As PEFT's `calculate_alora_offsets`: the last place counts.
-    """
+    """The last index at which invocation tokens begin, as PEFT's `calculate_alora_offsets`; None without them."""
     places = range(len(prompt_ids) - len(invocation), -1, -1)
     return next((at for at in places if prompt_ids[at : at + len(invocation)] == invocation), None)
 

@@ -153,7 +153,7 @@ class TrackedRequest:
 
     @property
     def needed(self) -> str | None:
-        """The adapter that its next step reads: the active one, or the one whose head reads tokens before that."""
+        """The adapter that its next step reads: the active one, or that of a head over tokens before it is active."""
         return self.active if self.request.read_from is None else self.adapter
 
     @property

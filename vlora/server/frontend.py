@@ -33,6 +33,7 @@ from vlora.server.prompt_encoder import PromptEncoder
 from vlora.server.prompts import (
     Image,
     Prompt,
+    Visual,
     check_text,
     has_question,
     is_empty,
@@ -84,7 +85,7 @@ class FrontEnd:
     async def generate(
         self,
         prompt: Prompt,
-        images: Sequence[Image] = (),
+        images: Sequence[Visual] = (),
         *,
         adapter: str | None = None,
         sampling: SamplingParams | None = None,
@@ -97,7 +98,7 @@ class FrontEnd:
         """Yield text as it is decoded, then the complete Answer. Closing the iterator early cancels the request.
 
         Args:
-            images: Encoded bytes or URLs, in order.
+            images: Encoded bytes or URLs, and videos of such frames, in order.
             max_latency_s, max_ttft_s, priority, tenant: As in `Request`.
             whole: The caller needs only the Answer.
 
@@ -126,7 +127,7 @@ class FrontEnd:
     async def choices(
         self,
         prompt: Prompt,
-        images: Sequence[Image] = (),
+        images: Sequence[Visual] = (),
         *,
         num_choices: int = 1,
         adapter: str | None = None,
@@ -310,7 +311,7 @@ class FrontEnd:
     # -- inside -------------------------------------------------------------------------------------------------------
 
     async def _encode(
-        self, prompt: Prompt, images: Sequence[Image], adapter: str | None, clock: RequestClock
+        self, prompt: Prompt, images: Sequence[Visual], adapter: str | None, clock: RequestClock
     ) -> EncodedPrompt:
         """Look up the adapter and encode the prompt; images without text get the adapter's question if it has one."""
         status = None if adapter is None else await self.adapters.get(adapter)
