@@ -63,12 +63,16 @@ def distil(
     and of image tokens. Labels are not used.
 
     Raises:
-        BadAdapter: the adapter changes the vision side.
+        BadAdapter: the adapter changes the vision side, or is an activated one.
         BadPlan: no domain has a head, or its labels differ from the head's.
     """
     if original.touches_vision:
         raise BadAdapter(
             f"{original.path} adapts the vision side, but distillation keeps image features fixed; omit --data"
+        )
+    if original.invocation:
+        raise BadAdapter(
+            f"{original.path} is activated by tokens of the prompt, but distillation changes it for all; omit --data"
         )
     plan = checked.plan
     base = FrozenBase(

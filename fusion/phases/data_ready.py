@@ -11,6 +11,7 @@ from fusion.phases.plan_checked import PlanChecked
 from fusion.plan.errors import PlanErrors
 from fusion.plan.schema import Plan
 from fusion.progress.progress import Progress
+from fusion.training.activation import invocation_tokens
 from fusion.training.checkpoint import refuse_others
 from fusion.training.domain import Domain
 from fusion.training.fingerprint import hash_of_processing, identity_of
@@ -56,11 +57,18 @@ def prepare_data(checked: PlanChecked, out: Path, progress: Progress, *, device:
 
 
 def load_frozen_base(plan: Plan, device: str, progress: Progress, *, features: Path | None = None) -> FrozenBase:
-    """Load the plan's base model. Raises BadConfig if a part of it is missing."""
+    """Load the plan's base model. Raises BadConfig if a part of it is missing, BadPlan if adapters cannot begin."""
     path = checkpoint_path() if plan.base == "embedded" else plan.base
     processor = InputProcessor.from_pretrained(path)
     model = load_model(EngineConfig(model=path, device=device, dtype="float32"))
-    return FrozenBase(model, processor, features=features, train_vision=plan.lora.vision, progress=progress)
+    return FrozenBase(
+        model,
+        processor,
+        features=features,
+        train_vision=plan.lora.vision,
+        invocation=invocation_tokens(plan.lora, processor),
+        progress=progress,
+    )
 
 
 def encode_domains(checked: PlanChecked, base: FrozenBase) -> dict[str, Domain]:

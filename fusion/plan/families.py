@@ -1,4 +1,4 @@
-"""The served model families that can be trained, and the tasks that each supports."""
+"""The tasks that a model family cannot be trained for. Every served family can be trained."""
 
 from __future__ import annotations
 
@@ -8,27 +8,7 @@ from typing import Any
 from fusion.plan.errors import PlanErrors
 from fusion.plan.schema import Plan
 from heads import TASKS
-from vlora.models.families import FAMILIES, family_of
 from vlora.models.vision.token_grids import why_no_grid
-
-_WHY_NOT = {
-    "qwen3_vl": "its vision tower also feeds the first decoder layers (deepstack), which training does not compute",
-}
-TRAINED = tuple(name for name in FAMILIES if name not in _WHY_NOT)
-"""Model types of the families with the same training forward as transformers."""
-
-
-def why_not_trained(config: Any) -> str | None:
-    """Return why a model of this transformers config cannot be trained, with the families that can; None if it can.
-
-    Raises:
-        UnsupportedModel: the family is not served either.
-    """
-    family = family_of(config).model_type
-    why = _WHY_NOT.get(family)
-    if why is None:
-        return None
-    return f"models of the family {family} cannot be trained: {why}; families that can: {', '.join(TRAINED)}"
 
 
 def refuse_heads(plan: Plan, tasks: Mapping[str, str], config: Any, errors: PlanErrors) -> None:

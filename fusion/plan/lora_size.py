@@ -10,7 +10,6 @@ from transformers import AutoConfig
 from fusion.block_diagonal.blocks import num_parameters, undivided
 from fusion.embedded import checkpoint_path
 from fusion.plan.errors import PlanErrors
-from fusion.plan.families import why_not_trained
 from fusion.plan.schema import Plan
 from vlora.models.hf_model import HFModel
 from vlora.models.loading import dummy_model
@@ -34,7 +33,7 @@ class LoraSize:
 def shapes_of(plan: Plan, errors: PlanErrors) -> HFModel | None:
     """The plan's base model without weights, on the meta device.
 
-    Returns None and reports an error if the model cannot be loaded or its family cannot be trained.
+    Returns None and reports an error if the model cannot be loaded or its family is not supported.
     """
     base = checkpoint_path() if plan.base == "embedded" else plan.base
     try:
@@ -42,9 +41,6 @@ def shapes_of(plan: Plan, errors: PlanErrors) -> HFModel | None:
         model = dummy_model(config, "float32", torch.device("meta"), seed=0)
     except Exception as error:  # libraries raise arbitrary errors for a broken config
         errors.add(f'{plan.base!r} is neither "embedded" nor a model that can be loaded: {error}', "base")
-        return None
-    if why := why_not_trained(config):
-        errors.add(f"{plan.base!r}: {why}", "base")
         return None
     return HFModel(model)
 

@@ -21,7 +21,9 @@ class LoraPlan(PlanModel):
     rslora: scale by alpha / sqrt(rank) instead of alpha / rank. targets: the linear layers of the language model that
     get a delta, by the last part of their names (q_proj, ...); None for all. vision: also adapt all linear layers of
     the vision tower and the projector. blocks: number of blocks of block-diagonal factors (BD-LoRA), one per serving
-    rank; each block is a LoRA of rank / blocks and is scaled as such.
+    rank; each block is a LoRA of rank / blocks and is scaled as such. activated: the adapter applies from its
+    invocation on (aLoRA); the tokens before are the base model's, and all such adapters share their KV. invocation:
+    words that every prompt contains; None for those that the chat template adds after the question.
     """
 
     rank: Whole = Field(8, ge=1, le=256)
@@ -30,6 +32,21 @@ class LoraPlan(PlanModel):
     targets: tuple[str, ...] | None = Field(None, min_length=1)
     vision: bool = False
     blocks: Whole = Field(1, ge=1)
+    activated: bool = False
+    invocation: str | None = Field(None, pattern=r"\S")
+
+    @model_validator(mode="after")
+    def _activated_after_the_pictures(self) -> LoraPlan:
+        if self.invocation is not None and not self.activated:
+            raise ValueError("`invocation` is for activated adapters; add `activated: true` or remove it")
+        if self.activated and self.vision:
+            raise ValueError(
+                "`activated` adapters apply to tokens of the language model, `vision` adapts what is computed before "
+                "any token; remove one of them"
+            )
+        if self.activated and self.blocks > 1:
+            raise ValueError("`activated` adapters are not block-diagonal; remove `activated` or `blocks`")
+        return self
 
 
 class TrainingPlan(PlanModel):

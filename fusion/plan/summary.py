@@ -113,7 +113,8 @@ def print_summary(checked: PlanChecked, estimate: Estimate, console: Console) ->
 
 def _kind(lora: LoraPlan) -> str:
     blocks, each = (f" in {lora.blocks} blocks", f"rank / {lora.blocks}") if lora.blocks > 1 else ("", "rank")
-    return f"rank {lora.rank}{blocks}, alpha {lora.alpha}{f' / sqrt({each})' if lora.rslora else ''}"
+    kind = "activated, " if lora.activated else ""
+    return f"{kind}rank {lora.rank}{blocks}, alpha {lora.alpha}{f' / sqrt({each})' if lora.rslora else ''}"
 
 
 def _block(console: Console, title: str, rows: Mapping[str, str]) -> None:

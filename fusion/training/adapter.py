@@ -13,6 +13,7 @@ from torch import nn
 
 from fusion.block_diagonal.blocks import block_config, scaled_alpha, undivided
 from fusion.plan.schema import Plan
+from fusion.training.activation import pass_offsets
 from fusion.training.checkpoint import State
 from fusion.training.collator import EncodedSample, forward_samples
 from fusion.training.domain import Domain
@@ -47,8 +48,13 @@ class TrainableAdapter:
             use_bdlora=block_config(plan.lora),
             target_modules=_target_modules(base.hf_model, plan),
             base_model_name_or_path=plan.base,
+            alora_invocation_tokens=list(base.invocation) or None,
+            # PEFT searches for invocation tokens with this task type only.
+            task_type="CAUSAL_LM" if base.invocation else None,
         )
         self.model = get_peft_model(base.model, config)
+        if base.invocation:
+            pass_offsets(base.hf_model.text_model)
         if plan.training.gradient_checkpointing:
             base.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.lora = {name: p for name, p in self.model.named_parameters() if "lora_" in name}

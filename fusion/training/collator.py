@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fusion.data.samples import Target
+from fusion.training.embedding import batch_arguments, embed
 from fusion.training.features import Features
 from fusion.training.objectives import ForwardOutputs
 from heads import Box, Grid
@@ -24,10 +25,11 @@ _MAX_LENGTH_RATIO = 1.25  # maximum ratio of the longest to the shortest sample 
 class EncodedSample(NamedTuple):
     """One sample ready for training.
 
-    ids: prompt tokens [n]. features: image features of its pictures; None if the vision side is trained. vision: the
+    ids: prompt tokens [n]. features: features of its image tokens; None if the vision side is trained. vision: the
     pictures themselves, if the vision side is trained. grids: token grid of each picture. positions: [1 or 3, n].
     target: the correct answer, with boxes relative to whole pictures. windows: the region of each picture that the
-    model sees. answer: tokens of its answer in words; empty if it has none.
+    model sees. answer: tokens of its answer in words; empty if it has none. start: index of the first token that an
+    activated adapter applies to; None for ordinary adapters.
     """
 
     ids: torch.Tensor
@@ -38,10 +40,11 @@ class EncodedSample(NamedTuple):
     target: Target
     windows: tuple[Window, ...]
     answer: tuple[int, ...]
+    start: int | None = None
 
     @property
     def embeddings(self) -> torch.Tensor | None:
-        """Its features [placeholders, hidden], read on each access."""
+        """Its features [image tokens, hidden * (1 + levels)], read on each access."""
         return None if self.features is None else self.features.rows()
 
     @property
@@ -90,18 +93,17 @@ def _forward(hf_model: HFModel, samples: Sequence[EncodedSample], features: Sequ
     rows, positions, wanted, last = [], [], [], []
     for sample, seen in zip(samples, features, strict=True):
         ids = torch.cat([sample.ids, torch.tensor(sample.answer[:-1], dtype=torch.long)])
-        rows.append(embed(hf_model, ids, seen))
+        rows.append(embed(hf_model, ids, seen, sample.start))
         tail = sample.positions[:, -1:] + torch.arange(
             1, len(ids) - len(sample.ids) + 1
         )  # as `Positions` of the engine
         positions.append(torch.cat([sample.positions, tail], 1).t())
         last.append(len(sample.ids) - 1)
         wanted.append(torch.tensor([_IGNORE] * (len(sample.ids) - 1) + list(sample.answer or (_IGNORE,))))
-    embeds = nn.utils.rnn.pad_sequence(rows, batch_first=True)
     # Padding is at the end, after every position that is read, so causal attention excludes it without a mask.
     places = nn.utils.rnn.pad_sequence(positions, batch_first=True).permute(2, 0, 1).to(device)
     hidden = hf_model.text_model(
-        inputs_embeds=embeds, position_ids=places if hf_model.family.mrope else places[0], use_cache=False
+        **batch_arguments(rows), position_ids=places if hf_model.family.mrope else places[0], use_cache=False
     ).last_hidden_state
     targets = nn.utils.rnn.pad_sequence(wanted, batch_first=True, padding_value=_IGNORE).to(device)
     answered = targets != _IGNORE
@@ -120,13 +122,6 @@ def _forward(hf_model: HFModel, samples: Sequence[EncodedSample], features: Sequ
         # Every token is correct given the ones before it, so greedy decoding gives this answer.
         exact=(hits.sum(1) == counts) & (counts > 0),
     )
-
-
-def embed(hf_model: HFModel, ids: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    """Embeddings of tokens [n, hidden], with image features at the image tokens."""
-    embeddings = hf_model.embed(ids.to(hf_model.device))
-    shown = (ids == hf_model.image_token_id).to(hf_model.device)[:, None]
-    return embeddings.masked_scatter(shown, seen.to(embeddings))
 
 
 def _boxes(value: object) -> tuple[Box, ...]:

@@ -7,13 +7,15 @@ from typing import NamedTuple
 
 import torch
 
+from fusion.training.activation import OFFSETS
+from fusion.training.embedding import TextInput, batch_arguments
 from vlora.models.hf_model import HFModel
 
 
 class Prompt(NamedTuple):
-    """embeddings: [tokens, hidden], including image features. positions: [1 or 3, tokens]."""
+    """positions: [1 or 3, tokens]."""
 
-    embeddings: torch.Tensor
+    input: TextInput
     positions: torch.Tensor
 
 
@@ -23,7 +25,7 @@ def greedy(hf_model: HFModel, prompts: Sequence[Prompt], limit: int) -> list[tup
     # One length at a time needs no padding and no mask; a domain's prompts mostly have the same length.
     lengths: dict[int, list[int]] = {}
     for row, prompt in enumerate(prompts):
-        lengths.setdefault(len(prompt.embeddings), []).append(row)
+        lengths.setdefault(len(prompt.input.embeddings), []).append(row)
     decoded: dict[int, tuple[int, ...]] = {}
     for rows in lengths.values():
         decoded.update(zip(rows, _decode_one_length(hf_model, [prompts[row] for row in rows], limit), strict=True))
@@ -32,15 +34,17 @@ def greedy(hf_model: HFModel, prompts: Sequence[Prompt], limit: int) -> list[tup
 
 def _decode_one_length(hf_model: HFModel, prompts: Sequence[Prompt], limit: int) -> list[tuple[int, ...]]:
     """Decode prompts of one length."""
-    embeds = torch.stack([prompt.embeddings for prompt in prompts])
-    places = torch.stack([prompt.positions for prompt in prompts], 1).to(embeds.device)
+    arguments = batch_arguments([prompt.input for prompt in prompts])
+    places = torch.stack([prompt.positions for prompt in prompts], 1).to(hf_model.device)
     following = places[:, :, -1:] + 1  # as `Positions` of the engine; after an image this is not the number of tokens
+    # Counted from the end, so an activated adapter applies to each later token too.
+    offsets = {name: value for name, value in arguments.items() if name == OFFSETS}
     cache = None
     decoded: list[list[int]] = [[] for _ in prompts]
     active = set(range(len(prompts)))
     for _ in range(limit):
         output = hf_model.text_model(
-            inputs_embeds=embeds,
+            **arguments,
             position_ids=places if hf_model.family.mrope else places[0],
             past_key_values=cache,
             use_cache=True,
@@ -54,7 +58,7 @@ def _decode_one_length(hf_model: HFModel, prompts: Sequence[Prompt], limit: int)
                 decoded[row].append(token)
         if not active:
             break
-        embeds = hf_model.embed(tokens)[:, None]
+        arguments = {"inputs_embeds": hf_model.embed(tokens)[:, None], **offsets}
         places = following
         following = following + 1
     return [tuple(tokens) for tokens in decoded]

@@ -18,7 +18,7 @@ class Features(Protocol):
     """Image features of one sample, in memory or on disk."""
 
     def rows(self) -> torch.Tensor:
-        """The features of all its pictures, [num_tokens, hidden]."""
+        """The features of all its pictures, [image tokens, hidden * (1 + deepstack levels)]."""
 
 
 class InMemory(NamedTuple):

@@ -10,15 +10,16 @@ import torch
 from PIL import Image
 
 from fusion.data.samples import Sample, Splits
-from fusion.plan.families import why_not_trained
 from fusion.progress.progress import Progress
-from fusion.training.collator import EncodedSample, embed
+from fusion.training.collator import EncodedSample
 from fusion.training.decoding import Prompt, greedy
+from fusion.training.embedding import embed, features_of_tokens
 from fusion.training.features import FeatureCache, Features, InMemory
 from fusion.training.fingerprint import hash_of_weights
 from fusion.training.objectives import answer_in_words
 from heads.boxes import Window
 from vlora.errors import BadPlan, BadRequest
+from vlora.lora.peft_format import last_place
 from vlora.models import EncodedPrompt, InputProcessor, Region
 from vlora.models.hf_model import HFModel
 from vlora.models.processing import to_tensor
@@ -32,15 +33,12 @@ ENCODE_AT_ONCE = 16  # samples per batch and per progress update
 class FrozenBase:
     """The base model without gradients: image features, prompts, and the language model that adapters modify.
 
-    weights: hash of the model's weights.
+    weights: hash of the model's weights. invocation: the tokens at which adapters on it begin; empty for ordinary ones.
 
     Args:
         features: folder for image features; None keeps all of them in memory.
         train_vision: do not precompute image features, since training changes them.
         progress: display for work over samples.
-
-    Raises:
-        BadPlan: models of this family cannot be trained.
     """
 
     def __init__(
@@ -50,10 +48,9 @@ class FrozenBase:
         *,
         features: Path | None = None,
         train_vision: bool = False,
+        invocation: tuple[int, ...] = (),
         progress: Progress | None = None,
     ) -> None:
-        if why := why_not_trained(model.config):
-            raise BadPlan(why)
         self.processor = processor
         self.progress = progress or Progress()
         self.hf_model = HFModel(model)
@@ -62,6 +59,7 @@ class FrozenBase:
         model.set_attn_implementation({"text_config": "eager" if self.hf_model.device.type == "cpu" else "sdpa"})
         self.model = model
         self.train_vision = train_vision
+        self.invocation = invocation
         self.weights = hash_of_weights(model.named_parameters())
         maker = f"{self.weights} on {self.hf_model.device.type}"  # another device rounds differently
         self._features = None if features is None else FeatureCache(features, maker)
@@ -107,18 +105,19 @@ class FrozenBase:
                         sample.target,
                         tuple(map(_window, one.shown)),
                         answer,
+                        self._start_of_adapter(one, sample),
                     )
                 )
             on_encoded(len(part))
         return encoded
 
     def encode_images(self, items: Sequence[VisionInput]) -> list[torch.Tensor]:
-        """Image features [num_tokens, hidden] of each picture, with gradients if they are enabled."""
-        return [one.rows for one in self._vision.encode([VisionTask(item, None) for item in items])]
+        """Features [image tokens, hidden * (1 + levels)] of each picture, with gradients if they are enabled."""
+        return [features_of_tokens(one) for one in self._vision.encode([VisionTask(item, None) for item in items])]
 
     def features_of(self, samples: Sequence[EncodedSample]) -> list[torch.Tensor]:
-        """Image features of each sample [placeholders, hidden]: the stored ones, or recomputed if the vision side is
-        trained, with gradients if they are enabled."""
+        """Features of each sample [image tokens, hidden * (1 + levels)]: the stored ones, or recomputed if the vision
+        side is trained, with gradients if they are enabled."""
         if not self.train_vision:
             return [seen for sample in samples if (seen := sample.embeddings) is not None]
         made = iter(self.encode_images([item for sample in samples for item in sample.vision]))
@@ -128,7 +127,8 @@ class FrozenBase:
     def decode_answers(self, samples: Sequence[EncodedSample], limit: int) -> list[str]:
         """Decode the current model's answer to each sample as the engine does, up to `limit` tokens."""
         rows = [
-            embed(self.hf_model, one.ids, seen) for one, seen in zip(samples, self.features_of(samples), strict=True)
+            embed(self.hf_model, one.ids, seen, one.start)
+            for one, seen in zip(samples, self.features_of(samples), strict=True)
         ]
         prompts = [Prompt(row, one.positions) for row, one in zip(rows, samples, strict=True)]
         return [self.processor.decode(tokens).strip() for tokens in greedy(self.hf_model, prompts, limit)]
@@ -162,6 +162,19 @@ class FrozenBase:
                 f"{_file_of(sample)}: the answer {words!r} contains {mark}, a special token of the base model"
             )
         return (*ids, tokenizer.eos_token_id)
+
+    def _start_of_adapter(self, prompt: EncodedPrompt, sample: Sample) -> int | None:
+        """The index of the first token that an activated adapter applies to. Raises BadPlan if there is none."""
+        if not self.invocation:
+            return None
+        start = last_place(prompt.prompt_ids, self.invocation)
+        if start is None:
+            text = self.processor.tokenizer.decode(list(self.invocation))
+            raise BadPlan(
+                f"{_file_of(sample)}: its prompt does not contain {text!r}, the invocation of activated adapters; "
+                "change lora.invocation or the question"
+            )
+        return start
 
     def encode_prompt(self, question: str, sample: Sample) -> EncodedPrompt:
         """Encode a sample with its question or the domain's. Raises BadPlan for pictures that the processor refuses."""

@@ -3,6 +3,7 @@
 import torch
 
 from fusion.training.decoding import Prompt, greedy
+from fusion.training.embedding import TextInput
 from tests.families import VOCAB, build_model
 from vlora.models.hf_model import HFModel, Positions
 
@@ -12,7 +13,7 @@ LIMIT = 6
 def recomputed(hf_model: HFModel, prompt: Prompt) -> tuple[int, ...]:
     """Greedy tokens without a cache: each from a forward over the prompt and the tokens so far."""
     positions = Positions(prompt.positions.numpy())
-    embeddings, tokens = prompt.embeddings, []
+    embeddings, tokens = prompt.input.embeddings, []
     for _ in range(LIMIT):
         rows = torch.from_numpy(positions.span(0, len(embeddings)))
         hidden = hf_model.text_model(inputs_embeds=embeddings[None], position_ids=rows[:, None]).last_hidden_state
@@ -33,7 +34,7 @@ def test_an_answer_continues_from_the_last_position_not_the_largest() -> None:
         embeddings = hf_model.embed(torch.randint(VOCAB, (length,), generator=generator))
         positions = torch.arange(length).repeat(3, 1)
         positions[0, 2:-3] = torch.linspace(2, longest, length - 5).long()
-        prompts.append(Prompt(embeddings, positions))
+        prompts.append(Prompt(TextInput(embeddings, torch.zeros(length, dtype=torch.bool), (), None), positions))
     expected = [recomputed(hf_model, prompt) for prompt in prompts]
     assert len(set(expected)) == 3
     assert greedy(hf_model, prompts, LIMIT) == expected

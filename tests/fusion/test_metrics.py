@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from fusion.data.samples import Sample, Splits
 from fusion.plan.tasks import METRICS, TASKS
 from fusion.training.decoding import Prompt, greedy
+from fusion.training.embedding import TextInput
 from fusion.training.objectives import objective_of
 from fusion.training.text_metrics import token_f1
 from fusion.training.zero_shot import score_texts
@@ -83,7 +85,7 @@ def test_words_are_read_as_answers_of_the_task() -> None:
     assert score_texts(splits_of("vqa", (), ["A car"]), "token_f1", ["one car"]) == 0.5
 
 
-@pytest.mark.parametrize("family", ["llava", "qwen2_vl"])
+@pytest.mark.parametrize("family", ["llava", "qwen2_vl", "qwen3_vl"])
 def test_decoding_equals_transformers_generate(family: str) -> None:
     """Greedy, in float32, with images, prompts of two lengths in one call, and one that ends early."""
     model = build_model(family).eval()
@@ -108,10 +110,10 @@ def test_decoding_equals_transformers_generate(family: str) -> None:
 
 def embeddings_of(model: torch.nn.Module, kwargs: dict[str, torch.Tensor]) -> Prompt:
     """The inputs that the model passes to its language model, captured from its forward."""
-    seen: dict[str, torch.Tensor] = {}
+    seen: dict[str, Any] = {}
 
-    def look(_: object, args: object, given: dict[str, torch.Tensor]) -> None:
-        seen.update(embeddings=given["inputs_embeds"][0], positions=given["position_ids"])
+    def look(_: object, args: object, given: dict[str, Any]) -> None:
+        seen.update(given, embeddings=given["inputs_embeds"][0], positions=given["position_ids"])
 
     hook = model.model.language_model.register_forward_pre_hook(look, with_kwargs=True)  # type: ignore[union-attr,operator]
     with torch.no_grad():
@@ -120,7 +122,14 @@ def embeddings_of(model: torch.nn.Module, kwargs: dict[str, torch.Tensor]) -> Pr
     positions = seen["positions"]
     if positions is None:
         positions = torch.arange(len(seen["embeddings"]))[None]
-    return Prompt(seen["embeddings"], positions[:, 0] if positions.ndim == 3 else positions)
+    visual = seen.get("visual_pos_masks")
+    text_input = TextInput(
+        seen["embeddings"],
+        torch.zeros(len(seen["embeddings"]), dtype=torch.bool) if visual is None else visual[0],
+        tuple(seen.get("deepstack_visual_embeds") or ()),
+        None,
+    )
+    return Prompt(text_input, positions[:, 0] if positions.ndim == 3 else positions)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import gc
 import math
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from vlora.errors import PromptTooLong
@@ -141,6 +142,19 @@ def test_cancelling_during_a_step_leaves_no_state() -> None:
     outputs = simulation.scheduler.record(batch, result)
     assert [output.request_id for output in outputs] == ["y"]
     simulation.check_integrity()
+
+
+def test_a_head_over_image_tokens_waits_for_its_adapter() -> None:
+    """Its rows are read where the base model computes them; other requests begin without the adapter."""
+    simulation = box()
+    head = msgspec.structs.replace(make_request("h", "a", head="boxes", prompt=9, adapter_from=6), read_from=1)
+    simulation.add(head, make_request("w", "a", prompt=9, adapter_from=6))
+    assert shares(simulation.scheduler.schedule(NOTHING)) == {"w": (0, 6)}
+    simulation = box()
+    simulation.add(head)
+    assert simulation.scheduler.schedule(NOTHING) is None
+    view = MemoryView(resident=frozenset("a"), mergeable=frozenset())
+    assert shares(simulation.scheduler.schedule(view)) == {"h": (0, 6)}
 
 
 def test_a_step_is_scheduled_while_its_requests_are_in_the_last_one() -> None:

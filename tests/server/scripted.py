@@ -109,8 +109,8 @@ class ByteProcessor:
     takes_tools = False
     num_processed = 0
 
-    def chat(self, question: str, num_images: int = 0) -> str:
-        return "\0" * num_images + question
+    def ask(self, question: str, kinds: Sequence[str]) -> str:
+        return "\0" * len(kinds) + question
 
     def template(self, messages: Sequence[dict[str, Any]]) -> str:
         parts = []

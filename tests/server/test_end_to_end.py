@@ -17,11 +17,14 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from PIL import Image
+from transformers import AutoConfig
 
 import atmm
-from fusion.embedded.model import build_model
+from fusion.embedded.model import build_model as build_embedded
 from fusion.embedded.processor import build_processor
 from heads import HeadSpec, TaskHead, save_heads
+from tests.families import build_model
+from tests.processors import write_checkpoint
 from vlora.client import Client
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
@@ -33,35 +36,42 @@ pytestmark = pytest.mark.slow  # test_serve.py and test_openai_client.py are fas
 
 ROOT = Path(__file__).parents[2]
 
+EMBEDDED = "embedded"  # the small LLaVA that ships with the package
+SERVED = (EMBEDDED, "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 QUESTION = "what digit is shown ?"
 ADAPTERS = {"small": (4, 1), "large": (16, 2)}  # name -> rank, frames of its head
 
 
-def write_model(folder: Path) -> None:
-    """A model of the embedded architecture with random weights, and two random adapters with heads."""
-    build_model(0).save_pretrained(folder / "model")
-    build_processor().save_pretrained(folder / "model")
+def write_model(folder: Path, family: str = EMBEDDED) -> None:
+    """A model of a family with random weights, and two random adapters with heads."""
+    if family == EMBEDDED:
+        build_embedded(0).save_pretrained(folder / "model")
+        build_processor().save_pretrained(folder / "model")
+    else:
+        write_checkpoint(folder / "model", family, "digit")
+    hidden_size = AutoConfig.from_pretrained(folder / "model").text_config.hidden_size
     generator = torch.Generator().manual_seed(0)
     for name, (rank, frames) in ADAPTERS.items():
         linears = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
         config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=linears, init_lora_weights=False)
-        get_peft_model(build_model(0), config).save_pretrained(str(folder / "adapters" / name))
+        model = build_embedded(0) if family == EMBEDDED else build_model(family)
+        get_peft_model(model, config).save_pretrained(str(folder / "adapters" / name))
         spec = HeadSpec(
             name="letter",
             task="classification",
             labels=("a", "b", "c"),
             prompt=QUESTION,
             num_frames=frames,
-            hidden_size=256,
+            hidden_size=hidden_size,
         )
-        head = TaskHead(spec, torch.randn(3, 256, generator=generator), torch.zeros(3))
+        head = TaskHead(spec, torch.randn(3, hidden_size, generator=generator), torch.zeros(3))
         save_heads(folder / "adapters" / name, {"letter": head})
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=SERVED)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("served")
-    write_model(folder)
+    write_model(folder, request.param)
     return folder
 
 
@@ -85,7 +95,7 @@ def client(folder: Path) -> Iterator[Client]:
             assert made.stats().cpu_kernels == ("compiled" if atmm.load_kernels() else "plain torch")
             yield made
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=15)
+        _, err = process.communicate(timeout=60)
         assert (process.returncode, err) == (0, "")
     finally:
         process.kill()
@@ -160,6 +170,16 @@ def test_served_head_results_equal_those_of_the_local_engine(client: Client, loc
         for outcome in outcomes:
             assert outcome.answer is not None and outcome.answer.scores == pytest.approx(alone.scores, abs=1e-4)
         assert client.stats().num_vision_encoded - before <= frames, "pictures are encoded once for all heads"
+
+
+def test_a_stream_of_frames_equals_single_questions(client: Client) -> None:
+    with client.open_stream(adapter="small", head="letter", drop="none") as frames:
+        assert [frames.send(picture(number)) for number in range(4)] == [0, 1, 2, 3]
+        frames.end()
+        answers = [result.answer for result in frames]
+    for number, answer in enumerate(answers):
+        alone = client.ask_head([picture(number)], "small", "letter")
+        assert answer is not None and answer.scores == pytest.approx(alone.scores, abs=1e-4)
 
 
 def test_streams_join_to_the_answer_and_stop_strings_cut_it(client: Client) -> None:

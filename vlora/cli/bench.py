@@ -169,7 +169,8 @@ def bench(
         vlora bench serve --url http://127.0.0.1:8000/v1 --model base --adapter-name signs --rate 2 --duration-s 60
         vlora bench fusion --out results     # resumes an interrupted run, as does policy
 
-    `fusion` and `bd` (block-diagonal adapters) train models: they take long, and run last in `all`.
+    `fusion`, `bd` (block-diagonal adapters) and `activated` (aLoRA) train models: they take long, and run last in
+    `all`.
     """
     given = {name: value for name, value in serve.items() if value not in (None, ())}
     if given and name != "serve":
@@ -190,6 +191,9 @@ def bench(
         holds = _bench_fusion(quick, out, as_json)
     elif name == "bd":
         holds = _bench_bd(quick, out, seeds, as_json)
+    elif name == "activated":
+        _bench_activated(quick, out, as_json)
+        holds = True
     else:
         from vlora.bench import main as run
 
@@ -200,6 +204,7 @@ def bench(
         if name == "all":
             holds &= _bench_fusion(quick, out, as_json)
             holds &= _bench_bd(quick, out, None, as_json)
+            _bench_activated(quick, out, as_json)
     if not holds:
         sys.exit(1)
 
@@ -238,6 +243,21 @@ def _bench_bd(quick: bool, out: Path | None, seeds: int | None, only_json: bool)
     if out is not None:
         save_report(report, None, out)
     return all(goal.holds for goal in goals)
+
+
+def _bench_activated(quick: bool, out: Path | None, only_json: bool) -> None:
+    """As `_bench_fusion`, for activated adapters. It has no goal."""
+    from fusion.bench import compare_activated
+    from vlora.bench import save_report
+    from vlora.bench.report import Report
+
+    work = None if out is None else out / "activated" / "work"
+    with waiting("bench activated"):
+        found = compare_activated(quick, work, lambda text: click.echo(text, err=True))
+    report = Report("activated", found.rows, [], found={"runs": found.runs})
+    report.print(only_json=only_json)
+    if out is not None:
+        save_report(report, None, out)
 
 
 @cli.command()

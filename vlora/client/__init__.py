@@ -6,6 +6,7 @@ from vlora.client.frame_stream import FrameStream
 from vlora.client.sync import Client, TextStream
 from vlora.client.values import Answer, FrameAnswer, FrameResult, HeadResult, TextQuestion
 from vlora.client.waiting import wait_for_server
+from vlora.types.video import Video
 
 __all__ = [
     "Answer",
@@ -18,5 +19,6 @@ __all__ = [
     "HeadResult",
     "TextQuestion",
     "TextStream",
+    "Video",
     "wait_for_server",
 ]

@@ -12,7 +12,7 @@ from typing import Any, Literal, Self, TypeVar
 
 from vlora.client import calls
 from vlora.client.aio_frame_stream import AsyncFrameStream
-from vlora.client.calls import Adapter, Call, Image
+from vlora.client.calls import Adapter, Call, Image, Visual
 from vlora.client.connection import ServerConnection
 from vlora.client.own_question import head_of_question
 from vlora.client.sync import TIMEOUT_S, Client, abandon
@@ -50,7 +50,7 @@ class AsyncClient:
     async def generate(
         self,
         question: str,
-        images: Sequence[Image] = (),
+        images: Sequence[Visual] = (),
         adapter: Adapter | None = None,
         *,
         max_latency_s: float | None = None,
@@ -67,7 +67,7 @@ class AsyncClient:
     async def stream(
         self,
         question: str,
-        images: Sequence[Image] = (),
+        images: Sequence[Visual] = (),
         adapter: Adapter | None = None,
         *,
         max_latency_s: float | None = None,

@@ -22,11 +22,15 @@ from vlora.client.values import (
 )
 from vlora.errors import BadImage, BadRequest
 from vlora.types import AdapterStatus, EngineStats, adapter_name
+from vlora.types.video import Video
 
 T = TypeVar("T")
 
 Image = bytes | bytearray | memoryview | str | os.PathLike[str]
 """An encoded image (JPEG, PNG, ...), or the path of one."""
+
+Visual = Image | Video[Image]
+"""An image, or a video as its frames with their times."""
 
 FrameImage = Image | tuple[bytes, int, int] | Any
 """An image of a frame: an Image; or (RGB bytes, height, width); or an array of bytes [height, width, 3], RGB."""
@@ -48,7 +52,7 @@ class Call(NamedTuple, Generic[T]):
 def generate(
     call_id: int,
     question: str,
-    images: Sequence[Image],
+    images: Sequence[Visual],
     adapter: Adapter | None,
     max_latency_s: float | None,
     max_ttft_s: float | None,
@@ -62,7 +66,7 @@ def generate(
 def stream(
     call_id: int,
     question: str,
-    images: Sequence[Image],
+    images: Sequence[Visual],
     adapter: Adapter | None,
     max_latency_s: float | None,
     max_ttft_s: float | None,
@@ -166,6 +170,18 @@ def read_images(images: Sequence[Image]) -> tuple[bytes, ...]:
     return tuple(_read(image) for image in images)
 
 
+def _read_visual(visual: Visual) -> bytes | tuple[tuple[bytes, ...], tuple[float, ...]]:
+    """An image's bytes, or a video's frames and times. Raises BadImage, and BadRequest for wrong times."""
+    if not isinstance(visual, Video):
+        return _read(visual)
+    visual.check()
+    return read_images(visual.frames), tuple(map(float, visual.times))
+
+
+def _num_bytes(visual: bytes | tuple[tuple[bytes, ...], tuple[float, ...]]) -> int:
+    return len(visual) if isinstance(visual, bytes) else sum(map(len, visual[0]))
+
+
 def read_frame(images: Sequence[FrameImage]) -> tuple[Any, ...]:
     """The images as values that can be sent. Raises BadImage for other types."""
     return tuple(_read_raw(image) for image in images)
@@ -194,21 +210,21 @@ def _read_raw(image: FrameImage) -> bytes | tuple[bytes, int, int]:
 def _text_args(
     call_id: int,
     question: str,
-    images: Sequence[Image],
+    images: Sequence[Visual],
     adapter: Adapter | None,
     max_latency_s: float | None,
     max_ttft_s: float | None,
     priority: int,
     sampling: Mapping[str, Any],
 ) -> tuple[tuple[Any, ...], int]:
-    encoded = read_images(images)
+    encoded = tuple(_read_visual(one) for one in images)
     options = dict(sampling)
     if isinstance(options.get("stop"), str):
         options["stop"] = (options["stop"],)
     pairs = sampling_pairs(sampling_params(options))
     name = adapter_name(adapter) if isinstance(adapter, Mapping) else adapter
     args = (call_id, question, encoded, name, pairs, max_latency_s, max_ttft_s, priority)
-    return args, sum(map(len, encoded))
+    return args, sum(map(_num_bytes, encoded))
 
 
 def _read(image: Image) -> bytes:

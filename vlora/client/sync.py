@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from typing import Any, Literal, Self, TypeVar
 
 from vlora.client import calls
-from vlora.client.calls import Adapter, Call, Image
+from vlora.client.calls import Adapter, Call, Image, Visual
 from vlora.client.connection import ServerConnection
 from vlora.client.frame_stream import FrameStream
 from vlora.client.own_question import head_of_question
@@ -71,7 +71,7 @@ class Client:
     def generate(
         self,
         question: str,
-        images: Sequence[Image] = (),
+        images: Sequence[Visual] = (),
         adapter: Adapter | None = None,
         *,
         max_latency_s: float | None = None,
@@ -79,7 +79,7 @@ class Client:
         priority: int = 0,
         **sampling: Any,
     ) -> Answer:
-        """Generate a text answer to a question, optionally about images.
+        """Generate a text answer to a question, optionally about images and videos (`vlora.client.Video`).
 
         Args:
             adapter: An adapter's name. Several adapters are composed: "a+b", or {"a": 0.7, "b": 0.3} with weights.
@@ -100,7 +100,7 @@ class Client:
     def stream(
         self,
         question: str,
-        images: Sequence[Image] = (),
+        images: Sequence[Visual] = (),
         adapter: Adapter | None = None,
         *,
         max_latency_s: float | None = None,

@@ -58,13 +58,8 @@ class AdapterHeader:
     invocation: tuple[int, ...] = ()
 
     def first_token(self, prompt_ids: tuple[int, ...]) -> int | None:
-        """Index of the first prompt token that the adapter applies to; None if it applies to none.
-
-        As PEFT's `calculate_alora_offsets`: the last place of the invocation tokens counts.
-        """
-        length = len(self.invocation)
-        places = range(len(prompt_ids) - length, -1, -1)
-        return next((at for at in places if prompt_ids[at : at + length] == self.invocation), None) if length else 0
+        """Index of the first prompt token that the adapter applies to; None if it applies to none."""
+        return last_place(prompt_ids, self.invocation) if self.invocation else 0
 
     @functools.cached_property
     def rank(self) -> int:
@@ -173,6 +168,12 @@ def split_over_ranks(header: AdapterHeader, sites: Mapping[str, SiteShape]) -> A
         for target in header.targets
     )
     return dataclasses.replace(header, targets=targets)
+
+
+def last_place(prompt_ids: tuple[int, ...], invocation: tuple[int, ...]) -> int | None:
+    """The last index at which invocation tokens begin, as PEFT's `calculate_alora_offsets`; None without them."""
+    places = range(len(prompt_ids) - len(invocation), -1, -1)
+    return next((at for at in places if prompt_ids[at : at + len(invocation)] == invocation), None)
 
 
 def _heads(path: Path, hidden_size: int) -> dict[str, TaskHead]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jinja2
@@ -23,7 +25,8 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from vlora.errors import BadConfig, BadImage, BadRequest
 from vlora.models.families import family_of, placeholder_count
 from vlora.models.pretrained import from_pretrained
-from vlora.models.vision.images import Region
+from vlora.models.vision.images import Clip, Region
+from vlora.models.vision.videos import VideoProcessor, video_settings
 from vlora.types import TensorValue, VisionInput
 
 if TYPE_CHECKING:
@@ -33,7 +36,7 @@ _IMAGE_FIELDS = ("pixel_values", "image_grid_thw", "image_sizes", "batch_num_ima
 
 
 class EncodedPrompt(NamedTuple):
-    """A prompt in the form of a Request: placeholders expanded, and one VisionInput per image, in order.
+    """A prompt in the form of a Request: placeholders expanded, and one VisionInput per image or video, in order.
 
     shown: the part of each image that its tokens represent.
     """
@@ -44,16 +47,27 @@ class EncodedPrompt(NamedTuple):
 
 
 class ProcessedImages(NamedTuple):
-    """Images after the image processor: the fields `vision` and `shown` of an EncodedPrompt."""
+    """Images and videos after their processors, in order.
+
+    placeholders: the text of the tokens of each. shown: as in an EncodedPrompt.
+    """
 
     vision: tuple[VisionInput, ...] = ()
+    placeholders: tuple[str, ...] = ()
     shown: tuple[Region, ...] = ()
 
 
 class InputProcessor:
     """Chat template, tokenizer and image processor of one model."""
 
-    def __init__(self, config: Any, tokenizer: PreTrainedTokenizerBase, image_processor: Any) -> None:
+    def __init__(
+        self,
+        config: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        image_processor: Any,
+        video_settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        """video_settings: of the checkpoint's video processor; None for transformers' defaults."""
         self.config = config
         self.tokenizer = tokenizer
         self.image_processor = image_processor
@@ -61,6 +75,7 @@ class InputProcessor:
         self.image_token_id: int = config.image_token_id
         self.image_token: str = tokenizer.convert_ids_to_tokens([self.image_token_id])[0]
         self._tokenize = _short_way(tokenizer)
+        self._video_settings = video_settings or {}
 
     @classmethod
     def from_pretrained(cls, path: str) -> InputProcessor:
@@ -76,12 +91,21 @@ class InputProcessor:
             image_processor = from_pretrained(AutoImageProcessor, path)
         except (OSError, ValueError) as error:
             raise BadConfig(f"cannot load tokenizer and image processor from {path!r}: {error}") from error
-        return cls(config, tokenizer, image_processor)
+        return cls(config, tokenizer, image_processor, video_settings(path))
 
     def chat(self, question: str, num_images: int = 0) -> str:
         """Apply the chat template to one user turn: images first, then the question, then the generation prompt."""
-        content = [{"type": "image"}] * num_images + [{"type": "text", "text": question}]
+        return self.ask(question, ["image"] * num_images)
+
+    def ask(self, question: str, kinds: Sequence[str]) -> str:
+        """As `chat`, for images and videos. kinds: image or video, in order."""
+        content = [*({"type": kind} for kind in kinds), {"type": "text", "text": question}]
         return self.template([{"role": "user", "content": content}])
+
+    @functools.cached_property
+    def _videos(self) -> VideoProcessor:
+        """Raises BadRequest if the family takes no videos."""
+        return VideoProcessor(self.config, self.tokenizer, self.image_processor, self._video_settings)
 
     @functools.cached_property
     def takes_tools(self) -> bool:
@@ -95,7 +119,7 @@ class InputProcessor:
         """Apply the chat template to a whole conversation.
 
         Args:
-            messages: Messages with content entries {"type": "image"} or {"type": "text", ...}.
+            messages: Messages with content entries {"type": "image"}, {"type": "video"} or {"type": "text", ...}.
             tools: Tools in the format of OpenAI's API, for a template that `takes_tools`.
 
         Raises:
@@ -110,35 +134,46 @@ class InputProcessor:
         except Exception as error:  # jinja raises its own classes, and templates raise through it
             raise BadRequest(f"the model's chat template rejects these messages: {error}") from error
 
-    def encode(self, prompt: str, images: Sequence[Image.Image] = ()) -> EncodedPrompt:
-        """Tokenize a prompt (after the chat template) and process its images.
+    def encode(self, prompt: str, images: Sequence[Image.Image | Clip] = ()) -> EncodedPrompt:
+        """Tokenize a prompt (after the chat template) and process its images and videos.
 
         Raises:
-            BadRequest: The numbers of image markers and images differ.
-            BadImage: An image cannot be processed.
+            BadRequest: The numbers of markers and of images or videos differ, or the family takes no videos.
+            BadImage: An image or video cannot be processed.
         """
         return self.encode_processed(prompt, self.process_images(images))
 
-    def process_images(self, images: Sequence[Image.Image]) -> ProcessedImages:
-        """Process the images of one prompt, for any number of prompts about them. Raises BadImage."""
-        shown = tuple(shown_region(self.image_processor, image.width, image.height) for image in images)
-        return ProcessedImages(self._process(images), shown)
+    def process_images(self, images: Sequence[Image.Image | Clip]) -> ProcessedImages:
+        """Process the images and videos of one prompt, for any number of prompts about them.
+
+        Raises:
+            BadRequest: The family takes no videos.
+            BadImage: An image or video cannot be processed.
+        """
+        stills = [one for one in images if not isinstance(one, Clip)]
+        made = {
+            "image": map(self._expanded_image, self._process(stills)),
+            "video": self._expanded_clips([one for one in images if isinstance(one, Clip)]),
+        }
+        pairs = [next(made["video" if isinstance(one, Clip) else "image"]) for one in images]
+        shown = tuple(shown_region(self.image_processor, image.width, image.height) for image in stills)
+        return ProcessedImages(tuple(item for item, _ in pairs), tuple(text for _, text in pairs), shown)
 
     def encode_processed(self, prompt: str, images: ProcessedImages) -> EncodedPrompt:
-        """As `encode`, for images that are processed already."""
-        pieces = prompt.split(self.image_token)
-        if len(pieces) - 1 != len(images.vision):
-            raise BadRequest(
-                f"the prompt has {len(pieces) - 1} image markers ({self.image_token}) but "
-                f"{len(images.vision)} images were sent"
-            )
+        """As `encode`, for images and videos that are processed already."""
+        kinds, pieces = self._split(prompt, Counter(item.kind for item in images.vision))
+        pairs = list(zip(images.vision, images.placeholders, strict=True))
+        following = {kind: iter([pair for pair in pairs if pair[0].kind == kind]) for kind in set(kinds)}
+        vision: list[VisionInput] = []
         text = pieces[0]
-        for item, piece in zip(images.vision, pieces[1:], strict=True):
-            text += self.image_token * item.num_tokens + piece
+        for kind, piece in zip(kinds, pieces[1:], strict=True):
+            item, placeholders = next(following[kind])
+            vision.append(item)
+            text += placeholders + piece
         # Templates include the beginning-of-text token; the tokenizer would add a second one.
         bos = self.tokenizer.bos_token
         special = not (bos is not None and text.startswith(bos))
-        return EncodedPrompt(tuple(self._tokenize(text, special)), images.vision, images.shown)
+        return EncodedPrompt(tuple(self._tokenize(text, special)), tuple(vision), images.shown)
 
     def as_given(self, token_ids: Sequence[int]) -> EncodedPrompt:
         """A prompt given as token ids, without images."""
@@ -153,6 +188,42 @@ class InputProcessor:
         text = str(self.tokenizer.decode([token_id], skip_special_tokens=False))
         # Decoders of this kind strip the leading space of a text.
         return " " + text if raw is not None and raw.startswith("\u2581") and not text.startswith(" ") else text
+
+    def _split(self, prompt: str, counts: Mapping[str, int]) -> tuple[list[str], list[str]]:
+        """The kinds of the markers of images and videos in a prompt, and the texts around them.
+
+        Without videos, their marker is text.
+
+        Args:
+            prompt: After the chat template.
+            counts: The number of images and of videos.
+
+        Raises:
+            BadRequest: The numbers of markers differ from those of images and videos.
+        """
+        kinds = {self.image_token: "image"}
+        if counts.get("video"):
+            kinds[self._videos.token] = "video"
+            prompt = self._videos.bare(prompt)
+        parts = re.split(f"({'|'.join(map(re.escape, kinds))})", prompt)
+        marks, pieces = parts[1::2], parts[::2]
+        for mark, kind in kinds.items():
+            found, count = marks.count(mark), counts.get(kind, 0)
+            if found != count:
+                raise BadRequest(f"the prompt has {found} {kind} markers ({mark}) but {count} {kind}s were sent")
+        return [kinds[mark] for mark in marks], pieces
+
+    def _expanded_image(self, item: VisionInput) -> tuple[VisionInput, str]:
+        return item, self.image_token * item.num_tokens
+
+    def _expanded_clips(self, clips: Sequence[Clip]) -> Iterator[tuple[VisionInput, str]]:
+        """Each video with the text of its placeholders."""
+        try:
+            processed = [self._videos.process(clip) for clip in clips]
+        except (ValueError, TypeError, OSError) as error:
+            raise BadImage(f"the image processor rejects the frames of a video: {error}") from error
+        for one in processed:
+            yield vision_input("video", one.fields, one.num_tokens), self._videos.placeholders(one)
 
     def _process(self, images: Sequence[Image.Image]) -> tuple[VisionInput, ...]:
         try:

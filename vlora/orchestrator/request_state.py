@@ -38,6 +38,7 @@ class TrackedRequest:
     Attributes:
         cached_len: tokens with KV in place; for a waiting request, the prefix-cache hit.
         active: the adapter of its next token. None before `Request.adapter_from`, and for requests of the base model.
+        needed: the adapter that its next step reads: the active one, or that of a head over tokens before it is active.
         device_len: tokens (prompt and sampled); the last one may still be in flight.
         max_len: upper limit of device_len.
         chain: the keys of its blocks; None without a prefix cache.
@@ -49,8 +50,7 @@ class TrackedRequest:
         answer_by: latest time for the first answer; None without a deadline.
         expected_s: predicted time from admission to the first answer.
         held: must not run: its grammar is not compiled yet, or its last token is being computed.
-        entered: admitted to the KV room (`KvAdmission`), so policies may select it; its waiting time counts from then
-            on.
+        entered: admitted to the KV room (`KvAdmission`): policies may select it, and its waiting time counts.
         last_answer_s: time of its last token, or of entry.
         computed_len: the maximum of cached_len so far.
         images: images without embeddings in the runner.
@@ -78,6 +78,7 @@ class TrackedRequest:
         "last_key",
         "last_ran_s",
         "max_len",
+        "needed",
         "next_key",
         "num_computed",
         "num_preemptions",
@@ -133,6 +134,7 @@ class TrackedRequest:
         """Set the number of tokens with KV in place."""
         self.cached_len = cached_len
         self.active = self.adapter if cached_len >= self.request.adapter_from else None
+        self.needed = self.active if self.request.read_from is None else self.adapter
         if self.chain is None:
             return
         full = cached_len // self.chain.block_size
@@ -150,11 +152,6 @@ class TrackedRequest:
         if self.chain is None:
             return []
         return [self.chain.key(at) for at in range(start // self.chain.block_size, stop // self.chain.block_size)]
-
-    @property
-    def needed(self) -> str | None:
-        """The adapter that must be resident for its next token: a head over images reads tokens before active ones."""
-        return self.active if self.request.read_from is None else self.adapter
 
     @property
     def new_tokens(self) -> int:

@@ -137,7 +137,7 @@ class Scheduler:
         # Entered requests only: embeddings held for a request without KV room could block entered ones.
         to_encode = [t for t in entered if not self._encoding.is_ready(t)]
         entered = [t for t in entered if not t.held]
-        ready = [t for t in entered if t.needed is None or t.needed in view.resident]
+        ready = [t for t in entered if t.needed in view.resident or t.needed is None]
         if to_encode:
             waiting_for_images = set(to_encode)
             ready = [t for t in ready if t not in waiting_for_images]

@@ -97,7 +97,7 @@ class FrontEnd:
         """Yield text as it is decoded, then the complete Answer. Closing the iterator early cancels the request.
 
         Args:
-            images: Encoded bytes or URLs, in order.
+            images: Encoded bytes or URLs, and videos of such frames, in order.
             adapter: An adapter's name, or a composition (`vlora.types.composition`).
             max_latency_s, max_ttft_s, priority, tenant: As in `Request`.
             whole: The caller needs only the Answer.

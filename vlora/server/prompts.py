@@ -11,13 +11,15 @@ from vlora.errors import BadRequest, TooLarge, listed
 from vlora.server.detokenizer import MAX_STOP_CHARS, MAX_STOP_STRINGS
 from vlora.server.media.image_decoding import RawImage
 from vlora.types import SamplingParams
+from vlora.types.video import Video
 
 # A prompt of this size is ready in under 0.5 ms; a round trip to a thread takes as long on a busy core.
 _SHORT_CHARS = 1000
 _SHORT_TURNS = 4
 
 Messages = Sequence[Mapping[str, Any]]
-"""A conversation for a chat template; content entries are {"type": "image"} or {"type": "text", "text": ...}."""
+"""A conversation for a chat template; content entries are {"type": "image"}, {"type": "video"} or
+{"type": "text", "text": ...}."""
 
 
 class PlainText(NamedTuple):
@@ -40,10 +42,13 @@ class Conversation(NamedTuple):
 
 
 Prompt = str | Messages | PlainText | PromptTokens | Conversation
-"""A question (images are placed before it), a conversation, or a raw prompt."""
+"""A question (images and videos are placed before it), a conversation, or a raw prompt."""
 
 Image = bytes | RawImage | str
 """An encoded image, raw pixels, or the URL of an encoded one."""
+
+Visual = Image | Video[Image]
+"""An image of a prompt, or a video of such images."""
 
 
 def check_text(prompt: Prompt, sampling: SamplingParams, config: ServerConfig) -> None:

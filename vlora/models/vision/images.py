@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -29,3 +30,10 @@ def upright_rgb(image: Image.Image) -> Image.Image:
         # Scale 16 bits to 8 bits; a plain conversion would clip all values above 255.
         upright = upright.convert("I").point(lambda value: value / 256).convert("L")
     return upright.convert("RGB")
+
+
+class Clip(NamedTuple):
+    """A decoded video. times: of its frames, in seconds."""
+
+    frames: Sequence[Image.Image]
+    times: Sequence[float]

@@ -12,9 +12,11 @@ from vlora.server.http.response_format import json_grammar
 from vlora.server.http.sampling_fields import MAX_TOKENS, SamplingFields, StrictModel
 from vlora.server.http.tools import MAX_TOOLS, Choice, NamedTool, Tool, ToolCall, call_grammar
 from vlora.types import MAX_LOGPROBS, SamplingParams
+from vlora.types.video import Video
 
 MAX_MESSAGES = 1024
 MAX_PARTS = 256  # of one message
+MAX_FRAMES = 256  # of one video
 
 
 class ImageUrl(StrictModel):
@@ -34,6 +36,25 @@ class ImagePart(StrictModel):
     image_url: ImageUrl
 
 
+class VideoPart(StrictModel):
+    """A video as its frames, URLs as of images. Either times, in seconds, one per frame, or fps."""
+
+    type: Literal["video"]
+    video: list[str] = Field(min_length=1, max_length=MAX_FRAMES, fail_fast=True)
+    times: list[float] = Field([], max_length=MAX_FRAMES, fail_fast=True)
+    fps: float | None = Field(None, gt=0, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def check_times(self) -> Self:
+        if bool(self.times) == (self.fps is not None):
+            raise ValueError("a video needs the times of its frames in seconds, or their fps; send one of the two")
+        return self
+
+    def as_value(self) -> Video[str]:
+        times = self.times or [place / self.fps for place in range(len(self.video)) if self.fps]
+        return Video(tuple(self.video), tuple(times))
+
+
 class ChatMessage(StrictModel):
     """An assistant message may have tool calls in place of content; a tool message holds a call's result."""
 
@@ -41,7 +62,7 @@ class ChatMessage(StrictModel):
     content: (
         str
         | Annotated[
-            list[Annotated[TextPart | ImagePart, Field(discriminator="type")]],
+            list[Annotated[TextPart | ImagePart | VideoPart, Field(discriminator="type")]],
             Field(max_length=MAX_PARTS, fail_fast=True),
         ]
     ) = ""
@@ -119,9 +140,10 @@ class ChatRequest(SamplingFields):
         """The tools that the answer may call."""
         return [] if self.tool_choice == "none" else self.tools
 
-    def conversation(self) -> tuple[list[dict[str, Any]], list[str]]:
-        """Messages for chat templates, and the images' URLs in order. Raises BadRequest for invalid tool calls."""
-        images: list[str] = []
+    def conversation(self) -> tuple[list[dict[str, Any]], list[str | Video[str]]]:
+        """Messages for chat templates, and the URLs of images and of videos' frames in order. Raises BadRequest for
+        invalid tool calls."""
+        images: list[str | Video[str]] = []
         plain: list[dict[str, Any]] = []
         for message in self.messages:
             text = message.content
@@ -129,6 +151,9 @@ class ChatRequest(SamplingFields):
             for part in [TextPart(type="text", text=text)] if isinstance(text, str) else text:
                 if isinstance(part, TextPart):
                     content.append({"type": "text", "text": part.text})
+                elif isinstance(part, VideoPart):
+                    images.append(part.as_value())
+                    content.append({"type": "video"})
                 else:
                     images.append(part.image_url.url)
                     content.append({"type": "image"})

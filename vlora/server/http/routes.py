@@ -35,6 +35,7 @@ from vlora.server.interleave import interleave
 from vlora.server.prompts import Conversation, Prompt
 from vlora.server.security.access import Access
 from vlora.types import AdapterStatus, SamplingParams
+from vlora.types.video import Video
 
 T = TypeVar("T")
 
@@ -240,8 +241,8 @@ class CompletionRoutes:
         outcomes = await _unless_disconnected(request, answering)
         return {"object": "list", "data": [_outcome_json(outcome) for outcome in outcomes]}
 
-    def _read_prompt(self, body: ChatRequest) -> tuple[Prompt, list[str]]:
-        """The conversation with its tools, and the images' URLs."""
+    def _read_prompt(self, body: ChatRequest) -> tuple[Prompt, list[str | Video[str]]]:
+        """The conversation with its tools, and the URLs of images and of videos' frames."""
         messages, images = body.conversation()
         if not body.offered and not any(message.role == "tool" or message.tool_calls for message in body.messages):
             return messages, images
@@ -251,7 +252,12 @@ class CompletionRoutes:
         return as_messages(messages, declared), images
 
     def _generate(
-        self, body: SamplingFields, prompt: Prompt, images: Sequence[str], sampling: SamplingParams, request: Request
+        self,
+        body: SamplingFields,
+        prompt: Prompt,
+        images: Sequence[str | Video[str]],
+        sampling: SamplingParams,
+        request: Request,
     ) -> Parts:
         return self._front_end.choices(
             prompt,

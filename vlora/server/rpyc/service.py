@@ -46,6 +46,7 @@ from vlora.server.security.message_budget import ByteCharge
 from vlora.server.streams.frame_questions import images_per_frame
 from vlora.server.streams.frame_stream import StreamSession
 from vlora.types import AdapterStatus
+from vlora.types.video import Video
 from vlora.wording import msgspec_errors
 
 _MAX_PULL_S = 30.0
@@ -93,7 +94,10 @@ class VLoraService(rpyc.Service):
         return asyncio.run_coroutine_threadsafe(self._reply(None, self._hello, args), self._loop)
 
     def exposed_generate(self, *args: Any) -> Future[Reply]:
-        """(call_id, question, images, adapter, sampling pairs, max_latency_s, max_ttft_s, priority) -> Answer"""
+        """(call_id, question, images, adapter, sampling pairs, max_latency_s, max_ttft_s, priority) -> Answer
+
+        images: bytes; of a video, (frames, times in seconds).
+        """
         return self._schedule(self._generate, args, call_id=args[:1])
 
     def exposed_stream(self, *args: Any) -> TextReply:
@@ -211,7 +215,7 @@ class VLoraService(rpyc.Service):
         pairs = _checked("sampling", sampling, tuple[tuple[str, Any], ...])
         return self._front_end.generate(
             _checked("question", question, str),
-            _images(images),
+            _visuals(images),
             adapter=_checked("adapter", adapter, str | None),
             sampling=sampling_params(dict(pairs)),
             max_latency_s=_checked("max_latency_s", max_latency_s, float | None),
@@ -390,6 +394,19 @@ def _raw(value: Any) -> tuple[bytes, int, int]:
     if not isinstance(value, tuple) or [type(each) for each in value] != [bytes, int, int]:
         raise BadRequest("an image must be bytes or (bytes, height, width)")
     return value
+
+
+def _visuals(value: Any) -> tuple[bytes | Video[Any], ...]:
+    if not isinstance(value, tuple):
+        raise BadRequest("images must be a tuple of bytes, one per image, and of (frames, times), one per video")
+    return tuple(one if isinstance(one, bytes) else _video(one) for one in value)
+
+
+def _video(value: Any) -> Video[Any]:
+    if not isinstance(value, tuple) or len(value) != 2:
+        raise BadRequest("a video must be (frames, times), an image bytes")
+    frames, times = value
+    return Video(_images(frames), _checked("times", times, tuple[float, ...]))
 
 
 def _images(value: Any) -> tuple[bytes, ...]:

@@ -1,0 +1,201 @@
+"""Videos as frames with times become the Qwen families' own inputs, as transformers' video processors make them."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+
+from tests.families import VIDEO, build_model
+from tests.processors import VIDEO_SETTINGS, image_processor, tokenizer, write_checkpoint
+from vlora.config import EngineConfig
+from vlora.engine import LocalEngine
+from vlora.errors import BadImage, BadRequest
+from vlora.models import InputProcessor
+from vlora.models.processing import to_tensor
+from vlora.models.vision.images import Clip
+from vlora.models.vision.videos import VideoProcessor
+from vlora.types import Request, SamplingParams
+
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+NUM_TOKENS = 6
+
+
+@pytest.fixture(scope="module")
+def transformers_code() -> dict[str, Any]:
+    """The modules of transformers' video processors by family, which need torchvision only for resizing."""
+    found = {}
+    for name in ("qwen2_vl", "qwen3_vl"):
+        spec = importlib.util.find_spec(f"transformers.models.{name}")
+        assert spec is not None and spec.submodule_search_locations is not None
+        file = Path(spec.submodule_search_locations[0]) / f"video_processing_{name}.py"
+        code = "\n".join(line for line in file.read_text().splitlines() if "import torchvision" not in line)
+        module: Any = types.ModuleType(f"{spec.name}.without_torchvision")
+        module.__package__, module.__file__ = spec.name, str(file)
+        sys.modules[module.__name__] = module
+        exec(compile(code, str(file), "exec"), module.__dict__)
+        del sys.modules[module.__name__]
+        found[name] = module
+    return {**found, "qwen2_5_vl": found["qwen2_vl"]}
+
+
+def clip(num_frames: int, size: tuple[int, int] = (40, 56), fps: float = 2.0) -> Clip:
+    rng = np.random.default_rng(num_frames)
+    frames = [Image.fromarray(rng.integers(0, 255, (*size, 3), dtype=np.uint8)) for _ in range(num_frames)]
+    return Clip(frames, [place / fps for place in range(num_frames)])
+
+
+def processor_of(family: str, **settings: Any) -> VideoProcessor:
+    config = build_model(family).config
+    return VideoProcessor(config, tokenizer(), image_processor(family), {**VIDEO_SETTINGS, **settings})
+
+
+@pytest.mark.parametrize("num_frames", [1, 2, 5, 6])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_patches_are_those_of_transformers(family: str, num_frames: int, transformers_code: dict[str, Any]) -> None:
+    shown, processor = clip(num_frames), processor_of(family)
+    made = processor.process(shown)
+    height, width = processor.size_of(num_frames, 40, 56)
+    images = image_processor(family)
+    resized = [frame.resize((width, height), Image.Resampling.BICUBIC) for frame in shown.frames]
+    pixels = torch.stack([torch.from_numpy(np.array(frame)).permute(2, 0, 1) for frame in resized]).float() / 255
+    mean, std = (torch.tensor(values)[:, None, None] for values in (images.image_mean, images.image_std))
+    module = transformers_code[family]
+    kind = module.Qwen3VLVideoProcessor if family == "qwen3_vl" else module.Qwen2VLVideoProcessor
+    patches, *grid = kind.patchify(None, ((pixels - mean) / std)[None], 4, 2, 2)
+    assert made.fields["video_grid_thw"].tolist() == [grid]
+    torch.testing.assert_close(made.fields["pixel_values_videos"], patches[0], atol=1e-5, rtol=0)
+    assert made.num_tokens == len(patches[0]) // 4
+    timestamps: Any = Qwen3VLProcessor._calculate_timestamps  # noqa: SLF001
+    assert made.stamps == timestamps(None, list(range(num_frames)), 2.0)
+    if family == "qwen2_5_vl" and num_frames > 1:
+        assert made.fields["second_per_grid_ts"].tolist() == [2 / 2.0]
+    else:
+        assert family == "qwen2_5_vl" or "second_per_grid_ts" not in made.fields
+
+
+@pytest.mark.parametrize("capped", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sizes_are_those_of_transformers(family: str, capped: bool, transformers_code: dict[str, Any]) -> None:
+    """As `resize` of transformers computes them, which calls torchvision with the result."""
+    module = transformers_code[family]
+    kind = module.Qwen3VLVideoProcessor if family == "qwen3_vl" else module.Qwen2VLVideoProcessor
+    seen: list[tuple[int, int]] = []
+
+    class Sizes(kind):  # type: ignore[misc, valid-type]
+        max_video_tokens = 40
+
+        def __init__(self) -> None:
+            """Without the defaults that need torchvision."""
+
+    sizes = module.SizeDict(**VIDEO_SETTINGS["size"])  # type: ignore[arg-type]
+    base = kind.__mro__[1]
+    original = base.resize
+    base.resize = lambda self, image, size, resample: seen.append((size.height, size.width))
+    try:
+        for num_frames in (2, 3, 4, 8, 30):
+            for height, width in ((40, 56), (8, 90), (300, 200), (16, 16), (5, 7)):
+                Sizes().resize(
+                    torch.zeros(1, num_frames, 3, height, width), sizes, None, 8, 2, cap_pixels_per_frame=capped
+                )
+                own = processor_of(family, cap_pixels_per_frame=capped, max_video_tokens=40)
+                assert own.size_of(num_frames, height, width) == seen[-1], (num_frames, height, width)
+    finally:
+        base.resize = original
+    assert len(set(seen)) >= 5
+
+
+def test_qwen3_has_the_time_of_each_step_in_words() -> None:
+    processor = processor_of("qwen3_vl")
+    made = processor.process(Clip(clip(3).frames, (0.5, 1.0, 4.0)))
+    each = made.num_tokens // 2
+    expected = "".join(f"<{time} seconds><vs>{'<video>' * each}<ve>" for time in ("0.8", "4.0"))
+    assert processor.placeholders(made) == expected
+    assert processor.bare("a <vs><video><ve> b") == "a <video> b"
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    write_checkpoint(folder, request.param)
+    return folder
+
+
+@torch.no_grad()
+def test_answers_about_videos_are_those_of_generate(folder: Path) -> None:
+    processor = InputProcessor.from_pretrained(str(folder))
+    model = build_model(processor.family.model_type)
+    engine = LocalEngine(EngineConfig(model=str(folder), dtype="float32", arena_bytes=64 * 2**20))
+    shown: list[list[Clip | Image.Image]] = [
+        [clip(5)],
+        [clip(4), clip(1).frames[0]],
+        [clip(3).frames[0], clip(6, fps=0.4), clip(2, (24, 24))],
+    ]
+    requests, expected, expected_scores = [], [], []
+    for number, visuals in enumerate(shown):
+        kinds = ["video" if isinstance(one, Clip) else "image" for one in visuals]
+        encoded = processor.encode(processor.ask("what is shown ?", kinds), visuals)
+        assert [item.kind for item in encoded.vision] == kinds
+        fields: dict[str, list[torch.Tensor]] = {}
+        for item in encoded.vision:
+            for name, value in item.fields.items():
+                fields.setdefault(name, []).append(to_tensor(value))
+        ids = torch.tensor([encoded.prompt_ids])
+        types_of = (ids == processor.image_token_id).int() + 2 * (ids == VIDEO).int()
+        inputs = {name: torch.cat(values) for name, values in fields.items()}
+        out = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            mm_token_type_ids=types_of,
+            **inputs,
+            max_new_tokens=NUM_TOKENS,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        tokens = out.sequences[0, ids.shape[1] :]
+        expected.append(tuple(tokens.tolist()))
+        expected_scores.append(torch.log_softmax(torch.cat(out.logits), -1)[torch.arange(NUM_TOKENS), tokens].tolist())
+        requests.append(
+            Request(
+                request_id=str(number),
+                prompt_ids=encoded.prompt_ids,
+                vision=encoded.vision,
+                sampling=SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0),
+            )
+        )
+    outputs = engine.run(requests)
+    for request, tokens, scores in zip(requests, expected, expected_scores, strict=True):
+        own = outputs[request.request_id]
+        assert tuple(token for out in own for token in out.token_ids) == tokens
+        assert [score.logprob for out in own for score in out.scores] == pytest.approx(scores, abs=1e-4)
+    assert len({round(scores[0], 3) for scores in expected_scores}) == len(shown), "answers ignore the videos"
+
+
+def test_bad_videos_are_refused(folder: Path) -> None:
+    processor = InputProcessor.from_pretrained(str(folder))
+    prompt = processor.ask("what is shown ?", ["video"])
+    with pytest.raises(BadRequest, match=r"2 video markers .* but 1 videos were sent"):
+        processor.encode(processor.ask("what is <video> ?", ["video"]), [clip(2)])
+    with pytest.raises(BadRequest, match=r"0 image markers .* but 1 images were sent"):
+        processor.encode(prompt, [clip(2), clip(1).frames[0]])
+    mixed = Clip([clip(1).frames[0], clip(1, (8, 8)).frames[0]], (0, 1))
+    with pytest.raises(BadImage, match=r"different sizes: 8x8, 56x40"):
+        processor.encode(prompt, [mixed])
+    with pytest.raises(BadImage, match="over 200 times"):
+        processor.encode(prompt, [clip(2, (1, 300))])
+
+
+def test_a_family_without_videos_refuses_them() -> None:
+    config = build_model("llava").config
+    processor = InputProcessor(config, tokenizer(), image_processor("llava"))
+    with pytest.raises(BadRequest, match="llava model takes no videos here; send their frames as images"):
+        processor.encode("what <video> ?", [clip(2)])

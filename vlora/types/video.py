@@ -1,0 +1,32 @@
+"""Videos as callers send them: frames with their times."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+from vlora.errors import BadRequest
+
+Frame = TypeVar("Frame", covariant=True)
+
+
+class Video(NamedTuple, Generic[Frame]):
+    """frames: images of one size. times: of each frame, in seconds, not decreasing."""
+
+    frames: Sequence[Frame]
+    times: Sequence[float]
+
+    def check(self) -> None:
+        """Raises BadRequest for a video without frames, or with times that do not fit them."""
+        if not self.frames:
+            raise BadRequest("a video has no frames; send at least one")
+        if len(self.times) != len(self.frames):
+            raise BadRequest(f"a video has {len(self.frames)} frames and {len(self.times)} times; send one per frame")
+        before = 0.0
+        for place, time in enumerate(self.times):
+            if not (math.isfinite(time) and time >= before):
+                raise BadRequest(
+                    f"time {place} of a video is {time}; times are finite seconds, 0 or more, and do not decrease"
+                )
+            before = time
