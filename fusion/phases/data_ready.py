@@ -16,6 +16,7 @@ from fusion.training.checkpoint import refuse_others
 from fusion.training.domain import Domain
 from fusion.training.fingerprint import hash_of_processing, identity_of
 from fusion.training.frozen_base import FrozenBase
+from fusion.training.quantized_base import round_base
 from vlora.config import EngineConfig
 from vlora.errors import BadPlan
 from vlora.models import InputProcessor
@@ -61,6 +62,7 @@ def load_frozen_base(plan: Plan, device: str, progress: Progress, *, features: P
     path = checkpoint_path() if plan.base == "embedded" else plan.base
     processor = InputProcessor.from_pretrained(path)
     model = load_model(EngineConfig(model=path, device=device, dtype="float32"))
+    round_base(model, plan.quantize)
     return FrozenBase(
         model,
         processor,

@@ -10,6 +10,7 @@ from fusion.plan.data_formats import DataPlan, Unlabelled
 from fusion.plan.fields import Number, PlanModel, Whole, next_to_plan
 from fusion.plan.tasks import Head, Metric, Task
 from fusion.plan.teacher_kinds import TeacherPlan
+from vlora.config import Quantize
 
 _MOST_ORDERS = 64
 Order = Literal["given", "random", "similarity", "hardest_first"]
@@ -142,14 +143,15 @@ def _as_tuple(value: Any) -> Any:
 class Plan(PlanModel):
     """A whole run.
 
-    base: "embedded", a folder, or a hub name. packing: "naive" is the paper's, which tries only the last adapter;
-    "first_fit" tries every adapter; "jointly" trains all domains at once and splits them, without an order and without
-    rehearsal. order: the order in which domains are packed; of several, the best packing is kept. confidence: a domain
-    meets its threshold if the lower bound of its validation score at this confidence does; None compares the score
-    itself.
+    base: "embedded", a folder, or a hub name. quantize: the format in which the base will be served; trainings and
+    scores use its rounded weights. packing: "naive" is the paper's, which tries only the last adapter; "first_fit"
+    tries every adapter; "jointly" trains all domains at once and splits them, without an order and without rehearsal.
+    order: the order in which domains are packed; of several, the best packing is kept. confidence: a domain meets its
+    threshold if the lower bound of its validation score at this confidence does; None compares the score itself.
     """
 
     base: str = "embedded"
+    quantize: Quantize = "none"
     seed: Whole = Field(0, ge=0)
     packing: Literal["naive", "first_fit", "jointly"] = "first_fit"
     lora: LoraPlan = LoraPlan()

@@ -61,6 +61,7 @@ def as_json(checked: PlanChecked, estimate: Estimate) -> str:
     return json.dumps(
         {
             "base": plan.base,
+            "quantize": plan.quantize,
             "seed": plan.seed,
             "lora": {
                 **plan.lora.model_dump(mode="json"),
@@ -108,7 +109,9 @@ def print_summary(checked: PlanChecked, estimate: Estimate, console: Console) ->
         + (f"lower bounds at a confidence of {plan.confidence:g}" if plan.confidence else "the score itself"),
         "time": _time(plan, estimate),
     }
-    _block(console, f"run: {len(plan.domains)} domain{'s' * (len(plan.domains) > 1)} on {plan.base}", rows)
+    _block(
+        console, f"run: {len(plan.domains)} domain{'s' * (len(plan.domains) > 1)} on {plan.base}{_rounded(plan)}", rows
+    )
 
 
 def _kind(lora: LoraPlan) -> str:
@@ -213,3 +216,7 @@ def _time(plan: Plan, estimate: Estimate) -> str:
 def _max_training_s(plan: Plan) -> float | None:
     """Seconds of training in the longest possible run; None if the plan sets no limit."""
     return None if plan.training.seconds is None else plan.training.seconds * max_trainings(plan)
+
+
+def _rounded(plan: Plan) -> str:
+    return "" if plan.quantize == "none" else f", its weights in {plan.quantize}"

@@ -165,8 +165,8 @@ library_name: peft
 ---
 # {adapter.name}
 
-A LoRA adapter for {report.base} that holds {len(own)} of the {len(report.domains)} domains of one fusion run (seed
-{report.seed}).
+A LoRA adapter for {report.base}{_rounded(report.plan)} that holds {len(own)} of the {len(report.domains)} domains of
+one fusion run (seed {report.seed}).
 
 | domain | task | pixels | metric | threshold | validation | lower bound ({sure}) | test | test samples |
 |---|---|---|---|---|---|---|---|---|
@@ -178,6 +178,10 @@ Rank {lora["rank"]}{blocks}, alpha {lora["alpha"]}{", rank-stabilised" if lora["
 `peft.PeftModel.from_pretrained(base, FOLDER)` loads the adapter; `vlora serve --adapter NAME=FOLDER` serves it with its
 task heads (`heads.safetensors`), if it has any.
 """
+
+
+def _rounded(plan: Mapping[str, Any]) -> str:
+    return "" if plan["quantize"] == "none" else f" (with its weights in {plan['quantize']})"
 
 
 def _how_trained(plan: Mapping[str, Any], adapter: AdapterReport) -> str:
