@@ -8,7 +8,7 @@ VENV := .venv
 STAMP := $(VENV)/.installed
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: install demo test test-fast console-test lint bench gpu clean
+.PHONY: install demo test test-all test-fast console-test lint bench gpu clean
 
 install: $(STAMP)
 
@@ -31,6 +31,10 @@ PYTEST = PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -q -n $(WORKERS) 
 
 test: install
 	$(PYTEST)
+
+# With the tests that repeat others for more model families (the mark `exhaustive`).
+test-all: install
+	$(PYTEST) --exhaustive
 
 # For the edit loop: without the tests marked as slow, and with fewer hypothesis examples (tests/conftest.py).
 test-fast: install

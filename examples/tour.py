@@ -166,7 +166,7 @@ def collect() -> dict[str, str]:
         shapes = {name: (site.d_out, site.d_in) for name, site in parts.device.pool.sites.items() if not site.vision}
         paths = {name: write_adapter(Path(folder) / name, shapes, rank, rank) for name, rank in RANKS.items()}
         engine.engine.register_adapters(paths)
-        encoded = record(stack, InputProcessor, "encode")
+        encoded = record(stack, InputProcessor, "encode_processed")
         checked = record(stack, RequestChecks, "check")
         scheduled = record(stack, Scheduler, "schedule")
         laned = record(stack, ForwardBatch, "lanes")

@@ -69,6 +69,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="device of the oracle tests: cpu, cuda or simulated-cuda")
+    parser.addoption("--exhaustive", action="store_true", help="also run the tests that are marked as exhaustive")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -101,7 +102,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark tests that run once per model family as slow for all families except one."""
+    """Leave out exhaustive tests, and mark tests that run once per model family as slow for all families except one."""
+    if not config.option.exhaustive:
+        left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+        config.hook.pytest_deselected(items=left_out)
     families = sys.modules.get("tests.families")  # imports transformers; not every run collects tests that need it
     if "slow" not in config.option.markexpr or families is None:
         return

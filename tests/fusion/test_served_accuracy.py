@@ -48,7 +48,7 @@ def assert_served_as_reported(plan: Path, out: Path, *learned: str) -> dict[str,
     return report
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", pytest.param("qwen2_vl", marks=pytest.mark.exhaustive)])
 def test_a_qwen_base_serves_with_the_reported_accuracy(tmp_path: Path, family: str) -> None:
     plan, out = write_mixed_plan(tmp_path / "plan", family), tmp_path / "out"
     finish(start_fuse(plan, out))

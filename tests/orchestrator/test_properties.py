@@ -161,7 +161,7 @@ def test_every_request_ends_once_within_every_budget(
 
 
 @pytest.mark.slow
-@settings(max_examples=scaled(500))
+@settings(max_examples=scaled(250))
 @any_load
 def test_every_request_ends_once_in_many_examples(
     machine: CheckedReplicaConfig,
@@ -246,7 +246,7 @@ def test_waiting_is_bounded_with_long_prompts(machine: CheckedReplicaConfig, arr
 
 
 @pytest.mark.slow
-@settings(max_examples=scaled(500))
+@settings(max_examples=scaled(250))
 @long_prompts
 def test_waiting_is_bounded_with_long_prompts_in_many_examples(
     machine: CheckedReplicaConfig, arrivals: Arrivals, policy: str
@@ -279,7 +279,7 @@ def test_waiting_is_bounded_under_preemption(machine: CheckedReplicaConfig, arri
 
 
 @pytest.mark.slow
-@settings(max_examples=scaled(500))
+@settings(max_examples=scaled(250))
 @preemptions
 def test_waiting_is_bounded_under_preemption_in_many_examples(
     machine: CheckedReplicaConfig, arrivals: Arrivals, policy: str

@@ -43,6 +43,11 @@ def stored_format(config: Any) -> Quantize:
         return "none"
     if not isinstance(stored, dict):  # transformers has loaded the model in its own form
         raise _unsupported(config, f"quant_method {stored.quant_method.value!r}")
+    if config.model_type == "qwen_vl":
+        raise UnsupportedModel(
+            f"qwen_vl with weights that are stored quantized (quant_method {stored.get('quant_method')!r}) is not "
+            "supported, because its files join layers; set quantize int4 for its checkpoint in bfloat16"
+        )
     form = stored_groups(config)
     if form is not None:
         return "int4" if form.format.bits == 4 else "int8"
