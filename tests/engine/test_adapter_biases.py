@@ -6,7 +6,7 @@ import pytest
 from peft import LoraConfig
 from safetensors.torch import load_file
 
-from tests.families import FAMILIES, LANGUAGE_LINEARS, build_model, vision_linears
+from tests.families import EACH_FAMILY, LANGUAGE_LINEARS, build_model, vision_linears
 from tests.harness import FixedModes, RecordingEngine, run_engine
 from tests.references import NUM_TOKENS, TOLERANCE, CaseReference, assert_same
 from vlora.lora import adapted_linear
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 CASES = (("own_bias", 1), ("plain", 1), (None, 1), ("base_bias", 0), ("dora_bias", 1), ("own_bias", 0))
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=EACH_FAMILY)
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CaseReference:
     family = request.param
     model, folder = build_model(family), tmp_path_factory.mktemp("biases")

@@ -12,7 +12,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
 from tests.engine.test_relocation import shuffled
-from tests.families import FAMILIES, LANGUAGE_LINEARS, build_model, vision_linears
+from tests.families import EACH_FAMILY, LANGUAGE_LINEARS, build_model, vision_linears
 from tests.harness import FixedModes, RecordingEngine, run_engine
 from tests.oracle import Oracle
 from tests.references import NUM_TOKENS, TOLERANCE, CaseReference, assert_same, prompts_of
@@ -42,7 +42,7 @@ def make_reference(family: str, folder: Path) -> CaseReference:
     return CaseReference(family, oracle.save(folder), cases, answers)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=EACH_FAMILY)
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CaseReference:
     return make_reference(request.param, tmp_path_factory.mktemp("dora"))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from peft import IA3Config, LoraConfig
 
-from tests.families import FAMILIES, LANGUAGE_LINEARS, build_model, vision_linears
+from tests.families import EACH_FAMILY, LANGUAGE_LINEARS, build_model, vision_linears
 from tests.harness import FixedModes, RecordingEngine, run_engine
 from tests.oracle import save_adapter
 from tests.references import NUM_TOKENS, TOLERANCE, CaseReference
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.gpu
 CASES = (("ia3", 1), ("plain", 1), (None, 1), ("dora", 0), ("vision_ia3", 1), ("ia3", 0))
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=EACH_FAMILY)
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CaseReference:
     family = request.param
     model, folder = build_model(family), tmp_path_factory.mktemp("ia3")

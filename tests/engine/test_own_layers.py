@@ -8,7 +8,7 @@ import pytest
 from peft import LoraConfig
 
 from tests.engine.test_relocation import shuffled
-from tests.families import FAMILIES, LANGUAGE_LINEARS, build_model
+from tests.families import EACH_FAMILY, LANGUAGE_LINEARS, build_model
 from tests.harness import FixedModes, RecordingEngine, run_engine
 from tests.oracle import save_adapter
 from tests.references import NUM_TOKENS, TOLERANCE, CaseReference, assert_same
@@ -21,7 +21,7 @@ CASES = (("head", 1), ("both", 1), (None, 1), ("plain", 0), ("factors", 1), ("he
 PLAN = [(Mode.MIXED, "head"), (Mode.UNMERGED, None), (Mode.MIXED, "plain"), (Mode.MIXED, "factors")]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=EACH_FAMILY)
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CaseReference:
     family = request.param
     model, folder = build_model(family), tmp_path_factory.mktemp("own")

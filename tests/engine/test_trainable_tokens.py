@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -50,9 +50,15 @@ def lora_configs() -> dict[str, LoraConfig]:
     }
 
 
-@pytest.fixture(
-    scope="module", params=[*((family, False) for family in FAMILIES), ("qwen2_vl", True), ("llava", True)], ids=str
-)
+def cases() -> Iterator[Any]:
+    """Families, each with whether its embedding is tied."""
+    for family in FAMILIES:
+        marks = pytest.mark.exhaustive if family in ("qwen3_vl", "llava_next") else ()
+        yield pytest.param((family, False), marks=marks)
+    yield from (("qwen2_vl", True), ("llava", True))
+
+
+@pytest.fixture(scope="module", params=cases(), ids=str)
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TokenReference:
     family, tied = request.param
     new_model = tied_model if tied else build_model

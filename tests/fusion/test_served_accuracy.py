@@ -67,6 +67,7 @@ def test_activated_adapters_serve_with_the_reported_accuracy(tmp_path: Path) -> 
         assert tokenizer.decode(config["alora_invocation_tokens"]) == "answer", "what the template adds"
 
 
+@pytest.mark.exhaustive
 def test_a_killed_run_on_a_qwen_base_resumes_to_the_same_adapters(tmp_path: Path) -> None:
     plan = write_mixed_plan(tmp_path / "plan", "qwen2_5_vl", steps=12)
     whole, out = tmp_path / "whole", tmp_path / "killed"
