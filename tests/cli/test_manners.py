@@ -346,3 +346,18 @@ def test_an_interrupted_command_ends_at_once_with_one_line(number: str, code: in
             child.send_signal(getattr(signal, number))
         _, error = child.communicate(timeout=20)
         assert (child.returncode, error) == (code, f"{word}: resume with: that\n")
+
+
+@pytest.mark.parametrize(("stopped", "code", "error"), [(True, 130, "interrupted: that\n"), (False, 1, "ValueError")])
+def test_an_error_that_an_interrupt_has_become_is_an_interrupt(stopped: bool, code: int, error: str) -> None:
+    """A native library loses the interrupt that is raised in its call of Python, and reports an error of its own."""
+    code_of = (
+        "import os, signal\n"
+        "from vlora.cli.interrupt import ends_with\n"
+        "with ends_with(lambda: 'that'):\n"
+        f"    try: {'os.kill(os.getpid(), signal.SIGINT)' if stopped else 'raise KeyError'}\n"
+        "    except BaseException: raise ValueError('no shape') from None\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code_of], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == code
+    assert done.stderr == error if stopped else error in done.stderr

@@ -15,11 +15,7 @@ _SHELLS_ADD = 128  # added to a signal's number to form the exit code
 
 
 class Stopped(KeyboardInterrupt):
-    """An interrupt or a termination signal, raised in the main thread. signal: its number."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.signal = number
+    """An interrupt or a termination signal, raised in the main thread with its number."""
 
 
 @contextlib.contextmanager
@@ -51,27 +47,29 @@ def ends_with(line: Callable[[], str]) -> Iterator[None]:
     Args:
         line: the rest of the line, after "interrupted: " or "terminated: ". Called once, after the block.
     """
-    stopped = False
+    stopped: int | None = None
 
     def last_words(number: int) -> None:
         print(f"{_NAMES[signal.Signals(number)]}: {line()}", file=sys.stderr, flush=True)
 
     def on_signal(number: int, frame: object) -> None:
         nonlocal stopped
-        if stopped:
+        if stopped is not None:
             last_words(number)
             os._exit(_SHELLS_ADD + number)
-        stopped = True
+        stopped = number
         raise Stopped(number)
 
     before = {number: signal.signal(number, on_signal) for number in _NAMES}
     try:
         yield
-    except Stopped as error:
+    except BaseException:  # a native library may turn Stopped into an error of its own: safetensors, into ValueError
+        if stopped is None:
+            raise
         for number in _NAMES:
             signal.signal(number, signal.SIG_IGN)  # the line is printed once, and the exit code is this signal's
-        last_words(error.signal)
-        sys.exit(_SHELLS_ADD + error.signal)
+        last_words(stopped)
+        sys.exit(_SHELLS_ADD + stopped)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
