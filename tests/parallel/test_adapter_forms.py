@@ -18,6 +18,7 @@ from vlora.types import Mode
 FAMILY = "qwen2_vl"
 CASES = (("dora", 1), ("plain", 1), (None, 0), ("bias", 1), ("head", 0), ("dora", 0), ("ia3", 1), ("tokens", 1))
 INVOCATION = [150, 151]
+TOKEN = 7
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +32,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> CaseReference:
         "head": LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head", "embed_tokens"]),
         "ia3": IA3Config(target_modules=["k_proj", "v_proj", "up_proj"], feedforward_modules=[]),
         "tokens": LoraConfig(r=4, target_modules=["v_proj"], trainable_token_indices=list(range(90, 4, -2))),
+        "token": LoraConfig(r=4, target_modules=["v_proj"], trainable_token_indices=[TOKEN]),
         "activated": LoraConfig(
             r=8,
             target_modules=LANGUAGE_LINEARS,
@@ -40,6 +42,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> CaseReference:
     }
     model.save_pretrained(folder / "model")
     found = CaseReference.of_configs(FAMILY, model, configs, CASES, folder)
+    prompt = continued(make_prompt(FAMILY, model, 3, text=(5, 6)), [TOKEN, 31])
+    found.cases.append(("token", prompt))
+    found.answers.append(peft_answer(model, found.adapters["token"], prompt, NUM_TOKENS))
     for seed in (1, 2):  # the invocation is in the middle of the prompt, after a picture
         prompt = continued(make_prompt(FAMILY, model, seed, num_images=1, text=(5, 6)), [*INVOCATION, 9 + seed, 31])
         found.cases.append(("activated", prompt))
@@ -55,7 +60,7 @@ def recorded(reference: CaseReference) -> Iterator[RecordingEngine]:
         None,
         checkpoint=f"{folder}model",
         tensor_parallel=2,
-        sharding=("dora=slora", "*=replicated"),
+        sharding=("dora=slora", "head=slora", "tokens=slora", "token=slora", "*=replicated"),
         threads=1,
     )
     yield recorded

@@ -159,11 +159,12 @@ def read_header(
 def split_over_ranks(header: AdapterHeader, sites: Mapping[str, SiteShape]) -> AdapterHeader:
     """The same adapter with both factors of every layer split (S-LoRA), if the layer is split and its shape divides.
 
-    Block-diagonal factors are not changed: they are cut along their blocks. Nor are factors with further rows.
+    Block-diagonal factors are not changed: they are cut along their blocks. Nor are factors with further rows, nor
+    what is not a pair of factors: whole weights, rows of tokens, IA3 factors.
     """
     targets = tuple(
         dataclasses.replace(target, cut=sites[target.site].cut(target.rank, None, "slora"))
-        if target.blocks is None and not target.cut.shape.rows
+        if target.cut.shape.kind == "dense" and not target.cut.shape.rows
         else target
         for target in header.targets
     )
