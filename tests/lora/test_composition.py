@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.lora.made_adapters import factors_of
+from tests.lora.made_adapters import adapter_of_run, factors_of
 from vlora.errors import BadAdapter, BadRequest
 from vlora.lora import HostAdapter, HostFactors, carve
 from vlora.lora.composition import compose
@@ -25,17 +25,7 @@ def made(shapes: Mapping[str, FactorShape], version: str, dtype: torch.dtype = t
     """An adapter with random factors."""
     run = torch.zeros(run_bytes(shapes, dtype), dtype=torch.uint8)
     run.view(dtype).copy_(torch.randn(run.view(dtype).shape, generator=torch.Generator().manual_seed(ord(version))))
-    return HostAdapter(
-        key=f"made@{version}",
-        version=version,
-        run=run,
-        dtype=dtype,
-        shapes=shapes,
-        heads={},
-        rank=max(shape.rank for shape in shapes.values()),
-        touches_vision=False,
-        merge_fidelity=1.0,
-    )
+    return adapter_of_run(f"made@{version}", version, run, shapes, dtype)
 
 
 def deltas(adapter: HostAdapter) -> dict[str, torch.Tensor]:

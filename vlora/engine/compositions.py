@@ -7,7 +7,7 @@ from collections.abc import Callable
 from vlora.engine.adapter_loader import AdapterLoader
 from vlora.errors import BadAdapter, BadRequest, OverCapacity
 from vlora.lora import AdapterRegistry, Registration
-from vlora.lora.registry import Part
+from vlora.lora.registry import WeightedAdapter
 from vlora.memory.arena import pages_for
 from vlora.types import adapter_name, composed_of
 
@@ -36,18 +36,13 @@ class Compositions:
             BadAdapter: An adapter could not be read.
             OverCapacity: Requests use `MAX_USED` other compositions.
         """
-        parts = tuple(Part(self._registry.get(adapter), weight) for adapter, weight in composed_of(name))
+        parts = tuple(WeightedAdapter(self._registry.get(adapter), weight) for adapter, weight in composed_of(name))
         for part in parts:
             if part.registration.error is not None:
                 raise BadAdapter(part.registration.error)
         if len(parts) == 1 and parts[0].weight == 1:
             return parts[0].registration
-        name = adapter_name(name)
-        before = {composition.name: composition for composition in self._registry.compositions}.get(name)
-        found = self._registry.compose(name, parts)
-        if before is not None and before is not found:
-            self._loader.retire(before.key)
-        self._limit_others(found)
+        found = self._registry.composition(adapter_name(name), parts)
         needed, room = pages_for(found.num_bytes), self._room()
         if needed > room:
             raise BadRequest(
@@ -55,6 +50,9 @@ class Compositions:
                 f"only {room} are available; compose fewer or smaller adapters, or start with a larger arena_bytes",
                 field="adapter",
             )
+        self._limit_others(found)
+        if (replaced := self._registry.keep(found)) is not None:
+            self._loader.retire(replaced)
         return found
 
     def drop(self, part: str) -> None:
@@ -67,10 +65,10 @@ class Compositions:
     def _limit_others(self, needed: Registration) -> None:
         others = [each for each in self._registry.compositions if each is not needed]
         unused = [each for each in others if each.key not in self._loader.users]
-        for composition in unused[:-MAX_UNUSED]:
-            self._registry.dissolve(composition)
-            self._loader.retire(composition.key)
         if len(others) - len(unused) >= MAX_USED:
             raise OverCapacity(
                 f"requests use {MAX_USED} other compositions of adapters, which is the limit; try again later"
             )
+        for composition in unused[:-MAX_UNUSED]:
+            self._registry.dissolve(composition)
+            self._loader.retire(composition.key)

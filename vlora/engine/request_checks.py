@@ -10,12 +10,12 @@ from vlora.config import EngineConfig
 from vlora.engine.compositions import Compositions
 from vlora.engine.grammar_cache import grammar_of
 from vlora.engine.limits import Limits
-from vlora.errors import BadAdapter, BadRequest, PromptTooLong, UnknownHead
+from vlora.errors import BadRequest, PromptTooLong, UnknownHead
 from vlora.lora import Registration
 from vlora.models.families import encode_patches
 from vlora.models.hf_model import HFModel
 from vlora.models.vision.token_grids import why_no_grid
-from vlora.types import Request
+from vlora.types import Request, is_composed
 
 
 class CheckedRequest(NamedTuple):
@@ -87,15 +87,18 @@ class RequestChecks:
     def _adapter_of(self, request: Request) -> Registration | None:
         if request.adapter is None:
             return None
+        if request.head is not None and is_composed(request.adapter):
+            raise UnknownHead(
+                f"adapter {request.adapter!r} has no head {request.head!r}; it is a composition, and a head belongs to "
+                "one adapter: name that one"
+            )
         adapter = self._adapters.get(request.adapter)
-        if adapter.error is not None:
-            raise BadAdapter(adapter.error)
         heads = adapter.header.heads
         if request.head is not None and request.head not in heads:
-            known = "it is a composition, and a head belongs to one adapter: name that one"
-            if not adapter.parts:
-                known = f"its heads: {', '.join(sorted(heads)) or 'none'}"
-            raise UnknownHead(f"adapter {request.adapter!r} has no head {request.head!r}; {known}")
+            raise UnknownHead(
+                f"adapter {request.adapter!r} has no head {request.head!r}; its heads: "
+                f"{', '.join(sorted(heads)) or 'none'}"
+            )
         return adapter
 
     def _first_adapted_token(self, request: Request, adapter: Registration | None) -> int | None:

@@ -45,7 +45,7 @@ class Registration:
     num_bytes: int
     adapter: HostAdapter | None = None
     error: str | None = None
-    parts: tuple[Part, ...] = ()
+    parts: tuple[WeightedAdapter, ...] = ()
 
     @functools.cached_property
     def uses(self) -> tuple[str, ...]:
@@ -65,7 +65,7 @@ class Registration:
         return self.header
 
 
-class Part(NamedTuple):
+class WeightedAdapter(NamedTuple):
     """An adapter of a composition, and the factor of its delta."""
 
     registration: Registration
@@ -209,22 +209,25 @@ class AdapterRegistry:
         """The current compositions, the one used last at the end."""
         return tuple(self._composed.values())
 
-    def compose(self, name: str, parts: tuple[Part, ...]) -> Registration:
-        """The current registration of a composition: a new one if its parts have changed, or if it has failed.
+    def composition(self, name: str, parts: tuple[WeightedAdapter, ...]) -> Registration:
+        """The current registration of a composition, or one to `keep` if its parts have changed, or if it has failed.
 
         Raises BadRequest if an adapter cannot be composed.
         """
-        before = self._composed.get(name)
-        if before is None or before.error is not None or before.parts != parts:
-            for part in parts:
-                check_composable(part.registration.name, part.registration.folder_header)
-            header = composed_header([part.registration.folder_header for part in parts], self._sites)
-            key = f"{name}@{next(self._numbers)}"
-            before = Registration(key, name, header, "replicated", header.num_bytes(self._dtype), parts=parts)
-            self._known[key] = before
-        self._composed.pop(name, None)
-        self._composed[name] = before
-        return before
+        current = self._composed.get(name)
+        if current is not None and current.error is None and current.parts == parts:
+            return current
+        for part in parts:
+            check_composable(part.registration.name, part.registration.folder_header)
+        header = composed_header([part.registration.folder_header for part in parts], self._sites)
+        key = f"{name}@{next(self._numbers)}"
+        return Registration(key, name, header, "replicated", header.num_bytes(self._dtype), parts=parts)
+
+    def keep(self, composition: Registration) -> str | None:
+        """Make a composition the current one of its name, and the one used last. Returns the key that it replaces."""
+        before = self._composed.pop(composition.name, None)
+        self._composed[composition.name] = self._known[composition.key] = composition
+        return None if before is None or before is composition else before.key
 
     def dissolve(self, composition: Registration) -> None:
         """Make a composition no longer current; it stays known by its key."""
