@@ -346,7 +346,8 @@ void linear(T* y, int64_t y_token, const T* x, int64_t x_token, const uint8_t* w
 #pragma omp for
     for (int64_t t = 0; t < num_tokens; ++t) inputs.fill(t, x + t * x_token, d_in, group);
     const int64_t num_threads = omp_get_num_threads(), thread = omp_get_thread_num();
-    const int64_t share = (d_out + num_threads * kRows - 1) / (num_threads * kRows) * kRows;
+    const int64_t unit = num_tokens >= kManyTokens ? kRows : kStreams;
+    const int64_t share = (d_out + num_threads * unit - 1) / (num_threads * unit) * unit;
     const int64_t first = std::min(d_out, thread * share), stop = std::min(d_out, first + share);
     const int64_t per = (stop - first) / kStreams, rest = first + kStreams * per;
     if (num_tokens >= kManyTokens) {
