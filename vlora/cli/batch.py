@@ -46,7 +46,8 @@ _KERNELS = {"compiled": "compiled C++", "plain torch": "plain torch (slower): no
     "-o",
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for NAME.jsonl, NAME.csv and NAME.webm (NAME.HEAD.* with several heads); existing files are replaced.",
+    help="Folder for NAME.jsonl, NAME.csv and NAME.webm (with several heads NAME.HEAD.*, with several adapters "
+    "NAME.ADAPTER-HEAD.*); existing files are replaced.",
 )
 @click.option("--max-latency-s", type=float, help="Maximum latency of an answer. Default: no bound.")
 @wait_option

@@ -10,6 +10,7 @@ import click
 from vlora.cli.group import cli
 from vlora.cli.interrupt import ends_with
 from vlora.cli.server_flags import json_option, print_json
+from vlora.errors import BadConfig
 
 
 @cli.command("gpu-check")
@@ -51,6 +52,8 @@ def gpu_check(out: Path, minutes: float, stages: str | None, device: str, as_jso
     from vlora.bench.gpu.plan import chosen
     from vlora.bench.gpu.runner import check, print_table
 
+    if device == "cuda":
+        _check_gpu()
     names = [] if stages is None else [name.strip() for name in stages.split(",") if name.strip()]
     with ends_with(lambda: f"the results so far are in {out}; the same command continues"):
         checked = check(out, device, minutes, chosen(names), lambda line: click.echo(line, err=True))
@@ -60,3 +63,13 @@ def gpu_check(out: Path, minutes: float, stages: str | None, device: str, as_jso
         print_table(checked)
     if not checked.succeeded:
         sys.exit(1)
+
+
+def _check_gpu() -> None:
+    """Raises BadConfig if torch finds no GPU. Without torch, each stage reports that it is missing."""
+    try:
+        import torch
+    except ImportError:
+        return
+    if not torch.cuda.is_available():
+        raise BadConfig("torch finds no CUDA device; --device cpu runs the stages themselves, with small shapes")

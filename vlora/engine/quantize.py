@@ -52,9 +52,9 @@ def check_device(config: EngineConfig, device: torch.device) -> None:
         return
     if device.type == "cpu":
         log.warning(
-            "quantize %s on this CPU: every product restores its weights, which is slower than quantize none; the "
-            "answers are the same, up to the rounding of sums",
+            "quantize %s on this CPU: every product restores its weights, which is slower than quantize none; %s",
             config.quantize,
+            "inputs are not rounded" if config.quantize == "int4" else "the answers are the same up to rounding",
         )
         return
     _refuse_integers_on_a_gpu(config, device)

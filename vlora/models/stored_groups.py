@@ -93,6 +93,7 @@ def _gptq_form(settings: Mapping[str, Any]) -> GroupedForm:
 def _packed_form(settings: Mapping[str, Any]) -> GroupedForm:
     name = "compressed-tensors pack-quantized"
     _check(name, settings, dict.fromkeys(("kv_cache_scheme", "transform_config"), (None, {})))
+    _check(name, settings.get("sparsity_config") or {}, {"format": (None, "dense")})
     groups = list((settings.get("config_groups") or {}).values())
     if len(groups) != 1:
         raise UnsupportedForm(f"{name} with {len(groups)} config_groups")
