@@ -15,7 +15,7 @@ from fusion.embedded import world
 from vlora.models.pretrained import from_pretrained
 
 _BATCH = 64
-_MOST_WORDS = 16
+MAX_NEW_TOKENS = 16
 
 
 class Accuracy(NamedTuple):
@@ -31,6 +31,13 @@ def as_pixels(frames: np.ndarray) -> torch.Tensor:
 
 
 @torch.no_grad()
+def exam_scenes(seed: int, num_scenes: int) -> list[world.Scene]:
+    """The pictures that the exam asks about, and a quarter as many clips."""
+    rng = np.random.default_rng(seed)
+    stills = [world.still_scene(rng) for _ in range(num_scenes)]
+    return stills + [world.clip_scene(rng) for _ in range(num_scenes // 4)]
+
+
 def accuracy_by_skill(
     checkpoint: Path | str, *, num_scenes: int, seed: int, blank: bool = False
 ) -> dict[str, Accuracy]:
@@ -38,12 +45,8 @@ def accuracy_by_skill(
     as a control."""
     processor = from_pretrained(AutoProcessor, checkpoint)
     model = from_pretrained(AutoModelForImageTextToText, checkpoint, dtype=torch.float32).eval()
-    rng = np.random.default_rng(seed)
-    scenes = [world.still_scene(rng) for _ in range(num_scenes)] + [
-        world.clip_scene(rng) for _ in range(num_scenes // 4)
-    ]
     by_length: dict[int, list[tuple[world.Scene, world.Question]]] = defaultdict(list)
-    for scene in scenes:
+    for scene in exam_scenes(seed, num_scenes):
         by_length[len(scene.frames)] += [(scene, question) for question in scene.questions]
     right: dict[str, list[bool]] = defaultdict(list)
     for pairs in by_length.values():
@@ -74,7 +77,7 @@ def _answer(model: Any, processor: Any, part: Sequence[tuple[world.Scene, world.
         input_ids=encoded["input_ids"],
         attention_mask=encoded["attention_mask"],
         pixel_values=pixels,
-        max_new_tokens=_MOST_WORDS,
+        max_new_tokens=MAX_NEW_TOKENS,
         do_sample=False,
     )
     return processor.batch_decode(out[:, encoded["input_ids"].shape[1] :], skip_special_tokens=True)

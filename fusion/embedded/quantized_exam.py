@@ -1,4 +1,4 @@
-"""What quantized weights lose: the exam's questions, answered by an engine with them and by one without."""
+"""The accuracy that quantized weights lose: one engine with them and one without answer the exam's questions."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 from PIL import Image
 
 from fusion.embedded import world
+from fusion.embedded.evaluate import MAX_NEW_TOKENS, exam_scenes
 from fusion.embedded.exam import Gate
 from vlora.config import EngineConfig, Quantize
 from vlora.engine import LocalEngine
@@ -17,7 +18,6 @@ from vlora.models import InputProcessor
 from vlora.types import Request, SamplingParams
 
 _BATCH = 64  # questions
-_MOST_WORDS = 16
 _LOST_GOAL = 0.5  # percentage points, in eight bits
 
 
@@ -83,10 +83,7 @@ def _row(skill: str, found: Sequence[tuple[bool, bool, bool]]) -> LostRow:
 
 def _questions(seed: int, num_scenes: int) -> Iterator[tuple[list[Image.Image], world.Question]]:
     """The questions of `evaluate.accuracy_by_skill`, with their pictures."""
-    rng = np.random.default_rng(seed)
-    scenes = [world.still_scene(rng) for _ in range(num_scenes)]
-    scenes += [world.clip_scene(rng) for _ in range(num_scenes // 4)]
-    for scene in scenes:
+    for scene in exam_scenes(seed, num_scenes):
         pictures = [Image.fromarray(frame) for frame in scene.frames]
         yield from ((pictures, question) for question in scene.questions)
 
@@ -99,7 +96,7 @@ def answers_of(config: EngineConfig, asked: Sequence[tuple[list[Image.Image], wo
         requests = []
         for number, (pictures, question) in enumerate(asked[first : first + _BATCH]):
             encoded = processor.encode(processor.chat(question.text, len(pictures)), pictures)
-            sampling = SamplingParams(max_tokens=_MOST_WORDS)
+            sampling = SamplingParams(max_tokens=MAX_NEW_TOKENS)
             request = Request(
                 request_id=str(number), prompt_ids=encoded.prompt_ids, vision=encoded.vision, sampling=sampling
             )

@@ -66,8 +66,8 @@ class _Offsets:
 def _generation_prompt(processor: InputProcessor) -> str:
     """The text that the chat template adds after the last turn, which begins the answer."""
     turns: Any = [{"role": "user", "content": [{"type": "text", "text": "question"}]}]
-    asked, asked_for = (
+    turn, prompt = (
         str(processor.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=begin))
         for begin in (False, True)
     )
-    return asked_for.removeprefix(asked)
+    return prompt.removeprefix(turn) if prompt.startswith(turn) else ""

@@ -44,8 +44,10 @@ class Domain:
         self.others = [sample for index, sample in enumerate(self.train) if index not in indices]
 
     def features(self) -> np.ndarray:
-        """Mean image features of its training pictures, [hidden]. Raises BadPlan if the vision side is trained, which
-        changes the features."""
+        """Mean image features of its training pictures, [d]: d columns for each image token.
+
+        Raises BadPlan if the vision side is trained, which changes the features.
+        """
         means = [sample.features.rows().float().mean(0) for sample in self.train if sample.features is not None]
         if not means:
             raise BadPlan("order `similarity` compares image features, which change when lora.vision is on")
