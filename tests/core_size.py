@@ -4,16 +4,15 @@
 
 `executed` counts the functions of `vlora` that the steps of `examples/minimal_engine.py` enter, with their docstrings
 and comments, without those of `EXCLUDED`. The example serves the base model and an adapter, text with a picture,
-unmerged, mixed and merged. On 2026-11-25 these are 2,980 lines in 45 modules, and 2,745 in commit 8242a2a; up to 17
-more if slow steps reach other branches. The goal is at most 3,000.
+unmerged, mixed and merged. docs/limits.md has the figures; they are up to 17 lines higher if slow steps reach other
+branches. Commit 8242a2a has 2,745. The goal is at most 3,000.
 
 `core` is the import closure, within `vlora`, of `START`, the modules with the methods that `Engine.step` calls. The
 modules of `EXCLUDED` are not entered, so what only they import does not count either. `START` is a list because
 `vlora.engine.build` is what imports these modules, to construct them. The libraries `atmm` (the LoRA kernels) and
 `heads` (the task heads) have interfaces of their own and count separately: all that the core's imports of them reach,
-for all devices and kinds of heads, without `EXCLUDED`. On 2026-11-25 the closure has 9,489 lines in 62 modules, of
-these 6,066 of code (`code_lines`); `atmm` has 4,257 lines, `heads` 1,247. The same definition, with the former names,
-gives 8,813 lines for commit 8242a2a, 5,967 of code; there `engine.py` still contains the construction. The closure
+for all devices and kinds of heads, without `EXCLUDED`. The same definition, with the former names, gives 8,813 lines
+for commit 8242a2a, 5,967 of code (`code_lines`); there `engine.py` still contains the construction. The closure
 exceeds the executed functions by class attributes, features that the example does not use (deadlines, fair shares,
 preemption, compaction, prefix cache, penalties) and imports.
 

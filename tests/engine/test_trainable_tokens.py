@@ -11,7 +11,7 @@ import pytest
 from peft import LoraConfig, TrainableTokensConfig
 
 from tests.engine.test_relocation import shuffled
-from tests.families import FAMILIES, LANGUAGE_LINEARS, VOCAB, build_model
+from tests.families import EXHAUSTIVE_FAMILIES, FAMILIES, LANGUAGE_LINEARS, VOCAB, build_model
 from tests.harness import FixedModes, RecordingEngine, run_engine
 from tests.oracle import save_adapter
 from tests.references import NUM_TOKENS, TOLERANCE, CaseReference, assert_same
@@ -53,7 +53,7 @@ def lora_configs() -> dict[str, LoraConfig]:
 def cases() -> Iterator[Any]:
     """Families, each with whether its embedding is tied."""
     for family in FAMILIES:
-        marks = pytest.mark.exhaustive if family in ("qwen3_vl", "llava_next") else ()
+        marks = pytest.mark.exhaustive if family in EXHAUSTIVE_FAMILIES else ()
         yield pytest.param((family, False), marks=marks)
     yield from (("qwen2_vl", True), ("llava", True))
 

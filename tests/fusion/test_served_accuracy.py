@@ -26,9 +26,9 @@ def start_fuse(plan: Path, out: Path, *flags: str) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> str:
-    told, _ = process.communicate()
-    assert process.returncode == 0, told
-    return told
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    return output
 
 
 def num_trained(out: Path) -> int:

@@ -24,9 +24,16 @@ def host_adapter(key: str, given: Mapping[str, HostFactors]) -> HostAdapter:
     for name, pair in given.items():
         for to, tensor in zip(factors[name], pair, strict=True):
             to.copy_(tensor)
+    return adapter_of_run(key, "", run, shapes, dtype)
+
+
+def adapter_of_run(
+    key: str, version: str, run: torch.Tensor, shapes: Mapping[str, FactorShape], dtype: torch.dtype
+) -> HostAdapter:
+    """An adapter with the given memory of its factors."""
     return HostAdapter(
         key=key,
-        version="",
+        version=version,
         run=run,
         dtype=dtype,
         shapes=shapes,

@@ -45,6 +45,7 @@ class Published:
     adapters: dict[str, str]
     cases: list[tuple[str | None, Prompt]]
     answers: list[Answer]
+    unadapted: list[Answer]
 
 
 @pytest.fixture(scope="module")
@@ -55,17 +56,23 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Published:
     for name, config in CONFIGS.items():
         weights[name] = make_adapter(base, config, folder / name)
     cases = [(adapter, prompt_of(seed, images)) for seed, (adapter, images) in enumerate(CASES)]
-    answers = [
-        literal.generate(weights[adapter], prompt.prompt_ids, [pixels(seed)] * len(prompt.vision), NUM_TOKENS)
-        for seed, (adapter, prompt) in enumerate(cases)
-    ]
+    answers, unadapted = (
+        [
+            literal.generate(own[adapter], prompt.prompt_ids, [pixels(seed)] * len(prompt.vision), NUM_TOKENS)
+            for seed, (adapter, prompt) in enumerate(cases)
+        ]
+        for own in (weights, dict.fromkeys(weights, base))
+    )
     adapters = {name: str(folder / name) for name in CONFIGS}
-    return Published(folder / "model", "qwen_vl", adapters, cases, answers)
+    return Published(folder / "model", "qwen_vl", adapters, cases, answers, unadapted)
 
 
 def test_the_adapters_change_every_answer(published: Published) -> None:
-    first = [logits[0] for _, logits in published.answers]
-    assert all(float((row - first[1]).abs().max()) > 0.1 for row in first[:1] + first[2:])
+    for (adapter, _), (_, with_it), (_, without) in zip(
+        published.cases, published.answers, published.unadapted, strict=True
+    ):
+        changed = float((with_it[0] - without[0]).abs().max())
+        assert changed > 0.01 if adapter else changed == 0, (adapter, changed)
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def headed(tmp_path_factory: pytest.TempPathFactory) -> Headed:
         weight = torch.randn(count, small.HIDDEN, generator=torch.Generator().manual_seed(0)) / 8
         heads[task] = TaskHead(spec, weight, torch.zeros(count))
     save_heads(folder / "tuned", heads)
-    served = Published(folder / "model", "qwen_vl", {"tuned": str(folder / "tuned")}, [], [])
+    served = Published(folder / "model", "qwen_vl", {"tuned": str(folder / "tuned")}, [], [], [])
     return Headed(RecordingEngine(served, None, checkpoint=str(served.folder)), weights, heads)
 
 

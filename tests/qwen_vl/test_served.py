@@ -6,9 +6,6 @@ import base64
 import io
 import json
 import re
-import signal
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -22,6 +19,7 @@ from PIL import Image
 from tests.qwen_vl import checkpoint as small
 from tests.qwen_vl import literal
 from tests.qwen_vl.published import CONFIGS, make_adapter
+from tests.server.served import served
 from vlora.config import EngineConfig
 from vlora.engine.model_check import check_model
 from vlora.errors import BadConfig, UnsupportedModel, VLoraError
@@ -37,10 +35,11 @@ def picture() -> Image.Image:
     return Image.fromarray(np.random.default_rng(0).integers(0, 256, (60, 90, 3), dtype=np.uint8))
 
 
-class Served:
-    """A server of a chat checkpoint with one adapter for the published code, and the weights of both."""
+class Chat:
+    """A chat checkpoint with one adapter for the published code, the weights of both, and a server of them."""
 
     def __init__(self, folder: Path) -> None:
+        self.http_port = 0
         self.folder = folder / "model"
         base = small.random_weights()
         base["lm_head.weight"][small.NUM_RANKS :] *= 0.02  # answers are text
@@ -49,18 +48,7 @@ class Served:
             "model": base,
             "tuned": make_adapter(base, CONFIGS["finetuned"], folder / "tuned"),
         }
-        arguments = ["--model", str(self.folder), "--adapter", f"tuned={folder / 'tuned'}", "--threads", "1"]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "vlora.cli", "serve", *arguments, "--rpyc-port", "0", "--http-port", "0"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        )
-        assert self.process.stdout is not None
-        ready = re.match(r"ready: .* http (127\.0\.0\.1:\d+) ", self.process.stdout.readline())
-        assert ready, self.process.communicate()
-        self.address = ready[1]
+        self.arguments = ["--model", str(self.folder), "--adapter", f"tuned={folder / 'tuned'}"]
 
     def ask(self, model: str, num_tokens: int) -> str:
         """The answer of a chat completion with a picture."""
@@ -70,7 +58,7 @@ class Served:
         content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": QUESTION}]
         body = {"model": model, "max_tokens": num_tokens, "temperature": 0}
         request = urllib.request.Request(
-            f"http://{self.address}/v1/chat/completions",
+            f"http://127.0.0.1:{self.http_port}/v1/chat/completions",
             json.dumps({**body, "messages": [{"role": "user", "content": content}]}).encode(),
             {"Content-Type": "application/json"},
         )
@@ -90,22 +78,19 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    made = Served(tmp_path_factory.mktemp("served"))
-    try:
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chat]:
+    made = Chat(tmp_path_factory.mktemp("served"))
+    with served(*made.arguments) as on:
+        made.http_port = on.http_port
         yield made
-        made.process.send_signal(signal.SIGINT)
-        _, error = made.process.communicate(timeout=30)
-        assert (made.process.returncode, error) == (0, "")
-    finally:
-        made.process.kill()
+    assert on.log == ""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["model", "tuned"])
-def test_a_chat_with_a_picture_over_http(served: Served, model: str) -> None:
-    wanted = served.expected(model, 10)
-    assert len(wanted) > 2 and served.ask(model, 10) == wanted
+def test_a_chat_with_a_picture_over_http(chat: Chat, model: str) -> None:
+    wanted = chat.expected(model, 10)
+    assert len(wanted) > 2 and chat.ask(model, 10) == wanted
 
 
 def test_the_end_of_a_turn_ends_an_answer(tmp_path: Path) -> None:

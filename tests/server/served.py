@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import signal
 import subprocess
@@ -9,17 +10,20 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 from vlora.client import Client
 
 ROOT = Path(__file__).parents[2]
 
 
-class Served(NamedTuple):
+@dataclasses.dataclass
+class Served:
+    """A running server. log: its stderr, once it has ended."""
+
     process: subprocess.Popen[str]
     client: Client
     http_port: int
+    log: str = ""
 
 
 @contextmanager
@@ -38,10 +42,11 @@ def served(*arguments: str) -> Iterator[Served]:
         match = re.match(r"ready: rpyc \S+:(\d+) \| http \S+:(\d+) ", process.stdout.readline())
         assert match, process.communicate()
         with Client(port=int(match[1]), timeout_s=60) as client:
-            yield Served(process, client, int(match[2]))
+            on = Served(process, client, int(match[2]))
+            yield on
         process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=60)
-        assert process.returncode == 0, err
+        _, on.log = process.communicate(timeout=60)
+        assert process.returncode == 0, on.log
     finally:
         process.kill()
         process.communicate()

@@ -57,7 +57,6 @@ class Head:
         self.engine_starting = engine_starting
         self.requested: list[bytes] = []
         self.bounds: list[float | None] = []
-        self.asked: list[tuple[str, str]] = []
         self.num_read = 0
         self.cancelled = 0
         self._gates: dict[bytes, asyncio.Event] = {}
@@ -72,7 +71,6 @@ class Head:
         priority: int = 0,
         tenant: str | None = None,
     ) -> HeadResult:
-        self.asked.append((adapter, head))
         if head == "unknown":
             raise UnknownHead("no such head")
         (image,) = await images.processed(self._read)

@@ -6,11 +6,8 @@ import asyncio
 import http.client
 import json
 import os
-import re
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -20,9 +17,9 @@ from typing import Any
 import pytest
 
 from tests.server.scripted import ENGINE_COMMAND, write_adapter
+from tests.server.served import served
 from tests.server.test_end_to_end import QUESTION, SERVED, picture, write_model
 from tests.server.test_serve import children, until_alive
-from vlora.client import Client
 from vlora.client.values import FrameResult
 from vlora.config import EngineConfig
 from vlora.engine.ipc import supervisor
@@ -222,70 +219,54 @@ def code_of(frame: FrameResult) -> str | None:
 def test_adapters_and_streams_survive_a_kill_of_the_engine(tmp_path: Path, family: str) -> None:
     write_model(tmp_path, family)
     extra = shutil.copytree(tmp_path / "adapters" / "small", tmp_path / "extra")
-    arguments = ["--model", str(tmp_path / "model"), "--adapters", str(tmp_path / "adapters"), "--threads", "1"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "vlora.cli", "serve", *arguments, "--rpyc-port", "0", "--http-port", "0"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
-    try:
-        assert process.stdout is not None
-        match = re.match(r"ready: rpyc \S+:(\d+) \| http \S+:(\d+) ", process.stdout.readline())
-        assert match, process.communicate()
-        port = int(match[2])
-        (engine,) = children(process.pid)
-        with Client(port=int(match[1]), timeout_s=60) as client:
-            frames = client.open_stream(adapter="small", head="letter", drop="none")
-            status, _ = call(port, "POST", "/v1/adapters", {"name": "more", "path": str(extra)})
-            assert status == 201 and call(port, "PUT", "/v1/adapters/more/pin")[0] == 200
-            status, before = chat(port, model="more", max_tokens=5)
-            assert status == 200
-            assert frames.send(picture(0)) == 0
-            answered = next(frames).answer
-            assert answered is not None
-            # A random model may draw the end token at any place, and which place depends on the processor's rounding.
-            long = {"model": "more", "max_tokens": 900, "temperature": 1.0, "seed": 1, "ignore_eos": True}
-            callers = [
-                Caller(lambda: last_code(chat(port, **long, stream=True))),
-                Caller(lambda: last_code(chat(port, **long))),
-                Caller(lambda: last_code(chat(port, **long, n=3))),
-                Caller(lambda: client.generate(QUESTION, max_tokens=900, ignore_eos=True)),
-                Caller(lambda: list(client.stream(QUESTION, max_tokens=900, ignore_eos=True))),
-            ]
-            while client.stats().num_running < 7:
-                assert all(caller.is_alive() for caller in callers), "an answer ended before all seven were running"
-                time.sleep(0.01)
-            os.kill(engine, signal.SIGSTOP)  # so that the frames wait on any machine
-            assert [frames.send(picture(number)) for number in (1, 2, 3)] == [1, 2, 3]
-            callers.append(Caller(lambda: code_of(next(frames))))
-            time.sleep(0.3)
-            killed = time.monotonic()
-            os.kill(engine, signal.SIGKILL)
-            for caller in callers:
-                caller.join(30)
-            assert [caller.result for caller in callers] == ["engine_dead"] * 6
-            assert max(caller.at for caller in callers) - killed < 30  # far below every request limit
-            assert call(port, "GET", "/ready")[0] == 503
-            assert "vlora_engine_up 0.0" in call(port, "GET", "/metrics")[1]
-            assert frames.send(picture(0)) == 4  # accepted without an engine: waits for the replacement
-            until_alive(client)
-            assert [(each.name, each.pinned) for each in client.adapters()] == [
-                ("large", False),
-                ("more", True),
-                ("small", False),
-            ]
-            after = chat(port, model="more", max_tokens=5)
-            assert [json.loads(text)["choices"] for text in (before, after[1])] == [json.loads(before)["choices"]] * 2
-            assert [code_of(next(frames)), code_of(next(frames))] == ["engine_dead"] * 2
-            resumed = next(frames)
-            assert resumed.number == 4 and resumed.answer is not None
-            assert resumed.answer.scores == pytest.approx(answered.scores, rel=1e-3)
-            frames.close()
-        process.send_signal(signal.SIGTERM)
-        assert process.stderr is not None
-        assert process.wait(20) == 0 and process.stderr.read().count(" warning ") == 2
-    finally:
-        process.kill()
-        process.communicate()
+    arguments = ["--model", str(tmp_path / "model"), "--adapters", str(tmp_path / "adapters")]
+    with served(*arguments) as on:
+        client, port = on.client, on.http_port
+        (engine,) = children(on.process.pid)
+        frames = client.open_stream(adapter="small", head="letter", drop="none")
+        status, _ = call(port, "POST", "/v1/adapters", {"name": "more", "path": str(extra)})
+        assert status == 201 and call(port, "PUT", "/v1/adapters/more/pin")[0] == 200
+        status, before = chat(port, model="more", max_tokens=5)
+        assert status == 200
+        assert frames.send(picture(0)) == 0
+        answered = next(frames).answer
+        assert answered is not None
+        # A random model may draw the end token at any place, and which place depends on the processor's rounding.
+        long = {"model": "more", "max_tokens": 900, "temperature": 1.0, "seed": 1, "ignore_eos": True}
+        callers = [
+            Caller(lambda: last_code(chat(port, **long, stream=True))),
+            Caller(lambda: last_code(chat(port, **long))),
+            Caller(lambda: last_code(chat(port, **long, n=3))),
+            Caller(lambda: client.generate(QUESTION, max_tokens=900, ignore_eos=True)),
+            Caller(lambda: list(client.stream(QUESTION, max_tokens=900, ignore_eos=True))),
+        ]
+        while client.stats().num_running < 7:
+            assert all(caller.is_alive() for caller in callers), "an answer ended before all seven were running"
+            time.sleep(0.01)
+        os.kill(engine, signal.SIGSTOP)  # so that the frames wait on any machine
+        assert [frames.send(picture(number)) for number in (1, 2, 3)] == [1, 2, 3]
+        callers.append(Caller(lambda: code_of(next(frames))))
+        time.sleep(0.3)
+        killed = time.monotonic()
+        os.kill(engine, signal.SIGKILL)
+        for caller in callers:
+            caller.join(30)
+        assert [caller.result for caller in callers] == ["engine_dead"] * 6
+        assert max(caller.at for caller in callers) - killed < 30  # far below every request limit
+        assert call(port, "GET", "/ready")[0] == 503
+        assert "vlora_engine_up 0.0" in call(port, "GET", "/metrics")[1]
+        assert frames.send(picture(0)) == 4  # accepted without an engine: waits for the replacement
+        until_alive(client)
+        assert [(each.name, each.pinned) for each in client.adapters()] == [
+            ("large", False),
+            ("more", True),
+            ("small", False),
+        ]
+        after = chat(port, model="more", max_tokens=5)
+        assert [json.loads(text)["choices"] for text in (before, after[1])] == [json.loads(before)["choices"]] * 2
+        assert [code_of(next(frames)), code_of(next(frames))] == ["engine_dead"] * 2
+        resumed = next(frames)
+        assert resumed.number == 4 and resumed.answer is not None
+        assert resumed.answer.scores == pytest.approx(answered.scores, rel=1e-3)
+        frames.close()
+    assert on.log.count(" warning ") == 2
