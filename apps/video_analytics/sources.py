@@ -230,7 +230,7 @@ def _read_pictures(
     for number, path in enumerate(files, 1):
         if stop.is_set():
             return
-        frame = _frame(_read_picture(path))
+        frame = _frame(read_picture(path))
         for place, (group, (num_frames, _)) in enumerate(zip(groups, shapes, strict=True)):
             group.append((frame.jpeg, frame.small if shown else b""))
             if len(group) == num_frames or number == len(files):
@@ -244,7 +244,8 @@ def _read_pictures(
                 indices[place] += 1
 
 
-def _read_picture(path: Path) -> cv2.typing.MatLike:
+def read_picture(path: Path) -> cv2.typing.MatLike:
+    """The decoded picture, BGR. Raises BadImage."""
     _check_name(str(path), f"cannot read picture {str(path)!r}")
     picture = cv2.imread(str(path))
     if picture is None:

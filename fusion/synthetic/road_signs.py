@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import NamedTuple
 
 import cv2
 import numpy as np
@@ -69,11 +70,26 @@ def draw_sign(name: str, rng: np.random.Generator) -> np.ndarray:
     return add_noise(rng, np.clip(image * rng.uniform(0.6, 1.2), 0, 255).astype(np.int16), 4)
 
 
+class Passing(NamedTuple):
+    """A clip of one action, and what the renderer chose for it."""
+
+    frames: list[np.ndarray]
+    action: str
+    kind: str
+    color: str
+
+
 def draw_action(name: str, rng: np.random.Generator, num_frames: int) -> list[np.ndarray]:
     """`num_frames` pictures of one action in a street, evenly spaced over about a second."""
+    return draw_passing(name, rng, num_frames).frames
+
+
+def draw_passing(name: str, rng: np.random.Generator, num_frames: int) -> Passing:
+    """As `draw_action`, with the kind and the colour of what passes."""
     street = street_background(rng).canvas
     kind = "person" if name == "crossing" else pick(rng, ("car", "truck", "bus"))
-    paint = jitter(rng, COLORS[pick(rng, tuple(COLORS))])
+    color = pick(rng, tuple(COLORS))
+    paint = jitter(rng, COLORS[color])
     radius = int(rng.integers(9, 14))
     distance = float(rng.uniform(28, 56))  # pixels in the whole clip
     dx, dy = {"drives left": (-1.0, 0.0), "drives right": (1.0, 0.0), "waits": (0.0, 0.0), "crossing": (0.0, 0.7)}[name]
@@ -85,7 +101,7 @@ def draw_action(name: str, rng: np.random.Generator, num_frames: int) -> list[np
         frame = street.copy()
         draw_thing(frame, kind, paint, (int(x + dx * distance * done), int(y + dy * distance * done)), radius, 0.0)
         frames.append(add_noise(rng, frame.astype(np.int16), 3))
-    return frames
+    return Passing(frames, name, kind, color)
 
 
 def render_stream(path: Path, seed: int, seconds: int = 8, fps: int = 30) -> list[str]:

@@ -9,7 +9,17 @@ import sys
 import click
 from click.core import ParameterSource
 
-from vlora.cli import adapters, batch, bench, check, gpu_check, query, serve, train  # noqa: F401  (they join their commands)
+from vlora.cli import (  # noqa: F401  (they join their commands)
+    adapters,
+    batch,
+    bench,
+    check,
+    gpu_check,
+    query,
+    retrieve,
+    serve,
+    train,
+)
 from vlora.cli.group import cli
 from vlora.errors import BadPlan, EngineDead, StepFailed, VLoraError
 

@@ -1,0 +1,37 @@
+"""Retrieval: an index of videos and pictures, searched in words and ranked by the model.
+
+::
+
+    from apps.retrieval import RetrievalIndex, make_settings, search, update_index
+    from vlora.client import Client
+
+    with Client() as client, RetrievalIndex(Path("index.sqlite"), make_settings(client)) as index:
+        update_index(client, index, ["videos/"])
+        for hit in search(client, index, "a white car turning left", adapter="traffic")[:10]:
+            print(hit.score, hit.source, hit.start_s)
+"""
+
+from apps.retrieval.contact_sheet import check_sheet_name, clock, write_sheet
+from apps.retrieval.indexing import IndexCounts, IndexedClip, make_settings, update_index
+from apps.retrieval.ranking import NUM_CANDIDATES, QUESTION, Hit, ask_for, search, vqa_score
+from apps.retrieval.store import IndexSettings, RetrievalIndex, Statement, check_settings
+
+__all__ = [
+    "NUM_CANDIDATES",
+    "QUESTION",
+    "Hit",
+    "IndexCounts",
+    "IndexSettings",
+    "IndexedClip",
+    "RetrievalIndex",
+    "Statement",
+    "ask_for",
+    "check_settings",
+    "check_sheet_name",
+    "clock",
+    "make_settings",
+    "search",
+    "update_index",
+    "vqa_score",
+    "write_sheet",
+]

@@ -1,0 +1,96 @@
+"""A contact sheet of the best clips, as a PNG: each with its rank, score, file and time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from apps.opencv import cv2
+from apps.retrieval.ranking import Hit
+from apps.video_analytics.sampling import spread
+from apps.writing import writing
+from vlora.errors import BadConfig
+
+_COLUMNS = 5
+_CELL_WIDTH, _CELL_HEIGHT = 320, 200  # of the frames, without the lines of text below
+_LINE = 22
+_MARGIN = 10
+_MOST_FRAMES = 4  # of one clip, side by side
+_FONT, _SCALE = cv2.FONT_HERSHEY_SIMPLEX, 0.5
+_INK, _FAINT, _PAPER = (30, 30, 30), (110, 110, 110), 250
+_BAR = (120, 170, 60)
+
+
+def write_sheet(path: Path, query: str, hits: Sequence[Hit], frames: Sequence[Sequence[bytes]]) -> None:
+    """Write the sheet of these clips.
+
+    Args:
+        frames: of each clip, JPEG.
+
+    Raises:
+        BadConfig: the file is not named .png, or cannot be written.
+    """
+    check_sheet_name(path)
+    encoded = cv2.imencode(".png", draw_sheet(query, hits, frames))[1].tobytes()
+    with writing(path):
+        path.write_bytes(encoded)
+
+
+def check_sheet_name(path: Path) -> None:
+    """Raises BadConfig for a name that does not end in .png."""
+    if path.suffix.lower() != ".png":
+        raise BadConfig(f"--sheet is {str(path)!r}; the contact sheet is a PNG, so give a name that ends in .png")
+
+
+def draw_sheet(query: str, hits: Sequence[Hit], frames: Sequence[Sequence[bytes]]) -> np.ndarray:
+    """The sheet, BGR."""
+    columns = max(1, min(_COLUMNS, len(hits)))
+    rows = math.ceil(len(hits) / columns)
+    width, height = _CELL_WIDTH + _MARGIN, _CELL_HEIGHT + 2 * _LINE + _MARGIN
+    sheet = np.full((rows * height + _LINE + 2 * _MARGIN, columns * width + _MARGIN, 3), _PAPER, np.uint8)
+    _write(sheet, query, (_MARGIN, _MARGIN), sheet.shape[1] - 2 * _MARGIN, _INK, 0.65)
+    for place, (hit, own) in enumerate(zip(hits, frames, strict=True)):
+        left = _MARGIN + place % columns * width
+        top = _LINE + 2 * _MARGIN + place // columns * height
+        _draw_frames(sheet[top : top + _CELL_HEIGHT, left : left + _CELL_WIDTH], own)
+        below = top + _CELL_HEIGHT
+        cv2.rectangle(sheet, (left, below), (left + round(_CELL_WIDTH * hit.score), below + 3), _BAR, -1)
+        time = "" if not hit.seconds else f"   {clock(hit.start_s)} - {clock(hit.start_s + hit.seconds)}"
+        _write(sheet, f"{hit.rank}   {hit.score:.3f}{time}", (left, below + 5), _CELL_WIDTH, _INK)
+        _write(sheet, Path(hit.source).name, (left, below + 5 + _LINE - 4), _CELL_WIDTH, _FAINT)
+    return sheet
+
+
+def clock(seconds: float) -> str:
+    """A time in a video: 1:02:03.5, or 2:03.5 within the first hour."""
+    tenths = round(seconds * 10)
+    hours, minutes, rest = tenths // 36000, tenths // 600 % 60, tenths % 600 / 10
+    return f"{hours}:{minutes:02}:{rest:04.1f}" if hours else f"{minutes}:{rest:04.1f}"
+
+
+def _draw_frames(cell: np.ndarray, frames: Sequence[bytes]) -> None:
+    """Draw frames side by side into a cell, each as large as fits."""
+    chosen = [frames[place] for place in spread(min(_MOST_FRAMES, len(frames)), len(frames))]
+    share = cell.shape[1] // len(chosen)
+    for place, jpeg in enumerate(chosen):
+        picture = cv2.imdecode(np.frombuffer(jpeg, np.uint8), cv2.IMREAD_COLOR)
+        assert picture is not None, "the index has encoded it"
+        scale = min((share - 2) / picture.shape[1], cell.shape[0] / picture.shape[0])
+        size = max(1, round(picture.shape[1] * scale)), max(1, round(picture.shape[0] * scale))
+        picture = cv2.resize(picture, size, interpolation=cv2.INTER_AREA if scale < 1 else cv2.INTER_CUBIC)
+        left, top = place * share + (share - size[0]) // 2, (cell.shape[0] - size[1]) // 2
+        cell[top : top + size[1], left : left + size[0]] = picture
+
+
+def _write(
+    sheet: np.ndarray, text: str, corner: tuple[int, int], width: int, ink: tuple[int, int, int], scale: float = _SCALE
+) -> None:
+    """Write one line below a corner, shortened to fit a width. OpenCV's fonts are ASCII."""
+    shown = text = text.encode("ascii", "replace").decode()
+    while len(shown) > 4 and cv2.getTextSize(shown, _FONT, scale, 1)[0][0] > width:
+        text = text[:-1]
+        shown = text + "..."
+    cv2.putText(sheet, shown, (corner[0], corner[1] + 14), _FONT, scale, ink, 1, cv2.LINE_AA)

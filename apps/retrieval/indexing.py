@@ -1,0 +1,273 @@
+"""Builds an index, and updates it: new and changed files are read and described by heads and in words."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from apps.retrieval.media import Clip, Media, find_media, fingerprint, read_media
+from apps.retrieval.store import IndexSettings, RetrievalIndex, Statement
+from apps.video_analytics import ClipShape
+from apps.video_analytics.asked import Group, find_groups
+from vlora.client import Answer, Client, HeadResult
+from vlora.errors import BadConfig, BadImage, PromptTooLong, TooLarge, VLoraError
+from vlora.types import AdapterStatus, composed_of
+
+QUESTION = "describe the image."
+"""Asked of each clip if neither a head nor a question is given."""
+CLIPS_AT_ONCE = 8
+"""Clips that are described concurrently; enough for the server to batch."""
+
+_OF_ONE_FILE = (BadImage, TooLarge, PromptTooLong)  # other files may succeed
+
+
+class IndexedClip(msgspec.Struct, frozen=True, kw_only=True):
+    """A clip that was added to an index. source: its file. start_s: in the file."""
+
+    source: str
+    start_s: float
+    statements: tuple[Statement, ...]
+
+
+class IndexCounts(NamedTuple):
+    """Results of an update. read: files that were read to their end. unchanged, removed, failed: further files."""
+
+    clips: int
+    read: int
+    unchanged: int
+    removed: int
+    failed: int
+
+
+def make_settings(
+    client: Client,
+    *,
+    adapters: Sequence[str] = (),
+    heads: Sequence[str] = (),
+    questions: Sequence[str] = (),
+    num_frames: int | None = None,
+    fps: float | None = None,
+    max_tokens: int = 48,
+    max_side: int = 640,
+) -> IndexSettings:
+    """Settings of a new index.
+
+    Args:
+        adapters, heads, questions: see `find_groups`. Without heads and questions: all heads of the adapters, and
+            QUESTION.
+        num_frames: of a clip; by default as many as the heads read at most, or 1.
+
+    Raises:
+        UnknownAdapter, UnknownHead, BadRequest: see `find_groups`.
+    """
+    if not heads and not questions:
+        known = {status.name: status for status in client.adapters()}
+        own = [status for name in adapters if (status := known.get(name)) is not None]
+        heads = [f"{status.name}/{head.name}" for status in own for head in status.heads]
+        questions = [QUESTION]
+    groups = find_groups(client, adapters, heads, questions, max_tokens)
+    pairs = [f"{adapter}/{head}" for group in groups for adapter, head in group.heads]
+    return IndexSettings(
+        model=client.stats().model,
+        num_frames=num_frames or max(group.num_frames for group in groups),
+        fps=fps,
+        adapters=tuple(adapters),
+        heads=tuple(pairs),
+        questions=tuple(questions),
+        max_tokens=max_tokens,
+        max_side=max_side,
+    )
+
+
+def update_index(
+    client: Client,
+    index: RetrievalIndex,
+    paths: Sequence[str | Path],
+    *,
+    stop: threading.Event | None = None,
+    on_clip: Callable[[IndexedClip], None] = lambda clip: None,
+    say: Callable[[str], None] = lambda text: None,
+) -> IndexCounts:
+    """Add new files and files with changed content, and remove files of the given folders that no longer exist.
+
+    Every clip is on the disk once it is described, so that a stopped update continues where it ended. A file that fails
+    does not end the others.
+
+    Args:
+        stop: when set, no more clips are read, and those sent are still answered.
+        on_clip: called with each added clip. say: called with the problems of files.
+
+    Raises:
+        BadImage: a path cannot be found, see `find_media`.
+        BadConfig: an adapter of the index has changed.
+        VLoraError: after all files, the first error of one; immediately, an error of the server.
+    """
+    stop = stop or threading.Event()
+    media = find_media(paths)
+    settings = index.settings
+    groups = find_groups(client, settings.adapters, settings.heads, settings.questions, settings.max_tokens)
+    check_versions(client, index)
+    removed = _vanished(index, paths)
+    index.remove(removed)
+    counts = IndexCounts(0, 0, 0, len(removed), 0)
+    first_error: VLoraError | None = None
+    with ThreadPoolExecutor(CLIPS_AT_ONCE, thread_name_prefix="describe") as threads:
+        for one in media:
+            if stop.is_set():
+                break
+            try:
+                added = _update(client, index, one, groups, threads, stop, on_clip, say)
+            except _OF_ONE_FILE as error:
+                first_error = first_error or error
+                counts = counts._replace(failed=counts.failed + 1)
+                if len(media) > 1:
+                    say(str(error))
+                continue
+            if added is None:
+                counts = counts._replace(unchanged=counts.unchanged + 1)
+            else:
+                counts = counts._replace(clips=counts.clips + added, read=counts.read + 1)
+    if first_error is not None:
+        raise first_error
+    return counts
+
+
+def check_versions(client: Client, index: RetrievalIndex) -> None:
+    """Record the versions of the adapters that answer for the index.
+
+    Raises:
+        BadConfig: the server has another version of one than the index.
+    """
+    owners = {part.adapter for name in _adapters_of(index.settings) for part in composed_of(name)}
+    served: dict[str, AdapterStatus] = {status.name: status for status in client.adapters()}
+    versions = {name: served[name].version for name in owners if name in served and served[name].version}
+    for name, version in index.versions.items():
+        if (other := versions.get(name, version)) != version:
+            raise BadConfig(
+                f"index {str(index.path)!r} was made with version {version[:12]} of adapter {name!r}; the server has "
+                f"{other[:12]}; give another index file, or delete this one"
+            )
+    index.add_versions(versions)
+
+
+def _adapters_of(settings: IndexSettings) -> set[str]:
+    return {*settings.adapters, *(head.rpartition("/")[0] for head in settings.heads)}
+
+
+def _vanished(index: RetrievalIndex, paths: Sequence[str | Path]) -> list[str]:
+    folders = [Path(path).absolute() for path in paths if Path(path).is_dir()]
+    return [
+        known
+        for known in index.paths()
+        if any(Path(known).is_relative_to(folder) for folder in folders) and not Path(known).exists()
+    ]
+
+
+def _update(
+    client: Client,
+    index: RetrievalIndex,
+    media: Media,
+    groups: Sequence[Group],
+    threads: ThreadPoolExecutor,
+    stop: threading.Event,
+    on_clip: Callable[[IndexedClip], None],
+    say: Callable[[str], None],
+) -> int | None:
+    """Add a file's clips that the index does not have. Returns their number; None if the file has not changed."""
+    known = index.find(media.path)
+    now = fingerprint(media.path, None if known is None else known.fingerprint)
+    identical = known is not None and known.fingerprint.digest == now.digest
+    if known is not None and known.complete and identical and known.fingerprint == now:
+        return None
+    number = index.begin(media, now)
+    if known is not None and known.complete and identical:
+        return None  # only its time differs
+    has = index.numbers(number)
+    settings = index.settings
+    shape = ClipShape(settings.num_frames, settings.fps)
+    clips = (clip for clip in read_media(media, shape, settings.max_side, stop, say) if clip.number not in has)
+    added = 0
+    for clip, statements in _described(client, clips, groups, threads):
+        index.add(number, clip, statements)
+        if not added:
+            check_versions(client, index)  # the first answer has loaded the adapters
+        added += 1
+        on_clip(IndexedClip(source=str(media.path), start_s=clip.start_s, statements=tuple(statements)))
+    if not stop.is_set():
+        index.complete(number)
+    return added
+
+
+def _described(
+    client: Client, clips: Iterator[Clip], groups: Sequence[Group], threads: ThreadPoolExecutor
+) -> Iterator[tuple[Clip, list[Statement]]]:
+    """The clips in order, with their statements, CLIPS_AT_ONCE at a time."""
+    under_way: deque[tuple[Clip, Future[list[Statement]]]] = deque()
+    try:
+        for clip in clips:
+            under_way.append((clip, threads.submit(describe, client, clip, groups)))
+            if len(under_way) >= CLIPS_AT_ONCE:
+                first, future = under_way.popleft()
+                yield first, future.result()
+        while under_way:
+            first, future = under_way.popleft()
+            yield first, future.result()
+    finally:
+        for _, future in under_way:
+            future.cancel()
+
+
+def describe(client: Client, clip: Clip, groups: Sequence[Group]) -> list[Statement]:
+    """Ask heads and questions about a clip. Questions read all of its frames. Raises the first error."""
+    statements: list[Statement] = []
+    for group in groups:
+        if group.heads:
+            outcomes = client.ask_heads(clip.pick(group.num_frames), group.heads)
+            for (adapter, head), outcome in zip(group.heads, outcomes, strict=True):
+                if outcome.error is not None:
+                    raise outcome.error.to_exception()
+                assert outcome.answer is not None
+                statements += statements_of_head(f"{adapter}/{head}", outcome.answer)
+        for question in group.questions:
+            answer = client.generate(
+                question.question, clip.frames, question.adapter, max_tokens=question.max_tokens, logprobs=0
+            )
+            asked = question.question if question.adapter is None else f"{question.adapter}: {question.question}"
+            statements.append(Statement(asked, answer.text.strip(), _confidence(answer)))
+    return statements
+
+
+def statements_of_head(asked: str, answer: HeadResult) -> list[Statement]:
+    """A head's answer as words that can be searched.
+
+    A detection gives a statement for each label, with the score of its best box; several labels one each; "yes" the
+    head's name, and "no" nothing, because the words of a question must not find its denial.
+    """
+    match answer.task:
+        case "detection":
+            best: dict[str, float] = {}
+            for box in answer.boxes:
+                best[box.label] = max(best.get(box.label, 0.0), box.score)
+            return [Statement(asked, label, score) for label, score in best.items()]
+        case "multi_label":
+            return [Statement(asked, answer.labels[label], answer.scores[label]) for label in answer.chosen]
+        case "binary" if answer.label in ("yes", "no"):
+            return [Statement(asked, answer.head, answer.confidence)] if answer.label == "yes" else []
+        case "counting":
+            return [Statement(asked, f"{answer.label} {answer.head}", answer.confidence)]
+        case _:
+            return [Statement(asked, answer.label, answer.confidence)]
+
+
+def _confidence(answer: Answer) -> float:
+    """The geometric mean of the tokens' probabilities."""
+    if not answer.logprobs:
+        return 0.0
+    return math.exp(sum(token.logprob for token in answer.logprobs) / len(answer.logprobs))

@@ -1,0 +1,237 @@
+"""Retrieval: `index` describes videos and pictures, `retrieve` searches them in words."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from vlora.cli.extras import needs
+from vlora.cli.group import cli
+from vlora.cli.interrupt import INTERRUPTED, stopping
+from vlora.cli.progress import counting, waiting
+from vlora.cli.server_flags import json_option, print_json, server_option
+from vlora.errors import BadRequest
+
+if TYPE_CHECKING:
+    import threading
+
+    from apps.retrieval import Hit, IndexedClip, RetrievalIndex
+    from vlora.client import Client
+
+_SETTINGS = ("adapters", "heads", "questions", "num_frames", "fps", "max_tokens", "max_side")
+_WORDS_SHOWN = 48
+
+
+@cli.command()
+@click.argument("videos", nargs=-1, required=True)
+@click.option(
+    "-o",
+    "--out",
+    default="index.sqlite",
+    show_default=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The index file; an existing index is updated.",
+)
+@click.option("-a", "--adapter", "adapters", multiple=True, help="Adapter that describes the clips; may be repeated.")
+@click.option("--head", "heads", multiple=True, help="Task head that describes them: HEAD or ADAPTER/HEAD; repeatable.")
+@click.option(
+    "-q",
+    "--question",
+    "questions",
+    multiple=True,
+    help="Question that every --adapter (default: the base model) answers in words about each clip; repeatable. "
+    "Default, without --head: 'describe the image.', and all heads of the adapters.",
+)
+@click.option(
+    "--frames",
+    "num_frames",
+    type=click.IntRange(1, 64),
+    help="Frames of a clip. Default: as many as the heads read at most, or 1.",
+)
+@click.option(
+    "--fps", type=click.FloatRange(min=0, min_open=True), help="Frames per second. Default: one clip per second."
+)
+@click.option("--max-tokens", type=click.IntRange(min=1), default=48, show_default=True, help="Tokens of an answer.")
+@click.option(
+    "--max-side", type=click.IntRange(min=16), default=640, show_default=True, help="Pixels of a stored frame's side."
+)
+@server_option
+@json_option
+@click.pass_context
+@needs("video")
+def index(
+    context: click.Context, videos: tuple[str, ...], out: Path, client: Client, as_json: bool, **settings: Any
+) -> None:
+    """Index videos, pictures, or folders of them, for `vlora retrieve`.
+
+    \b
+        vlora index videos/ --adapter traffic --out traffic.sqlite
+        vlora index videos/ --adapter traffic --question "what is on the road?" --out traffic.sqlite
+
+    Each clip is stored with its frames and with what heads and questions say about it. A second run reads new and
+    changed files only, removes those that are gone, and continues after Ctrl-C. A file that cannot be read is reported,
+    and the others are indexed.
+    """
+    if settings["fps"] is not None and not math.isfinite(settings["fps"]):
+        raise BadRequest(f"--fps is {settings['fps']}; it must be a number above 0")
+    named = [name for name in _SETTINGS if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
+    with client, stopping() as stop, _open(client, out, settings, named) as opened:
+        _update(client, opened, videos, stop, as_json)
+        if stop.is_set():
+            sys.exit(INTERRUPTED)
+
+
+def _open(client: Client, path: Path, settings: dict[str, Any], named: Sequence[str]) -> RetrievalIndex:
+    """The index of a file, which is created if it does not exist."""
+    from apps.retrieval import RetrievalIndex, check_settings, make_settings
+
+    wanted = make_settings(client, **settings)
+    opened = RetrievalIndex(path, wanted)
+    try:
+        check_settings(opened, wanted, named)
+    except BaseException:
+        opened.close()
+        raise
+    return opened
+
+
+def _update(
+    client: Client, opened: RetrievalIndex, videos: Sequence[str], stop: threading.Event, as_json: bool
+) -> None:
+    from apps.retrieval import update_index
+
+    def on_clip(clip: IndexedClip) -> None:
+        if as_json:
+            print_json(clip)
+
+    with waiting("indexing"):
+        counts = update_index(
+            client, opened, videos, stop=stop, on_clip=on_clip, say=lambda text: click.echo(text, err=True)
+        )
+    click.echo(
+        f"{opened.path}: {counts.clips} clips added from {counts.read} files; {counts.unchanged} files unchanged, "
+        f"{counts.removed} removed" + ("; interrupted, run it again to continue" if stop.is_set() else ""),
+        err=True,
+    )
+
+
+@cli.command()
+@click.argument("query")
+@click.argument("videos", nargs=-1)
+@click.option(
+    "-i",
+    "--index",
+    "path",
+    default="index.sqlite",
+    show_default=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The index file.",
+)
+@click.option("-a", "--adapter", help="Adapter that ranks, or several: a+b. Default: the base model.")
+@click.option(
+    "-q",
+    "--question",
+    default="Is there {}?",
+    show_default=True,
+    help="Asked about each candidate; {} is the query. The score is the probability of the answer yes.",
+)
+@click.option(
+    "--frames",
+    "num_frames",
+    type=click.IntRange(1, 64),
+    help="Frames of a clip that the model reads. Default: as many as the adapter's heads read at most, or 1.",
+)
+@click.option(
+    "--candidates",
+    type=click.IntRange(min=1),
+    default=100,
+    show_default=True,
+    help="Clips that the model reads, selected by the words of the index.",
+)
+@click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, help="Results to print.")
+@click.option(
+    "--sheet", type=click.Path(dir_okay=False, path_type=Path), help="Contact sheet of the results to write, a PNG."
+)
+@server_option
+@json_option
+@needs("video")
+def retrieve(
+    query: str,
+    videos: tuple[str, ...],
+    path: Path,
+    adapter: str | None,
+    question: str,
+    num_frames: int | None,
+    candidates: int,
+    top: int,
+    sheet: Path | None,
+    client: Client,
+    as_json: bool,
+) -> None:
+    """Search videos and pictures in words: rank, file, time and score of the best clips.
+
+    \b
+        vlora retrieve "a white car turning left" videos/ --adapter traffic
+        vlora retrieve "a red bus" --index traffic.sqlite --adapter traffic --sheet buses.png
+
+    With VIDEOS, the index is created or updated first, as `vlora index` does, and only they are searched; without, the
+    whole index is. The words of the index select the candidates, and the model ranks them by the probability that it
+    answers yes.
+    """
+    from apps.retrieval import ask_for, check_sheet_name, search, write_sheet
+
+    ask_for(query, question)
+    if sheet is not None:
+        check_sheet_name(sheet)
+    with client, stopping() as stop, _index_to_search(client, path, videos, adapter) as opened:
+        if videos:
+            _update(client, opened, videos, stop, as_json=False)
+        if not stop.is_set():
+            with counting("candidates", min(candidates, len(opened.clips()))) as advance:
+                hits = search(
+                    client,
+                    opened,
+                    query,
+                    adapter=adapter,
+                    question=question,
+                    num_frames=num_frames,
+                    num_candidates=candidates,
+                    inside=videos,
+                    stop=stop,
+                    on_scored=advance,
+                )[:top]
+            if sheet is not None:
+                write_sheet(sheet, query, hits, [opened.frames(hit.clip) for hit in hits])
+            _print_hits(hits, as_json)
+        if stop.is_set():
+            sys.exit(INTERRUPTED)
+
+
+def _index_to_search(client: Client, path: Path, videos: Sequence[str], adapter: str | None) -> RetrievalIndex:
+    from apps.retrieval import RetrievalIndex
+
+    if not videos or path.exists():
+        return RetrievalIndex(path)
+    return _open(client, path, {"adapters": () if adapter is None else (adapter,)}, ())
+
+
+def _print_hits(hits: Sequence[Hit], as_json: bool) -> None:
+    from apps.retrieval import clock
+
+    if as_json:
+        for hit in hits:
+            print_json(hit)
+        return
+    width = max((len(Path(hit.source).name) for hit in hits), default=0)
+    for hit in hits:
+        words = "; ".join(statement.text for statement in hit.statements)
+        words = " ".join(words.split())
+        shown = words if len(words) <= _WORDS_SHOWN else words[: _WORDS_SHOWN - 3] + "..."
+        time = clock(hit.start_s) if hit.seconds else ""
+        click.echo(f"{hit.rank:3}  {hit.score:.3f}  {Path(hit.source).name:<{width}}  {time:>9}  {shown}".rstrip())
