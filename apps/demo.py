@@ -7,12 +7,8 @@ only a client.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
-import os
-import re
-import signal
 import statistics
 import subprocess
 import sys
@@ -28,18 +24,17 @@ from rich.progress import track
 from rich.table import Table
 
 from apps.demo_page import write_page
+from apps.server_process import VLORA, serving
 from apps.video_analytics import CHUNKS_IN_FLIGHT, AnnotatedVideo, ChunkResult, Source, analyse
 from vlora.client import Client
 from vlora.errors import VLoraError
 
-VLORA = (sys.executable, "-m", "vlora.cli")
 T = TypeVar("T")
 MODES = ("merged", "mixed", "unmerged")
 
 _THREADS = 16  # concurrent requests
 _LINE_S = 10.0  # between two lines of progress in a log
 _WORDS = 12  # maximum tokens of a text answer
-_STOP_S = 15.0
 
 
 def run(
@@ -58,7 +53,12 @@ def run(
         raise VLoraError("the demo ends here: `vlora fuse` failed, see above")
     report = json.loads((fused / "report.json").read_text())
     console.rule("2. serve: engine and front end")
-    with _serving(command, report["base"], fused / "adapters", console) as client:
+    with serving(
+        report["base"],
+        fused / "adapters",
+        command=command,
+        announce=lambda line: console.print(line, highlight=False),
+    ) as client:
         console.rule("3. test pictures of every domain, all domains concurrently")
         head_latencies, beside_heads = _ask_all(client, fused / "test", report["domains"], console)
         for domain in report["domains"]:
@@ -91,33 +91,6 @@ def run(
     write_page(out / "report.html", fused, result)
     console.print(f"report: {out / 'report.json'}; with pictures: {out / 'report.html'}")
     return result
-
-
-# -- the server -------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _serving(command: Sequence[str], model: str, adapters: Path, console: Console) -> Iterator[Client]:
-    """`vlora serve` on a free port, from its ready line to its end."""
-    options = ("--model", model, "--adapters", str(adapters), "--rpyc-port", "0")
-    # This server runs on loopback for the demonstration only and uses no token from the environment.
-    open_to_all = os.environ | {"VLORA_TOKEN": "", "VLORA_ADMIN_TOKEN": ""}
-    server = subprocess.Popen([*command, "serve", *options], stdout=subprocess.PIPE, text=True, env=open_to_all)
-    assert server.stdout is not None
-    try:
-        line = server.stdout.readline().strip()
-        match = re.match(r"ready: rpyc (\S+):(\d+) ", line)
-        if match is None:
-            raise VLoraError("the demo ends here: `vlora serve` failed, see above")
-        console.print(line, highlight=False)
-        with Client(match[1], int(match[2])) as client:
-            yield client
-    finally:
-        server.send_signal(signal.SIGINT)
-        try:
-            server.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            server.kill()
 
 
 # -- the queries ------------------------------------------------------------------------------------------------------

@@ -50,13 +50,14 @@ _DRAWN: dict[str, tuple[str, str, Callable[[np.random.Generator], Sample]]] = {
 
 
 class Collection(NamedTuple):
-    """Videos of a folder that are searched together. num_frames: of the clip that the model reads. caption: the
-    question that is asked of each clip for the index.
+    """Videos of a folder that are searched together. num_frames: of the clip that the model reads. base_caption,
+    caption: the questions that are asked of each clip for the index, of the base model and of the adapter.
     """
 
     name: str
     folder: str
     num_frames: int
+    base_caption: str
     caption: str
     queries: list[Query]
 
@@ -84,12 +85,13 @@ def prepare(quick: bool, folder: Path, say: Callable[[str], None], seed: int = 0
     scores, seconds = train(quick, adapters / ADAPTER, seed, say)
     num_videos = 2 if quick else 12
     collections = []
-    for name, num_frames, caption, render in (
-        ("streets", 1, STREET_CAPTION, render_streets),
-        ("passing", 4, PASSING_CAPTION, render_passing),
+    for name, num_frames, base_caption, caption, render in (
+        ("streets", 1, "describe the image.", STREET_CAPTION, render_streets),
+        ("passing", 4, "describe the video.", PASSING_CAPTION, render_passing),
     ):
         videos = folder / f"{name}-{seed}"
-        collections.append(Collection(name, str(videos), num_frames, caption, render(videos, seed, num_videos)))
+        queries = render(videos, seed, num_videos)
+        collections.append(Collection(name, str(videos), num_frames, base_caption, caption, queries))
         say(f"{name}: {num_videos} videos, {len(collections[-1].queries)} queries")
     prepared = Prepared(checkpoint_path(), str(adapters), collections, scores, seconds)
     unfinished = done.with_suffix(".unfinished")

@@ -32,10 +32,10 @@ _MOST_THINGS = 5
 
 
 class Query(NamedTuple):
-    """A text that is true of one second of a collection only. video: its number. second: in the video, from 0."""
+    """A text that is true of one second of a collection only. video: its file's name. second: in the video, from 0."""
 
     text: str
-    video: int
+    video: str
     second: int
 
 
@@ -141,7 +141,7 @@ def render_passing(folder: Path, seed: int, num_videos: int) -> list[Query]:
     return _render(folder, [[draw() for _ in range(SECONDS)] for _ in range(num_videos)])
 
 
-def video_name(number: int) -> str:
+def _video_name(number: int) -> str:
     return f"street-{number:02}.mp4"
 
 
@@ -149,7 +149,7 @@ def _render(folder: Path, videos: Sequence[Sequence[Described]]) -> list[Query]:
     """Write the videos (mp4). Raises OSError if OpenCV cannot."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, seconds in enumerate(videos):
-        path = folder / video_name(number)
+        path = folder / _video_name(number)
         writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"mp4v"), FPS, (SIZE, SIZE))
         if not writer.isOpened():
             raise OSError(f"OpenCV cannot write {path}")
@@ -166,4 +166,4 @@ def _unique_queries(videos: Sequence[Sequence[Described]]) -> Iterator[Query]:
         for place, second in enumerate(seconds):
             own = sorted((text for text in second.texts if counts[text] == 1), key=lambda text: (len(text), text))
             if own:
-                yield Query(own[0], number, place)
+                yield Query(own[0], _video_name(number), place)

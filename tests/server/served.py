@@ -18,11 +18,12 @@ ROOT = Path(__file__).parents[2]
 
 @dataclasses.dataclass
 class Served:
-    """A running server. log: its stderr, once it has ended."""
+    """A running server. address: for `--server`. log: its stderr, once it has ended."""
 
     process: subprocess.Popen[str]
     client: Client
     http_port: int
+    address: str
     log: str = ""
 
 
@@ -42,7 +43,7 @@ def served(*arguments: str) -> Iterator[Served]:
         match = re.match(r"ready: rpyc \S+:(\d+) \| http \S+:(\d+) ", process.stdout.readline())
         assert match, process.communicate()
         with Client(port=int(match[1]), timeout_s=60) as client:
-            on = Served(process, client, int(match[2]))
+            on = Served(process, client, int(match[2]), f"127.0.0.1:{match[1]}")
             yield on
         process.send_signal(signal.SIGTERM)
         _, on.log = process.communicate(timeout=60)

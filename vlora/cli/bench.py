@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from vlora.cli.bench_retrieve import bench_retrieve
 from vlora.cli.bench_serve import OPTION_NAMES, serve_options
 from vlora.cli.extras import needs
 from vlora.cli.group import cli
@@ -169,8 +170,8 @@ def bench(
         vlora bench serve --url http://127.0.0.1:8000/v1 --model base --adapter-name signs --rate 2 --duration-s 60
         vlora bench fusion --out results     # resumes an interrupted run, as does policy
 
-    `fusion`, `bd` (block-diagonal adapters) and `activated` (aLoRA) train models: they take long, and run last in
-    `all`.
+    `fusion`, `bd` (block-diagonal adapters), `activated` (aLoRA) and `retrieve` (recall of `vlora retrieve`) train
+    models: they take long, and run last in `all`.
     """
     given = {name: value for name, value in serve.items() if value not in (None, ())}
     if given and name != "serve":
@@ -194,6 +195,8 @@ def bench(
     elif name == "activated":
         _bench_activated(quick, out, as_json)
         holds = True
+    elif name == "retrieve":
+        holds = bench_retrieve(quick, out, as_json)
     else:
         from vlora.bench import main as run
 
@@ -205,6 +208,7 @@ def bench(
             holds &= _bench_fusion(quick, out, as_json)
             holds &= _bench_bd(quick, out, None, as_json)
             _bench_activated(quick, out, as_json)
+            holds &= bench_retrieve(quick, out, as_json)
     if not holds:
         sys.exit(1)
 

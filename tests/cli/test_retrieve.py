@@ -1,0 +1,117 @@
+"""`vlora index` and `vlora retrieve` over a scripted server, and once over the embedded model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.cli.conftest import Vlora
+from tests.server.running import running_server
+from tests.server.served import served
+from tests.video_files import write_video
+
+
+@pytest.fixture
+def videos(tmp_path: Path) -> Path:
+    folder = tmp_path / "videos"
+    folder.mkdir()
+    write_video(folder / "street.mp4", [20, 230])
+    return folder
+
+
+def test_retrieving_creates_the_index_and_updates_it(
+    vlora_command: Vlora, address: str, videos: Path, tmp_path: Path
+) -> None:
+    at = ("--server", address, "--index", str(tmp_path / "x.sqlite"))
+    code, out, err = vlora_command("retrieve", "a white car", str(videos), "--adapter", "signs", *at)
+    assert code == 0 and "2 clips added from 1 files; 0 files unchanged, 0 removed" in err
+    assert [line.split()[2:4] for line in out.splitlines()] == [["street.mp4", "0:00.0"], ["street.mp4", "0:01.0"]]
+    write_video(videos / "next.mp4", [90])
+    sheet = tmp_path / "sheet.png"
+    code, out, err = vlora_command(
+        "retrieve", "a car", str(videos), "--adapter", "signs", *at, "--json", "--sheet", str(sheet), "--top", "2"
+    )
+    hits = [json.loads(line) for line in out.splitlines()]
+    assert code == 0 and "1 clips added from 1 files; 1 files unchanged" in err
+    assert [hit["rank"] for hit in hits] == [1, 2] and sheet.read_bytes().startswith(b"\x89PNG")
+    assert hits[0]["statements"] == [["signs: describe the image.", "yes", 0.0]]
+    code, out, err = vlora_command("retrieve", "a car", *at)
+    assert (code, len(out.splitlines()), err) == (0, 3, ""), "without videos, the whole index is searched as it is"
+
+
+def test_indexing_prints_each_clip_as_json(vlora_command: Vlora, address: str, videos: Path, tmp_path: Path) -> None:
+    flags = ("--out", str(tmp_path / "x.sqlite"), "--server", address, "--json")
+    code, out, _ = vlora_command("index", str(videos), "--adapter", "cam", "--head", "day", *flags)
+    clips = [json.loads(line) for line in out.splitlines()]
+    assert code == 0 and [clip["statements"][0][:2] for clip in clips] == [["cam/day", "dark"], ["cam/day", "bright"]]
+
+
+def test_wrong_input_is_one_clear_line(vlora_command: Vlora, address: str, videos: Path, tmp_path: Path) -> None:
+    at, index = ("--server", address), str(tmp_path / "x.sqlite")
+    assert vlora_command("index", str(videos), "--out", index, *at)[0] == 0
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "no.mp4").write_bytes(b"no video")
+    write_video(tmp_path / "none.mp4", [])
+    (tmp_path / "text.sqlite").write_text("text")
+    for arguments, message in (
+        (("retrieve", " ", "--index", index), "the query is empty"),
+        (("retrieve", "a car", "--index", str(tmp_path / "y.sqlite")), "no index"),
+        (("retrieve", "a car", "--index", str(tmp_path / "text.sqlite")), "not an index"),
+        (("retrieve", "a car", "--index", index, "--adapter", "zzz"), "'zzz'"),
+        (("retrieve", "a car", "--index", index, "--question", "is it?"), "write {} once"),
+        (("retrieve", "a car", "--index", index, "--sheet", "a.jpg"), "ends in .png"),
+        (("retrieve", "a car", str(tmp_path / "empty"), "--index", index), "contains no video and no picture"),
+        (("index", str(tmp_path / "no.mp4"), "--out", index), "cannot read video"),
+        (("index", str(tmp_path / "none.mp4"), "--out", index), "cannot read video"),
+        (("index", str(videos), "--out", index, "--frames", "2"), "was made with --frames 1, not 2"),
+        (("index", str(videos), "--out", index, "--question", "what?"), "--question describe the image., not what?"),
+        (("index", str(videos), "--out", str(tmp_path / "z.sqlite"), "--adapter", "zzz"), "'zzz'"),
+        (("index", str(videos), "--out", str(tmp_path / "no" / "z.sqlite")), "unable to open database file"),
+        (("index", str(videos), "--out", str(tmp_path / "z.sqlite"), "--fps", "inf"), "--fps is inf"),
+    ):
+        code, out, err = vlora_command(*arguments, *at)
+        # The tests have imported OpenCV before apps.opencv could disable FFmpeg's own output.
+        (line,) = (line for line in err.splitlines() if "moov atom not found" not in line)
+        assert code == 2 and out == "" and line.startswith("error: ") and message in line, (arguments, err)
+
+
+@pytest.mark.slow
+def test_the_embedded_model_finds_what_a_query_names(vlora_command: Vlora, tmp_path: Path) -> None:
+    """The base model without an adapter ranks the pictures with a red bus before all others."""
+    import cv2
+
+    from fusion.synthetic.streets import draw_street
+
+    rng = np.random.default_rng(3)
+    red_buses = set()
+    for number in range(40):
+        street = draw_street(rng, 3)
+        file = tmp_path / "streets" / f"{number:02}.png"
+        file.parent.mkdir(exist_ok=True)
+        cv2.imwrite(str(file), cv2.cvtColor(street.frame, cv2.COLOR_RGB2BGR))
+        if any((thing.color, thing.kind) == ("red", "bus") for thing in street.things):
+            red_buses.add(str(file))
+    assert 1 < len(red_buses) < 10
+    with served() as on:
+        at = ("--server", on.address, "--index", str(tmp_path / "x.sqlite"), "--json")
+        code, out, err = vlora_command("retrieve", "a red bus", str(tmp_path / "streets"), *at)
+    assert code == 0, err
+    hits = [json.loads(line) for line in out.splitlines()]
+    assert {hit["source"] for hit in hits[: len(red_buses)]} == red_buses
+    assert hits[0]["score"] > 0.5 > hits[len(red_buses)]["score"]
+
+
+def test_the_server_must_have_the_model_of_the_index(
+    vlora_command: Vlora, address: str, videos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = str(tmp_path / "x.sqlite")
+    assert vlora_command("index", str(videos), "--out", index, "--server", address)[0] == 0
+    with running_server() as other:
+        monkeypatch.setattr(other.front_end, "_model", "other")
+        at = ("--server", f"127.0.0.1:{other.port}")
+        for command in (("retrieve", "a car", "--index", index), ("index", str(videos), "--out", index)):
+            code, _, err = vlora_command(*command, *at)
+            assert code == 2 and "was made with the model 'scripted'; the server has 'other'" in err
