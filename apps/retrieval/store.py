@@ -15,6 +15,7 @@ from apps.retrieval.media import Clip, Fingerprint, Media
 from vlora.errors import BadConfig
 
 FORMAT_VERSION = 1
+_COMMON = 1e-5  # BM25 of one word; FTS5 gives words of more than half of the statements a weight of 1e-6
 _APPLICATION_ID = 0x764C5278  # distinguishes an index from other databases
 _MAGIC, _HEADER_BYTES = b"SQLite format 3\0", 100
 _SCHEMA = """
@@ -43,7 +44,7 @@ END;
 
 
 class IndexSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What every clip of an index was made with.
+    """Settings of all clips of an index.
 
     model: the server's name of its model. num_frames, fps: of the clips, see `ClipShape`. heads: ADAPTER/HEAD.
     questions: asked of each of the adapters, or of the base model. max_side: of a stored frame, in pixels.
@@ -245,7 +246,10 @@ class RetrievalIndex:
             return tuple(row[0] for row in rows)
 
     def match(self, query: str) -> dict[int, float]:
-        """Clips with a word of the query in a statement, by id: the sum of BM25 times confidence over statements."""
+        """Clips with a word of the query in a statement, by id: the sum of BM25 times confidence over statements.
+
+        Words of more than half of all statements, such as articles, do not count.
+        """
         words = re.findall(r"\w+", query)
         if not words:
             return {}
@@ -257,7 +261,8 @@ class RetrievalIndex:
                 (" OR ".join(f'"{word}"' for word in words),),
             )
             for clip, confidence, rank in rows:  # FTS5 gives BM25 with a negative sign
-                matched[clip] = matched.get(clip, 0.0) - rank * confidence
+                if -rank > _COMMON * len(words):
+                    matched[clip] = matched.get(clip, 0.0) - rank * confidence
         return matched
 
     # -- errors --------------------------------------------------------------------------------------------------------

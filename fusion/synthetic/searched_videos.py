@@ -1,4 +1,4 @@
-"""Rendered street videos for retrieval: what each second shows is known, and a query describes exactly one second.
+"""Rendered street videos for retrieval: the content of each second is known, and a query describes exactly one.
 
 Two collections: `streets`, in which every second is another still street with one to five objects, and `passing`, in
 which every second is a clip of one object that drives, waits or crosses.
@@ -22,7 +22,7 @@ from fusion.synthetic.road_signs import ACTIONS, CLIP_FRAMES, Passing, draw_pass
 from fusion.synthetic.streets import KINDS, SIDES, Street, Thing, draw_street
 
 QUESTION = "is there {}?"
-"""The question whose probability of "yes" ranks the seconds."""
+"""The question that ranks the seconds, by the probability of "yes"."""
 STREET_CAPTION, PASSING_CAPTION = "what is on the road?", "what happens on the road?"
 SECONDS, FPS = 8, 8
 
