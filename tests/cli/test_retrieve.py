@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.cli.conftest import Vlora
-from tests.server.running import running_server
 from tests.server.served import served
 from tests.video_files import write_video
 
@@ -105,13 +105,15 @@ def test_the_embedded_model_finds_what_a_query_names(vlora_command: Vlora, tmp_p
 
 
 def test_the_server_must_have_the_model_of_the_index(
-    vlora_command: Vlora, address: str, videos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    vlora_command: Vlora, address: str, videos: Path, tmp_path: Path
 ) -> None:
-    index = str(tmp_path / "x.sqlite")
-    assert vlora_command("index", str(videos), "--out", index, "--server", address)[0] == 0
-    with running_server() as other:
-        monkeypatch.setattr(other.front_end, "_model", "other")
-        at = ("--server", f"127.0.0.1:{other.port}")
-        for command in (("retrieve", "a car", "--index", index), ("index", str(videos), "--out", index)):
-            code, _, err = vlora_command(*command, *at)
-            assert code == 2 and "was made with the model 'scripted'; the server has 'other'" in err
+    index, at = str(tmp_path / "x.sqlite"), ("--server", address)
+    assert vlora_command("index", str(videos), "--out", index, *at)[0] == 0
+    with sqlite3.connect(index) as database:
+        settings = database.execute("SELECT value FROM facts WHERE name = 'settings'").fetchone()[0]
+        assert b'"model":"scripted"' in settings
+        made_by_another = settings.replace(b"scripted", b"another")
+        database.execute("UPDATE facts SET value = ? WHERE name = 'settings'", (made_by_another,))
+    for command in (("retrieve", "a car", "--index", index), ("index", str(videos), "--out", index)):
+        code, _, err = vlora_command(*command, *at)
+        assert code == 2 and "was made with the model 'another'; the server has 'scripted'" in err
