@@ -15,7 +15,8 @@ from apps.retrieval.media import Clip, Fingerprint, Media
 from vlora.errors import BadConfig
 
 FORMAT_VERSION = 1
-_COMMON = 1e-5  # BM25 of one word; FTS5 gives words of more than half of the statements a weight of 1e-6
+_COMMON = 1e-5  # BM25 of one term; FTS5 gives terms of more than half of the statements a weight of 1e-6
+_LONGEST_RUN = 3  # words
 _APPLICATION_ID = 0x764C5278  # distinguishes an index from other databases
 _MAGIC, _HEADER_BYTES = b"SQLite format 3\0", 100
 _SCHEMA = """
@@ -248,20 +249,26 @@ class RetrievalIndex:
     def match(self, query: str) -> dict[int, float]:
         """Clips with a word of the query in a statement, by id: the sum of BM25 times confidence over statements.
 
-        Words of more than half of all statements, such as articles, do not count.
+        Two and three words in a row count as terms too, so that "a red car" differs from "a red bus and a blue car".
+        Terms of more than half of all statements, such as articles, do not count.
         """
         words = re.findall(r"\w+", query)
         if not words:
             return {}
+        runs = [
+            " ".join(words[first : first + length])
+            for length in range(1, _LONGEST_RUN + 1)
+            for first in range(len(words) - length + 1)
+        ]
         matched: dict[int, float] = {}
         with self._errors():
             rows = self._database.execute(
                 "SELECT statements.clip, statements.confidence, words.rank FROM words "
                 "JOIN statements ON statements.id = words.rowid WHERE words MATCH ?",
-                (" OR ".join(f'"{word}"' for word in words),),
+                (" OR ".join(f'"{run}"' for run in dict.fromkeys(runs)),),
             )
             for clip, confidence, rank in rows:  # FTS5 gives BM25 with a negative sign
-                if -rank > _COMMON * len(words):
+                if -rank > _COMMON * len(runs):
                     matched[clip] = matched.get(clip, 0.0) - rank * confidence
         return matched
 

@@ -14,9 +14,9 @@ import pytest
 
 from apps.retrieval import RetrievalIndex, ask_for, clock, make_settings, search, update_index, vqa_score, write_sheet
 from apps.retrieval.indexing import statements_of_head
-from apps.retrieval.media import find_media
+from apps.retrieval.media import Clip, Fingerprint, Media, find_media
 from apps.retrieval.ranking import select_candidates
-from apps.retrieval.store import FORMAT_VERSION, StoredClip
+from apps.retrieval.store import FORMAT_VERSION, Statement, StoredClip
 from tests.apps.scripted_retrieval import SHADES, TIMINGS, ScriptedClient, answer_of
 from tests.server.running import png
 from tests.video_files import write_video
@@ -229,9 +229,6 @@ def test_candidates_are_matches_and_then_clips_spread_evenly() -> None:
 
 
 def test_a_statement_counts_by_its_confidence(tmp_path: Path) -> None:
-    from apps.retrieval.media import Clip, Fingerprint, Media
-    from apps.retrieval.store import Statement
-
     with open_index(tmp_path / "x.sqlite", ScriptedClient()) as index:
         media = index.begin(Media(tmp_path / "a.mp4", "video"), Fingerprint(1, 1, "x"))
         for number, confidence in enumerate((0.3, 0.9)):
@@ -243,6 +240,18 @@ def test_a_statement_counts_by_its_confidence(tmp_path: Path) -> None:
         assert matched.keys() == {low, high}, "the article is in most statements"
         assert matched[high] == pytest.approx(3 * matched[low]) and matched[low] > 0, "plurals match too"
         assert index.match("?!") == {} == index.match("trees") and len(others) == 6
+
+
+def test_words_in_a_row_count_more_than_the_same_words_apart(tmp_path: Path) -> None:
+    captions = ("a red bus and a blue car", "a blue bus and a red car", "a tree", "a dog", "a cat", "a house", "a sign")
+    with open_index(tmp_path / "x.sqlite", ScriptedClient()) as index:
+        media = index.begin(Media(tmp_path / "a.mp4", "video"), Fingerprint(1, 1, "x"))
+        for number, caption in enumerate(captions):
+            index.add(media, Clip(number, float(number), 1.0, ()), [Statement("q", caption, 1.0)])
+        first, second = (clip.id for clip in index.clips()[:2])
+        for query, best, other in (("a red car", second, first), ("a blue car", first, second)):
+            matched = index.match(query)
+            assert matched[best] > 1.2 * matched[other] > 0
 
 
 def test_frames_follow_the_heads_of_the_ranking_adapter(videos: Path, tmp_path: Path) -> None:
