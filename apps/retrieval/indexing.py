@@ -148,13 +148,15 @@ def check_versions(client: Client, index: RetrievalIndex) -> None:
     owners = {part.adapter for name in _adapters_of(index.settings) for part in composed_of(name)}
     served: dict[str, AdapterStatus] = {status.name: status for status in client.adapters()}
     versions = {name: served[name].version for name in owners if name in served and served[name].version}
-    for name, version in index.versions.items():
+    known = index.versions
+    for name, version in known.items():
         if (other := versions.get(name, version)) != version:
             raise BadConfig(
                 f"index {str(index.path)!r} was made with version {version[:12]} of adapter {name!r}; the server has "
                 f"{other[:12]}; give another index file, or delete this one"
             )
-    index.add_versions(versions)
+    if versions.keys() - known.keys():  # a search alone writes nothing
+        index.add_versions(versions)
 
 
 def _adapters_of(settings: IndexSettings) -> set[str]:

@@ -206,6 +206,16 @@ def test_clips_are_ranked_by_the_probability_of_yes(videos: Path, tmp_path: Path
         assert len(few) == 2
 
 
+def test_a_search_does_not_write_to_the_index(videos: Path, tmp_path: Path) -> None:
+    scripted, path = ScriptedClient(), tmp_path / "x.sqlite"
+    with open_index(path, scripted, adapters=["cam"]) as index:
+        update_index(client_of(scripted), index, [videos])
+    before = path.read_bytes()
+    with RetrievalIndex(path) as index:
+        assert search(client_of(scripted), index, "grey")
+    assert path.read_bytes() == before
+
+
 def test_the_model_reads_only_the_candidates_of_the_words(videos: Path, tmp_path: Path) -> None:
     scripted = ScriptedClient()
     with open_index(tmp_path / "x.sqlite", scripted) as index:
