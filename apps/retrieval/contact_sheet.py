@@ -18,7 +18,7 @@ _COLUMNS = 5
 _CELL_WIDTH, _CELL_HEIGHT = 320, 200  # of the frames, without the lines of text below
 _LINE = 22
 _MARGIN = 10
-_MOST_FRAMES = 4  # of one clip, side by side
+_MOST_FRAMES = 4  # of one clip
 _FONT, _SCALE = cv2.FONT_HERSHEY_SIMPLEX, 0.5
 _INK, _FAINT, _PAPER = (30, 30, 30), (110, 110, 110), 250
 _BAR = (120, 170, 60)
@@ -72,17 +72,25 @@ def clock(seconds: float) -> str:
 
 
 def _draw_frames(cell: np.ndarray, frames: Sequence[bytes]) -> None:
-    """Draw frames side by side into a cell, each as large as fits."""
+    """Draw frames into a cell in reading order, in the grid that shows them largest."""
     chosen = [frames[place] for place in spread(min(_MOST_FRAMES, len(frames)), len(frames))]
-    share = cell.shape[1] // len(chosen)
-    for place, jpeg in enumerate(chosen):
-        picture = cv2.imdecode(np.frombuffer(jpeg, np.uint8), cv2.IMREAD_COLOR)
+    pictures = [cv2.imdecode(np.frombuffer(jpeg, np.uint8), cv2.IMREAD_COLOR) for jpeg in chosen]
+    first = pictures[0]
+    assert first is not None, "the index has encoded it"
+
+    def scale_in(columns: int) -> float:
+        rows = math.ceil(len(chosen) / columns)
+        return min(cell.shape[1] / columns / first.shape[1], cell.shape[0] / rows / first.shape[0])
+
+    columns = max(range(1, len(chosen) + 1), key=scale_in)
+    scale = scale_in(columns)
+    size = max(1, int(first.shape[1] * scale) - 2), max(1, int(first.shape[0] * scale) - 2)
+    left = (cell.shape[1] - columns * (size[0] + 2)) // 2
+    for place, picture in enumerate(pictures):
         assert picture is not None, "the index has encoded it"
-        scale = min((share - 2) / picture.shape[1], cell.shape[0] / picture.shape[0])
-        size = max(1, round(picture.shape[1] * scale)), max(1, round(picture.shape[0] * scale))
         picture = cv2.resize(picture, size, interpolation=cv2.INTER_AREA if scale < 1 else cv2.INTER_CUBIC)
-        left, top = place * share + (share - size[0]) // 2, (cell.shape[0] - size[1]) // 2
-        cell[top : top + size[1], left : left + size[0]] = picture
+        x, y = left + place % columns * (size[0] + 2), place // columns * (size[1] + 2)
+        cell[y : y + size[1], x : x + size[0]] = picture
 
 
 def _write(
