@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple, Protocol
@@ -50,6 +50,7 @@ def measure(
     work: Path,
     queries: Sequence[Query],
     *,
+    name: str,
     adapter: str,
     num_frames: int,
     base_caption: str,
@@ -62,6 +63,7 @@ def measure(
 
     Args:
         work: folder for the indexes.
+        name: of the videos, in the rows.
         num_frames, question: as for `search`. base_caption, caption: questions for the words of the base model's and
             the adapter's index.
         sheet: the contact sheet to write, of the first query's results.
@@ -69,11 +71,11 @@ def measure(
     rows: list[dict[str, Any]] = []
 
     def add(method: str, rankings: Sequence[Ranking]) -> None:
-        rows.append({"videos": folder.name, "method": method, **summary(rankings), "queries": len(queries)})
-        say(", ".join(f"{name} {value}" for name, value in rows[-1].items()))
+        rows.append({"videos": name, "method": method, **summary(rankings), "queries": len(queries)})
+        say(", ".join(f"{column} {value}" for column, value in rows[-1].items()))
 
     for asked, owner, words, scores in ((base_caption, None, BASE_WORDS, BASE), (caption, adapter, WORDS, ADAPTER)):
-        path = work / f"{folder.name}-{owner or 'base'}.sqlite"
+        path = work / f"{name}-{owner or 'base'}.sqlite"
         path.unlink(missing_ok=True)
         owners = () if owner is None else (owner,)
         settings = make_settings(client, adapters=owners, questions=(asked,), num_frames=num_frames)
@@ -87,7 +89,7 @@ def measure(
 
             if not rows:
                 rows.append(
-                    {"videos": folder.name, "method": RANDOM, **expected_by_chance(len(clips)), "queries": len(queries)}
+                    {"videos": name, "method": RANDOM, **expected_by_chance(len(clips)), "queries": len(queries)}
                 )
             add(words, [_by_words(clips, index.match(query.text), query) for query in queries])
             add(scores, [_of_hits(find(query.text, len(clips)), query) for query in queries])
@@ -117,6 +119,30 @@ def expected_by_chance(num_clips: int) -> dict[str, float | None]:
     recalls: dict[str, float | None] = {f"recall at {k}": min(1.0, k / num_clips) for k in AT}
     reciprocal = mean(1 / rank for rank in range(1, num_clips + 1))
     return recalls | {"MRR": reciprocal, "vqa-score": None, "of others": None}
+
+
+class RecallGoal(NamedTuple):
+    """A target: `value` must be at least `goal`."""
+
+    name: str
+    value: float
+    goal: float
+    at_most: bool = False
+
+
+def goals_of(rows: Sequence[Mapping[str, Any]]) -> list[RecallGoal]:
+    """For each folder of videos: the adapter finds more than the base model, and few candidates lose little."""
+    found = {(row["videos"], row["method"]): row for row in rows}
+    goals = []
+    for videos in dict.fromkeys(row["videos"] for row in rows):
+        base, adapter, few = (found[videos, method] for method in (BASE, ADAPTER, FEW))
+        more = adapter["recall at 5"] - base["recall at 5"]
+        lost = few["recall at 10"] - adapter["recall at 10"]
+        goals += [
+            RecallGoal(f"{videos}: recall at 5, adapter less base model", more, 0.1),
+            RecallGoal(f"{videos}: recall at 10, few candidates less all clips", lost, -0.05),
+        ]
+    return goals
 
 
 def _by_words(clips: Sequence[StoredClip], matched: dict[int, float], query: Query) -> Ranking:

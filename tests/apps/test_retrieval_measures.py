@@ -16,6 +16,7 @@ from apps.retrieval.measuring import (
     WORDS,
     Ranking,
     expected_by_chance,
+    goals_of,
     measure,
     summary,
 )
@@ -60,6 +61,7 @@ def test_every_method_is_measured_on_the_same_queries(tmp_path: Path) -> None:
         tmp_path / "shades",
         tmp_path,
         queries,
+        name="shades",
         adapter="cam",
         num_frames=1,
         base_caption="describe the image.",
@@ -79,6 +81,7 @@ def test_every_method_is_measured_on_the_same_queries(tmp_path: Path) -> None:
         tmp_path / "shades",
         tmp_path,
         wrong,
+        name="shades",
         adapter="cam",
         num_frames=1,
         base_caption="describe the image.",
@@ -88,3 +91,22 @@ def test_every_method_is_measured_on_the_same_queries(tmp_path: Path) -> None:
     )
     assert all(row["recall at 1"] == 0.0 for row in rows[1:]), "the figures do not come from the order of the clips"
     assert rows[1]["recall at 10"] == 0.0 and rows[2]["recall at 10"] == 1.0, "words find no other second"
+
+
+def test_goals_compare_the_adapter_with_the_base_and_few_with_all() -> None:
+    def row(videos: str, method: str, at_5: float, at_10: float) -> dict[str, Any]:
+        return {"videos": videos, "method": method, "recall at 5": at_5, "recall at 10": at_10}
+
+    goals = goals_of(
+        [
+            *(row("a", method, 0.5, 0.75) for method in (RANDOM, BASE_WORDS, WORDS)),
+            *(row("a", BASE, 0.25, 0.5), row("a", ADAPTER, 0.75, 1.0), row("a", FEW, 0.0, 0.5)),
+            *(row("b", BASE, 0.5, 0.5), row("b", ADAPTER, 0.25, 0.5), row("b", FEW, 0.0, 0.75)),
+        ]
+    )
+    assert [(goal.name[:1], goal.value, goal.at_most) for goal in goals] == [
+        ("a", 0.5, False),
+        ("a", -0.5, False),
+        ("b", -0.25, False),
+        ("b", 0.25, False),
+    ]

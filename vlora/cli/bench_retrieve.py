@@ -15,8 +15,9 @@ from vlora.cli.progress import waiting
 
 def bench_retrieve(quick: bool, out: Path | None, only_json: bool) -> bool:
     """Run the bench here, because neither `fusion` nor `apps` imports the other. Returns whether its goals are met."""
+    from apps.retrieval.measuring import goals_of
     from vlora.bench import require_matplotlib, save_report
-    from vlora.bench.report import Report
+    from vlora.bench.report import Goal, Report
 
     if out is not None:
         require_matplotlib()
@@ -24,7 +25,7 @@ def bench_retrieve(quick: bool, out: Path | None, only_json: bool) -> bool:
         work = Path(temporary) if out is None else out / "retrieve" / "work"
         work.mkdir(parents=True, exist_ok=True)
         rows, found = _measure(quick, work)
-        goals = [] if quick else _goals(rows)
+        goals = [] if quick else [Goal(*goal) for goal in goals_of(rows)]
         report = Report("retrieve", rows, goals, found=found)
         if out is not None:
             for sheet in work.glob("*.png"):
@@ -52,6 +53,7 @@ def _measure(quick: bool, work: Path) -> tuple[list[dict[str, Any]], dict[str, A
                 Path(collection.folder),
                 work,
                 collection.queries,
+                name=collection.name,
                 adapter=ADAPTER,
                 num_frames=collection.num_frames,
                 base_caption=collection.base_caption,
@@ -65,28 +67,3 @@ def _measure(quick: bool, work: Path) -> tuple[list[dict[str, Any]], dict[str, A
 
 def _say(text: str) -> None:
     click.echo(text, err=True)
-
-
-def _goals(rows: list[dict[str, Any]]) -> list[Any]:
-    from apps.retrieval.measuring import ADAPTER, BASE, FEW
-    from vlora.bench.report import Goal
-
-    recalls = {(row["videos"].rpartition("-")[0], row["method"]): row for row in rows}
-    goals = []
-    for videos in dict.fromkeys(name for name, _ in recalls):
-        base, adapter, few = (recalls[videos, method] for method in (BASE, ADAPTER, FEW))
-        goals += [
-            Goal(
-                f"{videos}: recall at 5, adapter less base model",
-                adapter["recall at 5"] - base["recall at 5"],
-                0.1,
-                False,
-            ),
-            Goal(
-                f"{videos}: recall at 10, few candidates less all clips",
-                few["recall at 10"] - adapter["recall at 10"],
-                -0.05,
-                False,
-            ),
-        ]
-    return goals
