@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from apps.video_analytics.asked import Asked, Group, find_groups
-from apps.video_analytics.sampling import Chunk, ClipShape
+from apps.video_analytics.sampling import Chunk
 from apps.video_analytics.source_reader import SourceReader
 from apps.video_analytics.sources import Source
 from vlora.client import Answer, Client, FrameAnswer, FrameResult, FrameStream, HeadResult
@@ -80,9 +80,8 @@ def analyse(
         UnknownAdapter, UnknownHead: the server does not have them.
     """
     stop = stop or threading.Event()
-    (group,) = find_groups(client, [adapter], [head])
-    shape = ClipShape(group.num_frames, fps)
-    reader = SourceReader(source, [shape], stop=stop, shown=shown, say=say, wait_s=wait_s)
+    (group,) = find_groups(client, [adapter], [head], fps=fps)
+    reader = SourceReader(source, [group.shape], stop=stop, shown=shown, say=say, wait_s=wait_s)
     for chunk, (result,) in answer(
         client,
         source,
