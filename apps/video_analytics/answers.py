@@ -37,7 +37,8 @@ class ChunkResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a chunk. latency_s: on the server, from its arrival to the last of its answers.
 
     head: empty for a question, `question` for a head. label: of the head's answer, or the text. answer, text: None if
-    the chunk was dropped or failed; problem is then the cause. time: of the answer, UTC.
+    the chunk was dropped or failed; problem is then the cause. time: of the answer, UTC. tracks: numbers of the
+    objects of a tracked detection, in the order of the answer's boxes.
     """
 
     source: str
@@ -53,6 +54,7 @@ class ChunkResult(msgspec.Struct, frozen=True, kw_only=True):
     adapter: str | None = None
     question: str = ""
     text: Answer | None = None
+    tracks: tuple[int, ...] = ()
 
 
 def analyse(

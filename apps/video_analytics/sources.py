@@ -237,10 +237,9 @@ def _read_pictures(
             if len(group) == num_frames or number == len(files):
                 group += group[-1:] * (num_frames - len(group))
                 pictures, small = zip(*group, strict=True)
-                yield (
-                    place,
-                    Chunk(indices[place], indices[place] * CHUNK_S, pictures, small if shown else (), frame.width),
-                )
+                start_s, shown_s = indices[place] * CHUNK_S, CHUNK_S / len(pictures)
+                clip = Chunk(indices[place], start_s, pictures, small if shown else (), frame.width, shown_s=shown_s)
+                yield place, clip
                 group.clear()
                 indices[place] += 1
 

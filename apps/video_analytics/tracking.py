@@ -8,6 +8,7 @@ frame, one tracker for each label, and assigns detections to the objects that ar
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -93,13 +94,16 @@ class ObjectTracker:
 
     Attributes:
         ended: objects that are no longer followed; the caller takes them from the list.
+        detected: numbers of the objects of the last answer, in the order of its boxes.
+        counts: objects so far by label.
     """
 
     def __init__(self) -> None:
         self.ended: list[Track] = []
+        self.detected: tuple[int, ...] = ()
+        self.counts: Counter[str] = Counter()
         self._objects: list[_Object] = []
         self._tracks: dict[str, _LabelTracks] = {}
-        self._num_objects = 0
         self._num_frames = 0
         self._before: Grey | None = None
         self._last_s: float | None = None
@@ -163,26 +167,30 @@ class ObjectTracker:
     def _detect(self, result: ChunkResult, time_s: float, scale: float) -> None:
         """Replace the boxes of this frame by those that the head found."""
         assert result.answer is not None
-        found: dict[str, list[tuple[Edges, float]]] = {label: [] for label in self._tracks}
-        for box in result.answer.boxes:
+        found: dict[str, list[tuple[int, Edges]]] = {label: [] for label in self._tracks}
+        for place, box in enumerate(result.answer.boxes):
             edges = Edges(box.left * scale, box.top * scale, box.right * scale, box.bottom * scale)
-            found.setdefault(box.label, []).append((edges, box.score))
+            found.setdefault(box.label, []).append((place, edges))
         known = {each.uuid: each for each in self._objects if each.uuid}
         for each in self._objects:
             each.missed += 1
+        ids: dict[int, int] = {}
         for label, boxes in found.items():
             tracks = self._tracks.setdefault(label, _LabelTracks())
-            for uuid, (edges, score) in zip(tracks.update([box for box, _ in boxes], time_s), boxes, strict=True):
+            for uuid, (place, edges) in zip(tracks.update([box for _, box in boxes], time_s), boxes, strict=True):
                 each = known.get(uuid) or self._new(label, uuid, time_s, tracks.ended)
-                each.box, each.score, each.detected, each.missed = edges, score, True, 0
+                each.box, each.score, each.detected, each.missed = edges, result.answer.boxes[place].score, True, 0
                 each.detections += 1
+                ids[place] = each.id
+        self.detected = tuple(ids[place] for place in range(len(ids)))
         self._end([each for each in self._objects if each.missed > _MOST_MISSED])
 
     def _new(self, label: str, uuid: str, time_s: float, ended: dict[str, int]) -> _Object:
         """An object; it keeps its number if it was followed until shortly before."""
         number = ended.pop(uuid, None)
         if number is None:
-            number = self._num_objects = self._num_objects + 1
+            self.counts[label] += 1
+            number = self.counts.total()
         made = _Object(number, label, uuid, 0.0, Edges(0, 0, 0, 0), time_s, time_s, frames=1)
         self._objects.append(made)
         return made
