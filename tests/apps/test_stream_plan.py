@@ -132,7 +132,7 @@ def test_the_check_finds_missing_files_without_a_server(tmp_path: Path) -> None:
         ('      - {question: "what ?", adapter: zo}', "tasks[1].adapter`: no adapter named 'zo'; registered: cam, zoo"),
         ("        track: true", "tasks[0].track`: only objects of a detection can be tracked; head cam/one is for"),
         (
-            '    events:\n      - {name: x, when: {head: cam/one, label: bright}, ask: {question: "why ?", adapter: zo}}',
+            "    events:\n      - {name: x, when: {head: cam/one, label: dark}, ask: {question: why, adapter: zo}}",
             "line 7, field `cameras[0].events[0].ask.adapter`: no adapter named 'zo'",
         ),
         (
