@@ -89,7 +89,7 @@ def ran(client: Client, path: Path, **options: Any) -> tuple[PlanCounts, list[Ch
         ),
         (
             CAMERA + "    events:\n      - name: x\n        when: {head: cam/one}",
-            "line 8, field `cameras[0].events[0].when`: has none of `label`, `over`, `under`, `crosses` and `enters`",
+            "line 8, field `cameras[0].events[0].when`: has no `label`, `confidence`, `over`, `under`, `crosses` or",
         ),
         (
             CAMERA + "    events:\n      - name: x\n        when: {head: cam/one, over: 1, crosses: [[0, 0], [1, 1]]}",
@@ -105,6 +105,7 @@ def test_errors_name_line_and_field(tmp_path: Path, text: str, error: str) -> No
     with pytest.raises(BadPlan) as raised:
         read_plan(plan(tmp_path, text))
     assert error in str(raised.value), str(raised.value)
+    assert len(str(raised.value).splitlines()) == 1
 
 
 def test_a_folder_is_one_source_or_refused(tmp_path: Path) -> None:
@@ -312,6 +313,7 @@ def test_a_condition_on_an_answer_happens_when_it_begins_to_hold(passing: Path) 
         ({"label": "car"}, True),
         ({"label": "bus"}, False),
         ({"label": "car", "confidence": 0.95}, False),
+        ({"confidence": 0.9}, True),
         ({"over": 3}, True),
         ({"over": 3, "confidence": 0.95}, False),
         ({"over": 2, "label": "car"}, True),

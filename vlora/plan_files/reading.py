@@ -43,7 +43,8 @@ def read_model(path: Path | str, model: type[M], *, needed: str, forms: Collecti
         errors = PlanErrors(text)
         found = error.errors()
         for entry in found:
-            inside = any(other["loc"][:-1] == entry["loc"] for other in found)
+            depth = len(entry["loc"])
+            inside = any(len(other["loc"]) > depth and other["loc"][:depth] == entry["loc"] for other in found)
             if entry["type"] != "too_short" or not inside:  # invalid items are not also reported as too few
                 errors.add(pydantic_errors.described(entry), *_without_tags(entry["loc"], forms))
         errors.raise_if_any()

@@ -86,10 +86,9 @@ def holds(when: Condition, answer: HeadResult) -> bool:
             case "detection":
                 return any(_matches(when, box.label, box.score) for box in answer.boxes)
             case "multi_label":
-                chosen = {answer.labels[each]: answer.scores[each] for each in answer.chosen}
-                return when.label in chosen and chosen[when.label] >= when.confidence
+                return any(_matches(when, answer.labels[each], answer.scores[each]) for each in answer.chosen)
             case _:
-                return answer.label == when.label and answer.confidence >= when.confidence
+                return _matches(when, answer.label, answer.confidence)
     count = counted(when, answer)
     if count is None or (answer.task != "detection" and answer.confidence < when.confidence):
         return False

@@ -80,8 +80,8 @@ class Condition(PlanModel):
         places = [name for name in ("crosses", "enters") if getattr(self, name) is not None]
         if len(places) + counts > 1:
             raise ValueError("has several of `over` or `under`, `crosses` and `enters`; an event needs one of them")
-        if not places and not counts and self.label is None:
-            raise ValueError("has none of `label`, `over`, `under`, `crosses` and `enters`; an event needs one")
+        if not (places or counts or self.label is not None or self.confidence):
+            raise ValueError("has no `label`, `confidence`, `over`, `under`, `crosses` or `enters`; an event needs one")
         if self.crosses is not None and self.crosses[0] == self.crosses[1]:
             raise ValueError("`crosses` is a line between two different points")
         return self

@@ -107,4 +107,4 @@ def _condition(when: Condition) -> str:
     if bounds:
         label = f" of {when.label}" if when.label else ""
         return f"{when.head} counts {' and '.join(bounds)}{label}{sure}"
-    return f"{when.head} is {when.label}{sure}"
+    return f"{when.head} is {when.label or 'sure'}{sure}"

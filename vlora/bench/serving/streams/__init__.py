@@ -35,6 +35,7 @@ _DEADLINES = 8  # a trial is at least this many frame deadlines long, so that a 
 _MOST_CAMERAS = 256
 _GUESS = 0.8  # of the frames per second without a deadline
 _WARM_FRAMES = 30
+_LOADING_S = 60.0
 _FLAGS = ("--max-streams", str(2 * _MOST_CAMERAS), "--max-requests", str(16 * _MOST_CAMERAS))
 
 
@@ -97,13 +98,14 @@ async def _measure(
             kinds: tuple[Kind, ...] = ("ordinary", "activated") if tasks > 1 else ("ordinary",)
             for kind in kinds:
                 heads = tuple((adapter_name(kind, number), HEAD) for number in range(tasks))
+                tokens = await _tokens_per_frame(client, heads, draws)
                 rate = await _saturated(client, heads, draws)
                 for fps in _FPS_QUICK if quick else FPS:
                     frames = math.ceil(max(_SECONDS_QUICK if quick else _SECONDS, _DEADLINES / fps) * fps)
                     attempt = functools.partial(_attempt, client, Trial(1, fps, frames, heads), totals, draws)
                     capacity = await largest(attempt, fps, round(_GUESS * rate / fps), _MOST_CAMERAS)
                     rate = max(capacity.cameras, 1) * fps / _GUESS
-                    rows.append(_row(threads, tasks, kind, fps, capacity))
+                    rows.append(_row(threads, tasks, kind, fps, capacity) | {"tokens/frame": tokens})
     return rows
 
 
@@ -115,8 +117,18 @@ async def _attempt(client: AsyncClient, trial: Trial, totals: Observed, draws: I
     return observed
 
 
+async def _tokens_per_frame(client: AsyncClient, heads: tuple[tuple[str, str], ...], draws: Iterator[int]) -> float:
+    """Tokens computed for a frame: those that its heads do not share. Adapters are loaded before it is counted."""
+    counted = []
+    for _ in range(2):
+        before = (await client.stats()).num_computed_tokens
+        observed = await observe(client, Trial(1, 1.0, 1, heads), draws, patience_s=_LOADING_S)
+        counted.append(((await client.stats()).num_computed_tokens - before) / max(1, observed.answered))
+    return counted[-1]
+
+
 async def _saturated(client: AsyncClient, heads: tuple[tuple[str, str], ...], draws: Iterator[int]) -> float:
-    """Frames per second of a few cameras that send much faster than they are answered: a first guess, and a warm-up."""
+    """Frames per second of a few cameras that send much faster than they are answered: a first guess."""
     started = time.perf_counter()
     observed = await observe(client, Trial(4, 20.0, _WARM_FRAMES, heads), draws)
     return max(1.0, observed.answered / (time.perf_counter() - started))

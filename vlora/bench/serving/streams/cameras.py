@@ -75,11 +75,12 @@ class Observed:
         return None
 
 
-async def observe(client: AsyncClient, trial: Trial, draws: Iterator[int]) -> Observed:
+async def observe(client: AsyncClient, trial: Trial, draws: Iterator[int], patience_s: float | None = None) -> Observed:
     """Run a trial. Frames of a camera are sent at equal distances, and those of all cameras in turn.
 
     Args:
         draws: Seeds. No two frames of the bench are equal: the server would not compute the second one.
+        patience_s: How long to wait for results after the last frame; None for some deadlines.
     """
     pictures = [
         [_picture(camera, number, next(draws)) for number in range(trial.frames)] for camera in range(trial.cameras)
@@ -91,8 +92,8 @@ async def observe(client: AsyncClient, trial: Trial, draws: Iterator[int]) -> Ob
         asyncio.create_task(_watch(stream, own, began + place / trial.cameras / trial.fps, trial, observed))
         for place, (stream, own) in enumerate(zip(streams, pictures, strict=True))
     ]
-    patience_s = _ANSWER_S + (trial.frames + _ANSWER_DEADLINES) / trial.fps
-    done, late = await asyncio.wait(work, timeout=patience_s)
+    patience_s = _ANSWER_S + _ANSWER_DEADLINES / trial.fps if patience_s is None else patience_s
+    done, late = await asyncio.wait(work, timeout=trial.frames / trial.fps + patience_s)
     observed.cut = len(late)
     for task in late:
         task.cancel()
