@@ -86,7 +86,7 @@ def _follow(
         before,
         now,
         points.reshape(-1, 1, 2),
-        None,  # type: ignore[arg-type]  (its stub has no None)
+        np.empty_like(points).reshape(-1, 1, 2),  # without flags, its values are not read
         winSize=_WINDOW,
         maxLevel=_LEVELS,
     )

@@ -106,38 +106,43 @@ class ObjectTracker:
         self._tracks: dict[str, _LabelTracks] = {}
         self._num_frames = 0
         self._before: Grey | None = None
-        self._last_s: float | None = None
+        self._next_index, self._end_s = 0, 0.0  # of the clip that follows without a gap
 
     def follow(self, clip: Chunk, result: ChunkResult) -> list[TrackedFrame]:
         """The objects in each frame of a clip. Its first frame is the one that `result` is about."""
+        self._skip_gap(clip)
         frames = []
         for place, encoded in enumerate(clip.shown):
             picture = cv2.imdecode(np.frombuffer(encoded, np.uint8), cv2.IMREAD_GRAYSCALE)
             assert picture is not None, "pictures of a clip are JPEGs made here"
             now = picture.astype(np.uint8, copy=False)
             time_s = clip.start_s + place * clip.shown_s
-            self._skip_gap(time_s, clip.shown_s)
             scale = now.shape[1] / clip.width
             detects = place == 0 and result.answer is not None
             self._move(now, time_s, update=not detects)
             if detects:
                 self._detect(result, time_s, scale)
-            self._before, self._last_s = now, time_s
+            self._before = now
             frames.append(self._frame(now, time_s, scale))
+        self._next_index, self._end_s = clip.index + 1, clip.start_s + len(clip.shown) * clip.shown_s
         return frames
 
     def close(self) -> None:
         """End all objects."""
         self._end(self._objects)
 
-    def _skip_gap(self, time_s: float, frame_s: float) -> None:
-        """Clips that a camera could not send leave a gap, over which positions are predicted, without flow."""
-        if self._last_s is None or time_s - self._last_s < 1.5 * frame_s:
+    def _skip_gap(self, clip: Chunk) -> None:
+        """Positions are predicted without flow over the gap of clips that were replaced, or of a lost camera.
+
+        Clips of a camera begin at the time at which they were read, which varies; shorter gaps are none.
+        """
+        missing_s = clip.start_s - self._end_s
+        if clip.index == self._next_index and missing_s < clip.seconds:
             return
         self._before = None
-        for number in range(1, min(_MOST_SKIPPED, round((time_s - self._last_s) / frame_s))):
+        for number in range(min(_MOST_SKIPPED, round(missing_s / clip.shown_s))):
             for tracks in self._tracks.values():
-                tracks.update([], self._last_s + number * frame_s)
+                tracks.update([], self._end_s + number * clip.shown_s)
 
     def _move(self, now: Grey, time_s: float, *, update: bool) -> None:
         """Move the objects from the frame before to this one.
@@ -228,13 +233,15 @@ class _LabelTracks:
 
     def __init__(self) -> None:
         self.ended: dict[str, int] = {}
+        self._last_ns = 0
         self._tracker = ByteTrack(high_conf=0.0, iou=_OVERLAP, update=_WEIGHT, lifespan_ns=round(_LIFESPAN_S * 1e9))
 
     def update(self, boxes: Sequence[Edges], time_s: float) -> list[str]:
         """The uuids of the objects at these boxes; new ones for boxes that are at no predicted position."""
         count = len(boxes)
         edges = np.array(boxes, np.float32).reshape(count, 4)
-        infos = self._tracker.update(edges, np.ones(count, np.float32), np.zeros(count, np.uintp), round(time_s * 1e9))
+        self._last_ns = max(self._last_ns + 1, round(time_s * 1e9))  # clips of a camera may overlap by an instant
+        infos = self._tracker.update(edges, np.ones(count, np.float32), np.zeros(count, np.uintp), self._last_ns)
         if self.ended:
             alive = {active.info.uuid for active in self._tracker.get_active_tracks()}
             self.ended = {uuid: number for uuid, number in self.ended.items() if uuid in alive}

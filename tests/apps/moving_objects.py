@@ -59,7 +59,7 @@ def write_movers(path: Path, movers: Sequence[Mover], num_frames: int) -> Path:
 def head_answer(
     movers: Sequence[Mover], frame: int, seen: Callable[[Mover, int], bool] = lambda mover, frame: True
 ) -> HeadResult:
-    """What a detection head answers about a frame. seen: whether it finds an object there."""
+    """The answer of a detection head about a frame. seen: whether it finds an object there."""
     boxes = [
         FoundBox(
             label=mover.label, label_id=0, score=0.9, left=at[0], top=at[1], right=at[0] + SIDE, bottom=at[1] + SIDE

@@ -252,7 +252,7 @@ def event(**when: Any) -> EventPlan:
 
 
 def happened(watch: EventPlan, movers: Sequence[Mover], path: Path) -> list[Happened]:
-    """The events in a video whose objects the head finds in every fifth frame."""
+    """The events in a video; the head finds its objects in every fifth frame."""
     tracker, found, seen = ObjectTracker(), EventWatch(watch), []
     for _, clip in read_clips(file_source(path), [ClipShape(1, FPS / 5, every_frame=True)]):
         result = clip_result(head_answer(movers, 5 * clip.index), clip.index, clip.start_s)

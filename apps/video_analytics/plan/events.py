@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -17,7 +17,8 @@ from vlora.client import HeadResult
 _MOST_REMEMBERED = 1000  # objects for which an event does not happen again
 
 
-class Happened(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Happened:
     """An event that happened.
 
     time_s: of the frame, from the beginning of the source. picture: the frame, JPEG; of an event of a tracked object at

@@ -83,9 +83,10 @@ class _Camera:
 
     @contextlib.contextmanager
     def job(self, max_latency_s: float | None) -> Iterator[Job]:
-        """What is to be done with the camera; its last events are complete at the end of the block."""
+        """The work on the camera; its last events are complete at the end of the block."""
         own = max_latency_s if self.plan.max_latency_s is None else self.plan.max_latency_s
-        questions = EventQuestions(self.client, self.plan.name, self.analysis.out, self.on_event)
+        out = self.analysis.out if self.plan.events else None
+        questions = EventQuestions(self.client, self.plan.name, out, self.on_event)
         try:
             yield Job(
                 self._source(),
@@ -109,12 +110,14 @@ class _Camera:
         tracker = ObjectTracker() if asked.tracked else None
         with contextlib.ExitStack() as scope:
             files = None if base is None else scope.enter_context(ResultFiles(base, tracked=asked.tracked))
-            yield _Recorder(files, tracker, watches, questions)
-            if tracker is not None:
-                tracker.close()
-                if files is not None:
-                    files.add_tracks(tracker.ended)
-                self._report(f"{self.plan.name}.{asked.name}", tracker)
+            try:
+                yield _Recorder(files, tracker, watches, questions)
+            finally:
+                if tracker is not None:
+                    tracker.close()
+                    if files is not None:
+                        files.add_tracks(tracker.ended)
+                    self._report(f"{self.plan.name}.{asked.name}", tracker)
 
     def _report(self, name: str, tracker: ObjectTracker) -> None:
         self.counts.objects[name] = dict(tracker.counts)
@@ -157,7 +160,7 @@ class _Recorder:
 
 
 def camera_groups(camera: CameraPlan, statuses: Sequence[AdapterStatus]) -> list[Group]:
-    """What is asked about a camera, grouped into streams.
+    """The heads and questions of a camera, grouped into streams.
 
     Raises:
         VLoraError: the server does not have an adapter or a head.

@@ -50,7 +50,7 @@ class TaskPlan(PlanModel):
 
     @property
     def name(self) -> str:
-        """What is asked, as a person reads it."""
+        """The head, or the question with its adapter, for messages."""
         if self.head is not None:
             return self.head
         return f'"{self.question}" of {"the base model" if self.adapter is None else self.adapter}'
@@ -62,8 +62,8 @@ class Condition(PlanModel):
 
     head: the task that is read. label: of the answer; for a detection, of the objects that count. confidence: at least
     this; of each object, for a detection. over, under: bounds of the count, or of the number of objects, that it
-    exceeds or is below. crosses: a line from point to point; each tracked object whose centre crosses it is an event.
-    enters: corners of an area; each tracked object whose centre enters it is an event.
+    exceeds or is below. crosses: a line from point to point; each tracked object is an event when its centre crosses
+    it. enters: corners of an area; each tracked object is an event when its centre enters it.
     """
 
     head: str

@@ -37,7 +37,7 @@ class PlanSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def summarize(plan: StreamPlan) -> PlanSummary:
-    """What a plan asks of the server."""
+    """Summarize the questions of a plan."""
     cameras = tuple(
         CameraSummary(
             name=camera.name,

@@ -38,7 +38,7 @@ class Trial:
 
 @dataclasses.dataclass
 class Observed:
-    """What the cameras of a trial observed.
+    """The observations of the cameras of a trial.
 
     Attributes:
         latencies_s: From the time at which each answered frame was due to the arrival of its result.

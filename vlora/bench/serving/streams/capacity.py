@@ -17,9 +17,9 @@ class Capacity(NamedTuple):
 
     Attributes:
         cameras: The largest number that passed; 0 if one camera did not.
-        passed: What they observed; None if `cameras` is 0.
+        passed: Observations of these; None if `cameras` is 0.
         above: The smallest number that did not pass; None if the largest possible number passed.
-        refused: What these observed.
+        refused: Observations of that number.
     """
 
     cameras: int

@@ -19,6 +19,7 @@ def draw(rows: Sequence[Mapping[str, Any]], folder: Path) -> None:
     """Write cameras.png: a panel for each number of threads, a line for each number of tasks and kind of adapters."""
     threads = sorted({row["threads"] for row in rows}, reverse=True)
     tasks = sorted({row["tasks"] for row in rows})
+    highest = max(row["cameras"] for row in rows)
     figure, panels = pyplot.subplots(1, len(threads), figsize=(5 * len(threads), 4), squeeze=False, sharey=True)
     for panel, own in zip(panels[0], threads, strict=True):
         for place, number in enumerate(tasks):
@@ -30,8 +31,8 @@ def draw(rows: Sequence[Mapping[str, Any]], folder: Path) -> None:
                     panel.plot(x, y, style, color=f"C{place}", label=heads)
         rates = sorted({row["fps"] for row in rows})
         panel.set(title=f"{own} engine thread{'s' * (own > 1)}", xlabel="frames per second of a camera", xscale="log")
-        panel.set_yscale("symlog", linthresh=1)
-        panel.set_ylim(bottom=0)
+        panel.set_yscale("symlog", linthresh=1, linscale=0.3)
+        panel.set_ylim(0, 1.3 * max(1, highest))
         panel.xaxis.set_minor_locator(NullLocator())
         panel.set_xticks(rates, [f"{rate:g}" for rate in rates])
         marks = [
