@@ -112,7 +112,7 @@ def test_the_plan_of_cameras_asks_what_its_server_has() -> None:
     summary = summarize(file.plan)
     assert (summary.heads_per_s, summary.max_tokens_per_s) == pytest.approx((7, 2.4))
     assert {task.head for camera in file.plan.cameras for task in camera.tasks if task.track} == {"traffic/cars"}
-    heads = {
+    heads: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
         "traffic": [("cars", "detection", ("car", "person")), ("jam", "classification", ("free", "jam"))],
         "parking": [("lots", "counting", ("free",))],
     }
