@@ -7,9 +7,12 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.server.running import Running, running_server
+from vlora.bench.serving import streams
+from vlora.bench.serving.server_process import ServerProcess
 from vlora.bench.serving.streams import draw
 from vlora.bench.serving.streams.cameras import Observed, Trial, observe
 from vlora.bench.serving.streams.capacity import Capacity, largest
@@ -104,6 +107,24 @@ def test_a_lost_result_and_a_failed_answer_are_counted(monkeypatch: pytest.Monke
 
         monkeypatch.setattr(running.front_end, "ask_head", fail_one)
         assert observed(running, Trial(1, 20.0, 4, HEADS)).failed == 4, "one of two answers is an error"
+
+
+def test_rows_of_a_server_that_answers_all_cameras(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {"_MOST_CAMERAS": 3, "_FPS_QUICK": (1.0,), "_SECONDS_QUICK": 1.0, "_DEADLINES": 1, "_WARM_FRAMES": 2}
+    for name, value in small.items():
+        monkeypatch.setattr(streams, name, value)
+    adapters = {f"{kind}-{number}": {"kind": 1} for kind in ("ordinary", "activated") for number in range(4)}
+    totals = Observed()
+    with running_server(adapters) as running:
+        server = ServerProcess(running.port, 0, psutil.Process())
+        rows = asyncio.run(streams.measure(server, 1, True, totals, itertools.count()))
+    assert [(row["tasks"], row["adapters"]) for row in rows] == [(1, "ordinary"), (4, "ordinary"), (4, "activated")]
+    for row in rows:
+        assert (row["cameras"], row["not"], row["sent"], row["answers/s"]) == (3, None, 3, 3 * row["tasks"])
+        assert (row["answered"], row["dropped"], row["lost"]) == (3, 0, 0) and row["p99 ms"] < row[
+            "deadline ms"
+        ] == 1000
+    assert totals.answered == totals.sent >= 9
 
 
 def test_the_plot_shows_every_row(tmp_path: Path) -> None:

@@ -134,5 +134,5 @@ def test_the_plan_of_cameras_asks_what_its_server_has() -> None:
         for name, own in heads.items()
     ]
     check_server(file, statuses)
-    with pytest.raises(BadPlan, match=r"analytics\.yaml, line 39, field `cameras\[1\].tasks\[0\].head`: no adapter"):
+    with pytest.raises(BadPlan, match=r"analytics\.yaml, line 30, field `cameras\[1\].tasks\[0\].head`: no adapter"):
         check_server(file, statuses[:1])

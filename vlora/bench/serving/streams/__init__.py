@@ -54,7 +54,7 @@ def run(quick: bool) -> Report:
         draws = itertools.count()
         for threads in (every,) if quick or every == 1 else (every, 1):
             with launched_server("vlora.cli", *_serve(temporary, threads)) as server:
-                rows += asyncio.run(_measure(server, threads, quick, totals, draws))
+                rows += asyncio.run(measure(server, threads, quick, totals, draws))
     goals = [
         Goal("frames without exactly one result, in all trials", float(totals.lost), 0.0, True),
         Goal("frames that failed, in all trials", float(totals.failed), 0.0, True),
@@ -82,7 +82,7 @@ def _serve(adapters: str, threads: int) -> list[str]:
     return ["serve", "--dtype", "float32", "--adapters", adapters, "--threads", str(threads), *ports, *_FLAGS]
 
 
-async def _measure(
+async def measure(
     server: ServerProcess, threads: int, quick: bool, totals: Observed, draws: Iterator[int]
 ) -> list[dict[str, Any]]:
     """The rows of one number of threads.
