@@ -40,10 +40,10 @@ _FLAGS = ("--max-streams", str(2 * _MOST_CAMERAS), "--max-requests", str(16 * _M
 
 
 def run(quick: bool) -> Report:
-    """Cameras by frame rate, heads per frame, and kind of adapters, on all cores and on one thread; ten minutes.
+    """Cameras by frame rate, heads per frame, and kind of adapters, on all cores and on one thread; some ten minutes.
 
     Args:
-        quick: One frame rate, and all cores only; a minute.
+        quick: One frame rate, and all cores only.
     """
     began, load = time.monotonic(), os.getloadavg()
     every = default_threads()
