@@ -32,6 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "heads": set(),
     "vlora.errors": set(),
     "vlora.wording": set(),
+    "vlora.plan_files": {"vlora.errors", "vlora.wording"},
     "vlora.types": {"vlora.errors"},
     "vlora.lazy": set(),
     "vlora.logging_format": set(),
@@ -59,8 +60,18 @@ MAY_IMPORT: dict[str, set[str]] = {
         "fusion",
         "apps",
     },
-    "fusion": BASE | {"atmm", "heads", "vlora.config", "vlora.lora", "vlora.models", "vlora.engine", "vlora.parallel"},
-    "apps": {"vlora.client", "vlora.errors", "vlora.types"},
+    "fusion": BASE
+    | {
+        "atmm",
+        "heads",
+        "vlora.config",
+        "vlora.lora",
+        "vlora.models",
+        "vlora.engine",
+        "vlora.parallel",
+        "vlora.plan_files",
+    },
+    "apps": {"vlora.client", "vlora.errors", "vlora.types", "vlora.plan_files"},
 }
 
 

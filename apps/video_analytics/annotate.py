@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -10,6 +12,9 @@ from apps.opencv import cv2, quiet
 from apps.video_analytics.answers import ChunkResult
 from apps.video_analytics.sampling import Chunk
 from vlora.errors import BadImage
+
+if TYPE_CHECKING:
+    from apps.video_analytics.tracking import TrackedFrame
 
 _WIDTH = 480  # small videos are enlarged, so that text is readable
 _BAR = 48  # pixels below the picture
@@ -29,14 +34,22 @@ class AnnotatedVideo:
         self._writer: cv2.VideoWriter | None = None
         self._size = (0, 0)
 
-    def add(self, chunk: Chunk, result: ChunkResult) -> None:
-        """Raises BadImage when the file cannot be written."""
-        for encoded in chunk.shown:
+    def add(self, chunk: Chunk, result: ChunkResult, frames: Sequence[TrackedFrame] = ()) -> None:
+        """Draw a chunk's answer on its pictures.
+
+        Args:
+            frames: the tracked objects in each picture, which are drawn instead of the answer's boxes.
+
+        Raises:
+            BadImage: the file cannot be written.
+        """
+        for place, encoded in enumerate(chunk.shown):
             picture = cv2.imdecode(np.frombuffer(encoded, np.uint8), cv2.IMREAD_COLOR)
             assert picture is not None, "pictures of a chunk are JPEGs made here"
-            drawn = _draw_result(picture, chunk, result)
+            boxes = _tracked_boxes(frames[place]) if frames else _boxes(result)
+            drawn = _draw_result(picture, chunk, result, boxes)
             if self._writer is None:
-                self._open(drawn, len(chunk.shown) / chunk.seconds)
+                self._open(drawn, 1 / chunk.shown_s)
             assert self._writer is not None
             height, width = drawn.shape[:2]
             self._writer.write(drawn if (width, height) == self._size else cv2.resize(drawn, self._size))
@@ -53,11 +66,32 @@ class AnnotatedVideo:
             raise BadImage(f"cannot write video {str(self.path)!r}")
 
 
-def _draw_result(picture: cv2.typing.MatLike, chunk: Chunk, result: ChunkResult) -> cv2.typing.MatLike:
+_Named = tuple[tuple[float, float, float, float], str]
+"""A box (left, top, right, bottom) in pixels of the frames that the head reads, and its text."""
+
+
+def _boxes(result: ChunkResult) -> list[_Named]:
+    """The answer's boxes in the last frame of the query."""
+    boxes = () if result.answer is None else result.answer.boxes
+    last = max((box.image for box in boxes), default=0)
+    return [
+        ((box.left, box.top, box.right, box.bottom), f"{box.label} {box.score:.0%}")
+        for box in boxes
+        if box.image == last
+    ]
+
+
+def _tracked_boxes(frame: TrackedFrame) -> list[_Named]:
+    return [((box.left, box.top, box.right, box.bottom), f"{box.label} {box.id}") for box in frame.boxes]
+
+
+def _draw_result(
+    picture: cv2.typing.MatLike, chunk: Chunk, result: ChunkResult, boxes: Iterable[_Named]
+) -> cv2.typing.MatLike:
     scale = max(1, round(_WIDTH / picture.shape[1]))
     picture = cv2.resize(picture, None, fx=scale, fy=scale, interpolation=cv2.INTER_NEAREST)
-    if result.answer is not None and chunk.width:
-        _draw_boxes(picture, result, picture.shape[1] / chunk.width)
+    if chunk.width:
+        _draw_boxes(picture, boxes, picture.shape[1] / chunk.width)
     even = picture.shape[1] % 2, (picture.shape[0] + _BAR) % 2  # the codec accepts even sizes only
     drawn = cv2.copyMakeBorder(picture, 0, _BAR + even[1], 0, even[0], cv2.BORDER_CONSTANT, value=(0, 0, 0))
     if result.problem is not None:
@@ -69,13 +103,8 @@ def _draw_result(picture: cv2.typing.MatLike, chunk: Chunk, result: ChunkResult)
     return drawn
 
 
-def _draw_boxes(picture: cv2.typing.MatLike, result: ChunkResult, scale: float) -> None:
-    """Boxes of the last frame of the query."""
-    assert result.answer is not None
-    last = max((box.image for box in result.answer.boxes), default=0)
-    for box in result.answer.boxes:
-        if box.image == last:
-            left, top, right, bottom = (round(edge * scale) for edge in (box.left, box.top, box.right, box.bottom))
-            cv2.rectangle(picture, (left, top), (right, bottom), _COLOUR, 2)
-            text = f"{box.label} {box.score:.0%}"
-            cv2.putText(picture, text, (left, max(14, top - 5)), cv2.FONT_HERSHEY_SIMPLEX, 0.5, _COLOUR, 1, cv2.LINE_AA)
+def _draw_boxes(picture: cv2.typing.MatLike, boxes: Iterable[_Named], scale: float) -> None:
+    for edges, text in boxes:
+        left, top, right, bottom = (round(edge * scale) for edge in edges)
+        cv2.rectangle(picture, (left, top), (right, bottom), _COLOUR, 2)
+        cv2.putText(picture, text, (left, max(14, top - 5)), cv2.FONT_HERSHEY_SIMPLEX, 0.5, _COLOUR, 1, cv2.LINE_AA)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from apps.video_analytics.asked import Asked, Group, find_groups
-from apps.video_analytics.sampling import Chunk, ClipShape
+from apps.video_analytics.sampling import Chunk
 from apps.video_analytics.source_reader import SourceReader
 from apps.video_analytics.sources import Source
 from vlora.client import Answer, Client, FrameAnswer, FrameResult, FrameStream, HeadResult
@@ -37,7 +37,8 @@ class ChunkResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a chunk. latency_s: on the server, from its arrival to the last of its answers.
 
     head: empty for a question, `question` for a head. label: of the head's answer, or the text. answer, text: None if
-    the chunk was dropped or failed; problem is then the cause. time: of the answer, UTC.
+    the chunk was dropped or failed; problem is then the cause. time: of the answer, UTC. tracks: numbers of the
+    objects of a tracked detection, in the order of the answer's boxes.
     """
 
     source: str
@@ -53,6 +54,7 @@ class ChunkResult(msgspec.Struct, frozen=True, kw_only=True):
     adapter: str | None = None
     question: str = ""
     text: Answer | None = None
+    tracks: tuple[int, ...] = ()
 
 
 def analyse(
@@ -80,9 +82,8 @@ def analyse(
         UnknownAdapter, UnknownHead: the server does not have them.
     """
     stop = stop or threading.Event()
-    (group,) = find_groups(client, [adapter], [head])
-    shape = ClipShape(group.num_frames, fps)
-    reader = SourceReader(source, [shape], stop=stop, shown=shown, say=say, wait_s=wait_s)
+    (group,) = find_groups(client, [adapter], [head], fps=fps)
+    reader = SourceReader(source, [group.shape], stop=stop, shown=shown, say=say, wait_s=wait_s)
     for chunk, (result,) in answer(
         client,
         source,

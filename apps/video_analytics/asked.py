@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from apps.video_analytics.sampling import ClipShape
 from apps.video_analytics.sources import unique_names
 from vlora.client import Client, TextQuestion
 from vlora.errors import BadRequest, UnknownAdapter, UnknownHead
@@ -18,21 +19,23 @@ _LONGEST_NAME = 40
 class Asked(NamedTuple):
     """A head of an adapter, or a question in words (`head` is then empty).
 
-    name: short, unique among those asked together; a part of file names.
+    name: short, unique among those asked together; a part of file names. max_tokens: of the text. tracked: the head
+    is a detection, and its objects are followed on every frame.
     """
 
     name: str
     adapter: str | None
     head: str = ""
     question: str = ""
+    max_tokens: int = 64
+    tracked: bool = False
 
 
 class Group(NamedTuple):
-    """Heads and questions that share one stream. num_frames: of their clips."""
+    """Heads and questions that share one stream. shape: of their clips."""
 
-    num_frames: int
+    shape: ClipShape
     asked: tuple[Asked, ...]
-    max_tokens: int
 
     @property
     def heads(self) -> list[tuple[str, str]]:
@@ -40,11 +43,16 @@ class Group(NamedTuple):
 
     @property
     def questions(self) -> list[TextQuestion]:
-        return [TextQuestion(asked.question, asked.adapter, self.max_tokens) for asked in self.asked if not asked.head]
+        return [TextQuestion(asked.question, asked.adapter, asked.max_tokens) for asked in self.asked if not asked.head]
 
 
 def find_groups(
-    client: Client, adapters: Sequence[str], heads: Sequence[str], questions: Sequence[str] = (), max_tokens: int = 64
+    client: Client,
+    adapters: Sequence[str],
+    heads: Sequence[str],
+    questions: Sequence[str] = (),
+    max_tokens: int = 64,
+    fps: float | None = None,
 ) -> list[Group]:
     """Group what is asked by the number of frames of its clips. Questions are about one frame.
 
@@ -52,13 +60,15 @@ def find_groups(
         adapters: that the heads and questions belong to. Every question is asked of each; without adapters, of the base
             model.
         heads: HEAD, which exactly one of the adapters has, or ADAPTER/HEAD.
+        max_tokens: of each text.
+        fps: frames per second of the clips; None makes one clip per second.
 
     Raises:
         UnknownAdapter, UnknownHead: the server does not have them.
         BadRequest: nothing is asked, something is asked twice, or a head belongs to several of the adapters.
     """
     statuses = {status.name: status for status in client.adapters()}
-    found = [_find_head(statuses, adapters, head) for head in heads]
+    found = [find_head(statuses, adapters, head) for head in heads]
     for part in (part.adapter for adapter in adapters for part in composed_of(adapter)):
         if part not in statuses:
             raise _unknown(part, statuses)
@@ -69,24 +79,36 @@ def find_groups(
     frames = [head.num_frames for _, head in found]
     for question in questions:
         for owner in adapters or (None,):
-            asked.append(Asked(f"{owner}-{question}" if several and owner else question, owner, question=question))
+            name = f"{owner}-{question}" if several and owner else question
+            asked.append(Asked(name, owner, question=question, max_tokens=max_tokens))
             frames.append(1)
-    for each, count in Counter(each[1:] for each in asked).items():
+    return grouped(asked, [ClipShape(number, fps) for number in frames])
+
+
+def grouped(asked: Sequence[Asked], shapes: Sequence[ClipShape], reserved: Sequence[str] = ()) -> list[Group]:
+    """Group what is asked by the shape of its clips, with names that can be parts of file names.
+
+    Args:
+        shapes: of the clips, for each of `asked`.
+        reserved: names that are not given.
+
+    Raises:
+        BadRequest: something is asked twice.
+    """
+    for (owner, head, question), count in Counter(each[1:4] for each in asked).items():
         if count > 1:
-            owner, head, question = each
             what = f"head {head!r} of adapter {owner!r}" if head else f"question {question!r}"
             raise BadRequest(f"{what} is given more than once; give it once")
-    names = unique_names(
-        [re.sub(r"[^\w-]+", "-", each.name)[:_LONGEST_NAME].strip("-") or "question" for each in asked]
-    )
-    asked = [each._replace(name=name) for each, name in zip(asked, names, strict=True)]
+    short = [re.sub(r"[^\w-]+", "-", each.name)[:_LONGEST_NAME].strip("-") or "question" for each in asked]
+    names = unique_names([*reserved, *short])[len(reserved) :]
+    named = [each._replace(name=name) for each, name in zip(asked, names, strict=True)]
     return [
-        Group(number, tuple(each for each, own in zip(asked, frames, strict=True) if own == number), max_tokens)
-        for number in dict.fromkeys(frames)
+        Group(shape, tuple(each for each, own in zip(named, shapes, strict=True) if own == shape))
+        for shape in dict.fromkeys(shapes)
     ]
 
 
-def _find_head(statuses: dict[str, AdapterStatus], adapters: Sequence[str], head: str) -> tuple[str, HeadSummary]:
+def find_head(statuses: dict[str, AdapterStatus], adapters: Sequence[str], head: str) -> tuple[str, HeadSummary]:
     """The adapter of a head, and its description. A name with a slash may be a head's own."""
     owners = [name for name in adapters if head in _heads(statuses, name)]
     if len(owners) > 1:

@@ -17,8 +17,8 @@ class Chunk(msgspec.Struct, frozen=True):
     """A clip of a video.
 
     start_s: from the beginning of the source. frames: JPEG, as many as the head reads. shown: JPEG, smaller and at most
-    `SHOWN_FPS` per second, for the annotated video. width: of `frames`, in pixels. seconds: from its start to that of
-    the next clip.
+    `SHOWN_FPS` per second, for the annotated video; or every frame of the video, for tracking. width: of `frames`, in
+    pixels. seconds: from its start to that of the next clip. shown_s: from one picture of `shown` to the next.
     """
 
     index: int
@@ -27,13 +27,18 @@ class Chunk(msgspec.Struct, frozen=True):
     shown: tuple[bytes, ...] = ()
     width: int = 0
     seconds: float = CHUNK_S
+    shown_s: float = 1 / SHOWN_FPS
 
 
 class ClipShape(NamedTuple):
-    """The clip that a head reads: number of frames, `fps` of them per second; None spreads them over each second."""
+    """The clip that a head reads: number of frames, `fps` of them per second; None spreads them over each second.
+
+    every_frame: keep every frame of the video as a smaller picture, for tracking; `fps` is then set.
+    """
 
     num_frames: int
     fps: float | None = None
+    every_frame: bool = False
 
     @property
     def seconds(self) -> float:
@@ -70,7 +75,7 @@ class Sampler:
     def __init__(self, shape: ClipShape, rate: float, shown: bool) -> None:
         self._shape = shape
         self._rate = rate
-        self._keeps_shown = shown
+        self._keeps_shown = shown or shape.every_frame
         self._index = -1
         self._width = 0
         self._next_clip()
@@ -98,13 +103,14 @@ class Sampler:
             return None
         seconds = self._shape.seconds
         chosen = tuple(frames[place] for place in spread(self._shape.num_frames, len(frames)))
-        return Chunk(index, index * seconds, chosen, tuple(shown), self._width, seconds)
+        shown_s = 1 / self._rate if self._shape.every_frame else seconds / max(1, len(shown))
+        return Chunk(index, index * seconds, chosen, tuple(shown), self._width, seconds, shown_s)
 
     def _next_clip(self) -> None:
         self._index += 1
         self._frames: list[bytes] = []
         self._shown: list[bytes] = []
-        num_frames, fps = self._shape
+        num_frames, fps, every_frame = self._shape
         if fps is None:
             length = max(num_frames, round(self._rate * CHUNK_S))
             first, self._end = self._index * length, (self._index + 1) * length
@@ -113,7 +119,7 @@ class Sampler:
             first, self._end = self._place(0, fps), self._place(num_frames, fps)
             self._places = {self._place(number, fps) for number in range(num_frames)}
         length = self._end - first
-        kept = min(length, max(1, round(SHOWN_FPS * self._shape.seconds)))
+        kept = length if every_frame else min(length, max(1, round(SHOWN_FPS * self._shape.seconds)))
         self._shown_places = {first + place for place in spread(kept, length)} if self._keeps_shown else set()
         if not self._keeps_shown:
             self._end = max(self._places) + 1  # the clip is complete then

@@ -189,7 +189,8 @@ def _possible_shapes(
     elif source.live:
         warning = f"the camera has {rate:g} frames per second, not {wanted:g}; every frame is used"
     else:
-        raise BadImage(f"{message} at {wanted:g} frames per second: it has {rate:g}; give a lower --fps")
+        lower = "give a lower --fps, or a lower `rate` in a plan"
+        raise BadImage(f"{message} at {wanted:g} frames per second: it has {rate:g}; {lower}")
     say(f"{source.name}: {warning}")
     return [shape if shape.fps is None else shape._replace(fps=min(shape.fps, highest)) for shape in shapes]
 
@@ -231,15 +232,14 @@ def _read_pictures(
         if stop.is_set():
             return
         frame = _frame(read_picture(path))
-        for place, (group, (num_frames, _)) in enumerate(zip(groups, shapes, strict=True)):
+        for place, (group, (num_frames, *_)) in enumerate(zip(groups, shapes, strict=True)):
             group.append((frame.jpeg, frame.small if shown else b""))
             if len(group) == num_frames or number == len(files):
                 group += group[-1:] * (num_frames - len(group))
                 pictures, small = zip(*group, strict=True)
-                yield (
-                    place,
-                    Chunk(indices[place], indices[place] * CHUNK_S, pictures, small if shown else (), frame.width),
-                )
+                start_s, shown_s = indices[place] * CHUNK_S, CHUNK_S / len(pictures)
+                clip = Chunk(indices[place], start_s, pictures, small if shown else (), frame.width, shown_s=shown_s)
+                yield place, clip
                 group.clear()
                 indices[place] += 1
 

@@ -14,6 +14,8 @@ import openai
 import pytest
 from PIL import Image
 
+from apps.video_analytics.plan.plan_file import check_server, read_plan
+from apps.video_analytics.plan.summary import summarize
 from examples import ask_over_http, minimal_engine, stream_camera, train_adapter_with_peft, two_adapters_one_image
 from fusion.embedded import checkpoint_path
 from tests.server.api import running_api
@@ -22,8 +24,9 @@ from tests.server.scripted import write_adapter
 from vlora.client import AsyncClient, Client
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
+from vlora.errors import BadPlan
 from vlora.models.processing import InputProcessor
-from vlora.types import Request, SamplingParams
+from vlora.types import AdapterStatus, HeadSummary, Request, SamplingParams
 
 
 @pytest.fixture
@@ -102,3 +105,34 @@ def test_openai_s_client_asks_base_model_and_adapter(tmp_path: Path) -> None:
         with client:
             answers = ask_over_http.ask(client, picture, "say:hello", ["signs"])
     assert answers == {"base": "hello", "signs": "hello"}
+
+
+def test_the_plan_of_cameras_asks_what_its_server_has() -> None:
+    file = read_plan(Path("examples/analytics.yaml"))
+    summary = summarize(file.plan)
+    assert (summary.heads_per_s, summary.max_tokens_per_s) == pytest.approx((7, 2.4))
+    assert {task.head for camera in file.plan.cameras for task in camera.tasks if task.track} == {"traffic/cars"}
+    heads: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
+        "traffic": [("cars", "detection", ("car", "person")), ("jam", "classification", ("free", "jam"))],
+        "parking": [("lots", "counting", ("free",))],
+    }
+    statuses = [
+        AdapterStatus(
+            name=name,
+            version="",
+            rank=8,
+            num_bytes=1,
+            resident=False,
+            mergeable=True,
+            merge_fidelity=1.0,
+            touches_vision=False,
+            heads=tuple(
+                HeadSummary(name=head, task=task, labels=labels, prompt="what ?", num_frames=1)
+                for head, task, labels in own
+            ),
+        )
+        for name, own in heads.items()
+    ]
+    check_server(file, statuses)
+    with pytest.raises(BadPlan, match=r"analytics\.yaml, line 30, field `cameras\[1\].tasks\[0\].head`: no adapter"):
+        check_server(file, statuses[:1])

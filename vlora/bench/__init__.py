@@ -33,6 +33,7 @@ BENCHES = {
     "serve": "serving.serve",
     "vision": "engine.vision",
     "soak": "serving.soak",
+    "streams": "serving.streams",
     "tp": "tensor_parallel.tp",
 }
 """Each bench's module in this package, with `run(quick) -> Report`. "all" runs them in this order."""

@@ -15,6 +15,7 @@ from vlora.cli.group import cli
 from vlora.cli.interrupt import INTERRUPTED, stopping
 from vlora.cli.progress import counting, waiting
 from vlora.cli.server_flags import json_option, print_json, server_option, wait_option
+from vlora.cli.stream_plan import is_plan, result_line, stream_plan
 from vlora.errors import BadRequest, VLoraError
 
 if TYPE_CHECKING:
@@ -50,11 +51,16 @@ _KERNELS = {"compiled": "compiled C++", "plain torch": "plain torch (slower): no
     "NAME.ADAPTER-HEAD.*); existing files are replaced.",
 )
 @click.option("--max-latency-s", type=float, help="Maximum latency of an answer. Default: no bound.")
+@click.option(
+    "--check", is_flag=True, help="Of a plan: validate it without a server, and print what it asks per second."
+)
 @wait_option
 @server_option
 @json_option
 @needs("video")
+@click.pass_context
 def stream(
+    context: click.Context,
     sources: tuple[str, ...],
     adapters: tuple[str, ...],
     heads: tuple[str, ...],
@@ -63,6 +69,7 @@ def stream(
     fps: float | None,
     out: Path | None,
     max_latency_s: float | None,
+    check: bool,
     wait_s: float,
     client: Client,
     as_json: bool,
@@ -74,12 +81,20 @@ def stream(
         vlora stream street.mp4 --adapter traffic --head jam --head cars --fps 4
         vlora stream rtsp://camera-7/main 0 videos/ --adapter traffic --head jam --out results
         vlora stream 0 --head traffic/jam --head parking/cars --question "what is on the road?"
+        vlora stream plan.yaml --check
+        vlora stream plan.yaml --out results
 
     A source is a file, a camera number, a URL, or a folder of videos and images; all heads and questions read the same
-    source, and those that read the same number of frames share each frame's transfer and vision encoding. A lost
-    camera or server is retried; at startup, for --wait-s. Ctrl-C completes the clips in progress and closes the files.
-    A clip that fails is reported and the command continues; the exit code is then 1.
+    source, and those that read the same number of frames share each frame's transfer and vision encoding. A source that
+    ends in .yaml is a plan: cameras with their own tasks and rates, tracked objects, and events that ask questions
+    (docs/guide.md). A lost camera or server is retried; at startup, for --wait-s. Ctrl-C completes the clips in
+    progress and closes the files. A clip that fails is reported and the command continues; the exit code is then 1.
     """
+    if any(map(is_plan, sources)):
+        stream_plan(context, sources, out, max_latency_s, check, wait_s, client, as_json)
+        return
+    if check:
+        raise BadRequest("--check is for a plan; give a .yaml file, or remove --check")
     from apps.video_analytics import find_sources, run
 
     for flag, values in (("--head", heads), ("--adapter", adapters), ("--question", questions)):
@@ -92,19 +107,15 @@ def stream(
     found = find_sources(sources)
     num_problems = 0
     owners = len(adapters) > 1 or any("/" in head for head in heads)
+    several = len(heads) + len(questions) * max(1, len(adapters)) > 1
 
     def on_result(result: ChunkResult) -> None:
         nonlocal num_problems
         num_problems += result.problem is not None
         if as_json:
             print_json(result)
-            return
-        name = f"{result.source:<20.20} " if len(found) > 1 else ""
-        name += _asked(result, owners) if len(heads) + len(questions) * max(1, len(adapters)) > 1 else ""
-        confidence = f"{result.confidence:6.1%}" if result.answer is not None else " " * 6
-        label = " ".join(result.label.split())  # a text may have several lines
-        outcome = f"{label:<20} {confidence}" if result.problem is None else result.problem
-        click.echo(f"{name}{result.start_s:7.1f} s  {outcome}  {result.latency_s * 1e3:6.0f} ms")
+        else:
+            click.echo(result_line(result, source=len(found) > 1, asked=several, owners=owners))
 
     with client, stopping() as stop:
         try:
@@ -131,12 +142,6 @@ def stream(
             sys.exit(INTERRUPTED)
     if num_problems:
         sys.exit(1)
-
-
-def _asked(result: ChunkResult, owners: bool) -> str:
-    """The head or question of a result, with its adapter if there are several."""
-    asked = result.question or result.head
-    return f"{result.adapter or 'base model'}/{asked}"[:24].ljust(25) if owners else asked[:12].ljust(13)
 
 
 @cli.command()

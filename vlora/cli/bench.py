@@ -168,6 +168,7 @@ def bench(
         vlora bench policy --model qwen2-vl-7b --device cuda
         vlora bench serve --surface http --surface rpyc --concurrency 16 --requests 64 --popularity zipf
         vlora bench serve --url http://127.0.0.1:8000/v1 --model base --adapter-name signs --rate 2 --duration-s 60
+        vlora bench streams --out results    # cameras in real time; some ten minutes
         vlora bench fusion --out results     # resumes an interrupted run, as does policy
 
     `fusion`, `bd` (block-diagonal adapters), `activated` (aLoRA) and `retrieve` (recall of `vlora retrieve`) train

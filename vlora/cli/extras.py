@@ -10,6 +10,7 @@ from typing import Any
 from vlora.errors import BadConfig
 
 _VIDEO = {"opencv-python-headless": "cv2", "numpy": "numpy"}
+_PLANS = _VIDEO | {"pydantic": "pydantic", "edgefirst-tracker": "edgefirst"}
 # triton is omitted: it exists for Linux only, and a CPU serves without it.
 _SERVE = _VIDEO | {
     "torch": "torch",
@@ -29,7 +30,7 @@ _SERVE = _VIDEO | {
 }
 _FUSE = _SERVE | {"peft": "peft", "scipy": "scipy"}
 _DEMO = _FUSE | {"scikit-learn": "sklearn", "scikit-image": "skimage"}
-EXTRAS = {"video": _VIDEO, "serve": _SERVE, "fuse": _FUSE, "demo": _DEMO}
+EXTRAS = {"video": _VIDEO, "plans": _PLANS, "serve": _SERVE, "fuse": _FUSE, "demo": _DEMO}
 """For each extra, the distributions that it installs, with the module that each provides."""
 
 _NAMES_SHOWN = 3

@@ -1,0 +1,190 @@
+"""Runs a plan: all cameras at once, with tracks and events."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from apps.video_analytics.analysis import Analysis, Job, Recorder
+from apps.video_analytics.answers import ChunkResult
+from apps.video_analytics.asked import Asked, Group, find_head, grouped
+from apps.video_analytics.plan.event_questions import EventQuestions, EventResult
+from apps.video_analytics.plan.events import EventWatch
+from apps.video_analytics.plan.plan_file import PlanFile, check_server
+from apps.video_analytics.plan.schema import RATE, CameraPlan
+from apps.video_analytics.result_files import ResultFiles
+from apps.video_analytics.run import prepare
+from apps.video_analytics.sampling import Chunk, ClipShape
+from apps.video_analytics.sources import Source, find_sources
+from apps.video_analytics.tracking import ObjectTracker
+from vlora.client import Client
+from vlora.types import AdapterStatus
+
+
+class PlanCounts(NamedTuple):
+    """answers: by CAMERA.TASK. events: by camera. objects: by CAMERA.TASK of tracked heads, and by label."""
+
+    answers: dict[str, int]
+    events: dict[str, int]
+    objects: dict[str, dict[str, int]]
+
+
+def run_plan(
+    client: Client,
+    file: PlanFile,
+    *,
+    out: Path | None = None,
+    max_latency_s: float | None = None,
+    wait_s: float = 0.0,
+    stop: threading.Event | None = None,
+    on_result: Callable[[ChunkResult], None] = lambda result: None,
+    on_event: Callable[[EventResult], None] = lambda event: None,
+    say: Callable[[str], None] = lambda text: None,
+) -> PlanCounts:
+    """Analyse all cameras of a plan concurrently until they end or `stop` is set.
+
+    Args:
+        out: folder of the result files, instead of the plan's.
+        max_latency_s: of cameras without their own.
+        wait_s, stop, on_result, say: see `run`.
+        on_event: called with each event after the answer to its question, from several threads.
+
+    Raises:
+        BadPlan: the server does not have an adapter or a head; each with its line.
+        BadConfig: the folder of the results cannot be made.
+        VLoraError: after all cameras have ended, the first error that ended one.
+    """
+    out = out or file.plan.out
+    analysis = prepare(client, out, wait_s=wait_s, stop=stop, on_result=on_result, say=say)
+    statuses = client.adapters()
+    check_server(file, statuses)
+    counts = PlanCounts({}, {}, {})
+    cameras = [_Camera(client, camera, analysis, statuses, on_event, counts) for camera in file.plan.cameras]
+    with contextlib.ExitStack() as scope:
+        jobs = [scope.enter_context(camera.job(max_latency_s)) for camera in cameras]
+        counts.answers.update(analysis.run(jobs))
+    return counts
+
+
+@dataclasses.dataclass(frozen=True)
+class _Camera:
+    client: Client
+    plan: CameraPlan
+    analysis: Analysis
+    statuses: Sequence[AdapterStatus]
+    on_event: Callable[[EventResult], None]
+    counts: PlanCounts
+
+    @contextlib.contextmanager
+    def job(self, max_latency_s: float | None) -> Iterator[Job]:
+        """The work on the camera; its last events are complete at the end of the block."""
+        own = max_latency_s if self.plan.max_latency_s is None else self.plan.max_latency_s
+        out = self.analysis.out if self.plan.events else None
+        questions = EventQuestions(self.client, self.plan.name, out, self.on_event)
+        try:
+            yield Job(
+                self._source(),
+                lambda: camera_groups(self.plan, self.statuses),
+                own,
+                own_names=False,
+                recorder=lambda asked, base: self._recorder(asked, base, questions),
+            )
+        finally:
+            questions.close()
+            self.counts.events[self.plan.name] = questions.num_events
+
+    def _source(self) -> Source:
+        (source,) = find_sources([self.plan.source])  # a folder was checked with the plan
+        return source._replace(name=self.plan.name)
+
+    @contextlib.contextmanager
+    def _recorder(self, asked: Asked, base: Path | None, questions: EventQuestions) -> Iterator[Recorder]:
+        head = f"{asked.adapter}/{asked.head}"
+        watches = [EventWatch(event) for event in self.plan.events if asked.head and event.when.head == head]
+        tracker = ObjectTracker() if asked.tracked else None
+        with contextlib.ExitStack() as scope:
+            files = None if base is None else scope.enter_context(ResultFiles(base, tracked=asked.tracked))
+            try:
+                yield _Recorder(files, tracker, watches, questions)
+            finally:
+                if tracker is not None:
+                    tracker.close()
+                    if files is not None:
+                        files.add_tracks(tracker.ended)
+                    self._report(f"{self.plan.name}.{asked.name}", tracker)
+
+    def _report(self, name: str, tracker: ObjectTracker) -> None:
+        self.counts.objects[name] = dict(tracker.counts)
+        by_label = ", ".join(f"{count} {label}" for label, count in sorted(tracker.counts.items()))
+        total = tracker.counts.total()
+        self.analysis.print_line(f"{name}: {total} object{'s' * (total != 1)}{by_label and f': {by_label}'}")
+
+
+class _Recorder:
+    """Follows the objects of a head, writes its files, and watches for its events."""
+
+    def __init__(
+        self,
+        files: ResultFiles | None,
+        tracker: ObjectTracker | None,
+        watches: Sequence[EventWatch],
+        questions: EventQuestions,
+    ) -> None:
+        self._files = files
+        self._tracker = tracker
+        self._watches = watches
+        self._questions = questions
+
+    def add(self, clip: Chunk, result: ChunkResult) -> ChunkResult:
+        frames = []
+        if self._tracker is not None:
+            frames = self._tracker.follow(clip, result)
+            if result.answer is not None:
+                result = msgspec.structs.replace(result, tracks=self._tracker.detected)
+        if self._files is not None:
+            self._files.add(clip, result, frames)
+            if self._tracker is not None and self._tracker.ended:
+                self._files.add_tracks(self._tracker.ended)
+        if self._tracker is not None:
+            self._tracker.ended.clear()
+        for watch in self._watches:
+            for happened in watch.see(clip, result, frames):
+                self._questions.add(happened)
+        return result
+
+
+def camera_groups(camera: CameraPlan, statuses: Sequence[AdapterStatus]) -> list[Group]:
+    """The heads and questions of a camera, grouped into streams.
+
+    Raises:
+        VLoraError: the server does not have an adapter or a head.
+    """
+    by_name = {status.name: status for status in statuses}
+    several = len({task.head.rpartition("/")[0] if task.head else task.adapter for task in camera.tasks}) > 1
+    asked, shapes = [], []
+    for task in camera.tasks:
+        rate = camera.rate if task.rate is None else task.rate
+        if task.head is not None:
+            adapter, head = find_head(by_name, (), task.head)
+            name = f"{adapter}-{head.name}" if several else head.name
+            asked.append(Asked(name, adapter, head.name, tracked=task.track))
+            shapes.append(_shape(head.num_frames, RATE if rate is None and task.track else rate, task.track))
+        else:
+            assert task.question is not None
+            name = f"{task.adapter}-{task.question}" if several and task.adapter else task.question
+            asked.append(Asked(name, task.adapter, question=task.question, max_tokens=task.max_tokens))
+            shapes.append(_shape(1, rate, False))
+    # Tasks beside a tracked one share its frames.
+    tracked = {shape._replace(every_frame=False): shape for shape in shapes if shape.every_frame}
+    return grouped(asked, [tracked.get(shape, shape) for shape in shapes], reserved=("events",))
+
+
+def _shape(num_frames: int, rate: float | None, tracked: bool) -> ClipShape:
+    """Clips of `rate` per second, with their frames at equal distances; None for one per second."""
+    return ClipShape(num_frames, None if rate is None else num_frames * rate, tracked)

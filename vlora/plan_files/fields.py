@@ -1,0 +1,34 @@
+"""Types of a plan's fields: strict models, numbers, and paths relative to the plan file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationInfo
+
+from vlora.wording.shown import shown
+
+
+def _in_plan_folder(path: Path, info: ValidationInfo) -> Path:
+    """Paths in a plan file are relative to its folder, not to the working directory."""
+    folder = (info.context or {}).get("folder")
+    return path if folder is None else folder / path
+
+
+PlanPath = Annotated[Path, AfterValidator(_in_plan_folder)]
+
+
+def _not_a_switch(value: Any) -> Any:
+    if isinstance(value, bool):  # Python takes true as 1, and YAML reads `yes` as true
+        raise ValueError(f"is {shown(value)}; it must be a number")
+    return value
+
+
+Whole = Annotated[int, BeforeValidator(_not_a_switch)]
+Number = Annotated[float, BeforeValidator(_not_a_switch)]
+
+
+class PlanModel(BaseModel):
+    # A misspelt field must not silently mean its default.
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
