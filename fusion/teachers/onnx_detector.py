@@ -27,14 +27,14 @@ class DetectorSettings(NamedTuple):
     """
 
     labels: tuple[str, ...] | None
-    size: int | None
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
-    resize: Resize
-    layout: LayoutName | None
-    shares: bool
     minimum: float
-    overlap: float
+    size: int | None = None
+    mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    std: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    resize: Resize = "letterbox"
+    layout: LayoutName | None = None
+    shares: bool = False
+    overlap: float = 0.45
 
 
 class OnnxDetector:

@@ -34,6 +34,7 @@ BENCHES = {
     "vision": "engine.vision",
     "soak": "serving.soak",
     "tp": "tensor_parallel.tp",
+    "teachers": "engine.teachers",
 }
 """Each bench's module in this package, with `run(quick) -> Report`. "all" runs them in this order."""
 
