@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,7 @@ from fusion.rivals.models import export
 from fusion.synthetic.sources import load_source
 from fusion.training.domain import Domain
 from fusion.training.frozen_base import FrozenBase
+from fusion.training.objectives import objective_of
 from fusion.training.trainer import LoraTrainer
 from vlora.config import EngineConfig
 from vlora.models import InputProcessor
@@ -47,7 +49,7 @@ _RESAMPLES = 100
 
 
 class Trained(NamedTuple):
-    """Stored results of one seed. folder: with `NAME.onnx` and `NAME/` for each domain."""
+    """Stored results of one seed. folder: with `NAME.onnx` and the adapter `NAME/` of each domain."""
 
     folder: Path
     found: dict[str, Any]
@@ -58,16 +60,31 @@ def train_rivals(seed: int, quick: bool, folder: Path, say: Callable[[str], None
 
     Args:
         quick: few samples, few steps: a smoke test without meaningful scores.
-        folder: for stored results; of an earlier run, they are read.
+        folder: for stored results; those of an earlier run are read.
     """
     folder = folder / f"{'quick-' if quick else ''}{seed}"
-    result = folder / "scores.json"
+    found: dict[str, Any] = {"seed": seed}
+    for method in METHODS:
+        for key, value in train_method(method, seed, quick, folder, say).items():
+            found.setdefault(key, {})[method] = value
+    shutil.rmtree(folder / "features", ignore_errors=True)
+    return Trained(folder, found)
+
+
+def train_method(method: str, seed: int, quick: bool, folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    """Train and score one of METHODS, or read its stored result."""
+    result = folder / f"{method}.json"
     if not result.exists():
+        disable_progress_bar()
+        warnings.simplefilter("ignore")  # deprecation notes of third-party libraries
+        torch.set_num_threads(1)
         folder.mkdir(parents=True, exist_ok=True)
         unfinished = result.with_suffix(".unfinished")
-        unfinished.write_text(json.dumps(_measure(seed, quick, folder, say)) + "\n")
+        job = _Job(seed, quick, folder, splits_of(seed, quick), say)
+        measured = job.small_models() if method == SMALL else job.adapters(fused=method == FUSED)
+        unfinished.write_text(json.dumps(measured) + "\n")
         unfinished.replace(result)
-    return Trained(folder, json.loads(result.read_text()))
+    return dict(json.loads(result.read_text()))
 
 
 def splits_of(seed: int, quick: bool) -> dict[str, Splits]:
@@ -82,71 +99,77 @@ def splits_of(seed: int, quick: bool) -> dict[str, Splits]:
     return found
 
 
-def _measure(seed: int, quick: bool, folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    disable_progress_bar()
-    warnings.simplefilter("ignore")  # deprecation notes of third-party libraries
-    torch.set_num_threads(1)
-    splits = splits_of(seed, quick)
-    plan = Plan(
-        seed=seed,
-        training=TrainingPlan(steps=3 if quick else _STEPS, batch_size=_BATCH),
-        domains=tuple(
-            DomainPlan(name=name, source=source, question=question, threshold=0.5)
-            for name, (source, question) in DOMAINS.items()
-        ),
-    )
-    path = checkpoint_path()
-    base = FrozenBase(
-        load_model(EngineConfig(model=path, dtype="float32")),
-        InputProcessor.from_pretrained(path),
-        features=folder / "features",
-    )
-    domains = {own.name: Domain(own, splits[own.name], base) for own in plan.domains}
-    scores: dict[str, dict[str, float]] = {}
-    errors: dict[str, dict[str, float]] = {}
-    spent: dict[str, dict[str, float]] = {}
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """The trainings of one seed."""
 
-    def score(method: str, name: str, answers: Sequence[object]) -> None:
-        targets = [sample.target for sample in splits[name].test]
-        metric = domains[name].task.metric
-        scores.setdefault(method, {})[name] = metric(answers, targets)
-        errors.setdefault(method, {})[name] = _standard_error(metric, answers, targets)
-        say(f"seed {seed}, {name}, {method}: {scores[method][name]:.3f}")
+    seed: int
+    quick: bool
+    folder: Path
+    splits: dict[str, Splits]
+    say: Callable[[str], None]
 
-    def timed(method: str, name: str, train: Callable[[], object]) -> None:
-        began = time.process_time()
-        train()
-        spent.setdefault(method, {})[name] = time.process_time() - began
+    def small_models(self) -> dict[str, Any]:
+        scores = {}
+        for name, own in self.splits.items():
+            rival, file = RIVALS[DOMAINS[name][0]], self.folder / f"{name}.onnx"
+            began = time.process_time()
+            model = rival.train(own, self.seed, steps=3 if self.quick else None)
+            spent = time.process_time() - began
+            export(model, own, file)
+            scored = self._score(SMALL, name, SmallModel(file, own, threads=1).answers(own.test))
+            size = {"parameters": sum(p.numel() for p in model.parameters()), "bytes": file.stat().st_size}
+            scores[name] = {**scored, "training cpu s": spent, **size}
+        return _by_value(scores)
 
-    sizes: dict[str, Mapping[str, float]] = {}
-    for name in domains:
-        small: list[Any] = []
-        rival, file = RIVALS[DOMAINS[name][0]], folder / f"{name}.onnx"
-        timed(SMALL, name, lambda: small.append(rival.train(splits[name], seed, steps=3 if quick else None)))  # noqa: B023
-        export(small[0], splits[name], file)
-        score(SMALL, name, SmallModel(file, splits[name], threads=1).answers(splits[name].test))
-        sizes[name] = {"parameters": sum(p.numel() for p in small[0].parameters()), "bytes": file.stat().st_size}
-    trainer = LoraTrainer(base, domains, plan)
-    for name, domain in domains.items():
-        trainer.adapter.reset()
-        timed(ALONE, name, lambda: trainer.train(name, ()))  # noqa: B023
-        score(ALONE, name, trainer.evaluator.answers(name, domain.test))
-        trainer.save(folder / name, trainer.adapter.snapshot())
-    trainer.adapter.reset()
-    timed(FUSED, "all", lambda: trainer.train_together(tuple(domains)))
-    for name, domain in domains.items():
-        score(FUSED, name, trainer.evaluator.answers(name, domain.test))
-    return {
-        "seed": seed,
-        "metric": {name: domain.task.metric_name for name, domain in domains.items()},
-        "num_train": {name: len(domain.train) for name, domain in domains.items()},
-        "num_test": {name: len(domain.test) for name, domain in domains.items()},
-        "test": scores,
-        "standard error": errors,
-        "training cpu s": spent,
-        "small model": sizes,
-        "adapter parameters": sum(p.numel() for p in trainer.adapter.lora.values()),
-    }
+    def adapters(self, *, fused: bool) -> dict[str, Any]:
+        """An adapter per domain, which is saved, or one for all domains."""
+        plan = Plan(
+            seed=self.seed,
+            training=TrainingPlan(steps=3 if self.quick else _STEPS, batch_size=_BATCH),
+            domains=tuple(
+                DomainPlan(name=name, source=source, question=question, threshold=0.5)
+                for name, (source, question) in DOMAINS.items()
+            ),
+        )
+        path = checkpoint_path()
+        model, processor = load_model(EngineConfig(model=path, dtype="float32")), InputProcessor.from_pretrained(path)
+        base = FrozenBase(model, processor, features=self.folder / "features")
+        domains = {own.name: Domain(own, self.splits[own.name], base) for own in plan.domains}
+        trainer = LoraTrainer(base, domains, plan)
+        parameters = sum(p.numel() for p in trainer.adapter.lora.values())
+        scores = {}
+        for names in [tuple(domains)] if fused else [(name,) for name in domains]:
+            trainer.adapter.reset()
+            began = time.process_time()
+            trainer.train_together(names)
+            spent = (time.process_time() - began) / len(names)
+            for name in names:
+                scored = self._score(
+                    FUSED if fused else ALONE, name, trainer.evaluator.answers(name, domains[name].test)
+                )
+                scores[name] = {**scored, "training cpu s": spent, "parameters": parameters}
+            if not fused:
+                trainer.save(self.folder / names[0], trainer.adapter.snapshot())
+        return _by_value(scores)
+
+    def _score(self, method: str, name: str, answers: Sequence[object]) -> dict[str, Any]:
+        own = self.splits[name]
+        objective, targets = objective_of(own), [sample.target for sample in own.test]
+        score = objective.metric(answers, targets)
+        self.say(f"seed {self.seed}, {name}, {method}: {score:.3f}")
+        return {
+            "metric": objective.metric_name,
+            "num_test": len(targets),
+            "test": score,
+            "standard error": _standard_error(objective.metric, answers, targets),
+        }
+
+
+def _by_value(scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """{domain: {value: x}} as {value: {domain: x}}."""
+    keys = next(iter(scores.values()))
+    return {key: {name: own[key] for name, own in scores.items()} for key in keys}
 
 
 def _standard_error(

@@ -21,7 +21,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from fusion.bench.rivals import DOMAINS, METHODS, splits_of, train_rivals
+from fusion.bench.rivals import DOMAINS, METHODS, SMALL, splits_of, train_rivals
 from fusion.data.samples import Sample, Splits
 from fusion.embedded import checkpoint_path
 from fusion.plan.schema import LoraPlan
@@ -82,8 +82,8 @@ def _row(name: str, found: Sequence[dict[str, Any]], latency: dict[str, float]) 
     """A domain's mean scores over seeds with their standard errors by resampling test samples, and its latencies."""
     row: dict[str, Any] = {
         "domain": name,
-        "metric": found[0]["metric"][name],
-        "test samples": found[0]["num_test"][name],
+        "metric": found[0]["metric"][SMALL][name],
+        "test samples": found[0]["num_test"][SMALL][name],
     }
     for method in METHODS:
         own = [one["test"][method][name] for one in found]
