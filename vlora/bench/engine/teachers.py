@@ -43,6 +43,7 @@ GOES_ON = True
 
 _SEEDS = (0, 1)
 _CPU = torch.device("cpu")
+_ARENA_BYTES = 2**28  # several adapters of the larger model
 _RANK = 16  # of the adapters on the larger model
 _LARGE_WIDTHS = (64, 128, 256, 512, 1024)  # 6 million weights as float32, 25 MB: between YOLOv8n and YOLOv8s
 
@@ -157,9 +158,11 @@ def _switching(folder: Path, rounds: int) -> list[dict[str, Any]]:
     from its folder, to merge a loaded one in place of another, and to restore the base weights."""
     embedded = load_model(EngineConfig(model=checkpoint_path(), dtype="float32"))
     models = {
-        f"adapter, embedded model, rank {LoraPlan().rank}": MergeableModel(embedded.config, _CPU, model=embedded),
+        f"adapter, embedded model, rank {LoraPlan().rank}": MergeableModel(
+            embedded.config, _CPU, _ARENA_BYTES, model=embedded
+        ),
         f"adapter, model of 0.5 billion weights, rank {_RANK}": MergeableModel(
-            half_billion_config(vision="none"), _CPU
+            half_billion_config(vision="none"), _CPU, _ARENA_BYTES
         ),
     }
     calls: dict[str, Callable[[], object]] = {}
