@@ -8,6 +8,7 @@ one pass of the embedded model. All times are processor time of one thread, from
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import statistics
 import sys
@@ -67,12 +68,23 @@ def run(quick: bool, partial: Path | None = None) -> Report:
             return run(quick, Path(temporary))
     torch.set_num_threads(1)
     trained = [train_rivals(seed, quick, partial, _say) for seed in (_SEEDS[:1] if quick else _SEEDS)]
-    rounds = 5 if quick else 40
-    latencies = _latencies(trained[0].folder, splits_of(0, quick), rounds)
+    times = measure_times(trained[0].folder, quick)
     found = [one.found for one in trained]
-    rows = [_row(name, found, latencies[name]) for name in DOMAINS]
-    switching = _switching(trained[0].folder, 3 if quick else 15)
-    return Report("teachers", rows, [], found={"switching": switching, "runs": found})
+    rows = [_row(name, found, times["latencies"][name]) for name in DOMAINS]
+    return Report("teachers", rows, [], found={"switching": times["switching"], "runs": found})
+
+
+def measure_times(folder: Path, quick: bool) -> dict[str, Any]:
+    """Latencies and the cost of switching, with the models of one seed, or their stored result."""
+    result = folder / "times.json"
+    if not result.exists():
+        torch.set_num_threads(1)
+        measured = {
+            "latencies": _latencies(folder, splits_of(0, quick), 5 if quick else 40),
+            "switching": _switching(folder, 3 if quick else 15),
+        }
+        result.write_text(json.dumps(measured) + "\n")
+    return dict(json.loads(result.read_text()))
 
 
 def _say(text: str) -> None:
