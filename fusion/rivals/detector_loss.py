@@ -16,7 +16,7 @@ _EDGES_WEIGHT = 2.0
 
 
 def targets(boxes: Sequence[Box], middles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which box each cell predicts: the nearest one whose centre is within reach and in which the cell's centre lies.
+    """The box that each cell predicts: the nearest one within reach that contains the cell's centre.
 
     Args:
         boxes: of one picture.

@@ -234,9 +234,10 @@ def draw(rows: Sequence[Mapping[str, Any]], folder: Path) -> None:
     for place, method in enumerate(METHODS):
         at = [number + 0.27 * (place - 1) for number in range(len(names))]
         values = [row[method] for row in rows]
-        scores.bar(at, values, 0.25, yerr=[row[f"{method} +-"] for row in rows], capsize=3, label=method)
-        for x, value in zip(at, values, strict=True):
-            scores.text(x, value + 0.03, f"{value:.2f}", ha="center", fontsize=7)
+        errors = [row[f"{method} +-"] for row in rows]
+        scores.bar(at, values, 0.25, yerr=errors, capsize=3, label=method)
+        for x, value, error in zip(at, values, errors, strict=True):
+            scores.text(x, value + error + 0.02, f"{value:.2f}", ha="center", fontsize=7)
     scores.set_xticks(range(len(names)), [f"{row['domain']}\n({row['metric']})" for row in rows])
     scores.set(ylabel="score on test data", ylim=(0, 1.3))
     scores.legend(fontsize=8, ncols=2, loc="upper center")
@@ -249,7 +250,7 @@ def draw(rows: Sequence[Mapping[str, Any]], folder: Path) -> None:
             times.text(x, value * 1.1, f"{value:.2g}", ha="center", fontsize=7)
     times.set_xticks(range(len(names)), names)
     times.set(ylabel="ms of processor time per answer, one thread", yscale="log")
-    times.margins(y=0.25)
+    times.margins(y=0.4)
     times.legend(fontsize=8, loc="upper left")
     for panel in (scores, times):
         panel.grid(alpha=0.3, axis="y")
