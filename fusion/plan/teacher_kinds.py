@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field
 
 from fusion.plan.fields import Number, PlanModel, PlanPath, Whole
 
 _FUNCTION = r"^[\w.]+:\w+$"
+
+
+def _positive(std: tuple[float, float, float]) -> tuple[float, float, float]:
+    if min(std) <= 0:
+        raise ValueError(f"{list(std)} must be above 0")
+    return std
+
+
+Colors = tuple[float, float, float]
+PositiveColors = Annotated[Colors, AfterValidator(_positive)]
 
 
 class _Teacher(PlanModel):
@@ -64,15 +74,8 @@ class _Network(_Teacher):
     file: PlanPath
     labels: tuple[str, ...] = Field(min_length=2)
     size: Whole = Field(ge=8, le=2048)
-    mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    std: tuple[float, float, float] = (1.0, 1.0, 1.0)
-
-    @field_validator("std")
-    @classmethod
-    def _positive(cls, std: tuple[float, float, float]) -> tuple[float, float, float]:
-        if min(std) <= 0:
-            raise ValueError(f"{list(std)} must be above 0")
-        return std
+    mean: Colors = (0.0, 0.0, 0.0)
+    std: PositiveColors = (1.0, 1.0, 1.0)
 
 
 class TorchTeacher(_Network):
@@ -87,6 +90,29 @@ class OnnxTeacher(_Network):
     """An ONNX classifier run by OpenCV; it returns logits or probabilities [1, labels]."""
 
     kind: Literal["onnx"]
+
+
+class OnnxDetectorTeacher(_Detector):
+    """An ONNX detector run by onnxruntime.
+
+    labels: of each class, in order, a background class included; None for the names that Ultralytics stores in the
+    file. size: height and width in pixels, if the file leaves them open. mean, std: normalisation of
+    colours from 0 to 1. resize: "letterbox" keeps the aspect ratio, with grey borders. layout: of the outputs
+    (`fusion.teachers.detector_layouts`); None to recognise it. boxes: whether edges are pixels of the input or shares
+    of it. overlap: suppression drops the less confident of two boxes of one label with more IoU than this.
+    """
+
+    kind: Literal["onnx_detector"]
+    file: PlanPath
+    labels: tuple[str, ...] | None = Field(None, min_length=1)
+    size: Whole | None = Field(None, ge=8, le=4096)
+    mean: Colors = (0.0, 0.0, 0.0)
+    std: PositiveColors = (1.0, 1.0, 1.0)
+    resize: Literal["letterbox", "stretch"] = "letterbox"
+    layout: Literal["anchor_free", "objectness", "end_to_end", "separate"] | None = None
+    boxes: Literal["pixels", "shares"] = "pixels"
+    overlap: Number = Field(0.45, gt=0, lt=1)
+    min_confidence: Number = Field(0.25, gt=0, le=1)
 
 
 class TransformersTeacher(_Detector):
@@ -112,6 +138,7 @@ TeacherPlan = Annotated[
     | SklearnTeacher
     | TorchTeacher
     | OnnxTeacher
+    | OnnxDetectorTeacher
     | TransformersTeacher
     | CallableTeacher,
     Field(discriminator="kind"),

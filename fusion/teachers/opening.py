@@ -10,6 +10,7 @@ from fusion.plan.teacher_kinds import (
     CallableTeacher,
     CascadeTeacher,
     HogTeacher,
+    OnnxDetectorTeacher,
     OnnxTeacher,
     SklearnTeacher,
     TeacherPlan,
@@ -22,11 +23,13 @@ from fusion.teachers.classifier import Preprocessing
 from fusion.teachers.estimator import Estimator, load_estimator
 from fusion.teachers.function import UserFunction
 from fusion.teachers.module import ModuleClassifier, load_module
+from fusion.teachers.onnx_detector import DetectorSettings, OnnxDetector
 from fusion.teachers.opencv import Cascade, OnnxClassifier, People
 from fusion.teachers.pretrained import PretrainedDetector, load_pretrained
 from fusion.teachers.protocol import Teacher
 
 _NAMES = ("file", "path", "function")  # fields that identify a teacher
+_COUNTED = 0.05  # least score of a box that counts as dropped below the plan's minimum confidence
 _ALLOW = "set `allow_code: true` if you trust it"
 
 
@@ -60,6 +63,8 @@ def _open(plan: TeacherPlan, task: str) -> Teacher:
             return ModuleClassifier(load_module(file, plan.module), file.name, plan.labels, _sizes(plan))
         case OnnxTeacher():
             return OnnxClassifier(plan.file, plan.labels, _sizes(plan))
+        case OnnxDetectorTeacher():
+            return _find(plan, OnnxDetector(plan.file, _detector_settings(plan)), task)
         case TransformersTeacher():
             return _pretrained(plan, task)
         case CallableTeacher():
@@ -80,7 +85,9 @@ def runs_code(plan: TeacherPlan) -> tuple[str, str] | None:
     return None
 
 
-def _find(plan: CascadeTeacher | HogTeacher | TransformersTeacher, detector: Detector, task: str) -> Teacher:
+def _find(
+    plan: CascadeTeacher | HogTeacher | OnnxDetectorTeacher | TransformersTeacher, detector: Detector, task: str
+) -> Teacher:
     if task not in boxes.TASKS:
         raise ValueError(f"{detector.name} is a detector, which supports {', '.join(boxes.TASKS)}, not {task}")
     return boxes.FromBoxes(detector, task, plan.min_confidence, plan.absent)
@@ -93,3 +100,17 @@ def _pretrained(plan: TransformersTeacher, task: str) -> Teacher:
 
 def _sizes(plan: OnnxTeacher | TorchTeacher) -> Preprocessing:
     return Preprocessing(plan.size, plan.mean, plan.std)
+
+
+def _detector_settings(plan: OnnxDetectorTeacher) -> DetectorSettings:
+    return DetectorSettings(
+        labels=plan.labels,
+        size=plan.size,
+        mean=plan.mean,
+        std=plan.std,
+        resize=plan.resize,
+        layout=plan.layout,
+        shares=plan.boxes == "shares",
+        minimum=min(plan.min_confidence, _COUNTED),
+        overlap=plan.overlap,
+    )

@@ -35,6 +35,7 @@ BENCHES = {
     "soak": "serving.soak",
     "streams": "serving.streams",
     "tp": "tensor_parallel.tp",
+    "teachers": "engine.teachers",
 }
 """Each bench's module in this package, with `run(quick) -> Report`. "all" runs them in this order."""
 

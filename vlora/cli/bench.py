@@ -169,9 +169,10 @@ def bench(
         vlora bench serve --surface http --surface rpyc --concurrency 16 --requests 64 --popularity zipf
         vlora bench serve --url http://127.0.0.1:8000/v1 --model base --adapter-name signs --rate 2 --duration-s 60
         vlora bench streams --out results    # cameras in real time; some ten minutes
-        vlora bench fusion --out results     # resumes an interrupted run, as does policy
+        vlora bench fusion --out results     # resumes an interrupted run, as do policy and teachers
 
-    `fusion`, `bd` (block-diagonal adapters), `activated` (aLoRA) and `retrieve` (recall of `vlora retrieve`) train
+    `teachers` (small models beside adapters), `fusion`, `bd` (block-diagonal adapters), `activated` (aLoRA) and
+    `retrieve` (recall of `vlora retrieve`) train
     models: they take long, and run last in `all`.
     """
     given = {name: value for name, value in serve.items() if value not in (None, ())}

@@ -94,10 +94,23 @@ def _small_config(**text: int) -> Any:
 
 
 class MergeableModel:
-    """Slabs and an adapter pool of a model with random weights in bfloat16. allocate: makes the slabs."""
+    """Slabs and an adapter pool of a model with random weights in bfloat16, or of a given one.
 
-    def __init__(self, config: Any, device: torch.device, arena_bytes: int = 2**30, allocate: Allocate = empty) -> None:
-        self.hf_model = HFModel(dummy_model(config, "bfloat16", device, seed=0))
+    Args:
+        config: The model's configuration.
+        allocate: Makes the slabs.
+        model: A loaded model, instead of random weights.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        device: torch.device,
+        arena_bytes: int = 2**30,
+        allocate: Allocate = empty,
+        model: Any | None = None,
+    ) -> None:
+        self.hf_model = HFModel(dummy_model(config, "bfloat16", device, seed=0) if model is None else model)
         self.shapes = language_shapes(self.hf_model.model)
         self.slabs = WeightSlabs(self.hf_model.language_linears, join=device.type == "cuda", allocate=allocate)
         arena = Arena(arena_bytes // PAGE_BYTES, device)
@@ -120,19 +133,28 @@ class MergeableModel:
         Returns:
             The adapters' keys.
         """
-        registry = AdapterRegistry(self.pool.sites, self.hf_model.dtype, self.hf_model.hidden_size)
-        keys: list[str] = []
         with tempfile.TemporaryDirectory() as folder:
-            for number, rank in enumerate(ranks):
-                path = write_adapter(
-                    Path(folder) / f"a{number}", self.shapes, rank, seed=number, dtype=self.hf_model.dtype
+            return [
+                self.load_folder(
+                    write_adapter(
+                        Path(folder) / f"a{number}", self.shapes, rank, seed=number, dtype=self.hf_model.dtype
+                    )
                 )
-                adapter = registry.read_folder(f"a{number}", path).adapter
-                assert adapter is not None and self.pool.load(adapter)
-                if adapter.key in self.pool.loading:
-                    self.pool.finish_load(adapter.key)
-                keys.append(adapter.key)
-        return keys
+                for number, rank in enumerate(ranks)
+            ]
+
+    def load_folder(self, path: str) -> str:
+        """Load an adapter from its folder.
+
+        Returns:
+            Its key.
+        """
+        registry = AdapterRegistry(self.pool.sites, self.hf_model.dtype, self.hf_model.hidden_size)
+        adapter = registry.read_folder(Path(path).name, path).adapter
+        assert adapter is not None and self.pool.load(adapter)
+        if adapter.key in self.pool.loading:
+            self.pool.finish_load(adapter.key)
+        return adapter.key
 
 
 _IN_PLACE = ("rewrite", "rewrite back", "subtract", "subtract back")

@@ -1,0 +1,100 @@
+"""The small model of each built-in source: its network, its training, and its file in ONNX."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from fusion.data.samples import Sample, Splits
+from fusion.rivals.networks import AnchorFreeDetector, Classifier, ClipClassifier, Counter
+from fusion.rivals.training import fit, loss_of_detector, loss_of_task, pixels
+from fusion.teachers.onnx_detector import DetectorSettings, OnnxDetector, open_session
+from heads import TASKS, Box
+
+_SCORE = 0.5  # least score of a reported box, as of a detection head
+
+
+@dataclasses.dataclass(frozen=True)
+class Rival:
+    """A kind of small model. steps: of training, with 32 samples each."""
+
+    name: str
+    build: Callable[[Splits], nn.Module]
+    steps: int
+
+    def train(self, splits: Splits, seed: int, *, steps: int | None = None) -> nn.Module:
+        """Train on the training part. Takes minutes of processor time.
+
+        Args:
+            steps: instead of the model's own number.
+        """
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = self.build(splits)
+        if isinstance(model, AnchorFreeDetector):
+            loss = loss_of_detector(model, splits.train, seed)
+        else:
+            task = TASKS[splits.task].for_training(splits.labels, [sample.target for sample in splits.train])
+            loss = loss_of_task(model, task, splits.train)
+        fit(model, splits.train, loss, steps or self.steps, seed)
+        return model
+
+
+RIVALS: dict[str, Rival] = {
+    "drawn-traffic-detection": Rival(
+        "anchor-free detector", lambda splits: AnchorFreeDetector(len(splits.labels)), 500
+    ),
+    "drawn-signs": Rival("classifier", lambda splits: Classifier(len(splits.labels)), 400),
+    "drawn-traffic-counts": Rival("counter", lambda splits: Counter(len(splits.labels)), 500),
+    "drawn-actions": Rival("action model", lambda splits: ClipClassifier(len(splits.labels), splits.num_frames), 200),
+    "drawn-short-actions": Rival(
+        "action model", lambda splits: ClipClassifier(len(splits.labels), splits.num_frames), 200
+    ),
+}
+"""By built-in source."""
+
+
+def export(model: nn.Module, splits: Splits, file: Path) -> None:
+    """Write a trained model in ONNX, for one sample at a time."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that this exporter is the older one; the newer needs onnxscript
+        torch.onnx.export(
+            model, (pixels(splits.test[:1]),), file, input_names=["images"], output_names=["output0"], dynamo=False
+        )
+
+
+class SmallModel:
+    """An exported model, run by onnxruntime: one answer per sample, as its domain's metric compares them.
+
+    Args:
+        threads: number of threads; None for torch's.
+    """
+
+    def __init__(self, file: Path, splits: Splits, *, threads: int | None = None) -> None:
+        self._labels = splits.labels
+        self._detector: OnnxDetector | None = None
+        if splits.task == "detection":
+            settings = DetectorSettings(minimum=_SCORE, labels=splits.labels)
+            self._detector = OnnxDetector(file, settings)
+        else:
+            self._session: Any = open_session(file, threads)
+
+    def answer(self, sample: Sample) -> Any:
+        if self._detector is not None:
+            return tuple(
+                Box(self._labels.index(box.label), *box[1:5], box.confidence)  # type: ignore[misc, call-arg]
+                for box in self._detector.find(sample.frames[0])
+            )
+        planes = pixels([sample]).numpy()
+        (logits,) = self._session.run(None, {"images": planes})
+        return int(np.argmax(logits[0]))
+
+    def answers(self, samples: Sequence[Sample]) -> list[Any]:
+        return [self.answer(sample) for sample in samples]

@@ -1,0 +1,158 @@
+"""ONNX detectors as teachers, run by onnxruntime and decoded here. No code from the file is run."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fusion.data.items import NamedBox
+from fusion.teachers.detector_layouts import SUPPRESSED, LayoutName, Output, raw_boxes, recognise
+from fusion.teachers.letterbox import Placed, Resize, place
+from heads.boxes import Box, suppress
+
+_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
+_GREY = np.full((64, 64, 3), 114, np.uint8)
+
+
+class DetectorSettings(NamedTuple):
+    """Settings of a plan for an ONNX detector.
+
+    labels: of each class, in order; None for the names in the file. size: height and width of the input; None for the
+    file's. mean, std: normalisation of colours from 0 to 1. layout: None to recognise it. shares: edges are shares of
+    the input instead of pixels. minimum: least score of a box. overlap: of two boxes of one label with more IoU than
+    this, suppression drops one.
+    """
+
+    labels: tuple[str, ...] | None
+    minimum: float
+    size: int | None = None
+    mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    std: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    resize: Resize = "letterbox"
+    layout: LayoutName | None = None
+    shares: bool = False
+    overlap: float = 0.45
+
+
+class OnnxDetector:
+    """Finds boxes with a model from a picture to one of the layouts of `detector_layouts`.
+
+    Raises ValueError for a file that onnxruntime cannot run, an input that is not a picture, or outputs of no known
+    layout.
+    """
+
+    def __init__(self, file: Path, settings: DetectorSettings) -> None:
+        self._file, self._settings = file, settings
+        self._session = open_session(file)
+        self._height, self._width, self._batched, self._type = self._input()
+        self.labels = settings.labels or self._names()
+        self.layout = recognise(self._run(self._placed(_GREY)), len(self.labels), settings.layout)
+        self.name = (
+            f"ONNX detector {file.stem} ({self.layout}, {len(self.labels)} labels, {self._width} x {self._height})"
+        )
+
+    def find(self, frame: np.ndarray) -> list[NamedBox]:
+        placed = self._placed(frame)
+        found = raw_boxes(self.layout, self._run(placed), self._settings.minimum)
+        if len(found.classes) and not 0 <= int(found.classes.min()) <= int(found.classes.max()) < len(self.labels):
+            raise ValueError(
+                f"a box has class {int(found.classes.max())}, but `labels` has {len(self.labels)}: classes 0 to "
+                f"{len(self.labels) - 1}; list all of the model's labels in order, its background class included"
+            )
+        scale = [self._width, self._height] * 2 if self._settings.shares else [1.0] * 4
+        edges = placed.shares(found.edges * scale)
+        boxes = [
+            Box(label, left, top, right, bottom, min(1.0, score))
+            for label, (left, top, right, bottom), score in zip(
+                found.classes.tolist(), edges.tolist(), found.scores.tolist(), strict=True
+            )
+        ]
+        if self.layout not in SUPPRESSED:
+            boxes = suppress(boxes, self._settings.overlap)
+        clipped = [(box, [min(1.0, max(0.0, edge)) for edge in box[1:5]]) for box in boxes]
+        return [
+            NamedBox(self.labels[box.label], left, top, right, bottom, box.score)
+            for box, (left, top, right, bottom) in clipped
+            if left < right and top < bottom
+        ]
+
+    def _placed(self, frame: np.ndarray) -> Placed:
+        return place(frame, self._height, self._width, self._settings.resize)
+
+    def _run(self, placed: Placed) -> list[Output]:
+        pixels = placed.pixels.astype(np.float32) / 255
+        normal = (pixels - np.array(self._settings.mean, np.float32)) / np.array(self._settings.std, np.float32)
+        planes: np.ndarray = np.ascontiguousarray(normal.transpose(2, 0, 1).astype(self._type))
+        try:
+            values = self._session.run(
+                None, {self._session.get_inputs()[0].name: planes[None] if self._batched else planes}
+            )
+        except Exception as error:  # onnxruntime's errors share no class
+            raise ValueError(f"{self._file} fails on a picture: {_first_line(error)}") from error
+        names = [output.name for output in self._session.get_outputs()]
+        if not all(isinstance(each, np.ndarray) for each in values):
+            raise ValueError(f"{self._file} gives outputs that are not tensors; export it without maps or sequences")
+        return [Output(name, each) for name, each in zip(names, values, strict=True)]
+
+    def _input(self) -> tuple[int, int, bool, type]:
+        """Height, width, whether there is a batch dimension, and the numbers' type."""
+        inputs = self._session.get_inputs()
+        shown = ", ".join(f"{each.name} {each.type} {each.shape}" for each in inputs)
+        shape = list(inputs[0].shape)
+        batched = len(shape) == 4
+        if len(inputs) != 1 or inputs[0].type not in _TYPES or len(shape) not in (3, 4) or shape[-3] != 3:
+            raise ValueError(
+                f"{self._file} has the input {shown}; supported is one picture of float or float16 numbers, "
+                "[1, 3, height, width] or [3, height, width]"
+            )
+        if batched and isinstance(shape[0], int) and shape[0] != 1:
+            raise ValueError(f"{self._file} takes {shape[0]} pictures at a time ({shown}); export it for batches of 1")
+        fixed = [extent if isinstance(extent, int) else self._settings.size for extent in shape[-2:]]
+        if None in fixed:
+            raise ValueError(f"{self._file} has an input without a fixed size ({shown}); set `size` in pixels")
+        if self._settings.size is not None and fixed != [self._settings.size] * 2:
+            raise ValueError(
+                f"{self._file} takes pictures of {fixed[0]} x {fixed[1]}, not {self._settings.size}; remove `size`"
+            )
+        return int(fixed[0] or 0), int(fixed[1] or 0), batched, _TYPES[inputs[0].type]
+
+    def _names(self) -> tuple[str, ...]:
+        """The labels that Ultralytics stores in an exported file: "{0: 'person', 1: 'car'}"."""
+        text = self._session.get_modelmeta().custom_metadata_map.get("names", "")
+        try:
+            names = ast.literal_eval(text)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            names = None
+        if not isinstance(names, dict) or not names or sorted(names) != list(range(len(names))):
+            raise ValueError(f"{self._file} contains no names of labels; set `labels`")
+        return tuple(str(names[number]) for number in range(len(names)))
+
+
+def open_session(file: Path, threads: int | None = None) -> Any:
+    """An onnxruntime session on the CPU. Raises ValueError if the file is not a model that onnxruntime runs.
+
+    Args:
+        threads: number of threads; None for torch's.
+    """
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise ValueError(f"{file} needs onnxruntime; install it with pip install 'vlora[teachers]'") from error
+    import torch
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads or torch.get_num_threads()
+    options.log_severity_level = 4  # errors are raised
+    try:
+        return onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime's errors share no class
+        raise ValueError(f"{file} is not an ONNX model that onnxruntime can run: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    """Without the codes and the path with which onnxruntime begins."""
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    return line.rpartition(" failed:")[2].removeprefix("[ONNXRuntimeError] : ").strip()

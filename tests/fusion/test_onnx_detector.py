@@ -1,0 +1,366 @@
+"""ONNX detectors as teachers: every output layout against a literal decoding, and on pictures with drawn boxes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fusion.data.items import NamedBox
+from fusion.plan.errors import PlanErrors, PlanText
+from fusion.plan.schema import DomainPlan
+from fusion.teachers.letterbox import place
+from fusion.teachers.opening import open_teacher
+from fusion.teachers.protocol import Teacher
+from tests.fusion.made import load_plan, write_plan
+from vlora.errors import BadPlan
+
+onnx = pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+
+LABELS = ("car", "van", "bus")
+LAYOUTS = ("anchor_free", "objectness", "end_to_end", "separate")
+SIDE = 64
+
+
+def constant_model(
+    file: Path,
+    outputs: Mapping[str, np.ndarray],
+    shape: Sequence[int | str] = (1, 3, SIDE, SIDE),
+    elements: int = onnx.TensorProto.FLOAT,
+    names: str = "",
+) -> Path:
+    """A model that returns the same outputs for every picture."""
+    helper, numpy_helper = onnx.helper, onnx.numpy_helper
+    nodes = [
+        helper.make_node("Constant", [], [name], value=numpy_helper.from_array(values))
+        for name, values in outputs.items()
+    ]
+    infos = [
+        helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(values.dtype), values.shape)
+        for name, values in outputs.items()
+    ]
+    graph = helper.make_graph(nodes, "constant", [helper.make_tensor_value_info("images", elements, shape)], infos)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    if names:
+        helper.set_model_props(model, {"names": names, "task": "detect"})
+    onnx.save(model, str(file))
+    return file
+
+
+def opened(file: Path, task: str = "detection", **fields: Any) -> Teacher:
+    teacher = {"kind": "onnx_detector", "file": str(file), "labels": LABELS, **fields}
+    domain = DomainPlan(name="a", source="x", question="q", threshold=0.5, teacher=teacher)  # type: ignore[arg-type]
+    errors = PlanErrors(PlanText())
+    assert domain.teacher is not None
+    found = open_teacher(domain.teacher, task, errors)
+    errors.raise_if_any()
+    assert found is not None
+    return found
+
+
+def refused(file: Path, **fields: Any) -> str:
+    with pytest.raises(BadPlan) as caught:
+        opened(file, **fields)
+    return str(caught.value)
+
+
+def boxes(teacher: Teacher, frame: np.ndarray) -> list[NamedBox]:
+    return list(cast(tuple[NamedBox, ...], teacher.label([[frame]])[0].answer))
+
+
+# -- a literal decoding as the oracle ---------------------------------------------------------------------------------
+
+
+def drawn_outputs(layout: str, seed: int) -> dict[str, np.ndarray]:
+    """Random outputs with groups of overlapping boxes, as a detector gives around an object."""
+    rng = np.random.default_rng(seed)
+    centers = rng.uniform(8, SIDE - 8, (5, 2)).repeat(6, 0) + rng.normal(0, 1.5, (30, 2))
+    sizes = rng.uniform(8, 24, (5, 2)).repeat(6, 0) * rng.uniform(0.9, 1.1, (30, 2))
+    boxes, scores = np.concatenate([centers, sizes], 1), rng.uniform(0, 1, (30, 3)) ** 2
+    if layout == "anchor_free":
+        return {"output0": np.concatenate([boxes, scores], 1).T[None].astype(np.float32)}
+    if layout == "objectness":
+        return {"output": np.concatenate([boxes, rng.uniform(0, 1, (30, 1)), scores], 1)[None].astype(np.float32)}
+    edges = np.concatenate([centers - sizes / 2, centers + sizes / 2], 1).astype(np.float32)
+    classes, best = scores.argmax(1), scores.max(1).astype(np.float32)
+    if layout == "end_to_end":
+        return {"output0": np.concatenate([edges, best[:, None], classes[:, None]], 1)[None].astype(np.float32)}
+    return {"boxes": edges, "labels": classes.astype(np.int64), "scores": best}
+
+
+def decoded(layout: str, outputs: Mapping[str, np.ndarray], height: int, width: int, floor: float) -> set[Any]:
+    """Written out step by step: rows to scores, sorted suppression per label, the letterbox undone, clipping."""
+    rows = []
+    if layout == "anchor_free":
+        for anchor in range(outputs["output0"].shape[2]):
+            x, y, w, h, *scores = outputs["output0"][0, :, anchor].tolist()
+            label = max(range(3), key=lambda each: scores[each])
+            rows.append((scores[label], label, x - w / 2, y - h / 2, x + w / 2, y + h / 2))
+    elif layout == "objectness":
+        for x, y, w, h, sure, *scores in outputs["output"][0].tolist():
+            label = max(range(3), key=lambda each: scores[each])
+            rows.append((sure * scores[label], label, x - w / 2, y - h / 2, x + w / 2, y + h / 2))
+    elif layout == "end_to_end":
+        rows = [(score, int(label), *edges) for *edges, score, label in outputs["output0"][0].tolist()]
+    else:
+        triples = zip(outputs["boxes"].tolist(), outputs["labels"].tolist(), outputs["scores"].tolist(), strict=True)
+        rows = [(score, label, *edges) for edges, label, score in triples]
+    kept: list[Any] = []
+    for row in sorted((row for row in rows if row[0] >= floor), reverse=True):
+        final = layout in ("end_to_end", "separate")
+        if final or all(other[1] != row[1] or overlap(other[2:], row[2:]) <= 0.45 for other in kept):
+            kept.append(row)
+    # Padding as of Ultralytics' letterbox; the scale is that of the resized picture, which has whole pixels.
+    gain = min(SIDE / height, SIDE / width)
+    inner = (round(width * gain), round(height * gain))
+    across, down = (round((SIDE - extent) / 2 - 0.1) for extent in inner)
+    whole = set()
+    for score, label, left, top, right, bottom in kept:
+        edges = [left - across, top - down, right - across, bottom - down]
+        edges = [min(1.0, max(0.0, edge / extent)) for edge, extent in zip(edges, inner * 2, strict=True)]
+        if edges[0] < edges[2] and edges[1] < edges[3]:
+            whole.add((LABELS[label], *(round(edge, 4) for edge in edges), round(score, 4)))
+    return whole
+
+
+def overlap(one: Sequence[float], other: Sequence[float]) -> float:
+    width = min(one[2], other[2]) - max(one[0], other[0])
+    height = min(one[3], other[3]) - max(one[1], other[1])
+    shared = max(0.0, width) * max(0.0, height)
+    areas = [(box[2] - box[0]) * (box[3] - box[1]) for box in (one, other)]
+    return shared / (sum(areas) - shared)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("height", "width"), [(64, 64), (40, 80), (160, 64)])
+def test_every_layout_is_decoded_as_written_out(tmp_path: Path, layout: str, height: int, width: int) -> None:
+    for seed in range(4):
+        outputs = drawn_outputs(layout, seed)
+        file = constant_model(tmp_path / f"{seed}.onnx", outputs)
+        teacher = opened(file, min_confidence=0.3)
+        assert layout in teacher.name
+        found = {
+            (label, *(round(edge, 4) for edge in edges), round(score, 4))
+            for label, *edges, score in boxes(teacher, np.zeros((height, width, 3), np.uint8))
+        }
+        expected = decoded(layout, outputs, height, width, 0.3)
+        assert len(expected) > 3 and found == expected
+
+
+def test_suppression_drops_boxes_of_raw_heads_only(tmp_path: Path) -> None:
+    """Negative control for the oracle: without suppression the raw heads give more boxes."""
+    for layout in LAYOUTS:
+        file = constant_model(tmp_path / f"{layout}.onnx", drawn_outputs(layout, 0))
+        frame = np.zeros((SIDE, SIDE, 3), np.uint8)
+        few, many = (len(boxes(opened(file, min_confidence=0.1, overlap=each), frame)) for each in (0.1, 0.99))
+        assert (few < many) == (layout in ("anchor_free", "objectness")), layout
+
+
+# -- drawn boxes ------------------------------------------------------------------------------------------------------
+
+
+class Painted(nn.Module):
+    """Measures the edges of the red and the green pixels in its input; scores 0.9 if there are any, else 0."""
+
+    def __init__(self, layout: str) -> None:
+        super().__init__()
+        self.layout = layout
+
+    def forward(self, pixels: torch.Tensor) -> Any:
+        planes = pixels.reshape(3, SIDE, SIDE)
+        rows = []
+        at = torch.arange(SIDE, dtype=torch.float32)
+        for color in (0, 1):
+            mask = (planes[color] - planes[1 - color] > 0.4).float()
+            across, down = mask.amax(0), mask.amax(1)
+            low = [(at + 1000 * (1 - line)).amin() for line in (across, down)]
+            high = [(at * line).amax() + 1 for line in (across, down)]
+            rows.append(torch.stack([*low, *high, 0.9 * mask.amax()]))
+        edges, scores = torch.stack(rows)[:, :4], torch.stack(rows)[:, 4]
+        centers = torch.cat([(edges[:, :2] + edges[:, 2:]) / 2, edges[:, 2:] - edges[:, :2]], 1)
+        by_label = torch.eye(2) * scores
+        if self.layout == "anchor_free":
+            return torch.cat([centers, by_label], 1).T[None]
+        if self.layout == "objectness":
+            return torch.cat([centers, scores[:, None], (by_label > 0).float()], 1)[None]
+        numbers = torch.arange(2)
+        if self.layout == "end_to_end":
+            return torch.cat([edges, scores[:, None], numbers[:, None].float()], 1)[None]
+        return edges / SIDE, scores, numbers
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_drawn_boxes_are_found_where_they_were_drawn(tmp_path: Path, layout: str) -> None:
+    shape = (3, SIDE, SIDE) if layout == "separate" else (1, 3, SIDE, SIDE)  # torchvision takes no batch dimension
+    names = ["boxes", "scores", "labels"] if layout == "separate" else ["output0"]
+    file = tmp_path / "painted.onnx"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(Painted(layout), (torch.zeros(shape),), file, output_names=names, dynamo=False)  # type: ignore[arg-type]
+    fields = {"boxes": "shares"} if layout == "separate" else {}
+    teacher = opened(file, labels=("red", "green"), **fields)
+    drawn = {"red": (30, 20, 110, 60), "green": (120, 40, 190, 90)}
+    frame = np.full((100, 200, 3), 128, np.uint8)
+    for number, (left, top, right, bottom) in enumerate(drawn.values()):
+        color = [230 if channel == number else 20 for channel in range(3)]
+        cv2.rectangle(frame, (left, top), (right - 1, bottom - 1), color, -1)
+    found = {box.label: box for box in boxes(teacher, frame)}
+    assert set(found) == set(drawn)
+    for label, (left, top, right, bottom) in drawn.items():
+        edges = np.array(found[label][1:5]) * [200, 100, 200, 100]
+        assert np.abs(edges - [left, top, right, bottom]).max() < 4, (label, edges)  # a pixel of the input is 3.1
+    assert boxes(teacher, np.full((100, 200, 3), 128, np.uint8)) == []  # negative control
+
+
+def test_letterboxed_pictures_keep_their_shape_in_the_middle() -> None:
+    frame = np.full((10, 20, 3), 250, np.uint8)
+    placed = place(frame, 33, 40, "letterbox")
+    assert (placed.left, placed.top, placed.width, placed.height) == (0, 6, 40, 20)
+    assert (placed.pixels[6:26] == 250).all() and (placed.pixels[:6] == 114).all() and (placed.pixels[26:] == 114).all()
+    stretched = place(frame, 33, 40, "stretch")
+    assert (stretched.pixels == 250).all() and stretched.shares(np.array([[20, 0, 40, 33]])).tolist() == [
+        [0.5, 0, 1, 1]
+    ]
+
+
+def test_colours_are_normalised_as_the_plan_sets(tmp_path: Path) -> None:
+    """The model's score is the mean of its input, so it shows what the model gets."""
+    helper, floats = onnx.helper, onnx.TensorProto.FLOAT
+    corner = onnx.numpy_helper.from_array(np.array([[[8, 8, 8, 8]]], np.float32).transpose(0, 2, 1))
+    graph = helper.make_graph(
+        [
+            helper.make_node("GlobalAveragePool", ["x"], ["means"]),
+            helper.make_node("ReduceMean", ["means"], ["mean"], axes=[1, 2, 3], keepdims=0),
+            helper.make_node("Constant", [], ["shape"], value=onnx.numpy_helper.from_array(np.array([1, 1, 1]))),
+            helper.make_node("Reshape", ["mean", "shape"], ["score"]),
+            helper.make_node("Constant", [], ["box"], value=corner),
+            helper.make_node("Concat", ["box", "score"], ["y"], axis=1),
+        ],
+        "mean",
+        [helper.make_tensor_value_info("x", floats, [1, 3, SIDE, SIDE])],
+        [helper.make_tensor_value_info("y", floats, [1, 5, 1])],
+    )
+    onnx.save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8), str(tmp_path / "m.onnx")
+    )
+    frame = np.zeros((SIDE, SIDE, 3), np.uint8)
+    frame[..., 0], frame[..., 1], frame[..., 2] = 255, 102, 51
+    fields: dict[str, Any] = {"labels": ("bright",), "min_confidence": 0.01}
+    (plain,) = boxes(opened(tmp_path / "m.onnx", **fields), frame)
+    assert plain.confidence == pytest.approx((1 + 0.4 + 0.2) / 3, abs=1e-5)
+    (normal,) = boxes(opened(tmp_path / "m.onnx", mean=(0.2, 0.2, 0.2), std=(2.0, 1.0, 1.0), **fields), frame)
+    assert normal.confidence == pytest.approx((0.4 + 0.2 + 0.0) / 3, abs=1e-5)
+
+
+# -- files that do not fit --------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_layout_is_refused_with_its_shapes(tmp_path: Path) -> None:
+    masks = {"output0": np.zeros((1, 39, 84), np.float32), "output1": np.zeros((1, 32, 16, 16), np.float32)}
+    message = refused(constant_model(tmp_path / "net.onnx", masks))
+    assert "field `file`: its outputs output0 [1, 39, 84], output1 [1, 32, 16, 16]" in message
+    assert "[1, 4 + labels, anchors] (YOLOv8, YOLO11)" in message and "\n" not in message
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:2])
+@pytest.mark.parametrize("labels", [("car", "van"), (*LABELS, "tram")])
+def test_a_wrong_number_of_labels_is_refused(tmp_path: Path, layout: str, labels: tuple[str, ...]) -> None:
+    file = constant_model(tmp_path / "net.onnx", drawn_outputs(layout, 0))
+    message = refused(file, labels=labels)
+    assert f"fit no supported layout with {len(labels)} labels; they would fit 3 labels as {layout}" in message
+    assert "do not fit" in refused(file, labels=labels, layout=layout)
+
+
+def test_a_class_beyond_the_labels_is_an_error(tmp_path: Path) -> None:
+    for layout in LAYOUTS[2:]:
+        teacher = opened(constant_model(tmp_path / "net.onnx", drawn_outputs(layout, 0)), labels=("car", "van"))
+        with pytest.raises(ValueError, match="a box has class 2, but `labels` has 2: classes 0 to 1"):
+            boxes(teacher, np.zeros((SIDE, SIDE, 3), np.uint8))
+
+
+def test_outputs_that_fit_two_layouts_need_a_choice(tmp_path: Path) -> None:
+    rows = np.array([[[10, 10, 30, 30, 0.9, 0.0], [30, 30, 60, 60, 0.8, 0.0]]], np.float32)
+    file = constant_model(tmp_path / "net.onnx", {"output0": rows})
+    assert "fit objectness and end_to_end; set `layout` to one of them" in refused(file, labels=("car",))
+    teacher = opened(file, labels=("car",), layout="end_to_end")
+    assert [round(box.right * SIDE) for box in boxes(teacher, np.zeros((SIDE, SIDE, 3), np.uint8))] == [30, 60]
+
+
+def test_logits_instead_of_scores_are_an_error(tmp_path: Path) -> None:
+    outputs = drawn_outputs("anchor_free", 0)
+    outputs["output0"][0, 4:] = 8 * outputs["output0"][0, 4:] - 4
+    teacher = opened(constant_model(tmp_path / "net.onnx", outputs))
+    with pytest.raises(
+        ValueError, match=r"scores are from -\S+ to \S+; expected 0 to 1: export the model with sigmoid"
+    ):
+        boxes(teacher, np.zeros((SIDE, SIDE, 3), np.uint8))
+
+
+def test_numbers_that_are_not_finite_are_no_boxes(tmp_path: Path) -> None:
+    outputs = drawn_outputs("anchor_free", 0)
+    outputs["output0"][0, 0, :] = np.nan
+    outputs["output0"][0, 4:, 0] = np.nan
+    teacher = opened(constant_model(tmp_path / "net.onnx", outputs))
+    assert boxes(teacher, np.zeros((SIDE, SIDE, 3), np.uint8)) == []
+
+
+def test_files_that_are_no_detectors_are_refused_in_one_line(tmp_path: Path) -> None:
+    def message(**fields: Any) -> str:
+        found = refused(tmp_path / "net.onnx", **fields)
+        assert "field `file`: " in found and "\n" not in found
+        return found
+
+    (tmp_path / "net.onnx").write_bytes(b"nothing of the kind")
+    assert "net.onnx is not an ONNX model that onnxruntime can run: " in message()
+    (tmp_path / "net.onnx").write_bytes(b"")
+    assert "net.onnx is not an ONNX model that onnxruntime can run: " in message()
+    assert "there is no " in refused(tmp_path / "gone.onnx")
+    outputs = drawn_outputs("anchor_free", 0)
+    constant_model(tmp_path / "net.onnx", outputs, (1, SIDE, SIDE, 3), onnx.TensorProto.UINT8)
+    assert "images tensor(uint8) [1, 64, 64, 3]; supported is one picture" in message()
+    constant_model(tmp_path / "net.onnx", outputs, (8, 3, SIDE, SIDE))
+    assert "takes 8 pictures at a time" in message()
+    constant_model(tmp_path / "net.onnx", outputs, (1, 3, "height", "width"))
+    assert "without a fixed size" in message() and "set `size`" in message()
+    assert "64 x 64" in opened(tmp_path / "net.onnx", size=64).name
+    constant_model(tmp_path / "net.onnx", outputs)
+    assert "takes pictures of 64 x 64, not 32; remove `size`" in message(size=32)
+    assert "not captioning" in refused(tmp_path / "net.onnx", task="captioning")
+
+
+def test_labels_come_from_the_names_that_a_file_stores(tmp_path: Path) -> None:
+    outputs = drawn_outputs("anchor_free", 0)
+    file = constant_model(tmp_path / "net.onnx", outputs, names="{0: 'car', 1: 'van', 2: 'bus'}")
+    assert opened(file, labels=None).labels == LABELS
+    for names in ("", "[1, 2]", "{1: 'car'}", "__import__('os').getcwd()"):
+        file = constant_model(tmp_path / "net.onnx", outputs, names=names)
+        assert "contains no names of labels; set `labels`" in refused(file, labels=None)
+
+
+# -- in a plan --------------------------------------------------------------------------------------------------------
+
+
+def test_a_detector_labels_pictures_for_a_plan(tmp_path: Path) -> None:
+    (tmp_path / "pictures").mkdir()
+    for number in range(12):
+        cv2.imwrite(str(tmp_path / "pictures" / f"{number}.png"), np.full((40, 60, 3), 10 * number, np.uint8))
+    constant_model(tmp_path / "net.onnx", drawn_outputs("anchor_free", 0))
+    teacher = "{kind: onnx_detector, file: net.onnx, labels: [car, van, bus], min_confidence: 0.5}"
+    lines = f"data: {{format: unlabelled, path: pictures}}\ntask: detection\nteacher: {teacher}"
+    (data,) = load_plan(write_plan(tmp_path, lines)).values()
+    expected = decoded("anchor_free", drawn_outputs("anchor_free", 0), 40, 60, 0.5)
+    for sample in data.splits.train:
+        assert len(sample.target) == len(expected) > 1  # type: ignore[arg-type]
+    assert data.teacher_result is not None and data.teacher_result.dropped_boxes > 0
+    assert data.teacher_result.name == "ONNX detector net (anchor_free, 3 labels, 64 x 64)"
+    (tmp_path / "net.onnx").write_bytes(b"nothing")
+    with pytest.raises(BadPlan, match=r"plan.yaml, line 7, field `domains\[0\].teacher.file`: .*is not an ONNX model"):
+        load_plan(tmp_path / "plan.yaml")
