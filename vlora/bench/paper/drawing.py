@@ -107,6 +107,17 @@ def ticks(axis: Any, values: Sequence[float]) -> None:
 def log_values(axis: Any) -> None:
     """A logarithmic y axis with plain numbers."""
     axis.set_yscale("log")
+    low, high = axis.get_ylim()
     axis.yaxis.set_major_formatter("{x:g}")
-    axis.yaxis.set_minor_formatter("{x:g}")
+    axis.yaxis.set_minor_formatter("{x:g}" if high < 30 * low else "")
     axis.tick_params(axis="y", which="minor", labelsize=7)
+
+
+def wrapped(name: str) -> str:
+    """A label in lines short enough for a group of bars."""
+    return textwrap.fill(name, 16)
+
+
+def rectangle(x: float, y: float, width: float, height: float, color: int) -> Any:
+    """A tile with an edge."""
+    return pyplot.Rectangle((x, y), width, height, facecolor=LINES[color], alpha=0.35, edgecolor="#333", linewidth=0.4)

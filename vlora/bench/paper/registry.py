@@ -6,7 +6,14 @@ from collections.abc import Sequence
 
 from vlora.bench.paper.figure import PAPERS, Figure
 from vlora.bench.paper.figures import (
+    punica_operator,
+    slora_serving,
+    tensor_parallel,
+    throughput,
+    vlora_accuracy,
+    vlora_operator,
     vlora_serving,
+    vlora_steps,
 )
 from vlora.bench.paper.figures.elsewhere import ELSEWHERE
 from vlora.errors import BadConfig
@@ -20,10 +27,17 @@ def _order(figure: Figure) -> tuple[int, bool, int]:
     return list(PAPERS).index(figure.paper), figure.number.startswith("table"), int(digits)
 
 
-FIGURES: Sequence[Figure] = sorted(
-    (figure for module in (vlora_serving,) for figure in module.FIGURES),
-    key=_order,
+_MODULES = (
+    punica_operator,
+    slora_serving,
+    tensor_parallel,
+    throughput,
+    vlora_accuracy,
+    vlora_operator,
+    vlora_serving,
+    vlora_steps,
 )
+FIGURES: Sequence[Figure] = sorted((figure for module in _MODULES for figure in module.FIGURES), key=_order)
 
 
 def chosen(keys: Sequence[str]) -> list[Figure]:
