@@ -12,6 +12,7 @@ from matplotlib import pyplot
 from matplotlib.figure import Figure as Canvas
 
 from vlora.bench.paper.figure import Fact, Figure, Found
+from vlora.bench.paper.measuring import Setting
 
 matplotlib.use("agg")
 
@@ -20,11 +21,14 @@ LINES = ("#1f6f9f", "#2f9e63", "#c0504d", "#8064a2", "#7f7f7f", "#c8a415", "#17a
 _CAPTION_WIDTH = 17  # characters per inch
 
 
-def save(figure: Figure, found: Found, where: str, path: Path) -> None:
+def save(figure: Figure, found: Found, setting: Setting, path: Path) -> None:
     """Draw a figure with its title and a caption, and write it as PNG."""
     width, height = figure.size
     kind = "Simulated with costs measured on" if figure.simulated else "Measured on"
-    caption = textwrap.fill(f"{figure.caption} {kind}: {where}.", int(width * _CAPTION_WIDTH / 1.12))
+    caption = textwrap.fill(
+        f"{figure.caption} {kind}: {setting.machine}; {figure.model or setting.model_words}.",
+        int(width * _CAPTION_WIDTH / 1.12),
+    )
     lines = caption.count("\n") + 1
     extra = 0.19 * lines + 0.12
     canvas = pyplot.figure(figsize=(width, height + extra), layout="constrained")
@@ -67,7 +71,7 @@ def bars(axis: Any, groups: Sequence[str], series: Mapping[str, Sequence[float |
         at = [number + width * (place - (len(series) - 1) / 2) for number in range(len(groups))]
         shown = [0.0 if value is None else value for value in values]
         drawn = axis.bar(at, shown, width * 0.94, color=LINES[place % len(LINES)], label=name)
-        labels = ["" if value is None else f"{value:.3g}" for value in values]
+        labels = ["" if value is None else short(value) for value in values]
         axis.bar_label(drawn, labels, fontsize=7, padding=1)
     _finish_bars(axis, groups, settings)
 
@@ -83,7 +87,7 @@ def beside(axis: Any, facts: Sequence[Fact], here: Mapping[str, float | None], *
     ):
         at = [number + 0.4 * (place - 0.5) for number in range(len(facts))]
         drawn = axis.bar(at, [value or 0.0 for value in values], 0.38, color=color, label=name)
-        axis.bar_label(drawn, ["n/a" if value is None else f"{value:.3g}" for value in values], fontsize=7, padding=1)
+        axis.bar_label(drawn, ["n/a" if value is None else short(value) for value in values], fontsize=7, padding=1)
     unit = facts[0].unit if len({fact.unit for fact in facts}) == 1 else ""
     _finish_bars(axis, groups, {"ylabel": unit, "title": "beside the paper's numbers"} | settings)
 
@@ -121,3 +125,8 @@ def wrapped(name: str) -> str:
 def rectangle(x: float, y: float, width: float, height: float, color: int) -> Any:
     """A tile with an edge."""
     return pyplot.Rectangle((x, y), width, height, facecolor=LINES[color], alpha=0.35, edgecolor="#333", linewidth=0.4)
+
+
+def short(value: float) -> str:
+    """A number with three digits, without an exponent."""
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"

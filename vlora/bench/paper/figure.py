@@ -51,6 +51,7 @@ class Figure:
         states: What the paper shows with it, in a sentence.
         facts: The paper's numbers.
         caption: What is measured here, and how it differs from the paper.
+        model: What is measured, if it is not the setting's model.
         simulated: Whether a figure's values come from the simulator with measured costs.
         measure: Returns the measurements.
         draw: Draws them on an empty matplotlib figure.
@@ -69,6 +70,7 @@ class Figure:
     facts: Sequence[Fact] = ()
     here: Callable[[Found], Mapping[str, float | None]] = lambda _: {}
     goals: Callable[[Found], Sequence[Goal]] = _no_goals
+    model: str | None = None
     simulated: bool = False
     size: tuple[float, float] = (10.0, 4.6)
 

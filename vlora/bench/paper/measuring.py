@@ -48,11 +48,15 @@ class Setting:
         return 3 if self.quick else 9
 
     @property
-    def where(self) -> str:
-        """The machine and the model in words, for captions."""
+    def machine(self) -> str:
+        """The machine in words, for captions."""
         env = environment()
-        machine = env["gpu"] or f"{env['machine'].partition(',')[0].removeprefix('x86_64 ')}, one thread"
-        return f"{machine}; {self.model.name}, random weights, bfloat16, adapters of rank {RANK} unless stated"
+        return env["gpu"] or f"{env['machine'].partition(',')[0].removeprefix('x86_64 ')}, one thread"
+
+    @property
+    def model_words(self) -> str:
+        """The model in words, for captions."""
+        return f"{self.model.name}, random weights, bfloat16, adapters of rank {RANK}"
 
     def identity(self) -> dict[str, Any]:
         """What a stored measurement must agree in to be used again."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from vlora.bench.paper.drawing import short
 from vlora.bench.paper.figure import PAPERS, Elsewhere
 from vlora.bench.report import Report
 
@@ -41,4 +42,4 @@ def write_page(path: Path, drawn: Sequence[Drawn], elsewhere: Sequence[Elsewhere
 
 
 def _number(value: float | None) -> str:
-    return "n/a" if value is None else f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return "n/a" if value is None else short(value)

@@ -92,7 +92,7 @@ def run(quick: bool, out: Path, keys: Sequence[str], say: Callable[[str], None])
             if measuring.knows(figure.key)
         ]
         for each in drawn:
-            drawing.save(each.figure, each.found, setting.where, out / each.picture)
+            drawing.save(each.figure, each.found, setting, out / each.picture)
         minutes = (time.perf_counter() - started) / 60
         report = _report(drawn, minutes, load, setting)
         write_page(out / "index.html", drawn, ELSEWHERE, report)

@@ -167,6 +167,7 @@ FIGURES: Sequence[Figure] = (
         caption=f"{_OPERATOR} FLOP and bytes by Punica's formulas for shrink and expand together; the roof is "
         "measured: "
         "a sum over 256 MiB and a product of square matrices.",
+        model="one layer of random values",
         measure=_shared,
         draw=_draw_roofline,
         size=(8.5, 5.0),
@@ -179,6 +180,7 @@ FIGURES: Sequence[Figure] = (
         caption=f"{_OPERATOR} Here: this project's operator in the place of SGMV, Punica's two baselines. A CPU "
         "computes "
         "one product after the other, so time grows with the batch where a GPU's does not.",
+        model="one layer of random values",
         measure=_shared,
         draw=_draw_implementations,
         facts=_SGMV_FACTS,
@@ -193,6 +195,7 @@ FIGURES: Sequence[Figure] = (
         states="With distinct adapters latency grows from 42 µs to 72-118 µs by rank; with shared ones it stays the "
         "same.",
         caption=f"{_OPERATOR} This project's operator.",
+        model="one layer of random values",
         measure=_shared,
         draw=_draw_ranks,
         facts=_RANK_FACTS,

@@ -17,6 +17,7 @@ from vlora.simulator.workloads import Gamma
 _LENGTHS = {"prompt_min": 8, "prompt_max": 512, "answer_min": 8, "answer_max": 512}
 _MEAN = 260  # tokens
 _SLO_S = 6.0  # section 7.1
+_KV_TOKENS = 12_000  # for about 30 requests, as on S-LoRA's A10G (A.1)
 BMM = "bmm with padding (S-LoRA-bmm)"
 
 
@@ -25,7 +26,7 @@ def _arrivals(
 ) -> list[Arrival]:
     """Requests at a share of the capacity of unmerged-only with 200 adapters."""
     rate = load * capacity(measuring, _MEAN, _MEAN, power_law(200, 1.0))
-    number = 60 if measuring.setting.quick else 200
+    number = 120 if measuring.setting.quick else 200
     return list(Gamma(rate=rate, cv=cv, alpha=alpha, **_LENGTHS).arrivals(number, num_adapters, seed=0))
 
 
@@ -34,6 +35,10 @@ def _variants(measuring: Measuring) -> dict[str, System]:
     base = known[UNMERGED]
     slow = known[DLORA].costs._replace(merge_s=base.costs.merge_s, back_s=base.costs.back_s)
     return {OURS: known[OURS], UNMERGED: base, BMM: System("unmerged_only", slow)}
+
+
+def _replayed(measuring: Measuring, system: System, arrivals: Sequence[Arrival], **settings: Any) -> Measures:
+    return replayed(measuring, system, arrivals, kv_tokens=_KV_TOKENS, **settings)
 
 
 def _measured(measures: Measures) -> dict[str, float]:
@@ -59,7 +64,7 @@ def _measure_numbers(measuring: Measuring) -> dict[str, Any]:
     for number in numbers:
         arrivals = _arrivals(measuring, 1.3, number)
         for name, system in _variants(measuring).items():
-            rows.setdefault(name, []).append(_measured(replayed(measuring, system, arrivals)))
+            rows.setdefault(name, []).append(_measured(_replayed(measuring, system, arrivals)))
     return {"adapters": list(numbers), "rows": rows}
 
 
@@ -95,14 +100,14 @@ def _number_goals(found: Found) -> list[Goal]:
 
 
 def _measure_rates(measuring: Measuring) -> dict[str, Any]:
-    loads = (0.4, 0.8, 1.2) if measuring.setting.quick else (0.2, 0.4, 0.6, 0.8, 1.0, 1.2)
+    loads = (0.5, 1.0, 1.5) if measuring.setting.quick else (0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
     rows: dict[str, list[dict[str, float]]] = {}
     rates = []
     for load in loads:
         arrivals = _arrivals(measuring, load, 200)
         rates.append(load * capacity(measuring, _MEAN, _MEAN, power_law(200, 1.0)))
         for name, system in _variants(measuring).items():
-            rows.setdefault(name, []).append(_measured(replayed(measuring, system, arrivals)))
+            rows.setdefault(name, []).append(_measured(_replayed(measuring, system, arrivals)))
     return {"rates": rates, "rows": rows}
 
 
@@ -126,7 +131,7 @@ def _measure_merging(measuring: Measuring) -> dict[str, Any]:
         for number in numbers:
             arrivals = _arrivals(measuring, 1.2, number, alpha=alpha)
             for name in (OURS, UNMERGED, MERGED):
-                measures = replayed(measuring, known[name], arrivals)
+                measures = _replayed(measuring, known[name], arrivals)
                 rows.setdefault(name, []).append(measures.as_dict()["requests_per_s"])
         found["by alpha"][f"{alpha:g}"] = rows
     return found
@@ -159,7 +164,7 @@ def _measure_abort(measuring: Measuring) -> dict[str, Any]:
     for cv in cvs:
         arrivals = _arrivals(measuring, 1.5, 200, cv=cv)
         for name, bound_s in (("early rejection (here)", _SLO_S), ("no bound (FCFS)", None)):
-            measures = replayed(measuring, system, arrivals, max_ttft_s=bound_s)
+            measures = _replayed(measuring, system, arrivals, max_ttft_s=bound_s)
             rows.setdefault(name, []).append(100 * measures.share_within(_SLO_S))
     return {"cv": list(cvs), "rows": rows}
 
@@ -188,7 +193,7 @@ def _measure_clusters(measuring: Measuring, across: str, values: Sequence[float]
     for value in values:
         arrivals = _arrivals(measuring, 1.1, 32, **{across: value})
         rows[f"{across} {value:g}"] = [
-            _measured(replayed(measuring, system, arrivals, resident_adapters=d)) for d in clusters
+            _measured(_replayed(measuring, system, arrivals, resident_adapters=d)) for d in clusters
         ]
     return {"clusters": list(clusters), "rows": rows}
 
@@ -211,7 +216,7 @@ def _draw_clusters(found: Found, canvas: Any) -> None:
 
 _WORKLOAD = (
     "Gamma arrivals, power-law popularity, prompts and answers of 8-512 tokens (S-LoRA 7.2); rates are scaled to this "
-    "machine, with fewer requests than five minutes have."
+    "machine, with fewer requests than five minutes have; memory holds the KV of about 30 requests, as S-LoRA's A10G."
 )
 _CLUSTERS = (
     "This scheduler has no number of clusters; the nearest is the number of adapters that memory holds, here without "

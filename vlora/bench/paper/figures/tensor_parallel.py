@@ -16,7 +16,7 @@ from vlora.bench.tensor_parallel import tp
 
 _KINDS = {"replicated": "replicated (NFS-LoRA)", "slora": "split (S-LoRA)", "bd": "block-diagonal (BD-LoRA)"}
 _ANSWER = 128  # tokens, as in BD-LoRA's figure 10
-# Of Llama-3.1-8B on eight A100: rank, millions of parameters, tokens per second with 1 and with 64 requests (tables 9 and 10).
+# Of Llama-3.1-8B on eight A100 (tables 9, 10): rank, millions of parameters, tokens per second with 1 and 64 requests.
 _PAPER_GRID = {
     "replicated": (
         (16, 41.9, 132.9, 26.3),
@@ -202,6 +202,7 @@ def _communication_here(found: Found) -> dict[str, float | None]:
     return {"split / without communication": statistics.fmean(row["bd / base"] / row["slora / base"] for row in shown)}
 
 
+_LAYERS = "layers of random bfloat16 values"
 _RANKS = (
     "Two ranks of one thread on one machine (4 layers of hidden size 1024), wall time; a slower network is emulated "
     "by a "
@@ -218,6 +219,7 @@ FIGURES: Sequence[Figure] = (
         caption=f"{_RANKS} Without communication: a block-diagonal adapter with as many parameters. More ranks than "
         "cores "
         "are not measured.",
+        model=_LAYERS,
         measure=_shared,
         draw=_draw_communication,
         here=_communication_here,
@@ -233,6 +235,7 @@ FIGURES: Sequence[Figure] = (
         "`vlora bench bd` (digits, photos, signs) at one rank each, on the embedded model; with --quick it is "
         "trained for "
         "few steps and says nothing.",
+        model=_LAYERS,
         measure=_measure_trade_off,
         draw=_draw_trade_off,
         facts=_TRADE_FACTS,
@@ -246,6 +249,7 @@ FIGURES: Sequence[Figure] = (
         states="BD-LoRA has the highest throughput in almost all settings, most at large ranks and batches.",
         caption=f"{_RANKS} Prompts of 256 tokens instead of 1,024, answers of 128. The paper's values are those of its "
         "tables.",
+        model=_LAYERS,
         measure=_shared,
         draw=_draw_grid,
         facts=_GRID_FACTS,

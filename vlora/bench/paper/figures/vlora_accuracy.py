@@ -208,6 +208,7 @@ def _fused_here(found: Found) -> dict[str, float | None]:
     return {"classification, all in one adapter": _kept(found)["classification"][-1]}
 
 
+_EMBEDDED = "the embedded model, adapters of rank 8"
 _MODEL = (
     "The embedded model (float32) instead of Qwen-VL-7B, adapters of rank 8 trained here for few steps, one seed; "
     "digits "
@@ -221,6 +222,7 @@ FIGURES: Sequence[Figure] = (
         title="accuracy gained by adapters",
         states="Adapters improve Qwen-VL by 45.2 % (AID), 24.5 % (Aircraft) and 62.2 % (UCF101).",
         caption=f"{_MODEL} The score without an adapter is of its answers in words.",
+        model=_EMBEDDED,
         measure=_shared_tasks,
         draw=_draw_gains,
         facts=_GAIN_FACTS,
@@ -234,6 +236,7 @@ FIGURES: Sequence[Figure] = (
         states="Six classification models fused into one adapter keep over 95 %, six video models lose much; the trend "
         "depends on the task.",
         caption=f"{_MODEL} Domains are trained jointly, with as many steps per domain as for one alone.",
+        model=_EMBEDDED,
         measure=_measure_fused,
         draw=_draw_fused,
         facts=_FUSED_FACTS,
@@ -249,6 +252,7 @@ FIGURES: Sequence[Figure] = (
         caption=f"{_MODEL} Small models: a support vector machine (digits), a small network (detection), rules "
         "(video), "
         "trained on the same data; there is none for questions and references. More in `vlora bench fusion`.",
+        model=_EMBEDDED,
         measure=_shared_tasks,
         draw=_draw_tasks,
     ),

@@ -106,7 +106,7 @@ def _draw_heads(found: Found, canvas: Any) -> None:
 
     series = {"task head": [value(cell, tokens[0], "head ms") for cell in cells]}
     series |= {f"words, {n} tokens": [value(cell, n, "words ms") for cell in cells] for n in tokens}
-    drawing.bars(left, [f"batch {b}\n{f} frames" for b, f in cells], series, ylabel="ms of a batch")
+    drawing.bars(left, [f"batch {b}\n{f} frame{'s' * (f > 1)}" for b, f in cells], series, ylabel="ms of a batch")
     drawing.beside(right, _HEAD_FACTS, _heads_here(found), ylabel="% lower latency with a head")
 
 
@@ -151,7 +151,7 @@ def _measure_mixture(measuring: Measuring) -> dict[str, Any]:
                 "mixed": lambda own=mix: engines[True].prefill(own, 32 * _BATCH),
                 "unmerged": lambda own=mix: engines[False].prefill(own, 32 * _BATCH),
             }
-            seconds = interleaved(prompts, setting.rounds, warmup=1, clock=clock)
+            seconds = interleaved(prompts, 2 * setting.rounds + 1, warmup=1, clock=clock)
             found["prefill"].append({name: median_ms(taken) for name, taken in seconds.items()})
             found["decode"].append(_decode_ms(engines, mix, 4 * setting.rounds, clock))
     return found
@@ -275,6 +275,7 @@ FIGURES: Sequence[Figure] = (
         states="A task head takes 41-63 % less time than the language modelling head.",
         caption="The 0.5 B model (8 of 24 layers with --quick) with its vision tower on frames of 64 tokens; the same "
         "prompt for both, though one for words may be longer. An answer of 5 tokens is figure 11's.",
+        model="the 0.5 B model or its first layers, random weights, bfloat16",
         measure=_measure_heads,
         draw=_draw_heads,
         facts=_HEAD_FACTS,
