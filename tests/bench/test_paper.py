@@ -107,7 +107,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     yield counted
 
 
-def test_a_stored_measurement_is_not_made_again(calls: list[str], tmp_path: Path) -> None:
+def test_a_stored_measurement_is_not_made_again(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(drawing, "save", lambda *_: None)
     first = runner.run(True, tmp_path, (), lambda _: None)
     again = runner.run(True, tmp_path, (), lambda _: None)
     assert calls == ["measured"]
