@@ -141,14 +141,15 @@ def _draw_trade_off(found: Found, canvas: Any) -> None:
     for place, kind in enumerate(scores):
         rates = _tokens_per_s(rows, kind, 1, latency)
         seconds = [_ANSWER / rate for rate in rates]
-        color = drawing.LINES[1 + place]
-        left.plot(seconds, [100 * scores[kind]] * len(seconds), "o-", color=color, label=_KINDS[kind])
+        score = 100 * scores[kind]
+        color, marker = drawing.LINES[1 + place], "os"[place]
+        left.plot(seconds, [score] * len(seconds), marker, color=color, label=_KINDS[kind])
         for x, row in zip(seconds, _of(rows, "decode", 1, latency), strict=True):
-            left.annotate(
-                str(row["rank"]), (x, 100 * scores[kind]), textcoords="offset points", xytext=(0, 6), fontsize=8
-            )
+            offset = (0, -14 if place else 7)
+            text = str(row["rank"])
+            left.annotate(text, (x, score), textcoords="offset points", xytext=offset, fontsize=8, color=color)
     left.set(xlabel=f"seconds of a request, two ranks, +{latency} µs a collective", ylabel="mean test accuracy, %")
-    left.margins(y=0.6)
+    left.set_ylim(0, 100)
     left.grid(alpha=0.3)
     left.legend(fontsize=8)
     drawing.beside(right, _TRADE_FACTS, _trade_here(found), ylabel="x")
