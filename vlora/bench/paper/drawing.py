@@ -81,12 +81,11 @@ def bars(axis: Any, groups: Sequence[str], series: Mapping[str, Sequence[float |
 def beside(axis: Any, facts: Sequence[Fact], here: Mapping[str, float | None], **settings: Any) -> None:
     """The paper's numbers beside those measured here: grouped bars of facts with one unit."""
     groups = [textwrap.fill(fact.quantity, 17) for fact in facts]
-    for place, (name, color, values) in enumerate(
-        (
-            ("the paper", PAPER, [fact.value for fact in facts]),
-            ("here", HERE, [here.get(fact.quantity) for fact in facts]),
-        )
-    ):
+    series: tuple[tuple[str, str, list[float | None]], ...] = (
+        ("the paper", PAPER, [fact.value for fact in facts]),
+        ("here", HERE, [here.get(fact.quantity) for fact in facts]),
+    )
+    for place, (name, color, values) in enumerate(series):
         at = [number + 0.4 * (place - 0.5) for number in range(len(facts))]
         drawn = axis.bar(at, [value or 0.0 for value in values], 0.38, color=color, label=name)
         axis.bar_label(drawn, ["n/a" if value is None else short(value) for value in values], fontsize=7, padding=1)

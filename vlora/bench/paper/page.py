@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from vlora.bench.paper.drawing import short
+from vlora.bench.paper.drawn import Drawn
 from vlora.bench.paper.figure import PAPERS, Elsewhere
 from vlora.bench.report import Report
-
-if TYPE_CHECKING:
-    from vlora.bench.paper.runner import Drawn
 
 
 def write_page(path: Path, drawn: Sequence[Drawn], elsewhere: Sequence[Elsewhere], report: Report) -> None:
