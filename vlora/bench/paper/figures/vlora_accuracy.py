@@ -71,7 +71,7 @@ def _plan(sources: Sequence[str], steps: int) -> Plan:
 
 
 def _domains(plan: Plan, base: FrozenBase, quick: bool) -> dict[str, Domain]:
-    return {own.name: Domain(own, _splits(own.source, plan.seed, quick), base) for own in plan.domains}
+    return {own.name: Domain(own, _splits(own.name, plan.seed, quick), base) for own in plan.domains}
 
 
 def _splits(source: str, seed: int, quick: bool) -> Splits:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import statistics
@@ -280,7 +281,7 @@ def _strategy_ms(setting: Setting, case: Case) -> dict[str, float]:
     clock = work_seconds(setting.device)
     caches = DeviceCaches(device, x.dtype)
     calls = {
-        name: with_cold_caches(lambda own=plan: atmm.add_delta(y, x, site, own), caches, factors_of(group), clock)
+        name: with_cold_caches(functools.partial(atmm.add_delta, y, x, site, plan), caches, factors_of(group), clock)
         for name, plan in plans.items()
     }
     return {name: 1e3 * value for name, value in medians(timed_rounds(calls, setting.rounds)).items()}

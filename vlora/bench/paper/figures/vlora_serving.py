@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -81,12 +82,8 @@ def _measure_rates(measuring: Measuring) -> dict[str, Any]:
         _, arrivals = _retrieval(measuring, _LOAD, 0.6, NUM_ADAPTERS)
         clips = chunks(workload, 16 if quick else 24, NUM_ADAPTERS, _LOAD * full, heads)
         for app, its in (("retrieval", arrivals[: 20 if quick else 60]), ("video", clips)):
-            ms = measuring.once(
-                f"engine-{app}-{policy}",
-                lambda policy=policy, its=its: engine_latency_ms(
-                    measuring, policy, lambda: its, round(workload.patches**0.5)
-                ),
-            )
+            measure = functools.partial(engine_latency_ms, measuring, policy, its, round(workload.patches**0.5))
+            ms = measuring.once(f"engine-{app}-{policy}", measure)
             simulated = latency_ms(measuring, known[name], its)
             found["engine"].setdefault(app, {})[name] = {"ms": ms, "simulated ms": simulated}
     found["engine load"] = _LOAD

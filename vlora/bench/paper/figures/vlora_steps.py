@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -146,10 +147,10 @@ def _measure_mixture(measuring: Measuring) -> dict[str, Any]:
         for count in counts:
             others = [f"a{1 + place % 7}" for place in range(count)]
             mix = ["a0"] * (_BATCH - count) + others
-            prompts = {
+            prompts: dict[str, Callable[[], object]] = {
                 "merged": lambda: engines[True].prefill(["a0"] * _BATCH, 32 * _BATCH),
-                "mixed": lambda own=mix: engines[True].prefill(own, 32 * _BATCH),
-                "unmerged": lambda own=mix: engines[False].prefill(own, 32 * _BATCH),
+                "mixed": functools.partial(engines[True].prefill, mix, 32 * _BATCH),
+                "unmerged": functools.partial(engines[False].prefill, mix, 32 * _BATCH),
             }
             seconds = interleaved(prompts, 2 * setting.rounds + 1, warmup=1, clock=clock)
             found["prefill"].append({name: median_ms(taken) for name, taken in seconds.items()})

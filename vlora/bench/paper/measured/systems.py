@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,17 +94,17 @@ def chunks(workload: Video, number: int, num_adapters: int, rate: float, heads: 
     ]
 
 
-def engine_latency_ms(measuring: Measuring, policy: str, arrivals: Callable[[], Sequence[Arrival]], side: int) -> float:
+def engine_latency_ms(measuring: Measuring, policy: str, arrivals: Sequence[Arrival], side: int) -> float:
     """Average token latency of these arrivals on the engine, after a warm-up with the same traffic.
 
     Args:
         measuring: Its setting has the model and the device.
         policy: The policy's name.
-        arrivals: Creates the arrivals.
+        arrivals: In order of time.
         side: Patches per side of a picture.
     """
     setting = measuring.setting
     with tempfile.TemporaryDirectory() as folder:
         worker = Worker(setting.model, RANK, setting.device, policy, side, Path(folder))
-    drive({policy: worker}, [arrival._replace(time_s=0.0) for arrival in arrivals()[:16]])
-    return average_token_latency_ms(drive({policy: worker}, arrivals())[policy].finished)
+    drive({policy: worker}, [arrival._replace(time_s=0.0) for arrival in arrivals[:16]])
+    return average_token_latency_ms(drive({policy: worker}, arrivals)[policy].finished)
