@@ -80,7 +80,7 @@ def bars(axis: Any, groups: Sequence[str], series: Mapping[str, Sequence[float |
 
 def beside(axis: Any, facts: Sequence[Fact], here: Mapping[str, float | None], **settings: Any) -> None:
     """The paper's numbers beside those measured here: grouped bars of facts with one unit."""
-    groups = [textwrap.fill(fact.quantity, 17) for fact in facts]
+    groups = [textwrap.fill(fact.quantity, max(9, min(17, 66 // len(facts)))) for fact in facts]
     series: tuple[tuple[str, str, list[float | None]], ...] = (
         ("the paper", PAPER, [fact.value for fact in facts]),
         ("here", HERE, [here.get(fact.quantity) for fact in facts]),
@@ -94,7 +94,7 @@ def beside(axis: Any, facts: Sequence[Fact], here: Mapping[str, float | None], *
 
 
 def _finish_bars(axis: Any, groups: Sequence[str], settings: Mapping[str, Any]) -> None:
-    axis.set_xticks(range(len(groups)), groups, fontsize=8)
+    axis.set_xticks(range(len(groups)), groups, fontsize=8 if len(groups) < 5 else 7)
     axis.set(**settings)
     axis.grid(alpha=0.3, axis="y")
     axis.set_axisbelow(True)

@@ -245,7 +245,8 @@ FIGURES: Sequence[Figure] = (
         title="accuracy by the number of fused domains",
         states="Six classification models fused into one adapter keep over 95 %, six video models lose much; the trend "
         "depends on the task.",
-        caption=f"{_MODEL} Domains are trained jointly, with as many steps per domain as for one alone.",
+        caption=f"{_MODEL} Domains are trained jointly, with as many steps per domain as for one alone; above 100 % an "
+        "adapter alone has not converged in its steps, as with --quick, which then says nothing about capacity.",
         model=_EMBEDDED,
         measure=_measure_fused,
         draw=_draw_fused,

@@ -109,6 +109,7 @@ def _draw_rates(found: Found, canvas: Any) -> None:
                     across[place], value, "*", color=color, markerfacecolor=fill, markersize=12, zorder=5,
                     label=label if number == 0 else None,
                 )  # fmt: skip
+        axis.set_yscale("log")
         axis.set_ylim(top=8 * axis.get_ylim()[1])  # room for the legend
         drawing.log_values(axis)
         axis.legend(fontsize=7, loc="upper left")
