@@ -132,6 +132,13 @@ def simulate(
 )
 @click.option("--seeds", type=click.IntRange(min=1), help="Of `bd`: number of seeds. Default: 3.")
 @click.option(
+    "--figure",
+    "figures",
+    multiple=True,
+    metavar="PAPER:NUMBER",
+    help="Of `paper`: only this figure, such as v-lora:fig14 or s-lora:table3; may be repeated.",
+)
+@click.option(
     "--model",
     help="Of `policy` and `costs`: qwen2-0.5b (default), qwen2-vl-7b or llava-13b. Of `serve`: the base model's "
     "name at --url.",
@@ -151,6 +158,7 @@ def bench(
     out: Path | None,
     latencies_us: tuple[int, ...],
     seeds: int | None,
+    figures: tuple[str, ...],
     model: str | None,
     device: str | None,
     quantize: str | None,
@@ -170,10 +178,12 @@ def bench(
         vlora bench serve --url http://127.0.0.1:8000/v1 --model base --adapter-name signs --rate 2 --duration-s 60
         vlora bench streams --out results    # cameras in real time; some ten minutes
         vlora bench fusion --out results     # resumes an interrupted run, as do policy and teachers
+        vlora bench paper --out figures      # the papers' figures beside ours; resumes
+        vlora bench paper --out figures --figure v-lora:fig14 --quick
 
     `teachers` (small models beside adapters), `fusion`, `bd` (block-diagonal adapters), `activated` (aLoRA) and
-    `retrieve` (recall of `vlora retrieve`) train
-    models: they take long, and run last in `all`.
+    `retrieve` (recall of `vlora retrieve`) train models: they take long, and run last in `all`. `paper` is not part of
+    `all`.
     """
     given = {name: value for name, value in serve.items() if value not in (None, ())}
     if given and name != "serve":
@@ -190,7 +200,11 @@ def bench(
         )
     if quantize is not None and name != "step":
         raise BadConfig(f"--quantize is valid for `vlora bench step` only, not for {name!r}; remove it")
-    if name == "fusion":
+    if figures and name != "paper":
+        raise BadConfig(f"--figure is valid for `vlora bench paper` only, not for {name!r}; remove it")
+    if name == "paper":
+        holds = _bench_paper(quick, out, figures, as_json)
+    elif name == "fusion":
         holds = _bench_fusion(quick, out, as_json)
     elif name == "bd":
         holds = _bench_bd(quick, out, seeds, as_json)
@@ -213,6 +227,22 @@ def bench(
             holds &= bench_retrieve(quick, out, as_json)
     if not holds:
         sys.exit(1)
+
+
+def _bench_paper(quick: bool, out: Path | None, figures: tuple[str, ...], only_json: bool) -> bool:
+    """Draw the papers' figures into a folder."""
+    from vlora.bench import require_matplotlib, save_report
+
+    if out is None:
+        raise BadConfig("vlora bench paper draws into a folder; give --out DIR")
+    require_matplotlib()
+    from vlora.bench.paper import run
+
+    with waiting("bench paper"):
+        report = run(quick, out, figures, lambda text: click.echo(text, err=True))
+    report.print(only_json=only_json)
+    save_report(report, None, out)
+    return all(goal.holds for goal in report.goals)
 
 
 def _bench_fusion(quick: bool, out: Path | None, only_json: bool) -> bool:

@@ -86,6 +86,18 @@ class Measures:
         """The sum of all requests' latencies over the number of all tokens, of prompts and answers (V-LoRA 6.1)."""
         return self.latency_s / self.num_tokens if self.num_tokens else math.nan
 
+    @property
+    def mean_ttft_s(self) -> float:
+        """Mean time to the first token of the answered requests."""
+        return sum(self._ttft_s) / len(self._ttft_s) if self._ttft_s else math.nan
+
+    def share_within(self, bound_s: float) -> float:
+        """The share of all requests, answered or refused, with a first token within a bound (S-LoRA's SLO
+        attainment).
+        """
+        num_requests = self.num_finished + self.num_refused + self.num_unreachable
+        return sum(each <= bound_s for each in self._ttft_s) / num_requests if num_requests else math.nan
+
     def as_dict(self) -> dict[str, Any]:
         steps: Counter[str] = Counter()
         for stats in self._stats:

@@ -102,30 +102,21 @@ def measure_cell(case: Case, rounds: int) -> tuple[dict[str, Any], dict[str, lis
     names = [name for name in atmm.STRATEGIES if name != "tiled"]
     plans = {name: case.plan(name) for name in names}
     chosen = choose(BatchStats(plan, group.packed.layout), comes_transposed(x))
-    a, bt = lane_factors(site, plan)
-    layer = peft_layer(site, plan, case.rank, x)
-    names_by_row = [f"a{lane.key}" for lane in plan.lanes for _ in range(lane.start, lane.stop)]
     strategies = {name: functools.partial(atmm.add_delta, ours, x, site, plan) for name, plan in plans.items()}
-    calls: dict[str, Callable[[], object]] = {
-        "chosen": strategies[chosen],
-        "padded einsum": padded_einsum(a, bt, plan, x, rows),
-        "PEFT layer": functools.partial(layer, x, adapter_names=names_by_row),
-        "plain loop": lambda: plain_loop(site, plan, x, rows),
-    }
-    if case.num_tokens * case.rank * (site.d_in + site.d_out) * x.element_size() <= _MOST_GATHERED_BYTES:
-        calls["gather and bmm"] = gather_bmm(a, bt, plan, x, rows)
+    others, read = baselines(site, plan, case.rank, x, rows)
+    calls: dict[str, Callable[[], object]] = {"chosen": strategies[chosen], **others}
     caches = DeviceCaches("cpu", x.dtype)
     # Strategies are compared by CPU seconds, as in the search: other load on the machine does not affect the choice.
     # Baselines are compared by wall time.
     among = {
-        name: _with_cold_caches(call, caches, read_by(name, group), time.process_time)
+        name: with_cold_caches(call, caches, read_by(name, group), time.process_time)
         for name, call in strategies.items()
     }
     by_strategy = race_strategies(among, chosen, _TURNS_PER_ROUND * rounds)
     best = min(by_strategy, key=by_strategy.__getitem__)
-    everything = [*factors_of(group), a, bt, *layer.parameters()]
-    seconds = _timed(
-        {name: _with_cold_caches(call, caches, everything, time.perf_counter) for name, call in calls.items()}, rounds
+    everything = [*factors_of(group), *read]
+    seconds = timed_rounds(
+        {name: with_cold_caches(call, caches, everything, time.perf_counter) for name, call in calls.items()}, rounds
     )
     median = {name: statistics.median(taken) for name, taken in seconds.items()}
     table: dict[str, Any] = {
@@ -145,6 +136,23 @@ def measure_cell(case: Case, rounds: int) -> tuple[dict[str, Any], dict[str, lis
     return table, seconds
 
 
+def baselines(
+    site: atmm.Site, plan: atmm.SegmentPlan, rank: int, x: Tensor, y: Tensor
+) -> tuple[dict[str, Callable[[], object]], list[Tensor]]:
+    """Calls that add the plan's deltas to `y` without this operator, and the factors that they read."""
+    a, bt = lane_factors(site, plan)
+    layer = peft_layer(site, plan, rank, x)
+    names_by_row = [f"a{lane.key}" for lane in plan.lanes for _ in range(lane.start, lane.stop)]
+    calls: dict[str, Callable[[], object]] = {
+        "padded einsum": padded_einsum(a, bt, plan, x, y),
+        "PEFT layer": functools.partial(layer, x, adapter_names=names_by_row),
+        "plain loop": lambda: plain_loop(site, plan, x, y),
+    }
+    if len(x) * rank * (site.d_in + site.d_out) * x.element_size() <= _MOST_GATHERED_BYTES:
+        calls["gather and bmm"] = gather_bmm(a, bt, plan, x, y)
+    return calls, [a, bt, *layer.parameters()]
+
+
 def race_strategies(among: Mapping[str, Callable[[], float]], chosen: str, turns: int) -> dict[str, float]:
     """Seconds by strategy. The minimum of several is biased by luck: if the chosen strategy is far behind, it and
     those ahead of it are timed once more, and the second times replace the first in any case.
@@ -156,7 +164,7 @@ def race_strategies(among: Mapping[str, Callable[[], float]], chosen: str, turns
     return race(finalists, 2 * turns, _IN_THE_RACE, 2 * _ENOUGH_S, seed=1)
 
 
-def _with_cold_caches(
+def with_cold_caches(
     call: Callable[[], object], caches: DeviceCaches, factors: Sequence[Tensor], clock: Callable[[], float]
 ) -> Callable[[], float]:
     """Seconds of a call with factors in memory, not in a cache."""
@@ -170,7 +178,7 @@ def _with_cold_caches(
     return timed
 
 
-def _timed(calls: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+def timed_rounds(calls: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
     """Seconds of every call in every round except a warm-up round, in a new random order each round."""
     draw, order = random.Random(0), list(calls)
     seconds: dict[str, list[float]] = {name: [] for name in calls}

@@ -104,7 +104,7 @@ def _retrieval(costs: Costs, load_s: float, quick: bool) -> Cells:
     skews = (0.2, 0.6, 0.95) if quick else (0.2, 0.4, 0.6, 0.8, 0.95)
     adapters = (20,) if quick else (2, 20, 200)
     for load, skew, num_adapters in itertools.product(loads, skews, adapters):
-        capacity = _capacity(costs, _PROMPT, _ANSWER, hottest(num_adapters, skew))
+        capacity = full_batch_capacity(costs, _PROMPT, _ANSWER, hottest(num_adapters, skew))
         workload = Hottest(rate=load * capacity, skew=skew, **_RETRIEVAL)
         arrivals = tuple(workload.arrivals(100 if quick else 250, num_adapters, seed=0))
         yield (
@@ -120,7 +120,7 @@ def _video(costs: Costs, load_s: float, quick: bool) -> Cells:
     prompt = Video().frames * Video().frame_tokens
     for load, streams in itertools.product((0.9,) if quick else (0.3, 0.6, 0.9, 1.2), (4,) if quick else (4, 16)):
         for adapters in (2, streams):
-            rate = load * _capacity(costs, prompt, 0, [1 / adapters] * adapters)
+            rate = load * full_batch_capacity(costs, prompt, 0, [1 / adapters] * adapters)
             arrivals = tuple(
                 arrival._replace(time_s=arrival.time_s * streams / rate)
                 for arrival in Video(streams=streams).arrivals(100 if quick else 250, adapters, seed=0)
@@ -193,7 +193,7 @@ def _replay_cached(arrivals: tuple[Arrival, ...], config: ReplicaConfig) -> _Rep
     return _ReplayResult(found.average_token_latency_s * 1e3, found.longest_wait_s, found.wait_bound_s)
 
 
-def _capacity(costs: Costs, prompt: int, answer: int, shares: Sequence[float]) -> float:
+def full_batch_capacity(costs: Costs, prompt: int, answer: int, shares: Sequence[float]) -> float:
     """Requests per second of unmerged-only with full batches; prompts run in separate steps.
 
     Args:

@@ -1,0 +1,214 @@
+"""`vlora bench paper`: the list of figures is complete, measurements are stored and read again, pages and pictures are
+written.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from PIL import Image
+
+from vlora.bench.dummy import small_config
+from vlora.bench.paper import drawing, runner
+from vlora.bench.paper.figure import PAPERS, Fact, Figure, Found
+from vlora.bench.paper.figures import vlora_serving
+from vlora.bench.paper.figures.punica_operator import segments
+from vlora.bench.paper.measured import systems
+from vlora.bench.paper.measured.operators import OURS, mean_ratio, operator_seconds
+from vlora.bench.paper.measuring import Measuring, Setting
+from vlora.bench.paper.registry import ELSEWHERE, FIGURES, chosen
+from vlora.bench.scheduling.models import BenchModel
+from vlora.cli import cli
+from vlora.errors import BadConfig
+from vlora.orchestrator import Costs
+
+# The figures that the benchmark is for; those of V-LoRA also have 22 and 23.
+WANTED = {
+    "v-lora": [*(f"fig{n}" for n in (3, 4, 5, 6, 7, 12, *range(14, 24))), "table1", "table2", "table3"],
+    "s-lora": [*(f"fig{n}" for n in (5, 6, 8, 9, 10, 11, 12)), "table3"],
+    "punica": [f"fig{n}" for n in (1, 7, 8, 9, 10, 11)],
+    "bd-lora": ["fig1", "fig10", "fig11"],
+}
+TINY = BenchModel("tiny", small_config, 2**26, all_policies=True)
+
+
+@pytest.fixture
+def measuring(tmp_path: Path) -> Measuring:
+    return Measuring(Setting(True, torch.device("cpu"), TINY), tmp_path / "measured", lambda _: None)
+
+
+def test_each_figure_is_drawn_or_listed_with_what_it_needs() -> None:
+    drawn, listed = {figure.key for figure in FIGURES}, {each.key: each.needs for each in ELSEWHERE}
+    wanted = {f"{paper}:{number}" for paper, numbers in WANTED.items() for number in numbers}
+    assert wanted <= drawn | listed.keys()
+    assert not drawn & listed.keys()
+    assert len(drawn) == len(FIGURES)
+    assert all(len(needs) > 20 for needs in listed.values())
+
+
+def test_a_paper_s_numbers_have_a_source_and_a_unit() -> None:
+    facts = [(figure, fact) for figure in FIGURES for fact in figure.facts]
+    assert facts
+    for figure, fact in facts:
+        assert figure.paper in PAPERS
+        assert re.search(r"\d", fact.source), figure.key
+        assert fact.unit in ("%", "x", "ms", "req/s"), figure.key
+        assert fact.value > 0
+        assert [other.quantity for other in figure.facts].count(fact.quantity) == 1, figure.key
+
+
+def figure(calls: list[str], **settings: Any) -> Figure:
+    """A figure that counts its measurements."""
+
+    def measure(_: Measuring) -> dict[str, Any]:
+        calls.append("measured")
+        return {"ms": [1.0, 4.0]}
+
+    def draw(found: Found, canvas: Any) -> None:
+        left, right = drawing.panels(canvas, 2)
+        drawing.lines(left, {"here": found["ms"]}, [1, 2], xlabel="x", ylabel="ms")
+        drawing.beside(right, FACTS, here(found))
+
+    return Figure(
+        paper="v-lora",
+        number="fig1",
+        title="a <title>",
+        states="Something is faster.",
+        caption="A test.",
+        measure=measure,
+        draw=draw,
+        facts=FACTS,
+        here=here,
+        **settings,
+    )
+
+
+FACTS = (Fact("speed-up", 3.0, "x", "section 1"), Fact("of other hardware", 2.0, "x", "section 2"))
+
+
+def here(found: Found) -> dict[str, float | None]:
+    return {"speed-up": found["ms"][1] / found["ms"][0], "of other hardware": None}
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The only figure counts its measurements."""
+    counted: list[str] = []
+    only = figure(counted)
+    monkeypatch.setattr(runner, "FIGURES", [only])
+    monkeypatch.setattr(runner, "chosen", lambda keys: [only])
+    yield counted
+
+
+def test_a_stored_measurement_is_not_made_again(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(drawing, "save", lambda *_: None)
+    first = runner.run(True, tmp_path, (), lambda _: None)
+    again = runner.run(True, tmp_path, (), lambda _: None)
+    assert calls == ["measured"]
+    assert first.rows == again.rows
+    runner.run(False, tmp_path, (), lambda _: None)  # another setting
+    assert len(calls) == 2
+    stored = tmp_path / "measured" / "v-lora-fig1.json"
+    stored.write_text(stored.read_text()[:20])  # as of a full disk
+    runner.run(False, tmp_path, (), lambda _: None)
+    assert len(calls) == 3
+
+
+def test_the_page_has_the_picture_both_numbers_and_the_rest(calls: list[str], tmp_path: Path) -> None:
+    report = runner.run(True, tmp_path, (), lambda _: None)
+    assert [(row["paper"], row["here"]) for row in report.rows] == [(3.0, 4.0), (2.0, None)]
+    page = (tmp_path / "index.html").read_text()
+    assert 'src="v-lora-fig1.png"' in page
+    assert "a &lt;title&gt;" in page
+    assert "n/a" in page
+    assert all(each.title in page for each in ELSEWHERE if "'" not in each.title)
+    with Image.open(tmp_path / "v-lora-fig1.png") as picture:
+        assert picture.width == 1000
+        assert len(picture.convert("RGB").getcolors(2**24) or []) > 20
+
+
+def test_a_figure_of_costs_and_the_simulator_end_to_end(
+    measuring: Measuring, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(vlora_serving, "_requests", lambda quick: 8)
+    costs = Costs(base_s=0.02, token_s=4e-4, lane_s=2e-4, adapter_s=1e-3, merge_s=0.05)
+    value = {"costs": {**costs._asdict(), "load_s": 0.005}}
+    measuring.once("costs", lambda: value)
+    measuring.once("einsum-ratios", lambda: {"short": 3.0, "long": 2.0})
+    measuring.once("switching", lambda: {"merge": 50.0, "back": 0.1, "PEFT merge": 200.0, "PEFT unmerge": 200.0})
+    (skewness,) = chosen(["v-lora:fig19"])
+    found = measuring.once(skewness.key, lambda: skewness.measure(measuring))
+    assert set(found["ms"]) == set(systems.systems(measuring))
+    less = skewness.here(found)
+    assert set(less) == {fact.quantity for fact in skewness.facts}
+    assert found["ms"][systems.DLORA][-1] > found["ms"][systems.OURS][-1]
+    drawing.save(skewness, found, measuring.setting, tmp_path / "skewness.png")
+    assert (tmp_path / "skewness.png").stat().st_size > 10_000
+
+
+def test_dlora_s_lanes_and_switches_cost_as_much_more_as_measured(measuring: Measuring) -> None:
+    costs = Costs(base_s=0.02, lane_s=1.0, long_lane_s=1.0, adapter_s=1.0, long_adapter_s=1.0, merge_s=2.0)
+    measuring.once("costs", lambda: {"costs": {**costs._asdict(), "load_s": 0.0}})
+    measuring.once("einsum-ratios", lambda: {"short": 3.0, "long": 2.0})
+    measuring.once("switching", lambda: {"merge": 10.0, "back": 0.1, "PEFT merge": 40.0, "PEFT unmerge": 30.0})
+    slower = systems.systems(measuring)[systems.DLORA].costs
+    assert (slower.lane_s, slower.adapter_s, slower.long_lane_s, slower.long_adapter_s) == (3.0, 3.0, 2.0, 2.0)
+    assert (slower.merge_s, slower.back_s, slower.base_s) == (8.0, 6.0, 0.02)
+
+
+def test_every_operator_is_timed_in_every_round(measuring: Measuring) -> None:
+    from atmm.tuning.search import Shape
+
+    seconds = operator_seconds(measuring.setting, Shape(48, (40,)), 8, [3, 2, 1], rounds=2)
+    assert len(seconds) == 5
+    assert {len(taken) for taken in seconds.values()} == {2}
+    assert set(operator_seconds(measuring.setting, Shape(48, (40,)), 8, [3, 2], 1, ["PEFT"])) == {OURS, "PEFT"}
+    assert mean_ratio([{OURS: 1.0, "a": 2.0}, {OURS: 1.0, "a": 8.0}], "a") == pytest.approx(4.0)
+    assert mean_ratio([{OURS: 1.0}], "a") is None
+
+
+@pytest.mark.parametrize("batch", [1, 7, 64])
+def test_segments_follow_punica_s_popularity(batch: int) -> None:
+    assert segments("distinct", batch) == [1] * batch
+    assert segments("identical", batch) == [batch]
+    assert sum(segments("uniform", batch)) == sum(segments("skewed", batch)) == batch
+    assert max(segments("uniform", batch)) - min(segments("uniform", batch)) <= 1
+
+
+def test_an_unknown_figure_and_one_of_another_machine_are_refused() -> None:
+    with pytest.raises(BadConfig, match=r"no figure 'v-lora:fig99'; choose among v-lora:fig4"):
+        chosen(["v-lora:fig99"])
+    with pytest.raises(BadConfig, match=r"punica:fig13 .* is not drawn here; it needs 16 GPUs"):
+        chosen(["punica:fig13"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["paper"], "give --out DIR"),
+        (["step", "--figure", "v-lora:fig14"], "--figure is valid for `vlora bench paper` only"),
+    ],
+)
+def test_the_command_checks_its_options(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(cli, ["bench", *arguments])
+    assert isinstance(result.exception, BadConfig)
+    assert message in str(result.exception)
+
+
+def test_measurements_record_their_setting(measuring: Measuring, tmp_path: Path) -> None:
+    measuring.once("something", lambda: [1, 2])
+    stored = json.loads((tmp_path / "measured" / "something.json").read_text())
+    assert stored["value"] == [1, 2]
+    assert stored["of"]["model"] == "tiny"
+    assert measuring.knows("something")
+    other = Measuring(Setting(False, torch.device("cpu"), TINY), tmp_path / "measured", lambda _: None)
+    assert not other.knows("something")

@@ -1,0 +1,9 @@
+"""`vlora bench paper`: the figures of V-LoRA, S-LoRA, Punica and BD-LoRA, each drawn beside the paper's numbers.
+
+Reading order: `figure.py` (what a figure is), `measuring.py` (the setting, and stored measurements), `measured`
+(measurements that figures share), `figures` (the figures by paper and subject), `registry.py`, `runner.py`, `page.py`.
+"""
+
+from vlora.bench.paper.runner import run
+
+__all__ = ["run"]

@@ -1,0 +1,133 @@
+"""Parts that figures share: colours, bars of the paper's numbers beside ours, and saving with a caption."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib import pyplot
+from matplotlib.figure import Figure as Canvas
+
+from vlora.bench.paper.figure import Fact, Figure, Found
+from vlora.bench.paper.measuring import Setting
+
+matplotlib.use("agg")
+
+HERE, PAPER = "#1f6f9f", "#d98c3f"
+LINES = ("#1f6f9f", "#2f9e63", "#c0504d", "#8064a2", "#7f7f7f", "#c8a415", "#17a2b8", "#e377c2")
+_CAPTION_WIDTH = 17  # characters per inch
+
+
+def save(figure: Figure, found: Found, setting: Setting, path: Path) -> None:
+    """Draw a figure with its title and a caption, and write it as PNG."""
+    width, height = figure.size
+    kind = "Simulated with costs measured on" if figure.simulated else "Measured on"
+    caption = textwrap.fill(
+        f"{figure.caption} {kind}: {setting.machine}; {figure.model or setting.model_words}.",
+        int(width * _CAPTION_WIDTH / 1.12),
+    )
+    lines = caption.count("\n") + 1
+    extra = 0.19 * lines + 0.12
+    canvas = pyplot.figure(figsize=(width, height + extra), layout="constrained")
+    bottom = extra / (height + extra)
+    canvas.get_layout_engine().set(rect=(0, bottom, 1, 1 - bottom))  # type: ignore[union-attr,call-arg]
+    figure.draw(found, canvas)
+    canvas.suptitle(f"{_name(figure)}: {figure.title}", fontsize=12)
+    canvas.text(0.012, 0.012, caption, fontsize=8, color="#444", va="bottom", linespacing=1.25)
+    canvas.savefig(path, dpi=100)
+    pyplot.close(canvas)
+
+
+def _name(figure: Figure) -> str:
+    paper = {"v-lora": "V-LoRA", "s-lora": "S-LoRA", "punica": "Punica", "bd-lora": "BD-LoRA"}[figure.paper]
+    kind = "Figure" if figure.number.startswith("fig") else "Table"
+    return f"{paper}, {kind} {figure.number.removeprefix('fig').removeprefix('table')}"
+
+
+def panels(canvas: Canvas, number: int, widths: Sequence[float] | None = None) -> Sequence[Any]:
+    """This many panels side by side."""
+    axes = canvas.subplots(1, number, squeeze=False, gridspec_kw={"width_ratios": widths} if widths else None)
+    found: Sequence[Any] = list(axes[0])
+    return found
+
+
+def lines(axis: Any, curves: Mapping[str, Sequence[float]], across: Sequence[float], **settings: Any) -> None:
+    """A line for each entry of `curves` over `across`; a legend; further settings of the axis."""
+    for place, (name, values) in enumerate(curves.items()):
+        known = [(x, y) for x, y in zip(across, values, strict=True) if y is not None]
+        width = max(1.2, 3.2 - 0.9 * place)  # a line under another one remains visible
+        color = LINES[place % len(LINES)]
+        axis.plot(*zip(*known, strict=True), "o-", color=color, label=name, markersize=4, linewidth=width)
+    axis.set(**settings)
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+
+
+def bars(axis: Any, groups: Sequence[str], series: Mapping[str, Sequence[float | None]], **settings: Any) -> None:
+    """Grouped bars, each with its value."""
+    width = 0.8 / len(series)
+    for place, (name, values) in enumerate(series.items()):
+        at = [number + width * (place - (len(series) - 1) / 2) for number in range(len(groups))]
+        shown = [0.0 if value is None else value for value in values]
+        drawn = axis.bar(at, shown, width * 0.94, color=LINES[place % len(LINES)], label=name)
+        labels = ["" if value is None else short(value) for value in values]
+        axis.bar_label(drawn, labels, fontsize=7, padding=1)
+    _finish_bars(axis, groups, settings)
+
+
+def beside(axis: Any, facts: Sequence[Fact], here: Mapping[str, float | None], **settings: Any) -> None:
+    """The paper's numbers beside those measured here: grouped bars of facts with one unit."""
+    groups = [textwrap.fill(fact.quantity, max(9, min(17, 66 // len(facts)))) for fact in facts]
+    series: tuple[tuple[str, str, list[float | None]], ...] = (
+        ("the paper", PAPER, [fact.value for fact in facts]),
+        ("here", HERE, [here.get(fact.quantity) for fact in facts]),
+    )
+    for place, (name, color, values) in enumerate(series):
+        at = [number + 0.4 * (place - 0.5) for number in range(len(facts))]
+        drawn = axis.bar(at, [value or 0.0 for value in values], 0.38, color=color, label=name)
+        axis.bar_label(drawn, ["n/a" if value is None else short(value) for value in values], fontsize=7, padding=1)
+    unit = facts[0].unit if len({fact.unit for fact in facts}) == 1 else ""
+    _finish_bars(axis, groups, {"ylabel": unit, "title": "beside the paper's numbers"} | settings)
+
+
+def _finish_bars(axis: Any, groups: Sequence[str], settings: Mapping[str, Any]) -> None:
+    axis.set_xticks(range(len(groups)), groups, fontsize=8 if len(groups) < 5 else 7)
+    axis.set(**settings)
+    axis.grid(alpha=0.3, axis="y")
+    axis.set_axisbelow(True)
+    axis.margins(y=0.15)
+    axis.legend(fontsize=8)
+
+
+def ticks(axis: Any, values: Sequence[float]) -> None:
+    """Exactly these ticks on a logarithmic x axis."""
+    axis.set_xscale("log")
+    axis.set_xticks(list(values), [f"{value:g}" for value in values], minor=False)
+    axis.minorticks_off()
+
+
+def log_values(axis: Any) -> None:
+    """A logarithmic y axis with plain numbers."""
+    axis.set_yscale("log")
+    low, high = axis.get_ylim()
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_formatter("{x:g}" if high < 30 * low else "")
+    axis.tick_params(axis="y", which="minor", labelsize=7)
+
+
+def wrapped(name: str) -> str:
+    """A label in lines short enough for a group of bars."""
+    return textwrap.fill(name, 16)
+
+
+def rectangle(x: float, y: float, width: float, height: float, color: int) -> Any:
+    """A tile with an edge."""
+    return pyplot.Rectangle((x, y), width, height, facecolor=LINES[color], alpha=0.35, edgecolor="#333", linewidth=0.4)
+
+
+def short(value: float) -> str:
+    """A number with three digits, without an exponent."""
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"

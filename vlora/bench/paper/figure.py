@@ -1,0 +1,102 @@
+"""A figure or table of a paper: the paper's numbers, how the same is measured here, and how both are drawn."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from vlora.bench.paper.measuring import Measuring
+from vlora.bench.report import Goal
+
+Found = Mapping[str, Any]
+"""The measurements of one figure, as JSON."""
+
+PAPERS = {
+    "v-lora": "V-LoRA: An Efficient and Flexible System Boosts Vision Applications with LoRA LMM (EuroSys 2025)",
+    "s-lora": "S-LoRA: Serving Thousands of Concurrent LoRA Adapters (MLSys 2024)",
+    "punica": "Punica: Multi-Tenant LoRA Serving (MLSys 2024)",
+    "bd-lora": "BD-LoRA: block-diagonal LoRA for tensor-parallel serving (2025)",
+}
+
+
+class Fact(NamedTuple):
+    """A number that a paper gives in its text or in a table.
+
+    Attributes:
+        quantity: What the number is of. `Figure.here` has the value measured here under the same name.
+        value: The paper's number.
+        unit: "%", "x", "ms", "req/s" or the like.
+        source: The section, table or caption that has the number.
+    """
+
+    quantity: str
+    value: float
+    unit: str
+    source: str
+
+
+def _no_goals(_: Found) -> Sequence[Goal]:
+    return ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Figure:
+    """A figure that this command draws.
+
+    Attributes:
+        paper: A key of `PAPERS`.
+        number: "fig14" or "table3".
+        title: The subject.
+        states: What the paper shows with it, in a sentence.
+        facts: The paper's numbers.
+        caption: What is measured here, and how it differs from the paper.
+        model: What is measured, if it is not the setting's model.
+        simulated: Whether a figure's values come from the simulator with measured costs.
+        measure: Returns the measurements.
+        draw: Draws them on an empty matplotlib figure.
+        here: Values by the quantity of a fact; None where a machine has no counterpart.
+        goals: Claims of the paper that must hold here.
+        size: Width and height in inches.
+    """
+
+    paper: str
+    number: str
+    title: str
+    states: str
+    caption: str
+    measure: Callable[[Measuring], dict[str, Any]]
+    draw: Callable[[Found, Any], None]
+    facts: Sequence[Fact] = ()
+    here: Callable[[Found], Mapping[str, float | None]] = lambda _: {}
+    goals: Callable[[Found], Sequence[Goal]] = _no_goals
+    model: str | None = None
+    simulated: bool = False
+    size: tuple[float, float] = (10.0, 4.6)
+
+    @property
+    def key(self) -> str:
+        return f"{self.paper}:{self.number}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Elsewhere:
+    """A figure that this machine cannot show.
+
+    Attributes:
+        paper: A key of `PAPERS`.
+        number: "fig14" or "table3".
+        title: The subject.
+        needs: The hardware or data that it needs.
+        command: The command to run there; None if this project has no counterpart.
+    """
+
+    paper: str
+    number: str
+    title: str
+    needs: str
+    command: str | None = None
+
+    @property
+    def key(self) -> str:
+        return f"{self.paper}:{self.number}"

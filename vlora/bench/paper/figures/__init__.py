@@ -1,0 +1,1 @@
+"""The figures, by paper and subject; each module has `FIGURES`."""

@@ -1,0 +1,70 @@
+"""The figures that a machine without GPUs, or this project, cannot show, and what they need."""
+
+from __future__ import annotations
+
+from vlora.bench.paper.figure import Elsewhere
+
+_LARGE = "GPUs with several ranks over NCCL, and a checkpoint of Llama-3.1-70B (141 GB)"
+_TP = "vlora bench tp --out DIR"
+
+ELSEWHERE = (
+    Elsewhere(
+        paper="v-lora",
+        number="fig3",
+        title="zero-shot grounding and visual question answering of an LMM against YOLO and OSCAR",
+        needs="the weights of Qwen-VL-7B, YOLO and OSCAR, and the datasets Aircraft and VQAv2; the paper: F1 67.2 % "
+        "against 18.3 %, accuracy 78.8 % against 73.3 %. The embedded model here is made for its own rendered world, "
+        "so it has no comparable zero-shot ability",
+    ),
+    Elsewhere(
+        paper="s-lora",
+        number="fig7",
+        title="throughput on a real trace",
+        needs="the trace of LMSYS Chatbot Arena; a CSV of it is replayed in the simulator",
+        command="vlora simulate TRACE.csv --adapters 26 --costs DIR/measured/costs.json",
+    ),
+    Elsewhere(
+        paper="punica",
+        number="fig12",
+        title="text generation with a 70 B model",
+        needs="eight GPUs of 40 GB, and a checkpoint of Llama-2-70B",
+        command="vlora serve MODEL --tensor-parallel 8, then vlora bench serve --url http://127.0.0.1:8000/v1 "
+        "--model base",
+    ),
+    Elsewhere(
+        paper="punica",
+        number="fig13",
+        title="a cluster of 16 GPUs over an hour",
+        needs="16 GPUs and migration between them, which this project does not have; replicas are simulated",
+        command="vlora simulate punica:rate=2 --replicas 16 --requests 7200",
+    ),
+    Elsewhere(
+        paper="bd-lora",
+        number="fig11",
+        title="throughput and latency of Llama-3.1-70B (also figures 5, 13 and 15)",
+        needs=_LARGE,
+        command=_TP,
+    ),
+    Elsewhere(
+        paper="bd-lora",
+        number="fig16",
+        title="two, four and eight ranks (also figures 17 and 18)",
+        needs="2, 4 and 8 GPUs; on a CPU more ranks than cores measure the scheduler of the operating system",
+        command=_TP,
+    ),
+    Elsewhere(
+        paper="bd-lora",
+        number="fig19",
+        title="adapters on attention or MLP layers only (also figures 20 to 22)",
+        needs="GPUs; the adapters of the tp benchmark are on all linear layers",
+        command=_TP,
+    ),
+    Elsewhere(
+        paper="bd-lora",
+        number="fig23",
+        title="adapters loaded from disk for every request",
+        needs="GPUs, and the authors' load generator (LLMPerf)",
+        command="vlora serve MODEL --tensor-parallel N, then vlora bench serve --url URL --model base "
+        "--adapter-name NAME",
+    ),
+)
