@@ -282,30 +282,31 @@ inline void packed_tile(const Product<T, kBits>& product, const Packed<kBits>& p
     __m512i own[M][kRegisters] = {};
     for (int64_t step = 0; step < kSteps; ++step, w += 64 * kRegisters) {
       __m512i rows[kRegisters];
-      for (int v = 0; v < kRegisters; ++v) rows[v] = _mm512_load_si512(w + 64 * v);
-      for (int m = 0; m < M; ++m) {
+      UNROLLED for (int v = 0; v < kRegisters; ++v) rows[v] = _mm512_load_si512(w + 64 * v);
+      UNROLLED for (int m = 0; m < M; ++m) {
         int32_t four;
         std::memcpy(&four, x + m * inputs.stride + block * kBlock<kBits> + Packed<kBits>::input(scale, step), 4);
         const __m512i values = _mm512_set1_epi32(four);
-        for (int v = 0; v < kRegisters; ++v) own[m][v] = _mm512_dpbusd_epi32(own[m][v], rows[v], values);
+        UNROLLED for (int v = 0; v < kRegisters; ++v) own[m][v] = _mm512_dpbusd_epi32(own[m][v], rows[v], values);
       }
     }
     const float* scales = packed.scales.get() + i / product.group * kRows;
-    for (int m = 0; m < M; ++m) {
+    UNROLLED for (int m = 0; m < M; ++m) {
       const Floats x_scale = splat(x_scales[m * inputs.scale_stride + block * kWidth + scale * kLanes]);
-      for (int v = 0; v < kRegisters; ++v)
+      UNROLLED for (int v = 0; v < kRegisters; ++v)
         sums[m][v] += Floats(_mm512_cvtepi32_ps(own[m][v])) * (load(scales + 16 * v) * x_scale);
     }
   }
   for (int64_t g = 0; g < inputs.num_groups; ++g)
-    for (int m = 0; m < M; ++m)
-      for (int v = 0; v < kRegisters; ++v)
+    UNROLLED for (int m = 0; m < M; ++m)
+      UNROLLED for (int v = 0; v < kRegisters; ++v)
         sums[m][v] += load(packed.offsets.get() + g * kRows + 16 * v) *
                       splat(product.offset_factor * x_sums[m * inputs.sum_stride + g]);
-  for (int v = 0; v < kRegisters && 16 * v < num_rows; ++v) {
+  UNROLLED for (int v = 0; v < kRegisters; ++v) {
+    if (16 * v >= num_rows) continue;
     const int64_t first = o + 16 * v, count = std::min<int64_t>(16, num_rows - 16 * v);
     const Floats bias = product.bias ? load(product.bias + first, count) : Floats{};
-    for (int m = 0; m < M; ++m) store(product.y + (t + m) * product.y_token + first, sums[m][v] + bias, count);
+    UNROLLED for (int m = 0; m < M; ++m) store(product.y + (t + m) * product.y_token + first, sums[m][v] + bias, count);
   }
 }
 

@@ -54,10 +54,10 @@ struct Product {
 
 // The sums of up to four registers, together: one after the other they take half the time of a layer with few inputs.
 template <int R>
-inline __m128i totals(const __m512i (&sums)[R]) {
+[[gnu::always_inline]] inline __m128i totals(const __m512i (&sums)[R]) {
   static_assert(R <= 4);
   __m512i four[4] = {};
-  for (int r = 0; r < R; ++r) four[r] = sums[r];
+  UNROLLED for (int r = 0; r < R; ++r) four[r] = sums[r];
   const auto halved = [](__m512i low, __m512i high) { return _mm512_add_epi32(low, high); };
   const __m512i first = halved(_mm512_unpacklo_epi32(four[0], four[1]), _mm512_unpackhi_epi32(four[0], four[1]));
   const __m512i second = halved(_mm512_unpacklo_epi32(four[2], four[3]), _mm512_unpackhi_epi32(four[2], four[3]));
@@ -73,42 +73,34 @@ inline void tile(const Product<T>& product, int64_t o, int64_t per, int64_t t) {
   const int64_t stream = per * product.w_stride;
   const uint8_t* x = product.x + t * product.x_stride;
   const __m512i ones = _mm512_set1_epi8(1);
-  __m512i sums[R][M] = {}, weights[R] = {};
-  const auto multiply = [&](const __m512i(&rows)[R], int64_t i) {
-    for (int r = 0; r < R; ++r) weights[r] = _mm512_dpbusd_epi32(weights[r], ones, rows[r]);
-    for (int m = 0; m < M; ++m) {
-      const __m512i values = _mm512_loadu_si512(x + m * product.x_stride + i);
-      for (int r = 0; r < R; ++r) sums[r][m] = _mm512_dpbusd_epi32(sums[r][m], values, rows[r]);
-    }
-  };
-  const int64_t whole = product.d_in / kGroup * kGroup;
-  __m512i rows[R];
-  for (int64_t i = 0; i < whole; i += kGroup) {
-    for (int r = 0; r < R; ++r) {
+  __m512i sums[M][R] = {}, weights[R] = {};
+  for (int64_t i = 0; i < product.d_in; i += kGroup) {
+    const __mmask64 present = ~__mmask64(0) >> (kGroup - std::min(kGroup, product.d_in - i));
+    __m512i rows[R];
+    UNROLLED for (int r = 0; r < R; ++r) {
       __builtin_prefetch(w + r * stream + i + kAhead, 0, 3);
-      rows[r] = _mm512_loadu_si512(w + r * stream + i);
+      rows[r] = _mm512_maskz_loadu_epi8(present, w + r * stream + i);
+      weights[r] = _mm512_dpbusd_epi32(weights[r], ones, rows[r]);
     }
-    multiply(rows, i);
-  }
-  if (whole < product.d_in) {
-    const __mmask64 rest = (__mmask64(1) << (product.d_in - whole)) - 1;
-    for (int r = 0; r < R; ++r) rows[r] = _mm512_maskz_loadu_epi8(rest, w + r * stream + whole);
-    multiply(rows, whole);
+    UNROLLED for (int m = 0; m < M; ++m) {
+      const __m512i values = _mm512_loadu_si512(x + m * product.x_stride + i);
+      UNROLLED for (int r = 0; r < R; ++r) sums[m][r] = _mm512_dpbusd_epi32(sums[m][r], values, rows[r]);
+    }
   }
   float scales[kStreams] = {}, bias[kStreams] = {};
-  for (int r = 0; r < R; ++r) {
+  UNROLLED for (int r = 0; r < R; ++r) {
     scales[r] = product.w_scale[o + r * per];
     if (product.bias) bias[r] = load_one(product.bias + o + r * per);
   }
   const __m128i offsets = _mm_slli_epi32(totals(weights), 7);  // 128 times
-  for (int m = 0; m < M; ++m) {
+  UNROLLED for (int m = 0; m < M; ++m) {
     __m512i own[R];
-    for (int r = 0; r < R; ++r) own[r] = sums[r][m];
+    UNROLLED for (int r = 0; r < R; ++r) own[r] = sums[m][r];
     const __m128 sum = _mm_cvtepi32_ps(_mm_sub_epi32(totals(own), offsets));
     const __m128 scale = _mm_mul_ps(_mm_set1_ps(product.x_scale[t + m]), _mm_loadu_ps(scales));
     T values[kWidth];
     store(values, Floats(_mm512_castps128_ps512(_mm_fmadd_ps(sum, scale, _mm_loadu_ps(bias)))));
-    for (int r = 0; r < R; ++r) product.y[(t + m) * product.y_token + o + r * per] = values[r];
+    UNROLLED for (int r = 0; r < R; ++r) product.y[(t + m) * product.y_token + o + r * per] = values[r];
   }
 }
 
@@ -133,7 +125,7 @@ void streams(const Product<T>& product, int64_t first, int64_t per, int64_t num_
 // Weights of kRows features with four inputs of each side by side: one register has 16 features, and a product with
 // four inputs of a token, repeated, adds to 16 sums at once.
 constexpr int kRegisters = 2, kRows = 16 * kRegisters, kWideTokens = 10;
-constexpr int64_t kManyTokens = 48;  // from which packing costs less than it saves
+constexpr int64_t kManyTokens = 96;  // from which packing costs less than it saves
 
 struct Packed {
   explicit Packed(int64_t d_in)
@@ -178,19 +170,20 @@ inline void packed_tile(const Product<T>& product, const Packed& packed, int64_t
   __m512i sums[M][kRegisters] = {};
   for (int64_t g = 0; g < packed.groups; ++g) {
     __m512i rows[kRegisters];
-    for (int v = 0; v < kRegisters; ++v) rows[v] = packed.load(g, v);
-    for (int m = 0; m < M; ++m) {
+    UNROLLED for (int v = 0; v < kRegisters; ++v) rows[v] = packed.load(g, v);
+    UNROLLED for (int m = 0; m < M; ++m) {
       int32_t four;
       std::memcpy(&four, x + m * product.x_stride + 4 * g, 4);
       const __m512i values = _mm512_set1_epi32(four);
-      for (int v = 0; v < kRegisters; ++v) sums[m][v] = _mm512_dpbusd_epi32(sums[m][v], values, rows[v]);
+      UNROLLED for (int v = 0; v < kRegisters; ++v) sums[m][v] = _mm512_dpbusd_epi32(sums[m][v], values, rows[v]);
     }
   }
-  for (int v = 0; v < kRegisters && 16 * v < num_rows; ++v) {
+  UNROLLED for (int v = 0; v < kRegisters; ++v) {
+    if (16 * v >= num_rows) continue;
     const int64_t first = o + 16 * v, count = std::min<int64_t>(16, num_rows - 16 * v);
     const Floats scale = load(product.w_scale + first, count);
     const Floats bias = product.bias ? load(product.bias + first, count) : Floats{};
-    for (int m = 0; m < M; ++m) {
+    UNROLLED for (int m = 0; m < M; ++m) {
       const Floats sum = Floats(_mm512_cvtepi32_ps(_mm512_sub_epi32(sums[m][v], packed.offsets[v])));
       store(product.y + (t + m) * product.y_token + first, sum * (splat(product.x_scale[t + m]) * scale) + bias, count);
     }

@@ -78,17 +78,17 @@ void dots(float* hidden, int64_t rank, float sign, const T* a, int64_t a_stride,
     next.fetch(i);
     for (int64_t j = 0; j < kLine<T>; j += kWidth) {
       Floats values[C];
-      for (int64_t c = 0; c < C; ++c) values[c] = load(x + c * d_in + i + j);
-      for (int64_t r = 0; r < R; ++r) {
+      UNROLLED for (int64_t c = 0; c < C; ++c) values[c] = load(x + c * d_in + i + j);
+      UNROLLED for (int64_t r = 0; r < R; ++r) {
         const Floats row = load(a + r * a_stride + i + j);
-        for (int64_t c = 0; c < C; ++c) sums[r][c][j / kWidth % kChains] += row * values[c];
+        UNROLLED for (int64_t c = 0; c < C; ++c) sums[r][c][j / kWidth % kChains] += row * values[c];
       }
     }
   }
-  for (int64_t r = 0; r < R; ++r)
-    for (int64_t c = 0; c < C; ++c) {
+  UNROLLED for (int64_t r = 0; r < R; ++r)
+    UNROLLED for (int64_t c = 0; c < C; ++c) {
       Floats total = sums[r][c][0];
-      for (int64_t k = 1; k < kChains; ++k) total += sums[r][c][k];
+      UNROLLED for (int64_t k = 1; k < kChains; ++k) total += sums[r][c][k];
       float sum = 0;
       for (int64_t j = 0; j < kWidth; ++j) sum += total[j];
       for (int64_t j = i; j < d_in; ++j) sum += load_one(a + r * a_stride + j) * x[c * d_in + j];

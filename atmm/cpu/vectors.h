@@ -19,6 +19,10 @@ constexpr int64_t kWidth = 16;
 constexpr int64_t kWidth = 8;
 #endif
 
+// Before a loop over registers: GCC keeps an array in registers only if every loop over it is unrolled, and its own
+// heuristics leave some loops as they are; the array then passes through memory in each iteration.
+#define UNROLLED _Pragma("GCC unroll 16")
+
 typedef float Floats __attribute__((vector_size(4 * kWidth)));
 typedef uint32_t Bits __attribute__((vector_size(4 * kWidth)));
 typedef uint16_t Halves __attribute__((vector_size(2 * kWidth)));
