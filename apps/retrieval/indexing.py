@@ -76,7 +76,7 @@ def make_settings(
     pairs = [f"{adapter}/{head}" for group in groups for adapter, head in group.heads]
     return IndexSettings(
         model=client.stats().model,
-        num_frames=num_frames or max(group.num_frames for group in groups),
+        num_frames=num_frames or max(group.shape.num_frames for group in groups),
         fps=fps,
         adapters=tuple(adapters),
         heads=tuple(pairs),
@@ -231,7 +231,7 @@ def describe(client: Client, clip: Clip, groups: Sequence[Group]) -> list[Statem
     statements: list[Statement] = []
     for group in groups:
         if group.heads:
-            outcomes = client.ask_heads(clip.pick(group.num_frames), group.heads)
+            outcomes = client.ask_heads(clip.pick(group.shape.num_frames), group.heads)
             for (adapter, head), outcome in zip(group.heads, outcomes, strict=True):
                 if outcome.error is not None:
                     raise outcome.error.to_exception()

@@ -36,7 +36,11 @@ _SOURCES = (
     "evict.cpp",
 )
 _HEADERS = ("vectors.h",)
-_FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-tree-pre", "-fopenmp", "-fPIC")
+# -fno-tree-pre: GCC moves work on sums from behind a loop into it, for which the registers do not suffice.
+_FLAGS = (
+    *("-std=c++17", "-O3", "-march=native", "-fno-tree-pre", "-ffp-contract=fast", "-fno-math-errno"),
+    *("-fopenmp", "-fPIC"),
+)
 _INT, _POINTER, _FLOAT = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
 _MATRICES = (_POINTER, _INT, _INT)  # data, strides of matrix and row
 _ARGUMENTS = {

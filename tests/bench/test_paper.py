@@ -139,7 +139,7 @@ def test_the_page_has_the_picture_both_numbers_and_the_rest(calls: list[str], tm
 def test_a_figure_of_costs_and_the_simulator_end_to_end(
     measuring: Measuring, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(vlora_serving, "_requests", lambda quick: 8)
+    monkeypatch.setattr(vlora_serving, "num_requests", lambda quick: 8)
     costs = Costs(base_s=0.02, token_s=4e-4, lane_s=2e-4, adapter_s=1e-3, merge_s=0.05)
     value = {"costs": {**costs._asdict(), "load_s": 0.005}}
     measuring.once("costs", lambda: value)

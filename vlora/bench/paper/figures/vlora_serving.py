@@ -39,14 +39,14 @@ _LOAD = 0.9  # of the capacity of unmerged-only with full batches
 _BATCHING = "6.2: V-LoRA reduces average token latency compared to dLoRA, Punica and S-LoRA, respectively"
 
 
-def _requests(quick: bool) -> int:
+def num_requests(quick: bool) -> int:
     return 80 if quick else 250
 
 
 def _retrieval(measuring: Measuring, load: float, skew: float, num_adapters: int) -> tuple[float, list[Arrival]]:
     """Requests per second, and the arrivals."""
     rate = load * capacity(measuring, PROMPT, ANSWER, hottest(num_adapters, skew))
-    number = _requests(measuring.setting.quick)
+    number = num_requests(measuring.setting.quick)
     return rate, list(Hottest(rate=rate, skew=skew, **RETRIEVAL).arrivals(number, num_adapters, seed=0))
 
 
@@ -74,7 +74,7 @@ def _measure_rates(measuring: Measuring) -> dict[str, Any]:
         found["retrieval"]["rates"].append(rate)
         found["video"]["rates"].append(load * full)
         for name in _SHOWN:
-            clips = chunks(workload, _requests(quick), NUM_ADAPTERS, load * full, known[name].heads)
+            clips = chunks(workload, num_requests(quick), NUM_ADAPTERS, load * full, known[name].heads)
             for app, its in (("retrieval", arrivals), ("video", clips)):
                 found[app]["ms"].setdefault(name, []).append(latency_ms(measuring, known[name], its))
     for name in (OURS, UNMERGED):
@@ -213,7 +213,7 @@ def _measure_adapters(measuring: Measuring) -> dict[str, Any]:
     ms: dict[str, list[float]] = {}
     for number in numbers:
         workload = Hottest(rate=rate, skew=0.6, **RETRIEVAL)
-        arrivals = list(workload.arrivals(_requests(measuring.setting.quick), number, seed=0))
+        arrivals = list(workload.arrivals(num_requests(measuring.setting.quick), number, seed=0))
         for name in _SHOWN:
             ms.setdefault(name, []).append(
                 latency_ms(measuring, systems(measuring)[name], arrivals, resident_adapters=32)
@@ -280,7 +280,7 @@ def _measure_replicas(measuring: Measuring) -> dict[str, Any]:
     single = capacity(measuring, PROMPT, ANSWER, hottest(20, 0.6))
     for number in found["replicas"]:
         workload = Hottest(rate=2.0 * number * single, skew=0.6, **RETRIEVAL)
-        arrivals = workload.arrivals(_requests(measuring.setting.quick) * 2 * number, 20, seed=0)
+        arrivals = workload.arrivals(num_requests(measuring.setting.quick) * 2 * number, 20, seed=0)
         measures = replay(arrivals, ReplicaConfig(costs=costs, load_s=load_s), number)
         found["requests/s"].append(measures.as_dict()["requests_per_s"])
     return found
