@@ -65,7 +65,7 @@ def test_losses_and_answers_are_those_of_peft(tmp_path: Path, family: str) -> No
         limit = 2 * max(len(each.answer) for each in own.train)
         tokens = reference.generate(**prompt, max_new_tokens=limit, do_sample=False)[0, len(one.ids) :].tolist()
         texts.append(base.processor.decode(tokens).strip())
-    assert read.words.tolist() == pytest.approx(losses, abs=1e-4)
+    assert read.words.tolist() == pytest.approx(losses, rel=1e-4)
     assert decoded == texts
     assert all(one.start is not None and 0 < one.start < len(one.ids) for one in own.train)
 

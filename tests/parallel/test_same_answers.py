@@ -20,7 +20,7 @@ from tests.oracle import Oracle
 from vlora.types import Mode, Request
 
 NUM_TOKENS = 5
-TOLERANCE = 1e-5
+TOLERANCE = 2e-5  # two ranks add in another order: 1.05e-5 on Zen 5
 CASES = (
     ("everywhere64", 1),
     (None, 0),

@@ -70,10 +70,11 @@ def test_every_stage_runs_without_a_servers_packages(tmp_path: Path, without_oth
     assert costs.token_s > 0 and load_s > 0
 
 
-def test_a_missing_gpu_is_a_failure_of_each_stage(tmp_path: Path) -> None:
+def test_a_missing_gpu_is_one_error_line(tmp_path: Path) -> None:
     import torch
 
     if torch.cuda.is_available():
         pytest.skip("for machines without a GPU")
     done = gpu_check(tmp_path, "--device", "cuda", "--stages", "facts")
-    assert done.returncode == 1 and "torch finds no CUDA device" in done.stdout
+    assert done.returncode == 2 and not done.stdout and not any(tmp_path.iterdir())
+    assert done.stderr.startswith("error: torch finds no CUDA device") and done.stderr.count("\n") == 1
