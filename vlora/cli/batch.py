@@ -12,11 +12,11 @@ import click
 
 from vlora.cli.extras import needs
 from vlora.cli.group import cli
-from vlora.cli.interrupt import INTERRUPTED, stopping
+from vlora.cli.interrupt import INTERRUPTED, stopping, until_stopped
 from vlora.cli.progress import counting, waiting
 from vlora.cli.server_flags import json_option, print_json, server_option, wait_option
 from vlora.cli.stream_plan import is_plan, result_line, stream_plan
-from vlora.errors import BadRequest, VLoraError
+from vlora.errors import BadRequest
 
 if TYPE_CHECKING:
     from apps.video_analytics import ChunkResult
@@ -117,29 +117,22 @@ def stream(
         else:
             click.echo(result_line(result, source=len(found) > 1, asked=several, owners=owners))
 
-    with client, stopping() as stop:
-        try:
-            run(
-                client,
-                found,
-                adapters,
-                heads,
-                questions=questions,
-                max_tokens=max_tokens,
-                fps=fps,
-                out=out,
-                max_latency_s=max_latency_s,
-                wait_s=wait_s,
-                stop=stop,
-                on_result=on_result,
-                say=lambda text: click.echo(text, err=True),
-            )
-        except VLoraError as error:
-            if not stop.is_set():
-                raise
-            click.echo(f"error: {error}", err=True)
-        if stop.is_set():
-            sys.exit(INTERRUPTED)
+    with client, until_stopped() as stop:
+        run(
+            client,
+            found,
+            adapters,
+            heads,
+            questions=questions,
+            max_tokens=max_tokens,
+            fps=fps,
+            out=out,
+            max_latency_s=max_latency_s,
+            wait_s=wait_s,
+            stop=stop,
+            on_result=on_result,
+            say=lambda text: click.echo(text, err=True),
+        )
     if num_problems:
         sys.exit(1)
 

@@ -9,6 +9,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 
+from vlora.errors import VLoraError
+
 INTERRUPTED = 130
 _NAMES = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 _SHELLS_ADD = 128  # added to a signal's number to form the exit code
@@ -35,6 +37,20 @@ def stopping() -> Iterator[threading.Event]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def until_stopped() -> Iterator[threading.Event]:
+    """As `stopping`. After a signal the command ends with exit code 130, and an error in the block is only printed."""
+    with stopping() as stop:
+        try:
+            yield stop
+        except VLoraError as error:
+            if not stop.is_set():
+                raise
+            print(f"error: {error}", file=sys.stderr)
+        if stop.is_set():
+            sys.exit(INTERRUPTED)
 
 
 @contextlib.contextmanager

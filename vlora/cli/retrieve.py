@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from click.core import ParameterSource
 
 from vlora.cli.extras import needs
 from vlora.cli.group import cli
-from vlora.cli.interrupt import INTERRUPTED, stopping
+from vlora.cli.interrupt import until_stopped
 from vlora.cli.progress import counting, waiting
 from vlora.cli.server_flags import json_option, print_json, server_option
 from vlora.errors import BadRequest
@@ -81,10 +80,8 @@ def index(
     if settings["fps"] is not None and not math.isfinite(settings["fps"]):
         raise BadRequest(f"--fps is {settings['fps']}; it must be a number above 0")
     named = [name for name in _SETTINGS if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
-    with client, stopping() as stop, _open(client, out, settings, named) as opened:
+    with client, until_stopped() as stop, _open(client, out, settings, named) as opened:
         _update(client, opened, videos, stop, as_json)
-        if stop.is_set():
-            sys.exit(INTERRUPTED)
 
 
 def _open(client: Client, path: Path, settings: dict[str, Any], named: Sequence[str]) -> RetrievalIndex:
@@ -189,7 +186,7 @@ def retrieve(
     ask_for(query, question)
     if sheet is not None:
         check_sheet_name(sheet)
-    with client, stopping() as stop, _index_to_search(client, path, videos, adapter) as opened:
+    with client, until_stopped() as stop, _index_to_search(client, path, videos, adapter) as opened:
         if videos:
             _update(client, opened, videos, stop, as_json=False)
         if not stop.is_set():
@@ -209,8 +206,6 @@ def retrieve(
             if sheet is not None:
                 write_sheet(sheet, query, hits, [opened.frames(hit.clip) for hit in hits])
             _print_hits(hits, as_json)
-        if stop.is_set():
-            sys.exit(INTERRUPTED)
 
 
 def _index_to_search(client: Client, path: Path, videos: Sequence[str], adapter: str | None) -> RetrievalIndex:

@@ -12,9 +12,9 @@ import click
 from click.core import ParameterSource
 
 from vlora.cli.extras import require
-from vlora.cli.interrupt import INTERRUPTED, stopping
+from vlora.cli.interrupt import until_stopped
 from vlora.cli.server_flags import print_json
-from vlora.errors import BadRequest, VLoraError
+from vlora.errors import BadRequest
 
 if TYPE_CHECKING:
     from apps.video_analytics import ChunkResult
@@ -84,25 +84,18 @@ def stream_plan(
     from apps.video_analytics.plan.run_plan import run_plan
 
     printer = _Printer(as_json)
-    with client, stopping() as stop:
-        try:
-            run_plan(
-                client,
-                file,
-                out=out,
-                max_latency_s=max_latency_s,
-                wait_s=wait_s,
-                stop=stop,
-                on_result=printer.result,
-                on_event=printer.event,
-                say=lambda text: click.echo(text, err=True),
-            )
-        except VLoraError as error:
-            if not stop.is_set():
-                raise
-            click.echo(f"error: {error}", err=True)
-        if stop.is_set():
-            sys.exit(INTERRUPTED)
+    with client, until_stopped() as stop:
+        run_plan(
+            client,
+            file,
+            out=out,
+            max_latency_s=max_latency_s,
+            wait_s=wait_s,
+            stop=stop,
+            on_result=printer.result,
+            on_event=printer.event,
+            say=lambda text: click.echo(text, err=True),
+        )
     if printer.num_problems:
         sys.exit(1)
 
