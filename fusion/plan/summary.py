@@ -13,7 +13,7 @@ from rich.console import Console
 from fusion.data.load import DomainData
 from fusion.data.samples import Sample
 from fusion.data.targets import labels_shown
-from fusion.packing.training_counts import max_trainings
+from fusion.packing.training_counts import max_trainings, trained_alone
 from fusion.phases.plan_checked import PlanChecked
 from fusion.plan.estimate import Estimate
 from fusion.plan.schema import DomainPlan, LoraPlan, Plan, RelativeThreshold
@@ -73,7 +73,7 @@ def as_json(checked: PlanChecked, estimate: Estimate) -> str:
             "order": plan.order,
             "packing": plan.packing,
             "confidence": plan.confidence,
-            "training_s_at_most": _max_training_s(plan),
+            "training_s_at_most": _max_training_s(checked),
             "estimate": dataclasses.asdict(estimate),
             "domains": [dataclasses.asdict(domain) for domain in summarize(checked)],
         }
@@ -95,7 +95,7 @@ def print_summary(checked: PlanChecked, estimate: Estimate, console: Console) ->
         _block(console, f"{domain.name}: {kind}", rows)
     plan, size, training = checked.plan, checked.size, checked.plan.training
     where = "language model and vision side" if plan.lora.vision else "language model"
-    in_order = "" if plan.packing == "jointly" else f"order {' and '.join(plan.order)}, "
+    in_order = "" if plan.packing in ("guided", "jointly") else f"order {' and '.join(plan.order)}, "
     rows = {
         "adapter": f"{_kind(plan.lora)}, on "
         f"{size.layers} layers of the {where}: {size.parameters:,} parameters, {size.num_bytes / 1e6:.1f} MB",
@@ -103,7 +103,7 @@ def print_summary(checked: PlanChecked, estimate: Estimate, console: Console) ->
         + (
             ", all domains of an adapter at once"
             if plan.packing == "jointly"
-            else f"; {training.rehearsal:.0%} of each batch rehearses domains that the adapter already holds"
+            else f"; where a domain joins an adapter, {training.rehearsal:.0%} of each batch rehearses those in it"
         ),
         "packing": f"{plan.packing}, {in_order}seed {plan.seed}, decided by "
         + (f"lower bounds at a confidence of {plan.confidence:g}" if plan.confidence else "the score itself"),
@@ -198,7 +198,7 @@ def _teacher(teacher: Mapping[str, object] | None) -> str:
 
 def _time(plan: Plan, estimate: Estimate) -> str:
     least, most = duration(estimate.at_least_s), duration(estimate.at_most_s)
-    if plan.packing == "jointly":
+    if plan.packing in ("guided", "jointly"):
         fits = "if all domains fit into one adapter"
     else:
         fits = "if every domain fits into the first adapter"
@@ -213,9 +213,12 @@ def _time(plan: Plan, estimate: Estimate) -> str:
     )
 
 
-def _max_training_s(plan: Plan) -> float | None:
+def _max_training_s(checked: PlanChecked) -> float | None:
     """Seconds of training in the longest possible run; None if the plan sets no limit."""
-    return None if plan.training.seconds is None else plan.training.seconds * max_trainings(plan)
+    plan = checked.plan
+    if plan.training.seconds is None:
+        return None
+    return plan.training.seconds * max_trainings(plan, trained_alone(plan, checked.teacher_scores))
 
 
 def _rounded(plan: Plan) -> str:
