@@ -65,7 +65,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         promise = "{relative_to: alone, minus: 0.99}"  # each domain is trained alone, in forks
         domains += f'  - {{name: {name}, source: {name}, question: "what is it ?", threshold: {promise}}}\n'
     (folder / "a plan.yaml").write_text(
-        f"base: base\nlora: {{rank: 2}}\ntraining: {{steps: 50, batch_size: 4}}\ndomains:\n{domains}"
+        f"base: base\nconfidence: null\nlora: {{rank: 2}}\ntraining: {{steps: 50, batch_size: 4}}\ndomains:\n{domains}"
     )
     return folder
 
