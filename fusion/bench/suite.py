@@ -1,8 +1,9 @@
 """The table's domains, in which one adapter's capacity is a limit. Only digits are real; the others are rendered.
 
-Two groups contradict each other: their prompts are equal word for word and so are the pictures' distributions, but each
-expects other words, as two customers do who name things differently. No adapter can keep the promises of two domains of
-such a group unless their thresholds are low. Signs with other numerals and objects of a few pixels need fine features.
+Two groups contradict each other: their prompts are equal word for word, and so are the distributions of their pictures,
+but each expects other words, as two customers with different names for things do. For any adapter, the shares of
+correct answers of two domains with no answer in common add up to one at most. Signs with other numerals and objects of
+a few pixels need fine features.
 """
 
 from __future__ import annotations

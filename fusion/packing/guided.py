@@ -1,7 +1,6 @@
 """Packing within a bound on cost: one joint training of all domains, then repairs that its failures guide.
 
-A domain that meets its threshold in a joint training stays in that adapter, whatever the others do, so only the others
-are trained again: in groups without measured conflicts, then one by one into an existing adapter, then alone.
+A domain that meets its threshold in a joint training stays in that adapter, so only the others are trained again: in groups without measured conflicts, then one by one into an existing adapter, then alone.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Set = frozenset[str]
 Conflicts = Mapping[Set, float]
 BUDGET = 2  # single-domain trainings per domain
 _SHARE = 3  # after the first trainings, a joint one takes at most one part in this many of what is left to spend
-_FEW = 3  # domains that are trained all at once first, whatever remains to be paid
+_FEW = 3  # domains that are trained all at once first in any case
 _CONFLICT = 0.1  # two domains conflict if the cosine of their gradients is below minus this
 
 
