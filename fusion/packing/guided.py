@@ -1,6 +1,7 @@
 """Packing within a bound on cost: one joint training of all domains, then repairs that its failures guide.
 
-A domain that meets its threshold in a joint training stays in that adapter, so only the others are trained again: in groups without measured conflicts, then one by one into an existing adapter, then alone.
+A domain that meets its threshold in a joint training stays in that adapter, so only the others are trained again: in
+groups without measured conflicts, then one by one into an existing adapter, then alone.
 """
 
 from __future__ import annotations

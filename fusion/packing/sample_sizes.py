@@ -18,7 +18,7 @@ def samples_needed(threshold: float | None, better: float, confidence: float) ->
     P(Bin(n, min(1, t + better)) >= c(n)).
 
     Args:
-        threshold: None if it is unknown: then for the one that needs most samples, where t and t + better are near a half.
+        threshold: None if it is unknown: then the one that needs most samples; t and t + better are near a half.
     """
     if threshold is None:
         threshold = 0.5 - better / 2
