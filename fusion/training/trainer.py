@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
 from collections import Counter
@@ -38,8 +39,8 @@ class _Job:
     """One training.
 
     title: for display. seed: what the random draws are seeded with. adapter: all domains in the adapter. new: those
-    that are trained, and get a head. watched: those whose held-back loss decides early stopping. rows: returns the
-    domain of each sample of a step's batch.
+    that are trained, and get a head unless they have one. watched: those whose held-back loss decides early stopping.
+    rows: returns the domain of each sample of a step's batch.
     """
 
     title: str
@@ -123,6 +124,27 @@ class LoraTrainer:
         )
         return self._run(job)
 
+    def gradients(self, domains: Sequence[str], batches: int) -> dict[str, torch.Tensor]:
+        """By domain, the gradient [parameters of the adapter] of its loss on training samples, heads not included."""
+        lora = list(self.adapter.lora.values())
+        for parameter in self.adapter.parameters.values():
+            parameter.requires_grad_(True)
+        found, size = {}, self.plan.training.batch_size
+
+        def undo(at_once: int) -> None:
+            for parameter in self.adapter.parameters.values():
+                parameter.grad = None
+
+        with self.progress.work("measuring conflicts", len(domains), "domains") as update:
+            for count, domain in enumerate(domains, 1):
+                rng = np.random.default_rng(self.adapter.seed(f"gradient {domain}"))
+                batch = self.draw(rng, domain, batches * self.plan.training.batch_size)
+                _, size = halving(size, functools.partial(self.backward, batch), undo)
+                found[domain] = torch.cat([_gradient(parameter) for parameter in lora])
+                undo(size)
+                update(count)
+        return found
+
     def time_step(self, rows: Sequence[str]) -> float:
         """Seconds of one step on a batch with samples of these domains. Changes the adapter and creates heads for all
         domains."""
@@ -179,7 +201,8 @@ class LoraTrainer:
         """Run the training loop; return the losses from start to end."""
         settings = self.plan.training
         for domain in job.new:
-            self.adapter.add_head(domain)
+            if domain not in self.adapter.heads:
+                self.adapter.add_head(domain)
         rng = np.random.default_rng(self.adapter.seed(job.seed))
         optimizer = self._optimizer()
         size = settings.batch_size
@@ -244,6 +267,10 @@ class LoraTrainer:
 
     def _held_out_score(self, domain: str, count: int) -> float:
         return self.evaluator.score(domain, self.domains[domain].validation[:count])
+
+
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    return torch.zeros(parameter.numel()) if parameter.grad is None else parameter.grad.float().flatten().cpu()
 
 
 class _EarlyStopping:
