@@ -195,7 +195,7 @@ def test_gradients_of_an_abandoned_batch_are_dropped() -> None:
         if calls == 4:  # the second part, read again
             raise torch.OutOfMemoryError
         values = torch.tensor(part, dtype=torch.float32) * weight
-        return ForwardOutputs(values[:, None], [], [], values, torch.zeros(len(values)))
+        return ForwardOutputs(values[:, None], [], [], [], values, torch.zeros(len(values)))
 
     def attempt(size: int) -> float:
         return backward_in_parts([1.0, 2.0, 3.0, 4.0], size, read, lambda r: (r.last.sum() - 1) ** 2)
