@@ -92,8 +92,8 @@ def test_activations_computed_twice_give_the_same_gradient(mixed: LoraTrainer) -
 
 def test_boxes_are_scored_as_they_are_served(mixed: LoraTrainer, tmp_path: Path) -> None:
     """With the calibrated head; its temperature comes from samples used neither for training nor for validation."""
-    before = mixed.adapter.snapshot()
-    mixed.save(tmp_path, {**before, "head.squares.weight": before["head.squares.weight"] * 5})  # far too confident
+    before, key = mixed.adapter.snapshot(), "head.squares.output.weight"
+    mixed.save(tmp_path, {**before, key: before[key] * 5})  # far too confident
     served, plain = load_heads(tmp_path)["squares"].task, mixed.domains["squares"].task
     own = mixed.domains["squares"]
     assert isinstance(plain, HeadObjective)
