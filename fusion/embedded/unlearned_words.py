@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from fusion.embedded import world
 
-_SCENES = 2000  # more add no word
+NUM_SCENES = 2000  # more add no word
 _COMMON = 0.5
 _OWN_NORM = 1.2  # mean norm of the words that the model answers with
 _SEED = 0
@@ -28,7 +28,7 @@ def learned_tokens(tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
     rng = np.random.default_rng(_SEED)
     learned = set(tokenizer.all_special_ids)
     texts = set()
-    for number in range(_SCENES):
+    for number in range(NUM_SCENES):
         scene = world.still_scene(rng) if number % 4 else world.clip_scene(rng)
         texts |= {text for question in scene.questions for text in (question.text, question.answer)}
     for ids in tokenizer(sorted(texts), add_special_tokens=False)["input_ids"]:

@@ -24,7 +24,7 @@ def small_batches() -> object:
     patch = pytest.MonkeyPatch()
     for name, size in (("STILLS", 4), ("CLIPS", 2), ("VISION_BATCH", 8)):
         patch.setattr(training, name, size)
-    patch.setattr(unlearned_words, "_SCENES", 50)  # enough for the words of a checkpoint that is not used
+    patch.setattr(unlearned_words, "NUM_SCENES", 50)  # enough for the words of a checkpoint that is not used
     torch.set_num_threads(1)
     yield
     patch.undo()

@@ -90,7 +90,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> SharedAdapter:
     trainer.adapter.reset()
     losses = {}
     held: list[str] = []
-    before, lora = 0.0, ({}, {})
+    before = 0.0
+    lora: tuple[State, State] = ({}, {})
     for task in TARGETS:
         trainer.adapter.add_head(task)
         untrained = loss_of(trainer, task)

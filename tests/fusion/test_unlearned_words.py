@@ -56,7 +56,7 @@ def test_labels_of_domains_are_apart_in_the_packaged_model() -> None:
 
 
 def test_words_of_questions_and_answers_count_as_learned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unlearned_words, "_SCENES", 200)
+    monkeypatch.setattr(unlearned_words, "NUM_SCENES", 200)
     tokenizer = build_tokenizer()
     ids, learned = tokenizer.get_vocab(), learned_tokens(tokenizer)
     assert {ids[word] for word in LEARNED} <= learned and tokenizer.eos_token_id in learned
