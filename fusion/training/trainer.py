@@ -134,7 +134,7 @@ class LoraTrainer:
         return self._run(job)
 
     def _dependent(self, domains: Sequence[str]) -> list[str]:
-        """The domains whose answers depend on the LoRA, which trains on these only."""
+        """The domains whose answers depend on the LoRA: it trains on no others."""
         return [name for name in domains if not self.adapter.is_independent(name)]
 
     def time_step(self, rows: Sequence[str]) -> float:

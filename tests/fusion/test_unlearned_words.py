@@ -1,4 +1,4 @@
-"""Words that the rendered world never uses have embeddings that an adapter can tell apart."""
+"""Words that the rendered world never uses have embeddings with directions of their own."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ V-LoRA section 4.2.2 and figure 19: 41 to 63 % less latency. The saving depends 
 states. The answer length: text of n tokens takes n - 1 steps more than a head; the paper's action recognition takes 5,
 and the median over this project's own domain of actions is reported next to it. The tokens per frame: 64, as Qwen2-VL
 encodes 224 x 224 pixels. The prompt: the same for both, although a prompt for text might have to list the choices.
-Every request encodes its frames with the model's vision tower: no embeddings are cached. Two towers: one of ViT-B's
+Every request encodes frames of its own with the model's vision tower: no embeddings are cached or shared. Two towers: one of ViT-B's
 width and depth (98 million parameters), and Qwen2-VL's (665 million), which all its sizes have.
 
 A head cannot cost less than the tower and the prompt, which text needs too. The floor of the ratio is the time of
@@ -162,7 +162,7 @@ class _HeadEngine:
             self._local.engine.load_adapter(_ADAPTER, path)
         self._numbers = itertools.count()
         generator = torch.Generator().manual_seed(1)
-        self._frames = [self._frame(generator) for _ in range(6)]
+        self._frames = [self._frame(generator) for _ in range(6 * max(_GOALS))]
         self._words: list[int] = torch.randint(3, 1000, (_QUESTION,), generator=generator).tolist()
 
     def prompt_len(self, frames: int) -> int:
@@ -174,12 +174,12 @@ class _HeadEngine:
             Request(
                 request_id=str(next(self._numbers)),
                 prompt_ids=self._prompt(frames),
-                vision=tuple(self._frames[:frames]),
+                vision=tuple(self._frames[place * frames : (place + 1) * frames]),
                 adapter=_ADAPTER,
                 head=None if answer_tokens else "head",
                 sampling=SamplingParams(max_tokens=max(1, answer_tokens), ignore_eos=True),
             )
-            for _ in range(batch)
+            for place in range(batch)
         ]
         outputs = self._local.run(requests)
         for request in requests:
