@@ -5,8 +5,8 @@ V-LoRA section 4.2.2 and figure 19: 41 to 63 % less latency. The saving depends 
 states. The answer length: text of n tokens takes n - 1 steps more than a head; the paper's action recognition takes 5,
 and the median over this project's own domain of actions is reported next to it. The tokens per frame: 64, as Qwen2-VL
 encodes 224 x 224 pixels. The prompt: the same for both, although a prompt for text might have to list the choices.
-Every request encodes frames of its own with the model's vision tower: no embeddings are cached or shared. Two towers: one of ViT-B's
-width and depth (98 million parameters), and Qwen2-VL's (665 million), which all its sizes have.
+Every request encodes frames of its own with the model's vision tower: no embeddings are cached or shared. Two towers:
+one of ViT-B's width and depth (98 million parameters), and Qwen2-VL's (665 million), which all its sizes have.
 
 A head cannot cost less than the tower and the prompt, which text needs too. The floor of the ratio is the time of
 their matrix products alone, one product per shape repeated, so that its weights are in the cache, relative to the time
