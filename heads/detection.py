@@ -7,6 +7,7 @@ distances from the token's centre to the edges of the box, as fractions of the i
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
@@ -105,7 +106,7 @@ class Detection:
 
     def _targets(self, values: Sequence[Value], grids: Sequence[Sequence[Grid]]) -> tuple[torch.Tensor, torch.Tensor]:
         pairs = [
-            targets([box for box in boxes_of(value) if box.image == image], grid)
+            _known_targets(tuple(box for box in boxes_of(value) if box.image == image), grid)
             for value, pictures in zip(values, grids, strict=True)
             for image, grid in enumerate(pictures)
         ]
@@ -140,6 +141,9 @@ def targets(boxes: Sequence[Box], grid: Grid) -> tuple[torch.Tensor, torch.Tenso
         classes[token] = 1 + box.label
         edges[token] = torch.tensor([x - box.left, y - box.top, box.right - x, box.bottom - y])
     return classes, edges
+
+
+_known_targets = functools.lru_cache(maxsize=4096)(targets)  # a training reads each sample many times
 
 
 def loss(logits: torch.Tensor, classes: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:

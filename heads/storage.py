@@ -1,6 +1,7 @@
 """Heads on disk, beside the adapter's PEFT files: `heads.json` describes them, `heads.safetensors` holds their rows.
 
-Format 2 has `parameters`, the task's parameters besides its labels. Format 1 has none and can still be read.
+Format 2 has `parameters`, the task's parameters besides its labels, and format 3 `reads` and `hidden_units`. Formats 1
+and 2 can still be read.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from heads.spec import HeadSpec, TaskHead
 
 SPEC_FILE = "heads.json"
 WEIGHTS_FILE = "heads.safetensors"
-_FORMAT = 2
-_READ = (1, 2)
+_FORMAT = 3
+_READ = (1, 2, 3)
+_NOT_IN_EVERY_FORMAT = ("parameters", "reads", "hidden_units")
+_HIDDEN = ("hidden.weight", "hidden.bias")
 
 
 def save_heads(folder: Path | str, heads: Mapping[str, TaskHead]) -> None:
@@ -30,6 +33,9 @@ def save_heads(folder: Path | str, heads: Mapping[str, TaskHead]) -> None:
     for name, head in heads.items():
         tensors[f"{name}.weight"] = head.weight.detach().cpu().contiguous()
         tensors[f"{name}.bias"] = head.bias.detach().cpu().contiguous()
+        if head.hidden is not None:
+            for part, tensor in zip(_HIDDEN, head.hidden, strict=True):
+                tensors[f"{name}.{part}"] = tensor.detach().cpu().contiguous()
     save_file(tensors, str(folder / WEIGHTS_FILE))
     specs = [dataclasses.asdict(head.spec) for head in heads.values()]
     (folder / SPEC_FILE).write_text(json.dumps({"format": _FORMAT, "heads": specs}, indent=2) + "\n")
@@ -51,7 +57,7 @@ def load_heads(folder: Path | str) -> dict[str, TaskHead]:
     except (KeyError, TypeError) as error:
         raise ValueError(f"{file}: cannot be read: it must be an object with the fields format and heads") from error
     if version not in _READ:
-        raise ValueError(f"{file}: format is {version!r}, this version reads {' and '.join(map(str, _READ))}")
+        raise ValueError(f"{file}: format is {version!r}, this version reads {', '.join(map(str, _READ))}")
     try:
         tensors = load_file(str(folder / WEIGHTS_FILE))
     except (OSError, SafetensorError) as error:
@@ -62,7 +68,9 @@ def load_heads(folder: Path | str) -> dict[str, TaskHead]:
     for entry in entries:
         try:
             spec = HeadSpec(**_spec(entry))
-            head = TaskHead(spec, tensors.pop(f"{spec.name}.weight"), tensors.pop(f"{spec.name}.bias"))
+            weight, bias = tensors.pop(f"{spec.name}.weight"), tensors.pop(f"{spec.name}.bias")
+            hidden = [tensors.pop(f"{spec.name}.{part}") for part in _HIDDEN] if spec.hidden_units else []
+            head = TaskHead(spec, weight, bias, (hidden[0], hidden[1]) if hidden else None)
         except KeyError as error:
             raise ValueError(f"{folder / WEIGHTS_FILE}: head {entry.get('name')!r} lacks {error}") from error
         except ValueError as error:
@@ -80,7 +88,7 @@ def _spec(entry: dict[str, Any]) -> dict[str, Any]:
         if name not in known:
             raise ValueError(f"{head} has an unknown field {name!r}; known: {', '.join(known)}")
     for name in known:
-        if name not in entry and name != "parameters":  # format 1 has no parameters
+        if name not in entry and name not in _NOT_IN_EVERY_FORMAT:
             raise ValueError(f"{head} has no field {name!r}")
     if not isinstance(entry["labels"], list):
         raise ValueError(f"{head}: labels is {entry['labels']!r}; it must be a list of strings")

@@ -1,6 +1,6 @@
-"""Domains of the benchmark: drawn for each seed, in any number; only digits are real, 1,797 of them.
+"""Families of domains: drawn for each seed, in any number; only digits are real, 1,797 of them.
 
-The six of the table are of different kinds; the five of a family share one kind of task and differ in the question.
+The five domains of a family share one kind of task and differ in the question.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 
 from fusion.data.samples import Sample, Splits
 from fusion.embedded.drawing import COLORS, SIZE, add_noise, chance, draw_thing, jitter, street_background
+from fusion.embedded.object_names import NUMBERS
 from fusion.synthetic.road_signs import ACTIONS, CLIP_FRAMES, SIGNS, draw_action, draw_sign
 from fusion.synthetic.sources import load_source
 from fusion.synthetic.streets import (
@@ -39,14 +40,13 @@ class Sizes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BenchDomain:
-    """A domain. draw: None for the digits. teacher: the built-in source with a small model for it."""
+    """A domain. draw: None for the digits. labels: empty if the language model answers in words."""
 
     name: str
     task: str
     question: str
     draw: Draw | None
     labels: tuple[str, ...] = ()
-    teacher: str | None = None
 
     def splits(self, seed: int, sizes: Sizes) -> Splits:
         if self.draw is None:
@@ -153,25 +153,13 @@ def _only(kind: str) -> Draw:
     return draw
 
 
-_DIGITS = BenchDomain("digits", "classification", "what digit is shown?", None, teacher="sklearn-digits")
-_SIGNS = BenchDomain("signs", "classification", "what sign is shown?", _sign, SIGNS, "drawn-signs")
+DIGITS = BenchDomain("digits", "classification", "what digit is shown?", None, NUMBERS)
+_SIGNS = BenchDomain("signs", "classification", "what sign is shown?", _sign, SIGNS)
 _PLACES = tuple(f"{lane} {side}" for lane in LANES for side in SIDES)
-
-SIX = (
-    _DIGITS,
-    _SIGNS,
-    BenchDomain("actions", "action", "what happens in the video?", _action, ACTIONS, "drawn-actions"),
-    BenchDomain("questions", "vqa", "what is on the road?", ask_traffic),
-    BenchDomain("references", "referring", "where is it?", refer_to_thing),
-    BenchDomain(
-        "detection", "detection", "find all vehicles and persons.", find_things, KINDS, "drawn-traffic-detection"
-    ),
-)
-"""The table's domains."""
 
 FAMILIES: dict[str, tuple[BenchDomain, ...]] = {
     "classification": (
-        _DIGITS,
+        DIGITS,
         _SIGNS,
         BenchDomain("kind", "classification", "what is on the road?", _single("kind"), KINDS),
         BenchDomain("color", "classification", "what color is it?", _single("color"), tuple(COLORS)),

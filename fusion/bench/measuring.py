@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fusion.bench.domains import FAMILIES, SIX, BenchDomain, Sizes
+from fusion.bench.domains import FAMILIES, BenchDomain, Sizes
+from fusion.bench.metering import Meter
+from fusion.bench.small_models import score_small_model
+from fusion.bench.suite import QUICK, SUITE, suspected
 from fusion.embedded import checkpoint_path
 from fusion.packing.algorithm import Adapter, Packing, by_value, pack_best, pack_in_sequence
+from fusion.packing.guided import pack_guided
 from fusion.packing.joint import pack_jointly
-from fusion.packing.oracle import Oracle
+from fusion.packing.oracle import MAX_DOMAINS, Oracle
 from fusion.packing.orders import at_random
 from fusion.phases.packing import orders_of
-from fusion.phases.thresholds import thresholds_of
-from fusion.plan.schema import DomainPlan, LoraPlan, Plan, RelativeThreshold, TrainingPlan
-from fusion.teachers.built_in import TEACHERS
+from fusion.plan.schema import DomainPlan, LoraPlan, Plan, TrainingPlan
+from fusion.plan.tasks import METRICS
 from fusion.training.checkpoint import Checkpoint, State
 from fusion.training.domain import Domain
 from fusion.training.fingerprint import hash_of_processing, identity_of
@@ -26,31 +29,37 @@ from vlora.config import EngineConfig
 from vlora.models import InputProcessor
 from vlora.models.loading import load_model
 
-NAIVE, PACKED, JOINTLY = "naive (V-LoRA 4.2.1)", "packed, first fit", "packed jointly"
+ALONE, ALL, DEFAULT = "one adapter per domain", "all in one", "guided (default)"
+NAIVE, PACKED, JOINTLY = "naive (V-LoRA 4.2.1)", "first fit", "jointly"
 OPTIMUM = "exhaustive optimum"
 CONFIDENCE = 0.95
-_MINUS = 0.05  # the rule for all thresholds, fixed before training: validation score alone, minus five points
+_MINUS = 0.1  # the rule for all thresholds: a small model's validation score, minus ten points
 _REHEARSAL = 0.5
+_DEMO = LoraPlan(rank=16, alpha=32)  # as the demonstration's plan, and so are its steps
+_DEMO_STEPS = 100
 
 
 class Bench:
     """Domains, trainer and trainings on the embedded model; trainings are stored in `folder`."""
 
-    def __init__(self, made: Sequence[BenchDomain], seed: int, sizes: Sizes, steps: int, folder: Path) -> None:
+    def __init__(
+        self,
+        made: Sequence[BenchDomain],
+        seed: int,
+        sizes: Sizes,
+        steps: int,
+        folder: Path,
+        lora: LoraPlan,
+    ) -> None:
         self.plan = Plan(
             seed=seed,
-            lora=LoraPlan(rank=8, alpha=16),
+            lora=lora,
             training=TrainingPlan(steps=steps, batch_size=16, rehearsal=_REHEARSAL),
+            packing="first_fit",
             order=("hardest_first",),
             confidence=CONFIDENCE,
             domains=tuple(
-                DomainPlan(
-                    name=one.name,
-                    source="made",
-                    question=one.question,
-                    threshold=RelativeThreshold(relative_to="alone", minus=_MINUS),
-                )
-                for one in made
+                DomainPlan(name=one.name, source="made", question=one.question, threshold=1.0) for one in made
             ),
         )
         self.splits = {one.name: one.splits(seed, sizes) for one in made}
@@ -70,11 +79,13 @@ class Bench:
         return {name: self.trainer.evaluator.score(name, self.domains[name].test) for name in names}
 
     def packed(self, packing: Packing, trainings: RunCache) -> dict[str, float]:
-        return {
-            name: value
-            for adapter in packing.adapters
-            for name, value in self.tested(trainings.state(adapter), adapter).items()
-        }
+        """Test scores of a packing; `trainings` has the adapters that were trained in sequence."""
+        tested: dict[str, float] = {}
+        for adapter in packing.adapters:
+            history = packing.histories.get(adapter)
+            state = trainings.state(adapter) if history is None else trainings.state_of(history, adapter)
+            tested |= self.tested(state, adapter)
+        return tested
 
     def tested_together(self, adapters: Iterable[Collection[str]]) -> dict[str, float]:
         """Like `packed`, for sets of domains that were trained jointly."""
@@ -86,41 +97,63 @@ class Bench:
 
 
 def table(seed: int, quick: bool, folder: Path) -> dict[str, Any]:
-    """Test scores per method of creating adapters, and of small models on the same data."""
-    made = SIX[:3] if quick else SIX
-    sizes, steps = (Sizes(120, 60, 60), 6) if quick else (Sizes(1200, 500, 500), 80)
-    bench = Bench(made, seed, sizes, steps, folder)
+    """Adapters, costs and test scores per method of creating adapters."""
+    made = QUICK if quick else SUITE
+    sizes, steps = (Sizes(120, 60, 60), 6) if quick else (Sizes(1000, 640, 500), _DEMO_STEPS)
+    bench = Bench(made, seed, sizes, steps, folder, _DEMO)
     names = tuple(bench.domains)
-    thresholds = thresholds_of(bench.plan, bench.rehearsing, {})
+    # Before any adapter is trained.
+    small = {name: score_small_model(splits, METRICS[splits.task][0]) for name, splits in bench.splits.items()}
+    thresholds = {name: max(0.0, score.validation - _MINUS) for name, score in small.items()}
     methods: dict[str, dict[str, Any]] = {}
 
-    def measure(method: str, adapters: int, tested: dict[str, float], rollbacks: int = 0) -> None:
-        methods[method] = {"adapters": adapters, "rollbacks": rollbacks, "test": tested}
+    def measure(method: str, adapters: Collection[Collection[str]], tested: dict[str, float], meter: Meter) -> None:
+        methods[method] = {
+            "adapters": len(adapters),
+            "packing": [sorted(names) for names in adapters],
+            "trainings": meter.trainings,
+            "training s": meter.seconds,
+            "test": tested,
+        }
 
-    alone = {name: bench.tested(bench.rehearsing.state((name,)), (name,))[name] for name in names}
-    measure("one adapter per domain", len(names), alone)
-    bench.rehearsing.together(names)
-    measure("all in one", 1, bench.tested(bench.rehearsing.state_together(names), names))
-    naive = pack_in_sequence(at_random(names, seed), thresholds, by_value(bench.forgetting))
-    measure(NAIVE, len(naive.adapters), bench.packed(naive, bench.forgetting), len(naive.rollbacks))
-    orders = orders_of(bench.plan, bench.domains, bench.rehearsing)
-    packing = pack_best(orders, thresholds, bench.rehearsing)
-    measure(PACKED, len(packing.adapters), bench.packed(packing, bench.rehearsing), len(packing.rollbacks))
-    jointly = pack_jointly(names, thresholds, bench.rehearsing.together)
-    measure(JOINTLY, len(jointly.adapters), bench.tested_together(jointly.adapters), len(jointly.rollbacks))
-    optimum = Oracle(names, thresholds, bench.rehearsing.together).optimum()
-    measure(OPTIMUM, len(optimum.adapters), bench.tested_together(optimum.adapters))
+    meter = Meter(bench.rehearsing)
+    alone = {name: meter((name,)).scores[name] for name in names}
+    measure(ALONE, [(name,) for name in names], bench.tested_together([(name,) for name in names]), meter)
+    meter = Meter(bench.rehearsing)
+    all_in_one = meter.together(names)
+    measure(ALL, [names], bench.tested_together([names]), meter)
+    meter = Meter(bench.rehearsing)
+    default = pack_guided(names, thresholds, meter)
+    measure(DEFAULT, default.adapters, bench.packed(default, bench.rehearsing), meter)
+    meter = Meter(bench.forgetting)
+    naive = pack_in_sequence(at_random(names, seed), thresholds, by_value(meter))
+    measure(NAIVE, naive.adapters, bench.packed(naive, bench.forgetting), meter)
+    meter = Meter(bench.rehearsing)
+    first_fit = pack_best(orders_of(bench.plan, bench.domains, meter), thresholds, meter)
+    measure(PACKED, first_fit.adapters, bench.packed(first_fit, bench.rehearsing), meter)
+    meter = Meter(bench.rehearsing)
+    jointly = pack_jointly(names, thresholds, meter.together)
+    measure(JOINTLY, jointly.adapters, bench.tested_together(jointly.adapters), meter)
+    meter = Meter(bench.rehearsing)
+    oracle = Oracle(names, thresholds, meter.together)
+    bound = oracle.bound(suspected(made))
+    if len(names) - len(bound.missed) <= MAX_DOMAINS:
+        optimum = oracle.optimum()
+        measure(OPTIMUM, optimum.adapters, bench.tested_together(optimum.adapters), meter)
     return {
         "seed": seed,
+        "lora": bench.plan.lora.model_dump(mode="json"),
+        "steps": steps,
+        "samples": sizes._asdict(),
         "thresholds": thresholds,
+        "small models": {name: score._asdict() for name, score in small.items()},
         "num_test": {name: len(domain.test) for name, domain in bench.domains.items()},
+        "alone": {name: score._asdict() for name, score in alone.items()},
+        "all in one": {name: score._asdict() for name, score in all_in_one.scores.items()},
         "methods": methods,
-        "missed alone": sorted(packing.missed),
-        "packing": [list(adapter) for adapter in packing.adapters],
-        "packing, jointly": [list(adapter) for adapter in jointly.adapters],
-        "optimum": [sorted(group) for group in optimum.adapters],
-        "sets trained for the optimum": optimum.num_trained,
-        "teachers": _teacher_scores(made, bench),
+        "missed alone": sorted(bound.missed),
+        "lower bound": bound.adapters,
+        "conflicts": [list(pair) for pair in bound.conflicts],
     }
 
 
@@ -128,7 +161,7 @@ def curve(family: str, seed: int, quick: bool, folder: Path) -> dict[str, Any]:
     """Fuse domains of one kind of task in sequence: test scores of all fused domains after each, and of each alone."""
     made = FAMILIES[family][: 2 if quick else None]
     sizes, steps = (Sizes(60, 20, 60), 4) if quick else (Sizes(500, 20, 500), 50)
-    bench = Bench(made, seed, sizes, steps, folder)
+    bench = Bench(made, seed, sizes, steps, folder, LoraPlan(rank=8, alpha=16))
     order = at_random(tuple(bench.domains), seed)
     alone, fused = {}, []
     for place, name in enumerate(order):
@@ -138,17 +171,3 @@ def curve(family: str, seed: int, quick: bool, folder: Path) -> dict[str, Any]:
         bench.rehearsing(adapter)
         fused.append(bench.tested(bench.rehearsing.state(adapter), adapter))
     return {"family": family, "seed": seed, "alone": alone, "fused": fused}
-
-
-def _teacher_scores(made: Sequence[BenchDomain], bench: Bench) -> Mapping[str, float]:
-    """Test scores of small models on the same training data, for domains that have one."""
-    teacher_scores = {}
-    for one in made:
-        if one.teacher is not None:
-            splits, task = bench.splits[one.name], bench.domains[one.name].task
-            teacher = TEACHERS[one.teacher]()
-            teacher.fit(splits)
-            teacher_scores[one.name] = task.metric(
-                teacher.answers(splits.test), [sample.target for sample in splits.test]
-            )
-    return teacher_scores

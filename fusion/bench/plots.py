@@ -8,14 +8,16 @@ from statistics import mean, pstdev
 from typing import Any
 
 from fusion.bench.domains import FAMILIES
-from fusion.bench.measuring import JOINTLY
+from fusion.bench.measuring import ALONE, DEFAULT
 
 
 def draw(tables: Sequence[dict[str, Any]], curves: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Write capacity.png (figure 5) and teachers.png (figure 15). Bars: one standard deviation over seeds."""
+    """Write capacity.png (figure 5), small_models.png (figure 15) and methods.png (adapters and cost of each method).
+    Bars: one standard deviation over seeds."""
     folder.mkdir(parents=True, exist_ok=True)
     _capacity(curves, folder / "capacity.png")
-    _teachers(tables, folder / "teachers.png")
+    _small_models(tables, folder / "small_models.png")
+    _methods(tables, folder / "methods.png")
 
 
 def _capacity(curves: Sequence[dict[str, Any]], path: Path) -> None:
@@ -44,23 +46,44 @@ def _gained(found: dict[str, Any], number: int) -> float:
     return mean(value - found["alone"][name] for name, value in found["fused"][number - 1].items())
 
 
-def _teachers(tables: Sequence[dict[str, Any]], path: Path) -> None:
-    """Scores of each task's small model, single-domain adapter and packed adapter on the same test data."""
+def _small_models(tables: Sequence[dict[str, Any]], path: Path) -> None:
+    """Scores of each domain's small model, single-domain adapter and packed adapter on the same test data."""
     pyplot = _pyplot()
-    names = list(tables[0]["teachers"])
+    names = list(tables[0]["thresholds"])
     bars = {
-        "small model": [[found["teachers"][name] for found in tables] for name in names],
-        "adapter of its own": [_tested(tables, "one adapter per domain", name) for name in names],
-        "packed adapter": [_tested(tables, JOINTLY, name) for name in names],
+        "small model": [[found["small models"][name]["test"] for found in tables] for name in names],
+        "adapter of its own": [_tested(tables, ALONE, name) for name in names],
+        "packed adapter": [_tested(tables, DEFAULT, name) for name in names],
     }
-    figure, panel = pyplot.subplots(figsize=(7, 4))
+    figure, panel = pyplot.subplots(figsize=(10, 4))
     for place, (label, points) in enumerate(bars.items()):
         at = [number + 0.27 * (place - 1) for number in range(len(names))]
         panel.bar(at, list(map(mean, points)), 0.25, yerr=list(map(pstdev, points)), capsize=3, label=label)
-    panel.set_xticks(range(len(names)), names)
+    panel.set_xticks(range(len(names)), names, rotation=30)
     panel.set(ylabel="test score", ylim=(0, 1.12))
     panel.legend(fontsize=8, ncols=3, loc="upper center")
     panel.grid(alpha=0.3, axis="y")
+    _save(figure, path)
+
+
+def _methods(tables: Sequence[dict[str, Any]], path: Path) -> None:
+    """Adapters of each method, and its trainings per domain."""
+    pyplot = _pyplot()
+    names = [name for name in tables[0]["methods"] if all(name in found["methods"] for found in tables)]
+    figure, panels = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)
+    for panel, label, value in (
+        (panels[0], "adapters", lambda found, name: found["methods"][name]["adapters"]),
+        (
+            panels[1],
+            "trainings per domain",
+            lambda found, name: found["methods"][name]["trainings"] / len(found["thresholds"]),
+        ),
+    ):
+        points = [[value(found, name) for found in tables] for name in names]
+        panel.barh(names, list(map(mean, points)), xerr=list(map(pstdev, points)), capsize=3)
+        panel.set(xlabel=label)
+        panel.grid(alpha=0.3, axis="x")
+    panels[0].invert_yaxis()
     _save(figure, path)
 
 

@@ -19,6 +19,7 @@ from fusion.progress.progress import Progress, ProgressCallback
 from fusion.training.collator import EncodedSample, forward_samples
 from fusion.training.domain import Domain
 from fusion.training.frozen_base import FrozenBase
+from fusion.training.image_head import trainable_head
 from fusion.training.objectives import ForwardOutputs, HeadObjective
 from fusion.training.precision import mixed_precision
 from heads import TaskHead
@@ -176,13 +177,11 @@ class _AdapterPair:
     @torch.no_grad()
     def score(self, which: str, domain: Domain, head: TaskHead) -> float:
         """The domain's metric on its test data."""
-        linear = nn.Linear(head.weight.shape[1], head.weight.shape[0], device=self._base.hf_model.device)
-        linear.weight.copy_(head.weight)
-        linear.bias.copy_(head.bias)
+        module = trainable_head(head, self._base.hf_model.device)
         served = HeadObjective(head.task, domain.task.metric_name)  # calibrated as in the adapter's file
         answers: list[object] = []
         for part in _parts(domain.test):
-            found = served.answers(self._read(which, part), linear, [sample.target for sample in part])
+            found = served.answers(self._read(which, part), module, [sample.target for sample in part])
             answers += [sample.of_whole_pictures(answer) for sample, answer in zip(part, found, strict=True)]
         return served.metric(answers, [sample.target for sample in domain.test])
 

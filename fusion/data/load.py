@@ -215,7 +215,8 @@ def _check_threshold(domain: DomainPlan, plan: Plan, data: DomainData, errors: P
     if threshold > best:
         errors.add(
             f"{threshold:g} cannot be reached: with {count} validation samples, all correct, the lower bound is "
-            f"{best:.3f} at a confidence of {plan.confidence:g}; lower the threshold, or add data",
+            f"{best:.3f} at a confidence of {plan.confidence:g}; lower the threshold, add data, or set "
+            "`confidence: null`",
             "threshold",
         )
 

@@ -45,6 +45,7 @@ from fusion.embedded.model import IMAGE_TOKENS, build_model
 from fusion.embedded.probes import Probes, normed
 from fusion.embedded.processor import build_processor
 from fusion.embedded.spectra import gist, patch_spectra
+from fusion.embedded.unlearned_words import learned_tokens, separate_unlearned
 from fusion.training.precision import mixed_precision
 
 VISION_SHARE = 0.15
@@ -141,6 +142,7 @@ class Trainer:
         self.processor.save_pretrained(self.out)
         half = build_model(self.seed).half()
         half.load_state_dict(self.model.state_dict())
+        separate_unlearned(half.get_input_embeddings().weight, learned_tokens(self.processor.tokenizer))
         half.save_pretrained(self.out)
         # Stored as float16, but `dtype="auto"` then means float32, for computing on a CPU.
         half.config.dtype = torch.float32

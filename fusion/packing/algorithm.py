@@ -16,6 +16,13 @@ Adapter = tuple[str, ...]
 _LONGEST_NAME = 120  # characters
 
 
+class History(NamedTuple):
+    """How an adapter was trained: domains `together`, sorted; then `joins`, each a domain beside those that stayed."""
+
+    together: Adapter
+    joins: tuple[tuple[Adapter, str], ...] = ()
+
+
 class Score(NamedTuple):
     """value: the domain's metric on validation data, 0 to 1. lower: its lower confidence bound."""
 
@@ -61,13 +68,15 @@ class Packing:
     """Result of packing.
 
     adapters: as trained, with their scores. missed: domains below their threshold in their adapter. margin: the
-    smallest distance from a bound to its threshold, over domains that meet theirs.
+    smallest distance from a bound to its threshold, over domains that meet theirs. histories: how each adapter was
+    trained, where the names of its domains do not determine it.
     """
 
     adapters: Mapping[Adapter, TrainingResult]
     steps: tuple[Step, ...]
     missed: Mapping[str, Score]
     margin: float
+    histories: Mapping[Adapter, History] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(
@@ -76,6 +85,7 @@ class Packing:
         steps: Sequence[Step],
         missed: Mapping[str, Score],
         thresholds: Mapping[str, float],
+        histories: Mapping[Adapter, History] | None = None,
     ) -> Packing:
         margins = [
             score.lower - thresholds[name]
@@ -83,7 +93,7 @@ class Packing:
             for name, score in trained.scores.items()
             if name not in missed
         ]
-        return cls(dict(adapters), tuple(steps), dict(missed), min(margins, default=0.0))
+        return cls(dict(adapters), tuple(steps), dict(missed), min(margins, default=0.0), dict(histories or {}))
 
     @property
     def rollbacks(self) -> tuple[Step, ...]:

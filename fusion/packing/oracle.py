@@ -19,7 +19,8 @@ class Bound:
     """At least `adapters` are needed: one per domain that misses alone, and one per member of the largest clique of
     domains that conflict pairwise.
 
-    The bound assumes that two conflicting domains still conflict when more domains are added.
+    The bound assumes that two conflicting domains still conflict when more domains are added. It holds for any part of
+    the conflicts, so it is valid, if perhaps lower, where only some pairs were tried.
     """
 
     adapters: int
@@ -46,10 +47,15 @@ class Oracle:
         self._train = train
         self._keeps: dict[frozenset[str], bool] = {}
 
-    def bound(self) -> Bound:
-        """Train every domain, and every pair of domains that meet their thresholds alone."""
+    def bound(self, pairs: Sequence[tuple[str, str]] | None = None) -> Bound:
+        """Train every domain, and pairs of domains that meet their thresholds alone.
+
+        Args:
+            pairs: those to try; None for all of them.
+        """
         missed, others = self._alone()
-        conflicts = [pair for pair in itertools.combinations(others, 2) if not self.keeps(frozenset(pair))]
+        tried = itertools.combinations(others, 2) if pairs is None else [p for p in pairs if set(p).issubset(others)]
+        conflicts = [pair for pair in tried if not self.keeps(frozenset(pair))]
         clique = _largest_clique(others, {frozenset(pair) for pair in conflicts})
         return Bound(len(missed) + len(clique), missed, tuple(conflicts), clique)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from fusion.packing.guided import BUDGET, starts_with_all
 from fusion.plan.schema import Plan
 from fusion.teachers.labelling import threshold_before_training
 
@@ -26,18 +27,31 @@ def min_trainings(plan: Plan, alone: Sequence[str]) -> int:
     Args:
         alone: domains that are trained alone in any case.
     """
+    number = len(plan.domains)
+    if number == 1:
+        return 1
+    if plan.packing == "guided":
+        return len(alone) + number * (1 if starts_with_all(number, len(alone) == number) else BUDGET)
     orders = 1 if plan.packing == "jointly" else len(plan.order)
     again = plan.packing != "jointly" and plan.domains[0].name in alone  # the first domain starts alone in its adapter
-    return len(alone) + orders * len(plan.domains) - (1 if again else 0)
+    return len(alone) + orders * number - (1 if again else 0)
 
 
-def max_trainings(plan: Plan) -> int:
+def max_trainings(plan: Plan, alone: Sequence[str]) -> int:
     """Maximum number of single-domain trainings of a run.
 
-    Every domain is trained alone, and also: into the last adapter (naive); into each adapter that earlier domains
-    created (first fit); or all jointly, then one fewer each time, and every pair of the remaining sets (jointly).
+    Guided packing has a budget. With the others every domain is trained alone, and also: into the last adapter (naive);
+    into each adapter that earlier domains created (first fit); or all jointly, then one fewer each time, and every pair
+    of the remaining sets (jointly).
+
+    Args:
+        alone: domains that are trained alone in any case.
     """
     number = len(plan.domains)
+    if number == 1:
+        return 1
+    if plan.packing == "guided":
+        return len(alone) + BUDGET * number
     pairs = number * (number - 1) // 2
     beside_others = {
         "naive": (number - 1) * len(plan.order),

@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from fusion.packing.algorithm import Packing, Train, pack, pack_best, pack_in_sequence
+from fusion.packing.guided import pack_guided
 from fusion.packing.joint import pack_jointly
 from fusion.packing.oracle import MAX_DOMAINS, Bound, Optimum, Oracle
 from fusion.packing.orders import at_random, by_similarity, hardest_first
+from fusion.packing.training_counts import trained_alone
 from fusion.phases.data_ready import DataReady
 from fusion.phases.session import Session
 from fusion.phases.thresholds import Thresholds
@@ -30,7 +32,13 @@ class OracleResult:
 def pack_domains(data: DataReady, thresholds: Thresholds, session: Session) -> Packing:
     """Pack the domains as the plan says."""
     return packing_of(
-        data.plan, data.domains, thresholds.values, session.cache, session.progress.say, session.run_ahead
+        data.plan,
+        data.domains,
+        thresholds.values,
+        session.cache,
+        session.progress.say,
+        session.run_ahead,
+        trained_alone(data.plan, data.teacher_scores),
     )
 
 
@@ -41,13 +49,17 @@ def packing_of(
     cache: RunCache,
     say: Callable[[str], None],
     run_ahead: RunAhead = lambda jobs: None,
+    alone: Sequence[str] = (),
 ) -> Packing:
     """Pack domains as a plan says.
 
     Args:
         run_ahead: may run the trainings of several candidate orders, or of both parts of a split set, in parallel.
             Losing orders are then not abandoned early.
+        alone: domains that were trained alone for their thresholds.
     """
+    if plan.packing == "guided":
+        return pack_guided(tuple(domains), thresholds, cache, trained_alone=alone, say=say)
     if plan.packing == "jointly":
 
         def both(parts: Sequence[frozenset[str]]) -> None:

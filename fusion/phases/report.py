@@ -8,16 +8,18 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from fusion.packing.algorithm import Packing, names_of
+from fusion.packing.algorithm import Adapter, Packing, names_of
 from fusion.phases.base_scored import BaseScored
 from fusion.phases.data_ready import DataReady
 from fusion.phases.packing import OracleResult
 from fusion.phases.session import Session
 from fusion.phases.thresholds import Thresholds
+from fusion.plan.schema import Plan
 from fusion.report.examples import confusion_of, examples_of
 from fusion.report.page import page
 from fusion.report.report import (
     AdapterReport,
+    BrokenReport,
     DomainReport,
     FusionReport,
     OracleReport,
@@ -59,7 +61,7 @@ def report_run(
     tested = answer_test_data(data, packing, session)
     report = make_report(data, base, thresholds, packing, optimum, tested, time.perf_counter() - started)
     names = names_of(packing.adapters)
-    states = {name: session.state(adapter) for adapter, name in names.items()}
+    states = {name: session.state(packing, adapter) for adapter, name in names.items()}
     examples = {
         name: examples_of(own.splits.test, tested.answers[name], own.splits.labels, own.task, own.plan.question)
         for name, own in data.domains.items()
@@ -81,7 +83,7 @@ def answer_test_data(data: DataReady, packing: Packing, session: Session) -> Tes
     answers: dict[str, list[object]] = {}
     words: dict[str, float | None] = {}
     for adapter in packing.adapters:
-        session.trainer.adapter.restore(session.state(adapter))
+        session.trainer.adapter.restore(session.state(packing, adapter))
         for name in adapter:
             own = data.domains[name]
             with progress.work(f"testing {name}", len(own.test), "samples") as update:
@@ -128,9 +130,13 @@ def make_report(
             for adapter, trained in packing.adapters.items()
             for name in adapter
         ),
-        adapters=tuple(AdapterReport(name, adapter) for adapter, name in names.items()),
+        adapters=tuple(_adapter_report(plan, packing, adapter, name) for adapter, name in names.items()),
         rollbacks=tuple(
-            RollbackReport(step.domains, step.into, {name: score.value for name, score in step.broken.items()})
+            RollbackReport(
+                step.domains,
+                step.into,
+                {name: BrokenReport(*score, thresholds.values[name]) for name, score in step.broken.items()},
+            )
             for step in packing.rollbacks
         ),
         timeline=timeline(packing),
@@ -142,6 +148,14 @@ def make_report(
         oracle=None if optimum is None else _oracle_report(optimum),
         plan=plan.model_dump(mode="json"),
     )
+
+
+def _adapter_report(plan: Plan, packing: Packing, adapter: Adapter, name: str) -> AdapterReport:
+    if adapter in packing.histories:
+        history = packing.histories[adapter]
+        return AdapterReport(name, adapter, history.together, tuple(domain for _, domain in history.joins))
+    together = adapter if plan.packing == "jointly" else adapter[:1]
+    return AdapterReport(name, adapter, together, adapter[len(together) :])
 
 
 def timeline(packing: Packing) -> tuple[StepReport, ...]:

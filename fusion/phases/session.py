@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from fusion.packing.algorithm import Adapter
+from fusion.packing.algorithm import Adapter, Packing
 from fusion.phases.data_ready import DataReady
 from fusion.progress.progress import Progress
 from fusion.training.checkpoint import Checkpoint, State
@@ -27,8 +27,10 @@ class Session:
     progress: Progress
     jointly: bool
 
-    def state(self, adapter: Adapter) -> State:
+    def state(self, packing: Packing, adapter: Adapter) -> State:
         """Weights of an adapter in the plan's packing."""
+        if adapter in packing.histories:
+            return self.cache.state_of(packing.histories[adapter], adapter)
         return self.cache.state_together(adapter) if self.jointly else self.cache.state(adapter)
 
 

@@ -86,9 +86,10 @@ def estimate(plan: Plan, data: Mapping[str, DomainData], base: FrozenBase) -> Es
     ask = {name: _decode_s_per_sample(domain) for name, domain in trainer.domains.items()}
     once, one = _run_s(plan, data, step_s, _Rates(rates, score, ask))
     teacher_scores = {name: own.teacher_score for name, own in data.items() if own.teacher_score is not None}
+    alone = trained_alone(plan, teacher_scores)
     return Estimate(
-        at_least_s=once + one * min_trainings(plan, trained_alone(plan, teacher_scores)),
-        at_most_s=once + one * max_trainings(plan),
+        at_least_s=once + one * min_trainings(plan, alone),
+        at_most_s=once + one * max_trainings(plan, alone),
         step_s=step_s,
         batch_size=len(rows),
         measured_steps=len(measured),
@@ -111,7 +112,7 @@ def _run_s(plan: Plan, data: Mapping[str, DomainData], step_s: float, rates: _Ra
     if plan.training.seconds is not None:
         training = min(training, plan.training.seconds)
     # In sequence, an adapter holds half of the domains on average and all are scored; jointly, each is scored once.
-    scored = 1.0 if plan.packing == "jointly" else (len(data) + 1) / 2
+    scored = 1.0 if plan.packing in ("guided", "jointly") else (len(data) + 1) / 2
     return once, training + validation * scored
 
 

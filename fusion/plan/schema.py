@@ -13,6 +13,7 @@ from fusion.plan.teacher_kinds import TeacherPlan
 from vlora.config import Quantize
 
 _MOST_ORDERS = 64
+Packer = Literal["guided", "naive", "first_fit", "jointly"]
 Order = Literal["given", "random", "similarity", "hardest_first"]
 
 
@@ -144,22 +145,23 @@ class Plan(PlanModel):
     """A whole run.
 
     base: "embedded", a folder, or a hub name. quantize: the format in which the base will be served; trainings and
-    scores use its rounded weights. packing: "naive" is the paper's, which tries only the last adapter; "first_fit"
-    tries every adapter; "jointly" trains all domains at once and splits them, without an order and without rehearsal.
-    order: the order in which domains are packed; of several, the best packing is kept. confidence: a domain meets its
-    threshold if the lower bound of its validation score at this confidence does; None compares the score itself.
+    scores use its rounded weights. packing: "guided" trains all domains at once and repairs what fails, with a
+    budget; "naive" is the paper's, which tries only the last adapter; "first_fit" tries every adapter; "jointly" trains
+    all domains at once and splits them, without rehearsal and without a budget. order: the order in which domains are
+    packed, for "naive" and "first_fit"; of several, the best packing is kept. confidence: a domain meets its threshold
+    if the lower bound of its validation score at this confidence does; None compares the score itself.
     """
 
     base: str = "embedded"
     quantize: Quantize = "none"
     seed: Whole = Field(0, ge=0)
-    packing: Literal["naive", "first_fit", "jointly"] = "first_fit"
+    packing: Packer = "guided"
     lora: LoraPlan = LoraPlan()
     training: TrainingPlan = TrainingPlan()
     order: Annotated[tuple[Order, ...], BeforeValidator(_as_tuple)] = Field(
         ("given",), min_length=1, max_length=_MOST_ORDERS
     )
-    confidence: Number | None = Field(None, gt=0.5, lt=1)
+    confidence: Number | None = Field(0.95, gt=0.5, lt=1)
     domains: tuple[DomainPlan, ...]
 
     @field_validator("base")
@@ -171,8 +173,11 @@ class Plan(PlanModel):
     @field_validator("order")
     @classmethod
     def _in_sequence(cls, order: tuple[Order, ...], info: ValidationInfo) -> tuple[Order, ...]:
-        if info.data.get("packing") == "jointly":
-            raise ValueError("`packing: jointly` trains domains at once, without an order; remove `packing` or `order`")
+        if (packing := info.data.get("packing")) in ("guided", "jointly"):
+            raise ValueError(
+                f"`packing: {packing}` trains domains at once, without an order; remove `order`, or set "
+                "`packing: first_fit`"
+            )
         return order
 
     @field_validator("training")

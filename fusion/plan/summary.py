@@ -13,26 +13,30 @@ from rich.console import Console
 from fusion.data.load import DomainData
 from fusion.data.samples import Sample
 from fusion.data.targets import labels_shown
-from fusion.packing.training_counts import max_trainings
+from fusion.packing.sample_sizes import MOST, POWER, samples_needed
+from fusion.packing.training_counts import max_trainings, trained_alone
 from fusion.phases.plan_checked import PlanChecked
 from fusion.plan.estimate import Estimate
 from fusion.plan.schema import DomainPlan, LoraPlan, Plan, RelativeThreshold
-from fusion.plan.tasks import HEADS, METRIC_DESCRIPTIONS, METRICS, WORDS
+from fusion.plan.tasks import HEADS, MEANS, METRIC_DESCRIPTIONS, METRICS, WORDS
 from fusion.progress.display import duration
 from fusion.teachers.labelling import threshold_before_training
 from fusion.training.objectives import answer_in_words
 from heads import TASKS
 
 _MAX_CLASSES = 12
+_BETTER = 0.05  # what an adapter exceeds an absolute threshold by, for the number of samples
 
 
 @dataclasses.dataclass(frozen=True)
 class DomainSummary:
     """Summary of one domain.
 
-    counts: number of samples per part. classes: per label, the number of samples with it, per part. answers: number of
-    distinct training answers. threshold: its value if known before training, else None. also_in_words: the language
-    model also learns the head's answers.
+    counts: number of samples per part. needs: number of validation samples that the promise needs
+    (`fusion.packing.sample_sizes`); None without a confidence, or if it is too large to be computed. better: by how
+    much an adapter must exceed the threshold for that. classes: per label, the number of samples with it, per part.
+    answers: number of distinct training answers. threshold: its value if known before training, else None.
+    also_in_words: the language model also learns the head's answers.
     """
 
     name: str
@@ -44,6 +48,8 @@ class DomainSummary:
     threshold: float | None
     promise: str
     counts: dict[str, int]
+    needs: int | None
+    better: float
     classes: dict[str, dict[str, int]]
     answers: int
     frames: int
@@ -73,7 +79,7 @@ def as_json(checked: PlanChecked, estimate: Estimate) -> str:
             "order": plan.order,
             "packing": plan.packing,
             "confidence": plan.confidence,
-            "training_s_at_most": _max_training_s(plan),
+            "training_s_at_most": _max_training_s(checked),
             "estimate": dataclasses.asdict(estimate),
             "domains": [dataclasses.asdict(domain) for domain in summarize(checked)],
         }
@@ -88,6 +94,7 @@ def print_summary(checked: PlanChecked, estimate: Estimate, console: Console) ->
             "question": domain.question,
             "samples": ", ".join(f"{count} {part}" for part, count in domain.counts.items())
             + f", {_frames(domain)} each",
+            "promise": _sample_size(domain, checked.plan.confidence),
             "classes" if domain.classes else "answers": _shown(domain),
             "threshold": domain.promise,
             "teacher": _teacher(domain.teacher),
@@ -95,7 +102,7 @@ def print_summary(checked: PlanChecked, estimate: Estimate, console: Console) ->
         _block(console, f"{domain.name}: {kind}", rows)
     plan, size, training = checked.plan, checked.size, checked.plan.training
     where = "language model and vision side" if plan.lora.vision else "language model"
-    in_order = "" if plan.packing == "jointly" else f"order {' and '.join(plan.order)}, "
+    in_order = "" if plan.packing in ("guided", "jointly") else f"order {' and '.join(plan.order)}, "
     rows = {
         "adapter": f"{_kind(plan.lora)}, on "
         f"{size.layers} layers of the {where}: {size.parameters:,} parameters, {size.num_bytes / 1e6:.1f} MB",
@@ -103,7 +110,7 @@ def print_summary(checked: PlanChecked, estimate: Estimate, console: Console) ->
         + (
             ", all domains of an adapter at once"
             if plan.packing == "jointly"
-            else f"; {training.rehearsal:.0%} of each batch rehearses domains that the adapter already holds"
+            else f"; where a domain joins an adapter, {training.rehearsal:.0%} of each batch rehearses those in it"
         ),
         "packing": f"{plan.packing}, {in_order}seed {plan.seed}, decided by "
         + (f"lower bounds at a confidence of {plan.confidence:g}" if plan.confidence else "the score itself"),
@@ -112,6 +119,22 @@ def print_summary(checked: PlanChecked, estimate: Estimate, console: Console) ->
     _block(
         console, f"run: {len(plan.domains)} domain{'s' * (len(plan.domains) > 1)} on {plan.base}{_rounded(plan)}", rows
     )
+
+
+def _sample_size(domain: DomainSummary, confidence: float | None) -> str:
+    """How many validation samples the domain's promise needs; empty without a confidence."""
+    if confidence is None:
+        return ""
+    count = domain.counts["validation"]
+    most = "" if domain.threshold is not None else "at most "
+    needs = f"more than {MOST}" if domain.needs is None else f"{most}{domain.needs}"
+    exact = domain.metric in MEANS - {"token_f1"}
+    text = (
+        f"needs {'' if exact else 'about '}{needs} validation samples at a confidence of {confidence:g}, so that an "
+        f"adapter {domain.better:g} above the threshold passes in {POWER:.0%} of runs; there are {count}"
+    )
+    few = domain.needs is None or count < domain.needs
+    return f"{text} (warning: too few, so a good adapter may be rejected)" if few else text
 
 
 def _kind(lora: LoraPlan) -> str:
@@ -140,6 +163,8 @@ def _domain(domain: DomainPlan, plan: Plan, data: DomainData) -> DomainSummary:
     splits = data.splits
     metric = domain.metric or METRICS[splits.task][0]
     value = threshold_before_training(domain, data.teacher_score)
+    better = domain.threshold.minus if isinstance(domain.threshold, RelativeThreshold) else 0.0
+    better = better or _BETTER
     return DomainSummary(
         name=domain.name,
         task=domain.task or splits.task,
@@ -150,6 +175,8 @@ def _domain(domain: DomainPlan, plan: Plan, data: DomainData) -> DomainSummary:
         threshold=value,
         promise=_threshold(domain, plan, data, metric, value),
         counts={name: len(part) for name, part in splits.parts.items()},
+        needs=None if plan.confidence is None else samples_needed(value, better, plan.confidence),
+        better=better,
         classes=_classes(splits.task, splits.labels, splits.parts),
         answers=len({str(sample.target) for sample in splits.train}),
         frames=splits.num_frames,
@@ -198,7 +225,7 @@ def _teacher(teacher: Mapping[str, object] | None) -> str:
 
 def _time(plan: Plan, estimate: Estimate) -> str:
     least, most = duration(estimate.at_least_s), duration(estimate.at_most_s)
-    if plan.packing == "jointly":
+    if plan.packing in ("guided", "jointly"):
         fits = "if all domains fit into one adapter"
     else:
         fits = "if every domain fits into the first adapter"
@@ -213,9 +240,12 @@ def _time(plan: Plan, estimate: Estimate) -> str:
     )
 
 
-def _max_training_s(plan: Plan) -> float | None:
+def _max_training_s(checked: PlanChecked) -> float | None:
     """Seconds of training in the longest possible run; None if the plan sets no limit."""
-    return None if plan.training.seconds is None else plan.training.seconds * max_trainings(plan)
+    plan = checked.plan
+    if plan.training.seconds is None:
+        return None
+    return plan.training.seconds * max_trainings(plan, trained_alone(plan, checked.teacher_scores))
 
 
 def _rounded(plan: Plan) -> str:

@@ -51,17 +51,31 @@ class ConfusionReport:
 
 @dataclasses.dataclass(frozen=True)
 class AdapterReport:
+    """together: the domains trained at once first, which may include some that did not stay. joined: those that were
+    trained into the adapter later, in order."""
+
     name: str
     domains: tuple[str, ...]
+    together: tuple[str, ...]
+    joined: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class BrokenReport:
+    """A score on validation data with a lower bound below its threshold."""
+
+    value: float
+    bound: float
+    threshold: float
 
 
 @dataclasses.dataclass(frozen=True)
 class RollbackReport:
-    """`domains` did not fit with `into`, or with each other. broken: scores below their threshold."""
+    """`domains` did not fit with `into`, or with each other. broken: the domains below their threshold."""
 
     domains: tuple[str, ...]
     into: tuple[str, ...]
-    broken: dict[str, float]
+    broken: dict[str, BrokenReport]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,11 +201,19 @@ def _rounded(plan: Mapping[str, Any]) -> str:
 def _how_trained(plan: Mapping[str, Any], adapter: AdapterReport) -> str:
     training = plan["training"]
     steps = f"{training['steps']} steps of {training['batch_size']} samples"
-    if len(adapter.domains) == 1:
+    if len((*adapter.together, *adapter.joined)) == 1:
         return f"Trained for at most {steps}."
-    if plan["packing"] == "jointly":
-        return f"Trained on all of its domains at once, for at most {steps} each."
-    return (
-        f"Trained for at most {steps} per domain, one after the other: {', '.join(adapter.domains)};\n"
-        f"{training['rehearsal']:.0%} of each batch came from the domains before it."
+    rehearsed = f"{training['rehearsal']:.0%} of each batch came from the domains before it."
+    if len(adapter.together) == 1:
+        order = ", ".join((*adapter.together, *adapter.joined))
+        return f"Trained for at most {steps} per domain, one after the other: {order};\n{rehearsed}"
+    other = [name for name in adapter.together if name not in adapter.domains]
+    card = (
+        f"Trained on {'all of its domains' if not (other or adapter.joined) else ', '.join(adapter.together)} at once"
     )
+    card += f", for at most {steps} each."
+    if other:
+        card += f"\nOf these, {', '.join(other)} did not stay in the adapter."
+    if adapter.joined:
+        card += f"\nThen trained for at most {steps} per domain: {', '.join(adapter.joined)};\n{rehearsed}"
+    return card

@@ -83,9 +83,14 @@ def _out_of_memory(error: RuntimeError) -> bool:
 def _leaves(outputs: ForwardOutputs) -> ForwardOutputs:
     last, words = (tensor.detach().requires_grad_() for tensor in (outputs.last, outputs.words))
     return ForwardOutputs(
-        last, [image.detach().requires_grad_() for image in outputs.images], outputs.grids, words, outputs.exact
+        last,
+        [image.detach().requires_grad_() for image in outputs.images],
+        [image.detach().requires_grad_() for image in outputs.inputs],
+        outputs.grids,
+        words,
+        outputs.exact,
     )
 
 
 def _differentiable(outputs: ForwardOutputs) -> list[torch.Tensor]:
-    return [outputs.last, outputs.words, *outputs.images]
+    return [outputs.last, outputs.words, *outputs.images, *outputs.inputs]

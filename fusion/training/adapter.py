@@ -15,10 +15,11 @@ from fusion.block_diagonal.blocks import block_config, scaled_alpha, undivided
 from fusion.plan.schema import Plan
 from fusion.training.activation import pass_offsets
 from fusion.training.checkpoint import State
-from fusion.training.collator import EncodedSample, forward_samples
+from fusion.training.collator import EncodedSample, forward_samples, without_language_model
 from fusion.training.domain import Domain
 from fusion.training.frozen_base import FrozenBase
-from fusion.training.objectives import ForwardOutputs
+from fusion.training.image_head import HIDDEN_UNITS, ImageHead
+from fusion.training.objectives import ForwardOutputs, HeadObjective
 from fusion.training.precision import mixed_precision
 from vlora.errors import BadPlan
 from vlora.models.hf_model import HFModel
@@ -36,7 +37,7 @@ class TrainableAdapter:
     def __init__(self, base: FrozenBase, domains: Mapping[str, Domain], plan: Plan) -> None:
         self.base = base
         self.domains = dict(domains)
-        self.heads: dict[str, nn.Linear] = {}
+        self.heads: dict[str, nn.Linear | ImageHead] = {}
         self._seed = plan.seed
         self._bfloat16 = plan.training.bfloat16
         for parameter in base.model.parameters():
@@ -83,18 +84,33 @@ class TrainableAdapter:
         outputs = self.domains[domain].task.num_outputs
         if not outputs:
             return
-        head = self.heads[domain] = nn.Linear(self.base.hf_model.hidden_size, outputs, device=self.base.hf_model.device)
+        size, device = self.base.hf_model.hidden_size, self.base.hf_model.device
+        generator = torch.Generator().manual_seed(self.seed(f"head {domain}"))
+        if self._reads_images(domain):
+            own = self.heads[domain] = ImageHead(size, HIDDEN_UNITS, outputs, device)
+            own.reset(generator)
+            return
+        head = self.heads[domain] = nn.Linear(size, outputs, device=device)
         with torch.no_grad():
-            generator = torch.Generator().manual_seed(self.seed(f"head {domain}"))
             head.weight.copy_(torch.randn(head.weight.shape, generator=generator) * 0.02)
             head.bias.zero_()
+
+    def is_independent(self, domain: str) -> bool:
+        """Whether a head answers the domain from features of pictures that the adapter does not change.
+
+        Such a domain takes no part in the training of the LoRA, and other domains cannot displace it.
+        """
+        return self._reads_images(domain) and not self.base.train_vision
+
+    def _reads_images(self, domain: str) -> bool:
+        task = self.domains[domain].task
+        return isinstance(task, HeadObjective) and task.task.reads_images
 
     def snapshot(self) -> State:
         """Copy of the current adapter and heads."""
         state = {f"lora.{name}": p.detach().clone() for name, p in self.lora.items()}
         for domain, head in self.heads.items():
-            state[f"head.{domain}.weight"] = head.weight.detach().clone()
-            state[f"head.{domain}.bias"] = head.bias.detach().clone()
+            state |= {f"head.{domain}.{name}": p.detach().clone() for name, p in head.named_parameters()}
         return state
 
     @torch.no_grad()
@@ -103,16 +119,19 @@ class TrainableAdapter:
         for name, parameter in self.lora.items():
             parameter.copy_(state[f"lora.{name}"])
         self.heads.clear()
-        for key in state:
-            if key.startswith("head.") and key.endswith(".weight"):
-                domain = key.removeprefix("head.").removesuffix(".weight")
-                self.add_head(domain)
-                self.heads[domain].weight.copy_(state[key])
-                self.heads[domain].bias.copy_(state[f"head.{domain}.bias"])
+        for key, value in state.items():
+            if key.startswith("head."):
+                _, domain, name = key.split(".", 2)  # names of domains have no dots
+                if domain not in self.heads:
+                    self.add_head(domain)
+                self.heads[domain].get_parameter(name).copy_(value)
 
     def forward(self, batch: Batch) -> ForwardOutputs:
         samples = [sample for _, sample in batch]
+        independent = [self.is_independent(domain) for domain, _ in batch]
         with self.autocast():
+            if all(independent):
+                return without_language_model(self.base.hf_model, samples, self.base.features_of(samples))
             return forward_samples(self.base.hf_model, samples, self.base.features_of(samples))
 
     def loss(self, batch: Batch, outputs: ForwardOutputs) -> torch.Tensor:

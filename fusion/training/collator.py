@@ -117,10 +117,32 @@ def _forward(hf_model: HFModel, samples: Sequence[EncodedSample], features: Sequ
         images=[
             hidden[row, (one.ids == hf_model.image_token_id).nonzero().flatten()] for row, one in enumerate(samples)
         ],
+        inputs=inputs_of_images(hf_model, features),
         grids=[one.grids for one in samples],
         words=losses.sum(1) / counts.clamp(min=1),
         # Every token is correct given the ones before it, so greedy decoding gives this answer.
         exact=(hits.sum(1) == counts) & (counts > 0),
+    )
+
+
+def inputs_of_images(hf_model: HFModel, features: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The language model's inputs at each sample's image tokens [tokens, hidden], without deepstack levels."""
+    return [seen[:, : hf_model.hidden_size].to(hf_model.device) for seen in features]
+
+
+def without_language_model(
+    hf_model: HFModel, samples: Sequence[EncodedSample], features: Sequence[torch.Tensor]
+) -> ForwardOutputs:
+    """The outputs that heads over the inputs of images read; hidden states are left out."""
+    inputs = inputs_of_images(hf_model, features)
+    nothing = inputs[0].new_zeros(len(samples))
+    return ForwardOutputs(
+        last=inputs[0].new_zeros(len(samples), hf_model.hidden_size),
+        images=[own[:0] for own in inputs],
+        inputs=inputs,
+        grids=[one.grids for one in samples],
+        words=nothing,
+        exact=nothing.bool(),
     )
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from fusion.data.samples import Sample, Splits, Target
 from fusion.plan.tasks import METRICS
+from fusion.training.image_head import ImageHead
 from fusion.training.text_metrics import overlap, token_f1
 from heads import TASKS, Grid, Task
 
@@ -21,12 +22,14 @@ class ForwardOutputs(NamedTuple):
     """Outputs of one forward over n samples.
 
     last: hidden states of the last prompt tokens [n, hidden]. images: hidden states of each sample's image tokens
-    [tokens, hidden]. grids: token grid of each picture; empty if the model's image tokens form no grid. words: mean
-    loss over the tokens of each answer [n], 0 without an answer. exact: whether greedy decoding gives the answer [n].
+    [tokens, hidden]. inputs: the language model's inputs at these tokens. grids: token grid of each picture; empty if
+    the model's image tokens form no grid. words: mean loss over the tokens of each answer [n], 0 without an answer.
+    exact: whether greedy decoding gives the answer [n].
     """
 
     last: torch.Tensor
     images: list[torch.Tensor]
+    inputs: list[torch.Tensor]
     grids: list[tuple[Grid, ...]]
     words: torch.Tensor
     exact: torch.Tensor
@@ -36,6 +39,7 @@ class ForwardOutputs(NamedTuple):
         return cls(
             torch.cat([one.last for one in parts]),
             [image for one in parts for image in one.images],
+            [image for one in parts for image in one.inputs],
             [grids for one in parts for grids in one.grids],
             torch.cat([one.words for one in parts]),
             torch.cat([one.exact for one in parts]),
@@ -46,6 +50,7 @@ class ForwardOutputs(NamedTuple):
         return ForwardOutputs(
             self.last[rows],
             [self.images[row] for row in rows],
+            [self.inputs[row] for row in rows],
             [self.grids[row] for row in rows],
             self.words[rows],
             self.exact[rows],
@@ -69,16 +74,16 @@ class Objective(Protocol):
     @property
     def calibration_decides(self) -> bool: ...
 
-    def loss(self, outputs: ForwardOutputs, head: nn.Linear | None, targets: Sequence[Target]) -> torch.Tensor:
+    def loss(self, outputs: ForwardOutputs, head: nn.Module | None, targets: Sequence[Target]) -> torch.Tensor:
         """A scalar to minimise."""
 
-    def answers(self, outputs: ForwardOutputs, head: nn.Linear | None, targets: Sequence[Target]) -> list[object]:
+    def answers(self, outputs: ForwardOutputs, head: nn.Module | None, targets: Sequence[Target]) -> list[object]:
         """One answer per sample, in the form that `metric` compares."""
 
     def metric(self, answers: Sequence[object], targets: Sequence[Target]) -> float:
         """Score of the answers by `metric_name`, 0 to 1. Needs at least one sample."""
 
-    def calibrated(self, batches: Sequence[ForwardOutputs], head: nn.Linear | None, targets: Sequence[Target]) -> Self:
+    def calibrated(self, batches: Sequence[ForwardOutputs], head: nn.Module | None, targets: Sequence[Target]) -> Self:
         """A copy with a head calibrated on samples that took no part in training."""
 
 
@@ -96,29 +101,30 @@ class HeadObjective:
     def calibration_decides(self) -> bool:
         return self.task.calibration_decides
 
-    def loss(self, outputs: ForwardOutputs, head: nn.Linear | None, targets: Sequence[Target]) -> torch.Tensor:
+    def loss(self, outputs: ForwardOutputs, head: nn.Module | None, targets: Sequence[Target]) -> torch.Tensor:
         return self.task.loss(self.logits(outputs, head), targets, outputs.grids) + _WORDS_WEIGHT * outputs.words.mean()
 
-    def answers(self, outputs: ForwardOutputs, head: nn.Linear | None, targets: Sequence[Target]) -> list[object]:
+    def answers(self, outputs: ForwardOutputs, head: nn.Module | None, targets: Sequence[Target]) -> list[object]:
         pairs = zip(self.logits(outputs, head), outputs.grids, strict=True)
         return [self.task.decode(logits, grids).value for logits, grids in pairs]
 
     def metric(self, answers: Sequence[object], targets: Sequence[Target]) -> float:
         return self.task.metrics(answers, targets)[self.metric_name]  # type: ignore[arg-type]
 
-    def calibrated(self, batches: Sequence[ForwardOutputs], head: nn.Linear | None, targets: Sequence[Target]) -> Self:
+    def calibrated(self, batches: Sequence[ForwardOutputs], head: nn.Module | None, targets: Sequence[Target]) -> Self:
         logits = [row for outputs in batches for row in self.logits(outputs, head)]
         task = self.task.calibrated(logits, targets, [grids for outputs in batches for grids in outputs.grids])
         return type(self)(task, self.metric_name)
 
-    def logits(self, outputs: ForwardOutputs, head: nn.Linear | None) -> list[torch.Tensor]:
+    def logits(self, outputs: ForwardOutputs, head: nn.Module | None) -> list[torch.Tensor]:
         """The logits of each sample, as its task takes them. Raises ValueError if image tokens form no grid."""
         assert head is not None
         if not self.task.reads_images:
             return list(head(outputs.last))
         if not all(outputs.grids):
             raise ValueError(f"a {self.task.kind} head reads image tokens, but this model's form no grid")
-        return list(head(torch.cat(outputs.images)).split([len(own) for own in outputs.images]))
+        images = outputs.inputs if isinstance(head, ImageHead) else outputs.images
+        return list(head(torch.cat(images)).split([len(own) for own in images]))
 
 
 class WordsObjective:
@@ -135,10 +141,10 @@ class WordsObjective:
     def needs_text(self) -> bool:
         return self.metric_name in _OF_WORDS
 
-    def loss(self, outputs: ForwardOutputs, head: nn.Linear | None, targets: Sequence[Target]) -> torch.Tensor:
+    def loss(self, outputs: ForwardOutputs, head: nn.Module | None, targets: Sequence[Target]) -> torch.Tensor:
         return outputs.words.mean()
 
-    def answers(self, outputs: ForwardOutputs, head: nn.Linear | None, targets: Sequence[Target]) -> list[object]:
+    def answers(self, outputs: ForwardOutputs, head: nn.Module | None, targets: Sequence[Target]) -> list[object]:
         """The target if greedy decoding gives it, else None."""
         return [target if exact else None for target, exact in zip(targets, outputs.exact.tolist(), strict=True)]
 
@@ -150,7 +156,7 @@ class WordsObjective:
             return sum(worth(str(answer), str(target)) for answer, target in pairs) / len(pairs)
         return sum(answer == target for answer, target in pairs) / len(pairs)
 
-    def calibrated(self, batches: Sequence[ForwardOutputs], head: nn.Linear | None, targets: Sequence[Target]) -> Self:
+    def calibrated(self, batches: Sequence[ForwardOutputs], head: nn.Module | None, targets: Sequence[Target]) -> Self:
         return self
 
 

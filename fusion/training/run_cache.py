@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Collection
 
-from fusion.packing.algorithm import Adapter, TrainingResult
+import torch
+
+from fusion.packing.algorithm import Adapter, History, TrainingResult
+from fusion.packing.guided import Conflicts
 from fusion.progress.progress import Progress
 from fusion.training.checkpoint import Checkpoint, State
 from fusion.training.trainer import LoraTrainer, joint_training_title, training_title
 
+_GRADIENT_BATCHES = 4  # per domain, in a training of a hundred steps or more
+
 
 class RunCache:
-    """`fusion.packing.algorithm.Train` with one trainer.
+    """`fusion.packing.algorithm.Train` and `fusion.packing.guided.Trainings` with one trainer.
 
     Args:
         rehearsal: share of each batch for domains already in the adapter.
@@ -59,6 +65,43 @@ class RunCache:
 
         return self._load_or_train(self._key_together(names), names, joint_training_title(names), len(names), train)
 
+    def join(self, before: History, beside: Adapter, domain: str) -> TrainingResult:
+        """Train a domain into an adapter, of which only the domains in `beside` stay."""
+        names = (*beside, domain)
+
+        def train() -> tuple[float, ...]:
+            # A head that the domain already has in this adapter is trained further.
+            self.trainer.adapter.restore(self.state_of(before, names))
+            return self.trainer.train(domain, beside, rehearsal=self._rehearsal)
+
+        key = self._key_of(before._replace(joins=(*before.joins, (beside, domain))))
+        return self._load_or_train(key, names, training_title(domain, beside), 1, train)
+
+    @property
+    def conflict_cost(self) -> float:
+        return self._gradient_batches / self.trainer.plan.training.steps
+
+    def conflicts(self, history: History, domains: Collection[str]) -> Conflicts:
+        """By pair of domains, minus the cosine of their gradients in this adapter."""
+        names = tuple(sorted(domains))
+        self.trainer.adapter.restore(self.state_of(history, names))
+        gradients = self.trainer.gradients(names, self._gradient_batches)
+        return {
+            frozenset(pair): -float(torch.cosine_similarity(gradients[pair[0]], gradients[pair[1]], dim=0))
+            for pair in itertools.combinations(names, 2)
+        }
+
+    @property
+    def _gradient_batches(self) -> int:
+        return min(_GRADIENT_BATCHES, max(1, self.trainer.plan.training.steps // 25))
+
+    def state_of(self, history: History, names: Collection[str]) -> State:
+        """Weights of an adapter with the heads of some of its domains."""
+        state = self._checkpoint.state(self._key_of(history))
+        return {
+            key: tensor for key, tensor in state.items() if not key.startswith("head.") or key.split(".")[1] in names
+        }
+
     def state(self, adapter: Adapter) -> State:
         """Weights of a trained adapter."""
         return self._checkpoint.state(self._key(adapter))
@@ -85,6 +128,12 @@ class RunCache:
     def _key(self, adapter: Adapter) -> str:
         names = ", ".join(adapter)
         return f"alone: {names}" if len(adapter) == 1 else f"rehearsal {self._rehearsal!r}: {names}"
+
+    def _key_of(self, history: History) -> str:
+        names = history.together
+        first = self._key(names) if len(names) == 1 else self._key_together(names)
+        joins = [f"; rehearsal {self._rehearsal!r}: {new} into {', '.join(beside)}" for beside, new in history.joins]
+        return first + "".join(joins)
 
     def _key_together(self, names: Adapter) -> str:
         return f"together: {', '.join(names)}"

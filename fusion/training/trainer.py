@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
 from collections import Counter
@@ -23,13 +24,17 @@ from fusion.training.collator import EncodedSample
 from fusion.training.domain import Domain
 from fusion.training.frozen_base import FrozenBase
 from fusion.training.held_out_scores import HeldOutScores
+from fusion.training.image_head import HIDDEN_UNITS, ImageHead, stored_head
 from fusion.training.objectives import HeadObjective
 from fusion.training.scoring import Evaluator
-from heads import HeadSpec, TaskHead, save_heads
+from heads import HeadSpec, save_heads
 
 _WARM_UP_STEPS = 10
 _EVALUATIONS = 12  # on held-back samples within one training
 _CURVE_POINTS = 24
+# A head over pictures' features is small and needs more steps and samples than a LoRA, at a fraction of their cost.
+_HEAD_STEPS, _HEAD_SAMPLES = 5, 4  # steps and samples per step, by those of the plan
+_HEAD_DECAY = 1e-3
 _RECENT = 10  # steps in the mean loss for display
 
 
@@ -38,8 +43,8 @@ class _Job:
     """One training.
 
     title: for display. seed: what the random draws are seeded with. adapter: all domains in the adapter. new: those
-    that are trained, and get a head. watched: those whose held-back loss decides early stopping. rows: returns the
-    domain of each sample of a step's batch.
+    that are trained, and get a head unless they have one. watched: those whose held-back loss decides early stopping.
+    rows: returns the domain of each sample of a step's batch.
     """
 
     title: str
@@ -49,6 +54,10 @@ class _Job:
     watched: Sequence[str]
     steps: int
     rows: Callable[[int], list[str]]
+
+    @property
+    def trains_lora(self) -> bool:
+        return self.steps > 0
 
 
 class LoraTrainer:
@@ -86,11 +95,12 @@ class LoraTrainer:
         """
         settings = self.plan.training
         share = settings.rehearsal if rehearsal is None else rehearsal
-        rehearsed = round(settings.batch_size * share) if beside else 0
+        again_from = self._dependent(beside)
+        rehearsed = round(settings.batch_size * share) if again_from else 0
 
         def rows(step: int) -> list[str]:
             # Round robin over all steps, so that each is rehearsed even if a batch cannot hold all of them.
-            again = [beside[(step * rehearsed + place) % len(beside)] for place in range(rehearsed)]
+            again = [again_from[(step * rehearsed + place) % len(again_from)] for place in range(rehearsed)]
             return [domain] * (settings.batch_size - rehearsed) + again
 
         job = _Job(
@@ -98,8 +108,8 @@ class LoraTrainer:
             seed=f"{domain} beside {','.join(beside)}",
             adapter=(*beside, domain),
             new=(domain,),
-            watched=(*beside, domain) if rehearsed else (domain,),
-            steps=settings.steps,
+            watched=(*again_from, domain) if rehearsed else (domain,),
+            steps=settings.steps * len(self._dependent((domain,))),
             rows=rows,
         )
         return self._run(job)
@@ -107,21 +117,47 @@ class LoraTrainer:
     def train_together(self, domains: Sequence[str]) -> tuple[float, ...]:
         """Train several domains jointly into a new adapter, with as many steps per domain as for one alone."""
         settings = self.plan.training
+        dependent = self._dependent(domains)
 
         def rows(step: int) -> list[str]:
             first = step * settings.batch_size
-            return [domains[place % len(domains)] for place in range(first, first + settings.batch_size)]
+            return [dependent[place % len(dependent)] for place in range(first, first + settings.batch_size)]
 
         job = _Job(
             title=joint_training_title(domains),
             seed=f"together {','.join(domains)}",
             adapter=tuple(domains),
             new=domains,
-            watched=domains,
-            steps=settings.steps * len(domains),
+            watched=dependent,
+            steps=settings.steps * len(dependent),
             rows=rows,
         )
         return self._run(job)
+
+    def gradients(self, domains: Sequence[str], batches: int) -> dict[str, torch.Tensor]:
+        """By domain, the gradient [parameters of the adapter] of its loss on training samples, heads not included."""
+        lora = list(self.adapter.lora.values())
+        for parameter in self.adapter.parameters.values():
+            parameter.requires_grad_(True)
+        found, size = {}, self.plan.training.batch_size
+
+        def undo(at_once: int) -> None:
+            for parameter in self.adapter.parameters.values():
+                parameter.grad = None
+
+        with self.progress.work("measuring conflicts", len(domains), "domains") as update:
+            for count, domain in enumerate(domains, 1):
+                rng = np.random.default_rng(self.adapter.seed(f"gradient {domain}"))
+                batch = self.draw(rng, domain, batches * self.plan.training.batch_size)
+                _, size = halving(size, functools.partial(self.backward, batch), undo)
+                found[domain] = torch.cat([_gradient(parameter) for parameter in lora])
+                undo(size)
+                update(count)
+        return found
+
+    def _dependent(self, domains: Sequence[str]) -> list[str]:
+        """The domains whose answers depend on the LoRA: it trains on no others."""
+        return [name for name in domains if not self.adapter.is_independent(name)]
 
     def time_step(self, rows: Sequence[str]) -> float:
         """Seconds of one step on a batch with samples of these domains. Changes the adapter and creates heads for all
@@ -149,7 +185,9 @@ class LoraTrainer:
             domain, served = self.domains[name], self.evaluator.calibrated(name)
             assert isinstance(served, HeadObjective), "words have no head"
             task = served.task
+            layers = {"reads": "inputs", "hidden_units": HIDDEN_UNITS} if isinstance(head, ImageHead) else {}
             spec = HeadSpec(
+                **layers,  # type: ignore[arg-type]
                 name=name,
                 task=task.kind,
                 labels=task.labels,
@@ -158,7 +196,7 @@ class LoraTrainer:
                 num_frames=domain.splits.num_frames,
                 hidden_size=head.in_features,
             )
-            heads[name] = TaskHead(spec, head.weight.detach().float(), head.bias.detach().float())
+            heads[name] = stored_head(spec, head)
         if heads:
             save_heads(folder, heads)
 
@@ -176,10 +214,46 @@ class LoraTrainer:
         )
 
     def _run(self, job: _Job) -> tuple[float, ...]:
-        """Run the training loop; return the losses from start to end."""
-        settings = self.plan.training
+        """Run the training; return the losses of the LoRA, or those of its heads if it has no step, start to end."""
         for domain in job.new:
-            self.adapter.add_head(domain)
+            if domain not in self.adapter.heads:
+                self.adapter.add_head(domain)
+        independent = [name for name in job.new if self.adapter.is_independent(name)]
+        losses = [loss for name in independent for loss in self._train_image_head(name, int(not job.trains_lora))]
+        return self._run_lora(job) if job.trains_lora else _curve(losses)
+
+    def _train_image_head(self, domain: str, trainings: int) -> list[float]:
+        """Train a head over pictures' features by itself; return its losses. trainings: as of `Progress.work`."""
+        settings, own = self.plan.training, self.domains[domain]
+        head = self.adapter.heads[domain]
+        steps, count = _HEAD_STEPS * settings.steps, _HEAD_SAMPLES * settings.batch_size
+        optimizer = torch.optim.AdamW(head.parameters(), settings.learning_rate, weight_decay=_HEAD_DECAY)
+        rng = np.random.default_rng(self.adapter.seed(f"head alone {domain}"))
+        targets = {id(sample): sample.learned for sample in own.others}
+        losses: list[float] = []
+        started = time.process_time()
+        with self.progress.work(f"training the head of {domain}", steps, "steps", trainings=trainings) as update:
+            for step in range(steps):
+                done = step / steps
+                if settings.seconds is not None:
+                    done = max(done, (time.process_time() - started) / settings.seconds)
+                    if done >= 1:
+                        break
+                optimizer.param_groups[0]["lr"] = settings.learning_rate * _rate(step, done)
+                batch = self.draw(rng, domain, count)
+                outputs = self.adapter.forward(batch)
+                with self.adapter.autocast():
+                    loss = own.task.loss(outputs, head, [targets[id(sample)] for _, sample in batch])
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+                losses.append(float(loss.detach()))
+                update(step + 1, f"loss {losses[-1]:.3f}", max(done, (step + 1) / steps))
+        return losses
+
+    def _run_lora(self, job: _Job) -> tuple[float, ...]:
+        """Run the steps of the LoRA with the heads that depend on it; return the losses from start to end."""
+        settings = self.plan.training
         rng = np.random.default_rng(self.adapter.seed(job.seed))
         optimizer = self._optimizer()
         size = settings.batch_size
@@ -195,9 +269,8 @@ class LoraTrainer:
                     done = max(done, (time.process_time() - started) / (settings.seconds * len(job.new)))
                     if done >= 1:
                         break
-                rate = min(1.0, (step + 1) / _WARM_UP_STEPS) * 0.5 * (1 + math.cos(math.pi * done))
                 for group in optimizer.param_groups:
-                    group["lr"] = settings.learning_rate * rate
+                    group["lr"] = settings.learning_rate * _rate(step, done)
                 loss, size = self._step(optimizer, self._draw_batch(rng, job.rows(step)), size)
                 losses.append(loss)
                 if self.progress.watched and held_out.due and step + 1 < job.steps:
@@ -246,6 +319,10 @@ class LoraTrainer:
         return self.evaluator.score(domain, self.domains[domain].validation[:count])
 
 
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    return torch.zeros(parameter.numel()) if parameter.grad is None else parameter.grad.float().flatten().cpu()
+
+
 class _EarlyStopping:
     """The state with the smallest held-back loss, None before the first evaluation."""
 
@@ -272,6 +349,11 @@ def training_title(domain: str, beside: Sequence[str]) -> str:
 def joint_training_title(domains: Sequence[str]) -> str:
     """Display name of a joint training of several domains into a new adapter."""
     return f"training {', '.join(domains)} at once"
+
+
+def _rate(step: int, done: float) -> float:
+    """The learning rate relative to the plan's: a short warm-up, then half a cosine to zero."""
+    return min(1.0, (step + 1) / _WARM_UP_STEPS) * 0.5 * (1 + math.cos(math.pi * done))
 
 
 def _facts(losses: Sequence[float], held_out: HeldOutScores) -> str:

@@ -45,6 +45,7 @@ TASKS: dict[str, dict[str, Any]] = {
         "parameters": {"offset": (1, 2), "scale": (3, 4), "tolerance": (1, 1), "deviations": (1, 2)},
     },
     "detection": {"labels": LABELS, "num_frames": 2},
+    "inputs": {"task": "detection", "labels": LABELS, "num_frames": 2, "reads": "inputs", "hidden_units": 12},
 }
 
 
@@ -58,7 +59,12 @@ def heads_of(seed: int) -> dict[str, TaskHead]:
         )
         count = spec.make_task().num_outputs
         weight = torch.randn(count, HIDDEN, generator=generator) / 3
-        heads[task] = TaskHead(spec, weight, torch.randn(count, generator=generator) / 3)
+        bias = torch.randn(count, generator=generator) / 3
+        hidden = None
+        if spec.hidden_units:
+            weight = weight[:, : spec.hidden_units]
+            hidden = (torch.randn(spec.hidden_units, HIDDEN, generator=generator), torch.ones(spec.hidden_units))
+        heads[task] = TaskHead(spec, weight, bias, hidden)
     return heads
 
 
@@ -77,9 +83,18 @@ class Headed(Reference):
         assert self.oracle.peft is not None
         self.oracle.peft.set_adapter(adapter)
         base: Any = self.oracle.peft.get_base_model()
+        inputs: list[torch.Tensor] = []
+        hook = base.model.language_model.register_forward_pre_hook(
+            lambda _, args, given: inputs.append(given["inputs_embeds"][0].clone()), with_kwargs=True
+        )
         hidden = base.model(**prompt.kwargs).last_hidden_state[0]
+        hook.remove()
         head = self.heads[adapter][task]
-        linear = nn.Linear(HIDDEN, len(head.weight))
+        if head.hidden is not None:
+            scale = inputs[0].square().mean(1, keepdim=True).sqrt()
+            weight, bias = head.hidden
+            hidden = nn.functional.gelu(inputs[0] / scale @ weight.T + bias)
+        linear = nn.Linear(head.weight.shape[1], len(head.weight))
         linear.weight.copy_(head.weight)
         linear.bias.copy_(head.bias)
         if not head.task.reads_images:
@@ -156,7 +171,7 @@ def check(headed: Headed, prompts: Mapping[str, Prompt], outputs: Mapping[str, A
         want = headed.logits(prompt, adapter, task)
         assert read[request_id].shape == want.shape
         assert float((read[request_id] - want).abs().max()) < TOLERANCE
-        assert output.head is not None and output.head.task == task
+        assert output.head is not None and output.head.task == headed.heads[adapter][task].spec.task
         same(output.head, headed.heads[adapter][task], want, image_grids(headed.model.config, prompt.vision))
 
 
@@ -193,7 +208,7 @@ def test_boxes_are_found_in_both_pictures(headed: Headed) -> None:
     """Otherwise the tests above would compare empty results."""
     recorded = RecordingEngine(headed, MODES["unmerged"])
     requests, _ = requests_of(headed)
-    outputs = recorded.local.run([request for request in requests if request.head == "detection"])
+    outputs = recorded.local.run([request for request in requests if request.head in ("detection", "inputs")])
     for parts in outputs.values():
         assert parts[-1].head is not None
         assert {box.image for box in parts[-1].head.boxes} == {0, 1}

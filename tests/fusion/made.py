@@ -39,6 +39,8 @@ def write_plan(folder: Path, *domains: str, more: str = "") -> Path:
         text += f"  - name: domain{number}\n    question: what is it ?\n"
         text += "" if "threshold:" in lines else "    threshold: 0.5\n"
         text += "".join(f"    {line}\n" for line in lines.splitlines())
+    if "confidence:" not in more:  # so few samples prove nothing
+        text += "confidence: null\n"
     file = folder / "plan.yaml"
     file.write_text(text)
     return file

@@ -46,6 +46,7 @@ def write_mixed_plan(folder: Path, family: str, *, steps: int = 60, lora: str = 
     (folder / "plan.yaml").write_text(
         f"""
 base: base
+confidence: null
 training: {{steps: {steps}, batch_size: 12, bfloat16: false}}
 lora: {{{lora}}}
 domains:

@@ -68,6 +68,7 @@ def plan_of(base: str, names: tuple[str, ...], *, lora: LoraPlan | None = None, 
     return Plan(
         base=base,
         lora=lora or LoraPlan(rank=4, alpha=8),
+        confidence=None,
         training=TrainingPlan(**settings),  # type: ignore[arg-type]
         domains=tuple(
             DomainPlan(name=name, source="made", question="what color is the image ?", threshold=0.8) for name in names

@@ -42,7 +42,9 @@ def run(*arguments: str) -> tuple[int, str]:
 
 def test_a_plan_is_summarized_as_json(tmp_path: Path) -> None:
     animals(tmp_path)
-    plan = write_plan(tmp_path, "data: {format: image_folder, path: pictures}", more="training: {seconds: 6}\n")
+    plan = write_plan(
+        tmp_path, "data: {format: image_folder, path: pictures}", more="confidence: 0.95\ntraining: {seconds: 6}\n"
+    )
     code, output = run(str(plan), "--check", "--json")
     summary = json.loads(output)
     assert code == 0 and output.count("\n") == 1
@@ -57,11 +59,13 @@ def test_a_plan_is_summarized_as_json(tmp_path: Path) -> None:
     assert domain["classes"]["dog"] == {"train": 14, "validation": 3, "test": 3}
     assert (domain["task"], domain["head"], domain["metric"]) == ("classification", "classification", "accuracy")
     assert domain["threshold"] == 0.5 and domain["teacher"] is None
+    assert summary["confidence"] == 0.95 and (domain["needs"], domain["better"]) == (620, 0.05)
 
 
 def test_a_plan_is_summarized_as_text(tmp_path: Path) -> None:
     animals(tmp_path)
-    code, output = run(str(write_plan(tmp_path, "data: {format: image_folder, path: pictures}")), "--check")
+    more = "confidence: 0.95\n"
+    code, output = run(str(write_plan(tmp_path, "data: {format: image_folder, path: pictures}", more=more)), "--check")
     assert code == 0
     for text in (
         "what is it ?",
@@ -69,10 +73,19 @@ def test_a_plan_is_summarized_as_text(tmp_path: Path) -> None:
         "28 train, 6 validation, 6 test, one picture each",
         "cat 14 / 3 / 3",
         "share of samples answered correctly) of at least 0.500",
+        "promise   needs 620 validation samples at a confidence of 0.95, so that an adapter 0.05 above the threshold "
+        "passes in 80% of runs; there are 6 (warning: too few",
         "time      about ",
         " measured on this machine (cpu, ",
     ):
         assert text in output
+
+
+def test_without_a_confidence_no_sample_size_is_named(tmp_path: Path) -> None:
+    animals(tmp_path)
+    lines = "data: {format: image_folder, path: pictures}"
+    code, output = run(str(write_plan(tmp_path, lines, more="confidence: null\n")), "--check")
+    assert code == 0 and "promise" not in output and "decided by the score itself" in output
 
 
 def test_the_summary_names_joint_training(tmp_path: Path) -> None:
@@ -191,6 +204,9 @@ def test_the_plan_that_ships_can_be_run() -> None:
     domains = summarize(check_plan(read_plan_file(file)))
     assert [domain.counts["test"] for domain in domains] == [397, 400, 400, 500, 500, 500, 500, 320]
     assert [domain.frames for domain in domains] == [1, 1, 1, 1, 1, 1, 1, 2]
+    # Scores around a half need most samples: photos, counts, boxes and references have enough for any score.
+    assert [domain.needs for domain in domains] == [619] * 8
+    assert [domain.counts["validation"] for domain in domains] == [300, 640, 400, 640, 640, 640, 640, 240]
 
 
 @pytest.mark.parametrize(

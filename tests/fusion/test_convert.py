@@ -252,7 +252,7 @@ def test_distillation_reduces_the_distance_on_unseen_data(base: str, tmp_path: P
     plan = tmp_path / "plan.yaml"
     labels = f", labels: [{', '.join(COLORS)}]"
     plan.write_text(
-        f"base: {base}\ntraining: {{steps: 20, batch_size: 8}}\ndomains:\n"
+        f"base: {base}\ntraining: {{steps: 20, batch_size: 8}}\nconfidence: null\ndomains:\n"
         "  - {name: colors, source: pictures, question: what color is the image, threshold: 0.8" + labels + "}\n"
     )
     found = convert(tmp_path / "colors", tmp_path / "bd", blocks=4, data=read_plan_file(plan))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from fusion.embedded import contact_sheet
+from fusion.embedded import contact_sheet, unlearned_words
 from fusion.embedded import train as training
 from fusion.embedded.evaluate import accuracy_by_skill
 from fusion.embedded.probes import Probes
@@ -24,6 +24,7 @@ def small_batches() -> object:
     patch = pytest.MonkeyPatch()
     for name, size in (("STILLS", 4), ("CLIPS", 2), ("VISION_BATCH", 8)):
         patch.setattr(training, name, size)
+    patch.setattr(unlearned_words, "NUM_SCENES", 50)  # enough for the words of a checkpoint that is not used
     torch.set_num_threads(1)
     yield
     patch.undo()

@@ -70,10 +70,12 @@ def test_real_steps_are_measured_and_change_no_training(tmp_path: Path) -> None:
         ("first_fit", ("given", "random"), (), 6, 9),
         ("first_fit", ("given",), ("a", "b", "c"), 5, 6),  # the first domain alone is already the first adapter
         ("jointly", ("given",), (), 3, 18),
+        ("guided", ("given",), (), 3, 6),
+        ("guided", ("given",), ("a", "b", "c"), 6, 9),
     ],
 )
 def test_how_many_trainings_a_packing_may_need(
     packing: str, order: tuple[str, ...], alone: tuple[str, ...], fewest: int, most: int
 ) -> None:
     plan = plan_of("x", ("a", "b", "c")).model_copy(update={"packing": packing, "order": order})
-    assert (min_trainings(plan, alone), max_trainings(plan)) == (fewest, most)
+    assert (min_trainings(plan, alone), max_trainings(plan, alone)) == (fewest, most)

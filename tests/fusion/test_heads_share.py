@@ -1,5 +1,5 @@
-"""Heads of two tasks in one adapter with words: each is calibrated and served as trained, and the accuracy in words of
-one domain is kept when a task without words is added."""
+"""Heads of three tasks in one adapter with words: each is calibrated and served as trained, and the accuracy in words
+of one domain is kept when tasks without words are added."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from PIL import Image
 
 from fusion.data.samples import Sample, Splits, Target
 from fusion.plan.schema import DomainPlan, LoraPlan, Plan, TrainingPlan
+from fusion.training.checkpoint import State
 from fusion.training.domain import Domain
 from fusion.training.frozen_base import FrozenBase
 from fusion.training.trainer import LoraTrainer
@@ -43,10 +44,11 @@ class Shown(NamedTuple):
         return picture.astype(np.uint8)
 
 
-# Target answer of a picture by task, and its labels. Detection has no words.
+# Target answer of a picture by task, and its labels. Detection and regression have no words.
 TARGETS: dict[str, tuple[tuple[str, ...], Callable[[Shown], Target]]] = {
     "classification": (COLORS, lambda shown: shown.color),
     "detection": (COLORS, lambda shown: (Box(shown.color, 0.5 * shown.right, 0, 0.5 + 0.5 * shown.right, 1),)),
+    "regression": (("light",), lambda shown: (float(shown.light),)),
 }
 
 
@@ -57,9 +59,11 @@ def samples(task: str, count: int, seed: int) -> list[Sample]:
 
 
 class SharedAdapter(NamedTuple):
-    """words: accuracy in words on the colour test samples, before and after detection is added."""
+    """words: accuracy in words on the colour test samples, before and after the others are added. lora: the factors
+    before and after detection is added."""
 
     trainer: LoraTrainer
+    lora: tuple[State, State]
     words: tuple[float, float]
     losses: dict[str, tuple[float, float]]
     base: str
@@ -87,16 +91,21 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> SharedAdapter:
     losses = {}
     held: list[str] = []
     before = 0.0
+    lora: tuple[State, State] = ({}, {})
     for task in TARGETS:
         trainer.adapter.add_head(task)
         untrained = loss_of(trainer, task)
+        before_it = trainer.adapter.snapshot()
         trainer.train(task, tuple(held))
+        if task == "detection":
+            lora = (before_it, trainer.adapter.snapshot())
         losses[task] = (untrained, loss_of(trainer, task))
         held.append(task)
         if task == "classification":
             before = trainer.evaluator.accuracy_in_words(task, domains[task].test)
     return SharedAdapter(
         trainer,
+        lora,
         (before, trainer.evaluator.accuracy_in_words("classification", domains["classification"].test)),
         losses,
         folder,
@@ -121,6 +130,16 @@ def test_accuracy_in_words_holds_next_to_a_task_without_words(trained: SharedAda
     assert after >= before - 0.15
 
 
+def test_a_head_over_features_of_pictures_changes_no_factor(trained: SharedAdapter) -> None:
+    before, after = trained.lora
+    factors = [name for name in before if name.startswith("lora.")]
+    assert factors and all(torch.equal(before[name], after[name]) for name in factors)
+    later = trained.trainer.adapter.snapshot()
+    assert any(not torch.equal(later[name], after[name]) for name in factors), "a regression head does"
+    ours = [name for name in after if name.startswith("head.detection.")]
+    assert len(ours) == 4 and all(torch.equal(later[name], after[name]) for name in ours), "and leaves this head"
+
+
 def test_without_rehearsal_accuracy_in_words_is_lost(trained: SharedAdapter) -> None:
     """Negative control for the test above: the same training without rehearsal of colours."""
     trainer = trained.trainer
@@ -128,7 +147,7 @@ def test_without_rehearsal_accuracy_in_words_is_lost(trained: SharedAdapter) -> 
     plan = trainer.plan
     alone = plan.training.model_copy(update={"learning_rate": 0.02})
     trainer.plan = plan.model_copy(update={"training": alone})
-    trainer.train("detection", ())
+    trainer.train("regression", ())
     forgotten = trainer.evaluator.accuracy_in_words("classification", trainer.domains["classification"].test)
     trainer.plan = plan
     trainer.adapter.restore(state)
@@ -141,7 +160,7 @@ def test_heads_are_saved_and_served_with_their_calibration(trained: SharedAdapte
     heads = load_heads(tmp_path)
     assert heads.keys() == TARGETS.keys()
     for head in heads.values():
-        assert head.task.parameters["temperature"] != 1.0
+        assert head.task.parameters.get("temperature") != 1.0  # a regression has none
     engine = LocalEngine(EngineConfig(model=trained.base, arena_bytes=64 * 2**20))
     engine.engine.load_adapter("all", str(tmp_path))
     processor = InputProcessor.from_pretrained(trained.base)
@@ -173,5 +192,7 @@ def value_of(answer: HeadAnswer | None) -> Target:
         return tuple(
             Box(box.label_id, box.left, box.top, box.right, box.bottom, box.score, box.image) for box in answer.boxes
         )
+    if answer.task == "regression":
+        return answer.values
     assert answer.label_id is not None
     return answer.label_id

@@ -18,7 +18,9 @@ def read_of(
 ) -> ForwardOutputs:
     count = len(last)
     images = images or [torch.zeros(4, 2)] * count
-    return ForwardOutputs(last, images, [((2, 2),)] * count, torch.ones(count), torch.tensor(exact or [True] * count))
+    return ForwardOutputs(
+        last, images, images, [((2, 2),)] * count, torch.ones(count), torch.tensor(exact or [True] * count)
+    )
 
 
 def splits(task: str, labels: tuple[str, ...]) -> Splits:

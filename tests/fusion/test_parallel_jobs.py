@@ -99,7 +99,7 @@ def test_parallel_orders_give_the_packing_and_adapters_of_sequential_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = plan_of(write_base(tmp_path / "base"), ("a", "b", "c"), steps=3, batch_size=4)
-    plan = settings.model_copy(update={"order": ("given", "random", "random"), "seed": 1})
+    plan = settings.model_copy(update={"packing": "first_fit", "order": ("given", "random", "random"), "seed": 1})
     thresholds = {"a": 0.1, "b": 0.9, "c": 0.1}
     alone, together = trainings(plan, tmp_path / "alone"), trainings(plan, tmp_path / "together")
     with one_thread():

@@ -40,7 +40,7 @@ def train(adapter: Adapter) -> TrainingResult:
 def plan(*order: str, minus: float = 0.1, **more: Any) -> Plan:
     threshold = RelativeThreshold(relative_to="alone", minus=minus)
     domains = tuple(DomainPlan(name=name, source="made", question="what?", threshold=threshold) for name in ALONE)
-    return Plan(order=order or ("given",), domains=domains, **more)
+    return Plan(**({"packing": "first_fit", "order": order} if order else {}) | more, domains=domains)
 
 
 def test_a_relative_threshold_is_the_score_alone_minus_a_margin() -> None:

@@ -35,7 +35,7 @@ def report(lora: LoraPlan | None = None) -> FusionReport:
         DomainReport(name, "classification", "synthetic", "accuracy", 0.8, 0.1, 0.9, 0.85, 0.88, True, name, 500, 0.7)
         for name in names
     )
-    adapters = tuple(AdapterReport(name, (name,)) for name in names)
+    adapters = tuple(AdapterReport(name, (name,), (name,), ()) for name in names)
     steps = timeline(packing)
     return FusionReport("embedded", 0, 6.0, 0.95, domains, adapters, (), steps, (), None, plan.model_dump(mode="json"))
 
@@ -68,13 +68,17 @@ def test_an_adapters_card_has_its_scores_and_thresholds() -> None:
 
 def test_an_adapters_card_describes_its_training() -> None:
     made = report()
-    both = AdapterReport("signs-digits", ("signs", "digits"))
+    both = AdapterReport("signs-digits", ("signs", "digits"), ("signs",), ("digits",))
     assert "Trained for at most 300 steps of 32 samples.\n" in model_card(made, made.adapters[0])
     card = model_card(made, both)
     assert "300 steps of 32 samples per domain, one after the other: signs, digits;\n50% of each batch" in card
-    jointly = model_card(dataclasses.replace(made, plan={**made.plan, "packing": "jointly"}), both)
+    jointly = model_card(made, dataclasses.replace(both, together=("digits", "signs"), joined=()))
     assert "Trained on all of its domains at once, for at most 300 steps of 32 samples each." in jointly
     assert "of each batch" not in jointly
+    guided = model_card(made, dataclasses.replace(both, together=("photos", "signs"), joined=("digits",)))
+    assert "Trained on photos, signs at once, for at most 300 steps of 32 samples each." in guided
+    assert "Of these, photos did not stay in the adapter.\nThen trained for at most" in guided
+    assert "per domain: digits;\n50% of each batch" in guided
 
 
 def test_the_table_has_bounds_if_a_confidence_is_set_and_cuts_nothing() -> None:

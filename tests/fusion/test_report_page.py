@@ -15,7 +15,7 @@ from fusion.data.samples import Sample, Splits
 from fusion.report.charts import capacity_points, lanes_of
 from fusion.report.examples import Example, confusion_of, examples_of
 from fusion.report.page import page
-from fusion.report.report import ConfusionReport, RollbackReport, StepReport
+from fusion.report.report import BrokenReport, ConfusionReport, RollbackReport, StepReport
 from fusion.training.objectives import objective_of
 from heads import Box
 from tests.fusion.small import color_splits
@@ -60,7 +60,7 @@ def test_the_page_shows_the_report() -> None:
     made = dataclasses.replace(
         made,
         domains=(first, dataclasses.replace(second, after=0.7)),
-        rollbacks=(RollbackReport(("digits",), ("signs",), {"digits": 0.75}),),
+        rollbacks=(RollbackReport(("digits",), ("signs",), {"digits": BrokenReport(0.75, 0.71, 0.8)}),),
         confusions=(ConfusionReport("signs", ("stop", "go"), ((9, 1), (0, 10))),),
     )
     shown = Page(page(made, {}))

@@ -31,6 +31,7 @@ def write_plan(folder: Path, steps: int, packing: str = "first_fit") -> Path:
         f"""
 base: {folder / "base"}
 packing: {packing}
+confidence: null
 training: {{steps: {steps}, batch_size: 4}}
 lora: {{rank: 2}}
 domains:
@@ -107,6 +108,7 @@ def num_trained(out: Path) -> int:
     ("packing", "trainings"),
     [
         ("first_fit", 6),  # four to pack; one more alone and one together for the oracle
+        ("guided", 5),  # all at once, the one that misses alone; both others alone and together for the oracle
         ("jointly", 5),  # all at once, the two that fit together, the other one; two more alone for the oracle
     ],
 )

@@ -92,8 +92,8 @@ def test_activations_computed_twice_give_the_same_gradient(mixed: LoraTrainer) -
 
 def test_boxes_are_scored_as_they_are_served(mixed: LoraTrainer, tmp_path: Path) -> None:
     """With the calibrated head; its temperature comes from samples used neither for training nor for validation."""
-    before = mixed.adapter.snapshot()
-    mixed.save(tmp_path, {**before, "head.squares.weight": before["head.squares.weight"] * 5})  # far too confident
+    before, key = mixed.adapter.snapshot(), "head.squares.output.weight"
+    mixed.save(tmp_path, {**before, key: before[key] * 5})  # far too confident
     served, plain = load_heads(tmp_path)["squares"].task, mixed.domains["squares"].task
     own = mixed.domains["squares"]
     assert isinstance(plain, HeadObjective)
@@ -195,7 +195,7 @@ def test_gradients_of_an_abandoned_batch_are_dropped() -> None:
         if calls == 4:  # the second part, read again
             raise torch.OutOfMemoryError
         values = torch.tensor(part, dtype=torch.float32) * weight
-        return ForwardOutputs(values[:, None], [], [], values, torch.zeros(len(values)))
+        return ForwardOutputs(values[:, None], [], [], [], values, torch.zeros(len(values)))
 
     def attempt(size: int) -> float:
         return backward_in_parts([1.0, 2.0, 3.0, 4.0], size, read, lambda r: (r.last.sum() - 1) ** 2)

@@ -94,7 +94,7 @@ def test_a_run_has_one_base_model_in_memory(tmp_path: Path, monkeypatch: pytest.
     folder = write_base(tmp_path / "base")
     write_folders(tmp_path / "colors")
     (tmp_path / "plan.yaml").write_text(
-        "base: base\ntraining: {steps: 1, batch_size: 4}\nlora: {rank: 2}\n"
+        "base: base\nconfidence: null\ntraining: {steps: 1, batch_size: 4}\nlora: {rank: 2}\n"
         "domains: [{name: colors, source: colors, question: what color, threshold: 0.1}]\n"
     )
     monkeypatch.setattr(AutoModelForImageTextToText, "from_pretrained", counted)

@@ -43,7 +43,7 @@ def test_a_tasks_parameters_come_back_from_disk(tmp_path: Path) -> None:
         count = own.make_task().num_outputs
         heads[task] = TaskHead(own, torch.randn(count, 8), torch.randn(count))
     save_heads(tmp_path, heads)
-    assert json.loads((tmp_path / "heads.json").read_text())["format"] == 2
+    assert json.loads((tmp_path / "heads.json").read_text())["format"] == 3
     found = load_heads(tmp_path)
     for task, (_, parameters) in tasks.items():
         assert found[task].task == heads[task].task and found[task].spec == heads[task].spec

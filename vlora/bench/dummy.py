@@ -39,6 +39,9 @@ class _Tower(NamedTuple):
     mlp_ratio: int = 4
 
 
+_QWEN_TOWER = _Tower(depth=32, embed_dim=1280, num_heads=16)
+"""The tower of Qwen2-VL of every size: 665 million parameters."""
+
 _NO_TOWER = _Tower(depth=1, embed_dim=64, num_heads=2, mlp_ratio=2)
 
 
@@ -59,6 +62,15 @@ def half_billion_config(num_layers: int = _LAYERS, vision: Vision = "tower") -> 
         num_hidden_layers=num_layers,
         num_attention_heads=14,
     )
+
+
+def real_tower_config(num_layers: int = _LAYERS) -> Qwen2VLConfig:
+    """As `half_billion_config`, with the tower of Qwen2-VL, or the same fraction of its blocks as of the layers."""
+    config = half_billion_config(num_layers, "none")
+    tower = _QWEN_TOWER._replace(depth=max(1, _QWEN_TOWER.depth * num_layers // _LAYERS))
+    for name, value in tower._asdict().items():
+        setattr(config.vision_config, name, value)
+    return config
 
 
 def _scaled_tower(num_layers: int) -> _Tower:

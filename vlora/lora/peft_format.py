@@ -185,10 +185,10 @@ def _heads(path: Path, hidden_size: int) -> dict[str, TaskHead]:
     except (ValueError, OSError, SafetensorError) as error:
         raise BadAdapter(f"{path}: cannot read its task heads: {error}") from error
     for head_name, head in found.items():
-        if head.weight.shape[1] != hidden_size:
+        if head.spec.hidden_size != hidden_size:
             raise BadAdapter(
-                f"{path}: head {head_name!r} reads {head.weight.shape[1]} features, but the base model's hidden states "
-                f"have {hidden_size}; the head was made for another model"
+                f"{path}: head {head_name!r} reads {head.spec.hidden_size} features, but the base model's hidden "
+                f"states have {hidden_size}; the head was made for another model"
             )
     return found
 

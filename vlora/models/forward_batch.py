@@ -67,9 +67,11 @@ class ForwardBatch:
         text_index: The places of their last tokens in the batch, on the model's device.
         draws: On a GPU the `draw_table` of the text rows, if any of them is not greedy.
         logits: Of the text rows, float32 [n, vocab]; None before they are computed.
+        inputs: The language model's inputs [T, hidden], with the features of images in their places.
     """
 
     text_index: torch.Tensor
+    inputs: torch.Tensor
     draws: torch.Tensor | None = None
     logits: torch.Tensor | None = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,23 +29,15 @@ def read_heads(
         By request id: the answers of requests that reach the end of their prompt in this step, and the errors of
         requests that failed alone.
     """
-    rows: dict[tuple[str, str], list[Row]] = {}
+    rows: dict[_Key, list[Row]] = {}
     for row in packed.head_rows:
         request = row.state.request
         assert request.adapter is not None and request.head is not None
         rows.setdefault((request.adapter, request.head), []).append(row)
     heads = {key: pool.head(*key) for key in rows}
     read = {key: [_read_now(row) for row in members] for key, members in rows.items()}
-    logits = atmm.head_logits(
-        hidden,
-        [
-            atmm.HeadRows(
-                head.weight, head.bias, torch.from_numpy(np.concatenate([r.rows for r in read[key]])).to(hidden.device)
-            )
-            for key, head in heads.items()
-        ],
-    )
-    for (key, head), together in zip(heads.items(), logits, strict=True):
+    for key, together in _logits(hidden, packed.inputs, heads, read).items():
+        head = heads[key]
         parts = together.float().cpu().split([len(r.rows) for r in read[key]])
         for row, now, part in zip(rows[key], read[key], parts, strict=True):
             _keep(row.state, now, part, head)
@@ -60,6 +53,25 @@ def read_heads(
             error = StepFailed(f"head {request.head!r} returned values that are not finite for this input")
             errors[request.request_id] = ErrorValue.of(error)
     return answers, errors
+
+
+_Key = tuple[str, str]  # adapter and head
+
+
+def _logits(
+    hidden: torch.Tensor,
+    inputs: torch.Tensor,
+    heads: Mapping[_Key, TaskHead],
+    read: Mapping[_Key, Sequence[_ReadNow]],
+) -> dict[_Key, torch.Tensor]:
+    """The logits of all rows of each head, over hidden states or over the language model's inputs."""
+    rows = {key: torch.from_numpy(np.concatenate([r.rows for r in read[key]])).to(hidden.device) for key in heads}
+    of_states = [key for key, head in heads.items() if head.spec.reads == "states"]
+    found = atmm.head_logits(
+        hidden, [atmm.HeadRows(heads[key].weight, heads[key].bias, rows[key]) for key in of_states]
+    )
+    of_inputs = {key: heads[key].logits(inputs.index_select(0, rows[key])) for key in heads if key not in of_states}
+    return dict(zip(of_states, found, strict=True)) | of_inputs
 
 
 class _ReadNow(NamedTuple):

@@ -179,6 +179,7 @@ class ModelRunner:
         if hf_model.own.embedding:
             hf_model.own.embedding.look_up(embeddings, token_ids, packed.rows)
         visual_mask, deepstack = packed.place_visuals(embeddings)
+        packed.inputs = embeddings
         step = StepAttention(self._cache, write_rows, queries, last_queries)
         with hf_model.language_scope.lanes(packed.num_tokens, lanes), self._last_layer.limited_to(read):
             hidden = hf_model.forward(embeddings, positions, step, visual_mask, deepstack)

@@ -99,15 +99,17 @@ def _measure_heads(measuring: Measuring) -> dict[str, Any]:
 def _draw_heads(found: Found, canvas: Any) -> None:
     left, right = drawing.panels(canvas, 2, (1.4, 1))
     rows = found["rows"]
-    cells = list(dict.fromkeys((row["batch"], row["frames"]) for row in rows))
+    cells = list(dict.fromkeys((row["tower"], row["batch"], row["frames"]) for row in rows))
     tokens = sorted({row["answer tokens"] for row in rows})
 
-    def value(cell: tuple[int, int], answer: int, name: str) -> float:
-        return float(next(r[name] for r in rows if (r["batch"], r["frames"]) == cell and r["answer tokens"] == answer))
+    def value(cell: tuple[str, int, int], answer: int, name: str) -> float:
+        own = (row for row in rows if (row["tower"], row["batch"], row["frames"]) == cell)
+        return float(next(row[name] for row in own if row["answer tokens"] == answer))
 
     series = {"task head": [value(cell, tokens[0], "head ms") for cell in cells]}
     series |= {f"words, {n} tokens": [value(cell, n, "words ms") for cell in cells] for n in tokens}
-    drawing.bars(left, [f"batch {b}\n{f} frame{'s' * (f > 1)}" for b, f in cells], series, ylabel="ms of a batch")
+    labels = [f"{tower}\nbatch {batch}\n{frames} frame{'s' * (frames > 1)}" for tower, batch, frames in cells]
+    drawing.bars(left, labels, series, ylabel="ms of a batch")
     drawing.beside(right, _HEAD_FACTS, _heads_here(found), ylabel="% lower latency with a head")
 
 

@@ -1,0 +1,141 @@
+"""The table's domains, in which one adapter's capacity is a limit. Only digits are real; the others are rendered.
+
+Two groups contradict each other: their prompts are equal word for word, and so are the distributions of their pictures,
+but each expects other words, as two customers with different names for things do. For any adapter, the shares of
+correct answers of two domains with no answer in common add up to one at most. Signs with other numerals and objects of
+a few pixels need fine features.
+"""
+
+from __future__ import annotations
+
+import cv2
+import numpy as np
+
+from fusion.bench.domains import DIGITS, BenchDomain
+from fusion.data.samples import Sample
+from fusion.embedded.drawing import (
+    BLACK,
+    COLORS,
+    SIZE,
+    add_noise,
+    draw_text,
+    draw_thing,
+    jitter,
+    pick,
+    plain_background,
+    street_background,
+)
+from fusion.embedded.object_names import NUMBERS, article
+from fusion.synthetic.road_signs import ACTIONS, draw_action
+from fusion.synthetic.streets import KINDS, LANES, SIDES, count_vehicles, draw_street
+from heads import Box
+
+_SPEEDS = ("20", "30", "50", "60", "70", "80")
+_SMALL = (4, 7)  # radius of small objects, pixels; elsewhere 11 to 14
+
+
+def _speed(rng: np.random.Generator) -> Sample:
+    """A speed limit: the numerals alone distinguish the classes."""
+    label = int(rng.integers(len(_SPEEDS)))
+    image = plain_background(rng)
+    radius = int(rng.integers(17, 30))  # as other signs
+    x, y = (int(rng.integers(radius + 4, SIZE - radius - 4)) for _ in range(2))
+    draw_thing(image, "circle", (200, 30, 40), (x, y), radius, 0.0)
+    draw_thing(image, "circle", (235, 235, 235), (x, y), radius * 3 // 4, 0.0)
+    draw_text(image, _SPEEDS[label], (x, y), radius / 38, BLACK, 2)
+    turn = cv2.getRotationMatrix2D((x, y), rng.uniform(-10, 10), 1.0)
+    image = cv2.warpAffine(image, turn, (SIZE, SIZE), borderMode=cv2.BORDER_REFLECT)
+    return Sample((add_noise(rng, np.clip(image * rng.uniform(0.6, 1.2), 0, 255).astype(np.int16), 4),), label)
+
+
+def _action(rng: np.random.Generator) -> Sample:
+    label = int(rng.integers(len(ACTIONS)))
+    return Sample(tuple(draw_action(ACTIONS[label], rng, 2)), label)
+
+
+def _small_objects(rng: np.random.Generator) -> Sample:
+    """Boxes of up to four objects of a few pixels."""
+    canvas = street_background(rng).canvas
+    boxes = []
+    for column in rng.permutation(4)[: int(rng.integers(1, 5))]:
+        kind = pick(rng, KINDS)
+        center = (12 + 24 * int(column) + int(rng.integers(-3, 4)), int(rng.integers(30, 84)))
+        left, top, right, bottom = draw_thing(
+            canvas, kind, jitter(rng, COLORS[pick(rng, tuple(COLORS))]), center, int(rng.integers(*_SMALL)), 0.0
+        )
+        boxes.append(Box(KINDS.index(kind), left / SIZE, top / SIZE, right / SIZE, bottom / SIZE))
+    return Sample((add_noise(rng, canvas.astype(np.int16), 3),), tuple(boxes))
+
+
+def _kinds(rng: np.random.Generator) -> Sample:
+    street = draw_street(rng, 4)
+    return Sample((street.frame,), tuple(sorted({KINDS.index(thing.kind) for thing in street.things})))
+
+
+def _spread(rng: np.random.Generator) -> Sample:
+    """The distance between the outermost objects of a street, in shares of its width."""
+    street = draw_street(rng, 4)
+    centers = [(thing.box[0] + thing.box[2]) / 2 / SIZE for thing in street.things]
+    return Sample((street.frame,), (max(centers) - min(centers),))
+
+
+def _thing(rng: np.random.Generator) -> Sample:
+    street = draw_street(rng, 1)
+    return Sample((street.frame,), article(street.things[0].kind))
+
+
+def _paint(rng: np.random.Generator) -> Sample:
+    street = draw_street(rng, 1)
+    return Sample((street.frame,), street.things[0].color)
+
+
+def _caption(rng: np.random.Generator) -> Sample:
+    street = draw_street(rng, 1)
+    return Sample((street.frame,), f"one {street.things[0].kind} {'at night' if street.night else 'by day'}")
+
+
+def _place(rng: np.random.Generator) -> Sample:
+    street = draw_street(rng, 1)
+    thing = street.things[0]
+    return Sample((street.frame,), f"{LANES[thing.lane]} lane {SIDES[thing.side]}")
+
+
+def _mirrored(rng: np.random.Generator) -> Sample:
+    """The place as a camera on the other side of the road would call it."""
+    street = draw_street(rng, 1)
+    thing = street.things[0]
+    return Sample((street.frame,), f"{LANES[2 - thing.lane]} lane {SIDES[2 - thing.side]}")
+
+
+_SEEN = "what is on the road?"
+_WHERE = "where is it?"
+
+SUITE = (
+    DIGITS,
+    BenchDomain("speeds", "classification", "what is the speed limit?", _speed, _SPEEDS),
+    BenchDomain("actions", "action", "what happens in the video?", _action, ACTIONS),
+    BenchDomain("things", "vqa", _SEEN, _thing),
+    BenchDomain("paints", "vqa", _SEEN, _paint),
+    BenchDomain("captions", "captioning", _SEEN, _caption),
+    BenchDomain("places", "referring", _WHERE, _place),
+    BenchDomain("mirrored", "referring", _WHERE, _mirrored),
+    BenchDomain("counts", "counting", "how many vehicles are on the road?", count_vehicles, NUMBERS[:6]),
+    BenchDomain("kinds", "multi_label", "which kinds are on the road?", _kinds, KINDS),
+    BenchDomain("spread", "regression", "how far apart are they?", _spread, ("distance",)),
+    BenchDomain("small", "detection", "find all vehicles and persons.", _small_objects, KINDS),
+)
+"""The table's domains: twelve over nine tasks."""
+
+QUICK = tuple(made for made in SUITE if made.name in ("speeds", "things", "paints", "kinds"))
+"""Domains of a smoke test."""
+
+
+def suspected(domains: tuple[BenchDomain, ...]) -> tuple[tuple[str, str], ...]:
+    """Pairs that contradict each other: answered in words to the same question."""
+    words = [made for made in domains if not made.labels]
+    return tuple(
+        (one.name, other.name)
+        for place, one in enumerate(words)
+        for other in words[place + 1 :]
+        if one.question == other.question
+    )
