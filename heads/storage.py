@@ -19,7 +19,7 @@ from heads.spec import HeadSpec, TaskHead
 
 SPEC_FILE = "heads.json"
 WEIGHTS_FILE = "heads.safetensors"
-_FORMAT = 3
+FORMAT = 3
 _READ = (1, 2, 3)
 _NOT_IN_EVERY_FORMAT = ("parameters", "reads", "hidden_units")
 _HIDDEN = ("hidden.weight", "hidden.bias")
@@ -38,7 +38,7 @@ def save_heads(folder: Path | str, heads: Mapping[str, TaskHead]) -> None:
                 tensors[f"{name}.{part}"] = tensor.detach().cpu().contiguous()
     save_file(tensors, str(folder / WEIGHTS_FILE))
     specs = [dataclasses.asdict(head.spec) for head in heads.values()]
-    (folder / SPEC_FILE).write_text(json.dumps({"format": _FORMAT, "heads": specs}, indent=2) + "\n")
+    (folder / SPEC_FILE).write_text(json.dumps({"format": FORMAT, "heads": specs}, indent=2) + "\n")
 
 
 def load_heads(folder: Path | str) -> dict[str, TaskHead]:

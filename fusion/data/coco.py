@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field, FiniteFloat, TypeAdapter, ValidationError
 from fusion.data.frames import Picture
 from fusion.data.items import PARTS, Answer, Item, NamedBox, Part
 from fusion.plan.data_formats import Coco
-from fusion.plan.errors import PlanErrors
+from vlora.plan_files.errors import PlanErrors
 from vlora.wording import pydantic_errors
 
 Parsed = TypeVar("Parsed")

@@ -8,7 +8,7 @@ from pathlib import Path
 from fusion.data.frames import PICTURE_SUFFIXES, VIDEO_SUFFIXES, Clip, Frames, Picture
 from fusion.data.items import PARTS, Item, Part
 from fusion.plan.data_formats import ImageFolder, Unlabelled, VideoFolder
-from fusion.plan.errors import PlanErrors
+from vlora.plan_files.errors import PlanErrors
 
 
 def read_images(data: ImageFolder, errors: PlanErrors) -> list[Item]:

@@ -21,13 +21,13 @@ from fusion.data.tables import read_labelled_videos, read_questions
 from fusion.data.targets import labels_shown, targets_of
 from fusion.data.verify import check_parts, verify_items
 from fusion.plan.data_formats import Coco, DataPlan, ImageFolder, Questions, References, Unlabelled, VideoFolder
-from fusion.plan.errors import PlanErrors
 from fusion.plan.schema import DomainPlan, Plan
 from fusion.plan.tasks import HEADS, METRICS, MIN_LABELS, WORDS
 from fusion.progress.progress import Progress
 from fusion.synthetic.sources import BUILT_IN, load_source
 from fusion.teachers.labelling import TeacherResult, compare_with_teacher, label_by_teacher, threshold_before_training
 from fusion.training.text_metrics import box_of_words
+from vlora.plan_files.errors import PlanErrors
 
 # Tasks that each data format supports; the first is the default. A teacher can answer any task, so `unlabelled` has no
 # default.

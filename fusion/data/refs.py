@@ -16,8 +16,8 @@ from fusion.data.coco import COCO, box_of, parse
 from fusion.data.frames import Picture
 from fusion.data.items import Item, Part
 from fusion.plan.data_formats import References
-from fusion.plan.errors import PlanErrors
 from fusion.training.text_metrics import box_in_words
+from vlora.plan_files.errors import PlanErrors
 
 # testA: expressions for people; testB: for other objects.
 _PARTS: dict[str, Part] = {

@@ -12,7 +12,7 @@ from typing import Any
 from fusion.data.frames import Clip, Picture
 from fusion.data.items import PARTS, Answer, Item, Part
 from fusion.plan.data_formats import Questions, VideoFolder
-from fusion.plan.errors import PlanErrors
+from vlora.plan_files.errors import PlanErrors
 
 _LONGEST_S = 1e6  # seconds of a video
 _SEVERAL = ";"  # between labels of one cell, as in "car;person"

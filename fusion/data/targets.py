@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 
 from fusion.data.items import Answer, Item, NamedBox
 from fusion.data.samples import Target
-from fusion.plan.errors import PlanErrors
 from fusion.plan.tasks import MIN_LABELS
 from heads import Box
+from vlora.plan_files.errors import PlanErrors
 
 _LIKE_YES = {"no": "no", "false": "no", "0": "no", "yes": "yes", "true": "yes", "1": "yes"}
 _MOST_COUNTED = 1000

@@ -12,8 +12,8 @@ from fusion.data.frames import FileInfo, Frames
 from fusion.data.items import Item
 from fusion.data.samples import Splits
 from fusion.data.targets import labels_shown
-from fusion.plan.errors import PlanErrors
 from fusion.progress.progress import Progress
+from vlora.plan_files.errors import PlanErrors
 
 _SHOWS_LABELS = ("classification", "binary", "action", "multi_label", "detection")  # every part needs every label
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from fusion.embedded import checkpoint_path
 from fusion.phases.plan_checked import PlanChecked
-from fusion.plan.errors import PlanErrors
 from fusion.plan.schema import Plan
 from fusion.progress.progress import Progress
 from fusion.training.activation import invocation_tokens
@@ -21,6 +20,7 @@ from vlora.config import EngineConfig
 from vlora.errors import BadPlan
 from vlora.models import InputProcessor
 from vlora.models.loading import load_model
+from vlora.plan_files.errors import PlanErrors
 
 
 @dataclasses.dataclass(frozen=True)

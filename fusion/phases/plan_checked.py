@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Mapping
 
 from fusion.data.load import DomainData, load_domains
-from fusion.plan.errors import PlanErrors, PlanText
 from fusion.plan.families import refuse_heads
 from fusion.plan.lora_size import LoraSize, lora_size, shapes_of
 from fusion.plan.plan_file import PlanFile
 from fusion.plan.schema import Plan
 from fusion.progress.progress import Progress
+from vlora.plan_files.errors import PlanErrors, PlanText
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from fusion.plan.fields import Number, PlanModel, PlanPath, Whole
+from vlora.plan_files.fields import Number, PlanModel, PlanPath, Whole
 
 
 class SplitPlan(PlanModel):

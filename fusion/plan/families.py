@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fusion.plan.errors import PlanErrors
 from fusion.plan.schema import Plan
 from heads import TASKS
 from vlora.models.vision.token_grids import why_no_grid
+from vlora.plan_files.errors import PlanErrors
 
 
 def refuse_heads(plan: Plan, tasks: Mapping[str, str], config: Any, errors: PlanErrors) -> None:

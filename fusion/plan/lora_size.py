@@ -9,11 +9,11 @@ from transformers import AutoConfig
 
 from fusion.block_diagonal.blocks import num_parameters, undivided
 from fusion.embedded import checkpoint_path
-from fusion.plan.errors import PlanErrors
 from fusion.plan.schema import Plan
 from vlora.models.hf_model import HFModel
 from vlora.models.loading import dummy_model
 from vlora.models.pretrained import from_pretrained
+from vlora.plan_files.errors import PlanErrors
 
 _BYTES = 4  # adapters are trained and stored in float32
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from fusion.plan.errors import PlanText
 from fusion.plan.schema import Plan
+from vlora.plan_files.errors import PlanText
 from vlora.plan_files.reading import read_model
 
 _FORMS = ("data", "teacher", "threshold")

@@ -7,10 +7,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
 from fusion.plan.data_formats import DataPlan, Unlabelled
-from fusion.plan.fields import Number, PlanModel, Whole, next_to_plan
+from fusion.plan.names import next_to_plan
 from fusion.plan.tasks import Head, Metric, Task
 from fusion.plan.teacher_kinds import TeacherPlan
 from vlora.config import Quantize
+from vlora.plan_files.fields import Number, PlanModel, Whole
 
 _MOST_ORDERS = 64
 Packer = Literal["guided", "naive", "first_fit", "jointly"]

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from fusion.plan.fields import Number, PlanModel, PlanPath, Whole
+from vlora.plan_files.fields import Number, PlanModel, PlanPath, Whole
 
 _FUNCTION = r"^[\w.]+:\w+$"
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from fusion.data.items import Item
 from fusion.data.samples import Splits
 from fusion.data.targets import default_labels, reader
-from fusion.plan.errors import PlanErrors
 from fusion.plan.schema import DomainPlan, RelativeThreshold
 from fusion.plan.tasks import WORDS
 from fusion.plan.teacher_kinds import BuiltInTeacher
@@ -18,6 +17,7 @@ from fusion.teachers.narrowing import RestrictedAnswers, restrict_answers
 from fusion.teachers.opening import open_teacher
 from fusion.teachers.protocol import Clip, Labelled, Teacher
 from fusion.training.objectives import metric_of_some, objective_of
+from vlora.plan_files.errors import PlanErrors
 
 _AT_ONCE = 32  # samples per call of a teacher, which are in memory
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-from fusion.plan.errors import PlanErrors
 from fusion.plan.teacher_kinds import (
     BuiltInTeacher,
     CallableTeacher,
@@ -27,6 +26,7 @@ from fusion.teachers.onnx_detector import DetectorSettings, OnnxDetector
 from fusion.teachers.opencv import Cascade, OnnxClassifier, People
 from fusion.teachers.pretrained import PretrainedDetector, load_pretrained
 from fusion.teachers.protocol import Teacher
+from vlora.plan_files.errors import PlanErrors
 
 _NAMES = ("file", "path", "function")  # fields that identify a teacher
 _COUNTED = 0.05  # least score of a box that counts as dropped below the plan's minimum confidence

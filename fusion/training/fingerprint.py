@@ -13,6 +13,7 @@ import torch
 from fusion.data.samples import Splits
 from fusion.plan.schema import Plan
 from fusion.progress.progress import Progress
+from heads.storage import FORMAT
 from vlora.models import InputProcessor
 
 
@@ -24,14 +25,22 @@ def identity_of(
     device: str,
     progress: Progress | None = None,
 ) -> dict[str, str]:
-    """Fields of the plan by dotted name, and hashes of each domain's data, the base's weights and its processing.
+    """Fields of the plan by dotted name, hashes of each domain's data, the base's weights and its processing, and the
+    format of stored heads, which tells their layers.
 
     Args:
         progress: display for reading all pictures.
     """
     fields = {f"plan's {name}": value for name, value in _fields(plan.model_dump(mode="json"))}
     data = {f"data of {name}": _hash_of_data(name, own, progress or Progress()) for name, own in splits.items()}
-    return {**fields, **data, "weights of the base": base, "processing of the base": processing, "device": device}
+    return {
+        **fields,
+        **data,
+        "weights of the base": base,
+        "processing of the base": processing,
+        "format of heads": str(FORMAT),
+        "device": device,
+    }
 
 
 def hash_of_weights(named: Iterable[tuple[str, torch.Tensor]]) -> str:

@@ -8,8 +8,8 @@ import cv2
 import numpy as np
 
 from fusion.data.load import DomainData, load_domains
-from fusion.plan.errors import PlanErrors
 from fusion.plan.plan_file import read_plan_file
+from vlora.plan_files.errors import PlanErrors
 
 
 def picture(file: Path, seed: int, size: tuple[int, int] = (24, 32)) -> Path:

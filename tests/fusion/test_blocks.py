@@ -14,7 +14,6 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
-from fusion.plan.errors import PlanErrors, PlanText
 from fusion.plan.lora_size import lora_size, shapes_of
 from fusion.plan.schema import LoraPlan
 from fusion.training.checkpoint import Checkpoint
@@ -25,6 +24,7 @@ from tests.fusion.test_check import run
 from tests.harness import FixedModes, RecordingEngine
 from vlora.errors import BadPlan
 from vlora.models.processing import to_tensor
+from vlora.plan_files.errors import PlanErrors, PlanText
 from vlora.types import Mode
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,6 @@ from click.testing import CliRunner
 from fusion.embedded.model import build_model
 from fusion.embedded.processor import build_processor
 from fusion.phases.plan_checked import check_plan
-from fusion.plan.errors import PlanErrors, PlanText
 from fusion.plan.lora_size import lora_size, shapes_of
 from fusion.plan.plan_file import read_plan_file
 from fusion.plan.schema import LoraPlan, Plan
@@ -21,6 +20,7 @@ from fusion.teachers.labelling import threshold_before_training
 from tests.fusion.made import picture, write_plan
 from vlora.cli import cli, main
 from vlora.errors import BadPlan
+from vlora.plan_files.errors import PlanErrors, PlanText
 
 pytestmark = pytest.mark.slow
 

@@ -96,6 +96,7 @@ def test_a_changed_plan_or_changed_data_is_refused_by_name(tmp_path: Path) -> No
         (identity_of(plan, {"signs": splits(0)}, "other", "p", "cpu"), "weights of the base: was w, is other"),
         (identity_of(plan, {"signs": splits(0)}, "w", "other", "cpu"), "processing of the base: was p, is other"),
         (identity_of(plan, {"signs": splits(0)}, "w", "p", "cuda"), "device: was cpu, is cuda"),
+        (identity | {"format of heads": "4"}, "format of heads: was 3, is 4"),
     ):
         with pytest.raises(BadPlan, match="cannot be resumed") as refused:
             Checkpoint(tmp_path, changed, resume=True)

@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from fusion.data.items import NamedBox
-from fusion.plan.errors import PlanErrors, PlanText
 from fusion.plan.schema import DomainPlan
 from fusion.teachers.letterbox import place
 from fusion.teachers.opening import open_teacher
 from fusion.teachers.protocol import Teacher
 from tests.fusion.made import load_plan, write_plan
 from vlora.errors import BadPlan
+from vlora.plan_files.errors import PlanErrors, PlanText
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")

@@ -19,7 +19,6 @@ from torch import nn
 
 from fusion.data.items import NamedBox
 from fusion.data.load import DomainData
-from fusion.plan.errors import PlanErrors, PlanText
 from fusion.plan.schema import DomainPlan
 from fusion.teachers.boxes import FromBoxes
 from fusion.teachers.classifier import classify
@@ -29,6 +28,7 @@ from fusion.teachers.opening import open_teacher
 from fusion.teachers.protocol import Teacher
 from tests.fusion.made import load_plan, video, write_plan
 from vlora.errors import BadPlan
+from vlora.plan_files.errors import PlanErrors, PlanText
 
 DARK, BRIGHT = 30, 220
 PLAN = "data: {format: unlabelled, path: pictures}\n"

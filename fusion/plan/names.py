@@ -1,4 +1,4 @@
-"""Types of a fusion plan's fields."""
+"""Names in a plan that may be folders beside it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ import os
 from pydantic import ValidationInfo
 
 from fusion.synthetic.sources import BUILT_IN
-from vlora.plan_files.fields import Number, PlanModel, PlanPath, Whole
-
-__all__ = ["Number", "PlanModel", "PlanPath", "Whole", "next_to_plan"]
 
 
 def next_to_plan(name: str, info: ValidationInfo) -> str:
