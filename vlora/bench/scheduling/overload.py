@@ -50,7 +50,7 @@ def run(quick: bool) -> Report:
     costs, load_s = read_costs(MEASURED)
     threads = torch.get_num_threads()
     crowds = list(overload_kv.rows(costs, quick))  # on all cores, so before the single-threaded part
-    rows = [*_in_simulator(costs, load_s, 150 if quick else 400), *_on_engine(90 if quick else 300)]
+    rows = [*_in_simulator(costs, load_s, 400), *_on_engine(90 if quick else 300)]
     goals = []
     for where in ("simulated", "engine"):
         found = [row for row in rows if row["where"] == where]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import statistics
 import tempfile
@@ -182,7 +183,10 @@ def measure_policies(
     picture = dummy_picture(model.config(), _SIDE)
     traffics = [*(retrieval(skew, picture) for skew in skews), *(video(number, picture) for number in _VIDEO_ADAPTERS)]
     engines = PolicyEngines(model, rank, device, retrieval(0.5, picture))
-    return [_point(costs, engines, traffic, repeats, num_requests, once) for traffic in traffics]
+    points = [_point(costs, engines, traffic, repeats, num_requests, once) for traffic in traffics]
+    del engines
+    gc.collect()  # engines are in reference cycles, and memory has no room for the next set beside this one
+    return points
 
 
 def _point(
