@@ -411,7 +411,7 @@ def test_fair_shares_protect_an_adapter_from_a_flood_of_another() -> None:
         few = [(draws.uniform(0, 200), make_request(f"b{i}", "b", max_tokens=4, max_ttft_s=6.0)) for i in range(40)]
         simulation.run(sorted([*flood, *few], key=lambda pair: pair[0]))
         refused[bool(weights)] = sum(ended(simulation, f"b{i}") == "deadline_unreachable" for i in range(40))
-    assert 3 * refused[True] < refused[False]
+    assert 2.5 * refused[True] < refused[False]
 
 
 # -- tenants ----------------------------------------------------------------------------------------------------------

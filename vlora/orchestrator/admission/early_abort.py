@@ -15,8 +15,9 @@ from vlora.orchestrator.fairness import FairShares, scheduling_order
 from vlora.orchestrator.request_state import TrackedRequest
 
 _SMOOTH = 0.1  # weight of the newest period in the moving averages of rates
-# Mean and deviation of measured over predicted times, as in TCP's retransmission timer (RFC 6298).
-_MEAN, _DEVIATION, _DEVIATIONS = 1 / 8, 1 / 4, 2
+# Mean and deviation of measured over predicted times, as in TCP's retransmission timer (RFC 6298). It is a mean
+# absolute deviation: 2.5 are two standard deviations of normal ratios, so 2 % of the admitted are late.
+_MEAN, _DEVIATION, _DEVIATIONS = 1 / 8, 1 / 4, 2.5
 _RELAX = 1 / 32  # fraction of the margin dropped per period while no first answer can correct it
 
 
