@@ -7,14 +7,17 @@ import itertools
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
 
 from vlora.config import EngineConfig
 from vlora.engine.exit_status import describe_exit
 from vlora.engine.ipc import messages
+from vlora.engine.ipc.load_reports import WatchedLoad
 from vlora.engine.ipc.transport import ClientTransport
-from vlora.engine.snapshot import EngineSnapshot
+from vlora.engine.snapshot import EngineLoad, EngineSnapshot
 from vlora.errors import BadRequest, EngineDead
 from vlora.types import AdapterStatus, EngineStats, ErrorValue, Request, RequestOutput
 
@@ -29,11 +32,26 @@ _FINAL_MESSAGE_S = 0.2  # for the last message of a process, end of file on its 
 _STOP_S = 5.0  # how long a stopping engine may take before it is killed
 
 
+class EngineProcess(Protocol):
+    """What a client needs of an engine's process, on this machine or another."""
+
+    async def wait(self) -> int:
+        """Wait for its end; returns its exit code, or the negative number of the signal that killed it."""
+        ...
+
+    def kill(self) -> None:
+        """End it at once."""
+        ...
+
+
 class EngineClient:
     """Created by `start`. Belongs to the event loop that started it."""
 
-    def __init__(self, process: asyncio.subprocess.Process, transport: ClientTransport, ready: messages.Ready) -> None:
+    def __init__(self, process: EngineProcess, transport: ClientTransport, ready: messages.Ready) -> None:
         self.ready = ready
+        self.pong: messages.Pong | None = None
+        """The last answer to `ping`."""
+        self._watched: WatchedLoad | None = None
         self._process = process
         self._transport = transport
         self._streams: dict[str, asyncio.Queue[RequestOutput | None]] = {}
@@ -166,6 +184,21 @@ class EngineClient:
         assert snapshot is not None
         return snapshot
 
+    # -- for a router -------------------------------------------------------------------------------------------------
+
+    def watch_load(self, every_s: float, on_change: Callable[[EngineLoad, int], None]) -> None:
+        """Call `on_change` with the engine's load now and after changes, at most once in `every_s` seconds.
+
+        Its second argument is the number of requests that the load includes, ended ones too, since this call.
+        """
+        self._watched = WatchedLoad(on_change)
+        self._post(messages.WatchLoad(every_s))
+
+    def ping(self) -> None:
+        """Ask for a sign of life, which `pong` has when it arrives. It does not wait for the end of a step."""
+        self.pong = None
+        self._transport.send(messages.PING)
+
     async def close(self) -> None:
         """See EngineInterface. An engine that does not stop in time is killed."""
         if self._cause is None and not self._closing:
@@ -217,7 +250,13 @@ class EngineClient:
 
     def _receive(self, data: bytes) -> None:
         """Pass a message to the call that waits for it."""
-        self._handle(messages.decode_from_engine(data))
+        try:
+            message = messages.decode_from_engine(data)
+        except msgspec.MsgspecError as error:
+            self._reported_cause = f"the engine sent a message that cannot be read: {error}"
+            self._transport.close()
+        else:
+            self._handle(message)
 
     def _handle(self, message: messages.FromEngine) -> None:
         match message:
@@ -231,6 +270,11 @@ class EngineClient:
                     future.set_result(message)
             case messages.Failed():
                 self._reported_cause = message.error.message
+            case messages.LoadReport():
+                if self._watched is not None:
+                    self._watched.receive(message)
+            case messages.Pong():
+                self.pong = message
             case messages.Ready():
                 raise AssertionError("the engine sent Ready twice")
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 
 _HEAD = struct.Struct("<Q")  # number of bytes that follow
 _END = bytearray()  # no message is empty
+_SHORT = 64  # bytes; longer than messages that are answered at once
 
 
 class ClientTransport(asyncio.Protocol):
@@ -86,18 +87,27 @@ class EngineTransport:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
+        self._sending = threading.Lock()
+        self._replies: dict[bytes, Callable[[], bytes]] = {}
         self._messages: queue.SimpleQueue[bytearray | None] = queue.SimpleQueue()
         threading.Thread(target=self._read, name="vlora-engine-reader", daemon=True).start()
 
     def send(self, data: bytes) -> None:
         """Blocks when the socket's buffer is full; data for a closed front end is dropped."""
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(ConnectionError), self._sending:
             self._socket.sendall(_HEAD.pack(len(data)) + data)
 
-    def receive(self, *, block: bool) -> bytearray | None:
-        """The next message; None if there is none, and after `wake`. Raises EOFError when the front end has closed."""
+    def reply_at_once(self, message: bytes, make_reply: Callable[[], bytes]) -> None:
+        """Answer this message in the reading thread, even during a step, with what `make_reply` returns there."""
+        self._replies[message] = make_reply
+
+    def receive(self, *, block: bool, timeout_s: float | None = None) -> bytearray | None:
+        """The next message; None if there is none, and after `wake`. Raises EOFError when the front end has closed.
+
+        timeout_s: how long to block; None blocks until there is a message.
+        """
         try:
-            data = self._messages.get(block)
+            data = self._messages.get(block, timeout_s)
         except queue.Empty:
             return None
         if data == _END:
@@ -122,7 +132,12 @@ class EngineTransport:
             while True:
                 waiting.poll()
                 (size,) = _HEAD.unpack(self._exactly(_HEAD.size))
-                self._messages.put(self._exactly(size))
+                message = self._exactly(size)
+                # Most messages are long; their bytes are not copied to look them up.
+                if size < _SHORT and (make_reply := self._replies.get(bytes(message))) is not None:
+                    self.send(make_reply())
+                else:
+                    self._messages.put(message)
         except (OSError, EOFError):
             self._messages.put(_END)
 
