@@ -222,10 +222,11 @@ def test_answers_continue_over_the_wire(
                 assert bool(versions[0]) == (request.adapter is not None) and not any(versions[1:-1])
             request = replace(cases["whole"], sampling=replace(cases["whole"].sampling, max_tokens=400))
             request = replace(request, sampling=replace(request.sampling, seed=seed_of("whole", request.sampling)))
-            cancelled = asyncio.create_task(anext(engine.generate(request)))
+            ended: asyncio.Future[RequestOutput] = asyncio.get_running_loop().create_future()
+            engine.submit(request, ended.set_result)
             await asyncio.sleep(0.3)
             await engine.cancel("whole")
-            part = await cancelled
+            part = await ended
             assert part.finish_reason == "cancelled" and len(part.token_ids) > 1 and part.adapter_version
             shared = min(len(part.token_ids), embedded_cases.NUM_TOKENS)
             assert part.token_ids[:shared] == tokens_of(whole["whole"])[:shared]

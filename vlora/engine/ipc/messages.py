@@ -90,11 +90,21 @@ ToEngine = Start | Add | Cancel | Call | WatchLoad | Ping | Stop
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The engine is built. max_context: maximum tokens of one request, prompt and answer together."""
+    """The engine is built.
+
+    Attributes:
+        max_context: Maximum tokens of one request, prompt and answer together.
+        max_batch_size: Requests per batch.
+        block_size: Tokens per KV block.
+        num_blocks: KV blocks.
+    """
 
     model: str
     pid: int
     max_context: int
+    max_batch_size: int = 1
+    block_size: int = 1
+    num_blocks: int = 1
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

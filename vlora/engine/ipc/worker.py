@@ -66,7 +66,9 @@ def run(
         assert isinstance(start, messages.Start)
         engine = make_engine(_with_threads(start.config))
         gc.freeze()  # a full collection between two steps would otherwise scan all objects that exist now
-        transport.send(messages.encode(messages.Ready(start.config.model, os.getpid(), engine.limits.max_context)))
+        config, load = start.config, engine.load()
+        limits = (engine.limits.max_context, config.max_batch_size, config.block_size, load.total_blocks)
+        transport.send(messages.encode(messages.Ready(config.model, os.getpid(), *limits)))
         EngineWorker(engine, transport).loop()
     except EOFError:
         return 0  # the client closed before it sent Start
