@@ -16,7 +16,7 @@ from vlora.config import EngineConfig
 from vlora.engine.exit_status import describe_exit
 from vlora.engine.ipc import messages
 from vlora.engine.ipc.load_reports import WatchedLoad
-from vlora.engine.ipc.transport import ClientTransport
+from vlora.engine.ipc.transport import ClientTransport, UnreadableMessage
 from vlora.engine.snapshot import EngineLoad, EngineSnapshot
 from vlora.errors import BadRequest, EngineDead
 from vlora.types import AdapterStatus, EngineStats, ErrorValue, Request, RequestOutput
@@ -120,6 +120,11 @@ class EngineClient:
         except BadRequest:
             del self._streams[request.request_id]
             raise
+
+    def post_cancel(self, request_id: str) -> None:
+        """As `cancel`, without waiting for the event loop. A dead engine is ignored."""
+        if self._cause is None:
+            self._post(messages.Cancel(request_id))
 
     def abandon(self, request_id: str) -> None:
         """Cancel a request if it has not ended; it has no more outputs."""
@@ -235,20 +240,16 @@ class EngineClient:
         try:
             await asyncio.wait(signs, return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait(signs, timeout=_FINAL_MESSAGE_S)
+            if self._transport.closed.done() and (error := self._transport.closed.exception()) is not None:
+                self._reported_cause = f"the engine sent a message that cannot be read: {error}"
+                if not isinstance(error, UnreadableMessage | msgspec.MsgspecError):
+                    raise error  # an internal error
         finally:
             self._fail_pending(ended.result() if ended.done() else None)
-        if self._transport.closed.done():
-            self._transport.closed.result()  # raises an internal error
 
     def _receive(self, data: bytes) -> None:
         """Pass a message to the call that waits for it."""
-        try:
-            message = messages.decode_from_engine(data)
-        except msgspec.MsgspecError as error:
-            self._reported_cause = f"the engine sent a message that cannot be read: {error}"
-            self._transport.close()
-        else:
-            self._handle(message)
+        self._handle(messages.decode_from_engine(data))
 
     def _handle(self, message: messages.FromEngine) -> None:
         match message:

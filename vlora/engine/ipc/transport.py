@@ -21,6 +21,10 @@ _END = bytearray()  # no message is empty
 _SHORT = 64  # bytes; longer than messages that are answered at once
 
 
+class UnreadableMessage(Exception):
+    """The other end has sent something else than messages."""
+
+
 class ClientTransport(asyncio.Protocol):
     """The front end's end, in its event loop. Created by `open`, or by a server of the loop for both ends of a line.
 
@@ -92,7 +96,7 @@ class ClientTransport(asyncio.Protocol):
             begin = start + _HEAD.size
             size = _HEAD.unpack_from(self._part, start)[0]
             if self.max_bytes is not None and size > self.max_bytes:
-                raise ValueError(f"a message of {size} bytes, over the limit of {self.max_bytes}")
+                raise UnreadableMessage(f"a message of {size} bytes, over the limit of {self.max_bytes}")
             end = begin + size
             if len(self._part) < end:
                 break
