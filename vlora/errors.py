@@ -7,6 +7,7 @@
     |   `-- UnsupportedModel     a model family that is not on the allow-list, with the reason
     |-- BadPlan              a fusion plan that cannot be run (file, line and field named)
     |-- BadAdapter           an adapter that cannot be served, with the reason
+    |   `-- AdapterChanged       the adapter has other content than the answer so far was computed with
     |-- BadRequest           the request is invalid
     |   |-- BadImage             bytes that are not an image or a video, or a frame that cannot be decoded
     |   |-- TooLarge             an image, a video or a body over the server's limits
@@ -57,6 +58,11 @@ class BadPlan(VLoraError):
 class BadAdapter(VLoraError):
     code = "bad_adapter"
     http_status = 400
+
+
+class AdapterChanged(BadAdapter):
+    code = "adapter_changed"
+    http_status = 409
 
 
 class BadRequest(VLoraError):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vlora.models.sampling import sample, seed_of
-from vlora.types import SamplingParams
+from vlora.models.sampling import sample
+from vlora.types import SamplingParams, seed_of
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.5, -1.0, 3.0]])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -64,6 +65,15 @@ def waiting(requests: list[Request]) -> tuple[KvAdmission, WrittenBlocks, list[T
         t.admit(number, 0.0)
         admission.add(t)
     return admission, block_manager, tracked
+
+
+def test_resumed_requests_enter_before_new_ones() -> None:
+    """As preempted ones do; an answer that has begun must not stop for long."""
+    requests = [make_request(f"new {number}", prompt=8, max_tokens=8, priority=5) for number in range(3)]
+    resumed = msgspec.structs.replace(make_request("resumed", prompt=8, max_tokens=8), answered=(1, 2, 3))
+    admission, _, tracked = waiting([*requests, resumed])
+    assert entries(admission, tracked)[0] == "resumed"
+    assert [t.device_len for t in tracked] == [8, 8, 8, 11] and tracked[-1].num_sampled == 3
 
 
 def test_small_requests_do_not_overtake_a_large_one() -> None:

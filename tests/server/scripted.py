@@ -26,7 +26,15 @@ import msgspec
 from PIL import Image
 
 from vlora.config import EngineConfig
-from vlora.engine.snapshot import AdapterLoad, ArenaMap, ArenaRun, EngineSnapshot, QueuedRequest, StepRecord
+from vlora.engine.snapshot import (
+    AdapterLoad,
+    ArenaMap,
+    ArenaRun,
+    EngineLoad,
+    EngineSnapshot,
+    QueuedRequest,
+    StepRecord,
+)
 from vlora.errors import (
     Aborted,
     BadAdapter,
@@ -328,6 +336,17 @@ class ScriptedEngine:
             total_blocks=10,
             arena_basis="arena_bytes",
             cpu_kernels="plain torch",
+        )
+
+    def version_of(self, request_id: str) -> str | None:
+        request, _ = self.running.get(request_id, (None, []))
+        status = None if request is None or request.adapter is None else self._adapters.get(request.adapter)
+        return None if status is None else status.version
+
+    def load(self) -> EngineLoad:
+        resident = {name: status.version for name, status in self._adapters.items() if status.resident}
+        return EngineLoad(
+            free_blocks=10, total_blocks=10, num_running=len(self.running), num_waiting=0, resident=resident
         )
 
     def snapshot(self, since: int = 0) -> EngineSnapshot:

@@ -13,6 +13,7 @@ import atmm
 from vlora.config import EngineConfig
 from vlora.engine.adapter_admin import AdapterAdmin
 from vlora.engine.adapter_loader import AdapterLoader
+from vlora.engine.adapter_versions import AdapterVersions
 from vlora.engine.device_runtime import DeviceRuntime, facts_of, lay_out, set_threads, use_device
 from vlora.engine.grammar_cache import GrammarCache, GrammarHook
 from vlora.engine.monitor import Monitor
@@ -82,6 +83,7 @@ class EngineParts:
     admin: AdapterAdmin
     checks: RequestChecks
     monitor: Monitor
+    versions: AdapterVersions
     steps: StepsInOrder | StepsAhead
     hooks: Hooks
     group: ProcessGroup | None
@@ -147,7 +149,9 @@ def build(
             pinned=admin.pinned,
             environment={**environment, "arena_basis": device.limits.arena_basis},
         )
-        hooks = _build_hooks(_build_grammars(config, device, executor), scheduler, runner, monitor, coordinator)
+        grammars = _build_grammars(config, device, executor)
+        versions = AdapterVersions(admin.compositions, registry, scheduler, grammars.waits)
+        hooks = _build_hooks(grammars, versions, scheduler, runner, monitor, coordinator)
         steps: StepsInOrder | StepsAhead
         if isinstance(block_manager, WrittenBlocks) and isinstance(runner, ModelRunner):
             steps = StepsAhead(runner, scheduler, block_manager, monitor.record_step)
@@ -171,6 +175,7 @@ def build(
             admin=admin,
             checks=RequestChecks(config, device.hf_model, device.limits, admin.compositions),
             monitor=monitor,
+            versions=versions,
             steps=steps,
             hooks=hooks,
             group=None if coordinator is None else coordinator.group,
@@ -274,16 +279,17 @@ def _build_grammars(config: EngineConfig, device: DeviceRuntime, executor: Execu
 
 def _build_hooks(
     grammars: GrammarCache,
+    versions: AdapterVersions,
     scheduler: Scheduler,
     runner: ModelRunner | TensorParallelRunner,
     monitor: Monitor,
     coordinator: TensorParallelCoordinator | None,
 ) -> Hooks:
-    grammar_hook = GrammarHook(grammars, scheduler, runner.begin_grammar)
+    grammar_hook = GrammarHook(grammars, scheduler, runner.begin_grammar, versions.waits)
     hooks = Hooks(
-        before_schedule=(grammar_hook.release_compiled,),
-        on_add=(grammar_hook.add, monitor.count_request),
-        on_release=(grammars.forget,),
+        before_schedule=(grammar_hook.release_compiled, versions.release_read),
+        on_add=(grammar_hook.add, versions.add, monitor.count_request),
+        on_release=(grammar_hook.release, versions.release),
         on_close=(grammars.close,),
         pending=(lambda: grammars.pending,),
     )

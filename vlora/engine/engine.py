@@ -8,7 +8,7 @@ from concurrent.futures import Executor, Future
 
 from vlora.config import EngineConfig
 from vlora.engine.build import build
-from vlora.engine.snapshot import EngineSnapshot
+from vlora.engine.snapshot import EngineLoad, EngineSnapshot
 from vlora.errors import Aborted, BadRequest, VLoraError
 from vlora.orchestrator import CostModel
 from vlora.orchestrator.policies.base import Policy
@@ -93,6 +93,10 @@ class Engine:
         self._release(request_id)
         return output
 
+    def version_of(self, request_id: str) -> str | None:
+        """See AdapterVersions."""
+        return self.parts.versions.version_of(request_id)
+
     @property
     def has_work(self) -> bool:
         return self._scheduler.has_work or self._steps.pending or self._admin.has_work
@@ -150,6 +154,9 @@ class Engine:
 
     def stats(self) -> EngineStats:
         return self._monitor.stats()
+
+    def load(self) -> EngineLoad:
+        return self._monitor.load()
 
     def snapshot(self, since: int = 0) -> EngineSnapshot:
         """The engine's current state, with the steps after number `since`."""

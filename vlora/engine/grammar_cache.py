@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 
 from vlora.errors import BadRequest, VLoraError
@@ -51,6 +51,10 @@ class GrammarCache:
             else:
                 yield request_id, BadRequest(f"the grammar cannot be used: {type(error).__name__}: {error}")
 
+    def waits(self, request_id: str) -> bool:
+        """Whether a request waits for its grammar."""
+        return request_id in self._waiting
+
     def forget(self, request_id: str) -> None:
         """Drop a request that has ended, and cancel a queued compilation that no other request waits for.
 
@@ -73,26 +77,71 @@ def grammar_of(request: Request) -> str | None:
 class GrammarHook:
     """Releases requests to the scheduler when their grammar is compiled."""
 
-    def __init__(self, cache: GrammarCache, scheduler: Scheduler, begin_grammar: Callable[[str, Cursor], None]) -> None:
-        """begin_grammar: of the runner."""
+    def __init__(
+        self,
+        cache: GrammarCache,
+        scheduler: Scheduler,
+        begin_grammar: Callable[[str, Cursor], None],
+        waits_for_adapter: Callable[[str], bool],
+    ) -> None:
+        """Start without requests.
+
+        Args:
+            cache: Compiles the grammars.
+            scheduler: Holds the requests.
+            begin_grammar: Of the runner.
+            waits_for_adapter: Whether a request is held for the content of its adapter too.
+        """
         self._cache = cache
         self._scheduler = scheduler
         self._begin_grammar = begin_grammar
+        self._waits_for_adapter = waits_for_adapter
+        self._answered: dict[str, tuple[int, ...]] = {}  # of resumed requests
 
     def add(self, request: Request) -> None:
         """Start to compile the grammar of a request that the scheduler holds."""
         grammar = grammar_of(request)
         if grammar is not None:
             self._cache.compile_for(request.request_id, grammar)
+            if request.answered:
+                self._answered[request.request_id] = request.answered
 
     def release_compiled(self) -> list[RequestOutput]:
-        """Release requests with a compiled grammar; return the last outputs of those with an invalid one."""
+        """Release requests with a compiled grammar; return the last outputs of those with an invalid one.
+
+        The answer of a resumed request is ended too if it does not match its grammar so far.
+        """
         outputs: list[RequestOutput] = []
         for request_id, found in self._cache.collect():
-            if isinstance(found, VLoraError):
-                output = self._scheduler.fail(request_id, ErrorValue.of(found))
+            try:
+                if isinstance(found, VLoraError):
+                    raise found
+                cursor = resumed(found, self._answered.pop(request_id, ()))
+            except VLoraError as error:
+                output = self._scheduler.fail(request_id, ErrorValue.of(error))
                 outputs += [] if output is None else [output]
             else:
-                self._begin_grammar(request_id, found.begin())
-                self._scheduler.release(request_id)
+                self._begin_grammar(request_id, cursor)
+                if not self._waits_for_adapter(request_id):
+                    self._scheduler.release(request_id)
         return outputs
+
+    def release(self, request_id: str) -> None:
+        """Forget a request that has ended; unknown ids are ignored."""
+        self._cache.forget(request_id)
+        self._answered.pop(request_id, None)
+
+
+def resumed(grammar: Grammar, answered: Sequence[int]) -> Cursor:
+    """The place in a grammar after these tokens of an answer. Raises BadRequest if they do not match it."""
+    cursor = grammar.begin()
+    for place, token in enumerate(answered):
+        try:
+            cursor.advance(token)
+        except BadRequest as error:
+            raise BadRequest(
+                f"{len(answered)} answered tokens cannot be continued: the token at index {place} does not match the "
+                "request's grammar",
+                field="answered",
+            ) from error
+    return cursor

@@ -21,6 +21,7 @@ from vlora.engine.snapshot import (
     AdapterLoad,
     ArenaMap,
     ArenaRun,
+    EngineLoad,
     EngineSnapshot,
     QueuedRequest,
     StepRecord,
@@ -131,6 +132,27 @@ class Monitor:
             num_load_waits=loader.num_waits,
             load_wait_s=loader.wait_s,
             **self._environment,
+        )
+
+    def load(self) -> EngineLoad:
+        """The current load."""
+        queue, resident = self._scheduler.queue, self._pool.resident
+        blocks = self._block_manager
+        num_running = sum([t.status is RequestStatus.RUNNING for t in queue.admitted.values()])
+        missing = 0
+        for t in (*queue.admitted.values(), *queue.outside):
+            missing += max(0, blocks.blocks_for(t.device_len) + 1 - len(blocks.table(t.request_id)))
+        return EngineLoad(
+            free_blocks=blocks.num_free_blocks - missing,
+            total_blocks=blocks.total_blocks,
+            num_running=num_running,
+            num_waiting=len(queue) - num_running,
+            resident={
+                known.name: known.content.version
+                for known in map(self._registry.known, resident)
+                if self._registry.is_current(known.key)
+            },
+            loading=tuple(sorted(self._registry.known(key).name for key in self._loader.available - resident)),
         )
 
     def snapshot(self, since: int = 0) -> EngineSnapshot:

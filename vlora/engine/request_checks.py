@@ -7,6 +7,7 @@ from typing import NamedTuple
 import msgspec
 
 from vlora.config import EngineConfig
+from vlora.engine.adapter_versions import check_version
 from vlora.engine.compositions import Compositions
 from vlora.engine.grammar_cache import grammar_of
 from vlora.engine.limits import Limits
@@ -24,7 +25,7 @@ class CheckedRequest(NamedTuple):
     Attributes:
         request: With the key of its adapter instead of a name, and all values that the runner needs.
         vision_key: The adapter that changes its images' features; None without one.
-        held: Whether it waits for its grammar to be compiled.
+        held: Whether it waits for its grammar to be compiled, or for its adapter's content to be read and checked.
     """
 
     request: Request
@@ -44,8 +45,10 @@ class RequestChecks:
     def check(self, request: Request) -> CheckedRequest:
         """Raises subclasses of BadRequest, or BadAdapter. Registers compositions, and changes no other state."""
         self._check_tokens(request)
+        self._check_answered(request)
         adapter = self._adapter_of(request)
         start = self._first_adapted_token(request, adapter)
+        is_checked = check_version(request, adapter, is_active=start is not None)
         # Without its invocation tokens an adapter is off, as in PEFT: the base model answers.
         key = adapter.key if adapter and start is not None else None
         checked = msgspec.structs.replace(
@@ -60,7 +63,7 @@ class RequestChecks:
             ),
         )
         vision_key = key if adapter and adapter.header.touches_vision and request.vision else None
-        return CheckedRequest(checked, vision_key, held=grammar_of(request) is not None)
+        return CheckedRequest(checked, vision_key, held=not is_checked or grammar_of(request) is not None)
 
     def _check_tokens(self, request: Request) -> None:
         vocab = self._hf_model.embed.weight.shape[0]
@@ -83,6 +86,25 @@ class RequestChecks:
             needed = sum(item.num_tokens for item in request.vision if item.kind == kind)
             if placed != needed:
                 raise BadRequest(f"the prompt has {placed} {kind} placeholder tokens, but its {kind}s need {needed}")
+
+    def _check_answered(self, request: Request) -> None:
+        """Raises BadRequest if an answer with these tokens cannot continue."""
+        answered = request.answered
+        if not answered:
+            return
+        vocab, limit = self._hf_model.embed.weight.shape[0], request.sampling.max_tokens
+        why = None
+        if request.head is not None:
+            why = f"head {request.head!r} answers in one pass; omit the tokens"
+        elif len(answered) >= limit:
+            why = f"max_tokens is {limit}, so the answer is complete"
+        elif (wrong := next((token for token in answered if not 0 <= token < vocab), None)) is not None:
+            why = f"they contain token id {wrong}; this model's ids run from 0 to {vocab - 1}"
+        elif not request.sampling.ignore_eos and not self._hf_model.eos_ids.isdisjoint(answered):
+            place = next(i for i, token in enumerate(answered) if token in self._hf_model.eos_ids)
+            why = f"the token at index {place} ends the answer"
+        if why is not None:
+            raise BadRequest(f"{len(answered)} answered tokens cannot be continued: {why}", field="answered")
 
     def _adapter_of(self, request: Request) -> Registration | None:
         if request.adapter is None:

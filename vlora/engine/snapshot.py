@@ -84,6 +84,25 @@ class AdapterLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_under_way: int
 
 
+class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """How loaded an engine is, as a router in front of several engines sees it.
+
+    Attributes:
+        free_blocks: KV blocks that are left, including those with cached content, if each request holds its present
+            tokens and one more block. Negative if requests wait for blocks.
+        num_waiting: Includes requests that wait for admission.
+        resident: Adapters on the device: the content hash by name, for the current content of the name.
+        loading: Names of needed adapters that are being read or loaded onto the device.
+    """
+
+    free_blocks: int
+    total_blocks: int
+    num_running: int
+    num_waiting: int
+    resident: dict[str, str] = {}
+    loading: tuple[str, ...] = ()
+
+
 class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's state between two steps. The queue and the adapters are truncated if long.
 

@@ -34,7 +34,7 @@ class TokenChain:
         self._adapter_from = request.adapter_from
         self._prompt = request.prompt_ids
         self._read_from = request.read_from
-        self._answer: list[int] = []
+        self._answer = list(request.answered)
         self._keys: list[Key] = []
         self._visuals = [
             (token, _Cursor([item for item in request.vision if item.kind == kind]))

@@ -13,8 +13,7 @@ from vlora.errors import BadRequest
 from vlora.models.grammar import Cursor
 from vlora.models.hf_model import Positions, VisionFeatures
 from vlora.models.processing import to_tensor
-from vlora.models.sampling import seed_of
-from vlora.types import Request, VisionInput
+from vlora.types import Request, VisionInput, seed_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +76,7 @@ class RequestState:
     def __init__(self, request: Request, vision_key: str | None, placeholders: Mapping[str, int]) -> None:
         self.request = request
         self.vision_key = vision_key
-        self.tokens: list[int] = list(request.prompt_ids)
+        self.tokens: list[int] = [*request.prompt_ids, *request.answered]
         self.seed = seed_of(request.request_id, request.sampling)
         self.cursor: Cursor | None = None  # position in its grammar; a preemption keeps it, like the tokens
         self.positions: Positions | None = None

@@ -6,7 +6,6 @@ answer in any batch and after any preemption, without generator state.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -17,13 +16,6 @@ from vlora.models.gpu.draw import draw
 from vlora.types import SamplingParams, TokenScore
 
 _FEW = 64  # tokens among which those that top-p keeps are searched first; then 64 times as many
-
-
-def seed_of(request_id: str, params: SamplingParams) -> int:
-    """The request's seed, or one derived from its id."""
-    if params.seed is not None:
-        return params.seed
-    return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest(), "little")
 
 
 def sample(

@@ -47,7 +47,7 @@ class TrackedRequest:
         arrival: counts up as requests are admitted, which is their arrival for policies. Requests without a deadline
             are admitted at once.
         last_ran_s: end of its last step; before the first one, the time of its admission or entry.
-        answer_by: latest time for the first answer; None without a deadline.
+        answer_by: latest time for the first answer; None without a deadline, and for a resumed request.
         expected_s: predicted time from admission to the first answer.
         held: must not run: its grammar is not compiled yet, or its last token is being computed.
         entered: admitted to the KV room (`KvAdmission`): policies may select it, and its waiting time counts.
@@ -111,16 +111,16 @@ class TrackedRequest:
         self.last_ran_s = now
         self.last_answer_s = now
         bounds = [bound for bound in (request.max_ttft_s, request.max_latency_s) if bound is not None]
-        self.answer_by = now + min(bounds) if bounds else None
+        self.answer_by = now + min(bounds) if bounds and not request.answered else None
         self.expected_s = 0.0
         self.prompt_len = len(request.prompt_ids)
         self.max_len = self.prompt_len + (0 if self.is_head else request.sampling.max_tokens)
-        self.device_len = self.prompt_len
+        self.device_len = self.prompt_len + len(request.answered)
         self.chain = chain
         self.last_key: Key | None = None
         self.next_key: Key | None = None
         self.set_cached_len(0)
-        self.num_sampled = 0
+        self.num_sampled = len(request.answered)
         self.num_computed = 0  # prompt tokens computed, recomputation included
         self.num_reused = 0  # prompt tokens reused, known with the first answer
         self.status = RequestStatus.WAITING

@@ -275,7 +275,7 @@ class Scheduler:
         """Counters since the start, and the current state."""
         requests = self.queue.admitted.values()
         stats = self._counters.stats(
-            model, requests, self.queue.num_outside, self.queue.num_waiting_for_kv, self._block_manager
+            model, requests, len(self.queue.outside), self.queue.num_waiting_for_kv, self._block_manager
         )
         credits = self._credits.current(requests, self._clock())
         return msgspec.structs.replace(stats, highest_credit_s=max(credits, default=0.0))

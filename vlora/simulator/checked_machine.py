@@ -72,7 +72,7 @@ class CheckedMachine(Machine):
     def add(self, request: Request) -> None:
         """Add a request."""
         self.requests[request.request_id] = request
-        self._num_sampled[request.request_id] = 0
+        self._num_sampled[request.request_id] = len(request.answered)
         self._contents[request.request_id] = _Content(request, None if self._sharing else request.request_id)
 
     def run(self, batch: Batch) -> StepResult:

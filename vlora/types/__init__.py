@@ -18,6 +18,7 @@ from vlora.types.request import (
     TensorValue,
     VisionInput,
     check_priority,
+    seed_of,
 )
 from vlora.types.status import AdapterStatus, EngineStats, HeadSummary, MemoryView
 from vlora.types.step import Batch, BatchItem, Encode, Encoded, Mode, StepResult
@@ -55,4 +56,5 @@ __all__ = [
     "check_priority",
     "composed_of",
     "is_composed",
+    "seed_of",
 ]

@@ -83,6 +83,7 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     num_cached_tokens: prompt tokens with KV from the prefix cache; 0 until the first answer.
     num_adapter_tokens: prompt tokens that the adapter applies to. All of them for an ordinary adapter; for an activated
     one (aLoRA) those from its invocation on, 0 if the prompt does not contain it and the base model answered.
+    num_moves, num_deaths: how often the request continued on another replica, and how often its replica died.
     """
 
     queue_s: float
@@ -94,16 +95,19 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     steps_by_mode: dict[str, int]
     num_cached_tokens: int = 0
     num_adapter_tokens: int = 0
+    num_moves: int = 0
+    num_deaths: int = 0
 
 
 FinishReason = Literal["stop", "length", "head", "cancelled", "error"]
 
 
-class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
+class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One message of a request's answer. Every request ends with exactly one message that has a finish_reason.
 
     token_ids: the tokens since the previous message. scores: one per token if the request asked for logprobs. error:
-    set if and only if finish_reason is "error" or "cancelled".
+    set if and only if finish_reason is "error" or "cancelled". adapter_version: content hash of the request's adapter,
+    in the first message of an engine process, for `Request.adapter_version`.
     """
 
     request_id: str
@@ -113,6 +117,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     error: ErrorValue | None = None
     timings: Timings | None = None
+    adapter_version: str | None = None
 
     @property
     def finished(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 import math
 from typing import Literal
 
@@ -70,49 +71,29 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     grammar: str | None = None
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise BadRequest(f"max_tokens is {self.max_tokens}; it must be at least 1", field="max_tokens")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+        penalties = f"between {-MAX_PENALTY} and {MAX_PENALTY}"
+        for field, valid, limits in (
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("temperature", 0 <= self.temperature < math.inf, "a finite number, 0 or more (0 is greedy)"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("top_k", self.top_k >= 0, "0 (off) or more"),
+            ("min_p", 0 <= self.min_p <= 1, "between 0 (off) and 1"),
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a finite number above 0 (1 is off)"),
+            ("frequency_penalty", abs(self.frequency_penalty) <= MAX_PENALTY, penalties),
+            ("presence_penalty", abs(self.presence_penalty) <= MAX_PENALTY, penalties),
+            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"between 0 and max_tokens ({self.max_tokens})"),
+            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
+        ):
+            if not valid:
+                raise BadRequest(f"{field} is {getattr(self, field)}; it must be {limits}", field=field)
+        if (count := len(self.logit_bias)) > MAX_BIASED_TOKENS:
             raise BadRequest(
-                f"temperature is {self.temperature}; it must be a finite number, 0 or more (0 is greedy)",
-                field="temperature",
+                f"logit_bias has {count} tokens; at most {MAX_BIASED_TOKENS} are allowed", field="logit_bias"
             )
-        if not 0 < self.top_p <= 1:
-            raise BadRequest(f"top_p is {self.top_p}; it must be above 0 and at most 1", field="top_p")
-        if self.top_k < 0:
-            raise BadRequest(f"top_k is {self.top_k}; it must be 0 (off) or more", field="top_k")
-        if not 0 <= self.min_p <= 1:
-            raise BadRequest(f"min_p is {self.min_p}; it must be between 0 (off) and 1", field="min_p")
-        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
-            raise BadRequest(
-                f"repetition_penalty is {self.repetition_penalty}; it must be a finite number above 0 (1 is off)",
-                field="repetition_penalty",
-            )
-        for field in ("frequency_penalty", "presence_penalty"):
-            penalty = getattr(self, field)
-            if not -MAX_PENALTY <= penalty <= MAX_PENALTY:
-                raise BadRequest(
-                    f"{field} is {penalty}; it must be between {-MAX_PENALTY} and {MAX_PENALTY}", field=field
-                )
-        if len(self.logit_bias) > MAX_BIASED_TOKENS:
-            raise BadRequest(
-                f"logit_bias has {len(self.logit_bias)} tokens; at most {MAX_BIASED_TOKENS} are allowed",
-                field="logit_bias",
-            )
+        limits = f"between {-MAX_LOGIT_BIAS} and {MAX_LOGIT_BIAS}"
         for token_id, bias in self.logit_bias:
             if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
-                raise BadRequest(
-                    f"logit_bias of token {token_id} is {bias}; it must be between {-MAX_LOGIT_BIAS} and "
-                    f"{MAX_LOGIT_BIAS}",
-                    field="logit_bias",
-                )
-        if not 0 <= self.min_tokens <= self.max_tokens:
-            raise BadRequest(
-                f"min_tokens is {self.min_tokens}; it must be between 0 and max_tokens ({self.max_tokens})",
-                field="min_tokens",
-            )
-        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
-            raise BadRequest(f"logprobs is {self.logprobs}; it must be between 0 and {MAX_LOGPROBS}", field="logprobs")
+                raise BadRequest(f"logit_bias of token {token_id} is {bias}; it must be {limits}", field="logit_bias")
         if any(not text for text in self.stop):
             raise BadRequest("stop contains an empty string; a stop string needs at least one character", field="stop")
         if self.grammar is not None and len(self.grammar) > MAX_GRAMMAR_CHARS:
@@ -162,6 +143,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     priority: waiting requests with a higher priority are scheduled first; from -MAX_PRIORITY to MAX_PRIORITY.
     tenant: the unit of fair sharing between callers; None for a caller without a token.
     whole: the caller reads the answer only when it is complete, so that all tokens may come in the last message.
+    answered: tokens of the answer that another engine has computed; this one returns the later ones. Set the seed too.
+    adapter_version: content hash that the adapter must have; None allows any.
     read_from: index of the first prompt token with a hidden state that is read. KV from there on is not reused. The
     engine sets it for heads that read image tokens; None is the last token.
     adapter_from: index of the first token that the adapter applies to; the base model computes those before it. The
@@ -181,6 +164,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     adapter_from: int = 0
     tenant: str | None = None
     whole: bool = False
+    answered: tuple[int, ...] = ()
+    adapter_version: str | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
@@ -192,6 +177,13 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
             if bound is not None and not bound > 0:
                 raise BadRequest(f"{field} is {bound}; it must be above 0")
         check_priority(self.priority)
+
+
+def seed_of(request_id: str, params: SamplingParams) -> int:
+    """The request's seed, or one derived from its id."""
+    if params.seed is not None:
+        return params.seed
+    return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest(), "little")
 
 
 def check_priority(priority: int) -> None:

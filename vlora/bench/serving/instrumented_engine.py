@@ -55,9 +55,9 @@ class InstrumentedTransport(EngineTransport):
         listener = Listener(path)
         threading.Thread(target=self._listen, args=(listener,), name="vlora-bench", daemon=True).start()
 
-    def receive(self, *, block: bool) -> bytearray | None:
+    def receive(self, *, block: bool, timeout_s: float | None = None) -> bytearray | None:
         """As `EngineTransport.receive`. Runs in the engine's own thread, as all of this class does."""
-        data = super().receive(block=block)
+        data = super().receive(block=block, timeout_s=timeout_s)
         while not self._requests.empty():
             connection, request = self._requests.get()
             connection.send(run_directly(self.engine, request))

@@ -7,14 +7,17 @@ import itertools
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
 
 from vlora.config import EngineConfig
 from vlora.engine.exit_status import describe_exit
 from vlora.engine.ipc import messages
-from vlora.engine.ipc.transport import ClientTransport
-from vlora.engine.snapshot import EngineSnapshot
+from vlora.engine.ipc.load_reports import WatchedLoad
+from vlora.engine.ipc.transport import ClientTransport, UnreadableMessage
+from vlora.engine.snapshot import EngineLoad, EngineSnapshot
 from vlora.errors import BadRequest, EngineDead
 from vlora.types import AdapterStatus, EngineStats, ErrorValue, Request, RequestOutput
 
@@ -29,14 +32,33 @@ _FINAL_MESSAGE_S = 0.2  # for the last message of a process, end of file on its 
 _STOP_S = 5.0  # how long a stopping engine may take before it is killed
 
 
+class EngineProcess(Protocol):
+    """What a client needs of an engine's process, on this machine or another."""
+
+    async def wait(self) -> int | None:
+        """Wait for its end.
+
+        Returns:
+            Its exit code, or the negative number of the signal that killed it; None if it is not known.
+        """
+        ...
+
+    def kill(self) -> None:
+        """End it at once."""
+        ...
+
+
 class EngineClient:
     """Created by `start`. Belongs to the event loop that started it."""
 
-    def __init__(self, process: asyncio.subprocess.Process, transport: ClientTransport, ready: messages.Ready) -> None:
+    def __init__(self, process: EngineProcess, transport: ClientTransport, ready: messages.Ready) -> None:
         self.ready = ready
+        self.pong: messages.Pong | None = None
+        """The last answer to `ping`."""
+        self._watched: WatchedLoad | None = None
         self._process = process
         self._transport = transport
-        self._streams: dict[str, asyncio.Queue[RequestOutput | None]] = {}
+        self._streams: dict[str, Callable[[RequestOutput], None]] = {}
         self._calls: dict[int, asyncio.Future[messages.Reply]] = {}
         self._call_ids = itertools.count()
         self._cause: str | None = None
@@ -47,42 +69,8 @@ class EngineClient:
 
     @classmethod
     async def start(cls, config: EngineConfig, *, command: Sequence[str] = ENGINE_COMMAND) -> EngineClient:
-        """Start an engine process and wait until its model is loaded.
-
-        Args:
-            config: The engine's configuration.
-            command: The process to start; the descriptor of its end of the socket is appended as the last argument.
-
-        Raises:
-            VLoraError: A typed error (BadConfig or similar) if the engine cannot be built.
-            EngineDead: The process ended without reporting an error.
-        """
-        first: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        here, there = socket.socketpair()
-        transport = await ClientTransport.open(here, first.set_result)
-        process: asyncio.subprocess.Process | None = None
-        try:
-            with there:
-                # The child's stdout goes to stderr: stdout is for the command's results.
-                process = await asyncio.create_subprocess_exec(
-                    *command,
-                    str(there.fileno()),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=sys.stderr,
-                    env={**_C_HEAP, **os.environ},
-                    pass_fds=(there.fileno(),),
-                )
-            transport.send(messages.encode(messages.Start(config)))
-            message = messages.decode_from_engine(await _first_message(process, first))
-            if isinstance(message, messages.Failed):
-                raise message.error.to_exception()
-            assert isinstance(message, messages.Ready)
-            return cls(process, transport, message)
-        except BaseException:
-            transport.close()
-            if process is not None:
-                await _end(process)
-            raise
+        """Start an engine process and wait until its model is loaded. See `start_process`."""
+        return cls(*await start_process(config, command=command))
 
     @property
     def cause(self) -> str | None:
@@ -99,16 +87,12 @@ class EngineClient:
 
     async def generate(self, request: Request, until: float | None = None) -> AsyncIterator[RequestOutput]:
         """See EngineInterface."""
-        self._check_alive()
-        request_id = request.request_id
-        if request_id in self._streams:
-            raise BadRequest(f"request id {request_id!r} is already in use; ids must be unique")
-        stream = self._streams[request_id] = asyncio.Queue()
+        stream: asyncio.Queue[RequestOutput | None] = asyncio.Queue()
+        self.submit(request, stream.put_nowait)
         # One timer for all outputs: a timer per output would cost as much as passing the output on.
         late = None if until is None else asyncio.get_running_loop().call_at(until, stream.put_nowait, None)
         finished = False
         try:
-            self._post(messages.Add(request))
             while not finished:
                 output = await stream.get()
                 if output is None:
@@ -118,9 +102,34 @@ class EngineClient:
         finally:
             if late is not None:
                 late.cancel()
-            del self._streams[request_id]
-            if not finished and self._cause is None:
-                self._post(messages.Cancel(request_id))
+            self.abandon(request.request_id)
+
+    def submit(self, request: Request, on_output: Callable[[RequestOutput], None]) -> None:
+        """Send a request; its outputs are passed to `on_output`.
+
+        Raises:
+            EngineDead: The engine is dead.
+            BadRequest: The request cannot be sent.
+        """
+        self._check_alive()
+        if request.request_id in self._streams:
+            raise BadRequest(f"request id {request.request_id!r} is already in use; ids must be unique")
+        self._streams[request.request_id] = on_output
+        try:
+            self._post(messages.Add(request))
+        except BadRequest:
+            del self._streams[request.request_id]
+            raise
+
+    def post_cancel(self, request_id: str) -> None:
+        """As `cancel`, without waiting for the event loop. A dead engine is ignored."""
+        if self._cause is None:
+            self._post(messages.Cancel(request_id))
+
+    def abandon(self, request_id: str) -> None:
+        """Cancel a request if it has not ended; it has no more outputs."""
+        if self._streams.pop(request_id, None) is not None and self._cause is None:
+            self._post(messages.Cancel(request_id))
 
     async def cancel(self, request_id: str) -> None:
         """See EngineInterface."""
@@ -166,6 +175,27 @@ class EngineClient:
         assert snapshot is not None
         return snapshot
 
+    # -- for a router -------------------------------------------------------------------------------------------------
+
+    def watch_load(self, every_s: float, on_change: Callable[[EngineLoad, int], None]) -> None:
+        """Call `on_change` with the engine's load now and after changes, at most once in `every_s` seconds.
+
+        Its second argument is the number of requests that the load includes, ended ones too, since this call.
+        """
+        self._watched = WatchedLoad(on_change)
+        self._post(messages.WatchLoad(every_s))
+
+    def ping(self) -> None:
+        """Ask for a sign of life, which `pong` has when it arrives. It does not wait for the end of a step."""
+        self.pong = None
+        self._transport.send(messages.PING)
+
+    async def disconnect(self, reason: str) -> None:
+        """Close the connection to the engine; what waits for it fails with the reason."""
+        self._reported_cause = self._reported_cause or reason
+        self._transport.close()
+        await asyncio.wait({self._watching})
+
     async def close(self) -> None:
         """See EngineInterface. An engine that does not stop in time is killed."""
         if self._cause is None and not self._closing:
@@ -210,10 +240,12 @@ class EngineClient:
         try:
             await asyncio.wait(signs, return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait(signs, timeout=_FINAL_MESSAGE_S)
+            if self._transport.closed.done() and (error := self._transport.closed.exception()) is not None:
+                self._reported_cause = f"the engine sent a message that cannot be read: {error}"
+                if not isinstance(error, UnreadableMessage | msgspec.MsgspecError):
+                    raise error  # an internal error
         finally:
             self._fail_pending(ended.result() if ended.done() else None)
-        if self._transport.closed.done():
-            self._transport.closed.result()  # raises an internal error
 
     def _receive(self, data: bytes) -> None:
         """Pass a message to the call that waits for it."""
@@ -224,13 +256,20 @@ class EngineClient:
             case messages.Outputs():
                 for output in message.outputs:
                     # The stream of a cancelled request no longer exists; its cancellation is in transit.
-                    if output.request_id in self._streams:
-                        self._streams[output.request_id].put_nowait(output)
+                    if (on_output := self._streams.get(output.request_id)) is not None:
+                        if output.finished:
+                            del self._streams[output.request_id]
+                        on_output(output)
             case messages.Reply():
                 if (future := self._calls.get(message.call_id)) is not None and not future.done():
                     future.set_result(message)
             case messages.Failed():
                 self._reported_cause = message.error.message
+            case messages.LoadReport():
+                if self._watched is not None:
+                    self._watched.receive(message)
+            case messages.Pong():
+                self.pong = message
             case messages.Ready():
                 raise AssertionError("the engine sent Ready twice")
 
@@ -242,12 +281,57 @@ class EngineClient:
         else:
             self._cause = _end_of_process(code)
         error = ErrorValue.of(EngineDead(self._cause))
-        for request_id, stream in self._streams.items():
-            stream.put_nowait(RequestOutput(request_id=request_id, finish_reason="error", error=error))
+        streams, self._streams = self._streams, {}
+        for request_id, on_output in streams.items():
+            on_output(RequestOutput(request_id=request_id, finish_reason="error", error=error))
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(error.to_exception())
         self._transport.close()
+
+
+async def start_process(
+    config: EngineConfig, *, command: Sequence[str] = ENGINE_COMMAND
+) -> tuple[asyncio.subprocess.Process, ClientTransport, messages.Ready]:
+    """Start an engine process and wait until its model is loaded.
+
+    Args:
+        config: The engine's configuration.
+        command: The process to start; the descriptor of its end of the socket is appended as the last argument.
+
+    Returns:
+        The process, the transport to it, and its first message.
+
+    Raises:
+        VLoraError: A typed error (BadConfig or similar) if the engine cannot be built.
+        EngineDead: The process ended without reporting an error.
+    """
+    first: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+    here, there = socket.socketpair()
+    transport = await ClientTransport.open(here, first.set_result)
+    process: asyncio.subprocess.Process | None = None
+    try:
+        with there:
+            # The child's stdout goes to stderr: stdout is for the command's results.
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                str(there.fileno()),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=sys.stderr,
+                env={**_C_HEAP, **os.environ},
+                pass_fds=(there.fileno(),),
+            )
+        transport.send(messages.encode(messages.Start(config)))
+        message = messages.decode_from_engine(await _first_message(process, first))
+        if isinstance(message, messages.Failed):
+            raise message.error.to_exception()
+        assert isinstance(message, messages.Ready)
+        return process, transport, message
+    except BaseException:
+        transport.close()
+        if process is not None:
+            await _end(process)
+        raise
 
 
 async def _first_message(process: asyncio.subprocess.Process, first: asyncio.Future[bytes]) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from vlora.config import EngineConfig
-from vlora.engine.snapshot import EngineSnapshot
+from vlora.engine.snapshot import EngineLoad, EngineSnapshot
 from vlora.types import AdapterStatus, EngineStats, ErrorValue, Request, RequestOutput
 
 
@@ -69,6 +69,16 @@ class GetSnapshot(msgspec.Struct, frozen=True, tag=True):
     since: int
 
 
+class WatchLoad(msgspec.Struct, frozen=True, tag=True):
+    """Send a LoadReport now, and after changes at most one in `every_s` seconds."""
+
+    every_s: float
+
+
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    """Answered by Pong at once, even during a step."""
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """Cancel all running requests and end the process."""
 
@@ -76,15 +86,25 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 Call = RegisterAdapters | LoadAdapter | UnloadAdapter | PinAdapter | ListAdapters | GetStats | GetSnapshot
 """Calls that are answered by a Reply of the same call_id."""
 
-ToEngine = Start | Add | Cancel | Call | Stop
+ToEngine = Start | Add | Cancel | Call | WatchLoad | Ping | Stop
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The engine is built. max_context: maximum tokens of one request, prompt and answer together."""
+    """The engine is built.
+
+    Attributes:
+        max_context: Maximum tokens of one request, prompt and answer together.
+        max_batch_size: Requests per batch.
+        block_size: Tokens per KV block.
+        num_blocks: KV blocks.
+    """
 
     model: str
     pid: int
     max_context: int
+    max_batch_size: int = 1
+    block_size: int = 1
+    num_blocks: int = 1
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -107,8 +127,31 @@ class Reply(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     snapshot: EngineSnapshot | None = None
 
 
-FromEngine = Ready | Failed | Outputs | Reply
+class LoadReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The engine's load, with adapters as changes since the previous report.
+
+    Attributes:
+        load: Its `resident` has only the adapters that were loaded or got other content.
+        num_taken: Requests added since WatchLoad, refused ones included: the load includes these.
+        evicted: Names of the adapters that are no longer on the device.
+        is_complete: `load.resident` has all adapters: this is the first report after WatchLoad.
+    """
+
+    load: EngineLoad
+    num_taken: int
+    evicted: tuple[str, ...] = ()
+    is_complete: bool = False
+
+
+class Pong(msgspec.Struct, frozen=True, tag=True):
+    """The process is alive. step_s: for how long the current step has been running; 0 if the engine is idle."""
+
+    step_s: float
+
+
+FromEngine = Ready | Failed | Outputs | Reply | LoadReport | Pong
 
 encode = msgspec.msgpack.Encoder().encode
+PING = encode(Ping())
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode

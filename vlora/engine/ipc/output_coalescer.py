@@ -27,9 +27,19 @@ class OutputCoalescer:
     tokens are sent before a step if one as long as the last would delay them beyond their pace.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """clock: seconds."""
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        version_of: Callable[[str], str | None] = lambda request_id: None,
+    ) -> None:
+        """Start without requests.
+
+        Args:
+            clock: Seconds.
+            version_of: The content hash of a request's adapter, which is sent with its first tokens.
+        """
         self._clock = clock
+        self._version_of = version_of
         self._held: dict[str, tuple[list[int], list[TokenScore]]] = {}
         self._whole: set[str] = set()
         self._searched: set[str] = set()
@@ -75,7 +85,7 @@ class OutputCoalescer:
             return self._with_held(output)
         if name not in self._whole and name not in self._started:
             self._started.add(name)
-            return output
+            return msgspec.structs.replace(output, adapter_version=self._version_of(name))
         self._held[name] = ([*output.token_ids], [*output.scores])
         return None
 

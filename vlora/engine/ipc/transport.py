@@ -14,18 +14,29 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 _HEAD = struct.Struct("<Q")  # number of bytes that follow
 _END = bytearray()  # no message is empty
+_SHORT = 64  # bytes; longer than messages that are answered at once
+
+
+class UnreadableMessage(Exception):
+    """The other end has sent something else than messages."""
 
 
 class ClientTransport(asyncio.Protocol):
-    """The front end's end, in its event loop. Created by `open`."""
+    """The front end's end, in its event loop. Created by `open`, or by a server of the loop for both ends of a line.
 
-    def __init__(self, on_message: Callable[[bytes], object]) -> None:
+    Attributes:
+        max_bytes: A longer message closes the transport; None accepts any.
+        closed: Done when no more messages will arrive; fails with what `on_message` raised.
+    """
+
+    def __init__(self, on_message: Callable[[bytes], object], max_bytes: int | None = None) -> None:
         self.on_message = on_message
+        self.max_bytes = max_bytes
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when no more messages will arrive; fails with what `on_message` raised."""
         self._part = bytearray()  # of an incomplete message
         self._transport: asyncio.Transport | None = None
 
@@ -44,6 +55,16 @@ class ClientTransport(asyncio.Protocol):
         assert self._transport is not None
         self._transport.write(_HEAD.pack(len(data)) + data)
 
+    def extra(self, name: str) -> Any:
+        """Information about the connection, as asyncio's `get_extra_info`."""
+        assert self._transport is not None
+        return self._transport.get_extra_info(name)
+
+    def close_after_sending(self) -> None:
+        """Close the socket once the peer has accepted the buffered data."""
+        assert self._transport is not None
+        self._transport.close()
+
     def close(self) -> None:
         """Close the socket; data that the peer has not received is lost."""
         assert self._transport is not None
@@ -52,8 +73,7 @@ class ClientTransport(asyncio.Protocol):
     # -- asyncio.Protocol ---------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are of another class
 
     def data_received(self, data: bytes) -> None:
         self._part += data
@@ -61,7 +81,8 @@ class ClientTransport(asyncio.Protocol):
             for message in self._complete_messages():
                 self.on_message(message)
         except Exception as error:
-            self.closed.set_exception(error)
+            if not self.closed.done():
+                self.closed.set_exception(error)
             self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -73,7 +94,10 @@ class ClientTransport(asyncio.Protocol):
         start = 0
         while len(self._part) >= start + _HEAD.size:
             begin = start + _HEAD.size
-            end = begin + _HEAD.unpack_from(self._part, start)[0]
+            size = _HEAD.unpack_from(self._part, start)[0]
+            if self.max_bytes is not None and size > self.max_bytes:
+                raise UnreadableMessage(f"a message of {size} bytes, over the limit of {self.max_bytes}")
+            end = begin + size
             if len(self._part) < end:
                 break
             start = end
@@ -86,18 +110,27 @@ class EngineTransport:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
+        self._sending = threading.Lock()
+        self._replies: dict[bytes, Callable[[], bytes]] = {}
         self._messages: queue.SimpleQueue[bytearray | None] = queue.SimpleQueue()
         threading.Thread(target=self._read, name="vlora-engine-reader", daemon=True).start()
 
     def send(self, data: bytes) -> None:
         """Blocks when the socket's buffer is full; data for a closed front end is dropped."""
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(ConnectionError), self._sending:
             self._socket.sendall(_HEAD.pack(len(data)) + data)
 
-    def receive(self, *, block: bool) -> bytearray | None:
-        """The next message; None if there is none, and after `wake`. Raises EOFError when the front end has closed."""
+    def reply_at_once(self, message: bytes, make_reply: Callable[[], bytes]) -> None:
+        """Answer this message in the reading thread, even during a step, with what `make_reply` returns there."""
+        self._replies[message] = make_reply
+
+    def receive(self, *, block: bool, timeout_s: float | None = None) -> bytearray | None:
+        """The next message; None if there is none, and after `wake`. Raises EOFError when the front end has closed.
+
+        timeout_s: how long to block; None blocks until there is a message.
+        """
         try:
-            data = self._messages.get(block)
+            data = self._messages.get(block, timeout_s)
         except queue.Empty:
             return None
         if data == _END:
@@ -122,7 +155,12 @@ class EngineTransport:
             while True:
                 waiting.poll()
                 (size,) = _HEAD.unpack(self._exactly(_HEAD.size))
-                self._messages.put(self._exactly(size))
+                message = self._exactly(size)
+                # Most messages are long; their bytes are not copied to look them up.
+                if size < _SHORT and (make_reply := self._replies.get(bytes(message))) is not None:
+                    self.send(make_reply())
+                else:
+                    self._messages.put(message)
         except (OSError, EOFError):
             self._messages.put(_END)
 

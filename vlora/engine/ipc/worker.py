@@ -13,14 +13,18 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from vlora.config import EngineConfig
 from vlora.engine.host_resources import default_threads
 from vlora.engine.ipc import messages
+from vlora.engine.ipc.load_reports import LoadReporter
 from vlora.engine.ipc.output_coalescer import OutputCoalescer
 from vlora.engine.ipc.transport import EngineTransport
 from vlora.errors import EngineDead, StepFailed, VLoraError
@@ -62,7 +66,9 @@ def run(
         assert isinstance(start, messages.Start)
         engine = make_engine(_with_threads(start.config))
         gc.freeze()  # a full collection between two steps would otherwise scan all objects that exist now
-        transport.send(messages.encode(messages.Ready(start.config.model, os.getpid(), engine.limits.max_context)))
+        config, load = start.config, engine.load()
+        limits = (engine.limits.max_context, config.max_batch_size, config.block_size, load.total_blocks)
+        transport.send(messages.encode(messages.Ready(config.model, os.getpid(), *limits)))
         EngineWorker(engine, transport).loop()
     except EOFError:
         return 0  # the client closed before it sent Start
@@ -95,13 +101,17 @@ class EngineWorker:
             threading.Thread(
                 target=self._wake_on_alarm, args=(engine.alarm,), name="vlora-engine-alarm", daemon=True
             ).start()
-        self._coalescer = OutputCoalescer()
+        self._coalescer = OutputCoalescer(version_of=engine.version_of)
+        self._reports = LoadReporter(engine.load, self._send)
+        self._started_s = time.monotonic()  # of the current step
+        transport.reply_at_once(messages.PING, self._pong)
         self._stopping = False
 
     def loop(self) -> None:
         # A step evicts the CPU caches with its weights, so code between two steps runs cold and takes five times as
         # long: without messages to handle, the loop does as little as possible between steps.
         while not self._stopping:
+            self._started_s = time.monotonic()
             if not self._engine.has_work or self._transport.has_message:
                 for message in self._messages(block=not self._engine.has_work):
                     self._handle(message)
@@ -109,11 +119,19 @@ class EngineWorker:
                     self._engine.check_ranks()  # as each step does
             else:
                 self._send_outputs(self._engine.step())
+            self._reports.poll()
         self._send_outputs(self._engine.close())
 
+    def _pong(self) -> bytes:
+        """Called by the transport's thread."""
+        step_s = time.monotonic() - self._started_s if self._engine.has_work else 0.0
+        return messages.encode(messages.Pong(step_s))
+
     def _messages(self, *, block: bool) -> Iterator[messages.ToEngine]:
+        wait_s = self._reports.wait_s if block else None
         try:
-            while not self._stopping and (data := self._transport.receive(block=block)) is not None:
+            while not self._stopping and (data := self._transport.receive(block=block, timeout_s=wait_s)) is not None:
+                self._started_s = time.monotonic()  # the engine may have been idle
                 yield messages.decode_to_engine(data)
                 block = False
         except EOFError:
@@ -129,12 +147,16 @@ class EngineWorker:
             case messages.Add():
                 self._add(message)
             case messages.Cancel():
+                version = self._engine.version_of(message.request_id)
                 output = self._engine.cancel(message.request_id)
-                self._send_outputs(() if output is None else (output,))
+                # The answer may continue elsewhere, after the tokens that were held back.
+                self._send_outputs(() if output is None else (replace(output, adapter_version=version),))
             case messages.Stop():
                 self._stopping = True
-            case messages.Start():
-                raise AssertionError("the engine is already started")
+            case messages.WatchLoad():
+                self._reports.watch(message.every_s)
+            case messages.Start() | messages.Ping():
+                raise AssertionError(f"{type(message).__name__} is not a message to a started engine")
             case messages.LoadAdapter():
                 self._reply_when_done(message.call_id, self._engine.load_in_background(message.name, message.path))
             case messages.PinAdapter(pinned=True):
@@ -144,6 +166,7 @@ class EngineWorker:
 
     def _add(self, message: messages.Add) -> None:
         request_id = message.request.request_id
+        self._reports.count_request()
         try:
             self._engine.add(message.request)
             self._coalescer.add(message.request)

@@ -7,7 +7,7 @@ never refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from vlora.orchestrator.admission.load import Load
@@ -66,7 +66,7 @@ class Admission:
         return len(self._waiting)
 
     @property
-    def waiting(self) -> Iterable[TrackedRequest]:
+    def waiting(self) -> Collection[TrackedRequest]:
         """Waiting requests in order of arrival."""
         return self._waiting.values()
 

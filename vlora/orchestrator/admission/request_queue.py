@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 
 from vlora.errors import PromptTooLong
 from vlora.memory.block_manager import BlockManager
@@ -25,7 +25,7 @@ class RequestQueue:
     A request with a deadline on its first answer waits outside until `decide_admission` admits or refuses it; all
     others are admitted on arrival. With fair shares between tenants, all requests wait outside until there is room:
     starving requests come first among the admitted ones, so many requests of one tenant would starve together and
-    dominate the batch.
+    dominate the batch. Resumed requests were admitted by another engine and are admitted on arrival.
 
     Attributes:
         admitted: admitted requests by id, in order of admission. Not to be changed by callers.
@@ -96,7 +96,7 @@ class RequestQueue:
         for shares in self._shares:
             shares.add(tracked)
         self._deadlines.add(tracked)
-        if tracked.answer_by is None and not self._all_wait_outside:
+        if request.answered or (tracked.answer_by is None and not self._all_wait_outside):
             self._admit(tracked, now)
         else:
             self._admission.add(tracked)
@@ -203,9 +203,9 @@ class RequestQueue:
         return self._kv_admission.blocks_short
 
     @property
-    def num_outside(self) -> int:
+    def outside(self) -> Collection[TrackedRequest]:
         """Requests that wait for admission."""
-        return len(self._admission)
+        return self._admission.waiting
 
     @property
     def num_waiting_for_kv(self) -> int:

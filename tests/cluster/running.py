@@ -1,0 +1,132 @@
+"""Replicas in processes of their own, and a cluster in front of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any
+
+import msgspec
+import psutil
+
+from tests.cluster.simple_router import SimpleRouter, simple_routing
+from tests.cluster.sleeping_engine import COMMAND
+from vlora.cluster.cluster import Cluster
+from vlora.cluster.door import Address
+from vlora.cluster.members import Health
+from vlora.cluster.replica import ReplicaSettings
+from vlora.config import EngineConfig
+from vlora.types import Request, RequestOutput
+
+SECRET = b"a secret of more than 16 bytes"
+QUICK = Health(beat_s=0.1, missed=4)
+SLEEPING = EngineConfig(model="sleeping", max_batch_size=8, block_size=16)
+
+
+class ReplicaProcess:
+    """A replica's process and its engine's. Created by `start`."""
+
+    def __init__(self, process: asyncio.subprocess.Process, port: int, engine_pid: int) -> None:
+        self.process = process
+        self.address = Address("127.0.0.1", port)
+        self.engine_pid = engine_pid
+
+    @classmethod
+    async def start(cls, config: EngineConfig = SLEEPING, **settings: Any) -> ReplicaProcess:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "vlora.cluster.replica",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        given = {"secret": SECRET, "command": COMMAND, **settings}
+        data = msgspec.msgpack.encode(ReplicaSettings(config=config, **given))
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(len(data).to_bytes(4, "little") + data)
+        await process.stdin.drain()
+        line = (await process.stdout.readline()).split()
+        assert len(line) == 2, "the replica did not start; see its error"
+        return cls(process, int(line[0]), int(line[1]))
+
+    def signal(self, number: int, *, engine: bool = True, actor: bool = True) -> None:
+        for pid in ([self.engine_pid] if engine else []) + ([self.process.pid] if actor else []):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    async def stop(self) -> None:
+        self.signal(signal.SIGCONT)
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            async with asyncio.timeout(10):
+                await self.process.wait()
+        except TimeoutError:
+            self.signal(signal.SIGKILL)
+            raise
+        async with asyncio.timeout(10):
+            while psutil.pid_exists(self.engine_pid):
+                await asyncio.sleep(0.01)
+
+
+class Running:
+    """A cluster with its replicas by name."""
+
+    def __init__(self, cluster: Cluster, router: SimpleRouter) -> None:
+        self.cluster = cluster
+        self.router = router
+        self.replicas: dict[str, ReplicaProcess] = {}
+
+    async def add(self, name: str, config: EngineConfig = SLEEPING, **settings: Any) -> ReplicaProcess:
+        replica = self.replicas[name] = await ReplicaProcess.start(config, **settings)
+        await self.cluster.add(name, replica.address)
+        return replica
+
+    def where(self, request_id: str) -> str:
+        name = self.router.where(request_id)
+        assert name is not None
+        return name
+
+
+@contextlib.asynccontextmanager
+async def running(
+    *names: str, config: EngineConfig = SLEEPING, health: Health = QUICK, over: float = 1.5, **settings: Any
+) -> AsyncIterator[Running]:
+    """A cluster with replicas of these names."""
+    router = SimpleRouter(over)
+    found = Running(Cluster(simple_routing(router), SECRET, health=health, absent_s=2.0), router)
+    try:
+        await asyncio.gather(*(found.add(name, config, **settings) for name in names))
+        yield found
+    finally:
+        await found.cluster.close()
+        await asyncio.gather(*(replica.stop() for replica in found.replicas.values()))
+
+
+async def outputs_of(
+    cluster: Cluster, request: Request, after: int = -1, then: Callable[[], Awaitable[object] | object] | None = None
+) -> list[RequestOutput]:
+    """All outputs of a request. `then` is called once it has `after` tokens."""
+    found: list[RequestOutput] = []
+    num_tokens = 0
+    stream = cluster.generate(request)
+    async with contextlib.aclosing(stream):  # type: ignore[type-var]
+        async for output in stream:
+            assert output.request_id == request.request_id
+            assert not found or not found[-1].finished
+            found.append(output)
+            num_tokens += len(output.token_ids)
+            if then is not None and num_tokens >= after >= 0:
+                made, then = then(), None
+                if asyncio.iscoroutine(made):
+                    await made
+    assert found[-1].finished
+    return found
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 60))

@@ -1,0 +1,238 @@
+"""An engine process without a model: `python -m tests.cluster.sleeping_engine DESCRIPTOR`.
+
+A step sleeps, as a host does while a GPU computes, and then answers each request of the batch with a token that depends
+on its seed, prompt, adapter content and place only. A prompt that begins with `KILLER` ends the process in the third
+step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+
+from vlora.config import EngineConfig
+from vlora.engine.ipc.worker import run
+from vlora.engine.snapshot import EngineLoad
+from vlora.errors import Aborted, AdapterChanged, BadAdapter, DeadlineMissed, UnknownAdapter, VLoraError
+from vlora.types import (
+    AdapterStatus,
+    EngineStats,
+    ErrorValue,
+    FinishReason,
+    HeadAnswer,
+    Request,
+    RequestOutput,
+    Timings,
+    TokenScore,
+)
+
+COMMAND = (sys.executable, "-m", "tests.cluster.sleeping_engine")
+STEP_VARIABLE = "VLORA_TEST_STEP_S"
+KILLER = 499
+VOCAB = 500
+
+
+def expected(request: Request, seed: int, version: str | None = None) -> tuple[int, ...]:
+    """The whole answer of a request."""
+    return tuple(token_at(request, seed, version, place) for place in range(request.sampling.max_tokens))
+
+
+def token_at(request: Request, seed: int, version: str | None, place: int) -> int:
+    data = repr((seed, request.prompt_ids, version, place)).encode()
+    return int.from_bytes(hashlib.blake2b(data, digest_size=4).digest()) % VOCAB
+
+
+class _Running:
+    def __init__(self, request: Request, version: str | None) -> None:
+        self.request = request
+        self.version = version
+        self.tokens = list(request.answered)
+        self.began_s = time.monotonic()
+        self.first_s: float | None = None
+        self.num_steps = 0
+
+
+class SleepingEngine:
+    """The interface of `Engine`."""
+
+    alarm: int | None = None
+
+    def __init__(self, config: EngineConfig) -> None:
+        assert "torch" not in sys.modules
+        self.limits = SimpleNamespace(max_context=100_000)
+        self._config = config
+        self._step_s = float(os.environ.get(STEP_VARIABLE, "0.004"))
+        self._running: dict[str, _Running] = {}
+        self._adapters: dict[str, AdapterStatus] = {}
+        self._num_steps = self._num_finished = self._num_cancelled = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running)
+
+    def check_ranks(self) -> None:
+        pass
+
+    def add(self, request: Request) -> None:
+        if request.adapter is not None and request.adapter not in self._adapters:
+            raise UnknownAdapter(f"no adapter named {request.adapter!r}")
+        version = None if request.adapter is None else self._adapters[request.adapter].version
+        if request.adapter_version not in (None, version):
+            raise AdapterChanged(f"adapter {request.adapter!r} has content {version!r}")
+        assert request.request_id not in self._running
+        self._running[request.request_id] = _Running(request, version)
+
+    def cancel(self, request_id: str) -> RequestOutput | None:
+        if request_id not in self._running:
+            return None
+        self._num_cancelled += 1
+        return self._end(request_id, "cancelled", error=Aborted(f"request {request_id!r} was cancelled"))
+
+    def step(self) -> tuple[RequestOutput, ...]:
+        time.sleep(self._step_s)
+        self._num_steps += 1
+        now = time.monotonic()
+        outputs = []
+        for request_id, running in list(self._running.items())[: self._config.max_batch_size]:
+            request = running.request
+            running.num_steps += 1
+            if request.prompt_ids[0] == KILLER and running.num_steps > 2:
+                os._exit(9)
+            running.first_s = running.first_s or now
+            if request.max_latency_s is not None and now - running.began_s > request.max_latency_s:
+                message = f"request {request_id!r} exceeded its max_latency_s of {request.max_latency_s:g} s"
+                outputs.append(self._end(request_id, "error", error=DeadlineMissed(message)))
+                continue
+            if request.head is not None:
+                answer = HeadAnswer(task="binary", label=str(sum(request.prompt_ids)), confidence=1.0, labels=())
+                outputs.append(self._end(request_id, "head", head=answer))
+                continue
+            assert request.sampling.seed is not None  # fixed by the sender
+            place = len(running.tokens)
+            token = token_at(request, request.sampling.seed, running.version, place)
+            running.tokens.append(token)
+            scores = () if request.sampling.logprobs is None else (TokenScore(-float(place), ()),)
+            if len(running.tokens) >= request.sampling.max_tokens:
+                outputs.append(self._end(request_id, "length", tokens=(token,), scores=scores))
+            else:
+                outputs.append(RequestOutput(request_id=request_id, token_ids=(token,), scores=scores))
+        return tuple(outputs)
+
+    def version_of(self, request_id: str) -> str | None:
+        running = self._running.get(request_id)
+        return None if running is None else running.version
+
+    def load(self) -> EngineLoad:
+        resident = {name: status.version for name, status in self._adapters.items()}
+        running = min(len(self._running), self._config.max_batch_size)
+        return EngineLoad(
+            free_blocks=1000 - sum(self._blocks(each) for each in self._running.values()),
+            total_blocks=1000,
+            num_running=running,
+            num_waiting=len(self._running) - running,
+            resident=resident,
+        )
+
+    def register_adapters(self, paths: Mapping[str, str]) -> None:
+        for name, path in paths.items():
+            self.load_adapter(name, path)
+
+    def load_adapter(self, name: str, path: str) -> AdapterStatus:
+        file = Path(path)
+        if not file.exists():
+            raise BadAdapter(f"{path}: there is no such file")
+        self._adapters[name] = AdapterStatus(
+            name=name,
+            version=hashlib.blake2b(file.read_bytes(), digest_size=4).hexdigest(),
+            rank=8,
+            num_bytes=1000,
+            resident=True,
+            mergeable=True,
+            merge_fidelity=1.0,
+            touches_vision=False,
+            heads=(),
+        )
+        return self._adapters[name]
+
+    def load_in_background(self, name: str, path: str) -> Future[AdapterStatus]:
+        future: Future[AdapterStatus] = Future()
+        try:
+            future.set_result(self.load_adapter(name, path))
+        except VLoraError as error:
+            future.set_exception(error)
+        return future
+
+    def unload_adapter(self, name: str, drain: bool = False) -> tuple[RequestOutput, ...]:
+        if self._adapters.pop(name, None) is None:
+            raise UnknownAdapter(f"no adapter named {name!r}")
+        mine = [key for key, running in self._running.items() if running.request.adapter == name and not drain]
+        return tuple(self._end(key, "error", error=Aborted(f"adapter {name!r} was unloaded")) for key in mine)
+
+    def adapters(self, after: str = "", most: int | None = None) -> tuple[AdapterStatus, ...]:
+        return tuple(self._adapters[name] for name in sorted(self._adapters) if name > after)[:most]
+
+    def stats(self) -> EngineStats:
+        load = self.load()
+        return EngineStats(
+            model=self._config.model,
+            num_steps=self._num_steps,
+            steps_by_mode={"unmerged": self._num_steps},
+            requests_by_mode={},
+            num_switches=0,
+            switch_s=0.0,
+            num_waiting=load.num_waiting,
+            num_running=load.num_running,
+            num_finished=self._num_finished,
+            num_failed=0,
+            num_cancelled=self._num_cancelled,
+            num_preemptions=0,
+            free_blocks=load.free_blocks,
+            total_blocks=load.total_blocks,
+        )
+
+    def close(self) -> tuple[RequestOutput, ...]:
+        return tuple(output for key in tuple(self._running) if (output := self.cancel(key)) is not None)
+
+    def _blocks(self, running: _Running) -> int:
+        return (len(running.request.prompt_ids) + len(running.tokens)) // self._config.block_size + 1
+
+    def _end(
+        self,
+        request_id: str,
+        reason: FinishReason,
+        *,
+        tokens: tuple[int, ...] = (),
+        scores: tuple[TokenScore, ...] = (),
+        head: HeadAnswer | None = None,
+        error: VLoraError | None = None,
+    ) -> RequestOutput:
+        running, now = self._running.pop(request_id), time.monotonic()
+        self._num_finished += error is None
+        timings = Timings(
+            queue_s=0.0,
+            ttft_s=None if running.first_s is None else running.first_s - running.began_s,
+            latency_s=now - running.began_s,
+            num_prompt_tokens=len(running.request.prompt_ids),
+            num_completion_tokens=len(running.tokens),
+            num_preemptions=0,
+            steps_by_mode={"unmerged": running.num_steps},
+        )
+        return RequestOutput(
+            request_id=request_id,
+            token_ids=tokens,
+            scores=scores,
+            head=head,
+            finish_reason=reason,
+            error=None if error is None else ErrorValue.of(error),
+            timings=timings,
+        )
+
+
+if __name__ == "__main__":
+    os._exit(run(int(sys.argv[1]), SleepingEngine))  # type: ignore[arg-type]

@@ -1,0 +1,320 @@
+"""A line over TCP between a front end and a replica: TLS, proof of the shared secret, and the engine's messages.
+
+On both ends it is a `ClientTransport`: whole messages, in order. Both ends notice within a few beats that the other one
+is gone, also if its connection stays open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import ssl
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+
+from vlora.cluster import handshake
+from vlora.engine.ipc import messages
+from vlora.engine.ipc.client import EngineClient
+from vlora.engine.ipc.transport import ClientTransport
+from vlora.errors import BadConfig, Disconnected, VLoraError
+
+log = logging.getLogger("vlora.cluster")
+
+HANDSHAKE_S = 5.0
+MAX_MESSAGE_BYTES = 1 << 30  # with the images of a request
+MAX_STRANGERS = 64
+"""Connections without a proof at a time; further ones are closed."""
+
+
+class Address(NamedTuple):
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only processes of this machine reach it."""
+        with contextlib.suppress(ValueError):
+            return ipaddress.ip_address(self.host).is_loopback
+        return self.host == "localhost"
+
+
+class Certificate(NamedTuple):
+    """A replica's own certificate for TLS, as files in PEM. It may be signed by itself: see `handshake`."""
+
+    cert_file: str
+    key_file: str
+
+    def context(self) -> ssl.SSLContext:
+        """Raises BadConfig if the files cannot be used."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        try:
+            context.load_cert_chain(self.cert_file, self.key_file)
+        except (OSError, ssl.SSLError) as error:
+            raise BadConfig(f"the certificate {self.cert_file} with {self.key_file} cannot be used: {error}") from error
+        return context
+
+    def der(self) -> bytes:
+        """The certificate that a peer sees: the first one in the file."""
+        with open(self.cert_file) as file:
+            text = file.read()
+        end = "-----END CERTIFICATE-----"
+        return ssl.PEM_cert_to_DER_cert(text[: text.index(end) + len(end)].strip())
+
+
+class Inbox:
+    """The messages of a new line in order, until another reader takes over."""
+
+    def __init__(self) -> None:
+        self._messages: asyncio.Queue[bytes | None] = asyncio.Queue()
+
+    def put(self, data: bytes) -> None:
+        self._messages.put_nowait(data)
+
+    def end(self, closed: asyncio.Future[None]) -> None:
+        """The line has ended."""
+        closed.cancelled() or closed.exception()  # the reader raises Disconnected
+        self._messages.put_nowait(None)
+
+    async def get(self) -> bytes:
+        """The next message. Raises Disconnected at the end of the line."""
+        data = await self._messages.get()
+        if data is None:
+            raise Disconnected("the connection was closed before the other end had proved itself")
+        return data
+
+    def hand_over(self, transport: ClientTransport, on_message: Callable[[bytes], object]) -> None:
+        """Pass messages to `on_message` from now on, first those that were not read."""
+        transport.on_message = on_message
+        while not self._messages.empty():
+            if (data := self._messages.get_nowait()) is not None:
+                on_message(data)
+
+
+# -- the replica's end ------------------------------------------------------------------------------------------------
+
+OnPeer = Callable[[ClientTransport, Inbox, handshake.Hello, str], None]
+"""Called with the transport of a front end that has proved itself, its messages so far, its Hello and its address."""
+
+
+class Door:
+    """Accepts front ends. Created by `open`."""
+
+    def __init__(self, secret: bytes, on_peer: OnPeer, certificate: Certificate | None) -> None:
+        self._secret = handshake.check_secret(secret)
+        self._on_peer = on_peer
+        self._certificate = certificate
+        self._der = b"" if certificate is None else certificate.der()
+        self._server: asyncio.Server | None = None
+        self._strangers: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    async def open(
+        cls, address: Address, secret: bytes, on_peer: OnPeer, *, certificate: Certificate | None = None
+    ) -> Door:
+        """Listen at an address; port 0 chooses one.
+
+        Raises:
+            BadConfig: The address, the secret or the certificate cannot be used.
+        """
+        if certificate is None and not address.is_loopback:
+            raise BadConfig(
+                f"{address} is reachable from other machines, and requests would be sent in clear text; give the "
+                "replica a certificate, or let it listen on 127.0.0.1"
+            )
+        context = None if certificate is None else certificate.context()
+        self = cls(secret, on_peer, certificate)
+        try:
+            self._server = await asyncio.get_running_loop().create_server(
+                self._accept, address.host, address.port, ssl=context, ssl_handshake_timeout=context and HANDSHAKE_S
+            )
+        except OSError as error:
+            raise BadConfig(f"the replica cannot listen at {address}: {error}") from error
+        return self
+
+    @property
+    def port(self) -> int:
+        assert self._server is not None
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    def close(self) -> None:
+        """Accept no more front ends."""
+        if self._server is not None:
+            self._server.close()
+        for task in tuple(self._strangers):
+            task.cancel()
+
+    def _accept(self) -> ClientTransport:
+        return _Visitor(self._begin)
+
+    def _begin(self, transport: ClientTransport, inbox: Inbox) -> None:
+        task = asyncio.create_task(self._admit(transport, inbox), name="vlora-door")
+        self._strangers.add(task)
+        task.add_done_callback(self._strangers.discard)
+
+    async def _admit(self, transport: ClientTransport, inbox: Inbox) -> None:
+        peer = "an unknown peer"
+        try:
+            if len(self._strangers) > MAX_STRANGERS:
+                raise Disconnected(f"{MAX_STRANGERS} other connections have not proved themselves yet")
+            async with asyncio.timeout(HANDSHAKE_S):
+                found = transport.extra("peername")
+                peer = str(Address(*found[:2])) if found else peer
+                hello = await handshake.admit(transport.send, inbox.get, self._secret, peer=peer, certificate=self._der)
+        except (VLoraError, TimeoutError) as error:
+            reason = f"no proof within {HANDSHAKE_S:g} s" if isinstance(error, TimeoutError) else str(error)
+            log.warning("a connection from %s was refused: %s", peer, reason)
+            transport.close_after_sending()
+        except BaseException:
+            transport.close()
+            raise
+        else:
+            transport.max_bytes = MAX_MESSAGE_BYTES
+            try:
+                self._on_peer(transport, inbox, hello, peer)
+            except Exception as error:  # of a message that came with the proof
+                log.warning("the line to %s is closed: %s", peer, error)
+                transport.close()
+
+
+class _Visitor(ClientTransport):
+    """A connection to a door, after the handshake of TLS."""
+
+    def __init__(self, on_open: Callable[[ClientTransport, Inbox], None]) -> None:
+        inbox = Inbox()
+        super().__init__(inbox.put, handshake.MAX_BYTES)
+        self._inbox = inbox
+        self._on_open = on_open
+        self.closed.add_done_callback(inbox.end)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._on_open(self, self._inbox)
+
+
+# -- the front end's end ----------------------------------------------------------------------------------------------
+
+
+class _RemoteProcess:
+    """An engine process behind a line: its end is known as the end of the line."""
+
+    def __init__(self, transport: ClientTransport) -> None:
+        self._transport = transport
+
+    async def wait(self) -> int | None:
+        await asyncio.wait({self._transport.closed})
+        return None
+
+    def kill(self) -> None:
+        self._transport.close()
+
+
+async def connect(
+    address: Address, secret: bytes, *, tls: bool, beat_s: float, version: str | None = None
+) -> EngineClient:
+    """Connect to a replica's engine.
+
+    Args:
+        address: The replica's door.
+        secret: The shared secret.
+        tls: Whether the door has a certificate.
+        beat_s: How often the client will ping, see `watch_beats`.
+        version: For tests; None is the installed one.
+
+    Raises:
+        Unauthorized, BadConfig: As `handshake.introduce`.
+        Disconnected: There is no replica at the address, or it does not answer in time.
+    """
+    inbox = Inbox()
+    transport: ClientTransport | None = None
+    try:
+        async with asyncio.timeout(HANDSHAKE_S):
+            transport = await _open(address, inbox, tls)
+            certificate: bytes = transport.extra("ssl_object").getpeercert(binary_form=True) if tls else b""
+            await handshake.introduce(
+                transport.send,
+                inbox.get,
+                handshake.check_secret(secret),
+                peer=str(address),
+                beat_s=beat_s,
+                certificate=certificate,
+                version=version,
+            )
+            transport.max_bytes = MAX_MESSAGE_BYTES
+            ready = messages.decode_from_engine(await inbox.get())
+        if not isinstance(ready, messages.Ready):
+            raise Disconnected(f"{address} sent {type(ready).__name__} before its engine was ready")
+    except BaseException as error:
+        if transport is not None:
+            transport.close()
+        if isinstance(error, TimeoutError):
+            raise Disconnected(f"{address} did not answer within {HANDSHAKE_S:g} s") from error
+        if isinstance(error, msgspec.MsgspecError):
+            raise Disconnected(f"{address} does not speak the protocol of replicas: {error}") from error
+        if isinstance(error, Disconnected) and (why := _failure(transport)) is not None:
+            raise Disconnected(f"{address} does not speak the protocol of replicas: {why}") from error
+        raise
+    client = EngineClient(_RemoteProcess(transport), transport, ready)
+    inbox.hand_over(transport, transport.on_message)
+    return client
+
+
+async def _open(address: Address, inbox: Inbox, tls: bool) -> ClientTransport:
+    context: ssl.SSLContext | None = None
+    if tls:
+        # The certificate is checked by the proof, which covers it, not by an authority.
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    try:
+        _, transport = await asyncio.get_running_loop().create_connection(
+            lambda: ClientTransport(inbox.put, handshake.MAX_BYTES), address.host, address.port, ssl=context
+        )
+    except (OSError, ssl.SSLError) as error:
+        raise Disconnected(f"no connection to a replica at {address}: {error}") from error
+    transport.closed.add_done_callback(inbox.end)
+    return transport
+
+
+def _failure(transport: ClientTransport | None) -> BaseException | None:
+    """What ended a line: the error of an invalid message, or None."""
+    if transport is None or not transport.closed.done():
+        return None
+    return transport.closed.exception()
+
+
+async def watch_beats(client: EngineClient, beat_s: float, num_missed: int, step_s: float) -> str:
+    """Ping an engine until it gives no more sign of life.
+
+    Beats are counted, not seconds: after a pause of this process itself, the answers that have arrived are read before
+    the next beat.
+
+    Args:
+        client: The engine.
+        beat_s: The time between two pings.
+        num_missed: Pings in a row without an answer that end this.
+        step_s: A step that runs for longer ends this too.
+
+    Returns:
+        The reason.
+    """
+    missed = 0
+    while True:
+        client.ping()
+        await asyncio.sleep(beat_s)
+        pong = client.pong
+        missed = missed + 1 if pong is None else 0
+        if missed >= num_missed:
+            return f"it gave no sign of life for {missed * beat_s:g} s"
+        if pong is not None and pong.step_s > step_s:
+            return f"its step has been running for {pong.step_s:.0f} s, over the limit of {step_s:g} s"

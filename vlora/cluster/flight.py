@@ -1,0 +1,208 @@
+"""One request on its way across replicas: its attempts, the tokens so far, and the bounds and times that go on."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+
+import msgspec
+
+from vlora.errors import DeadlineMissed, DeadlineUnreachable, OverCapacity, VLoraError
+from vlora.types import ErrorValue, Request, RequestOutput, Timings, seed_of
+
+
+class Flight:
+    """A request with what it has answered. Nothing else has to survive a replica.
+
+    Each attempt has a request id of its own, so that an output of an earlier one is recognized.
+
+    Attributes:
+        request: As it came from the caller.
+        tokens: The answer so far.
+        replica: Where the current attempt runs; None while the request waits.
+        target: Where it is moved to, while the former replica still has to return the last tokens.
+        cancelled: The caller has cancelled it.
+        began_s: When it came from the caller.
+        refusal: The error of a replica that could not take it.
+        num_moves, num_deaths: See Timings.
+    """
+
+    def __init__(self, request: Request, deliver: Callable[[RequestOutput], None], clock: Callable[[], float]) -> None:
+        """Begin without an attempt.
+
+        Args:
+            request: The request.
+            deliver: Passes an output to the caller.
+            clock: Seconds.
+        """
+        self.request = request
+        self.tokens: list[int] = []
+        self.replica: str | None = None
+        self.target: str | None = None
+        self.cancelled = False
+        self.refusal: ErrorValue | None = None
+        self.num_moves = 0
+        self.num_deaths = 0
+        self._deliver = deliver
+        self._clock = clock
+        self._attempt = 0
+        self._sampling = msgspec.structs.replace(request.sampling, seed=seed_of(request.request_id, request.sampling))
+        self._version: str | None = None
+        self.began_s = self._waits_since_s = self._attempt_s = clock()
+        self._first_s: float | None = None
+        self._queue_s = 0.0
+        self._num_preemptions = 0
+        self._steps: Counter[str] = Counter()
+        self._num_cached: int | None = None
+
+    @property
+    def attempt_id(self) -> str:
+        """The request id of the current attempt."""
+        return self.request.request_id if self._attempt <= 1 else f"{self.request.request_id}#{self._attempt}"
+
+    def begin(self, replica: str) -> Request | None:
+        """Begin an attempt. Returns the request to send; None if its time has passed, and it has ended."""
+        now = self._clock()
+        self._queue_s += now - self._waits_since_s
+        self._attempt += 1
+        self._attempt_s = now
+        self.replica, self.target = replica, None
+        used_s = now - self.began_s
+        latency_s, ttft_s = self.request.max_latency_s, self.request.max_ttft_s
+        if latency_s is not None:
+            latency_s -= used_s
+            if latency_s <= 0:
+                self.fail(self._deadline_missed())
+                return None
+        if ttft_s is not None:
+            # It was accepted within its bound: a replica's end or a move does not refuse it afterwards.
+            ttft_s = ttft_s - used_s if self._attempt == 1 and ttft_s > used_s else math.inf
+        return msgspec.structs.replace(
+            self.request,
+            request_id=self.attempt_id,
+            sampling=self._sampling,
+            max_latency_s=latency_s,
+            max_ttft_s=ttft_s,
+            answered=tuple(self.tokens),
+            adapter_version=self._version if self.tokens else None,
+        )
+
+    def receive(self, output: RequestOutput) -> None:
+        """Pass an output of the current attempt on to the caller."""
+        self._take(output)
+        if output.finished:
+            output = msgspec.structs.replace(
+                output, timings=self._timings(output.timings), error=self._error(output.error)
+            )
+        self._deliver(msgspec.structs.replace(output, request_id=self.request.request_id, adapter_version=None))
+
+    def leave(self, last: RequestOutput | None) -> None:
+        """End the current attempt before the request's end. last: the attempt's last output, if it could be had."""
+        self.replica = self.target = None
+        self._waits_since_s = self._clock()
+        if last is None:
+            return
+        self._take(last)
+        if last.token_ids:
+            self._deliver(
+                RequestOutput(request_id=self.request.request_id, token_ids=last.token_ids, scores=last.scores)
+            )
+        if last.timings is not None:
+            self._add(last.timings)
+
+    def fail(self, error: ErrorValue, reason: str = "error") -> None:
+        """End the request with an error of the cluster."""
+        assert reason in ("error", "cancelled")
+        self._attempt += 1  # outputs of the current attempt are not expected any more
+        timings = self._timings(None)
+        self._deliver(
+            RequestOutput(
+                request_id=self.request.request_id,
+                finish_reason="error" if reason == "error" else "cancelled",
+                error=error,
+                timings=timings,
+            )
+        )
+
+    def refused(self, reason: str) -> VLoraError:
+        """The error of a request that the router refused. reason: "deadline" or "room"."""
+        name = repr(self.request.request_id)
+        if self.refusal is not None:
+            return self.refusal.to_exception()
+        if reason == "deadline":
+            return DeadlineUnreachable(
+                f"the deadline cannot be met: request {name} waited for a replica until its bound had passed; retry "
+                "later, or with a longer deadline"
+            )
+        return OverCapacity(
+            f"no replica has room for request {name} with {len(self.request.prompt_ids)} prompt tokens and adapter "
+            f"{self.request.adapter!r}; start replicas with a larger arena_bytes"
+        )
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _take(self, output: RequestOutput) -> None:
+        self._version = output.adapter_version or self._version
+        if output.token_ids and self._first_s is None:
+            self._first_s = self._clock()
+        self.tokens += output.token_ids
+
+    def _add(self, timings: Timings) -> None:
+        """Count an attempt's times and steps."""
+        self._queue_s += timings.queue_s
+        self._num_preemptions += timings.num_preemptions
+        self._steps.update(timings.steps_by_mode)
+        if self._num_cached is None and timings.ttft_s is not None:
+            self._num_cached = timings.num_cached_tokens
+
+    def _timings(self, last: Timings | None) -> Timings | None:
+        """The times of all attempts; those of an attempt whose replica died are known by this process's clock only.
+
+        last: of the last attempt; None if it has none, then there are timings only if an attempt was begun.
+        """
+        if last is None:
+            if self._attempt <= 1:
+                return None
+            last = Timings(
+                queue_s=0.0,
+                ttft_s=None,
+                latency_s=self._clock() - self._attempt_s,
+                num_prompt_tokens=len(self.request.prompt_ids),
+                num_completion_tokens=len(self.tokens),
+                num_preemptions=0,
+                steps_by_mode={},
+            )
+        before_s = self._attempt_s - self.began_s
+        ttft_s = None if last.ttft_s is None else before_s + last.ttft_s
+        if self._first_s is not None and self._first_s < self._attempt_s:
+            ttft_s = self._first_s - self.began_s
+        self._add(last)
+        return msgspec.structs.replace(
+            last,
+            queue_s=self._queue_s,
+            ttft_s=ttft_s,
+            latency_s=before_s + last.latency_s,
+            num_completion_tokens=max(last.num_completion_tokens, len(self.tokens)),
+            num_preemptions=self._num_preemptions,
+            steps_by_mode=dict(self._steps),
+            num_cached_tokens=last.num_cached_tokens if self._num_cached is None else self._num_cached,
+            num_moves=self.num_moves,
+            num_deaths=self.num_deaths,
+        )
+
+    def _error(self, error: ErrorValue | None) -> ErrorValue | None:
+        """An attempt's error in terms of the request."""
+        if error is None or self._attempt <= 1:
+            return error
+        if error.code == DeadlineMissed.code and self.request.max_latency_s is not None:
+            return self._deadline_missed()
+        return ErrorValue(error.code, error.message.replace(repr(self.attempt_id), repr(self.request.request_id)))
+
+    def _deadline_missed(self) -> ErrorValue:
+        return ErrorValue.of(
+            DeadlineMissed(
+                f"request {self.request.request_id!r} exceeded its max_latency_s of {self.request.max_latency_s:g} s: "
+                f"{len(self.tokens)} tokens were generated in {self._clock() - self.began_s:.3f} s"
+            )
+        )

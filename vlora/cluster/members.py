@@ -1,0 +1,154 @@
+"""The replicas of a cluster: their lines, kept open, and their signs of life."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from vlora.cluster.door import Address, connect, watch_beats
+from vlora.engine.ipc.client import EngineClient
+from vlora.errors import Disconnected, EngineDead, VLoraError
+
+log = logging.getLogger("vlora.cluster")
+
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 2.0
+
+
+class Health(NamedTuple):
+    """When a replica counts as dead.
+
+    Attributes:
+        beat_s: The time between two signs of life.
+        missed: Beats without one.
+        step_s: The longest step.
+    """
+
+    beat_s: float = 0.5
+    missed: int = 4
+    step_s: float = 60.0
+
+
+class Member:
+    """One replica. Its line is opened again after it was lost, until `close`.
+
+    Attributes:
+        name: Of the replica.
+        client: Its engine; None while there is no line.
+        cause: Why there is no line.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        address: Address,
+        secret: bytes,
+        *,
+        tls: bool,
+        health: Health,
+        prepare: Callable[[Member, EngineClient], Any],
+        on_join: Callable[[Member], None],
+        on_leave: Callable[[Member], None],
+    ) -> None:
+        """Open no line yet.
+
+        Args:
+            name: Of the replica.
+            address: Of its door.
+            secret: See `handshake`.
+            tls: Whether the door has a certificate.
+            health: When it counts as dead.
+            prepare: A coroutine that runs on a new line before the replica joins.
+            on_join, on_leave: Called when it can be used, and when it cannot any more.
+        """
+        self.name = name
+        self.address = address
+        self.client: EngineClient | None = None
+        self.cause = "it has not been connected yet"
+        self._secret = secret
+        self._tls = tls
+        self._health = health
+        self._prepare = prepare
+        self._on_join = on_join
+        self._on_leave = on_leave
+        self._joined = asyncio.Event()
+        self._serving: asyncio.Task[None] | None = None
+
+    async def join(self) -> None:
+        """Connect once, and keep the line open from then on.
+
+        Raises:
+            VLoraError: As `connect`, and errors of `prepare`.
+        """
+        client = await self._connect()
+        self._serving = asyncio.create_task(self._serve(client), name=f"vlora-replica-{self.name}")
+        await self._joined.wait()
+
+    async def wait_joined(self) -> None:
+        """Wait until there is a line."""
+        await self._joined.wait()
+
+    async def close(self) -> None:
+        """Close the line for good."""
+        if self._serving is not None:
+            self._serving.cancel()
+            await asyncio.wait({self._serving})
+        if self.client is not None:
+            await self.client.disconnect("the cluster was closed")
+            self.client = None
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    async def _connect(self) -> EngineClient:
+        client = await connect(self.address, self._secret, tls=self._tls, beat_s=self._health.beat_s)
+        beats = asyncio.create_task(self._beat(client))
+        try:
+            await self._prepare(self, client)
+        except BaseException as error:
+            await client.disconnect(f"it did not join: {error}")
+            raise
+        finally:
+            beats.cancel()
+        return client
+
+    async def _serve(self, client: EngineClient | None) -> None:
+        pause_s = FIRST_PAUSE_S
+        while True:
+            if client is None:
+                try:
+                    client = await self._connect()
+                except VLoraError as error:
+                    if str(error) != self.cause:
+                        self.cause = str(error)
+                        log.warning("replica %r cannot be used: %s", self.name, error)
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
+                    continue
+            pause_s = FIRST_PAUSE_S
+            self.client = client
+            self._joined.set()
+            log.info("replica %r at %s joins", self.name, self.address)
+            self._on_join(self)
+            beats = asyncio.create_task(self._beat(client))
+            try:
+                self.cause = await client.wait_dead()
+            finally:
+                beats.cancel()
+            log.warning("replica %r is lost: %s", self.name, self.cause)
+            self.client, client = None, None
+            self._joined.clear()
+            self._on_leave(self)
+
+    async def _beat(self, client: EngineClient) -> None:
+        """Give up a replica without signs of life, whatever its connection says."""
+        with contextlib.suppress(EngineDead, Disconnected):
+            reason = await watch_beats(client, self._health.beat_s, self._health.missed, self._health.step_s)
+            await client.disconnect(reason)
+
+
+def clients(members: Mapping[str, Member]) -> dict[str, EngineClient]:
+    """The engines of the replicas that can be used, by name."""
+    return {name: member.client for name, member in sorted(members.items()) if member.client is not None}

@@ -1,0 +1,238 @@
+"""A replica: an engine process, and the door through which a front end reaches it. Both end together.
+
+Run as `python -m vlora.cluster.replica`, with the length of a `ReplicaSettings` in four bytes, low byte first, and the
+settings as msgpack on stdin. It prints the port of its door and the process id of its engine in one line, and ends when
+stdin is closed. The process loads no torch.
+
+One front end is served at a time. A later one that knows the secret replaces it, as after a restart; the requests of
+the former one are cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from vlora.cluster.door import Address, Certificate, Door, Inbox
+from vlora.cluster.handshake import Hello
+from vlora.config import EngineConfig
+from vlora.engine.ipc import messages
+from vlora.engine.ipc.client import ENGINE_COMMAND, start_process
+from vlora.engine.ipc.transport import ClientTransport
+from vlora.errors import VLoraError
+from vlora.logging_format import configure
+
+log = logging.getLogger("vlora.cluster")
+
+MISSED_BEATS = 4
+"""Beats without a message after which a front end counts as gone."""
+
+
+class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of a replica's process. They come over stdin, because other users can read a command line.
+
+    Attributes:
+        secret: See `handshake`.
+        port: 0 chooses one.
+        cert_file, key_file: Of the door; empty for a door on loopback without TLS.
+        command: Starts the engine process.
+    """
+
+    config: EngineConfig
+    secret: bytes
+    host: str = "127.0.0.1"
+    port: int = 0
+    cert_file: str = ""
+    key_file: str = ""
+    command: tuple[str, ...] = ENGINE_COMMAND
+
+
+class Replica:
+    """The engine of this replica, and its front end of the moment. Created by `start`."""
+
+    def __init__(self, process: asyncio.subprocess.Process, engine: ClientTransport, ready: messages.Ready) -> None:
+        self._process = process
+        self._engine = engine
+        self._ready = ready
+        self._peer: _Peer | None = None
+        self._call_ids = itertools.count()
+        self._door: Door | None = None
+        engine.on_message = self._from_engine
+
+    @classmethod
+    async def start(
+        cls,
+        config: EngineConfig,
+        secret: bytes,
+        address: Address,
+        *,
+        certificate: Certificate | None = None,
+        command: Sequence[str] = ENGINE_COMMAND,
+    ) -> Replica:
+        """Start the engine process, then open the door.
+
+        Raises:
+            BadConfig: The door cannot be opened.
+            VLoraError: As `start_process`.
+        """
+        self = cls(*await start_process(config, command=command))
+        try:
+            self._door = await Door.open(address, secret, self._admit, certificate=certificate)
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    @property
+    def port(self) -> int:
+        """Of the door."""
+        assert self._door is not None
+        return self._door.port
+
+    @property
+    def engine_pid(self) -> int:
+        return self._ready.pid
+
+    async def wait_ended(self) -> None:
+        """Wait for the end of the engine."""
+        await asyncio.wait({self._engine.closed})
+
+    async def close(self) -> None:
+        """Close the door and end the engine."""
+        if self._door is not None:
+            self._door.close()
+        if self._peer is not None:
+            self._peer.transport.close()
+        self._engine.close()
+        if self._process.returncode is None:
+            self._process.kill()
+        await self._process.wait()
+
+    # -- the front end ------------------------------------------------------------------------------------------------
+
+    def _admit(self, transport: ClientTransport, inbox: Inbox, hello: Hello, address: str) -> None:
+        if self._peer is not None:
+            log.warning("the front end at %s replaces the one at %s", address, self._peer.address)
+            self._leave(self._peer)
+        peer = self._peer = _Peer(transport, address)
+        transport.send(messages.encode(self._ready))
+        peer.watching = asyncio.create_task(self._watch(peer, hello.beat_s), name="vlora-replica-beats")
+        inbox.hand_over(transport, lambda data: self._from_peer(peer, data))
+
+    def _leave(self, peer: _Peer) -> None:
+        """End a front end: nothing reads the answers of its requests."""
+        peer.transport.close()
+        if peer.watching is not None:
+            peer.watching.cancel()
+        if self._peer is peer:
+            self._peer = None
+            for request_id in peer.request_ids:
+                self._engine.send(messages.encode(messages.Cancel(request_id)))
+
+    async def _watch(self, peer: _Peer, beat_s: float) -> None:
+        """Notice the end of a front end, also if its connection stays open."""
+        missed = 0
+        while missed < MISSED_BEATS:
+            await asyncio.wait({peer.transport.closed}, timeout=beat_s)
+            if peer.transport.closed.done():
+                error = peer.transport.closed.exception()
+                log.warning("the front end at %s is gone%s", peer.address, "" if error is None else f": {error}")
+                break
+            missed, peer.heard = (0 if peer.heard else missed + 1), False
+        else:
+            log.warning("the front end at %s gave no sign of life for %g s", peer.address, missed * beat_s)
+        peer.watching = None
+        self._leave(peer)
+
+    def _from_peer(self, peer: _Peer, data: bytes) -> None:
+        """Pass a message on. An exception closes the line, with the exception as its cause."""
+        peer.heard = True
+        if data == messages.PING:
+            self._engine.send(data)
+            return
+        message = messages.decode_to_engine(data)
+        match message:
+            case messages.Start() | messages.Stop():
+                raise ValueError(f"a front end may not send {type(message).__name__} to a replica")
+            case messages.Add():
+                peer.request_ids.add(message.request.request_id)
+            case messages.Cancel() | messages.WatchLoad() | messages.Ping():
+                pass
+            case call:
+                # A reply to the front end before must not answer a call of this one.
+                own_id = next(self._call_ids)
+                peer.calls[own_id] = call.call_id
+                data = messages.encode(msgspec.structs.replace(call, call_id=own_id))
+        self._engine.send(data)
+
+    def _from_engine(self, data: bytes) -> None:
+        peer = self._peer
+        if peer is None:
+            return
+        message = messages.decode_from_engine(data)
+        match message:
+            case messages.Outputs():
+                peer.request_ids.difference_update([each.request_id for each in message.outputs if each.finished])
+            case messages.Reply():
+                call_id = peer.calls.pop(message.call_id, None)
+                if call_id is None:
+                    return
+                data = messages.encode(msgspec.structs.replace(message, call_id=call_id))
+            case _:
+                pass
+        peer.transport.send(data)
+
+
+class _Peer:
+    """A front end. calls: its own call ids by those that the engine sees. heard: since the last beat."""
+
+    def __init__(self, transport: ClientTransport, address: str) -> None:
+        self.transport = transport
+        self.address = address
+        self.request_ids: set[str] = set()
+        self.calls: dict[int, int] = {}
+        self.heard = True
+        self.watching: asyncio.Task[Any] | None = None
+
+
+async def serve(settings: ReplicaSettings) -> int:
+    """Run a replica until its engine ends or stdin is closed; returns the exit code."""
+    certificate = Certificate(settings.cert_file, settings.key_file) if settings.cert_file else None
+    address = Address(settings.host, settings.port)
+    replica = await Replica.start(
+        settings.config, settings.secret, address, certificate=certificate, command=settings.command
+    )
+    print(f"{replica.port} {replica.engine_pid}", flush=True)
+    ended = asyncio.create_task(replica.wait_ended())
+    parent_gone = asyncio.Event()
+    loop, stdin = asyncio.get_running_loop(), sys.stdin.fileno()
+    loop.add_reader(stdin, parent_gone.set)  # only the end follows the settings
+    waiting = asyncio.create_task(parent_gone.wait())
+    await asyncio.wait({ended, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    loop.remove_reader(stdin)
+    await replica.close()
+    return 0 if parent_gone.is_set() else 1
+
+
+def main() -> None:
+    configure(os.environ)
+    size = int.from_bytes(sys.stdin.buffer.read(4), "little")
+    settings = msgspec.msgpack.decode(sys.stdin.buffer.read(size), type=ReplicaSettings)
+    try:
+        code = asyncio.run(serve(settings))
+    except VLoraError as error:
+        print(f"the replica did not start: {error}", file=sys.stderr)
+        code = 2
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

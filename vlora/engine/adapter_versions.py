@@ -1,0 +1,115 @@
+"""The content of requests' adapters: an answer continues with the content that it began with, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from vlora.engine.compositions import Compositions
+from vlora.errors import AdapterChanged, BadRequest
+from vlora.lora import AdapterRegistry, Registration
+from vlora.orchestrator import Scheduler
+from vlora.types import ErrorValue, Request, RequestOutput
+
+
+def check_version(request: Request, registration: Registration | None, *, is_active: bool = True) -> bool:
+    """Check `Request.adapter_version`.
+
+    Args:
+        request: The request.
+        registration: Its adapter.
+        is_active: Whether the adapter applies to any of its tokens.
+
+    Returns:
+        Whether the content is right, or any is. False if the adapter was not read yet.
+
+    Raises:
+        AdapterChanged: The adapter has other content.
+        BadRequest: The request has no adapter.
+    """
+    wanted = request.adapter_version
+    if wanted is None:
+        return True
+    if registration is None:
+        raise BadRequest(
+            f"adapter_version is {wanted!r}, but the request has no adapter; set adapter, or omit adapter_version",
+            field="adapter_version",
+        )
+    if is_active and registration.adapter is None:
+        return False
+    if is_active and registration.content.version == wanted:
+        return True
+    # The version of an adapter that is off is never returned (`AdapterVersions.version_of`).
+    found = f"content {registration.content.version!r}" if is_active else "other invocation tokens"
+    raise AdapterChanged(
+        f"adapter {registration.name!r} has {found}, but the answer so far was computed with content {wanted!r}; send "
+        "the request again without answered and adapter_version"
+    )
+
+
+class AdapterVersions:
+    """Hooks that hold requests with an `adapter_version` until their adapter is read, and check its content then."""
+
+    def __init__(
+        self,
+        adapters: Compositions,
+        registry: AdapterRegistry,
+        scheduler: Scheduler,
+        waits_for_grammar: Callable[[str], bool],
+    ) -> None:
+        """Start without requests.
+
+        Args:
+            adapters: Finds a request's adapter by name.
+            registry: Reads adapters.
+            scheduler: Holds the requests.
+            waits_for_grammar: Whether a request is held for its grammar too.
+        """
+        self._adapters = adapters
+        self._registry = registry
+        self._scheduler = scheduler
+        self._waits_for_grammar = waits_for_grammar
+        self._registrations: dict[str, Registration] = {}  # by request id, of active adapters
+        self._unread: dict[str, Request] = {}
+
+    def add(self, request: Request) -> None:
+        """Register a request that was just checked."""
+        if request.adapter is None:
+            return
+        registration = self._adapters.get(request.adapter)
+        if registration.header.first_token(request.prompt_ids) is None:
+            return  # the adapter is off
+        self._registrations[request.request_id] = registration
+        if request.adapter_version is not None and registration.adapter is None:
+            self._unread[request.request_id] = request
+
+    def version_of(self, request_id: str) -> str | None:
+        """The content hash of an unfinished request's adapter; None if it is off, not read yet, or there is none."""
+        registration = self._registrations.get(request_id)
+        return None if registration is None or registration.adapter is None else registration.adapter.version
+
+    def waits(self, request_id: str) -> bool:
+        """Whether a request is held for the content of its adapter."""
+        return request_id in self._unread
+
+    def release_read(self) -> list[RequestOutput]:
+        """Release requests whose adapter was read; return the last outputs of those whose adapter has changed."""
+        outputs: list[RequestOutput] = []
+        for request_id, request in tuple(self._unread.items()):
+            registration = self._registrations[request_id]
+            self._registry.fetch(registration.key)  # starts the read, or collects its result
+            try:
+                if not check_version(request, registration):
+                    continue
+            except AdapterChanged as error:
+                output = self._scheduler.fail(request_id, ErrorValue.of(error))
+                outputs += [] if output is None else [output]
+            else:
+                if not self._waits_for_grammar(request_id):
+                    self._scheduler.release(request_id)
+            del self._unread[request_id]
+        return outputs
+
+    def release(self, request_id: str) -> None:
+        """Forget a request that has ended; unknown ids are ignored."""
+        self._registrations.pop(request_id, None)
+        self._unread.pop(request_id, None)
