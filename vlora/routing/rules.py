@@ -1,0 +1,213 @@
+"""Rules: which replica gets the next request."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+
+from vlora.routing.fleet import Fleet
+from vlora.routing.placement import proactive
+from vlora.routing.standing import Need, Standing
+
+_FORGET = 0.7  # weight of all earlier requests at each new placement of adapters
+_SPILL = 0.75  # of a batch: above it, a much lighter replica may become a further home
+_LIGHTER = 0.25  # of a batch: how much lighter that replica must be
+_TRIED = 32  # lightly loaded replicas that are compared
+_NEAR = 0.25  # of a batch: how many more requests a replica with the adapter or prefix may have than the lightest one
+
+
+class Rule:
+    """Chooses a replica for the first request of the queue.
+
+    Attributes:
+        name: of the rule.
+        queues: requests wait in the router while no replica has room. Otherwise they are sent on at once.
+        by_arrival: the queue is ordered by arrival alone.
+        over: requests that a replica takes at a time, in batches.
+        consolidates: busy replicas are filled first, so that others become idle and can be released.
+    """
+
+    name: str
+    queues = True
+    by_arrival = False
+    over = 1.5
+    consolidates = False
+
+    def choose(self, fleet: Fleet, need: Need) -> Standing | None:
+        """The replica for a request; None to let it wait, only if no replica takes it (`Standing.takes`)."""
+        raise NotImplementedError
+
+    def submitted(self, need: Need) -> None:
+        """A request was submitted, which counts towards the demand for its adapter."""
+
+    def replan(self, fleet: Fleet) -> None:
+        """Plan which replicas are homes of which adapters."""
+
+    def homes(self, adapter: str) -> Iterable[str]:
+        """The planned replicas of an adapter."""
+        return ()
+
+
+class Punica(Rule):
+    """The replica with the most requests that has room, so that idle ones remain idle (Punica section 5.1).
+
+    First come, first served, and no more than a batch per replica. Adapters have no influence: their loading is assumed
+    to cost nothing.
+    """
+
+    name = "punica"
+    by_arrival = True
+    over = 1.0
+    consolidates = True
+
+    def choose(self, fleet: Fleet, need: Need) -> Standing | None:
+        return busiest(fleet, need)
+
+
+class WhereItIs(Rule):
+    """The busiest replica with room that has the adapter, else the busiest with room that has a place for it."""
+
+    name = "where_it_is"
+    consolidates = True
+
+    def choose(self, fleet: Fleet, need: Need) -> Standing | None:
+        if need.adapter is None:
+            return busiest(fleet, need)
+        for standing in fleet.holders(need.adapter):
+            if standing.takes(need):
+                return standing
+        placeable = (s for s in fleet.from_busiest() if s.takes(need) and s.place_for(need.adapter) < 2)
+        return next(placeable, None) or busiest(fleet, need)
+
+
+class LeastLoaded(Rule):
+    """The replica with the fewest requests. Requests never wait in the router, whatever the room."""
+
+    name = "least_loaded"
+    queues = False
+    over = math.inf
+
+    def choose(self, fleet: Fleet, need: Need) -> Standing | None:
+        return next((s for s in fleet.from_lightest() if need.adapter not in s.barred), None)
+
+
+class RoundRobin(Rule):
+    """The replicas in turn. Requests never wait in the router, whatever the room."""
+
+    name = "round_robin"
+    queues = False
+    over = math.inf
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def choose(self, fleet: Fleet, need: Need) -> Standing | None:
+        names = fleet.names
+        start = bisect_right(names, self._last)
+        for place in range(len(names)):
+            standing = fleet.replicas[names[(start + place) % len(names)]]
+            if standing.open and need.adapter not in standing.barred:
+                self._last = standing.name
+                return standing
+        return None
+
+
+class PlacedAdapters(Rule):
+    """The least loaded home of the adapter; homes follow the demand for each adapter (`placement.proactive`).
+
+    Where loading an adapter costs more than a slightly smaller batch, requests should meet where their adapter is, and
+    adapters should be distributed by demand (dLoRA section 5). A request goes to another replica if no home has room,
+    or if another replica is much lighter and the adapter has fewer than `most_homes` copies. Among about equally loaded
+    replicas, the one that knows the longest prefix of the request is preferred.
+
+    Args:
+        most_homes: upper limit of the homes of an adapter, unless its demand exceeds them.
+    """
+
+    name = "placed"
+
+    def __init__(self, most_homes: int = 8) -> None:
+        self._most_homes = most_homes
+        self._demand: dict[str, float] = {}
+        self._homes: dict[str, set[str]] = {}
+
+    def submitted(self, need: Need) -> None:
+        if need.adapter is not None and not need.returned:
+            self._demand[need.adapter] = self._demand.get(need.adapter, 0.0) + 1.0
+
+    def homes(self, adapter: str) -> Iterable[str]:
+        return self._homes.get(adapter, ())
+
+    def replan(self, fleet: Fleet) -> None:
+        serving = [s for s in fleet.replicas.values() if not s.draining]
+        slots = {s.name: min(s.room.adapters, len(self._demand)) for s in serving}
+        plan = proactive(self._demand, slots, {s.name: s.resident.keys() for s in serving}, most_homes=self._most_homes)
+        self._homes = {}
+        for name, adapters in plan.items():
+            for adapter in adapters - fleet.replicas[name].barred:
+                self._homes.setdefault(adapter, set()).add(name)
+        # An adapter without recent requests is forgotten.
+        self._demand = {name: rate * _FORGET for name, rate in self._demand.items() if rate > 0.01}
+
+    def choose(self, fleet: Fleet, need: Need) -> Standing | None:
+        if need.adapter is None:
+            return _light(fleet, need)
+        homes = self._homes.setdefault(need.adapter, set())
+        best = _lightest(fleet, need, [fleet.replicas[name] for name in homes if name in fleet.replicas])
+        if best is not None and best.size <= _SPILL * best.room.max_batch_size:
+            return best
+        others = [s for s in fleet.holders(need.adapter) if s.name not in homes]
+        if best is None and (best := _lightest(fleet, need, others)) is not None:
+            return best
+        other = _light(fleet, need)
+        if other is None:
+            return best
+        lighter = best is None or other.size + _LIGHTER * other.room.max_batch_size < best.size
+        bounded = len(homes) + len(others) < self._most_homes
+        if best is not None and not (lighter and bounded):
+            return best
+        if bounded:
+            homes.add(other.name)
+        return other
+
+
+def busiest(fleet: Fleet, need: Need) -> Standing | None:
+    """The replica with the most requests that has room."""
+    return next((standing for standing in fleet.from_busiest() if standing.takes(need)), None)
+
+
+def _lightest(fleet: Fleet, need: Need, candidates: Iterable[Standing]) -> Standing | None:
+    """The least loaded candidate with room, or one that is hardly busier and knows a longer prefix."""
+    found = [s for s in candidates if s.takes(need)]
+    if len(found) < 2:
+        return found[0] if found else None
+    best = min(found, key=lambda s: (s.size, s.name))
+    if not need.prefix:
+        return best
+    known = fleet.prefixes.known(need.prefix)
+    near = [s for s in found if s.size <= best.size + _NEAR * s.room.max_batch_size]
+    return min(near, key=lambda s: (-known.get(s.name, 0), s.size, s.name))
+
+
+def _light(fleet: Fleet, need: Need) -> Standing | None:
+    """Of the replicas with room, one that is hardly busier than the lightest, by place for the adapter and prefix."""
+    with_room = (s for s in fleet.from_lightest() if s.takes(need))
+    best = next(with_room, None)
+    if best is None:
+        return None
+    most = best.size + _NEAR * best.room.max_batch_size
+    near = [best, *itertools.takewhile(lambda s: s.size <= most, itertools.islice(with_room, _TRIED))]
+    known: Mapping[str, int] = {}
+    if need.prefix:
+        known = fleet.prefixes.known(need.prefix)
+        more = (fleet.replicas[name] for name in known)
+        near += [s for s in more if s.size <= most and s.takes(need)]
+    return min(near, key=lambda s: (s.place_for(need.adapter), -known.get(s.name, 0), s.size, s.name))
+
+
+RULES: dict[str, type[Rule]] = {
+    rule.name: rule for rule in (PlacedAdapters, Punica, WhereItIs, LeastLoaded, RoundRobin)
+}
+"""All rules by name; the first is the default."""
