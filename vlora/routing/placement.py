@@ -125,7 +125,7 @@ class Group(NamedTuple):
 
     adapter: str | None
     replica: str
-    count: int
+    number: int
     cost_s: float
 
 
@@ -135,7 +135,7 @@ class Shift(NamedTuple):
     adapter: str | None
     source: str
     target: str
-    count: int
+    number: int
 
 
 class MoveCosts(NamedTuple):
@@ -167,8 +167,8 @@ def reactive(
     ends = dict.fromkeys(slots, 0.0)
     here: dict[str, dict[str | None, tuple[int, float]]] = {name: {} for name in slots}
     for group in groups:
-        ends[group.replica] += group.count * group.cost_s
-        here[group.replica][group.adapter] = group.count, group.cost_s
+        ends[group.replica] += group.number * group.cost_s
+        here[group.replica][group.adapter] = group.number, group.cost_s
     held = {name: set(resident.get(name, ())) for name in slots}
     shifts: dict[tuple[str | None, str, str], int] = {}
     for _ in range(most):
@@ -176,7 +176,7 @@ def reactive(
         found = _best_shift(source, ends, here[source], held, slots, costs)
         if found is None or found.gain_s < _LEAST_GAIN * ends[source]:
             break
-        adapter, target, number = found.adapter, found.target, found.count
+        adapter, target, number = found.adapter, found.target, found.number
         count, cost_s = here[source][adapter]
         shifts[adapter, source, target] = shifts.get((adapter, source, target), 0) + number
         here[source][adapter] = count - number, cost_s
@@ -192,7 +192,7 @@ class _Candidate(NamedTuple):
     gain_s: float
     adapter: str | None
     target: str
-    count: int
+    number: int
     load_s: float
 
 

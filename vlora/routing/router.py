@@ -283,7 +283,7 @@ class Router:
             source, target = self.replicas[shift.source], self.replicas[shift.target]
             own = [need for need in source.holds.values() if need.adapter == shift.adapter]
             newest = sorted(own, key=lambda need: -need.arrival)
-            for need in newest[: shift.count]:
+            for need in newest[: shift.number]:
                 if len(moves) < most and target.takes(need):
                     moves.append(self._move(need, source, target))
         return moves
@@ -308,7 +308,9 @@ class Router:
         lightly = [s for s in serving if s.size < light * s.room.max_batch_size]
         per = max((s.room.max_batch_size for s in serving), default=1)
         add = 0 if lightly else 1 + self.num_waiting // per
-        idle = [s.name for s in sorted(self.replicas.values(), key=lambda s: (not s.draining, s.name)) if not s.size]
+        # The last one is kept: a serving one, and of these the one that the rule uses first.
+        by_name = sorted(self.replicas.values(), key=lambda s: s.name, reverse=not self.rule.consolidates)
+        idle = [s.name for s in sorted(by_name, key=lambda s: not s.draining) if not s.size]
         keep = 0 if any(s.size for s in lightly) else 1
         release = tuple(idle[: max(0, len(idle) - keep)])
         drain: tuple[str, ...] = ()

@@ -118,9 +118,9 @@ class PlacedAdapters(Rule):
     """The least loaded home of the adapter; homes follow the demand for each adapter (`placement.proactive`).
 
     Where loading an adapter costs more than a slightly smaller batch, requests should meet where their adapter is, and
-    adapters should be distributed by demand (dLoRA section 5). A request goes to another replica if no home has room,
-    or if another replica is much lighter and the adapter has fewer than `most_homes` copies. Among about equally loaded
-    replicas, the one that knows the longest prefix of the request is preferred.
+    adapters should be distributed by demand (dLoRA section 5). A request goes to a much lighter replica instead if the
+    adapter has fewer than `most_homes` copies or the batches of its homes are full, and to any replica with room if no
+    home has. Among about equally loaded replicas, the one that knows the longest prefix of the request is preferred.
 
     Args:
         most_homes: upper limit of the homes of an adapter, unless its demand exceeds them.
@@ -166,7 +166,7 @@ class PlacedAdapters(Rule):
             return best
         lighter = best is None or other.size + _LIGHTER * other.room.max_batch_size < best.size
         bounded = len(homes) + len(others) < self._most_homes
-        if best is not None and not (lighter and bounded):
+        if best is not None and not (lighter and (bounded or best.size >= best.room.max_batch_size)):
             return best
         if bounded:
             homes.add(other.name)

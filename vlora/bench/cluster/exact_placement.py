@@ -31,21 +31,23 @@ class _Rows:
     """The constraints of a programme, as rows of a sparse matrix."""
 
     def __init__(self) -> None:
-        self._places: tuple[list[int], list[int], list[float]] = ([], [], [])
+        self._rows: list[int] = []
+        self._columns: list[int] = []
+        self._values: list[float] = []
         self._least: list[float] = []
         self._most: list[float] = []
 
     def add(self, entries: Sequence[tuple[int, float]], least: float, most: float) -> None:
         """Add least <= sum of value * variable <= most, for entries (variable, value)."""
         for column, value in entries:
-            for places, each in zip(self._places, (len(self._least), column, value), strict=True):
-                places.append(each)  # type: ignore[arg-type]
+            self._rows.append(len(self._least))
+            self._columns.append(column)
+            self._values.append(value)
         self._least.append(least)
         self._most.append(most)
 
     def constraint(self, num_variables: int) -> LinearConstraint:
-        rows, columns, values = self._places
-        matrix = coo_array((values, (rows, columns)), shape=(len(self._least), num_variables))
+        matrix = coo_array((self._values, (self._rows, self._columns)), shape=(len(self._least), num_variables))
         return LinearConstraint(matrix.tocsr(), self._least, self._most)
 
 
@@ -67,10 +69,10 @@ def reactive_exact(
     }
     rows = _Rows()
     for g, group in enumerate(groups):
-        rows.add([(g * num_replicas + j, 1.0) for j in range(num_replicas)], group.count, group.count)
+        rows.add([(g * num_replicas + j, 1.0) for j in range(num_replicas)], group.number, group.number)
     for adapter in adapters:
         own = [g for g, group in enumerate(groups) if group.adapter == adapter]
-        total = sum(groups[g].count for g in own)
+        total = sum(groups[g].number for g in own)
         for j, name in enumerate(names):
             rows.add([*((g * num_replicas + j, 1.0) for g in own), (on[adapter, name], -total)], -np.inf, 0)
     for j, name in enumerate(names):
@@ -115,12 +117,12 @@ def makespan(
     cost_s = {(group.adapter, group.replica): group.cost_s for group in groups}
     ends: dict[str, float] = {}
     for group in groups:
-        ends[group.replica] = ends.get(group.replica, 0.0) + group.count * group.cost_s
+        ends[group.replica] = ends.get(group.replica, 0.0) + group.number * group.cost_s
     loaded: set[tuple[str, str]] = set()
     for shift in shifts:
         own_s = cost_s[shift.adapter, shift.source]
-        ends[shift.source] -= shift.count * own_s
-        ends[shift.target] = ends.get(shift.target, 0.0) + shift.count * (own_s + costs.again_s)
+        ends[shift.source] -= shift.number * own_s
+        ends[shift.target] = ends.get(shift.target, 0.0) + shift.number * (own_s + costs.again_s)
         if shift.adapter is not None and shift.adapter not in resident.get(shift.target, ()):
             loaded.add((shift.adapter, shift.target))
     for _, name in loaded:
