@@ -11,7 +11,8 @@ from vlora.errors import BadConfig
 from vlora.orchestrator.admission.kv_admission import OLDEST_EVERY
 from vlora.orchestrator.fairness import FairShares, scheduling_order, tenant_of
 from vlora.orchestrator.request_state import TrackedRequest
-from vlora.routing import RULES, MoveCosts, Need, Report, Room, Router
+from vlora.routing import RULES, MoveCosts, Need, Report, Room, Router, Rule
+from vlora.routing.rules import PlacedAdapters
 from vlora.types import Request, SamplingParams
 
 NUMBERS = itertools.count()
@@ -22,7 +23,7 @@ def need(adapter: str | None = None, blocks: int = 1, **values: object) -> Need:
     return Need(f"n{number}", adapter, blocks, number)._replace(**values)  # type: ignore[arg-type]
 
 
-def routed(rule: str, names: str, room: Room | None = None, **settings: object) -> Router:
+def routed(rule: str | Rule, names: str, room: Room | None = None, **settings: object) -> Router:
     router = Router(rule, **settings)  # type: ignore[arg-type]
     for name in names:
         router.join(name, room or Room(4, 100))
@@ -71,31 +72,45 @@ def test_where_it_is_stays_with_the_adapter() -> None:
     assert router.num_loads == 2
 
 
-def test_placed_keeps_requests_at_the_home_of_their_adapter() -> None:
-    router = routed("placed", "abcd", Room(8, 1000, adapters=4))
+def lives(router: Router, num_requests: int, num_adapters: int, num_running: int) -> None:
+    """Requests for equally popular adapters; so many run at a time."""
     draws = random.Random(0)
     running: list[str] = []
-    for number in range(2000):
-        each = need(f"x{draws.randrange(12)}")
+    for number in range(num_requests):
+        each = need(f"x{draws.randrange(num_adapters)}")
         assert send(router, each) is not None
         running.append(each.request_id)
-        if len(running) > 12:
+        if len(running) > num_running:
             router.ended(running.pop(draws.randrange(len(running))))
         if number % 100 == 0:
             router.replan()
-    assert router.num_loads < 40, "twelve adapters, and some changes of the plan"
-    homes = {f"x{number}": set(router.rule.homes(f"x{number}")) for number in range(12)}
-    assert all(1 <= len(names) <= 2 for names in homes.values())
 
 
-def test_a_hot_adapter_gets_more_homes_and_no_more_than_the_limit() -> None:
-    router = routed("placed", "abcdefghijkl", Room(8, 1000, adapters=4))
+def test_placed_keeps_requests_at_the_home_of_their_adapter() -> None:
+    placed, least = (routed(rule, "abcd", Room(16, 1000, adapters=4)) for rule in ("placed", "least_loaded"))
+    for router in (placed, least):
+        lives(router, 2000, 12, 24)
+    assert placed.num_loads < 0.05 * 2000 < 0.5 * least.num_loads
+    assert all(1 <= len(set(placed.rule.homes(f"x{number}"))) <= 3 for number in range(12))
+
+
+def test_the_number_of_homes_is_bounded_until_the_demand_exceeds_them() -> None:
+    router = routed(PlacedAdapters(most_homes=3), "abcdefghijkl", Room(8, 1000, adapters=6))
+    for number in range(100):
+        each = need(f"x{number % 5}")
+        send(router, each)
+        router.ended(each.request_id)
+    for _ in range(24):
+        send(router, need("hot"))
+    assert sum(s.has("hot") for s in router.replicas.values()) == 3, "a fifth of the demand, on full batches"
+    for _ in range(6):
+        send(router, need("hot"))
+    assert sum(s.has("hot") for s in router.replicas.values()) > 3, "no request waits behind a full batch"
+    router = routed(PlacedAdapters(most_homes=3), "abcdefghijkl", Room(8, 1000, adapters=6))
     for _ in range(60):
         send(router, need("hot"))
-    holders = [s for s in router.replicas.values() if s.has("hot")]
-    assert 2 <= len(holders) <= 8
     router.replan()
-    assert len(set(router.rule.homes("hot"))) >= 8, "all of the demand is for this adapter"
+    assert len(set(router.rule.homes("hot"))) == 12, "all of the demand is for this adapter"
 
 
 def test_a_known_prefix_decides_between_about_equal_replicas() -> None:

@@ -12,7 +12,7 @@ from vlora.routing.placement import proactive
 from vlora.routing.standing import Need, Standing
 
 _FORGET = 0.7  # weight of all earlier requests at each new placement of adapters
-_SPILL = 0.75  # of a batch: above it, a much lighter replica may become a further home
+_SPILL = 0.5  # of a batch: above it, a much lighter replica may become a further home
 _LIGHTER = 0.25  # of a batch: how much lighter that replica must be
 _TRIED = 32  # lightly loaded replicas that are compared
 _NEAR = 0.25  # of a batch: how many more requests a replica with the adapter or prefix may have than the lightest one
@@ -67,19 +67,17 @@ class Punica(Rule):
 
 
 class WhereItIs(Rule):
-    """The busiest replica with room that has the adapter, else the busiest with room that has a place for it."""
+    """The busiest replica whose batch has room and that has the adapter, else the busiest that has a place for it."""
 
     name = "where_it_is"
     consolidates = True
 
     def choose(self, fleet: Fleet, need: Need) -> Standing | None:
-        if need.adapter is None:
-            return busiest(fleet, need)
-        for standing in fleet.holders(need.adapter):
-            if standing.takes(need):
-                return standing
-        placeable = (s for s in fleet.from_busiest() if s.takes(need) and s.place_for(need.adapter) < 2)
-        return next(placeable, None) or busiest(fleet, need)
+        holders = fleet.holders(need.adapter) if need.adapter is not None else []
+        within = (s for s in itertools.chain(holders, fleet.from_busiest()) if s.size < s.room.max_batch_size)
+        with_room = (s for s in within if s.takes(need) and s.place_for(need.adapter) < 2)
+        # If all batches are full: where it will be served soonest.
+        return next(with_room, None) or next((s for s in fleet.from_lightest() if s.takes(need)), None)
 
 
 class LeastLoaded(Rule):
@@ -131,11 +129,13 @@ class PlacedAdapters(Rule):
     def __init__(self, most_homes: int = 8) -> None:
         self._most_homes = most_homes
         self._demand: dict[str, float] = {}
+        self._total = 0.0
         self._homes: dict[str, set[str]] = {}
 
     def submitted(self, need: Need) -> None:
         if need.adapter is not None and not need.returned:
             self._demand[need.adapter] = self._demand.get(need.adapter, 0.0) + 1.0
+            self._total += 1.0
 
     def homes(self, adapter: str) -> Iterable[str]:
         return self._homes.get(adapter, ())
@@ -150,6 +150,7 @@ class PlacedAdapters(Rule):
                 self._homes.setdefault(adapter, set()).add(name)
         # An adapter without recent requests is forgotten.
         self._demand = {name: rate * _FORGET for name, rate in self._demand.items() if rate > 0.01}
+        self._total = math.fsum(self._demand.values())
 
     def choose(self, fleet: Fleet, need: Need) -> Standing | None:
         if need.adapter is None:
@@ -165,7 +166,8 @@ class PlacedAdapters(Rule):
         if other is None:
             return best
         lighter = best is None or other.size + _LIGHTER * other.room.max_batch_size < best.size
-        bounded = len(homes) + len(others) < self._most_homes
+        worth = self._demand.get(need.adapter, 0.0) / self._total * len(fleet.replicas) if self._total else 0.0
+        bounded = len(homes) + len(others) < max(self._most_homes, worth)
         if best is not None and not (lighter and (bounded or best.size >= best.room.max_batch_size)):
             return best
         if bounded:

@@ -71,8 +71,8 @@ def simulate(
     machine, load_s = read_costs(costs or MEASURED)
     if quick:
         policy = _QUICK_POLICY
-    chosen = {} if policy is None else {"policy": policy}
-    config = ReplicaConfig(costs=machine, load_s=load_s, prefix_cache=prefix_cache, **chosen, **settings)
+    chosen = settings if policy is None else {"policy": policy, **settings}
+    config = ReplicaConfig(costs=machine, load_s=load_s, prefix_cache=prefix_cache, **chosen)
     measures = replay(arrivals, config, dataclasses.replace(replicas, quick=quick))
     return {
         "trace": trace,
@@ -106,8 +106,8 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     yield "  time to first token    " + ", ".join(f"{name} {value:.3f} s" for name, value in found["ttft_s"].items())
     if found["unreachable"] or found["late"]:
         yield (
-            f"  bound on first token   {found['unreachable']} refused as unreachable, after "
-            + ", ".join(f"{name} {value:.3f} s" for name, value in found["refusal_s"].items())
+            f"  bound on first token   {found['unreachable']} refused as unreachable"
+            + "".join(f", {name} {value:.3f} s" for name, value in found["refusal_s"].items())
             + f"; {found['late']} of {found['requests']} answered late"
         )
     if not found["quick"]:

@@ -37,7 +37,7 @@ class Scaling:
         self._drain_since: dict[str, float] = {}
         self._starting: list[float] = []  # when each replica that was added serves
 
-    def follow(self, _: None) -> None:
+    def follow(self, _periodic: None) -> None:
         """Act on the present advice."""
         scaled, cluster = self._scaled, self._cluster
         assert cluster.max_replicas is not None
