@@ -46,9 +46,8 @@ class Fleet:
                 yield self.replicas[name]
 
     def holders(self, adapter: str) -> list[Standing]:
-        """Replicas with an adapter on their device, the busiest first."""
-        found = [self.replicas[name] for name in self._holders.get(adapter, ())]
-        return sorted(found, key=lambda s: (-s.size, s.name))
+        """Replicas with an adapter on their device, in no particular order."""
+        return [self.replicas[name] for name in self._holders.get(adapter, ())]
 
     # -- changes ------------------------------------------------------------------------------------------------------
 

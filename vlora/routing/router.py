@@ -291,7 +291,7 @@ class Router:
     # -- planning -----------------------------------------------------------------------------------------------------
 
     def replan(self) -> None:
-        """Let the rule plan the homes of adapters: call it every ten seconds or so, and after `join` and `leave`."""
+        """Let the rule plan the homes of adapters: call it every minute or so, and after `join` and `leave`."""
         self.rule.replan(self._fleet)
 
     def advice(self, light: float = 0.5) -> Advice:

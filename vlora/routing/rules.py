@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable
 
 from vlora.routing.fleet import Fleet
 from vlora.routing.placement import proactive
@@ -74,10 +74,13 @@ class WhereItIs(Rule):
 
     def choose(self, fleet: Fleet, need: Need) -> Standing | None:
         holders = fleet.holders(need.adapter) if need.adapter is not None else []
-        within = (s for s in itertools.chain(holders, fleet.from_busiest()) if s.size < s.room.max_batch_size)
-        with_room = (s for s in within if s.takes(need) and s.place_for(need.adapter) < 2)
+        within = [s for s in holders if s.size < s.room.max_batch_size and s.takes(need)]
+        if within:
+            return max(within, key=lambda s: (s.size, s.name))
+        busy = (s for s in fleet.from_busiest() if s.size < s.room.max_batch_size)
+        with_place = (s for s in busy if s.takes(need) and s.place_for(need.adapter) < 2)
         # If all batches are full: where it will be served soonest.
-        return next(with_room, None) or next((s for s in fleet.from_lightest() if s.takes(need)), None)
+        return next(with_place, None) or next((s for s in fleet.from_lightest() if s.takes(need)), None)
 
 
 class LeastLoaded(Rule):
@@ -113,15 +116,20 @@ class RoundRobin(Rule):
 
 
 class PlacedAdapters(Rule):
-    """The least loaded home of the adapter; homes follow the demand for each adapter (`placement.proactive`).
+    """The least loaded replica with the adapter; further copies under load, where the plan has its homes.
 
-    Where loading an adapter costs more than a slightly smaller batch, requests should meet where their adapter is, and
-    adapters should be distributed by demand (dLoRA section 5). A request goes to a much lighter replica instead if the
-    adapter has fewer than `most_homes` copies or the batches of its homes are full, and to any replica with room if no
-    home has. Among about equally loaded replicas, the one that knows the longest prefix of the request is preferred.
+    Where loading an adapter costs more than a slightly smaller batch, requests should meet where their adapter is. A
+    request goes elsewhere if no replica with its adapter has room, or if these are busy, another one is much lighter,
+    and the adapter has fewer than `most_homes` copies or the batches of its replicas are full. Copies that are no
+    longer used are displaced by others.
+
+    A new copy is placed on a lightly loaded replica with a free place, of these on a planned home. The plan distributes
+    adapters by demand (`placement.proactive`, after dLoRA section 5). It places nothing by itself: adapters that move
+    with each change of the demand cost more loads than they save. Among about equally loaded replicas, the one that
+    knows the longest prefix of the request is preferred.
 
     Args:
-        most_homes: upper limit of the homes of an adapter, unless its demand exceeds them.
+        most_homes: upper limit of the copies of an adapter, unless its demand exceeds them.
     """
 
     name = "placed"
@@ -146,7 +154,7 @@ class PlacedAdapters(Rule):
         plan = proactive(self._demand, slots, {s.name: s.resident.keys() for s in serving}, most_homes=self._most_homes)
         self._homes = {}
         for name, adapters in plan.items():
-            for adapter in adapters - fleet.replicas[name].barred:
+            for adapter in adapters:
                 self._homes.setdefault(adapter, set()).add(name)
         # An adapter without recent requests is forgotten.
         self._demand = {name: rate * _FORGET for name, rate in self._demand.items() if rate > 0.01}
@@ -155,24 +163,17 @@ class PlacedAdapters(Rule):
     def choose(self, fleet: Fleet, need: Need) -> Standing | None:
         if need.adapter is None:
             return _light(fleet, need)
-        homes = self._homes.setdefault(need.adapter, set())
-        best = _lightest(fleet, need, [fleet.replicas[name] for name in homes if name in fleet.replicas])
+        holders = fleet.holders(need.adapter)
+        best = _lightest(fleet, need, holders)
         if best is not None and best.size <= _SPILL * best.room.max_batch_size:
             return best
-        others = [s for s in fleet.holders(need.adapter) if s.name not in homes]
-        if best is None and (best := _lightest(fleet, need, others)) is not None:
-            return best
-        other = _light(fleet, need)
-        if other is None:
-            return best
-        lighter = best is None or other.size + _LIGHTER * other.room.max_batch_size < best.size
+        other = _light(fleet, need, self._homes.get(need.adapter, ()))
+        if best is None or other is None:
+            return best or other
+        lighter = other.size + _LIGHTER * other.room.max_batch_size < best.size
         worth = self._demand.get(need.adapter, 0.0) / self._total * len(fleet.replicas) if self._total else 0.0
-        bounded = len(homes) + len(others) < max(self._most_homes, worth)
-        if best is not None and not (lighter and (bounded or best.size >= best.room.max_batch_size)):
-            return best
-        if bounded:
-            homes.add(other.name)
-        return other
+        bounded = len(holders) < max(self._most_homes, worth)
+        return other if lighter and (bounded or best.size >= best.room.max_batch_size) else best
 
 
 def busiest(fleet: Fleet, need: Need) -> Standing | None:
@@ -193,20 +194,23 @@ def _lightest(fleet: Fleet, need: Need, candidates: Iterable[Standing]) -> Stand
     return min(near, key=lambda s: (-known.get(s.name, 0), s.size, s.name))
 
 
-def _light(fleet: Fleet, need: Need) -> Standing | None:
-    """Of the replicas with room, one that is hardly busier than the lightest, by place for the adapter and prefix."""
+def _light(fleet: Fleet, need: Need, homes: Collection[str] = ()) -> Standing | None:
+    """Of the replicas with room, one that is hardly busier than the lightest.
+
+    In order of preference: a replica with a place for the adapter, a planned home, one that knows the prefix.
+    """
     with_room = (s for s in fleet.from_lightest() if s.takes(need))
     best = next(with_room, None)
     if best is None:
         return None
     most = best.size + _NEAR * best.room.max_batch_size
     near = [best, *itertools.takewhile(lambda s: s.size <= most, itertools.islice(with_room, _TRIED))]
-    known: Mapping[str, int] = {}
-    if need.prefix:
-        known = fleet.prefixes.known(need.prefix)
-        more = (fleet.replicas[name] for name in known)
-        near += [s for s in more if s.size <= most and s.takes(need)]
-    return min(near, key=lambda s: (s.place_for(need.adapter), -known.get(s.name, 0), s.size, s.name))
+    known = fleet.prefixes.known(need.prefix) if need.prefix else {}
+    more = (fleet.replicas[name] for name in itertools.chain(known, homes) if name in fleet.replicas)
+    near += [s for s in more if s.size <= most and s.takes(need)]
+    return min(
+        near, key=lambda s: (s.place_for(need.adapter), s.name not in homes, -known.get(s.name, 0), s.size, s.name)
+    )
 
 
 RULES: dict[str, type[Rule]] = {

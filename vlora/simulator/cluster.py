@@ -41,7 +41,7 @@ class ClusterConfig:
     over: float | None = None
     quick: bool = False
     consolidate_s: float = 10.0
-    replan_s: float = 10.0
+    replan_s: float = 60.0
     rebalance_s: float = 0.0
     report_s: float = 0.0
     report_age_s: float = 0.0
