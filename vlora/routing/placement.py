@@ -95,7 +95,9 @@ def proactive(
         for _ in range(copies[adapter]):
             if not num_left:
                 break
-            free = [name for name in (*order, *own.difference(order)) if left[name] and adapter not in placed[name]]
+            free = [
+                name for name in (*order, *sorted(own.difference(order))) if left[name] and adapter not in placed[name]
+            ]
             if not free:  # full: the next one on the ring with a free slot
                 further = (name for name in ring.candidates(adapter) if left[name] and adapter not in placed[name])
                 free = list(itertools.islice(further, 1))

@@ -11,7 +11,7 @@ from vlora.routing.fleet import Fleet
 from vlora.routing.placement import proactive
 from vlora.routing.standing import Need, Standing
 
-_FORGET = 0.7  # weight of all earlier requests at each new placement of adapters
+_LEAST_PERIOD = 1024  # requests after which the demand so far counts half
 _SPILL = 0.5  # of a batch: above it, a much lighter replica may become a further home
 _LIGHTER = 0.25  # of a batch: how much lighter that replica must be
 _TRIED = 32  # lightly loaded replicas that are compared
@@ -138,12 +138,19 @@ class PlacedAdapters(Rule):
         self._most_homes = most_homes
         self._demand: dict[str, float] = {}
         self._total = 0.0
+        self._num_since = 0
         self._homes: dict[str, set[str]] = {}
 
     def submitted(self, need: Need) -> None:
         if need.adapter is not None and not need.returned:
             self._demand[need.adapter] = self._demand.get(need.adapter, 0.0) + 1.0
             self._total += 1.0
+            self._num_since += 1
+            if self._num_since >= max(_LEAST_PERIOD, 4 * len(self._demand)):
+                # Recent requests count most, and an adapter without any is forgotten.
+                self._demand = {name: rate / 2 for name, rate in self._demand.items() if rate > 0.1}
+                self._total = math.fsum(self._demand.values())
+                self._num_since = 0
 
     def homes(self, adapter: str) -> Iterable[str]:
         return self._homes.get(adapter, ())
@@ -156,9 +163,6 @@ class PlacedAdapters(Rule):
         for name, adapters in plan.items():
             for adapter in adapters:
                 self._homes.setdefault(adapter, set()).add(name)
-        # An adapter without recent requests is forgotten.
-        self._demand = {name: rate * _FORGET for name, rate in self._demand.items() if rate > 0.01}
-        self._total = math.fsum(self._demand.values())
 
     def choose(self, fleet: Fleet, need: Need) -> Standing | None:
         if need.adapter is None:
