@@ -42,13 +42,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "vlora.memory": LEVEL_1,
     "vlora.lora": LEVEL_1 | {"vlora.memory"},
     "vlora.client": BASE,
+    "vlora.routing": BASE | {"vlora.orchestrator"},
     "vlora.orchestrator": BASE | {"vlora.config", "vlora.memory"},
     "vlora.models": LEVEL_2,
     "vlora.engine": LEVEL_3,
     "vlora.cluster": BASE | {"vlora.config", "vlora.engine", "vlora.logging_format"},
     "vlora.server": LEVEL_3 | {"vlora.engine", "vlora.client"},
-    "vlora.simulator": BASE | {"vlora.config", "vlora.memory", "vlora.orchestrator"},
-    "vlora.bench": LEVEL_3 | {"vlora.engine", "vlora.simulator", "vlora.client", "vlora.tune", "fusion"},
+    "vlora.simulator": BASE | {"vlora.config", "vlora.memory", "vlora.orchestrator", "vlora.routing"},
+    "vlora.bench": LEVEL_3
+    | {"vlora.engine", "vlora.routing", "vlora.simulator", "vlora.client", "vlora.tune", "fusion"},
     "vlora.tune": LEVEL_2 | {"vlora.models"},
     "vlora.cli": LEVEL_3
     | {
@@ -145,6 +147,7 @@ def test_checkpoints_are_read_by_the_one_way_that_runs_none_of_their_code() -> N
     "module",
     [
         "vlora.orchestrator",
+        "vlora.routing",
         "vlora.simulator",
         "vlora.client",
         "vlora.cluster.cluster",

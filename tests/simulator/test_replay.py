@@ -6,12 +6,13 @@ import json
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from vlora.errors import BadConfig
 from vlora.orchestrator import POLICIES, Costs
-from vlora.simulator import MEASURED, Arrival, ReplicaConfig, make_workload, read_costs, replay
+from vlora.simulator import MEASURED, Arrival, ClusterConfig, ReplicaConfig, make_workload, read_costs, replay
 from vlora.simulator.commands import lines, simulate
 from vlora.simulator.replica import Replica
 
@@ -72,7 +73,8 @@ def test_a_request_that_cannot_fit_is_refused() -> None:
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_overload_with_a_deadline_is_refused_in_part(replicas: int) -> None:
     workload = make_workload("hottest:rate=20,answer_min=5,answer_max=30")
-    found = replay(workload.arrivals(200, 5, 0), ReplicaConfig(costs=COSTS, max_ttft_s=4.0), replicas).as_dict()
+    cluster = ClusterConfig(replicas=replicas, rule="least_loaded")
+    found = replay(workload.arrivals(200, 5, 0), ReplicaConfig(costs=COSTS, max_ttft_s=4.0), cluster).as_dict()
     assert found["requests"] + found["unreachable"] == 200 and found["unreachable"] > 40
     assert found["late"] <= 0.05 * found["requests"]
     assert found["refusal_s"]["p99"] <= 4.0
@@ -108,7 +110,10 @@ def test_a_deadline_counts_from_arrival() -> None:
 
 def test_replicas_share_the_load() -> None:
     workload = make_workload("hottest:rate=2")
-    alone, shared = (replay(workload.arrivals(80, 5, 0), ReplicaConfig(costs=COSTS), n).as_dict() for n in (1, 4))
+    alone, shared = (
+        replay(workload.arrivals(80, 5, 0), ReplicaConfig(costs=COSTS), ClusterConfig(replicas=n)).as_dict()
+        for n in (1, 4)
+    )
     assert shared["requests"] == 80
     assert shared["mean_latency_s"] < 0.7 * alone["mean_latency_s"]
 
@@ -185,54 +190,48 @@ def test_invalid_costs_are_reported_by_name(tmp_path: Path) -> None:
         read_costs(path)
 
 
+def run_command(trace: str, **arguments: Any) -> dict[str, Any]:
+    """The command with the defaults of its options."""
+    defaults: dict[str, Any] = {"num_adapters": 4, "num_requests": 20, "num_tenants": 0, "seed": 0, "costs": None}
+    defaults |= {"quick": None, "policy": None, "settings": {}, "cluster": {}}
+    return simulate(trace, **defaults | arguments)
+
+
 def test_the_command_reports_its_measures() -> None:
-    settings = {"policy": "cost_based", "kv_tokens": 65_536}
-    found = simulate(
-        "hottest:rate=0.5",
-        num_adapters=4,
-        num_replicas=2,
-        num_requests=20,
-        num_tenants=0,
-        seed=0,
-        costs=None,
-        settings=settings,
-    )
-    assert found["requests"] == 20 and found["policy"] == "cost_based"
+    found = run_command("hottest:rate=0.5", policy="cost_based", settings={"kv_tokens": 65_536})
+    assert found["requests"] == 20 and found["policy"] == "cost_based" and found["routing"] is None
     text = "\n".join(lines(found))
-    assert "average token latency" in text and "2 replicas" in text and "bound on" not in text
+    assert "average token latency" in text and "1 replica\n" in text and "bound on" not in text
     settings = {"max_ttft_s": 2.0, "weight": ("*=1",)}
-    found = simulate(
-        "hottest:rate=50",
-        num_adapters=4,
-        num_replicas=1,
-        num_requests=80,
-        num_tenants=2,
-        seed=0,
-        costs=None,
-        settings=settings,
-    )
+    found = run_command("hottest:rate=50", num_requests=80, num_tenants=2, settings=settings)
     assert sum(tenant["requests"] for tenant in found["tenants"].values()) == found["requests"]
     assert "\n  tenant-1 " in "\n".join(lines(found))
     assert f"{found['unreachable']} refused as unreachable" in "\n".join(lines(found)) and found["unreachable"] > 20
     with pytest.raises(BadConfig, match="weight is 'adapter-0=none'"):
-        simulate(
-            "gamma",
-            num_adapters=1,
-            num_replicas=1,
-            num_requests=1,
-            num_tenants=0,
-            seed=0,
-            costs=None,
-            settings={"weight": ("adapter-0=none",)},
-        )
+        run_command("gamma", settings={"weight": ("adapter-0=none",)})
     with pytest.raises(BadConfig, match="policy is 'fifo'"):
-        simulate(
-            "gamma",
-            num_adapters=4,
-            num_replicas=1,
-            num_requests=1,
-            num_tenants=0,
-            seed=0,
-            costs=None,
-            settings={"policy": "fifo"},
-        )
+        run_command("gamma", policy="fifo")
+
+
+def test_the_command_reports_on_many_replicas() -> None:
+    cluster = {"replicas": 3, "rule": "placed", "mtbf_s": 20.0, "restart_s": 2.0}
+    found = run_command("gamma:rate=2", num_requests=100, cluster=cluster)
+    text = "\n".join(lines(found))
+    assert "policy cost_based, 3 replicas, rule placed\n" in text and "switches" in text
+    assert f"failed replicas        {found['routing']['failures']}; " in text and found["routing"]["failures"]
+    assert f"computed again         {found['routing']['recomputed_tokens']} tokens" in text
+    text = "gamma:rate=2,prefixes=3"
+    found = run_command(text, num_requests=100, quick=True, cluster={"replicas": 2, "rule": "punica"})
+    text = "\n".join(lines(found))
+    assert "policy unmerged_only, 2 replicas, rule punica, stretches of unmerged steps\n" in text
+    assert "switches" not in text and "longest wait" not in text and "prompt tokens reused" in text
+
+
+def test_more_than_sixteen_replicas_are_quick_unless_a_policy_is_chosen() -> None:
+    assert [run_command("gamma", cluster={"replicas": n})["quick"] for n in (16, 17)] == [False, True]
+    assert run_command("gamma", cluster={"max_replicas": 17})["quick"]
+    assert not run_command("gamma", cluster={"replicas": 17}, policy="dlora")["quick"]
+    assert run_command("gamma", cluster={"replicas": 17}, policy="unmerged_only")["quick"]
+    assert not run_command("gamma", cluster={"replicas": 17}, quick=False)["quick"]
+    with pytest.raises(BadConfig, match="leave --policy dlora out"):
+        run_command("gamma", quick=True, policy="dlora")

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from vlora.orchestrator import POLICIES, Costs
-from vlora.simulator import Arrival, ReplicaConfig, make_workload, replay
+from vlora.simulator import Arrival, ClusterConfig, ReplicaConfig, make_workload, replay
 from vlora.simulator.commands import lines
 from vlora.simulator.replica import Replica
 from vlora.simulator.tenants import contested_shares
@@ -88,7 +88,7 @@ def test_refusals_are_counted_by_tenant() -> None:
 def test_a_tenant_without_answers_has_no_time_to_first_token() -> None:
     arrivals = [Arrival(0.0, "a", 10, 5, tenant="n"), Arrival(0.05, "a", 10, 5, max_ttft_s=0.01, tenant="s")]
     found = replay(arrivals, ReplicaConfig(costs=COSTS)).as_dict()
-    text = "\n".join(lines({"trace": "t", "policy": "algorithm1", "replicas": 1, **found}))
+    text = "\n".join(lines({"trace": "t", "policy": "algorithm1", "replicas": 1, "quick": False, **found}))
     assert "1 answered, 0 refused" in text and "0 answered, 1 refused" in text
     assert text.count("time to first token") == 2, "all together, and the answered tenant"
 
@@ -96,5 +96,5 @@ def test_a_tenant_without_answers_has_no_time_to_first_token() -> None:
 def test_shares_are_summed_over_replicas() -> None:
     box = ReplicaConfig(costs=COSTS, max_batch_size=4, tenant_weight=("north=3", "south=1"))
     together = [arrival for arrival in crowd(60, 0) for _ in range(2)]  # both tenants on each box
-    found = replay(together, box, 2).as_dict()["tenants"]
+    found = replay(together, box, ClusterConfig(replicas=2, rule="least_loaded")).as_dict()["tenants"]
     assert found["north"]["share"] == pytest.approx(0.75, abs=0.06)

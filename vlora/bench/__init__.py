@@ -28,6 +28,7 @@ BENCHES = {
     "loading": "engine.loading",
     "reuse": "engine.reuse",
     "overload": "scheduling.overload",
+    "cluster": "cluster.cluster",
     "heads": "engine.heads",
     "gateway": "serving.gateway",
     "serve": "serving.serve",

@@ -62,7 +62,7 @@ class Report:
     def _print_table(self) -> None:
         console = Console(width=170)
         table = Table(title=self.title or f"vlora bench {self.bench}")
-        columns = list(self.rows[0]) if self.rows else []
+        columns = [name for name in self.rows[0] if not _is_curve(name, self.rows)] if self.rows else []
         for column in columns:
             table.add_column(column, justify="left" if isinstance(self.rows[0][column], str) else "right")
         for row in self.rows:
@@ -102,6 +102,11 @@ def version_of(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _is_curve(name: str, rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a column holds sequences, which are for plots."""
+    return any(isinstance(row[name], list) for row in rows)
 
 
 def _cell(value: Any) -> str:

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from vlora.cli.bench_retrieve import bench_retrieve
 from vlora.cli.bench_serve import OPTION_NAMES, serve_options
+from vlora.cli.cluster_options import cluster_options, take_cluster_settings
 from vlora.cli.extras import needs
 from vlora.cli.group import cli
 from vlora.cli.progress import waiting
@@ -33,13 +35,6 @@ from vlora.errors import BadConfig
     default=0,
     show_default=True,
     help="Tenants that share the requests without a tenant, by a power law: tenant-0 sends most.",
-)
-@click.option(
-    "--replicas",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    help="Number of replicas that share the load.",
 )
 @click.option(
     "--requests",
@@ -66,15 +61,16 @@ from vlora.errors import BadConfig
     show_default=True,
     help="Adapter capacity per replica.",
 )
+@cluster_options
 @json_option
 def simulate(
     trace: str,
     adapters: int,
     tenants: int,
-    replicas: int,
     requests: int | None,
     seed: int,
     costs: Path | None,
+    quick: bool | None,
     as_json: bool,
     **settings: Any,
 ) -> None:
@@ -83,6 +79,7 @@ def simulate(
     \b
         vlora simulate hottest:rate=0.3,skew=0.6 --policy algorithm1
         vlora simulate gamma:rate=1,cv=2 --adapters 10000 --replicas 4 --requests 10000
+        vlora simulate gamma:rate=1000 --replicas 1000 --rule placed --mtbf-s 3600 --requests 100000
         vlora simulate hottest:rate=1.3 --max-ttft-s 5 --requests 500
         vlora simulate hottest:rate=3 --tenants 2 --tenant-weight tenant-1=3 --requests 300
         vlora simulate AzureLLMInferenceTrace_conv.csv --policy unmerged_only --json
@@ -97,20 +94,29 @@ def simulate(
         video     streams, fps, chunk, frames, frame_tokens, answer     a chunk a second each (V-LoRA 6.1)
 
     The first three also take prompt_min, prompt_max, answer_min, answer_max, in tokens; an answer length of 0 selects a
-    task head.
+    task head. With prefixes=N each prompt begins with one of N common prefixes of prefix_tokens tokens.
+
+    Of more than 16 replicas, stretches of equal steps are simulated, not each step: some hundred times faster, with
+    unmerged steps only. --quick and --full choose one way.
     """
     from vlora.simulator import commands
 
+    cluster = take_cluster_settings(settings)
+    policy = settings.pop("policy")
+    if click.get_current_context().get_parameter_source("policy") is ParameterSource.DEFAULT:
+        policy = None
     with waiting("replaying"):
         found = commands.simulate(
             trace,
             num_adapters=adapters,
-            num_replicas=replicas,
             num_requests=requests,
             num_tenants=tenants,
             seed=seed,
             costs=costs,
+            quick=quick,
+            policy=policy,
             settings=settings,
+            cluster=cluster,
         )
     if as_json:
         print_json(found)

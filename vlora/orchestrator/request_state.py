@@ -178,6 +178,11 @@ class TrackedRequest:
     def has_ended(self) -> bool:
         return self.status in (RequestStatus.FINISHED, RequestStatus.FAILED)
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether its answer was interrupted: by a preemption, or on another engine."""
+        return bool(self.num_preemptions or self.request.answered)
+
     def expired(self, now: float) -> bool:
         """Whether the request's max_latency_s has passed."""
         bound = self.request.max_latency_s

@@ -8,6 +8,7 @@ Reading order: `arrivals.py` (requests), `popularity.py`, `workloads.py` and `tr
 
 from vlora.simulator.arrivals import Arrival
 from vlora.simulator.checked_replica import CheckedReplica, CheckedReplicaConfig
+from vlora.simulator.cluster import ClusterConfig
 from vlora.simulator.machine import MEASURED, read_costs
 from vlora.simulator.measures import Measures
 from vlora.simulator.replay import replay
@@ -22,6 +23,7 @@ __all__ = [
     "Arrival",
     "CheckedReplica",
     "CheckedReplicaConfig",
+    "ClusterConfig",
     "Measures",
     "ReplicaConfig",
     "make_request",

@@ -10,7 +10,7 @@ class Arrival(NamedTuple):
 
     answer_tokens 0: a task head answers in one pass over the prompt. max_ttft_s, priority, tenant: as of a request.
     images: the patches of each image (`VisionInput.num_patches`), 0 for one with cached embeddings; their tokens are
-    included in the prompt's.
+    included in the prompt's. prefix: arrivals with the same one begin with the same `prefix_tokens` tokens.
     """
 
     time_s: float
@@ -21,6 +21,8 @@ class Arrival(NamedTuple):
     priority: int = 0
     tenant: str | None = None
     images: tuple[int, ...] = ()
+    prefix: str | None = None
+    prefix_tokens: int = 0
 
 
 def adapter_name(number: int) -> str:

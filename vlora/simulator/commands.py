@@ -2,64 +2,95 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from vlora.errors import BadConfig
 from vlora.simulator.arrivals import Arrival
+from vlora.simulator.cluster import ClusterConfig
 from vlora.simulator.machine import MEASURED, read_costs
 from vlora.simulator.replay import replay
 from vlora.simulator.replica import ReplicaConfig
 from vlora.simulator.traces import read_trace
-from vlora.simulator.workloads import among_tenants, make_workload
+from vlora.simulator.workloads import Lengths, among_tenants, make_workload
 
 _NUM_REQUESTS = 1000  # of a workload, which is unbounded
+_MOST_EXACT = 16  # replicas of which each step is simulated by default
+_QUICK_POLICY = "unmerged_only"
 
 
 def simulate(
     trace: str,
     *,
     num_adapters: int,
-    num_replicas: int,
     num_requests: int | None,
     num_tenants: int,
     seed: int,
     costs: Path | None,
+    quick: bool | None,
+    policy: str | None,
     settings: Mapping[str, Any],
+    cluster: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Replay traffic and return the measures.
 
     Args:
         trace: A CSV file or a workload's name.
         num_adapters: Adapters of a workload, or of a trace that names none.
-        num_replicas: Replicas that share the traffic.
         num_requests: Limit on the number of requests; None is 1000 for a workload and no limit for a trace.
         num_tenants: Tenants to assign to requests without one; 0 assigns none.
         seed: Of all draws.
         costs: JSON file of a machine's costs; None uses the built-in measurements.
-        settings: Fields of `ReplicaConfig`.
+        quick: Simulate stretches of unmerged steps; None: with many replicas, unless a policy is chosen.
+        policy: The chosen policy; None for the default one.
+        settings: Further fields of `ReplicaConfig`.
+        cluster: Fields of `ClusterConfig`.
 
     Raises:
         BadConfig: An argument is invalid.
     """
     path = Path(trace)
     arrivals: Iterator[Arrival]
+    prefix_cache = False
     if path.suffix.lower() == ".csv" or path.is_file():
         arrivals = itertools.islice(read_trace(path, num_adapters, seed), num_requests)
     else:
-        arrivals = make_workload(trace).arrivals(num_requests or _NUM_REQUESTS, num_adapters, seed)
+        workload = make_workload(trace)
+        prefix_cache = isinstance(workload, Lengths) and workload.prefixes > 0
+        arrivals = workload.arrivals(num_requests or _NUM_REQUESTS, num_adapters, seed)
     if num_tenants:
         arrivals = among_tenants(arrivals, num_tenants, seed)
+    replicas = ClusterConfig(**cluster, seed=seed)
+    if quick is None:
+        quick = max(replicas.replicas, replicas.max_replicas or 1) > _MOST_EXACT and policy in (None, _QUICK_POLICY)
+    if quick and policy not in (None, _QUICK_POLICY):
+        raise BadConfig(f"quick replicas run unmerged steps; leave --policy {policy} out, or give --full")
     machine, load_s = read_costs(costs or MEASURED)
-    config = ReplicaConfig(costs=machine, load_s=load_s, **settings)
-    measures = replay(arrivals, config, num_replicas)
-    return {"trace": trace, "policy": config.policy, "replicas": num_replicas, **measures.as_dict()}
+    if quick:
+        policy = _QUICK_POLICY
+    chosen = settings if policy is None else {"policy": policy, **settings}
+    config = ReplicaConfig(costs=machine, load_s=load_s, prefix_cache=prefix_cache, **chosen)
+    measures = replay(arrivals, config, dataclasses.replace(replicas, quick=quick))
+    return {
+        "trace": trace,
+        "policy": config.policy,
+        "replicas": replicas.replicas,
+        "quick": quick,
+        **measures.as_dict(),
+    }
 
 
 def lines(found: Mapping[str, Any]) -> Iterator[str]:
     """The result as text, one line per fact."""
-    yield f"{found['trace']}, policy {found['policy']}, {found['replicas']} replica{'s' * (found['replicas'] != 1)}"
+    routing = found["routing"]
+    yield (
+        f"{found['trace']}, policy {found['policy']}, {found['replicas']} replica{'s' * (found['replicas'] != 1)}"
+        + (f", rule {routing['rule']}" if routing else "")
+        + (", stretches of unmerged steps" if found["quick"] else "")
+    )
     if not found["requests"]:
         yield (
             f"  no request was answered; {found['refused']} were refused as too long for the memory, "
@@ -75,22 +106,42 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     yield "  time to first token    " + ", ".join(f"{name} {value:.3f} s" for name, value in found["ttft_s"].items())
     if found["unreachable"] or found["late"]:
         yield (
-            f"  bound on first token   {found['unreachable']} refused as unreachable, after "
-            + ", ".join(f"{name} {value:.3f} s" for name, value in found["refusal_s"].items())
+            f"  bound on first token   {found['unreachable']} refused as unreachable"
+            + "".join(f", {name} {value:.3f} s" for name, value in found["refusal_s"].items())
             + f"; {found['late']} of {found['requests']} answered late"
         )
-    yield (
-        f"  longest wait           {found['longest_wait_s']:.3f} s for the next step; the waiting bound is "
-        f"{found['wait_bound_s']:.3f} s"
-    )
+    if not found["quick"]:
+        yield (
+            f"  longest wait           {found['longest_wait_s']:.3f} s for the next step; the waiting bound is "
+            f"{found['wait_bound_s']:.3f} s"
+        )
     shares = ", ".join(f"{mode} {share:.1%}" for mode, share in found["steps_by_mode"].items())
     yield f"  steps                  {found['steps']}: {shares}"
-    yield f"  switches               {found['switches']}, taking {found['switch_s']:.2f} s"
+    if not found["quick"]:
+        yield f"  switches               {found['switches']}, taking {found['switch_s']:.2f} s"
     yield f"  preemptions            {found['preemptions']}"
     yield f"  adapter loads          {found['adapter_loads']}"
+    if found["reused_tokens"]:
+        yield f"  prefix cache           {found['reused_tokens']} prompt tokens reused"
+    if routing:
+        yield from _routing_lines(routing)
     for name, tenant in found["tenants"].items():
         share = "" if tenant["share"] is None else f"; {tenant['share']:.1%} of the tokens under contention"
         yield f"  {name:<22} {tenant['requests']} answered, {tenant['unreachable']} refused{share}"
         if tenant["ttft_s"]:
             first = ", ".join(f"{percent} {value:.3f} s" for percent, value in tenant["ttft_s"].items())
             yield f"    time to first token  {first}"
+
+
+def _routing_lines(routing: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        f"  replicas with requests {routing['active_replicas']:.1f} on average, with "
+        f"{routing['requests_while_busy']:.1f} requests each"
+    )
+    yield f"  router's queue         at most {routing['most_waiting']} requests"
+    if routing["moves"] or routing["evictions"]:
+        yield f"  moved requests         {routing['moves']} by the router, {routing['evictions']} from full KV memory"
+    if routing["failures"]:
+        yield (f"  failed replicas        {routing['failures']}; {routing['resubmitted']} requests continued elsewhere")
+    if routing["recomputed_tokens"]:
+        yield f"  computed again         {routing['recomputed_tokens']} tokens of moved and continued requests"

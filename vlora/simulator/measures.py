@@ -6,13 +6,20 @@ import math
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from vlora.errors import DeadlineUnreachable
-from vlora.orchestrator import WaitStats
-from vlora.types import EngineStats, RequestOutput
+from vlora.simulator.arrivals import Arrival
+from vlora.simulator.simulated_replica import Job, Totals
 
 PERCENTILES = (50, 90, 99)
+
+
+class Sample(NamedTuple):
+    """The unfinished requests at one time, by replica, and the requests that wait in the router."""
+
+    time_s: float
+    sizes: Mapping[str, int]
+    num_waiting: int
 
 
 class Measures:
@@ -22,9 +29,17 @@ class Measures:
         num_refused: Requests too long for the memory.
         num_unreachable: Requests refused because their bound on the first answer could not be met.
         num_late: Requests admitted, but answered after their bound.
-        longest_wait_s: Of an admitted request for its next step.
+        num_reused: Prompt tokens found in a prefix cache.
+        longest_wait_s: Of an admitted request for its next step; 0 if it is not simulated.
         wait_bound_s: The maximum of the waiting bound on the same replica.
         tenant_shares: See `contested_shares`.
+        rule: Of the router; None for one replica. With a rule, these are measured too:
+        num_moves, num_evictions, num_failures, num_resubmitted: Requests moved by the router, requests evicted from
+            full memory to another replica, failed replicas, and requests that these had.
+        num_recomputed: Tokens of which the KV was computed again for these requests.
+        most_waiting: Requests in the router's queue, at most.
+        active_s: Seconds with requests, summed over the replicas.
+        samples: If requested.
     """
 
     def __init__(self) -> None:
@@ -32,53 +47,55 @@ class Measures:
         self.num_tokens = 0
         self.latency_s = 0.0
         self._ttft_s = array("d")
+        self._latencies_s = array("d")
         self._tenants: defaultdict[str, _Tenant] = defaultdict(_Tenant)
         self.tenant_shares: Mapping[str, float] = {}
-        self._stats: list[EngineStats] = []
+        self._totals: list[Totals] = []
         self.num_refused = 0
         self.num_unreachable = 0
         self.num_late = 0
+        self.num_reused = 0
         self._refusal_s = array("d")
         self.num_loads = 0
         self.end_s = 0.0
-        self.longest_wait_s = 0.0
-        self.wait_bound_s = 0.0
+        self.longest_wait_s = self.wait_bound_s = 0.0
+        self.rule: str | None = None
+        self.num_moves = self.num_evictions = self.num_failures = self.num_resubmitted = 0
+        self.num_recomputed = 0
+        self.most_waiting = 0
+        self.active_s = 0.0
+        self.samples: list[Sample] = []
 
-    def add(self, output: RequestOutput, max_ttft_s: float | None, tenant: str | None) -> None:
-        """Count a finished output of a request with that bound, of that tenant."""
-        timings = output.timings
-        assert timings is not None
-        if output.error is not None:
-            assert output.error.code == DeadlineUnreachable.code
-            self.num_unreachable += 1
-            self._refusal_s.append(timings.latency_s)
-            if tenant is not None:
-                self._tenants[tenant].num_unreachable += 1
-            return
-        assert timings.ttft_s is not None
-        self.num_late += max_ttft_s is not None and timings.ttft_s > max_ttft_s
+    def add_answer(self, job: Job, now: float, max_ttft_s: float | None) -> None:
+        """Count a request that was answered; max_ttft_s: its bound if the arrival has none."""
+        arrival = job.arrival
+        ttft_s, latency_s = job.first_s - arrival.time_s, now - arrival.time_s
+        bound_s = max_ttft_s if arrival.max_ttft_s is None else arrival.max_ttft_s
+        self.num_late += bound_s is not None and ttft_s > bound_s
         self.num_finished += 1
-        num_tokens = timings.num_prompt_tokens + timings.num_completion_tokens
+        num_tokens = arrival.prompt_tokens + arrival.answer_tokens
         self.num_tokens += num_tokens
-        self.latency_s += timings.latency_s
-        self._ttft_s.append(timings.ttft_s)
-        if tenant is not None:
-            self._tenants[tenant].answered(num_tokens, timings.latency_s, timings.ttft_s)
+        self.num_reused += job.num_reused
+        self.latency_s += latency_s
+        self._ttft_s.append(ttft_s)
+        self._latencies_s.append(latency_s)
+        if arrival.tenant is not None:
+            self._tenants[arrival.tenant].answered(num_tokens, latency_s, ttft_s)
 
-    def close(
-        self,
-        stats: Sequence[EngineStats],
-        waits: Sequence[WaitStats],
-        end_s: float,
-        num_loads: int,
-        tenant_shares: Mapping[str, float],
-    ) -> None:
+    def add_refusal(self, arrival: Arrival, after_s: float) -> None:
+        """Count a request that was refused because of its bound, so long after its arrival."""
+        self.num_unreachable += 1
+        self._refusal_s.append(after_s)
+        if arrival.tenant is not None:
+            self._tenants[arrival.tenant].num_unreachable += 1
+
+    def close(self, totals: Sequence[Totals], end_s: float, tenant_shares: Mapping[str, float]) -> None:
         """Add the replicas' counters at the end."""
-        worst = max(waits, key=lambda each: each.longest_s)
-        self.longest_wait_s, self.wait_bound_s = worst.longest_s, worst.bound_s
-        self._stats = list(stats)
+        worst = max(totals, key=lambda each: each.longest_wait_s)
+        self.longest_wait_s, self.wait_bound_s = worst.longest_wait_s, worst.wait_bound_s
+        self._totals = list(totals)
         self.end_s = end_s
-        self.num_loads = num_loads
+        self.num_loads = sum(each.num_loads for each in totals)
         self.tenant_shares = tenant_shares
 
     @property
@@ -100,8 +117,8 @@ class Measures:
 
     def as_dict(self) -> dict[str, Any]:
         steps: Counter[str] = Counter()
-        for stats in self._stats:
-            steps.update(stats.steps_by_mode)
+        for each in self._totals:
+            steps.update(each.steps_by_mode)
         num_steps = sum(steps.values())
         return {
             "requests": self.num_finished,
@@ -113,19 +130,39 @@ class Measures:
             "requests_per_s": self.num_finished / self.end_s if self.end_s else 0.0,
             "average_token_latency_ms": 1e3 * self.average_token_latency_s if self.num_tokens else None,
             "mean_latency_s": self.latency_s / self.num_finished if self.num_finished else None,
+            "latency_s": _percentiles(self._latencies_s),
             "ttft_s": _percentiles(self._ttft_s),
             "longest_wait_s": self.longest_wait_s,
             "wait_bound_s": self.wait_bound_s,
             "refusal_s": _percentiles(self._refusal_s),
             "steps": num_steps,
             "steps_by_mode": {mode: count / num_steps for mode, count in sorted(steps.items())},
-            "switches": sum(stats.num_switches for stats in self._stats),
-            "switch_s": sum(stats.switch_s for stats in self._stats),
-            "preemptions": sum(stats.num_preemptions for stats in self._stats),
+            "switches": sum(each.num_switches for each in self._totals),
+            "switch_s": sum(each.switch_s for each in self._totals),
+            "preemptions": sum(each.num_preemptions for each in self._totals),
             "adapter_loads": self.num_loads,
+            "reused_tokens": self.num_reused,
+            "routing": self._routing(),
             "tenants": {
                 name: each.as_dict(self.tenant_shares.get(name)) for name, each in sorted(self._tenants.items())
             },
+        }
+
+    def _routing(self) -> dict[str, Any] | None:
+        if self.rule is None:
+            return None
+        busy_s = sum(each.busy_s for each in self._totals)
+        return {
+            "rule": self.rule,
+            "active_replicas": self.active_s / self.end_s if self.end_s else 0.0,
+            "busy_s": busy_s,
+            "requests_while_busy": sum(each.batch_s for each in self._totals) / busy_s if busy_s else 0.0,
+            "most_waiting": self.most_waiting,
+            "moves": self.num_moves,
+            "evictions": self.num_evictions,
+            "failures": self.num_failures,
+            "resubmitted": self.num_resubmitted,
+            "recomputed_tokens": self.num_recomputed,
         }
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import zlib
 
 from vlora.config import EngineConfig
 from vlora.errors import BadConfig
 from vlora.memory.adapter_cache import AdapterCache
 from vlora.memory.block_manager import BlockManager
 from vlora.memory.page_allocator import PageAllocator
+from vlora.memory.prefix_cache import PrefixCache
 from vlora.orchestrator import CostModel, Costs, Scheduler, evict_for_kv, load_needed_adapters, make_policy
 from vlora.simulator.arrivals import Arrival
 from vlora.simulator.loader import Loader
@@ -29,6 +31,7 @@ class ReplicaConfig:
             fits one.
         kv_tokens: Capacity for KV.
         resident_adapters: Number of adapters of equal size that fit in addition.
+        prefix_cache: KV of the common tokens of arrivals with the same prefix is reused.
 
     Raises:
         BadConfig: A value is invalid.
@@ -39,6 +42,7 @@ class ReplicaConfig:
     move_s: float = 32e-6  # measured for 16 tokens of the 0.5 B model (docs/decisions/0017)
     kv_tokens: int = 65_536
     resident_adapters: int = 64
+    prefix_cache: bool = False
     policy: str = EngineConfig.policy
     max_batch_size: int = EngineConfig.max_batch_size
     max_step_tokens: int = EngineConfig.max_step_tokens
@@ -83,12 +87,16 @@ class Replica:
         self._machine = Machine(self.clock, config.costs, config.move_s)
         # A page holds one adapter, or one KV block.
         num_blocks = -(-config.kv_tokens // config.block_size)
-        allocator = PageAllocator(config.resident_adapters + num_blocks, 1, copy=self._machine.copy)
+        prefix = PrefixCache({"image": _IMAGE_TOKEN})
+        allocator = PageAllocator(
+            config.resident_adapters + num_blocks, 1, on_evict=prefix.remove, copy=self._machine.copy
+        )
+        self.block_manager = BlockManager(allocator, config.block_size, prefix if config.prefix_cache else None)
         self.adapter_cache = AdapterCache(allocator, config.resident_adapters)
         self._loader = Loader(self.adapter_cache, self.clock, config.load_s)
         self.scheduler = Scheduler(
             policy=make_policy(config.policy),
-            block_manager=BlockManager(allocator, config.block_size),
+            block_manager=self.block_manager,
             max_request_blocks=num_blocks,
             max_batch_size=config.max_batch_size,
             max_step_tokens=config.max_step_tokens,
@@ -121,7 +129,9 @@ class Replica:
         self.scheduler.add(
             Request(
                 request_id=request_id,
-                prompt_ids=_prompt(arrival.prompt_tokens, len(arrival.images)),
+                prompt_ids=_prompt(arrival.prompt_tokens, len(arrival.images))
+                if not self._config.prefix_cache
+                else _distinct_prompt(request_id, arrival),
                 vision=tuple(
                     VisionInput(
                         kind="image",
@@ -147,18 +157,35 @@ class Replica:
         """Step until the clock has reached `time_s` or all work is done. Returns finished outputs only."""
         finished: list[RequestOutput] = []
         while self.clock.now < time_s and self.scheduler.has_work:
-            batch = self.decide()
-            refused = self.scheduler.drain_outputs()
-            for output in refused:
-                self.contention.remove(output.request_id)
-            finished += refused
-            if batch is None and not refused:
-                arrival_s = self._loader.next_s
-                assert arrival_s is not None, "at least one adapter always fits"
-                self.wait_until(min(time_s, arrival_s))
-            elif batch is not None:
-                finished += self.record(batch)
+            outputs, next_s = self.step()
+            finished += outputs
+            self.wait_until(min(time_s, next_s))
         return finished
+
+    def step(self) -> tuple[list[RequestOutput], float]:
+        """Run the next step, or none if all work waits for adapter loads.
+
+        Returns:
+            The finished outputs, and when the next step can be decided: at the present time, or when a load ends.
+        """
+        batch = self.decide()
+        finished = list(self.scheduler.drain_outputs())
+        for output in finished:
+            self.contention.remove(output.request_id)
+        if batch is not None:
+            finished += self.record(batch)
+        elif not finished:
+            load_end_s = self._loader.next_s
+            assert load_end_s is not None, "at least one adapter always fits"
+            return finished, load_end_s
+        return finished, self.clock.now
+
+    def cancel(self, request_id: str) -> RequestOutput | None:
+        """Cancel a request; None if it has ended."""
+        output = self.scheduler.cancel(request_id)
+        if output is not None:
+            self.contention.remove(request_id)
+        return output
 
     def decide(self) -> Batch | None:
         """The next step's batch; None if all work waits for adapter loads, or if all waiting requests were refused."""
@@ -193,6 +220,14 @@ class Replica:
 def _prompt(num_tokens: int, num_images: int) -> tuple[int, ...]:
     """One token per image: the cost of encoding it does not depend on its number of tokens."""
     return (_IMAGE_TOKEN,) * num_images + (0,) * (num_tokens - num_images)
+
+
+def _distinct_prompt(request_id: str, arrival: Arrival) -> tuple[int, ...]:
+    """A prompt that has the tokens of its prefix in common with others, and no block after them."""
+    own, images = 2 + zlib.crc32(request_id.encode()), len(arrival.images)
+    common = 0 if arrival.prefix is None else min(arrival.prefix_tokens, arrival.prompt_tokens - images)
+    prefix = (2 + zlib.crc32(f"prefix {arrival.prefix}".encode()),) * common
+    return (*prefix, *(_IMAGE_TOKEN,) * images, *(own,) * (arrival.prompt_tokens - images - common))
 
 
 @functools.lru_cache(maxsize=4096)

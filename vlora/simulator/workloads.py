@@ -8,7 +8,7 @@ import itertools
 import math
 import random
 import typing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from vlora.errors import BadConfig
 from vlora.simulator.arrivals import Arrival, adapter_name, tenant_name
@@ -23,6 +23,8 @@ class Lengths:
 
     images: per request, with `patches` patches each (`VisionInput.num_patches`); their tokens are included in the
     prompt's. hits: the share of images with cached embeddings. shown: the share of requests with images.
+    prefixes: number of different beginnings of prompts, one of which each request has, drawn uniformly; they have
+    `prefix_tokens` tokens, included in the prompt's. 0: prompts have nothing in common.
     """
 
     prompt_min: int = 192
@@ -33,23 +35,39 @@ class Lengths:
     patches: int = 256
     hits: float = 0.0
     shown: float = 1.0
+    prefixes: int = 0
+    prefix_tokens: int = 128
 
     def __post_init__(self) -> None:
         _check(self, 1, "prompt_min")
-        _check(self, 0, "answer_min", "images", "hits", "shown")
+        _check(self, 0, "answer_min", "images", "hits", "shown", "prefixes", "prefix_tokens")
         _check(self, 1, "patches")
         _check_shares(self, "hits", "shown")
+        if self.prefixes and self.prefix_tokens >= self.prompt_min:
+            raise BadConfig(f"prefix_tokens is {self.prefix_tokens}; it must be below prompt_min, {self.prompt_min}")
         if self.images > self.prompt_min:
             raise BadConfig(f"images is {self.images}; a prompt of {self.prompt_min} tokens is too short")
         for low, high in (("prompt_min", "prompt_max"), ("answer_min", "answer_max")):
             if getattr(self, low) > getattr(self, high):
                 raise BadConfig(f"{low} ({getattr(self, low)}) is above {high} ({getattr(self, high)}); give both")
 
-    def draw(self, draws: random.Random) -> tuple[int, int]:
-        return draws.randint(self.prompt_min, self.prompt_max), draws.randint(self.answer_min, self.answer_max)
+    def source(self, seed: int) -> Callable[[float, str, random.Random], Arrival]:
+        """A function that makes an arrival at a time for an adapter, with lengths by the given draws.
 
-    def draw_images(self, draws: random.Random) -> tuple[int, ...]:
-        """The images of a request, drawn separately: the other properties are the same with and without images."""
+        Images and prefixes are drawn separately: the other properties are the same with and without them.
+        """
+        pictures, prefixes = random.Random(f"images {seed}"), random.Random(f"prefixes {seed}")
+
+        def arrival(time_s: float, adapter: str, draws: random.Random) -> Arrival:
+            lengths = draws.randint(self.prompt_min, self.prompt_max), draws.randint(self.answer_min, self.answer_max)
+            made = Arrival(time_s, adapter, *lengths, images=self._draw_images(pictures))
+            if not self.prefixes:
+                return made
+            return made._replace(prefix=f"prefix-{prefixes.randrange(self.prefixes)}", prefix_tokens=self.prefix_tokens)
+
+        return arrival
+
+    def _draw_images(self, draws: random.Random) -> tuple[int, ...]:
         if not self.images or draws.random() >= self.shown:
             return ()
         return tuple(0 if draws.random() < self.hits else self.patches for _ in range(self.images))
@@ -76,12 +94,12 @@ class Gamma(Lengths):
         shape = self.cv**-2
         scales = [1 / (shape * self.rate * share) for share in power_law(num_adapters, self.alpha)]
         # Stationary from the start: time 0 is at a random point of a gap, and more likely in a long one.
-        pictures = random.Random(f"images {seed}")
+        arrival = self.source(seed)
         next_up = [(draws.random() * draws.gammavariate(shape + 1, scale), i) for i, scale in enumerate(scales)]
         heapq.heapify(next_up)
         for _ in range(num_requests):
             now, i = next_up[0]
-            yield Arrival(now, adapter_name(i), *self.draw(draws), images=self.draw_images(pictures))
+            yield arrival(now, adapter_name(i), draws)
             heapq.heapreplace(next_up, (now + draws.gammavariate(shape, scales[i]), i))
 
 
@@ -208,9 +226,9 @@ def _poisson(
 ) -> Iterator[Arrival]:
     """shares None: every request has its own adapter."""
     sums = list(itertools.accumulate(shares)) if shares else None
-    pictures = random.Random(f"images {seed}")
+    arrival = lengths.source(seed)
     now = 0.0
     for number in range(num_requests):
         now += draws.expovariate(rate)
         which = number if sums is None else draws.choices(range(len(sums)), cum_weights=sums)[0]
-        yield Arrival(now, adapter_name(which), *lengths.draw(draws), images=lengths.draw_images(pictures))
+        yield arrival(now, adapter_name(which), draws)

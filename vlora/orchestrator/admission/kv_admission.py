@@ -7,7 +7,7 @@ which then starves in turn, and nearly all KV is computed again.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from typing import NamedTuple
 
 from vlora.memory.block_manager import BlockManager
@@ -18,7 +18,7 @@ from vlora.types import RequestStatus
 _BUCKETS = 16  # buckets of answer length, as a share of max_tokens
 _PRIOR = 8.0  # weight of assumed full-length answers before the first observation
 _FORGET = 0.98  # decay per answer
-_OLDEST_EVERY = 8  # one of this many entries goes to the oldest request, regardless of priority and share
+OLDEST_EVERY = 8  # one of this many entries goes to the oldest request, regardless of priority and share
 
 
 class AnswerLengths:
@@ -74,9 +74,9 @@ class KvAdmission:
     answers are longer than prompts (docs/decisions/0021). If the forecast is too low, the newest request is preempted.
 
     Order of entry: preempted and resumed requests, oldest first; requests with a deadline on their first answer; all
-    others. The last two groups are ordered by priority, fair share and arrival. One of every `_OLDEST_EVERY` entries
+    others. The last two groups are ordered by priority, fair share and arrival. One of every `OLDEST_EVERY` entries
     goes to the oldest request. Requests that would fit never overtake the first in this order, so neither a large
-    request nor one of low priority waits forever: with n older requests waiting, at most `_OLDEST_EVERY` * (n + 1)
+    request nor one of low priority waits forever: with n older requests waiting, at most `OLDEST_EVERY` * (n + 1)
     requests enter before it, and those of the first group.
     """
 
@@ -158,7 +158,7 @@ class KvAdmission:
         block_size = self._block_manager.block_size
         entered: list[TrackedRequest] = []
         whole = sum([need.blocks + self._growth(need.tokens_left) for need in needs])
-        for t in self._in_order():
+        for t in entry_order(self._waiting.values(), self._shares, lambda: self._num_entries):
             need = self._need(t)
             whole += need.blocks + self._growth(need.tokens_left)
             needs.append(need)
@@ -216,28 +216,27 @@ class KvAdmission:
         """Upper bound on the blocks for `num_tokens` more tokens."""
         return self._block_manager.blocks_for(num_tokens)
 
-    def _in_order(self) -> Iterator[TrackedRequest]:
-        """The waiting requests in order of entry. The caller must update `_num_entries` before taking the next one."""
-        begun = [t for t in self._waiting.values() if t.num_preemptions or t.request.answered]
-        yield from sorted(begun, key=lambda t: t.arrival)
-        new = [t for t in self._waiting.values() if not t.num_preemptions and not t.request.answered]
-        bounded = [t for t in new if t.answer_by is not None]
-        others = [t for t in new if t.answer_by is None] if bounded else new
-        ranked, oldest = (
-            iter([*scheduling_order(bounded, self._shares), *scheduling_order(others, self._shares)]),
-            iter(new),
-        )
-        taken: set[str] = set()
-        while len(taken) < len(new):
-            source = oldest if self._num_entries % _OLDEST_EVERY == _OLDEST_EVERY - 1 else ranked
-            t = next(t for t in source if t.request_id not in taken)
-            taken.add(t.request_id)
-            yield t
-
     def _expected_len(self, t: TrackedRequest) -> int:
         if t.is_head or t.num_preemptions:
             return t.max_len
         return t.prompt_len + self.lengths.expected(t.device_len - t.prompt_len, t.max_len - t.prompt_len)
+
+
+def entry_order(
+    waiting: Collection[TrackedRequest], shares: Sequence[FairShares], num_entries: Callable[[], int]
+) -> Iterator[TrackedRequest]:
+    """Requests, given in order of arrival, in order of entry. `num_entries`, read before each one, counts entries."""
+    yield from sorted([t for t in waiting if t.has_begun], key=lambda t: t.arrival)
+    new = [t for t in waiting if not t.has_begun]
+    bounded = [t for t in new if t.answer_by is not None]
+    others = [t for t in new if t.answer_by is None] if bounded else new
+    ranked, oldest = iter([*scheduling_order(bounded, shares), *scheduling_order(others, shares)]), iter(new)
+    taken: set[str] = set()
+    while len(taken) < len(new):
+        source = oldest if num_entries() % OLDEST_EVERY == OLDEST_EVERY - 1 else ranked
+        t = next(t for t in source if t.request_id not in taken)
+        taken.add(t.request_id)
+        yield t
 
 
 def peak_blocks(needs: Sequence[KvNeed], block_size: int) -> int:

@@ -35,8 +35,8 @@ ELSEWHERE = (
         paper="punica",
         number="fig13",
         title="a cluster of 16 GPUs over an hour",
-        needs="16 GPUs and migration between them, which this project does not have; replicas are simulated",
-        command="vlora simulate punica:rate=2 --replicas 16 --requests 7200",
+        needs="16 GPUs; simulated with Punica's costs and this project's router by another benchmark",
+        command="vlora bench cluster --out DIR",
     ),
     Elsewhere(
         paper="bd-lora",

@@ -30,7 +30,7 @@ from vlora.bench.paper.measured.systems import (
 from vlora.bench.paper.measuring import Measuring
 from vlora.bench.report import Goal
 from vlora.bench.scheduling.policy_workers import NUM_ADAPTERS
-from vlora.simulator import Arrival, ReplicaConfig, replay
+from vlora.simulator import Arrival, ClusterConfig, ReplicaConfig, replay
 from vlora.simulator.popularity import hottest
 from vlora.simulator.workloads import Hottest
 
@@ -281,7 +281,7 @@ def _measure_replicas(measuring: Measuring) -> dict[str, Any]:
     for number in found["replicas"]:
         workload = Hottest(rate=2.0 * number * single, skew=0.6, **RETRIEVAL)
         arrivals = workload.arrivals(num_requests(measuring.setting.quick) * 2 * number, 20, seed=0)
-        measures = replay(arrivals, ReplicaConfig(costs=costs, load_s=load_s), number)
+        measures = replay(arrivals, ReplicaConfig(costs=costs, load_s=load_s), ClusterConfig(replicas=number))
         found["requests/s"].append(measures.as_dict()["requests_per_s"])
     return found
 

@@ -1,0 +1,1 @@
+"""Benchmarks of routing over many replicas, in the simulator."""

@@ -1,0 +1,31 @@
+"""Routing: which of many replicas gets which request. Pure Python; no clock, no transport, no models.
+
+Reading order: `standing.py` (one replica as the router knows it), `router.py` (the interface), `rules.py`,
+`waiting.py` (the queue), `placement.py` (where adapters are), `prefixes.py`, `fleet.py` (the indexes).
+"""
+
+from vlora.routing.placement import Group, MoveCosts, Shift, proactive, reactive
+from vlora.routing.router import Advice, Eviction, Move, Placed, Refusal, Refused, Router
+from vlora.routing.rules import RULES, Rule
+from vlora.routing.standing import Need, Report, Room, Standing
+
+__all__ = [
+    "RULES",
+    "Advice",
+    "Eviction",
+    "Group",
+    "Move",
+    "MoveCosts",
+    "Need",
+    "Placed",
+    "Refusal",
+    "Refused",
+    "Report",
+    "Room",
+    "Router",
+    "Rule",
+    "Shift",
+    "Standing",
+    "proactive",
+    "reactive",
+]

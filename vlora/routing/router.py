@@ -1,0 +1,383 @@
+"""The router: the queue, the replicas' standings, and one rule. Used by the live cluster and by the simulator.
+
+Every call returns what is to be done; the caller does it. The router has no clock, sends nothing and holds no tokens.
+Its state can be built again at any time: from the replicas' rooms and reports, and from the unfinished requests.
+
+    router = Router("placed")
+    router.join("a", Room(max_batch_size=16, blocks=4096))
+    for need, replica in router.submit(Need("1", "signs", blocks=20, arrival=0)):
+        ...                                   # send request `need.request_id` to `replica`
+    for need, replica in router.ended("1"):   # its last output has arrived, or it was cancelled
+        ...
+
+A request that returns, because its replica ended or ran out of memory, is submitted again with its old `arrival`, its
+present `blocks` and `returned=True`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from vlora.errors import BadConfig
+from vlora.routing.fleet import Fleet
+from vlora.routing.placement import Group, MoveCosts, reactive
+from vlora.routing.rules import RULES, Rule
+from vlora.routing.standing import Need, Report, Room, Standing
+from vlora.routing.waiting import WaitingQueue
+
+
+class Placed(NamedTuple):
+    """A request to send to a replica."""
+
+    need: Need
+    replica: str
+
+
+class Move(NamedTuple):
+    """A request to cancel on one replica and to send to another, with what it has answered. It is counted there."""
+
+    request_id: str
+    source: str
+    target: str
+
+
+class Eviction(NamedTuple):
+    """A request to cancel on its replica, and the requests to send now; if it is not among them, it waits."""
+
+    need: Need
+    placed: list[Placed]
+
+
+class Refusal(NamedTuple):
+    """A waiting request that was removed, since it cannot be served. reason: "deadline" or "room"."""
+
+    need: Need
+    reason: str
+
+
+class Refused(NamedTuple):
+    """The outcome of `Router.refuse`: the requests that were removed, and the requests to send now."""
+
+    refusals: list[Refusal]
+    placed: list[Placed]
+
+
+class Advice(NamedTuple):
+    """How the number of replicas should change.
+
+    Attributes:
+        add: replicas wanted in addition.
+        release: idle replicas that may end at once.
+        drain: replicas that may be drained, because the others have room for all requests.
+    """
+
+    add: int
+    release: tuple[str, ...]
+    drain: tuple[str, ...]
+
+
+class Router:
+    """Decides which replica gets which request.
+
+    Requests wait here while no replica has room, in the order of `WaitingQueue`; no request is placed before the first.
+    Waiting bound: with n older requests waiting, at most `OLDEST_EVERY` * (n + 1) requests that had not returned are
+    placed before a request, under every rule that queues. On a replica the waiting bound of its scheduler applies.
+
+    Args:
+        rule: a rule's name, or a rule.
+        over: requests that a replica takes at a time, in batches; None for the rule's own.
+        weights, tenant_weights: fair shares, as of the scheduler.
+
+    Raises:
+        BadConfig: no rule has this name, or `over` is below 1.
+    """
+
+    def __init__(
+        self,
+        rule: str | Rule = "placed",
+        *,
+        over: float | None = None,
+        weights: Mapping[str, float] | None = None,
+        tenant_weights: Mapping[str, float] | None = None,
+    ) -> None:
+        if isinstance(rule, str):
+            if rule not in RULES:
+                raise BadConfig(f"no routing rule named {rule!r}; choose one of {', '.join(RULES)}")
+            rule = RULES[rule]()
+        if over is not None and over < 1:
+            raise BadConfig(f"over is {over:g}; a replica takes at least one batch, so it must be 1 or more")
+        self.rule = rule
+        self._over = rule.over if over is None or not rule.queues else over
+        self._fleet = Fleet()
+        self._place_of: dict[str, Standing] = {}
+        self._queue = WaitingQueue(weights or {}, tenant_weights or {}, by_arrival=rule.by_arrival)
+        self._blocked: Need | None = None  # first request, if no replica has had room for it since
+
+    # -- replicas -----------------------------------------------------------------------------------------------------
+
+    @property
+    def replicas(self) -> Mapping[str, Standing]:
+        """The replicas by name. Not to be changed by callers."""
+        return self._fleet.replicas
+
+    @property
+    def num_loads(self) -> int:
+        """Requests that were sent to a replica without their adapter."""
+        return self._fleet.num_loads
+
+    def join(self, name: str, room: Room) -> list[Placed]:
+        """A replica serves from now on, without requests and adapters."""
+        standing = Standing(name, room, self._over)
+        self._fleet.add(standing)
+        return self._place_waiting(standing)
+
+    def leave(self, name: str) -> list[Need]:
+        """A replica has ended. Returns its requests, the oldest first, for the caller to submit again."""
+        standing = self._fleet.remove(name)
+        lost = sorted(standing.holds.values(), key=lambda need: need.arrival)
+        for need in lost:
+            del self._place_of[need.request_id]
+            self._queue.remove(need.request_id)
+        return lost
+
+    def drain(self, name: str, draining: bool = True) -> list[Placed]:
+        """Send no further requests to a replica; `consolidate` then moves its requests away. False ends this."""
+        standing = self.replicas[name]
+        self._fleet.set_draining(standing, draining)
+        return self._place_waiting(standing)
+
+    def bar(self, name: str, adapter: str, barred: bool = True) -> list[Placed]:
+        """A replica cannot load an adapter, so it gets no requests of it. False: it can again."""
+        standing = self.replicas[name]
+        (standing.barred.add if barred else standing.barred.discard)(adapter)
+        return self._place_waiting(standing)
+
+    def report(self, name: str, report: Report) -> list[Placed]:
+        """A replica has reported. Reports may be late; what was sent since is added."""
+        return self._place_waiting(self._fleet.report(name, report))
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait here."""
+        return len(self._queue)
+
+    def where(self, request_id: str) -> str | None:
+        """The replica of a request; None if it waits here or is not known."""
+        standing = self._place_of.get(request_id)
+        return None if standing is None else standing.name
+
+    def is_waiting(self, request_id: str) -> bool:
+        """Whether a request waits here."""
+        return request_id in self._queue
+
+    def submit(self, need: Need) -> list[Placed]:
+        """A request arrives or returns. Returns the requests to send now; if it is not among them, it waits."""
+        self.rule.submitted(need)
+        self._queue.add(need)
+        return self._place_waiting()
+
+    def ended(self, request_id: str) -> list[Placed]:
+        """A request has ended or was cancelled, on a replica or waiting. Returns the requests to send now."""
+        standing = self._place_of.pop(request_id, None)
+        if standing is not None:
+            self._fleet.release(request_id, standing)
+        self._queue.remove(request_id)
+        return self._place_waiting(standing)
+
+    def grew(self, request_id: str, blocks: int) -> None:
+        """A request on a replica holds so many KV blocks by now."""
+        self._queue.count_service(request_id, self._place_of[request_id].grow(request_id, blocks))
+
+    def refuse(self, now: float, first_answer_s: float = 0.0) -> Refused:
+        """Remove the waiting requests that cannot be served: call it every 100 ms or so, and after `leave` and `bar`.
+
+        Args:
+            now: the time, on the clock of `Need.answer_by`.
+            first_answer_s: the least time from being sent to the first answer.
+
+        Returns:
+            The requests whose first answer would be too late even if they were sent now, and, if there are replicas,
+            those that none of them could take even without other requests; then the requests to send.
+        """
+        refused: list[Refusal] = []
+        unfit: dict[tuple[int, str | None], bool] = {}
+        for need in list(self._queue):
+            if need.answer_by is not None and now + first_answer_s > need.answer_by:
+                refused.append(Refusal(need, "deadline"))
+                continue
+            key = need.blocks, need.adapter
+            if key not in unfit:
+                unfit[key] = bool(self.replicas) and not any(s.could_take(need) for s in self.replicas.values())
+            if unfit[key]:
+                refused.append(Refusal(need, "room"))
+        for refusal in refused:
+            self._queue.remove(refusal.need.request_id)
+        return Refused(refused, self._place_waiting() if refused else [])
+
+    # -- moves --------------------------------------------------------------------------------------------------------
+
+    def evict(self, name: str) -> Eviction | None:
+        """A replica is out of KV memory: its newest request goes elsewhere or waits (Punica section 5.3).
+
+        None if it has no second request.
+        """
+        standing = self.replicas[name]
+        if len(standing.holds) < 2:
+            return None
+        need = max(standing.holds.values(), key=lambda each: each.arrival)
+        was_draining = standing.draining
+        self._fleet.set_draining(standing, True)  # not back to where it was
+        placed = self.ended(need.request_id)
+        need = need._replace(returned=True)
+        placed += self.submit(need)
+        self._fleet.set_draining(standing, was_draining)
+        self._blocked = None
+        return Eviction(need, placed)
+
+    def consolidate(self, most: int = 32) -> list[Move]:
+        """Move requests so that a replica becomes idle: first of those that drain, as far as there is room.
+
+        Rules that fill busy replicas first also empty the least loaded replica, if all of its requests fit into busier
+        ones; otherwise nothing is moved.
+
+        Args:
+            most: upper limit of the number of moves.
+        """
+        if self.num_waiting:
+            return []
+        draining = [s for s in self.replicas.values() if s.draining and s.holds]
+        if draining:
+            source = min(draining, key=lambda s: (s.size, s.name))
+            needs = sorted(source.holds.values(), key=lambda need: need.arrival)[:most]
+            moves = []
+            for need in needs:
+                target = self.rule.choose(self._fleet, need)
+                if target is not None:
+                    moves.append(self._move(need, source, target))
+            return moves
+        return self._empty_the_lightest(most) if self.rule.consolidates else []
+
+    def rebalance(self, request_s: float, costs: MoveCosts, most: int = 64) -> list[Move]:
+        """Move requests from replicas that finish late to those that finish early (`placement.reactive`).
+
+        Args:
+            request_s: the seconds that a request still costs its replica, on average.
+            costs: of a move.
+            most: upper limit of the number of moves.
+        """
+        serving = [s for s in self.replicas.values() if not s.draining]
+        if len(serving) < 2 or self.num_waiting:
+            return []
+        groups = [
+            Group(adapter, s.name, count, request_s)
+            for s in serving
+            for adapter, count in Counter(need.adapter for need in s.holds.values()).items()
+        ]
+        slots = {s.name: s.room.adapters for s in serving}
+        moves: list[Move] = []
+        for shift in reactive(groups, {s.name: s.resident.keys() for s in serving}, slots, costs):
+            source, target = self.replicas[shift.source], self.replicas[shift.target]
+            own = [need for need in source.holds.values() if need.adapter == shift.adapter]
+            newest = sorted(own, key=lambda need: -need.arrival)
+            for need in newest[: shift.number]:
+                if len(moves) < most and target.takes(need):
+                    moves.append(self._move(need, source, target))
+        return moves
+
+    # -- planning -----------------------------------------------------------------------------------------------------
+
+    def replan(self) -> None:
+        """Let the rule plan the homes of adapters: call it every minute or so, and after `join` and `leave`."""
+        self.rule.replan(self._fleet)
+
+    def advice(self, light: float = 0.5) -> Advice:
+        """Whether more or fewer replicas are wanted; the caller waits until the advice has been the same for a while.
+
+        As in Punica: more, if no replica is lightly loaded; idle ones may be released, and one of them is kept for the
+        next request if no other is lightly loaded. A rule that distributes requests leaves none idle; then the least
+        loaded may be drained if the others remain lightly loaded with its requests.
+
+        Args:
+            light: part of a batch below which a replica is lightly loaded.
+        """
+        serving = [s for s in self.replicas.values() if not s.draining]
+        lightly = [s for s in serving if s.size < light * s.room.max_batch_size]
+        per = max((s.room.max_batch_size for s in serving), default=1)
+        add = 0 if lightly else 1 + self.num_waiting // per
+        # The last one is kept: a serving one, and of these the one that the rule uses first.
+        by_name = sorted(self.replicas.values(), key=lambda s: s.name, reverse=not self.rule.consolidates)
+        idle = [s.name for s in sorted(by_name, key=lambda s: not s.draining) if not s.size]
+        keep = 0 if any(s.size for s in lightly) else 1
+        release = tuple(idle[: max(0, len(idle) - keep)])
+        drain: tuple[str, ...] = ()
+        if not idle and not self.num_waiting and len(serving) > 1:
+            rest = sorted(serving, key=lambda s: (s.size, s.name))[1:]
+            if sum(s.size for s in serving) < light * sum(s.room.max_batch_size for s in rest):
+                drain = (min(serving, key=lambda s: (s.size, s.name)).name,)
+        return Advice(add, release, drain)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _place_waiting(self, changed: Standing | None = None) -> list[Placed]:
+        """Place requests in order until one finds no room.
+
+        changed: the only replica that may have more room than before.
+        """
+        placed: list[Placed] = []
+        while (need := self._queue.first) is not None:
+            if need is self._blocked and self.rule.queues and not (changed and changed.takes(need)):
+                break
+            standing = self.rule.choose(self._fleet, need)
+            if standing is None:
+                self._blocked = need
+                break
+            self._queue.place_first()
+            self._place(need, standing)
+            placed.append(Placed(need, standing.name))
+        return placed
+
+    def _place(self, need: Need, standing: Standing) -> None:
+        self._fleet.send(need, standing)
+        self._place_of[need.request_id] = standing
+
+    def _move(self, need: Need, source: Standing, target: Standing) -> Move:
+        self._fleet.release(need.request_id, source)
+        self._place(need, target)
+        return Move(need.request_id, source.name, target.name)
+
+    def _empty_the_lightest(self, most: int) -> list[Move]:
+        busy = [s for s in self.replicas.values() if s.holds and not s.draining]
+        if len(busy) < 2:
+            return []
+        source = min(busy, key=lambda s: (s.size, s.name))
+        if source.size > most:
+            return []
+        busier = sorted((s for s in busy if s is not source), key=lambda s: (-s.size, s.name))
+        left = {s.name: [s.capacity - s.size, s.free_blocks] for s in busier}
+        targets: list[tuple[Need, Standing]] = []
+        for need in sorted(source.holds.values(), key=lambda each: -each.blocks):
+            fits = (
+                s
+                for s in busier
+                if left[s.name][0] > 0 and left[s.name][1] >= need.blocks and need.adapter not in s.barred
+            )
+            target = next(fits, None)
+            if target is None:
+                return []
+            left[target.name][0] -= 1
+            left[target.name][1] -= need.blocks
+            targets.append((need, target))
+        return [self._move(need, source, target) for need, target in targets]
+
+    def check_integrity(self) -> None:
+        """Assert that each request is in one place, and that no index is out of date."""
+        self._fleet.check_integrity()
+        held = [request_id for s in self.replicas.values() for request_id in s.holds]
+        assert len(held) == len(set(held)), "a request is on two replicas"
+        assert set(held) == self._place_of.keys()
+        assert all(request_id in self._place_of[request_id].holds for request_id in held)
+        assert not any(request_id in self._queue for request_id in held), "a request waits and is on a replica"

@@ -1,0 +1,364 @@
+"""Replicas under one router, from the first arrival to the last answer: a heap of events."""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import itertools
+import random
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from vlora.errors import BadConfig
+from vlora.routing import MoveCosts, Need, Placed, Report, Room, Router
+from vlora.simulator.arrivals import Arrival
+from vlora.simulator.cluster import ClusterConfig
+from vlora.simulator.exact_replica import ExactReplica
+from vlora.simulator.measures import Measures, Sample
+from vlora.simulator.replica import ReplicaConfig
+from vlora.simulator.scaling import Scaling
+from vlora.simulator.simulated_replica import IDLE_S, Job, SimulatedReplica
+from vlora.simulator.stretches import QuickReplica
+from vlora.simulator.tenants import contested_shares
+
+_STUCK_S = 1e6  # without an arrival or a step
+_REFUSE_S = 0.1  # period in which the router refuses requests
+
+
+class ReplicaAccount:
+    """A replica, and what the world counts of it.
+
+    Attributes:
+        replica: the replica itself.
+        alive: it has not failed or been released.
+        taken, ended: requests so far, as of `Report`.
+        pushed_s: the time of its latest event on the heap.
+        num_reported: adapters that it had loaded at its last report.
+    """
+
+    __slots__ = ("alive", "ended", "num_reported", "pushed_s", "replica", "taken")
+
+    def __init__(self, replica: SimulatedReplica) -> None:
+        self.replica = replica
+        self.alive = True
+        self.taken = self.ended = 0
+        self.pushed_s = IDLE_S
+        self.num_reported = -1
+
+    @property
+    def size(self) -> int:
+        """Unfinished requests."""
+        return self.taken - self.ended
+
+
+class World:
+    """Runs arrivals on replicas.
+
+    Attributes:
+        router: the router of the live cluster.
+        replicas: those that serve, by name.
+        measures: the results.
+    """
+
+    def __init__(self, config: ReplicaConfig, cluster: ClusterConfig) -> None:
+        self._config, self._cluster = config, cluster
+        settings = config.settings()
+        self.router = Router(
+            cluster.rule if cluster.routed else "least_loaded",  # a single replica takes everything at once
+            over=cluster.over,
+            weights=settings.weights,
+            tenant_weights=settings.tenant_weights,
+        )
+        self.replicas: dict[str, ReplicaAccount] = {}
+        self.measures = Measures()
+        self.now = 0.0
+        self._jobs: dict[str, Job] = {}
+        self._events: list[tuple[float, int, Callable[[Any], None], Any]] = []
+        self._numbers = itertools.count()
+        self._names = itertools.count()
+        self._draws = random.Random(f"cluster {cluster.seed}")
+        self._past: list[SimulatedReplica] = []
+        self._num_active = 0
+        self._counted_s = self._progress_s = 0.0
+        self._bounded = False
+        for _ in range(cluster.replicas):
+            self._start(None)
+        for period_s, action in (
+            (cluster.consolidate_s, self._consolidate),
+            (cluster.replan_s, lambda _: self.router.replan()),
+            (cluster.rebalance_s, self._rebalance),
+            (cluster.sample_s, self._sample),
+            (Scaling.PERIOD_S if cluster.max_replicas else 0.0, Scaling(self, cluster).follow),
+        ):
+            if period_s and cluster.routed:
+                self.at(period_s, self._every, (period_s, action))
+
+    def run(self, arrivals: Iterable[Arrival]) -> Measures:
+        """Run all arrivals, which are in order of time."""
+        coming = iter(arrivals)
+        arrival = next(coming, None)
+        number = 0
+        events = self._events
+        while arrival is not None or self._jobs:
+            if arrival is not None and (not events or arrival.time_s <= events[0][0]):
+                self.now = self._progress_s = arrival.time_s
+                self._arrive(str(number), number, arrival)
+                number += 1
+                arrival = next(coming, None)
+                continue
+            assert events, "a request was never answered"
+            self.now, _, action, argument = heapq.heappop(events)
+            assert self.now < self._progress_s + _STUCK_S, "a request was never answered"
+            action(argument)
+        self._close()
+        return self.measures
+
+    def at(self, time_s: float, action: Callable[[Any], None], argument: Any) -> None:
+        """Call an action at a later time."""
+        heapq.heappush(self._events, (time_s, next(self._numbers), action, argument))
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def _arrive(self, request_id: str, number: int, arrival: Arrival) -> None:
+        config = self._config
+        if arrival.images and self._cluster.quick:
+            raise BadConfig("quick replicas do not simulate images; simulate each step (--full), or leave images out")
+        size = config.block_size
+        if -(-(arrival.prompt_tokens + arrival.answer_tokens) // size) > -(-config.kv_tokens // size):
+            self.measures.num_refused += 1
+            return
+        bound_s = config.max_ttft_s if arrival.max_ttft_s is None else arrival.max_ttft_s
+        if bound_s is not None and not self._bounded:
+            self._bounded = True
+            if self.router.rule.queues:
+                self.at(self.now + _REFUSE_S, self._every, (_REFUSE_S, self._refuse))
+        prefix: tuple[bytes, ...] = ()
+        if arrival.prefix is not None:
+            prefix = _keys(arrival.adapter, arrival.prefix, arrival.prefix_tokens // size)
+        need = Need(
+            request_id,
+            arrival.adapter,
+            arrival.prompt_tokens // size + 1,
+            number,
+            arrival.priority,
+            arrival.tenant,
+            None if bound_s is None else arrival.time_s + bound_s,
+            prefix=prefix,
+        )
+        self._jobs[request_id] = Job(arrival, need)
+        self._send(self.router.submit(need))
+        self.measures.most_waiting = max(self.measures.most_waiting, self.router.num_waiting)
+
+    def _send(self, placed: Sequence[Placed]) -> None:
+        for need, name in placed:
+            job = self._jobs[need.request_id]
+            job.need = need
+            self._put(job, self.replicas[name])
+
+    def _put(self, job: Job, account: ReplicaAccount) -> None:
+        account.taken += 1
+        if not account.alive:
+            return  # the router does not know yet; it will submit the request again
+        if account.size == 1:
+            self._count_active(1)
+        account.replica.send(job, self.now)
+        self._schedule(account)
+
+    def _schedule(self, account: ReplicaAccount) -> None:
+        next_s = account.replica.next_s
+        if next_s != account.pushed_s:
+            account.pushed_s = next_s
+            if next_s < IDLE_S:
+                self.at(next_s, self._advance, account)
+
+    def _advance(self, account: ReplicaAccount) -> None:
+        replica = account.replica
+        if not account.alive or replica.next_s != self.now:
+            return  # the replica's plan has changed since
+        self._progress_s, account.pushed_s = self.now, IDLE_S
+        ended = replica.advance()
+        if not self._cluster.report_s:
+            # As of before the ends, which follow at once.
+            free_blocks = replica.free_blocks() - sum(job.need.blocks for job in ended)
+            self._report(account, free_blocks)
+        self._schedule(account)
+        for job in ended:
+            account.ended += 1
+            if not account.size:
+                self._count_active(-1)
+            del self._jobs[job.need.request_id]
+            if job.refused_s >= 0:
+                self.measures.add_refusal(job.arrival, job.refused_s - job.arrival.time_s)
+            else:
+                self.measures.add_answer(job, self.now, self._config.max_ttft_s)
+        for job in ended:
+            self._send(self.router.ended(job.need.request_id))
+
+    def _refuse(self, _: None) -> None:
+        refusals, placed = self.router.refuse(self.now)
+        for need, _reason in refusals:
+            job = self._jobs.pop(need.request_id)
+            self.measures.add_refusal(job.arrival, self.now - job.arrival.time_s)
+        self._send(placed)
+
+    # -- reports ------------------------------------------------------------------------------------------------------
+
+    def _report(self, account: ReplicaAccount, free_blocks: int) -> None:
+        """Report at once."""
+        replica = account.replica
+        num_adapters = replica.num_loads
+        adapters = replica.adapters if num_adapters != account.num_reported else None
+        account.num_reported = num_adapters
+        report = Report(free_blocks, account.taken, account.ended, None, adapters)
+        self._send(self.router.report(replica.name, report))
+
+    def _make_report(self, account: ReplicaAccount) -> None:
+        """Make a report, which arrives later, and the next one after a period."""
+        if not account.alive:
+            return
+        replica = account.replica
+        report = Report(replica.free_blocks(), account.taken, account.ended, None, frozenset(replica.adapters))
+        age_s = self._draws.uniform(0, self._cluster.report_age_s)
+        self.at(self.now + age_s, self._deliver, (account, report))
+        self.at(self.now + self._cluster.report_s, self._make_report, account)
+
+    def _deliver(self, made: tuple[ReplicaAccount, Report]) -> None:
+        account, report = made
+        if self.replicas.get(account.replica.name) is account:
+            self._send(self.router.report(account.replica.name, report))
+
+    # -- replicas -----------------------------------------------------------------------------------------------------
+
+    def _start(self, _: None) -> None:
+        """A replica serves from now on."""
+        name = f"{next(self._names):05d}"
+        replica: SimulatedReplica
+        if self._cluster.quick:
+            replica = QuickReplica(name, self._config, self._overflow)
+        else:
+            replica = ExactReplica(name, self._config)
+        account = self.replicas[name] = ReplicaAccount(replica)
+        config, cluster = self._config, self._cluster
+        room = Room(config.max_batch_size, -(-config.kv_tokens // config.block_size), config.resident_adapters)
+        if cluster.mtbf_s:
+            self.at(self.now + self._draws.expovariate(1 / cluster.mtbf_s), self._fail, account)
+        if cluster.report_s:
+            self.at(self.now + self._draws.uniform(0, cluster.report_s), self._make_report, account)
+        self._send(self.router.join(name, room))
+
+    def start_after(self, delay_s: float) -> None:
+        """Add a replica, which serves after a delay."""
+        self.at(self.now + delay_s, self._start, None)
+
+    def release(self, name: str) -> None:
+        """End an idle replica."""
+        lost = self.router.leave(name)
+        assert not lost
+        account = self.replicas.pop(name)
+        account.alive = False
+        self._past.append(account.replica)
+
+    def resume(self, name: str) -> None:
+        """Stop draining a replica."""
+        self._send(self.router.drain(name, draining=False))
+
+    def _fail(self, account: ReplicaAccount) -> None:
+        if not account.alive:
+            return
+        account.alive = False
+        self._past.append(account.replica)
+        self.measures.num_failures += 1
+        for job in list(account.replica.jobs):
+            account.replica.remove(job, self.now)
+        if account.size:
+            self._count_active(-1)
+        self.at(self.now + self._cluster.detect_s, self._detect, account)
+
+    def _detect(self, account: ReplicaAccount) -> None:
+        """The router learns of a failure: the requests go elsewhere, with what they have answered."""
+        name = account.replica.name
+        lost = self.router.leave(name)
+        del self.replicas[name]
+        for need in lost:
+            self._resubmit(self._jobs[need.request_id])
+        self.start_after(self._cluster.restart_s)
+
+    def _resubmit(self, job: Job) -> None:
+        self.measures.num_resubmitted += 1
+        self.measures.num_recomputed += job.num_tokens
+        blocks = job.num_tokens // self._config.block_size + 1
+        job.need = job.need._replace(
+            blocks=blocks, returned=True, answer_by=None if job.first_s >= 0 else job.need.answer_by
+        )
+        self._send(self.router.submit(job.need))
+
+    # -- moves --------------------------------------------------------------------------------------------------------
+
+    def _overflow(self, replica: QuickReplica) -> bool:
+        """A replica's KV memory is full: its newest request goes elsewhere, if there is another replica."""
+        if len(self.replicas) < 2:
+            return False
+        eviction = self.router.evict(replica.name)
+        if eviction is None:
+            return False
+        self.measures.num_evictions += 1
+        self._take(self._jobs[eviction.need.request_id], self.replicas[replica.name])
+        self._send(eviction.placed)
+        return True
+
+    def _take(self, job: Job, account: ReplicaAccount) -> None:
+        """Cancel a request on its replica."""
+        account.replica.remove(job, self.now)
+        account.ended += 1
+        self.measures.num_recomputed += job.num_tokens
+        if not account.size:
+            self._count_active(-1)
+        self._schedule(account)
+
+    def _consolidate(self, _: None) -> None:
+        self._move(self.router.consolidate())
+
+    def _rebalance(self, _: None) -> None:
+        finished = self.measures.num_finished
+        if finished:
+            busy_s = sum(account.replica.totals().busy_s for account in self.replicas.values())
+            again_s = self._config.costs.merged_s(self.measures.num_tokens / finished, 0)
+            self._move(self.router.rebalance(busy_s / finished, MoveCosts(self._config.load_s, again_s)))
+
+    def _move(self, moves: Sequence[tuple[str, str, str]]) -> None:
+        for request_id, source, target in moves:
+            job = self._jobs[request_id]
+            self.measures.num_moves += 1
+            if self.replicas[source].alive:
+                self._take(job, self.replicas[source])
+            self.router.grew(request_id, job.num_tokens // self._config.block_size + 1)
+            self._put(job, self.replicas[target])
+
+    # -- time ---------------------------------------------------------------------------------------------------------
+
+    def _every(self, periodic: tuple[float, Callable[[Any], None]]) -> None:
+        period_s, action = periodic
+        action(None)
+        self.at(self.now + period_s, self._every, periodic)
+
+    def _count_active(self, change: int) -> None:
+        self.measures.active_s += self._num_active * (self.now - self._counted_s)
+        self._counted_s = self.now
+        self._num_active += change
+
+    def _sample(self, _: None) -> None:
+        sizes = {name: account.size for name, account in self.replicas.items()}
+        self.measures.samples.append(Sample(self.now, sizes, self.router.num_waiting))
+
+    def _close(self) -> None:
+        self._count_active(0)
+        replicas = [*self._past, *(account.replica for account in self.replicas.values() if account.alive)]
+        shares = contested_shares(replica.contention for replica in replicas if isinstance(replica, ExactReplica))
+        self.measures.close([replica.totals() for replica in replicas], self.now, shares)
+        if self._cluster.routed:
+            self.measures.rule = self.router.rule.name
+
+
+@functools.lru_cache(maxsize=4096)
+def _keys(adapter: str | None, prefix: str, number: int) -> tuple[bytes, ...]:
+    return tuple(f"{adapter}\0{prefix}\0{place}".encode() for place in range(number))
