@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests import embedded_cases
-from tests.cluster.running import ReplicaProcess, Running, outputs_of, run, running
+from tests.cluster.running import Running, outputs_of, run, running
 from tests.embedded_cases import config, scores_of, tokens_of, write_adapters
 from vlora.client.values import Answer
 from vlora.cluster.members import Health
@@ -53,10 +53,6 @@ async def moved(here: Running) -> None:
 
 async def killed(here: Running) -> None:
     here.replicas["a"].signal(signal.SIGKILL, actor=False)
-    await here.replicas["a"].process.wait()
-    here.replicas["a"] = await ReplicaProcess.start(
-        config(), command=ENGINE_COMMAND, port=here.replicas["a"].address.port
-    )
 
 
 async def hung(here: Running) -> None:
@@ -111,14 +107,6 @@ def test_answers_through_moves_deaths_and_pauses(tmp_path: Path) -> None:
         health = Health(beat_s=0.15, missed=4)
         async with running("a", "b", config=config(), health=health, over=4.0, command=ENGINE_COMMAND) as here:
             await here.cluster.register_adapters(folders)
-            for trouble in (moved, hung, killed):
-                sent = [renamed(case, trouble.__name__) for case in cases.values()]
-                found = await in_trouble(here, trouble, sent)
-                for request, case, outputs in zip(sent, cases, found, strict=True):
-                    check(request, outputs, want[case])
-                timings = [outputs[-1].timings for outputs in found if outputs[-1].timings is not None]
-                assert sum(each.num_moves if trouble is moved else each.num_deaths for each in timings) > 0
-            await here.cluster.members["a"].wait_joined()
 
             def cut() -> None:
                 for name in ("a", "b"):
@@ -127,6 +115,15 @@ def test_answers_through_moves_deaths_and_pauses(tmp_path: Path) -> None:
                     here.router.drain(name, False)
 
             assert await choices(here.cluster, stop, cut) == stopped
+            for trouble in (moved, hung, killed):
+                sent = [renamed(case, trouble.__name__) for case in cases.values()]
+                found = await in_trouble(here, trouble, sent)
+                for request, case, outputs in zip(sent, cases, found, strict=True):
+                    check(request, outputs, want[case])
+                timings = [outputs[-1].timings for outputs in found if outputs[-1].timings is not None]
+                assert sum(each.num_moves if trouble is moved else each.num_deaths for each in timings) > 0
+            assert (await here.cluster.stats()).num_adapters == len(folders)
+            assert {load.name for load in (await here.cluster.snapshot()).adapters} <= folders.keys()
 
     run(main())
 
