@@ -104,6 +104,7 @@ def test_an_engine_process_reports_its_load_and_signs_of_life(tmp_path: Path) ->
     async def main() -> None:
         engine = await EngineClient.start(EngineConfig(model="scripted"), command=ENGINE_COMMAND)
         seen: list[tuple[float, int, EngineLoad]] = []
+        engine.ping()  # possibly before its loop begins
         engine.watch_load(0.05, lambda load, taken: seen.append((time.monotonic(), taken, load)))
         await engine.load_adapter("signs", write_adapter(tmp_path / "signs"))
         await engine.pin_adapter("signs", True)

@@ -196,3 +196,45 @@ def _times_asleep(thread: threading.Thread) -> int:
     """Number of times that a thread has blocked so far."""
     status = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
     return int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+
+
+def test_transports_of_other_event_loops_are_accepted() -> None:
+    """uvloop's are not of asyncio's class."""
+
+    class Other:
+        written = b""
+
+        def write(self, data: bytes) -> None:
+            self.written += data
+
+    async def main() -> None:
+        client, other = ClientTransport(lambda data: None), Other()
+        client.connection_made(other)  # type: ignore[arg-type]
+        client.send(b"word")
+        assert other.written == struct.pack("<Q", 4) + b"word"
+
+    asyncio.run(main())
+
+
+def test_a_message_over_the_limit_closes_the_transport() -> None:
+    async def main(client: ClientTransport, engine: EngineTransport, inbox: asyncio.Queue[bytes]) -> None:
+        client.max_bytes = 100
+        engine.send(b"x" * 100)
+        assert await inbox.get() == b"x" * 100
+        engine.send(b"x" * 101)
+        await asyncio.wait({client.closed})
+        assert str(client.closed.exception()) == "a message of 101 bytes, over the limit of 100"
+
+    run(main)
+
+
+def test_a_reply_is_sent_while_the_engine_is_busy() -> None:
+    async def main(client: ClientTransport, engine: EngineTransport, inbox: asyncio.Queue[bytes]) -> None:
+        engine.reply_at_once(b"ping", lambda: b"pong")
+        client.send(b"ping")
+        client.send(b"word")
+        assert await inbox.get() == b"pong"  # nothing calls `receive`
+        assert await asyncio.to_thread(engine.receive, block=True) == b"word"
+        assert engine.receive(block=True, timeout_s=0.01) is None
+
+    run(main)

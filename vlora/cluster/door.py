@@ -218,22 +218,44 @@ class _RemoteProcess:
         self._transport.close()
 
 
+class Line(NamedTuple):
+    """A line whose ends have proved themselves.
+
+    Attributes:
+        ready: The engine's first message.
+        inbox: Its later messages, until they are handed over.
+    """
+
+    transport: ClientTransport
+    inbox: Inbox
+    ready: messages.Ready
+
+
 async def connect(
     address: Address, secret: bytes, *, tls: bool, beat_s: float, version: str | None = None
 ) -> EngineClient:
-    """Connect to a replica's engine.
+    """Connect to a replica's engine. Arguments and errors are those of `open_line`."""
+    line = await open_line(address, secret, tls=tls, beat_s=beat_s, version=version)
+    client = EngineClient(_RemoteProcess(line.transport), line.transport, line.ready)
+    line.inbox.hand_over(line.transport, line.transport.on_message)
+    return client
+
+
+async def open_line(address: Address, secret: bytes, *, tls: bool, beat_s: float, version: str | None = None) -> Line:
+    """Open a line to a replica.
 
     Args:
         address: The replica's door.
         secret: The shared secret.
         tls: Whether the door has a certificate.
-        beat_s: How often the client will ping, see `watch_beats`.
+        beat_s: How often a message will be sent at least, see `watch_beats`.
         version: For tests; None is the installed one.
 
     Raises:
         Unauthorized, BadConfig: As `handshake.introduce`.
         Disconnected: There is no replica at the address, or it does not answer in time.
     """
+    handshake.check_secret(secret)
     inbox = Inbox()
     transport: ClientTransport | None = None
     try:
@@ -243,7 +265,7 @@ async def connect(
             await handshake.introduce(
                 transport.send,
                 inbox.get,
-                handshake.check_secret(secret),
+                secret,
                 peer=str(address),
                 beat_s=beat_s,
                 certificate=certificate,
@@ -253,6 +275,7 @@ async def connect(
             ready = messages.decode_from_engine(await inbox.get())
         if not isinstance(ready, messages.Ready):
             raise Disconnected(f"{address} sent {type(ready).__name__} before its engine was ready")
+        return Line(transport, inbox, ready)
     except BaseException as error:
         if transport is not None:
             transport.close()
@@ -263,9 +286,6 @@ async def connect(
         if isinstance(error, Disconnected) and (why := _failure(transport)) is not None:
             raise Disconnected(f"{address} does not speak the protocol of replicas: {why}") from error
         raise
-    client = EngineClient(_RemoteProcess(transport), transport, ready)
-    inbox.hand_over(transport, transport.on_message)
-    return client
 
 
 async def _open(address: Address, inbox: Inbox, tls: bool) -> ClientTransport:

@@ -107,6 +107,7 @@ class Member:
         beats = asyncio.create_task(self._beat(client))
         try:
             await self._prepare(self, client)
+            self.client = client  # at once: later changes of adapters include it
         except BaseException as error:
             await client.disconnect(f"it did not join: {error}")
             raise
@@ -128,7 +129,6 @@ class Member:
                     pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
                     continue
             pause_s = FIRST_PAUSE_S
-            self.client = client
             self._joined.set()
             log.info("replica %r at %s joins", self.name, self.address)
             self._on_join(self)

@@ -126,7 +126,7 @@ class TrackedRequest:
         self.status = RequestStatus.WAITING
         self.first_run_s: float | None = None
         self.first_answer_s: float | None = None
-        self.num_preemptions = 0
+        self.num_preemptions = int(bool(request.answered))  # a resumed request enters as a preempted one
         self.protected = False  # preempted, and no token sampled since
         self.steps_by_mode: dict[Mode, int] = {}
 
@@ -178,11 +178,6 @@ class TrackedRequest:
     def has_ended(self) -> bool:
         return self.status in (RequestStatus.FINISHED, RequestStatus.FAILED)
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether its answer was interrupted: by a preemption, or on another engine."""
-        return bool(self.num_preemptions or self.request.answered)
-
     def expired(self, now: float) -> bool:
         """Whether the request's max_latency_s has passed."""
         bound = self.request.max_latency_s
@@ -202,7 +197,7 @@ class TrackedRequest:
             latency_s=now - self.arrival_s,
             num_prompt_tokens=self.prompt_len,
             num_completion_tokens=self.num_sampled,
-            num_preemptions=self.num_preemptions,
+            num_preemptions=self.num_preemptions - bool(self.request.answered),
             num_cached_tokens=self.num_reused,
             num_adapter_tokens=0 if self.adapter is None else self.prompt_len - self.request.adapter_from,
             steps_by_mode={mode.value: count for mode, count in self.steps_by_mode.items()},

@@ -24,8 +24,8 @@ class Entry:
         "arrival",
         "cached_len",
         "device_len",
-        "has_begun",
         "need",
+        "num_preemptions",
         "priority",
         "removed",
         "request_id",
@@ -40,7 +40,7 @@ class Entry:
         self.priority = need.priority
         self.arrival = need.arrival
         self.answer_by = need.answer_by
-        self.has_begun = need.returned
+        self.num_preemptions = int(need.returned)
         self.device_len, self.cached_len = need.blocks, 0
         self.removed = False
 
@@ -125,7 +125,7 @@ class WaitingQueue:
         del self._waiting[entry.request_id]
         entry.removed = True
         self._first = None
-        self._num_placed += not entry.has_begun
+        self._num_placed += not entry.num_preemptions
         self._placed[entry.request_id] = entry
         self.count_service(entry.request_id, entry.need.blocks)
 
@@ -150,7 +150,7 @@ class WaitingQueue:
         if self._by_arrival:
             return False, False, 0, None, None
         return (
-            entry.has_begun,
+            bool(entry.num_preemptions),
             entry.answer_by is not None,
             entry.priority,
             entry.tenant if self._by_tenant else None,

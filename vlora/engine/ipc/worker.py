@@ -155,8 +155,10 @@ class EngineWorker:
                 self._stopping = True
             case messages.WatchLoad():
                 self._reports.watch(message.every_s)
-            case messages.Start() | messages.Ping():
-                raise AssertionError(f"{type(message).__name__} is not a message to a started engine")
+            case messages.Ping():  # one that came before the loop began
+                self._transport.send(self._pong())
+            case messages.Start():
+                raise AssertionError("the engine is already started")
             case messages.LoadAdapter():
                 self._reply_when_done(message.call_id, self._engine.load_in_background(message.name, message.path))
             case messages.PinAdapter(pinned=True):

@@ -73,11 +73,11 @@ class KvAdmission:
     Compared to reserving each request's maximum length, this serves 1.25 times as many requests per second where
     answers are longer than prompts (docs/decisions/0021). If the forecast is too low, the newest request is preempted.
 
-    Order of entry: preempted and resumed requests, oldest first; requests with a deadline on their first answer; all
-    others. The last two groups are ordered by priority, fair share and arrival. One of every `OLDEST_EVERY` entries
-    goes to the oldest request. Requests that would fit never overtake the first in this order, so neither a large
-    request nor one of low priority waits forever: with n older requests waiting, at most `OLDEST_EVERY` * (n + 1)
-    requests enter before it, and those of the first group.
+    Order of entry: preempted requests, oldest first; requests with a deadline on their first answer; all others. The
+    last two groups are ordered by priority, fair share and arrival. One of every `OLDEST_EVERY` entries goes to the
+    oldest request. Requests that would fit never overtake the first in this order, so neither a large request nor one
+    of low priority waits forever: with n older requests waiting, at most `OLDEST_EVERY` * (n + 1) + preempted requests
+    enter before it.
     """
 
     def __init__(self, block_manager: BlockManager, max_request_blocks: int, shares: Sequence[FairShares]) -> None:
@@ -226,8 +226,8 @@ def entry_order(
     waiting: Collection[TrackedRequest], shares: Sequence[FairShares], num_entries: Callable[[], int]
 ) -> Iterator[TrackedRequest]:
     """Requests, given in order of arrival, in order of entry. `num_entries`, read before each one, counts entries."""
-    yield from sorted([t for t in waiting if t.has_begun], key=lambda t: t.arrival)
-    new = [t for t in waiting if not t.has_begun]
+    yield from sorted([t for t in waiting if t.num_preemptions], key=lambda t: t.arrival)
+    new = [t for t in waiting if not t.num_preemptions]
     bounded = [t for t in new if t.answer_by is not None]
     others = [t for t in new if t.answer_by is None] if bounded else new
     ranked, oldest = iter([*scheduling_order(bounded, shares), *scheduling_order(others, shares)]), iter(new)

@@ -1,0 +1,134 @@
+"""Answers of real engines that are moved, killed, hung and woken in the middle are those of one engine, in float32."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from tests import embedded_cases
+from tests.cluster.running import Running, outputs_of, run, running
+from tests.embedded_cases import config, scores_of, tokens_of, write_adapters
+from vlora.client.values import Answer
+from vlora.cluster.members import Health
+from vlora.config import ServerConfig
+from vlora.engine import LocalEngine
+from vlora.engine.interface import EngineInterface
+from vlora.engine.ipc.client import ENGINE_COMMAND
+from vlora.models.processing import InputProcessor
+from vlora.server.frontend import FrontEnd
+from vlora.types import Request, RequestOutput, SamplingParams, seed_of
+
+pytestmark = pytest.mark.slow
+
+Trouble = Callable[[Running], Awaitable[None]]
+
+
+def check(request: Request, found: list[RequestOutput], want: list[RequestOutput]) -> None:
+    last = found[-1]
+    assert last.error is None, last.error
+    if request.head is not None:
+        assert last.head is not None and want[-1].head is not None
+        assert last.head.label == want[-1].head.label
+        assert last.head.scores == pytest.approx(want[-1].head.scores, abs=1e-5)
+        return
+    assert tokens_of(found) == tokens_of(want), request.request_id
+    logprobs = [[score.logprob for score in scores_of(each)] for each in (found, want)]
+    assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-4)
+    assert last.finish_reason == want[-1].finish_reason
+    assert last.timings is not None and last.timings.num_completion_tokens == len(tokens_of(want))
+
+
+async def moved(here: Running) -> None:
+    for _ in range(3):
+        for name in ("a", "b"):
+            await here.cluster.drain(name, 1.0)
+            here.cluster.resume(name)
+            await asyncio.sleep(0.02)
+
+
+async def killed(here: Running) -> None:
+    here.replicas["a"].signal(signal.SIGKILL, actor=False)
+
+
+async def hung(here: Running) -> None:
+    here.replicas["b"].signal(signal.SIGSTOP)
+    await asyncio.sleep(1.2)
+    here.replicas["b"].signal(signal.SIGCONT)
+    await here.cluster.members["b"].wait_joined()
+
+
+async def choices(
+    engine: EngineInterface, stop: tuple[str, ...], cut: Callable[[], None] = lambda: None
+) -> list[tuple[str, list[str]]]:
+    """The text and tokens of three choices, by the front end. cut: called after a part of the first one."""
+    front = FrontEnd(engine, InputProcessor.from_pretrained(config().model), ServerConfig())
+    sampling = SamplingParams(max_tokens=60, temperature=1.2, seed=11, stop=stop, logprobs=1, ignore_eos=True)
+    made: dict[int, Answer] = {}
+    async for choice, part in front.choices("what shape is shown ?", num_choices=3, adapter="south", sampling=sampling):
+        if isinstance(part, Answer):
+            made[choice] = part
+        elif choice == 0 and part.num_completion_tokens >= 10:
+            cut()
+    await front.close()
+    return [(made[number].text, [token.token for token in made[number].logprobs]) for number in range(3)]
+
+
+async def in_trouble(here: Running, trouble: Trouble, requests: list[Request]) -> list[list[RequestOutput]]:
+    """The outputs of all requests, while there is trouble."""
+
+    async def make() -> None:
+        await asyncio.sleep(0.15)
+        await trouble(here)
+
+    making = asyncio.create_task(make())
+    found = await asyncio.gather(*(outputs_of(here.cluster, request) for request in requests))
+    await making
+    return found
+
+
+def test_answers_through_moves_deaths_and_pauses(tmp_path: Path) -> None:
+    folders = write_adapters(tmp_path)
+    cases = {**embedded_cases.cases(), "head": embedded_cases.head()}
+    local = LocalEngine(config())
+    local.engine.register_adapters(folders)
+    want = local.run(cases.values())
+
+    async def main() -> None:
+        plain = await choices(local, ())
+        # Of the first choice: a text that begins before the cut and ends after it.
+        stop = (" ".join(plain[0][0].split()[8:14]),)
+        stopped = await choices(local, stop)
+        assert 0 < len(stopped[0][0]) < len(plain[0][0])
+        health = Health(beat_s=0.15, missed=4)
+        async with running("a", "b", config=config(), health=health, over=4.0, command=ENGINE_COMMAND) as here:
+            await here.cluster.register_adapters(folders)
+
+            def cut() -> None:
+                for name in ("a", "b"):
+                    here.router.drain(name)
+                    here.cluster.consolidate()
+                    here.router.drain(name, False)
+
+            assert await choices(here.cluster, stop, cut) == stopped
+            for trouble in (moved, hung, killed):
+                sent = [renamed(case, trouble.__name__) for case in cases.values()]
+                found = await in_trouble(here, trouble, sent)
+                for request, case, outputs in zip(sent, cases, found, strict=True):
+                    check(request, outputs, want[case])
+                timings = [outputs[-1].timings for outputs in found if outputs[-1].timings is not None]
+                assert sum(each.num_moves if trouble is moved else each.num_deaths for each in timings) > 0
+            assert (await here.cluster.stats()).num_adapters == len(folders)
+            assert (await here.cluster.snapshot()).stats.num_adapters == len(folders)
+
+    run(main())
+
+
+def renamed(case: Request, name: str) -> Request:
+    """With the seed of its own id: without one, draws depend on the id."""
+    sampling = replace(case.sampling, seed=seed_of(case.request_id, case.sampling))
+    return replace(case, request_id=f"{name} {case.request_id}", sampling=sampling)
