@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -95,6 +96,20 @@ def test_the_reactive_plan_is_close_to_the_optimum(num_replicas: int, num_adapte
     assert makespan(groups, optimum.shifts, resident, COSTS) == pytest.approx(optimum.makespan_s)
     assert optimum.makespan_s <= after * (1 + 1e-6) and after <= 1.05 * optimum.makespan_s
     assert after < before
+    assert {(shift.adapter, shift.source) for shift in shifts} <= {(group.adapter, group.replica) for group in groups}
+
+
+def test_requests_of_many_replicas_move_once_each() -> None:
+    groups, resident = crowd(32, 128, 1000)
+    shifts = reactive(groups, resident, slots(32, 40), COSTS)
+    there = {(group.adapter, group.replica): group.number for group in groups}
+    moved: Counter[tuple[str | None, str]] = Counter()
+    for shift in shifts:
+        moved[shift.adapter, shift.source] += shift.number
+    assert all(number <= there[key] for key, number in moved.items())
+    level_s = 1000 * 0.4 / 32
+    assert makespan(groups, [], resident, COSTS) > 3 * level_s
+    assert makespan(groups, shifts, resident, COSTS) < 1.1 * level_s
 
 
 def test_nothing_moves_without_a_gain_or_a_free_slot() -> None:

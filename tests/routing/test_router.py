@@ -8,8 +8,8 @@ import random
 import pytest
 
 from vlora.errors import BadConfig
-from vlora.orchestrator.admission.kv_admission import OLDEST_EVERY
-from vlora.orchestrator.fairness import FairShares, scheduling_order, tenant_of
+from vlora.orchestrator.admission.kv_admission import OLDEST_EVERY, entry_order
+from vlora.orchestrator.fairness import FairShares, adapter_of, tenant_of
 from vlora.orchestrator.request_state import TrackedRequest
 from vlora.routing import RULES, MoveCosts, Need, Report, Room, Router, Rule
 from vlora.routing.rules import PlacedAdapters
@@ -173,40 +173,56 @@ def test_returned_requests_come_first_and_then_those_with_a_deadline() -> None:
     assert drained(router) == [waiting[place].request_id for place in (2, 3, 1, 0)]
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_fair_shares_are_those_of_the_orchestrator(seed: int) -> None:
-    """The oracle: the orchestrator's own order of tracked requests, all of them, computed before each placement."""
+def tracked_of(each: Need) -> TrackedRequest:
+    """The same request as the engine's scheduler knows it."""
+    request = Request(
+        request_id=each.request_id,
+        prompt_ids=(0,) * each.blocks,
+        sampling=SamplingParams(max_tokens=1),
+        adapter=each.adapter,
+        priority=each.priority,
+        tenant=each.tenant,
+        max_ttft_s=each.answer_by,
+    )
+    tracked = TrackedRequest(request, 0.0, None)
+    tracked.arrival, tracked.num_preemptions = each.arrival, int(each.returned)
+    return tracked
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_order_is_that_of_the_orchestrator(seed: int) -> None:
+    """The oracle: the orchestrator's order of all waiting requests, computed before each placement."""
     draws = random.Random(seed)
-    weights, tenants = {"north": 3.0, "south": 1.0}, ("north", "south", None)
+    by_tenant = seed % 2 == 0
+    weights = {"north": 3.0, "south": 1.0} if by_tenant else {"x": 3.0, "y": 0.5}
     waiting = [
-        need(blocks=draws.randint(1, 9), tenant=draws.choice(tenants), priority=draws.choice((0, 0, 1)))
-        for _ in range(40)
+        need(
+            draws.choice(("x", "y", None)),
+            draws.randint(1, 9),
+            tenant=draws.choice(("north", "south", None)),
+            priority=draws.choice((0, 0, 1)),
+            answer_by=draws.choice((None, None, 1e9)),
+            returned=draws.random() < 0.1,
+        )
+        for _ in range(60)
     ]
-    router = one_place(tenant_weights=weights)
+    router = one_place(**{"tenant_weights" if by_tenant else "weights": weights})
     for each in waiting:
         send(router, each)
-    shares = FairShares(weights, tenant_of)
-    tracked: list[TrackedRequest] = []
-    filler = TrackedRequest(Request(request_id="filler", prompt_ids=(0,)), 0.0, None)
-    for each in waiting:
-        sampling = SamplingParams(max_tokens=1)
-        prompt = (0,) * each.blocks
-        request = Request(
-            request_id=each.request_id, prompt_ids=prompt, sampling=sampling, priority=each.priority, tenant=each.tenant
-        )
-        tracked.append(TrackedRequest(request, 0.0, None))
-    shares.add(filler)
-    shares.count_service(filler, 1)
-    for tracked_request in tracked:
-        shares.add(tracked_request)
+    shares = FairShares(weights, tenant_of if by_tenant else adapter_of)
+    left = [tracked_of(each) for each in waiting]
+    running = tracked_of(need())
+    shares.add(running)
+    shares.count_service(running, 1)
+    for tracked in left:
+        shares.add(tracked)
     expected: list[str] = []
-    running = filler
-    left = list(tracked)
-    for number in range(len(tracked)):
+    num_entries = 1
+    while left:
         shares.remove(running)
-        oldest = (number + 1) % OLDEST_EVERY == OLDEST_EVERY - 1  # the filler was the first placement
-        running = left[0] if oldest else scheduling_order(left, [shares])[0]
+        running = next(entry_order(left, [shares], lambda: num_entries))  # noqa: B023
         left.remove(running)
+        num_entries += not running.num_preemptions
         shares.count_service(running, running.new_tokens)
         expected.append(running.request_id)
     assert drained(router) == expected

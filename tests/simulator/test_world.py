@@ -7,7 +7,10 @@ import random
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from tests.example_counts import scaled
 from vlora.errors import BadConfig
 from vlora.orchestrator import POLICIES, Costs
 from vlora.routing import RULES
@@ -187,6 +190,61 @@ def test_a_simulation_is_reproducible() -> None:
     first, second = (replay(crowd(200, 10.0), UNMERGED, cluster).as_dict() for _ in range(2))
     assert first == second
     assert first != replay(crowd(200, 10.0), UNMERGED, dataclasses.replace(cluster, seed=1)).as_dict()
+
+
+def random_settings(draws: random.Random) -> tuple[ReplicaConfig, ClusterConfig]:
+    """Few and small replicas, of which some fail, are added, released or report late."""
+    num_replicas = draws.randint(1, 4)
+    config = dataclasses.replace(
+        UNMERGED,
+        load_s=draws.choice((0.0, 0.05, 0.5)),
+        resident_adapters=draws.choice((1, 3, 8)),
+        kv_tokens=draws.choice((320, 640, 4000)),
+        max_batch_size=draws.choice((1, 3, 8)),
+        max_step_tokens=draws.choice((32, 256)),
+        prefix_cache=draws.random() < 0.3,
+        max_ttft_s=draws.choice((None, None, 5.0)),
+        tenant_weight=draws.choice(((), ("tenant-0=2",))),
+    )
+    cluster = ClusterConfig(
+        replicas=num_replicas,
+        max_replicas=draws.choice((None, num_replicas + 2)),
+        rule=draws.choice(list(RULES)),
+        quick=draws.random() < 0.7,
+        consolidate_s=draws.choice((0.0, 1.0, 5.0)),
+        replan_s=draws.choice((0.0, 5.0)),
+        rebalance_s=draws.choice((0.0, 3.0)),
+        report_s=draws.choice((0.0, 0.0, 0.3)),
+        report_age_s=draws.choice((0.0, 1.0)),
+        mtbf_s=draws.choice((0.0, 0.0, 8.0, 40.0)),
+        detect_s=draws.choice((0.0, 1.0)),
+        restart_s=draws.choice((0.0, 3.0)),
+        start_s=2.0,
+        up_after_s=1.0,
+        down_after_s=4.0,
+        seed=draws.randrange(1000),
+    )
+    return config, cluster
+
+
+@settings(max_examples=scaled(30), deadline=None)
+@given(seed=st.integers(0, 10**9))
+def test_in_any_world_each_request_ends_once(seed: int) -> None:
+    draws = random.Random(seed)
+    config, cluster = random_settings(draws)
+    text = f"gamma:rate={draws.choice((0.5, 3, 10))},prompt_min=40,prompt_max=120"
+    text += f",answer_min={draws.choice((0, 1, 20))},answer_max=80"
+    text += ",prefixes=3,prefix_tokens=32" * config.prefix_cache
+    arrivals = [
+        each._replace(priority=draws.choice((0, 0, 2)), tenant=draws.choice((None, "tenant-0", "tenant-1")))
+        for each in make_workload(text).arrivals(60, 6, seed)
+    ]
+    world = World(config, cluster)
+    found = world.run(arrivals)
+    world.router.check_integrity()
+    assert found.num_finished + found.num_refused + found.num_unreachable == 60
+    assert world.router.num_waiting == 0
+    assert not any(standing.holds for standing in world.router.replicas.values())
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def simulate(
     The first three also take prompt_min, prompt_max, answer_min, answer_max, in tokens; an answer length of 0 selects a
     task head. With prefixes=N each prompt begins with one of N common prefixes of prefix_tokens tokens.
 
-    Of more than 16 replicas, stretches of equal steps are simulated, not each step: some hundred times faster, with
+    Of more than 16 replicas, stretches of equal steps are simulated, not each step: 30 to 60 times faster, with
     unmerged steps only. --quick and --full choose one way.
     """
     from vlora.simulator import commands

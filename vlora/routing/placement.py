@@ -10,6 +10,7 @@ import heapq
 import itertools
 import math
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from hashlib import blake2b
 from typing import NamedTuple
@@ -167,41 +168,47 @@ def reactive(
         most: upper limit of the number of shifts.
     """
     ends = dict.fromkeys(slots, 0.0)
-    here: dict[str, dict[str | None, tuple[int, float]]] = {name: {} for name in slots}
+    # On each replica, by adapter and the replica where they are now: number of requests, and the cost of each.
+    here: dict[str, dict[tuple[str | None, str], tuple[int, float]]] = {name: {} for name in slots}
     for group in groups:
         ends[group.replica] += group.number * group.cost_s
-        here[group.replica][group.adapter] = group.number, group.cost_s
+        here[group.replica][group.adapter, group.replica] = group.number, group.cost_s
     held = {name: set(resident.get(name, ())) for name in slots}
-    shifts: dict[tuple[str | None, str, str], int] = {}
+    shifts: Counter[tuple[str | None, str, str]] = Counter()
     for _ in range(most):
         source = max(ends, key=ends.__getitem__)
         found = _best_shift(source, ends, here[source], held, slots, costs)
         if found is None or found.gain_s < _LEAST_GAIN * ends[source]:
             break
-        adapter, target, number = found.adapter, found.target, found.number
-        count, cost_s = here[source][adapter]
-        shifts[adapter, source, target] = shifts.get((adapter, source, target), 0) + number
-        here[source][adapter] = count - number, cost_s
-        here[target][adapter] = here[target].get(adapter, (0, cost_s))[0] + number, cost_s
-        ends[source] -= number * cost_s
-        ends[target] += number * (cost_s + costs.again_s) + found.load_s
+        (adapter, origin), target, number = found.requests, found.target, found.number
+        count, cost_s = here[source][adapter, origin]
+        here[source][adapter, origin] = count - number, cost_s
+        here[target][adapter, origin] = here[target].get((adapter, origin), (0, cost_s))[0] + number, cost_s
+        ends[source] -= number * found.saved_s
+        ends[target] += number * found.added_s + found.load_s
+        shifts[adapter, origin, source] -= number
+        shifts[adapter, origin, target] += number
         if adapter is not None:
             held[target].add(adapter)
-    return [Shift(*key, count) for key, count in shifts.items()]
+    return [Shift(*key, number) for key, number in shifts.items() if number > 0 and key[1] != key[2]]
 
 
 class _Candidate(NamedTuple):
+    """saved_s and added_s: seconds for each request that the source loses and the target gets."""
+
     gain_s: float
-    adapter: str | None
+    requests: tuple[str | None, str]
     target: str
     number: int
+    saved_s: float
+    added_s: float
     load_s: float
 
 
 def _best_shift(
     source: str,
     ends: Mapping[str, float],
-    here: Mapping[str | None, tuple[int, float]],
+    here: Mapping[tuple[str | None, str], tuple[int, float]],
     held: Mapping[str, Set[str]],
     slots: Mapping[str, int],
     costs: MoveCosts,
@@ -210,15 +217,17 @@ def _best_shift(
     best: _Candidate | None = None
     for target in heapq.nsmallest(_TARGETS, ends, key=ends.__getitem__):
         gap = ends[source] - ends[target]
-        for adapter, (count, cost_s) in here.items():
+        for (adapter, origin), (count, cost_s) in here.items():
             there = adapter is None or adapter in held[target]
             if not there and len(held[target]) >= slots[target]:
                 continue
             load_s = 0.0 if there else costs.load_s
-            number = min(count, int((gap - load_s) / (2 * cost_s + costs.again_s)))
+            saved_s = cost_s + (costs.again_s if source != origin else 0.0)
+            added_s = cost_s + (costs.again_s if target != origin else 0.0)
+            number = min(count, int((gap - load_s) / (saved_s + added_s)))
             if number < 1:
                 continue
-            gain = min(number * cost_s, gap - number * (cost_s + costs.again_s) - load_s)
+            gain = min(number * saved_s, gap - number * added_s - load_s)
             if best is None or gain > best.gain_s:
-                best = _Candidate(gain, adapter, target, number, load_s)
+                best = _Candidate(gain, (adapter, origin), target, number, saved_s, added_s, load_s)
     return best

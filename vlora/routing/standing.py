@@ -1,4 +1,4 @@
-"""One replica as the router knows it: what it was sent, and what it has reported."""
+"""One replica as the router knows it: the requests sent there, and its reports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MOST_UNREPORTED = 4096  # requests sent since the last report; a replica that n
 
 
 class Need(NamedTuple):
-    """What a request requires of a replica.
+    """The requirements of a request on a replica.
 
     Attributes:
         request_id: unique among the unfinished requests.
@@ -71,7 +71,7 @@ class Report(NamedTuple):
 
 
 class Standing:
-    """A replica's room and what it holds.
+    """A replica's room, requests and adapters.
 
     Attributes:
         name: of the replica.

@@ -1,4 +1,4 @@
-"""What a world expects of a replica, which `ExactReplica` and `QuickReplica` implement, and its requests."""
+"""The interface of a simulated replica, which `ExactReplica` and `QuickReplica` implement, and of its requests."""
 
 from __future__ import annotations
 

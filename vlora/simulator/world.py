@@ -255,8 +255,9 @@ class World:
         lost = self.router.leave(name)
         assert not lost
         account = self.replicas.pop(name)
-        account.alive = False
-        self._past.append(account.replica)
+        if account.alive:
+            account.alive = False
+            self._past.append(account.replica)
 
     def resume(self, name: str) -> None:
         """Stop draining a replica."""
@@ -277,6 +278,8 @@ class World:
     def _detect(self, account: ReplicaAccount) -> None:
         """The router learns of a failure: the requests go elsewhere, with what they have answered."""
         name = account.replica.name
+        if self.replicas.get(name) is not account:
+            return  # it was idle and has been released
         lost = self.router.leave(name)
         del self.replicas[name]
         for need in lost:
