@@ -46,7 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "vlora.orchestrator": BASE | {"vlora.config", "vlora.memory"},
     "vlora.models": LEVEL_2,
     "vlora.engine": LEVEL_3,
-    "vlora.cluster": BASE | {"vlora.config", "vlora.engine", "vlora.logging_format"},
+    "vlora.cluster": BASE | {"vlora.config", "vlora.engine", "vlora.logging_format", "vlora.routing"},
     "vlora.server": LEVEL_3 | {"vlora.engine", "vlora.client"},
     "vlora.simulator": BASE | {"vlora.config", "vlora.memory", "vlora.orchestrator", "vlora.routing"},
     "vlora.bench": LEVEL_3

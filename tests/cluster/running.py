@@ -13,13 +13,13 @@ from typing import Any
 import msgspec
 import psutil
 
-from tests.cluster.simple_router import SimpleRouter, simple_routing
 from tests.cluster.sleeping_engine import COMMAND
 from vlora.cluster.cluster import Cluster
 from vlora.cluster.door import Address
 from vlora.cluster.members import Health
 from vlora.cluster.replica import ReplicaSettings
 from vlora.config import EngineConfig
+from vlora.routing import Router
 from vlora.types import Request, RequestOutput
 
 SECRET = b"a secret of more than 16 bytes"
@@ -76,7 +76,7 @@ class ReplicaProcess:
 class Running:
     """A cluster with its replicas by name."""
 
-    def __init__(self, cluster: Cluster, router: SimpleRouter) -> None:
+    def __init__(self, cluster: Cluster, router: Router) -> None:
         self.cluster = cluster
         self.router = router
         self.replicas: dict[str, ReplicaProcess] = {}
@@ -86,6 +86,13 @@ class Running:
         await self.cluster.add(name, replica.address)
         return replica
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether neither the cluster nor its router has a request left."""
+        self.router.check_integrity()
+        held = [standing for standing in self.router.replicas.values() if standing.holds]
+        return not (self.cluster.flights or self.router.num_waiting or held)
+
     def where(self, request_id: str) -> str:
         name = self.router.where(request_id)
         assert name is not None
@@ -94,11 +101,16 @@ class Running:
 
 @contextlib.asynccontextmanager
 async def running(
-    *names: str, config: EngineConfig = SLEEPING, health: Health = QUICK, over: float = 1.5, **settings: Any
+    *names: str,
+    config: EngineConfig = SLEEPING,
+    health: Health = QUICK,
+    rule: str = "placed",
+    over: float = 1.5,
+    **settings: Any,
 ) -> AsyncIterator[Running]:
     """A cluster with replicas of these names."""
-    router = SimpleRouter(over)
-    found = Running(Cluster(simple_routing(router), SECRET, health=health, absent_s=2.0), router)
+    router = Router(rule, over=over)
+    found = Running(Cluster(router, SECRET, health=health, absent_s=2.0), router)
     try:
         await asyncio.gather(*(found.add(name, config, **settings) for name in names))
         yield found

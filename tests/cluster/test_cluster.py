@@ -53,13 +53,12 @@ def test_answers_statistics_and_reports() -> None:
                 assert last.timings is not None and last.timings.num_moves == last.timings.num_deaths == 0
             stats = await here.cluster.stats()
             assert stats.num_finished == len(MIXED) and stats.total_blocks == 2000
-            await asyncio.sleep(0.25)
-            for report in here.router.reports.values():
-                assert report.free_blocks == 1000 and report.taken == report.ended > 0
+            while any(standing.free_blocks != 1000 for standing in here.router.replicas.values()):
+                await asyncio.sleep(0.01)  # until each has reported
             same = (outputs_of(here.cluster, asked("same")) for _ in range(2))
             answer, refused = await asyncio.gather(*same, return_exceptions=True)
             assert isinstance(answer, list) and isinstance(refused, BadRequest)
-            assert not here.router.waiting and not any(here.router.holds.values()) and not here.cluster.flights
+            assert here.is_idle
 
     run(main())
 
@@ -158,21 +157,22 @@ def test_cancelled_during_a_move_and_while_it_waits() -> None:
             whole = expected(asked("r0", 400), seed_of("r0", SamplingParams()))
             assert tokens == whole[: len(tokens)]
             # Closed by its caller in the middle of a move.
-            here.router.draining.clear()
+            for name in ("a", "b"):
+                cluster.resume(name)
             stream = cluster.generate(asked("left", 400))
             await anext(stream)
             here.router.drain(here.where("left"))
             cluster.consolidate()
             await stream.aclose()  # type: ignore[attr-defined]
             # Waiting for a replica.
-            here.router.draining.update(("a", "b"))
+            for name in ("a", "b"):
+                here.router.drain(name)
             waiting = asyncio.create_task(outputs_of(cluster, asked("waiting")))
             await asyncio.sleep(0.02)
             await cluster.cancel("waiting")
             assert (await waiting)[-1].finish_reason == "cancelled"
             await asyncio.sleep(0.2)
-            assert not cluster.flights and (await cluster.stats()).num_running == 0
-            assert not any(here.router.holds.values())
+            assert here.is_idle and (await cluster.stats()).num_running == 0
 
     run(main())
 
@@ -300,8 +300,10 @@ def test_random_moves_deaths_and_pauses(seed: int) -> None:
                     name = draws.choice(sorted(here.replicas))
                     replica, what = here.replicas[name], draws.random()
                     if what < 0.6:
-                        await here.cluster.drain(name, 0.1) if name in here.router.holds else None
-                        here.router.draining.discard(name)
+                        if name in here.router.replicas:
+                            await here.cluster.drain(name, 0.1)
+                        if name in here.router.replicas:
+                            here.cluster.resume(name)
                     elif what < 0.8:
                         replica.signal(signal.SIGKILL, engine=draws.random() < 0.5)
                         await replica.process.wait()
@@ -333,7 +335,6 @@ def test_random_moves_deaths_and_pauses(seed: int) -> None:
             busy = False
             await making
             assert len(failed) <= 6
-            assert not here.cluster.flights and not here.router.waiting
-            assert not any(here.router.holds.values())
+            assert here.is_idle
 
     run(main())

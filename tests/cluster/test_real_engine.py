@@ -62,6 +62,9 @@ async def hung(here: Running) -> None:
     await here.cluster.members["b"].wait_joined()
 
 
+_CUT = 10  # tokens of the first choice, after which it is moved
+
+
 async def choices(
     engine: EngineInterface, stop: tuple[str, ...], cut: Callable[[], None] = lambda: None
 ) -> list[tuple[str, list[str]]]:
@@ -72,7 +75,7 @@ async def choices(
     async for choice, part in front.choices("what shape is shown ?", num_choices=3, adapter="south", sampling=sampling):
         if isinstance(part, Answer):
             made[choice] = part
-        elif choice == 0 and part.num_completion_tokens >= 10:
+        elif choice == 0 and part.num_completion_tokens >= _CUT:
             cut()
     await front.close()
     return [(made[number].text, [token.token for token in made[number].logprobs]) for number in range(3)]
@@ -101,7 +104,11 @@ def test_answers_through_moves_deaths_and_pauses(tmp_path: Path) -> None:
     async def main() -> None:
         plain = await choices(local, ())
         # Of the first choice: a text that begins before the cut and ends after it.
-        stop = (" ".join(plain[0][0].split()[8:14]),)
+        tokens = plain[0][1]
+        before, after = (
+            [token for token in part if not token.startswith("<")] for part in (tokens[:_CUT], tokens[_CUT:])
+        )
+        stop = (f"{before[-1]} {after[0]}",)
         stopped = await choices(local, stop)
         assert 0 < len(stopped[0][0]) < len(plain[0][0])
         health = Health(beat_s=0.15, missed=4)

@@ -12,13 +12,11 @@ import contextlib
 import itertools
 import logging
 from collections.abc import AsyncIterator, Iterable, Mapping
-from typing import Any
 
 from vlora.cluster.adapters import ReplicatedAdapters
 from vlora.cluster.door import Address
 from vlora.cluster.flight import Flight
 from vlora.cluster.members import Health, Member, clients
-from vlora.cluster.requests_router import RoutedPlace, Routing
 from vlora.cluster.summary import merged_stats
 from vlora.cluster.suspects import Suspects
 from vlora.engine.ipc.client import EngineClient
@@ -32,6 +30,7 @@ from vlora.errors import (
     UnknownAdapter,
     VLoraError,
 )
+from vlora.routing import Need, Placed, Report, Room, Router
 from vlora.types import AdapterStatus, EngineStats, ErrorValue, Request, RequestOutput
 
 log = logging.getLogger("vlora.cluster")
@@ -52,24 +51,24 @@ class Cluster:
     """
 
     def __init__(
-        self, routing: Routing, secret: bytes, *, health: Health | None = None, absent_s: float = ABSENT_S
+        self, router: Router, secret: bytes, *, health: Health | None = None, absent_s: float = ABSENT_S
     ) -> None:
         """Begin without replicas. Call in a running event loop.
 
         Args:
-            routing: The router.
+            router: Decides which replica gets which request.
             secret: The shared secret, see `handshake`.
             health: When a replica counts as dead.
             absent_s: How long requests wait while there is no replica.
         """
         self.members: dict[str, Member] = {}
         self.flights: dict[str, Flight] = {}
-        self._routing, self._router = routing, routing.router
+        self._router = router
         self._secret = secret
         self._health = health or Health()
         self._absent_s = absent_s
         self._adapters = ReplicatedAdapters(lambda: clients(self.members))
-        self._needs: dict[str, Any] = {}  # of unfinished requests
+        self._needs: dict[str, Need] = {}  # of unfinished requests
         self._arrivals = itertools.count()
         self._suspects = Suspects()
         self._block_size = 1
@@ -126,7 +125,7 @@ class Cluster:
 
     def consolidate(self) -> int:
         """Move requests as the router decides. Returns their number."""
-        moves = list(self._router.consolidate())
+        moves = self._router.consolidate()
         for move in moves:
             self._move(self.flights[move.request_id], move.target)
         return len(moves)
@@ -232,13 +231,13 @@ class Cluster:
         ready = client.ready
         self._block_size = ready.block_size
         client.watch_load(REPORT_S, lambda load, taken: self._reported(member, client, load, taken))
-        room = self._routing.room(max_batch_size=ready.max_batch_size, blocks=ready.num_blocks)
+        room = Room(max_batch_size=ready.max_batch_size, blocks=ready.num_blocks)
         self._fly(self._router.join(member.name, room))
 
     def _reported(self, member: Member, client: EngineClient, load: EngineLoad, taken: int) -> None:
         if member.client is not client:
             return
-        report = self._routing.report(
+        report = Report(
             free_blocks=load.free_blocks,
             taken=taken,
             ended=taken - load.num_running - load.num_waiting,
@@ -250,7 +249,7 @@ class Cluster:
         """Resubmit the requests of a replica that has died or was removed."""
         if not clients(self.members):
             self._absent_since = self._loop.time()
-        for need in list(self._router.leave(member.name)):
+        for need in self._router.leave(member.name):
             flight = self.flights.get(need.request_id)
             if flight is None:
                 continue
@@ -294,11 +293,11 @@ class Cluster:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    def _need(self, flight: Flight) -> Any:
+    def _need(self, flight: Flight) -> Need:
         request = flight.request
         first_s = [bound for bound in (request.max_ttft_s, request.max_latency_s) if bound is not None]
         old = self._needs.get(request.request_id)
-        need = self._needs[request.request_id] = self._routing.need(
+        need = self._needs[request.request_id] = Need(
             request_id=request.request_id,
             adapter=request.adapter,
             blocks=self._blocks(flight),
@@ -316,7 +315,7 @@ class Cluster:
     def _submit(self, flight: Flight) -> None:
         self._fly(self._router.submit(self._need(flight)))
 
-    def _fly(self, placed: Iterable[RoutedPlace]) -> None:
+    def _fly(self, placed: Iterable[Placed]) -> None:
         for need, name in [(place.need, place.replica) for place in placed]:
             flight = self.flights.get(need.request_id)
             if flight is not None:

@@ -181,10 +181,16 @@ class Router:
         return self._place_waiting()
 
     def ended(self, request_id: str) -> list[Placed]:
-        """A request has ended or was cancelled, on a replica or waiting. Returns the requests to send now."""
+        """A request has ended or was cancelled, on a replica or waiting. Returns the requests to send now.
+
+        One that the router does not have, since it ended after its replica and before it was submitted again, is
+        ignored.
+        """
         standing = self._place_of.pop(request_id, None)
         if standing is not None:
             self._fleet.release(request_id, standing)
+        elif request_id not in self._queue:
+            return []
         self._queue.remove(request_id)
         return self._place_waiting(standing)
 
