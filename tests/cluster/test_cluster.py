@@ -287,10 +287,9 @@ def test_adapters_are_changed_on_all_replicas_or_on_none(tmp_path: Path) -> None
     run(main())
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_random_moves_deaths_and_pauses(seed: int) -> None:
+def test_random_moves_deaths_and_pauses_of_processes() -> None:
     async def main() -> None:
-        draws = random.Random(seed)
+        draws = random.Random(0)
         async with running("a", "b", "c", over=4.0) as here:
             busy = True
 

@@ -1,0 +1,176 @@
+"""Replicas without processes, sockets and real time: for many random schedules of a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from tests.cluster.running import SLEEPING
+from tests.cluster.sleeping_engine import SleepingEngine
+from vlora.cluster.door import Address
+from vlora.engine.ipc import messages
+from vlora.engine.ipc.client import EngineClient
+from vlora.engine.ipc.output_coalescer import OutputCoalescer
+from vlora.errors import Disconnected
+from vlora.types import RequestOutput
+
+STEP_S = 0.02
+
+
+class _Jump(selectors.SelectSelector):
+    """Instead of waiting, it moves the clock."""
+
+    now_s = 0.0
+
+    def select(self, timeout: float | None = None) -> Any:
+        self.now_s += timeout or 0.0
+        return super().select(0)
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop whose timers take no time."""
+
+    def __init__(self) -> None:
+        self._jump = _Jump()
+        super().__init__(self._jump)
+
+    def time(self) -> float:
+        return self._jump.now_s
+
+
+def run_virtually(main: Coroutine[Any, Any, None]) -> None:
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(asyncio.wait_for(main, 3600))
+
+
+class LocalReplica:
+    """An engine that steps in the event loop.
+
+    Attributes:
+        hung: It neither steps nor reads nor answers, as after SIGSTOP. What it is sent is kept.
+        alive: False: it refuses connections, as a process that has ended.
+    """
+
+    def __init__(self) -> None:
+        self.alive = self.hung = False
+        self._line: _Line | None = None
+        self._kept: list[tuple[_Line, bytes]] = []
+        self.start()
+
+    def start(self) -> None:
+        """Start the process, again after `kill`."""
+        if not self.alive:
+            self._engine = SleepingEngine(SLEEPING)
+            self._coalescer = OutputCoalescer(asyncio.get_running_loop().time, self._engine.version_of)
+            self.alive, self.hung = True, False
+            self._stepping = asyncio.create_task(self._step())
+
+    def kill(self) -> None:
+        self.alive = False
+        self._stepping.cancel()
+        self._kept.clear()
+        if self._line is not None:
+            self._line.end()
+
+    def wake(self) -> None:
+        """Read what was sent in the meantime, and go on."""
+        self.hung = False
+        kept, self._kept = self._kept, []
+        for line, data in kept:
+            self._receive(line, data)
+
+    async def connect(self) -> EngineClient:
+        if not self.alive:
+            raise Disconnected("the process has ended")
+        while self.hung:
+            await asyncio.sleep(STEP_S)
+        self._drop(self._line)
+        self._line = line = _Line(self._receive)
+        return EngineClient(line, line, messages.Ready("", 1, 10_000, 8, 16, 1000))  # type: ignore[arg-type]
+
+    def _drop(self, line: _Line | None) -> None:
+        """As a replica's process does with a lost front end."""
+        if line is not None and line is self._line:
+            self._line = None
+            line.end()
+            self._engine.close()
+
+    def _receive(self, line: _Line, data: bytes | None) -> None:
+        if self.hung:
+            if data is not None:
+                self._kept.append((line, data))
+            return
+        if data is None or line is not self._line:
+            self._drop(line)
+            return
+        outputs: tuple[RequestOutput, ...] = ()
+        match message := messages.decode_to_engine(data):
+            case messages.Add():
+                self._engine.add(message.request)
+                self._coalescer.add(message.request)
+            case messages.Cancel():
+                output = self._engine.cancel(message.request_id)
+                outputs = () if output is None else (output,)
+            case messages.Ping():
+                self._send(messages.Pong(0.0))
+            case messages.WatchLoad():
+                pass
+            case _:
+                raise AssertionError(message)
+        self._send_outputs(outputs)
+
+    async def _step(self) -> None:
+        while True:
+            await asyncio.sleep(STEP_S)
+            if not self.hung and self._engine.has_work:
+                self._send_outputs(self._engine.step())
+
+    def _send_outputs(self, outputs: tuple[RequestOutput, ...]) -> None:
+        if outputs := self._coalescer.coalesce(outputs):
+            self._send(messages.Outputs(outputs))
+
+    def _send(self, message: messages.FromEngine) -> None:
+        if self._line is not None:
+            self._line.deliver(messages.encode(message))
+
+
+class _Line:
+    """Both the transport and the process of an `EngineClient`."""
+
+    def __init__(self, receive: Callable[[_Line, bytes | None], None]) -> None:
+        self.on_message: Callable[[bytes], object] = lambda data: None
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._receive = receive
+
+    def send(self, data: bytes) -> None:
+        if not self.closed.done():
+            asyncio.get_running_loop().call_later(0.0005, self._receive, self, data)
+
+    def deliver(self, data: bytes) -> None:
+        asyncio.get_running_loop().call_later(0.0005, lambda: self.closed.done() or self.on_message(data))
+
+    def close(self) -> None:
+        self.end()
+        self._receive(self, None)
+
+    def end(self) -> None:
+        if not self.closed.done():
+            self.closed.set_result(None)
+
+    async def wait(self) -> None:
+        await asyncio.wait({self.closed})
+
+
+def connecting(replicas: dict[int, LocalReplica]) -> Callable[..., Coroutine[Any, Any, EngineClient]]:
+    """In place of `door.connect`. replicas: by port."""
+
+    async def connect(address: Address, *_: Any, **__: Any) -> EngineClient:
+        try:
+            async with asyncio.timeout(0.5):
+                return await replicas[address.port].connect()
+        except TimeoutError as error:
+            raise Disconnected("it did not answer") from error
+
+    return connect
