@@ -350,7 +350,10 @@ def test_advice_follows_the_load() -> None:
     spread = routed("placed", "abcd", Room(8, 1000))
     for _ in range(9):
         send(spread, need())
-    assert spread.advice() == (0, (), ("b",)), "nine requests on three replicas are below half a batch each"
+    assert spread.advice() == (0, (), ("d",)), "nine requests on three replicas are below half a batch each"
+    spread.ended(next(iter(spread.replicas["a"].holds)))
+    send(spread, need())
+    assert spread.advice() == (0, (), ("d",)), "the same one while the load is low"
     for _ in range(4):
         send(spread, need())
     assert spread.advice() == (0, (), ())

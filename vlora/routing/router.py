@@ -27,6 +27,8 @@ from vlora.routing.rules import RULES, Rule
 from vlora.routing.standing import Need, Report, Room, Standing
 from vlora.routing.waiting import WaitingQueue
 
+_LESS = 0.8  # of a light load, below which a replica is drained, so that it is not wanted again soon
+
 
 class Placed(NamedTuple):
     """A request to send to a replica."""
@@ -304,8 +306,8 @@ class Router:
         """Whether more or fewer replicas are wanted; the caller waits until the advice has been the same for a while.
 
         As in Punica: more, if no replica is lightly loaded; idle ones may be released, and one of them is kept for the
-        next request if no other is lightly loaded. A rule that distributes requests leaves none idle; then the least
-        loaded may be drained if the others remain lightly loaded with its requests.
+        next request if no other is lightly loaded. A rule that distributes requests leaves none idle; then one may be
+        drained if the others remain lightly loaded with its requests.
 
         Args:
             light: part of a batch below which a replica is lightly loaded.
@@ -321,9 +323,10 @@ class Router:
         release = tuple(idle[: max(0, len(idle) - keep)])
         drain: tuple[str, ...] = ()
         if not idle and not self.num_waiting and len(serving) > 1:
-            rest = sorted(serving, key=lambda s: (s.size, s.name))[1:]
-            if sum(s.size for s in serving) < light * sum(s.room.max_batch_size for s in rest):
-                drain = (min(serving, key=lambda s: (s.size, s.name)).name,)
+            # The one that the rule uses last, whatever its load: the same one as long as the load is low.
+            first, *rest = [s for s in by_name if not s.draining]
+            if sum(s.size for s in serving) < _LESS * light * sum(s.room.max_batch_size for s in rest):
+                drain = (first.name,)
         return Advice(add, release, drain)
 
     # -- inside -------------------------------------------------------------------------------------------------------

@@ -86,9 +86,7 @@ def _placement(rows: Sequence[Row], path: Path) -> None:
             values = [row[name] for case in cases for row in main if row["rule"] == rule and row["case"] == case]
             at = [group + 0.16 * (number - 2) for group in range(len(cases))]
             bars = panel.bar(at, values, 0.15, color=_COLORS[rule], label=rule)
-            panel.bar_label(
-                bars, [f"{value:,.0f}" if name == "loads" else f"{value:.2f}" for value in values], fontsize=6
-            )
+            panel.bar_label(bars, [_short(value) for value in values], size=6)
         panel.set_xticks(range(len(cases)), cases, fontsize=8)
         panel.set(title=title, yscale="log")
         panel.margins(y=0.15)
@@ -97,8 +95,7 @@ def _placement(rows: Sequence[Row], path: Path) -> None:
         labels = [row["case"].partition("; ")[2] for row in variants]
         beside = panels[place][1]
         bars = beside.barh(labels, [row[name] for row in variants], color=_COLORS["placed"])
-        texts = [f"{row[name]:,.0f}" if name == "loads" else f"{row[name]:.2f}" for row in variants]
-        beside.bar_label(bars, texts, fontsize=7, padding=2)
+        beside.bar_label(bars, [_short(row[name]) for row in variants], fontsize=7, padding=2)
         beside.set_title(f"{title}; placed at {variants[0]['case'].partition(';')[0]}", fontsize=9)
         beside.tick_params(axis="y", labelsize=8)
         beside.margins(x=0.15)
@@ -107,6 +104,13 @@ def _placement(rows: Sequence[Row], path: Path) -> None:
     panels[0][0].set_ylim(top=panels[0][0].get_ylim()[1] * 6)
     figure.suptitle("64 adapters of drifting popularity, 8 replicas with 12 places each (simulated)", fontsize=11)
     _save(figure, path)
+
+
+def _short(value: float) -> str:
+    """Two decimal places for seconds; numbers of loads in thousands."""
+    if value >= 1000:
+        return f"{value / 1000:.1f}k"
+    return f"{value:.0f}" if value >= 50 else f"{value:.2f}"
 
 
 def _growing(rows: Sequence[Row], path: Path) -> None:
