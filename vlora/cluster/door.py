@@ -134,7 +134,11 @@ class Door:
         self = cls(secret, on_peer, certificate)
         try:
             self._server = await asyncio.get_running_loop().create_server(
-                self._accept, address.host, address.port, ssl=context, ssl_handshake_timeout=context and HANDSHAKE_S
+                self._accept,
+                address.host,
+                address.port,
+                ssl=context,
+                ssl_handshake_timeout=HANDSHAKE_S if context else None,
             )
         except OSError as error:
             raise BadConfig(f"the replica cannot listen at {address}: {error}") from error
