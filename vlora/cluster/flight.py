@@ -158,7 +158,7 @@ class Flight:
             self._num_cached = timings.num_cached_tokens
 
     def _timings(self, last: Timings | None) -> Timings | None:
-        """The times of all attempts; those of an attempt whose replica died are known by this process's clock only.
+        """The times of all attempts; if a replica died, those of its attempt are known by this process's clock only.
 
         last: of the last attempt; None if it has none, then there are timings only if an attempt was begun.
         """
