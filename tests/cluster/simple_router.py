@@ -16,6 +16,7 @@ class Need(NamedTuple):
     tenant: str | None = None
     answer_by: float | None = None
     returned: bool = False
+    prefix: tuple[bytes, ...] = ()
 
 
 class Room(NamedTuple):

@@ -106,8 +106,8 @@ class Routing:
     """A router and its values.
 
     Attributes:
-        need: Makes a request's need of its fields: request_id, adapter, blocks, arrival, priority, tenant, answer_by
-            and returned.
+        need: Makes a request's need of its fields: request_id, adapter, blocks, arrival, priority, tenant, answer_by,
+            returned and prefix.
         room: Makes a replica's room of max_batch_size and blocks.
         report: Makes a report of free_blocks, taken, ended and adapters.
     """
