@@ -30,7 +30,7 @@ class _Jump(selectors.SelectSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop whose timers take no time."""
+    """An event loop with timers that take no time."""
 
     def __init__(self) -> None:
         self._jump = _Jump()

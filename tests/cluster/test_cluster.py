@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,18 @@ def test_a_hung_replica_is_given_up_and_heard_no_more_when_it_wakes(engine_only:
             # The replica has cancelled what the former line had asked for.
             await asyncio.sleep(0.3)
             assert (await here.cluster.stats()).num_running == 0
+
+    run(main())
+
+
+def test_a_pause_of_the_front_end_gives_no_replica_up() -> None:
+    """Of twice the time in which a replica would be given up."""
+
+    async def main() -> None:
+        async with running("a", "b") as here:
+            request = asked("r", 400)
+            last = check(request, await outputs_of(here.cluster, request, 5, lambda: time.sleep(0.8)))
+            assert last.timings is not None and last.timings.num_deaths == 0
 
     run(main())
 

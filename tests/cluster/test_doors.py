@@ -296,6 +296,16 @@ def test_garbage_from_a_peer_that_has_proved_itself() -> None:
     run(main())
 
 
+@pytest.mark.parametrize("beat_s", [0.0, -1.0, 1e9, float("nan")])
+def test_an_invalid_beat_is_refused(beat_s: float) -> None:
+    async def main() -> None:
+        async with replica() as found:
+            error = await refused(connect(Address("127.0.0.1", found.port), SECRET, tls=False, beat_s=beat_s))
+            assert isinstance(error, BadConfig) and "it must be between 0.01 and 60 seconds" in str(error)
+
+    run(main())
+
+
 def test_a_second_front_end_replaces_the_first() -> None:
     async def main() -> None:
         async with replica() as found:
@@ -317,12 +327,12 @@ def test_a_replica_cancels_what_a_lost_front_end_asked_for(closes: bool) -> None
 
     async def main() -> None:
         async with replica() as found:
-            client = await line(found)
+            client = await connect(Address("127.0.0.1", found.port), SECRET, tls=False, beat_s=0.02)
             pending = asyncio.create_task(answer(client, num_tokens=100_000))
             await asyncio.sleep(0.05)
             if closes:
                 await client.disconnect("gone")
-            # Otherwise it sends no pings: four beats of 0.2 s.
+            # Otherwise it sends no pings: 20 beats.
             await asyncio.wait_for(client.wait_dead(), 3)
             await pending
             later = await line(found)

@@ -43,7 +43,7 @@ def test_random_changes_amount_to_the_engines_load() -> None:
     draws = random.Random(0)
     watched = Watched()
     watched.reporter.poll()
-    assert not watched.sent  # nobody watches
+    assert not watched.sent  # not watched yet
     watched.reporter.watch(0.1)
     for _ in range(2_000):
         watched.now_s += draws.choice([0.001, 0.05])

@@ -17,6 +17,7 @@ from vlora.cluster.adapters import ReplicatedAdapters
 from vlora.cluster.door import Address
 from vlora.cluster.flight import Flight
 from vlora.cluster.members import Health, Member, clients
+from vlora.cluster.prefix_keys import prefix_keys
 from vlora.cluster.summary import merged_stats
 from vlora.cluster.suspects import Suspects
 from vlora.engine.ipc.client import EngineClient
@@ -71,6 +72,7 @@ class Cluster:
         self._needs: dict[str, Need] = {}  # of unfinished requests
         self._arrivals = itertools.count()
         self._suspects = Suspects()
+        self._versions: dict[str, str] = {}  # content hashes of adapters, as last reported
         self._block_size = 1
         self._loop = asyncio.get_running_loop()
         self._absent_since: float | None = self._loop.time()
@@ -237,6 +239,7 @@ class Cluster:
     def _reported(self, member: Member, client: EngineClient, load: EngineLoad, taken: int) -> None:
         if member.client is not client:
             return
+        self._versions |= load.resident
         report = Report(
             free_blocks=load.free_blocks,
             taken=taken,
@@ -306,8 +309,13 @@ class Cluster:
             tenant=request.tenant,
             answer_by=flight.began_s + min(first_s) if first_s and not flight.tokens else None,
             returned=old is not None,
+            prefix=self._prefix(request) if old is None else old.prefix,
         )
         return need
+
+    def _prefix(self, request: Request) -> tuple[bytes, ...]:
+        adapter = request.adapter or ""
+        return prefix_keys(request, f"{adapter}@{self._versions.get(adapter, '')}", self._block_size)
 
     def _blocks(self, flight: Flight) -> int:
         return (len(flight.request.prompt_ids) + len(flight.tokens)) // self._block_size + 1

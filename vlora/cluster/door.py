@@ -223,7 +223,7 @@ class _RemoteProcess:
 
 
 class Line(NamedTuple):
-    """A line whose ends have proved themselves.
+    """A line after both ends have proved themselves.
 
     Attributes:
         ready: The engine's first message.
@@ -311,7 +311,7 @@ async def _open(address: Address, inbox: Inbox, tls: bool) -> ClientTransport:
 
 
 def _failure(transport: ClientTransport | None) -> BaseException | None:
-    """What ended a line: the error of an invalid message, or None."""
+    """The error of an invalid message that ended a line; None if it ended otherwise."""
     if transport is None or not transport.closed.done():
         return None
     return transport.closed.exception()

@@ -75,9 +75,10 @@ class Flight:
             if latency_s <= 0:
                 self.fail(self._deadline_missed())
                 return None
-        if ttft_s is not None:
-            # It was accepted within its bound: a replica's end or a move does not refuse it afterwards.
-            ttft_s = ttft_s - used_s if self._attempt == 1 and ttft_s > used_s else math.inf
+        if self._attempt > 1 or (ttft_s is not None and ttft_s <= used_s):
+            ttft_s = math.inf  # it was accepted before, so it is not refused for its first token
+        elif ttft_s is not None:
+            ttft_s -= used_s
         return msgspec.structs.replace(
             self.request,
             request_id=self.attempt_id,
@@ -157,7 +158,7 @@ class Flight:
             self._num_cached = timings.num_cached_tokens
 
     def _timings(self, last: Timings | None) -> Timings | None:
-        """The times of all attempts; those of an attempt whose replica died are known by this process's clock only.
+        """The times of all attempts; if a replica died, those of its attempt are known by this process's clock only.
 
         last: of the last attempt; None if it has none, then there are timings only if an attempt was begun.
         """

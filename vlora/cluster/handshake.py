@@ -23,6 +23,7 @@ MAX_BYTES = 4096
 """The largest message before both ends have proved themselves."""
 
 MIN_SECRET_BYTES = 16
+MIN_BEAT_S, MAX_BEAT_S = 0.01, 60.0
 _NONCE_BYTES = 32
 _CLIENT, _SERVER = b"front end", b"replica"
 
@@ -142,6 +143,8 @@ async def admit(
         hello = _read(await receive(), peer)
         if not isinstance(hello, Hello):
             raise _unexpected(hello, peer)
+        if not MIN_BEAT_S <= hello.beat_s <= MAX_BEAT_S:
+            raise BadConfig(f"beat_s is {hello.beat_s:g}; it must be between {MIN_BEAT_S:g} and {MAX_BEAT_S:g} seconds")
         challenge = Challenge(PROTOCOL, version or own_version(), secrets.token_bytes(_NONCE_BYTES))
         # A peer of another version gets this too, and compares the versions itself.
         send(encode(challenge))

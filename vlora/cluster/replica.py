@@ -31,8 +31,9 @@ from vlora.logging_format import configure
 
 log = logging.getLogger("vlora.cluster")
 
-MISSED_BEATS = 4
-"""Beats without a message after which a front end counts as gone."""
+MISSED_BEATS = 20
+"""Beats without a message after which a front end counts as gone. More than the front end itself allows a replica: its
+pause should not end the requests of all replicas."""
 
 
 class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -92,7 +92,7 @@ class AdapterVersions:
         return request_id in self._unread
 
     def release_read(self) -> list[RequestOutput]:
-        """Release requests whose adapter was read; return the last outputs of those whose adapter has changed."""
+        """Release requests with an adapter that was read; return the last outputs of those with a changed adapter."""
         outputs: list[RequestOutput] = []
         for request_id, request in tuple(self._unread.items()):
             registration = self._registrations[request_id]

@@ -33,7 +33,7 @@ _STOP_S = 5.0  # how long a stopping engine may take before it is killed
 
 
 class EngineProcess(Protocol):
-    """What a client needs of an engine's process, on this machine or another."""
+    """The part of an engine's process that a client needs, on this machine or another."""
 
     async def wait(self) -> int | None:
         """Wait for its end.

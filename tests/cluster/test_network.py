@@ -1,0 +1,86 @@
+"""A line with delay, stalls as after lost packets, and cuts that neither end is notified of."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+
+import pytest
+
+from tests.cluster.running import ReplicaProcess, outputs_of, run, running
+from tests.cluster.test_cluster import asked, check
+from vlora.cluster.door import Address
+from vlora.cluster.members import Health
+
+pytestmark = pytest.mark.slow
+
+
+class SlowLink:
+    """Passes bytes on between a front end and a replica.
+
+    Attributes:
+        is_open: If not set, nothing is passed on, and both connections stay open.
+    """
+
+    def __init__(self, target: Address) -> None:
+        self.is_open = asyncio.Event()
+        self.is_open.set()
+        self._target = target
+        self._draws = random.Random(0)
+        self._pumps: set[asyncio.Task[None]] = set()
+
+    async def listen(self) -> Address:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        return Address("127.0.0.1", self._server.sockets[0].getsockname()[1])
+
+    def close(self) -> None:
+        self._server.close()
+        for pump in self._pumps:
+            pump.cancel()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there = await asyncio.open_connection(*self._target)
+        for source, target in ((reader, there[1]), (there[0], writer)):
+            pump = asyncio.create_task(self._pass_on(source, target))
+            self._pumps.add(pump)
+            pump.add_done_callback(self._pumps.discard)
+
+    async def _pass_on(self, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await source.read(1000):
+                # 10 ms a way; in one of 50 cases a retransmission.
+                await asyncio.sleep(self._draws.gauss(0.01, 0.002) + 0.2 * (self._draws.random() < 0.02))
+                await self.is_open.wait()
+                target.write(data)
+        await self.is_open.wait()
+        target.close()
+
+
+def test_a_slow_line_and_a_cut_one_lose_nothing() -> None:
+    async def main() -> None:
+        async with running(health=Health(beat_s=0.2, missed=4), over=8.0) as here:
+            links: dict[str, SlowLink] = {}
+            for name in ("a", "b"):
+                here.replicas[name] = await ReplicaProcess.start()
+                links[name] = SlowLink(here.replicas[name].address)
+                await here.cluster.add(name, await links[name].listen())
+            requests = [asked(f"r{number}", 250) for number in range(12)]
+            answers = [asyncio.create_task(outputs_of(here.cluster, request)) for request in requests]
+            for name in ("a", "b"):
+                await asyncio.sleep(0.1)
+                assert await here.cluster.drain(name, 5.0)
+                here.cluster.resume(name)
+            links["a"].is_open.clear()
+            # The cut is noticed, and the requests continue on the other replica.
+            await asyncio.sleep(1.2)
+            assert here.cluster.members["a"].client is None
+            links["a"].is_open.set()
+            timings = [check(request, await answer).timings for request, answer in zip(requests, answers, strict=True)]
+            assert sum(each.num_moves for each in timings if each is not None) >= 12
+            await asyncio.wait_for(here.cluster.members["a"].wait_joined(), 10)
+            check(asked("after"), await outputs_of(here.cluster, asked("after")))
+            for link in links.values():
+                link.close()
+
+    run(main())
