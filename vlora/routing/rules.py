@@ -67,7 +67,7 @@ class Punica(Rule):
 
 
 class WhereItIs(Rule):
-    """The busiest replica whose batch has room and that has the adapter, else the busiest that has a place for it."""
+    """The busiest replica with the adapter and room in its batch, else the busiest with a place for the adapter."""
 
     name = "where_it_is"
     consolidates = True

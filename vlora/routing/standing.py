@@ -175,7 +175,7 @@ class Standing:
         return need
 
     def grow(self, request_id: str, blocks: int) -> int:
-        """Count the blocks of a request whose answer has grown. Returns by how many."""
+        """Count the blocks of a request after its answer has grown. Returns the difference."""
         need = self.holds[request_id]
         self.holds[request_id] = need._replace(blocks=blocks)
         self.free_blocks -= blocks - need.blocks
