@@ -88,7 +88,7 @@ class Life:
         self.note(self.router.ended(request_id))
 
     def grow_and_evict(self) -> None:
-        """An answer outgrows its replica, whose newest request makes room."""
+        """An answer outgrows its replica, so the newest request there makes room."""
         name = self.draws.choice(list(self.router.replicas))
         standing = self.router.replicas[name]
         if len(standing.holds) < 2:

@@ -1,9 +1,11 @@
 """Routing: which of many replicas gets which request. Pure Python; no clock, no transport, no models.
 
 Reading order: `standing.py` (one replica as the router knows it), `router.py` (the interface), `rules.py`,
-`waiting.py` (the queue), `placement.py` (where adapters are), `prefixes.py`, `fleet.py` (the indexes).
+`waiting.py` (the queue), `placement.py` (where adapters are), `prefixes.py`, `fleet.py` (the indexes), `journal.py`
+(records of decisions and their replay).
 """
 
+from vlora.routing.journal import RecordedRouter, Replayed, replay_calls
 from vlora.routing.placement import Group, MoveCosts, Shift, proactive, reactive
 from vlora.routing.router import Advice, Eviction, Move, Placed, Refusal, Refused, Router
 from vlora.routing.rules import RULES, Rule
@@ -18,8 +20,10 @@ __all__ = [
     "MoveCosts",
     "Need",
     "Placed",
+    "RecordedRouter",
     "Refusal",
     "Refused",
+    "Replayed",
     "Report",
     "Room",
     "Router",
@@ -28,4 +32,5 @@ __all__ = [
     "Standing",
     "proactive",
     "reactive",
+    "replay_calls",
 ]

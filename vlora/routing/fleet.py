@@ -138,7 +138,7 @@ class Fleet:
                 if need.adapter is not None:
                     users[need.adapter] = users.get(need.adapter, 0) + 1
             assert users == {adapter: count for adapter, count in standing.resident.items() if count}
-            assert standing.num_used == len(users)
+            assert standing.num_used == len(users) and standing.size >= len(standing.holds)
             assert all(name in self._holders[adapter] for adapter in standing.resident)
         assert all(
             adapter in self.replicas[name].resident for adapter, names in self._holders.items() for name in names

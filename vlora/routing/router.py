@@ -208,7 +208,7 @@ class Router:
             first_answer_s: the least time from being sent to the first answer.
 
         Returns:
-            The requests whose first answer would be too late even if they were sent now, and, if there are replicas,
+            The requests with a first answer that would be too late even if they were sent now, and, with replicas,
             those that none of them could take even without other requests; then the requests to send.
         """
         refused: list[Refusal] = []

@@ -67,7 +67,7 @@ class Punica(Rule):
 
 
 class WhereItIs(Rule):
-    """The busiest replica whose batch has room and that has the adapter, else the busiest that has a place for it."""
+    """The busiest replica with the adapter and room in its batch, else the busiest with a place for the adapter."""
 
     name = "where_it_is"
     consolidates = True
@@ -204,17 +204,32 @@ def _light(fleet: Fleet, need: Need, homes: Collection[str] = ()) -> Standing | 
     In order of preference: a replica with a place for the adapter, a planned home, one that knows the prefix.
     """
     with_room = (s for s in fleet.from_lightest() if s.takes(need))
-    best = next(with_room, None)
-    if best is None:
+    lightest = next(with_room, None)
+    if lightest is None:
         return None
-    most = best.size + _NEAR * best.room.max_batch_size
-    near = [best, *itertools.takewhile(lambda s: s.size <= most, itertools.islice(with_room, _TRIED))]
-    known = fleet.prefixes.known(need.prefix) if need.prefix else {}
-    more = (fleet.replicas[name] for name in itertools.chain(known, homes) if name in fleet.replicas)
-    near += [s for s in more if s.size <= most and s.takes(need)]
-    return min(
-        near, key=lambda s: (s.place_for(need.adapter), s.name not in homes, -known.get(s.name, 0), s.size, s.name)
+    most = lightest.size + _NEAR * lightest.room.max_batch_size
+    near = itertools.takewhile(
+        lambda s: s.size <= most, itertools.chain([lightest], itertools.islice(with_room, _TRIED))
     )
+    if not homes and not need.prefix:
+        # The first with the best place is the lightest of these.
+        best, best_place = lightest, lightest.place_for(need.adapter)
+        for standing in near:
+            if best_place == 0:
+                break
+            place = standing.place_for(need.adapter)
+            if place < best_place:
+                best, best_place = standing, place
+        return best
+    known = fleet.prefixes.known(need.prefix) if need.prefix else {}
+    named = (fleet.replicas[name] for name in itertools.chain(known, homes) if name in fleet.replicas)
+    also = (s for s in named if s.size <= most and s.takes(need))
+
+    def rank(standing: Standing) -> tuple[int, bool, int, int, str]:
+        name = standing.name
+        return standing.place_for(need.adapter), name not in homes, -known.get(name, 0), standing.size, name
+
+    return min(itertools.chain(near, also), key=rank)
 
 
 RULES: dict[str, type[Rule]] = {

@@ -77,6 +77,7 @@ class Standing:
         name: of the replica.
         room: its capacity.
         capacity: requests it takes at a time; more than a batch, so that its own scheduler has a choice.
+        size: unfinished requests, of other front ends too.
         holds: requests sent there that have not ended, by id, the earliest sent first.
         resident: requests that use each adapter on its device, the least recently used adapter first.
         barred: adapters that it cannot load.
@@ -99,12 +100,14 @@ class Standing:
         "num_used",
         "resident",
         "room",
+        "size",
     )
 
     def __init__(self, name: str, room: Room, over: float) -> None:
         self.name = name
         self.room = room
         self.capacity = math.inf if math.isinf(over) else math.ceil(over * room.max_batch_size)
+        self.size = 0
         self.holds: dict[str, Need] = {}
         self.resident: dict[str, int] = {}
         self.num_used = 0  # adapters in `resident` with at least one request
@@ -118,18 +121,18 @@ class Standing:
         self._released: deque[int] = deque(maxlen=_MOST_UNREPORTED)
 
     @property
-    def size(self) -> int:
-        """Unfinished requests, of other front ends too."""
-        return len(self.holds) + self._others
-
-    @property
     def open(self) -> bool:
         """Whether it takes further requests, as far as their number is concerned."""
-        return not self.draining and len(self.holds) + self._others < self.capacity
+        return not self.draining and self.size < self.capacity
 
     def takes(self, need: Need) -> bool:
         """Whether there is room for a request now."""
-        return self.open and need.blocks <= self.free_blocks and need.adapter not in self.barred
+        return (
+            self.size < self.capacity
+            and need.blocks <= self.free_blocks
+            and not self.draining
+            and need.adapter not in self.barred
+        )
 
     def could_take(self, need: Need) -> bool:
         """Whether there would be room for a request if it held no others."""
@@ -148,6 +151,7 @@ class Standing:
     def send(self, need: Need) -> str | None:
         """Count a request that is sent there. Returns the adapter that its own displaces, if any."""
         self.holds[need.request_id] = need
+        self.size += 1
         self.free_blocks -= need.blocks
         self._num_sent += 1
         self._sent.append(need.blocks)
@@ -166,6 +170,7 @@ class Standing:
     def release(self, request_id: str) -> Need:
         """Stop counting a request that has ended there, or is taken from there."""
         need = self.holds.pop(request_id)
+        self.size -= 1
         self.free_blocks += need.blocks
         self._num_released += 1
         self._released.append(need.blocks)
@@ -175,7 +180,7 @@ class Standing:
         return need
 
     def grow(self, request_id: str, blocks: int) -> int:
-        """Count the blocks of a request whose answer has grown. Returns by how many."""
+        """Count the blocks of a request after its answer has grown. Returns the difference."""
         need = self.holds[request_id]
         self.holds[request_id] = need._replace(blocks=blocks)
         self.free_blocks -= blocks - need.blocks
@@ -188,6 +193,7 @@ class Standing:
         self.free_blocks = report.free_blocks - sum(self._sent) + sum(self._released)
         if report.num_requests is not None:
             self._others = max(0, report.num_requests - (report.taken - report.ended))
+            self.size = len(self.holds) + self._others
         if report.adapters is not None:
             # An adapter of a request that the report does not include yet will be there.
             kept = {name: count for name, count in self.resident.items() if count or name in report.adapters}

@@ -1,4 +1,4 @@
-"""A million requests on a thousand replicas, in a process without other libraries, whose memory would count.
+"""A million requests on a thousand replicas, in a process of its own: the memory of other libraries would count.
 
 python -m vlora.bench.cluster.scale NUM_REPLICAS NUM_REQUESTS RULE
 """
