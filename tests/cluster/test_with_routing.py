@@ -22,10 +22,15 @@ def test_a_killed_and_a_drained_replica_lose_nothing_under_any_rule() -> None:
                 await cluster.add(name, replicas[name].address)
 
             async def kill() -> None:
-                name = router.where("r0")
+                name = where("r0")
                 replicas[name].signal(signal.SIGKILL)
                 await replicas.pop(name).process.wait()
                 await cluster.remove(name)
+
+            def where(request_id: str) -> str:
+                name = router.where(request_id)
+                assert name is not None
+                return name
 
             requests = [*MIXED, *(asked(f"x{number}") for number in range(20))]
             answers = (outputs_of(cluster, each, 20 if each.request_id == "r0" else -1, kill) for each in requests)
@@ -33,7 +38,7 @@ def test_a_killed_and_a_drained_replica_lose_nothing_under_any_rule() -> None:
                 check(request, outputs)
             moved = asyncio.create_task(outputs_of(cluster, asked("moved", 150)))
             await asyncio.sleep(0.1)
-            assert await cluster.drain(router.where("moved"), 5.0)
+            assert await cluster.drain(where("moved"), 5.0)
             timings = check(asked("moved", 150), await moved).timings
             assert timings is not None and timings.num_moves == 1
             router.check_integrity()
