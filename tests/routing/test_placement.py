@@ -117,5 +117,6 @@ def test_nothing_moves_without_a_gain_or_a_free_slot() -> None:
     assert reactive(crowded, {"a": {"x"}}, {"a": 1, "b": 1}, COSTS) == [("x", "a", "b", 4)]
     assert reactive(crowded, {"a": {"x"}, "b": {"y"}}, {"a": 1, "b": 1}, COSTS) == []
     assert reactive(crowded, {"a": {"x"}}, {"a": 1, "b": 1}, MoveCosts(load_s=20.0, again_s=0.0)) == []
+    assert reactive([Group("x", "a", 10, 0.0)], {}, {"a": 1, "b": 1}, MoveCosts(0.0, 0.0)) == []
     level = [Group("x", "a", 5, 1.0), Group("x", "b", 5, 1.0)]
     assert reactive(level, {"a": {"x"}, "b": {"x"}}, {"a": 1, "b": 1}, COSTS) == []

@@ -222,6 +222,8 @@ def _best_shift(
             if not there and len(held[target]) >= slots[target]:
                 continue
             load_s = 0.0 if there else costs.load_s
+            if cost_s <= 0:
+                continue
             saved_s = cost_s + (costs.again_s if source != origin else 0.0)
             added_s = cost_s + (costs.again_s if target != origin else 0.0)
             number = min(count, int((gap - load_s) / (saved_s + added_s)))

@@ -324,7 +324,8 @@ class World:
     def _rebalance(self, _: None) -> None:
         finished = self.measures.num_finished
         if finished:
-            busy_s = sum(account.replica.totals().busy_s for account in self.replicas.values())
+            replicas = (*self._past, *(account.replica for account in self.replicas.values() if account.alive))
+            busy_s = sum(replica.totals().busy_s for replica in replicas)
             again_s = self._config.costs.merged_s(self.measures.num_tokens / finished, 0)
             self._move(self.router.rebalance(busy_s / finished, MoveCosts(self._config.load_s, again_s)))
 
