@@ -45,13 +45,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "vlora.orchestrator": BASE | {"vlora.config", "vlora.memory"},
     "vlora.models": LEVEL_2,
     "vlora.engine": LEVEL_3,
+    "vlora.split": BASE | {"vlora.config", "vlora.lazy", "vlora.models"},
     "vlora.server": LEVEL_3 | {"vlora.engine", "vlora.client"},
     "vlora.simulator": BASE | {"vlora.config", "vlora.memory", "vlora.orchestrator"},
-    "vlora.bench": LEVEL_3 | {"vlora.engine", "vlora.simulator", "vlora.client", "vlora.tune", "fusion"},
+    "vlora.bench": LEVEL_3 | {"vlora.engine", "vlora.split", "vlora.simulator", "vlora.client", "vlora.tune", "fusion"},
     "vlora.tune": LEVEL_2 | {"vlora.models"},
     "vlora.cli": LEVEL_3
     | {
         "vlora.engine",
+        "vlora.split",
         "vlora.server",
         "vlora.bench",
         "vlora.simulator",
@@ -153,6 +155,7 @@ def test_checkpoints_are_read_by_the_one_way_that_runs_none_of_their_code() -> N
         "vlora.engine.ipc.worker",
         "vlora.server.http.routes",
         "vlora.server.launch",
+        "vlora.split.batching",
     ],
 )
 def test_loads_without_torch(module: str) -> None:
@@ -185,6 +188,7 @@ def test_tests_use_no_private_names() -> None:
 
 PUBLIC = {
     "vlora.engine": {"Engine", "EngineInterface", "LocalEngine"},
+    "vlora.split": {"Base", "Noise", "connect"},
     "vlora.models": {"EncodedPrompt", "InputProcessor", "Region"},
     "vlora.lora": {
         "AdapterRegistry",
