@@ -45,7 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "vlora.orchestrator": BASE | {"vlora.config", "vlora.memory"},
     "vlora.models": LEVEL_2,
     "vlora.engine": LEVEL_3,
-    "vlora.split": BASE | {"vlora.config", "vlora.lazy", "vlora.models"},
+    "vlora.split": BASE | {"atmm", "vlora.config", "vlora.lazy", "vlora.models"},
     "vlora.server": LEVEL_3 | {"vlora.engine", "vlora.client"},
     "vlora.simulator": BASE | {"vlora.config", "vlora.memory", "vlora.orchestrator"},
     "vlora.bench": LEVEL_3 | {"vlora.engine", "vlora.split", "vlora.simulator", "vlora.client", "vlora.tune", "fusion"},

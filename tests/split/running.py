@@ -17,6 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from tests.families import build_model, make_prompt
 from vlora.config import Token
 from vlora.split import transport
+from vlora.split.addresses import Address
 from vlora.split.base_server import BaseServer
 from vlora.split.batching import CallQueue
 from vlora.split.executor import BaseExecutor
@@ -77,8 +78,7 @@ def serving(
     server = BaseServer(executor, CallQueue() if queue is None else queue, limits)
     greeter = Greeter(executor, limits, tokens=tokens, tls=tls, num_clients=lambda: server.num_clients)
     sockets = [
-        transport.listen(transport.Address.parse(address))
-        for address in (f"unix:{folder}/base{shard[0]}.sock", "127.0.0.1:0")
+        transport.listen(Address.parse(address)) for address in (f"unix:{folder}/base{shard[0]}.sock", "127.0.0.1:0")
     ]
     unix, tcp = map(address_of, sockets)
     for sock in sockets:

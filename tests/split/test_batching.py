@@ -51,7 +51,7 @@ def test_calls_of_many_rows_are_computed_alone() -> None:
     assert sorted(map(keys, iter(lambda: calls.next(0.0), ()))) == [["a", "c"], ["b"]]
 
 
-def test_a_client_ahead_waits_for_one_behind_and_no_longer_than_its_call() -> None:
+def test_a_client_ahead_waits_for_one_behind() -> None:
     calls = queue()
     pass_layers(calls, "a", 10)
     pass_layers(calls, "b", 8)
@@ -60,7 +60,7 @@ def test_a_client_ahead_waits_for_one_behind_and_no_longer_than_its_call() -> No
     assert keys(calls.next(1.0)) == ["b"]  # it is behind, and does not wait
     calls.computed([Call("b", 8, 1, 1.0)], SHORT_S, 1.0)
     calls.add(Call("a", 9, 1, 1.0))
-    assert calls.next(1.0) == () and calls.wait_s(1.0) == pytest.approx(SHORT_S)
+    assert calls.next(1.0) == () and calls.wait_s(1.0) == pytest.approx(2 * SHORT_S)
     calls.add(Call("b", 9, 1, 1.0005))
     assert keys(calls.next(1.0005)) == ["a", "b"]
 
@@ -70,19 +70,28 @@ def test_a_wait_ends_when_nobody_comes() -> None:
     pass_layers(calls, "a", 10)
     pass_layers(calls, "b", 8)
     calls.add(Call("a", 9, 1, 0.0))
-    assert calls.next(0.0009) == ()
-    assert keys(calls.next(0.0011)) == ["a"]
+    assert calls.next(0.0019) == ()
+    assert keys(calls.next(0.0021)) == ["a"]
 
 
 def test_large_requests_may_wait_longer() -> None:
     waits = {}
     for rows in (1, 32):
-        calls = queue()
+        calls = queue(max_wait_s=1.0)
         pass_layers(calls, "a", 10, rows=rows)
         pass_layers(calls, "b", 8, rows=rows)
         calls.add(Call("a", 9, rows, 0.0))
         waits[rows] = calls.wait_s(0.0)
-    assert waits == {1: pytest.approx(SHORT_S), 32: pytest.approx(LONG_S)}
+    assert waits == {1: pytest.approx(2 * SHORT_S), 32: pytest.approx(2 * LONG_S)}
+
+
+def test_a_small_request_does_not_wait_for_a_much_larger_one() -> None:
+    for ours, theirs, waits in ((1, 4, True), (1, 5, False), (32, 1, True)):
+        calls = queue()
+        pass_layers(calls, "a", 10, rows=ours)
+        pass_layers(calls, "b", 8, rows=theirs)
+        calls.add(Call("a", 9, ours, 0.0))
+        assert (calls.next(0.0) == ()) == waits
 
 
 @pytest.mark.parametrize("settings", [{"max_wait_s": 0.0}, {"max_wait_s": 0.0005}])

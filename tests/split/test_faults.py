@@ -23,6 +23,7 @@ from tests.split.running import Serving, serving, tiny
 from tests.split.test_equality import WITHIN, apart, losses
 from vlora.errors import BadConfig, BadRequest, Disconnected, OverCapacity
 from vlora.split import connect, transport
+from vlora.split.addresses import Address
 from vlora.split.batching import Call, CallQueue
 from vlora.split.connection import BaseConnection
 from vlora.split.frames import DTYPES, MAX_WELCOME_BYTES, CallHead, Challenge, Direction, Hello, Proof, Welcome
@@ -77,7 +78,7 @@ def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
 
 def admitted(address: str) -> tuple[socket.socket, Welcome]:
     """A raw connection over TCP after its greeting."""
-    sock = transport.open_connection(transport.Address.parse(address), None, 5.0)
+    sock = transport.open_connection(Address.parse(address), None, 5.0)
     deadline = time.monotonic() + 5
     transport.send_message(sock, Hello(1, b"n" * 32, "", "raw", False))
     transport.receive_message(sock, Challenge, 4096, deadline)
@@ -157,7 +158,7 @@ def test_half_sent_calls_time_out(served: Serving, steady: None, caplog: pytest.
 
 def test_a_half_sent_greeting_times_out(served: Serving, steady: None, caplog: pytest.LogCaptureFixture) -> None:
     for sent in (b"", b"\x01", b"GET / HTTP/1.1\r\n\r\n", b"\x05\0\0\0hello"):
-        with transport.open_connection(transport.Address.parse(served.tcp), None, 5.0) as sock:
+        with transport.open_connection(Address.parse(served.tcp), None, 5.0) as sock:
             sock.sendall(sent)
             with contextlib.suppress(ConnectionResetError):
                 assert sock.recv(1) == b""
@@ -326,9 +327,9 @@ def test_addresses_that_cannot_be_used(tmp_path: Path, model: Any) -> None:
             connect(address)
     (tmp_path / "file").write_text("")
     with pytest.raises(BadConfig, match="another file"):
-        transport.listen(transport.Address.parse(f"unix:{tmp_path}/file"))
+        transport.listen(Address.parse(f"unix:{tmp_path}/file"))
     with serving(model, tmp_path) as served, pytest.raises(BadConfig, match="another process listens there"):
-        transport.listen(transport.Address.parse(served.unix))
+        transport.listen(Address.parse(served.unix))
     assert not os.path.exists(served.unix.removeprefix("unix:")), "the socket was left"
 
 

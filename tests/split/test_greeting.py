@@ -19,6 +19,7 @@ from vlora.config import Token
 from vlora.errors import BadConfig, Disconnected, OverCapacity, Unauthorized, VLoraError
 from vlora.server.security.access import AuthRateLimit
 from vlora.split import challenge, connect, transport
+from vlora.split.addresses import Address
 from vlora.split.frames import Direction
 from vlora.split.greeting import Greeter, Limits
 
@@ -67,7 +68,7 @@ class Relay:
 
     def __init__(self, address: str) -> None:
         self.recorded = bytearray()
-        self._target = transport.Address.parse(address)
+        self._target = Address.parse(address)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._run, daemon=True).start()
@@ -117,7 +118,7 @@ def test_a_client_notices_an_executor_that_does_not_know_the_token(model: Any, t
 def test_wrong_tokens_are_limited(model: Any, tmp_path: Path) -> None:
     with serving(model, tmp_path, tokens=TOKENS) as served:
         limited = Greeter(served.executor, Limits(), tokens=TOKENS, rate_limit=AuthRateLimit(), num_clients=lambda: 0)
-        sock = transport.listen(transport.Address.parse("127.0.0.1:0"))
+        sock = transport.listen(Address.parse("127.0.0.1:0"))
         served.server.listen(sock, limited)
         address = f"127.0.0.1:{sock.getsockname()[1]}"
         with pytest.raises(OverCapacity, match="too many wrong tokens from 127"):

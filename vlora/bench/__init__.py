@@ -36,6 +36,7 @@ BENCHES = {
     "streams": "serving.streams",
     "tp": "tensor_parallel.tp",
     "teachers": "engine.teachers",
+    "split": "split.split",
 }
 """Each bench's module in this package, with `run(quick) -> Report`. "all" runs them in this order."""
 

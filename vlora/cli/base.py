@@ -114,16 +114,23 @@ def serve_base(
     from vlora.server.security.access import AuthRateLimit
     from vlora.server.security.tls import server_context
     from vlora.server.security.tokens import read_tokens
+    from vlora.split.addresses import Address
 
     os.environ |= {LEVEL_VARIABLE: log_level, JSON_VARIABLE: ""}
     configure(os.environ)
     tokens = read_tokens(token_file, os.environ)
     for address in addresses:
-        _refuse_open(address, bool(tokens))
-        if tls_cert is None and not _is_local(address):
+        local = Address.parse(address).is_local
+        if not (local or tokens):
+            raise BadConfig(
+                f"--bind is {address!r}; without authentication the server binds to loopback only "
+                f"({', '.join(LOOPBACK_HOSTS)}). Set tokens with --token-file or VLORA_TOKEN"
+            )
+        if not local and tls_cert is None:
             log.warning(
                 "TLS is off: activations sent to %s can be read on the network; set --tls-cert and --tls-key", address
             )
+    part = _shard(shard)
     tls = server_context(ServerConfig(tls_cert=tls_cert, tls_key=tls_key, tokens=tokens))
     with waiting(f"loading {model}") as loaded, until_stopped() as stop:
         import torch
@@ -149,7 +156,7 @@ def serve_base(
                 name=served_name(model),
                 dtype=dtype,
                 device=device,
-                shard=_shard(shard),
+                shard=part,
                 max_wait_s=max_wait_ms / 1e3,
                 join_rows=join_rows,
                 limits=Limits(max_rows=max_rows, max_clients=max_clients),
@@ -161,19 +168,6 @@ def serve_base(
             tls=tls,
             rate_limit=AuthRateLimit(),
         )
-
-
-def _refuse_open(address: str, has_tokens: bool) -> None:
-    """Raise BadConfig for an address that other machines can reach without a token."""
-    if not (has_tokens or _is_local(address)):
-        raise BadConfig(
-            f"--bind is {address!r}; without authentication the server binds to loopback only "
-            f"({', '.join(LOOPBACK_HOSTS)}). Set tokens with --token-file or VLORA_TOKEN"
-        )
-
-
-def _is_local(address: str) -> bool:
-    return address.startswith("unix:") or address.rpartition(":")[0].strip("[]") in LOOPBACK_HOSTS
 
 
 def _shard(text: str | None) -> tuple[int, int]:

@@ -2,9 +2,10 @@
 
 Calls of one key (layers and direction) are computed together if they are there together. A call waits for another
 client only if that client is behind it on the same way through the layers and may arrive in time. For this the executor
-is idle no longer than the call would take by itself, and lets calls behind it pass for up to four times as long: small
-requests wait little, because their products are short (Symbiosis, section 3.7). Clients that are ahead thus wait for
-those behind, until they travel together; a client that stops is waited for once.
+is idle no longer than twice the time that the awaited calls would take by themselves, and lets calls behind it pass for
+up to four times as long: small requests wait little, because their products are short (Symbiosis, section 3.7). Clients
+that are ahead thus wait for those behind, until they travel together; a client that stops is waited for once. A call
+never waits for a client whose calls are much larger, because that would slow it to the larger one's pace.
 
 Among calls that do not wait, the client with the fewest rows served comes first (virtual token counters, as in
 `vlora.orchestrator.fairness`). Plain Python without a clock of its own.
@@ -22,8 +23,9 @@ Key = Hashable
 
 FIXED_ROWS = 16
 """Charge of a product in rows, shared by its calls: below about so many rows, reading the weights takes the time."""
+_SIMILAR = 4  # a call waits for clients of at most so many times its rows
 _SMOOTHING = 0.25
-_MAX_OVERTAKEN = 4.0  # maximum wait of a call, in its own duration
+_MAX_IDLE, _MAX_OVERTAKEN = 2.0, 4.0  # maximum wait of a call, of an idle and of a busy executor
 _IDLE_S = 1.0  # longer than a client's own work between two calls
 _MAX_KEYS = 4096  # distinct keys of one client; above, its way is forgotten
 
@@ -48,7 +50,9 @@ class _Progress:
         last_step: For each key, the step of the client's last call of it.
         key: The key of its last call.
         last_event: Time of its last call or answer.
-        served: Rows served, the smallest counter of the others at its arrival included.
+        last_rows: Rows of its last call.
+        served: Its counter of rows, with fixed charges and the smallest counter of the others at its arrival.
+        rows: Rows computed for it.
     """
 
     order: int
@@ -56,7 +60,7 @@ class _Progress:
     last_step: dict[Key, int] = dataclasses.field(default_factory=dict)
     key: Key = None
     last_event: float = 0.0
-    small: bool = False
+    last_rows: int = 0
     served: float = 0.0
     rows: int = 0
 
@@ -111,12 +115,12 @@ class CallQueue(Generic[C]):
         progress.step += 1
         progress.last_step[call.key] = progress.step
         progress.key, progress.last_event = call.key, call.arrived
-        progress.small = call.rows <= self._join_rows
+        progress.last_rows = call.rows
         self._calls[call.client] = call
 
     def next(self, now: float) -> Sequence[Call[C]]:
         """Remove and return the calls to compute together; empty if all calls are waiting for others."""
-        ready = [call for call in self._calls.values() if not self._waits(call, now)]
+        ready = [call for call in self._calls.values() if self._waits_until(call, now) <= now]
         if not ready:
             return ()
         first = min(ready, key=lambda call: (self._progress[call.client].served, call.arrived))
@@ -134,7 +138,7 @@ class CallQueue(Generic[C]):
         """Seconds until a call is ready; None without calls."""
         if not self._calls:
             return None
-        return min(self._ready_at(call) - now if self._waits(call, now) else 0.0 for call in self._calls.values())
+        return max(0.0, min(self._waits_until(call, now) for call in self._calls.values()) - now)
 
     def computed(self, batch: Sequence[Call[C]], took_s: float, now: float) -> None:
         """Record the duration of a product, which bounds later waits, and that its calls are answered."""
@@ -150,19 +154,19 @@ class CallQueue(Generic[C]):
         """Seconds that a call of so many rows takes by itself; 0 if it is too large to be joined, or unknown."""
         return self._alone_s.get((call.key, call.rows.bit_length()), 0.0) if call.rows <= self._join_rows else 0.0
 
-    def _ready_at(self, call: Call[C]) -> float:
-        """When a call is computed at the latest, if others may come. A call of unknown duration does not wait."""
+    def _waits_until(self, call: Call[C], now: float) -> float:
+        """When a call is computed at the latest. A call of unknown duration does not wait."""
         alone_s = self._alone(call)
-        idle = max(call.arrived, self._free_since) + min(alone_s, self._max_wait_s)
-        return min(idle, call.arrived + min(_MAX_OVERTAKEN * alone_s, self._max_wait_s))
-
-    def _waits(self, call: Call[C], now: float) -> bool:
-        return now < self._ready_at(call) and any(self._comes(call, other, now) for other in self._progress)
+        if alone_s == 0:
+            return call.arrived
+        coming_s = alone_s * sum(self._comes(call, other, now) for other in self._progress)
+        idle = max(call.arrived, self._free_since) + min(_MAX_IDLE * coming_s, self._max_wait_s)
+        return min(idle, call.arrived + min(_MAX_OVERTAKEN * coming_s, self._max_wait_s))
 
     def _comes(self, call: Call[C], other: C, now: float) -> bool:
         """Whether another client may soon make the same call: it is behind, on the same way, and not idle."""
         theirs, ours = self._progress[other], self._progress[call.client]
-        if other == call.client or not theirs.small:
+        if other == call.client or theirs.last_rows > min(self._join_rows, _SIMILAR * call.rows):
             return False
         waiting = self._calls.get(other)
         if waiting is None:

@@ -17,6 +17,7 @@ import torch
 
 from vlora.errors import BadConfig, BadRequest, Disconnected, Unauthorized, error_from_code
 from vlora.split import challenge, frames, transport
+from vlora.split.addresses import Address
 from vlora.split.frames import (
     DTYPES,
     MAX_WELCOME_BYTES,
@@ -84,7 +85,7 @@ class BaseConnection:
         """
         self.num_calls = 0
         self.num_repeated = 0
-        self._address = transport.Address.parse(address)
+        self._address = Address.parse(address)
         self._token = token
         self._tls = tls
         self._patience_s = patience_s

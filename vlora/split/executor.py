@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from atmm.matmul import choose, linear
 from vlora.errors import BadConfig
 from vlora.split.frames import DTYPES, Direction, Group
 from vlora.split.layers import bias_of, fingerprint, frozen_layers, groups_of, layer_info, weight_of
@@ -108,15 +109,22 @@ class BaseExecutor:
             (x,) = inputs
             made = on_device or [x.new_empty(len(x), len(layer.weight)) for layer in layers]
             for y, layer in zip(made, layers, strict=True):
-                if layer.bias is None or direction == Direction.WITHOUT_BIAS:
-                    torch.mm(x, layer.weight.t(), out=y)
-                else:
-                    torch.addmm(layer.bias, x, layer.weight.t(), out=y)
+                _multiply(x, layer.weight, None if direction == Direction.WITHOUT_BIAS else layer.bias, y)
         if out is None or on_device is not None:
             return made
         for place, each in zip(out, made, strict=True):
             place.copy_(each)
         return out
+
+
+def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor) -> None:
+    """y = x W^T + b. Few rows use the compiled kernels, which read the weights once for all of them."""
+    if choose(len(x), weight) != "library":
+        y.copy_(linear(x, weight, bias))
+    elif bias is None:
+        torch.mm(x, weight.t(), out=y)
+    else:
+        torch.addmm(bias, x, weight.t(), out=y)
 
 
 def _shard(layer: nn.Module, first: int, last: int, device: torch.device | None) -> _Weights:

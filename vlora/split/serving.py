@@ -12,6 +12,7 @@ import torch
 from vlora.config import Token
 from vlora.errors import BadConfig
 from vlora.split import transport
+from vlora.split.addresses import Address
 from vlora.split.base_server import BaseServer
 from vlora.split.batching import CallQueue
 from vlora.split.executor import BaseExecutor
@@ -64,7 +65,7 @@ def serve_base(
         raise BadConfig(f"device {settings.device!r} was requested, but torch finds no CUDA device")
     listeners: list[socket.socket] = []
     try:
-        listeners += [transport.listen(transport.Address.parse(address)) for address in addresses]
+        listeners += [transport.listen(Address.parse(address)) for address in addresses]
         model = load_base(settings.model, settings.dtype)
         executor = BaseExecutor(model, name=settings.name, shard=settings.shard, device=device)
         del model  # embeddings and norms are the clients'
@@ -96,4 +97,4 @@ def serve_base(
 def address_of(sock: socket.socket) -> str:
     """The address that a socket listens on, with its actual port."""
     name = sock.getsockname()
-    return str(transport.Address(name, "", 0) if isinstance(name, str) else transport.Address("", *name[:2]))
+    return str(Address(name, "", 0) if isinstance(name, str) else Address("", *name[:2]))
