@@ -76,7 +76,7 @@ def serving(
     limits = limits or Limits()
     executor = BaseExecutor(copy.deepcopy(model), name="tiny", shard=shard)
     server = BaseServer(executor, CallQueue() if queue is None else queue, limits)
-    greeter = Greeter(executor, limits, tokens=tokens, tls=tls, num_clients=lambda: server.num_clients)
+    greeter = Greeter(executor, limits, tokens=tokens, tls=tls, places=server.places)
     sockets = [
         transport.listen(Address.parse(address)) for address in (f"unix:{folder}/base{shard[0]}.sock", "127.0.0.1:0")
     ]

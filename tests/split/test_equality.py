@@ -68,7 +68,7 @@ def losses(method: str, family: str, model: Any, num_steps: int = NUM_STEPS, see
         peft.enable_input_require_grads()
         peft.gradient_checkpointing_enable({"use_reentrant": False})
     peft.train()
-    optimizer = torch.optim.AdamW([p for p in peft.parameters() if p.requires_grad], 1e-2)
+    optimizer = torch.optim.AdamW([p for p in peft.parameters() if p.requires_grad], 5e-3)
     found = []
     for step in range(num_steps):
         arguments = example(family, model, seed + step % 3, num_images=0 if method == "prefix" else 1)

@@ -51,7 +51,7 @@ def served(model: Any, tmp_path: Path) -> Iterator[Serving]:
 
 @pytest.fixture
 def steady(served: Serving, model: Any, plain: list[float]) -> Iterator[None]:
-    """A client that trains during the test, and whose losses are right after it."""
+    """A client that trains during the test, with its losses checked after it."""
     found: list[float] = []
 
     def train() -> None:
@@ -89,7 +89,7 @@ def admitted(address: str) -> tuple[socket.socket, Welcome]:
 
 
 def all_of(sock: socket.socket) -> bytes:
-    """What arrives until the other end closes the connection."""
+    """All bytes until the other end closes the connection."""
     answer = b""
     with sock, contextlib.suppress(ConnectionResetError):
         while part := sock.recv(4096):
@@ -235,6 +235,22 @@ def test_rows_without_numbers_stay_with_their_client(served: Serving, steady: No
 def test_a_refused_call_is_one_line_at_the_client(served: Serving, steady: None) -> None:
     with connect(served.tcp) as base, pytest.raises(BadRequest, match="refused a call: a call has direction 7"):
         base.calls.call(7, 0, 1, [torch.zeros(1, 32)])  # type: ignore[arg-type]
+
+
+def test_a_product_that_fails_refuses_its_call_only(
+    served: Serving, steady: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compute = served.executor.compute
+
+    def without_memory(direction: int, group: int, mask: int, inputs: Any, out: Any = None) -> Any:
+        if len(inputs[0]) == 77:
+            raise RuntimeError("not enough memory: you tried to allocate\nmore")
+        return compute(direction, group, mask, inputs, out)
+
+    monkeypatch.setattr(served.executor, "compute", without_memory)
+    with connect(served.tcp) as base, pytest.raises(BadRequest, match="the product failed: not enough memory"):
+        base.calls.call(Direction.FORWARD, 0, 1, [torch.zeros(77, 32)])
+    assert len(lines(caplog)) == 1
 
 
 def test_more_clients_than_allowed_are_refused(model: Any, tmp_path: Path) -> None:

@@ -117,7 +117,9 @@ def test_a_client_notices_an_executor_that_does_not_know_the_token(model: Any, t
 
 def test_wrong_tokens_are_limited(model: Any, tmp_path: Path) -> None:
     with serving(model, tmp_path, tokens=TOKENS) as served:
-        limited = Greeter(served.executor, Limits(), tokens=TOKENS, rate_limit=AuthRateLimit(), num_clients=lambda: 0)
+        limited = Greeter(
+            served.executor, Limits(), tokens=TOKENS, rate_limit=AuthRateLimit(), places=served.server.places
+        )
         sock = transport.listen(Address.parse("127.0.0.1:0"))
         served.server.listen(sock, limited)
         address = f"127.0.0.1:{sock.getsockname()[1]}"

@@ -90,7 +90,7 @@ def test_training_with_noise_follows_plain_training(model: Any, two: tuple[Servi
 
 
 def attack(base: Watching, truth: torch.Tensor) -> float:
-    """Error of the base's best guess: of what it saw last, minus each noise whose effect it computed."""
+    """Error of the base's best guess: the last tensor that it received, minus each noise that it knows."""
     _, sent = base.seen[-1]
     noises = [seen for direction, seen in base.seen if direction == Direction.WITHOUT_BIAS] or [torch.zeros_like(sent)]
     guess = min((sent - noise for noise in noises), key=lambda rest: float(rest.norm()))

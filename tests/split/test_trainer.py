@@ -23,7 +23,7 @@ def model() -> Any:
 
 
 def train(model: Any, folder: Path) -> tuple[list[float], Any]:
-    """Losses, and the trained model, whose adapter is in the folder."""
+    """Losses, and the trained model; its adapter is saved in the folder."""
     torch.manual_seed(0)
     peft = get_peft_model(model, LoraConfig(r=4, target_modules=["c_attn", "c_fc"], task_type="CAUSAL_LM"))
     generator = torch.Generator().manual_seed(0)

@@ -1,7 +1,7 @@
 """The executor's process: takes what clients sent, chooses, computes, answers.
 
 One thread reads, computes and writes; on one machine a call then costs two messages of some bytes and no change of
-threads. Greetings run in threads of their own, so that a slow one delays nobody.
+threads. Greetings run in threads of their own, so that a slow one delays no other client.
 """
 
 from __future__ import annotations
@@ -33,11 +33,18 @@ _TICK_S = 0.5  # how often a stop request and stalled peers are looked for
 
 
 class BaseServer:
-    """Serves one executor to clients until it is stopped."""
+    """Serves one executor to clients until it is stopped.
+
+    Attributes:
+        places: Free places of clients; a greeting takes one.
+        num_batches: Number of products so far.
+        num_calls: Number of calls that they answered.
+    """
 
     def __init__(self, executor: BaseExecutor, queue: CallQueue[Peer], limits: Limits) -> None:
         self.num_batches = 0
         self.num_calls = 0
+        self.places = threading.Semaphore(limits.max_clients)
         self._executor = executor
         self._queue = queue
         self._limits = limits
@@ -48,11 +55,13 @@ class BaseServer:
         self._peers: dict[int, Peer] = {}
         self._inputs: dict[Peer, tuple[ReceivedCall, list[torch.Tensor]]] = {}
         self._admitted: deque[Peer] = deque()
+        self._closing = threading.Lock()
+        self._closed = False
         self._greetings = threading.BoundedSemaphore(_MAX_GREETINGS)
 
     @property
     def num_clients(self) -> int:
-        return len(self._peers) + len(self._admitted)
+        return len(self._peers)
 
     def listen(self, sock: socket.socket, greeter: Greeter) -> None:
         """Accept the clients of a listening socket."""
@@ -102,9 +111,13 @@ class BaseServer:
             peer = greeter.greet(sock)
         finally:
             self._greetings.release()
-        if peer is not None:
-            self._admitted.append(peer)
-            with contextlib.suppress(OSError):  # the server may be closed by now
+        if peer is None:
+            return
+        with self._closing:
+            if self._closed:
+                peer.sock.close()
+            else:
+                self._admitted.append(peer)
                 os.eventfd_write(self._wake, 1)
 
     def _add_admitted(self) -> None:
@@ -151,6 +164,7 @@ class BaseServer:
         self._queue.leave(peer)
         self._inputs.pop(peer, None)
         peer.sock.close()
+        self.places.release()
 
     def _drop_stalled(self, now: float) -> None:
         for peer in list(self._peers.values()):
@@ -161,7 +175,10 @@ class BaseServer:
         self._poll.modify(peer.sock, select.EPOLLIN | select.EPOLLRDHUP | (select.EPOLLOUT if peer.has_unsent else 0))
 
     def _close(self) -> None:
-        for peer in self._peers.values():
+        with self._closing:
+            self._closed = True
+            os.close(self._wake)
+        for peer in (*self._peers.values(), *self._admitted):
             peer.sock.close()
         for listener, _ in self._listeners.values():
             name = listener.getsockname()
@@ -170,7 +187,6 @@ class BaseServer:
                 with contextlib.suppress(OSError):
                     os.unlink(name)
         self._poll.close()
-        os.close(self._wake)
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
@@ -200,25 +216,32 @@ class BaseServer:
         return transport.carve(memory, self._executor.dtype, head.rows, given)
 
     def _compute(self, batch: Sequence[Call[Peer]]) -> None:
-        """Compute calls of one key, and answer them."""
+        """Compute calls of one key, and answer them. Calls that fail, such as for lack of memory, are refused."""
         started = time.monotonic()
-        head = self._inputs[batch[0].client][0].head
-        if len(batch) == 1:
-            peer = batch[0].client
-            places = self._output_places(peer, head)
-            made = self._executor.compute(head.direction, head.group, head.mask, self._inputs[peer][1], places)
-            answers: Sequence[Sequence[torch.Tensor]] = [made]
-        else:
-            inputs = [torch.cat(parts) for parts in zip(*(self._inputs[call.client][1] for call in batch), strict=True)]
-            made = self._executor.compute(head.direction, head.group, head.mask, inputs)
-            rows = [call.rows for call in batch]
-            answers = list(zip(*(each.split(rows) for each in made), strict=True))
+        try:
+            answers = self._products(batch)
+        except (RuntimeError, MemoryError) as error:
+            for call in batch:
+                self._refuse(call.client, BadRequest(f"the product failed: {str(error).partition(chr(10))[0]}"))
+            return
         ended = time.monotonic()
         self._queue.computed(batch, ended - started, ended)
         self.num_batches += 1
         self.num_calls += len(batch)
         for call, answer in zip(batch, answers, strict=True):
             self._answer(call.client, answer)
+
+    def _products(self, batch: Sequence[Call[Peer]]) -> Sequence[Sequence[torch.Tensor]]:
+        """The results of each call."""
+        head = self._inputs[batch[0].client][0].head
+        if len(batch) == 1:
+            peer = batch[0].client
+            places = self._output_places(peer, head)
+            return [self._executor.compute(head.direction, head.group, head.mask, self._inputs[peer][1], places)]
+        inputs = [torch.cat(parts) for parts in zip(*(self._inputs[call.client][1] for call in batch), strict=True)]
+        made = self._executor.compute(head.direction, head.group, head.mask, inputs)
+        rows = [call.rows for call in batch]
+        return list(zip(*(each.split(rows) for each in made), strict=True))
 
     def _output_places(self, peer: Peer, head: frames.CallHead) -> list[torch.Tensor] | None:
         """Where a client's results go in its shared memory."""

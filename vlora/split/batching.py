@@ -5,7 +5,7 @@ client only if that client is behind it on the same way through the layers and m
 is idle no longer than twice the time that the awaited calls would take by themselves, and lets calls behind it pass for
 up to four times as long: small requests wait little, because their products are short (Symbiosis, section 3.7). Clients
 that are ahead thus wait for those behind, until they travel together; a client that stops is waited for once. A call
-never waits for a client whose calls are much larger, because that would slow it to the larger one's pace.
+never waits for a client with much larger calls, because that would slow it to the larger one's pace.
 
 Among calls that do not wait, the client with the fewest rows served comes first (virtual token counters, as in
 `vlora.orchestrator.fairness`). Plain Python without a clock of its own.

@@ -1,7 +1,7 @@
 """Proof of a token by a challenge: the token itself is never sent.
 
 Both sides contribute a random nonce. A proof is an HMAC of the role and both nonces under the token, so that a recorded
-proof is worthless and neither side's proof can be sent back as the other's. Without TLS an attacker who relays the
+proof is worthless and neither side's proof can be sent back as the other's. Without TLS an attacker that relays the
 connection can still read and change calls; with TLS the certificate prevents that.
 """
 

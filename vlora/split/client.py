@@ -136,12 +136,12 @@ class Base:
             shape = tuple(weight_of(layer).shape)
             if shape != (info.d_out, info.d_in):
                 raise BadConfig(
-                    f"the base executor serves {model!r}, whose layer {name!r} has shape {[info.d_out, info.d_in]}; "
+                    f"the base executor serves {model!r} with a layer {name!r} of shape {[info.d_out, info.d_in]}; "
                     f"this model's has {list(shape)}: wrap a model of the base's checkpoint"
                 )
             found = digest(layer, info.first, info.last, getattr(torch, shard.welcome.dtype))
             if found and found != info.digest:
                 raise BadConfig(
-                    f"the base executor serves {model!r}, whose layer {name!r} has other weights than this model's: "
+                    f"the base executor serves {model!r}, and its layer {name!r} has other weights than this model's: "
                     "wrap a model of the base's checkpoint"
                 )

@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 import torch
 
-from vlora.errors import BadConfig, BadRequest, Disconnected, Unauthorized, error_from_code
+from vlora.errors import BadConfig, BadRequest, Disconnected, OverCapacity, Unauthorized, error_from_code
 from vlora.split import challenge, frames, transport
 from vlora.split.addresses import Address
 from vlora.split.frames import (
@@ -209,7 +209,7 @@ class BaseConnection:
             try:
                 self._open(self.welcome.fingerprint)
                 return
-            except Disconnected:
+            except (Disconnected, OverCapacity):  # the executor may not have noticed yet that this client left
                 if time.monotonic() + _RETRY_S > deadline:
                     raise Disconnected(
                         f"the base executor at {self._address} does not answer for {self._patience_s:g} s ({cause}); "

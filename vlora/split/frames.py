@@ -1,8 +1,8 @@
 """Messages between a client and a base executor: msgpack during the greeting, then fixed heads and raw tensors.
 
 The greeting is Hello, Challenge, Proof, then Welcome or Refused. After it the client sends one call at a time, and each
-is answered by one reply. A tensor follows its head on the connection, or lies in memory that both processes map; heads
-never lie there, so a client cannot change what was checked. There is no pickle.
+is answered by one reply. A tensor follows its head on the connection, or is in memory that both processes map; heads
+never are, so a client cannot change what was checked. There is no pickle.
 """
 
 from __future__ import annotations

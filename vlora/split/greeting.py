@@ -9,8 +9,9 @@ import os
 import secrets
 import socket
 import ssl
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
@@ -65,15 +66,15 @@ class Greeter:
         tokens: Sequence[Token] = (),
         tls: ssl.SSLContext | None = None,
         rate_limit: RateLimit | None = None,
-        num_clients: Callable[[], int],
+        places: threading.Semaphore,
     ) -> None:
-        """tls: for TCP; Unix sockets never use it. num_clients: returns the present number of clients."""
+        """tls: for TCP; Unix sockets never use it. places: for clients; the server releases them."""
         self._executor = executor
         self._limits = limits
         self._tokens = tokens
         self._tls = tls
         self._rate_limit = rate_limit
-        self._num_clients = num_clients
+        self._places = places
 
     def greet(self, sock: socket.socket) -> Peer | None:
         """Admit a client; None if it was refused: its connection is closed, with one line in the log."""
@@ -97,7 +98,7 @@ class Greeter:
 
     def _admitted(self, sock: socket.socket, origin: str, deadline: float) -> Peer:
         """Exchange the greeting's messages. Raises VLoraError, OSError, MsgspecError."""
-        local, limits, executor = sock.family == socket.AF_UNIX, self._limits, self._executor
+        limits, executor = self._limits, self._executor
         hello = transport.receive_message(sock, Hello, MAX_GREETING_BYTES, deadline)
         nonce = secrets.token_bytes(NONCE_BYTES)
         transport.send_message(sock, Challenge(nonce, bool(self._tokens)))
@@ -106,13 +107,22 @@ class Greeter:
             raise BadConfig(
                 f"the client speaks protocol {hello.protocol}, this executor {PROTOCOL}; update one of them"
             )
-        token = self._authenticate(origin if not local else None, proof, hello, nonce)
+        token = self._authenticate(None if sock.family == socket.AF_UNIX else origin, proof, hello, nonce)
         if hello.fingerprint not in ("", executor.fingerprint):
             raise BadConfig(
                 f"another base model is served here now ({executor.name}); restart the client with this model"
             )
-        if self._num_clients() >= limits.max_clients:
+        if not self._places.acquire(blocking=False):
             raise OverCapacity(f"this base executor has {limits.max_clients} clients, its maximum; try again later")
+        try:
+            return self._welcomed(sock, origin, hello, nonce, token)
+        except BaseException:
+            self._places.release()
+            raise
+
+    def _welcomed(self, sock: socket.socket, origin: str, hello: Hello, nonce: bytes, token: Token | None) -> Peer:
+        """Describe the base to an admitted client. Raises OSError."""
+        local, limits, executor = sock.family == socket.AF_UNIX, self._limits, self._executor
         own = b"" if token is None else challenge.prove(token.secret, "base", hello.nonce, nonce)
         welcome = Welcome(
             own,
@@ -125,17 +135,17 @@ class Greeter:
             limits.half_bytes,
         )
         name = "".join(letter for letter in hello.client[:80] if letter.isprintable())
-        who = f"client {name!r} at {origin}" if not local else f"client {name!r}"
+        name = f"client {name!r} at {origin}" if not local else f"client {name!r}"
         if not (local and hello.shared_memory):
             transport.send_message(sock, welcome)
-            return Peer(sock, who, None, limits.half_bytes)
+            return Peer(sock, name, None, limits.half_bytes)
         descriptor = transport.create_shared_memory(2 * limits.half_bytes)
         try:
             slot = transport.map_memory(descriptor, 2 * limits.half_bytes)
             transport.send_message(sock, welcome, (descriptor,))
         finally:
             os.close(descriptor)
-        return Peer(sock, who, slot, 0)
+        return Peer(sock, name, slot, 0)
 
     def _authenticate(self, origin: str | None, proof: Proof, hello: Hello, nonce: bytes) -> Token | None:
         """The client's token. origin: where wrong tokens are counted; None for clients on this machine."""

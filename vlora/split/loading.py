@@ -1,4 +1,4 @@
-"""Loads the checkpoint whose layers an executor holds: any model of transformers with frozen linear layers."""
+"""Loads the checkpoint of an executor's layers: any model of transformers with frozen linear layers."""
 
 from __future__ import annotations
 

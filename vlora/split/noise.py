@@ -1,7 +1,7 @@
 """Noise on what a client sends, and its effect taken off what comes back (Symbiosis, section 3.8).
 
 The products are linear, so the result is exact up to rounding. The base executor sees x + n instead of x. What that is
-worth depends on who computes the effect of n:
+worth depends on the process that computes the effect of n:
 
 * A second executor that does not share what it sees with the first: the noise is fresh in every call. Neither of them
   sees both n and x + n. A value with noise of `scale` times its size carries at most log2(1 + 1 / scale^2) / 2 bits to
@@ -9,7 +9,7 @@ worth depends on who computes the effect of n:
   are averaged.
 * The base itself, once for each noise of a pool, as in the paper. THIS PROTECTS NOTHING against a base that records
   what it computes: it has seen every n, and the nearest one gives x (tests/split/test_noise.py does so in all attempts,
-  for any size of the pool). It hides activations only from an observer who sees the calls and not the pool.
+  for any size of the pool). It hides activations only from an observer of the calls that does not know the pool.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Noise:
     Args:
         scale: Standard deviation relative to the root mean square of the rows; at most 1 for a base in bfloat16.
         second: Address of a second executor of the same base, which only sees noise.
-        pool: Number of noises whose effects the base itself computes. It protects nothing against the base.
+        pool: Number of noises; the base itself computes their effects. It protects nothing against the base.
 
     Raises:
         BadConfig: A value is invalid, or there is not exactly one of `second` and `pool`.

@@ -77,7 +77,7 @@ def serve_base(
             tokens=tokens,
             tls=tls,
             rate_limit=rate_limit,
-            num_clients=lambda: server.num_clients,
+            places=server.places,
         )
         for sock in listeners:
             server.listen(sock, greeter)

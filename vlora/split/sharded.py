@@ -64,7 +64,7 @@ class ShardedCalls:
     def _together(
         self, direction: Direction, group: int, mask: int, given: Sequence[Sequence[torch.Tensor]]
     ) -> list[Sequence[torch.Tensor]]:
-        """Send to all shards, then receive from all; a shard whose connection breaks is asked again by itself."""
+        """Send to all shards, then receive from all; a call to a shard with a broken connection is repeated."""
         sent = []
         for shard, inputs in zip(self._shards, given, strict=True):
             try:

@@ -1,6 +1,6 @@
 """Connections between clients and a base executor: addresses, whole messages, shared memory.
 
-On one machine a Unix socket carries the heads, and tensors lie in memory that both processes map. Elsewhere everything
+On one machine a Unix socket carries the heads, and tensors are in memory that both processes map. Elsewhere everything
 travels over TCP, with TLS where the executor has a certificate.
 """
 
@@ -90,7 +90,7 @@ def tls_reason(error: ssl.SSLError) -> str:
 
 
 def tune(sock: socket.socket) -> None:
-    """Send small messages at once, and detect a peer whose machine is gone."""
+    """Send small messages at once, and detect the loss of a peer's machine."""
     if sock.family != socket.AF_UNIX:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,4 +1,4 @@
-"""Virtual layers: linear layers whose weights are at a base executor, by a change of class.
+"""Virtual layers: linear layers with their weights at a base executor, by a change of class.
 
 They are instances of the classes that they replace, so PEFT adapts them like any other layer. Their weights have a
 shape, a type and a device, but no values.
@@ -147,7 +147,7 @@ def _mask(places: Iterable[int]) -> int:
 
 
 class _Virtual(nn.Module):
-    """What virtual layers of both classes have in common."""
+    """The common part of both classes of virtual layers."""
 
     group: VirtualGroup
     place: int

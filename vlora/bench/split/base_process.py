@@ -74,7 +74,7 @@ def main() -> None:
     )
     limits = Limits()
     server = BaseServer(executor, queue, limits)
-    greeter = Greeter(executor, limits, num_clients=lambda: server.num_clients)
+    greeter = Greeter(executor, limits, places=server.places)
     server.listen(transport.listen(Address.parse(args.address)), greeter)
     print("ready", flush=True)
     server.run(lambda: bool(stopped))

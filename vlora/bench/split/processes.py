@@ -13,11 +13,12 @@ from typing import Any
 
 import psutil
 
-_ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+# One thread, and freed memory of tensors returns to the system.
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(2**20)}
 
 
 class Process:
-    """A process of this bench. Its first line says that it is ready."""
+    """A process of this bench. Its first line of output means that it is ready."""
 
     def __init__(self, module: str, *arguments: str) -> None:
         self._process = subprocess.Popen(
@@ -25,7 +26,7 @@ class Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | _ONE_THREAD,
+            env=os.environ | _ENVIRONMENT,
         )
 
     def ready(self) -> None:
@@ -63,6 +64,12 @@ class Process:
     def pss_mib(self) -> float:
         """Memory of the process; a page that n processes share counts 1 / n."""
         return float(psutil.Process(self._process.pid).memory_full_info().pss) / 2**20
+
+    def private_mib(self, *, shared: bool) -> float:
+        """Memory that maps no file, with or without memory that is shared with other processes."""
+        names = ("RssAnon:", "RssShmem:") if shared else ("RssAnon:",)
+        lines = Path(f"/proc/{self._process.pid}/status").read_text().splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith(names)) / 1024
 
 
 @contextlib.contextmanager

@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,7 +55,7 @@ def run(quick: bool) -> Report:
     size = QUICK if quick else FULL
     with tempfile.TemporaryDirectory(prefix="vlora-split-") as folder:
         checkpoint = write_checkpoint(Path(folder), size.layers)
-        rows = [*memory(checkpoint, size), *speed(checkpoint, size), *table_5(checkpoint, size)]
+        rows = [*memory(checkpoint, size), *peaks(checkpoint), *speed(checkpoint, size), *table_5(checkpoint, size)]
     return Report("split", rows, goals_of(rows))
 
 
@@ -102,6 +104,38 @@ def memory(checkpoint: Path, size: Size) -> list[dict[str, Any]]:
                 for client in clients:
                     client.stop()
     return found
+
+
+def peaks(checkpoint: Path) -> list[dict[str, Any]]:
+    """Memory that training steps of 512 tokens take beside the weights: mainly what backward needs of forward."""
+    address, steps = f"unix:{checkpoint.parent}/peaks.sock", TRAIN | {"rows": 4, "length": 128, "steps": 2}
+    found = []
+    with (
+        running(Process("base_process", str(checkpoint), address)) as bases,
+        running(Process("worker", str(checkpoint), "--base", address)) as clients,
+        running(Process("worker", str(checkpoint))) as own,
+    ):
+        for way, workers, executors in (("own copy", own, ()), ("one client", clients, bases)):
+            before = _private(workers, executors)
+            with ThreadPoolExecutor(1) as pool:
+                done = pool.submit(run_together, workers, [steps])
+                peak = before
+                while not done.done():
+                    peak = [max(pair) for pair in zip(peak, _private(workers, executors), strict=True)]
+                    time.sleep(0.002)
+                done.result()
+            client, base = (high - low for high, low in zip(peak, before, strict=True))
+            sizes = {"executor MiB": base, "clients MiB": client, "all MiB": client + base}
+            found.append(row("peak of training steps of 512 tokens", way, clients=1, **sizes))
+    return found
+
+
+def _private(workers: Sequence[Process], executors: Sequence[Process]) -> list[float]:
+    """Private memory of clients and of executors; shared memory counts for the clients."""
+    return [
+        sum(each.private_mib(shared=True) for each in workers),
+        sum(each.private_mib(shared=False) for each in executors),
+    ]
 
 
 def speed(checkpoint: Path, size: Size) -> list[dict[str, Any]]:
