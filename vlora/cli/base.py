@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -17,6 +20,9 @@ from vlora.cli.settings import EMBEDDED, model_path
 from vlora.config import DTYPES, LOOPBACK_HOSTS, ServerConfig
 from vlora.errors import BadConfig
 from vlora.logging_format import JSON_VARIABLE, LEVEL_VARIABLE, LEVELS, configure
+
+if TYPE_CHECKING:
+    from vlora.split.serving import ServeSettings
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +91,7 @@ def base() -> None:
     help="Level of the log on stderr; info writes a line per client.",
 )
 @needs("serve")
-def serve_base(
+def serve(
     model: str,
     addresses: tuple[str, ...],
     token_file: Path | None,
@@ -111,63 +117,77 @@ def serve_base(
     MODEL is a folder, a hub name, or the model in the package. Clients connect with `vlora.split.connect` (see
     docs/split.md). Without tokens the server binds to loopback only. --shard 1/2 and --shard 2/2 serve halves.
     """
-    from vlora.server.security.access import AuthRateLimit
-    from vlora.server.security.tls import server_context
     from vlora.server.security.tokens import read_tokens
-    from vlora.split.addresses import Address
 
     os.environ |= {LEVEL_VARIABLE: log_level, JSON_VARIABLE: ""}
     configure(os.environ)
     tokens = read_tokens(token_file, os.environ)
+    _check_addresses(addresses, bool(tokens), tls_cert is not None)
+    security = ServerConfig(tls_cert=tls_cert, tls_key=tls_key, tokens=tokens)
+    part = _shard(shard)
+    with waiting(f"loading {model}") as loaded, until_stopped() as stop:
+        from vlora.engine.host_resources import default_threads
+        from vlora.split.greeting import Limits
+        from vlora.split.serving import ServeSettings
+        from vlora.threads import compute_with
+
+        compute_with(threads or default_threads())
+        settings = ServeSettings(
+            model=model_path(model),
+            name=served_name(model),
+            dtype=dtype,
+            device=device,
+            shard=part,
+            max_wait_s=max_wait_ms / 1e3,
+            join_rows=join_rows,
+            limits=Limits(max_rows=max_rows, max_clients=max_clients),
+        )
+        _serve(settings, addresses, security, loaded, stop)
+
+
+def _serve(
+    settings: ServeSettings,
+    addresses: tuple[str, ...],
+    security: ServerConfig,
+    loaded: Callable[[], None],
+    stop: threading.Event,
+) -> None:
+    """Serve until stopped. loaded: called before the line that clients may connect."""
+    from vlora.server.security.access import AuthRateLimit
+    from vlora.server.security.tls import server_context
+    from vlora.split.serving import serve_base
+
+    def announce(line: str) -> None:
+        loaded()
+        click.echo(line)
+
+    serve_base(
+        settings,
+        addresses,
+        announce=announce,
+        stopped=stop.is_set,
+        tokens=security.tokens,
+        tls=server_context(security),
+        rate_limit=AuthRateLimit(),
+    )
+
+
+def _check_addresses(addresses: tuple[str, ...], has_tokens: bool, has_tls: bool) -> None:
+    """Raise BadConfig for an address that other machines can reach without a token; warn if they can without TLS."""
+    from vlora.split.addresses import Address
+
     for address in addresses:
-        local = Address.parse(address).is_local
-        if not (local or tokens):
+        if Address.parse(address).is_local:
+            continue
+        if not has_tokens:
             raise BadConfig(
                 f"--bind is {address!r}; without authentication the server binds to loopback only "
                 f"({', '.join(LOOPBACK_HOSTS)}). Set tokens with --token-file or VLORA_TOKEN"
             )
-        if not local and tls_cert is None:
+        if not has_tls:
             log.warning(
                 "TLS is off: activations sent to %s can be read on the network; set --tls-cert and --tls-key", address
             )
-    part = _shard(shard)
-    tls = server_context(ServerConfig(tls_cert=tls_cert, tls_key=tls_key, tokens=tokens))
-    with waiting(f"loading {model}") as loaded, until_stopped() as stop:
-        import torch
-
-        from vlora.engine.host_resources import default_threads
-        from vlora.split.greeting import Limits
-        from vlora.split.serving import ServeSettings
-        from vlora.split.serving import serve_base as serve_until_stopped
-        from vlora.threads import compute_with
-
-        def announce(line: str) -> None:
-            loaded()
-            click.echo(line)
-
-        try:
-            torch.device(device)
-        except RuntimeError as error:
-            raise BadConfig(f"--device is {device!r}; use cpu, cuda or cuda:N") from error
-        compute_with(threads or default_threads())
-        serve_until_stopped(
-            ServeSettings(
-                model=model_path(model),
-                name=served_name(model),
-                dtype=dtype,
-                device=device,
-                shard=part,
-                max_wait_s=max_wait_ms / 1e3,
-                join_rows=join_rows,
-                limits=Limits(max_rows=max_rows, max_clients=max_clients),
-            ),
-            addresses,
-            announce=announce,
-            stopped=stop.is_set,
-            tokens=tokens,
-            tls=tls,
-            rate_limit=AuthRateLimit(),
-        )
 
 
 def _shard(text: str | None) -> tuple[int, int]:

@@ -60,7 +60,10 @@ def serve_base(
     Raises:
         BadConfig: The model, an address or the device cannot be used.
     """
-    device = torch.device(settings.device)
+    try:
+        device = torch.device(settings.device)
+    except RuntimeError as error:
+        raise BadConfig(f"device {settings.device!r} is not known to torch; use cpu, cuda or cuda:N") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise BadConfig(f"device {settings.device!r} was requested, but torch finds no CUDA device")
     listeners: list[socket.socket] = []
