@@ -250,6 +250,7 @@ def test_a_product_that_fails_refuses_its_call_only(
     monkeypatch.setattr(served.executor, "compute", without_memory)
     with connect(served.tcp) as base, pytest.raises(BadRequest, match="the product failed: not enough memory"):
         base.calls.call(Direction.FORWARD, 0, 1, [torch.zeros(77, 32)])
+    until(lambda: lines(caplog))
     assert len(lines(caplog)) == 1
 
 

@@ -42,7 +42,7 @@ def train(model: Any, folder: Path) -> tuple[list[float], Any]:
     )
     trainer = Trainer(peft, arguments, train_dataset=[{"input_ids": row, "labels": row} for row in rows])
     trainer.train()
-    peft.save_pretrained(folder / "adapter")
+    peft.save_pretrained(str(folder / "adapter"))
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], peft.eval()
 
 

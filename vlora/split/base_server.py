@@ -29,6 +29,7 @@ from vlora.split.peer import Peer, ReceivedCall
 log = logging.getLogger(__name__)
 
 _MAX_GREETINGS = 32
+_FINE_S = 0.02  # epoll rounds waits up to milliseconds, select does not
 _TICK_S = 0.5  # how often a stop request and stalled peers are looked for
 
 
@@ -86,6 +87,9 @@ class BaseServer:
     # -- connections --------------------------------------------------------------------------------------------------
 
     def _take(self, timeout_s: float) -> None:
+        if 0 < timeout_s < _FINE_S:
+            select.select([self._poll], [], [], timeout_s)
+            timeout_s = 0
         for descriptor, events in self._poll.poll(timeout_s):
             if descriptor == self._wake:
                 os.eventfd_read(self._wake)
@@ -148,7 +152,7 @@ class BaseServer:
         """Send the reason, if the connection takes it, and close."""
         reason = str(error).encode()
         with contextlib.suppress(OSError):
-            peer.write(ReplyHead(0, Status.REFUSED, len(reason)).pack(), reason)
+            peer.write(time.monotonic(), ReplyHead(0, Status.REFUSED, len(reason)).pack(), reason)
             peer.discard()
         self._drop(peer, str(error))
 
@@ -253,16 +257,16 @@ class BaseServer:
     def _answer(self, peer: Peer, tensors: Sequence[torch.Tensor]) -> None:
         received, _ = self._inputs.pop(peer)
         peer.waits = False
-        places = self._output_places(peer, received.head)
+        places, now = self._output_places(peer, received.head), time.monotonic()
         try:
             if places is None:
                 parts = [transport.as_bytes(each.cpu()) for each in tensors]
-                peer.write(ReplyHead(received.head.number, Status.OK, sum(map(len, parts))).pack(), *parts)
+                peer.write(now, ReplyHead(received.head.number, Status.OK, sum(map(len, parts))).pack(), *parts)
             else:
                 for place, each in zip(places, tensors, strict=True):
                     if place.data_ptr() != each.data_ptr():
                         place.copy_(each)
-                peer.write(ReplyHead(received.head.number, Status.OK, 0).pack())
+                peer.write(now, ReplyHead(received.head.number, Status.OK, 0).pack())
             if peer.has_unsent:
                 self._watch(peer)
         except OSError as error:

@@ -77,12 +77,12 @@ class Peer:
                 self._body, self._received, self.waits = None, 0, True
                 return call
 
-    def write(self, *parts: bytes | memoryview) -> None:
+    def write(self, now: float, *parts: bytes | memoryview) -> None:
         """Send a reply, or as much of it as the connection takes. Raises OSError."""
         if sum(map(len, parts)) <= SMALL_BYTES:
             parts = (b"".join(parts),)  # one packet
         self._unsent.extend(memoryview(part) for part in parts)
-        self.flush(self._last_moved)
+        self.flush(now)
 
     def flush(self, now: float) -> None:
         """Send more of the reply. Raises OSError."""
