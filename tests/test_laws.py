@@ -47,14 +47,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "vlora.models": LEVEL_2,
     "vlora.engine": LEVEL_3,
     "vlora.cluster": BASE | {"vlora.config", "vlora.engine", "vlora.logging_format", "vlora.routing"},
+    "vlora.split": BASE | {"atmm", "vlora.config", "vlora.lazy", "vlora.models"},
     "vlora.server": LEVEL_3 | {"vlora.engine", "vlora.client"},
     "vlora.simulator": BASE | {"vlora.config", "vlora.memory", "vlora.orchestrator", "vlora.routing"},
     "vlora.bench": LEVEL_3
-    | {"vlora.engine", "vlora.routing", "vlora.simulator", "vlora.client", "vlora.tune", "fusion"},
+    | {"vlora.engine", "vlora.routing", "vlora.split", "vlora.simulator", "vlora.client", "vlora.tune", "fusion"},
     "vlora.tune": LEVEL_2 | {"vlora.models"},
     "vlora.cli": LEVEL_3
     | {
         "vlora.engine",
+        "vlora.split",
         "vlora.server",
         "vlora.bench",
         "vlora.simulator",
@@ -163,6 +165,7 @@ def test_checkpoints_are_read_by_the_one_way_that_runs_none_of_their_code() -> N
         "vlora.types",
         "vlora.server.http.routes",
         "vlora.server.launch",
+        "vlora.split.batching",
     ],
 )
 def test_loads_without_torch(module: str) -> None:
@@ -195,6 +198,7 @@ def test_tests_use_no_private_names() -> None:
 
 PUBLIC = {
     "vlora.engine": {"Engine", "EngineInterface", "LocalEngine"},
+    "vlora.split": {"Base", "Noise", "connect"},
     "vlora.models": {"EncodedPrompt", "InputProcessor", "Region"},
     "vlora.lora": {
         "AdapterRegistry",

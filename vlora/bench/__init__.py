@@ -36,6 +36,7 @@ BENCHES = {
     "soak": "serving.soak",
     "streams": "serving.streams",
     "tp": "tensor_parallel.tp",
+    "split": "split.split",
     "teachers": "engine.teachers",
 }
 """Each bench's module in this package, with `run(quick) -> Report`. "all" runs them in this order."""

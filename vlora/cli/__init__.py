@@ -11,6 +11,7 @@ from click.core import ParameterSource
 
 from vlora.cli import (  # noqa: F401  (they join their commands)
     adapters,
+    base,
     batch,
     bench,
     check,

@@ -1,0 +1,60 @@
+"""`vlora base serve`: its errors, and one run."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.split.running import tiny
+from tests.split.test_faults import base_process
+from vlora.split import connect
+from vlora.split.frames import Direction
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "vlora.cli", "base", "serve", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--bind", "0.0.0.0:0"), "without authentication the server binds to loopback only"),
+        (("--bind", "nowhere"), "write HOST:PORT or unix:PATH"),
+        (("--shard", "3/2"), "--shard is '3/2'; write I/N"),
+        (("--tls-cert", "a.pem"), "tls_cert and tls_key must be set together"),
+        (("--device", "abacus"), "use cpu, cuda or cuda:N"),
+        (("--token-file", "/nowhere"), "cannot read the token file"),
+        (("/nowhere",), "there is no such folder"),
+    ],
+)
+@pytest.mark.slow
+def test_a_wrong_setting_is_one_line(arguments: tuple[str, ...], reason: str) -> None:
+    if not any(each.startswith("--bind") for each in arguments):
+        arguments = (*arguments, "--bind", "127.0.0.1:0")
+    done = run(*arguments)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and reason in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_it_serves_until_it_is_terminated(tmp_path: Path) -> None:
+    model = tiny("gpt2")
+    model.save_pretrained(tmp_path / "text-model")
+    address = f"unix:{tmp_path}/base.sock"
+    with base_process(tmp_path / "text-model", address) as process:
+        with connect(address) as base:
+            base.wrap(tiny("gpt2"))
+            x = torch.randn(3, 64)
+            (y,) = base.calls.call(Direction.FORWARD, 0, 1, [x])
+            torch.testing.assert_close(y, model.transformer.h[0].attn.c_attn(x))
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 130
+    assert not (tmp_path / "base.sock").exists()

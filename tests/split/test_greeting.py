@@ -1,0 +1,166 @@
+"""Tokens, TLS and what is sent during a greeting."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import socket
+import ssl
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trustme
+
+from tests.split.running import Serving, serving, tiny
+from vlora.config import Token
+from vlora.errors import BadConfig, Disconnected, OverCapacity, Unauthorized, VLoraError
+from vlora.server.security.access import AuthRateLimit
+from vlora.split import challenge, connect, transport
+from vlora.split.addresses import Address
+from vlora.split.frames import Direction
+from vlora.split.greeting import Greeter, Limits
+
+SECRET, OTHER = "correct-horse-battery", "staple-staple-staple"
+TOKENS = (Token(name="a", secret=SECRET), Token(name="b", secret=OTHER))
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny("gpt2")
+
+
+def ask(served: Serving, address: str, **settings: Any) -> None:
+    with connect(address, patience_s=5.0, **settings) as base:
+        layer = base.calls.groups[0][0]
+        assert base.calls.call(Direction.FORWARD, 0, 1, [torch.zeros(1, layer.d_in)])[0].shape == (1, layer.d_out)
+
+
+def test_only_a_right_token_is_admitted(model: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with serving(model, tmp_path, tokens=TOKENS) as served:
+        for address in (served.unix, served.tcp):
+            for secret in (SECRET, OTHER):
+                ask(served, address, token=secret)
+            for token, reason in ((None, "requires a token"), ("wrong-wrong-wrong-wrong", "is not valid")):
+                with pytest.raises(Unauthorized, match=reason):
+                    connect(address, token=token)
+        assert served.server.num_clients <= 4
+    refusals = [record.getMessage() for record in caplog.records if "was refused" in record.getMessage()]
+    assert len(refusals) == 4 and not any(secret in caplog.text for secret in (SECRET, OTHER))
+
+
+def test_an_expired_token_is_refused(model: Any, tmp_path: Path) -> None:
+    past = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
+    expired = Token(name="old", secret=SECRET, expires=past)
+    with serving(model, tmp_path, tokens=(expired,)) as served, pytest.raises(Unauthorized, match="expired at 2020"):
+        connect(served.unix, token=SECRET)
+
+
+def test_a_client_with_a_token_may_use_an_executor_without(model: Any, tmp_path: Path) -> None:
+    with serving(model, tmp_path) as served:
+        ask(served, served.tcp, token=SECRET)
+
+
+class Relay:
+    """Passes a connection on and records its bytes."""
+
+    def __init__(self, address: str) -> None:
+        self.recorded = bytearray()
+        self._target = Address.parse(address)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        client, _ = self._listener.accept()
+        server = socket.create_connection((self._target.host, self._target.port))
+        threading.Thread(target=self._pump, args=(server, client), daemon=True).start()
+        self._pump(client, server)
+
+    def _pump(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError), target:
+            while data := source.recv(65_536):
+                self.recorded += data
+                target.sendall(data)
+
+
+def test_the_token_is_never_sent(model: Any, tmp_path: Path) -> None:
+    with serving(model, tmp_path, tokens=TOKENS) as served:
+        relay = Relay(served.tcp)
+        ask(served, relay.address, token=SECRET)
+        assert len(relay.recorded) > 1000 and SECRET.encode() not in relay.recorded
+        second = Relay(served.tcp)
+        ask(served, second.address, token=SECRET)
+        proofs = [challenge.prove(SECRET, role, b"c" * 32, b"b" * 32) for role in ("client", "base")]
+        assert len({*proofs}) == 2, "a proof could be sent back as the other side's"
+        assert relay.recorded[:200] != second.recorded[:200], "a recorded greeting could be sent again"
+
+
+def test_a_client_notices_an_executor_that_does_not_know_the_token(model: Any, tmp_path: Path) -> None:
+    """An impostor that accepts any proof would otherwise receive activations."""
+    import vlora.split.greeting as greeting
+
+    class Gullible:
+        def check(self, *_: object) -> Token:
+            return Token(name="x", secret="an-impostors-own-secret")
+
+        def prove(self, *arguments: Any) -> bytes:
+            return challenge.prove(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch, serving(model, tmp_path, tokens=TOKENS) as served:
+        patch.setattr(greeting, "challenge", Gullible())
+        with pytest.raises(Unauthorized, match="does not know the token"):
+            connect(served.tcp, token=SECRET)
+
+
+def test_wrong_tokens_are_limited(model: Any, tmp_path: Path) -> None:
+    with serving(model, tmp_path, tokens=TOKENS) as served:
+        limited = Greeter(
+            served.executor, Limits(), tokens=TOKENS, rate_limit=AuthRateLimit(), places=served.server.places
+        )
+        sock = transport.listen(Address.parse("127.0.0.1:0"))
+        served.server.listen(sock, limited)
+        address = f"127.0.0.1:{sock.getsockname()[1]}"
+        with pytest.raises(OverCapacity, match="too many wrong tokens from 127"):
+            for _ in range(50):
+                with pytest.raises(Unauthorized):
+                    connect(address, token="wrong-wrong-wrong-wrong")
+        with pytest.raises(OverCapacity):
+            connect(address, token=SECRET)
+
+
+def contexts() -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """Of the executor, and of its clients."""
+    authority = trustme.CA()
+    server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("127.0.0.1").configure_cert(server)
+    client = ssl.create_default_context()
+    authority.configure_trust(client)
+    return server, client
+
+
+def test_tls(model: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    server, client = contexts()
+    with serving(model, tmp_path, tls=server, tokens=TOKENS) as served:
+        ask(served, served.tcp, token=SECRET, tls=client)
+        ask(served, served.unix, token=SECRET)  # on one machine there is no network to protect
+        relay = Relay(served.tcp)
+        ask(served, relay.address, token=SECRET, tls=client)
+        assert b"c_attn" not in relay.recorded
+        refused: list[tuple[dict[str, Any], type[VLoraError], str]] = [
+            ({"tls": contexts()[1]}, Disconnected, "no TLS connection"),
+            ({}, Disconnected, "require TLS"),
+        ]
+        for settings, kind, reason in refused:
+            with pytest.raises(kind, match=reason):
+                connect(served.tcp, token=SECRET, patience_s=5.0, **settings)
+        ask(served, served.tcp, token=SECRET, tls=client)
+    with serving(model, tmp_path) as plain, pytest.raises(Disconnected, match="no TLS connection"):
+        connect(plain.tcp, tls=client, patience_s=5.0)
+
+
+def test_a_connection_needs_an_address() -> None:
+    with pytest.raises(BadConfig, match="needs the address"):
+        connect()

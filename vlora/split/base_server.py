@@ -1,0 +1,278 @@
+"""The executor's process: takes what clients sent, chooses, computes, answers.
+
+One thread reads, computes and writes; on one machine a call then costs two messages of some bytes and no change of
+threads. Greetings run in threads of their own, so that a slow one delays no other client.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from vlora.errors import BadRequest
+from vlora.split import frames, transport
+from vlora.split.batching import Call, CallQueue
+from vlora.split.executor import BaseExecutor
+from vlora.split.frames import DTYPES, Direction, ReplyHead, Status
+from vlora.split.greeting import Greeter, Limits
+from vlora.split.peer import Peer, ReceivedCall
+
+log = logging.getLogger(__name__)
+
+_MAX_GREETINGS = 32
+_FINE_S = 0.02  # epoll rounds waits up to milliseconds, select does not
+_TICK_S = 0.5  # how often a stop request and stalled peers are looked for
+
+
+class BaseServer:
+    """Serves one executor to clients until it is stopped.
+
+    Attributes:
+        places: Free places of clients; a greeting takes one.
+        num_batches: Number of products so far.
+        num_calls: Number of calls that they answered.
+    """
+
+    def __init__(self, executor: BaseExecutor, queue: CallQueue[Peer], limits: Limits) -> None:
+        self.num_batches = 0
+        self.num_calls = 0
+        self.places = threading.Semaphore(limits.max_clients)
+        self._executor = executor
+        self._queue = queue
+        self._limits = limits
+        self._poll = select.epoll()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll.register(self._wake, select.EPOLLIN)
+        self._listeners: dict[int, tuple[socket.socket, Greeter]] = {}
+        self._peers: dict[int, Peer] = {}
+        self._inputs: dict[Peer, tuple[ReceivedCall, list[torch.Tensor]]] = {}
+        self._admitted: deque[Peer] = deque()
+        self._closing = threading.Lock()
+        self._closed = False
+        self._greetings = threading.BoundedSemaphore(_MAX_GREETINGS)
+
+    @property
+    def num_clients(self) -> int:
+        return len(self._peers)
+
+    def listen(self, sock: socket.socket, greeter: Greeter) -> None:
+        """Accept the clients of a listening socket."""
+        sock.setblocking(False)
+        self._listeners[sock.fileno()] = sock, greeter
+        self._poll.register(sock, select.EPOLLIN)
+
+    def run(self, stopped: Callable[[], bool]) -> None:
+        """Serve until `stopped` returns true, then close all connections."""
+        checked = 0.0
+        while not stopped():
+            wait_s = self._queue.wait_s(time.monotonic())
+            self._take(_TICK_S if wait_s is None else wait_s)
+            now = time.monotonic()
+            if batch := self._queue.next(now):
+                self._compute(batch)
+            if now - checked > _TICK_S:
+                checked = now
+                self._drop_stalled(now)
+        self._close()
+
+    # -- connections --------------------------------------------------------------------------------------------------
+
+    def _take(self, timeout_s: float) -> None:
+        if 0 < timeout_s < _FINE_S:
+            select.select([self._poll], [], [], timeout_s)
+            timeout_s = 0
+        for descriptor, events in self._poll.poll(timeout_s):
+            if descriptor == self._wake:
+                os.eventfd_read(self._wake)
+                self._add_admitted()
+            elif descriptor in self._listeners:
+                self._accept(*self._listeners[descriptor])
+            elif (peer := self._peers.get(descriptor)) is not None:
+                self._serve(peer, events)
+
+    def _accept(self, listener: socket.socket, greeter: Greeter) -> None:
+        try:
+            sock, _ = listener.accept()
+        except OSError:  # it is gone already, or this process has too many files open
+            return
+        if not self._greetings.acquire(blocking=False):
+            log.warning("a connection was closed: %d others are not authenticated yet", _MAX_GREETINGS)
+            sock.close()
+            return
+        threading.Thread(target=self._greet, args=(sock, greeter), name="vlora-base-greeting", daemon=True).start()
+
+    def _greet(self, sock: socket.socket, greeter: Greeter) -> None:
+        try:
+            peer = greeter.greet(sock)
+        finally:
+            self._greetings.release()
+        if peer is None:
+            return
+        with self._closing:
+            if self._closed:
+                peer.sock.close()
+            else:
+                self._admitted.append(peer)
+                os.eventfd_write(self._wake, 1)
+
+    def _add_admitted(self) -> None:
+        while self._admitted:
+            peer = self._admitted.popleft()
+            self._peers[peer.sock.fileno()] = peer
+            self._queue.join(peer)
+            self._poll.register(peer.sock, select.EPOLLIN | select.EPOLLRDHUP)
+            log.info("%s connected", peer.name)
+
+    def _serve(self, peer: Peer, events: int) -> None:
+        """Read from and write to a client. An error ends its connection and no other one."""
+        now = time.monotonic()
+        try:
+            if events & select.EPOLLOUT:
+                peer.flush(now)
+                self._watch(peer)
+            if events & ~select.EPOLLOUT and (received := peer.read(now)) is not None:
+                self._inputs[peer] = received, self._checked(peer, received)
+                head = received.head
+                self._queue.add(Call(peer, (head.direction, head.group, head.mask), head.rows, now))
+        except BadRequest as error:
+            self._refuse(peer, error)
+        except OSError as error:
+            self._drop(peer, _broken(error))
+
+    def _refuse(self, peer: Peer, error: BadRequest) -> None:
+        """Send the reason, if the connection takes it, and close."""
+        reason = str(error).encode()
+        with contextlib.suppress(OSError):
+            peer.write(time.monotonic(), ReplyHead(0, Status.REFUSED, len(reason)).pack(), reason)
+            peer.discard()
+        self._drop(peer, str(error))
+
+    def _drop(self, peer: Peer, reason: str) -> None:
+        """Close a connection and forget its call. reason: "" for a client that is done."""
+        if reason:
+            log.warning("%s: %s; its connection is closed", peer.name, reason)
+        else:
+            log.info("%s disconnected", peer.name)
+        descriptor = peer.sock.fileno()
+        self._poll.unregister(descriptor)
+        del self._peers[descriptor]
+        self._queue.leave(peer)
+        self._inputs.pop(peer, None)
+        peer.sock.close()
+        self.places.release()
+
+    def _drop_stalled(self, now: float) -> None:
+        for peer in list(self._peers.values()):
+            if peer.stalled_s(now) > self._limits.stall_s:
+                self._drop(peer, f"a call or its reply was incomplete for {self._limits.stall_s:g} s")
+
+    def _watch(self, peer: Peer) -> None:
+        self._poll.modify(peer.sock, select.EPOLLIN | select.EPOLLRDHUP | (select.EPOLLOUT if peer.has_unsent else 0))
+
+    def _close(self) -> None:
+        with self._closing:
+            self._closed = True
+            os.close(self._wake)
+        for peer in (*self._peers.values(), *self._admitted):
+            peer.sock.close()
+        for listener, _ in self._listeners.values():
+            name = listener.getsockname()
+            listener.close()
+            if isinstance(name, str):
+                with contextlib.suppress(OSError):
+                    os.unlink(name)
+        self._poll.close()
+
+    # -- calls --------------------------------------------------------------------------------------------------------
+
+    def _checked(self, peer: Peer, received: ReceivedCall) -> list[torch.Tensor]:
+        """The call's tensors. Raises BadRequest for calls that cannot be computed."""
+        head, groups, limits = received.head, self._executor.groups, self._limits
+        if head.dtype >= len(DTYPES) or DTYPES[head.dtype] != str(self._executor.dtype).removeprefix("torch."):
+            raise BadRequest(f"a call has dtype {head.dtype}; the base has {self._executor.dtype}")
+        if head.direction not in tuple(Direction):
+            raise BadRequest(f"a call has direction {head.direction}; it must be 1 to {len(Direction)}")
+        if head.group >= len(groups) or not 0 < head.mask < 1 << len(groups[head.group]):
+            raise BadRequest(f"a call selects layers {head.mask:#x} of group {head.group}; the base has no such layers")
+        if not 0 < head.rows <= limits.max_rows:
+            raise BadRequest(f"a call has {head.rows} rows; it must have 1 to {limits.max_rows}")
+        given, made = frames.widths(groups[head.group], head.direction, head.mask)
+        if head.width != sum(given):
+            raise BadRequest(f"a call has rows of {head.width} values; these layers take {sum(given)}")
+        row_bytes = head.rows * self._executor.dtype.itemsize
+        if row_bytes * max(sum(given), sum(made)) > limits.half_bytes:
+            raise BadRequest(f"a call of {head.rows} rows exceeds {limits.half_bytes} bytes")
+        if peer.slot is not None:
+            memory = peer.slot
+        elif received.body is not None and len(received.body) == row_bytes * sum(given):
+            memory = torch.frombuffer(received.body, dtype=torch.uint8)
+        else:
+            raise BadRequest("a call's tensors do not have the size of its head")
+        return transport.carve(memory, self._executor.dtype, head.rows, given)
+
+    def _compute(self, batch: Sequence[Call[Peer]]) -> None:
+        """Compute calls of one key, and answer them. Calls that fail, such as for lack of memory, are refused."""
+        started = time.monotonic()
+        try:
+            answers = self._products(batch)
+        except (RuntimeError, MemoryError) as error:
+            for call in batch:
+                self._refuse(call.client, BadRequest(f"the product failed: {str(error).partition(chr(10))[0]}"))
+            return
+        ended = time.monotonic()
+        self._queue.computed(batch, ended - started, ended)
+        self.num_batches += 1
+        self.num_calls += len(batch)
+        for call, answer in zip(batch, answers, strict=True):
+            self._answer(call.client, answer)
+
+    def _products(self, batch: Sequence[Call[Peer]]) -> Sequence[Sequence[torch.Tensor]]:
+        """The results of each call."""
+        head = self._inputs[batch[0].client][0].head
+        if len(batch) == 1:
+            peer = batch[0].client
+            places = self._output_places(peer, head)
+            return [self._executor.compute(head.direction, head.group, head.mask, self._inputs[peer][1], places)]
+        inputs = [torch.cat(parts) for parts in zip(*(self._inputs[call.client][1] for call in batch), strict=True)]
+        made = self._executor.compute(head.direction, head.group, head.mask, inputs)
+        rows = [call.rows for call in batch]
+        return list(zip(*(each.split(rows) for each in made), strict=True))
+
+    def _output_places(self, peer: Peer, head: frames.CallHead) -> list[torch.Tensor] | None:
+        """Where a client's results go in its shared memory."""
+        if peer.slot is None:
+            return None
+        _, made = frames.widths(self._executor.groups[head.group], head.direction, head.mask)
+        return transport.carve(peer.slot[self._limits.half_bytes :], self._executor.dtype, head.rows, made)
+
+    def _answer(self, peer: Peer, tensors: Sequence[torch.Tensor]) -> None:
+        received, _ = self._inputs.pop(peer)
+        peer.waits = False
+        places, now = self._output_places(peer, received.head), time.monotonic()
+        try:
+            if places is None:
+                parts = [transport.as_bytes(each.cpu()) for each in tensors]
+                peer.write(now, ReplyHead(received.head.number, Status.OK, sum(map(len, parts))).pack(), *parts)
+            else:
+                for place, each in zip(places, tensors, strict=True):
+                    if place.data_ptr() != each.data_ptr():
+                        place.copy_(each)
+                peer.write(now, ReplyHead(received.head.number, Status.OK, 0).pack())
+            if peer.has_unsent:
+                self._watch(peer)
+        except OSError as error:
+            self._drop(peer, _broken(error))
+
+
+def _broken(error: OSError) -> str:
+    """Why a connection ended; "" for a client that is done."""
+    return str(error) if error.errno is None else f"the connection broke ({error.strerror})"

@@ -1,0 +1,185 @@
+"""Opportunistic batching: which calls of the clients the executor computes next, and how long it waits for more.
+
+Calls of one key (layers and direction) are computed together if they are there together. A call waits for another
+client only if that client is behind it on the same way through the layers and may arrive in time. For this the executor
+is idle no longer than twice the time that the awaited calls would take by themselves, and lets calls behind it pass for
+up to four times as long: small requests wait little, because their products are short (Symbiosis, section 3.7). Clients
+that are ahead thus wait for those behind, until they travel together; a client that stops is waited for once. A call
+never waits for a client with much larger calls, because that would slow it to the larger one's pace.
+
+Among calls that do not wait, the client with the fewest rows served comes first (virtual token counters, as in
+`vlora.orchestrator.fairness`). Plain Python without a clock of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Generic, TypeVar
+
+C = TypeVar("C", bound=Hashable)  # a client
+Key = Hashable
+
+FIXED_ROWS = 16
+"""Charge of a product in rows, shared by its calls: below about so many rows, reading the weights takes the time."""
+_SIMILAR = 4  # a call waits for clients of at most so many times its rows
+_SMOOTHING = 0.25
+_MAX_IDLE, _MAX_OVERTAKEN = 2.0, 4.0  # maximum wait of a call, of an idle and of a busy executor
+_IDLE_S = 1.0  # longer than a client's own work between two calls
+_MAX_KEYS = 4096  # distinct keys of one client; above, its way is forgotten
+
+
+@dataclasses.dataclass(frozen=True)
+class Call(Generic[C]):
+    """A call in the queue. arrived: seconds on the executor's clock."""
+
+    client: C
+    key: Key
+    rows: int
+    arrived: float
+
+
+@dataclasses.dataclass
+class _Progress:
+    """Where a client is.
+
+    Attributes:
+        order: Position among all clients by arrival.
+        step: Number of calls so far.
+        last_step: For each key, the step of the client's last call of it.
+        key: The key of its last call.
+        last_event: Time of its last call or answer.
+        last_rows: Rows of its last call.
+        served: Its counter of rows, with fixed charges and the smallest counter of the others at its arrival.
+        rows: Rows computed for it.
+    """
+
+    order: int
+    step: int = 0
+    last_step: dict[Key, int] = dataclasses.field(default_factory=dict)
+    key: Key = None
+    last_event: float = 0.0
+    last_rows: int = 0
+    served: float = 0.0
+    rows: int = 0
+
+
+class CallQueue(Generic[C]):
+    """The calls that were received and not computed, at most one for each client."""
+
+    def __init__(self, *, max_wait_s: float = 0.01, join_rows: int = 64) -> None:
+        """Start empty.
+
+        Args:
+            max_wait_s: Maximum time that a call waits for others; 0 computes together only what is there.
+            join_rows: Calls with more rows are computed by themselves: such products are bound by arithmetic, and
+                copying their rows together would only cost time.
+        """
+        self._max_wait_s = max_wait_s
+        self._join_rows = join_rows
+        self._calls: dict[C, Call[C]] = {}
+        self._progress: dict[C, _Progress] = {}
+        self._num_joined = 0
+        self._free_since = 0.0  # end of the last product
+        self._alone_s: dict[tuple[Key, int], float] = {}  # seconds of a product, by key and rows' power of two
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    @property
+    def rows_served(self) -> Mapping[C, int]:
+        """Rows computed for each client."""
+        return {client: progress.rows for client, progress in self._progress.items()}
+
+    def join(self, client: C) -> None:
+        """Add a client. It starts at the lowest counter of the others, so that it gets no credit for its absence."""
+        least = min((progress.served for progress in self._progress.values()), default=0.0)
+        self._progress[client] = _Progress(self._num_joined, served=least)
+        self._num_joined += 1
+
+    def leave(self, client: C) -> None:
+        """Remove a client with its call."""
+        self._calls.pop(client, None)
+        self._progress.pop(client, None)
+
+    def add(self, call: Call[C]) -> None:
+        """Add a client's call; the client has no other one."""
+        assert call.client not in self._calls, "a client has one call at a time"
+        progress = self._progress[call.client]
+        waiting = [self._progress[client].served for client in self._calls]
+        if waiting and call.arrived - progress.last_event > _IDLE_S:
+            progress.served = max(progress.served, min(waiting))  # idle time earns no credit
+        if len(progress.last_step) > _MAX_KEYS:
+            progress.last_step.clear()
+        progress.step += 1
+        progress.last_step[call.key] = progress.step
+        progress.key, progress.last_event = call.key, call.arrived
+        progress.last_rows = call.rows
+        self._calls[call.client] = call
+
+    def next(self, now: float) -> Sequence[Call[C]]:
+        """Remove and return the calls to compute together; empty if all calls are waiting for others."""
+        ready = [call for call in self._calls.values() if self._waits_until(call, now) <= now]
+        if not ready:
+            return ()
+        first = min(ready, key=lambda call: (self._progress[call.client].served, call.arrived))
+        batch = [first]
+        if first.rows <= self._join_rows:
+            batch = [call for call in self._calls.values() if call.key == first.key and call.rows <= self._join_rows]
+        for call in batch:
+            del self._calls[call.client]
+            progress = self._progress[call.client]
+            progress.served += call.rows + FIXED_ROWS / len(batch)
+            progress.rows += call.rows
+        return batch
+
+    def wait_s(self, now: float) -> float | None:
+        """Seconds until a call is ready; None without calls."""
+        if not self._calls:
+            return None
+        return max(0.0, min(self._waits_until(call, now) for call in self._calls.values()) - now)
+
+    def computed(self, batch: Sequence[Call[C]], took_s: float, now: float) -> None:
+        """Record the duration of a product, which bounds later waits, and that its calls are answered."""
+        place = batch[0].key, sum(call.rows for call in batch).bit_length()
+        before = self._alone_s.get(place, took_s)
+        self._free_since = now
+        self._alone_s[place] = before + _SMOOTHING * (took_s - before)
+        for call in batch:
+            if call.client in self._progress:
+                self._progress[call.client].last_event = now
+
+    def _alone(self, call: Call[C]) -> float:
+        """Seconds that a call of so many rows takes by itself; 0 if it is too large to be joined, or unknown."""
+        return self._alone_s.get((call.key, call.rows.bit_length()), 0.0) if call.rows <= self._join_rows else 0.0
+
+    def _waits_until(self, call: Call[C], now: float) -> float:
+        """When a call is computed at the latest. A call of unknown duration does not wait."""
+        alone_s = self._alone(call)
+        if alone_s == 0:
+            return call.arrived
+        coming_s = alone_s * sum(self._comes(call, other, now) for other in self._progress)
+        idle = max(call.arrived, self._free_since) + min(_MAX_IDLE * coming_s, self._max_wait_s)
+        return min(idle, call.arrived + min(_MAX_OVERTAKEN * coming_s, self._max_wait_s))
+
+    def _comes(self, call: Call[C], other: C, now: float) -> bool:
+        """Whether another client may soon make the same call: it is behind, on the same way, and not idle."""
+        theirs, ours = self._progress[other], self._progress[call.client]
+        if other == call.client or theirs.last_rows > min(self._join_rows, _SIMILAR * call.rows):
+            return False
+        waiting = self._calls.get(other)
+        if waiting is None:
+            if now - theirs.last_event > self._max_wait_s:
+                return False
+        elif waiting.key == call.key:
+            return False  # it is there
+        behind, ahead = _distance(ours, theirs.key), _distance(theirs, call.key)
+        # Half a way apart, each is as far behind the other: the one that came first waits.
+        return behind < ahead or (behind == ahead < math.inf and ours.order < theirs.order)
+
+
+def _distance(client: _Progress, key: Key) -> float:
+    """Number of calls since the client's last call of a key; infinite for a key that it never called."""
+    step = client.last_step.get(key)
+    return math.inf if step is None else client.step - step

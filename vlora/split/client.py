@@ -1,0 +1,147 @@
+"""A client of a base executor: `connect`, then `Base.wrap` for any transformers model."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Collection, Iterable
+from types import TracebackType
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from vlora.errors import BadConfig, listed
+from vlora.split.connection import BaseConnection, LayerCalls
+from vlora.split.layers import digest, frozen_layers, weight_of
+from vlora.split.noise import Noise, NoisyCalls, require_another
+from vlora.split.sharded import ShardedCalls
+from vlora.split.virtual_linear import VirtualGroup, make_virtual
+
+_Model = TypeVar("_Model", bound=nn.Module)
+
+
+def connect(
+    *addresses: str,
+    token: str | None = None,
+    tls: ssl.SSLContext | None = None,
+    noise: Noise | None = None,
+    patience_s: float = 60.0,
+) -> Base:
+    """Connect to a base executor (`vlora base serve`), or to all shards of one.
+
+    Args:
+        addresses: HOST:PORT, or unix:PATH on the same machine, where tensors travel in shared memory.
+        token: The client's token. It is never sent; the executor and the client prove to each other that they know it.
+        tls: For an executor with a certificate, such as `ssl.create_default_context(cafile=...)`.
+        noise: Noise that hides activations and gradients from the executor; see `Noise` for what it protects against.
+        patience_s: How long a call waits for an executor that does not answer. Calls are repeated when it comes back.
+
+    Raises:
+        BadConfig: An address or a setting is invalid, or the addresses are not all shards of one base.
+        Unauthorized: The token is missing, wrong or expired.
+        OverCapacity: The executor has too many clients.
+        Disconnected: There is no executor at an address.
+    """
+    if not addresses:
+        raise BadConfig("connect needs the address of a base executor: HOST:PORT or unix:PATH")
+
+    def open_all(places: Iterable[str]) -> list[BaseConnection]:
+        opened: list[BaseConnection] = []
+        try:
+            for place in places:
+                opened.append(BaseConnection(place, token=token, tls=tls, patience_s=patience_s))
+        except BaseException:
+            for each in opened:
+                each.close()
+            raise
+        return opened
+
+    if noise is not None:
+        require_another(addresses, noise)
+    shards = open_all(addresses)
+    calls: LayerCalls = shards[0] if len(shards) == 1 and shards[0].welcome.shard[1] == 1 else ShardedCalls(shards)
+    if noise is not None:
+        second = open_all([noise.second])[0] if noise.second else None
+        calls = NoisyCalls(calls, noise, second)
+    return Base(calls, shards)
+
+
+class Base:
+    """The base model behind one or several connections. A context manager that closes them."""
+
+    def __init__(self, calls: LayerCalls, shards: Collection[BaseConnection]) -> None:
+        self._calls = calls
+        self._shards = shards
+
+    def __enter__(self) -> Base:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections. Wrapped models cannot compute afterwards."""
+        self._calls.close()
+
+    @property
+    def calls(self) -> LayerCalls:
+        """The products themselves."""
+        return self._calls
+
+    @property
+    def num_repeated(self) -> int:
+        """Calls that were repeated because a connection broke."""
+        return sum(shard.num_repeated for shard in self._shards)
+
+    def wrap(self, model: _Model, *, keep: Collection[str] = ()) -> _Model:
+        """Replace the frozen linear layers of a model by calls to the base, in place, and free their weights.
+
+        Afterwards the model is used as before: adapt it with PEFT, train it with transformers' Trainer, generate.
+
+        Args:
+            model: A transformers model of the same checkpoint as the base. Its layers may be on the meta device.
+            keep: Names, or last parts of names, of layers that stay with the client, for `modules_to_save` and for
+                adapters that need the base's weights, such as DoRA.
+
+        Returns:
+            The model. Its remaining parameters are frozen.
+
+        Raises:
+            BadConfig: The model has other layers, shapes or weights than the base; it is unchanged then.
+        """
+        own = frozen_layers(model)
+        kept = {name for name in own if name in keep or name.rpartition(".")[2] in keep}
+        for group in self._calls.groups:
+            for layer in group:
+                if layer.name not in kept:
+                    self._check(own.get(layer.name), layer.name, own)
+        for index, group in enumerate(self._calls.groups):
+            places = [place for place, layer in enumerate(group) if layer.name not in kept]
+            shared = VirtualGroup(self._calls, index, places)
+            for place in places:
+                make_virtual(own[group[place].name], shared, place)
+        model.requires_grad_(False)
+        return model
+
+    def _check(self, layer: nn.Module | None, name: str, own: Collection[str]) -> None:
+        """Raise BadConfig unless the layer has the base's shape and values."""
+        model = next(iter(self._shards)).welcome.model
+        if layer is None:
+            raise BadConfig(
+                f"the base executor serves {model!r}, with a layer {name!r} that this model lacks; its own layers are "
+                f"{listed(own)}: wrap a model of the base's checkpoint"
+            )
+        for shard in self._shards:
+            info = next(each for group in shard.groups for each in group if each.name == name)
+            shape = tuple(weight_of(layer).shape)
+            if shape != (info.d_out, info.d_in):
+                raise BadConfig(
+                    f"the base executor serves {model!r} with a layer {name!r} of shape {[info.d_out, info.d_in]}; "
+                    f"this model's has {list(shape)}: wrap a model of the base's checkpoint"
+                )
+            found = digest(layer, info.first, info.last, getattr(torch, shard.welcome.dtype))
+            if found and found != info.digest:
+                raise BadConfig(
+                    f"the base executor serves {model!r}, and its layer {name!r} has other weights than this model's: "
+                    "wrap a model of the base's checkpoint"
+                )

@@ -1,0 +1,267 @@
+"""A client's connection to one base executor. Calls are pure functions, so one that failed is repeated."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import ssl
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+import torch
+
+from vlora.errors import BadConfig, BadRequest, Disconnected, OverCapacity, Unauthorized, error_from_code
+from vlora.split import challenge, frames, transport
+from vlora.split.addresses import Address
+from vlora.split.frames import (
+    DTYPES,
+    MAX_WELCOME_BYTES,
+    NONCE_BYTES,
+    PROTOCOL,
+    REPLY_BYTES,
+    Admission,
+    CallHead,
+    Challenge,
+    Direction,
+    Group,
+    Hello,
+    Proof,
+    Refused,
+    ReplyHead,
+    Status,
+    Welcome,
+)
+from vlora.split.peer import SMALL_BYTES
+
+_RETRY_S = 0.1
+
+
+class LayerCalls(Protocol):
+    """Products with the layers of a base, wherever they are computed."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the weights, and of all tensors of a call."""
+
+    @property
+    def groups(self) -> Sequence[Group]:
+        """The layers."""
+
+    def call(
+        self, direction: Direction, group: int, mask: int, inputs: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        """As `BaseExecutor.compute`, for any number of rows in host memory."""
+
+    def close(self) -> None:
+        """Close all connections."""
+
+
+class BaseConnection:
+    """One connection to one executor, reopened when it breaks. Thread-safe: calls take turns."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        token: str | None = None,
+        tls: ssl.SSLContext | None = None,
+        patience_s: float = 60.0,
+    ) -> None:
+        """Connect and authenticate.
+
+        Args:
+            patience_s: How long a call waits for its result, and for an executor that does not answer to come back.
+
+        Raises:
+            BadConfig: The address is invalid, or the executor speaks another protocol.
+            Unauthorized: The token is missing, wrong or expired.
+            OverCapacity: The executor has too many clients.
+            Disconnected: There is no executor at the address.
+        """
+        self.num_calls = 0
+        self.num_repeated = 0
+        self._address = Address.parse(address)
+        self._token = token
+        self._tls = tls
+        self._patience_s = patience_s
+        self._lock = threading.Lock()
+        self._number = 0
+        self._sock: socket.socket | None = None
+        self._slot: torch.Tensor | None = None
+        self.welcome = self._open("")
+        self.dtype: torch.dtype = getattr(torch, self.welcome.dtype)
+
+    @property
+    def groups(self) -> Sequence[Group]:
+        return self.welcome.groups
+
+    def close(self) -> None:
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+
+    # -- greeting -----------------------------------------------------------------------------------------------------
+
+    def _open(self, fingerprint: str) -> Welcome:
+        """Connect. fingerprint: of the base that is expected; "" for any. Raises VLoraError."""
+        deadline = time.monotonic() + self._patience_s
+        try:
+            sock = transport.open_connection(self._address, self._tls, self._patience_s)
+        except ssl.SSLError as error:
+            raise Disconnected(
+                f"no TLS connection to the base executor at {self._address}: {transport.tls_reason(error)}; give the "
+                "CA of its certificate (tls=) and a host that the certificate names, or no tls if it has none"
+            ) from error
+        except OSError as error:
+            raise Disconnected(
+                f"no base executor at {self._address}: {error.strerror or error}; start one with vlora base serve"
+            ) from error
+        try:
+            return self._greet(sock, fingerprint, deadline)
+        except BaseException as error:
+            sock.close()
+            if isinstance(error, OSError | msgspec.MsgspecError):
+                raise Disconnected(
+                    f"the greeting of {self._address} failed: {error}; it may be another kind of server"
+                    + ("" if self._tls or self._address.path else ", or require TLS (tls=)")
+                ) from error
+            raise
+
+    def _greet(self, sock: socket.socket, fingerprint: str, deadline: float) -> Welcome:
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        local = bool(self._address.path) and sys.platform == "linux"
+        name = f"{socket.gethostname()}:{os.getpid()}"
+        transport.send_message(sock, Hello(PROTOCOL, nonce, fingerprint, name, local))
+        asked = transport.receive_message(sock, Challenge, MAX_WELCOME_BYTES, deadline)
+        digest = b"" if self._token is None else challenge.prove(self._token, "client", nonce, asked.nonce)
+        transport.send_message(sock, Proof(digest))
+        descriptors: list[int] = []
+        if local:
+            answer, descriptors = transport.receive_with_descriptors(sock, Admission, MAX_WELCOME_BYTES, deadline)
+        else:
+            answer = transport.receive_message(sock, Admission, MAX_WELCOME_BYTES, deadline)
+        try:
+            if isinstance(answer, Refused):
+                raise error_from_code(answer.code, f"base executor {self._address}: {answer.reason}")
+            if asked.token_required and not (
+                self._token and challenge.knows(self._token, answer.proof, nonce, asked.nonce)
+            ):
+                raise Unauthorized(f"{self._address} does not know the token that it asks for; check the address")
+            if answer.dtype not in DTYPES:
+                raise BadConfig(f"the base at {self._address} has type {answer.dtype}; update this client")
+            self._slot = transport.map_memory(descriptors[0], 2 * answer.half_bytes) if descriptors else None
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        sock.settimeout(self._patience_s)
+        self._sock = sock
+        return answer
+
+    # -- calls --------------------------------------------------------------------------------------------------------
+
+    def call(
+        self, direction: Direction, group: int, mask: int, inputs: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        """Compute products, in several calls if there are more rows than one may have.
+
+        Raises:
+            Disconnected: The executor does not answer and did not come back in time.
+            BadRequest: The executor refused the call.
+            BadConfig: Another base model is served at the address now.
+        """
+        rows, limit = len(inputs[0]), self.rows_per_call(direction, group, mask)
+        if rows <= limit:
+            return self._repeated(direction, group, mask, inputs)
+        parts = [
+            self._repeated(direction, group, mask, pieces)
+            for pieces in zip(*(each.split(limit) for each in inputs), strict=True)
+        ]
+        return [torch.cat(pieces) for pieces in zip(*parts, strict=True)]
+
+    def rows_per_call(self, direction: Direction, group: int, mask: int) -> int:
+        """Maximum rows of one call."""
+        widest = max(map(sum, frames.widths(self.groups[group], direction, mask)))
+        return max(1, min(self.welcome.max_rows, self.welcome.half_bytes // (widest * self.dtype.itemsize)))
+
+    def _repeated(
+        self, direction: Direction, group: int, mask: int, inputs: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        """One call, repeated on a new connection if this one breaks."""
+        with self._lock:
+            deadline = time.monotonic() + self._patience_s
+            while True:
+                try:
+                    self.send(direction, group, mask, inputs)
+                    return self.receive(direction, group, mask, len(inputs[0]))
+                except OSError as error:
+                    self.num_repeated += 1
+                    self._reopen(deadline, error)
+
+    def _reopen(self, deadline: float, cause: OSError) -> None:
+        """Connect again until the deadline. Raises Disconnected after it, BadConfig for another base model."""
+        self.close()
+        while True:
+            try:
+                self._open(self.welcome.fingerprint)
+                return
+            except (Disconnected, OverCapacity):  # the executor may not have noticed yet that this client left
+                if time.monotonic() + _RETRY_S > deadline:
+                    raise Disconnected(
+                        f"the base executor at {self._address} does not answer for {self._patience_s:g} s ({cause}); "
+                        "restart it, and run the step again"
+                    ) from cause
+                time.sleep(_RETRY_S)
+
+    def send(self, direction: Direction, group: int, mask: int, inputs: Sequence[torch.Tensor]) -> None:
+        """Send a call, to be followed by `receive`; so several executors work at once. Raises OSError."""
+        if self._sock is None:
+            raise ConnectionError("the connection is closed")
+        self._number = (self._number + 1) & 0xFFFFFFFF
+        rows, widths = len(inputs[0]), [each.shape[1] for each in inputs]
+        size = sum(each.nbytes for each in inputs)
+        in_slot = self._slot is not None
+        head = CallHead(
+            self._number,
+            direction,
+            DTYPES.index(self.welcome.dtype),
+            group,
+            mask,
+            rows,
+            sum(widths),
+            0 if in_slot else size,
+        ).pack()
+        if self._slot is not None:
+            for place, each in zip(transport.carve(self._slot, self.dtype, rows, widths), inputs, strict=True):
+                place.copy_(each)
+            self._sock.sendall(head)
+        elif size <= SMALL_BYTES:
+            self._sock.sendall(head + b"".join(map(transport.as_bytes, inputs)))
+        else:
+            self._sock.sendall(head)
+            for each in inputs:
+                self._sock.sendall(transport.as_bytes(each))
+
+    def receive(self, direction: Direction, group: int, mask: int, rows: int) -> Sequence[torch.Tensor]:
+        """The result of the call that was sent. Raises OSError, BadRequest."""
+        assert self._sock is not None
+        head = ReplyHead.unpack(transport.receive(self._sock, REPLY_BYTES))
+        if head.status == Status.REFUSED:
+            reason = transport.receive(self._sock, min(head.num_bytes, 65_536)).decode(errors="replace")
+            self.close()
+            raise BadRequest(f"the base executor at {self._address} refused a call: {reason}")
+        _, widths = frames.widths(self.groups[group], direction, mask)
+        size = rows * sum(widths) * self.dtype.itemsize
+        if head.number != self._number or head.num_bytes not in ((0,) if self._slot is not None else (size,)):
+            raise ConnectionError("the reply is not that of the call")
+        self.num_calls += 1
+        if self._slot is not None:
+            half = self._slot[self.welcome.half_bytes :]
+            return [each.clone() for each in transport.carve(half, self.dtype, rows, widths)]
+        memory = torch.empty(size, dtype=torch.uint8)
+        transport.receive_into(self._sock, transport.as_bytes(memory))
+        return transport.carve(memory, self.dtype, rows, widths)

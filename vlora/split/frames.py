@@ -1,0 +1,166 @@
+"""Messages between a client and a base executor: msgpack during the greeting, then fixed heads and raw tensors.
+
+The greeting is Hello, Challenge, Proof, then Welcome or Refused. After it the client sends one call at a time, and each
+is answered by one reply. A tensor follows its head on the connection, or is in memory that both processes map; heads
+never are, so a client cannot change what was checked. There is no pickle.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from typing import NamedTuple
+
+import msgspec
+
+PROTOCOL = 1
+NONCE_BYTES = 32
+MAX_GREETING_BYTES = 4096
+"""Of a message to the executor, which reads it before the client is authenticated."""
+MAX_WELCOME_BYTES = 64 * 2**20
+DTYPES = ("float32", "bfloat16", "float16")
+"""A dtype's number in a head is its index here."""
+
+_CALL = struct.Struct("<IBBHHxxIIQ")
+_REPLY = struct.Struct("<IBxxxQ")
+CALL_BYTES, REPLY_BYTES = _CALL.size, _REPLY.size
+
+
+class Direction(enum.IntEnum):
+    """FORWARD: x W^T + b. BACKWARD: dy W, summed over the layers. WITHOUT_BIAS: x W^T, the effect of noise."""
+
+    FORWARD = 1
+    BACKWARD = 2
+    WITHOUT_BIAS = 3
+
+
+class Status(enum.IntEnum):
+    OK = 0
+    REFUSED = 1  # the reply's body is the reason; the connection is closed after it
+
+
+class CallHead(NamedTuple):
+    """A call. `mask` selects layers of the group by bits; `num_bytes` is 0 for a tensor in shared memory."""
+
+    number: int
+    direction: int
+    dtype: int
+    group: int
+    mask: int
+    rows: int
+    width: int
+    num_bytes: int
+
+    def pack(self) -> bytes:
+        return _CALL.pack(*self)
+
+    @classmethod
+    def unpack(cls, data: bytes | bytearray) -> CallHead:
+        return cls(*_CALL.unpack(data))
+
+
+class ReplyHead(NamedTuple):
+    """The answer to the call of that number. `num_bytes` is 0 for a tensor in shared memory."""
+
+    number: int
+    status: int
+    num_bytes: int
+
+    def pack(self) -> bytes:
+        return _REPLY.pack(*self)
+
+    @classmethod
+    def unpack(cls, data: bytes | bytearray) -> ReplyHead:
+        return cls(*_REPLY.unpack(data))
+
+
+class LayerInfo(msgspec.Struct, frozen=True):
+    """A layer, or this shard's rows `first` to `last` of its weight [d_out, d_in]. digest: of these rows' values."""
+
+    name: str
+    d_in: int
+    d_out: int
+    first: int
+    last: int
+    digest: bytes
+
+    @property
+    def width(self) -> int:
+        """Number of outputs that this executor computes."""
+        return self.last - self.first
+
+
+Group = tuple[LayerInfo, ...]
+"""Layers that read the same input: one call computes all of them."""
+
+
+def selected(group: Group, mask: int) -> list[LayerInfo]:
+    """The layers of a group that the mask selects."""
+    return [layer for index, layer in enumerate(group) if mask >> index & 1]
+
+
+def widths(group: Group, direction: int, mask: int) -> tuple[list[int], list[int]]:
+    """Widths of a call's inputs and of its outputs."""
+    outer, inner = [layer.width for layer in selected(group, mask)], [group[0].d_in]
+    return (outer, inner) if direction == Direction.BACKWARD else (inner, outer)
+
+
+class Hello(msgspec.Struct, frozen=True):
+    """The client's first message.
+
+    Attributes:
+        nonce: Random bytes of the client.
+        fingerprint: Of the base that the client worked with before; empty at the first connection.
+        client: A name for the executor's log.
+        shared_memory: Whether tensors travel in shared memory; on Unix sockets only.
+    """
+
+    protocol: int
+    nonce: bytes
+    fingerprint: str
+    client: str
+    shared_memory: bool
+
+
+class Challenge(msgspec.Struct, frozen=True):
+    """nonce: random bytes of the executor. token_required: whether the proof must be that of a token."""
+
+    nonce: bytes
+    token_required: bool
+
+
+class Proof(msgspec.Struct, frozen=True):
+    """digest: of the token and both nonces; empty without a token."""
+
+    digest: bytes
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """The client is admitted.
+
+    Attributes:
+        proof: The executor's own proof of the token, so that a client does not send activations to another process.
+        fingerprint: Digest of all layers; equal for equal weights.
+        shard: Index and number of the executors that share each layer's outputs.
+        max_rows: Maximum rows of a call.
+        half_bytes: Maximum bytes of a call's inputs, and of its outputs. Shared memory has two such halves.
+    """
+
+    proof: bytes
+    model: str
+    fingerprint: str
+    dtype: str
+    shard: tuple[int, int]
+    groups: tuple[Group, ...]
+    max_rows: int
+    half_bytes: int
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The client is not admitted. code: of a `vlora.errors` class."""
+
+    code: str
+    reason: str
+
+
+Admission = Welcome | Refused

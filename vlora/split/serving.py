@@ -1,0 +1,103 @@
+"""Starts a base server: loads the model, listens, serves until stopped."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import ssl
+from collections.abc import Callable, Sequence
+
+import torch
+
+from vlora.config import Token
+from vlora.errors import BadConfig
+from vlora.split import transport
+from vlora.split.addresses import Address
+from vlora.split.base_server import BaseServer
+from vlora.split.batching import CallQueue
+from vlora.split.executor import BaseExecutor
+from vlora.split.greeting import Greeter, Limits, RateLimit
+from vlora.split.loading import load_base
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServeSettings:
+    """What to serve, and how calls are batched.
+
+    Attributes:
+        shard: Index and number of the executors that share the outputs of every layer.
+        max_wait_s: Maximum time that a call waits for others; 0 computes together only what is there.
+        join_rows: Calls with more rows are computed by themselves.
+    """
+
+    model: str
+    name: str
+    dtype: str = "auto"
+    device: str = "cpu"
+    shard: tuple[int, int] = (0, 1)
+    max_wait_s: float = 0.01
+    join_rows: int = 64
+    limits: Limits = dataclasses.field(default_factory=Limits)
+
+
+def serve_base(
+    settings: ServeSettings,
+    addresses: Sequence[str],
+    *,
+    announce: Callable[[str], None],
+    stopped: Callable[[], bool],
+    tokens: Sequence[Token] = (),
+    tls: ssl.SSLContext | None = None,
+    rate_limit: RateLimit | None = None,
+) -> None:
+    """Serve until stopped.
+
+    Args:
+        addresses: HOST:PORT or unix:PATH of each listening socket.
+        announce: Called with one line when clients may connect.
+        tls: For TCP; Unix sockets never use it.
+
+    Raises:
+        BadConfig: The model, an address or the device cannot be used.
+    """
+    try:
+        device = torch.device(settings.device)
+    except RuntimeError as error:
+        raise BadConfig(f"device {settings.device!r} is not known to torch; use cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise BadConfig(f"device {settings.device!r} was requested, but torch finds no CUDA device")
+    listeners: list[socket.socket] = []
+    try:
+        listeners += [transport.listen(Address.parse(address)) for address in addresses]
+        model = load_base(settings.model, settings.dtype)
+        executor = BaseExecutor(model, name=settings.name, shard=settings.shard, device=device)
+        del model  # embeddings and norms are the clients'
+        queue: CallQueue = CallQueue(max_wait_s=settings.max_wait_s, join_rows=settings.join_rows)
+        server = BaseServer(executor, queue, settings.limits)
+        greeter = Greeter(
+            executor,
+            settings.limits,
+            tokens=tokens,
+            tls=tls,
+            rate_limit=rate_limit,
+            places=server.places,
+        )
+        for sock in listeners:
+            server.listen(sock, greeter)
+        index, number = settings.shard
+        shard = f", shard {index + 1}/{number}" if number > 1 else ""
+        bound = ", ".join(map(address_of, listeners))
+        announce(
+            f"ready: base model {settings.name} on {bound}{shard} "
+            f"({executor.num_layers} layers, {executor.num_bytes / 2**20:.0f} MiB in {settings.device})"
+        )
+        server.run(stopped)
+    finally:
+        for sock in listeners:
+            sock.close()
+
+
+def address_of(sock: socket.socket) -> str:
+    """The address that a socket listens on, with its actual port."""
+    name = sock.getsockname()
+    return str(Address(name, "", 0) if isinstance(name, str) else Address("", *name[:2]))

@@ -1,0 +1,191 @@
+"""Connections between clients and a base executor: addresses, whole messages, shared memory.
+
+On one machine a Unix socket carries the heads, and tensors are in memory that both processes map. Elsewhere everything
+travels over TCP, with TLS where the executor has a certificate.
+"""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import mmap
+import os
+import socket
+import ssl
+import stat
+import struct
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from vlora.errors import BadConfig
+from vlora.split.addresses import Address
+
+_SIZE = struct.Struct("<I")
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL if hasattr(fcntl, "F_SEAL_SEAL") else 0
+_DESCRIPTOR = array.array("i").itemsize
+
+
+def listen(address: Address) -> socket.socket:
+    """A listening socket. A Unix socket is accessible to its user only. Raises BadConfig."""
+    try:
+        if not address.path:
+            family = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0][0]
+            return socket.create_server((address.host, address.port), family=family)
+        _remove_stale(address)
+        sock = socket.socket(socket.AF_UNIX)
+        before = os.umask(0o177)
+        try:
+            sock.bind(address.path)
+        finally:
+            os.umask(before)
+        sock.listen()
+        return sock
+    except OSError as error:
+        raise BadConfig(f"cannot listen on {address}: {error.strerror or error}; choose another address") from error
+
+
+def _remove_stale(address: Address) -> None:
+    """Remove the socket of a process that has died. Raises BadConfig if a process listens on it."""
+    try:
+        if not stat.S_ISSOCK(os.lstat(address.path).st_mode):
+            raise BadConfig(f"cannot listen on {address}: there is another file; choose another path")
+    except FileNotFoundError:
+        return
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(address.path)
+        except ConnectionRefusedError:
+            os.unlink(address.path)
+        else:
+            raise BadConfig(f"cannot listen on {address}: another process listens there; choose another path")
+
+
+def open_connection(address: Address, tls: ssl.SSLContext | None, timeout_s: float) -> socket.socket:
+    """Connect a client. Raises OSError, among them ssl.SSLError."""
+    if address.path:
+        sock = socket.socket(socket.AF_UNIX)
+        sock.settimeout(timeout_s)
+        sock.connect(address.path)
+        return sock
+    sock = socket.create_connection((address.host, address.port), timeout_s)
+    tune(sock)
+    if tls is None:
+        return sock
+    try:
+        return tls.wrap_socket(sock, server_hostname=address.host)
+    except OSError as error:
+        sock.close()
+        if isinstance(error, ConnectionError):
+            raise ssl.SSLError("the connection was closed during the handshake") from error
+        raise
+
+
+def tls_reason(error: ssl.SSLError) -> str:
+    """OpenSSL's word for an error, without its source line."""
+    return str(getattr(error, "reason", None) or error.args[-1])
+
+
+def tune(sock: socket.socket) -> None:
+    """Send small messages at once, and detect the loss of a peer's machine."""
+    if sock.family != socket.AF_UNIX:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+# -- messages of the greeting -----------------------------------------------------------------------------------------
+
+
+def send_message(sock: socket.socket, message: msgspec.Struct, descriptors: Sequence[int] = ()) -> None:
+    data = msgspec.msgpack.encode(message)
+    if descriptors:
+        socket.send_fds(sock, [_SIZE.pack(len(data))], list(descriptors))
+        sock.sendall(data)
+    else:
+        sock.sendall(_SIZE.pack(len(data)) + data)
+
+
+def receive_message(sock: socket.socket, kind: Any, max_bytes: int, deadline: float) -> Any:
+    """The next message. Raises OSError, TimeoutError after the deadline (`time.monotonic`), msgspec.MsgspecError."""
+    return _decode(sock, receive(sock, _SIZE.size, deadline), kind, max_bytes, deadline)
+
+
+def receive_with_descriptors(sock: socket.socket, kind: Any, max_bytes: int, deadline: float) -> tuple[Any, list[int]]:
+    """As `receive_message` on a Unix socket, with at most one descriptor that was sent along."""
+    _limit(sock, deadline)
+    head, ancillary, _, _ = sock.recvmsg(_SIZE.size, socket.CMSG_SPACE(_DESCRIPTOR))
+    found = array.array("i")
+    for level, what, data in ancillary:
+        if (level, what) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            found.frombytes(data[: len(data) - len(data) % _DESCRIPTOR])
+    rest = receive(sock, _SIZE.size - len(head), deadline) if head else b""
+    return _decode(sock, head + rest, kind, max_bytes, deadline), list(found)
+
+
+def _decode(sock: socket.socket, head: bytes | bytearray, kind: Any, max_bytes: int, deadline: float) -> Any:
+    if len(head) < _SIZE.size:
+        raise ConnectionError("the connection was closed")
+    (size,) = _SIZE.unpack(head)
+    if size > max_bytes:
+        raise ConnectionError("the peer does not use this protocol")
+    return msgspec.msgpack.decode(receive(sock, size, deadline), type=kind)
+
+
+def receive(sock: socket.socket, size: int, deadline: float | None = None) -> bytearray:
+    """Exactly so many bytes. Raises OSError; TimeoutError after the deadline, if there is one."""
+    data = bytearray(size)
+    receive_into(sock, memoryview(data), deadline)
+    return data
+
+
+def receive_into(sock: socket.socket, left: memoryview, deadline: float | None = None) -> None:
+    """As `receive`, into memory. Without a deadline the socket's own timeout applies to each read."""
+    while left:
+        if deadline is not None:
+            _limit(sock, deadline)
+        count = sock.recv_into(left)
+        if not count:
+            raise ConnectionError("the connection was closed")
+        left = left[count:]
+
+
+def _limit(sock: socket.socket, deadline: float) -> None:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("the message did not arrive in time")
+    sock.settimeout(left)
+
+
+# -- tensors ----------------------------------------------------------------------------------------------------------
+
+
+def create_shared_memory(num_bytes: int) -> int:
+    """A descriptor of memory to send to another process. It is sealed: a peer that shrank it would crash its reader."""
+    descriptor = os.memfd_create("vlora-split", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, num_bytes)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+    return descriptor
+
+
+def map_memory(descriptor: int, num_bytes: int) -> torch.Tensor:
+    """uint8 [num_bytes] over a descriptor's memory."""
+    return torch.frombuffer(mmap.mmap(descriptor, num_bytes, mmap.MAP_SHARED), dtype=torch.uint8)
+
+
+def carve(memory: torch.Tensor, dtype: torch.dtype, rows: int, widths: Sequence[int]) -> list[torch.Tensor]:
+    """Tensors [rows, width], one after another in uint8 memory."""
+    found, start = [], 0
+    for width in widths:
+        size = rows * width * dtype.itemsize
+        found.append(memory[start : start + size].view(dtype).view(rows, width))
+        start += size
+    return found
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor in host memory."""
+    array: Any = tensor.detach().contiguous().view(torch.uint8).numpy()
+    return memoryview(array).cast("B")
