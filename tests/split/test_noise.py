@@ -85,8 +85,8 @@ def test_training_with_noise_follows_plain_training(model: Any, two: tuple[Servi
     plain = losses("lora", "qwen2_vl", copy.deepcopy(model), 6)
     with connect(two[0].unix, noise=Noise(scale=5.0, second=two[1].unix)) as base:
         noisy = losses("lora", "qwen2_vl", base.wrap(copy.deepcopy(model)), 6)
-    assert max(abs(a - b) for a, b in zip(plain, noisy, strict=True)) < 2e-3
-    assert plain != noisy
+    assert max(abs(a - b) for a, b in zip(plain, noisy, strict=True)) < 1e-4
+    assert two[0].server.num_calls == two[1].server.num_calls > 0, "there was no noise"
 
 
 def attack(base: Watching, truth: torch.Tensor) -> float:
