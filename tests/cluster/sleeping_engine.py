@@ -64,7 +64,6 @@ class SleepingEngine:
     alarm: int | None = None
 
     def __init__(self, config: EngineConfig) -> None:
-        assert "torch" not in sys.modules
         self.limits = SimpleNamespace(max_context=100_000)
         self._config = config
         self._step_s = float(os.environ.get(STEP_VARIABLE, "0.004"))
@@ -235,4 +234,5 @@ class SleepingEngine:
 
 
 if __name__ == "__main__":
+    assert "torch" not in sys.modules  # an engine process does not import it by itself
     os._exit(run(int(sys.argv[1]), SleepingEngine))  # type: ignore[arg-type]
