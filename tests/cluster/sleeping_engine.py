@@ -234,5 +234,5 @@ class SleepingEngine:
 
 
 if __name__ == "__main__":
-    assert "torch" not in sys.modules
+    assert "torch" not in sys.modules  # an engine process does not import it by itself
     os._exit(run(int(sys.argv[1]), SleepingEngine))  # type: ignore[arg-type]
