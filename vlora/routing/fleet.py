@@ -97,9 +97,10 @@ class Fleet:
         before = standing.resident.keys()
         standing.apply(report)
         if report.adapters is not None:
-            for adapter in before - standing.resident.keys():
+            after = standing.resident.keys()
+            for adapter in before - after:
                 self._forget(adapter, name)
-            for adapter in standing.resident:
+            for adapter in after - before:
                 self._holders.setdefault(adapter, set()).add(name)
         self._enter(standing)
         return standing

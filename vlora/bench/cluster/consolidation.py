@@ -38,7 +38,8 @@ def rows(quick: bool) -> list[Row]:
             batch = [size for sample in measures.samples for size in sample.sizes.values() if size]
             made["batch"] = sum(batch) / len(batch)
             made["share"] = idle_share(measures.samples)
-            made["samples"] = [list(sample.sizes.values()) for sample in measures.samples]
+            if case == MAIN:  # the plots' case
+                made["samples"] = [list(sample.sizes.values()) for sample in measures.samples]
             found.append(made)
     return found
 
