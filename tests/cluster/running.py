@@ -91,7 +91,7 @@ class Running:
         """Whether neither the cluster nor its router has a request left."""
         self.router.check_integrity()
         held = [standing for standing in self.router.replicas.values() if standing.holds]
-        return not (self.cluster.flights or self.router.num_waiting or held)
+        return not (self.cluster.num_unfinished or self.router.num_waiting or held)
 
     def where(self, request_id: str) -> str:
         name = self.router.where(request_id)

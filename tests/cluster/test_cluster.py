@@ -157,9 +157,9 @@ def test_cancelled_during_a_move_and_while_it_waits() -> None:
     async def main() -> None:
         async with running("a", "b", over=1.0) as here:
             cluster = here.cluster
-            task = asyncio.create_task(outputs_of(cluster, asked("r0", 400), 5))
-            while not (cluster.flights and cluster.flights["r0"].tokens):
-                await asyncio.sleep(0.01)
+            began = asyncio.Event()
+            task = asyncio.create_task(outputs_of(cluster, asked("r0", 400), 5, began.set))
+            await began.wait()
             here.router.drain(here.where("r0"))
             assert cluster.consolidate() == 1
             await cluster.cancel("r0")

@@ -46,7 +46,7 @@ class Life:
         last = asked("last", 5)
         check(last, await outputs_of(self.cluster, last))
         self.router.check_integrity()
-        assert not (self.cluster.flights or self.router.num_waiting)
+        assert not (self.cluster.num_unfinished or self.router.num_waiting)
         assert not any(standing.holds for standing in self.router.replicas.values())
         await self.cluster.close()
         for replica in self.replicas.values():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import cast
 
 import pytest
 
 from tests.routing.test_router_lives import Life
-from vlora.routing import RULES, Router
+from vlora.routing import RULES, Need, Room, Router
 from vlora.routing.journal import RecordedRouter, replay_calls
 
 
@@ -29,6 +30,15 @@ def test_a_record_repeats_all_decisions(rule: str, seed: int) -> None:
     lines = recorded(rule, seed)
     found = replay_calls(lines)
     assert found.difference is None and found.num_calls == len(lines) - 1 > 300
+
+
+def test_an_unlimited_number_of_requests_is_recorded() -> None:
+    lines: list[bytes] = []
+    router = RecordedRouter(lines.append, rule="placed", over=math.inf)
+    router.join("a", Room(1, 100))
+    for number in range(3):
+        assert router.submit(Need(f"{number}", None, 1, number))
+    assert replay_calls(lines) == (4, None)
 
 
 def test_another_router_decides_otherwise() -> None:

@@ -255,6 +255,29 @@ def test_requests_that_cannot_be_served_are_refused() -> None:
     assert [(r.need, r.reason) for r in router.refuse(4.0, 1.5).refusals] == [(late, "deadline")]
     assert router.num_waiting == 1
     assert Router().refuse(0.0).refusals == []
+    assert router.ended("unknown") == []
+
+
+def test_a_request_that_only_a_draining_replica_could_take_holds_up_none() -> None:
+    router = routed("placed", "ab")
+    router.bar("a", "x")
+    router.drain("b")
+    stuck, fine = need("x"), need()
+    assert send(router, stuck) is None and send(router, fine) is None
+    refused = router.refuse(0.0)
+    assert [(r.need, r.reason) for r in refused.refusals] == [(stuck, "room")]
+    assert [(placed.need, placed.replica) for placed in refused.placed] == [(fine, "a")]
+    router.drain("a")
+    assert send(router, waiting := need("x")) is None
+    assert not router.refuse(0.0).refusals, "all drain, so one of them may serve again"
+    assert [placed.need for placed in router.drain("b", False)] == [waiting]
+
+
+def test_a_replica_may_join_while_it_drains() -> None:
+    router = Router()
+    assert send(router, waiting := need()) is None
+    assert router.join("a", Room(4, 100), draining=True) == []
+    assert [placed.need for placed in router.drain("a", False)] == [waiting]
 
 
 def test_without_replicas_requests_wait_whatever_their_size() -> None:

@@ -73,7 +73,7 @@ class Flight:
         if latency_s is not None:
             latency_s -= used_s
             if latency_s <= 0:
-                self.fail(self._deadline_missed())
+                self.fail(ErrorValue.of(self.deadline_missed()))
                 return None
         if self._attempt > 1 or (ttft_s is not None and ttft_s <= used_s):
             ttft_s = math.inf  # it was accepted before, so it is not refused for its first token
@@ -124,6 +124,19 @@ class Flight:
                 error=error,
                 timings=timings,
             )
+        )
+
+    @property
+    def has_expired(self) -> bool:
+        """Whether its `max_latency_s` has passed."""
+        bound_s = self.request.max_latency_s
+        return bound_s is not None and self._clock() - self.began_s > bound_s
+
+    def deadline_missed(self) -> DeadlineMissed:
+        """The error of a request that has expired."""
+        return DeadlineMissed(
+            f"request {self.request.request_id!r} exceeded its max_latency_s of {self.request.max_latency_s:g} s: "
+            f"{len(self.tokens)} tokens were generated in {self._clock() - self.began_s:.3f} s"
         )
 
     def refused(self, reason: str) -> VLoraError:
@@ -197,13 +210,5 @@ class Flight:
         if error is None or self._attempt <= 1:
             return error
         if error.code == DeadlineMissed.code and self.request.max_latency_s is not None:
-            return self._deadline_missed()
+            return ErrorValue.of(self.deadline_missed())
         return ErrorValue(error.code, error.message.replace(repr(self.attempt_id), repr(self.request.request_id)))
-
-    def _deadline_missed(self) -> ErrorValue:
-        return ErrorValue.of(
-            DeadlineMissed(
-                f"request {self.request.request_id!r} exceeded its max_latency_s of {self.request.max_latency_s:g} s: "
-                f"{len(self.tokens)} tokens were generated in {self._clock() - self.began_s:.3f} s"
-            )
-        )

@@ -75,17 +75,23 @@ class Member:
         self._on_join = on_join
         self._on_leave = on_leave
         self._joined = asyncio.Event()
+        self._is_closed = False
         self._serving: asyncio.Task[None] | None = None
 
     async def join(self) -> None:
         """Connect once, and keep the line open from then on.
 
         Raises:
+            Disconnected: It was closed meanwhile.
             VLoraError: As `connect`, and errors of `prepare`.
         """
         client = await self._connect()
         self._serving = asyncio.create_task(self._serve(client), name=f"vlora-replica-{self.name}")
-        await self._joined.wait()
+        joined = asyncio.create_task(self._joined.wait())
+        await asyncio.wait((joined, self._serving), return_when=asyncio.FIRST_COMPLETED)
+        joined.cancel()
+        if not self._joined.is_set():
+            raise self._closed_meanwhile()
 
     async def wait_joined(self) -> None:
         """Wait until there is a line."""
@@ -93,6 +99,7 @@ class Member:
 
     async def close(self) -> None:
         """Close the line for good."""
+        self._is_closed = True
         if self._serving is not None:
             self._serving.cancel()
             await asyncio.wait({self._serving})
@@ -107,6 +114,8 @@ class Member:
         beats = asyncio.create_task(self._beat(client))
         try:
             await self._prepare(self, client)
+            if self._is_closed:
+                raise self._closed_meanwhile()
             self.client = client  # at once: later changes of adapters include it
         except BaseException as error:
             await client.disconnect(f"it did not join: {error}")
@@ -114,6 +123,9 @@ class Member:
         finally:
             beats.cancel()
         return client
+
+    def _closed_meanwhile(self) -> Disconnected:
+        return Disconnected(f"replica {self.name!r} was removed before it had joined")
 
     async def _serve(self, client: EngineClient | None) -> None:
         pause_s = FIRST_PAUSE_S

@@ -10,9 +10,10 @@ class Suspects:
         self._ids: list[str] = []
 
     def add(self, request_id: str) -> bool:
-        """Add a request. Returns whether it may run now."""
-        self._ids.append(request_id)
-        return len(self._ids) == 1
+        """Add a request, unless it is a suspect already. Returns whether it may run now."""
+        if request_id not in self._ids:
+            self._ids.append(request_id)
+        return self._ids[0] == request_id
 
     def remove(self, request_id: str) -> str | None:
         """Remove a request that has ended, if it is a suspect. Returns the one that may run now."""

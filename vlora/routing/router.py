@@ -129,10 +129,11 @@ class Router:
         """Requests that were sent to a replica without their adapter."""
         return self._fleet.num_loads
 
-    def join(self, name: str, room: Room) -> list[Placed]:
-        """A replica serves from now on, without requests and adapters."""
+    def join(self, name: str, room: Room, draining: bool = False) -> list[Placed]:
+        """A replica serves from now on, without requests and adapters; if it drains, it gets none."""
         standing = Standing(name, room, self._over)
         self._fleet.add(standing)
+        self._fleet.set_draining(standing, draining)
         return self._place_waiting(standing)
 
     def leave(self, name: str) -> list[Need]:
@@ -209,8 +210,10 @@ class Router:
 
         Returns:
             The requests with a first answer that would be too late even if they were sent now, and, with replicas,
-            those that none of them could take even without other requests; then the requests to send.
+            those that none of them could take even without other requests; then the requests to send. Replicas that
+            drain count only if all do: requests that wait for one of them would hold up all others.
         """
+        serving = [s for s in self.replicas.values() if not s.draining] or list(self.replicas.values())
         refused: list[Refusal] = []
         unfit: dict[tuple[int, str | None], bool] = {}
         for need in list(self._queue):
@@ -219,7 +222,7 @@ class Router:
                 continue
             key = need.blocks, need.adapter
             if key not in unfit:
-                unfit[key] = bool(self.replicas) and not any(s.could_take(need) for s in self.replicas.values())
+                unfit[key] = bool(serving) and not any(s.could_take(need) for s in serving)
             if unfit[key]:
                 refused.append(Refusal(need, "room"))
         for refusal in refused:

@@ -1,0 +1,285 @@
+"""The unfinished requests of a cluster: on which replica each is, and what follows when it moves, ends or loses it.
+
+All changes are made by callbacks of one event loop, without a task for each request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Iterable
+
+from vlora.cluster.flight import Flight
+from vlora.cluster.prefix_keys import prefix_keys
+from vlora.cluster.suspects import Suspects
+from vlora.engine.ipc.client import EngineClient
+from vlora.errors import Aborted, BadAdapter, BadRequest, EngineDead, StepFailed, UnknownAdapter, VLoraError
+from vlora.routing import Need, Placed, Router
+from vlora.types import ErrorValue, Request, RequestOutput
+
+log = logging.getLogger("vlora.cluster")
+
+MOVE_S = 0.25  # for the last tokens of a replica from which a request is moved
+MAX_DEATHS = 3  # of replicas under a request, before it counts as the cause
+_NO_HOME = (BadAdapter.code, UnknownAdapter.code)
+
+
+class Flights:
+    """The requests by id, each until its last output.
+
+    A request that was on a replica twice when it died is suspected to be the cause: of the suspects one at a time runs,
+    and the third death ends it with StepFailed, so it takes no other requests along.
+
+    Attributes:
+        open: The unfinished requests.
+        block_size: Tokens of a KV block.
+        versions: Content hashes of adapters, as last reported.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        client_of: Callable[[str | None], EngineClient | None],
+        may_be_elsewhere: Callable[[str | None, str | None], bool],
+    ) -> None:
+        """Begin without requests. Call in a running event loop.
+
+        Args:
+            router: Decides which replica gets which request.
+            client_of: The engine of a replica; None without a line to it.
+            may_be_elsewhere: Whether a replica other than the second argument may have the adapter.
+        """
+        self.open: dict[str, Flight] = {}
+        self.block_size = 1
+        self.versions: dict[str, str] = {}
+        self._router = router
+        self._client_of = client_of
+        self._may_be_elsewhere = may_be_elsewhere
+        self._needs: dict[str, Need] = {}
+        self._arrivals = itertools.count()
+        self._suspects = Suspects()
+        self._loop = asyncio.get_running_loop()
+
+    # -- callers ------------------------------------------------------------------------------------------------------
+
+    def add(self, request: Request, deliver: Callable[[RequestOutput], None]) -> Flight:
+        """Begin a request. `deliver` is called with each output.
+
+        Raises:
+            BadRequest: Its id is in use.
+        """
+        if request.request_id in self.open:
+            raise BadRequest(f"request id {request.request_id!r} is already in use; ids must be unique")
+        flight = self.open[request.request_id] = Flight(request, deliver, self._loop.time)
+        self._submit(flight)
+        return flight
+
+    def cancel(self, request_id: str) -> None:
+        """Cancel a request; its last output follows. Unknown ids are ignored."""
+        flight = self.open.get(request_id)
+        if flight is None:
+            return
+        flight.cancelled = True
+        client = self._client_of(flight.replica)
+        if client is None:
+            self._fail(flight, _cancelled(flight), "cancelled")
+        else:
+            client.post_cancel(flight.attempt_id)
+
+    def abandon(self, flight: Flight) -> None:
+        """The caller has left, perhaps before the last output."""
+        if self._is_open(flight):
+            self._detach(flight)
+            self._end(flight)
+
+    def fail_all(self, error: VLoraError, reason: str = "error") -> None:
+        """End all requests with an error."""
+        for flight in tuple(self.open.values()):
+            self._fail(flight, error, reason)
+
+    # -- replicas -----------------------------------------------------------------------------------------------------
+
+    def send(self, placed: Iterable[Placed]) -> None:
+        """Send requests to replicas, as the router has decided."""
+        for need, name in [(place.need, place.replica) for place in placed]:
+            flight = self.open.get(need.request_id)
+            if flight is not None:
+                self._start(flight, name)
+
+    def replica_left(self, name: str, cause: str, *, died: bool) -> None:
+        """Continue the requests of a replica elsewhere. died: it has died under them."""
+        for need in self._router.leave(name):
+            flight = self.open.get(need.request_id)
+            if flight is None:
+                continue
+            flight.num_deaths += died and flight.replica == name
+            self._detach(flight)
+            flight.leave(None)
+            self._resubmit(flight, cause)
+
+    def refuse(self) -> None:
+        """End the waiting requests that cannot be served, and those whose time has passed."""
+        refused = self._router.refuse(self._loop.time())
+        for refusal in refused.refusals:
+            flight = self.open.get(refusal.need.request_id)
+            if flight is not None:
+                self._fail(flight, flight.refused(refusal.reason))
+        self.send(refused.placed)
+        for flight in tuple(self.open.values()):
+            if flight.replica is None and flight.has_expired:
+                self._fail(flight, flight.deadline_missed())
+
+    def move(self, request_id: str, target: str) -> None:
+        """Continue a request on another replica: computed again there, after the tokens that it has answered."""
+        flight = self.open[request_id]
+        if flight.target is not None:
+            flight.target = target  # it has not left the first replica yet
+            return
+        client = self._client_of(flight.replica)
+        flight.target = target
+        flight.num_moves += 1
+        if client is None:
+            return  # `replica_left` or the last output of its replica follows
+        attempt_id = flight.attempt_id
+        client.post_cancel(attempt_id)
+        self._loop.call_later(MOVE_S, self._stop_waiting, flight, attempt_id)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _is_open(self, flight: Flight) -> bool:
+        """Whether a request has not ended. Another one may have its id by now."""
+        return self.open.get(flight.request.request_id) is flight
+
+    def _need(self, flight: Flight) -> Need:
+        request = flight.request
+        first_s = [bound for bound in (request.max_ttft_s, request.max_latency_s) if bound is not None]
+        old = self._needs.get(request.request_id)
+        need = self._needs[request.request_id] = Need(
+            request_id=request.request_id,
+            adapter=request.adapter,
+            blocks=self._blocks(flight),
+            arrival=next(self._arrivals) if old is None else old.arrival,
+            priority=request.priority,
+            tenant=request.tenant,
+            answer_by=flight.began_s + min(first_s) if first_s and not flight.tokens else None,
+            returned=old is not None,
+            prefix=self._prefix(request) if old is None else old.prefix,
+        )
+        return need
+
+    def _prefix(self, request: Request) -> tuple[bytes, ...]:
+        adapter = request.adapter or ""
+        return prefix_keys(request, f"{adapter}@{self.versions.get(adapter, '')}", self.block_size)
+
+    def _blocks(self, flight: Flight) -> int:
+        return (len(flight.request.prompt_ids) + len(flight.tokens)) // self.block_size + 1
+
+    def _submit(self, flight: Flight) -> None:
+        self.send(self._router.submit(self._need(flight)))
+
+    def _resubmit(self, flight: Flight, cause: str) -> None:
+        """Continue a request that is on no replica any more. cause: why it lost the last one."""
+        if flight.cancelled:
+            self._fail(flight, _cancelled(flight), "cancelled")
+        elif flight.num_deaths >= MAX_DEATHS:
+            deaths = f"{flight.num_deaths} replicas died while they computed this request"
+            self._fail(flight, StepFailed(f"{deaths}, the last one: {cause}"))
+        elif flight.num_deaths < MAX_DEATHS - 1 or self._suspects.add(flight.request.request_id):
+            self._submit(flight)
+
+    def _start(self, flight: Flight, name: str) -> None:
+        """Begin an attempt on a replica."""
+        client = self._client_of(name)
+        if client is None or client.cause is not None:
+            return  # the replica has died, and `replica_left` follows
+        request = flight.begin(name)
+        if request is None:
+            self._end(flight)  # its time has passed
+            return
+        attempt_id = request.request_id
+        try:
+            client.submit(request, lambda output: self._receive(flight, attempt_id, output))
+        except BadRequest as error:
+            self._fail(flight, error)
+
+    def _receive(self, flight: Flight, attempt_id: str, output: RequestOutput) -> None:
+        if flight.attempt_id != attempt_id or not self._is_open(flight):
+            return  # of an earlier attempt
+        code = None if output.error is None else output.error.code
+        if code == EngineDead.code:
+            if flight.target is not None:
+                self._lose_source(flight, output)
+            return  # otherwise `replica_left` follows
+        if flight.target is not None and output.finish_reason == "cancelled" and not flight.cancelled:
+            self._go_on(flight, output)
+            return
+        if code in _NO_HOME and self._may_be_elsewhere(flight.request.adapter, flight.replica):
+            self._try_elsewhere(flight, output)
+            return
+        before = self._blocks(flight)
+        flight.receive(output)
+        if output.finished:
+            self._end(flight)
+        elif (blocks := self._blocks(flight)) != before:
+            self._router.grew(flight.request.request_id, blocks)
+
+    def _fail(self, flight: Flight, error: VLoraError, reason: str = "error") -> None:
+        """End a request with an error, unless it has ended."""
+        if self._is_open(flight):
+            self._detach(flight)
+            flight.fail(ErrorValue.of(error), reason)
+            self._end(flight)
+
+    def _end(self, flight: Flight) -> None:
+        """A request has its last output, which its caller may read later, or its caller has left."""
+        request_id = flight.request.request_id
+        del self.open[request_id]
+        self._needs.pop(request_id, None)
+        placed = self._router.ended(request_id)
+        self.send(placed)
+        if (following := self._suspects.remove(request_id)) is not None:
+            self._submit(self.open[following])
+
+    def _detach(self, flight: Flight) -> None:
+        """Cancel the current attempt; nothing of it is expected any more."""
+        client = self._client_of(flight.replica)
+        if client is not None:
+            client.abandon(flight.attempt_id)
+
+    def _stop_waiting(self, flight: Flight, attempt_id: str) -> None:
+        if flight.attempt_id == attempt_id and flight.target is not None and self._is_open(flight):
+            self._go_on(flight, None)
+
+    def _go_on(self, flight: Flight, last: RequestOutput | None) -> None:
+        """Leave a replica for the target of a move."""
+        target = flight.target
+        assert target is not None
+        self._detach(flight)
+        flight.leave(last)
+        if flight.cancelled:
+            self._fail(flight, _cancelled(flight), "cancelled")
+        else:
+            self._start(flight, target)
+
+    def _lose_source(self, flight: Flight, output: RequestOutput) -> None:
+        """A replica has died before a request had moved away. The router counts the request on the target already."""
+        flight.num_deaths += 1
+        flight.leave(None)
+        self.send(self._router.ended(flight.request.request_id))
+        self._resubmit(flight, "" if output.error is None else output.error.message)
+
+    def _try_elsewhere(self, flight: Flight, output: RequestOutput) -> None:
+        """A replica cannot load the request's adapter: others may have its files."""
+        request_id, name, adapter = flight.request.request_id, flight.replica, flight.request.adapter
+        assert name is not None and adapter is not None and output.error is not None
+        log.warning("replica %r is no home for adapter %r: %s", name, adapter, output.error.message)
+        flight.refusal = output.error
+        flight.leave(output)
+        placed = [*self._router.bar(name, adapter), *self._router.ended(request_id)]
+        self.send(placed)
+        self._submit(flight)
+
+
+def _cancelled(flight: Flight) -> Aborted:
+    return Aborted(f"request {flight.request.request_id!r} was cancelled")
