@@ -32,13 +32,14 @@ def connect(
     Args:
         addresses: HOST:PORT, or unix:PATH on the same machine, where tensors travel in shared memory.
         token: The client's token. It is never sent; the executor and the client prove to each other that they know it.
+            An executor that has no tokens, or does not know this one, is refused.
         tls: For an executor with a certificate, such as `ssl.create_default_context(cafile=...)`.
         noise: Noise that hides activations and gradients from the executor; see `Noise` for what it protects against.
         patience_s: How long a call waits for an executor that does not answer. Calls are repeated when it comes back.
 
     Raises:
         BadConfig: An address or a setting is invalid, or the addresses are not all shards of one base.
-        Unauthorized: The token is missing, wrong or expired.
+        Unauthorized: The token is missing, wrong or expired, or the executor does not prove that it knows it.
         OverCapacity: The executor has too many clients.
         Disconnected: There is no executor at an address.
     """

@@ -79,7 +79,7 @@ class BaseConnection:
 
         Raises:
             BadConfig: The address is invalid, or the executor speaks another protocol.
-            Unauthorized: The token is missing, wrong or expired.
+            Unauthorized: The token is missing, wrong or expired, or the executor does not prove that it knows it.
             OverCapacity: The executor has too many clients.
             Disconnected: There is no executor at the address.
         """
@@ -138,6 +138,11 @@ class BaseConnection:
         name = f"{socket.gethostname()}:{os.getpid()}"
         transport.send_message(sock, Hello(PROTOCOL, nonce, fingerprint, name, local))
         asked = transport.receive_message(sock, Challenge, MAX_WELCOME_BYTES, deadline)
+        if self._token is not None and not asked.token_required:
+            raise Unauthorized(
+                f"{self._address} does not ask for a token, so it cannot prove that it knows yours; check the address, "
+                "or connect without token= to an executor that has no tokens"
+            )
         digest = b"" if self._token is None else challenge.prove(self._token, "client", nonce, asked.nonce)
         transport.send_message(sock, Proof(digest))
         descriptors: list[int] = []
@@ -148,9 +153,12 @@ class BaseConnection:
         try:
             if isinstance(answer, Refused):
                 raise error_from_code(answer.code, f"base executor {self._address}: {answer.reason}")
-            if asked.token_required and not (
-                self._token and challenge.knows(self._token, answer.proof, nonce, asked.nonce)
-            ):
+            # The client decides whether a proof is needed: an impostor would say that none is.
+            if self._token is None:
+                known = not asked.token_required
+            else:
+                known = challenge.knows(self._token, answer.proof, nonce, asked.nonce)
+            if not known:
                 raise Unauthorized(f"{self._address} does not know the token that it asks for; check the address")
             if answer.dtype not in DTYPES:
                 raise BadConfig(f"the base at {self._address} has type {answer.dtype}; update this client")
