@@ -6,8 +6,10 @@ import contextlib
 import copy
 import logging
 import os
+import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -27,7 +29,7 @@ from vlora.split.addresses import Address
 from vlora.split.batching import Call, CallQueue
 from vlora.split.connection import BaseConnection
 from vlora.split.frames import DTYPES, MAX_WELCOME_BYTES, CallHead, Challenge, Direction, Hello, Proof, Welcome
-from vlora.split.greeting import Limits
+from vlora.split.greeting import Greeter, Limits
 
 ROOT = Path(__file__).parents[2]
 STALL_S = 0.5
@@ -164,6 +166,34 @@ def test_a_half_sent_greeting_times_out(served: Serving, steady: None, caplog: p
                 assert sock.recv(1) == b""
     until(lambda: len(lines(caplog)) == 4)
     assert all(line.startswith("127.0.0.1 was not admitted: ") for line in lines(caplog))
+
+
+def test_silent_peers_of_one_listener_do_not_block_the_others(
+    model: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(model, tmp_path) as served, contextlib.ExitStack() as silent:
+        for _ in range(33):
+            sock = silent.enter_context(transport.open_connection(Address.parse(served.tcp), None, 5.0))
+        assert sock.recv(1) == b"", "one more than 32 was accepted"
+        connect(served.unix, patience_s=5.0).close()
+        with pytest.raises(Disconnected):
+            connect(served.tcp, patience_s=5.0)
+        silent.close()
+        until(lambda: len(lines(caplog)) == 2 + 32)
+    assert lines(caplog)[0] == "a connection was closed: 32 others are not authenticated yet"
+
+
+def test_a_peer_that_is_gone_before_its_greeting_is_one_line(served: Serving, caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        peer = socket.create_connection(listener.getsockname())
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        peer.close()  # with a reset
+        sock, _ = listener.accept()
+        greeter = Greeter(served.executor, Limits(), places=served.server.places)
+        until(lambda: select.select([sock], [], [], 0)[0])
+        assert greeter.greet(sock) is None and sock.fileno() == -1
+    (line,) = lines(caplog)
+    assert line.startswith("a client over TCP was not admitted: ")
 
 
 def test_a_client_that_does_not_read_its_reply_times_out(
