@@ -79,7 +79,7 @@ class ShardedCalls:
                     raise ConnectionError
                 made.append(shard.receive(direction, group, mask, len(inputs[0])))
             except OSError:
-                shard.close()
+                shard.disconnect()
                 made.append(shard.call(direction, group, mask, inputs))
         return made
 
