@@ -32,6 +32,7 @@ from vlora.split.frames import (
     CALL_BYTES,
     DTYPES,
     MAX_WELCOME_BYTES,
+    PROTOCOL,
     CallHead,
     Challenge,
     Direction,
@@ -92,7 +93,7 @@ def admitted(address: str) -> tuple[socket.socket, Welcome]:
     """A raw connection over TCP after its greeting."""
     sock = transport.open_connection(Address.parse(address), None, 5.0)
     deadline = time.monotonic() + 5
-    transport.send_message(sock, Hello(1, b"n" * 32, "", "raw", False))
+    transport.send_message(sock, Hello(PROTOCOL, b"n" * 32, "", "raw", False))
     transport.receive_message(sock, Challenge, 4096, deadline)
     transport.send_message(sock, Proof(b""))
     welcome = transport.receive_message(sock, Welcome, MAX_WELCOME_BYTES, deadline)

@@ -89,14 +89,14 @@ class Impostor:
             transport.receive_message(sock, Hello, 4096, deadline)
             transport.send_message(sock, Challenge(b"n" * NONCE_BYTES, self._token_required))
             transport.receive_message(sock, Proof, 4096, deadline)
-            groups = tuple(executor.groups)
+            sizes = limits.max_rows, limits.half_bytes
             transport.send_message(
-                sock, Welcome(b"", "tiny", "f", "float32", (0, 1), groups, limits.max_rows, limits.half_bytes)
+                sock, Welcome(b"", "tiny", "f", "float32", (0, 1), tuple(executor.groups), *sizes, executor.instance)
             )
             self.received += sock.recv(4096)
 
     def seen(self) -> bytes:
-        """What a client sent after the greeting."""
+        """Bytes that a client sent after the greeting."""
         self._thread.join()
         return bytes(self.received)
 

@@ -135,6 +135,7 @@ class Greeter:
             tuple(executor.groups),
             limits.max_rows,
             limits.half_bytes,
+            executor.instance,
         )
         name = "".join(letter for letter in hello.client[:80] if letter.isprintable())
         name = f"client {name!r} at {origin}" if not local else f"client {name!r}"

@@ -107,7 +107,7 @@ class _Product(torch.autograd.Function):
 
 
 class _Held(threading.local):
-    """What a thread has computed and not used. Threads that share a model must not use each other's.
+    """A thread's outputs that are not used yet. Threads that share a model must not use each other's.
 
     Attributes:
         state: The input, its version, and whether gradients were on.
