@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +21,9 @@ from tests.split.running import MODELS, Serving, example, serving, tiny
 from vlora.errors import BadConfig
 from vlora.split import connect
 from vlora.split.executor import BaseExecutor
-from vlora.split.frames import Direction
+from vlora.split.frames import Direction, LayerInfo
 from vlora.split.layers import bias_of, frozen_layers, groups_of
+from vlora.split.virtual_linear import VirtualGroup
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +183,61 @@ def test_the_outputs_of_a_group_follow_its_input(model: Any, served: Serving) ->
         torch.testing.assert_close(attention.k_proj(x), plain.k_proj(x))
         torch.testing.assert_close(attention.k_proj(x), plain.k_proj(x))
         assert attention.q_proj(x[:, :0]).shape == (1, 0, 64)
+
+
+class Doubling:
+    """Calls that can be copied and saved."""
+
+    dtype = torch.float32
+    groups = (tuple(LayerInfo(name, 1, 1, 0, 1, b"") for name in "qk"),)
+
+    def call(
+        self, direction: Direction, group: int, mask: int, inputs: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        return [inputs[0] * 2] * mask.bit_count()
+
+    def close(self) -> None:
+        pass
+
+
+def test_threads_that_share_a_model_get_their_own_values() -> None:
+    """Of one group, a thread must not get the q of its own input with the k of another thread's."""
+    group = VirtualGroup(Doubling(), 0, (0, 1))
+    wrong: list[str] = []
+    deadline = time.monotonic() + 1.5
+
+    def compute(value: float) -> None:
+        while time.monotonic() < deadline and not wrong:
+            x = torch.full((1, 1), value)
+            try:
+                found = [float(group.output(place, x)) for place in (0, 1)]
+            except KeyError as error:
+                wrong.append(repr(error))
+            else:
+                wrong.extend(f"{each} for {value}" for each in found if each != 2 * value)
+
+    threads = [threading.Thread(target=compute, args=(value,)) for value in (1.0, 10.0, 100.0)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not wrong
+
+
+def test_groups_can_be_copied_and_saved_without_outputs() -> None:
+    group, x = VirtualGroup(Doubling(), 0, (0, 1)), torch.ones(1, 1)
+    assert group.output(0, x) == 2
+    for other in (copy.copy(group), copy.deepcopy(group), pickle.loads(pickle.dumps(group))):
+        assert (other.index, other.places) == (0, (0, 1))
+        x.data.fill_(3.0)  # without a new version: an output that was held would still be 2
+        assert other.output(1, x) == 6
+        x.data.fill_(1.0)
+    assert group.output(1, x) == 2
 
 
 def test_models_without_such_layers_are_refused() -> None:

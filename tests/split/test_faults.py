@@ -6,8 +6,10 @@ import contextlib
 import copy
 import logging
 import os
+import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -22,12 +24,23 @@ import torch
 from tests.split.running import Serving, serving, tiny
 from tests.split.test_equality import WITHIN, apart, losses
 from vlora.errors import BadConfig, BadRequest, Disconnected, OverCapacity
-from vlora.split import connect, transport
+from vlora.split import Base, connect, transport
 from vlora.split.addresses import Address
 from vlora.split.batching import Call, CallQueue
 from vlora.split.connection import BaseConnection
-from vlora.split.frames import DTYPES, MAX_WELCOME_BYTES, CallHead, Challenge, Direction, Hello, Proof, Welcome
-from vlora.split.greeting import Limits
+from vlora.split.frames import (
+    CALL_BYTES,
+    DTYPES,
+    MAX_WELCOME_BYTES,
+    PROTOCOL,
+    CallHead,
+    Challenge,
+    Direction,
+    Hello,
+    Proof,
+    Welcome,
+)
+from vlora.split.greeting import Greeter, Limits
 
 ROOT = Path(__file__).parents[2]
 STALL_S = 0.5
@@ -80,7 +93,7 @@ def admitted(address: str) -> tuple[socket.socket, Welcome]:
     """A raw connection over TCP after its greeting."""
     sock = transport.open_connection(Address.parse(address), None, 5.0)
     deadline = time.monotonic() + 5
-    transport.send_message(sock, Hello(1, b"n" * 32, "", "raw", False))
+    transport.send_message(sock, Hello(PROTOCOL, b"n" * 32, "", "raw", False))
     transport.receive_message(sock, Challenge, 4096, deadline)
     transport.send_message(sock, Proof(b""))
     welcome = transport.receive_message(sock, Welcome, MAX_WELCOME_BYTES, deadline)
@@ -128,16 +141,18 @@ def test_nonsense_calls_end_their_connections_only(
         assert line.startswith("client 'raw' at 127.0.0.1: ") and reason in line
 
 
+class Never(CallQueue[Any]):
+    """No call is ever computed."""
+
+    def next(self, now: float) -> Sequence[Call[Any]]:
+        return ()
+
+    def wait_s(self, now: float) -> float | None:
+        return None
+
+
 def test_a_second_call_before_the_answer_ends_the_connection(model: Any, tmp_path: Path) -> None:
     """The two calls arrive together, so that the first is in the queue, waiting, when the second is read."""
-
-    class Never(CallQueue[Any]):
-        def next(self, now: float) -> Sequence[Call[Any]]:
-            return ()
-
-        def wait_s(self, now: float) -> float | None:
-            return None
-
     with serving(model, tmp_path, queue=Never()) as served:
         sock, _ = admitted(served.tcp)
         sock.sendall(GOOD.pack() + bytes(256) + b"more")
@@ -164,6 +179,34 @@ def test_a_half_sent_greeting_times_out(served: Serving, steady: None, caplog: p
                 assert sock.recv(1) == b""
     until(lambda: len(lines(caplog)) == 4)
     assert all(line.startswith("127.0.0.1 was not admitted: ") for line in lines(caplog))
+
+
+def test_silent_peers_of_one_listener_do_not_block_the_others(
+    model: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(model, tmp_path) as served, contextlib.ExitStack() as silent:
+        for _ in range(33):
+            sock = silent.enter_context(transport.open_connection(Address.parse(served.tcp), None, 5.0))
+        assert sock.recv(1) == b"", "one more than 32 was accepted"
+        connect(served.unix, patience_s=5.0).close()
+        with pytest.raises(Disconnected):
+            connect(served.tcp, patience_s=5.0)
+        silent.close()
+        until(lambda: len(lines(caplog)) == 2 + 32)
+    assert lines(caplog)[0] == "a connection was closed: 32 others are not authenticated yet"
+
+
+def test_a_peer_that_is_gone_before_its_greeting_is_one_line(served: Serving, caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        peer = socket.create_connection(listener.getsockname())
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        peer.close()  # with a reset
+        sock, _ = listener.accept()
+        greeter = Greeter(served.executor, Limits(), places=served.server.places)
+        until(lambda: select.select([sock], [], [], 0)[0])
+        assert greeter.greet(sock) is None and sock.fileno() == -1
+    (line,) = lines(caplog)
+    assert line.startswith("a client over TCP was not admitted: ")
 
 
 def test_a_client_that_does_not_read_its_reply_times_out(
@@ -326,6 +369,91 @@ def test_an_executor_that_is_gone_is_one_line(model: Any, tmp_path: Path) -> Non
     for address in (served.tcp, served.unix):
         with pytest.raises(Disconnected, match="start one with vlora base serve"):
             connect(address)
+
+
+class DyingExecutor:
+    """Admits clients, and closes the connection at each call. delay_s: before it does so."""
+
+    def __init__(self, welcome: Welcome, delay_s: float = 0.0) -> None:
+        self.num_calls = 0
+        self._welcome = welcome
+        self._delay_s = delay_s
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> DyingExecutor:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            deadline = time.monotonic() + 5
+            with sock, contextlib.suppress(OSError):
+                transport.receive_message(sock, Hello, 4096, deadline)
+                transport.send_message(sock, Challenge(b"n" * 32, False))
+                transport.receive_message(sock, Proof, 4096, deadline)
+                transport.send_message(sock, self._welcome)
+                transport.receive(sock, CALL_BYTES, deadline)
+                self.num_calls += 1
+                time.sleep(self._delay_s)
+
+
+def test_a_call_that_ends_every_connection_is_given_up(served: Serving) -> None:
+    sock, welcome = admitted(served.tcp)
+    sock.close()
+    with DyingExecutor(welcome) as dying, connect(dying.address, patience_s=30.0) as base:
+        rows = torch.zeros(1, welcome.groups[0][0].d_in)
+        with pytest.raises(Disconnected, match=r"failed 4 times during one call .* see its log") as failure:
+            base.calls.call(Direction.FORWARD, 0, 1, [rows])
+        assert dying.num_calls == 4 and base.num_repeated == 3 and "\n" not in str(failure.value)
+    with DyingExecutor(welcome, delay_s=0.3) as slow, connect(slow.address, patience_s=0.5) as base:
+        before = time.monotonic()
+        with pytest.raises(Disconnected, match=r"does not answer for 0.5 s"):
+            base.calls.call(Direction.FORWARD, 0, 1, [rows])
+        assert 1 <= slow.num_calls <= 2 and time.monotonic() - before < 5
+
+
+def test_a_closed_base_is_not_opened_again_by_a_call(served: Serving, model: Any) -> None:
+    for address in (served.unix, served.tcp):
+        base = connect(address)
+        wrapped = base.wrap(copy.deepcopy(model))
+        base.close()
+        before = served.server.num_calls
+        ids = torch.tensor([[5, 6, 7]])
+        with pytest.raises(Disconnected, match="is closed; connect and wrap the model again"):
+            wrapped(input_ids=ids, mm_token_type_ids=torch.zeros_like(ids))
+        assert served.server.num_calls == before
+    until(lambda: served.server.num_clients == 0)
+
+
+def test_closing_ends_the_call_that_another_thread_waits_for(model: Any, tmp_path: Path) -> None:
+    with serving(model, tmp_path, queue=Never()) as served:
+        for address in (served.unix, served.tcp):
+            base = connect(address)
+            failures: list[Exception] = []
+
+            def call(base: Base = base, failures: list[Exception] = failures) -> None:
+                try:
+                    base.calls.call(Direction.FORWARD, 0, 1, [torch.zeros(1, base.calls.groups[0][0].d_in)])
+                except Disconnected as error:
+                    failures.append(error)
+
+            thread = threading.Thread(target=call)
+            thread.start()
+            time.sleep(0.1)  # the call is sent
+            base.close()
+            thread.join(5.0)
+            assert not thread.is_alive() and "is closed" in str(failures)
 
 
 def test_an_executor_that_comes_back_with_another_model(model: Any, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import datetime
 import socket
 import ssl
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from vlora.errors import BadConfig, Disconnected, OverCapacity, Unauthorized, VL
 from vlora.server.security.access import AuthRateLimit
 from vlora.split import challenge, connect, transport
 from vlora.split.addresses import Address
-from vlora.split.frames import Direction
+from vlora.split.executor import BaseExecutor
+from vlora.split.frames import NONCE_BYTES, Challenge, Direction, Hello, Proof, Welcome
 from vlora.split.greeting import Greeter, Limits
 
 SECRET, OTHER = "correct-horse-battery", "staple-staple-staple"
@@ -58,9 +60,58 @@ def test_an_expired_token_is_refused(model: Any, tmp_path: Path) -> None:
         connect(served.unix, token=SECRET)
 
 
-def test_a_client_with_a_token_may_use_an_executor_without(model: Any, tmp_path: Path) -> None:
+def test_a_client_with_a_token_refuses_an_executor_without(model: Any, tmp_path: Path) -> None:
     with serving(model, tmp_path) as served:
-        ask(served, served.tcp, token=SECRET)
+        for address in (served.unix, served.tcp):
+            with pytest.raises(Unauthorized, match=r"does not ask for a token.* connect without token= ") as refusal:
+                connect(address, token=SECRET)
+            assert "\n" not in str(refusal.value)
+            ask(served, address)
+
+
+class Impostor:
+    """An executor without tokens that answers greetings as it likes, and records calls."""
+
+    def __init__(self, executor: BaseExecutor, *, token_required: bool) -> None:
+        self.received = bytearray()
+        self._executor = executor
+        self._token_required = token_required
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        sock, _ = self._listener.accept()
+        deadline = time.monotonic() + 5
+        limits, executor = Limits(), self._executor
+        with self._listener, sock, contextlib.suppress(OSError):
+            transport.receive_message(sock, Hello, 4096, deadline)
+            transport.send_message(sock, Challenge(b"n" * NONCE_BYTES, self._token_required))
+            transport.receive_message(sock, Proof, 4096, deadline)
+            sizes = limits.max_rows, limits.half_bytes
+            transport.send_message(
+                sock, Welcome(b"", "tiny", "f", "float32", (0, 1), tuple(executor.groups), *sizes, executor.instance)
+            )
+            self.received += sock.recv(4096)
+
+    def seen(self) -> bytes:
+        """Bytes that a client sent after the greeting."""
+        self._thread.join()
+        return bytes(self.received)
+
+
+@pytest.mark.parametrize("token_required", [False, True])
+def test_an_impostor_without_the_token_receives_nothing(token_required: bool, model: Any) -> None:
+    impostor = Impostor(BaseExecutor(model), token_required=token_required)
+    with pytest.raises(Unauthorized, match=r"does not (ask for a token|know the token)"):
+        connect(impostor.address, token=SECRET, patience_s=5.0).calls.call(Direction.FORWARD, 0, 1, [torch.ones(1, 64)])
+    assert impostor.seen() == b""
+    # It receives the calls of a client that has no token to check it by.
+    trusted = Impostor(BaseExecutor(model), token_required=False)
+    with pytest.raises(Disconnected):
+        connect(trusted.address, patience_s=0.2).calls.call(Direction.FORWARD, 0, 1, [torch.ones(1, 64)])
+    assert trusted.seen() != b""
 
 
 class Relay:

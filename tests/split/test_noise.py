@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.split.running import Serving, serving, tiny
+from tests.split.test_faults import until
 from vlora.errors import BadConfig
 from vlora.split import Noise, connect
 from vlora.split.connection import LayerCalls
@@ -167,8 +168,53 @@ def test_a_pool_is_logged_as_no_protection(executor: BaseExecutor, caplog: pytes
 
 
 def test_the_second_executor_is_another_one_of_the_same_base(two: tuple[Serving, Serving], tmp_path: Path) -> None:
-    with pytest.raises(BadConfig, match="is the base itself"):
-        connect(two[0].unix, noise=Noise(second=two[0].unix))
+    port = two[0].tcp.rpartition(":")[2]
+    for first, second in (
+        (two[0].unix, two[0].unix),
+        (two[0].unix, two[0].tcp),
+        (two[0].tcp, two[0].unix),
+        (two[0].tcp, f"localhost:{port}"),
+    ):
+        with pytest.raises(BadConfig, match=f"second executor '{second}' is the base itself"):
+            connect(first, noise=Noise(second=second))
+    until(lambda: two[0].server.num_clients == 0)  # a refusal leaves no connection
     (tmp_path / "third").mkdir()
     with serving(tiny("gpt2"), tmp_path / "third") as third, pytest.raises(BadConfig, match="another base model"):
         connect(two[0].unix, noise=Noise(second=third.unix))
+
+
+def test_shards_can_have_a_second_executor(model: Any, tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("shards", "second", "changed")]
+    for folder in folders:
+        folder.mkdir()
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        changed.model.language_model.layers[0].self_attn.q_proj.weight[0] += 1
+    with (
+        serving(model, folders[0], shard=(0, 2)) as first,
+        serving(model, folders[0], shard=(1, 2)) as last,
+        serving(model, folders[1]) as second,
+        serving(changed, folders[2]) as other,
+    ):
+        executor = BaseExecutor(model)
+        with connect(first.unix, last.unix, noise=Noise(scale=10.0, second=second.unix)) as base:
+            for index, group in enumerate(base.calls.groups):
+                mask, inputs = (1 << len(group)) - 1, [torch.randn(ROWS, group[0].d_in)]
+                plain = executor.compute(Direction.FORWARD, index, mask, inputs)
+                for expected, ours in zip(plain, base.calls.call(Direction.FORWARD, index, mask, inputs), strict=True):
+                    assert (expected - ours).norm() < 2e-5 * expected.norm()
+            assert second.server.num_calls == first.server.num_calls == len(base.calls.groups), "there was no noise"
+            base.wrap(copy.deepcopy(model))
+        for address in (first.unix, last.tcp):
+            with pytest.raises(BadConfig, match="is the base itself"):
+                connect(first.unix, last.unix, noise=Noise(second=address))
+        # The shards' digests are of other rows than the second executor's; wrapping compares both with the model.
+        with (
+            connect(first.unix, last.unix, noise=Noise(second=other.unix)) as base,
+            pytest.raises(BadConfig, match="q_proj' has other weights"),
+        ):
+            base.wrap(copy.deepcopy(model))
+        with pytest.raises(BadConfig, match="serves another base model"):
+            connect(second.unix, noise=Noise(second=other.unix))
+        with pytest.raises(BadConfig, match="or one shard of it"):
+            connect(second.unix, noise=Noise(second=first.unix))

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -28,9 +29,17 @@ from vlora.split.peer import Peer, ReceivedCall
 
 log = logging.getLogger(__name__)
 
-_MAX_GREETINGS = 32
+_MAX_GREETINGS = 32  # of one listener: peers over TCP must not keep clients of a Unix socket out
 _FINE_S = 0.02  # epoll rounds waits up to milliseconds, select does not
 _TICK_S = 0.5  # how often a stop request and stalled peers are looked for
+
+
+class _Listener(NamedTuple):
+    """A listening socket. greetings: its free places of connections that are not authenticated yet."""
+
+    sock: socket.socket
+    greeter: Greeter
+    greetings: threading.BoundedSemaphore
 
 
 class BaseServer:
@@ -52,13 +61,12 @@ class BaseServer:
         self._poll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll.register(self._wake, select.EPOLLIN)
-        self._listeners: dict[int, tuple[socket.socket, Greeter]] = {}
+        self._listeners: dict[int, _Listener] = {}
         self._peers: dict[int, Peer] = {}
         self._inputs: dict[Peer, tuple[ReceivedCall, list[torch.Tensor]]] = {}
         self._admitted: deque[Peer] = deque()
         self._closing = threading.Lock()
         self._closed = False
-        self._greetings = threading.BoundedSemaphore(_MAX_GREETINGS)
 
     @property
     def num_clients(self) -> int:
@@ -67,7 +75,7 @@ class BaseServer:
     def listen(self, sock: socket.socket, greeter: Greeter) -> None:
         """Accept the clients of a listening socket."""
         sock.setblocking(False)
-        self._listeners[sock.fileno()] = sock, greeter
+        self._listeners[sock.fileno()] = _Listener(sock, greeter, threading.BoundedSemaphore(_MAX_GREETINGS))
         self._poll.register(sock, select.EPOLLIN)
 
     def run(self, stopped: Callable[[], bool]) -> None:
@@ -95,26 +103,26 @@ class BaseServer:
                 os.eventfd_read(self._wake)
                 self._add_admitted()
             elif descriptor in self._listeners:
-                self._accept(*self._listeners[descriptor])
+                self._accept(self._listeners[descriptor])
             elif (peer := self._peers.get(descriptor)) is not None:
                 self._serve(peer, events)
 
-    def _accept(self, listener: socket.socket, greeter: Greeter) -> None:
+    def _accept(self, listener: _Listener) -> None:
         try:
-            sock, _ = listener.accept()
+            sock, _ = listener.sock.accept()
         except OSError:  # it is gone already, or this process has too many files open
             return
-        if not self._greetings.acquire(blocking=False):
+        if not listener.greetings.acquire(blocking=False):
             log.warning("a connection was closed: %d others are not authenticated yet", _MAX_GREETINGS)
             sock.close()
             return
-        threading.Thread(target=self._greet, args=(sock, greeter), name="vlora-base-greeting", daemon=True).start()
+        threading.Thread(target=self._greet, args=(sock, listener), name="vlora-base-greeting", daemon=True).start()
 
-    def _greet(self, sock: socket.socket, greeter: Greeter) -> None:
+    def _greet(self, sock: socket.socket, listener: _Listener) -> None:
         try:
-            peer = greeter.greet(sock)
+            peer = listener.greeter.greet(sock)
         finally:
-            self._greetings.release()
+            listener.greetings.release()
         if peer is None:
             return
         with self._closing:
@@ -184,9 +192,9 @@ class BaseServer:
             os.close(self._wake)
         for peer in (*self._peers.values(), *self._admitted):
             peer.sock.close()
-        for listener, _ in self._listeners.values():
-            name = listener.getsockname()
-            listener.close()
+        for listener in self._listeners.values():
+            name = listener.sock.getsockname()
+            listener.sock.close()
             if isinstance(name, str):
                 with contextlib.suppress(OSError):
                     os.unlink(name)

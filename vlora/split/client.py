@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ssl
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from types import TracebackType
 from typing import TypeVar
 
@@ -32,46 +33,48 @@ def connect(
     Args:
         addresses: HOST:PORT, or unix:PATH on the same machine, where tensors travel in shared memory.
         token: The client's token. It is never sent; the executor and the client prove to each other that they know it.
+            An executor that has no tokens, or does not know this one, is refused.
         tls: For an executor with a certificate, such as `ssl.create_default_context(cafile=...)`.
         noise: Noise that hides activations and gradients from the executor; see `Noise` for what it protects against.
         patience_s: How long a call waits for an executor that does not answer. Calls are repeated when it comes back.
 
     Raises:
         BadConfig: An address or a setting is invalid, or the addresses are not all shards of one base.
-        Unauthorized: The token is missing, wrong or expired.
+        Unauthorized: The token is missing, wrong or expired, or the executor does not prove that it knows it.
         OverCapacity: The executor has too many clients.
         Disconnected: There is no executor at an address.
     """
     if not addresses:
         raise BadConfig("connect needs the address of a base executor: HOST:PORT or unix:PATH")
 
-    def open_all(places: Iterable[str]) -> list[BaseConnection]:
-        opened: list[BaseConnection] = []
-        try:
-            for place in places:
-                opened.append(BaseConnection(place, token=token, tls=tls, patience_s=patience_s))
-        except BaseException:
-            for each in opened:
-                each.close()
-            raise
-        return opened
+    with contextlib.ExitStack() as opened:  # closed again if a later step fails
 
-    if noise is not None:
-        require_another(addresses, noise)
-    shards = open_all(addresses)
-    calls: LayerCalls = shards[0] if len(shards) == 1 and shards[0].welcome.shard[1] == 1 else ShardedCalls(shards)
-    if noise is not None:
-        second = open_all([noise.second])[0] if noise.second else None
-        calls = NoisyCalls(calls, noise, second)
-    return Base(calls, shards)
+        def open_one(address: str) -> BaseConnection:
+            connection = BaseConnection(address, token=token, tls=tls, patience_s=patience_s)
+            opened.callback(connection.close)
+            return connection
+
+        executors = [open_one(address) for address in addresses]
+        whole = len(executors) == 1 and executors[0].welcome.shard[1] == 1
+        calls: LayerCalls = executors[0] if whole else ShardedCalls(executors)
+        if noise is not None:
+            second = None
+            if noise.second is not None:
+                second = open_one(noise.second)
+                require_another(executors, second, noise.second)
+                executors.append(second)
+            calls = NoisyCalls(calls, noise, second)
+        opened.pop_all()
+    return Base(calls, executors)
 
 
 class Base:
     """The base model behind one or several connections. A context manager that closes them."""
 
-    def __init__(self, calls: LayerCalls, shards: Collection[BaseConnection]) -> None:
+    def __init__(self, calls: LayerCalls, executors: Collection[BaseConnection]) -> None:
+        """executors: all that `calls` uses, among them one that computes effects of noise."""
         self._calls = calls
-        self._shards = shards
+        self._executors = executors
 
     def __enter__(self) -> Base:
         return self
@@ -91,7 +94,7 @@ class Base:
     @property
     def num_repeated(self) -> int:
         """Calls that were repeated because a connection broke."""
-        return sum(shard.num_repeated for shard in self._shards)
+        return sum(executor.num_repeated for executor in self._executors)
 
     def wrap(self, model: _Model, *, keep: Collection[str] = ()) -> _Model:
         """Replace the frozen linear layers of a model by calls to the base, in place, and free their weights.
@@ -125,21 +128,21 @@ class Base:
 
     def _check(self, layer: nn.Module | None, name: str, own: Collection[str]) -> None:
         """Raise BadConfig unless the layer has the base's shape and values."""
-        model = next(iter(self._shards)).welcome.model
+        model = next(iter(self._executors)).welcome.model
         if layer is None:
             raise BadConfig(
                 f"the base executor serves {model!r}, with a layer {name!r} that this model lacks; its own layers are "
                 f"{listed(own)}: wrap a model of the base's checkpoint"
             )
-        for shard in self._shards:
-            info = next(each for group in shard.groups for each in group if each.name == name)
+        for executor in self._executors:
+            info = next(each for group in executor.groups for each in group if each.name == name)
             shape = tuple(weight_of(layer).shape)
             if shape != (info.d_out, info.d_in):
                 raise BadConfig(
                     f"the base executor serves {model!r} with a layer {name!r} of shape {[info.d_out, info.d_in]}; "
                     f"this model's has {list(shape)}: wrap a model of the base's checkpoint"
                 )
-            found = digest(layer, info.first, info.last, getattr(torch, shard.welcome.dtype))
+            found = digest(layer, info.first, info.last, getattr(torch, executor.welcome.dtype))
             if found and found != info.digest:
                 raise BadConfig(
                     f"the base executor serves {model!r}, and its layer {name!r} has other weights than this model's: "

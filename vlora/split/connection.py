@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
@@ -39,6 +40,8 @@ from vlora.split.frames import (
 from vlora.split.peer import SMALL_BYTES
 
 _RETRY_S = 0.1
+_MAX_REPEATS = 3
+"""Of one call. An executor that dies on a call would otherwise be given it again whenever it is restarted."""
 
 
 class LayerCalls(Protocol):
@@ -79,7 +82,7 @@ class BaseConnection:
 
         Raises:
             BadConfig: The address is invalid, or the executor speaks another protocol.
-            Unauthorized: The token is missing, wrong or expired.
+            Unauthorized: The token is missing, wrong or expired, or the executor does not prove that it knows it.
             OverCapacity: The executor has too many clients.
             Disconnected: There is no executor at the address.
         """
@@ -93,7 +96,8 @@ class BaseConnection:
         self._number = 0
         self._sock: socket.socket | None = None
         self._slot: torch.Tensor | None = None
-        self.welcome = self._open("")
+        self._closed = False
+        self.welcome = self._open("", time.monotonic() + patience_s)
         self.dtype: torch.dtype = getattr(torch, self.welcome.dtype)
 
     @property
@@ -101,17 +105,24 @@ class BaseConnection:
         return self.welcome.groups
 
     def close(self) -> None:
-        if self._sock is not None:
-            self._sock.close()
-            self._sock = None
+        """Close for good: later calls, and one that another thread waits for, raise Disconnected."""
+        self._closed = True
+        self.disconnect()
+
+    def disconnect(self) -> None:
+        """Close the connection; the next call opens another one."""
+        sock, self._sock = self._sock, None
+        if sock is not None:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads from it
+            sock.close()
 
     # -- greeting -----------------------------------------------------------------------------------------------------
 
-    def _open(self, fingerprint: str) -> Welcome:
+    def _open(self, fingerprint: str, deadline: float) -> Welcome:
         """Connect. fingerprint: of the base that is expected; "" for any. Raises VLoraError."""
-        deadline = time.monotonic() + self._patience_s
         try:
-            sock = transport.open_connection(self._address, self._tls, self._patience_s)
+            sock = transport.open_connection(self._address, self._tls, max(_RETRY_S, deadline - time.monotonic()))
         except ssl.SSLError as error:
             raise Disconnected(
                 f"no TLS connection to the base executor at {self._address}: {transport.tls_reason(error)}; give the "
@@ -138,6 +149,11 @@ class BaseConnection:
         name = f"{socket.gethostname()}:{os.getpid()}"
         transport.send_message(sock, Hello(PROTOCOL, nonce, fingerprint, name, local))
         asked = transport.receive_message(sock, Challenge, MAX_WELCOME_BYTES, deadline)
+        if self._token is not None and not asked.token_required:
+            raise Unauthorized(
+                f"{self._address} does not ask for a token, so it cannot prove that it knows yours; check the address, "
+                "or connect without token= to an executor that has no tokens"
+            )
         digest = b"" if self._token is None else challenge.prove(self._token, "client", nonce, asked.nonce)
         transport.send_message(sock, Proof(digest))
         descriptors: list[int] = []
@@ -148,9 +164,12 @@ class BaseConnection:
         try:
             if isinstance(answer, Refused):
                 raise error_from_code(answer.code, f"base executor {self._address}: {answer.reason}")
-            if asked.token_required and not (
-                self._token and challenge.knows(self._token, answer.proof, nonce, asked.nonce)
-            ):
+            # The client decides whether a proof is needed: an impostor would say that none is.
+            if self._token is None:
+                known = not asked.token_required
+            else:
+                known = challenge.knows(self._token, answer.proof, nonce, asked.nonce)
+            if not known:
                 raise Unauthorized(f"{self._address} does not know the token that it asks for; check the address")
             if answer.dtype not in DTYPES:
                 raise BadConfig(f"the base at {self._address} has type {answer.dtype}; update this client")
@@ -170,7 +189,7 @@ class BaseConnection:
         """Compute products, in several calls if there are more rows than one may have.
 
         Raises:
-            Disconnected: The executor does not answer and did not come back in time.
+            Disconnected: The executor did not come back in time, failed at each repetition, or `close` was called.
             BadRequest: The executor refused the call.
             BadConfig: Another base model is served at the address now.
         """
@@ -194,33 +213,57 @@ class BaseConnection:
         """One call, repeated on a new connection if this one breaks."""
         with self._lock:
             deadline = time.monotonic() + self._patience_s
+            num_repeats = 0
             while True:
                 try:
                     self.send(direction, group, mask, inputs)
                     return self.receive(direction, group, mask, len(inputs[0]))
                 except OSError as error:
-                    self.num_repeated += 1
+                    self.disconnect()
+                    self._check_open(error)
+                    if num_repeats == _MAX_REPEATS:
+                        raise Disconnected(
+                            f"the base executor at {self._address} failed {_MAX_REPEATS + 1} times during one call "
+                            f"({error}); see its log for the cause, and run the step again"
+                        ) from error
                     self._reopen(deadline, error)
+                    num_repeats += 1
+                    self.num_repeated += 1
+
+    def _check_open(self, cause: OSError) -> None:
+        """Raise Disconnected after `close`."""
+        if self._closed:
+            self.disconnect()  # also a connection that was opened while another thread closed this one
+            raise Disconnected(
+                f"the connection to the base executor at {self._address} is closed; connect and wrap the model again"
+            ) from cause
 
     def _reopen(self, deadline: float, cause: OSError) -> None:
         """Connect again until the deadline. Raises Disconnected after it, BadConfig for another base model."""
-        self.close()
-        while True:
+        while time.monotonic() < deadline:
             try:
-                self._open(self.welcome.fingerprint)
-                return
+                self._open(self.welcome.fingerprint, deadline)
             except (Disconnected, OverCapacity):  # the executor may not have noticed yet that this client left
-                if time.monotonic() + _RETRY_S > deadline:
-                    raise Disconnected(
-                        f"the base executor at {self._address} does not answer for {self._patience_s:g} s ({cause}); "
-                        "restart it, and run the step again"
-                    ) from cause
+                self._check_open(cause)
                 time.sleep(_RETRY_S)
+            else:
+                self._check_open(cause)
+                return
+        raise Disconnected(
+            f"the base executor at {self._address} does not answer for {self._patience_s:g} s ({cause}); "
+            "restart it, and run the step again"
+        ) from cause
+
+    def _connected(self) -> socket.socket:
+        """Raises ConnectionError."""
+        sock = self._sock
+        if sock is None:
+            raise ConnectionError("the connection is closed")
+        return sock
 
     def send(self, direction: Direction, group: int, mask: int, inputs: Sequence[torch.Tensor]) -> None:
         """Send a call, to be followed by `receive`; so several executors work at once. Raises OSError."""
-        if self._sock is None:
-            raise ConnectionError("the connection is closed")
+        sock = self._connected()
         self._number = (self._number + 1) & 0xFFFFFFFF
         rows, widths = len(inputs[0]), [each.shape[1] for each in inputs]
         size = sum(each.nbytes for each in inputs)
@@ -238,21 +281,21 @@ class BaseConnection:
         if self._slot is not None:
             for place, each in zip(transport.carve(self._slot, self.dtype, rows, widths), inputs, strict=True):
                 place.copy_(each)
-            self._sock.sendall(head)
+            sock.sendall(head)
         elif size <= SMALL_BYTES:
-            self._sock.sendall(head + b"".join(map(transport.as_bytes, inputs)))
+            sock.sendall(head + b"".join(map(transport.as_bytes, inputs)))
         else:
-            self._sock.sendall(head)
+            sock.sendall(head)
             for each in inputs:
-                self._sock.sendall(transport.as_bytes(each))
+                sock.sendall(transport.as_bytes(each))
 
     def receive(self, direction: Direction, group: int, mask: int, rows: int) -> Sequence[torch.Tensor]:
         """The result of the call that was sent. Raises OSError, BadRequest."""
-        assert self._sock is not None
-        head = ReplyHead.unpack(transport.receive(self._sock, REPLY_BYTES))
+        sock = self._connected()
+        head = ReplyHead.unpack(transport.receive(sock, REPLY_BYTES))
         if head.status == Status.REFUSED:
-            reason = transport.receive(self._sock, min(head.num_bytes, 65_536)).decode(errors="replace")
-            self.close()
+            reason = transport.receive(sock, min(head.num_bytes, 65_536)).decode(errors="replace")
+            self.disconnect()
             raise BadRequest(f"the base executor at {self._address} refused a call: {reason}")
         _, widths = frames.widths(self.groups[group], direction, mask)
         size = rows * sum(widths) * self.dtype.itemsize
@@ -263,5 +306,5 @@ class BaseConnection:
             half = self._slot[self.welcome.half_bytes :]
             return [each.clone() for each in transport.carve(half, self.dtype, rows, widths)]
         memory = torch.empty(size, dtype=torch.uint8)
-        transport.receive_into(self._sock, transport.as_bytes(memory))
+        transport.receive_into(sock, transport.as_bytes(memory))
         return transport.carve(memory, self.dtype, rows, widths)

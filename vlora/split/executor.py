@@ -6,6 +6,7 @@ the weights only, so nothing of a forward pass is stored for its backward pass (
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -24,7 +25,11 @@ class _Weights(NamedTuple):
 
 
 class BaseExecutor:
-    """The layers of one model, or of one shard of it. Keeps no reference to the model."""
+    """The layers of one model, or of one shard of it. Keeps no reference to the model.
+
+    Attributes:
+        instance: Random bytes that identify this executor among others of the same base.
+    """
 
     def __init__(
         self, model: nn.Module, *, name: str = "", shard: tuple[int, int] = (0, 1), device: torch.device | None = None
@@ -61,6 +66,7 @@ class BaseExecutor:
             )
         self.device = self._weights[0][0].weight.device
         self.fingerprint = fingerprint(self.groups, dtypes[0])
+        self.instance = secrets.token_bytes(16)
 
     @property
     def num_layers(self) -> int:

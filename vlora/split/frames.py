@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-PROTOCOL = 1
+PROTOCOL = 2
 NONCE_BYTES = 32
 MAX_GREETING_BYTES = 4096
 """Of a message to the executor, which reads it before the client is authenticated."""
@@ -75,7 +75,11 @@ class ReplyHead(NamedTuple):
 
 
 class LayerInfo(msgspec.Struct, frozen=True):
-    """A layer, or this shard's rows `first` to `last` of its weight [d_out, d_in]. digest: of these rows' values."""
+    """A layer, or this shard's rows `first` to `last` of its weight [d_out, d_in].
+
+    Attributes:
+        digest: Of these rows' values; empty for a layer that several shards hold together.
+    """
 
     name: str
     d_in: int
@@ -144,6 +148,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
         shard: Index and number of the executors that share each layer's outputs.
         max_rows: Maximum rows of a call.
         half_bytes: Maximum bytes of a call's inputs, and of its outputs. Shared memory has two such halves.
+        instance: Random bytes of the executor, equal at all of its addresses.
     """
 
     proof: bytes
@@ -154,6 +159,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     groups: tuple[Group, ...]
     max_rows: int
     half_bytes: int
+    instance: bytes
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

@@ -79,9 +79,11 @@ class Greeter:
     def greet(self, sock: socket.socket) -> Peer | None:
         """Admit a client; None if it was refused: its connection is closed, with one line in the log."""
         local = sock.family == socket.AF_UNIX
-        origin = "a local client" if local else str(sock.getpeername()[0])
+        origin = "a local client" if local else "a client over TCP"
         deadline = time.monotonic() + self._limits.greeting_s
         try:
+            if not local:
+                origin = str(sock.getpeername()[0])  # fails if the client is gone already
             sock.settimeout(self._limits.greeting_s)
             transport.tune(sock)
             if self._tls is not None and not local:
@@ -133,6 +135,7 @@ class Greeter:
             tuple(executor.groups),
             limits.max_rows,
             limits.half_bytes,
+            executor.instance,
         )
         name = "".join(letter for letter in hello.client[:80] if letter.isprintable())
         name = f"client {name!r} at {origin}" if not local else f"client {name!r}"

@@ -19,10 +19,11 @@ import logging
 import secrets
 from collections.abc import Sequence
 
+import msgspec
 import torch
 
 from vlora.errors import BadConfig
-from vlora.split.connection import LayerCalls
+from vlora.split.connection import BaseConnection, LayerCalls
 from vlora.split.frames import Direction, Group
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,8 @@ class Noise:
 
     Args:
         scale: Standard deviation relative to the root mean square of the rows; at most 1 for a base in bfloat16.
-        second: Address of a second executor of the same base, which only sees noise.
+        second: Address of a second executor of the same base, which only sees noise. It serves whole layers, also where
+            the base is divided into shards.
         pool: Number of noises; the base itself computes their effects. It protects nothing against the base.
 
     Raises:
@@ -73,8 +75,10 @@ class NoisyCalls:
                 f"noise scale is {noise.scale:g}; for a base in {str(calls.dtype).removeprefix('torch.')} it is at "
                 f"most {limit:g}, because rounding would destroy the activations"
             )
-        if second is not None and (second.dtype != calls.dtype or list(second.groups) != list(calls.groups)):
-            raise BadConfig("the second executor serves another base model or another shard; both must be the same")
+        if second is not None and (second.dtype != calls.dtype or not _alike(second.groups, calls.groups)):
+            raise BadConfig(
+                "the second executor serves another base model, or one shard of it; it must serve all of the same base"
+            )
         if second is None:
             log.warning(
                 "a pool of %d noises does not hide activations from the base executor, which computes their effects; "
@@ -135,7 +139,21 @@ class _Prepared:
     effects: Sequence[torch.Tensor]
 
 
-def require_another(addresses: Sequence[str], noise: Noise) -> None:
-    """Raise BadConfig if the second executor is the first one, which would then see noise and sum."""
-    if noise.second in addresses:
-        raise BadConfig(f"the second executor {noise.second!r} is the base itself; noise needs another one")
+def require_another(base: Sequence[BaseConnection], second: BaseConnection, address: str) -> None:
+    """Raise BadConfig if the second executor is the base, at whichever address: it would see noise and sum."""
+    if second.welcome.instance in [each.welcome.instance for each in base]:
+        raise BadConfig(f"the second executor {address!r} is the base itself; noise needs another one")
+
+
+def _alike(groups: Sequence[Group], others: Sequence[Group]) -> bool:
+    """Whether layers have equal names, shapes and weights. A layer that shards hold together has no digest."""
+
+    def without_digests(given: Sequence[Group]) -> list[Group]:
+        return [tuple(msgspec.structs.replace(layer, digest=b"") for layer in group) for group in given]
+
+    return without_digests(groups) == without_digests(others) and all(
+        layer.digest == other.digest
+        for group, other_group in zip(groups, others, strict=True)
+        for layer, other in zip(group, other_group, strict=True)
+        if layer.digest and other.digest
+    )

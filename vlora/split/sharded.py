@@ -29,7 +29,7 @@ class ShardedCalls:
             raise BadConfig("these executors serve different base models; give the shards of one")
         self.dtype = shards[0].dtype
         self.groups: Sequence[Group] = [
-            tuple(msgspec.structs.replace(layer, first=0, last=layer.d_out) for layer in group)
+            tuple(msgspec.structs.replace(layer, first=0, last=layer.d_out, digest=b"") for layer in group)
             for group in shards[0].groups
         ]
         self._shards = shards
@@ -79,7 +79,7 @@ class ShardedCalls:
                     raise ConnectionError
                 made.append(shard.receive(direction, group, mask, len(inputs[0])))
             except OSError:
-                shard.close()
+                shard.disconnect()
                 made.append(shard.call(direction, group, mask, inputs))
         return made
 

@@ -6,6 +6,7 @@ shape, a type and a device, but no values.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -105,16 +106,33 @@ class _Product(torch.autograd.Function):
         return dx.to(device, dtype).view(*ctx.lead, dx.shape[1]), None
 
 
+class _Held(threading.local):
+    """A thread's outputs that are not used yet. Threads that share a model must not use each other's.
+
+    Attributes:
+        state: The input, its version, and whether gradients were on.
+        outputs: By place.
+    """
+
+    state: tuple[torch.Tensor, int, bool] | None = None
+    outputs: dict[int, torch.Tensor] | None = None
+
+
 class VirtualGroup:
-    """Layers that read one input. The first one that is called computes all of them; each output is used once."""
+    """Layers that read one input. The first one that is called computes all of them; each output is used once.
+
+    Threads may share it: each uses the outputs of its own input. Copies hold no outputs.
+    """
 
     def __init__(self, calls: LayerCalls, index: int, places: Sequence[int]) -> None:
         """index: of the group at the base. places: of the virtual layers in the group."""
         self.calls = calls
         self.index = index
         self.places = tuple(places)
-        self._input: tuple[torch.Tensor, int, bool] | None = None
-        self._outputs: dict[int, torch.Tensor] = {}
+        self._held = _Held()
+
+    def __reduce__(self) -> tuple[type[VirtualGroup], tuple[LayerCalls, int, tuple[int, ...]]]:
+        return VirtualGroup, (self.calls, self.index, self.places)
 
     def rows_of(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, width] in the base's type and in host memory."""
@@ -126,14 +144,14 @@ class VirtualGroup:
             layer = self.calls.groups[self.index][place]
             return x.new_zeros(*x.shape[:-1], layer.d_out)
         state = (x, _version(x), torch.is_grad_enabled())
-        held = self._input
-        if held is None or held[0] is not x or held[1:] != state[1:] or place not in self._outputs:
+        held, outputs = self._held, self._held.outputs
+        if held.state is None or held.state[0] is not x or held.state[1:] != state[1:]:
+            outputs = None
+        if outputs is None or place not in outputs:
             made = _Product.apply(x, self)  # type: ignore[no-untyped-call]
-            self._outputs = dict(zip(self.places, made, strict=True))
-            self._input = state
-        found = self._outputs.pop(place)
-        if not self._outputs:
-            self._input = None
+            outputs = dict(zip(self.places, made, strict=True))
+        found = outputs.pop(place)
+        held.state, held.outputs = (state, outputs) if outputs else (None, None)
         return found
 
 
