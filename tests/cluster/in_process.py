@@ -141,6 +141,7 @@ class _Line:
 
     def __init__(self, receive: Callable[[_Line, bytes | None], None]) -> None:
         self.on_message: Callable[[bytes], object] = lambda data: None
+        self.num_bytes_received = 0
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._receive = receive
 
@@ -149,7 +150,12 @@ class _Line:
             asyncio.get_running_loop().call_later(0.0005, self._receive, self, data)
 
     def deliver(self, data: bytes) -> None:
-        asyncio.get_running_loop().call_later(0.0005, lambda: self.closed.done() or self.on_message(data))
+        asyncio.get_running_loop().call_later(0.0005, self._arrive, data)
+
+    def _arrive(self, data: bytes) -> None:
+        if not self.closed.done():
+            self.num_bytes_received += len(data)
+            self.on_message(data)
 
     def close(self) -> None:
         self.end()

@@ -318,7 +318,10 @@ def _failure(transport: ClientTransport | None) -> BaseException | None:
 
 
 async def watch_beats(client: EngineClient, beat_s: float, num_missed: int, step_s: float) -> str:
-    """Ping an engine until it gives no more sign of life.
+    """Ping an engine until it gives no more sign of life: until no bytes arrive.
+
+    A ping may wait behind a large message. The replica pings the engine too while bytes arrive there, so the engine's
+    answers come during a long transfer as well.
 
     Beats are counted, not seconds: after a pause of this process itself, the answers that have arrived are read before
     the next beat.
@@ -326,7 +329,7 @@ async def watch_beats(client: EngineClient, beat_s: float, num_missed: int, step
     Args:
         client: The engine.
         beat_s: The time between two pings.
-        num_missed: Pings in a row without an answer that end this.
+        num_missed: Beats in a row without a byte from the engine that end this.
         step_s: A step that runs for longer ends this too.
 
     Returns:
@@ -334,11 +337,12 @@ async def watch_beats(client: EngineClient, beat_s: float, num_missed: int, step
     """
     missed = 0
     while True:
+        received = client.num_bytes_received
         client.ping()
         await asyncio.sleep(beat_s)
-        pong = client.pong
-        missed = missed + 1 if pong is None else 0
+        missed = missed + 1 if client.num_bytes_received == received else 0
         if missed >= num_missed:
             return f"it gave no sign of life for {missed * beat_s:g} s"
+        pong = client.pong
         if pong is not None and pong.step_s > step_s:
             return f"its step has been running for {pong.step_s:.0f} s, over the limit of {step_s:g} s"

@@ -32,7 +32,7 @@ from vlora.logging_format import configure
 log = logging.getLogger("vlora.cluster")
 
 MISSED_BEATS = 20
-"""Beats without a message after which a front end counts as gone. More than the front end itself allows a replica: its
+"""Beats without a byte after which a front end counts as gone. More than the front end itself allows a replica: its
 pause should not end the requests of all replicas."""
 
 
@@ -138,15 +138,20 @@ class Replica:
                 self._engine.send(messages.encode(messages.Cancel(request_id)))
 
     async def _watch(self, peer: _Peer, beat_s: float) -> None:
-        """Notice the end of a front end, also if its connection stays open."""
-        missed = 0
+        """Notice the end of a front end, also if its connection stays open. Ping the engine while it is heard."""
+        missed = received = 0
         while missed < MISSED_BEATS:
             await asyncio.wait({peer.transport.closed}, timeout=beat_s)
             if peer.transport.closed.done():
                 error = peer.transport.closed.exception()
                 log.warning("the front end at %s is gone%s", peer.address, "" if error is None else f": {error}")
                 break
-            missed, peer.heard = (0 if peer.heard else missed + 1), False
+            before, received = received, peer.transport.num_bytes_received
+            if received == before:
+                missed += 1
+                continue
+            missed = 0
+            self._engine.send(messages.PING)  # the front end's own pings may wait behind a large message
         else:
             log.warning("the front end at %s gave no sign of life for %g s", peer.address, missed * beat_s)
         peer.watching = None
@@ -154,7 +159,6 @@ class Replica:
 
     def _from_peer(self, peer: _Peer, data: bytes) -> None:
         """Pass a message on. An exception closes the line, with the exception as its cause."""
-        peer.heard = True
         if data == messages.PING:
             self._engine.send(data)
             return
@@ -192,14 +196,13 @@ class Replica:
 
 
 class _Peer:
-    """A front end. calls: its own call ids by those that the engine sees. heard: since the last beat."""
+    """A front end. calls: its own call ids by those that the engine sees."""
 
     def __init__(self, transport: ClientTransport, address: str) -> None:
         self.transport = transport
         self.address = address
         self.request_ids: set[str] = set()
         self.calls: dict[int, int] = {}
-        self.heard = True
         self.watching: asyncio.Task[Any] | None = None
 
 
