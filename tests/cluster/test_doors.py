@@ -315,7 +315,7 @@ def test_a_second_front_end_replaces_the_first() -> None:
             second = await line(found)
             await asyncio.wait_for(first.wait_dead(), 2)
             await pending
-            assert await answer(second, "other id") == 5
+            assert await answer(second, "same id") == 5
             assert (await second.stats()).num_running == 0
 
     run(main())

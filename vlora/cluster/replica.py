@@ -15,6 +15,7 @@ import itertools
 import logging
 import os
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ from vlora.engine.ipc.client import ENGINE_COMMAND, start_process
 from vlora.engine.ipc.transport import ClientTransport
 from vlora.errors import VLoraError
 from vlora.logging_format import configure
+from vlora.types import RequestOutput
 
 log = logging.getLogger("vlora.cluster")
 
@@ -63,6 +65,7 @@ class Replica:
         self._engine = engine
         self._ready = ready
         self._peer: _Peer | None = None
+        self._ending: Counter[str] = Counter()  # requests of former front ends, by id, until their last output
         self._call_ids = itertools.count()
         self._door: Door | None = None
         engine.on_message = self._from_engine
@@ -134,7 +137,8 @@ class Replica:
             peer.watching.cancel()
         if self._peer is peer:
             self._peer = None
-            for request_id in peer.request_ids:
+            self._ending += peer.unfinished
+            for request_id in peer.unfinished:
                 self._engine.send(messages.encode(messages.Cancel(request_id)))
 
     async def _watch(self, peer: _Peer, beat_s: float) -> None:
@@ -167,7 +171,7 @@ class Replica:
             case messages.Start() | messages.Stop():
                 raise ValueError(f"a front end may not send {type(message).__name__} to a replica")
             case messages.Add():
-                peer.request_ids.add(message.request.request_id)
+                peer.unfinished[message.request.request_id] += 1
             case messages.Cancel() | messages.WatchLoad() | messages.Ping():
                 pass
             case call:
@@ -179,12 +183,19 @@ class Replica:
 
     def _from_engine(self, data: bytes) -> None:
         peer = self._peer
+        message = messages.decode_from_engine(data)
+        if isinstance(message, messages.Outputs) and self._ending:
+            message = messages.Outputs(tuple(each for each in message.outputs if not self._is_of_former(each)))
+            if not message.outputs:
+                return
+            data = messages.encode(message)
         if peer is None:
             return
-        message = messages.decode_from_engine(data)
         match message:
             case messages.Outputs():
-                peer.request_ids.difference_update([each.request_id for each in message.outputs if each.finished])
+                for each in message.outputs:
+                    if each.finished:
+                        _count_down(peer.unfinished, each.request_id)
             case messages.Reply():
                 call_id = peer.calls.pop(message.call_id, None)
                 if call_id is None:
@@ -194,14 +205,33 @@ class Replica:
                 pass
         peer.transport.send(data)
 
+    def _is_of_former(self, output: RequestOutput) -> bool:
+        """Whether an output is of a former front end. The present one may use the same id: its outputs come later."""
+        if output.request_id not in self._ending:
+            return False
+        if output.finished:
+            _count_down(self._ending, output.request_id)
+        return True
+
+
+def _count_down(counts: Counter[str], name: str) -> None:
+    counts[name] -= 1
+    if counts[name] <= 0:
+        del counts[name]
+
 
 class _Peer:
-    """A front end. calls: its own call ids by those that the engine sees."""
+    """A front end.
+
+    Attributes:
+        unfinished: Its requests without a last output, by id; two if an id is used again after a cancellation.
+        calls: Its own call ids by those that the engine sees.
+    """
 
     def __init__(self, transport: ClientTransport, address: str) -> None:
         self.transport = transport
         self.address = address
-        self.request_ids: set[str] = set()
+        self.unfinished: Counter[str] = Counter()
         self.calls: dict[int, int] = {}
         self.watching: asyncio.Task[Any] | None = None
 
