@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import secrets
 import signal
+import socket
 import ssl
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -218,18 +219,21 @@ def test_garbage_on_either_end_is_one_typed_error(data: bytes) -> None:
     run(main())
 
 
-def test_peers_that_say_nothing_are_closed_after_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tls", [False, True])
+def test_peers_that_say_nothing_are_closed_after_a_time(
+    tls: bool, certificate: Certificate, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(door, "HANDSHAKE_S", 0.3)
     monkeypatch.setattr(door, "MAX_STRANGERS", 4)
 
     async def main() -> None:
-        async with replica() as found:
+        async with replica(certificate if tls else None) as found:
             silent = [await asyncio.open_connection("127.0.0.1", found.port) for _ in range(8)]
             async with asyncio.timeout(2):
                 await asyncio.gather(*(reader.read() for reader, _ in silent))  # until they are closed
             for _, writer in silent:
                 writer.close()
-            assert await answer(await line(found)) == 5
+            assert await answer(await line(found, tls=tls)) == 5
 
         async def saying_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await reader.read()
@@ -240,6 +244,45 @@ def test_peers_that_say_nothing_are_closed_after_a_time(monkeypatch: pytest.Monk
             assert isinstance(error, Disconnected) and "did not answer within 0.3 s" in str(error)
         gone = await refused(connect(Address("127.0.0.1", 1), SECRET, tls=False, beat_s=1))
         assert isinstance(gone, Disconnected) and "no connection to a replica at 127.0.0.1:1" in str(gone)
+
+    run(main())
+
+
+@pytest.mark.parametrize("what", ["says nothing", "does not prove itself"])
+def test_strangers_of_a_door_with_tls_are_counted(
+    what: str, certificate: Certificate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before TLS; and after a refusal, until the connection is closed."""
+    monkeypatch.setattr(door, "MAX_STRANGERS", 4)
+
+    def try_to_read(end: socket.socket) -> bytes | None:
+        end.settimeout(0.5)
+        with contextlib.suppress(TimeoutError):
+            return end.recv(1)
+        return None
+
+    async def main() -> None:
+        async with replica(certificate) as found:
+            address = ("127.0.0.1", found.port)
+            context = ssl.create_default_context()
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+            ends: list[socket.socket] = []
+            for number in range(12):
+                end = await asyncio.to_thread(socket.create_connection, address)
+                if what != "says nothing" and number < 4:
+                    end = await asyncio.to_thread(context.wrap_socket, end)
+                    await asyncio.to_thread(end.sendall, HEAD.pack(4) + b"text")
+                ends.append(end)
+            late = await asyncio.gather(*(asyncio.to_thread(try_to_read, end) for end in ends[4:]))
+            assert late == [b""] * 8  # closed at once
+            if what == "says nothing":
+                early = await asyncio.gather(*(asyncio.to_thread(try_to_read, end) for end in ends[:4]))
+                assert early == [None] * 4  # still open
+            assert isinstance(await refused(line(found, tls=True)), Disconnected)
+            for end in ends:
+                end.close()
+            await asyncio.sleep(0.1)
+            assert await answer(await line(found, tls=True)) == 5  # they are not counted any more
 
     run(main())
 
