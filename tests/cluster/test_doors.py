@@ -12,6 +12,7 @@ import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 import trustme
 
@@ -24,7 +25,7 @@ from vlora.engine.ipc import messages
 from vlora.engine.ipc.client import EngineClient
 from vlora.engine.ipc.transport import ClientTransport
 from vlora.errors import BadConfig, Disconnected, EngineDead, Unauthorized, VLoraError
-from vlora.types import Request, SamplingParams
+from vlora.types import ErrorValue, Request, SamplingParams
 
 LOOPBACK = Address("127.0.0.1", 0)
 HEAD = struct.Struct("<Q")
@@ -177,7 +178,44 @@ def test_another_version_is_refused_with_both_versions() -> None:
         async with replica() as found:
             error = await refused(line(found, version="99.1"))
             assert isinstance(error, BadConfig)
-            assert f"runs vlora {handshake.own_version()} with protocol 1, this front end vlora 99.1" in str(error)
+            assert f"runs vlora {handshake.own_version()!r} with protocol 1, this front end vlora '99.1'" in str(error)
+
+    run(main())
+
+
+FORGED = "1.0\n\x1b[31mERROR a forged line " + 1000 * "x"
+
+
+@pytest.mark.parametrize("where", ["version", "tag"])
+def test_a_stranger_writes_no_lines_of_the_log(where: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with replica() as found:
+            reader, writer = await asyncio.open_connection("127.0.0.1", found.port)
+            hello = {"type": "Hello", "protocol": 1, "version": "1", "nonce": bytes(32), "beat_s": 1.0}
+            data = msgspec.msgpack.encode(
+                {**hello, **({"version": FORGED} if where == "version" else {"type": FORGED})}
+            )
+            writer.write(HEAD.pack(len(data)) + data)
+            await reader.read()
+            writer.close()
+
+    run(main())
+    (message,) = [record.getMessage() for record in caplog.records if "was refused" in record.getMessage()]
+    assert message.isprintable() and len(message) < 700 and "a forged line" in message
+
+
+def test_an_impostor_writes_no_lines_of_the_log() -> None:
+    async def main() -> None:
+        async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read(1)
+            data = handshake.encode(handshake.Refused(ErrorValue("unauthorized", FORGED)))
+            writer.write(HEAD.pack(len(data)) + data)
+            await reader.read()
+            writer.close()
+
+        async with served(impostor) as address:
+            error = await refused(connect(address, SECRET, tls=False, beat_s=1))
+            assert str(error).isprintable() and len(str(error)) <= 500 and "a forged line" in str(error)
 
     run(main())
 
