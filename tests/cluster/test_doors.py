@@ -432,6 +432,23 @@ def test_a_door_without_tls_is_not_opened_to_other_machines() -> None:
     run(main())
 
 
+def test_a_certificate_after_text_or_after_its_key(certificate: Certificate, tmp_path: Path) -> None:
+    """As `openssl x509 -text` writes it; and one file with both."""
+
+    async def main(cert_file: str, key_file: str) -> None:
+        async with replica(Certificate(cert_file, key_file)) as found:
+            assert await answer(await line(found, tls=True)) == 5
+
+    cert, key = Path(certificate.cert_file).read_text(), Path(certificate.key_file).read_text()
+    (tmp_path / "text.pem").write_bytes("Certificate:\n    Subject: Zürich\n".encode("latin-1") + cert.encode())
+    (tmp_path / "both.pem").write_text(key + cert)
+    run(main(str(tmp_path / "text.pem"), certificate.key_file))
+    run(main(str(tmp_path / "both.pem"), str(tmp_path / "both.pem")))
+    assert Certificate(str(tmp_path / "text.pem"), "").der() == certificate.der()
+    with pytest.raises(BadConfig, match="has no line '-----BEGIN CERTIFICATE-----'"):
+        Certificate(certificate.key_file, "").der()
+
+
 def test_a_replica_ends_with_its_engine_and_with_its_parent() -> None:
     async def main() -> None:
         first = await ReplicaProcess.start()

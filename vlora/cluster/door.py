@@ -63,11 +63,17 @@ class Certificate(NamedTuple):
         return context
 
     def der(self) -> bytes:
-        """The certificate that a peer sees: the first one in the file."""
-        with open(self.cert_file) as file:
+        """The certificate that a peer sees: the first one in the file, which may also have text and a key.
+
+        Raises BadConfig if there is none.
+        """
+        with open(self.cert_file, encoding="ascii", errors="replace") as file:
             text = file.read()
-        end = "-----END CERTIFICATE-----"
-        return ssl.PEM_cert_to_DER_cert(text[: text.index(end) + len(end)].strip())
+        begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
+        start, stop = text.find(begin), text.find(end, text.find(begin))
+        if start < 0 or stop < 0:
+            raise BadConfig(f"{self.cert_file} has no line {begin!r}; convert it with `openssl x509`")
+        return ssl.PEM_cert_to_DER_cert(text[start : stop + len(end)])
 
 
 class Inbox:
