@@ -1,4 +1,4 @@
-"""A replica between two front ends, and with one whose messages arrive slowly."""
+"""A replica between two front ends, and with one that sends messages slowly."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Between:
 
     @property
     def cancelled(self) -> list[str]:
-        """Ids that the engine was told to cancel."""
+        """Ids of the cancellations that were sent to the engine."""
         found = [messages.decode_to_engine(data) for data in self.engine.sent]
         return sorted(each.request_id for each in found if isinstance(each, messages.Cancel))
 
