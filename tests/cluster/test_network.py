@@ -7,11 +7,13 @@ import contextlib
 import random
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
 from tests.cluster.running import ReplicaProcess, outputs_of, run, running
 from tests.cluster.test_cluster import asked, check
+from tests.cluster.test_doors import written
 from vlora.cluster.door import Address
 from vlora.cluster.members import Health
 from vlora.types import TensorValue, VisionInput
@@ -104,15 +106,17 @@ def image_of(num_bytes: int) -> VisionInput:
     return VisionInput(kind="image", content_hash="x", num_tokens=1, fields=fields)
 
 
-def test_a_large_image_on_a_narrow_line_is_no_death() -> None:
+@pytest.mark.parametrize("tls", [False, True])
+def test_a_large_image_on_a_narrow_line_is_no_death(tls: bool, tmp_path: Path) -> None:
     """Pings wait behind it for longer than a dead replica is given."""
+    certificate = written(tmp_path)._asdict() if tls else {}
 
     async def main() -> None:
         health = Health(beat_s=0.1, missed=4)
         async with running(health=health) as here:
-            replica = here.replicas["a"] = await ReplicaProcess.start()
+            replica = here.replicas["a"] = await ReplicaProcess.start(**certificate)
             link = SlowLink(replica.address, NARROW)
-            await here.cluster.add("a", await link.listen())
+            await here.cluster.add("a", await link.listen(), tls=tls)
             began_s = time.monotonic()
             request = asked("r", 5, vision=(image_of(3_000_000),))
             timings = check(request, await outputs_of(here.cluster, request)).timings
