@@ -12,6 +12,7 @@ from tests.cluster.sleeping_engine import SleepingEngine
 from vlora.cluster.door import Address
 from vlora.engine.ipc import messages
 from vlora.engine.ipc.client import EngineClient
+from vlora.engine.ipc.load_reports import LoadReporter
 from vlora.engine.ipc.output_coalescer import OutputCoalescer
 from vlora.errors import Disconnected
 from vlora.types import RequestOutput
@@ -51,10 +52,12 @@ class LocalReplica:
     Attributes:
         hung: It neither steps nor reads nor answers, as after SIGSTOP. What it is sent is kept.
         alive: False: it refuses connections, as a process that has ended.
+        num_reports: Of its load, so far.
     """
 
     def __init__(self) -> None:
         self.alive = self.hung = False
+        self.num_reports = 0
         self._line: _Line | None = None
         self._kept: list[tuple[_Line, bytes]] = []
         self.start()
@@ -63,7 +66,9 @@ class LocalReplica:
         """Start the process, again after `kill`."""
         if not self.alive:
             self._engine = SleepingEngine(SLEEPING)
-            self._coalescer = OutputCoalescer(asyncio.get_running_loop().time, self._engine.version_of)
+            clock = asyncio.get_running_loop().time
+            self._coalescer = OutputCoalescer(clock, self._engine.version_of)
+            self._reports = LoadReporter(self._engine.load, self._report, clock)
             self.alive, self.hung = True, False
             self._stepping = asyncio.create_task(self._step())
 
@@ -108,6 +113,7 @@ class LocalReplica:
         outputs: tuple[RequestOutput, ...] = ()
         match message := messages.decode_to_engine(data):
             case messages.Add():
+                self._reports.count_request()
                 self._engine.add(message.request)
                 self._coalescer.add(message.request)
             case messages.Cancel():
@@ -116,16 +122,23 @@ class LocalReplica:
             case messages.Ping():
                 self._send(messages.Pong(0.0))
             case messages.WatchLoad():
-                pass
+                self._reports.watch(message.every_s)
             case _:
                 raise AssertionError(message)
         self._send_outputs(outputs)
+        self._reports.poll()
 
     async def _step(self) -> None:
         while True:
             await asyncio.sleep(STEP_S)
-            if not self.hung and self._engine.has_work:
-                self._send_outputs(self._engine.step())
+            if not self.hung:
+                if self._engine.has_work:
+                    self._send_outputs(self._engine.step())
+                self._reports.poll()
+
+    def _report(self, report: messages.LoadReport) -> None:
+        self.num_reports += 1
+        self._send(report)
 
     def _send_outputs(self, outputs: tuple[RequestOutput, ...]) -> None:
         if outputs := self._coalescer.coalesce(outputs):
@@ -141,6 +154,7 @@ class _Line:
 
     def __init__(self, receive: Callable[[_Line, bytes | None], None]) -> None:
         self.on_message: Callable[[bytes], object] = lambda data: None
+        self.num_bytes_received = 0
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._receive = receive
 
@@ -149,7 +163,12 @@ class _Line:
             asyncio.get_running_loop().call_later(0.0005, self._receive, self, data)
 
     def deliver(self, data: bytes) -> None:
-        asyncio.get_running_loop().call_later(0.0005, lambda: self.closed.done() or self.on_message(data))
+        asyncio.get_running_loop().call_later(0.0005, self._arrive, data)
+
+    def _arrive(self, data: bytes) -> None:
+        if not self.closed.done():
+            self.num_bytes_received += len(data)
+            self.on_message(data)
 
     def close(self) -> None:
         self.end()

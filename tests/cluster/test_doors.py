@@ -1,4 +1,4 @@
-"""Both ends of a line against peers with another secret or version, that say nothing, or that send garbage."""
+"""Both ends of a line: peers with another secret or version, garbage after the proof, and front ends that are lost."""
 
 from __future__ import annotations
 
@@ -176,70 +176,7 @@ def test_another_version_is_refused_with_both_versions() -> None:
         async with replica() as found:
             error = await refused(line(found, version="99.1"))
             assert isinstance(error, BadConfig)
-            assert f"runs vlora {handshake.own_version()} with protocol 1, this front end vlora 99.1" in str(error)
-
-    run(main())
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"GET / HTTP/1.1\r\n\r\n",
-        HEAD.pack(1 << 62),
-        HEAD.pack(10) + b"not msgpack",
-        HEAD.pack(0) * 100,
-        HEAD.pack(5000) + bytes(5000),
-        secrets.token_bytes(4096),
-    ],
-    ids=["http", "huge", "text", "empty", "long", "random"],
-)
-def test_garbage_on_either_end_is_one_typed_error(data: bytes) -> None:
-    async def main() -> None:
-        async with replica() as found:
-            reader, writer = await asyncio.open_connection("127.0.0.1", found.port)
-            writer.write(data)
-            async with asyncio.timeout(2):
-                with contextlib.suppress(ConnectionError):
-                    await reader.read()
-            writer.close()
-            assert await answer(await line(found)) == 5
-
-        async def answering(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.read(1)
-            writer.write(data)
-            with contextlib.suppress(ConnectionError):
-                await writer.drain()
-                writer.close()
-
-        async with served(answering) as address:
-            error = await refused(connect(address, SECRET, tls=False, beat_s=1))
-            assert isinstance(error, Disconnected)
-
-    run(main())
-
-
-def test_peers_that_say_nothing_are_closed_after_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "HANDSHAKE_S", 0.3)
-    monkeypatch.setattr(door, "MAX_STRANGERS", 4)
-
-    async def main() -> None:
-        async with replica() as found:
-            silent = [await asyncio.open_connection("127.0.0.1", found.port) for _ in range(8)]
-            async with asyncio.timeout(2):
-                await asyncio.gather(*(reader.read() for reader, _ in silent))  # until they are closed
-            for _, writer in silent:
-                writer.close()
-            assert await answer(await line(found)) == 5
-
-        async def saying_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.read()
-            writer.close()
-
-        async with served(saying_nothing) as address:
-            error = await refused(connect(address, SECRET, tls=False, beat_s=1))
-            assert isinstance(error, Disconnected) and "did not answer within 0.3 s" in str(error)
-        gone = await refused(connect(Address("127.0.0.1", 1), SECRET, tls=False, beat_s=1))
-        assert isinstance(gone, Disconnected) and "no connection to a replica at 127.0.0.1:1" in str(gone)
+            assert f"runs vlora {handshake.own_version()!r} with protocol 1, this front end vlora '99.1'" in str(error)
 
     run(main())
 
@@ -315,7 +252,7 @@ def test_a_second_front_end_replaces_the_first() -> None:
             second = await line(found)
             await asyncio.wait_for(first.wait_dead(), 2)
             await pending
-            assert await answer(second, "other id") == 5
+            assert await answer(second, "same id") == 5
             assert (await second.stats()).num_running == 0
 
     run(main())
@@ -349,6 +286,23 @@ def test_a_door_without_tls_is_not_opened_to_other_machines() -> None:
             await Door.open(LOOPBACK, SECRET, lambda *_: None, certificate=Certificate("/nothing", "/nothing"))
 
     run(main())
+
+
+def test_a_certificate_after_text_or_after_its_key(certificate: Certificate, tmp_path: Path) -> None:
+    """As `openssl x509 -text` writes it; and one file with both."""
+
+    async def main(cert_file: str, key_file: str) -> None:
+        async with replica(Certificate(cert_file, key_file)) as found:
+            assert await answer(await line(found, tls=True)) == 5
+
+    cert, key = Path(certificate.cert_file).read_text(), Path(certificate.key_file).read_text()
+    (tmp_path / "text.pem").write_bytes("Certificate:\n    Subject: Zürich\n".encode("latin-1") + cert.encode())
+    (tmp_path / "both.pem").write_text(key + cert)
+    run(main(str(tmp_path / "text.pem"), certificate.key_file))
+    run(main(str(tmp_path / "both.pem"), str(tmp_path / "both.pem")))
+    assert Certificate(str(tmp_path / "text.pem"), "").der() == certificate.der()
+    with pytest.raises(BadConfig, match="has no line '-----BEGIN CERTIFICATE-----'"):
+        Certificate(certificate.key_file, "").der()
 
 
 def test_a_replica_ends_with_its_engine_and_with_its_parent() -> None:

@@ -71,10 +71,12 @@ def test_messages_are_independent_of_how_the_stream_is_cut(messages: list[bytes]
         inbox: list[bytes] = []
         client = ClientTransport(inbox.append)
         stream = b"".join(struct.pack("<Q", len(message)) + message for message in messages)
+        length = len(stream)
         for number in range(len(stream)):
             size = cuts[number % len(cuts)]
             client.data_received(stream[:size])
             stream = stream[size:]
+            assert client.num_bytes_received == length - len(stream)
         assert inbox == messages
 
     asyncio.run(main())

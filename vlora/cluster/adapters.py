@@ -83,8 +83,8 @@ class ReplicatedAdapters:
             results = await self._settle(lambda engine: engine.pin_adapter(name, pinned))
             failed = _failures(results)
             if failed:
-                for replica in results.keys() - failed.keys():
-                    await self._engines()[replica].pin_adapter(name, name in self._pinned)
+                done = [replica for replica, result in results.items() if isinstance(result, AdapterStatus)]
+                await self._undo_pin(done, name)
                 raise next(iter(failed.values()))
             (self._pinned.add if pinned else self._pinned.discard)(name)
             return merged_status([result for result in results.values() if isinstance(result, AdapterStatus)])
@@ -136,6 +136,16 @@ class ReplicatedAdapters:
                         await engine.unload_adapter(name)
                 except VLoraError as error:
                     log.warning("adapter %r could not be restored on replica %r: %s", name, replica, error)
+
+    async def _undo_pin(self, replicas: Iterable[str], name: str) -> None:
+        for replica in replicas:
+            engine = self._engines().get(replica)
+            if engine is None:
+                continue
+            try:
+                await engine.pin_adapter(name, name in self._pinned)
+            except VLoraError as error:
+                log.warning("the pin of adapter %r could not be restored on replica %r: %s", name, replica, error)
 
 
 def _failures(results: Mapping[str, object]) -> dict[str, BaseException]:

@@ -63,11 +63,17 @@ class Certificate(NamedTuple):
         return context
 
     def der(self) -> bytes:
-        """The certificate that a peer sees: the first one in the file."""
-        with open(self.cert_file) as file:
+        """The certificate that a peer sees: the first one in the file, which may also have text and a key.
+
+        Raises BadConfig if there is none.
+        """
+        with open(self.cert_file, encoding="ascii", errors="replace") as file:
             text = file.read()
-        end = "-----END CERTIFICATE-----"
-        return ssl.PEM_cert_to_DER_cert(text[: text.index(end) + len(end)].strip())
+        begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
+        start, stop = text.find(begin), text.find(end, text.find(begin))
+        if start < 0 or stop < 0:
+            raise BadConfig(f"{self.cert_file} has no line {begin!r}; convert it with `openssl x509`")
+        return ssl.PEM_cert_to_DER_cert(text[start : stop + len(end)])
 
 
 class Inbox:
@@ -111,7 +117,7 @@ class Door:
     def __init__(self, secret: bytes, on_peer: OnPeer, certificate: Certificate | None) -> None:
         self._secret = handshake.check_secret(secret)
         self._on_peer = on_peer
-        self._certificate = certificate
+        self._context = None if certificate is None else certificate.context()
         self._der = b"" if certificate is None else certificate.der()
         self._server: asyncio.Server | None = None
         self._strangers: set[asyncio.Task[None]] = set()
@@ -130,15 +136,11 @@ class Door:
                 f"{address} is reachable from other machines, and requests would be sent in clear text; give the "
                 "replica a certificate, or let it listen on 127.0.0.1"
             )
-        context = None if certificate is None else certificate.context()
         self = cls(secret, on_peer, certificate)
         try:
+            # TLS begins later, so that connections without it are counted too.
             self._server = await asyncio.get_running_loop().create_server(
-                self._accept,
-                address.host,
-                address.port,
-                ssl=context,
-                ssl_handshake_timeout=HANDSHAKE_S if context else None,
+                lambda: _Visitor(self._begin), address.host, address.port
             )
         except OSError as error:
             raise BadConfig(f"the replica cannot listen at {address}: {error}") from error
@@ -157,52 +159,82 @@ class Door:
         for task in tuple(self._strangers):
             task.cancel()
 
-    def _accept(self) -> ClientTransport:
-        return _Visitor(self._begin)
-
-    def _begin(self, transport: ClientTransport, inbox: Inbox) -> None:
-        task = asyncio.create_task(self._admit(transport, inbox), name="vlora-door")
+    def _begin(self, visitor: _Visitor) -> None:
+        if len(self._strangers) >= MAX_STRANGERS:
+            reason = f"{MAX_STRANGERS} other connections have not proved themselves yet"
+            log.warning("a connection from %s was refused: %s", visitor.peer, reason)
+            visitor.close()
+            return
+        task = asyncio.create_task(self._admit(visitor), name="vlora-door")
         self._strangers.add(task)
         task.add_done_callback(self._strangers.discard)
 
-    async def _admit(self, transport: ClientTransport, inbox: Inbox) -> None:
-        peer = "an unknown peer"
+    async def _admit(self, visitor: _Visitor) -> None:
+        peer, inbox = visitor.peer, visitor.inbox
         try:
-            if len(self._strangers) > MAX_STRANGERS:
-                raise Disconnected(f"{MAX_STRANGERS} other connections have not proved themselves yet")
             async with asyncio.timeout(HANDSHAKE_S):
-                found = transport.extra("peername")
-                peer = str(Address(*found[:2])) if found else peer
-                hello = await handshake.admit(transport.send, inbox.get, self._secret, peer=peer, certificate=self._der)
-        except (VLoraError, TimeoutError) as error:
+                await visitor.begin(self._context)
+                hello = await handshake.admit(visitor.send, inbox.get, self._secret, peer=peer, certificate=self._der)
+        except (VLoraError, OSError) as error:
             reason = f"no proof within {HANDSHAKE_S:g} s" if isinstance(error, TimeoutError) else str(error)
             log.warning("a connection from %s was refused: %s", peer, reason)
-            transport.close_after_sending()
+            await visitor.end()
         except BaseException:
-            transport.close()
+            visitor.close()
             raise
         else:
-            transport.max_bytes = MAX_MESSAGE_BYTES
+            visitor.max_bytes = MAX_MESSAGE_BYTES
             try:
-                self._on_peer(transport, inbox, hello, peer)
+                self._on_peer(visitor, inbox, hello, peer)
             except Exception as error:  # of a message that came with the proof
                 log.warning("the line to %s is closed: %s", peer, error)
-                transport.close()
+                visitor.close()
 
 
 class _Visitor(ClientTransport):
-    """A connection to a door, after the handshake of TLS."""
+    """A connection to a door. Nothing is read before `begin`."""
 
-    def __init__(self, on_open: Callable[[ClientTransport, Inbox], None]) -> None:
-        inbox = Inbox()
-        super().__init__(inbox.put, handshake.MAX_BYTES)
-        self._inbox = inbox
+    def __init__(self, on_open: Callable[[_Visitor], None]) -> None:
+        self.inbox = Inbox()
+        super().__init__(self.inbox.put, handshake.MAX_BYTES)
         self._on_open = on_open
-        self.closed.add_done_callback(inbox.end)
+        self.closed.add_done_callback(self.inbox.end)
+
+    @property
+    def peer(self) -> str:
+        """The address of the other end."""
+        found = self.extra("peername")
+        return str(Address(*found[:2])) if found else "an unknown peer"
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._on_open(self, self._inbox)
+        assert self._transport is not None
+        self._transport.pause_reading()
+        self._on_open(self)
+
+    async def begin(self, context: ssl.SSLContext | None) -> None:
+        """Begin to read, with TLS if there is a context. Raises OSError if TLS fails."""
+        assert self._transport is not None
+        if context is None:
+            self._transport.resume_reading()
+            return
+        try:
+            tls = await asyncio.get_running_loop().start_tls(self._transport, self, context, server_side=True)
+            if tls is None:
+                raise ConnectionResetError("the connection was closed during the handshake of TLS")
+            self._transport = tls
+        except BaseException:
+            self.close()
+            self.connection_lost(None)  # asyncio does not report it during the handshake of TLS
+            raise
+
+    async def end(self) -> None:
+        """Close the connection; wait until the other end has closed it too, as it does in TLS, for a time."""
+        self.close_after_sending()
+        try:
+            await asyncio.wait({self.closed}, timeout=HANDSHAKE_S)
+        finally:
+            self.close()
 
 
 # -- the front end's end ----------------------------------------------------------------------------------------------
@@ -318,7 +350,10 @@ def _failure(transport: ClientTransport | None) -> BaseException | None:
 
 
 async def watch_beats(client: EngineClient, beat_s: float, num_missed: int, step_s: float) -> str:
-    """Ping an engine until it gives no more sign of life.
+    """Ping an engine until it gives no more sign of life: until no bytes arrive.
+
+    A ping may wait behind a large message. The replica pings the engine too while bytes arrive there, so the engine's
+    answers come during a long transfer as well.
 
     Beats are counted, not seconds: after a pause of this process itself, the answers that have arrived are read before
     the next beat.
@@ -326,7 +361,7 @@ async def watch_beats(client: EngineClient, beat_s: float, num_missed: int, step
     Args:
         client: The engine.
         beat_s: The time between two pings.
-        num_missed: Pings in a row without an answer that end this.
+        num_missed: Beats in a row without a byte from the engine that end this.
         step_s: A step that runs for longer ends this too.
 
     Returns:
@@ -334,11 +369,12 @@ async def watch_beats(client: EngineClient, beat_s: float, num_missed: int, step
     """
     missed = 0
     while True:
+        received = client.num_bytes_received
         client.ping()
         await asyncio.sleep(beat_s)
-        pong = client.pong
-        missed = missed + 1 if pong is None else 0
+        missed = missed + 1 if client.num_bytes_received == received else 0
         if missed >= num_missed:
             return f"it gave no sign of life for {missed * beat_s:g} s"
+        pong = client.pong
         if pong is not None and pong.step_s > step_s:
             return f"its step has been running for {pong.step_s:.0f} s, over the limit of {step_s:g} s"

@@ -22,6 +22,9 @@ PROTOCOL = 1
 MAX_BYTES = 4096
 """The largest message before both ends have proved themselves."""
 
+MAX_SHOWN_VERSION, MAX_SHOWN_ERROR = 64, 500
+"""Characters of a peer without a proof that are logged."""
+
 MIN_SECRET_BYTES = 16
 MIN_BEAT_S, MAX_BEAT_S = 0.01, 60.0
 _NONCE_BYTES = 32
@@ -114,14 +117,14 @@ async def introduce(
     send(encode(hello))
     challenge = _read(await receive(), peer)
     if isinstance(challenge, Refused):
-        raise challenge.error.to_exception()
+        raise _refusal(challenge)
     if not isinstance(challenge, Challenge):
         raise _unexpected(challenge, peer)
     _check_versions(challenge, hello, f"the replica at {peer}", "this front end")
     send(encode(Proof(_digest(secret, _CLIENT, hello, challenge, certificate))))
     welcome = _read(await receive(), peer)
     if isinstance(welcome, Refused):
-        raise welcome.error.to_exception()
+        raise _refusal(welcome)
     if not isinstance(welcome, Welcome):
         raise _unexpected(welcome, peer)
     if not hmac.compare_digest(welcome.digest, _digest(secret, _SERVER, hello, challenge, certificate)):
@@ -175,9 +178,10 @@ def _digest(secret: bytes, role: bytes, hello: Hello, challenge: Challenge, cert
 
 def _check_versions(theirs: Hello | Challenge, ours: Hello | Challenge, them: str, us: str) -> None:
     if (theirs.protocol, theirs.version) != (ours.protocol, ours.version):
+        version = theirs.version[:MAX_SHOWN_VERSION]
         raise BadConfig(
-            f"{them} runs vlora {theirs.version} with protocol {theirs.protocol}, {us} vlora {ours.version} with "
-            f"protocol {ours.protocol}; install the same version on both"
+            f"{them} runs vlora {version!r} with protocol {theirs.protocol}, {us} vlora {ours.version!r} with protocol "
+            f"{ours.protocol}; install the same version on both"
         )
     if len(theirs.nonce) < _NONCE_BYTES:
         raise Disconnected(f"{them} sent a nonce of {len(theirs.nonce)} bytes; {_NONCE_BYTES} are needed")
@@ -187,7 +191,16 @@ def _read(data: bytes, peer: str) -> Message:
     try:
         return _decode(data)
     except msgspec.MsgspecError as error:
-        raise Disconnected(f"{peer} does not speak the protocol of replicas: {error}") from error
+        raise Disconnected(f"{peer} does not speak the protocol of replicas: {_one_line(str(error))}") from error
+
+
+def _refusal(refused: Refused) -> VLoraError:
+    return ErrorValue(_one_line(refused.error.code), _one_line(refused.error.message)).to_exception()
+
+
+def _one_line(text: str) -> str:
+    """A peer's text without escapes and newlines, which would forge lines of the log."""
+    return "".join(each if each.isprintable() else "?" for each in text[:MAX_SHOWN_ERROR])
 
 
 def _unexpected(message: Message, peer: str) -> Disconnected:

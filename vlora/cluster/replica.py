@@ -15,6 +15,7 @@ import itertools
 import logging
 import os
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,11 +29,12 @@ from vlora.engine.ipc.client import ENGINE_COMMAND, start_process
 from vlora.engine.ipc.transport import ClientTransport
 from vlora.errors import VLoraError
 from vlora.logging_format import configure
+from vlora.types import RequestOutput
 
 log = logging.getLogger("vlora.cluster")
 
 MISSED_BEATS = 20
-"""Beats without a message after which a front end counts as gone. More than the front end itself allows a replica: its
+"""Beats without a byte after which a front end counts as gone. More than the front end itself allows a replica: its
 pause should not end the requests of all replicas."""
 
 
@@ -63,6 +65,7 @@ class Replica:
         self._engine = engine
         self._ready = ready
         self._peer: _Peer | None = None
+        self._ending: Counter[str] = Counter()  # requests of former front ends, by id, until their last output
         self._call_ids = itertools.count()
         self._door: Door | None = None
         engine.on_message = self._from_engine
@@ -134,19 +137,25 @@ class Replica:
             peer.watching.cancel()
         if self._peer is peer:
             self._peer = None
-            for request_id in peer.request_ids:
+            self._ending += peer.unfinished
+            for request_id in peer.unfinished:
                 self._engine.send(messages.encode(messages.Cancel(request_id)))
 
     async def _watch(self, peer: _Peer, beat_s: float) -> None:
-        """Notice the end of a front end, also if its connection stays open."""
-        missed = 0
+        """Notice the end of a front end, also if its connection stays open. Ping the engine while it is heard."""
+        missed = received = 0
         while missed < MISSED_BEATS:
             await asyncio.wait({peer.transport.closed}, timeout=beat_s)
             if peer.transport.closed.done():
                 error = peer.transport.closed.exception()
                 log.warning("the front end at %s is gone%s", peer.address, "" if error is None else f": {error}")
                 break
-            missed, peer.heard = (0 if peer.heard else missed + 1), False
+            before, received = received, peer.transport.num_bytes_received
+            if received == before:
+                missed += 1
+                continue
+            missed = 0
+            self._engine.send(messages.PING)  # the front end's own pings may wait behind a large message
         else:
             log.warning("the front end at %s gave no sign of life for %g s", peer.address, missed * beat_s)
         peer.watching = None
@@ -154,7 +163,6 @@ class Replica:
 
     def _from_peer(self, peer: _Peer, data: bytes) -> None:
         """Pass a message on. An exception closes the line, with the exception as its cause."""
-        peer.heard = True
         if data == messages.PING:
             self._engine.send(data)
             return
@@ -163,7 +171,7 @@ class Replica:
             case messages.Start() | messages.Stop():
                 raise ValueError(f"a front end may not send {type(message).__name__} to a replica")
             case messages.Add():
-                peer.request_ids.add(message.request.request_id)
+                peer.unfinished[message.request.request_id] += 1
             case messages.Cancel() | messages.WatchLoad() | messages.Ping():
                 pass
             case call:
@@ -175,12 +183,19 @@ class Replica:
 
     def _from_engine(self, data: bytes) -> None:
         peer = self._peer
+        message = messages.decode_from_engine(data)
+        if isinstance(message, messages.Outputs) and self._ending:
+            message = messages.Outputs(tuple(each for each in message.outputs if not self._is_of_former(each)))
+            if not message.outputs:
+                return
+            data = messages.encode(message)
         if peer is None:
             return
-        message = messages.decode_from_engine(data)
         match message:
             case messages.Outputs():
-                peer.request_ids.difference_update([each.request_id for each in message.outputs if each.finished])
+                for each in message.outputs:
+                    if each.finished:
+                        _count_down(peer.unfinished, each.request_id)
             case messages.Reply():
                 call_id = peer.calls.pop(message.call_id, None)
                 if call_id is None:
@@ -190,16 +205,34 @@ class Replica:
                 pass
         peer.transport.send(data)
 
+    def _is_of_former(self, output: RequestOutput) -> bool:
+        """Whether an output is of a former front end. The present one may use the same id: its outputs come later."""
+        if output.request_id not in self._ending:
+            return False
+        if output.finished:
+            _count_down(self._ending, output.request_id)
+        return True
+
+
+def _count_down(counts: Counter[str], name: str) -> None:
+    counts[name] -= 1
+    if counts[name] <= 0:
+        del counts[name]
+
 
 class _Peer:
-    """A front end. calls: its own call ids by those that the engine sees. heard: since the last beat."""
+    """A front end.
+
+    Attributes:
+        unfinished: Its requests without a last output, by id; two if an id is used again after a cancellation.
+        calls: Its own call ids by those that the engine sees.
+    """
 
     def __init__(self, transport: ClientTransport, address: str) -> None:
         self.transport = transport
         self.address = address
-        self.request_ids: set[str] = set()
+        self.unfinished: Counter[str] = Counter()
         self.calls: dict[int, int] = {}
-        self.heard = True
         self.watching: asyncio.Task[Any] | None = None
 
 

@@ -190,6 +190,11 @@ class EngineClient:
         self.pong = None
         self._transport.send(messages.PING)
 
+    @property
+    def num_bytes_received(self) -> int:
+        """From the engine so far, those of an incomplete message included."""
+        return self._transport.num_bytes_received
+
     async def disconnect(self, reason: str) -> None:
         """Close the connection to the engine; what waits for it fails with the reason."""
         self._reported_cause = self._reported_cause or reason

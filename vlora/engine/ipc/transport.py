@@ -30,12 +30,14 @@ class ClientTransport(asyncio.Protocol):
 
     Attributes:
         max_bytes: A longer message closes the transport; None accepts any.
+        num_bytes_received: Those of an incomplete message are counted as they arrive.
         closed: Done when no more messages will arrive; fails with what `on_message` raised.
     """
 
     def __init__(self, on_message: Callable[[bytes], object], max_bytes: int | None = None) -> None:
         self.on_message = on_message
         self.max_bytes = max_bytes
+        self.num_bytes_received = 0
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._part = bytearray()  # of an incomplete message
         self._transport: asyncio.Transport | None = None
@@ -76,6 +78,7 @@ class ClientTransport(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are of another class
 
     def data_received(self, data: bytes) -> None:
+        self.num_bytes_received += len(data)
         self._part += data
         try:
             for message in self._complete_messages():
