@@ -146,7 +146,7 @@ def test_a_death_during_a_large_image_is_noticed_in_time(what: str) -> None:
             began_s = time.monotonic()
             while here.cluster.members["a"].client is not None:
                 await asyncio.sleep(0.01)
-            assert time.monotonic() - began_s < 1.2  # the image takes 2.4 s more
+            assert time.monotonic() - began_s < 2.2  # the image takes 2.4 s more
             answer.cancel()
             await asyncio.wait({answer})
             link.close()

@@ -308,6 +308,19 @@ def test_a_late_report_is_corrected_by_what_was_sent_since() -> None:
     assert standing.free_blocks == 45
 
 
+def test_a_report_may_include_an_end_before_the_router_knows_of_it() -> None:
+    router = routed("placed", "a", Room(8, 100))
+    first, second = need(blocks=30), need(blocks=40)
+    send(router, first)
+    send(router, second)
+    standing = router.replicas["a"]
+    router.report("a", Report(60, taken=2, ended=1))
+    router.ended(first.request_id)
+    assert standing.free_blocks == 60, "its blocks are free already"
+    router.ended(second.request_id)
+    assert standing.free_blocks == 100
+
+
 def test_requests_of_other_front_ends_take_places() -> None:
     router = routed("placed", "ab", Room(4, 100))
     router.report("a", Report(50, taken=0, ended=0, num_requests=5))

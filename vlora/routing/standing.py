@@ -86,6 +86,7 @@ class Standing:
     """
 
     __slots__ = (
+        "_num_ended",
         "_num_released",
         "_num_sent",
         "_others",
@@ -116,6 +117,7 @@ class Standing:
         self.free_blocks = room.blocks
         self._others = 0  # requests of other front ends
         self._num_sent = self._num_released = 0
+        self._num_ended = 0  # as last reported: its free blocks include them
         # Blocks of the requests that were sent, and that ended, since the last report.
         self._sent: deque[int] = deque(maxlen=_MOST_UNREPORTED)
         self._released: deque[int] = deque(maxlen=_MOST_UNREPORTED)
@@ -171,9 +173,10 @@ class Standing:
         """Stop counting a request that has ended there, or is taken from there."""
         need = self.holds.pop(request_id)
         self.size -= 1
-        self.free_blocks += need.blocks
         self._num_released += 1
-        self._released.append(need.blocks)
+        if self._num_released > self._num_ended:
+            self.free_blocks += need.blocks
+            self._released.append(need.blocks)
         if need.adapter is not None:
             self.resident[need.adapter] -= 1
             self.num_used -= not self.resident[need.adapter]
@@ -190,6 +193,7 @@ class Standing:
         """Replace the estimates by a report, corrected by what was sent and what has ended since it was made."""
         _keep_last(self._sent, self._num_sent - report.taken)
         _keep_last(self._released, self._num_released - report.ended)
+        self._num_ended = report.ended
         self.free_blocks = report.free_blocks - sum(self._sent) + sum(self._released)
         if report.num_requests is not None:
             self._others = max(0, report.num_requests - (report.taken - report.ended))
