@@ -32,7 +32,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         (("--tls-cert", "a.pem"), "tls_cert and tls_key must be set together"),
         (("--device", "abacus"), "use cpu, cuda or cuda:N"),
         (("--token-file", "/nowhere"), "cannot read the token file"),
-        (("/nowhere",), "there is no such folder"),
+        (("/nowhere",), "MODEL is '/nowhere'; there is no such folder"),
     ],
 )
 @pytest.mark.slow

@@ -133,7 +133,7 @@ def serve(
 
         compute_with(threads or default_threads())
         settings = ServeSettings(
-            model=model_path(model),
+            model=model_path(model, "MODEL"),
             name=served_name(model),
             dtype=dtype,
             device=device,

@@ -145,10 +145,10 @@ def make_config(kind: Any, settings: dict[str, Any], **more: Any) -> Any:
     return kind(**{name: value for name, value in settings.items() if name in names}, **more)
 
 
-def model_path(model: str) -> str:
+def model_path(model: str, name: str = "--model") -> str:
     if model != EMBEDDED:
         if model.startswith(("/", ".", "~")) and not Path(model).expanduser().is_dir():
-            raise BadConfig(f"--model is {model!r}; there is no such folder")
+            raise BadConfig(f"{name} is {model!r}; there is no such folder")
         return os.path.expanduser(model)
     from fusion.embedded import checkpoint_path
 

@@ -16,6 +16,7 @@ from vlora.cluster.flights import Flights
 from vlora.cluster.members import Health, Member, clients
 from vlora.cluster.summary import merged_stats
 from vlora.engine.ipc.client import EngineClient
+from vlora.engine.output_stream import OutputStream
 from vlora.engine.snapshot import EngineLoad, EngineSnapshot
 from vlora.errors import Aborted, BadRequest, EngineDead
 from vlora.routing import Report, Room, Router
@@ -123,20 +124,14 @@ class Cluster:
         """See EngineInterface."""
         if self._cause is not None:
             raise EngineDead(self._cause)
-        stream: asyncio.Queue[RequestOutput | None] = asyncio.Queue()
-        flight = self._flights.add(request, stream.put_nowait)
-        late = None if until is None else self._loop.call_at(until, stream.put_nowait, None)
-        finished = False
+        stream = OutputStream()
+        flight = self._flights.add(request, stream.put)
+        stream.end_at(until)
         try:
-            while not finished:
-                output = await stream.get()
-                if output is None:
-                    raise TimeoutError
-                finished = output.finished
+            async for output in stream:
                 yield output
         finally:
-            if late is not None:
-                late.cancel()
+            stream.close()
             self._flights.abandon(flight)
 
     async def cancel(self, request_id: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from vlora.config import EngineConfig
 from vlora.engine.engine import Engine
+from vlora.engine.output_stream import OutputStream
 from vlora.engine.snapshot import EngineSnapshot
 from vlora.errors import EngineDead, VLoraError
 from vlora.threads import compute_with, launch_on
@@ -54,10 +55,10 @@ class LocalEngine:
     async def generate(self, request: Request, until: float | None = None) -> AsyncIterator[RequestOutput]:
         """See EngineInterface."""
         loop = asyncio.get_running_loop()
-        stream: asyncio.Queue[RequestOutput | None] = asyncio.Queue()
+        stream = OutputStream()
 
         def deliver(output: RequestOutput) -> None:
-            loop.call_soon_threadsafe(stream.put_nowait, output)
+            loop.call_soon_threadsafe(stream.put, output)
 
         def add() -> None:
             self.engine.add(request)
@@ -70,19 +71,13 @@ class LocalEngine:
                 raise
             yield _refused(request.request_id, error)
             return
-        late = None if until is None else loop.call_at(until, stream.put_nowait, None)
-        finished = False
+        stream.end_at(until)
         try:
-            while not finished:
-                output = await stream.get()
-                if output is None:
-                    raise TimeoutError
-                finished = output.finished
+            async for output in stream:
                 yield output
         finally:
-            if late is not None:
-                late.cancel()
-            if not finished:
+            stream.close()
+            if not stream.finished:
                 self._post(lambda: self._cancel(request.request_id))
 
     async def cancel(self, request_id: str) -> None:

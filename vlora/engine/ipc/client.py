@@ -17,6 +17,7 @@ from vlora.engine.exit_status import describe_exit
 from vlora.engine.ipc import messages
 from vlora.engine.ipc.load_reports import WatchedLoad
 from vlora.engine.ipc.transport import ClientTransport, UnreadableMessage
+from vlora.engine.output_stream import OutputStream
 from vlora.engine.snapshot import EngineLoad, EngineSnapshot
 from vlora.errors import BadRequest, EngineDead
 from vlora.types import AdapterStatus, EngineStats, ErrorValue, Request, RequestOutput
@@ -87,21 +88,14 @@ class EngineClient:
 
     async def generate(self, request: Request, until: float | None = None) -> AsyncIterator[RequestOutput]:
         """See EngineInterface."""
-        stream: asyncio.Queue[RequestOutput | None] = asyncio.Queue()
-        self.submit(request, stream.put_nowait)
-        # One timer for all outputs: a timer per output would cost as much as passing the output on.
-        late = None if until is None else asyncio.get_running_loop().call_at(until, stream.put_nowait, None)
-        finished = False
+        stream = OutputStream()
+        self.submit(request, stream.put)
+        stream.end_at(until)
         try:
-            while not finished:
-                output = await stream.get()
-                if output is None:
-                    raise TimeoutError
-                finished = output.finished
+            async for output in stream:
                 yield output
         finally:
-            if late is not None:
-                late.cancel()
+            stream.close()
             self.abandon(request.request_id)
 
     def submit(self, request: Request, on_output: Callable[[RequestOutput], None]) -> None:
