@@ -12,7 +12,7 @@ from atmm.matmul import thin_batches
 from atmm.merge_quantized import merge_quantized
 from atmm.operator import add_delta, add_deltas, head_logits, merge
 from atmm.places import FactorTable
-from atmm.pointwise import gate_product, rms_norm, rotate, serves_norm, serves_pointwise, write_kv
+from atmm.pointwise import gate_product, rms_norm, rotate, serves_norm, serves_pointwise, serves_rotation, write_kv
 from atmm.segments import Lane, SegmentPlan
 from atmm.strategies.hybrid import gains_from_copies, longest_short_lane
 from atmm.strategies.registry import STRATEGIES, reads_in_place
@@ -52,6 +52,7 @@ __all__ = [
     "serves_flash",
     "serves_norm",
     "serves_pointwise",
+    "serves_rotation",
     "thin_batches",
     "write_kv",
 ]

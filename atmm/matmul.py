@@ -32,6 +32,10 @@ MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 measured: dict[Key, Method] = {}
 """Choices of `atmm.tuning.matmul_choice.measure`; they take precedence over the rule."""
 
+# Choices made before, by rows, shape, type and stride of the weight: a decode step of a small model asks for the same
+# few dozens of times, and the rule takes as long as the product.
+_chosen: dict[tuple[int, torch.Size, torch.dtype, int], Method] = {}
+
 # Numbers of tokens up to which "rows" is fastest. The alternatives are, in this order, torch's float32 product, torch's
 # bfloat16 product on a processor with bfloat16 instructions, and the product in float32 (docs/decisions/0040).
 _THIN_FLOAT32 = 24
@@ -91,10 +95,18 @@ def joins(num_rows: int, weight: Tensor) -> bool:
 
 def choose(num_rows: int, weight: Tensor) -> Method:
     """The method to multiply this many rows with a weight: as measured at start, else by the rule."""
-    if weight.device.type != "cpu" or num_rows == 0 or torch.is_grad_enabled():
+    if not weight.is_cpu or num_rows == 0 or torch.is_grad_enabled():
         return "library"
-    method = measured.get(key_of(num_rows, weight)) if measured else None
-    return method or rule(num_rows, weight)
+    key = (min(num_rows, _MOST_ROWS), weight.shape, weight.dtype, weight.stride(1))
+    method = _chosen.get(key)
+    if method is None:
+        method = _chosen[key] = measured.get(key_of(num_rows, weight)) or rule(num_rows, weight)
+    return method
+
+
+def forget_choices() -> None:
+    """Let `choose` choose again: after a change of `measured`, and where a test emulates another processor."""
+    _chosen.clear()
 
 
 def key_of(num_rows: int, weight: Tensor) -> Key:

@@ -1,7 +1,7 @@
 """Operations of a layer that one kernel computes instead of several eager ones: norms, rotation, gates, KV writes.
 
 Every kernel rounds where the eager operations round, so results are equal up to the order of a norm's sum. On a CPU
-only the norm has a kernel (`atmm.cpu.norm`).
+the norm and the rotation have a kernel (`atmm.cpu`): a gate is as fast by two eager operations.
 """
 
 from __future__ import annotations
@@ -10,17 +10,23 @@ import torch
 from torch import Tensor
 
 from atmm.cpu import norm
+from atmm.cpu import rotate as rotation
 from atmm.strategies.registry import reads_in_place
 
 
 def serves_pointwise(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether `rotate` and `gate_product`, and a kernel of `write_kv`, exist for this device and type."""
+    """Whether `gate_product`, and a kernel of `write_kv`, exist for this device and type."""
     return reads_in_place(device, dtype)
 
 
 def serves_norm(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether `rms_norm` exists for this device and type."""
     return serves_pointwise(device, dtype) or norm.serves_norm(device, dtype)
+
+
+def serves_rotation(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `rotate` exists for this device and type."""
+    return serves_pointwise(device, dtype) or rotation.serves_rotation(device, dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -73,7 +79,7 @@ def gate_product(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotary position embedding `x * cos + rotate_half(x) * sin`, in place. Requires `serves_pointwise`.
+    """Rotary position embedding `x * cos + rotate_half(x) * sin`, in place. Requires `serves_rotation`.
 
     Args:
         q: queries [heads, T, head_dim], with contiguous rows (last stride 1).
@@ -97,10 +103,14 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
         raise ValueError(
             f"q has strides {q.stride()} and k {k.stride()}; the last one must be 1, and cos, sin contiguous"
         )
-    from atmm.triton import pointwise
+    if not q.shape[1]:
+        return
+    if serves_pointwise(q.device, q.dtype):
+        from atmm.triton import pointwise
 
-    if q.shape[1]:
         pointwise.rotate(q, k, cos, sin)
+    else:
+        rotation.rotate(q, k, cos, sin)
 
 
 def write_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, rows: Tensor) -> None:
@@ -116,9 +126,8 @@ def write_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, rows: Tenso
     Raises:
         ValueError: if shapes or strides do not fit.
     """
-    width = k.shape[1]
-    shapes = k_cache.shape[1] == v_cache.shape[1] == width and v.shape == k.shape and rows.shape == k.shape[:1]
-    strides = all(x.stride(1) == 1 for x in (k_cache, v_cache, k, v)) and k_cache.stride(0) == v_cache.stride(0)
+    shapes = k_cache.shape[1] == v_cache.shape[1] == k.shape[1] and v.shape == k.shape and rows.shape == k.shape[:1]
+    strides = k_cache.stride() == v_cache.stride() and 1 == k_cache.stride(1) == k.stride(1) == v.stride(1)
     if not shapes or not strides:
         raise ValueError(
             f"k is {tuple(k.shape)}, v {tuple(v.shape)}, rows {tuple(rows.shape)}, k_cache {tuple(k_cache.shape)} and "

@@ -147,6 +147,13 @@ def no_exception_in_a_callback(caplog: pytest.LogCaptureFixture) -> Iterator[Non
             assert cancelled, logging.Formatter().format(record)
 
 
+@pytest.fixture(autouse=True)
+def no_choices_of_emulated_processors() -> None:
+    """Forget choices of matrix products, which tests make for processors that they emulate."""
+    if (matmul := sys.modules.get("atmm.matmul")) is not None:
+        matmul.forget_choices()
+
+
 @pytest.fixture
 def no_kv_admission(monkeypatch: pytest.MonkeyPatch) -> None:
     """Admit requests as if they needed no KV blocks, so that they preempt each other."""

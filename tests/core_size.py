@@ -84,6 +84,7 @@ EXCLUDED: Mapping[str, tuple[str, ...]] = {
         "vlora.engine.limits",
         "vlora.lora.slab_layout",
         "vlora.memory.huge_pages",
+        "vlora.models.class_changes",
         "vlora.models.supported",
         "vlora.orchestrator.policies.registry",
         "atmm.tuning",

@@ -31,11 +31,13 @@ _SOURCES = (
     "products.cpp",
     "attention.cpp",
     "norm.cpp",
+    "rotate.cpp",
     "int8.cpp",
     "grouped.cpp",
     "evict.cpp",
 )
 _HEADERS = ("vectors.h",)
+_OWN_FLAGS = {"rotate.cpp": ("-ffp-contract=off",)}  # after _FLAGS
 # -fno-tree-pre: GCC moves work on sums from behind a loop into it, for which the registers do not suffice.
 _FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fno-tree-pre", "-ffp-contract=fast", "-fno-math-errno"),
@@ -60,6 +62,7 @@ _ARGUMENTS = {
     "int4_groups": (*(_POINTER, _INT) * 3, _POINTER, _POINTER, _INT, _FLOAT, _POINTER, _INT, _INT, _INT, _INT),
     "int8_groups": (*(_POINTER, _INT) * 3, _POINTER, _POINTER, _INT, _FLOAT, _POINTER, _INT, _INT, _INT, _INT),
     "normalize": (_POINTER, _POINTER, _INT, _POINTER, _INT, _INT, _FLOAT),
+    "rotate": (*(_POINTER, _INT, _INT, _INT) * 2, _POINTER, _POINTER, _INT, _INT),
 }
 _TYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
@@ -76,7 +79,8 @@ class Library:
             for name, arguments in _ARGUMENTS.items()
         }
         self.merge, self.shrink, self.expand, self.attend = map(kernels.pop, ("merge", "shrink", "expand", "attend"))
-        self.deltas, self.linear, self.normalize = map(kernels.pop, ("deltas", "linear", "normalize"))
+        self.deltas, self.linear = map(kernels.pop, ("deltas", "linear"))
+        self.normalize, self.rotate = map(kernels.pop, ("normalize", "rotate"))
         self.int8, self.int4_groups, self.int8_groups = map(kernels.pop, ("int8", "int4_groups", "int8_groups"))
         self.has_int8 = bool(loaded.atmm_has_int8())
         self.evict: Callable[[int | None, int], int] = loaded.atmm_evict
@@ -133,7 +137,7 @@ def _loaded(compiler: str) -> Library:
 def _built(compiler: str) -> Path:
     """The shared library's file. A new build is moved into place atomically, so that processes may race."""
     here = Path(__file__).parent
-    digest = hashlib.sha256(repr((_FLAGS, _target(compiler))).encode())
+    digest = hashlib.sha256(repr((_FLAGS, _OWN_FLAGS, _target(compiler))).encode())
     for name in (*_HEADERS, *_SOURCES):
         digest.update((here / name).read_bytes())
     file = cache.folder() / f"atmm-{digest.hexdigest()[:16]}.so"
@@ -149,7 +153,7 @@ def _compiled(compiler: str, folder: Path) -> Path:
     here = Path(__file__).parent
     objects = [str(folder / f"{Path(name).stem}.o") for name in _SOURCES]
     for name, made in zip(_SOURCES, objects, strict=True):
-        _run(compiler, *_FLAGS, "-c", str(here / name), "-o", made)
+        _run(compiler, *_FLAGS, *_OWN_FLAGS.get(name, ()), "-c", str(here / name), "-o", made)
     # Linked without its own OpenMP runtime, so that it shares torch's runtime and threads.
     library_file = folder / "atmm.so"
     _run(compiler, "-shared", *objects, "-o", str(library_file))

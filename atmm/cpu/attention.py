@@ -34,6 +34,7 @@ def attend(
         ValueError: if shapes, types or layouts do not match, before anything is written. Indices are not checked.
     """
     _, heads, head_dim = q.shape
+    num_queries = places.numel()  # len(places) is slow
     kv_heads, rest = divmod(k.shape[1], head_dim)
     problem = None
     if rest or kv_heads == 0 or heads % kv_heads:
@@ -42,15 +43,15 @@ def attend(
         problem = f"out is {tuple(out.shape)} with strides {out.stride()}; expected contiguous {tuple(q.shape)}"
     elif k.shape[1] != v.shape[1] or k.stride() != v.stride() or k.stride(1) != 1:
         problem = f"k has strides {k.stride()}, v {v.stride()}; expected rows of one width and stride, values adjacent"
-    elif len({tensor.dtype for tensor in (out, q, k, v)}) > 1:
+    elif not out.dtype == q.dtype == k.dtype == v.dtype:
         problem = f"types differ: out {out.dtype}, q {q.dtype}, k {k.dtype}, v {v.dtype}"
-    elif len(starts) != len(places) + 1 or any(t.dtype != torch.int64 for t in (places, rows, starts)):
-        problem = f"{len(places)} int64 places need {len(places) + 1} int64 starts, got {len(starts)} ({starts.dtype})"
+    elif starts.numel() != num_queries + 1 or not places.dtype == rows.dtype == starts.dtype == torch.int64:
+        problem = f"{num_queries} int64 places need {num_queries + 1} int64 starts, got {len(starts)} ({starts.dtype})"
     if problem is not None:
         raise ValueError(problem)
     kernels = library()
     assert kernels is not None, "the compiled kernels are not available"
     kernels.attend[q.dtype](
         out.data_ptr(), q.data_ptr(), *q.stride(), k.data_ptr(), v.data_ptr(), k.stride(0), places.data_ptr(),
-        rows.data_ptr(), starts.data_ptr(), len(places), heads, kv_heads, head_dim, scale,
+        rows.data_ptr(), starts.data_ptr(), num_queries, heads, kv_heads, head_dim, scale,
     )  # fmt: skip

@@ -18,17 +18,6 @@ inline float sum(Floats values) {
   return total;
 }
 
-inline Floats rounded(Floats values, const float*) { return values; }
-
-// Ties to even. NaN stays NaN: NaNs converted from bfloat16 have no low bits that could overflow.
-inline Floats rounded(Floats values, const BFloat16*) {
-  Bits bits;
-  std::memcpy(&bits, &values, sizeof bits);
-  bits = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000;
-  std::memcpy(&values, &bits, sizeof bits);
-  return values;
-}
-
 template <typename T>
 void normalize_row(T* out, const T* x, const T* weight, int64_t width, float epsilon) {
   Floats sums[kSums] = {};

@@ -20,7 +20,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     rows = x.reshape(-1, width)
     if rows.stride(1) != 1:
         rows = rows.contiguous()
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = x.new_empty(x.shape)
     kernels = library()
     assert kernels is not None, "the compiled kernels are not available"
     kernels.normalize[x.dtype](

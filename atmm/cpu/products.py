@@ -20,7 +20,7 @@ class Weights(NamedTuple):
 
 def multiplies(weight: Tensor) -> bool:
     """Whether kernels exist for this weight's device and type, and its rows are contiguous."""
-    if weight.device.type != "cpu" or weight.stride(1) != 1:
+    if not weight.is_cpu or weight.stride(1) != 1:
         return False
     kernels = library()
     return kernels is not None and weight.dtype in kernels.linear
@@ -36,12 +36,14 @@ def product(x: Tensor, layers: Sequence[Weights]) -> Tensor:
     assert kernels is not None, "the compiled kernels are not available"
     if x.stride(1) != 1:
         x = x.contiguous()
-    y = x.new_empty(x.shape[0], sum(layer.weight.shape[0] for layer in layers))
+    num_rows, d_in = x.shape
+    widths = [layer.weight.shape[0] for layer in layers]
+    row = sum(widths)
+    y = x.new_empty(num_rows, row)
+    address, size = y.data_ptr(), y.element_size()
     table = array.array("q")
-    address, row, size = y.data_ptr(), y.stride(0), y.element_size()
-    for weight, bias in layers:
-        d_out = weight.shape[0]
+    for (weight, bias), d_out in zip(layers, widths, strict=True):
         table.extend((weight.data_ptr(), weight.stride(0), 0 if bias is None else bias.data_ptr(), address, row, d_out))
         address += d_out * size
-    kernels.linear[x.dtype](table.buffer_info()[0], len(layers), x.data_ptr(), x.stride(0), x.shape[0], x.shape[1])
+    kernels.linear[x.dtype](table.buffer_info()[0], len(layers), x.data_ptr(), x.stride(0), num_rows, d_in)
     return y

@@ -95,6 +95,18 @@ inline Halves round_to_bfloat16(Floats values) {
 #endif
 }
 
+// Values that the type of the second argument can hold, for several operations that each round.
+inline Floats rounded(Floats values, const float*) { return values; }
+
+// Ties to even. NaN stays NaN: NaNs converted from bfloat16 have no low bits that could overflow.
+inline Floats rounded(Floats values, const BFloat16*) {
+  Bits bits;
+  std::memcpy(&bits, &values, sizeof bits);
+  bits = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000;
+  std::memcpy(&values, &bits, sizeof bits);
+  return values;
+}
+
 inline void store(float* to, Floats values) { std::memcpy(to, &values, sizeof values); }
 
 inline void store(BFloat16* to, Floats values) {

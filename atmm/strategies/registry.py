@@ -24,6 +24,7 @@ grouped   CUTLASS grouped products on a GPU, if they are built: one product per 
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
 from collections.abc import Callable
@@ -277,8 +278,9 @@ def reads_in_place(device: torch.device, dtype: torch.dtype) -> bool:
     return dtype is not torch.float64 and (device.type == "cuda" or triton_interprets())
 
 
+@functools.cache
 def triton_interprets() -> bool:
-    """Whether the Triton kernels run in Triton's interpreter, on CPU tensors."""
+    """Whether the Triton kernels run in Triton's interpreter, on CPU tensors. Triton reads the variable once, too."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 

@@ -74,6 +74,7 @@ def measure(weights: Sequence[Tensor], clock: Callable[[], float] = time.perf_co
         matmul.measured.update(fresh)
         log.info("measured %d shapes of matrix products in %.1f s", len(fresh), time.monotonic() - started)
         _write(name, known | fresh)
+    matmul.forget_choices()
 
 
 def _by_shape(weights: Sequence[Tensor]) -> list[list[Tensor]]:

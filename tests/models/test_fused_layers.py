@@ -10,19 +10,20 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.families import FAMILIES, build_model
-from vlora.models.gpu.fused_layers import fuse_layers
+from vlora.models.gpu.fused_mlp import fuse_gates
+from vlora.models.rotation import fuse_rotations
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_of_every_family_use_the_kernels(family: str) -> None:
     text_model = build_model(family).model.language_model
     plain = copy.deepcopy(text_model)
-    assert fuse_layers(text_model) == 2 * len(text_model.layers) > 0
+    assert fuse_gates(text_model) == fuse_rotations(text_model) == len(text_model.layers) > 0
     for layer in text_model.layers:
         assert type(layer.mlp).__name__.startswith("Fused") and type(layer.self_attn).__name__.startswith("Rotating")
-    assert fuse_layers(text_model) == 0, "layers are changed once"
+    assert fuse_gates(text_model) == fuse_rotations(text_model) == 0, "layers are changed once"
     x = torch.randn(1, 5, text_model.config.hidden_size)
-    with torch.inference_mode():  # on a CPU without kernels, by the model's own code
+    with torch.inference_mode():  # gates by the model's own code, as a CPU has no kernel for them
         assert torch.equal(text_model(inputs_embeds=x)[0], plain(inputs_embeds=x)[0])
     assert text_model.state_dict().keys() == plain.state_dict().keys()
 
@@ -51,5 +52,5 @@ class OtherAttention(nn.Module):
 
 def test_layers_with_another_formula_are_not_changed() -> None:
     model = nn.Sequential(ReluMLP(), OtherAttention())
-    assert fuse_layers(model) == 0
+    assert fuse_gates(model) == fuse_rotations(model) == 0
     assert [type(module) for module in model] == [ReluMLP, OtherAttention]

@@ -88,7 +88,7 @@ def paged_attention(
     layer: int = module.layer_idx  # type: ignore[assignment]
     cache = vlora_step.cache.k[layer], vlora_step.cache.v[layer]
     q = query[0].transpose(0, 1)
-    new = key[0].transpose(0, 1).reshape(len(q), -1), value[0].transpose(0, 1).reshape(len(q), -1)
+    new = key[0].transpose(0, 1).flatten(1), value[0].transpose(0, 1).flatten(1)
     atmm.write_kv(*cache, *new, vlora_step.write_rows)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     scale = q.shape[2] ** -0.5 if scaling is None else scaling

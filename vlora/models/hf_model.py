@@ -26,8 +26,9 @@ from vlora.lora.own_layers import OwnLayers
 from vlora.memory.huge_pages import in_huge_pages
 from vlora.models.attention import StepAttention, paged_attention
 from vlora.models.families import Family, family_of
-from vlora.models.gpu.fused_layers import fuse_layers
+from vlora.models.gpu.fused_mlp import fuse_gates
 from vlora.models.rms_norm import fuse_norms
+from vlora.models.rotation import fuse_rotations
 from vlora.models.supported import max_positions
 from vlora.models.vision.flash_tower import register_vision_attention
 from vlora.models.vision.patch_embedding import convert_patch_embeddings
@@ -143,7 +144,9 @@ class HFModel:
     def _fuse_layers(self) -> None:
         """Use one kernel per operation in the language model's layers, on devices that have these kernels."""
         if atmm.serves_pointwise(self.device, self.dtype):
-            fuse_layers(self.text_model)
+            fuse_gates(self.text_model)
+        if atmm.serves_rotation(self.device, self.dtype):
+            fuse_rotations(self.text_model)
 
     def _replace_vision_attention(self) -> None:
         """Use the device's attention in the vision tower, if the tower has scaled-dot-product attention."""

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import atmm
+from vlora.models.class_changes import change_classes
 
 
 class _FusedNorm(nn.Module):
@@ -34,20 +35,14 @@ def fuse_norms(model: nn.Module) -> int:
     Returns:
         The number of replaced norms.
     """
-    fused: dict[type, type | None] = {}
-    number = 0
-    for module in model.modules():
-        kind = type(module)
-        if not kind.__name__.endswith("RMSNorm") or not hasattr(module, "variance_epsilon"):
-            continue
-        if kind not in fused:
-            is_equal = _computes_the_same(module)
-            fused[kind] = type(f"Fused{kind.__name__}", (_FusedNorm, kind), {}) if is_equal else None
-        target = fused[kind]
-        if target is not None:
-            module.__class__ = target
-            number += 1
-    return number
+    return change_classes(model, _fused)
+
+
+def _fused(norm: Any) -> type | None:
+    kind = type(norm)
+    if not kind.__name__.endswith("RMSNorm") or not hasattr(norm, "variance_epsilon"):
+        return None
+    return type(f"Fused{kind.__name__}", (_FusedNorm, kind), {}) if _computes_the_same(norm) else None
 
 
 @torch.inference_mode()

@@ -1,0 +1,61 @@
+// Rotary position embedding of rows, in place: x * cos + rotate_half(x) * sin, where rotate_half gives (-second half,
+// first half).
+//
+// Compiled without fused multiply-add: products and sums are rounded as the eager operations round them, so results are
+// equal bit for bit.
+#include "vectors.h"
+
+namespace atmm {
+namespace {
+
+constexpr int64_t kSerial = 32 * 1024;  // values; smaller inputs are faster on one thread than waking threads
+
+// Queries or keys: row (head, token) starts at data + head * by_head + token * by_token.
+template <typename T>
+struct Rows {
+  T* data;
+  int64_t by_head, by_token, heads;
+};
+
+template <typename T>
+void rotate_part(T* x, const T* cos, const T* sin, int64_t half, int64_t i, int64_t count) {
+  const Floats first = load(x + i, count), second = load(x + half + i, count);
+  const Floats turned_first = rounded(first * load(cos + i, count), x) - rounded(second * load(sin + i, count), x);
+  const Floats turned_second =
+      rounded(second * load(cos + half + i, count), x) + rounded(first * load(sin + half + i, count), x);
+  store(x + i, turned_first, count);
+  store(x + half + i, turned_second, count);
+}
+
+template <typename T>
+void rotate(const Rows<T>& rows, const T* cos, const T* sin, int64_t token, int64_t width) {
+  const int64_t half = width / 2;
+  for (int64_t head = 0; head < rows.heads; ++head) {
+    T* x = rows.data + head * rows.by_head + token * rows.by_token;
+    for (int64_t i = 0; i < half; i += kWidth)
+      rotate_part(x, cos + token * width, sin + token * width, half, i, half - i < kWidth ? half - i : kWidth);
+  }
+}
+
+// cos, sin: [tokens, width], contiguous.
+template <typename T>
+void rotate_all(const Rows<T>& q, const Rows<T>& k, const T* cos, const T* sin, int64_t tokens, int64_t width) {
+#pragma omp parallel for schedule(static) if (tokens * (q.heads + k.heads) * width > kSerial)
+  for (int64_t token = 0; token < tokens; ++token) {
+    rotate(q, cos, sin, token, width);
+    rotate(k, cos, sin, token, width);
+  }
+}
+
+}  // namespace
+}  // namespace atmm
+
+#define ATMM_ROTATE(TYPE, T)                                                                                      \
+  extern "C" void atmm_rotate_##TYPE(T* q, int64_t q_head, int64_t q_token, int64_t q_heads, T* k, int64_t k_head, \
+                                     int64_t k_token, int64_t k_heads, const T* cos, const T* sin, int64_t tokens, \
+                                     int64_t width) {                                                             \
+    atmm::rotate_all<T>({q, q_head, q_token, q_heads}, {k, k_head, k_token, k_heads}, cos, sin, tokens, width);     \
+  }
+
+ATMM_ROTATE(bfloat16, atmm::BFloat16)
+ATMM_ROTATE(float32, float)
