@@ -134,11 +134,14 @@ def core(start: Sequence[str] = START, excluded: Mapping[str, tuple[str, ...]] =
 def executed() -> dict[str, int]:
     """Lines of the functions that the steps of the minimal engine enter, by module of `vlora`.
 
-    A function's lines include its decorators, docstring and comments. Those of another thread do not count. The
-    engine's clock counts its readings, so that the modes of the steps do not depend on the machine.
+    A function's lines include its decorators, docstring and comments. Reading adapters does not count, and is done
+    between two steps. The engine's clock and that of a step's work count their readings, so that the modes of the steps
+    do not depend on the machine.
     """
     from examples import minimal_engine
+    from tests.queued_executor import QueuedExecutor
     from vlora.engine import Engine
+    from vlora.models.clock import HostClock
 
     entered: set[tuple[str, int]] = set()
 
@@ -148,7 +151,11 @@ def executed() -> dict[str, int]:
 
     step = Engine.step
 
+    executor = QueuedExecutor()
+
     def recorded_step(engine: Engine) -> Any:
+        while executor.run():
+            pass
         sys.setprofile(record)
         try:
             return step(engine)
@@ -156,10 +163,17 @@ def executed() -> dict[str, int]:
             sys.setprofile(None)
 
     readings = itertools.count()
+
+    def clock(*_: Any) -> float:
+        return next(readings) * _READING_S
+
     with (
+        mock.patch.object(HostClock, "mark", clock),
         mock.patch.object(Engine, "step", recorded_step),
         mock.patch.object(
-            minimal_engine, "Engine", functools.partial(Engine, clock=lambda: next(readings) * _READING_S)
+            minimal_engine,
+            "Engine",
+            functools.partial(Engine, executor=executor, clock=lambda: next(readings) * _READING_S),
         ),
     ):
         minimal_engine.run()
