@@ -233,10 +233,12 @@ def _without_compiled_kernels() -> Iterator[None]:
     atmm.load_kernels.cache_clear()
     chosen = dict(matmul.measured)
     matmul.measured.clear()  # cached measurements may name the kernels
+    matmul.forget_choices()
     try:
         yield
     finally:
         matmul.measured.update(chosen)
+        matmul.forget_choices()
         os.environ.pop("ATMM_COMPILED")
         if before is not None:
             os.environ["ATMM_COMPILED"] = before
