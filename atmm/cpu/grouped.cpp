@@ -120,58 +120,78 @@ struct Product {
   float offset_factor;
   const T* bias;  // may be null
   int64_t d_in, group;
+  int64_t groups_per_block;  // with scales of their own, at least one
+  int64_t blocks_per_group;  // at least one
+  __m512i repeat;            // the group, within a block, of each 32-bit sum
+
+  Product(T* y, int64_t y_token, const Inputs<kBits>& x, const uint8_t* w, int64_t w_stride, const float* scales,
+          const float* offsets, int64_t scale_stride, float offset_factor, const T* bias, int64_t d_in, int64_t group)
+      : y(y), y_token(y_token), x(x), w(w), w_stride(w_stride), scales(scales), offsets(offsets),
+        scale_stride(scale_stride), offset_factor(offset_factor), bias(bias), d_in(d_in), group(group),
+        groups_per_block(std::max<int64_t>(1, kBlock<kBits> / group)),
+        blocks_per_group(std::max<int64_t>(1, group / kBlock<kBits>)) {
+    constexpr int64_t kScales = kBlock<kBits> / kInputs;
+    alignas(64) int32_t places[kWidth];
+    for (int64_t k = 0; k < kWidth; ++k) places[k] = int32_t(k * kScales / kWidth * groups_per_block / kScales);
+    repeat = _mm512_load_si512(places);
+  }
 };
 
 // Features o + r * per for r < R, of M tokens from `t`.
 template <typename T, int kBits, int R, int M>
 inline void tile(const Product<T, kBits>& product, int64_t o, int64_t per, int64_t t) {
-  constexpr int64_t kPieces = Inputs<kBits>::kPieces, kScales = kBlock<kBits> / kInputs;
+  constexpr int64_t kPieces = Inputs<kBits>::kPieces;
   const Inputs<kBits>& inputs = product.x;
-  const uint8_t* w = product.w + o * product.w_stride;
-  const float* scales = product.scales + o * product.scale_stride;
+  const uint8_t* w[R];
+  const float* scales[R];
+  UNROLLED for (int r = 0; r < R; ++r) {
+    w[r] = product.w + (o + r * per) * product.w_stride;
+    scales[r] = product.scales + (o + r * per) * product.scale_stride;
+  }
   const int8_t* x = inputs.values.get() + t * inputs.stride;
   const float* x_scales = inputs.scales.get() + t * inputs.scale_stride;
-  // A block's scales of weights, at most `kScales`, are repeated for the 32-bit sums that they belong to.
-  const int64_t per_block = std::max<int64_t>(1, kBlock<kBits> / product.group);
-  alignas(64) int32_t places[kWidth];
-  for (int64_t k = 0; k < kWidth; ++k) places[k] = int32_t(k * kScales / kWidth * per_block / kScales);
-  const __m512i repeat = _mm512_load_si512(places);
+  const int64_t stride = inputs.stride, scale_stride = inputs.scale_stride, blocks_per_group = product.blocks_per_group;
+  const __m512i repeat = product.repeat, low = _mm512_set1_epi8(15);
   Floats sums[R][M] = {};
-  const auto block = [&](int64_t b, __mmask64 bytes) {
-    const int64_t group = b * kBlock<kBits> / product.group;
-    const int64_t count = std::min(per_block, inputs.num_groups - group);
-    const __mmask16 present = __mmask16((1u << count) - 1);
-    for (int r = 0; r < R; ++r) {
-      const uint8_t* row = w + r * per * product.w_stride + b * 64;
-      __builtin_prefetch(row + kAhead, 0, 3);
-      const __m512i values = _mm512_maskz_loadu_epi8(bytes, row);
-      const __m512 own = _mm512_maskz_loadu_ps(present, scales + r * per * product.scale_stride + group);
+  // The block's first group, and the blocks of this group before it: divisions would take most of the time.
+  int64_t group = 0, blocks = 0;
+  const int64_t num_bytes = product.d_in * kBits / 8;
+  for (int64_t first = 0; first < num_bytes; first += 64) {
+    const __mmask64 bytes = ~__mmask64(0) >> (64 - std::min<int64_t>(64, num_bytes - first));
+    const int64_t count = std::min(product.groups_per_block, inputs.num_groups - group);
+    const __mmask8 present = __mmask8((1u << count) - 1);
+    UNROLLED for (int r = 0; r < R; ++r) {
+      __builtin_prefetch(w[r] + first + kAhead, 0, 3);
+      const __m512i values = _mm512_maskz_loadu_epi8(bytes, w[r] + first);
+      // At most four scales: a wider load would cross lines of the cache.
+      const __m512 own = _mm512_castps128_ps512(_mm_maskz_loadu_ps(present, scales[r] + group));
       const __m512 scale = _mm512_permutexvar_ps(repeat, own);
       __m512i pieces[kPieces];
       if constexpr (kBits == 8) {
         pieces[0] = values;
       } else {
-        const __m512i low = _mm512_set1_epi8(15);
         pieces[0] = _mm512_and_si512(values, low);
         pieces[1] = _mm512_and_si512(_mm512_srli_epi16(values, 4), low);
       }
-      for (int m = 0; m < M; ++m) {
-        const int8_t* token = x + m * inputs.stride + b * kBlock<kBits>;
-        __m512i sum = {};
-        for (int p = 0; p < kPieces; ++p) sum = _mm512_dpbusd_epi32(sum, pieces[p], _mm512_load_si512(token + 64 * p));
-        const __m512 both = _mm512_mul_ps(scale, _mm512_load_ps(x_scales + m * inputs.scale_stride + b * kWidth));
+      UNROLLED for (int m = 0; m < M; ++m) {
+        const int8_t* token = x + m * stride + first * kPieces;
+        __m512i sum = _mm512_setzero_si512();
+        UNROLLED for (int p = 0; p < kPieces; ++p)
+          sum = _mm512_dpbusd_epi32(sum, pieces[p], _mm512_load_si512(token + 64 * p));
+        const __m512 both = _mm512_mul_ps(scale, _mm512_load_ps(x_scales + m * scale_stride + first / 64 * kWidth));
         sums[r][m] = Floats(_mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), both, __m512(sums[r][m])));
       }
     }
-  };
-  const int64_t num_bytes = product.d_in * kBits / 8, whole = num_bytes / 64;
-  for (int64_t b = 0; b < whole; ++b) block(b, ~__mmask64(0));
-  if (whole < inputs.num_blocks) block(whole, (__mmask64(1) << (num_bytes - whole * 64)) - 1);
-  for (int r = 0; r < R; ++r) {
+    if (++blocks == blocks_per_group) {
+      blocks = 0;
+      group += product.groups_per_block;
+    }
+  }
+  UNROLLED for (int r = 0; r < R; ++r) {
     const int64_t feature = o + r * per;
     const float* offsets = product.offsets + feature * product.scale_stride;
     const float bias = product.bias ? load_one(product.bias + feature) : 0.0f;
-    for (int m = 0; m < M; ++m) {
+    UNROLLED for (int m = 0; m < M; ++m) {
       const float* x_sums = inputs.sums.get() + (t + m) * inputs.sum_stride;
       Floats offset = {};
       for (int64_t g = 0; g < inputs.num_groups; g += kWidth) {
@@ -340,8 +360,8 @@ void linear(T* y, int64_t y_token, const T* x, int64_t x_token, const uint8_t* w
             const float* offsets, int64_t scale_stride, float offset_factor, const T* bias, int64_t num_tokens,
             int64_t d_in, int64_t d_out, int64_t group) {
   Inputs<kBits> inputs(num_tokens, d_in, group);
-  const Product<T, kBits> product{y,       y_token,      inputs,        w,    w_stride, scales,
-                                  offsets, scale_stride, offset_factor, bias, d_in,     group};
+  const Product<T, kBits> product(y, y_token, inputs, w, w_stride, scales, offsets, scale_stride, offset_factor, bias,
+                                  d_in, group);
 #pragma omp parallel
   {
 #pragma omp for
