@@ -257,6 +257,7 @@ struct Packed {
         const __mmask64 bytes = ~__mmask64(0) >> (64 - std::min<int64_t>(64, num_bytes - first));
         for (int64_t r = 0; r < kWidth; ++r) {
           const uint8_t* row = w + (16 * v + r) * w_stride + first;
+          __builtin_prefetch(row + kRows * w_stride, 0, 3);
           const __m512i values = 16 * v + r < num_rows ? _mm512_maskz_loadu_epi8(bytes, row) : _mm512_setzero_si512();
           square[r] = Floats(_mm512_castsi512_ps(values));
         }
@@ -282,8 +283,11 @@ struct Packed {
     for (int64_t g = 0; g < num_groups; g += kWidth)
       for (int v = 0; v < kRegisters; ++v) {
         const int64_t count = std::min<int64_t>(kWidth, num_groups - g);
-        for (int64_t r = 0; r < kWidth; ++r)
-          square[r] = 16 * v + r < num_rows ? load(from + (16 * v + r) * stride + g, count) : Floats{};
+        for (int64_t r = 0; r < kWidth; ++r) {
+          const float* row = from + (16 * v + r) * stride + g;
+          __builtin_prefetch(row + kRows * stride, 0, 3);
+          square[r] = 16 * v + r < num_rows ? load(row, count) : Floats{};
+        }
         transpose(square);
         for (int64_t j = 0; j < kWidth; ++j) store(to + (g + j) * kRows + 16 * v, square[j]);
       }
