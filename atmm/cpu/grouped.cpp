@@ -9,6 +9,7 @@
 #include <cstring>
 #include <memory>
 #include <new>
+#include <type_traits>
 
 #include "vectors.h"
 
@@ -20,7 +21,9 @@ namespace {
 constexpr int64_t kInputs = 32;  // with one scale
 constexpr float kLargest = 127.0f, kSmallest = 1e-12f;
 constexpr int kStreams = 4, kTokens = 5;  // of a tile: with weights and scales, 25 of 32 registers
-constexpr int64_t kAhead = 1024;          // prefetch distance in bytes
+// Prefetch distances of weights, in bytes, and of their scales. Without the latter a product of weights that are not in
+// a cache takes twice as long: a processor recognizes fewer streams than rows and their scales.
+constexpr int64_t kAhead = 2048, kScalesAhead = 64;
 
 // A register of weights has `kBlock` inputs. Four bits: byte j has input 2 j in its lower and input 2 j + 1 in its
 // upper half, so that the even inputs of a token are multiplied with the lower halves, the odd ones with the upper.
@@ -120,58 +123,82 @@ struct Product {
   float offset_factor;
   const T* bias;  // may be null
   int64_t d_in, group;
+  int64_t groups_per_block;  // with scales of their own, at least one
+  int64_t blocks_per_group;  // at least one
+  __m512i repeat;            // the group, within a block, of each 32-bit sum
+
+  Product(T* y, int64_t y_token, const Inputs<kBits>& x, const uint8_t* w, int64_t w_stride, const float* scales,
+          const float* offsets, int64_t scale_stride, float offset_factor, const T* bias, int64_t d_in, int64_t group)
+      : y(y), y_token(y_token), x(x), w(w), w_stride(w_stride), scales(scales), offsets(offsets),
+        scale_stride(scale_stride), offset_factor(offset_factor), bias(bias), d_in(d_in), group(group),
+        groups_per_block(std::max<int64_t>(1, kBlock<kBits> / group)),
+        blocks_per_group(std::max<int64_t>(1, group / kBlock<kBits>)) {
+    constexpr int64_t kScales = kBlock<kBits> / kInputs;
+    alignas(64) int32_t places[kWidth];
+    for (int64_t k = 0; k < kWidth; ++k) places[k] = int32_t(k * kScales / kWidth * groups_per_block / kScales);
+    repeat = _mm512_load_si512(places);
+  }
 };
 
 // Features o + r * per for r < R, of M tokens from `t`.
 template <typename T, int kBits, int R, int M>
 inline void tile(const Product<T, kBits>& product, int64_t o, int64_t per, int64_t t) {
-  constexpr int64_t kPieces = Inputs<kBits>::kPieces, kScales = kBlock<kBits> / kInputs;
+  constexpr int64_t kPieces = Inputs<kBits>::kPieces;
   const Inputs<kBits>& inputs = product.x;
-  const uint8_t* w = product.w + o * product.w_stride;
-  const float* scales = product.scales + o * product.scale_stride;
+  const uint8_t* w[R];
+  const float* scales[R];
+  UNROLLED for (int r = 0; r < R; ++r) {
+    w[r] = product.w + (o + r * per) * product.w_stride;
+    scales[r] = product.scales + (o + r * per) * product.scale_stride;
+  }
   const int8_t* x = inputs.values.get() + t * inputs.stride;
   const float* x_scales = inputs.scales.get() + t * inputs.scale_stride;
-  // A block's scales of weights, at most `kScales`, are repeated for the 32-bit sums that they belong to.
-  const int64_t per_block = std::max<int64_t>(1, kBlock<kBits> / product.group);
-  alignas(64) int32_t places[kWidth];
-  for (int64_t k = 0; k < kWidth; ++k) places[k] = int32_t(k * kScales / kWidth * per_block / kScales);
-  const __m512i repeat = _mm512_load_si512(places);
+  const int64_t stride = inputs.stride, scale_stride = inputs.scale_stride, blocks_per_group = product.blocks_per_group;
+  const __m512i repeat = product.repeat, low = _mm512_set1_epi8(15);
   Floats sums[R][M] = {};
-  const auto block = [&](int64_t b, __mmask64 bytes) {
-    const int64_t group = b * kBlock<kBits> / product.group;
-    const int64_t count = std::min(per_block, inputs.num_groups - group);
-    const __mmask16 present = __mmask16((1u << count) - 1);
-    for (int r = 0; r < R; ++r) {
-      const uint8_t* row = w + r * per * product.w_stride + b * 64;
-      __builtin_prefetch(row + kAhead, 0, 3);
-      const __m512i values = _mm512_maskz_loadu_epi8(bytes, row);
-      const __m512 own = _mm512_maskz_loadu_ps(present, scales + r * per * product.scale_stride + group);
+  // The block's first group, and the blocks of this group before it: divisions would take most of the time.
+  int64_t group = 0, blocks = 0;
+  const int64_t num_bytes = product.d_in * kBits / 8;
+  const auto block = [&](int64_t first, auto whole) __attribute__((always_inline)) {
+    const __mmask64 bytes = ~__mmask64(0) >> (64 - std::min<int64_t>(64, num_bytes - first));
+    const int64_t count = std::min(product.groups_per_block, inputs.num_groups - group);
+    const __mmask8 present = __mmask8((1u << count) - 1);
+    UNROLLED for (int r = 0; r < R; ++r) {
+      __builtin_prefetch(w[r] + first + kAhead, 0, 3);
+      __builtin_prefetch(scales[r] + group + kScalesAhead, 0, 3);
+      const __m512i values = whole ? _mm512_loadu_si512(w[r] + first) : _mm512_maskz_loadu_epi8(bytes, w[r] + first);
+      // At most four scales: a wider load would cross lines of the cache.
+      const __m512 own = _mm512_castps128_ps512(_mm_maskz_loadu_ps(present, scales[r] + group));
       const __m512 scale = _mm512_permutexvar_ps(repeat, own);
       __m512i pieces[kPieces];
       if constexpr (kBits == 8) {
         pieces[0] = values;
       } else {
-        const __m512i low = _mm512_set1_epi8(15);
         pieces[0] = _mm512_and_si512(values, low);
         pieces[1] = _mm512_and_si512(_mm512_srli_epi16(values, 4), low);
       }
-      for (int m = 0; m < M; ++m) {
-        const int8_t* token = x + m * inputs.stride + b * kBlock<kBits>;
-        __m512i sum = {};
-        for (int p = 0; p < kPieces; ++p) sum = _mm512_dpbusd_epi32(sum, pieces[p], _mm512_load_si512(token + 64 * p));
-        const __m512 both = _mm512_mul_ps(scale, _mm512_load_ps(x_scales + m * inputs.scale_stride + b * kWidth));
+      UNROLLED for (int m = 0; m < M; ++m) {
+        const int8_t* token = x + m * stride + first * kPieces;
+        __m512i sum = _mm512_setzero_si512();
+        UNROLLED for (int p = 0; p < kPieces; ++p)
+          sum = _mm512_dpbusd_epi32(sum, pieces[p], _mm512_load_si512(token + 64 * p));
+        const __m512 both = _mm512_mul_ps(scale, _mm512_load_ps(x_scales + m * scale_stride + first / 64 * kWidth));
         sums[r][m] = Floats(_mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), both, __m512(sums[r][m])));
       }
     }
+    if (++blocks == blocks_per_group) {
+      blocks = 0;
+      group += product.groups_per_block;
+    }
   };
-  const int64_t num_bytes = product.d_in * kBits / 8, whole = num_bytes / 64;
-  for (int64_t b = 0; b < whole; ++b) block(b, ~__mmask64(0));
-  if (whole < inputs.num_blocks) block(whole, (__mmask64(1) << (num_bytes - whole * 64)) - 1);
-  for (int r = 0; r < R; ++r) {
+  int64_t first = 0;
+  for (; first + 64 <= num_bytes; first += 64) block(first, std::true_type{});
+  if (first < num_bytes) block(first, std::false_type{});
+  UNROLLED for (int r = 0; r < R; ++r) {
     const int64_t feature = o + r * per;
     const float* offsets = product.offsets + feature * product.scale_stride;
     const float bias = product.bias ? load_one(product.bias + feature) : 0.0f;
-    for (int m = 0; m < M; ++m) {
+    UNROLLED for (int m = 0; m < M; ++m) {
       const float* x_sums = inputs.sums.get() + (t + m) * inputs.sum_stride;
       Floats offset = {};
       for (int64_t g = 0; g < inputs.num_groups; g += kWidth) {
@@ -230,6 +257,7 @@ struct Packed {
         const __mmask64 bytes = ~__mmask64(0) >> (64 - std::min<int64_t>(64, num_bytes - first));
         for (int64_t r = 0; r < kWidth; ++r) {
           const uint8_t* row = w + (16 * v + r) * w_stride + first;
+          __builtin_prefetch(row + kRows * w_stride, 0, 3);
           const __m512i values = 16 * v + r < num_rows ? _mm512_maskz_loadu_epi8(bytes, row) : _mm512_setzero_si512();
           square[r] = Floats(_mm512_castsi512_ps(values));
         }
@@ -255,8 +283,11 @@ struct Packed {
     for (int64_t g = 0; g < num_groups; g += kWidth)
       for (int v = 0; v < kRegisters; ++v) {
         const int64_t count = std::min<int64_t>(kWidth, num_groups - g);
-        for (int64_t r = 0; r < kWidth; ++r)
-          square[r] = 16 * v + r < num_rows ? load(from + (16 * v + r) * stride + g, count) : Floats{};
+        for (int64_t r = 0; r < kWidth; ++r) {
+          const float* row = from + (16 * v + r) * stride + g;
+          __builtin_prefetch(row + kRows * stride, 0, 3);
+          square[r] = 16 * v + r < num_rows ? load(row, count) : Floats{};
+        }
         transpose(square);
         for (int64_t j = 0; j < kWidth; ++j) store(to + (g + j) * kRows + 16 * v, square[j]);
       }
@@ -340,8 +371,8 @@ void linear(T* y, int64_t y_token, const T* x, int64_t x_token, const uint8_t* w
             const float* offsets, int64_t scale_stride, float offset_factor, const T* bias, int64_t num_tokens,
             int64_t d_in, int64_t d_out, int64_t group) {
   Inputs<kBits> inputs(num_tokens, d_in, group);
-  const Product<T, kBits> product{y,       y_token,      inputs,        w,    w_stride, scales,
-                                  offsets, scale_stride, offset_factor, bias, d_in,     group};
+  const Product<T, kBits> product(y, y_token, inputs, w, w_stride, scales, offsets, scale_stride, offset_factor, bias,
+                                  d_in, group);
 #pragma omp parallel
   {
 #pragma omp for

@@ -66,9 +66,10 @@ inline __m128i totals(const __m512i (&sums)[R]) {
   return _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
 }
 
-// Features o + r * per for r < R, of M tokens from `t`.
-template <typename T, int R, int M>
-inline void tile(const Product<T>& product, int64_t o, int64_t per, int64_t t) {
+// Features o + r * per for r < R, of M tokens from `t`. The first tile of these features also prefetches, and sums
+// their weights: 128 times the sums in `offsets`.
+template <typename T, int R, int M, bool kFirst>
+inline void tile(const Product<T>& product, int64_t o, int64_t per, int64_t t, __m128i* offsets) {
   const int8_t* w = product.w + o * product.w_stride;
   const int64_t stream = per * product.w_stride;
   const uint8_t* x = product.x + t * product.x_stride;
@@ -78,9 +79,11 @@ inline void tile(const Product<T>& product, int64_t o, int64_t per, int64_t t) {
     const __mmask64 present = ~__mmask64(0) >> (kGroup - std::min(kGroup, product.d_in - i));
     __m512i rows[R];
     UNROLLED for (int r = 0; r < R; ++r) {
-      __builtin_prefetch(w + r * stream + i + kAhead, 0, 3);
       rows[r] = _mm512_maskz_loadu_epi8(present, w + r * stream + i);
-      weights[r] = _mm512_dpbusd_epi32(weights[r], ones, rows[r]);
+      if constexpr (kFirst) {
+        __builtin_prefetch(w + r * stream + i + kAhead, 0, 3);
+        weights[r] = _mm512_dpbusd_epi32(weights[r], ones, rows[r]);
+      }
     }
     UNROLLED for (int m = 0; m < M; ++m) {
       const __m512i values = _mm512_loadu_si512(x + m * product.x_stride + i);
@@ -92,11 +95,11 @@ inline void tile(const Product<T>& product, int64_t o, int64_t per, int64_t t) {
     scales[r] = product.w_scale[o + r * per];
     if (product.bias) bias[r] = load_one(product.bias + o + r * per);
   }
-  const __m128i offsets = _mm_slli_epi32(totals(weights), 7);  // 128 times
+  if constexpr (kFirst) *offsets = _mm_slli_epi32(totals(weights), 7);
   UNROLLED for (int m = 0; m < M; ++m) {
     __m512i own[R];
     UNROLLED for (int r = 0; r < R; ++r) own[r] = sums[m][r];
-    const __m128 sum = _mm_cvtepi32_ps(_mm_sub_epi32(totals(own), offsets));
+    const __m128 sum = _mm_cvtepi32_ps(_mm_sub_epi32(totals(own), *offsets));
     const __m128 scale = _mm_mul_ps(_mm_set1_ps(product.x_scale[t + m]), _mm_loadu_ps(scales));
     T values[kWidth];
     store(values, Floats(_mm512_castps128_ps512(_mm_fmadd_ps(sum, scale, _mm_loadu_ps(bias)))));
@@ -104,28 +107,31 @@ inline void tile(const Product<T>& product, int64_t o, int64_t per, int64_t t) {
   }
 }
 
-template <typename T, int R, int M>
-inline void tile_of(int64_t size, const Product<T>& product, int64_t o, int64_t per, int64_t t) {
-  if (size == M) return tile<T, R, M>(product, o, per, t);
-  if constexpr (M > 1) tile_of<T, R, M - 1>(size, product, o, per, t);
+template <typename T, int R, bool kFirst, int M>
+inline void tile_of(int64_t size, const Product<T>& product, int64_t o, int64_t per, int64_t t, __m128i* offsets) {
+  if (size == M) return tile<T, R, M, kFirst>(product, o, per, t, offsets);
+  if constexpr (M > 1) tile_of<T, R, kFirst, M - 1>(size, product, o, per, t, offsets);
 }
 
 // Features [first, first + R * per) of a few tokens, in tiles of nearly equal size.
 template <typename T, int R>
 void streams(const Product<T>& product, int64_t first, int64_t per, int64_t num_tokens) {
-  const int64_t num_tiles = (num_tokens + kTokens - 1) / kTokens;
-  for (int64_t o = first; o < first + per; ++o)
-    for (int64_t k = 0, t = 0; k < num_tiles; ++k) {
+  const int64_t num_tiles = (num_tokens + kTokens - 1) / kTokens, largest = (num_tokens + num_tiles - 1) / num_tiles;
+  for (int64_t o = first; o < first + per; ++o) {
+    __m128i offsets;
+    tile_of<T, R, true, kTokens>(largest, product, o, per, 0, &offsets);
+    for (int64_t k = 1, t = largest; k < num_tiles; ++k) {
       const int64_t size = (num_tokens - t + num_tiles - k - 1) / (num_tiles - k);
-      tile_of<T, R, kTokens>(size, product, o, per, t);
+      tile_of<T, R, false, kTokens>(size, product, o, per, t, &offsets);
       t += size;
     }
+  }
 }
 
 // Weights of kRows features with four inputs of each side by side: one register has 16 features, and a product with
 // four inputs of a token, repeated, adds to 16 sums at once.
 constexpr int kRegisters = 2, kRows = 16 * kRegisters, kWideTokens = 10;
-constexpr int64_t kManyTokens = 96;  // from which packing costs less than it saves
+constexpr int64_t kManyTokens = 48;  // from which packing costs less than it saves
 
 struct Packed {
   explicit Packed(int64_t d_in)
@@ -140,8 +146,10 @@ struct Packed {
       const int64_t count = std::min(kWidth, groups - i / 4);
       for (int v = 0; v < kRegisters; ++v) {
         for (int64_t r = 0; r < kWidth; ++r) {
-          const __m512i row = 16 * v + r < num_rows ? _mm512_maskz_loadu_epi8(present, w + (16 * v + r) * w_stride + i)
-                                                    : _mm512_setzero_si512();
+          const int8_t* from = w + (16 * v + r) * w_stride + i;
+          __builtin_prefetch(from + kRows * w_stride, 0, 3);
+          const __m512i row =
+              16 * v + r < num_rows ? _mm512_maskz_loadu_epi8(present, from) : _mm512_setzero_si512();
           square[r] = Floats(_mm512_castsi512_ps(row));
         }
         transpose(square);
@@ -201,11 +209,15 @@ inline void packed_tile_of(int64_t size, const Product<T>& product, const Packed
 template <typename T>
 void packed_rows(const Product<T>& product, int64_t first, int64_t stop, int64_t num_tokens) {
   Packed packed(product.d_in);
+  const int64_t num_tiles = (num_tokens + kWideTokens - 1) / kWideTokens;
   for (int64_t o = first; o < stop; o += kRows) {
     const int64_t num_rows = std::min<int64_t>(kRows, stop - o);
     packed.fill(product.w + o * product.w_stride, product.w_stride, product.d_in, num_rows);
-    for (int64_t t = 0; t < num_tokens; t += kWideTokens)
-      packed_tile_of<T, kWideTokens>(std::min<int64_t>(kWideTokens, num_tokens - t), product, packed, o, num_rows, t);
+    for (int64_t k = 0, t = 0; k < num_tiles; ++k) {
+      const int64_t size = (num_tokens - t + num_tiles - k - 1) / (num_tiles - k);
+      packed_tile_of<T, kWideTokens>(size, product, packed, o, num_rows, t);
+      t += size;
+    }
   }
 }
 
