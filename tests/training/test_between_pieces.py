@@ -20,9 +20,9 @@ MODES = ((Mode.UNMERGED, None), (Mode.MIXED, "wide8"))
 NUM_TOKENS = 16
 
 
-def filled(hf_model: HFModel) -> PackedTrainer:
+def filled(hf_model: HFModel, weights: dict[str, torch.Tensor] | None = None) -> PackedTrainer:
     """A trainer whose adapters have deltas already, as after some steps."""
-    trainer = PackedTrainer(hf_model)
+    trainer = PackedTrainer(hf_model, weights)
     for name, settings in SETTINGS.items():
         own = trainer.add(name, settings)
         generator = torch.Generator().manual_seed(len(name))
@@ -129,6 +129,24 @@ def test_a_diverged_adapter_changes_no_bit_of_another(recompute: bool) -> None:
         own.restore(state)
     trainer.micro_step(batch, recompute=recompute).run()
     assert_equal_bits(taken(trainer), expected)
+
+
+def test_given_weights_are_used_instead_of_the_layers_own() -> None:
+    """As with a switcher that writes merged weights over W0."""
+    hf_model = HFModel(build_model("qwen2_vl"))
+    batch = samples(hf_model, "qwen2_vl", tuple(SETTINGS), 0)
+    trainer = filled(hf_model)
+    trainer.micro_step(batch).run()
+    expected = taken(trainer)
+    weights = {name: layer.weight.detach().clone() for name, layer in hf_model.language_linears.items()}
+    for layer in hf_model.language_linears.values():
+        layer.weight.data.mul_(1.5)
+    other = filled(hf_model, weights)
+    other.micro_step(batch).run()
+    assert_equal_bits(taken(other), expected)
+    trainer.micro_step(batch).run()
+    with pytest.raises(AssertionError, match="narrow at"):
+        assert_equal_bits(taken(trainer), expected)
 
 
 def test_an_abandoned_micro_step_leaves_no_gradient() -> None:

@@ -18,7 +18,7 @@ from vlora.training import PackedTrainer
 
 WITHIN = 1e-5
 FAMILIES = ("qwen2_vl", "llava")
-NUM_STEPS = 4
+NUM_STEPS = 8
 
 
 def trainer_of(family: str, adapters: Sequence[str], **changes: Any) -> tuple[HFModel, PackedTrainer]:
@@ -142,3 +142,22 @@ def test_a_restored_training_continues_bit_for_bit() -> None:
     own = trainer.add("wide", dataclasses.replace(SETTINGS["wide"], seed=9))
     own.restore(state)
     assert [step() for _ in range(3)] == expected
+
+
+def test_a_model_in_bfloat16_has_the_gradients_of_float32() -> None:
+    """Parameters, gradients' sums and the optimizer remain in float32."""
+    gradients, losses = [], []
+    for dtype in (torch.float32, torch.bfloat16):
+        hf_model = HFModel(build_model("qwen2_vl", dtype))
+        trainer = PackedTrainer(hf_model)
+        own = trainer.add("wide", SETTINGS["wide"])
+        batch = samples(hf_model, "qwen2_vl", ("wide",), 0)
+        for _ in range(3):
+            losses.append(trainer.micro_step(batch).run()["wide"].mean)
+            found = torch.cat([gradient.flatten() for pair in own.gradients().values() for gradient in pair])
+            assert found.dtype is torch.float32
+            own.update()
+        gradients.append(found)
+    assert losses[3:] == pytest.approx(losses[:3], rel=0.02)
+    assert torch.cosine_similarity(*gradients, dim=0) > 0.98
+    assert losses[2] < losses[0]

@@ -86,7 +86,7 @@ class _Product(torch.autograd.Function):
 
 
 class TrainedDecoderLayer:
-    """One decoder layer of the model."""
+    """One decoder layer of the model. num_weights: of its linear layers."""
 
     def __init__(self, module: torch.nn.Module, config: Any, index: int, linears: Mapping[str, TrainedLinear]) -> None:
         """linears: of this layer, by name."""
@@ -95,6 +95,7 @@ class TrainedDecoderLayer:
         self._config = config
         self._index = index
         self._linears = tuple(linears.values())
+        self.num_weights = sum(layer.weight.numel() for layer in self._linears)
 
     def trains(self, batch: PackedBatch) -> bool:
         """Whether an adapter of the batch targets this layer."""

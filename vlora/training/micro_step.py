@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 
-from atmm.matmul import linear
 from vlora.models.hf_model import HFModel
 from vlora.training.adapter import TrainableLora
 from vlora.training.batch import PackedBatch
 from vlora.training.decoder import TrainedDecoderLayer
+from vlora.training.loss import TokenLosses
 
-LOSS_ROWS = 64
-"""Tokens per piece of the loss: their logits over the vocabulary are all that exist at a time."""
+_END = object()
 
 
 class Loss(NamedTuple):
@@ -133,29 +132,27 @@ class MicroStep:
                 gradient = given.grad
                 yield
 
-    def _loss(self, hidden: torch.Tensor) -> Iterator[None]:
+    def _loss(self, hidden: torch.Tensor) -> Generator[None, None, torch.Tensor]:
         """Compute the losses. Returns the gradient of their sum for the last layer's output [T, hidden]."""
         batch, head = self.batch, self._hf_model.lm_head
         with _mode(grad=True):
             rows = hidden.index_select(0, batch.predicting).requires_grad_()
             normed = self._hf_model.text_model.norm(rows)
         with _mode(grad=False):
-            values, slopes = rows.new_empty(len(rows), dtype=torch.float32), torch.empty_like(rows)
-        for start in range(0, len(rows), LOSS_ROWS):
-            part = slice(start, start + LOSS_ROWS)
+            largest = max(layer.num_weights for layer in self._layers)
+            found = TokenLosses(normed.detach(), batch.targets, head.weight.detach(), head.bias, largest)
+            pieces = found.pieces()
+        complete = False
+        while not complete:
             with _mode(grad=False):
-                targets = batch.targets[part, None]
-                scores = torch.log_softmax(linear(normed[part], head.weight, head.bias).float(), -1)
-                torch.neg(scores.gather(1, targets)[:, 0], out=values[part])
-                slope = scores.exp_().scatter_add_(1, targets, scores.new_full(targets.shape, -1.0))
-                torch.mm(slope.to(rows.dtype), head.weight, out=slopes[part])
-                del scores, slope
-            yield
+                complete = next(pieces, _END) is _END
+            if not complete:
+                yield
         with _mode(grad=True):
-            torch.autograd.backward(normed, slopes)
+            torch.autograd.backward(normed, found.slopes)
         with _mode(grad=False):
             for adapter, own in batch.parts.items():
-                self.losses[adapter] = Loss(float(values[own].sum(dtype=torch.float64)), own.stop - own.start)
+                self.losses[adapter] = Loss(float(found.values[own].sum(dtype=torch.float64)), own.stop - own.start)
             assert rows.grad is not None
             gradient: torch.Tensor = torch.zeros_like(hidden).index_copy_(0, batch.predicting, rows.grad)
         return gradient

@@ -33,15 +33,15 @@ class PackedTrainer:
                 be merged during a micro-step.
 
         Raises:
-            BadConfig: The weights are quantized; gradients cannot pass through those.
+            BadConfig: The weights are quantized, or sharded over several ranks.
         """
         self._hf_model = hf_model
-        hf_model.model.requires_grad_(False)
-        quantized = [
-            layer for layer in (*hf_model.language_linears.values(), hf_model.lm_head) if layer.quantized is not None
-        ]
-        if quantized:
+        layers = hf_model.language_linears.values()
+        if any(layer.quantized is not None for layer in (*layers, hf_model.lm_head)):
             raise BadConfig("training needs weights that are not quantized; start without --quantize")
+        if any(layer.shard.size > 1 for layer in layers):
+            raise BadConfig("training needs the whole model in one process; start without --tensor-parallel")
+        hf_model.model.requires_grad_(False)
         self._linears = {
             name: TrainedLinear(name, layer, layer.weight.detach() if weights is None else weights[name])
             for name, layer in hf_model.language_linears.items()
@@ -92,7 +92,10 @@ class PackedTrainer:
         """
         if unknown := sorted(samples.keys() - self.adapters.keys()):
             raise BadRequest(f"no adapter in training is named {', '.join(unknown)}; add it first")
-        if empty := sorted(name for name, own in samples.items() if not own) or not samples:
-            raise BadRequest(f"a micro-step needs samples of every adapter; there are none of {empty or 'any'}")
+        empty = sorted(name for name, own in samples.items() if not own)
+        if empty or not samples:
+            raise BadRequest(
+                f"a micro-step needs samples of every adapter; there are none of {', '.join(empty) or 'any'}"
+            )
         batch = PackedBatch(self._hf_model, samples)
         return MicroStep(self._hf_model, self._layers, self.adapters, batch, recompute=recompute)
