@@ -21,7 +21,7 @@ NUM_TOKENS = 16
 
 
 def filled(hf_model: HFModel, weights: dict[str, torch.Tensor] | None = None) -> PackedTrainer:
-    """A trainer whose adapters have deltas already, as after some steps."""
+    """A trainer with adapters that have deltas already, as after some steps."""
     trainer = PackedTrainer(hf_model, weights)
     for name, settings in SETTINGS.items():
         own = trainer.add(name, settings)
@@ -101,6 +101,21 @@ def test_training_leaves_no_trace_in_the_modules() -> None:
             assert [sorted(module.__dict__) for module in hf_model.model.modules()] == before
             assert hf_model.text_model.config._attn_implementation == attention  # noqa: SLF001
     assert all(parameter.grad is None for parameter in hf_model.model.parameters())
+
+
+def test_training_may_be_called_in_inference_mode() -> None:
+    """As the engine's step does, and outside of it the same training continues."""
+    hf_model = HFModel(build_model("qwen2_vl"))
+    batch = samples(hf_model, "qwen2_vl", tuple(SETTINGS), 0)
+    losses = []
+    for inside in (False, True):
+        with torch.inference_mode(inside):
+            trainer = filled(hf_model)
+        for place in range(3):
+            with torch.inference_mode(inside and place != 1):
+                trainer.micro_step(batch).run()
+                losses.append([own.update().loss for own in trainer.adapters.values()])
+    assert losses[3:] == losses[:3] and losses[0] != losses[2]
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["stored", "recomputed"])

@@ -94,6 +94,7 @@ class TrainableLora:
         busy: Whether a micro-step with this adapter is under way, so that its parameters must not change.
     """
 
+    @torch.inference_mode(False)
     def __init__(
         self, name: str, settings: LoraSettings, shapes: Mapping[str, tuple[int, int]], like: torch.Tensor
     ) -> None:
@@ -113,35 +114,33 @@ class TrainableLora:
         self._parameters = nn.Parameter(torch.zeros(sum(sizes), device=like.device))  # float32
         self._parameters.grad = torch.zeros_like(self._parameters)
         self._read = torch.zeros(sum(sizes), dtype=like.dtype, device=like.device)
-        values, gradients, read = (
-            each.split(sizes) for each in (self._parameters.detach(), self._parameters.grad, self._read)
+        parts = zip(
+            *(each.split(sizes) for each in (self._parameters.detach(), self._parameters.grad, self._read)), strict=True
         )
-        self.factors: dict[str, TrainedFactors] = {}
-        for place, layer in enumerate(shapes):
-            leaves, served = [], []
-            for part in (place, len(shapes) + place):
-                leaf = values[part].view(rank, -1).requires_grad_()
-                leaf.grad = gradients[part].view(rank, -1)
-                leaves.append(leaf)
-                served.append(read[part].view(rank, -1))
-            self.factors[layer] = TrainedFactors(*leaves, Factors(*served))
+        leaves, read = [], []
+        for values, gradient, served in parts:
+            leaf = values.view(rank, -1).requires_grad_()
+            leaf.grad = gradient.view(rank, -1)
+            leaves.append(leaf)
+            read.append(served.view(rank, -1))
+        count = len(shapes)
+        self.factors = {
+            layer: TrainedFactors(leaves[place], leaves[count + place], Factors(read[place], read[count + place]))
+            for place, layer in enumerate(shapes)
+        }
         self._optimizer = torch.optim.AdamW(
             [self._parameters], settings.learning_rate, weight_decay=settings.weight_decay
         )
         self.busy = False
         self._loss, self._num_tokens = 0.0, 0
         generator = torch.Generator().manual_seed(settings.seed)
-        draws = {
-            layer: (torch.rand(rank, d_in, generator=generator) * 2 - 1) / math.sqrt(d_in)
-            for layer, (d_in, _) in shapes.items()
-        }
-        self.load(
-            {
-                layer: (a, torch.zeros(d_out, rank))
-                for (layer, a), (_, d_out) in zip(draws.items(), shapes.values(), strict=True)
-            }
-        )
+        initial = {}
+        for layer, (d_in, d_out) in shapes.items():
+            draw = torch.rand(rank, d_in, generator=generator) * 2 - 1
+            initial[layer] = draw / math.sqrt(d_in), torch.zeros(d_out, rank)
+        self.load(initial)
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def load(self, values: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Set A [r, d_in] and B [d_out, r] of every layer, in PEFT's orientation. The optimizer keeps its state."""
@@ -175,6 +174,7 @@ class TrainableLora:
         self._parameters.grad.zero_()
         self._loss, self._num_tokens = 0.0, 0
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def update(self, learning_rate: float | None = None) -> Update:
         """Step the optimizer with the mean gradient over all tokens since the previous update.
@@ -204,6 +204,7 @@ class TrainableLora:
         inner = {place: {name: _copy(value) for name, value in own.items()} for place, own in kept["state"].items()}
         return {"parameters": self._parameters.detach().clone(), "optimizer": {**kept, "state": inner}}
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state` of an adapter with equal settings."""

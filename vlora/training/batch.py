@@ -52,7 +52,7 @@ class PackedBatch:
         plan: One lane per adapter.
         spans: First and last token (exclusive) of each sample.
         num_tokens: T.
-        predicting: Tokens whose successor has a label, int64 [n], ascending.
+        predicting: Tokens with a label on the next one, int64 [n], ascending.
         targets: Those labels [n].
         parts: The range of `predicting` that belongs to each adapter.
     """

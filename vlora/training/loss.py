@@ -12,7 +12,7 @@ import torch
 from atmm.matmul import linear
 
 ROWS = 64
-"""Tokens whose logits exist at a time."""
+"""The number of tokens with logits in memory at a time."""
 
 
 class TokenLosses:

@@ -24,7 +24,7 @@ class PackedTrainer:
     """
 
     def __init__(self, hf_model: HFModel, weights: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Prepare a model, whose parameters are frozen from now on.
+        """Prepare a model. Its parameters are frozen from now on.
 
         Args:
             hf_model: The model.

@@ -8,6 +8,7 @@ turns, so that other load on the machine cancels out.
 from __future__ import annotations
 
 import copy
+import functools
 import statistics
 import time
 import warnings
@@ -159,7 +160,7 @@ def measure(name: str, plain: PlainTraining, packed: PackedTraining, size: Size)
     tokens = [sum(map(len, batch)) for batch in batches]
     longest: list[float] = []
 
-    def together(adapters: int, recompute: bool) -> None:
+    def together(adapters: int, *, recompute: bool) -> None:
         packed.step(batches[:adapters], recompute=recompute)
         if adapters == COMPARED and not recompute:
             longest.append(max(packed.pieces))
@@ -168,8 +169,8 @@ def measure(name: str, plain: PlainTraining, packed: PackedTraining, size: Size)
         (PLAIN, COMPARED): lambda: [plain.step(batch) for batch in batches[:COMPARED]]
     }
     for adapters in size.adapters:
-        ways["packed", adapters] = lambda adapters=adapters: together(adapters, False)  # type: ignore[misc]
-    ways[RECOMPUTED, COMPARED] = lambda: together(COMPARED, True)
+        ways["packed", adapters] = functools.partial(together, adapters, recompute=False)
+    ways[RECOMPUTED, COMPARED] = functools.partial(together, COMPARED, recompute=True)
     labels = {f"{way} {adapters}": (way, adapters) for way, adapters in ways}
     seconds = interleaved({label: ways[key] for label, key in labels.items()}, size.rounds, warmup=1)
     per_token = {key: [each / sum(tokens[: key[1]]) for each in seconds[label]] for label, key in labels.items()}
