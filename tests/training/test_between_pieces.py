@@ -50,8 +50,11 @@ def assert_equal_bits(found: Gradients, wanted: Gradients) -> None:
 def test_serving_between_pieces_changes_no_bit_of_either(family: str, recompute: bool, references: Any) -> None:
     """Requests with adapters, with nothing merged and with merged weights in the model while pieces run."""
     reference: Reference = references(family)
-    cases = [(name, make_prompt(family, reference.model, place)) for place, name in enumerate(("wide8", "narrow4"))]
-    cases.append((None, make_prompt(family, reference.model, 5, num_images=1)))
+    adapters: tuple[str | None, ...] = ("wide8", "narrow4", None)
+    cases = [
+        (name, make_prompt(family, reference.model, place, num_images=int(name is None)))
+        for place, name in enumerate(adapters)
+    ]
     served = RecordingEngine(reference, FixedModes(Mode.UNMERGED, plan=MODES))
     served.answer(cases, NUM_TOKENS)  # from now on the prefix cache has the prompts
     served.engine.parts.scheduler.policy = FixedModes(Mode.UNMERGED, plan=MODES)
@@ -76,7 +79,7 @@ def test_serving_between_pieces_changes_no_bit_of_either(family: str, recompute:
                 running.append(trainer.micro_step(batch, recompute=recompute))
         return inner(step)
 
-    parts.device.runner.launch = advance_and_launch  # type: ignore[method-assign]
+    parts.device.runner.launch = advance_and_launch  # type: ignore[method-assign,assignment]
     beside = served.answer(cases, NUM_TOKENS)
     for (tokens, logits), (wanted_tokens, wanted) in zip(beside, alone, strict=True):
         assert tokens == wanted_tokens and torch.equal(logits, wanted)

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vlora.training.loss import ROWS, TokenLosses
+from vlora.training.loss import TokenLosses
 
-HIDDEN, WORDS = 24, 100
+HIDDEN, WORDS, ROWS = 24, 100, 64
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["without bias", "with bias"])
@@ -24,7 +24,7 @@ def test_losses_equal_cross_entropy(num_tokens: int, words_at_once: int, bias: b
     logits = F.linear(leaf, weight.double(), None if offset is None else offset.double())
     expected = F.cross_entropy(logits, targets, reduction="none")
     (gradient,) = torch.autograd.grad(expected.sum(), leaf)
-    found = TokenLosses(hidden, targets, weight, offset, words_at_once * HIDDEN + 5)
+    found = TokenLosses(hidden, targets, weight, offset, words_at_once * HIDDEN + 5, ROWS * WORDS + 5)
     pieces = sum(1 for _ in found.pieces())
     torch.testing.assert_close(found.values.double(), expected.detach(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found.slopes.double(), gradient, rtol=1e-5, atol=1e-5)

@@ -11,8 +11,8 @@ import torch
 
 from atmm.matmul import linear
 
-ROWS = 64
-"""The number of tokens with logits in memory at a time."""
+MAX_LOGITS = 2**24
+"""Logits in memory at a time: 64 MiB. Products of fewer tokens are less efficient: 64 take a tenth longer than 128."""
 
 
 class TokenLosses:
@@ -28,6 +28,7 @@ class TokenLosses:
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         max_weights: int,
+        max_logits: int = MAX_LOGITS,
     ) -> None:
         """Prepare the computation.
 
@@ -37,6 +38,7 @@ class TokenLosses:
             weight: Of the output head [vocabulary, hidden].
             bias: Of the output head [vocabulary], or None.
             max_weights: Elements of `weight` per piece, at most, but whole rows.
+            max_logits: Logits in memory at a time, at most, but those of whole tokens.
         """
         self.values = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         self.slopes = torch.zeros_like(hidden)
@@ -45,12 +47,13 @@ class TokenLosses:
         self._weight = weight
         self._bias = bias
         self._block = max(1, max_weights // weight.shape[1])
+        self._num_rows = max(1, max_logits // len(weight))
 
     def pieces(self) -> Iterator[None]:
         """Compute one piece per item, in the caller's modes, which must be without gradients."""
         num_words = len(self._weight)
-        for start in range(0, len(self._hidden), ROWS):
-            rows = slice(start, start + ROWS)
+        for start in range(0, len(self._hidden), self._num_rows):
+            rows = slice(start, start + self._num_rows)
             hidden, targets = self._hidden[rows], self._targets[rows, None]
             logits = torch.empty(len(hidden), num_words, dtype=torch.float32, device=hidden.device)
             for first in range(0, num_words, self._block):
