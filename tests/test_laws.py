@@ -48,10 +48,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     "vlora.engine": LEVEL_3,
     "vlora.cluster": BASE | {"vlora.config", "vlora.engine", "vlora.logging_format", "vlora.routing"},
     "vlora.split": BASE | {"atmm", "vlora.config", "vlora.lazy", "vlora.models"},
+    "vlora.training": LEVEL_2 | {"vlora.models"},
     "vlora.server": LEVEL_3 | {"vlora.engine", "vlora.client"},
     "vlora.simulator": BASE | {"vlora.config", "vlora.memory", "vlora.orchestrator", "vlora.routing"},
     "vlora.bench": LEVEL_3
-    | {"vlora.engine", "vlora.routing", "vlora.split", "vlora.simulator", "vlora.client", "vlora.tune", "fusion"},
+    | {
+        "vlora.engine",
+        "vlora.routing",
+        "vlora.split",
+        "vlora.simulator",
+        "vlora.client",
+        "vlora.training",
+        "vlora.tune",
+        "fusion",
+    },
     "vlora.tune": LEVEL_2 | {"vlora.models"},
     "vlora.cli": LEVEL_3
     | {
@@ -200,6 +210,7 @@ PUBLIC = {
     "vlora.engine": {"Engine", "EngineInterface", "LocalEngine"},
     "vlora.split": {"Base", "Noise", "connect"},
     "vlora.models": {"EncodedPrompt", "InputProcessor", "Region"},
+    "vlora.training": {"LoraSettings", "Loss", "MicroStep", "PackedTrainer", "Sample", "TrainableLora", "Update"},
     "vlora.lora": {
         "AdapterRegistry",
         "HostAdapter",

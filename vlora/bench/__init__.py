@@ -37,6 +37,7 @@ BENCHES = {
     "streams": "serving.streams",
     "tp": "tensor_parallel.tp",
     "split": "split.split",
+    "packed": "training.packed",
     "teachers": "engine.teachers",
 }
 """Each bench's module in this package, with `run(quick) -> Report`. "all" runs them in this order."""
