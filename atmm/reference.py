@@ -26,6 +26,20 @@ def add_delta(y: Tensor, x: Tensor, site: Site, plan: SegmentPlan, dtype: torch.
     return out
 
 
+def merge(base: Tensor, a: Tensor, bt: Tensor, scale: float = 1.0, dtype: torch.dtype = torch.float64) -> Tensor:
+    """A new tensor [n, o, i]: `base + scale * bt^T a`; a [n, r, i], bt [n, r, o]."""
+    return base.to(dtype) + scale * torch.einsum("nro,nri->noi", bt.to(dtype), a.to(dtype))
+
+
+def head_logits(h: Tensor, rows: Sequence[HeadRows], dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Per head, [rows, c]: `h[index] weight^T + bias`; h [T, hidden]."""
+    logits = []
+    for head in rows:
+        product = h[head.index].to(dtype) @ head.weight.to(dtype).T
+        logits.append(product if head.bias is None else product + head.bias.to(dtype))
+    return logits
+
+
 def delta_gradients(
     g: Tensor, x: Tensor, site: Site, plan: SegmentPlan, dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, dict[str, Factors]]:
@@ -42,17 +56,3 @@ def delta_gradients(
     out = add_delta(base, leaf, copy, plan, dtype)
     dx, *rest = torch.autograd.grad(out, wanted, g.to(dtype), materialize_grads=True)
     return dx, {key: Factors(*rest[2 * place : 2 * place + 2]) for place, key in enumerate(copy.factors)}
-
-
-def merge(base: Tensor, a: Tensor, bt: Tensor, scale: float = 1.0, dtype: torch.dtype = torch.float64) -> Tensor:
-    """A new tensor [n, o, i]: `base + scale * bt^T a`; a [n, r, i], bt [n, r, o]."""
-    return base.to(dtype) + scale * torch.einsum("nro,nri->noi", bt.to(dtype), a.to(dtype))
-
-
-def head_logits(h: Tensor, rows: Sequence[HeadRows], dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """Per head, [rows, c]: `h[index] weight^T + bias`; h [T, hidden]."""
-    logits = []
-    for head in rows:
-        product = h[head.index].to(dtype) @ head.weight.to(dtype).T
-        logits.append(product if head.bias is None else product + head.bias.to(dtype))
-    return logits
