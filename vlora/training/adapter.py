@@ -199,10 +199,18 @@ class TrainableLora:
         return found
 
     def state(self) -> dict[str, Any]:
-        """Parameters and the optimizer's state, copied, to continue a training later. Gradients are not included."""
+        """Parameters, the optimizer's state and the gradients since the last update, copied, to continue later."""
+        self._check_idle("state")
+        assert self._parameters.grad is not None
         kept = self._optimizer.state_dict()
         inner = {place: {name: _copy(value) for name, value in own.items()} for place, own in kept["state"].items()}
-        return {"parameters": self._parameters.detach().clone(), "optimizer": {**kept, "state": inner}}
+        return {
+            "parameters": self._parameters.detach().clone(),
+            "optimizer": {**kept, "state": inner},
+            "gradient": self._parameters.grad.clone(),
+            "loss": self._loss,
+            "num_tokens": self._num_tokens,
+        }
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -211,7 +219,9 @@ class TrainableLora:
         self._check_idle("restore")
         self._parameters.copy_(state["parameters"])
         self._optimizer.load_state_dict(state["optimizer"])
-        self.drop()
+        assert self._parameters.grad is not None
+        self._parameters.grad.copy_(state["gradient"])
+        self._loss, self._num_tokens = state["loss"], state["num_tokens"]
         self._refresh()
 
     def save(self, folder: Path) -> None:

@@ -64,7 +64,7 @@ class PackedBatch:
         self.adapters = tuple(sorted(samples, key=counts.__getitem__))
         ordered = [one for adapter in self.adapters for one in samples[adapter]]
         for one in ordered:
-            _check(hf_model, one)
+            check_sample(hf_model, one)
         self.spans: list[tuple[int, int]] = []
         lanes: list[atmm.Lane] = []
         predicting: list[torch.Tensor] = []
@@ -123,7 +123,8 @@ def _positions(sample: Sample, rows: int) -> torch.Tensor:
     return torch.arange(len(sample.ids)).expand(rows, -1) if sample.positions is None else sample.positions
 
 
-def _check(hf_model: HFModel, sample: Sample) -> None:
+def check_sample(hf_model: HFModel, sample: Sample) -> None:
+    """Raises BadRequest for a sample that does not fit the model."""
     num_tokens, rows = len(sample.ids), 3 if hf_model.family.mrope else 1
     if num_tokens > hf_model.max_positions:
         raise BadRequest(

@@ -47,13 +47,24 @@ class MicroStep:
         batch: PackedBatch,
         *,
         recompute: bool,
+        learns: bool = True,
     ) -> None:
-        """recompute: keep the inputs of layers only, and compute each layer again before its backward pass."""
+        """Begin.
+
+        Args:
+            hf_model: The model.
+            layers: Its decoder layers.
+            adapters: In training, by name.
+            batch: The packed batch.
+            recompute: Keep the inputs of layers only, and compute each layer again before its backward pass.
+            learns: False computes losses only.
+        """
         self.batch = batch
         self.losses: dict[str, Loss] = {}
         self._hf_model = hf_model
         self._layers = layers
         self._recompute = recompute
+        self._learns = learns
         self._adapters = [adapters[name] for name in batch.adapters]
         busy = [adapter.name for adapter in self._adapters if adapter.busy]
         assert not busy, f"a micro-step with {', '.join(busy)} is under way"
@@ -74,8 +85,9 @@ class MicroStep:
             self.abandon()
             raise
         self._end()
-        for adapter in self._adapters:
-            adapter.record(*self.losses[adapter.name])
+        if self._learns:
+            for adapter in self._adapters:
+                adapter.record(*self.losses[adapter.name])
         return True
 
     def run(self) -> dict[str, Loss]:
@@ -85,10 +97,10 @@ class MicroStep:
         return self.losses
 
     def abandon(self) -> None:
-        """Stop here. The batch's adapters lose their gradients since their last updates."""
+        """Stop here. If it learns, the batch's adapters lose their gradients since their last updates."""
         if self._pieces is not None:
             self._end()
-            for adapter in self._adapters:
+            for adapter in self._adapters if self._learns else ():
                 adapter.drop()
 
     def _end(self) -> None:
@@ -103,7 +115,9 @@ class MicroStep:
             hidden = batch.embed(self._hf_model)
             rotations = batch.rotations(self._hf_model)
         # No gradient is needed below the first layer that an adapter targets.
-        first = next(index for index, layer in enumerate(layers) if layer.trains(batch))
+        first = len(layers)
+        if self._learns:
+            first = next(index for index, layer in enumerate(layers) if layer.trains(batch))
         kept: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # input and, unless it is computed again, output
         for index, layer in enumerate(layers):
             keeps_graph = index >= first and not self._recompute

@@ -58,20 +58,24 @@ class PackedTrainer:
         """Create an adapter. Raises BadConfig for a name in use, and for targets that the model lacks."""
         if name in self.adapters:
             raise BadConfig(f"an adapter {name!r} is in training already; remove it, or choose another name")
+        shapes = self.shapes(settings)
+        adapter = self.adapters[name] = TrainableLora(name, settings, shapes, self._hf_model.embed.weight)
+        for layer, factors in adapter.factors.items():
+            self._linears[layer].attach(name, factors, settings.scale)
+        return adapter
+
+    def shapes(self, settings: LoraSettings) -> dict[str, tuple[int, int]]:
+        """(d_in, d_out) of each target layer. Raises BadConfig for targets that the model lacks."""
         known = {layer.rpartition(".")[2] for layer in self._linears}
         if unknown := sorted(set(settings.targets) - known):
             raise BadConfig(
                 f"targets: no linear layer is named {', '.join(unknown)}; it has {', '.join(sorted(known))}"
             )
-        shapes = {
+        return {
             layer: (own.site.d_in, own.site.d_out)
             for layer, own in self._linears.items()
             if layer.rpartition(".")[2] in settings.targets
         }
-        adapter = self.adapters[name] = TrainableLora(name, settings, shapes, self._hf_model.embed.weight)
-        for layer, factors in adapter.factors.items():
-            self._linears[layer].attach(name, factors, settings.scale)
-        return adapter
 
     def remove(self, name: str) -> None:
         """Forget an adapter. Its micro-step, if there is one, must be complete or abandoned."""
@@ -79,13 +83,16 @@ class PackedTrainer:
         for layer in self.adapters.pop(name).factors:
             self._linears[layer].detach(name)
 
-    def micro_step(self, samples: Mapping[str, Sequence[Sample]], *, recompute: bool = False) -> MicroStep:
+    def micro_step(
+        self, samples: Mapping[str, Sequence[Sample]], *, recompute: bool = False, learns: bool = True
+    ) -> MicroStep:
         """Begin a micro-step.
 
         Args:
             samples: By adapter, at least one each.
             recompute: Compute every layer again before its backward pass instead of keeping its activations: less
                 memory, half as much time again.
+            learns: False computes losses only, for an evaluation: adapters and their gradients remain as they are.
 
         Raises:
             BadRequest: An adapter is unknown or has no samples, or a sample does not fit the model.
@@ -98,4 +105,4 @@ class PackedTrainer:
                 f"a micro-step needs samples of every adapter; there are none of {', '.join(empty) or 'any'}"
             )
         batch = PackedBatch(self._hf_model, samples)
-        return MicroStep(self._hf_model, self._layers, self.adapters, batch, recompute=recompute)
+        return MicroStep(self._hf_model, self._layers, self.adapters, batch, recompute=recompute, learns=learns)
