@@ -70,6 +70,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "vlora.server",
         "vlora.bench",
         "vlora.simulator",
+        "vlora.training",
         "vlora.tune",
         "vlora.client",
         "fusion",
@@ -176,6 +177,7 @@ def test_checkpoints_are_read_by_the_one_way_that_runs_none_of_their_code() -> N
         "vlora.server.http.routes",
         "vlora.server.launch",
         "vlora.split.batching",
+        "vlora.training.plan",
     ],
 )
 def test_loads_without_torch(module: str) -> None:

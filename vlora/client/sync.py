@@ -229,8 +229,7 @@ class Client:
 
         Raises:
             BadPlan: The plan or its data cannot be used.
-            BadConfig: The server's engine cannot train.
-            BadRequest: The name of a training is in use.
+            BadRequest: The engine cannot train, the model lacks a target, or the name of a training is in use.
         """
         return self._wait(self.connection(), calls.train(plan))
 

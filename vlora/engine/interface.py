@@ -81,8 +81,7 @@ class EngineInterface(Protocol):
 
         Raises:
             BadPlan: The plan or its data cannot be used.
-            BadConfig: The engine cannot train, or the model lacks a target.
-            BadRequest: The name of a training is in use.
+            BadRequest: The engine cannot train, the model lacks a target, or the name of a training is in use.
         """
         ...
 

@@ -199,6 +199,8 @@ class Trainings:
                 for job in jobs:
                     job.reopen()
             self._admit(jobs)
+        except BadConfig as error:  # of the engine, which is in order; the caller's request is not
+            submission.done.set_exception(BadRequest(str(error)))
         except Exception as error:
             submission.done.set_exception(error)
         else:
