@@ -159,7 +159,7 @@ def build(
 
         def on_step(batch: Batch, result: StepResult) -> None:
             monitor.record_step(batch, result)
-            trainings.record_step(batch, result)
+            trainings.record_step()
 
         steps: StepsInOrder | StepsAhead
         if isinstance(block_manager, WrittenBlocks) and isinstance(runner, ModelRunner):
@@ -300,7 +300,7 @@ def _build_hooks(
 ) -> Hooks:
     grammar_hook = GrammarHook(grammars, scheduler, runner.begin_grammar, versions.waits)
     hooks = Hooks(
-        before_schedule=(grammar_hook.release_compiled, versions.release_read),
+        before_schedule=(grammar_hook.release_compiled, versions.release_read, trainings.begin_step),
         on_add=(grammar_hook.add, versions.add, monitor.count_request, trainings.add_request),
         on_release=(grammar_hook.release, versions.release, trainings.promise.release),
         on_close=(grammars.close, trainings.close),

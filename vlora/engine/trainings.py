@@ -27,7 +27,7 @@ from vlora.training.job import TrainingJob
 from vlora.training.loop import Piece, TrainingLoop
 from vlora.training.plan import read_plan
 from vlora.training.samples import SampleSource
-from vlora.types import AdapterStatus, Batch, Request, StepResult, TrainingStatus
+from vlora.types import AdapterStatus, Request, RequestOutput, TrainingStatus
 
 _RECENT = 64  # pieces of one kind
 _RARE = 0.05  # share of the pieces that take longer than expected
@@ -92,6 +92,7 @@ class Trainings:
         self._submitted: deque[_Submission] = deque()
         self._reader = background_executor("vlora-training", patient=True)
         self._loop: TrainingLoop | None = None
+        self._marked_s = 0.0  # when the present step began, or the previous one was recorded
         self._waits = False  # whether the last piece did not run because of the promise
 
     # -- the operator's calls -----------------------------------------------------------------------------------------
@@ -154,10 +155,12 @@ class Trainings:
         if loop is None or (piece := loop.upcoming) is None:
             self._waits = False
             return False
-        self._waits = self.prices.expected_s(piece) > self.promise.room_s
-        if self._waits:
-            return False
         loop.max_tokens = self._max_tokens()
+        price_s = self.prices.expected_s(piece)
+        self._waits = price_s > self.promise.room_s
+        if self._waits:
+            # Requests have become shorter, or pieces longer.
+            return price_s > self.promise.usual_room_s and loop.shrink()
         before = self._clock()
         loop.run_piece()
         if self._device.hf_model.device.type == "cuda":
@@ -177,9 +180,16 @@ class Trainings:
         """A request was admitted."""
         self.promise.add(request.request_id)
 
-    def record_step(self, batch: Batch, result: StepResult) -> None:
-        """A step has served requests."""
-        self.promise.served(result.step_s + result.switch_s)
+    def begin_step(self) -> tuple[RequestOutput, ...]:
+        """A step begins. Returns no outputs."""
+        self._marked_s = self._clock()
+        return ()
+
+    def record_step(self) -> None:
+        """A step has served requests: the one that began last or, where steps run ahead, the one before."""
+        now = self._clock()
+        self.promise.served(now - self._marked_s)
+        self._marked_s = now
 
     def close(self) -> None:
         """Stop reading and writing files; the checkpoints remain."""
@@ -259,9 +269,11 @@ class Trainings:
         self._admin.load_in_background(job.name, str(job.adapter_folder)).add_done_callback(registered)
 
     def _max_tokens(self) -> int | None:
-        """Tokens of a micro-step with pieces that an idle engine may run."""
+        """Tokens of a micro-step whose pieces take half the time that an idle engine may spend: prices vary."""
         room_s, token_s = self.promise.usual_room_s, self.prices.expected_s(Piece("layer", 1))
-        return None if math.isinf(room_s) or token_s == 0 else int(room_s / token_s)
+        if math.isinf(room_s) or math.isinf(self.promise.room_s):
+            return None
+        return int(room_s / 2 / token_s) if token_s else 0
 
     def _waiting(self) -> str | None:
         if not self._waits or self._loop is None or (piece := self._loop.upcoming) is None:

@@ -21,11 +21,15 @@ _SMOOTH = 0.05  # weight of the newest request in the usual duration
 
 
 class LatencyPromise:
-    """Not thread-safe. A slowdown of infinity allows any piece at any time."""
+    """Not thread-safe.
+
+    Attributes:
+        slowdown: Above 1. Infinity allows any piece at any time.
+    """
 
     def __init__(self, slowdown: float, clock: Callable[[], float]) -> None:
-        """slowdown: above 1. clock: seconds, monotonic."""
-        self._slowdown = slowdown
+        """clock: seconds, monotonic."""
+        self.slowdown = slowdown
         self._clock = clock
         self._earned = 0.0  # allowance of a request since the start of the engine
         self._spent = 0.0  # time of other work since then
@@ -33,7 +37,7 @@ class LatencyPromise:
         self._piece_s = 0.0  # of the other work since the last step, during which a request may have arrived
         self._usual_s: float | None = None
         self._busy = 0.0
-        self._updated_s = clock()
+        self._began_s = self._updated_s = clock()
         self._last_s = -math.inf  # when the last request ended
 
     def add(self, request_id: str) -> None:
@@ -67,12 +71,13 @@ class LatencyPromise:
     def utilization(self) -> float:
         """Share of the last seconds in serving steps."""
         self._decay()
-        return min(1.0, self._busy)
+        weight = 1 - math.exp((self._began_s - self._updated_s) / _WINDOW_S)  # of the time since the start
+        return min(1.0, self._busy / weight) if weight > 0 else 1.0
 
     @property
     def room_s(self) -> float:
         """How long a piece may take now."""
-        if math.isinf(self._slowdown):
+        if math.isinf(self.slowdown):
             return math.inf
         if self._live:
             return self._earned - self._spent - max(arrival for arrival, _, _ in self._live.values())
@@ -83,7 +88,7 @@ class LatencyPromise:
     @property
     def usual_room_s(self) -> float:
         """How long a piece may take while the engine is idle for a short time."""
-        return math.inf if self._usual_s is None else (self._slowdown - 1) * self._usual_s
+        return math.inf if self._usual_s is None else (self.slowdown - 1) * self._usual_s
 
     @property
     def quiet_in_s(self) -> float:
@@ -93,7 +98,9 @@ class LatencyPromise:
     @property
     def _stretch(self) -> float:
         """The factor by which service may be stretched."""
-        return self._slowdown / (1 + self.utilization * (self._slowdown - 1))
+        if math.isinf(self.slowdown):
+            return 1.0  # the allowance is not used
+        return self.slowdown / (1 + self.utilization * (self.slowdown - 1))
 
     def _decay(self) -> None:
         now = self._clock()

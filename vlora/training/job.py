@@ -74,7 +74,8 @@ class TrainingJob:
         self.progress = Progress()
         self.adapter: TrainableLora | None = None
         self._fingerprint = _fingerprint(plan, records)
-        self._restored: dict[str, Any] | None = None
+        self._restored: dict[str, Any] | None = None  # of the checkpoint's adapter, until it is used
+        self._last: dict[str, Any] | None = None  # state of the adapter after the last micro-step
         self._order: tuple[int, list[int]] | None = None
         self._read_files()
         self._skip_empty()
@@ -148,7 +149,13 @@ class TrainingJob:
         self.adapter = adapter
         if self._restored is not None:
             adapter.restore(self._restored)
-            self._restored = None
+            self._last, self._restored = self._restored, None
+
+    def rewind(self) -> None:
+        """Restore the gradients before a micro-step that was abandoned."""
+        if self.learns and self._last is not None:
+            assert self.adapter is not None
+            self.adapter.restore(self._last)
 
     def record(self, loss: Loss, num_records: int) -> None:
         """Count a complete micro-step. After the last one of an optimizer step the adapter changes.
@@ -212,7 +219,8 @@ class TrainingJob:
         assert self.adapter is not None
         progress = dataclasses.asdict(self.progress)
         head = {"format": _FORMAT, "fingerprint": self._fingerprint, "progress": progress}
-        return {**head, "adapter": self.adapter.state()}
+        self._last = self.adapter.state()
+        return {**head, "adapter": self._last}
 
     def save(self, checkpoint: dict[str, Any]) -> None:
         """Replace the checkpoint's file as a whole. May be called in another thread."""

@@ -68,6 +68,8 @@ class TrainingLoop:
         self.max_tokens: int | None = None
         self._sources: dict[str, SampleSource] = {}
         self._writing: list[tuple[TrainingJob, Future[None], bool]] = []  # whether it is the adapter's folder
+        self._step: MicroStep | None = None  # under way
+        self._shrinks = False  # whether that is abandoned for a smaller one
         self._working: tuple[TrainingJob, ...] = ()  # in the last piece
         self._work = self._run()
         self._upcoming: Piece | None = None
@@ -96,6 +98,20 @@ class TrainingLoop:
         """Compute the upcoming piece."""
         assert self.upcoming is not None, "no piece is ready"
         self._upcoming = next(self._work)
+
+    def shrink(self) -> bool:
+        """Replace the micro-step under way by one of at most `max_tokens`. Returns False if it is no longer than that.
+
+        Its pieces so far are lost.
+        """
+        step = self._step
+        if step is None or self.max_tokens is None or step.batch.num_tokens <= self.max_tokens:
+            return False
+        if len(step.batch.spans) == len(step.batch.adapters):
+            return False  # one record each
+        self._shrinks = True
+        self._upcoming = next(self._work)
+        return True
 
     def charge(self, seconds: float) -> None:
         """Count the time of the last piece."""
@@ -172,20 +188,32 @@ class TrainingLoop:
         jobs = [job for job, _ in packed]
         try:
             step = self._trainer.micro_step({job.name: own for job, own in packed}, learns=learns)
+            self._step = step
             complete = False
             while not complete:
                 yield from self._announce(Piece("layer", step.batch.num_tokens), *jobs)
+                if self._shrinks:
+                    self._shrinks = False
+                    self._abandon(step, jobs)
+                    return
                 complete = step.advance()
         except Exception as error:
             log.exception("a micro-step of %s failed", ", ".join(job.name for job in jobs))
             for job in filter(self._runs, jobs):
                 self._end(job, "failed", f"the micro-step failed: {type(error).__name__}: {error}")
             return
+        finally:
+            self._step = None
         for job, samples in packed:
             if self._runs(job):
                 yield from self._announce(Piece("update", 0), job)
                 if self._runs(job):
                     self._record(job, step, len(samples))
+
+    def _abandon(self, step: MicroStep, jobs: Sequence[TrainingJob]) -> None:
+        step.abandon()
+        for job in jobs:
+            job.rewind()
 
     def _record(self, job: TrainingJob, step: MicroStep, num_records: int) -> None:
         try:
