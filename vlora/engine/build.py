@@ -139,7 +139,7 @@ def build(
             loader=loader,
             several_ranks=coordinator is not None,
         )
-        trainings = Trainings(config, device=device, registry=registry, admin=admin, clock=clock)
+        trainings = Trainings(config, device=device, registry=registry, admin=admin, scheduler=scheduler, clock=clock)
         monitor = Monitor(
             config,
             clock,
@@ -159,7 +159,7 @@ def build(
 
         def on_step(batch: Batch, result: StepResult) -> None:
             monitor.record_step(batch, result)
-            trainings.record_step()
+            trainings.record_step(batch)
 
         steps: StepsInOrder | StepsAhead
         if isinstance(block_manager, WrittenBlocks) and isinstance(runner, ModelRunner):

@@ -20,6 +20,7 @@ from vlora.errors import BadConfig, BadRequest
 from vlora.lora import AdapterRegistry
 from vlora.models.processing import InputProcessor
 from vlora.models.vision.encoder import VisionEncoder
+from vlora.orchestrator import Scheduler
 from vlora.orchestrator.latency_promise import LatencyPromise
 from vlora.threads import background_executor
 from vlora.training import PackedTrainer
@@ -27,7 +28,7 @@ from vlora.training.job import TrainingJob
 from vlora.training.loop import Piece, TrainingLoop
 from vlora.training.plan import read_plan
 from vlora.training.samples import SampleSource
-from vlora.types import AdapterStatus, Request, RequestOutput, TrainingStatus
+from vlora.types import AdapterStatus, Batch, Request, RequestOutput, TrainingStatus
 
 _RECENT = 64  # pieces of one kind
 _RARE = 0.05  # share of the pieces that take longer than expected
@@ -76,6 +77,7 @@ class Trainings:
         device: DeviceRuntime,
         registry: AdapterRegistry,
         admin: AdapterAdmin,
+        scheduler: Scheduler,
         clock: Callable[[], float],
         load_processor: Callable[[], InputProcessor] | None = None,
     ) -> None:
@@ -86,6 +88,8 @@ class Trainings:
         self._device = device
         self._registry = registry
         self._admin = admin
+        self._scheduler = scheduler
+        self._max_batch_size = config.max_batch_size
         self._clock = clock
         self.load_processor = functools.cache(load_processor or (lambda: InputProcessor.from_pretrained(config.model)))
         self._jobs: dict[str, TrainingJob] = {}
@@ -185,10 +189,11 @@ class Trainings:
         self._marked_s = self._clock()
         return ()
 
-    def record_step(self) -> None:
+    def record_step(self, batch: Batch) -> None:
         """A step has served requests: the one that began last or, where steps run ahead, the one before."""
         now = self._clock()
-        self.promise.served(now - self._marked_s)
+        shared_s = self._scheduler.costs.base_s if len(batch.items) < self._max_batch_size else 0.0
+        self.promise.served(now - self._marked_s, shared_s)
         self._marked_s = now
 
     def close(self) -> None:

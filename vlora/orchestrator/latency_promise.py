@@ -2,9 +2,11 @@
 
 Every request gets an allowance that grows with the time of serving steps since its arrival and shrinks with the time
 of other work. A piece of other work runs beside requests only if it fits the allowance of each of them. The allowance
-grows more slowly the busier the engine is, because stretched service also lengthens the queue: in a queue with one
-server, response times grow as 1 / (1 - utilization), so stretching service by the factor f multiplies them by
-f (1 - u) / (1 - f u). This is `slowdown` for f = slowdown / (1 + u (slowdown - 1)).
+grows more slowly the busier the engine is, because stretched service also lets more requests run at a time. With n
+steps a request, of a + b N seconds for N requests, and L arrivals a second, N is L times the duration R, so that
+stretching steps by the factor f gives R = f n a / (1 - f u) with u = L n b: the share of time for the part of steps
+that grows with the requests. R is thus multiplied by f (1 - u) / (1 - f u), which is `slowdown` for
+f = slowdown / (1 + u (slowdown - 1)). Where requests wait for room in a batch, a is 0, and u is the share of steps.
 
 An idle engine does not know when the next request arrives; it waits for one piece at most. A piece may therefore take
 (slowdown - 1) times the usual duration of a request, or any time once no request has been seen for `QUIET_S`.
@@ -55,10 +57,10 @@ class LatencyPromise:
         before = alone_s if self._usual_s is None else self._usual_s
         self._usual_s = before + _SMOOTH * (alone_s - before)
 
-    def served(self, seconds: float) -> None:
-        """A step has served the requests."""
+    def served(self, seconds: float, shared_s: float = 0.0) -> None:
+        """A step has served the requests. shared_s: what it would take for any number of them."""
         self._decay()
-        self._busy += seconds / _WINDOW_S
+        self._busy += max(0.0, seconds - shared_s) / _WINDOW_S
         self._earned += (self._stretch - 1) * seconds
         self._piece_s = 0.0
 
@@ -69,7 +71,7 @@ class LatencyPromise:
 
     @property
     def utilization(self) -> float:
-        """Share of the last seconds in serving steps."""
+        """Share of the last seconds in the part of steps that grows with the number of requests."""
         self._decay()
         weight = 1 - math.exp((self._began_s - self._updated_s) / _WINDOW_S)  # of the time since the start
         return min(1.0, self._busy / weight) if weight > 0 else 1.0

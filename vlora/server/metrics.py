@@ -307,7 +307,9 @@ def _trainings(trainings: Sequence[TrainingStatus]) -> Iterator[Metric]:
     shown = trainings[-MAX_TRAININGS:]
     steps, tokens, seconds, losses = (
         CounterMetricFamily("vlora_training_steps", "Optimizer steps.", labels=["training"]),
-        CounterMetricFamily("vlora_training_tokens", "Tokens with a loss.", labels=["training"]),
+        CounterMetricFamily(
+            "vlora_training_tokens", "Tokens of micro-steps, evaluations included.", labels=["training"]
+        ),
         CounterMetricFamily("vlora_training_seconds", "Time of the engine for trainings.", labels=["training"]),
         GaugeMetricFamily("vlora_training_loss", "Mean loss of the last optimizer step.", labels=["training"]),
     )

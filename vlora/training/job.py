@@ -36,7 +36,7 @@ class Progress:
         step: Optimizer steps taken.
         place: Records used in the current optimizer step, or in the current evaluation.
         losses: Of every optimizer step.
-        num_tokens: Tokens with a loss so far.
+        num_tokens: Tokens of all micro-steps so far, evaluations included.
         total, count: Sum of losses and number of tokens in the current evaluation.
         held_out_before, held_out_after: Mean losses over the held-out part.
         seconds: Time of the engine's thread.
@@ -157,8 +157,10 @@ class TrainingJob:
             assert self.adapter is not None
             self.adapter.restore(self._last)
 
-    def record(self, loss: Loss, num_records: int) -> None:
-        """Count a complete micro-step. After the last one of an optimizer step the adapter changes.
+    def record(self, loss: Loss, num_records: int, num_tokens: int) -> None:
+        """Count a complete micro-step of so many records and tokens.
+
+        After the last one of an optimizer step the adapter changes.
 
         Raises:
             FloatingPointError: The loss or the gradient is not finite.
@@ -166,7 +168,7 @@ class TrainingJob:
         progress = self.progress
         if not math.isfinite(loss.total):
             raise FloatingPointError(f"the loss is {loss.total} in step {progress.step + 1}; lower the learning rate")
-        progress.num_tokens += loss.num_tokens
+        progress.num_tokens += num_tokens
         progress.place += num_records
         complete = self.num_left == 0
         if progress.phase == "train":

@@ -208,16 +208,16 @@ class TrainingLoop:
             if self._runs(job):
                 yield from self._announce(Piece("update", 0), job)
                 if self._runs(job):
-                    self._record(job, step, len(samples))
+                    self._record(job, step, samples)
 
     def _abandon(self, step: MicroStep, jobs: Sequence[TrainingJob]) -> None:
         step.abandon()
         for job in jobs:
             job.rewind()
 
-    def _record(self, job: TrainingJob, step: MicroStep, num_records: int) -> None:
+    def _record(self, job: TrainingJob, step: MicroStep, samples: Sequence[Sample]) -> None:
         try:
-            job.record(step.losses[job.name], num_records)
+            job.record(step.losses[job.name], len(samples), sum(len(sample.ids) for sample in samples))
         except FloatingPointError as error:
             self._end(job, "failed", str(error))
             return

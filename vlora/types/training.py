@@ -17,7 +17,7 @@ class TrainingStatus(msgspec.Struct, frozen=True, kw_only=True):
         state: Finished: the adapter is registered under its name.
         step: Optimizer steps taken.
         num_steps: Optimizer steps in total.
-        num_tokens: Tokens with a loss in all micro-steps so far.
+        num_tokens: Tokens of all micro-steps so far, evaluations included.
         loss: Mean over the tokens of the last optimizer step.
         held_out_before: Mean loss over the held-out part before the first step; None without one.
         held_out_after: The same after the last step.

@@ -48,7 +48,7 @@ class Size(NamedTuple):
     loads: tuple[float, ...] = (0.3, 0.6, 0.9)
 
 
-FULL = Size(layers=4, requests=300, rounds=3)
+FULL = Size(layers=4, requests=200, rounds=2)
 QUICK = Size(layers=2, requests=150, rounds=1)
 
 
@@ -114,6 +114,9 @@ def start(folder: Path, num_layers: int, clock: EngineClock) -> Engine:
     trainings.load_processor = lambda: InputProcessor.from_pretrained(checkpoint_path())
     trainings.load_processor()
     trainings.start(str(folder / "plan.yaml"))
+    while trainings.statuses()[0].step < 2:  # the prices of pieces are known from then on
+        if not trainings.advance():
+            time.sleep(_POLL_S)
     return engine
 
 
@@ -199,6 +202,7 @@ def goals_of(rows: Sequence[dict[str, Any]]) -> list[Goal]:
             goals.append(
                 Goal(f"p99 over that alone at {row['load']} of capacity", row["p99 over alone"], SLOWDOWN, True)
             )
-    trained = min(row["trained tokens a second"] for row in rows if row["way"] == "beside")
-    goals.append(Goal("trained tokens a second at the least", trained, 1.0, False))
+    first = next(row for row in rows if row["way"] == "beside")
+    what = f"trained tokens a second at {first['load']} of capacity"
+    goals.append(Goal(what, first["trained tokens a second"], 10.0, False))
     return goals
