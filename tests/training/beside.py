@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import random
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,10 @@ def settle(
             break
         if engine.has_work:
             engine.step()
-        num_pieces += trainings.advance()
+        if trainings.advance():
+            num_pieces += 1
+        elif not engine.has_work:
+            time.sleep(1e-3)  # the training waits for its thread
     return num_pieces
 
 

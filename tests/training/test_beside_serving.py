@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.training.beside import STEPS, Alone, Case, adapter_of, losses_of, request, settle
-from vlora.engine import Engine
+from vlora.engine import Engine, LocalEngine
 from vlora.errors import BadConfig, BadPlan, BadRequest
 from vlora.types import RequestOutput
 
@@ -83,6 +85,30 @@ def test_a_training_beside_requests_equals_one_alone(case: Case, served: str, tm
     plain.close()
 
 
+def test_an_engine_in_a_thread_trains_between_calls(one: Case) -> None:
+    """`LocalEngine`, by its asyncio calls."""
+
+    async def main() -> None:
+        local = LocalEngine(one.config())
+        plan = str(one.plan("local", ["first"]))
+        (begun,) = await local.train(plan)
+        assert begun.state == "running"
+        outputs = [output async for output in local.generate(request("r", None))]
+        assert sum(len(output.token_ids) for output in outputs) == 6
+        while (await local.trainings())[0].state == "running":
+            await asyncio.sleep(1e-3)
+        assert (await local.trainings())[0].state == "finished"
+        assert [status.name for status in await local.adapters()] == ["first"]
+        with pytest.raises(BadRequest, match="no training named 'first' is running; running: none"):
+            await local.cancel_training("first")
+        with pytest.raises(BadPlan, match="cannot be read"):
+            await local.train(str(one.folder / "absent.yaml"))
+        await local.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+    assert losses_of(one.folder / "local" / "first") == Alone(one, ["first"]).losses["first"]
+
+
 def test_requests_differ_if_training_changed_the_weights(case: Case, served: str) -> None:
     """Negative control: the comparison of tokens finds weights that are not W0."""
     engine = case.engine()
@@ -153,6 +179,7 @@ def test_a_cancelled_training_ends_and_others_go_on(one: Case) -> None:
     done = trainings.submit(str(plan), reopen=True)
     while not done.done():
         trainings.advance()
+        time.sleep(1e-3)
     settle(trainings, engine)
     assert {one.name: (one.state, one.step) for one in trainings.statuses()}["first"] == ("finished", STEPS)
     assert losses_of(one.folder / "cancel" / "first") == pytest.approx(Alone(one).losses["first"], abs=1e-5)
@@ -214,11 +241,22 @@ def test_names_in_use_and_other_settings_are_refused(one: Case) -> None:
         done = trainings.submit(str(file), reopen=True)
         while not done.done():
             trainings.advance()
+            time.sleep(1e-3)
         done.result()
 
     with pytest.raises(BadRequest, match="training 'first' is running already"):
         submit(plan)
+    # An adapter that is registered while its name is in training is not replaced.
+    other = one.engine(one.plan("taken", ["first"]))
+    settle(other.parts.trainings, other)
+    engine.load_adapter("first", str(one.folder / "taken" / "first" / "adapter"))
     settle(trainings, engine)
+    (status,) = trainings.statuses()
+    assert status.state == "failed" and status.error is not None and "was registered meanwhile" in status.error
+    engine.unload_adapter("first")
+    submit(plan)
+    settle(trainings, engine)
+    other.close()
     with pytest.raises(BadPlan, match="has training 'first' with other settings or data; remove the folder"):
         submit(one.plan("names", ["first"], steps=STEPS + 1))
     with pytest.raises(BadRequest, match="an adapter 'first' is registered already; unload it first"):

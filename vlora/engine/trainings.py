@@ -271,6 +271,9 @@ class Trainings:
             else:
                 job.end("failed", f"the adapter cannot be registered: {error}")
 
+        if job.name in self._registry:
+            job.end("failed", f"an adapter {job.name!r} was registered meanwhile; load {job.adapter_folder} yourself")
+            return
         self._admin.load_in_background(job.name, str(job.adapter_folder)).add_done_callback(registered)
 
     def _max_tokens(self) -> int | None:
