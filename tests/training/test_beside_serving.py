@@ -203,6 +203,38 @@ def test_a_loss_that_is_not_finite_ends_its_training_only(one: Case) -> None:
     engine.close()
 
 
+def test_an_internal_error_ends_trainings_and_not_the_engine(one: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = one.plan("internal", ["first"])
+    engine = one.engine(plan)
+    trainings = engine.parts.trainings
+    settle(trainings, engine, until=lambda: trainings.statuses()[0].step == 1)
+    monkeypatch.setattr(trainings.jobs[0], "checkpoint", lambda: {}["missing"])
+    settle(trainings, engine)
+    (status,) = trainings.statuses()
+    assert status.state == "failed" and status.error is not None and "(KeyError: 'missing')" in status.error
+    engine.add(request("r", None))
+    while engine.has_work:
+        assert all(output.error is None for output in engine.step())
+    # Another loop continues from the checkpoint.
+    done = trainings.submit(str(plan), reopen=True)
+    while not done.done():
+        trainings.advance()
+        time.sleep(1e-3)
+    settle(trainings, engine)
+    assert trainings.statuses()[0].state == "finished"
+    assert losses_of(one.folder / "internal" / "first") == Alone(one, ["first"]).losses["first"]
+    engine.close()
+
+
+def test_a_folder_that_cannot_be_written_ends_its_training(one: Case) -> None:
+    (one.folder / "occupied").write_text("a file, and no folder")
+    engine = one.engine(one.plan("occupied", ["first"]))
+    settle(engine.parts.trainings, engine)
+    (status,) = engine.parts.trainings.statuses()
+    assert status.state == "failed" and status.error is not None and "cannot be written" in status.error
+    engine.close()
+
+
 def test_a_broken_picture_ends_its_training_with_its_line(one: Case) -> None:
     broken = one.folder / "broken"
     broken.mkdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections import deque
 from collections.abc import Callable
@@ -29,6 +30,8 @@ from vlora.training.loop import Piece, TrainingLoop
 from vlora.training.plan import read_plan
 from vlora.training.samples import SampleSource
 from vlora.types import AdapterStatus, Batch, Request, RequestOutput, TrainingStatus
+
+log = logging.getLogger(__name__)
 
 _RECENT = 64  # pieces of one kind
 _RARE = 0.05  # share of the pieces that take longer than expected
@@ -68,6 +71,7 @@ class Trainings:
         wake: Called from any thread when `advance` may have more to do; set by the step loop.
         promise: Notified of requests and steps.
         prices: Of the pieces so far.
+        load_processor: Returns the model's processor; called in the training's thread.
     """
 
     def __init__(
@@ -79,9 +83,8 @@ class Trainings:
         admin: AdapterAdmin,
         scheduler: Scheduler,
         clock: Callable[[], float],
-        load_processor: Callable[[], InputProcessor] | None = None,
     ) -> None:
-        """load_processor: Of the model; None reads it from `config.model`."""
+        """Start without trainings. The arguments are parts of the engine, and its clock."""
         self.wake: Callable[[], None] = lambda: None
         self.promise = LatencyPromise(config.train_slowdown, clock)
         self.prices = PiecePrices()
@@ -91,7 +94,7 @@ class Trainings:
         self._scheduler = scheduler
         self._max_batch_size = config.max_batch_size
         self._clock = clock
-        self.load_processor = functools.cache(load_processor or (lambda: InputProcessor.from_pretrained(config.model)))
+        self.load_processor = functools.cache(lambda: InputProcessor.from_pretrained(config.model))
         self._jobs: dict[str, TrainingJob] = {}
         self._submitted: deque[_Submission] = deque()
         self._reader = background_executor("vlora-training", patient=True)
@@ -156,7 +159,20 @@ class Trainings:
         while self._submitted and self._submitted[0].reading.done():
             self._finish_submission(self._submitted.popleft())
         loop = self._loop
-        if loop is None or (piece := loop.upcoming) is None:
+        if loop is None:
+            return False
+        try:
+            return self._run_piece(loop)
+        except Exception as error:  # must not end the engine
+            log.exception("trainings ended")
+            loop.fail(f"internal error ({type(error).__name__}: {error}); see the engine's log")
+            self._loop, self._waits = None, False
+            return False
+
+    def _run_piece(self, loop: TrainingLoop) -> bool:
+        """As `advance`."""
+        piece = loop.upcoming
+        if piece is None:
             self._waits = False
             return False
         loop.max_tokens = self._max_tokens()

@@ -243,13 +243,16 @@ class TrainingJob:
     def end(self, state: TrainingState, error: str | None = None) -> None:
         """Write the summary. The checkpoint of a finished training is removed; others continue from theirs."""
         self.state, self.error = state, error
-        self.folder.mkdir(parents=True, exist_ok=True)
         head = {"format": _FORMAT, "fingerprint": self._fingerprint, "state": state, "error": error}
         part = self._summary.with_suffix(".part")
-        part.write_text(json.dumps({**head, "progress": dataclasses.asdict(self.progress)}, indent=2) + "\n")
-        os.replace(part, self._summary)
-        if state == "finished":
-            self._checkpoint.unlink(missing_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps({**head, "progress": dataclasses.asdict(self.progress)}, indent=2) + "\n")
+            os.replace(part, self._summary)
+            if state == "finished":
+                self._checkpoint.unlink(missing_ok=True)
+        except OSError as problem:
+            self.state, self.error = "failed", error or f"{self.folder} cannot be written: {problem}"
 
     def reopen(self) -> None:
         """Continue a failed or cancelled training from its checkpoint."""

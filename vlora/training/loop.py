@@ -87,6 +87,11 @@ class TrainingLoop:
         """End a job. Its adapter is removed when the micro-step that it takes part in is complete."""
         self._end(self.jobs[name], "cancelled")
 
+    def fail(self, error: str) -> None:
+        """End all jobs."""
+        for job in tuple(self.jobs.values()):
+            self._end(job, "failed", error)
+
     @property
     def upcoming(self) -> Piece | None:
         """The next piece; None if there is nothing to do, or if all jobs wait for another thread."""
@@ -245,10 +250,7 @@ class TrainingLoop:
         return not self._writing
 
     def _end(self, job: TrainingJob, state: Literal["failed", "cancelled"], error: str | None = None) -> None:
-        try:
-            job.end(state, error)
-        except OSError as problem:
-            job.state, job.error = "failed", error or f"{job.folder} cannot be written: {problem}"
+        job.end(state, error)
         self._forget(job)
 
     def _forget(self, job: TrainingJob) -> None:
