@@ -186,6 +186,32 @@ def test_a_cancelled_training_ends_and_others_go_on(one: Case) -> None:
     engine.close()
 
 
+def test_trainings_may_be_cancelled_and_submitted_again_at_any_piece(one: Case) -> None:
+    """Each of two trainings in turn, after one more piece each time; both end with the right losses."""
+    plan = one.plan("often")
+    engine = one.engine(plan)
+    trainings = engine.parts.trainings
+    num_cancelled = 0
+    for number in range(24):
+        settle(trainings, engine, most=1 + number % 7)
+        name = ("first", "second")[number % 2]
+        if next(one for one in trainings.statuses() if one.name == name).state != "running":
+            continue
+        trainings.cancel(name)
+        num_cancelled += 1
+        settle(trainings, engine, most=number % 3)
+        done = trainings.submit(str(one.plan("often", [name])), reopen=True)
+        while not done.done():
+            trainings.advance()
+            time.sleep(1e-3)
+        done.result()
+    settle(trainings, engine)
+    assert {status.state for status in trainings.statuses()} == {"finished"} and num_cancelled > 10
+    engine.close()
+    for name, losses in Alone(one).losses.items():
+        assert losses_of(one.folder / "often" / name) == pytest.approx(losses, abs=1e-5)
+
+
 def test_a_loss_that_is_not_finite_ends_its_training_only(one: Case) -> None:
     engine = one.engine(one.plan("diverged"))
     trainings = engine.parts.trainings

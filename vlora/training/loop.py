@@ -157,6 +157,8 @@ class TrainingLoop:
 
     def _samples(self, job: TrainingJob, num_packed: int) -> Generator[Piece | None, None, list[Sample]]:
         """The samples of the job's next micro-step; none if it has ended meanwhile."""
+        if not self._runs(job):  # it ended while another job waited for its samples
+            return []
         budget = job.plan.micro_batch_tokens
         if self.max_tokens is not None:
             budget = min(budget, self.max_tokens // num_packed)
