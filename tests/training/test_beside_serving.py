@@ -234,7 +234,11 @@ def test_an_internal_error_ends_trainings_and_not_the_engine(one: Case, monkeypa
     engine = one.engine(plan)
     trainings = engine.parts.trainings
     settle(trainings, engine, until=lambda: trainings.statuses()[0].step == 1)
-    monkeypatch.setattr(trainings.jobs[0], "checkpoint", lambda: {}["missing"])
+
+    def broken() -> None:
+        raise KeyError("missing")
+
+    monkeypatch.setattr(trainings.jobs[0], "checkpoint", broken)
     settle(trainings, engine)
     (status,) = trainings.statuses()
     assert status.state == "failed" and status.error is not None and "(KeyError: 'missing')" in status.error

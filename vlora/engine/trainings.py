@@ -94,7 +94,9 @@ class Trainings:
         self._scheduler = scheduler
         self._max_batch_size = config.max_batch_size
         self._clock = clock
-        self.load_processor = functools.cache(lambda: InputProcessor.from_pretrained(config.model))
+        self.load_processor: Callable[[], InputProcessor] = functools.cache(
+            lambda: InputProcessor.from_pretrained(config.model)
+        )
         self._jobs: dict[str, TrainingJob] = {}
         self._submitted: deque[_Submission] = deque()
         self._reader = background_executor("vlora-training", patient=True)
