@@ -121,6 +121,7 @@ def build(
         device, block_manager, adapter_cache = _build_device(config, model, executor, coordinator)
         runner = device.runner if coordinator is None else coordinator.distribute(device.runner)
         registry = _build_registry(config, device, executor, coordinator)
+        cost = cost or CostModel(token_thresholds(device.hf_model))
         scheduler = _build_scheduler(config, device, block_manager, policy, cost, clock)
         loader = AdapterLoader(
             config,
@@ -139,7 +140,7 @@ def build(
             loader=loader,
             several_ranks=coordinator is not None,
         )
-        trainings = Trainings(config, device=device, registry=registry, admin=admin, scheduler=scheduler, clock=clock)
+        trainings = Trainings(config, device=device, registry=registry, admin=admin, cost=cost, clock=clock)
         monitor = Monitor(
             config,
             clock,
@@ -254,7 +255,7 @@ def _build_scheduler(
     device: DeviceRuntime,
     block_manager: BlockManager,
     policy: Policy,
-    cost: CostModel | None,
+    cost: CostModel,
     clock: Callable[[], float],
 ) -> Scheduler:
     hf_model = device.hf_model
@@ -266,7 +267,7 @@ def _build_scheduler(
         max_step_tokens=config.max_step_tokens,
         theta_s=config.theta_s,
         eos_ids=hf_model.eos_ids,
-        cost=cost or CostModel(token_thresholds(hf_model)),
+        cost=cost,
         clock=clock,
         weights=config.weights,
         tenant_weights=config.tenant_weights,

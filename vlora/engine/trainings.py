@@ -21,7 +21,7 @@ from vlora.errors import BadConfig, BadRequest
 from vlora.lora import AdapterRegistry
 from vlora.models.processing import InputProcessor
 from vlora.models.vision.encoder import VisionEncoder
-from vlora.orchestrator import Scheduler
+from vlora.orchestrator import CostModel
 from vlora.orchestrator.latency_promise import LatencyPromise
 from vlora.threads import background_executor
 from vlora.training import PackedTrainer
@@ -81,7 +81,7 @@ class Trainings:
         device: DeviceRuntime,
         registry: AdapterRegistry,
         admin: AdapterAdmin,
-        scheduler: Scheduler,
+        cost: CostModel,
         clock: Callable[[], float],
     ) -> None:
         """Start without trainings. The arguments are parts of the engine, and its clock."""
@@ -91,7 +91,7 @@ class Trainings:
         self._device = device
         self._registry = registry
         self._admin = admin
-        self._scheduler = scheduler
+        self._cost = cost
         self._max_batch_size = config.max_batch_size
         self._clock = clock
         self.load_processor: Callable[[], InputProcessor] = functools.cache(
@@ -210,7 +210,7 @@ class Trainings:
     def record_step(self, batch: Batch) -> None:
         """A step has served requests: the one that began last or, where steps run ahead, the one before."""
         now = self._clock()
-        shared_s = self._scheduler.costs.base_s if len(batch.items) < self._max_batch_size else 0.0
+        shared_s = self._cost.costs.base_s if len(batch.items) < self._max_batch_size else 0.0
         self.promise.served(now - self._marked_s, shared_s)
         self._marked_s = now
 
