@@ -1,4 +1,4 @@
-"""The specification: the same three operations in a few lines of plain torch, in float64 by default.
+"""The specification: the operator's operations in a few lines of plain torch, in float64 by default.
 
 Every strategy and kernel is tested against these functions. They are slow, allocate memory and never read a packed
 copy.
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from atmm.layers import HeadRows, Site
+from atmm.layers import Factors, HeadRows, Site
 from atmm.segments import SegmentPlan
 
 
@@ -38,3 +38,21 @@ def head_logits(h: Tensor, rows: Sequence[HeadRows], dtype: torch.dtype = torch.
         product = h[head.index].to(dtype) @ head.weight.to(dtype).T
         logits.append(product if head.bias is None else product + head.bias.to(dtype))
     return logits
+
+
+def delta_gradients(
+    g: Tensor, x: Tensor, site: Site, plan: SegmentPlan, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, dict[str, Factors]]:
+    """The gradients of x [T, d_in] and, by key, of the factors, for the gradient g [T, d_out] of `add_delta`'s result.
+
+    By torch's automatic differentiation. The gradient of x excludes that of the base layer.
+    """
+    leaf = x.detach().to(dtype).requires_grad_()
+    copy = Site(site.name, site.d_in, site.d_out)
+    for key in {lane.key for lane in plan.lanes} & site.factors.keys():
+        copy.factors[key] = Factors(*(factor.detach().to(dtype).requires_grad_() for factor in site.factors[key]))
+    wanted = [leaf, *(factor for factors in copy.factors.values() for factor in factors)]
+    base = torch.zeros(g.shape, dtype=dtype, requires_grad=True)  # so that the sum has a gradient without any lane
+    out = add_delta(base, leaf, copy, plan, dtype)
+    dx, *rest = torch.autograd.grad(out, wanted, g.to(dtype), materialize_grads=True)
+    return dx, {key: Factors(*rest[2 * place : 2 * place + 2]) for place, key in enumerate(copy.factors)}

@@ -67,6 +67,12 @@ EXCLUDED: Mapping[str, tuple[str, ...]] = {
     ),
     "processes": ("vlora.engine.ipc",),
     "grammars": ("vlora.engine.grammar_cache", "vlora.models.grammar"),
+    "training": (
+        "vlora.engine.trainings",
+        "vlora.orchestrator.latency_promise",
+        "vlora.training",
+        "vlora.types.training",
+    ),
     "monitoring": ("vlora.engine.monitor", "vlora.engine.snapshot", "vlora.orchestrator.stats"),
     "what only a GPU uses": (
         "vlora.engine.steps_ahead",

@@ -45,13 +45,23 @@ MAY_IMPORT: dict[str, set[str]] = {
     "vlora.routing": BASE | {"vlora.orchestrator"},
     "vlora.orchestrator": BASE | {"vlora.config", "vlora.memory"},
     "vlora.models": LEVEL_2,
-    "vlora.engine": LEVEL_3,
+    "vlora.engine": LEVEL_3 | {"vlora.training"},
     "vlora.cluster": BASE | {"vlora.config", "vlora.engine", "vlora.logging_format", "vlora.routing"},
     "vlora.split": BASE | {"atmm", "vlora.config", "vlora.lazy", "vlora.models"},
+    "vlora.training": LEVEL_2 | {"vlora.models", "vlora.plan_files"},
     "vlora.server": LEVEL_3 | {"vlora.engine", "vlora.client"},
     "vlora.simulator": BASE | {"vlora.config", "vlora.memory", "vlora.orchestrator", "vlora.routing"},
     "vlora.bench": LEVEL_3
-    | {"vlora.engine", "vlora.routing", "vlora.split", "vlora.simulator", "vlora.client", "vlora.tune", "fusion"},
+    | {
+        "vlora.engine",
+        "vlora.routing",
+        "vlora.split",
+        "vlora.simulator",
+        "vlora.client",
+        "vlora.training",
+        "vlora.tune",
+        "fusion",
+    },
     "vlora.tune": LEVEL_2 | {"vlora.models"},
     "vlora.cli": LEVEL_3
     | {
@@ -60,6 +70,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "vlora.server",
         "vlora.bench",
         "vlora.simulator",
+        "vlora.training",
         "vlora.tune",
         "vlora.client",
         "fusion",
@@ -166,6 +177,7 @@ def test_checkpoints_are_read_by_the_one_way_that_runs_none_of_their_code() -> N
         "vlora.server.http.routes",
         "vlora.server.launch",
         "vlora.split.batching",
+        "vlora.training.plan",
     ],
 )
 def test_loads_without_torch(module: str) -> None:
@@ -200,6 +212,7 @@ PUBLIC = {
     "vlora.engine": {"Engine", "EngineInterface", "LocalEngine"},
     "vlora.split": {"Base", "Noise", "connect"},
     "vlora.models": {"EncodedPrompt", "InputProcessor", "Region"},
+    "vlora.training": {"LoraSettings", "Loss", "MicroStep", "PackedTrainer", "Sample", "TrainableLora", "Update"},
     "vlora.lora": {
         "AdapterRegistry",
         "HostAdapter",

@@ -65,6 +65,9 @@ class EngineConfig:
         sharding: NAME=KIND pairs that set the sharding of adapters on several ranks (replicated, slora or auto). The
             name "*" stands for all other adapters. The default is auto: block-diagonal adapters as stored, all others
             replicated.
+        train: Plan file of trainings that begin or continue at the start.
+        train_slowdown: How many times as long requests may take beside trainings (their 99th percentile). Infinity
+            lets trainings run at any time.
 
     Raises:
         BadConfig: A value is invalid.
@@ -96,6 +99,8 @@ class EngineConfig:
     threads: int | None = None
     tensor_parallel: int = 1
     sharding: tuple[str, ...] = ()
+    train: str | None = None
+    train_slowdown: float = 1.15
 
     def __post_init__(self) -> None:
         if self.load_format not in ("auto", "dummy"):
@@ -138,6 +143,10 @@ class EngineConfig:
         if not self.encode_share > 0:
             raise BadConfig(
                 f"encode_share is {self.encode_share}; it must be above 0 (0.5: images may lengthen a step by 50 %)"
+            )
+        if not self.train_slowdown > 1:
+            raise BadConfig(
+                f"train_slowdown is {self.train_slowdown}; it must be above 1 (1.15: requests take 15 % longer at most)"
             )
         if self.vision_cache_bytes < 0:
             raise BadConfig(f"vision_cache_bytes is {self.vision_cache_bytes}; it must be 0 (off) or more")

@@ -5,7 +5,7 @@
     VLoraError
     |-- BadConfig            a setting, flag or model that is invalid
     |   `-- UnsupportedModel     a model family that is not on the allow-list, with the reason
-    |-- BadPlan              a fusion plan that cannot be run (file, line and field named)
+    |-- BadPlan              a plan that cannot be run (file, line and field named)
     |-- BadAdapter           an adapter that cannot be served, with the reason
     |   `-- AdapterChanged       the adapter has other content than the answer so far was computed with
     |-- BadRequest           the request is invalid
@@ -53,6 +53,7 @@ class UnsupportedModel(BadConfig):
 
 class BadPlan(VLoraError):
     code = "bad_plan"
+    http_status = 400
 
 
 class BadAdapter(VLoraError):

@@ -40,6 +40,7 @@ from vlora.errors import (
     BadAdapter,
     BadConfig,
     BadImage,
+    BadPlan,
     BadRequest,
     DeadlineUnreachable,
     EngineDead,
@@ -60,6 +61,7 @@ from vlora.types import (
     RequestOutput,
     TensorValue,
     Timings,
+    TrainingStatus,
     VisionInput,
     composed_of,
 )
@@ -158,6 +160,38 @@ class ByteProcessor:
         return VisionInput(kind="image", content_hash=digest, num_tokens=1, fields={"pixel_values": field})
 
 
+class ScriptedTrainings:
+    """Trainings that run forever. A plan is the name of one."""
+
+    retry_s: float | None = None
+
+    def __init__(self) -> None:
+        self.wake: Callable[[], None] = lambda: None
+        self._found: dict[str, TrainingStatus] = {}
+
+    def advance(self) -> bool:
+        return False
+
+    def submit(self, plan: str, *, reopen: bool) -> Future[tuple[TrainingStatus, ...]]:
+        done: Future[tuple[TrainingStatus, ...]] = Future()
+        if plan.endswith("bad"):
+            done.set_exception(BadPlan(f"{plan}: cannot be read: No such file or directory"))
+        else:
+            name = Path(plan).name
+            self._found[name] = TrainingStatus(name=name, state="running", step=1, num_steps=2, loss=0.5)
+            done.set_result((self._found[name],))
+        return done
+
+    def statuses(self) -> tuple[TrainingStatus, ...]:
+        return tuple(self._found.values())
+
+    def cancel(self, name: str) -> TrainingStatus:
+        if name not in self._found:
+            raise BadRequest(f"no training named {name!r} is running; running: {', '.join(self._found) or 'none'}")
+        self._found[name] = msgspec.structs.replace(self._found[name], state="cancelled")
+        return self._found[name]
+
+
 class ScriptedEngine:
     """Implements the interface of the synchronous engine."""
 
@@ -195,6 +229,7 @@ class ScriptedEngine:
         self.running: dict[str, tuple[Request, list[int]]] = {}
         self.sampled: dict[str, int] = {}
         self.cancelled: list[str] = []
+        self.parts = SimpleNamespace(trainings=ScriptedTrainings())
         self._adapters: dict[str, AdapterStatus] = {}
         self.num_steps = 0
         self._num_finished = 0
@@ -475,6 +510,15 @@ class ScriptedInterface:
 
     async def adapters(self) -> tuple[AdapterStatus, ...]:
         return self.engine.adapters()
+
+    async def train(self, plan: str, *, reopen: bool = True) -> tuple[TrainingStatus, ...]:
+        return self.engine.parts.trainings.submit(plan, reopen=reopen).result()
+
+    async def trainings(self) -> tuple[TrainingStatus, ...]:
+        return self.engine.parts.trainings.statuses()
+
+    async def cancel_training(self, name: str) -> TrainingStatus:
+        return self.engine.parts.trainings.cancel(name)
 
     async def stats(self) -> EngineStats:
         if self.dead is not None:

@@ -559,6 +559,21 @@ def test_adapters_are_loaded_pinned_and_unloaded_over_http(api: Api, tmp_path: P
     assert status == 400 and answer["error"]["code"] == "bad_adapter"
 
 
+def test_trainings_are_submitted_listed_and_cancelled_over_http(api: Api) -> None:
+    assert api.call("GET", "/v1/trainings") == (200, {"object": "list", "data": []})
+    status, made = api.call("POST", "/v1/trainings", {"plan": "/plans/signs"})
+    assert status == 201 and [one["name"] for one in made["data"]] == ["signs"]
+    (listed,) = api.call("GET", "/v1/trainings")[1]["data"]
+    assert listed == made["data"][0] and listed["state"] == "running" and listed["loss"] == 0.5
+    status, ended = api.call("DELETE", "/v1/trainings/signs")
+    assert status == 200 and ended["state"] == "cancelled"
+    status, answer = api.call("DELETE", "/v1/trainings/absent")
+    assert status == 400 and answer["error"]["message"].startswith("no training named 'absent' is running")
+    status, answer = api.call("POST", "/v1/trainings", {"plan": "/plans/bad"})
+    assert status == 400 and answer["error"]["code"] == "bad_plan"
+    assert api.call("POST", "/v1/trainings", {"path": "/plans/signs"})[0] == 400
+
+
 def test_ready_fails_while_the_server_drains() -> None:
     with running_api() as api:
         assert api.call("GET", "/ready") == (200, {"status": "ready"})

@@ -139,6 +139,8 @@ ADMIN_CALLS: list[tuple[str, str, Any]] = [
     ("DELETE", "/v1/adapters/absent", None),
     ("PUT", "/v1/adapters/absent/pin", None),
     ("DELETE", "/v1/adapters/absent/pin", None),
+    ("POST", "/v1/trainings", {"plan": "/nowhere/bad"}),
+    ("DELETE", "/v1/trainings/absent", None),
 ]
 
 

@@ -24,7 +24,7 @@ from vlora.client.values import FrameResult
 from vlora.config import EngineConfig
 from vlora.engine.ipc import supervisor
 from vlora.engine.ipc.supervisor import SupervisedEngine
-from vlora.errors import EngineDead, UnknownAdapter, VLoraError
+from vlora.errors import BadPlan, EngineDead, UnknownAdapter, VLoraError
 from vlora.types import Request
 
 ROOT = Path(__file__).parents[2]
@@ -100,6 +100,9 @@ def test_a_replacement_process_has_the_adapters_and_pins(tmp_path: Path) -> None
             await engine.pin_adapter(name, True)
         await engine.pin_adapter("one", False)
         await engine.unload_adapter("gone")
+        assert [one.name for one in await engine.train("/plans/signs")] == ["signs"]
+        with pytest.raises(BadPlan, match="/plans/bad: cannot be read"):
+            await engine.train("/plans/bad")
         shutil.rmtree(tmp_path / "lost")
         assert not engine.starting
         await kill(engine)
@@ -109,6 +112,7 @@ def test_a_replacement_process_has_the_adapters_and_pins(tmp_path: Path) -> None
             with pytest.raises(EngineDead, match="killed by SIGKILL; it is being restarted"):
                 await call()
         await alive(engine)
+        assert [one.name for one in await engine.trainings()] == ["signs"]
         assert not engine.starting
         assert [(each.name, each.pinned) for each in await engine.adapters()] == [
             ("one", False),

@@ -37,6 +37,8 @@ BENCHES = {
     "streams": "serving.streams",
     "tp": "tensor_parallel.tp",
     "split": "split.split",
+    "packed": "training.packed",
+    "training": "training.beside",
     "teachers": "engine.teachers",
 }
 """Each bench's module in this package, with `run(quick) -> Report`. "all" runs them in this order."""

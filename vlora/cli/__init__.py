@@ -20,6 +20,7 @@ from vlora.cli import (  # noqa: F401  (they join their commands)
     retrieve,
     serve,
     train,
+    trainings,
 )
 from vlora.cli.group import cli
 from vlora.errors import BadPlan, EngineDead, StepFailed, VLoraError

@@ -109,6 +109,11 @@ def serve(
         raise BadConfig("the base model's name is empty; give a --served-model-name")
     if model_name in named:
         raise BadConfig(f"adapter {model_name!r} has the base model's name; rename it or give a --served-model-name")
+    if (plan := settings.get("train")) is not None:
+        from vlora.training.plan import read_plan
+
+        settings["train"] = os.path.abspath(os.path.expanduser(plan))
+        read_plan(settings["train"])  # an error is reported before the model loads
     engine_config = make_config(EngineConfig, settings, model=model_path(model))
     all_tokens = functools.partial(read_tokens, token_file, os.environ)
     server_config = make_config(ServerConfig, settings, tokens=all_tokens())

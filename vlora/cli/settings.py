@@ -55,6 +55,10 @@ _SETTINGS = {
         "tenant_weight": "NAME=WEIGHT of a tenant's (token's) fair share, * for all others; may be repeated.",
         "encode_share": "Fraction by which image encoding may prolong a step of other requests.",
     },
+    "Training": {
+        "train": "Plan file (YAML, see docs/training.md) of adapters to train beside requests.",
+        "train_slowdown": "How many times as long requests may take beside trainings (99th percentile).",
+    },
     "Memory": {
         "arena_bytes": "Memory for KV cache and adapters together. Default: by the model's needs and free memory.",
         "block_size": "Tokens per KV block.",

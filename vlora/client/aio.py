@@ -27,7 +27,7 @@ from vlora.client.values import (
     TextQuestion,
 )
 from vlora.errors import DeadlineMissed, VLoraError
-from vlora.types import AdapterStatus, EngineStats
+from vlora.types import AdapterStatus, EngineStats, TrainingStatus
 
 T = TypeVar("T")
 
@@ -189,6 +189,18 @@ class AsyncClient:
     async def pin_adapter(self, name: str, pinned: bool = True) -> AdapterStatus:
         """As `Client.pin_adapter`."""
         return await self._wait(await self._connection(), calls.pin_adapter(name, pinned))
+
+    async def train(self, plan: str | os.PathLike[str]) -> tuple[TrainingStatus, ...]:
+        """As `Client.train`."""
+        return await self._wait(await self._connection(), calls.train(plan))
+
+    async def trainings(self) -> tuple[TrainingStatus, ...]:
+        """As `Client.trainings`."""
+        return await self._wait(await self._connection(), calls.trainings())
+
+    async def cancel_training(self, name: str) -> TrainingStatus:
+        """As `Client.cancel_training`."""
+        return await self._wait(await self._connection(), calls.cancel_training(name))
 
     async def stats(self) -> EngineStats:
         """As `Client.stats`."""

@@ -21,7 +21,7 @@ from vlora.client.values import (
     sampling_params,
 )
 from vlora.errors import BadImage, BadRequest
-from vlora.types import AdapterStatus, EngineStats, adapter_name
+from vlora.types import AdapterStatus, EngineStats, TrainingStatus, adapter_name
 from vlora.types.video import Video
 
 T = TypeVar("T")
@@ -159,6 +159,18 @@ def unload_adapter(name: str, drain: bool) -> Call[None]:
 
 def pin_adapter(name: str, pinned: bool) -> Call[AdapterStatus]:
     return Call("pin_adapter", (name, pinned), AdapterStatus)
+
+
+def train(plan: str | os.PathLike[str]) -> Call[tuple[TrainingStatus, ...]]:
+    return Call("train", (os.fspath(plan),), tuple[TrainingStatus, ...])
+
+
+def trainings() -> Call[tuple[TrainingStatus, ...]]:
+    return Call("trainings", (), tuple[TrainingStatus, ...])
+
+
+def cancel_training(name: str) -> Call[TrainingStatus]:
+    return Call("cancel_training", (name,), TrainingStatus)
 
 
 def stats() -> Call[EngineStats]:

@@ -27,7 +27,7 @@ from vlora.client.values import (
     TextQuestion,
 )
 from vlora.errors import DeadlineMissed, VLoraError
-from vlora.types import AdapterStatus, EngineStats
+from vlora.types import AdapterStatus, EngineStats, TrainingStatus
 
 T = TypeVar("T")
 
@@ -223,6 +223,23 @@ class Client:
     def pin_adapter(self, name: str, pinned: bool = True) -> AdapterStatus:
         """Keep an adapter on the server's device, or allow its eviction. Raises UnknownAdapter, OverCapacity."""
         return self._wait(self.connection(), calls.pin_adapter(name, pinned))
+
+    def train(self, plan: str | os.PathLike[str]) -> tuple[TrainingStatus, ...]:
+        """Begin or continue the trainings of a plan file of the server's file system.
+
+        Raises:
+            BadPlan: The plan or its data cannot be used.
+            BadRequest: The engine cannot train, the model lacks a target, or the name of a training is in use.
+        """
+        return self._wait(self.connection(), calls.train(plan))
+
+    def trainings(self) -> tuple[TrainingStatus, ...]:
+        """Every training since the server's engine started."""
+        return self._wait(self.connection(), calls.trainings())
+
+    def cancel_training(self, name: str) -> TrainingStatus:
+        """End a training; `train` with its plan continues it. Raises BadRequest if it is not running."""
+        return self._wait(self.connection(), calls.cancel_training(name))
 
     def stats(self) -> EngineStats:
         """Counters of the engine since its start."""

@@ -9,7 +9,16 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import msgspec
 
 from vlora.errors import BadRequest, VLoraError, error_from_code
-from vlora.types import AdapterStatus, EngineStats, ErrorValue, HeadAnswer, SamplingParams, Timings, check_priority
+from vlora.types import (
+    AdapterStatus,
+    EngineStats,
+    ErrorValue,
+    HeadAnswer,
+    SamplingParams,
+    Timings,
+    TrainingStatus,
+    check_priority,
+)
 from vlora.wording import msgspec_errors
 
 PROTOCOL_VERSION = 7
@@ -193,6 +202,8 @@ _DECODERS: dict[Any, Callable[[bytes], Any]] = {
         bool,
         AdapterStatus,
         tuple[AdapterStatus, ...],
+        TrainingStatus,
+        tuple[TrainingStatus, ...],
         EngineStats,
         type(None),
     )

@@ -20,7 +20,7 @@ from vlora.engine.output_stream import OutputStream
 from vlora.engine.snapshot import EngineLoad, EngineSnapshot
 from vlora.errors import Aborted, BadRequest, EngineDead
 from vlora.routing import Report, Room, Router
-from vlora.types import AdapterStatus, EngineStats, Request, RequestOutput
+from vlora.types import AdapterStatus, EngineStats, Request, RequestOutput, TrainingStatus
 
 REPORT_S = 0.1  # between two reports of a replica
 ABSENT_S = 60.0  # without any replica, before waiting requests fail
@@ -160,6 +160,18 @@ class Cluster:
     async def adapters(self) -> tuple[AdapterStatus, ...]:
         """See EngineInterface. An adapter is resident if any replica has it on its device."""
         return await self._adapters.statuses()
+
+    async def train(self, plan: str, *, reopen: bool = True) -> tuple[TrainingStatus, ...]:
+        """Raises BadRequest: replicas would train the same adapters in the same folder."""
+        raise BadRequest(f"a cluster does not train; serve {plan} with `vlora serve --train` on one of its machines")
+
+    async def trainings(self) -> tuple[TrainingStatus, ...]:
+        """See EngineInterface. A cluster has none."""
+        return ()
+
+    async def cancel_training(self, name: str) -> TrainingStatus:
+        """Raises BadRequest: there is no training."""
+        raise BadRequest(f"no training named {name[:128]!r} is running; a cluster does not train")
 
     async def stats(self) -> EngineStats:
         """See EngineInterface. The sums over the replicas; requests that wait for a replica are waiting ones."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -27,6 +28,8 @@ def merged_stats(stats: Sequence[EngineStats], *, num_waiting: int = 0) -> Engin
             merged[field] = values[0]
         elif isinstance(values[0], dict):
             merged[field] = dict(sum(map(Counter, values), Counter()))
+        elif isinstance(values[0], tuple):
+            merged[field] = tuple(itertools.chain.from_iterable(values))
         else:
             merged[field] = max(values) if field in _LARGEST else sum(values)
     return msgspec.structs.replace(EngineStats(**merged), num_waiting=merged["num_waiting"] + num_waiting)

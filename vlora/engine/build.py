@@ -26,6 +26,7 @@ from vlora.engine.tensor_parallel.coordinator import (
     TensorParallelRunner,
     choose_sharding,
 )
+from vlora.engine.trainings import Trainings
 from vlora.errors import BadConfig
 from vlora.lora import AdapterRegistry
 from vlora.lora.registry import always_replicated
@@ -42,7 +43,7 @@ from vlora.models.sharding import plan_of, shard
 from vlora.orchestrator import CostModel, Scheduler, TokenThresholds, make_policy
 from vlora.orchestrator.policies.base import Policy
 from vlora.parallel import ProcessGroup
-from vlora.types import Request, RequestOutput
+from vlora.types import Batch, Request, RequestOutput, StepResult
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,6 +85,7 @@ class EngineParts:
     checks: RequestChecks
     monitor: Monitor
     versions: AdapterVersions
+    trainings: Trainings
     steps: StepsInOrder | StepsAhead
     hooks: Hooks
     group: ProcessGroup | None
@@ -119,6 +121,7 @@ def build(
         device, block_manager, adapter_cache = _build_device(config, model, executor, coordinator)
         runner = device.runner if coordinator is None else coordinator.distribute(device.runner)
         registry = _build_registry(config, device, executor, coordinator)
+        cost = cost or CostModel(token_thresholds(device.hf_model))
         scheduler = _build_scheduler(config, device, block_manager, policy, cost, clock)
         loader = AdapterLoader(
             config,
@@ -137,6 +140,7 @@ def build(
             loader=loader,
             several_ranks=coordinator is not None,
         )
+        trainings = Trainings(config, device=device, registry=registry, admin=admin, cost=cost, clock=clock)
         monitor = Monitor(
             config,
             clock,
@@ -147,14 +151,20 @@ def build(
             registry=registry,
             loader=loader,
             pinned=admin.pinned,
+            trainings=trainings.statuses,
             environment={**environment, "arena_basis": device.limits.arena_basis},
         )
         grammars = _build_grammars(config, device, executor)
         versions = AdapterVersions(admin.compositions, registry, scheduler, grammars.waits)
-        hooks = _build_hooks(grammars, versions, scheduler, runner, monitor, coordinator)
+        hooks = _build_hooks(grammars, versions, scheduler, runner, monitor, trainings, coordinator)
+
+        def on_step(batch: Batch, result: StepResult) -> None:
+            monitor.record_step(batch, result)
+            trainings.record_step(batch)
+
         steps: StepsInOrder | StepsAhead
         if isinstance(block_manager, WrittenBlocks) and isinstance(runner, ModelRunner):
-            steps = StepsAhead(runner, scheduler, block_manager, monitor.record_step)
+            steps = StepsAhead(runner, scheduler, block_manager, on_step)
             hooks = dataclasses.replace(
                 hooks,
                 before_schedule=(*hooks.before_schedule, steps.make_room),
@@ -162,7 +172,9 @@ def build(
                 on_release=(*hooks.on_release, steps.release),
             )
         else:
-            steps = StepsInOrder(runner, scheduler, monitor.record_step)
+            steps = StepsInOrder(runner, scheduler, on_step)
+        if config.train is not None:
+            trainings.start(config.train)
         return EngineParts(
             num_threads=num_threads,
             device=device,
@@ -176,6 +188,7 @@ def build(
             checks=RequestChecks(config, device.hf_model, device.limits, admin.compositions),
             monitor=monitor,
             versions=versions,
+            trainings=trainings,
             steps=steps,
             hooks=hooks,
             group=None if coordinator is None else coordinator.group,
@@ -242,7 +255,7 @@ def _build_scheduler(
     device: DeviceRuntime,
     block_manager: BlockManager,
     policy: Policy,
-    cost: CostModel | None,
+    cost: CostModel,
     clock: Callable[[], float],
 ) -> Scheduler:
     hf_model = device.hf_model
@@ -254,7 +267,7 @@ def _build_scheduler(
         max_step_tokens=config.max_step_tokens,
         theta_s=config.theta_s,
         eos_ids=hf_model.eos_ids,
-        cost=cost or CostModel(token_thresholds(hf_model)),
+        cost=cost,
         clock=clock,
         weights=config.weights,
         tenant_weights=config.tenant_weights,
@@ -283,14 +296,15 @@ def _build_hooks(
     scheduler: Scheduler,
     runner: ModelRunner | TensorParallelRunner,
     monitor: Monitor,
+    trainings: Trainings,
     coordinator: TensorParallelCoordinator | None,
 ) -> Hooks:
     grammar_hook = GrammarHook(grammars, scheduler, runner.begin_grammar, versions.waits)
     hooks = Hooks(
-        before_schedule=(grammar_hook.release_compiled, versions.release_read),
-        on_add=(grammar_hook.add, versions.add, monitor.count_request),
-        on_release=(grammar_hook.release, versions.release),
-        on_close=(grammars.close,),
+        before_schedule=(grammar_hook.release_compiled, versions.release_read, trainings.begin_step),
+        on_add=(grammar_hook.add, versions.add, monitor.count_request, trainings.add_request),
+        on_release=(grammar_hook.release, versions.release, trainings.promise.release),
+        on_close=(grammars.close, trainings.close),
         pending=(lambda: grammars.pending,),
     )
     if coordinator is None:

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Protocol
 
 from vlora.engine.snapshot import EngineSnapshot
-from vlora.types import AdapterStatus, EngineStats, Request, RequestOutput
+from vlora.types import AdapterStatus, EngineStats, Request, RequestOutput, TrainingStatus
 
 
 class EngineInterface(Protocol):
@@ -70,6 +70,27 @@ class EngineInterface(Protocol):
 
     async def adapters(self) -> tuple[AdapterStatus, ...]:
         """Every registered adapter, by name."""
+        ...
+
+    async def train(self, plan: str, *, reopen: bool = True) -> tuple[TrainingStatus, ...]:
+        """Begin or continue the trainings of a plan file, all or none. Returns when its files were read.
+
+        Args:
+            plan: A file of this engine's machine.
+            reopen: Continue trainings that were cancelled or have failed, too.
+
+        Raises:
+            BadPlan: The plan or its data cannot be used.
+            BadRequest: The engine cannot train, the model lacks a target, or the name of a training is in use.
+        """
+        ...
+
+    async def trainings(self) -> tuple[TrainingStatus, ...]:
+        """Every training since the engine started."""
+        ...
+
+    async def cancel_training(self, name: str) -> TrainingStatus:
+        """End a training; its checkpoint remains. Raises BadRequest if it is not running."""
         ...
 
     async def stats(self) -> EngineStats:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
@@ -15,7 +16,7 @@ from vlora.engine.output_stream import OutputStream
 from vlora.engine.snapshot import EngineSnapshot
 from vlora.errors import EngineDead, VLoraError
 from vlora.threads import compute_with, launch_on
-from vlora.types import AdapterStatus, EngineStats, ErrorValue, Request, RequestOutput
+from vlora.types import AdapterStatus, EngineStats, ErrorValue, Request, RequestOutput, TrainingStatus
 
 T = TypeVar("T")
 
@@ -30,6 +31,7 @@ class LocalEngine:
         self._streams: dict[str, Callable[[RequestOutput], None]] = {}
         self._thread: threading.Thread | None = None
         self._cause: str | None = None
+        self.engine.parts.trainings.wake = lambda: self._calls.put(_nothing)
 
     # -- synchronous --------------------------------------------------------------------------------------------------
 
@@ -111,6 +113,19 @@ class LocalEngine:
         """See EngineInterface."""
         return await self._call(self.engine.adapters)
 
+    async def train(self, plan: str, *, reopen: bool = True) -> tuple[TrainingStatus, ...]:
+        """See EngineInterface."""
+        submit = functools.partial(self.engine.parts.trainings.submit, plan, reopen=reopen)
+        return await asyncio.wrap_future(await self._call(submit))
+
+    async def trainings(self) -> tuple[TrainingStatus, ...]:
+        """See EngineInterface."""
+        return await self._call(self.engine.parts.trainings.statuses)
+
+    async def cancel_training(self, name: str) -> TrainingStatus:
+        """See EngineInterface."""
+        return await self._call(lambda: self.engine.parts.trainings.cancel(name))
+
     async def stats(self) -> EngineStats:
         """See EngineInterface."""
         return await self._call(self.engine.stats)
@@ -159,9 +174,11 @@ class LocalEngine:
         compute_with(self.engine.num_threads)
         launch_on(self.engine.parts.device.hf_model.device)
         try:
-            while self._take_calls(block=not self.engine.has_work):
-                for output in self.engine.step():
-                    self._deliver(output)
+            while self._take_calls(block=not (self.engine.has_work or self._trains())):
+                if self.engine.has_work:
+                    for output in self.engine.step():
+                        self._deliver(output)
+                    self._trains()
         except Exception as error:
             self._cause = f"the engine stopped: {type(error).__name__}: {error}"
             raise
@@ -173,11 +190,15 @@ class LocalEngine:
             for request_id in tuple(self._streams):
                 self._deliver(RequestOutput(request_id=request_id, finish_reason="error", error=value))
 
+    def _trains(self) -> bool:
+        """Run a piece of a training, unless a call waits. Returns whether not to wait for a call."""
+        return not self._calls.empty() or self.engine.parts.trainings.advance()
+
     def _take_calls(self, *, block: bool) -> bool:
         """Run the pending calls; False if the engine is to stop."""
         while True:
             try:
-                call = self._calls.get(block=block)
+                call = self._calls.get(block, self.engine.parts.trainings.retry_s)
             except queue.Empty:
                 return True
             if call is None:
@@ -196,6 +217,10 @@ class LocalEngine:
         )
         if deliver is not None:
             deliver(output)
+
+
+def _nothing() -> None:
+    """A call that only wakes up the engine's thread."""
 
 
 def _refused(request_id: str, error: VLoraError) -> RequestOutput:

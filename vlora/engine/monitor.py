@@ -32,7 +32,7 @@ from vlora.memory.arena import PAGE_BYTES
 from vlora.memory.block_manager import BlockManager
 from vlora.memory.page_allocator import PageRun
 from vlora.orchestrator import Scheduler
-from vlora.types import Batch, EngineStats, Request, RequestStatus, StepResult, composed_of
+from vlora.types import Batch, EngineStats, Request, RequestStatus, StepResult, TrainingStatus, composed_of
 
 MAX_STEPS = 2000
 """Number of steps kept."""
@@ -58,6 +58,7 @@ class Monitor:
         registry: AdapterRegistry,
         loader: AdapterLoader,
         pinned: Collection[str],
+        trainings: Callable[[], tuple[TrainingStatus, ...]],
         environment: Mapping[str, Any],
     ) -> None:
         """Start without steps.
@@ -67,6 +68,7 @@ class Monitor:
             clock: The engine's clock.
             scheduler, device, block_manager, adapter_cache, registry, loader: The engine's parts.
             pinned: Names of the pinned adapters.
+            trainings: The state of all trainings.
             environment: Fields of `EngineStats` that never change.
         """
         self._config = config
@@ -80,6 +82,7 @@ class Monitor:
         self._registry = registry
         self._loader = loader
         self._pinned = pinned
+        self._trainings = trainings
         self._environment = environment
         self._steps: deque[StepRecord] = deque(maxlen=MAX_STEPS)
         self._num_steps = 0
@@ -131,6 +134,7 @@ class Monitor:
             num_adapter_misses=loader.num_misses,
             num_load_waits=loader.num_waits,
             load_wait_s=loader.wait_s,
+            trainings=self._trainings(),
             **self._environment,
         )
 

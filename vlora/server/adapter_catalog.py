@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from vlora.engine.interface import EngineInterface
 from vlora.errors import BadAdapter, UnknownAdapter, UnknownHead, listed
 from vlora.server.metrics import Metrics
-from vlora.types import AdapterStatus, HeadSummary, composed_of, is_composed
+from vlora.types import AdapterStatus, HeadSummary, TrainingStatus, composed_of, is_composed
 
 T = TypeVar("T")
 
@@ -105,6 +105,22 @@ class AdapterCatalog:
     async def pin(self, name: str, pinned: bool) -> AdapterStatus:
         """Pin an adapter on the device, or unpin it. Raises UnknownAdapter; OverCapacity when there is no room."""
         return await self._complete(self._engine.pin_adapter(name, pinned))
+
+    # -- trainings ----------------------------------------------------------------------------------------------------
+
+    async def train(self, plan: str) -> tuple[TrainingStatus, ...]:
+        """Begin the trainings of a plan file on the server's file system. Raises as `EngineInterface.train`."""
+        return await self._engine.train(plan)
+
+    async def trainings(self) -> tuple[TrainingStatus, ...]:
+        """Every training since the engine started. A finished one has changed the adapters."""
+        return await self._engine.trainings()
+
+    async def cancel_training(self, name: str) -> TrainingStatus:
+        """End a training. Raises BadRequest if it is not running."""
+        return await self._engine.cancel_training(name)
+
+    # -- internal -----------------------------------------------------------------------------------------------------
 
     async def _complete(self, change: Coroutine[Any, Any, T]) -> T:
         """Apply a change of the engine's adapters, also when its caller is cancelled meanwhile: the engine completes a

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter as Counts
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -11,7 +12,8 @@ from prometheus_client.registry import Collector
 
 from vlora.errors import error_codes
 from vlora.server.label_slots import OTHER, LabelSlots
-from vlora.types import AdapterStatus, EngineStats, Mode, Request, is_composed
+from vlora.types import AdapterStatus, EngineStats, Mode, Request, TrainingStatus, is_composed
+from vlora.types.training import TrainingState
 
 _FIRST_TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _QUEUE_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -20,6 +22,7 @@ _REQUEST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 MAX_ADAPTERS = 64
 MAX_TENANTS = 64
+MAX_TRAININGS = 64
 BASE, UNKNOWN, COMPOSED = "base", "unknown", "composed"
 """Label values of requests without an adapter, with an unknown adapter, and with a composition of adapters."""
 
@@ -294,6 +297,29 @@ class _EngineCollector(Collector):
         )
         yield CounterMetricFamily("vlora_encode_seconds", "Time spent encoding images.", value=stats.encode_s)
         yield GaugeMetricFamily("vlora_vision_cache_bytes", "Cached image embeddings.", value=stats.vision_cache_bytes)
+        yield from _trainings(stats.trainings)
+
+
+def _trainings(trainings: Sequence[TrainingStatus]) -> Iterator[Metric]:
+    """Series of the last `MAX_TRAININGS` trainings by name; those before are only in the numbers by state."""
+    states = {state: 0 for state in get_args(TrainingState)} | Counts(one.state for one in trainings)
+    yield _gauge("vlora_trainings", "Trainings since the engine's start.", "state", states)
+    shown = trainings[-MAX_TRAININGS:]
+    steps, tokens, seconds, losses = (
+        CounterMetricFamily("vlora_training_steps", "Optimizer steps.", labels=["training"]),
+        CounterMetricFamily(
+            "vlora_training_tokens", "Tokens of micro-steps, evaluations included.", labels=["training"]
+        ),
+        CounterMetricFamily("vlora_training_seconds", "Time of the engine for trainings.", labels=["training"]),
+        GaugeMetricFamily("vlora_training_loss", "Mean loss of the last optimizer step.", labels=["training"]),
+    )
+    for one in shown:
+        steps.add_metric([one.name], one.step)
+        tokens.add_metric([one.name], one.num_tokens)
+        seconds.add_metric([one.name], one.seconds)
+        if one.loss is not None:
+            losses.add_metric([one.name], one.loss)
+    yield from (steps, tokens, seconds, losses)
 
 
 def _queue(stats: EngineStats) -> dict[str, int]:

@@ -22,6 +22,7 @@ from vlora.types.request import (
 )
 from vlora.types.status import AdapterStatus, EngineStats, HeadSummary, MemoryView
 from vlora.types.step import Batch, BatchItem, Encode, Encoded, Mode, StepResult
+from vlora.types.training import TrainingStatus
 
 __all__ = [
     "MAX_BIASED_TOKENS",
@@ -51,6 +52,7 @@ __all__ = [
     "TensorValue",
     "Timings",
     "TokenScore",
+    "TrainingStatus",
     "VisionInput",
     "adapter_name",
     "check_priority",

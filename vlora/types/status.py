@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from vlora.types.training import TrainingStatus
+
 
 class MemoryView(msgspec.Struct, frozen=True, kw_only=True):
     """Adapter memory state for policies.
@@ -64,12 +66,11 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     host_adapter_bytes: adapters in host memory. num_restarts: earlier processes of this engine that died.
     relocated_bytes: bytes moved within the arena to make room for adapters.
     num_adapter_hits, num_adapter_misses: requests that found, or did not find, their adapter on the device at arrival.
-    highest_credit_s: highest credit of any request (V-LoRA section 4.4.3); 0 if none waits.
+    highest_credit_s: highest credit of any request (V-LoRA section 4.4.3); 0 if none waits. trainings: since the start.
     num_encoded_patches, encode_s: work of the vision tower (see `VisionInput.num_patches`), and its duration.
     num_adapter_loads: adapter loads to the device. num_load_waits, load_wait_s: steps in which every request waited for
     an adapter to be read or loaded, and the total wait. num_threads: threads that compute a step, on each rank.
-    arena_basis: description of how arena_bytes was determined.
-    atmm_table: description of the measured table that selects kernels; empty if there is no engine.
+    arena_basis: how arena_bytes was determined. atmm_table: the table that selects kernels; empty without an engine.
     cpu_kernels: "compiled", or "plain torch" without a working C++ compiler; empty on a GPU.
     """
 
@@ -117,3 +118,4 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int = 1
     num_encoded_patches: float = 0.0
     encode_s: float = 0.0
+    trainings: tuple[TrainingStatus, ...] = ()

@@ -20,7 +20,7 @@ from vlora.engine.ipc.transport import ClientTransport, UnreadableMessage
 from vlora.engine.output_stream import OutputStream
 from vlora.engine.snapshot import EngineLoad, EngineSnapshot
 from vlora.errors import BadRequest, EngineDead
-from vlora.types import AdapterStatus, EngineStats, ErrorValue, Request, RequestOutput
+from vlora.types import AdapterStatus, EngineStats, ErrorValue, Request, RequestOutput, TrainingStatus
 
 ENGINE_COMMAND = (sys.executable, "-m", "vlora.engine.ipc.worker")
 
@@ -156,6 +156,18 @@ class EngineClient:
             found += page
             if len(page) < messages.ADAPTERS_PER_REPLY:
                 return found
+
+    async def train(self, plan: str, *, reopen: bool = True) -> tuple[TrainingStatus, ...]:
+        """See EngineInterface."""
+        return (await self._call(messages.Train(next(self._call_ids), plan, reopen))).trainings
+
+    async def trainings(self) -> tuple[TrainingStatus, ...]:
+        """See EngineInterface."""
+        return (await self._call(messages.ListTrainings(next(self._call_ids)))).trainings
+
+    async def cancel_training(self, name: str) -> TrainingStatus:
+        """See EngineInterface."""
+        return (await self._call(messages.CancelTraining(next(self._call_ids), name))).trainings[0]
 
     async def stats(self) -> EngineStats:
         """See EngineInterface."""

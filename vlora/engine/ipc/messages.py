@@ -6,7 +6,7 @@ import msgspec
 
 from vlora.config import EngineConfig
 from vlora.engine.snapshot import EngineLoad, EngineSnapshot
-from vlora.types import AdapterStatus, EngineStats, ErrorValue, Request, RequestOutput
+from vlora.types import AdapterStatus, EngineStats, ErrorValue, Request, RequestOutput, TrainingStatus
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -60,6 +60,23 @@ class ListAdapters(msgspec.Struct, frozen=True, tag=True):
 ADAPTERS_PER_REPLY = 250
 
 
+class Train(msgspec.Struct, frozen=True, tag=True):
+    """Begin the trainings of a plan file. reopen: also those that were cancelled or have failed."""
+
+    call_id: int
+    plan: str
+    reopen: bool
+
+
+class ListTrainings(msgspec.Struct, frozen=True, tag=True):
+    call_id: int
+
+
+class CancelTraining(msgspec.Struct, frozen=True, tag=True):
+    call_id: int
+    name: str
+
+
 class GetStats(msgspec.Struct, frozen=True, tag=True):
     call_id: int
 
@@ -83,7 +100,18 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """Cancel all running requests and end the process."""
 
 
-Call = RegisterAdapters | LoadAdapter | UnloadAdapter | PinAdapter | ListAdapters | GetStats | GetSnapshot
+Call = (
+    RegisterAdapters
+    | LoadAdapter
+    | UnloadAdapter
+    | PinAdapter
+    | ListAdapters
+    | Train
+    | ListTrainings
+    | CancelTraining
+    | GetStats
+    | GetSnapshot
+)
 """Calls that are answered by a Reply of the same call_id."""
 
 ToEngine = Start | Add | Cancel | Call | WatchLoad | Ping | Stop
@@ -123,6 +151,7 @@ class Reply(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     call_id: int
     error: ErrorValue | None = None
     adapters: tuple[AdapterStatus, ...] = ()
+    trainings: tuple[TrainingStatus, ...] = ()
     stats: EngineStats | None = None
     snapshot: EngineSnapshot | None = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Protocol
@@ -13,7 +14,7 @@ from vlora.config import EngineConfig
 from vlora.engine.ipc.client import ENGINE_COMMAND, EngineClient
 from vlora.engine.snapshot import EngineSnapshot
 from vlora.errors import EngineDead, VLoraError
-from vlora.types import AdapterStatus, EngineStats, Request, RequestOutput
+from vlora.types import AdapterStatus, EngineStats, Request, RequestOutput, TrainingStatus
 
 _MOST_STARTS = 5  # in a row that ended early
 _LASTING_S = 60.0
@@ -32,8 +33,8 @@ class SupervisedEngine:
     """`EngineInterface` over successive engine processes; created by `start`.
 
     When an engine process dies, pending and new requests fail with the cause until a replacement is ready. The
-    replacement has the adapters that were registered or loaded, under their names, and the same pins. It starts at
-    once; if starts fail repeatedly, the pauses grow, and after the fifth the engine stays dead.
+    replacement has the adapters that were registered or loaded, under their names, and the same pins, and trainings
+    continue. It starts at once; if starts fail repeatedly, the pauses grow, and after the fifth the engine stays dead.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class SupervisedEngine:
         self._log = log
         self._cause = ""
         self._paths: dict[str, str] = {}
+        self._plans = dict.fromkeys([] if config.train is None else [config.train])  # of trainings, in order
         self._pinned: set[str] = set()
         self._num_restarts = 0
         self._gave_up = False
@@ -114,6 +116,20 @@ class SupervisedEngine:
         """See EngineInterface."""
         return await self._alive().adapters()
 
+    async def train(self, plan: str, *, reopen: bool = True) -> tuple[TrainingStatus, ...]:
+        """See EngineInterface. After a restart the trainings continue."""
+        statuses = await self._alive().train(plan, reopen=reopen)
+        self._plans[plan] = None
+        return statuses
+
+    async def trainings(self) -> tuple[TrainingStatus, ...]:
+        """See EngineInterface. Those of the present process."""
+        return await self._alive().trainings()
+
+    async def cancel_training(self, name: str) -> TrainingStatus:
+        """See EngineInterface."""
+        return await self._alive().cancel_training(name)
+
     async def stats(self) -> EngineStats:
         """See EngineInterface. Counters restart with every process, except the number of restarts."""
         return msgspec.structs.replace(await self._alive().stats(), num_restarts=self._num_restarts)
@@ -175,7 +191,9 @@ class SupervisedEngine:
             self._notify()
 
     async def _start_again(self) -> EngineClient:
-        engine = await EngineClient.start(self._config, command=self._command)
+        # A plan that can no longer be read does not keep the engine from serving.
+        config = dataclasses.replace(self._config, train=None)
+        engine = await EngineClient.start(config, command=self._command)
         try:
             await self._restore(engine)
         except BaseException:
@@ -184,7 +202,15 @@ class SupervisedEngine:
         return engine
 
     async def _restore(self, engine: EngineClient) -> None:
-        """Restore the adapters of the old process in a new one; log and forget those that cannot be restored."""
+        """Restore adapters and trainings of the old process in a new one; log and forget what cannot be restored."""
+        for plan in tuple(self._plans):
+            try:
+                await engine.train(plan, reopen=False)
+            except EngineDead:
+                raise
+            except VLoraError as error:
+                self._log(f"the trainings of {plan} do not continue: {error}")
+                del self._plans[plan]
         for name, path in tuple(self._paths.items()):
             try:
                 await engine.register_adapters({name: path})

@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
@@ -105,6 +105,8 @@ class EngineWorker:
         self._reports = LoadReporter(engine.load, self._send)
         self._started_s = time.monotonic()  # of the current step
         transport.reply_at_once(messages.PING, self._pong)
+        self._trainings = engine.parts.trainings
+        self._trainings.wake = transport.wake
         self._stopping = False
 
     def loop(self) -> None:
@@ -113,14 +115,19 @@ class EngineWorker:
         while not self._stopping:
             self._started_s = time.monotonic()
             if not self._engine.has_work or self._transport.has_message:
-                for message in self._messages(block=not self._engine.has_work):
+                for message in self._messages(block=not (self._engine.has_work or self._trains())):
                     self._handle(message)
                 if not self._engine.has_work:
                     self._engine.check_ranks()  # as each step does
             else:
                 self._send_outputs(self._engine.step())
+                self._trains()
             self._reports.poll()
         self._send_outputs(self._engine.close())
+
+    def _trains(self) -> bool:
+        """Run a piece of a training, unless a message waits. Returns whether not to wait for a message."""
+        return self._transport.has_message or self._trainings.advance()
 
     def _pong(self) -> bytes:
         """Called by the transport's thread."""
@@ -128,7 +135,8 @@ class EngineWorker:
         return messages.encode(messages.Pong(step_s))
 
     def _messages(self, *, block: bool) -> Iterator[messages.ToEngine]:
-        wait_s = self._reports.wait_s if block else None
+        limits = (self._reports.wait_s, self._trainings.retry_s) if block else ()
+        wait_s = min((limit for limit in limits if limit is not None), default=None)
         try:
             while not self._stopping and (data := self._transport.receive(block=block, timeout_s=wait_s)) is not None:
                 self._started_s = time.monotonic()  # the engine may have been idle
@@ -160,9 +168,12 @@ class EngineWorker:
             case messages.Start():
                 raise AssertionError("the engine is already started")
             case messages.LoadAdapter():
-                self._reply_when_done(message.call_id, self._engine.load_in_background(message.name, message.path))
+                self._reply_when_changed(message.call_id, self._engine.load_in_background(message.name, message.path))
             case messages.PinAdapter(pinned=True):
-                self._reply_when_done(message.call_id, self._engine.pin_in_background(message.name))
+                self._reply_when_changed(message.call_id, self._engine.pin_in_background(message.name))
+            case messages.Train(call_id):
+                done = self._trainings.submit(message.plan, reopen=message.reopen)
+                self._reply_when_done(call_id, done, lambda: messages.Reply(call_id=call_id, trainings=done.result()))
             case call:
                 self._send(self._reply(call))
 
@@ -188,13 +199,12 @@ class EngineWorker:
         refused = RequestOutput(request_id=request_id, finish_reason="error", error=ErrorValue.of(error))
         self._send_outputs((refused,))
 
-    def _reply_when_done(self, call_id: int, done: Future[AdapterStatus]) -> None:
+    def _reply_when_changed(self, call_id: int, done: Future[AdapterStatus]) -> None:
+        self._reply_when_done(call_id, done, lambda: messages.Reply(call_id=call_id, adapters=(done.result(),)))
+
+    def _reply_when_done(self, call_id: int, done: Future[Any], reply: Callable[[], messages.Reply]) -> None:
         """The engine sets the result in its own thread, between two steps."""
-        done.add_done_callback(
-            lambda _: self._send(
-                self._try_reply(call_id, lambda: messages.Reply(call_id=call_id, adapters=(done.result(),)))
-            )
-        )
+        done.add_done_callback(lambda _: self._send(self._try_reply(call_id, reply)))
 
     def _reply(self, call: messages.Call) -> messages.Reply:
         return self._try_reply(call.call_id, lambda: self._result(call))
@@ -223,6 +233,10 @@ class EngineWorker:
             case messages.ListAdapters():
                 page = self._engine.adapters(call.after, messages.ADAPTERS_PER_REPLY)
                 return messages.Reply(call_id=call.call_id, adapters=page)
+            case messages.ListTrainings():
+                return messages.Reply(call_id=call.call_id, trainings=self._trainings.statuses())
+            case messages.CancelTraining():
+                return messages.Reply(call_id=call.call_id, trainings=(self._trainings.cancel(call.name),))
             case messages.GetStats():
                 return messages.Reply(call_id=call.call_id, stats=self._engine.stats())
             case messages.GetSnapshot():

@@ -17,7 +17,9 @@ from vlora.server.metrics import Metrics
 from vlora.server.security.access import Access
 from vlora.server.security.message_budget import ByteBudget
 
-ADMIN_PATHS = "/v1/adapters"
+ADAPTER_PATHS, TRAINING_PATHS = "/v1/adapters", "/v1/trainings"
+ADMIN_PATHS = (ADAPTER_PATHS, TRAINING_PATHS)
+"""Methods other than GET need an admin token."""
 OPEN_PATHS = frozenset({"/health", "/ready"}) | CONSOLE_FILES.keys()
 """Paths without a token: health checks of load balancers, and the console page, where the user enters the token."""
 

@@ -27,7 +27,7 @@ from vlora.server.http.body_route import BodyRoute
 from vlora.server.http.chat_request import MAX_PARTS, ChatRequest
 from vlora.server.http.chat_response import ChatResponseBuilder, event
 from vlora.server.http.errors import ErrorBody, add_error_handlers, error_body
-from vlora.server.http.middleware import ADMIN_PATHS, tenant, with_checks
+from vlora.server.http.middleware import ADAPTER_PATHS, TRAINING_PATHS, tenant, with_checks
 from vlora.server.http.sampling_fields import SamplingFields, ServiceLevelFields, StrictModel
 from vlora.server.http.text_completions import CompletionRequest, TextResponseBuilder
 from vlora.server.http.tools import as_messages
@@ -73,6 +73,12 @@ class AdapterSource(StrictModel):
     path: str
 
 
+class PlanSource(StrictModel):
+    """plan: a plan file on the server's file system."""
+
+    plan: str
+
+
 class Listener(Protocol):
     """Another server of this process, as `RpycServer` is."""
 
@@ -102,6 +108,7 @@ def make_app(front_end: FrontEnd, model: str, access: Access, other_listener: Li
     CompletionRoutes(front_end, model).add_to(app)
     HealthRoutes(front_end, model, other_listener).add_to(app)
     AdapterRoutes(front_end).add_to(app)
+    TrainingRoutes(front_end).add_to(app)
     ConsoleRoutes(front_end, model, access).add_to(app)
     return with_checks(app, access, front_end.metrics, front_end.message_budget, front_end.config)
 
@@ -280,11 +287,11 @@ class AdapterRoutes:
         self._adapters = front_end.adapters
 
     def add_to(self, app: FastAPI) -> None:
-        app.get(ADMIN_PATHS)(self.adapters)
-        app.post(ADMIN_PATHS, status_code=201)(self.load_adapter)
-        app.delete(ADMIN_PATHS + "/{name}", status_code=204)(self.unload_adapter)
-        app.put(ADMIN_PATHS + "/{name}/pin")(self.pin_adapter)
-        app.delete(ADMIN_PATHS + "/{name}/pin")(self.unpin_adapter)
+        app.get(ADAPTER_PATHS)(self.adapters)
+        app.post(ADAPTER_PATHS, status_code=201)(self.load_adapter)
+        app.delete(ADAPTER_PATHS + "/{name}", status_code=204)(self.unload_adapter)
+        app.put(ADAPTER_PATHS + "/{name}/pin")(self.pin_adapter)
+        app.delete(ADAPTER_PATHS + "/{name}/pin")(self.unpin_adapter)
 
     async def adapters(self) -> dict[str, Any]:
         """List the adapters: rank, size, heads, and whether each is on the device, pinned or mergeable."""
@@ -305,6 +312,31 @@ class AdapterRoutes:
     async def unpin_adapter(self, name: str) -> dict[str, Any]:
         """Unpin an adapter, so that it can be evicted."""
         return _adapter_json(await self._adapters.pin(name, False))
+
+
+class TrainingRoutes:
+    """Administration of trainings."""
+
+    def __init__(self, front_end: FrontEnd) -> None:
+        self._adapters = front_end.adapters
+
+    def add_to(self, app: FastAPI) -> None:
+        app.get(TRAINING_PATHS)(self.trainings)
+        app.post(TRAINING_PATHS, status_code=201)(self.train)
+        app.delete(TRAINING_PATHS + "/{name}")(self.cancel_training)
+
+    async def trainings(self) -> dict[str, Any]:
+        """List the trainings: state, steps, losses, and why one does not run at present."""
+        return {"object": "list", "data": msgspec.to_builtins(await self._adapters.trainings())}
+
+    async def train(self, body: PlanSource) -> dict[str, Any]:
+        """Begin or continue the trainings of a plan file on the server's file system, all or none."""
+        return {"object": "list", "data": msgspec.to_builtins(await self._adapters.train(body.plan))}
+
+    async def cancel_training(self, name: str) -> dict[str, Any]:
+        """End a training; posting its plan again continues it."""
+        fields: dict[str, Any] = msgspec.to_builtins(await self._adapters.cancel_training(name))
+        return fields
 
 
 # -- responses --------------------------------------------------------------------------------------------------------

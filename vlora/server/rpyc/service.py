@@ -45,7 +45,7 @@ from vlora.server.security.access import Access
 from vlora.server.security.message_budget import ByteCharge
 from vlora.server.streams.frame_questions import images_per_frame
 from vlora.server.streams.frame_stream import StreamSession
-from vlora.types import AdapterStatus
+from vlora.types import AdapterStatus, TrainingStatus
 from vlora.types.video import Video
 from vlora.wording import msgspec_errors
 
@@ -161,6 +161,18 @@ class VLoraService(rpyc.Service):
     def exposed_pin_adapter(self, name: Any, pinned: Any) -> Future[Reply]:
         """Pin or unpin an adapter on the device -> AdapterStatus"""
         return self._schedule(self._pin_adapter, name, pinned, admin=True)
+
+    def exposed_train(self, plan: Any) -> Future[Reply]:
+        """Begin the trainings of a plan file -> TrainingStatus of each"""
+        return self._schedule(self._train, plan, admin=True)
+
+    def exposed_trainings(self) -> Future[Reply]:
+        """-> TrainingStatus of each"""
+        return self._schedule(self._front_end.adapters.trainings)
+
+    def exposed_cancel_training(self, name: Any) -> Future[Reply]:
+        """End a training -> TrainingStatus"""
+        return self._schedule(self._cancel_training, name, admin=True)
 
     def exposed_stats(self) -> Future[Reply]:
         """Engine counters -> EngineStats"""
@@ -296,6 +308,12 @@ class VLoraService(rpyc.Service):
 
     async def _pin_adapter(self, name: Any, pinned: Any) -> AdapterStatus:
         return await self._front_end.adapters.pin(_checked("name", name, str), _checked("pinned", pinned, bool))
+
+    async def _train(self, plan: Any) -> tuple[TrainingStatus, ...]:
+        return await self._front_end.adapters.train(_checked("plan", plan, str))
+
+    async def _cancel_training(self, name: Any) -> TrainingStatus:
+        return await self._front_end.adapters.cancel_training(_checked("name", name, str))
 
     # -- replies ------------------------------------------------------------------------------------------------------
 

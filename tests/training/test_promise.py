@@ -1,0 +1,91 @@
+"""The engine's trainings keep the latency promise by the prices of their pieces; the clock is the test's."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tests.training.beside import Alone, Case, losses_of, request, settle
+from vlora.engine import Engine
+from vlora.engine.trainings import PiecePrices
+from vlora.orchestrator.latency_promise import QUIET_S
+from vlora.training.loop import Piece
+
+PIECE_S = 0.01
+
+
+class Clock:
+    """Advances with each reading, so that a piece takes `PIECE_S` or a little more."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        self.now += PIECE_S
+        return self.now
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case.make(tmp_path_factory.mktemp("promise"))
+
+
+def test_pieces_run_beside_requests_only_with_room(case: Case) -> None:
+    clock = Clock()
+    config = case.config(train=str(case.plan("promised", ["first"], steps=1000)), train_slowdown=1.5)
+    engine = Engine(config, clock=clock)
+    trainings = engine.parts.trainings
+    clock.now += 100  # an engine that is idle since long
+    settle(trainings, engine, most=200)  # no request yet: any time
+    assert trainings.statuses()[0].waiting is None
+    engine.add(request("first", None, 4))
+    assert not trainings.advance(), "the request has earned nothing yet"
+    assert trainings.statuses()[0].waiting == "requests run; the promise leaves no room at present"
+    trainings.promise.served(1.0)  # as by a long step
+    room = trainings.promise.room_s
+    assert room > 0.3 and trainings.advance()
+    assert room - 0.2 < trainings.promise.room_s < room, "the piece was not charged"
+    while engine.has_work:
+        engine.step()
+    # An idle engine runs pieces of at most half of a usual request's time.
+    usual_s = 2 * trainings.promise.usual_room_s
+    assert 0 < usual_s < 100
+    assert trainings.advance()
+    engine.close()
+
+
+def test_pieces_that_are_too_long_wait_for_a_quiet_engine(case: Case) -> None:
+    clock = Clock()
+    config = case.config(train=str(case.plan("long", ["first"], micro_batch_tokens=30)), train_slowdown=1.0001)
+    engine = Engine(config, clock=clock)
+    trainings = engine.parts.trainings
+    clock.now += 100  # an engine that is idle since long
+    # Some layers of a micro-step that is not the first one of its optimizer step.
+    settle(trainings, engine, until=lambda: trainings.jobs[0].progress.place > 0)
+    settle(trainings, engine, most=6)
+    assert trainings.jobs[0].progress.place > 0
+    engine.add(request("first", None, 4))
+    while engine.has_work:
+        engine.step()
+    assert trainings.advance(), "the micro-step of several records was not replaced by a smaller one"
+    assert not trainings.advance()
+    waiting = trainings.statuses()[0].waiting
+    assert waiting is not None and "it runs when none was seen for 10 s" in waiting
+    retry_s = trainings.retry_s
+    assert retry_s is not None and QUIET_S - 1 < retry_s < QUIET_S
+    clock.now += retry_s
+    assert trainings.advance()
+    settle(trainings, engine)
+    engine.close()
+    assert losses_of(case.folder / "long" / "first") == pytest.approx(Alone(case, ["first"]).losses["first"], abs=1e-6)
+
+
+def test_prices_are_by_kind_and_token() -> None:
+    prices = PiecePrices()
+    assert prices.expected_s(Piece("layer", 100)) == 0
+    for place in range(100):
+        prices.observe(Piece("layer", 50), 0.5 if place % 50 else 5.0)
+        prices.observe(Piece("update", 0), 0.1)
+    assert prices.expected_s(Piece("layer", 100)) == pytest.approx(1.0), "few pieces may take longer"
+    assert prices.expected_s(Piece("update", 0)) == pytest.approx(0.1)
+    assert prices.expected_s(Piece("image", 0)) == 0 and not math.isnan(prices.expected_s(Piece("image", 0)))

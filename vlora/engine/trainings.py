@@ -1,0 +1,318 @@
+"""Trainings in the engine's process: pieces of them run between two steps, when the latency promise leaves room."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from msgspec.structs import replace
+
+from vlora.config import EngineConfig
+from vlora.engine.adapter_admin import AdapterAdmin
+from vlora.engine.device_runtime import DeviceRuntime
+from vlora.errors import BadConfig, BadRequest
+from vlora.lora import AdapterRegistry
+from vlora.models.processing import InputProcessor
+from vlora.models.vision.encoder import VisionEncoder
+from vlora.orchestrator import CostModel
+from vlora.orchestrator.latency_promise import LatencyPromise
+from vlora.threads import background_executor
+from vlora.training import PackedTrainer
+from vlora.training.job import TrainingJob
+from vlora.training.loop import Piece, TrainingLoop
+from vlora.training.plan import read_plan
+from vlora.training.samples import SampleSource
+from vlora.types import AdapterStatus, Batch, Request, RequestOutput, TrainingStatus
+
+log = logging.getLogger(__name__)
+
+_RECENT = 64  # pieces of one kind
+_RARE = 0.05  # share of the pieces that take longer than expected
+
+
+class PiecePrices:
+    """Learns how long pieces take: by kind, those of a layer for each token of the micro-step."""
+
+    def __init__(self) -> None:
+        self._recent: dict[str, deque[float]] = {}
+
+    def observe(self, piece: Piece, seconds: float) -> None:
+        """Learn from a piece that took `seconds`."""
+        self._recent.setdefault(piece.kind, deque(maxlen=_RECENT)).append(seconds / max(1, piece.num_tokens))
+
+    def expected_s(self, piece: Piece) -> float:
+        """An upper bound for most pieces; 0 before the first one of its kind."""
+        recent = sorted(self._recent.get(piece.kind, (0.0,)))
+        return recent[int((1 - _RARE) * (len(recent) - 1))] * max(1, piece.num_tokens)
+
+
+class _Submission(NamedTuple):
+    """A plan that is being read. done: Set when its trainings have begun."""
+
+    reading: Future[list[TrainingJob]]
+    reopen: bool
+    done: Future[tuple[TrainingStatus, ...]]
+
+
+class Trainings:
+    """All trainings of an engine. Not thread-safe: it belongs to the engine's thread.
+
+    Training computes with W0 of the shadow switcher's memory, which merging does not change, so that pieces run between
+    steps of any mode.
+
+    Attributes:
+        wake: Called from any thread when `advance` may have more to do; set by the step loop.
+        promise: Notified of requests and steps.
+        prices: Of the pieces so far.
+        load_processor: Returns the model's processor; called in the training's thread.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        device: DeviceRuntime,
+        registry: AdapterRegistry,
+        admin: AdapterAdmin,
+        cost: CostModel,
+        clock: Callable[[], float],
+    ) -> None:
+        """Start without trainings. The arguments are parts of the engine, and its clock."""
+        self.wake: Callable[[], None] = lambda: None
+        self.promise = LatencyPromise(config.train_slowdown, clock)
+        self.prices = PiecePrices()
+        self._device = device
+        self._registry = registry
+        self._admin = admin
+        self._cost = cost
+        self._max_batch_size = config.max_batch_size
+        self._clock = clock
+        self.load_processor: Callable[[], InputProcessor] = functools.cache(
+            lambda: InputProcessor.from_pretrained(config.model)
+        )
+        self._jobs: dict[str, TrainingJob] = {}
+        self._submitted: deque[_Submission] = deque()
+        self._reader = background_executor("vlora-training", patient=True)
+        self._loop: TrainingLoop | None = None
+        self._marked_s = 0.0  # when the present step began, or the previous one was recorded
+        self._waits = False  # whether the last piece did not run because of the promise
+
+    # -- the operator's calls -----------------------------------------------------------------------------------------
+
+    def start(self, plan: str) -> None:
+        """Begin or continue the trainings of a plan file. Those that were cancelled or have failed remain so.
+
+        Raises:
+            BadPlan: The plan or its data cannot be used.
+            BadConfig: The engine cannot train, or a target is unknown.
+            BadRequest: The name of a training is in use.
+        """
+        self._admit(_read(plan))
+
+    def submit(self, plan: str, *, reopen: bool) -> Future[tuple[TrainingStatus, ...]]:
+        """As `start`, but the files are read in the background.
+
+        `advance` sets the result, the status of each training, or the exception.
+
+        Args:
+            plan: A file.
+            reopen: Continue trainings that were cancelled or have failed, too.
+        """
+        done: Future[tuple[TrainingStatus, ...]] = Future()
+        done.set_running_or_notify_cancel()
+        reading = self._reader.submit(_read, plan)
+        self._submitted.append(_Submission(reading, reopen, done))
+        reading.add_done_callback(lambda _: self.wake())
+        return done
+
+    def cancel(self, name: str) -> TrainingStatus:
+        """End a training. Submitting its plan again continues it. Raises BadRequest if it is not running."""
+        job = self._jobs.get(name)
+        if job is None or job.state != "running":
+            known = ", ".join(one.name for one in self._jobs.values() if one.state == "running") or "none"
+            raise BadRequest(f"no training named {name[:128]!r} is running; running: {known}")
+        if self._loop is None or name not in self._loop.jobs:
+            raise BadRequest(f"training {name!r} is complete; its adapter is being registered, unload it instead")
+        self._loop.cancel(name)
+        return job.status()
+
+    def statuses(self) -> tuple[TrainingStatus, ...]:
+        """Every training since the start, ended ones too."""
+        waiting = self._waiting()
+        found = [job.status() for job in self._jobs.values()]
+        return tuple(replace(one, waiting=waiting) if one.state == "running" else one for one in found)
+
+    @property
+    def jobs(self) -> tuple[TrainingJob, ...]:
+        """In the order of `statuses`."""
+        return tuple(self._jobs.values())
+
+    # -- between two steps --------------------------------------------------------------------------------------------
+
+    def advance(self) -> bool:
+        """Run one piece, if there is one that the promise allows. Returns whether to call again at once if idle."""
+        while self._submitted and self._submitted[0].reading.done():
+            self._finish_submission(self._submitted.popleft())
+        loop = self._loop
+        if loop is None:
+            return False
+        try:
+            return self._run_piece(loop)
+        except Exception as error:  # must not end the engine
+            log.exception("trainings ended")
+            loop.fail(f"internal error ({type(error).__name__}: {error}); see the engine's log")
+            self._loop, self._waits = None, False
+            return False
+
+    def _run_piece(self, loop: TrainingLoop) -> bool:
+        """As `advance`."""
+        piece = loop.upcoming
+        if piece is None:
+            self._waits = False
+            return False
+        loop.max_tokens = self._max_tokens()
+        price_s = self.prices.expected_s(piece)
+        self._waits = price_s > self.promise.room_s
+        if self._waits:
+            # Requests have become shorter, or pieces longer.
+            return price_s > self.promise.usual_room_s and loop.shrink()
+        before = self._clock()
+        loop.run_piece()
+        if self._device.hf_model.device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = self._clock() - before
+        loop.charge(seconds)
+        self.promise.spent(seconds)
+        self.prices.observe(piece, seconds)
+        return True
+
+    @property
+    def retry_s(self) -> float | None:
+        """How long an idle engine may sleep before `advance` may run a piece; None until `wake` is called."""
+        return self.promise.quiet_in_s if self._waits else None
+
+    def add_request(self, request: Request) -> None:
+        """A request was admitted."""
+        self.promise.add(request.request_id)
+
+    def begin_step(self) -> tuple[RequestOutput, ...]:
+        """A step begins. Returns no outputs."""
+        self._marked_s = self._clock()
+        return ()
+
+    def record_step(self, batch: Batch) -> None:
+        """A step has served requests: the one that began last or, where steps run ahead, the one before."""
+        now = self._clock()
+        shared_s = self._cost.costs.base_s if len(batch.items) < self._max_batch_size else 0.0
+        self.promise.served(now - self._marked_s, shared_s)
+        self._marked_s = now
+
+    def close(self) -> None:
+        """Stop reading and writing files; the checkpoints remain."""
+        self._reader.shutdown(wait=False, cancel_futures=True)
+        for submission in self._submitted:
+            submission.done.set_exception(BadRequest("the engine was closed"))
+        self._submitted.clear()
+        self._loop = None
+
+    # -- internal -----------------------------------------------------------------------------------------------------
+
+    def _finish_submission(self, submission: _Submission) -> None:
+        try:
+            jobs = submission.reading.result()
+            self._check_names(jobs)
+            if submission.reopen:
+                for job in jobs:
+                    job.reopen()
+            self._admit(jobs)
+        except BadConfig as error:  # of the engine, which is in order; the caller's request is not
+            submission.done.set_exception(BadRequest(str(error)))
+        except Exception as error:
+            submission.done.set_exception(error)
+        else:
+            submission.done.set_result(tuple(job.status() for job in jobs))
+
+    def _admit(self, jobs: list[TrainingJob]) -> None:
+        """Begin trainings, all or none."""
+        self._check_names(jobs)
+        loop = self._loop = self._loop or self._make_loop()
+        for job in jobs:
+            loop.check(job)
+        for job in jobs:
+            self._jobs[job.name] = job
+            if job.state == "running":
+                loop.add(job)
+            elif job.state == "finished" and job.name not in self._registry:
+                self._admin.register({job.name: str(job.adapter_folder)})
+
+    def _check_names(self, jobs: list[TrainingJob]) -> None:
+        for job in jobs:
+            known = self._jobs.get(job.name)
+            if known is not None and known.state == "running":
+                raise BadRequest(f"training {job.name!r} is running already; cancel it first, or choose another name")
+            if job.name in self._registry and job.state != "finished":
+                raise BadRequest(
+                    f"an adapter {job.name!r} is registered already; unload it first, or choose another name"
+                )
+
+    def _make_loop(self) -> TrainingLoop:
+        if self._device.switcher.in_place:
+            raise BadConfig(
+                "training needs W0 in memory while an adapter is merged; start with --switching shadow, "
+                "which needs memory for a second copy of the weights"
+            )
+        hf_model, slabs = self._device.hf_model, self._device.slabs
+        trainer = PackedTrainer(hf_model, {name: slabs.entry(name) for name in slabs.slots})
+        encoder = VisionEncoder(hf_model, cache_bytes=0)  # samples keep their features
+
+        def new_source() -> SampleSource:
+            return SampleSource(hf_model, encoder, self._reader, self.load_processor, self._wake)
+
+        return TrainingLoop(trainer, new_source, self._reader, wake=self._wake, on_trained=self._register)
+
+    def _wake(self) -> None:
+        self.wake()
+
+    def _register(self, job: TrainingJob) -> None:
+        """Register a complete training's adapter; `AdapterAdmin.poll` completes it."""
+
+        def registered(loading: Future[AdapterStatus]) -> None:
+            if (error := loading.exception()) is None:
+                job.end("finished")
+            else:
+                job.end("failed", f"the adapter cannot be registered: {error}")
+
+        if job.name in self._registry:
+            job.end("failed", f"an adapter {job.name!r} was registered meanwhile; load {job.adapter_folder} yourself")
+            return
+        self._admin.load_in_background(job.name, str(job.adapter_folder)).add_done_callback(registered)
+
+    def _max_tokens(self) -> int | None:
+        """Tokens of a micro-step whose pieces take half the time that an idle engine may spend: prices vary."""
+        room_s, token_s = self.promise.usual_room_s, self.prices.expected_s(Piece("layer", 1))
+        if math.isinf(room_s) or math.isinf(self.promise.room_s):
+            return None
+        return int(room_s / 2 / token_s) if token_s else 0
+
+    def _waiting(self) -> str | None:
+        if not self._waits or self._loop is None or (piece := self._loop.upcoming) is None:
+            return None
+        price_s, room_s = self.prices.expected_s(piece), self.promise.usual_room_s
+        if price_s <= room_s:
+            return "requests run; the promise leaves no room at present"
+        return (
+            f"a piece takes {price_s:.3f} s, and the promise leaves {room_s:.3f} s beside requests; it runs when none "
+            "was seen for 10 s (use shorter records, or a larger --train-slowdown)"
+        )
+
+
+def _read(plan: str) -> list[TrainingJob]:
+    folder, entries = read_plan(plan)
+    return [TrainingJob(one, records, Path(folder) / one.name) for one, records in entries]

@@ -1,0 +1,110 @@
+"""How long the engine may do other work now, so that requests take at most `slowdown` times as long as without it.
+
+Every request gets an allowance that grows with the time of serving steps since its arrival and shrinks with the time
+of other work. A piece of other work runs beside requests only if it fits the allowance of each of them. The allowance
+grows more slowly the busier the engine is, because stretched service also lets more requests run at a time. With n
+steps a request, of a + b N seconds for N requests, and L arrivals a second, N is L times the duration R, so that
+stretching steps by the factor f gives R = f n a / (1 - f u) with u = L n b: the share of time for the part of steps
+that grows with the requests. R is thus multiplied by f (1 - u) / (1 - f u), which is `slowdown` for
+f = slowdown / (1 + u (slowdown - 1)). Where requests wait for room in a batch, a is 0, and u is the share of steps.
+
+An idle engine does not know when the next request arrives; it waits for one piece at most. A piece may therefore take
+(slowdown - 1) times the usual duration of a request, or any time once no request has been seen for `QUIET_S`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+QUIET_S = 10.0
+_WINDOW_S = 10.0  # time constant of the utilization
+_SMOOTH = 0.05  # weight of the newest request in the usual duration
+
+
+class LatencyPromise:
+    """Not thread-safe.
+
+    Attributes:
+        slowdown: Above 1. Infinity allows any piece at any time.
+    """
+
+    def __init__(self, slowdown: float, clock: Callable[[], float]) -> None:
+        """clock: seconds, monotonic."""
+        self.slowdown = slowdown
+        self._clock = clock
+        self._earned = 0.0  # allowance of a request since the start of the engine
+        self._spent = 0.0  # time of other work since then
+        self._live: dict[str, tuple[float, float, float]] = {}  # allowance, other work and time at the arrival
+        self._piece_s = 0.0  # of the other work since the last step, during which a request may have arrived
+        self._usual_s: float | None = None
+        self._busy = 0.0
+        self._began_s = self._updated_s = clock()
+        self._last_s = -math.inf  # when the last request ended
+
+    def add(self, request_id: str) -> None:
+        """A request has arrived, possibly during the last piece."""
+        self._live[request_id] = (self._earned - self._spent + self._piece_s, self._spent, self._clock())
+
+    def release(self, request_id: str) -> None:
+        """A request has ended; unknown ids are ignored."""
+        arrived = self._live.pop(request_id, None)
+        if arrived is None:
+            return
+        self._last_s = self._clock()
+        _, spent, began_s = arrived
+        alone_s = max(0.0, self._last_s - began_s - (self._spent - spent))
+        before = alone_s if self._usual_s is None else self._usual_s
+        self._usual_s = before + _SMOOTH * (alone_s - before)
+
+    def served(self, seconds: float, shared_s: float = 0.0) -> None:
+        """A step has served the requests. shared_s: what it would take for any number of them."""
+        self._decay()
+        self._busy += max(0.0, seconds - shared_s) / _WINDOW_S
+        self._earned += (self._stretch - 1) * seconds
+        self._piece_s = 0.0
+
+    def spent(self, seconds: float) -> None:
+        """A piece of other work has run."""
+        self._spent += seconds
+        self._piece_s = seconds
+
+    @property
+    def utilization(self) -> float:
+        """Share of the last seconds in the part of steps that grows with the number of requests."""
+        self._decay()
+        weight = 1 - math.exp((self._began_s - self._updated_s) / _WINDOW_S)  # of the time since the start
+        return min(1.0, self._busy / weight) if weight > 0 else 1.0
+
+    @property
+    def room_s(self) -> float:
+        """How long a piece may take now."""
+        if math.isinf(self.slowdown):
+            return math.inf
+        if self._live:
+            return self._earned - self._spent - max(arrival for arrival, _, _ in self._live.values())
+        if self._usual_s is None or self.quiet_in_s == 0:
+            return math.inf
+        return self.usual_room_s
+
+    @property
+    def usual_room_s(self) -> float:
+        """How long a piece may take while the engine is idle for a short time."""
+        return math.inf if self._usual_s is None else (self.slowdown - 1) * self._usual_s
+
+    @property
+    def quiet_in_s(self) -> float:
+        """How long the engine must remain idle until pieces may take any time."""
+        return max(0.0, self._last_s + QUIET_S - self._clock())
+
+    @property
+    def _stretch(self) -> float:
+        """The factor by which service may be stretched."""
+        if math.isinf(self.slowdown):
+            return 1.0  # the allowance is not used
+        return self.slowdown / (1 + self.utilization * (self.slowdown - 1))
+
+    def _decay(self) -> None:
+        now = self._clock()
+        self._busy *= math.exp((self._updated_s - now) / _WINDOW_S)
+        self._updated_s = now

@@ -1,0 +1,291 @@
+"""One training: where it is, which records come next, and its files."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from vlora.errors import BadPlan
+from vlora.training.adapter import LoraSettings, TrainableLora
+from vlora.training.micro_step import Loss
+from vlora.training.plan import TrainingPlan
+from vlora.training.records import Record, Records
+from vlora.types import TrainingStatus
+from vlora.types.training import TrainingState
+
+Phase = Literal["before", "train", "after", "done"]
+
+_FORMAT = 1
+
+
+@dataclasses.dataclass
+class Progress:
+    """What a checkpoint holds beside the adapter.
+
+    Attributes:
+        phase: Evaluation before the first step, training, evaluation after the last step, or complete.
+        step: Optimizer steps taken.
+        place: Records used in the current optimizer step, or in the current evaluation.
+        losses: Of every optimizer step.
+        num_tokens: Tokens of all micro-steps so far, evaluations included.
+        total, count: Sum of losses and number of tokens in the current evaluation.
+        held_out_before, held_out_after: Mean losses over the held-out part.
+        seconds: Time of the engine's thread.
+    """
+
+    phase: Phase = "before"
+    step: int = 0
+    place: int = 0
+    losses: list[float] = dataclasses.field(default_factory=list)
+    num_tokens: int = 0
+    total: float = 0.0
+    count: int = 0
+    held_out_before: float | None = None
+    held_out_after: float | None = None
+    seconds: float = 0.0
+
+
+class TrainingJob:
+    """A training with its folder, which has a checkpoint while it runs, and `training.json` and the adapter at its end.
+
+    Attributes:
+        state: See `TrainingStatus`.
+        error: Why it failed.
+        progress: Where it is.
+        adapter: None before the first micro-step.
+    """
+
+    def __init__(self, plan: TrainingPlan, records: Records, folder: Path) -> None:
+        """folder: its own. Raises BadPlan if that has a training with other settings or data."""
+        self.plan = plan
+        self.records = records
+        self.folder = folder
+        self.state: TrainingState = "running"
+        self.error: str | None = None
+        self.progress = Progress()
+        self.adapter: TrainableLora | None = None
+        self._fingerprint = _fingerprint(plan, records)
+        self._restored: dict[str, Any] | None = None  # of the checkpoint's adapter, until it is used
+        self._last: dict[str, Any] | None = None  # state of the adapter after the last micro-step
+        self._order: tuple[int, list[int]] | None = None
+        self._read_files()
+        self._skip_empty()
+
+    @property
+    def name(self) -> str:
+        return self.plan.name
+
+    @property
+    def adapter_folder(self) -> Path:
+        """Of the result, in PEFT's format."""
+        return self.folder / "adapter"
+
+    @property
+    def settings(self) -> LoraSettings:
+        own = {field.name: getattr(self.plan, field.name) for field in dataclasses.fields(LoraSettings)}
+        return LoraSettings(**own)
+
+    @property
+    def learns(self) -> bool:
+        """Whether the next micro-step trains; otherwise it evaluates."""
+        return self.progress.phase == "train"
+
+    def status(self) -> TrainingStatus:
+        progress = self.progress
+        return TrainingStatus(
+            name=self.name,
+            state=self.state,
+            step=progress.step,
+            num_steps=self.plan.steps,
+            num_tokens=progress.num_tokens,
+            loss=progress.losses[-1] if progress.losses else None,
+            held_out_before=progress.held_out_before,
+            held_out_after=progress.held_out_after,
+            seconds=progress.seconds,
+            path=str(self.adapter_folder) if self.state == "finished" else None,
+            error=self.error,
+        )
+
+    # -- records ------------------------------------------------------------------------------------------------------
+
+    def upcoming(self, most: int) -> list[Record]:
+        """Up to `most` records in the order of use, first those of the next micro-step; none across an evaluation."""
+        progress = self.progress
+        if progress.phase != "train":
+            return list(self.records.held_out[progress.place : progress.place + most])
+        first = progress.step * self.plan.batch + progress.place
+        last = min(first + most, self.plan.steps * self.plan.batch)
+        return [self._record(number) for number in range(first, last)]
+
+    @property
+    def num_left(self) -> int:
+        """Records before the next optimizer step, or the end of the evaluation."""
+        whole = self.plan.batch if self.learns else len(self.records.held_out)
+        return whole - self.progress.place
+
+    def _record(self, number: int) -> Record:
+        """The record of this number: all of them in a random order, then all in another one, and so on."""
+        train = self.records.train
+        epoch, place = divmod(number, len(train))
+        if self._order is None or self._order[0] != epoch:
+            order = list(range(len(train)))
+            random.Random(f"{self.plan.seed} {epoch}").shuffle(order)
+            self._order = epoch, order
+        return train[self._order[1][place]]
+
+    # -- progress -----------------------------------------------------------------------------------------------------
+
+    def begin(self, adapter: TrainableLora) -> None:
+        """Use an adapter with these settings, and continue from the checkpoint, if there is one."""
+        self.adapter = adapter
+        if self._restored is not None:
+            adapter.restore(self._restored)
+            self._last, self._restored = self._restored, None
+
+    def rewind(self) -> None:
+        """Restore the gradients before a micro-step that was abandoned."""
+        if self.learns and self._last is not None:
+            assert self.adapter is not None
+            self.adapter.restore(self._last)
+
+    def record(self, loss: Loss, num_records: int, num_tokens: int) -> None:
+        """Count a complete micro-step of so many records and tokens.
+
+        After the last one of an optimizer step the adapter changes.
+
+        Raises:
+            FloatingPointError: The loss or the gradient is not finite.
+        """
+        progress = self.progress
+        if not math.isfinite(loss.total):
+            raise FloatingPointError(f"the loss is {loss.total} in step {progress.step + 1}; lower the learning rate")
+        progress.num_tokens += num_tokens
+        progress.place += num_records
+        complete = self.num_left == 0
+        if progress.phase == "train":
+            if complete:
+                self._update()
+            return
+        progress.total += loss.total
+        progress.count += loss.num_tokens
+        if complete:
+            mean = progress.total / progress.count
+            if progress.phase == "before":
+                progress.held_out_before, progress.phase = mean, "train"
+            else:
+                progress.held_out_after, progress.phase = mean, "done"
+            progress.place, progress.total, progress.count = 0, 0.0, 0
+
+    def _update(self) -> None:
+        progress, adapter = self.progress, self.adapter
+        assert adapter is not None
+        update = adapter.update()
+        if not update.applied:
+            raise FloatingPointError(
+                f"the gradient is not finite in step {progress.step + 1} (loss {update.loss:g}); "
+                "lower the learning rate, or set max_norm"
+            )
+        progress.losses.append(update.loss)
+        progress.step, progress.place = progress.step + 1, 0
+        if progress.step == self.plan.steps:
+            progress.phase = "after"
+            self._skip_empty()
+
+    def _skip_empty(self) -> None:
+        """Leave evaluations without records."""
+        if not self.records.held_out:
+            following: dict[Phase, Phase] = {"before": "train", "after": "done"}
+            self.progress.phase = following.get(self.progress.phase, self.progress.phase)
+
+    # -- files --------------------------------------------------------------------------------------------------------
+
+    @property
+    def _checkpoint(self) -> Path:
+        return self.folder / "checkpoint.pt"
+
+    @property
+    def _summary(self) -> Path:
+        return self.folder / "training.json"
+
+    def checkpoint(self) -> dict[str, Any]:
+        """A copy of everything that `save` writes."""
+        assert self.adapter is not None
+        progress = dataclasses.asdict(self.progress)
+        head = {"format": _FORMAT, "fingerprint": self._fingerprint, "progress": progress}
+        self._last = self.adapter.state()
+        return {**head, "adapter": self._last}
+
+    def save(self, checkpoint: dict[str, Any]) -> None:
+        """Replace the checkpoint's file as a whole. May be called in another thread."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        part = self._checkpoint.with_suffix(".part")
+        torch.save(checkpoint, part)
+        os.replace(part, self._checkpoint)
+
+    def save_adapter(self) -> None:
+        """Write the adapter's folder as a whole. May be called in another thread once no micro-step runs."""
+        assert self.adapter is not None
+        part = self.folder / "adapter.part"
+        shutil.rmtree(part, ignore_errors=True)
+        self.adapter.save(part)
+        shutil.rmtree(self.adapter_folder, ignore_errors=True)
+        os.replace(part, self.adapter_folder)
+
+    def end(self, state: TrainingState, error: str | None = None) -> None:
+        """Write the summary. The checkpoint of a finished training is removed; others continue from theirs."""
+        self.state, self.error = state, error
+        head = {"format": _FORMAT, "fingerprint": self._fingerprint, "state": state, "error": error}
+        part = self._summary.with_suffix(".part")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps({**head, "progress": dataclasses.asdict(self.progress)}, indent=2) + "\n")
+            os.replace(part, self._summary)
+            if state == "finished":
+                self._checkpoint.unlink(missing_ok=True)
+        except OSError as problem:
+            self.state, self.error = "failed", error or f"{self.folder} cannot be written: {problem}"
+
+    def reopen(self) -> None:
+        """Continue a failed or cancelled training from its checkpoint."""
+        if self.state in ("failed", "cancelled"):
+            self._summary.unlink(missing_ok=True)
+            self.state, self.error, self.progress = "running", None, Progress()
+            self._read_files()
+            self._skip_empty()
+
+    def _read_files(self) -> None:
+        try:
+            if self._summary.is_file():
+                found = json.loads(self._summary.read_text())
+                self._check(found)
+                self.state, self.error = found["state"], found["error"]
+                self.progress = Progress(**found["progress"])
+            elif self._checkpoint.is_file():
+                found = torch.load(self._checkpoint, weights_only=True)
+                self._check(found)
+                self.progress = Progress(**found["progress"])
+                self._restored = found["adapter"]
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+            raise BadPlan(f"{self.folder}: its training cannot be read ({error}); remove the folder") from error
+
+    def _check(self, found: dict[str, Any]) -> None:
+        if found["format"] != _FORMAT or found["fingerprint"] != self._fingerprint:
+            raise BadPlan(
+                f"{self.folder} has training {self.name!r} with other settings or data; "
+                "remove the folder, or choose another name"
+            )
+
+
+def _fingerprint(plan: TrainingPlan, records: Records) -> str:
+    fields = plan.model_dump(mode="json", exclude={"data"})
+    text = json.dumps([fields, records.digest], sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -1,0 +1,270 @@
+"""Runs trainings in pieces: packed micro-steps, images to encode, optimizer steps and files."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Executor, Future
+from typing import Literal, NamedTuple
+
+from vlora.errors import BadImage, BadRequest
+from vlora.training.batch import Sample
+from vlora.training.job import TrainingJob
+from vlora.training.micro_step import MicroStep
+from vlora.training.samples import SampleSource
+from vlora.training.trainer import PackedTrainer
+
+log = logging.getLogger(__name__)
+
+
+class Piece(NamedTuple):
+    """Work that cannot be interrupted.
+
+    kind: a layer of a micro-step, the encoding of an image, or an optimizer step. num_tokens: of the micro-step.
+    """
+
+    kind: Literal["layer", "image", "update"]
+    num_tokens: int
+
+
+Work = Generator[Piece | None, None, None]
+"""Yields the piece that it computes next, before it does; None while it waits for another thread."""
+
+
+class TrainingLoop:
+    """Trains the adapters of all running jobs, those in the same phase packed together.
+
+    All calls come from the thread that runs the model.
+
+    Attributes:
+        jobs: The running ones, by name.
+        max_tokens: Tokens of a packed micro-step at most, but one record of each adapter at least. None: as the plans.
+    """
+
+    def __init__(
+        self,
+        trainer: PackedTrainer,
+        new_source: Callable[[], SampleSource],
+        executor: Executor,
+        *,
+        wake: Callable[[], None],
+        on_trained: Callable[[TrainingJob], None],
+    ) -> None:
+        """Start without jobs.
+
+        Args:
+            trainer: Of the model.
+            new_source: Makes the source of a job's samples.
+            executor: Writes files.
+            wake: Called from any thread when `upcoming` may no longer be None.
+            on_trained: Called when the adapter's folder is complete. The job is no longer in `jobs`.
+        """
+        self._trainer = trainer
+        self._new_source = new_source
+        self._executor = executor
+        self._wake = wake
+        self._on_trained = on_trained
+        self.jobs: dict[str, TrainingJob] = {}
+        self.max_tokens: int | None = None
+        self._sources: dict[str, SampleSource] = {}
+        self._writing: list[tuple[TrainingJob, Future[None], bool]] = []  # whether it is the adapter's folder
+        self._step: MicroStep | None = None  # under way
+        self._shrinks = False  # whether that is abandoned for a smaller one
+        self._working: tuple[TrainingJob, ...] = ()  # in the last piece
+        self._work = self._run()
+        self._upcoming: Piece | None = None
+
+    def check(self, job: TrainingJob) -> None:
+        """Raises BadConfig for targets that the model lacks."""
+        self._trainer.shapes(job.settings)
+
+    def add(self, job: TrainingJob) -> None:
+        """Begin or continue a job, whose name no other running job has."""
+        self.jobs[job.name] = job
+        self._sources[job.name] = self._new_source()
+
+    def cancel(self, name: str) -> None:
+        """End a job. Its adapter is removed when the micro-step that it takes part in is complete."""
+        self._end(self.jobs[name], "cancelled")
+
+    def fail(self, error: str) -> None:
+        """End all jobs."""
+        for job in tuple(self.jobs.values()):
+            self._end(job, "failed", error)
+
+    @property
+    def upcoming(self) -> Piece | None:
+        """The next piece; None if there is nothing to do, or if all jobs wait for another thread."""
+        if self._upcoming is None:
+            self._upcoming = next(self._work)
+        return self._upcoming
+
+    def run_piece(self) -> None:
+        """Compute the upcoming piece."""
+        assert self.upcoming is not None, "no piece is ready"
+        self._upcoming = next(self._work)
+
+    def shrink(self) -> bool:
+        """Replace the micro-step under way by one of at most `max_tokens`. Returns False if it is no longer than that.
+
+        Its pieces so far are lost.
+        """
+        step = self._step
+        if step is None or self.max_tokens is None or step.batch.num_tokens <= self.max_tokens:
+            return False
+        if len(step.batch.spans) == len(step.batch.adapters):
+            return False  # one record each
+        self._shrinks = True
+        self._upcoming = next(self._work)
+        return True
+
+    def charge(self, seconds: float) -> None:
+        """Count the time of the last piece."""
+        for job in self._working:
+            job.progress.seconds += seconds / len(self._working)
+
+    # -- the work -----------------------------------------------------------------------------------------------------
+
+    def _run(self) -> Work:
+        while True:
+            if not self._collect_writes():
+                yield None
+                continue
+            self._exchange_adapters()
+            if not self.jobs:
+                yield None
+                continue
+            for job in [one for one in self.jobs.values() if one.progress.phase == "done"]:
+                yield from self._announce(Piece("update", 0), job)
+                if self._runs(job):
+                    self._write(job, job.save_adapter, is_adapter=True)
+            evaluating = [job for job in self.jobs.values() if job.progress.phase in ("before", "after")]
+            due = evaluating or [job for job in self.jobs.values() if job.learns]
+            found = []
+            for job in due:
+                found.append((job, (yield from self._samples(job, len(due)))))
+            packed = [(job, samples) for job, samples in found if samples and self._runs(job)]
+            if packed:
+                yield from self._micro_step(packed, learns=not evaluating)
+
+    def _announce(self, piece: Piece, *jobs: TrainingJob) -> Work:
+        self._working = jobs
+        yield piece
+
+    def _runs(self, job: TrainingJob) -> bool:
+        """Whether a job is neither cancelled nor failed, nor replaced by another of its name."""
+        return self.jobs.get(job.name) is job
+
+    def _samples(self, job: TrainingJob, num_packed: int) -> Generator[Piece | None, None, list[Sample]]:
+        """The samples of the job's next micro-step; none if it has ended meanwhile."""
+        if not self._runs(job):  # it ended while another job waited for its samples
+            return []
+        budget = job.plan.micro_batch_tokens
+        if self.max_tokens is not None:
+            budget = min(budget, self.max_tokens // num_packed)
+        found: list[Sample] = []
+        num_tokens, source = 0, self._sources[job.name]
+        upcoming = job.upcoming(2 * job.plan.batch)
+        for record in upcoming[: job.num_left]:
+            source.request(upcoming)
+            while not source.is_prepared(record):
+                yield None
+                if not self._runs(job):
+                    return []
+                source.request(upcoming)
+            try:
+                if source.needs_encoding(record):
+                    yield from self._announce(Piece("image", 0), job)
+                    if not self._runs(job):
+                        return []
+                sample = source.get(record)
+            except (BadRequest, BadImage) as error:
+                self._end(job, "failed", str(error))
+                return []
+            except Exception as error:
+                log.exception("training %s: %s", job.name, record.place)
+                self._end(job, "failed", f"{record.place}: {type(error).__name__}: {error}")
+                return []
+            num_tokens += len(sample.ids)
+            if found and num_tokens > budget:
+                break
+            found.append(sample)
+        return found
+
+    def _micro_step(self, packed: Sequence[tuple[TrainingJob, list[Sample]]], *, learns: bool) -> Work:
+        jobs = [job for job, _ in packed]
+        try:
+            step = self._trainer.micro_step({job.name: own for job, own in packed}, learns=learns)
+            self._step = step
+            complete = False
+            while not complete:
+                yield from self._announce(Piece("layer", step.batch.num_tokens), *jobs)
+                if self._shrinks:
+                    self._shrinks = False
+                    self._abandon(step, jobs)
+                    return
+                complete = step.advance()
+        except Exception as error:
+            log.exception("a micro-step of %s failed", ", ".join(job.name for job in jobs))
+            for job in filter(self._runs, jobs):
+                self._end(job, "failed", f"the micro-step failed: {type(error).__name__}: {error}")
+            return
+        finally:
+            self._step = None
+        for job, samples in packed:
+            if self._runs(job):
+                yield from self._announce(Piece("update", 0), job)
+                if self._runs(job):
+                    self._record(job, step, samples)
+
+    def _abandon(self, step: MicroStep, jobs: Sequence[TrainingJob]) -> None:
+        step.abandon()
+        for job in jobs:
+            job.rewind()
+
+    def _record(self, job: TrainingJob, step: MicroStep, samples: Sequence[Sample]) -> None:
+        try:
+            job.record(step.losses[job.name], len(samples), sum(len(sample.ids) for sample in samples))
+        except FloatingPointError as error:
+            self._end(job, "failed", str(error))
+            return
+        checkpoint = job.checkpoint()
+        self._write(job, lambda: job.save(checkpoint))
+
+    # -- ends and files -----------------------------------------------------------------------------------------------
+
+    def _write(self, job: TrainingJob, write: Callable[[], None], *, is_adapter: bool = False) -> None:
+        future = self._executor.submit(write)
+        self._writing.append((job, future, is_adapter))
+        future.add_done_callback(lambda _: self._wake())
+
+    def _collect_writes(self) -> bool:
+        """Whether no file is being written. A micro-step begins after the results of the previous one are on disk."""
+        while self._writing and self._writing[0][1].done():
+            job, future, is_adapter = self._writing.pop(0)
+            if not self._runs(job):
+                continue
+            if (error := future.exception()) is not None:
+                self._end(job, "failed", f"{job.folder} cannot be written: {error}")
+            elif is_adapter:
+                self._forget(job)
+                self._on_trained(job)
+        return not self._writing
+
+    def _end(self, job: TrainingJob, state: Literal["failed", "cancelled"], error: str | None = None) -> None:
+        job.end(state, error)
+        self._forget(job)
+
+    def _forget(self, job: TrainingJob) -> None:
+        self.jobs.pop(job.name, None)
+        if (source := self._sources.pop(job.name, None)) is not None:
+            source.close()
+
+    def _exchange_adapters(self) -> None:
+        """Remove the adapters of ended jobs and create those of new ones. Called between two micro-steps."""
+        kept = {id(job.adapter) for job in self.jobs.values()}
+        for name in [name for name, adapter in self._trainer.adapters.items() if id(adapter) not in kept]:
+            self._trainer.remove(name)
+        for job in self.jobs.values():
+            if job.adapter is None:
+                job.begin(self._trainer.add(job.name, job.settings))

@@ -1,0 +1,81 @@
+"""The plan of `vlora serve --train` and `vlora train submit`: a YAML file with the adapters to train."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from pydantic import Field, field_validator
+
+from vlora.plan_files.errors import PlanErrors
+from vlora.plan_files.fields import Number, PlanModel, PlanPath, Whole
+from vlora.plan_files.reading import read_model
+from vlora.training.records import Records, read_records
+
+_NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,127}$"
+
+
+class TrainingPlan(PlanModel):
+    """One adapter.
+
+    Attributes:
+        name: The adapter is registered under this name when the training ends.
+        data: A JSONL file (see `read_records`), or a folder with `questions.jsonl`.
+        question: For records without one.
+        steps: Optimizer steps.
+        batch: Records of an optimizer step.
+        micro_batch_tokens: Tokens of a micro-step, at most, but one record at least.
+        held_out: Share of the records for evaluation, for data without a `split`.
+        rank, alpha, rslora, targets, learning_rate, weight_decay, max_norm, seed: See `LoraSettings`. The seed also
+            sets the order of the records.
+    """
+
+    name: str = Field(pattern=_NAME)
+    data: PlanPath
+    question: str | None = Field(None, min_length=1)
+    steps: Whole = Field(ge=1)
+    batch: Whole = Field(8, ge=1)
+    micro_batch_tokens: Whole = Field(256, ge=1)
+    held_out: Number = Field(0.1, ge=0, lt=1)
+    rank: Whole = Field(8, ge=1)
+    alpha: Number = Field(16.0, gt=0)
+    rslora: bool = False
+    targets: tuple[str, ...] = Field(("q_proj", "k_proj", "v_proj", "o_proj"), min_length=1)
+    learning_rate: Number = Field(2e-4, gt=0)
+    weight_decay: Number = Field(0.0, ge=0)
+    max_norm: Number | None = Field(None, gt=0)
+    seed: Whole = 0
+
+
+class Plan(PlanModel):
+    """folder: for checkpoints and adapters, one subfolder per training."""
+
+    folder: PlanPath
+    trainings: list[TrainingPlan] = Field(min_length=1)
+
+    @field_validator("trainings")
+    @classmethod
+    def _unique(cls, trainings: list[TrainingPlan]) -> list[TrainingPlan]:
+        twice = [name for name, count in Counter(one.name for one in trainings).items() if count > 1]
+        if twice:
+            raise ValueError(f"several trainings are named {', '.join(twice)}; each needs its own name")
+        return trainings
+
+
+def read_plan(file: Path | str) -> tuple[Path, list[tuple[TrainingPlan, Records]]]:
+    """The plan's folder, and its trainings with their records.
+
+    Raises:
+        BadPlan: The plan or its data cannot be used; with file, line and field of every error.
+    """
+    plan, text = read_model(file, Plan, needed="trainings")
+    errors = PlanErrors(text)
+    found = []
+    for place, one in enumerate(plan.trainings):
+        part = errors.inside("trainings", place)
+        records = read_records(one.data, one.question, held_out=one.held_out, seed=one.seed, errors=part)
+        if not part and not records.train:
+            part.add(f"{one.data} has no record to train on", "data")
+        found.append((one, records))
+    errors.raise_if_any()
+    return plan.folder, found

@@ -1,0 +1,153 @@
+"""From records to samples: files and text in a background thread, the vision tower in the engine's thread."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+from typing import NamedTuple
+
+import torch
+from PIL import Image
+
+from vlora.errors import BadRequest
+from vlora.models.hf_model import HFModel, VisionFeatures
+from vlora.models.processing import InputProcessor, to_tensor
+from vlora.models.vision.encoder import VisionEncoder, VisionTask
+from vlora.models.vision.images import FORMATS, upright_rgb
+from vlora.training.batch import IGNORED, Sample, check_sample
+from vlora.training.records import Record
+from vlora.types import VisionInput
+
+CACHE_BYTES = 64 << 20
+
+
+class Prepared(NamedTuple):
+    """A record without the features of its image. ids: prompt and answer. num_prompt: tokens of the prompt."""
+
+    ids: tuple[int, ...]
+    num_prompt: int
+    vision: tuple[VisionInput, ...]
+
+
+def prepare(processor: InputProcessor, record: Record) -> Prepared:
+    """Read the image and tokenize. The answer ends with the end-of-text token, as the engine's answers do.
+
+    Raises:
+        BadRequest, BadImage: The record cannot be used; with its file and line.
+    """
+    try:
+        images = [] if record.image is None else [_read(record)]
+        prompt = processor.encode(processor.chat(record.question, len(images)), images)
+        answer = processor.tokenizer(record.answer, add_special_tokens=False)["input_ids"]
+    except BadRequest as error:
+        raise type(error)(f"{record.place}: {error}") from error
+    ids = (*prompt.prompt_ids, *answer, processor.tokenizer.eos_token_id)
+    return Prepared(ids, len(prompt.prompt_ids), prompt.vision)
+
+
+def finish(hf_model: HFModel, encoder: VisionEncoder, record: Record, prepared: Prepared) -> Sample:
+    """Encode the image and build the sample. Raises BadRequest for one that does not fit the model."""
+    ids = torch.tensor(prepared.ids)
+    labels = ids.clone()
+    labels[: prepared.num_prompt] = IGNORED
+    items = [(item.kind, {k: to_tensor(v) for k, v in item.fields.items()}) for item in prepared.vision]
+    visual: VisionFeatures | None = None
+    with torch.inference_mode(False), torch.no_grad():
+        positions = torch.from_numpy(hf_model.positions(ids, items).rows.copy())
+        seen = encoder.encode([VisionTask(item, None) for item in prepared.vision])
+        if seen:
+            levels = zip(*(one.deepstack for one in seen), strict=True)
+            visual = VisionFeatures(torch.cat([one.rows for one in seen]), tuple(map(torch.cat, levels)))
+    sample = Sample(ids, labels, positions, visual)
+    try:
+        check_sample(hf_model, sample)
+    except BadRequest as error:
+        raise BadRequest(f"{record.place}: {error}") from error
+    return sample
+
+
+class SampleSource:
+    """The samples of one training. Recent ones are kept, since records are used once per epoch.
+
+    All calls come from the engine's thread.
+    """
+
+    def __init__(
+        self,
+        hf_model: HFModel,
+        encoder: VisionEncoder,
+        executor: Executor,
+        load_processor: Callable[[], InputProcessor],
+        wake: Callable[[], None],
+    ) -> None:
+        """Start with nothing prepared.
+
+        Args:
+            hf_model: The model.
+            encoder: Its vision tower.
+            executor: Prepares records.
+            load_processor: Called in the executor's thread, for every record.
+            wake: Called from any thread when a record is prepared.
+        """
+        self._hf_model = hf_model
+        self._encoder = encoder
+        self._executor = executor
+        self._load_processor = load_processor
+        self._wake = wake
+        self._preparing: dict[Record, Future[Prepared]] = {}
+        self._samples: OrderedDict[Record, Sample] = OrderedDict()
+        self._num_bytes = 0
+
+    def request(self, records: Sequence[Record]) -> None:
+        """Begin to prepare records. Those that are no longer wanted are forgotten."""
+        wanted = dict.fromkeys(records)
+        for record in [one for one in self._preparing if one not in wanted]:
+            self._preparing.pop(record).cancel()
+        for record in wanted:
+            if record not in self._samples and record not in self._preparing:
+                future = self._executor.submit(self._prepare, record)
+                self._preparing[record] = future
+                future.add_done_callback(lambda _: self._wake())
+
+    def _prepare(self, record: Record) -> Prepared:
+        return prepare(self._load_processor(), record)
+
+    def is_prepared(self, record: Record) -> bool:
+        """Whether `get` returns at once."""
+        return record in self._samples or self._preparing[record].done()
+
+    def needs_encoding(self, record: Record) -> bool:
+        """Whether `get` of a prepared record runs the vision tower. Raises as `get`."""
+        return record not in self._samples and bool(self._preparing[record].result().vision)
+
+    def get(self, record: Record) -> Sample:
+        """The sample of a prepared record. Raises BadRequest or BadImage, with file and line."""
+        sample = self._samples.get(record)
+        if sample is None:
+            sample = finish(self._hf_model, self._encoder, record, self._preparing[record].result())
+            del self._preparing[record]
+            self._samples[record] = sample
+            self._num_bytes += _num_bytes(sample)
+            while self._num_bytes > CACHE_BYTES and len(self._samples) > 1:
+                self._num_bytes -= _num_bytes(self._samples.popitem(last=False)[1])
+        self._samples.move_to_end(record)
+        return sample
+
+    def close(self) -> None:
+        """Forget everything."""
+        self.request(())
+        self._samples.clear()
+
+
+def _read(record: Record) -> Image.Image:
+    assert record.image is not None
+    try:
+        with Image.open(record.image, formats=FORMATS) as image:
+            return upright_rgb(image)
+    except Exception as error:  # Pillow's readers raise many exception types on broken input
+        raise BadRequest(f"{record.image} is not a valid picture ({', '.join(FORMATS)}): {error}") from error
+
+
+def _num_bytes(sample: Sample) -> int:
+    return sample.ids.nbytes * 4 + (0 if sample.visual is None else sample.visual.num_bytes)

@@ -1,0 +1,41 @@
+"""Trainings in an engine, as operators see them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+TrainingState = Literal["running", "finished", "failed", "cancelled"]
+
+
+class TrainingStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One training.
+
+    Attributes:
+        name: Of the adapter.
+        state: Finished: the adapter is registered under its name.
+        step: Optimizer steps taken.
+        num_steps: Optimizer steps in total.
+        num_tokens: Tokens of all micro-steps so far, evaluations included.
+        loss: Mean over the tokens of the last optimizer step.
+        held_out_before: Mean loss over the held-out part before the first step; None without one.
+        held_out_after: The same after the last step.
+        seconds: Time of the engine's thread, shared equally by the adapters of a packed micro-step.
+        waiting: Why no piece of it runs at present; None while pieces run.
+        path: The adapter's folder, once finished.
+        error: Why it failed.
+    """
+
+    name: str
+    state: TrainingState
+    step: int
+    num_steps: int
+    num_tokens: int = 0
+    loss: float | None = None
+    held_out_before: float | None = None
+    held_out_after: float | None = None
+    seconds: float = 0.0
+    waiting: str | None = None
+    path: str | None = None
+    error: str | None = None
