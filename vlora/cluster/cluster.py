@@ -16,8 +16,9 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from vlora.cluster.adapters import ReplicatedAdapters
 from vlora.cluster.door import Address
 from vlora.cluster.flight import Flight
-from vlora.cluster.members import Health, Member, clients
+from vlora.cluster.members import Health, Member, alive, clients
 from vlora.cluster.prefix_keys import prefix_keys
+from vlora.cluster.status import ClusterStatus, Events, status_of
 from vlora.cluster.summary import merged_stats
 from vlora.cluster.suspects import Suspects
 from vlora.engine.ipc.client import EngineClient
@@ -72,6 +73,7 @@ class Cluster:
         self._needs: dict[str, Need] = {}  # of unfinished requests
         self._arrivals = itertools.count()
         self._suspects = Suspects()
+        self.events = Events()
         self._versions: dict[str, str] = {}  # content hashes of adapters, as last reported
         self._block_size = 1
         self._loop = asyncio.get_running_loop()
@@ -194,12 +196,16 @@ class Cluster:
 
     async def stats(self) -> EngineStats:
         """See EngineInterface. The sums over the replicas; requests that wait for a replica are waiting ones."""
-        found = await asyncio.gather(*(client.stats() for client in self._alive().values()))
+        found = await asyncio.gather(*(client.stats() for client in alive(self.members).values()))
         return merged_stats(found, num_waiting=self._router.num_waiting)
 
     async def snapshot(self, since: int = 0) -> EngineSnapshot:
         """See EngineInterface. That of the first replica by name."""
-        return await next(iter(self._alive().values())).snapshot(since)
+        return await next(iter(alive(self.members).values())).snapshot(since)
+
+    def status(self) -> ClusterStatus:
+        """The replicas, the queue, and what happened so far."""
+        return status_of(self.members, self._router, self.events)
 
     async def close(self) -> None:
         """See EngineInterface. The replicas' processes go on."""
@@ -252,10 +258,12 @@ class Cluster:
         """Resubmit the requests of a replica that has died or was removed."""
         if not clients(self.members):
             self._absent_since = self._loop.time()
+        self.events.num_deaths += died
         for need in self._router.leave(member.name):
             flight = self.flights.get(need.request_id)
             if flight is None:
                 continue
+            self.events.num_resubmitted += died
             was_there = died and flight.replica == member.name
             flight.num_deaths += was_there
             self._detach(flight)
@@ -267,13 +275,6 @@ class Cluster:
                 self._fail(flight, StepFailed(f"{cause}, the last one: {member.cause}"))
             elif flight.num_deaths < MAX_DEATHS - 1 or self._suspects.add(need.request_id):
                 self._submit(flight)
-
-    def _alive(self) -> dict[str, EngineClient]:
-        found = clients(self.members)
-        if not found:
-            causes = "; ".join(f"{name}: {member.cause}" for name, member in sorted(self.members.items()))
-            raise EngineDead(f"no replica can be used{': ' if causes else ''}{causes}")
-        return found
 
     async def _tick(self) -> None:
         """Refuse what cannot be served, regularly."""
@@ -288,7 +289,7 @@ class Cluster:
             since = self._absent_since
             if since is not None and self._loop.time() - since > self._absent_s and self._cause is None:
                 try:
-                    self._alive()
+                    alive(self.members)
                 except EngineDead as error:
                     self._cause = str(error)
                     for flight in tuple(self.flights.values()):
@@ -398,6 +399,7 @@ class Cluster:
         client = self._client(flight.replica)
         flight.target = target
         flight.num_moves += 1
+        self.events.num_moves += 1
         if client is None:
             return  # `_left` or the last output of its replica follows
         attempt_id = flight.attempt_id

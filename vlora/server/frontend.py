@@ -19,7 +19,7 @@ import msgspec
 from vlora.client.values import Answer, HeadOutcome, HeadResult
 from vlora.config import ServerConfig
 from vlora.engine.interface import EngineInterface
-from vlora.engine.ipc.supervisor import SupervisedEngine
+from vlora.engine.ipc.supervisor import RestartedEngine
 from vlora.engine.snapshot import EngineSnapshot
 from vlora.errors import BadRequest, EngineDead
 from vlora.server.active_requests import ActiveRequests, RequestClock
@@ -64,7 +64,7 @@ class FrontEnd:
         config: ServerConfig,
         model: str = "",
         *,
-        supervisor: SupervisedEngine | None = None,
+        supervisor: RestartedEngine | None = None,
     ) -> None:
         """model: the base model's name; no adapter may have this name. supervisor: the engine, if it is restarted."""
         self.config = config
