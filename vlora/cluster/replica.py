@@ -146,7 +146,8 @@ class Replica:
             await asyncio.wait({peer.transport.closed}, timeout=beat_s)
             if peer.transport.closed.done():
                 error = peer.transport.closed.exception()
-                log.warning("the front end at %s is gone%s", peer.address, "" if error is None else f": {error}")
+                level = logging.INFO if error is None else logging.WARNING
+                log.log(level, "the front end at %s is gone%s", peer.address, "" if error is None else f": {error}")
                 break
             missed, peer.heard = (0 if peer.heard else missed + 1), False
         else:

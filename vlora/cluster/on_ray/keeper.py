@@ -69,20 +69,24 @@ class Keeper:
     def _hold(self, name: str) -> None:
         pause_s = _FIRST_PAUSE_S
         while True:
+            located = False
             try:
-                if name not in self._handles:
-                    self._handles[name] = self._actor(name)
-                found = msgspec.msgpack.decode(ray.get(self._handles[name].open.remote()), type=Opened | NotOpened)
-                if isinstance(found, Opened):
-                    self.say(Located(name, found))
-                    pause_s = _FIRST_PAUSE_S
-                    while True:
-                        ray.get(self._handles[name].watch.remote(_WATCH_S))
-                self.say(Failed(name, found.error))
+                # By name each time: an actor that has ended for good is replaced by a new one.
+                handle = self._handles[name] = self._actor(name)
+                found = msgspec.msgpack.decode(ray.get(handle.open.remote()), type=Opened | NotOpened)
+                if isinstance(found, NotOpened):
+                    self.say(Failed(name, found.error))
+                    time.sleep(pause_s)
+                    pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
+                    continue
+                self.say(Located(name, found))
+                located, pause_s = True, _FIRST_PAUSE_S
+                while True:
+                    ray.get(handle.watch.remote(_WATCH_S))
             except RayError as error:
-                self.say(Lost(name, str(error).strip().splitlines()[0]))
-            time.sleep(pause_s)
-            pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
+                if located:
+                    self.say(Lost(name, str(error).strip().splitlines()[0]))
+                time.sleep(_FIRST_PAUSE_S)  # until Ray has started it again, calls may fail
 
     def _actor(self, name: str) -> Any:
         """A new actor, or the one of an earlier keeper."""
