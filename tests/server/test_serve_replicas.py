@@ -1,4 +1,4 @@
-"""`vlora serve --replicas 2` as a process, on a real Ray with scripted engines: what it prints, serves and leaves."""
+"""`vlora serve --replicas 2` as a process, on a real Ray with scripted engines: its lines, its answers, its end."""
 
 from __future__ import annotations
 

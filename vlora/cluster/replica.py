@@ -11,6 +11,7 @@ the former one are cancelled.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import os
@@ -231,7 +232,8 @@ def main() -> None:
     try:
         code = asyncio.run(serve(settings))
     except VLoraError as error:
-        print(msgspec.json.encode(ErrorValue.of(error)).decode(), flush=True)
+        with contextlib.suppress(BrokenPipeError):  # the starting process has ended
+            print(msgspec.json.encode(ErrorValue.of(error)).decode(), flush=True)
         code = 2
     sys.stderr.flush()
     os._exit(code)

@@ -1,4 +1,4 @@
-"""What operators see of a cluster: its replicas, its queue, and what happened to requests."""
+"""The status of a cluster for operators: its replicas, its queue, and what happened to requests."""
 
 from __future__ import annotations
 

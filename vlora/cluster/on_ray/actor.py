@@ -1,4 +1,4 @@
-"""What Ray starts for a replica: an actor that holds the replica's process. Both end together.
+"""The actor of a replica, which holds the replica's process. Both end together.
 
 Ray pickles this class by its name, and of its arguments only bytes. The process loads no torch, and no event loop:
 with uvloop installed, Ray runs asynchronous actors on it, which the lines of this project do not support.

@@ -1,4 +1,4 @@
-"""`LocalCluster`: a cluster whose replicas run on a Ray of this machine, which starts and ends with it."""
+"""`LocalCluster`: replicas on a Ray of this machine, which starts and ends with the cluster."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class LocalCluster(Cluster):
         self._addresses: dict[str, Address] = {}
         self._changed: dict[str, asyncio.Event] = {}
         self._following: list[asyncio.Task[None]] = []
-        self._starting: asyncio.Queue[str | VLoraError] | None = asyncio.Queue()  # who joins or fails, until all serve
+        self._starting: asyncio.Queue[str | VLoraError] | None = asyncio.Queue()  # names and errors of the start
 
     @classmethod
     async def start(

@@ -2,7 +2,7 @@
 
 Run as `python -m vlora.cluster.on_ray.keeper`, with a `KeeperSettings` on stdin (`framing`). It writes events
 (`reports.py`) to stdout, and ends the actors when stdin ends. The actors outlive a keeper that is killed; the next one
-finds them by their names. Ray may end a driver whose head is gone, so a front end is no driver.
+finds them by their names. Ray may end a driver after its head, so a front end is no driver.
 """
 
 from __future__ import annotations

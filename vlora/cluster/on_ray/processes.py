@@ -10,12 +10,14 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from vlora.cluster import framing
 from vlora.cluster.on_ray import settings as ray_settings
 from vlora.cluster.on_ray.actor import ActorSettings
 from vlora.cluster.on_ray.reports import Event, HeadReport, HeadSettings, KeeperSettings
 from vlora.cluster.on_ray.settings import Folder, Ports
-from vlora.errors import EngineDead
+from vlora.errors import BadConfig, EngineDead
 
 log = logging.getLogger("vlora.cluster")
 
@@ -57,13 +59,18 @@ class Process:
         return await self._process.wait()
 
     async def stop(self, timeout_s: float) -> None:
+        """Close its stdin; after a time, kill it."""
         self._stdin.close()
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._process.wait()
-        except TimeoutError:
+        await self.kill()
+
+    async def kill(self) -> int:
+        """Returns its exit code."""
+        if self._process.returncode is None:
             self._process.kill()
-            await self._process.wait()
+        return await self._process.wait()
 
 
 class RayProcesses:
@@ -86,6 +93,7 @@ class RayProcesses:
         self._num_gpus = num_gpus
         self._on_event = on_event
         self._environ = ray_settings.environment(folder, os.environ)
+        self._heard = False  # anything from the current keeper
         self._running: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -132,9 +140,9 @@ class RayProcesses:
                     await self._start_head()
                     log.warning("Ray runs again, on ports %s", self.ports)
                 assert self.head is not None
-                heard = await self._keep(self.head)
-                pause_s = _FIRST_PAUSE_S if heard else pause_s
-            except (EngineDead, OSError) as error:
+                if await self._keep(self.head):
+                    pause_s = _FIRST_PAUSE_S
+            except (BadConfig, EngineDead, OSError) as error:
                 log.warning("%s; retrying", error)
             await asyncio.sleep(pause_s)
             pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
@@ -143,6 +151,7 @@ class RayProcesses:
         """Run a keeper until it or the head ends. Returns whether the keeper has reported anything."""
         settings = KeeperSettings(ports=self.ports, actor=self._actor, num_gpus=self._num_gpus)
         keeper = self.keeper = await Process.start("vlora.cluster.on_ray.keeper", settings, self._environ)
+        self._heard = False
         reading = asyncio.create_task(self._read(keeper))
         head_ended = asyncio.create_task(head.wait())
         try:
@@ -150,21 +159,22 @@ class RayProcesses:
         finally:
             reading.cancel()
             head_ended.cancel()
-        if head_ended.done():
-            log.warning("Ray's head has ended; its replicas are started again")
-            await keeper.stop(0)
-            self.head = None
-        else:
-            code = await keeper.wait()
-            log.warning("the keeper has ended with code %d; serving goes on, and another one starts", code)
+        code = await keeper.kill()
         self.keeper = None
-        return reading.done() and reading.result() > 0
+        if head_ended.done():
+            self.head = None
+            log.warning("Ray's head has ended; its replicas are started again")
+        else:
+            log.warning("the keeper has ended with code %d; serving goes on, and another one starts", code)
+        return self._heard
 
-    async def _read(self, keeper: Process) -> int:
-        """Pass on events until the keeper ends. Returns their number."""
-        number = 0
-        with contextlib.suppress(asyncio.IncompleteReadError):
+    async def _read(self, keeper: Process) -> None:
+        """Pass on events until the keeper ends."""
+        try:
             while True:
                 self._on_event(await framing.receive(keeper.output, Event))
-                number += 1
-        return number
+                self._heard = True
+        except asyncio.IncompleteReadError:
+            pass
+        except msgspec.MsgspecError as error:
+            log.warning("the keeper has sent an invalid event: %s", error)

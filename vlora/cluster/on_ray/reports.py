@@ -1,4 +1,4 @@
-"""What a front end, its keeper and its head exchange. Imports no Ray."""
+"""Values that a front end, its keeper and its head exchange. Imports no Ray."""
 
 from __future__ import annotations
 

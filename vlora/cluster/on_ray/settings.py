@@ -21,7 +21,7 @@ from vlora.errors import BadConfig
 LOOPBACK = "127.0.0.1"
 NAMESPACE = "vlora"
 MIN_VERSION = (2, 52)
-"""The first version with authentication by a token. Before, whoever reaches a port runs code (CVE-2023-48022)."""
+"""The first version with authentication by a token. Before, access to a port is enough to run code (CVE-2023-48022)."""
 
 TOKEN_PATH_VARIABLE = "RAY_AUTH_TOKEN_PATH"
 """Its value, a path of this run only, also marks the processes that belong to this run."""
@@ -37,7 +37,7 @@ _ENVIRONMENT = {
     "RAY_health_check_timeout_ms": "1000",
     "RAY_health_check_failure_threshold": "3",
     "RAY_health_check_initial_delay_ms": "1000",
-    # Ray ends a driver and a raylet whose control service has been gone for 60 s by default. Actors go on serving.
+    # By default drivers and raylets end 60 s after the control service. Actors could go on serving.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
     # Ray's own guard would end a small actor, and with it an engine, because other programs use the memory.
     "RAY_memory_monitor_refresh_ms": "0",
@@ -68,8 +68,8 @@ def check_version(version: str) -> None:
     if numbers < MIN_VERSION:
         needed = ".".join(map(str, MIN_VERSION))
         raise BadConfig(
-            f"Ray {version} is installed, in which whoever reaches a port may run code; {needed} or later is needed: "
-            "pip install -U 'vlora[cluster]'"
+            f"Ray {version} is installed, which has no authentication: access to a port is enough to run code; "
+            f"{needed} or later is needed: pip install -U 'vlora[cluster]'"
         )
 
 
@@ -210,7 +210,7 @@ def actor_options(name: str, num_gpus: int) -> dict[str, object]:
     """The options of a replica's actor.
 
     Ray ends a driver's actors with it unless they are detached. It starts an actor again wherever there is room, and
-    retries no calls: who has sent a request knows what was answered.
+    retries no calls; the front end continues requests.
     """
     return {
         "name": name,
