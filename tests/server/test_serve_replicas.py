@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -63,6 +64,12 @@ def serve(folder: Path, *args: str) -> subprocess.Popen[str]:
     )
 
 
+def read(address: str, path: str) -> str:
+    with urllib.request.urlopen(f"http://{address.removeprefix('http://')}{path}", timeout=10) as reply:
+        text: str = reply.read().decode()
+    return text
+
+
 def wait_ready(process: subprocess.Popen[str]) -> list[str]:
     """The lines until the server is ready."""
     assert process.stdout is not None
@@ -86,8 +93,12 @@ def test_replicas_serve_both_apis_and_end_with_the_server(folder: Path) -> None:
             answers = threads.map(lambda _: client.generate("say:light").text, range(8))
             assert list(answers) == ["light"] * 8
             assert client.stats().num_finished == 8
-        with urllib.request.urlopen(f"http://{address[2].removeprefix('http://')}/metrics", timeout=10) as reply:
-            metrics = reply.read().decode()
+        metrics = read(address[2], "/metrics")
+        replicas = json.loads(read(address[2], "/console/state"))["replicas"]
+        assert [(each["name"], each["state"], each["num_requests"]) for each in replicas] == [
+            ("replica-0", "serving", 0),
+            ("replica-1", "serving", 0),
+        ]
         for row in (
             'vlora_replicas{state="serving"} 2.0',
             'vlora_replicas{state="down"} 0.0',

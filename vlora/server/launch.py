@@ -12,13 +12,11 @@ import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from vlora.cluster.cluster import Cluster
 from vlora.cluster.on_ray.cluster import LocalCluster
 from vlora.config import EngineConfig, ServerConfig, Token
 from vlora.engine.ipc.client import ENGINE_COMMAND
 from vlora.engine.ipc.supervisor import RestartedEngine, SupervisedEngine
 from vlora.errors import BadConfig, EngineDead
-from vlora.server.cluster_metrics import ClusterCollector
 from vlora.server.frontend import FrontEnd
 from vlora.server.rpyc.server import RpycServer
 from vlora.server.security.access import Access
@@ -147,8 +145,6 @@ async def _start(
     try:
         front_end = FrontEnd(engine, await loading, server_config, model, supervisor=engine)
         engine.add_listener(front_end)
-        if isinstance(engine, Cluster):
-            front_end.metrics.register(ClusterCollector(engine.status))
         await front_end.adapters.register(adapters)
     except BaseException:
         await engine.close()
