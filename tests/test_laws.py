@@ -48,7 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "vlora.engine": LEVEL_3,
     "vlora.cluster": BASE | {"vlora.config", "vlora.engine", "vlora.logging_format", "vlora.routing"},
     "vlora.split": BASE | {"atmm", "vlora.config", "vlora.lazy", "vlora.models"},
-    "vlora.server": LEVEL_3 | {"vlora.cluster", "vlora.engine", "vlora.client", "vlora.routing"},
+    "vlora.server": LEVEL_3 | {"vlora.cluster", "vlora.engine", "vlora.client"},
     "vlora.simulator": BASE | {"vlora.config", "vlora.memory", "vlora.orchestrator", "vlora.routing"},
     "vlora.bench": LEVEL_3
     | {"vlora.engine", "vlora.routing", "vlora.split", "vlora.simulator", "vlora.client", "vlora.tune", "fusion"},

@@ -14,6 +14,7 @@ import pytest
 
 from vlora.cluster.on_ray import settings
 from vlora.cluster.on_ray.actor import ActorSettings, NotOpened, ReplicaActor
+from vlora.cluster.on_ray.cluster import with_shared_cores
 from vlora.cluster.on_ray.settings import Folder, Ports
 from vlora.config import EngineConfig
 from vlora.errors import BadConfig
@@ -73,6 +74,13 @@ def test_each_way_to_ray_has_an_address_and_none_is_a_default() -> None:
     assert settings.connection(Ports(20_000, 2))["address"] == "127.0.0.1:20000"
     command = settings.start_command(Folder("/tmp/f"), Ports(20_000, 2))
     assert {"--include-dashboard=false", "--disable-usage-stats", "--ray-client-server-port=0"} <= set(command)
+
+
+def test_replicas_divide_the_cores_unless_threads_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    assert with_shared_cores(EngineConfig(model="m"), 2).threads == 4
+    assert with_shared_cores(EngineConfig(model="m", tensor_parallel=2), 2).threads == 2
+    assert with_shared_cores(EngineConfig(model="m", threads=3), 2).threads == 3
 
 
 @pytest.mark.parametrize(

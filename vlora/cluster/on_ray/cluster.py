@@ -31,6 +31,13 @@ log = logging.getLogger("vlora.cluster")
 _PAUSE_S = 0.2
 
 
+def with_shared_cores(config: EngineConfig, num_replicas: int) -> EngineConfig:
+    """The configuration of each of several engines on this machine: without `threads`, they divide the cores."""
+    if config.threads is not None:
+        return config
+    return dataclasses.replace(config, threads=default_threads(config.tensor_parallel * num_replicas))
+
+
 class LocalCluster(Cluster):
     """`EngineInterface` over replicas of this machine. Created by `start`.
 
@@ -78,8 +85,7 @@ class LocalCluster(Cluster):
         Raises:
             VLoraError: Ray or the first replica cannot be started; nothing is left running.
         """
-        if config.threads is None:
-            config = dataclasses.replace(config, threads=default_threads(config.tensor_parallel * num_replicas))
+        config = with_shared_cores(config, num_replicas)
         folder = Folder.create()
         try:
             self = cls(config, rule, folder, health)

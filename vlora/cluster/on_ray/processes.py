@@ -15,15 +15,19 @@ import msgspec
 from vlora.cluster import framing
 from vlora.cluster.on_ray import settings as ray_settings
 from vlora.cluster.on_ray.actor import ActorSettings
-from vlora.cluster.on_ray.reports import Event, HeadReport, HeadSettings, KeeperSettings
+from vlora.cluster.on_ray.reports import Event, Failed, HeadReport, HeadSettings, KeeperSettings
 from vlora.cluster.on_ray.settings import Folder, Ports
 from vlora.errors import BadConfig, EngineDead
+from vlora.types import ErrorValue
 
 log = logging.getLogger("vlora.cluster")
 
-STARTS = 3  # of the head in a row, before the first one counts as failed: another program may take a port meanwhile
+STARTS = 3
+"""Failed starts in a row after which the cluster's start fails. One may fail because another program takes a port."""
+
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 10.0
 _KEEPER_STOP_S, _HEAD_STOP_S = 5.0, 15.0
+_EXIT_S = 1.0  # between the end of a process's output and its exit
 
 
 class Process:
@@ -61,13 +65,13 @@ class Process:
     async def stop(self, timeout_s: float) -> None:
         """Close its stdin; after a time, kill it."""
         self._stdin.close()
+        await self.end(timeout_s)
+
+    async def end(self, timeout_s: float) -> int:
+        """Kill it if it has not ended after a time. Returns its exit code."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self._process.wait()
-        await self.kill()
-
-    async def kill(self) -> int:
-        """Returns its exit code."""
+                return await self._process.wait()
         if self._process.returncode is None:
             self._process.kill()
         return await self._process.wait()
@@ -134,6 +138,7 @@ class RayProcesses:
 
     async def _run(self) -> None:
         pause_s = _FIRST_PAUSE_S
+        num_silent = 0
         while True:
             try:
                 if self.head is None:
@@ -141,7 +146,10 @@ class RayProcesses:
                     log.warning("Ray runs again, on ports %s", self.ports)
                 assert self.head is not None
                 if await self._keep(self.head):
-                    pause_s = _FIRST_PAUSE_S
+                    pause_s, num_silent = _FIRST_PAUSE_S, 0
+                elif (num_silent := num_silent + 1) == STARTS:
+                    error = EngineDead(f"the keeper has ended {STARTS} times before any report; see its messages above")
+                    self._on_event(Failed("", ErrorValue.of(error)))
             except (BadConfig, EngineDead, OSError) as error:
                 log.warning("%s; retrying", error)
             await asyncio.sleep(pause_s)
@@ -155,13 +163,13 @@ class RayProcesses:
         reading = asyncio.create_task(self._read(keeper))
         head_ended = asyncio.create_task(head.wait())
         try:
-            await asyncio.wait({reading, head_ended}, return_when=asyncio.FIRST_COMPLETED)
+            ended, _ = await asyncio.wait({reading, head_ended}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             reading.cancel()
             head_ended.cancel()
-        code = await keeper.kill()
+        code = await keeper.end(0 if head_ended in ended else _EXIT_S)
         self.keeper = None
-        if head_ended.done():
+        if head_ended in ended:
             self.head = None
             log.warning("Ray's head has ended; its replicas are started again")
         else:
