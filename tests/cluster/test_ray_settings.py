@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import stat
@@ -15,6 +16,7 @@ import pytest
 from vlora.cluster.on_ray import settings
 from vlora.cluster.on_ray.actor import ActorSettings, NotOpened, ReplicaActor
 from vlora.cluster.on_ray.cluster import with_shared_cores
+from vlora.cluster.on_ray.log_pipe import LogPipe
 from vlora.cluster.on_ray.settings import Folder, Ports
 from vlora.config import EngineConfig
 from vlora.errors import BadConfig
@@ -98,7 +100,28 @@ def test_an_actor_returns_the_error_of_an_engine_that_does_not_start(
 ) -> None:
     secret = tmp_path / "secret"
     secret.write_bytes(b"a secret of more than 16 bytes")
-    given = ActorSettings(config=EngineConfig(model="broken"), secret_file=str(secret), command=command)
+    given = ActorSettings(
+        config=EngineConfig(model="broken"), secret_file=str(secret), log_pipe="/nowhere", command=command
+    )
     answer = ReplicaActor(msgspec.msgpack.encode(given)).open()
     found = msgspec.msgpack.decode(answer, type=NotOpened).error
     assert isinstance(found, ErrorValue) and error in found.message
+
+
+def test_the_log_of_a_replica_reaches_the_front_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "secret").write_bytes(b"a secret of more than 16 bytes")
+    code = "import os, sys; print('first\\nsecond', file=sys.stderr, flush=True); os._exit(3)"
+    given = ActorSettings(
+        config=EngineConfig(model="m"),
+        secret_file=str(tmp_path / "secret"),
+        log_pipe=str(tmp_path / "log"),
+        command=(sys.executable, "-c", code),
+    )
+
+    async def main() -> None:
+        log = LogPipe(given.log_pipe)
+        await asyncio.to_thread(ReplicaActor(msgspec.msgpack.encode(given)).open)
+        log.close()
+
+    asyncio.run(main())
+    assert capsys.readouterr().err == "first\nsecond\n"

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from vlora.cluster.framing import pack
+from vlora.cluster.on_ray.log_pipe import open_pipe
 from vlora.cluster.replica import ReplicaSettings
 from vlora.config import EngineConfig
 from vlora.types import ErrorValue
@@ -27,12 +28,14 @@ class ActorSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         secret_file: Has the secret of the doors, which is not passed through Ray.
+        log_pipe: The named pipe of the log.
         command: Starts the engine process.
         omp_threads: OMP_NUM_THREADS of the engine; None: not set. Ray sets it to 1 for its workers.
     """
 
     config: EngineConfig
     secret_file: str
+    log_pipe: str
     command: tuple[str, ...]
     omp_threads: str | None = None
 
@@ -78,12 +81,16 @@ class ReplicaActor:
         environ = {name: value for name, value in os.environ.items() if name != _THREADS_VARIABLE}
         if self._settings.omp_threads is not None:
             environ[_THREADS_VARIABLE] = self._settings.omp_threads
+        log = open_pipe(self._settings.log_pipe)
         process = subprocess.Popen(
             [sys.executable, "-m", "vlora.cluster.replica"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=log,
             env=environ,
         )
+        if log is not None:
+            os.close(log)
         assert process.stdin is not None and process.stdout is not None
         settings = ReplicaSettings(
             config=self._settings.config,

@@ -15,6 +15,7 @@ from vlora.cluster.cluster import Cluster
 from vlora.cluster.door import Address
 from vlora.cluster.members import Health, Member, alive, clients
 from vlora.cluster.on_ray.actor import ActorSettings
+from vlora.cluster.on_ray.log_pipe import LogPipe
 from vlora.cluster.on_ray.processes import RayProcesses
 from vlora.cluster.on_ray.reports import Failed, Located
 from vlora.cluster.on_ray.settings import Folder
@@ -53,7 +54,9 @@ class LocalCluster(Cluster):
         router = Router(rule, weights=config.weights, tenant_weights=config.tenant_weights)
         super().__init__(router, folder.secret(), health=health)
         self.folder = folder
+        self._log = LogPipe(folder.log_pipe)
         self.ray: RayProcesses
+        self._closed = False
         self.pids: dict[str, tuple[int, int]] = {}
         self._listeners: list[RestartListener] = []
         self._addresses: dict[str, Address] = {}
@@ -95,6 +98,7 @@ class LocalCluster(Cluster):
         actor = ActorSettings(
             config=config,
             secret_file=folder.secret_file,
+            log_pipe=folder.log_pipe,
             command=tuple(command),
             omp_threads=os.environ.get("OMP_NUM_THREADS"),
         )
@@ -140,8 +144,11 @@ class LocalCluster(Cluster):
         if self._following:
             await asyncio.wait(self._following)
         await super().close()
-        await self.ray.close()
-        self.folder.remove()
+        if not self._closed:
+            self._closed = True
+            await self.ray.close()
+            self._log.close()
+            self.folder.remove()
 
     # -- inside -------------------------------------------------------------------------------------------------------
 

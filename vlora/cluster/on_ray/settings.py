@@ -41,8 +41,6 @@ _ENVIRONMENT = {
     "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
     # Ray's own guard would end a small actor, and with it an engine, because other programs use the memory.
     "RAY_memory_monitor_refresh_ms": "0",
-    # Lines of replicas are not to be held back or merged.
-    "RAY_DEDUP_LOGS": "0",
 }
 _OBJECT_STORE_BYTES = 80 << 20  # near Ray's minimum: nothing is stored there
 _MAX_FOLDER_CHARS = 40  # Ray appends some 60 characters, and a path of a Unix socket has at most 107
@@ -162,6 +160,11 @@ class Folder(NamedTuple):
         """The secret of the replicas' doors."""
         return f"{self.path}/secret"
 
+    @property
+    def log_pipe(self) -> str:
+        """A named pipe."""
+        return f"{self.path}/log"
+
     def secret(self) -> bytes:
         return Path(self.secret_file).read_bytes()
 
@@ -191,6 +194,7 @@ def start_command(folder: Folder, ports: Ports) -> list[str]:
         "--include-dashboard=false",
         "--disable-usage-stats",
         "--no-monitor",  # the autoscaler, 96 MiB
+        "--include-log-monitor=false",
         *ports.flags(),
     ]
 
@@ -201,7 +205,7 @@ def connection(ports: Ports) -> dict[str, object]:
         "address": f"{LOOPBACK}:{ports.control}",
         "namespace": NAMESPACE,
         "_node_ip_address": LOOPBACK,
-        "log_to_driver": True,
+        "log_to_driver": False,  # see `log_pipe`
         "configure_logging": False,
     }
 
