@@ -36,6 +36,14 @@ NAMES = ("replica-0", "replica-1")
 WAIT_S = 40.0
 
 
+def is_alive(pid: int) -> bool:
+    """Whether a process runs. A process that has ended may remain as a zombie."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 class Here:
     """A running cluster, in a thread with its event loop."""
 
@@ -198,7 +206,7 @@ def test_a_killed_actor_loses_nothing_and_comes_back(here: Here) -> None:
     assert set(here.answer_all(kill)) == {0, 1}
     here.wait(lambda: here.serves() and here.cluster.pids != pids)
     assert {name for name in NAMES if here.cluster.pids[name] != pids[name]} == set(killed)
-    assert not psutil.pid_exists(pids[killed[0]][1])  # the engine has ended with its actor
+    assert not is_alive(pids[killed[0]][1])  # the engine has ended with its actor
     after = here.cluster.status()
     assert after.num_deaths == before.num_deaths + 1 and after.num_resubmitted > before.num_resubmitted
     assert set(here.answer_all()) == {0}
@@ -219,7 +227,7 @@ def test_the_end_of_ray_delays_answers_and_loses_none(here: Here) -> None:
     here.wait(lambda: here.serves() and not set(here.cluster.pids.values()) & set(pids.values()))
     names = [process.name() for process in own_processes(here.cluster.folder)]
     assert names.count("gcs_server") == names.count("raylet") == 1
-    assert not any(psutil.pid_exists(pid) for pair in pids.values() for pid in pair)
+    assert not any(is_alive(pid) for pair in pids.values() for pid in pair)
 
 
 def test_closing_ends_what_was_started_and_nothing_else(here: Here) -> None:
@@ -229,7 +237,7 @@ def test_closing_ends_what_was_started_and_nothing_else(here: Here) -> None:
             began = own_processes(here.cluster.folder)
             assert len(began) > 5
             here.run(here.cluster.close())
-            assert not own_processes(here.cluster.folder) and not any(process.is_running() for process in began)
+            assert not own_processes(here.cluster.folder) and not any(is_alive(each.pid) for each in began)
             assert not os.path.exists(here.cluster.folder.path)
             assert foreign.poll() is None
         finally:

@@ -75,7 +75,7 @@ def test_a_range_with_a_port_in_use_is_skipped() -> None:
 def test_each_way_to_ray_has_an_address_and_none_is_a_default() -> None:
     assert settings.connection(Ports(20_000, 2))["address"] == "127.0.0.1:20000"
     command = settings.start_command(Folder("/tmp/f"), Ports(20_000, 2))
-    assert {"--include-dashboard=false", "--disable-usage-stats", "--ray-client-server-port=0"} <= set(command)
+    assert {"--include-dashboard=false", "--disable-usage-stats"} <= set(command)
 
 
 def test_replicas_divide_the_cores_unless_threads_are_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,17 +95,22 @@ class Keeper:
 
 
 def main() -> None:
-    out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # Ray prints to stdout
     settings = framing.read(sys.stdin.buffer, KeeperSettings)
+    # Ray writes pages to both when a process ends; the front end's log has its own lines about that.
+    out, problems = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(2), "w")
+    with open(settings.log_file, "ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
     keeper = Keeper(settings, out)
     try:
         ray.init(**ray_settings.connection(settings.ports))
         keeper.start()
     except BadConfig as error:
         keeper.say(Failed("", ErrorValue.of(error)))
-    except (ConnectionError, RuntimeError, RayError) as error:
-        sys.exit(f"the keeper cannot use Ray: {str(error).strip().splitlines()[0]}")
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        print(f"the keeper cannot use Ray: {lines[0]}", file=problems, flush=True)
+        os._exit(1)
     sys.stdin.buffer.read()  # until the front end closes it, or has ended
     # If Ray's head is gone, the calls do not return.
     threading.Thread(target=_leave_late, daemon=True).start()

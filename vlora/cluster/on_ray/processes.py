@@ -157,7 +157,9 @@ class RayProcesses:
 
     async def _keep(self, head: Process) -> bool:
         """Run a keeper until it or the head ends. Returns whether the keeper has reported anything."""
-        settings = KeeperSettings(ports=self.ports, actor=self._actor, num_gpus=self._num_gpus)
+        settings = KeeperSettings(
+            ports=self.ports, actor=self._actor, log_file=self._folder.ray_log, num_gpus=self._num_gpus
+        )
         keeper = self.keeper = await Process.start("vlora.cluster.on_ray.keeper", settings, self._environ)
         self._heard = False
         reading = asyncio.create_task(self._read(keeper))

@@ -23,10 +23,16 @@ class HeadReport(msgspec.Struct, frozen=True):
 
 
 class KeeperSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of a keeper. num_gpus: of each replica."""
+    """Settings of a keeper.
+
+    Attributes:
+        log_file: For messages of Ray itself.
+        num_gpus: Of each replica.
+    """
 
     ports: Ports
     actor: ActorSettings
+    log_file: str
     num_gpus: int = 0
 
 

@@ -110,7 +110,8 @@ class Ports(NamedTuple):
             *(f"--{name}={self.first + place}" for place, name in enumerate(names)),
             f"--min-worker-port={self.first_worker}",
             f"--max-worker-port={self.last}",
-            "--ray-client-server-port=0",  # off
+            # Ray Client's server, which starts by default where grpc is installed, and has no flag elsewhere.
+            *(["--ray-client-server-port=0"] if importlib.util.find_spec("grpc") else []),
         ]
 
     def __str__(self) -> str:
@@ -159,6 +160,11 @@ class Folder(NamedTuple):
     def secret_file(self) -> str:
         """The secret of the replicas' doors."""
         return f"{self.path}/secret"
+
+    @property
+    def ray_log(self) -> str:
+        """Messages of Ray in the keeper."""
+        return f"{self.path}/keeper.log"
 
     @property
     def log_pipe(self) -> str:
