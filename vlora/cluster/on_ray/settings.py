@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vlora.errors import BadConfig
 
@@ -205,7 +205,7 @@ def start_command(folder: Folder, ports: Ports) -> list[str]:
     ]
 
 
-def connection(ports: Ports) -> dict[str, object]:
+def connection(ports: Ports) -> dict[str, Any]:
     """The arguments of `ray.init`. Without an address it would join whichever Ray was started last on the machine."""
     return {
         "address": f"{LOOPBACK}:{ports.control}",
@@ -216,7 +216,7 @@ def connection(ports: Ports) -> dict[str, object]:
     }
 
 
-def actor_options(name: str, num_gpus: int) -> dict[str, object]:
+def actor_options(name: str, num_gpus: int) -> dict[str, Any]:
     """The options of a replica's actor.
 
     Ray ends a driver's actors with it unless they are detached. It starts an actor again wherever there is room, and
