@@ -132,7 +132,7 @@ class RayProcesses:
         with contextlib.suppress(asyncio.IncompleteReadError):
             problem = (await framing.receive(self.head.output, HeadReport)).problem
         if problem:
-            await self.head.stop(_HEAD_STOP_S)
+            await self.head.end(_HEAD_STOP_S)  # with stdin open, so that it keeps the folder for the next start
             self.head = None
             raise EngineDead(f"Ray did not start: {problem}")
 
