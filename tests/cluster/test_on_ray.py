@@ -22,8 +22,10 @@ from tests.cluster.running import SLEEPING, outputs_of
 from tests.cluster.sleeping_engine import COMMAND
 from tests.cluster.test_cluster import MIXED, check
 from vlora.cluster.members import Health
+from vlora.cluster.on_ray import settings
 from vlora.cluster.on_ray.cluster import LocalCluster
 from vlora.cluster.on_ray.head import own_processes
+from vlora.cluster.on_ray.settings import Ports
 from vlora.cluster.status import SERVING
 
 pytestmark = [
@@ -104,10 +106,12 @@ class Here:
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Here]:
-    """Two replicas. The environment names another Ray, which must not be joined."""
+    """Two replicas. The environment names another Ray, which must not be joined, and the first ports cannot be used."""
+    find_ports, unusable = settings.find_ports, [Ports(70_000, 2)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(home := tmp_path_factory.mktemp("home")))
         patch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+        patch.setattr(settings, "find_ports", lambda number: unusable.pop() if unusable else find_ports(number))
         patch.delenv("OMP_NUM_THREADS", raising=False)
         found = Here(home)
         try:
