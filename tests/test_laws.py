@@ -48,13 +48,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "vlora.engine": LEVEL_3,
     "vlora.cluster": BASE | {"vlora.config", "vlora.engine", "vlora.logging_format", "vlora.routing"},
     "vlora.split": BASE | {"atmm", "vlora.config", "vlora.lazy", "vlora.models"},
-    "vlora.server": LEVEL_3 | {"vlora.engine", "vlora.client"},
+    "vlora.server": LEVEL_3 | {"vlora.cluster", "vlora.engine", "vlora.client"},
     "vlora.simulator": BASE | {"vlora.config", "vlora.memory", "vlora.orchestrator", "vlora.routing"},
     "vlora.bench": LEVEL_3
     | {"vlora.engine", "vlora.routing", "vlora.split", "vlora.simulator", "vlora.client", "vlora.tune", "fusion"},
     "vlora.tune": LEVEL_2 | {"vlora.models"},
     "vlora.cli": LEVEL_3
     | {
+        "vlora.cluster",
         "vlora.engine",
         "vlora.split",
         "vlora.server",
@@ -145,6 +146,12 @@ def test_checkpoints_are_read_by_the_one_way_that_runs_none_of_their_code() -> N
     assert found == ways
 
 
+def test_ray_is_imported_by_the_keeper_only() -> None:
+    """A front end that imports it may become a driver, which Ray may end."""
+    found = {module for module, file in modules() for name in imports(file) if name.split(".")[0] == "ray"}
+    assert found == {"vlora.cluster.on_ray.keeper"}
+
+
 @pytest.mark.parametrize(
     "module",
     [
@@ -153,6 +160,8 @@ def test_checkpoints_are_read_by_the_one_way_that_runs_none_of_their_code() -> N
         "vlora.simulator",
         "vlora.client",
         "vlora.cluster.cluster",
+        "vlora.cluster.on_ray.actor",
+        "vlora.cluster.on_ray.cluster",
         "vlora.cluster.replica",
         "vlora.memory.block_manager",
         "vlora.memory.adapter_cache",

@@ -10,12 +10,12 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
 
-import msgspec
 import psutil
 
 from tests.cluster.sleeping_engine import COMMAND
 from vlora.cluster.cluster import Cluster
 from vlora.cluster.door import Address
+from vlora.cluster.framing import pack
 from vlora.cluster.members import Health
 from vlora.cluster.replica import ReplicaSettings
 from vlora.config import EngineConfig
@@ -45,12 +45,11 @@ class ReplicaProcess:
             stdout=asyncio.subprocess.PIPE,
         )
         given = {"secret": SECRET, "command": COMMAND, **settings}
-        data = msgspec.msgpack.encode(ReplicaSettings(config=config, **given))
         assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(len(data).to_bytes(4, "little") + data)
+        process.stdin.write(pack(ReplicaSettings(config=config, **given)))
         await process.stdin.drain()
         line = (await process.stdout.readline()).split()
-        assert len(line) == 2, "the replica did not start; see its error"
+        assert len(line) == 2, f"the replica did not start: {line}"
         return cls(process, int(line[0]), int(line[1]))
 
     def signal(self, number: int, *, engine: bool = True, actor: bool = True) -> None:

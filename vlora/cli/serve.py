@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from vlora.cli.cluster_options import RULES
 from vlora.cli.extras import needs
 from vlora.cli.group import cli
 from vlora.cli.options import HeadedOption
@@ -56,6 +57,24 @@ from vlora.logging_format import JSON_VARIABLE, LEVEL_VARIABLE, LEVELS, configur
     help="Serve every adapter folder in this folder.",
 )
 @click.option(
+    "--replicas",
+    cls=HeadedOption,
+    heading="Replicas",
+    type=int,
+    default=1,
+    show_default=True,
+    help="Number of engines on this machine; more than one needs Ray.",
+)
+@click.option(
+    "--routing-rule",
+    cls=HeadedOption,
+    heading="Replicas",
+    type=click.Choice(RULES),
+    default="placed",
+    show_default=True,
+    help="Which replica gets the next request.",
+)
+@click.option(
     "--token-file",
     cls=HeadedOption,
     heading="Network",
@@ -88,6 +107,8 @@ def serve(
     served_model_name: str | None,
     adapters: tuple[str, ...],
     folder: Path | None,
+    replicas: int,
+    routing_rule: str,
     token_file: Path | None,
     log_level: str,
     log_json: bool,
@@ -103,6 +124,7 @@ def serve(
 
     os.environ |= {LEVEL_VARIABLE: log_level, JSON_VARIABLE: "1" if log_json else ""}
     configure(os.environ)
+    check_replicas(replicas)
     named = named_adapters(adapters, folder)
     model_name = served_name(model) if served_model_name is None else served_model_name
     if not model_name.strip():
@@ -130,12 +152,24 @@ def serve(
                 announce=announce,
                 model_name=model_name,
                 read_tokens=None if token_file is None else all_tokens,
+                replicas=replicas,
+                routing_rule=routing_rule,
             )
         )
     # Skip torch's teardown, which only delays the exit.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def check_replicas(number: int) -> None:
+    """Raises BadConfig for a number below 1, and for several without a usable Ray. Ray is not imported."""
+    if number < 1:
+        raise BadConfig(f"--replicas is {number}; at least one engine serves")
+    if number > 1:
+        from vlora.cluster.on_ray.settings import check_ray
+
+        check_ray(number)
 
 
 def served_name(model: str) -> str:

@@ -164,3 +164,12 @@ class Member:
 def clients(members: Mapping[str, Member]) -> dict[str, EngineClient]:
     """The engines of the replicas that can be used, by name."""
     return {name: member.client for name, member in sorted(members.items()) if member.client is not None}
+
+
+def alive(members: Mapping[str, Member]) -> dict[str, EngineClient]:
+    """As `clients`. Raises EngineDead with the causes if there are none."""
+    found = clients(members)
+    if not found:
+        causes = "; ".join(f"{name}: {member.cause}" for name, member in sorted(members.items()))
+        raise EngineDead(f"no replica can be used{': ' if causes else ''}{causes}")
+    return found

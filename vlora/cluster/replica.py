@@ -1,8 +1,8 @@
 """A replica: an engine process, and the door through which a front end reaches it. Both end together.
 
-Run as `python -m vlora.cluster.replica`, with the length of a `ReplicaSettings` in four bytes, low byte first, and the
-settings as msgpack on stdin. It prints the port of its door and the process id of its engine in one line, and ends when
-stdin is closed. The process loads no torch.
+Run as `python -m vlora.cluster.replica`, with a `ReplicaSettings` on stdin (`framing`). It prints one line: the port of
+its door and the process id of its engine, or an `ErrorValue` as JSON if it cannot start. It ends when stdin is closed.
+The process loads no torch.
 
 One front end is served at a time. A later one that knows the secret replaces it, as after a restart; the requests of
 the former one are cancelled.
@@ -11,6 +11,7 @@ the former one are cancelled.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import os
@@ -21,6 +22,7 @@ from typing import Any
 
 import msgspec
 
+from vlora.cluster import framing
 from vlora.cluster.door import Address, Certificate, Door, Inbox
 from vlora.cluster.handshake import Hello
 from vlora.config import EngineConfig
@@ -29,7 +31,7 @@ from vlora.engine.ipc.client import ENGINE_COMMAND, start_process
 from vlora.engine.ipc.transport import ClientTransport
 from vlora.errors import VLoraError
 from vlora.logging_format import configure
-from vlora.types import RequestOutput
+from vlora.types import ErrorValue, RequestOutput
 
 log = logging.getLogger("vlora.cluster")
 
@@ -148,7 +150,8 @@ class Replica:
             await asyncio.wait({peer.transport.closed}, timeout=beat_s)
             if peer.transport.closed.done():
                 error = peer.transport.closed.exception()
-                log.warning("the front end at %s is gone%s", peer.address, "" if error is None else f": {error}")
+                level = logging.INFO if error is None else logging.WARNING
+                log.log(level, "the front end at %s is gone%s", peer.address, "" if error is None else f": {error}")
                 break
             before, received = received, peer.transport.num_bytes_received
             if received == before:
@@ -257,12 +260,12 @@ async def serve(settings: ReplicaSettings) -> int:
 
 def main() -> None:
     configure(os.environ)
-    size = int.from_bytes(sys.stdin.buffer.read(4), "little")
-    settings = msgspec.msgpack.decode(sys.stdin.buffer.read(size), type=ReplicaSettings)
+    settings = framing.read(sys.stdin.buffer, ReplicaSettings)
     try:
         code = asyncio.run(serve(settings))
     except VLoraError as error:
-        print(f"the replica did not start: {error}", file=sys.stderr)
+        with contextlib.suppress(BrokenPipeError):  # the starting process has ended
+            print(msgspec.json.encode(ErrorValue.of(error)).decode(), flush=True)
         code = 2
     sys.stderr.flush()
     os._exit(code)

@@ -17,13 +17,16 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from vlora.client.values import Answer, HeadOutcome, HeadResult
+from vlora.cluster.cluster import Cluster
+from vlora.cluster.status import ReplicaStatus
 from vlora.config import ServerConfig
 from vlora.engine.interface import EngineInterface
-from vlora.engine.ipc.supervisor import SupervisedEngine
+from vlora.engine.ipc.supervisor import RestartedEngine
 from vlora.engine.snapshot import EngineSnapshot
 from vlora.errors import BadRequest, EngineDead
 from vlora.server.active_requests import ActiveRequests, RequestClock
 from vlora.server.adapter_catalog import AdapterCatalog
+from vlora.server.cluster_metrics import ClusterCollector
 from vlora.server.detokenizer import AnswerText, Piece
 from vlora.server.head_results import in_pixels
 from vlora.server.interleave import interleave
@@ -64,7 +67,7 @@ class FrontEnd:
         config: ServerConfig,
         model: str = "",
         *,
-        supervisor: SupervisedEngine | None = None,
+        supervisor: RestartedEngine | None = None,
     ) -> None:
         """model: the base model's name; no adapter may have this name. supervisor: the engine, if it is restarted."""
         self.config = config
@@ -78,6 +81,10 @@ class FrontEnd:
         self.streams = StreamRegistry(self, config, self.metrics)
         self.message_budget = ByteBudget(config.max_held_bytes)
         self._requests = ActiveRequests(config, self.metrics)
+        self._cluster: Cluster | None = None
+        if isinstance(engine, Cluster):
+            self._cluster = engine
+            self.metrics.register(ClusterCollector(engine.status))
 
     # -- answers ------------------------------------------------------------------------------------------------------
 
@@ -271,6 +278,10 @@ class FrontEnd:
         """Discard cached adapters and start waiting frames: the engine was replaced, or no replacement will start."""
         self.adapters.invalidate()
         self.streams.resume()
+
+    def replicas(self) -> tuple[ReplicaStatus, ...]:
+        """The engine's replicas; none if it is a single one."""
+        return () if self._cluster is None else self._cluster.status().replicas
 
     async def stats(self) -> EngineStats:
         """The engine's stats with the model's name in place of its folder, which is not exposed to clients."""

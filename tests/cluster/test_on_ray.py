@@ -1,0 +1,253 @@
+"""Replicas of this machine on a real Ray, with sleeping engines: its traps, and what dies under answers."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+import pytest
+
+from tests.cluster.running import SLEEPING, outputs_of
+from tests.cluster.sleeping_engine import COMMAND
+from tests.cluster.test_cluster import MIXED, check
+from vlora.cluster.members import Health
+from vlora.cluster.on_ray import settings
+from vlora.cluster.on_ray.cluster import LocalCluster
+from vlora.cluster.on_ray.head import own_processes
+from vlora.cluster.on_ray.settings import Ports
+from vlora.cluster.status import SERVING
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
+]
+
+T = TypeVar("T")
+
+NAMES = ("replica-0", "replica-1")
+WAIT_S = 40.0
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs. A process that has ended may remain as a zombie."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+class Here:
+    """A running cluster, in a thread with its event loop."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.lines: list[str] = []
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+        health = Health(missed=10)  # a loaded machine is no reason to give a replica up
+        starting = LocalCluster.start(SLEEPING, 2, announce=self.lines.append, command=COMMAND, health=health)
+        self.cluster: LocalCluster = self.run(starting)
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(60)
+
+    def close(self) -> None:
+        self.run(self.cluster.close())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()
+
+    @property
+    def keeper_pid(self) -> int | None:
+        return None if self.cluster.ray.keeper is None else self.cluster.ray.keeper.pid
+
+    def serves(self) -> bool:
+        states = [replica.state for replica in self.cluster.status().replicas]
+        return states == [SERVING] * len(NAMES)
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        ends_s = time.monotonic() + WAIT_S
+        while not condition():
+            assert time.monotonic() < ends_s
+            time.sleep(0.02)
+
+    def answer_all(self, then: Callable[[], object] = lambda: None) -> list[int]:
+        """Answer mixed requests; `then` is called in the middle of them. Returns the deaths under each."""
+
+        async def answer() -> list[int]:
+            answers = (
+                outputs_of(self.cluster, each, 20 if each.request_id == "r0" else -1, then)  # type: ignore[arg-type]
+                for each in MIXED
+            )
+            lasts = [
+                check(request, found) for request, found in zip(MIXED, await asyncio.gather(*answers), strict=True)
+            ]
+            return [last.timings.num_deaths for last in lasts if last.timings is not None]
+
+        return self.run(answer())
+
+    def where(self, request_id: str) -> str:
+        name = self.cluster.where(request_id)
+        assert name is not None
+        return name
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Here]:
+    """Two replicas. The environment names another Ray, which must not be joined, and the first ports cannot be used."""
+    find_ports, unusable = settings.find_ports, [Ports(70_000, 2)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(home := tmp_path_factory.mktemp("home")))
+        patch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+        patch.setattr(settings, "find_ports", lambda number: unusable.pop() if unusable else find_ports(number))
+        patch.delenv("OMP_NUM_THREADS", raising=False)
+        found = Here(home)
+        try:
+            yield found
+        finally:
+            found.close()
+
+
+def test_the_start_is_announced_and_all_replicas_answer(here: Here) -> None:
+    assert here.lines[0] == "starting Ray" and str(here.cluster.ray.ports) in here.lines[1]
+    assert [line.partition(" serves ")[2] for line in here.lines[2:]] == ["(1 of 2)", "(2 of 2)"]
+    used: set[str] = set()
+    assert set(here.answer_all(lambda: used.update(here.where(each) for each in ("r0", "r1", "long")))) == {0}
+    assert here.serves() and used <= set(NAMES)
+    assert here.cluster.cause is None and not here.cluster.starting
+
+
+def test_engines_have_the_niceness_of_the_front_end(here: Here) -> None:
+    """Ray's default is 15."""
+    for pids in here.cluster.pids.values():
+        assert [psutil.Process(pid).nice() for pid in pids] == [psutil.Process().nice()] * 2
+
+
+def test_engines_have_the_threads_and_the_folder_of_the_front_end(here: Here) -> None:
+    """Ray sets OMP_NUM_THREADS to 1 for workers."""
+    for _, engine in here.cluster.pids.values():
+        assert psutil.Process(engine).cwd() == os.getcwd()
+        assert "OMP_NUM_THREADS" not in psutil.Process(engine).environ()
+
+
+def test_only_the_announced_ports_are_open_to_others(here: Here) -> None:
+    """Ray listens on all addresses; doors listen on loopback."""
+    doors = {member.address.port for member in here.cluster.members.values()}
+    open_ports: set[int] = set()
+    for process in own_processes(here.cluster.folder):
+        for found in process.net_connections("inet"):
+            if found.status == psutil.CONN_LISTEN and found.laddr.port not in doors:
+                open_ports.add(found.laddr.port)
+    ports = here.cluster.ray.ports
+    assert ports.control in open_ports
+    assert all(ports.first <= port <= ports.last for port in open_ports), open_ports
+
+
+def test_the_token_is_our_own_and_without_it_ray_refuses(here: Here) -> None:
+    assert not (here.home / ".ray").exists()  # where Ray's own, world-readable token would be
+    code = (
+        "import ray, sys\n"
+        "try: ray.init(address=sys.argv[1], log_to_driver=False, _node_ip_address='127.0.0.1')\n"
+        "except Exception as error: sys.exit(f'refused: {error}')\n"
+    )
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environ |= {"RAY_AUTH_MODE": "token", "RAY_NUM_REDIS_GET_RETRIES": "1"}  # otherwise it tries for 20 s
+    command = [sys.executable, "-c", code, f"127.0.0.1:{here.cluster.ray.ports.control}"]
+    own = Path(here.cluster.folder.token_file).read_text()
+    for token, is_ours in (({}, False), ({"RAY_AUTH_TOKEN": "0" * 64}, False), ({"RAY_AUTH_TOKEN": own}, True)):
+        done = subprocess.run(command, env=environ | token, capture_output=True, text=True, timeout=60)
+        assert done.returncode == (not is_ours), done.stderr
+        assert is_ours or ("refused: " in done.stderr and "uthentication token" in done.stderr), done.stderr
+
+
+def test_the_front_end_is_no_driver_and_drivers_live_without_a_head(here: Here) -> None:
+    assert "ray" not in sys.modules
+    assert here.cluster.ray.keeper is not None and here.cluster.ray.head is not None
+    for pid in (here.cluster.ray.keeper.pid, here.cluster.ray.head.pid):
+        assert psutil.Process(pid).environ()["RAY_gcs_rpc_server_reconnect_timeout_s"] == "600"
+
+
+def test_all_processes_belong_to_one_ray(here: Here) -> None:
+    """An `init` without an address would have started or joined another one."""
+    names = [process.name() for process in own_processes(here.cluster.folder)]
+    assert names.count("gcs_server") == names.count("raylet") == 1
+
+
+def test_actors_load_no_torch_and_are_small(here: Here) -> None:
+    for actor, _ in here.cluster.pids.values():
+        assert not any("libtorch" in found.path for found in psutil.Process(actor).memory_maps())
+        assert psutil.Process(actor).memory_full_info().pss < 120 << 20
+
+
+def test_a_killed_keeper_is_replaced_and_adopts_the_replicas(here: Here) -> None:
+    former, pids = here.keeper_pid, dict(here.cluster.pids)
+    assert former is not None
+    here.cluster.pids.clear()
+    assert set(here.answer_all(lambda: os.kill(former, signal.SIGKILL))) == {0}
+    here.wait(lambda: set(here.cluster.pids) == set(NAMES))
+    assert here.cluster.pids == pids and here.keeper_pid not in (None, former)
+
+
+def test_a_killed_actor_loses_nothing_and_comes_back(here: Here) -> None:
+    before = here.cluster.status()
+    pids = dict(here.cluster.pids)
+    killed: list[str] = []
+
+    def kill() -> None:
+        killed.append(here.where("r0"))
+        os.kill(pids[killed[0]][0], signal.SIGKILL)
+
+    assert set(here.answer_all(kill)) == {0, 1}
+    here.wait(lambda: here.serves() and here.cluster.pids != pids)
+    assert {name for name in NAMES if here.cluster.pids[name] != pids[name]} == set(killed)
+    assert not is_alive(pids[killed[0]][1])  # the engine has ended with its actor
+    after = here.cluster.status()
+    assert after.num_deaths == before.num_deaths + 1 and after.num_resubmitted > before.num_resubmitted
+    assert set(here.answer_all()) == {0}
+
+
+def test_the_end_of_ray_delays_answers_and_loses_none(here: Here) -> None:
+    """On one machine the replicas end with it; a head that was killed itself cleans nothing up."""
+    head = here.cluster.ray.head
+    assert head is not None
+    pids = dict(here.cluster.pids)
+    raylet = next(each for each in own_processes(here.cluster.folder) if each.name() == "raylet")
+
+    def kill() -> None:
+        raylet.kill()
+        os.kill(head.pid, signal.SIGKILL)
+
+    assert 1 in here.answer_all(kill)
+    here.wait(lambda: here.serves() and not set(here.cluster.pids.values()) & set(pids.values()))
+    names = [process.name() for process in own_processes(here.cluster.folder)]
+    assert names.count("gcs_server") == names.count("raylet") == 1
+    assert not any(is_alive(pid) for pair in pids.values() for pid in pair)
+
+
+def test_closing_ends_what_was_started_and_nothing_else(here: Here, tmp_path: Path) -> None:
+    """`ray stop` would end every process named raylet."""
+    sleep = shutil.which("sleep")
+    assert sleep is not None
+    (tmp_path / "raylet").symlink_to(sleep)
+    with subprocess.Popen([tmp_path / "raylet", "60"]) as foreign:
+        try:
+            began = own_processes(here.cluster.folder)
+            assert len(began) > 5
+            here.run(here.cluster.close())
+            assert not own_processes(here.cluster.folder) and not any(is_alive(each.pid) for each in began)
+            assert not os.path.exists(here.cluster.folder.path)
+            assert foreign.poll() is None
+        finally:
+            foreign.kill()

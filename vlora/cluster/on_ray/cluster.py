@@ -1,0 +1,209 @@
+"""`LocalCluster`: replicas on a Ray of this machine, which starts and ends with the cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from vlora.cluster.cluster import Cluster
+from vlora.cluster.door import Address
+from vlora.cluster.members import Health, Member, alive, clients
+from vlora.cluster.on_ray.actor import ActorSettings
+from vlora.cluster.on_ray.log_pipe import LogPipe
+from vlora.cluster.on_ray.processes import RayProcesses
+from vlora.cluster.on_ray.reports import Failed, Located
+from vlora.cluster.on_ray.settings import Folder
+from vlora.config import EngineConfig
+from vlora.engine.host_resources import default_threads
+from vlora.engine.ipc.client import ENGINE_COMMAND
+from vlora.engine.ipc.supervisor import RestartListener
+from vlora.errors import EngineDead, VLoraError
+from vlora.routing import Router
+from vlora.types import EngineStats
+
+log = logging.getLogger("vlora.cluster")
+
+_PAUSE_S = 0.2
+
+
+def with_shared_cores(config: EngineConfig, num_replicas: int) -> EngineConfig:
+    """The configuration of each of several engines on this machine: without `threads`, they divide the cores."""
+    if config.threads is not None:
+        return config
+    return dataclasses.replace(config, threads=default_threads(config.tensor_parallel * num_replicas))
+
+
+class LocalCluster(Cluster):
+    """`EngineInterface` over replicas of this machine. Created by `start`.
+
+    A replica that ends is started again. Without any, requests wait for a minute, then fail with the causes.
+
+    Attributes:
+        ray: Ray's processes.
+        folder: Their files.
+        pids: The process ids of each replica's actor and engine.
+    """
+
+    def __init__(self, config: EngineConfig, rule: str, folder: Folder, health: Health | None) -> None:
+        router = Router(rule, weights=config.weights, tenant_weights=config.tenant_weights)
+        super().__init__(router, folder.secret(), health=health)
+        self.folder = folder
+        self._log = LogPipe(folder.log_pipe)
+        self.ray: RayProcesses
+        self._closed = False
+        self.pids: dict[str, tuple[int, int]] = {}
+        self._listeners: list[RestartListener] = []
+        self._addresses: dict[str, Address] = {}
+        self._changed: dict[str, asyncio.Event] = {}
+        self._following: list[asyncio.Task[None]] = []
+        self._starting: asyncio.Queue[str | VLoraError] | None = asyncio.Queue()  # names and errors of the start
+
+    @classmethod
+    async def start(
+        cls,
+        config: EngineConfig,
+        num_replicas: int,
+        *,
+        rule: str = "placed",
+        announce: Callable[[str], None] = lambda line: None,
+        command: Sequence[str] = ENGINE_COMMAND,
+        health: Health | None = None,
+    ) -> LocalCluster:
+        """Start Ray and the replicas, and wait until all serve.
+
+        Args:
+            config: Of each replica. Without `threads`, they share the cores.
+            num_replicas: Their number.
+            rule: The router's rule.
+            announce: Called with a line for each step of the start.
+            command: Starts an engine process.
+            health: When a replica counts as dead.
+
+        Raises:
+            VLoraError: Ray or the first replica cannot be started; nothing is left running.
+        """
+        config = with_shared_cores(config, num_replicas)
+        folder = Folder.create()
+        try:
+            self = cls(config, rule, folder, health)
+        except BaseException:
+            folder.remove()
+            raise
+        actor = ActorSettings(
+            config=config,
+            secret_file=folder.secret_file,
+            log_pipe=folder.log_pipe,
+            command=tuple(command),
+            omp_threads=os.environ.get("OMP_NUM_THREADS"),
+        )
+        num_gpus = 0 if config.device == "cpu" else config.tensor_parallel
+        self.ray = RayProcesses(folder, num_replicas, actor, num_gpus, self._hear)
+        try:
+            announce("starting Ray")
+            await self.ray.start()
+            ports = self.ray.ports
+            announce(f"Ray listens on ports {ports} of all addresses of this machine, with a token of its own")
+            await self._wait_joined(num_replicas, announce)
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    @property
+    def cause(self) -> str | None:
+        """Why no replica can be used; None while one can."""
+        try:
+            alive(self.members)
+        except EngineDead as error:
+            return str(error)
+        return None
+
+    @property
+    def starting(self) -> bool:
+        """Whether no replica can be used. They are started again without end."""
+        return self.cause is not None
+
+    def add_listener(self, listener: RestartListener) -> None:
+        """Notify the listener when requests can be answered again."""
+        self._listeners.append(listener)
+
+    async def stats(self) -> EngineStats:
+        """See EngineInterface."""
+        return msgspec.structs.replace(await super().stats(), num_restarts=self.events.num_deaths)
+
+    async def close(self) -> None:
+        """See EngineInterface. Ends the replicas and Ray."""
+        for task in self._following:
+            task.cancel()
+        if self._following:
+            await asyncio.wait(self._following)
+        await super().close()
+        if not self._closed:
+            self._closed = True
+            await self.ray.close()
+            self._log.close()
+            self.folder.remove()
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    async def _wait_joined(self, number: int, announce: Callable[[str], None]) -> None:
+        names: set[str] = set()
+        assert self._starting is not None
+        while len(names) < number:
+            found = await self._starting.get()
+            if isinstance(found, VLoraError):
+                raise found
+            names.add(found)
+            announce(f"{found} serves ({len(names)} of {number})")
+        self._starting = None
+
+    def _hear(self, event: Any) -> None:
+        """An event of the keeper."""
+        match event:
+            case Located(name=name, at=at):
+                self.pids[name] = (at.pid, at.engine_pid)
+                self._addresses[name] = Address(at.host, at.port)
+                if name not in self._changed:
+                    self._changed[name] = asyncio.Event()
+                    self._following.append(asyncio.create_task(self._follow(name), name=f"vlora-follow-{name}"))
+                self._changed[name].set()
+            case Failed(name=name, error=error):
+                if self._starting is not None:
+                    self._starting.put_nowait(error.to_exception())
+                else:
+                    log.warning("%s does not start: %s; retrying", name or "no replica", error.message)
+            case lost:
+                log.warning("the actor of %s has ended: %s; Ray starts it again", lost.name, lost.cause)
+
+    async def _follow(self, name: str) -> None:
+        """Connect a replica, wherever its latest process listens."""
+        changed = self._changed[name]
+        while True:
+            await changed.wait()
+            changed.clear()
+            address = self._addresses[name]
+            member = self.members.get(name)
+            if member is not None and member.address == address:
+                continue  # another keeper has reported the same process
+            await self.remove(name)
+            try:
+                await self.add(name, address)
+            except VLoraError as error:
+                log.warning("%s at %s cannot be used: %s; retrying", name, address, error)
+                await asyncio.sleep(_PAUSE_S)
+                changed.set()
+
+    def _joined(self, member: Member) -> None:
+        was_absent = len(clients(self.members)) == 1
+        super()._joined(member)
+        if self._starting is not None:
+            self._starting.put_nowait(member.name)
+        if was_absent:
+            for listener in self._listeners:
+                listener.engine_changed()
