@@ -24,9 +24,10 @@ from tests.cluster.test_cluster import MIXED, check
 from vlora.cluster.members import Health
 from vlora.cluster.on_ray import settings
 from vlora.cluster.on_ray.cluster import LocalCluster
-from vlora.cluster.on_ray.head import own_processes
-from vlora.cluster.on_ray.settings import Ports
+from vlora.cluster.on_ray.own_processes import ray_processes, replica_processes
+from vlora.cluster.on_ray.settings import Folder, Ports
 from vlora.cluster.status import SERVING
+from vlora.errors import BadConfig
 
 pytestmark = [
     pytest.mark.slow,
@@ -45,6 +46,10 @@ def is_alive(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def own_processes(folder: Folder) -> list[psutil.Process]:
+    return ray_processes(folder) + replica_processes(folder)
 
 
 class Here:
@@ -82,6 +87,12 @@ class Here:
         while not condition():
             assert time.monotonic() < ends_s
             time.sleep(0.02)
+
+    def engines(self) -> set[int]:
+        """The engines' processes that run."""
+        command = list(COMMAND)
+        found = replica_processes(self.cluster.folder)
+        return {process.pid for process in found if is_alive(process.pid) and process.cmdline()[:3] == command}
 
     def answer_all(self, then: Callable[[], object] = lambda: None) -> list[int]:
         """Answer mixed requests; `then` is called in the middle of them. Returns the deaths under each."""
@@ -132,14 +143,15 @@ def test_the_start_is_announced_and_all_replicas_answer(here: Here) -> None:
 def test_engines_have_the_niceness_of_the_front_end(here: Here) -> None:
     """Ray's default is 15."""
     for pids in here.cluster.pids.values():
-        assert [psutil.Process(pid).nice() for pid in pids] == [psutil.Process().nice()] * 2
+        assert [psutil.Process(pid).nice() for pid in pids] == [psutil.Process().nice()] * 3
 
 
 def test_engines_have_the_threads_and_the_folder_of_the_front_end(here: Here) -> None:
-    """Ray sets OMP_NUM_THREADS to 1 for workers."""
-    for _, engine in here.cluster.pids.values():
-        assert psutil.Process(engine).cwd() == os.getcwd()
-        assert "OMP_NUM_THREADS" not in psutil.Process(engine).environ()
+    """Ray sets OMP_NUM_THREADS to 1 for workers. Its token is not for engines."""
+    for pids in here.cluster.pids.values():
+        environ = psutil.Process(pids.engine).environ()
+        assert psutil.Process(pids.engine).cwd() == os.getcwd()
+        assert "OMP_NUM_THREADS" not in environ and not any(name.startswith("RAY_") for name in environ)
 
 
 def test_only_the_announced_ports_are_open_to_others(here: Here) -> None:
@@ -186,9 +198,10 @@ def test_all_processes_belong_to_one_ray(here: Here) -> None:
 
 
 def test_actors_load_no_torch_and_are_small(here: Here) -> None:
-    for actor, _ in here.cluster.pids.values():
-        assert not any("libtorch" in found.path for found in psutil.Process(actor).memory_maps())
-        assert psutil.Process(actor).memory_full_info().pss < 120 << 20
+    for pids in here.cluster.pids.values():
+        actor = psutil.Process(pids.actor)
+        assert not any("libtorch" in found.path for found in actor.memory_maps())
+        assert actor.memory_full_info().pss < 120 << 20
 
 
 def test_a_killed_keeper_is_replaced_and_adopts_the_replicas(here: Here) -> None:
@@ -200,40 +213,123 @@ def test_a_killed_keeper_is_replaced_and_adopts_the_replicas(here: Here) -> None
     assert here.cluster.pids == pids and here.keeper_pid not in (None, former)
 
 
-def test_a_killed_actor_loses_nothing_and_comes_back(here: Here) -> None:
-    before = here.cluster.status()
-    pids = dict(here.cluster.pids)
+def test_a_killed_actor_is_replaced_and_its_replica_serves_on(here: Here) -> None:
+    pids, before = dict(here.cluster.pids), here.cluster.status()
+
+    def kill() -> None:
+        for each in pids.values():
+            os.kill(each.actor, signal.SIGKILL)
+
+    assert set(here.answer_all(kill)) == {0}
+    here.wait(lambda: all(here.cluster.pids[name].actor != pids[name].actor for name in NAMES))
+    assert here.engines() == {each.engine for each in pids.values()}
+    assert here.cluster.status() == before and here.serves()
+
+
+@pytest.mark.parametrize("part", ["replica", "engine"])
+def test_a_killed_replica_loses_no_request_and_comes_back(here: Here, part: str) -> None:
+    before, pids = here.cluster.status(), dict(here.cluster.pids)
     killed: list[str] = []
 
     def kill() -> None:
         killed.append(here.where("r0"))
-        os.kill(pids[killed[0]][0], signal.SIGKILL)
+        os.kill(getattr(pids[killed[0]], part), signal.SIGKILL)
 
     assert set(here.answer_all(kill)) == {0, 1}
     here.wait(lambda: here.serves() and here.cluster.pids != pids)
     assert {name for name in NAMES if here.cluster.pids[name] != pids[name]} == set(killed)
-    assert not is_alive(pids[killed[0]][1])  # the engine has ended with its actor
+    assert not any(map(is_alive, pids[killed[0]]))
     after = here.cluster.status()
     assert after.num_deaths == before.num_deaths + 1 and after.num_resubmitted > before.num_resubmitted
     assert set(here.answer_all()) == {0}
 
 
-def test_the_end_of_ray_delays_answers_and_loses_none(here: Here) -> None:
-    """On one machine the replicas end with it; a head that was killed itself cleans nothing up."""
-    head = here.cluster.ray.head
-    assert head is not None
-    pids = dict(here.cluster.pids)
-    raylet = next(each for each in own_processes(here.cluster.folder) if each.name() == "raylet")
+def test_replicas_serve_without_ray_and_the_next_one_adopts_them(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of Ray's processes end under answers, and no other Ray can start for a time."""
+    pids, before = dict(here.cluster.pids), here.cluster.status()
+    ends = threading.Event()
+
+    def no_ports(number: int) -> Ports:
+        if ends.is_set():
+            return find_ports(number)
+        raise BadConfig("no ports")
+
+    find_ports = settings.find_ports
+    monkeypatch.setattr(settings, "find_ports", no_ports)
 
     def kill() -> None:
-        raylet.kill()
-        os.kill(head.pid, signal.SIGKILL)
+        for process in ray_processes(here.cluster.folder):
+            process.kill()
 
-    assert 1 in here.answer_all(kill)
-    here.wait(lambda: here.serves() and not set(here.cluster.pids.values()) & set(pids.values()))
-    names = [process.name() for process in own_processes(here.cluster.folder)]
+    assert set(here.answer_all(kill)) == {0}
+    here.wait(lambda: here.cluster.ray.head is None and not ray_processes(here.cluster.folder))
+    assert set(here.answer_all()) == {0}
+    assert here.engines() == {each.engine for each in pids.values()} and here.cluster.status() == before
+    ends.set()
+    here.wait(lambda: all(here.cluster.pids[name].actor != pids[name].actor for name in NAMES))
+    assert here.engines() == {each.engine for each in pids.values()} and here.cluster.status() == before
+    names = [process.name() for process in ray_processes(here.cluster.folder)]
     assert names.count("gcs_server") == names.count("raylet") == 1
-    assert not any(is_alive(pid) for pair in pids.values() for pid in pair)
+    # The replicas that were found are started again as others are.
+    os.kill(here.cluster.pids[NAMES[0]].replica, signal.SIGKILL)
+    here.wait(lambda: here.serves() and here.cluster.pids[NAMES[0]].replica != pids[NAMES[0]].replica)
+
+
+@pytest.mark.parametrize(("part", "number"), [("gcs_server", signal.SIGKILL), ("raylet", signal.SIGTERM)])
+def test_a_part_of_ray_that_ends_is_replaced(here: Here, part: str, number: int) -> None:
+    """`ray start --block` goes on when SIGTERM has ended its raylet."""
+    ray, pids = ray_processes(here.cluster.folder), dict(here.cluster.pids)
+    ended = next(process for process in ray if process.name() == part)
+    assert set(here.answer_all(lambda: ended.send_signal(number))) == {0}
+    here.wait(lambda: all(here.cluster.pids[name].actor != pids[name].actor for name in NAMES))
+    assert not any(is_alive(process.pid) for process in ray)
+    assert here.engines() == {each.engine for each in pids.values()}
+
+
+def test_a_killed_head_leaves_no_ray_behind(here: Here) -> None:
+    head = here.cluster.ray.head
+    assert head is not None
+    ray, pids = ray_processes(here.cluster.folder), dict(here.cluster.pids)
+    assert set(here.answer_all(lambda: os.kill(head.pid, signal.SIGKILL))) == {0}
+    here.wait(lambda: all(here.cluster.pids[name].actor != pids[name].actor for name in NAMES))
+    assert not any(is_alive(process.pid) for process in ray)
+    assert here.engines() == {each.engine for each in pids.values()}
+
+
+def test_a_driver_without_a_connection_starts_no_ray(here: Here) -> None:
+    """By default the first call of a driver, and one after the end of Ray, starts a Ray, which nothing would end."""
+    code = "import ray, sys\ntry: ray.remote(int).remote()\nexcept Exception as error: sys.exit(f'refused: {error}')"
+    environ = settings.environment(here.cluster.folder, os.environ)
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "refused: " in done.stderr and "ray.init" in done.stderr, done.stderr
+
+
+def test_nothing_is_left_after_a_kill_of_front_end_head_and_keeper() -> None:
+    code = (
+        "import asyncio\n"
+        "from tests.cluster.test_on_ray import COMMAND, SLEEPING, LocalCluster\n"
+        "async def main():\n"
+        "    cluster = await LocalCluster.start(SLEEPING, 2, command=COMMAND, alone_s=1.0)\n"
+        "    print(cluster.folder.path, cluster.ray.head.pid, cluster.ray.keeper.pid, flush=True)\n"
+        "    await asyncio.sleep(60)\n"
+        "asyncio.run(main())\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as front_end:
+        assert front_end.stdout is not None
+        path, *pids = front_end.stdout.readline().split()
+        folder = Folder(path)
+        began = own_processes(folder)
+        try:
+            assert len(began) > 10
+            for pid in (front_end.pid, *map(int, pids)):
+                os.kill(pid, signal.SIGKILL)
+            _, left = psutil.wait_procs(began, timeout=WAIT_S)
+            assert not left
+        finally:
+            front_end.kill()
+            for process in own_processes(folder):
+                process.kill()
+            folder.remove()
 
 
 def test_closing_ends_what_was_started_and_nothing_else(here: Here, tmp_path: Path) -> None:
@@ -244,7 +340,8 @@ def test_closing_ends_what_was_started_and_nothing_else(here: Here, tmp_path: Pa
     with subprocess.Popen([tmp_path / "raylet", "60"]) as foreign:
         try:
             began = own_processes(here.cluster.folder)
-            assert len(began) > 5
+            titles = {process.cmdline()[0] for process in began}
+            assert {"ray::DashboardAgent", "ray::RuntimeEnvAgent"} < titles and len(began) > 10
             here.run(here.cluster.close())
             assert not own_processes(here.cluster.folder) and not any(is_alive(each.pid) for each in began)
             assert not os.path.exists(here.cluster.folder.path)

@@ -78,11 +78,38 @@ def test_each_way_to_ray_has_an_address_and_none_is_a_default() -> None:
     assert {"--include-dashboard=false", "--disable-usage-stats"} <= set(command)
 
 
+def actor_settings(tmp_path: Path, config: EngineConfig, command: tuple[str, ...]) -> bytes:
+    (secret := tmp_path / "secret").write_bytes(b"a secret of more than 16 bytes")
+    return msgspec.msgpack.encode(
+        ActorSettings(
+            config=config,
+            secret_file=str(secret),
+            claim_file=str(tmp_path / "claim"),
+            log_pipe=str(tmp_path / "log"),
+            command=command,
+            environ={},
+            alone_s=60.0,
+        )
+    )
+
+
 def test_replicas_divide_the_cores_unless_threads_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
     assert with_shared_cores(EngineConfig(model="m"), 2).threads == 4
     assert with_shared_cores(EngineConfig(model="m", tensor_parallel=2), 2).threads == 2
     assert with_shared_cores(EngineConfig(model="m", threads=3), 2).threads == 3
+
+
+def test_replicas_have_fixed_gpus_and_the_variables_of_the_front_end() -> None:
+    """A later Ray does not know which GPUs the replicas have that it finds."""
+    folder, marked = Folder("/tmp/f"), {"VLORA_REPLICAS_OF": "/tmp/f"}
+    given = {"OMP_NUM_THREADS": "3", "CUDA_VISIBLE_DEVICES": "4,5,6,7", "RAY_AUTH_TOKEN": "t"}
+    found = [settings.replica_environment(folder, given, place=place, num_gpus=2) for place in (0, 1)]
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in found] == ["4,5", "6,7"] and found[0]["OMP_NUM_THREADS"] == "3"
+    found = [settings.replica_environment(folder, {}, place=place, num_gpus=1) for place in (0, 1)]
+    assert found == [{"OMP_NUM_THREADS": None, "CUDA_VISIBLE_DEVICES": gpu, **marked} for gpu in ("0", "1")]
+    found = [settings.replica_environment(folder, given, place=1, num_gpus=0)]
+    assert found == [{"OMP_NUM_THREADS": "3", "CUDA_VISIBLE_DEVICES": "4,5,6,7", **marked}]
 
 
 @pytest.mark.parametrize(
@@ -98,29 +125,18 @@ def test_replicas_divide_the_cores_unless_threads_are_set(monkeypatch: pytest.Mo
 def test_an_actor_returns_the_error_of_an_engine_that_does_not_start(
     command: tuple[str, ...], error: str, tmp_path: Path
 ) -> None:
-    secret = tmp_path / "secret"
-    secret.write_bytes(b"a secret of more than 16 bytes")
-    given = ActorSettings(
-        config=EngineConfig(model="broken"), secret_file=str(secret), log_pipe="/nowhere", command=command
-    )
-    answer = ReplicaActor(msgspec.msgpack.encode(given)).open()
+    answer = ReplicaActor(actor_settings(tmp_path, EngineConfig(model="broken"), command)).open()
     found = msgspec.msgpack.decode(answer, type=NotOpened).error
     assert isinstance(found, ErrorValue) and error in found.message
 
 
 def test_the_log_of_a_replica_reaches_the_front_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "secret").write_bytes(b"a secret of more than 16 bytes")
     code = "import os, sys; print('first\\nsecond', file=sys.stderr, flush=True); os._exit(3)"
-    given = ActorSettings(
-        config=EngineConfig(model="m"),
-        secret_file=str(tmp_path / "secret"),
-        log_pipe=str(tmp_path / "log"),
-        command=(sys.executable, "-c", code),
-    )
+    given = actor_settings(tmp_path, EngineConfig(model="m"), (sys.executable, "-c", code))
 
     async def main() -> None:
-        log = LogPipe(given.log_pipe)
-        await asyncio.to_thread(ReplicaActor(msgspec.msgpack.encode(given)).open)
+        log = LogPipe(str(tmp_path / "log"))
+        await asyncio.to_thread(ReplicaActor(given).open)
         log.close()
 
     asyncio.run(main())

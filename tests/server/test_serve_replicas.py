@@ -45,7 +45,9 @@ def left(folder: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            if process.environ().get("RAY_AUTH_TOKEN_PATH", "").startswith(f"{folder}/"):
+            environ = process.environ()
+            paths = [environ.get(name, "") for name in ("RAY_AUTH_TOKEN_PATH", "VLORA_REPLICAS_OF")]
+            if any(path.startswith(f"{folder}/") for path in paths):
                 found.append(process)
         except psutil.Error:
             continue

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -16,9 +16,11 @@ from vlora.cluster.door import Address
 from vlora.cluster.members import Health, Member, alive, clients
 from vlora.cluster.on_ray.actor import ActorSettings
 from vlora.cluster.on_ray.log_pipe import LogPipe
+from vlora.cluster.on_ray.own_processes import end_all
 from vlora.cluster.on_ray.processes import RayProcesses
-from vlora.cluster.on_ray.reports import Failed, Located
-from vlora.cluster.on_ray.settings import Folder
+from vlora.cluster.on_ray.reports import Failed, Located, replica_names
+from vlora.cluster.on_ray.settings import Folder, replica_environment
+from vlora.cluster.replica import ALONE_S
 from vlora.config import EngineConfig
 from vlora.engine.host_resources import default_threads
 from vlora.engine.ipc.client import ENGINE_COMMAND
@@ -30,6 +32,14 @@ from vlora.types import EngineStats
 log = logging.getLogger("vlora.cluster")
 
 _PAUSE_S = 0.2
+
+
+class Pids(NamedTuple):
+    """The processes of one replica. Only the replica and its engine are needed to serve."""
+
+    actor: int
+    replica: int
+    engine: int
 
 
 def with_shared_cores(config: EngineConfig, num_replicas: int) -> EngineConfig:
@@ -47,7 +57,7 @@ class LocalCluster(Cluster):
     Attributes:
         ray: Ray's processes.
         folder: Their files.
-        pids: The process ids of each replica's actor and engine.
+        pids: The processes of each replica, as last reported.
     """
 
     def __init__(self, config: EngineConfig, rule: str, folder: Folder, health: Health | None) -> None:
@@ -57,7 +67,7 @@ class LocalCluster(Cluster):
         self._log = LogPipe(folder.log_pipe)
         self.ray: RayProcesses
         self._closed = False
-        self.pids: dict[str, tuple[int, int]] = {}
+        self.pids: dict[str, Pids] = {}
         self._listeners: list[RestartListener] = []
         self._addresses: dict[str, Address] = {}
         self._changed: dict[str, asyncio.Event] = {}
@@ -74,6 +84,7 @@ class LocalCluster(Cluster):
         announce: Callable[[str], None] = lambda line: None,
         command: Sequence[str] = ENGINE_COMMAND,
         health: Health | None = None,
+        alone_s: float = ALONE_S,
     ) -> LocalCluster:
         """Start Ray and the replicas, and wait until all serve.
 
@@ -84,6 +95,7 @@ class LocalCluster(Cluster):
             announce: Called with a line for each step of the start.
             command: Starts an engine process.
             health: When a replica counts as dead.
+            alone_s: A replica ends after so many seconds without a front end, if nothing has ended it before.
 
         Raises:
             VLoraError: Ray or the first replica cannot be started; nothing is left running.
@@ -95,15 +107,20 @@ class LocalCluster(Cluster):
         except BaseException:
             folder.remove()
             raise
-        actor = ActorSettings(
-            config=config,
-            secret_file=folder.secret_file,
-            log_pipe=folder.log_pipe,
-            command=tuple(command),
-            omp_threads=os.environ.get("OMP_NUM_THREADS"),
-        )
         num_gpus = 0 if config.device == "cpu" else config.tensor_parallel
-        self.ray = RayProcesses(folder, num_replicas, actor, num_gpus, self._hear)
+        actors = {
+            name: ActorSettings(
+                config=config,
+                secret_file=folder.secret_file,
+                claim_file=folder.claim_file(name),
+                log_pipe=folder.log_pipe,
+                command=tuple(command),
+                environ=replica_environment(folder, os.environ, place=place, num_gpus=num_gpus),
+                alone_s=alone_s,
+            )
+            for place, name in enumerate(replica_names(num_replicas))
+        }
+        self.ray = RayProcesses(folder, actors, num_gpus, self._hear)
         try:
             announce("starting Ray")
             await self.ray.start()
@@ -147,6 +164,8 @@ class LocalCluster(Cluster):
         if not self._closed:
             self._closed = True
             await self.ray.close()
+            # Without a head, as between two of them, nothing else has ended the replicas.
+            await asyncio.to_thread(end_all, self.folder)
             self._log.close()
             self.folder.remove()
 
@@ -167,8 +186,9 @@ class LocalCluster(Cluster):
         """An event of the keeper."""
         match event:
             case Located(name=name, at=at):
-                self.pids[name] = (at.pid, at.engine_pid)
-                self._addresses[name] = Address(at.host, at.port)
+                replica = at.replica
+                self.pids[name] = Pids(at.pid, replica.pid, replica.engine_pid)
+                self._addresses[name] = Address(replica.host, replica.port)
                 if name not in self._changed:
                     self._changed[name] = asyncio.Event()
                     self._following.append(asyncio.create_task(self._follow(name), name=f"vlora-follow-{name}"))
@@ -190,7 +210,7 @@ class LocalCluster(Cluster):
             address = self._addresses[name]
             member = self.members.get(name)
             if member is not None and member.address == address:
-                continue  # another keeper has reported the same process
+                continue  # found by another keeper or actor
             await self.remove(name)
             try:
                 await self.add(name, address)

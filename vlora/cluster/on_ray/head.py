@@ -1,14 +1,16 @@
 """The process that runs Ray's head, and ends all that belongs to it and nothing else.
 
 Run as `python -m vlora.cluster.on_ray.head`, with a `HeadSettings` on stdin (`framing`). It writes a `HeadReport` to
-stdout, and ends Ray when stdin ends; if Ray ends, so does this process. `ray stop` is never used: it ends every Ray of
-the machine. Processes of this run are found by the path of their token, which is unique.
+stdout, and ends Ray and the replicas when stdin ends. If Ray ends, so does this process, but replicas serve on.
+`ray stop` is never used: it ends every Ray of the machine.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -20,40 +22,14 @@ import psutil
 
 from vlora.cluster import framing
 from vlora.cluster.on_ray import settings as ray_settings
+from vlora.cluster.on_ray.own_processes import end_all, end_ray
 from vlora.cluster.on_ray.reports import HeadReport, HeadSettings
-from vlora.cluster.on_ray.settings import Folder
 
 _STARTED = "Ray runtime started"
-_START_S = 60.0
 _STOP_S = 5.0
-
-
-def own_processes(folder: Folder) -> list[psutil.Process]:
-    """The processes of a run: Ray's, keepers, actors, replicas, engines. Without the calling one."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            marked = process.environ().get(ray_settings.TOKEN_PATH_VARIABLE) == folder.token_file
-        except (psutil.Error, OSError):
-            continue  # of another user, or ended
-        if marked and process.pid != os.getpid():
-            found.append(process)
-    return found
-
-
-def end_processes(folder: Folder) -> None:
-    """End what is left of a run."""
-    for process in (left := own_processes(folder)):
-        _send(process, "terminate")
-    _, left = psutil.wait_procs(left, timeout=1.0)
-    for process in (left := own_processes(folder)):
-        _send(process, "kill")
-    psutil.wait_procs(left, timeout=1.0)
-
-
-def _send(process: psutil.Process, action: str) -> None:
-    with contextlib.suppress(psutil.Error):  # it has ended
-        getattr(process, action)()
+_LOOK_S = 0.1
+_PARTS = ("gcs_server", "raylet")
+_PR_SET_PDEATHSIG = 1
 
 
 def wait_started(output: IO[str], lines: deque[str]) -> bool:
@@ -68,7 +44,7 @@ def wait_started(output: IO[str], lines: deque[str]) -> bool:
 
 def main() -> None:
     settings = framing.read(sys.stdin.buffer, HeadSettings)
-    end_processes(settings.folder)  # of a head that was killed
+    end_ray(settings.folder)  # of a head that was killed
     environ = ray_settings.environment(settings.folder, os.environ)
     ray = subprocess.Popen(
         ray_settings.start_command(settings.folder, settings.ports),
@@ -77,22 +53,37 @@ def main() -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        preexec_fn=_end_with_parent if sys.platform == "linux" else None,
     )
     closed = threading.Event()
+    parts: list[psutil.Process] = []
     threading.Thread(target=_wait_closed, args=(closed,), daemon=True).start()
-    threading.Thread(target=_report, args=(ray,), daemon=True).start()
-    while ray.poll() is None and not closed.is_set():
-        time.sleep(0.1)
+    threading.Thread(target=_report, args=(ray, parts), daemon=True).start()
+    while ray.poll() is None and not closed.is_set() and all(map(_runs, parts)):
+        time.sleep(_LOOK_S)
     if ray.poll() is None:
         ray.terminate()
         try:
             ray.wait(_STOP_S)
         except subprocess.TimeoutExpired:
             ray.kill()
-    end_processes(settings.folder)
     if closed.is_set():
+        end_all(settings.folder)
         settings.folder.remove()
+    else:
+        end_ray(settings.folder)
     os._exit(0 if closed.is_set() else 1)
+
+
+def _end_with_parent() -> None:
+    """Let the system end this process when its parent has ended, in any way."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _runs(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def _wait_closed(closed: threading.Event) -> None:
@@ -100,11 +91,17 @@ def _wait_closed(closed: threading.Event) -> None:
     closed.set()
 
 
-def _report(ray: subprocess.Popen[str]) -> None:
-    """Report the start, then discard Ray's messages, so that it never waits for a reader."""
+def _report(ray: subprocess.Popen[str], parts: list[psutil.Process]) -> None:
+    """Report the start, then discard Ray's messages, so that it never waits for a reader.
+
+    Args:
+        parts: Gets the processes without which Ray is of no use. `ray start --block` goes on if SIGTERM has ended one.
+    """
     assert ray.stdout is not None
     lines: deque[str] = deque(maxlen=3)
-    started = wait_started(ray.stdout, lines)
+    if started := wait_started(ray.stdout, lines):
+        with contextlib.suppress(psutil.Error):  # it has ended since
+            parts += [each for each in psutil.Process(ray.pid).children() if each.name() in _PARTS]
     report = HeadReport("" if started else " / ".join(lines) or f"it ended with code {ray.wait()}")
     sys.stdout.buffer.write(framing.pack(report))
     sys.stdout.buffer.flush()

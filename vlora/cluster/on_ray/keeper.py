@@ -2,7 +2,8 @@
 
 Run as `python -m vlora.cluster.on_ray.keeper`, with a `KeeperSettings` on stdin (`framing`). It writes events
 (`reports.py`) to stdout, and ends the actors when stdin ends. The actors outlive a keeper that is killed; the next one
-finds them by their names. Ray may end a driver after its head, so a front end is no driver.
+finds them by their names, or creates new ones, which find the replicas. Ray may end a driver after its head, so a front
+end is no driver.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ray.exceptions import RayError
 from vlora.cluster import framing
 from vlora.cluster.on_ray import settings as ray_settings
 from vlora.cluster.on_ray.actor import NotOpened, Opened, ReplicaActor
-from vlora.cluster.on_ray.reports import Event, Failed, KeeperSettings, Located, Lost, replica_names
+from vlora.cluster.on_ray.reports import Event, Failed, KeeperSettings, Located, Lost
 from vlora.errors import BadConfig
 from vlora.types import ErrorValue
 
@@ -46,14 +47,14 @@ class Keeper:
         Raises:
             BadConfig: The machine has not enough GPUs.
         """
-        number = self._settings.ports.num_replicas
+        number = len(self._settings.actors)
         wanted, found = number * self._settings.num_gpus, int(ray.cluster_resources().get("GPU", 0))
         if wanted > found:
             raise BadConfig(
                 f"{number} replicas need {wanted} GPUs, and Ray finds {found} on this machine; lower --replicas or "
                 "--tensor-parallel"
             )
-        for name in replica_names(number):
+        for name in self._settings.actors:
             threading.Thread(target=self._hold, args=(name,), name=name, daemon=True).start()
 
     def stop(self) -> None:
@@ -91,7 +92,7 @@ class Keeper:
     def _actor(self, name: str) -> Any:
         """A new actor, or the one of an earlier keeper."""
         options = ray_settings.actor_options(name, self._settings.num_gpus)
-        return ray.remote(ReplicaActor).options(**options).remote(msgspec.msgpack.encode(self._settings.actor))
+        return ray.remote(ReplicaActor).options(**options).remote(msgspec.msgpack.encode(self._settings.actors[name]))
 
 
 def main() -> None:

@@ -86,14 +86,14 @@ class RayProcesses:
     """
 
     def __init__(
-        self, folder: Folder, num_replicas: int, actor: ActorSettings, num_gpus: int, on_event: Callable[[Any], None]
+        self, folder: Folder, actors: dict[str, ActorSettings], num_gpus: int, on_event: Callable[[Any], None]
     ) -> None:
         """on_event: called with each event of the keeper (`Located`, `Lost`, `Failed`)."""
-        self.ports = Ports(0, num_replicas)
+        self.ports = Ports(0, len(actors))
         self.head: Process | None = None
         self.keeper: Process | None = None
         self._folder = folder
-        self._actor = actor
+        self._actors = actors
         self._num_gpus = num_gpus
         self._on_event = on_event
         self._environ = ray_settings.environment(folder, os.environ)
@@ -158,7 +158,7 @@ class RayProcesses:
     async def _keep(self, head: Process) -> bool:
         """Run a keeper until it or the head ends. Returns whether the keeper has reported anything."""
         settings = KeeperSettings(
-            ports=self.ports, actor=self._actor, log_file=self._folder.ray_log, num_gpus=self._num_gpus
+            ports=self.ports, actors=self._actors, log_file=self._folder.ray_log, num_gpus=self._num_gpus
         )
         keeper = self.keeper = await Process.start("vlora.cluster.on_ray.keeper", settings, self._environ)
         self._heard = False
@@ -173,7 +173,7 @@ class RayProcesses:
         self.keeper = None
         if head_ended in ended:
             self.head = None
-            log.warning("Ray's head has ended; its replicas are started again")
+            log.warning("Ray's head has ended; serving goes on, and another one starts")
         else:
             log.warning("the keeper has ended with code %d; serving goes on, and another one starts", code)
         return self._heard

@@ -26,12 +26,13 @@ class KeeperSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of a keeper.
 
     Attributes:
+        actors: By the names of the replicas.
         log_file: For messages of Ray itself.
         num_gpus: Of each replica.
     """
 
     ports: Ports
-    actor: ActorSettings
+    actors: dict[str, ActorSettings]
     log_file: str
     num_gpus: int = 0
 

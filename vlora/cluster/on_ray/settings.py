@@ -24,7 +24,12 @@ MIN_VERSION = (2, 52)
 """The first version with authentication by a token. Before, access to a port is enough to run code (CVE-2023-48022)."""
 
 TOKEN_PATH_VARIABLE = "RAY_AUTH_TOKEN_PATH"
-"""Its value, a path of this run only, also marks the processes that belong to this run."""
+"""Its value, a path of this run only, also marks Ray's processes of this run."""
+
+RUN_VARIABLE = "VLORA_REPLICAS_OF"
+"""Marks replicas and engines with the folder of their run. They are none of Ray's processes, and have no token."""
+
+THREADS_VARIABLE, GPUS_VARIABLE = "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"
 
 _ENVIRONMENT = {
     # Ray runs workers at niceness 15 by default, and an engine would inherit it.
@@ -32,6 +37,8 @@ _ENVIRONMENT = {
     # Without this, an unset mode or a token in the home directory decides.
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
+    # By default a call without a connection, as after the end of Ray, starts another Ray.
+    "RAY_ENABLE_AUTO_CONNECT": "0",
     # A node that has died or hangs is known after seconds; by default after 18 and 62 s.
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_timeout_ms": "1000",
@@ -39,6 +46,8 @@ _ENVIRONMENT = {
     "RAY_health_check_initial_delay_ms": "1000",
     # By default drivers and raylets end 60 s after the control service. Actors could go on serving.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
+    # By default a worker that is ended kills its child processes: a replica outlives its actor.
+    "RAY_kill_child_processes_on_worker_exit": "false",
     # Ray's own guard would end a small actor, and with it an engine, because other programs use the memory.
     "RAY_memory_monitor_refresh_ms": "0",
 }
@@ -161,6 +170,10 @@ class Folder(NamedTuple):
         """The secret of the replicas' doors."""
         return f"{self.path}/secret"
 
+    def claim_file(self, name: str) -> str:
+        """Of a replica."""
+        return f"{self.path}/{name}"
+
     @property
     def ray_log(self) -> str:
         """Messages of Ray in the keeper."""
@@ -182,6 +195,26 @@ def environment(folder: Folder, environ: Mapping[str, str]) -> dict[str, str]:
     """The environment of Ray's processes. Settings of another Ray, such as its address and token, are left out."""
     own = {name: value for name, value in environ.items() if not name.startswith("RAY_")}
     return {**own, **_ENVIRONMENT, TOKEN_PATH_VARIABLE: folder.token_file}
+
+
+def replica_environment(
+    folder: Folder, environ: Mapping[str, str], *, place: int, num_gpus: int
+) -> dict[str, str | None]:
+    """The variables of a replica that differ from those of Ray's workers; None: not set.
+
+    Ray gives its workers one thread and the GPUs that are free. But replicas outlive it, and a later Ray does not know
+    which GPUs they have, so each has fixed ones.
+
+    Args:
+        place: Of the replica among the others.
+        num_gpus: Of each replica.
+    """
+    gpus = environ.get(GPUS_VARIABLE)
+    if num_gpus:
+        first = place * num_gpus
+        every = map(str, range(first + num_gpus)) if gpus is None else gpus.split(",")
+        gpus = ",".join(list(every)[first : first + num_gpus])
+    return {THREADS_VARIABLE: environ.get(THREADS_VARIABLE), GPUS_VARIABLE: gpus, RUN_VARIABLE: folder.path}
 
 
 def start_command(folder: Folder, ports: Ports) -> list[str]:
