@@ -52,6 +52,20 @@ def own_processes(folder: Folder) -> list[psutil.Process]:
     return ray_processes(folder) + replica_processes(folder)
 
 
+UVLOOP = """
+import asyncio, os
+def new_event_loop():
+    with open({users!r}, "a") as file:
+        print(os.getpid(), file=file)
+    return asyncio.SelectorEventLoop()
+class Policy(asyncio.DefaultEventLoopPolicy):
+    def new_event_loop(self):
+        return new_event_loop()
+def install():
+    asyncio.set_event_loop_policy(Policy())
+"""
+
+
 class Here:
     """A running cluster, in a thread with its event loop."""
 
@@ -115,15 +129,34 @@ class Here:
         return name
 
 
+def driver(here: Here, token: dict[str, str], code: str = "") -> subprocess.CompletedProcess[str]:
+    """Connect to Ray from another process with a token, then run code there."""
+    code = (
+        "import ray, sys\n"
+        "try: ray.init(address=sys.argv[1], log_to_driver=False, _node_ip_address='127.0.0.1')\n"
+        f"except Exception as error: sys.exit(f'refused: {{error}}')\n{code}"
+    )
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environ |= {"RAY_AUTH_MODE": "token", "RAY_NUM_REDIS_GET_RETRIES": "1"}  # otherwise it tries for 20 s
+    command = [sys.executable, "-c", code, f"127.0.0.1:{here.cluster.ray.ports.control}"]
+    return subprocess.run(command, env=environ | token, capture_output=True, text=True, timeout=60)
+
+
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Here]:
-    """Two replicas. The environment names another Ray, which must not be joined, and the first ports cannot be used."""
+    """Two replicas. The environment names another Ray, which must not be joined, and the first ports cannot be used.
+
+    An event loop named uvloop is installed, which notes the processes that use it.
+    """
     find_ports, unusable = settings.find_ports, [Ports(70_000, 2)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(home := tmp_path_factory.mktemp("home")))
         patch.setenv("RAY_ADDRESS", "127.0.0.1:1")
         patch.setattr(settings, "find_ports", lambda number: unusable.pop() if unusable else find_ports(number))
         patch.delenv("OMP_NUM_THREADS", raising=False)
+        modules = tmp_path_factory.mktemp("modules")
+        (modules / "uvloop.py").write_text(UVLOOP.format(users=str(home / "users")))
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(modules), *filter(None, [os.environ.get("PYTHONPATH")])]))
         found = Here(home)
         try:
             yield found
@@ -169,19 +202,27 @@ def test_only_the_announced_ports_are_open_to_others(here: Here) -> None:
 
 def test_the_token_is_our_own_and_without_it_ray_refuses(here: Here) -> None:
     assert not (here.home / ".ray").exists()  # where Ray's own, world-readable token would be
-    code = (
-        "import ray, sys\n"
-        "try: ray.init(address=sys.argv[1], log_to_driver=False, _node_ip_address='127.0.0.1')\n"
-        "except Exception as error: sys.exit(f'refused: {error}')\n"
-    )
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    environ |= {"RAY_AUTH_MODE": "token", "RAY_NUM_REDIS_GET_RETRIES": "1"}  # otherwise it tries for 20 s
-    command = [sys.executable, "-c", code, f"127.0.0.1:{here.cluster.ray.ports.control}"]
     own = Path(here.cluster.folder.token_file).read_text()
-    for token, is_ours in (({}, False), ({"RAY_AUTH_TOKEN": "0" * 64}, False), ({"RAY_AUTH_TOKEN": own}, True)):
-        done = subprocess.run(command, env=environ | token, capture_output=True, text=True, timeout=60)
-        assert done.returncode == (not is_ours), done.stderr
-        assert is_ours or ("refused: " in done.stderr and "uthentication token" in done.stderr), done.stderr
+    for token in ({}, {"RAY_AUTH_TOKEN": "0" * 64}):
+        done = driver(here, token)
+        assert done.returncode == 1 and "refused: " in done.stderr, done.stderr
+        assert "uthentication token" in done.stderr
+    done = driver(here, {"RAY_AUTH_TOKEN": own})
+    assert done.returncode == 0, done.stderr
+
+
+def test_actors_have_no_event_loop_that_ray_chooses(here: Here) -> None:
+    """With uvloop installed, an asynchronous actor runs on it, and the transports of the lines fail there."""
+    code = (
+        "class Asynchronous:\n"
+        "    async def pid(self): import os; return os.getpid()\n"
+        "print(ray.get(ray.remote(Asynchronous).options(num_cpus=0).remote().pid.remote()))\n"
+    )
+    done = driver(here, {"RAY_AUTH_TOKEN": Path(here.cluster.folder.token_file).read_text()}, code)
+    assert done.returncode == 0, done.stderr
+    users = set(map(int, (here.home / "users").read_text().split()))
+    assert int(done.stdout.split()[-1]) in users
+    assert not users & {pid for pids in here.cluster.pids.values() for pid in pids}
 
 
 def test_the_front_end_is_no_driver_and_drivers_live_without_a_head(here: Here) -> None:
