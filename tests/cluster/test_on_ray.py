@@ -26,8 +26,8 @@ from vlora.cluster.on_ray import settings
 from vlora.cluster.on_ray.cluster import LocalCluster
 from vlora.cluster.on_ray.own_processes import ray_processes, replica_processes
 from vlora.cluster.on_ray.settings import Folder, Ports
-from vlora.cluster.status import SERVING
 from vlora.errors import BadConfig
+from vlora.types.replicas import DRAINING, SERVING
 
 pytestmark = [
     pytest.mark.slow,
@@ -93,8 +93,10 @@ class Here:
         return None if self.cluster.ray.keeper is None else self.cluster.ray.keeper.pid
 
     def serves(self) -> bool:
-        states = [replica.state for replica in self.cluster.status().replicas]
-        return states == [SERVING] * len(NAMES)
+        return self.states() == [SERVING] * len(NAMES)
+
+    def states(self) -> list[str]:
+        return [replica.state for replica in self.cluster.status().replicas]
 
     def wait(self, condition: Callable[[], bool]) -> None:
         ends_s = time.monotonic() + WAIT_S
@@ -285,6 +287,19 @@ def test_a_killed_replica_loses_no_request_and_comes_back(here: Here, part: str)
     assert set(here.answer_all()) == {0}
 
 
+def test_a_drained_replica_stays_drained_after_a_restart(here: Here) -> None:
+    name, other = NAMES
+    former = here.cluster.pids[name]
+    assert here.run(here.cluster.drain(name))
+    os.kill(former.engine, signal.SIGKILL)
+    here.wait(lambda: here.cluster.pids[name] != former and here.states() == [DRAINING, SERVING])
+    used: set[str] = set()
+    assert set(here.answer_all(lambda: used.update(here.where(each) for each in ("r0", "r1", "long")))) == {0}
+    assert used == {other}
+    here.cluster.resume(name)
+    assert here.serves()
+
+
 def test_replicas_serve_without_ray_and_the_next_one_adopts_them(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of Ray's processes end under answers, and no other Ray can start for a time."""
     pids, before = dict(here.cluster.pids), here.cluster.status()
@@ -316,12 +331,11 @@ def test_replicas_serve_without_ray_and_the_next_one_adopts_them(here: Here, mon
     here.wait(lambda: here.serves() and here.cluster.pids[NAMES[0]].replica != pids[NAMES[0]].replica)
 
 
-@pytest.mark.parametrize(("part", "number"), [("gcs_server", signal.SIGKILL), ("raylet", signal.SIGTERM)])
-def test_a_part_of_ray_that_ends_is_replaced(here: Here, part: str, number: int) -> None:
+def test_a_raylet_that_is_ended_is_replaced(here: Here) -> None:
     """`ray start --block` goes on when SIGTERM has ended its raylet."""
     ray, pids = ray_processes(here.cluster.folder), dict(here.cluster.pids)
-    ended = next(process for process in ray if process.name() == part)
-    assert set(here.answer_all(lambda: ended.send_signal(number))) == {0}
+    raylet = next(process for process in ray if process.name() == "raylet")
+    assert set(here.answer_all(raylet.terminate)) == {0}
     here.wait(lambda: all(here.cluster.pids[name].actor != pids[name].actor for name in NAMES))
     assert not any(is_alive(process.pid) for process in ray)
     assert here.engines() == {each.engine for each in pids.values()}

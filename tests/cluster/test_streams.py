@@ -10,14 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.running import Running, run, running
+from tests.cluster.running import Running, run
+from tests.cluster.serving import serving
 from tests.server.running import png
-from tests.server.scripted import ENGINE_COMMAND, ByteProcessor, write_adapter
+from tests.server.scripted import write_adapter
 from vlora.client import Client, FrameResult
-from vlora.config import ServerConfig
-from vlora.server.frontend import FrontEnd
-from vlora.server.rpyc.server import RpycServer
-from vlora.server.security.access import Access
 
 pytestmark = pytest.mark.slow
 
@@ -62,26 +59,20 @@ async def kill_under_frames(found: Running, hang: threading.Event) -> int:
 
 def test_a_frame_stream_loses_no_frame_when_a_replica_is_killed(tmp_path: Path) -> None:
     async def main() -> None:
-        async with running("a", "b", rule="round_robin", command=ENGINE_COMMAND) as found:
-            config = ServerConfig(rpyc_port=0)
-            front_end = FrontEnd(found.cluster, ByteProcessor(), config, "scripted")  # type: ignore[arg-type]
+        async with serving("a", "b") as (found, front_end, port):
             await front_end.adapters.load("cam", write_adapter(tmp_path / "cam", {"night": 1}))
-            server = RpycServer(config.host, config.rpyc_port, config.max_message_bytes, None)
-            server.start_in_thread(front_end, asyncio.get_running_loop(), "scripted", Access(()))
             hang = threading.Event()
             killing = asyncio.create_task(kill_under_frames(found, hang))
 
             def use() -> list[FrameResult]:
-                with Client(port=server.port) as client:
+                with Client(port=port) as client:
                     return frames_of(client, hang)
 
             results = await asyncio.to_thread(use)
-            await asyncio.to_thread(server.close)
             assert await killing and found.cluster.status().num_resubmitted
             assert [result.number for result in results] == list(range(NUM_FRAMES))
             labels = [result.answer.label if result.answer is not None else result.error for result in results]
             assert labels == ["bright" if is_bright(number) else "dark" for number in range(NUM_FRAMES)]
             assert found.is_idle
-            await front_end.close()
 
     run(main())

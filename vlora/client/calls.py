@@ -22,6 +22,7 @@ from vlora.client.values import (
 )
 from vlora.errors import BadImage, BadRequest
 from vlora.types import AdapterStatus, EngineStats, adapter_name
+from vlora.types.replicas import ClusterStatus
 from vlora.types.video import Video
 
 T = TypeVar("T")
@@ -163,6 +164,18 @@ def pin_adapter(name: str, pinned: bool) -> Call[AdapterStatus]:
 
 def stats() -> Call[EngineStats]:
     return Call("stats", (), EngineStats)
+
+
+def cluster() -> Call[ClusterStatus]:
+    return Call("cluster", (), ClusterStatus)
+
+
+def drain_replica(name: str, wait_s: float) -> Call[bool]:
+    return Call("drain_replica", (name, wait_s), bool)
+
+
+def resume_replica(name: str) -> Call[None]:
+    return Call("resume_replica", (name,), type(None))
 
 
 def read_images(images: Sequence[Image]) -> tuple[bytes, ...]:

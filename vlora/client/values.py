@@ -10,6 +10,7 @@ import msgspec
 
 from vlora.errors import BadRequest, VLoraError, error_from_code
 from vlora.types import AdapterStatus, EngineStats, ErrorValue, HeadAnswer, SamplingParams, Timings, check_priority
+from vlora.types.replicas import ClusterStatus
 from vlora.wording import msgspec_errors
 
 PROTOCOL_VERSION = 7
@@ -194,6 +195,7 @@ _DECODERS: dict[Any, Callable[[bytes], Any]] = {
         AdapterStatus,
         tuple[AdapterStatus, ...],
         EngineStats,
+        ClusterStatus,
         type(None),
     )
 }

@@ -14,7 +14,7 @@ from vlora.cluster.adapters import ReplicatedAdapters
 from vlora.cluster.door import Address
 from vlora.cluster.flights import Flights
 from vlora.cluster.members import Health, Member, alive, clients
-from vlora.cluster.status import ClusterStatus, Events, status_of
+from vlora.cluster.status import Events, status_of
 from vlora.cluster.summary import merged_stats
 from vlora.engine.ipc.client import EngineClient
 from vlora.engine.output_stream import OutputStream
@@ -22,6 +22,7 @@ from vlora.engine.snapshot import EngineLoad, EngineSnapshot
 from vlora.errors import Aborted, BadRequest, EngineDead
 from vlora.routing import Report, Room, Router
 from vlora.types import AdapterStatus, EngineStats, Request, RequestOutput
+from vlora.types.replicas import ClusterStatus
 
 REPORT_S = 0.1  # between two reports of a replica
 ABSENT_S = 60.0  # without any replica, before waiting requests fail
@@ -107,6 +108,14 @@ class Cluster:
         await member.close()
         if name in self._router.replicas:
             self._left(member, died=False)
+
+    async def replace(self, name: str, address: Address, *, tls: bool = False) -> None:
+        """As `add`, for a replica that listens at another address since its restart. A drained one stays drained."""
+        drained = name in self._drained
+        await self.remove(name)
+        if drained:
+            self._drained.add(name)
+        await self.add(name, address, tls=tls)
 
     def consolidate(self) -> int:
         """Move requests as the router decides. Returns their number."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from vlora.cluster.status import STATES, ClusterStatus
+from vlora.types.replicas import STATES, ClusterStatus
 
 
 class ClusterCollector(Collector):

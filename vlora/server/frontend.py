@@ -18,7 +18,6 @@ import msgspec
 
 from vlora.client.values import Answer, HeadOutcome, HeadResult
 from vlora.cluster.cluster import Cluster
-from vlora.cluster.status import ReplicaStatus
 from vlora.config import ServerConfig
 from vlora.engine.interface import EngineInterface
 from vlora.engine.ipc.supervisor import RestartedEngine
@@ -42,6 +41,7 @@ from vlora.server.prompts import (
     missing_question,
     with_question,
 )
+from vlora.server.replicas import Replicas
 from vlora.server.security.message_budget import ByteBudget
 from vlora.server.streams.registry import StreamRegistry
 from vlora.types import EngineStats, ErrorValue, Request, RequestOutput, SamplingParams, adapter_name
@@ -81,9 +81,8 @@ class FrontEnd:
         self.streams = StreamRegistry(self, config, self.metrics)
         self.message_budget = ByteBudget(config.max_held_bytes)
         self._requests = ActiveRequests(config, self.metrics)
-        self._cluster: Cluster | None = None
+        self.replicas = Replicas(engine if isinstance(engine, Cluster) else None)
         if isinstance(engine, Cluster):
-            self._cluster = engine
             self.metrics.register(ClusterCollector(engine.status))
 
     # -- answers ------------------------------------------------------------------------------------------------------
@@ -278,10 +277,6 @@ class FrontEnd:
         """Discard cached adapters and start waiting frames: the engine was replaced, or no replacement will start."""
         self.adapters.invalidate()
         self.streams.resume()
-
-    def replicas(self) -> tuple[ReplicaStatus, ...]:
-        """The engine's replicas; none if it is a single one."""
-        return () if self._cluster is None else self._cluster.status().replicas
 
     async def stats(self) -> EngineStats:
         """The engine's stats with the model's name in place of its folder, which is not exposed to clients."""

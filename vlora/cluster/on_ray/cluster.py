@@ -211,9 +211,8 @@ class LocalCluster(Cluster):
             member = self.members.get(name)
             if member is not None and member.address == address:
                 continue  # found by another keeper or actor
-            await self.remove(name)
             try:
-                await self.add(name, address)
+                await self.replace(name, address)
             except VLoraError as error:
                 log.warning("%s at %s cannot be used: %s; retrying", name, address, error)
                 await asyncio.sleep(_PAUSE_S)

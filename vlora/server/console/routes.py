@@ -9,7 +9,6 @@ import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from vlora.cluster.status import ReplicaStatus
 from vlora.config import Token
 from vlora.errors import UnknownStream
 from vlora.server.console.feed import SnapshotFeed
@@ -47,7 +46,7 @@ class ConsoleRoutes:
             "model": self._model,
             "stats": msgspec.structs.replace(snapshot.stats, model=self._model),  # the engine reports its folder
             "steps": steps,
-            "replicas": [_replica_json(replica) for replica in self._front_end.replicas()],
+            "replicas": self._front_end.replicas.statuses,
             "num_streams": len(streams),
             "streams": [_stream_json(stream) for stream in streams if _may_see(caller, stream)],
             "admin": caller is None or caller.admin,
@@ -93,11 +92,6 @@ async def _file(content: bytes, media_type: str) -> Response:
 def _may_see(caller: Token | None, stream: WatchedStream) -> bool:
     """An admin sees every stream, other callers only their own."""
     return caller is None or caller.admin or stream.owner == caller.name
-
-
-def _replica_json(replica: ReplicaStatus) -> dict[str, Any]:
-    """Without its address."""
-    return {name: getattr(replica, name) for name in ("name", "state", "num_requests", "cause")}
 
 
 def _stream_json(watched: WatchedStream) -> dict[str, Any]:

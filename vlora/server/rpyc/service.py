@@ -166,6 +166,18 @@ class VLoraService(rpyc.Service):
         """Engine counters -> EngineStats"""
         return self._schedule(self._front_end.stats)
 
+    def exposed_cluster(self) -> Future[Reply]:
+        """The replicas -> ClusterStatus"""
+        return self._schedule(self._front_end.replicas.status)
+
+    def exposed_drain_replica(self, name: Any, wait_s: Any) -> Future[Reply]:
+        """Drain a replica, and wait up to wait_s -> whether it has no requests left"""
+        return self._schedule(self._drain_replica, name, wait_s, admin=True)
+
+    def exposed_resume_replica(self, name: Any) -> Future[Reply]:
+        """Send requests to a drained replica again."""
+        return self._schedule(self._resume_replica, name, admin=True)
+
     def _schedule(
         self,
         method: Callable[..., Awaitable[Any]],
@@ -296,6 +308,12 @@ class VLoraService(rpyc.Service):
 
     async def _pin_adapter(self, name: Any, pinned: Any) -> AdapterStatus:
         return await self._front_end.adapters.pin(_checked("name", name, str), _checked("pinned", pinned, bool))
+
+    async def _drain_replica(self, name: Any, wait_s: Any) -> bool:
+        return await self._front_end.replicas.drain(_checked("name", name, str), _wait_s(wait_s))
+
+    async def _resume_replica(self, name: Any) -> None:
+        await self._front_end.replicas.resume(_checked("name", name, str))
 
     # -- replies ------------------------------------------------------------------------------------------------------
 
