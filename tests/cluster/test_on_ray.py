@@ -76,7 +76,9 @@ class Here:
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
         health = Health(missed=10)  # a loaded machine is no reason to give a replica up
-        starting = LocalCluster.start(SLEEPING, 2, announce=self.lines.append, command=COMMAND, health=health)
+        starting = LocalCluster.start(
+            SLEEPING, 2, announce=self.lines.append, command=COMMAND, health=health, hung_s=0.5
+        )
         self.cluster: LocalCluster = self.run(starting)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -285,6 +287,18 @@ def test_a_killed_replica_loses_no_request_and_comes_back(here: Here, part: str)
     after = here.cluster.status()
     assert after.num_deaths == before.num_deaths + 1 and after.num_resubmitted > before.num_resubmitted
     assert set(here.answer_all()) == {0}
+
+
+def test_a_replica_that_hangs_is_started_again(here: Here) -> None:
+    pids, hung = dict(here.cluster.pids), list[str]()
+
+    def hang() -> None:
+        hung.append(here.where("r0"))
+        os.kill(pids[hung[0]].engine, signal.SIGSTOP)
+
+    assert set(here.answer_all(hang)) == {0, 1}
+    here.wait(lambda: here.serves() and here.cluster.pids[hung[0]] != pids[hung[0]])
+    assert not any(map(is_alive, pids[hung[0]]))
 
 
 def test_a_drained_replica_stays_drained_after_a_restart(here: Here) -> None:

@@ -16,7 +16,7 @@ from vlora.cluster.door import Address
 from vlora.cluster.members import Health, Member, alive, clients
 from vlora.cluster.on_ray.actor import ActorSettings
 from vlora.cluster.on_ray.log_pipe import LogPipe
-from vlora.cluster.on_ray.own_processes import end_all
+from vlora.cluster.on_ray.own_processes import end_all, kill_replica
 from vlora.cluster.on_ray.processes import RayProcesses
 from vlora.cluster.on_ray.reports import Failed, Located, replica_names
 from vlora.cluster.on_ray.settings import Folder, replica_environment
@@ -31,6 +31,7 @@ from vlora.types import EngineStats
 
 log = logging.getLogger("vlora.cluster")
 
+HUNG_S = 60.0
 _PAUSE_S = 0.2
 
 
@@ -60,13 +61,15 @@ class LocalCluster(Cluster):
         pids: The processes of each replica, as last reported.
     """
 
-    def __init__(self, config: EngineConfig, rule: str, folder: Folder, health: Health | None) -> None:
+    def __init__(self, config: EngineConfig, rule: str, folder: Folder, health: Health | None, hung_s: float) -> None:
         router = Router(rule, weights=config.weights, tenant_weights=config.tenant_weights)
         super().__init__(router, folder.secret(), health=health)
         self.folder = folder
         self._log = LogPipe(folder.log_pipe)
         self.ray: RayProcesses
         self._closed = False
+        self._hung_s = hung_s
+        self._hung: dict[str, asyncio.TimerHandle] = {}  # by the names of lost replicas
         self.pids: dict[str, Pids] = {}
         self._listeners: list[RestartListener] = []
         self._addresses: dict[str, Address] = {}
@@ -85,6 +88,7 @@ class LocalCluster(Cluster):
         command: Sequence[str] = ENGINE_COMMAND,
         health: Health | None = None,
         alone_s: float = ALONE_S,
+        hung_s: float = HUNG_S,
     ) -> LocalCluster:
         """Start Ray and the replicas, and wait until all serve.
 
@@ -96,6 +100,7 @@ class LocalCluster(Cluster):
             command: Starts an engine process.
             health: When a replica counts as dead.
             alone_s: A replica ends after so many seconds without a front end, if nothing has ended it before.
+            hung_s: A lost replica is killed, and so started again, if it has not joined after so many seconds.
 
         Raises:
             VLoraError: Ray or the first replica cannot be started; nothing is left running.
@@ -103,7 +108,7 @@ class LocalCluster(Cluster):
         config = with_shared_cores(config, num_replicas)
         folder = Folder.create()
         try:
-            self = cls(config, rule, folder, health)
+            self = cls(config, rule, folder, health, hung_s)
         except BaseException:
             folder.remove()
             raise
@@ -156,6 +161,8 @@ class LocalCluster(Cluster):
 
     async def close(self) -> None:
         """See EngineInterface. Ends the replicas and Ray."""
+        for timer in self._hung.values():
+            timer.cancel()
         for task in self._following:
             task.cancel()
         if self._following:
@@ -218,7 +225,24 @@ class LocalCluster(Cluster):
                 await asyncio.sleep(_PAUSE_S)
                 changed.set()
 
+    def _left(self, member: Member, *, died: bool = True) -> None:
+        super()._left(member, died=died)
+        if died and (pids := self.pids.get(member.name)) is not None:
+            self._cancel_kill(member.name)
+            self._hung[member.name] = self._loop.call_later(self._hung_s, self._kill, member, pids)
+
+    def _kill(self, member: Member, pids: Pids) -> None:
+        """End a replica that was lost and has not joined again, unless it was replaced."""
+        if self.members.get(member.name) is member and member.client is None:
+            log.warning("%s has not joined again for %g s; it is started again", member.name, self._hung_s)
+            kill_replica(self.folder, (pids.replica, pids.engine))
+
+    def _cancel_kill(self, name: str) -> None:
+        if (timer := self._hung.pop(name, None)) is not None:
+            timer.cancel()
+
     def _joined(self, member: Member) -> None:
+        self._cancel_kill(member.name)
         was_absent = len(clients(self.members)) == 1
         super()._joined(member)
         if self._starting is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import psutil
 
@@ -37,6 +37,15 @@ def end_all(folder: Folder) -> None:
     """End what is left of a run: Ray first, which would start replicas again."""
     end_ray(folder)
     _end(lambda: replica_processes(folder))
+
+
+def kill_replica(folder: Folder, pids: Iterable[int]) -> None:
+    """Kill a replica's processes, unless they have ended. Ids of other processes are ignored."""
+    for pid in pids:
+        with contextlib.suppress(psutil.Error, OSError):
+            process = psutil.Process(pid)
+            if _is_marked(process, RUN_VARIABLE, folder.path):
+                process.kill()
 
 
 def _is_marked(process: psutil.Process, variable: str, value: str) -> bool:
