@@ -69,7 +69,7 @@ def test_a_replica_is_drained_and_resumed_by_commands(vlora_command: Vlora) -> N
 
 def test_a_server_with_one_engine_has_no_replicas(vlora_command: Vlora, address: str) -> None:
     message = "error: this server has one engine; start it with --replicas 2 or more to have replicas\n"
-    for args in (("status",), ("drain", "a"), ("resume", "a")):
+    for args in (("status",), ("drain", "a"), ("resume", "a"), ("scale", "2")):
         assert vlora_command("cluster", *args, "--server", address) == (2, "", message)
 
 
@@ -82,5 +82,7 @@ def test_only_admins_drain_and_resume() -> None:
                 for change in changes:
                     with pytest.raises(error):
                         change("a")
+                with pytest.raises(error):
+                    client.scale(2)
                 with pytest.raises(BadRequest, match="this server has one engine"):
                     client.cluster()

@@ -52,6 +52,10 @@ def test_several_replicas_need_ray_and_one_needs_an_engine() -> None:
         done = run("serve", "--replicas", number, extra="serve")
         message = f"error: --replicas is {number}; at least one engine serves\n"
         assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
+    for number in ("1", "3"):
+        done = run("serve", "--replicas", number, "--max-replicas", "2", extra="serve")
+        message = f"--max-replicas is 2, and --replicas {number}; start 2 or more replicas, at most as many"
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {message}\n")
 
 
 def test_the_client_depends_on_no_package_of_the_engine() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib.util
 import os
 import shutil
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,7 +28,7 @@ from vlora.cluster.on_ray import settings
 from vlora.cluster.on_ray.cluster import LocalCluster
 from vlora.cluster.on_ray.own_processes import ray_processes, replica_processes
 from vlora.cluster.on_ray.settings import Folder, Ports
-from vlora.errors import BadConfig
+from vlora.errors import BadConfig, BadRequest
 from vlora.types.replicas import DRAINING, SERVING
 
 pytestmark = [
@@ -77,12 +79,15 @@ class Here:
         self.thread.start()
         health = Health(missed=10)  # a loaded machine is no reason to give a replica up
         starting = LocalCluster.start(
-            SLEEPING, 2, announce=self.lines.append, command=COMMAND, health=health, hung_s=0.5
+            SLEEPING, 2, max_replicas=3, announce=self.lines.append, command=COMMAND, health=health, hung_s=0.5
         )
         self.cluster: LocalCluster = self.run(starting)
 
+    def begin(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(60)
+        return self.begin(coroutine).result(60)
 
     def close(self) -> None:
         self.run(self.cluster.close())
@@ -312,6 +317,34 @@ def test_a_drained_replica_stays_drained_after_a_restart(here: Here) -> None:
     assert used == {other}
     here.cluster.resume(name)
     assert here.serves()
+
+
+def test_a_replica_is_added_and_released_under_answers(here: Here) -> None:
+    """The number holds also for a keeper that starts after it was changed."""
+    pids, before = dict(here.cluster.pids), here.cluster.status()
+    adding = here.begin(here.cluster.scale(3, 30.0))
+    assert set(here.answer_all()) == {0} and adding.result(30)
+    assert here.states() == [SERVING] * 3 and len(here.engines()) == 3
+    assert here.keeper_pid is not None
+    here.cluster.pids.clear()
+    os.kill(here.keeper_pid, signal.SIGKILL)
+    here.wait(lambda: len(here.cluster.pids) == 3)
+    added = here.cluster.pids["replica-2"]
+    releasing: list[Future[bool]] = []
+    scaling = functools.partial(here.cluster.scale, 2, 30.0)
+    assert set(here.answer_all(lambda: releasing.append(here.begin(scaling())))) == {0}
+    assert releasing[0].result(30)
+    here.wait(lambda: not any(map(is_alive, added)))
+    assert here.cluster.pids == pids and here.serves()
+    assert here.cluster.status().num_deaths == before.num_deaths
+    os.kill(here.keeper_pid, signal.SIGKILL)
+    here.cluster.pids.clear()
+    here.wait(lambda: len(here.cluster.pids) == 2)
+    time.sleep(0.5)
+    assert here.cluster.pids == pids
+    for number in (0, 4):
+        with pytest.raises(BadRequest, match=f"^the number of replicas is {number}; it must be between 1 and 3, see"):
+            here.run(here.cluster.scale(number, 1.0))
 
 
 def test_replicas_serve_without_ray_and_the_next_one_adopts_them(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 from vlora.client import Client
+from vlora.errors import BadRequest
 
 pytestmark = [
     pytest.mark.slow,
@@ -66,6 +67,11 @@ def serve(folder: Path, *args: str) -> subprocess.Popen[str]:
     )
 
 
+def vlora(*args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "vlora.cli", *args]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+
+
 def read(address: str, path: str) -> str:
     with urllib.request.urlopen(f"http://{address.removeprefix('http://')}{path}", timeout=10) as reply:
         text: str = reply.read().decode()
@@ -84,7 +90,7 @@ def wait_ready(process: subprocess.Popen[str]) -> list[str]:
 
 
 def test_replicas_serve_both_apis_and_end_with_the_server(folder: Path) -> None:
-    process = serve(folder, "--routing-rule", "least_loaded")
+    process = serve(folder, "--routing-rule", "least_loaded", "--max-replicas", "3")
     try:
         *lines, ready = wait_ready(process)
         assert lines[0] == "starting Ray" and re.match(r"Ray listens on ports 2\d{4}-2\d{4} of all addresses", lines[1])
@@ -95,6 +101,12 @@ def test_replicas_serve_both_apis_and_end_with_the_server(folder: Path) -> None:
             answers = threads.map(lambda _: client.generate("say:light").text, range(8))
             assert list(answers) == ["light"] * 8
             assert client.stats().num_finished == 8
+            scaled = vlora("cluster", "scale", "3", "--server", f"127.0.0.1:{address[1]}")
+            assert (scaled.returncode, scaled.stdout, scaled.stderr) == (0, "3 replicas\n", "")
+            assert [each.state for each in client.cluster().replicas] == ["serving"] * 3
+            assert client.scale(2, wait_s=20.0)
+            with pytest.raises(BadRequest, match=r"^the number of replicas is 4; it must be between 1 and 3"):
+                client.scale(4)
         metrics = read(address[2], "/metrics")
         replicas = json.loads(read(address[2], "/console/state"))["replicas"]
         assert [(each["name"], each["state"], each["num_requests"]) for each in replicas] == [

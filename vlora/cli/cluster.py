@@ -18,7 +18,7 @@ _WAIT_S = 5.0  # of one call, far below the timeout of calls
 
 @cli.group()
 def cluster() -> None:
-    """Show, drain and resume the replicas of a server that was started with --replicas.
+    """Show, drain, resume and scale the replicas of a server that was started with --replicas.
 
     \b
         vlora cluster status
@@ -83,6 +83,28 @@ def resume(name: str, client: Client, as_json: bool) -> None:
     with client:
         client.resume_replica(name)
     _show(name, "resumed", as_json=as_json)
+
+
+@cluster.command()
+@click.argument("number", type=int)
+@server_option
+@json_option
+def scale(number: int, client: Client, as_json: bool) -> None:
+    """Have NUMBER replicas, at most --max-replicas of the server.
+
+    \b
+        vlora cluster scale 3
+
+    Further ones are started. The last ones are drained, and end once they have no requests. An interrupt ends the wait,
+    and leaves what drains drained; another number then resumes it.
+    """
+    with client, waiting(f"scaling to {number}"):
+        while not client.scale(number, wait_s=_WAIT_S):
+            pass
+    if as_json:
+        print_json({"num_replicas": number})
+    else:
+        click.echo(_counted(number, "replica"))
 
 
 def _show(name: str, done: str, *, as_json: bool) -> None:

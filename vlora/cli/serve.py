@@ -66,6 +66,13 @@ from vlora.logging_format import JSON_VARIABLE, LEVEL_VARIABLE, LEVELS, configur
     help="Number of engines on this machine; more than one needs Ray.",
 )
 @click.option(
+    "--max-replicas",
+    cls=HeadedOption,
+    heading="Replicas",
+    type=int,
+    help="Limit of `vlora cluster scale`.  [default: --replicas]",
+)
+@click.option(
     "--routing-rule",
     cls=HeadedOption,
     heading="Replicas",
@@ -108,6 +115,7 @@ def serve(
     adapters: tuple[str, ...],
     folder: Path | None,
     replicas: int,
+    max_replicas: int | None,
     routing_rule: str,
     token_file: Path | None,
     log_level: str,
@@ -124,7 +132,7 @@ def serve(
 
     os.environ |= {LEVEL_VARIABLE: log_level, JSON_VARIABLE: "1" if log_json else ""}
     configure(os.environ)
-    check_replicas(replicas)
+    check_replicas(replicas, max_replicas)
     named = named_adapters(adapters, folder)
     model_name = served_name(model) if served_model_name is None else served_model_name
     if not model_name.strip():
@@ -153,6 +161,7 @@ def serve(
                 model_name=model_name,
                 read_tokens=None if token_file is None else all_tokens,
                 replicas=replicas,
+                max_replicas=max_replicas,
                 routing_rule=routing_rule,
             )
         )
@@ -162,10 +171,15 @@ def serve(
     os._exit(0)
 
 
-def check_replicas(number: int) -> None:
-    """Raises BadConfig for a number below 1, and for several without a usable Ray. Ray is not imported."""
+def check_replicas(number: int, most: int | None = None) -> None:
+    """Raises BadConfig for a number below 1 or over the limit, and for several without a usable Ray.
+
+    Ray is not imported.
+    """
     if number < 1:
         raise BadConfig(f"--replicas is {number}; at least one engine serves")
+    if most is not None and (number == 1 or most < number):
+        raise BadConfig(f"--max-replicas is {most}, and --replicas {number}; start 2 or more replicas, at most as many")
     if number > 1:
         from vlora.cluster.on_ray.settings import check_ray
 

@@ -174,6 +174,10 @@ def drain_replica(name: str, wait_s: float) -> Call[bool]:
     return Call("drain_replica", (name, wait_s), bool)
 
 
+def scale(number: int, wait_s: float) -> Call[bool]:
+    return Call("scale", (number, wait_s), bool)
+
+
 def resume_replica(name: str) -> Call[None]:
     return Call("resume_replica", (name,), type(None))
 

@@ -250,6 +250,19 @@ class Client:
         """Send requests to a drained replica again. Raises BadRequest if there is no such replica."""
         self._wait(self.connection(), calls.resume_replica(name))
 
+    def scale(self, number: int, *, wait_s: float = 5.0) -> bool:
+        """Have another number of replicas: start further ones, or drain the last ones and then end them.
+
+        Raises BadRequest for a number over the server's limit.
+
+        Args:
+            wait_s: How long to wait, at most 30 seconds.
+
+        Returns:
+            Whether it is done. If not, starts go on, but what drains is ended by another call only.
+        """
+        return self._wait(self.connection(), calls.scale(number, wait_s))
+
     def close(self) -> None:
         """Close the connection; the server cancels the connection's running requests."""
         with self._lock:

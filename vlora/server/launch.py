@@ -42,6 +42,7 @@ async def serve(
     load_processor: Callable[[str], InputProcessor] | None = None,
     read_tokens: Callable[[], tuple[Token, ...]] | None = None,
     replicas: int = 1,
+    max_replicas: int | None = None,
     routing_rule: str = "placed",
 ) -> None:
     """Serve until interrupted or terminated, then drain.
@@ -54,6 +55,7 @@ async def serve(
             reload.
         read_tokens: Reads the tokens again on SIGHUP; None where they cannot change.
         replicas: Number of engines; several of them run on a Ray of this machine.
+        max_replicas: The limit of that number later; None: `replicas`.
         routing_rule: Which of them gets a request.
 
     Raises:
@@ -85,7 +87,13 @@ async def serve(
 
             http_server = HttpServer(server_config)
         start_engine = functools.partial(
-            _start_engine, engine_config, engine_command, replicas=replicas, rule=routing_rule, announce=announce
+            _start_engine,
+            engine_config,
+            engine_command,
+            replicas=replicas,
+            most=max_replicas,
+            rule=routing_rule,
+            announce=announce,
         )
         load = functools.partial(load_processor or _load_processor, engine_config.model)
         starting = asyncio.create_task(_start(start_engine, load, server_config, model, adapters))
@@ -153,11 +161,17 @@ async def _start(
 
 
 async def _start_engine(
-    config: EngineConfig, command: Sequence[str], *, replicas: int, rule: str, announce: Callable[[str], None]
+    config: EngineConfig,
+    command: Sequence[str],
+    *,
+    replicas: int,
+    most: int | None,
+    rule: str,
+    announce: Callable[[str], None],
 ) -> RestartedEngine:
     if replicas == 1:
         return await SupervisedEngine.start(config, log=log.warning, command=command)
-    return await LocalCluster.start(config, replicas, rule=rule, announce=announce, command=command)
+    return await LocalCluster.start(config, replicas, max_replicas=most, rule=rule, announce=announce, command=command)
 
 
 def _threads(number: int, config: EngineConfig) -> str:

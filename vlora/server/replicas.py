@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vlora.cluster.cluster import Cluster
+from vlora.cluster.on_ray.cluster import LocalCluster
 from vlora.errors import BadRequest
 from vlora.types.replicas import SERVING, ClusterStatus, ReplicaStatus
 
@@ -37,6 +38,13 @@ class Replicas:
     async def resume(self, name: str) -> None:
         """Send requests to a drained replica again. Raises BadRequest if there is no such replica."""
         self._several().resume(name)
+
+    async def scale(self, number: int, wait_s: float) -> bool:
+        """Have another number of replicas. Returns whether it is done; see `LocalCluster.scale`."""
+        cluster = self._several()
+        if not isinstance(cluster, LocalCluster):
+            raise BadRequest("the replicas of this server were not started by it; their number cannot be changed here")
+        return await cluster.scale(number, wait_s)
 
     def _several(self) -> Cluster:
         if self._cluster is None:

@@ -25,9 +25,10 @@ from vlora.config import EngineConfig
 from vlora.engine.host_resources import default_threads
 from vlora.engine.ipc.client import ENGINE_COMMAND
 from vlora.engine.ipc.supervisor import RestartListener
-from vlora.errors import EngineDead, VLoraError
+from vlora.errors import BadRequest, EngineDead, VLoraError
 from vlora.routing import Router
 from vlora.types import EngineStats
+from vlora.types.replicas import SERVING
 
 log = logging.getLogger("vlora.cluster")
 
@@ -61,20 +62,32 @@ class LocalCluster(Cluster):
         pids: The processes of each replica, as last reported.
     """
 
-    def __init__(self, config: EngineConfig, rule: str, folder: Folder, health: Health | None, hung_s: float) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        rule: str,
+        folder: Folder,
+        health: Health | None,
+        hung_s: float,
+        num_replicas: int,
+        max_replicas: int,
+    ) -> None:
         router = Router(rule, weights=config.weights, tenant_weights=config.tenant_weights)
         super().__init__(router, folder.secret(), health=health)
         self.folder = folder
         self._log = LogPipe(folder.log_pipe)
         self.ray: RayProcesses
+        self.num_replicas, self.max_replicas = num_replicas, max_replicas
         self._closed = False
         self._hung_s = hung_s
+        self._scaling = asyncio.Lock()
+        self._leaving: set[str] = set()  # drained by `scale`
         self._hung: dict[str, asyncio.TimerHandle] = {}  # by the names of lost replicas
         self.pids: dict[str, Pids] = {}
         self._listeners: list[RestartListener] = []
         self._addresses: dict[str, Address] = {}
         self._changed: dict[str, asyncio.Event] = {}
-        self._following: list[asyncio.Task[None]] = []
+        self._following: dict[str, asyncio.Task[None]] = {}
         self._starting: asyncio.Queue[str | VLoraError] | None = asyncio.Queue()  # names and errors of the start
 
     @classmethod
@@ -83,6 +96,7 @@ class LocalCluster(Cluster):
         config: EngineConfig,
         num_replicas: int,
         *,
+        max_replicas: int | None = None,
         rule: str = "placed",
         announce: Callable[[str], None] = lambda line: None,
         command: Sequence[str] = ENGINE_COMMAND,
@@ -93,8 +107,9 @@ class LocalCluster(Cluster):
         """Start Ray and the replicas, and wait until all serve.
 
         Args:
-            config: Of each replica. Without `threads`, they share the cores.
-            num_replicas: Their number.
+            config: Of each replica. Without `threads`, as many as there may be share the cores.
+            num_replicas: Their number at first.
+            max_replicas: The limit of `scale`; None: `num_replicas`.
             rule: The router's rule.
             announce: Called with a line for each step of the start.
             command: Starts an engine process.
@@ -105,10 +120,11 @@ class LocalCluster(Cluster):
         Raises:
             VLoraError: Ray or the first replica cannot be started; nothing is left running.
         """
-        config = with_shared_cores(config, num_replicas)
+        max_replicas = max(num_replicas, max_replicas or 0)
+        config = with_shared_cores(config, max_replicas)
         folder = Folder.create()
         try:
-            self = cls(config, rule, folder, health, hung_s)
+            self = cls(config, rule, folder, health, hung_s, num_replicas, max_replicas)
         except BaseException:
             folder.remove()
             raise
@@ -123,9 +139,9 @@ class LocalCluster(Cluster):
                 environ=replica_environment(folder, os.environ, place=place, num_gpus=num_gpus),
                 alone_s=alone_s,
             )
-            for place, name in enumerate(replica_names(num_replicas))
+            for place, name in enumerate(replica_names(max_replicas))
         }
-        self.ray = RayProcesses(folder, actors, num_gpus, self._hear)
+        self.ray = RayProcesses(folder, actors, num_replicas, num_gpus, self._hear)
         try:
             announce("starting Ray")
             await self.ray.start()
@@ -155,6 +171,45 @@ class LocalCluster(Cluster):
         """Notify the listener when requests can be answered again."""
         self._listeners.append(listener)
 
+    async def scale(self, number: int, timeout_s: float) -> bool:
+        """Have another number of replicas: start further ones, or drain the last ones and then end them.
+
+        Returns:
+            Whether it is done. After the timeout, starts go on; what drains is ended by a later call only.
+
+        Raises:
+            BadRequest: The number is not between 1 and `max_replicas`, or none of those that would remain serves.
+        """
+        if not 1 <= number <= self.max_replicas:
+            limits = f"it must be between 1 and {self.max_replicas}, see --max-replicas"
+            raise BadRequest(f"the number of replicas is {number}; {limits}")
+        async with self._scaling:
+            return await self._scale(number, self._loop.time() + timeout_s)
+
+    async def _scale(self, number: int, ends_s: float) -> bool:
+        names, last = replica_names(number), replica_names(self.num_replicas)[number:]
+        for name in self._leaving & set(names):
+            self._leaving.discard(name)
+            self.resume(name)
+        if last and not any(each.state == SERVING and each.name in names for each in self.status().replicas):
+            raise BadRequest(f"none of the {number} replicas that would remain serves; resume one first")
+        leaving = [name for name in last if name in self.members]
+        for name in leaving:
+            self._leaving.add(name)
+            self._set_drained(name, True)
+        for name in leaving:
+            if not await self.drain(name, ends_s - self._loop.time()):
+                return False
+        self.num_replicas = number
+        self.ray.scale(number)
+        for name in last:
+            await self._release(name)
+        while not set(names) <= set(clients(self.members)):
+            if self._loop.time() > ends_s:
+                return False
+            await asyncio.sleep(_PAUSE_S)
+        return True
+
     async def stats(self) -> EngineStats:
         """See EngineInterface."""
         return msgspec.structs.replace(await super().stats(), num_restarts=self.events.num_deaths)
@@ -163,10 +218,10 @@ class LocalCluster(Cluster):
         """See EngineInterface. Ends the replicas and Ray."""
         for timer in self._hung.values():
             timer.cancel()
-        for task in self._following:
+        for task in self._following.values():
             task.cancel()
         if self._following:
-            await asyncio.wait(self._following)
+            await asyncio.wait(self._following.values())
         await super().close()
         if not self._closed:
             self._closed = True
@@ -189,16 +244,30 @@ class LocalCluster(Cluster):
             announce(f"{found} serves ({len(names)} of {number})")
         self._starting = None
 
+    async def _release(self, name: str) -> None:
+        """End the process of a replica that has no requests."""
+        if (following := self._following.pop(name, None)) is not None:
+            following.cancel()
+            await asyncio.wait({following})
+        await self.remove(name)
+        self._cancel_kill(name)
+        self._leaving.discard(name)
+        self._changed.pop(name, None)
+        if (pids := self.pids.pop(name, None)) is not None:
+            kill_replica(self.folder, (pids.replica, pids.engine))
+
     def _hear(self, event: Any) -> None:
         """An event of the keeper."""
         match event:
+            case Located(name=name) if name not in replica_names(self.num_replicas):
+                pass  # it was on its way when the number was reduced
             case Located(name=name, at=at):
                 replica = at.replica
                 self.pids[name] = Pids(at.pid, replica.pid, replica.engine_pid)
                 self._addresses[name] = Address(replica.host, replica.port)
                 if name not in self._changed:
                     self._changed[name] = asyncio.Event()
-                    self._following.append(asyncio.create_task(self._follow(name), name=f"vlora-follow-{name}"))
+                    self._following[name] = asyncio.create_task(self._follow(name), name=f"vlora-follow-{name}")
                 self._changed[name].set()
             case Failed(name=name, error=error):
                 if self._starting is not None:

@@ -1,6 +1,6 @@
 """The keeper: the only driver of Ray, in a process of its own. It creates the replicas' actors and reports on them.
 
-Run as `python -m vlora.cluster.on_ray.keeper`, with a `KeeperSettings` on stdin (`framing`). It writes events
+Run as `python -m vlora.cluster.on_ray.keeper`, with a `KeeperSettings` and later `Scale`s on stdin. It writes events
 (`reports.py`) to stdout, and ends the actors when stdin ends. The actors outlive a keeper that is killed; the next one
 finds them by their names, or creates new ones, which find the replicas. Ray may end a driver after its head, so a front
 end is no driver.
@@ -8,6 +8,7 @@ end is no driver.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -21,7 +22,7 @@ from ray.exceptions import RayError
 from vlora.cluster import framing
 from vlora.cluster.on_ray import settings as ray_settings
 from vlora.cluster.on_ray.actor import NotOpened, Opened, ReplicaActor
-from vlora.cluster.on_ray.reports import Event, Failed, KeeperSettings, Located, Lost
+from vlora.cluster.on_ray.reports import Event, Failed, KeeperSettings, Located, Lost, Scale
 from vlora.errors import BadConfig
 from vlora.types import ErrorValue
 
@@ -32,7 +33,7 @@ _STOP_S = 3.0
 
 
 class Keeper:
-    """Holds one actor for each replica, with a thread each."""
+    """Holds one actor for each replica that there is, with a thread for each that there may be."""
 
     def __init__(self, settings: KeeperSettings, out: Any) -> None:
         """out: a binary file for events."""
@@ -40,6 +41,8 @@ class Keeper:
         self._out = out
         self._saying = threading.Lock()
         self._handles: dict[str, Any] = {}
+        self._number = settings.number
+        self._scaled = threading.Condition()
 
     def start(self) -> None:
         """Begin to hold the replicas.
@@ -54,24 +57,37 @@ class Keeper:
                 f"{number} replicas need {wanted} GPUs, and Ray finds {found} on this machine; lower --replicas or "
                 "--tensor-parallel"
             )
-        for name in self._settings.actors:
-            threading.Thread(target=self._hold, args=(name,), name=name, daemon=True).start()
+        for place, name in enumerate(self._settings.actors):
+            threading.Thread(target=self._hold, args=(name, place), name=name, daemon=True).start()
 
     def stop(self) -> None:
         """End the actors."""
         for handle in tuple(self._handles.values()):
             ray.kill(handle, no_restart=True)
 
+    def scale(self, number: int) -> None:
+        """Have the first replicas; end the actors of others."""
+        with self._scaled:
+            self._number = number
+            self._scaled.notify_all()
+        for name in tuple(self._settings.actors)[number:]:
+            if (handle := self._handles.pop(name, None)) is not None:
+                ray.kill(handle, no_restart=True)  # its thread sees the end
+
     def say(self, event: Event) -> None:
         with self._saying:
             self._out.write(framing.pack(event))
             self._out.flush()
 
-    def _hold(self, name: str) -> None:
+    def _hold(self, name: str, place: int) -> None:
         pause_s = _FIRST_PAUSE_S
         while True:
             located = False
             try:
+                if place >= self._number:
+                    _end_actor(name)
+                    with self._scaled:
+                        self._scaled.wait_for(lambda: place < self._number)
                 # By name each time: an actor that has ended for good is replaced by a new one.
                 handle = self._handles[name] = self._actor(name)
                 found = msgspec.msgpack.decode(ray.get(handle.open.remote()), type=Opened | NotOpened)
@@ -80,12 +96,13 @@ class Keeper:
                     time.sleep(pause_s)
                     pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
                     continue
-                self.say(Located(name, found))
-                located, pause_s = True, _FIRST_PAUSE_S
-                while True:
+                located, pause_s = place < self._number, _FIRST_PAUSE_S
+                if located:
+                    self.say(Located(name, found))
+                while place < self._number:
                     ray.get(handle.watch.remote(_WATCH_S))
             except RayError as error:
-                if located:
+                if located and place < self._number:
                     self.say(Lost(name, str(error).strip().splitlines()[0]))
                 time.sleep(_FIRST_PAUSE_S)  # until Ray has started it again, calls may fail
 
@@ -93,6 +110,12 @@ class Keeper:
         """A new actor, or the one of an earlier keeper."""
         options = ray_settings.actor_options(name, self._settings.num_gpus)
         return ray.remote(ReplicaActor).options(**options).remote(msgspec.msgpack.encode(self._settings.actors[name]))
+
+
+def _end_actor(name: str) -> None:
+    """End the actor of a replica that is not wanted any more, as an earlier keeper may have left it."""
+    with contextlib.suppress(ValueError):  # there is none
+        ray.kill(ray.get_actor(name), no_restart=True)
 
 
 def main() -> None:
@@ -112,7 +135,9 @@ def main() -> None:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         print(f"the keeper cannot use Ray: {lines[0]}", file=problems, flush=True)
         os._exit(1)
-    sys.stdin.buffer.read()  # until the front end closes it, or has ended
+    with contextlib.suppress(EOFError):  # the front end has closed it, or has ended
+        while True:
+            keeper.scale(framing.read(sys.stdin.buffer, Scale).number)
     # If Ray's head is gone, the calls do not return.
     threading.Thread(target=_leave_late, daemon=True).start()
     keeper.stop()

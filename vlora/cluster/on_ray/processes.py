@@ -15,7 +15,7 @@ import msgspec
 from vlora.cluster import framing
 from vlora.cluster.on_ray import settings as ray_settings
 from vlora.cluster.on_ray.actor import ActorSettings
-from vlora.cluster.on_ray.reports import Event, Failed, HeadReport, HeadSettings, KeeperSettings
+from vlora.cluster.on_ray.reports import Event, Failed, HeadReport, HeadSettings, KeeperSettings, Scale
 from vlora.cluster.on_ray.settings import Folder, Ports
 from vlora.errors import BadConfig, EngineDead
 from vlora.types import ErrorValue
@@ -59,6 +59,10 @@ class Process:
     def pid(self) -> int:
         return self._process.pid
 
+    def send(self, value: Any) -> None:
+        """Write a value to its stdin."""
+        self._stdin.write(framing.pack(value))
+
     async def wait(self) -> int:
         return await self._process.wait()
 
@@ -86,14 +90,27 @@ class RayProcesses:
     """
 
     def __init__(
-        self, folder: Folder, actors: dict[str, ActorSettings], num_gpus: int, on_event: Callable[[Any], None]
+        self,
+        folder: Folder,
+        actors: dict[str, ActorSettings],
+        number: int,
+        num_gpus: int,
+        on_event: Callable[[Any], None],
     ) -> None:
-        """on_event: called with each event of the keeper (`Located`, `Lost`, `Failed`)."""
+        """Start nothing yet.
+
+        Args:
+            actors: Of all replicas that there may be.
+            number: Of the first ones that there are.
+            num_gpus: Of each replica.
+            on_event: Called with each event of the keeper (`Located`, `Lost`, `Failed`).
+        """
         self.ports = Ports(0, len(actors))
         self.head: Process | None = None
         self.keeper: Process | None = None
         self._folder = folder
         self._actors = actors
+        self._number = number
         self._num_gpus = num_gpus
         self._on_event = on_event
         self._environ = ray_settings.environment(folder, os.environ)
@@ -111,6 +128,12 @@ class RayProcesses:
                     raise
         self._running = asyncio.create_task(self._run(), name="vlora-ray")
 
+    def scale(self, number: int) -> None:
+        """Start or end actors, now or when a keeper runs again."""
+        self._number = number
+        if self.keeper is not None:
+            self.keeper.send(Scale(number))
+
     async def close(self) -> None:
         """End the actors, then Ray."""
         if self._running is not None:
@@ -125,7 +148,7 @@ class RayProcesses:
     # -- inside -------------------------------------------------------------------------------------------------------
 
     async def _start_head(self) -> None:
-        self.ports = ray_settings.find_ports(self.ports.num_replicas)
+        self.ports = ray_settings.find_ports(len(self._actors))
         settings = HeadSettings(self._folder, self.ports)
         self.head = await Process.start("vlora.cluster.on_ray.head", settings, self._environ)
         problem = "it ended"
@@ -158,7 +181,11 @@ class RayProcesses:
     async def _keep(self, head: Process) -> bool:
         """Run a keeper until it or the head ends. Returns whether the keeper has reported anything."""
         settings = KeeperSettings(
-            ports=self.ports, actors=self._actors, log_file=self._folder.ray_log, num_gpus=self._num_gpus
+            ports=self.ports,
+            actors=self._actors,
+            number=self._number,
+            log_file=self._folder.ray_log,
+            num_gpus=self._num_gpus,
         )
         keeper = self.keeper = await Process.start("vlora.cluster.on_ray.keeper", settings, self._environ)
         self._heard = False

@@ -26,15 +26,23 @@ class KeeperSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of a keeper.
 
     Attributes:
-        actors: By the names of the replicas.
+        actors: By the names of all replicas that there may be.
+        number: Of the first ones that there are.
         log_file: For messages of Ray itself.
         num_gpus: Of each replica.
     """
 
     ports: Ports
     actors: dict[str, ActorSettings]
+    number: int
     log_file: str
     num_gpus: int = 0
+
+
+class Scale(msgspec.Struct, frozen=True):
+    """To a keeper: another number of replicas."""
+
+    number: int
 
 
 class Located(msgspec.Struct, frozen=True, tag=True):

@@ -174,6 +174,10 @@ class VLoraService(rpyc.Service):
         """Drain a replica, and wait up to wait_s -> whether it has no requests left"""
         return self._schedule(self._drain_replica, name, wait_s, admin=True)
 
+    def exposed_scale(self, number: Any, wait_s: Any) -> Future[Reply]:
+        """Have another number of replicas, and wait up to wait_s -> whether it is done"""
+        return self._schedule(self._scale, number, wait_s, admin=True)
+
     def exposed_resume_replica(self, name: Any) -> Future[Reply]:
         """Send requests to a drained replica again."""
         return self._schedule(self._resume_replica, name, admin=True)
@@ -311,6 +315,9 @@ class VLoraService(rpyc.Service):
 
     async def _drain_replica(self, name: Any, wait_s: Any) -> bool:
         return await self._front_end.replicas.drain(_checked("name", name, str), _wait_s(wait_s))
+
+    async def _scale(self, number: Any, wait_s: Any) -> bool:
+        return await self._front_end.replicas.scale(_checked("number", number, int), _wait_s(wait_s))
 
     async def _resume_replica(self, name: Any) -> None:
         await self._front_end.replicas.resume(_checked("name", name, str))
