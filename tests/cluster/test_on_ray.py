@@ -28,7 +28,7 @@ from vlora.cluster.on_ray import settings
 from vlora.cluster.on_ray.cluster import LocalCluster
 from vlora.cluster.on_ray.own_processes import ray_processes, replica_processes
 from vlora.cluster.on_ray.settings import Folder, Ports
-from vlora.errors import BadConfig, BadRequest
+from vlora.errors import BadConfig, BadRequest, EngineDead
 from vlora.types.replicas import DRAINING, SERVING
 
 pytestmark = [
@@ -345,6 +345,17 @@ def test_a_replica_is_added_and_released_under_answers(here: Here) -> None:
     for number in (0, 4):
         with pytest.raises(BadRequest, match=f"^the number of replicas is {number}; it must be between 1 and 3, see"):
             here.run(here.cluster.scale(number, 1.0))
+
+
+def test_a_replica_that_does_not_start_is_reported_and_tried_again(here: Here) -> None:
+    unusable = Path(here.cluster.folder.claim_file("replica-2"))
+    unusable.unlink(missing_ok=True)
+    unusable.mkdir()
+    with pytest.raises(EngineDead, match=r"^replica-2 does not start: IsADirectoryError: .*; it is tried again$"):
+        here.run(here.cluster.scale(3, 3.0))
+    unusable.rmdir()
+    assert here.run(here.cluster.scale(3, 20.0)) and here.states() == [SERVING] * 3
+    assert here.run(here.cluster.scale(2, 20.0)) and here.serves()
 
 
 def test_replicas_serve_without_ray_and_the_next_one_adopts_them(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:

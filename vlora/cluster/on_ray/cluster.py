@@ -81,6 +81,7 @@ class LocalCluster(Cluster):
         self._closed = False
         self._hung_s = hung_s
         self._scaling = asyncio.Lock()
+        self._failures: dict[str, str] = {}  # of the latest starts
         self._leaving: set[str] = set()  # drained by `scale`
         self._hung: dict[str, asyncio.TimerHandle] = {}  # by the names of lost replicas
         self.pids: dict[str, Pids] = {}
@@ -175,10 +176,11 @@ class LocalCluster(Cluster):
         """Have another number of replicas: start further ones, or drain the last ones and then end them.
 
         Returns:
-            Whether it is done. After the timeout, starts go on; what drains is ended by a later call only.
+            Whether it is done. After the timeout, starts go on, and what drains is ended by a later call only.
 
         Raises:
             BadRequest: The number is not between 1 and `max_replicas`, or none of those that would remain serves.
+            EngineDead: A replica does not start.
         """
         if not 1 <= number <= self.max_replicas:
             limits = f"it must be between 1 and {self.max_replicas}, see --max-replicas"
@@ -206,6 +208,8 @@ class LocalCluster(Cluster):
             await self._release(name)
         while not set(names) <= set(clients(self.members)):
             if self._loop.time() > ends_s:
+                for name in sorted(self._failures):
+                    raise EngineDead(f"{name} does not start: {self._failures[name]}; it is tried again")
                 return False
             await asyncio.sleep(_PAUSE_S)
         return True
@@ -252,6 +256,7 @@ class LocalCluster(Cluster):
         await self.remove(name)
         self._cancel_kill(name)
         self._leaving.discard(name)
+        self._failures.pop(name, None)
         self._changed.pop(name, None)
         if (pids := self.pids.pop(name, None)) is not None:
             kill_replica(self.folder, (pids.replica, pids.engine))
@@ -263,6 +268,7 @@ class LocalCluster(Cluster):
                 pass  # it was on its way when the number was reduced
             case Located(name=name, at=at):
                 replica = at.replica
+                self._failures.pop(name, None)
                 self.pids[name] = Pids(at.pid, replica.pid, replica.engine_pid)
                 self._addresses[name] = Address(replica.host, replica.port)
                 if name not in self._changed:
@@ -273,6 +279,7 @@ class LocalCluster(Cluster):
                 if self._starting is not None:
                     self._starting.put_nowait(error.to_exception())
                 else:
+                    self._failures[name] = error.message
                     log.warning("%s does not start: %s; retrying", name or "no replica", error.message)
             case lost:
                 log.warning("the actor of %s has ended: %s; Ray starts it again", lost.name, lost.cause)

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from vlora.cluster import framing
 from vlora.cluster.on_ray import settings as ray_settings
@@ -101,6 +101,10 @@ class Keeper:
                     self.say(Located(name, found))
                 while place < self._number:
                     ray.get(handle.watch.remote(_WATCH_S))
+            except RayTaskError as error:  # of the actor's own code
+                self.say(Failed(name, ErrorValue("engine_dead", f"{type(error.cause).__name__}: {error.cause}")))
+                time.sleep(pause_s)
+                pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
             except RayError as error:
                 if located and place < self._number:
                     self.say(Lost(name, str(error).strip().splitlines()[0]))
