@@ -49,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "vlora.cluster": BASE | {"vlora.config", "vlora.engine", "vlora.logging_format", "vlora.routing"},
     "vlora.split": BASE | {"atmm", "vlora.config", "vlora.lazy", "vlora.models"},
     "vlora.training": LEVEL_2 | {"vlora.models", "vlora.plan_files"},
-    "vlora.server": LEVEL_3 | {"vlora.engine", "vlora.client"},
+    "vlora.server": LEVEL_3 | {"vlora.cluster", "vlora.engine", "vlora.client"},
     "vlora.simulator": BASE | {"vlora.config", "vlora.memory", "vlora.orchestrator", "vlora.routing"},
     "vlora.bench": LEVEL_3
     | {
@@ -65,6 +65,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "vlora.tune": LEVEL_2 | {"vlora.models"},
     "vlora.cli": LEVEL_3
     | {
+        "vlora.cluster",
         "vlora.engine",
         "vlora.split",
         "vlora.server",
@@ -156,6 +157,12 @@ def test_checkpoints_are_read_by_the_one_way_that_runs_none_of_their_code() -> N
     assert found == ways
 
 
+def test_ray_is_imported_by_the_keeper_only() -> None:
+    """A front end that imports it may become a driver, which Ray may end."""
+    found = {module for module, file in modules() for name in imports(file) if name.split(".")[0] == "ray"}
+    assert found == {"vlora.cluster.on_ray.keeper"}
+
+
 @pytest.mark.parametrize(
     "module",
     [
@@ -164,6 +171,8 @@ def test_checkpoints_are_read_by_the_one_way_that_runs_none_of_their_code() -> N
         "vlora.simulator",
         "vlora.client",
         "vlora.cluster.cluster",
+        "vlora.cluster.on_ray.actor",
+        "vlora.cluster.on_ray.cluster",
         "vlora.cluster.replica",
         "vlora.memory.block_manager",
         "vlora.memory.adapter_cache",

@@ -44,6 +44,23 @@ def test_commands_check_for_the_packages_that_the_extra_installs(extra: str) -> 
     assert set(EXTRAS[extra]) == declared - {"triton"}
 
 
+def test_several_replicas_need_ray_and_one_needs_an_engine() -> None:
+    done = run("serve", "--replicas", "2", extra="serve")
+    message = "error: --replicas 2 needs Ray: pip install 'vlora[cluster]'; without it one engine serves\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
+    for number in ("0", "-1"):
+        done = run("serve", "--replicas", number, extra="serve")
+        message = f"error: --replicas is {number}; at least one engine serves\n"
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
+    for number in ("1", "3"):
+        done = run("serve", "--replicas", number, "--max-replicas", "2", extra="serve")
+        message = f"--max-replicas is 2, and --replicas {number}; start 2 or more replicas, at most as many"
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {message}\n")
+    done = run("serve", "--replicas", "2", "--train", "plan.yaml", extra="serve")
+    message = "error: --train plan.yaml needs --replicas 1 (now 2): one engine trains; serve it separately\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
+
+
 def test_the_client_depends_on_no_package_of_the_engine() -> None:
     assert not set(distributions(PROJECT["dependencies"])) & set(EXTRAS["demo"])
 

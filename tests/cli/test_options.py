@@ -20,7 +20,10 @@ from vlora.orchestrator.policies.registry import POLICIES
 def test_options_of_serve_are_grouped_under_headings(vlora_command: Vlora) -> None:
     _, out, _ = vlora_command("serve", "--help")
     headings = re.findall(r"^(\w+):$", out, re.MULTILINE)
-    assert headings == ["Model", "Adapters", "Network", "Log", "Scheduling", "Training", "Memory", "Limits", "Options"]
+    assert headings == [
+        *("Model", "Adapters", "Replicas", "Network", "Log"),
+        *("Scheduling", "Training", "Memory", "Limits", "Options"),
+    ]
     sections = dict(zip(headings, re.split(r"^\w+:$", out, flags=re.MULTILINE)[1:], strict=True))
     assert "--http-port" in sections["Network"] and "--adapter " in sections["Adapters"]
     assert re.findall(r"--[\w-]+", sections["Options"]) == ["--help"]

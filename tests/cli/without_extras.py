@@ -33,6 +33,14 @@ def hide(modules: set[str]) -> None:
 
 if __name__ == "__main__":
     extra, *sys.argv[1:] = sys.argv[1:]
-    every = {"triton", "starlette", "markupsafe", "matplotlib", *EXTRAS["demo"].values(), *EXTRAS["plans"].values()}
+    every = {
+        "triton",
+        "starlette",
+        "markupsafe",
+        "matplotlib",
+        *EXTRAS["demo"].values(),
+        *EXTRAS["plans"].values(),
+        "ray",
+    }
     hide(every - set(EXTRAS.get(extra, {}).values()))
     vlora.cli.main()

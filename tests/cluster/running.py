@@ -10,12 +10,12 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
 
-import msgspec
 import psutil
 
 from tests.cluster.sleeping_engine import COMMAND
 from vlora.cluster.cluster import Cluster
 from vlora.cluster.door import Address
+from vlora.cluster.framing import pack
 from vlora.cluster.members import Health
 from vlora.cluster.replica import ReplicaSettings
 from vlora.config import EngineConfig
@@ -45,13 +45,21 @@ class ReplicaProcess:
             stdout=asyncio.subprocess.PIPE,
         )
         given = {"secret": SECRET, "command": COMMAND, **settings}
-        data = msgspec.msgpack.encode(ReplicaSettings(config=config, **given))
         assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(len(data).to_bytes(4, "little") + data)
+        process.stdin.write(pack(ReplicaSettings(config=config, **given)))
         await process.stdin.drain()
-        line = (await process.stdout.readline()).split()
-        assert len(line) == 2, "the replica did not start; see its error"
-        return cls(process, int(line[0]), int(line[1]))
+        line = (await process.stdout.readline()).decode()
+        words = line.split()
+        assert len(words) == 2, f"the replica did not start: {line}"
+        return cls(process, *map(int, words))
+
+    async def wait_ended(self) -> int:
+        """Wait for the end of both processes. Returns the exit code."""
+        async with asyncio.timeout(10):
+            code = await self.process.wait()
+            while psutil.pid_exists(self.engine_pid):
+                await asyncio.sleep(0.01)
+        return code
 
     def signal(self, number: int, *, engine: bool = True, actor: bool = True) -> None:
         for pid in ([self.engine_pid] if engine else []) + ([self.process.pid] if actor else []):
@@ -63,14 +71,10 @@ class ReplicaProcess:
         assert self.process.stdin is not None
         self.process.stdin.close()
         try:
-            async with asyncio.timeout(10):
-                await self.process.wait()
+            await self.wait_ended()
         except TimeoutError:
             self.signal(signal.SIGKILL)
             raise
-        async with asyncio.timeout(10):
-            while psutil.pid_exists(self.engine_pid):
-                await asyncio.sleep(0.01)
 
 
 class Running:

@@ -214,6 +214,25 @@ def test_requests_wait_while_all_replicas_are_gone() -> None:
     run(main())
 
 
+def test_a_replica_gets_no_request_while_its_engine_hangs() -> None:
+    """Its own process opens lines meanwhile."""
+
+    async def main() -> None:
+        async with running("a", "b", rule="round_robin") as here:
+            here.replicas["a"].signal(signal.SIGSTOP, actor=False)
+            while here.cluster.members["a"].client is not None:
+                await asyncio.sleep(0.01)
+            for number in range(30):
+                await asyncio.sleep(0.05)
+                last = check(request := asked(f"q{number}", 3), await outputs_of(here.cluster, request))
+                assert last.timings is not None and last.timings.num_deaths == 0
+            assert here.cluster.status().num_deaths == 1
+            here.replicas["a"].signal(signal.SIGCONT)
+            await here.cluster.members["a"].wait_joined()
+
+    run(main())
+
+
 def test_a_bound_that_passes_while_a_replica_hangs() -> None:
     async def main() -> None:
         async with running("a", "b", health=Health(beat_s=0.2, missed=4)) as here:

@@ -15,6 +15,7 @@ from vlora.cli import (  # noqa: F401  (they join their commands)
     batch,
     bench,
     check,
+    cluster,
     gpu_check,
     query,
     retrieve,

@@ -28,6 +28,7 @@ from vlora.client.values import (
 )
 from vlora.errors import DeadlineMissed, VLoraError
 from vlora.types import AdapterStatus, EngineStats, TrainingStatus
+from vlora.types.replicas import ClusterStatus
 
 T = TypeVar("T")
 
@@ -205,6 +206,22 @@ class AsyncClient:
     async def stats(self) -> EngineStats:
         """As `Client.stats`."""
         return await self._wait(await self._connection(), calls.stats())
+
+    async def cluster(self) -> ClusterStatus:
+        """As `Client.cluster`."""
+        return await self._wait(await self._connection(), calls.cluster())
+
+    async def drain_replica(self, name: str, *, wait_s: float = 5.0) -> bool:
+        """As `Client.drain_replica`."""
+        return await self._wait(await self._connection(), calls.drain_replica(name, wait_s))
+
+    async def resume_replica(self, name: str) -> None:
+        """As `Client.resume_replica`."""
+        await self._wait(await self._connection(), calls.resume_replica(name))
+
+    async def scale(self, number: int, *, wait_s: float = 5.0) -> bool:
+        """As `Client.scale`."""
+        return await self._wait(await self._connection(), calls.scale(number, wait_s))
 
     async def close(self) -> None:
         """As `Client.close`."""

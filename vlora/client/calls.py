@@ -22,6 +22,7 @@ from vlora.client.values import (
 )
 from vlora.errors import BadImage, BadRequest
 from vlora.types import AdapterStatus, EngineStats, TrainingStatus, adapter_name
+from vlora.types.replicas import ClusterStatus
 from vlora.types.video import Video
 
 T = TypeVar("T")
@@ -175,6 +176,22 @@ def cancel_training(name: str) -> Call[TrainingStatus]:
 
 def stats() -> Call[EngineStats]:
     return Call("stats", (), EngineStats)
+
+
+def cluster() -> Call[ClusterStatus]:
+    return Call("cluster", (), ClusterStatus)
+
+
+def drain_replica(name: str, wait_s: float) -> Call[bool]:
+    return Call("drain_replica", (name, wait_s), bool)
+
+
+def scale(number: int, wait_s: float) -> Call[bool]:
+    return Call("scale", (number, wait_s), bool)
+
+
+def resume_replica(name: str) -> Call[None]:
+    return Call("resume_replica", (name,), type(None))
 
 
 def read_images(images: Sequence[Image]) -> tuple[bytes, ...]:

@@ -28,6 +28,7 @@ from vlora.client.values import (
 )
 from vlora.errors import DeadlineMissed, VLoraError
 from vlora.types import AdapterStatus, EngineStats, TrainingStatus
+from vlora.types.replicas import ClusterStatus
 
 T = TypeVar("T")
 
@@ -244,6 +245,40 @@ class Client:
     def stats(self) -> EngineStats:
         """Counters of the engine since its start."""
         return self._wait(self.connection(), calls.stats())
+
+    def cluster(self) -> ClusterStatus:
+        """The server's replicas. Raises BadRequest if it has one engine."""
+        return self._wait(self.connection(), calls.cluster())
+
+    def drain_replica(self, name: str, *, wait_s: float = 5.0) -> bool:
+        """Move a replica's requests to others, and send it no further ones until `resume_replica`.
+
+        Requests without room elsewhere end there. Raises BadRequest if there is no such replica, or no other one.
+
+        Args:
+            wait_s: How long to wait, at most 30 seconds.
+
+        Returns:
+            Whether it has no requests left; it is drained in both cases.
+        """
+        return self._wait(self.connection(), calls.drain_replica(name, wait_s))
+
+    def resume_replica(self, name: str) -> None:
+        """Send requests to a drained replica again. Raises BadRequest if there is no such replica."""
+        self._wait(self.connection(), calls.resume_replica(name))
+
+    def scale(self, number: int, *, wait_s: float = 5.0) -> bool:
+        """Have another number of replicas: start further ones, or drain the last ones and then end them.
+
+        Raises BadRequest for a number over the server's limit.
+
+        Args:
+            wait_s: How long to wait, at most 30 seconds.
+
+        Returns:
+            Whether it is done. If not, starts go on, but what drains is ended by another call only.
+        """
+        return self._wait(self.connection(), calls.scale(number, wait_s))
 
     def close(self) -> None:
         """Close the connection; the server cancels the connection's running requests."""

@@ -19,6 +19,7 @@ from vlora.types import (
     TrainingStatus,
     check_priority,
 )
+from vlora.types.replicas import ClusterStatus
 from vlora.wording import msgspec_errors
 
 PROTOCOL_VERSION = 7
@@ -205,6 +206,7 @@ _DECODERS: dict[Any, Callable[[bytes], Any]] = {
         TrainingStatus,
         tuple[TrainingStatus, ...],
         EngineStats,
+        ClusterStatus,
         type(None),
     )
 }

@@ -13,7 +13,8 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from vlora.cluster.adapters import ReplicatedAdapters
 from vlora.cluster.door import Address
 from vlora.cluster.flights import Flights
-from vlora.cluster.members import Health, Member, clients
+from vlora.cluster.members import Health, Member, alive, clients
+from vlora.cluster.status import Events, status_of
 from vlora.cluster.summary import merged_stats
 from vlora.engine.ipc.client import EngineClient
 from vlora.engine.output_stream import OutputStream
@@ -21,6 +22,7 @@ from vlora.engine.snapshot import EngineLoad, EngineSnapshot
 from vlora.errors import Aborted, BadRequest, EngineDead
 from vlora.routing import Report, Room, Router
 from vlora.types import AdapterStatus, EngineStats, Request, RequestOutput, TrainingStatus
+from vlora.types.replicas import ClusterStatus
 
 REPORT_S = 0.1  # between two reports of a replica
 ABSENT_S = 60.0  # without any replica, before waiting requests fail
@@ -47,7 +49,8 @@ class Cluster:
         self._health = health or Health()
         self._absent_s = absent_s
         self._adapters = ReplicatedAdapters(lambda: clients(self.members))
-        self._flights = Flights(router, self._client_of, self._may_be_elsewhere)
+        self.events = Events()
+        self._flights = Flights(router, self.events, self._client_of, self._may_be_elsewhere)
         self._drained: set[str] = set()  # replicas, connected or not
         self._loop = asyncio.get_running_loop()
         self._absent_since: float | None = self._loop.time()
@@ -106,12 +109,24 @@ class Cluster:
         if name in self._router.replicas:
             self._left(member, died=False)
 
+    async def replace(self, name: str, address: Address, *, tls: bool = False) -> None:
+        """As `add`, for a replica that listens at another address since its restart. A drained one stays drained."""
+        drained = name in self._drained
+        await self.remove(name)
+        if drained:
+            self._drained.add(name)
+        await self.add(name, address, tls=tls)
+
     def consolidate(self) -> int:
         """Move requests as the router decides. Returns their number."""
         moves = self._router.consolidate()
         for move in moves:
             self._flights.move(move.request_id, move.target)
         return len(moves)
+
+    def where(self, request_id: str) -> str | None:
+        """The replica of an unfinished request; None while it waits for one."""
+        return self._router.where(request_id)
 
     @property
     def num_unfinished(self) -> int:
@@ -175,12 +190,16 @@ class Cluster:
 
     async def stats(self) -> EngineStats:
         """See EngineInterface. The sums over the replicas; requests that wait for a replica are waiting ones."""
-        found = await asyncio.gather(*(client.stats() for client in self._alive().values()))
+        found = await asyncio.gather(*(client.stats() for client in alive(self.members).values()))
         return merged_stats(found, num_waiting=self._router.num_waiting)
 
     async def snapshot(self, since: int = 0) -> EngineSnapshot:
         """See EngineInterface. That of the first replica by name."""
-        return await next(iter(self._alive().values())).snapshot(since)
+        return await next(iter(alive(self.members).values())).snapshot(since)
+
+    def status(self) -> ClusterStatus:
+        """The replicas, the queue, and what happened so far."""
+        return status_of(self.members, self._router, self.events)
 
     async def close(self) -> None:
         """See EngineInterface. The replicas' processes go on."""
@@ -241,6 +260,7 @@ class Cluster:
         """Resubmit the requests of a replica that has died or was removed."""
         if not clients(self.members):
             self._absent_since = self._loop.time()
+        self.events.num_deaths += died
         self._flights.replica_left(member.name, member.cause, died=died)
 
     def _client_of(self, name: str | None) -> EngineClient | None:
@@ -256,13 +276,6 @@ class Cluster:
             for adapter in adapters:
                 self._flights.send(self._router.bar(name, adapter, False))
 
-    def _alive(self) -> dict[str, EngineClient]:
-        found = clients(self.members)
-        if not found:
-            causes = "; ".join(f"{name}: {member.cause}" for name, member in sorted(self.members.items()))
-            raise EngineDead(f"no replica can be used{': ' if causes else ''}{causes}")
-        return found
-
     async def _tick(self) -> None:
         """Refuse what cannot be served, regularly."""
         while True:
@@ -271,7 +284,7 @@ class Cluster:
             since = self._absent_since
             if since is not None and self._loop.time() - since > self._absent_s and self._cause is None:
                 try:
-                    self._alive()
+                    alive(self.members)
                 except EngineDead as error:
                     self._cause = str(error)
                     self._flights.fail_all(error)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 
 from vlora.cluster.flight import Flight
 from vlora.cluster.prefix_keys import prefix_keys
+from vlora.cluster.status import Events
 from vlora.cluster.suspects import Suspects
 from vlora.engine.ipc.client import EngineClient
 from vlora.errors import Aborted, BadAdapter, BadRequest, EngineDead, StepFailed, UnknownAdapter, VLoraError
@@ -40,6 +41,7 @@ class Flights:
     def __init__(
         self,
         router: Router,
+        events: Events,
         client_of: Callable[[str | None], EngineClient | None],
         may_be_elsewhere: Callable[[str | None, str | None], bool],
     ) -> None:
@@ -47,6 +49,7 @@ class Flights:
 
         Args:
             router: Decides which replica gets which request.
+            events: Counts what happens to requests.
             client_of: The engine of a replica; None without a line to it.
             may_be_elsewhere: Whether a replica other than the second argument may have the adapter.
         """
@@ -54,6 +57,7 @@ class Flights:
         self.block_size = 1
         self.versions: dict[str, str] = {}
         self._router = router
+        self._events = events
         self._client_of = client_of
         self._may_be_elsewhere = may_be_elsewhere
         self._needs: dict[str, Need] = {}
@@ -113,6 +117,7 @@ class Flights:
             flight = self.open.get(need.request_id)
             if flight is None:
                 continue
+            self._events.num_resubmitted += died
             flight.num_deaths += died and flight.replica == name
             self._detach(flight)
             flight.leave(None)
@@ -139,6 +144,7 @@ class Flights:
         client = self._client_of(flight.replica)
         flight.target = target
         flight.num_moves += 1
+        self._events.num_moves += 1
         if client is None:
             return  # `replica_left` or the last output of its replica follows
         attempt_id = flight.attempt_id
@@ -264,6 +270,7 @@ class Flights:
 
     def _lose_source(self, flight: Flight, output: RequestOutput) -> None:
         """A replica has died before a request had moved away. The router counts the request on the target already."""
+        self._events.num_resubmitted += 1
         flight.num_deaths += 1
         flight.leave(None)
         self.send(self._router.ended(flight.request.request_id))

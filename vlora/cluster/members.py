@@ -16,6 +16,7 @@ log = logging.getLogger("vlora.cluster")
 
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
+_LOOK_S = 0.01
 
 
 class Health(NamedTuple):
@@ -113,6 +114,7 @@ class Member:
         client = await connect(self.address, self._secret, tls=self._tls, beat_s=self._health.beat_s)
         beats = asyncio.create_task(self._beat(client))
         try:
+            await _first_sign(client)
             await self._prepare(self, client)
             if self._is_closed:
                 raise self._closed_meanwhile()
@@ -161,6 +163,26 @@ class Member:
             await client.disconnect(reason)
 
 
+async def _first_sign(client: EngineClient) -> None:
+    """Wait for an answer of the engine itself: the replica's process opens lines also while its engine hangs.
+
+    Raises EngineDead when the line is closed.
+    """
+    while client.pong is None:
+        if client.cause is not None:
+            raise EngineDead(client.cause)
+        await asyncio.sleep(_LOOK_S)
+
+
 def clients(members: Mapping[str, Member]) -> dict[str, EngineClient]:
     """The engines of the replicas that can be used, by name."""
     return {name: member.client for name, member in sorted(members.items()) if member.client is not None}
+
+
+def alive(members: Mapping[str, Member]) -> dict[str, EngineClient]:
+    """As `clients`. Raises EngineDead with the causes if there are none."""
+    found = clients(members)
+    if not found:
+        causes = "; ".join(f"{name}: {member.cause}" for name, member in sorted(members.items()))
+        raise EngineDead(f"no replica can be used{': ' if causes else ''}{causes}")
+    return found

@@ -1,8 +1,8 @@
 """A replica: an engine process, and the door through which a front end reaches it. Both end together.
 
-Run as `python -m vlora.cluster.replica`, with the length of a `ReplicaSettings` in four bytes, low byte first, and the
-settings as msgpack on stdin. It prints the port of its door and the process id of its engine in one line, and ends when
-stdin is closed. The process loads no torch.
+Run as `python -m vlora.cluster.replica`, with a `ReplicaSettings` on stdin (`framing`). It prints one line: the port of
+its door and the process id of its engine, or an `ErrorValue` as JSON if it cannot start. It ends when stdin is closed;
+with a claim it outlives the process that started it, and ends after a time without a front end. It loads no torch.
 
 One front end is served at a time. A later one that knows the secret replaces it, as after a restart; the requests of
 the former one are cancelled.
@@ -11,6 +11,7 @@ the former one are cancelled.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import os
@@ -21,6 +22,8 @@ from typing import Any
 
 import msgspec
 
+from vlora.cluster import claim, framing
+from vlora.cluster.claim import RunningReplica
 from vlora.cluster.door import Address, Certificate, Door, Inbox
 from vlora.cluster.handshake import Hello
 from vlora.config import EngineConfig
@@ -29,13 +32,15 @@ from vlora.engine.ipc.client import ENGINE_COMMAND, start_process
 from vlora.engine.ipc.transport import ClientTransport
 from vlora.errors import VLoraError
 from vlora.logging_format import configure
-from vlora.types import RequestOutput
+from vlora.types import ErrorValue, RequestOutput
 
 log = logging.getLogger("vlora.cluster")
 
 MISSED_BEATS = 20
 """Beats without a byte after which a front end counts as gone. More than the front end itself allows a replica: its
 pause should not end the requests of all replicas."""
+
+ALONE_S = 60.0
 
 
 class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +51,8 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
         port: 0 chooses one.
         cert_file, key_file: Of the door; empty for a door on loopback without TLS.
         command: Starts the engine process.
+        claim_file: The process claims it, and does not end with stdin; empty: it does.
+        alone_s: With a claim, it ends after so many seconds without a front end.
     """
 
     config: EngineConfig
@@ -55,6 +62,8 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
     cert_file: str = ""
     key_file: str = ""
     command: tuple[str, ...] = ENGINE_COMMAND
+    claim_file: str = ""
+    alone_s: float = ALONE_S
 
 
 class Replica:
@@ -68,6 +77,7 @@ class Replica:
         self._ending: Counter[str] = Counter()  # requests of former front ends, by id, until their last output
         self._call_ids = itertools.count()
         self._door: Door | None = None
+        self._alone_since: float | None = asyncio.get_running_loop().time()
         engine.on_message = self._from_engine
 
     @classmethod
@@ -108,6 +118,13 @@ class Replica:
         """Wait for the end of the engine."""
         await asyncio.wait({self._engine.closed})
 
+    async def wait_alone(self, alone_s: float) -> None:
+        """Wait until there has been no front end for a time."""
+        loop = asyncio.get_running_loop()
+        while self._alone_since is None or loop.time() - self._alone_since < alone_s:
+            await asyncio.sleep(alone_s / 20)
+        log.warning("there has been no front end for %g s; this replica ends", alone_s)
+
     async def close(self) -> None:
         """Close the door and end the engine."""
         if self._door is not None:
@@ -126,6 +143,7 @@ class Replica:
             log.warning("the front end at %s replaces the one at %s", address, self._peer.address)
             self._leave(self._peer)
         peer = self._peer = _Peer(transport, address)
+        self._alone_since = None
         transport.send(messages.encode(self._ready))
         peer.watching = asyncio.create_task(self._watch(peer, hello.beat_s), name="vlora-replica-beats")
         inbox.hand_over(transport, lambda data: self._from_peer(peer, data))
@@ -137,6 +155,7 @@ class Replica:
             peer.watching.cancel()
         if self._peer is peer:
             self._peer = None
+            self._alone_since = asyncio.get_running_loop().time()
             self._ending += peer.unfinished
             for request_id in peer.unfinished:
                 self._engine.send(messages.encode(messages.Cancel(request_id)))
@@ -148,7 +167,8 @@ class Replica:
             await asyncio.wait({peer.transport.closed}, timeout=beat_s)
             if peer.transport.closed.done():
                 error = peer.transport.closed.exception()
-                log.warning("the front end at %s is gone%s", peer.address, "" if error is None else f": {error}")
+                level = logging.INFO if error is None else logging.WARNING
+                log.log(level, "the front end at %s is gone%s", peer.address, "" if error is None else f": {error}")
                 break
             before, received = received, peer.transport.num_bytes_received
             if received == before:
@@ -237,34 +257,49 @@ class _Peer:
 
 
 async def serve(settings: ReplicaSettings) -> int:
-    """Run a replica until its engine ends or stdin is closed; returns the exit code."""
+    """Run a replica until its engine ends, or until it is not needed any more; returns the exit code."""
+    held = claim.hold(settings.claim_file) if settings.claim_file else None
     certificate = Certificate(settings.cert_file, settings.key_file) if settings.cert_file else None
     address = Address(settings.host, settings.port)
     replica = await Replica.start(
         settings.config, settings.secret, address, certificate=certificate, command=settings.command
     )
-    print(f"{replica.port} {replica.engine_pid}", flush=True)
+    if held is not None:
+        claim.publish(held, RunningReplica(settings.host, replica.port, os.getpid(), replica.engine_pid))
+    _print(f"{replica.port} {replica.engine_pid}")
     ended = asyncio.create_task(replica.wait_ended())
-    parent_gone = asyncio.Event()
-    loop, stdin = asyncio.get_running_loop(), sys.stdin.fileno()
-    loop.add_reader(stdin, parent_gone.set)  # only the end follows the settings
-    waiting = asyncio.create_task(parent_gone.wait())
-    await asyncio.wait({ended, waiting}, return_when=asyncio.FIRST_COMPLETED)
-    loop.remove_reader(stdin)
+    unneeded = asyncio.create_task(_wait_stdin() if held is None else replica.wait_alone(settings.alone_s))
+    await asyncio.wait({ended, unneeded}, return_when=asyncio.FIRST_COMPLETED)
     await replica.close()
-    return 0 if parent_gone.is_set() else 1
+    return 0 if unneeded.done() else 1
+
+
+async def _wait_stdin() -> None:
+    """Wait for the end of stdin: nothing else follows the settings."""
+    ended = asyncio.Event()
+    loop, stdin = asyncio.get_running_loop(), sys.stdin.fileno()
+    loop.add_reader(stdin, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(stdin)
+
+
+def _print(line: str) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the starting process has ended
+        print(line, flush=True)
 
 
 def main() -> None:
     configure(os.environ)
-    size = int.from_bytes(sys.stdin.buffer.read(4), "little")
-    settings = msgspec.msgpack.decode(sys.stdin.buffer.read(size), type=ReplicaSettings)
+    settings = framing.read(sys.stdin.buffer, ReplicaSettings)
     try:
         code = asyncio.run(serve(settings))
     except VLoraError as error:
-        print(f"the replica did not start: {error}", file=sys.stderr)
+        _print(msgspec.json.encode(ErrorValue.of(error)).decode())
         code = 2
-    sys.stderr.flush()
+    with contextlib.suppress(BrokenPipeError):  # the front end, which reads the log, has ended
+        sys.stderr.flush()
     os._exit(code)
 
 

@@ -17,13 +17,15 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from vlora.client.values import Answer, HeadOutcome, HeadResult
+from vlora.cluster.cluster import Cluster
 from vlora.config import ServerConfig
 from vlora.engine.interface import EngineInterface
-from vlora.engine.ipc.supervisor import SupervisedEngine
+from vlora.engine.ipc.supervisor import RestartedEngine
 from vlora.engine.snapshot import EngineSnapshot
 from vlora.errors import BadRequest, EngineDead
 from vlora.server.active_requests import ActiveRequests, RequestClock
 from vlora.server.adapter_catalog import AdapterCatalog
+from vlora.server.cluster_metrics import ClusterCollector
 from vlora.server.detokenizer import AnswerText, Piece
 from vlora.server.head_results import in_pixels
 from vlora.server.interleave import interleave
@@ -39,6 +41,7 @@ from vlora.server.prompts import (
     missing_question,
     with_question,
 )
+from vlora.server.replicas import Replicas
 from vlora.server.security.message_budget import ByteBudget
 from vlora.server.streams.registry import StreamRegistry
 from vlora.types import EngineStats, ErrorValue, Request, RequestOutput, SamplingParams, adapter_name
@@ -64,7 +67,7 @@ class FrontEnd:
         config: ServerConfig,
         model: str = "",
         *,
-        supervisor: SupervisedEngine | None = None,
+        supervisor: RestartedEngine | None = None,
     ) -> None:
         """model: the base model's name; no adapter may have this name. supervisor: the engine, if it is restarted."""
         self.config = config
@@ -78,6 +81,9 @@ class FrontEnd:
         self.streams = StreamRegistry(self, config, self.metrics)
         self.message_budget = ByteBudget(config.max_held_bytes)
         self._requests = ActiveRequests(config, self.metrics)
+        self.replicas = Replicas(engine if isinstance(engine, Cluster) else None)
+        if isinstance(engine, Cluster):
+            self.metrics.register(ClusterCollector(engine.status))
 
     # -- answers ------------------------------------------------------------------------------------------------------
 

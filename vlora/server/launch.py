@@ -9,12 +9,13 @@ import functools
 import gc
 import logging
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from vlora.cluster.on_ray.cluster import LocalCluster
 from vlora.config import EngineConfig, ServerConfig, Token
 from vlora.engine.ipc.client import ENGINE_COMMAND
-from vlora.engine.ipc.supervisor import SupervisedEngine
+from vlora.engine.ipc.supervisor import RestartedEngine, SupervisedEngine
 from vlora.errors import BadConfig, EngineDead
 from vlora.server.frontend import FrontEnd
 from vlora.server.rpyc.server import RpycServer
@@ -40,6 +41,9 @@ async def serve(
     engine_command: Sequence[str] = ENGINE_COMMAND,
     load_processor: Callable[[str], InputProcessor] | None = None,
     read_tokens: Callable[[], tuple[Token, ...]] | None = None,
+    replicas: int = 1,
+    max_replicas: int | None = None,
+    routing_rule: str = "placed",
 ) -> None:
     """Serve until interrupted or terminated, then drain.
 
@@ -47,8 +51,12 @@ async def serve(
 
     Args:
         adapters: Name -> folder.
-        announce: Called with the "ready" line, and with the token names after a reload.
+        announce: Called with the "ready" line, with lines about replicas before it, and with the token names after a
+            reload.
         read_tokens: Reads the tokens again on SIGHUP; None where they cannot change.
+        replicas: Number of engines; several of them run on a Ray of this machine.
+        max_replicas: The limit of that number later; None: `replicas`.
+        routing_rule: Which of them gets a request.
 
     Raises:
         BadConfig: The model, a setting or the address is invalid.
@@ -78,9 +86,17 @@ async def serve(
             from vlora.server.http.server import HttpServer
 
             http_server = HttpServer(server_config)
-        starting = asyncio.create_task(
-            _start(engine_config, server_config, model, adapters, engine_command, load_processor or _load_processor)
+        start_engine = functools.partial(
+            _start_engine,
+            engine_config,
+            engine_command,
+            replicas=replicas,
+            most=max_replicas,
+            rule=routing_rule,
+            announce=announce,
         )
+        load = functools.partial(load_processor or _load_processor, engine_config.model)
+        starting = asyncio.create_task(_start(start_engine, load, server_config, model, adapters))
         if await _first_done(starting, stop) is None:
             return
         engine, front_end = starting.result()
@@ -119,17 +135,16 @@ async def serve(
 
 
 async def _start(
-    engine_config: EngineConfig,
+    start_engine: Callable[[], Awaitable[RestartedEngine]],
+    load_processor: Callable[[], InputProcessor],
     server_config: ServerConfig,
     model: str,
     adapters: Mapping[str, str],
-    engine_command: Sequence[str],
-    load_processor: Callable[[str], InputProcessor],
-) -> tuple[SupervisedEngine, FrontEnd]:
-    """Load the model in the engine process and, concurrently, the tokenizer and image processor here."""
-    loading = asyncio.create_task(asyncio.to_thread(load_processor, engine_config.model))
+) -> tuple[RestartedEngine, FrontEnd]:
+    """Load the model in the engine processes and, concurrently, the tokenizer and image processor here."""
+    loading = asyncio.create_task(asyncio.to_thread(load_processor))
     try:
-        engine = await SupervisedEngine.start(engine_config, log=log.warning, command=engine_command)
+        engine = await start_engine()
     except BaseException:
         # Report the engine's error; the processor's error about the same model adds nothing.
         await asyncio.wait({loading})
@@ -143,6 +158,20 @@ async def _start(
         await engine.close()
         raise
     return engine, front_end
+
+
+async def _start_engine(
+    config: EngineConfig,
+    command: Sequence[str],
+    *,
+    replicas: int,
+    most: int | None,
+    rule: str,
+    announce: Callable[[str], None],
+) -> RestartedEngine:
+    if replicas == 1:
+        return await SupervisedEngine.start(config, log=log.warning, command=command)
+    return await LocalCluster.start(config, replicas, max_replicas=most, rule=rule, announce=announce, command=command)
 
 
 def _threads(number: int, config: EngineConfig) -> str:

@@ -120,6 +120,10 @@ class Metrics:
         for label in (BASE, UNKNOWN, COMPOSED, OTHER):
             self._begin_adapter(label)
 
+    def register(self, collector: Collector) -> None:
+        """Add metrics of another part of the server."""
+        self._registry.register(collector)
+
     def expect(self, adapters: Iterable[str]) -> None:
         """Create the series of registered adapters at 0, while there are free slots."""
         for name in adapters:

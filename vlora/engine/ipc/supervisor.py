@@ -11,6 +11,7 @@ from typing import Protocol
 import msgspec
 
 from vlora.config import EngineConfig
+from vlora.engine.interface import EngineInterface
 from vlora.engine.ipc.client import ENGINE_COMMAND, EngineClient
 from vlora.engine.snapshot import EngineSnapshot
 from vlora.errors import EngineDead, VLoraError
@@ -26,6 +27,24 @@ class RestartListener(Protocol):
 
     def engine_changed(self) -> None:
         """A new process is ready, or no more restarts are attempted."""
+        ...
+
+
+class RestartedEngine(EngineInterface, Protocol):
+    """An engine that is replaced when it dies."""
+
+    @property
+    def cause(self) -> str | None:
+        """Why no engine is ready; None while one is."""
+        ...
+
+    @property
+    def starting(self) -> bool:
+        """Whether no engine is ready but one is starting."""
+        ...
+
+    def add_listener(self, listener: RestartListener) -> None:
+        """Notify the listener of the outcome of every restart from now on."""
         ...
 
 

@@ -46,6 +46,7 @@ class ConsoleRoutes:
             "model": self._model,
             "stats": msgspec.structs.replace(snapshot.stats, model=self._model),  # the engine reports its folder
             "steps": steps,
+            "replicas": self._front_end.replicas.statuses,
             "num_streams": len(streams),
             "streams": [_stream_json(stream) for stream in streams if _may_see(caller, stream)],
             "admin": caller is None or caller.admin,

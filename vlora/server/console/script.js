@@ -197,6 +197,17 @@ function drawFigures() {
   for (const name of ["running", "waiting", "finished", "failed"]) {
     setText(at(`figure-${name}`), stats[`num_${name}`].toLocaleString("en"));
   }
+  drawReplicas();
+}
+
+/** The serving replicas of all; the tooltip has a line for each. Hidden with one engine. */
+function drawReplicas() {
+  const { replicas } = state;
+  at("replicas").hidden = !replicas.length;
+  setText(at("figure-replicas"), `${replicas.filter((each) => each.state === "serving").length}/${replicas.length}`);
+  at("replicas").title = replicas
+    .map((each) => `${each.name}: ${each.state}, ${plural(each.num_requests, "request")}${each.cause ? ` (${each.cause})` : ""}`)
+    .join("\n");
 }
 
 let chosen = null; // number of the step under the pointer or focus

@@ -11,12 +11,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import math
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any
 
-import msgspec
 import rpyc
 
 from vlora.client.values import (
@@ -39,6 +37,7 @@ from vlora.errors import Aborted, BadRequest, DeadlineMissed, Disconnected, Unkn
 from vlora.server.frontend import FrontEnd
 from vlora.server.internal_errors import to_vlora_error
 from vlora.server.media.image_decoding import RawImage
+from vlora.server.rpyc.arguments import bounded_wait_s, checked, encoded_images, frame_images, positional, visuals
 from vlora.server.rpyc.channel import Peer
 from vlora.server.rpyc.protocol import StreamedReply
 from vlora.server.security.access import Access
@@ -46,10 +45,7 @@ from vlora.server.security.message_budget import ByteCharge
 from vlora.server.streams.frame_questions import images_per_frame
 from vlora.server.streams.frame_stream import StreamSession
 from vlora.types import AdapterStatus, TrainingStatus
-from vlora.types.video import Video
-from vlora.wording import msgspec_errors
 
-_MAX_PULL_S = 30.0
 AUTHENTICATE_S = 10.0  # a connection must authenticate within this time
 
 
@@ -178,6 +174,22 @@ class VLoraService(rpyc.Service):
         """Engine counters -> EngineStats"""
         return self._schedule(self._front_end.stats)
 
+    def exposed_cluster(self) -> Future[Reply]:
+        """The replicas -> ClusterStatus"""
+        return self._schedule(self._front_end.replicas.status)
+
+    def exposed_drain_replica(self, name: Any, wait_s: Any) -> Future[Reply]:
+        """Drain a replica, and wait up to wait_s -> whether it has no requests left"""
+        return self._schedule(self._drain_replica, name, wait_s, admin=True)
+
+    def exposed_scale(self, number: Any, wait_s: Any) -> Future[Reply]:
+        """Have another number of replicas, and wait up to wait_s -> whether it is done"""
+        return self._schedule(self._scale, number, wait_s, admin=True)
+
+    def exposed_resume_replica(self, name: Any) -> Future[Reply]:
+        """Send requests to a drained replica again."""
+        return self._schedule(self._resume_replica, name, admin=True)
+
     def _schedule(
         self,
         method: Callable[..., Awaitable[Any]],
@@ -196,7 +208,7 @@ class VLoraService(rpyc.Service):
     # -- calls of clients, on the event loop --------------------------------------------------------------------------
 
     async def _hello(self, args: tuple[Any, ...]) -> Hello:
-        secret = _checked("token", args[0] if args else None, str | None)
+        secret = checked("token", args[0] if args else None, str | None)
         token = self._access.check(secret, peer=self._peer.address)
         self._token, self._authenticated = secret, True
         self._tenant = None if token is None else token.name
@@ -223,97 +235,106 @@ class VLoraService(rpyc.Service):
         return StreamPart(answer=answer)
 
     def _text_parts(self, args: tuple[Any, ...], *, whole: bool = False) -> Any:
-        _, question, images, adapter, sampling, max_latency_s, max_ttft_s, priority = _positional("generate", args, 8)
-        pairs = _checked("sampling", sampling, tuple[tuple[str, Any], ...])
+        _, question, images, adapter, sampling, max_latency_s, max_ttft_s, priority = positional("generate", args, 8)
+        pairs = checked("sampling", sampling, tuple[tuple[str, Any], ...])
         return self._front_end.generate(
-            _checked("question", question, str),
-            _visuals(images),
-            adapter=_checked("adapter", adapter, str | None),
+            checked("question", question, str),
+            visuals(images),
+            adapter=checked("adapter", adapter, str | None),
             sampling=sampling_params(dict(pairs)),
-            max_latency_s=_checked("max_latency_s", max_latency_s, float | None),
-            max_ttft_s=_checked("max_ttft_s", max_ttft_s, float | None),
-            priority=_checked("priority", priority, int),
+            max_latency_s=checked("max_latency_s", max_latency_s, float | None),
+            max_ttft_s=checked("max_ttft_s", max_ttft_s, float | None),
+            priority=checked("priority", priority, int),
             tenant=self._tenant,
             whole=whole,
         )
 
     async def _ask_head(self, args: tuple[Any, ...]) -> HeadResult:
-        _, images, adapter, head, max_latency_s, priority = _positional("ask_head", args, 6)
+        _, images, adapter, head, max_latency_s, priority = positional("ask_head", args, 6)
         return await self._front_end.ask_head(
-            _images(images),
-            _checked("adapter", adapter, str),
-            _checked("head", head, str),
-            max_latency_s=_checked("max_latency_s", max_latency_s, float | None),
-            priority=_checked("priority", priority, int),
+            encoded_images(images),
+            checked("adapter", adapter, str),
+            checked("head", head, str),
+            max_latency_s=checked("max_latency_s", max_latency_s, float | None),
+            priority=checked("priority", priority, int),
             tenant=self._tenant,
         )
 
     async def _ask_heads(self, args: tuple[Any, ...]) -> tuple[HeadOutcome, ...]:
-        _, images, heads, max_latency_s, priority = _positional("ask_heads", args, 5)
+        _, images, heads, max_latency_s, priority = positional("ask_heads", args, 5)
         return await self._front_end.ask_heads(
-            _images(images),
-            _checked("heads", heads, tuple[tuple[str, str], ...]),
-            max_latency_s=_checked("max_latency_s", max_latency_s, float | None),
-            priority=_checked("priority", priority, int),
+            encoded_images(images),
+            checked("heads", heads, tuple[tuple[str, str], ...]),
+            max_latency_s=checked("max_latency_s", max_latency_s, float | None),
+            priority=checked("priority", priority, int),
             tenant=self._tenant,
         )
 
     async def _cancel(self, call_id: Any) -> None:
-        if (task := self._tasks.get(_checked("call_id", call_id, int))) is not None:
+        if (task := self._tasks.get(checked("call_id", call_id, int))) is not None:
             task.cancel()
 
     async def _open_frames(self, args: tuple[Any, ...]) -> str:
-        heads, questions, max_latency_s, fps, drop, priority = _positional("open_frames", args, 6)
+        heads, questions, max_latency_s, fps, drop, priority = positional("open_frames", args, 6)
         options = StreamOptions(
-            heads=_checked("heads", heads, tuple[tuple[str, str], ...]),
-            questions=_checked("questions", questions, tuple[TextQuestion, ...]),
-            max_latency_s=_checked("max_latency_s", max_latency_s, float | None),
-            fps=_checked("fps", fps, float | None),
-            drop=_checked("drop", drop, str),
-            priority=_checked("priority", priority, int),
+            heads=checked("heads", heads, tuple[tuple[str, str], ...]),
+            questions=checked("questions", questions, tuple[TextQuestion, ...]),
+            max_latency_s=checked("max_latency_s", max_latency_s, float | None),
+            fps=checked("fps", fps, float | None),
+            drop=checked("drop", drop, str),
+            priority=checked("priority", priority, int),
         )
         num_images = await images_per_frame(options, self._front_end.adapters, self._front_end.config)
         owner = self._frames_owner()
         return self._front_end.streams.open(options, num_images, owner, self)
 
     async def _send_frame(self, charge: ByteCharge, args: tuple[Any, ...]) -> bool:
-        stream_id, number, images, wait_s = _positional("send_frame", args, 4)
+        stream_id, number, images, wait_s = positional("send_frame", args, 4)
         stream = self._frame_stream(stream_id)
-        frame = _frame(images)
+        frame = frame_images(images)
         for image in frame:
             if isinstance(image, RawImage):
                 image.check(self._front_end.config)
-        place, wait = _checked("number", number, int), _wait_s(wait_s)
+        place, wait = checked("number", number, int), bounded_wait_s(wait_s)
         return await stream.send(place, frame, wait, charge.move())
 
     async def _pull_results(self, args: tuple[Any, ...]) -> FrameResults:
-        stream_id, acknowledged, wait_s = _positional("pull_results", args, 3)
-        number = _checked("acknowledged", acknowledged, int)
-        return await self._frame_stream(stream_id).pull(number, _wait_s(wait_s))
+        stream_id, acknowledged, wait_s = positional("pull_results", args, 3)
+        number = checked("acknowledged", acknowledged, int)
+        return await self._frame_stream(stream_id).pull(number, bounded_wait_s(wait_s))
 
     async def _end_frames(self, args: tuple[Any, ...]) -> None:
-        self._frame_stream(_positional("end_frames", args, 1)[0]).end()
+        self._frame_stream(positional("end_frames", args, 1)[0]).end()
 
     async def _close_frames(self, args: tuple[Any, ...]) -> None:
-        (stream_id,) = _positional("close_frames", args, 1)
+        (stream_id,) = positional("close_frames", args, 1)
         with contextlib.suppress(UnknownStream):
             self._frame_stream(stream_id)
             self._front_end.streams.discard(stream_id)
 
     async def _load_adapter(self, name: Any, path: Any) -> AdapterStatus:
-        return await self._front_end.adapters.load(_checked("name", name, str), _checked("path", path, str))
+        return await self._front_end.adapters.load(checked("name", name, str), checked("path", path, str))
 
     async def _unload_adapter(self, name: Any, drain: Any) -> None:
-        await self._front_end.adapters.unload(_checked("name", name, str), _checked("drain", drain, bool))
+        await self._front_end.adapters.unload(checked("name", name, str), checked("drain", drain, bool))
 
     async def _pin_adapter(self, name: Any, pinned: Any) -> AdapterStatus:
-        return await self._front_end.adapters.pin(_checked("name", name, str), _checked("pinned", pinned, bool))
+        return await self._front_end.adapters.pin(checked("name", name, str), checked("pinned", pinned, bool))
 
     async def _train(self, plan: Any) -> tuple[TrainingStatus, ...]:
-        return await self._front_end.adapters.train(_checked("plan", plan, str))
+        return await self._front_end.adapters.train(checked("plan", plan, str))
 
     async def _cancel_training(self, name: Any) -> TrainingStatus:
-        return await self._front_end.adapters.cancel_training(_checked("name", name, str))
+        return await self._front_end.adapters.cancel_training(checked("name", name, str))
+
+    async def _drain_replica(self, name: Any, wait_s: Any) -> bool:
+        return await self._front_end.replicas.drain(checked("name", name, str), bounded_wait_s(wait_s))
+
+    async def _scale(self, number: Any, wait_s: Any) -> bool:
+        return await self._front_end.replicas.scale(checked("number", number, int), bounded_wait_s(wait_s))
+
+    async def _resume_replica(self, name: Any) -> None:
+        await self._front_end.replicas.resume(checked("name", name, str))
 
     # -- replies ------------------------------------------------------------------------------------------------------
 
@@ -347,7 +368,7 @@ class VLoraService(rpyc.Service):
                 del self._tasks[number]
 
     def _register(self, call_id: tuple[Any, ...]) -> int:
-        number: int = _checked("call_id", call_id[0] if call_id else None, int)
+        number: int = checked("call_id", call_id[0] if call_id else None, int)
         if number in self._tasks:
             raise BadRequest(f"call id {number} is already in use")
         task = asyncio.current_task()
@@ -368,7 +389,7 @@ class VLoraService(rpyc.Service):
         return self._access.check(self._token)
 
     def _frame_stream(self, stream_id: Any) -> StreamSession:
-        return self._front_end.streams.use(_checked("stream id", stream_id, str), self._frames_owner(), self)
+        return self._front_end.streams.use(checked("stream id", stream_id, str), self._frames_owner(), self)
 
     def _cancel_all(self) -> None:
         for task in self._tasks.values():
@@ -379,55 +400,3 @@ class VLoraService(rpyc.Service):
 
 def _release(charge: ByteCharge, _: Future[Reply]) -> None:
     charge.release()
-
-
-def _positional(call: str, args: tuple[Any, ...], count: int) -> tuple[Any, ...]:
-    if len(args) != count:
-        raise BadRequest(f"{call} takes {count} values; got {len(args)}")
-    return args
-
-
-def _checked(name: str, value: Any, kind: Any) -> Any:
-    """Check the value's type and return it. Raises BadRequest."""
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec_errors.REFUSED as error:
-        raise BadRequest(msgspec_errors.described(error, name, value)) from error
-
-
-def _wait_s(value: Any) -> float:
-    wait_s: float = _checked("wait_s", value, float)
-    if not 0 <= wait_s < math.inf:
-        raise BadRequest(f"wait_s is {wait_s}; it must be 0 or more, and finite")
-    return min(wait_s, _MAX_PULL_S)
-
-
-def _frame(value: Any) -> tuple[bytes | RawImage, ...]:
-    if not isinstance(value, tuple):
-        raise BadRequest("images must be a tuple of bytes or (bytes, height, width)")
-    return tuple(image if isinstance(image, bytes) else RawImage(*_raw(image)) for image in value)
-
-
-def _raw(value: Any) -> tuple[bytes, int, int]:
-    if not isinstance(value, tuple) or [type(each) for each in value] != [bytes, int, int]:
-        raise BadRequest("an image must be bytes or (bytes, height, width)")
-    return value
-
-
-def _visuals(value: Any) -> tuple[bytes | Video[Any], ...]:
-    if not isinstance(value, tuple):
-        raise BadRequest("images must be a tuple of bytes, one per image, and of (frames, times), one per video")
-    return tuple(one if isinstance(one, bytes) else _video(one) for one in value)
-
-
-def _video(value: Any) -> Video[Any]:
-    if not isinstance(value, tuple) or len(value) != 2:
-        raise BadRequest("a video must be (frames, times), an image bytes")
-    frames, times = value
-    return Video(_images(frames), _checked("times", times, tuple[float, ...]))
-
-
-def _images(value: Any) -> tuple[bytes, ...]:
-    if not isinstance(value, tuple) or not all(isinstance(image, bytes) for image in value):
-        raise BadRequest("images must be a tuple of bytes, one per image")
-    return value

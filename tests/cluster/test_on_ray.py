@@ -1,0 +1,463 @@
+"""Replicas of this machine on a real Ray, with sleeping engines: its traps, and what dies under answers."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+import pytest
+
+from tests.cluster.running import SLEEPING, outputs_of
+from tests.cluster.sleeping_engine import COMMAND
+from tests.cluster.test_cluster import MIXED, check
+from vlora.cluster.members import Health
+from vlora.cluster.on_ray import settings
+from vlora.cluster.on_ray.cluster import LocalCluster
+from vlora.cluster.on_ray.own_processes import ray_processes, replica_processes
+from vlora.cluster.on_ray.settings import Folder, Ports
+from vlora.errors import BadConfig, BadRequest, EngineDead
+from vlora.types.replicas import DRAINING, SERVING
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
+]
+
+T = TypeVar("T")
+
+NAMES = ("replica-0", "replica-1")
+WAIT_S = 40.0
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs. A process that has ended may remain as a zombie."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def own_processes(folder: Folder) -> list[psutil.Process]:
+    return ray_processes(folder) + replica_processes(folder)
+
+
+UVLOOP = """
+import asyncio, os
+def new_event_loop():
+    with open({users!r}, "a") as file:
+        print(os.getpid(), file=file)
+    return asyncio.SelectorEventLoop()
+class Policy(asyncio.DefaultEventLoopPolicy):
+    def new_event_loop(self):
+        return new_event_loop()
+def install():
+    asyncio.set_event_loop_policy(Policy())
+"""
+
+
+class Here:
+    """A running cluster, in a thread with its event loop."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.lines: list[str] = []
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+        health = Health(missed=10)  # a loaded machine is no reason to give a replica up
+        starting = LocalCluster.start(
+            SLEEPING, 2, max_replicas=3, announce=self.lines.append, command=COMMAND, health=health, hung_s=0.5
+        )
+        self.cluster: LocalCluster = self.run(starting)
+
+    def begin(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self.begin(coroutine).result(60)
+
+    def close(self) -> None:
+        self.run(self.cluster.close())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()
+
+    @property
+    def keeper_pid(self) -> int | None:
+        return None if self.cluster.ray.keeper is None else self.cluster.ray.keeper.pid
+
+    def serves(self) -> bool:
+        return self.states() == [SERVING] * len(NAMES)
+
+    def states(self) -> list[str]:
+        return [replica.state for replica in self.cluster.status().replicas]
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        ends_s = time.monotonic() + WAIT_S
+        while not condition():
+            assert time.monotonic() < ends_s
+            time.sleep(0.02)
+
+    def engines(self) -> set[int]:
+        """The engines' processes that run."""
+        command = list(COMMAND)
+        found = replica_processes(self.cluster.folder)
+        return {process.pid for process in found if is_alive(process.pid) and process.cmdline()[:3] == command}
+
+    def answer_all(self, then: Callable[[], object] = lambda: None) -> list[int]:
+        """Answer mixed requests; `then` is called in the middle of them. Returns the deaths under each."""
+
+        async def answer() -> list[int]:
+            answers = (
+                outputs_of(self.cluster, each, 20 if each.request_id == "r0" else -1, then)  # type: ignore[arg-type]
+                for each in MIXED
+            )
+            lasts = [
+                check(request, found) for request, found in zip(MIXED, await asyncio.gather(*answers), strict=True)
+            ]
+            return [last.timings.num_deaths for last in lasts if last.timings is not None]
+
+        return self.run(answer())
+
+    def where(self, request_id: str) -> str:
+        name = self.cluster.where(request_id)
+        assert name is not None
+        return name
+
+
+def driver(here: Here, token: dict[str, str], code: str = "") -> subprocess.CompletedProcess[str]:
+    """Connect to Ray from another process with a token, then run code there."""
+    code = (
+        "import ray, sys\n"
+        "try: ray.init(address=sys.argv[1], log_to_driver=False, _node_ip_address='127.0.0.1')\n"
+        f"except Exception as error: sys.exit(f'refused: {{error}}')\n{code}"
+    )
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environ |= {"RAY_AUTH_MODE": "token", "RAY_NUM_REDIS_GET_RETRIES": "1"}  # otherwise it tries for 20 s
+    command = [sys.executable, "-c", code, f"127.0.0.1:{here.cluster.ray.ports.control}"]
+    return subprocess.run(command, env=environ | token, capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Here]:
+    """Two replicas. The environment names another Ray, which must not be joined, and the first ports cannot be used.
+
+    An event loop named uvloop is installed, which notes the processes that use it.
+    """
+    find_ports, unusable = settings.find_ports, [Ports(70_000, 2)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(home := tmp_path_factory.mktemp("home")))
+        patch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+        patch.setattr(settings, "find_ports", lambda number: unusable.pop() if unusable else find_ports(number))
+        patch.delenv("OMP_NUM_THREADS", raising=False)
+        modules = tmp_path_factory.mktemp("modules")
+        (modules / "uvloop.py").write_text(UVLOOP.format(users=str(home / "users")))
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(modules), *filter(None, [os.environ.get("PYTHONPATH")])]))
+        found = Here(home)
+        try:
+            yield found
+        finally:
+            found.close()
+
+
+def test_the_start_is_announced_and_all_replicas_answer(here: Here) -> None:
+    assert here.lines[0] == "starting Ray" and str(here.cluster.ray.ports) in here.lines[1]
+    assert [line.partition(" serves ")[2] for line in here.lines[2:]] == ["(1 of 2)", "(2 of 2)"]
+    used: set[str] = set()
+    assert set(here.answer_all(lambda: used.update(here.where(each) for each in ("r0", "r1", "long")))) == {0}
+    assert here.serves() and used <= set(NAMES)
+    assert here.cluster.cause is None and not here.cluster.starting
+
+
+def test_engines_have_the_niceness_of_the_front_end(here: Here) -> None:
+    """Ray's default is 15."""
+    for pids in here.cluster.pids.values():
+        assert [psutil.Process(pid).nice() for pid in pids] == [psutil.Process().nice()] * 3
+
+
+def test_engines_have_the_threads_and_the_folder_of_the_front_end(here: Here) -> None:
+    """Ray sets OMP_NUM_THREADS to 1 for workers. Its token is not for engines."""
+    for pids in here.cluster.pids.values():
+        environ = psutil.Process(pids.engine).environ()
+        assert psutil.Process(pids.engine).cwd() == os.getcwd()
+        assert "OMP_NUM_THREADS" not in environ and not any(name.startswith("RAY_") for name in environ)
+
+
+def test_only_the_announced_ports_are_open_to_others(here: Here) -> None:
+    """Ray listens on all addresses; doors listen on loopback."""
+    doors = {member.address.port for member in here.cluster.members.values()}
+    open_ports: set[int] = set()
+    for process in own_processes(here.cluster.folder):
+        for found in process.net_connections("inet"):
+            if found.status == psutil.CONN_LISTEN and found.laddr.port not in doors:
+                open_ports.add(found.laddr.port)
+    ports = here.cluster.ray.ports
+    assert ports.control in open_ports
+    assert all(ports.first <= port <= ports.last for port in open_ports), open_ports
+
+
+def test_the_token_is_our_own_and_without_it_ray_refuses(here: Here) -> None:
+    assert not (here.home / ".ray").exists()  # where Ray's own, world-readable token would be
+    own = Path(here.cluster.folder.token_file).read_text()
+    for token in ({}, {"RAY_AUTH_TOKEN": "0" * 64}):
+        done = driver(here, token)
+        assert done.returncode == 1 and "refused: " in done.stderr, done.stderr
+        assert "uthentication token" in done.stderr
+    done = driver(here, {"RAY_AUTH_TOKEN": own})
+    assert done.returncode == 0, done.stderr
+
+
+def test_actors_have_no_event_loop_that_ray_chooses(here: Here) -> None:
+    """With uvloop installed, an asynchronous actor runs on it, and the transports of the lines fail there."""
+    code = (
+        "class Asynchronous:\n"
+        "    async def pid(self): import os; return os.getpid()\n"
+        "print(ray.get(ray.remote(Asynchronous).options(num_cpus=0).remote().pid.remote()))\n"
+    )
+    done = driver(here, {"RAY_AUTH_TOKEN": Path(here.cluster.folder.token_file).read_text()}, code)
+    assert done.returncode == 0, done.stderr
+    users = set(map(int, (here.home / "users").read_text().split()))
+    assert int(done.stdout.split()[-1]) in users
+    assert not users & {pid for pids in here.cluster.pids.values() for pid in pids}
+
+
+def test_the_front_end_is_no_driver_and_drivers_live_without_a_head(here: Here) -> None:
+    assert "ray" not in sys.modules
+    assert here.cluster.ray.keeper is not None and here.cluster.ray.head is not None
+    for pid in (here.cluster.ray.keeper.pid, here.cluster.ray.head.pid):
+        assert psutil.Process(pid).environ()["RAY_gcs_rpc_server_reconnect_timeout_s"] == "600"
+
+
+def test_all_processes_belong_to_one_ray(here: Here) -> None:
+    """An `init` without an address would have started or joined another one."""
+    names = [process.name() for process in own_processes(here.cluster.folder)]
+    assert names.count("gcs_server") == names.count("raylet") == 1
+
+
+def test_actors_load_no_torch_and_are_small(here: Here) -> None:
+    for pids in here.cluster.pids.values():
+        actor = psutil.Process(pids.actor)
+        assert not any("libtorch" in found.path for found in actor.memory_maps())
+        assert actor.memory_full_info().pss < 120 << 20
+
+
+def test_a_killed_keeper_is_replaced_and_adopts_the_replicas(here: Here) -> None:
+    former, pids = here.keeper_pid, dict(here.cluster.pids)
+    assert former is not None
+    here.cluster.pids.clear()
+    assert set(here.answer_all(lambda: os.kill(former, signal.SIGKILL))) == {0}
+    here.wait(lambda: set(here.cluster.pids) == set(NAMES))
+    assert here.cluster.pids == pids and here.keeper_pid not in (None, former)
+
+
+def test_a_killed_actor_is_replaced_and_its_replica_serves_on(here: Here) -> None:
+    pids, before = dict(here.cluster.pids), here.cluster.status()
+
+    def kill() -> None:
+        for each in pids.values():
+            os.kill(each.actor, signal.SIGKILL)
+
+    assert set(here.answer_all(kill)) == {0}
+    here.wait(lambda: all(here.cluster.pids[name].actor != pids[name].actor for name in NAMES))
+    assert here.engines() == {each.engine for each in pids.values()}
+    assert here.cluster.status() == before and here.serves()
+
+
+@pytest.mark.parametrize("part", ["replica", "engine"])
+def test_a_killed_replica_loses_no_request_and_comes_back(here: Here, part: str) -> None:
+    before, pids = here.cluster.status(), dict(here.cluster.pids)
+    killed: list[str] = []
+
+    def kill() -> None:
+        killed.append(here.where("r0"))
+        os.kill(getattr(pids[killed[0]], part), signal.SIGKILL)
+
+    assert set(here.answer_all(kill)) == {0, 1}
+    here.wait(lambda: here.serves() and here.cluster.pids != pids)
+    assert {name for name in NAMES if here.cluster.pids[name] != pids[name]} == set(killed)
+    assert not any(map(is_alive, pids[killed[0]]))
+    after = here.cluster.status()
+    assert after.num_deaths == before.num_deaths + 1 and after.num_resubmitted > before.num_resubmitted
+    assert set(here.answer_all()) == {0}
+
+
+def test_a_replica_that_hangs_is_started_again(here: Here) -> None:
+    pids, hung = dict(here.cluster.pids), list[str]()
+
+    def hang() -> None:
+        hung.append(here.where("r0"))
+        os.kill(pids[hung[0]].engine, signal.SIGSTOP)
+
+    assert set(here.answer_all(hang)) == {0, 1}
+    here.wait(lambda: here.serves() and here.cluster.pids[hung[0]] != pids[hung[0]])
+    assert not any(map(is_alive, pids[hung[0]]))
+
+
+def test_a_drained_replica_stays_drained_after_a_restart(here: Here) -> None:
+    name, other = NAMES
+    former = here.cluster.pids[name]
+    assert here.run(here.cluster.drain(name))
+    os.kill(former.engine, signal.SIGKILL)
+    here.wait(lambda: here.cluster.pids[name] != former and here.states() == [DRAINING, SERVING])
+    used: set[str] = set()
+    assert set(here.answer_all(lambda: used.update(here.where(each) for each in ("r0", "r1", "long")))) == {0}
+    assert used == {other}
+    here.cluster.resume(name)
+    assert here.serves()
+
+
+def test_a_replica_is_added_and_released_under_answers(here: Here) -> None:
+    """The number holds also for a keeper that starts after it was changed."""
+    pids, before = dict(here.cluster.pids), here.cluster.status()
+    adding = here.begin(here.cluster.scale(3, 30.0))
+    assert set(here.answer_all()) == {0} and adding.result(30)
+    assert here.states() == [SERVING] * 3 and len(here.engines()) == 3
+    assert here.keeper_pid is not None
+    here.cluster.pids.clear()
+    os.kill(here.keeper_pid, signal.SIGKILL)
+    here.wait(lambda: len(here.cluster.pids) == 3)
+    added = here.cluster.pids["replica-2"]
+    releasing: list[Future[bool]] = []
+    scaling = functools.partial(here.cluster.scale, 2, 30.0)
+    assert set(here.answer_all(lambda: releasing.append(here.begin(scaling())))) == {0}
+    assert releasing[0].result(30)
+    here.wait(lambda: not any(map(is_alive, added)))
+    assert here.cluster.pids == pids and here.serves()
+    assert here.cluster.status().num_deaths == before.num_deaths
+    os.kill(here.keeper_pid, signal.SIGKILL)
+    here.cluster.pids.clear()
+    here.wait(lambda: len(here.cluster.pids) == 2)
+    time.sleep(0.5)
+    assert here.cluster.pids == pids
+    for number in (0, 4):
+        with pytest.raises(BadRequest, match=f"^the number of replicas is {number}; it must be between 1 and 3, see"):
+            here.run(here.cluster.scale(number, 1.0))
+
+
+def test_a_replica_that_does_not_start_is_reported_and_tried_again(here: Here) -> None:
+    unusable = Path(here.cluster.folder.claim_file("replica-2"))
+    unusable.unlink(missing_ok=True)
+    unusable.mkdir()
+    with pytest.raises(EngineDead, match=r"^replica-2 does not start: IsADirectoryError: .*; it is tried again$"):
+        here.run(here.cluster.scale(3, 3.0))
+    unusable.rmdir()
+    assert here.run(here.cluster.scale(3, 20.0)) and here.states() == [SERVING] * 3
+    assert here.run(here.cluster.scale(2, 20.0)) and here.serves()
+
+
+def test_replicas_serve_without_ray_and_the_next_one_adopts_them(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of Ray's processes end under answers, and no other Ray can start for a time."""
+    pids, before = dict(here.cluster.pids), here.cluster.status()
+    ends = threading.Event()
+
+    def no_ports(number: int) -> Ports:
+        if ends.is_set():
+            return find_ports(number)
+        raise BadConfig("no ports")
+
+    find_ports = settings.find_ports
+    monkeypatch.setattr(settings, "find_ports", no_ports)
+
+    def kill() -> None:
+        for process in ray_processes(here.cluster.folder):
+            process.kill()
+
+    assert set(here.answer_all(kill)) == {0}
+    here.wait(lambda: here.cluster.ray.head is None and not ray_processes(here.cluster.folder))
+    assert set(here.answer_all()) == {0}
+    assert here.engines() == {each.engine for each in pids.values()} and here.cluster.status() == before
+    ends.set()
+    here.wait(lambda: all(here.cluster.pids[name].actor != pids[name].actor for name in NAMES))
+    assert here.engines() == {each.engine for each in pids.values()} and here.cluster.status() == before
+    names = [process.name() for process in ray_processes(here.cluster.folder)]
+    assert names.count("gcs_server") == names.count("raylet") == 1
+    # The replicas that were found are started again as others are.
+    os.kill(here.cluster.pids[NAMES[0]].replica, signal.SIGKILL)
+    here.wait(lambda: here.serves() and here.cluster.pids[NAMES[0]].replica != pids[NAMES[0]].replica)
+
+
+def test_a_raylet_that_is_ended_is_replaced(here: Here) -> None:
+    """`ray start --block` goes on when SIGTERM has ended its raylet."""
+    ray, pids = ray_processes(here.cluster.folder), dict(here.cluster.pids)
+    raylet = next(process for process in ray if process.name() == "raylet")
+    assert set(here.answer_all(raylet.terminate)) == {0}
+    here.wait(lambda: all(here.cluster.pids[name].actor != pids[name].actor for name in NAMES))
+    assert not any(is_alive(process.pid) for process in ray)
+    assert here.engines() == {each.engine for each in pids.values()}
+
+
+def test_a_killed_head_leaves_no_ray_behind(here: Here) -> None:
+    head = here.cluster.ray.head
+    assert head is not None
+    ray, pids = ray_processes(here.cluster.folder), dict(here.cluster.pids)
+    assert set(here.answer_all(lambda: os.kill(head.pid, signal.SIGKILL))) == {0}
+    here.wait(lambda: all(here.cluster.pids[name].actor != pids[name].actor for name in NAMES))
+    assert not any(is_alive(process.pid) for process in ray)
+    assert here.engines() == {each.engine for each in pids.values()}
+
+
+def test_a_driver_without_a_connection_starts_no_ray(here: Here) -> None:
+    """By default the first call of a driver, and one after the end of Ray, starts a Ray, which nothing would end."""
+    code = "import ray, sys\ntry: ray.remote(int).remote()\nexcept Exception as error: sys.exit(f'refused: {error}')"
+    environ = settings.environment(here.cluster.folder, os.environ)
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "refused: " in done.stderr and "ray.init" in done.stderr, done.stderr
+
+
+def test_nothing_is_left_after_a_kill_of_front_end_head_and_keeper() -> None:
+    code = (
+        "import asyncio\n"
+        "from tests.cluster.test_on_ray import COMMAND, SLEEPING, LocalCluster\n"
+        "async def main():\n"
+        "    cluster = await LocalCluster.start(SLEEPING, 2, command=COMMAND, alone_s=1.0)\n"
+        "    print(cluster.folder.path, cluster.ray.head.pid, cluster.ray.keeper.pid, flush=True)\n"
+        "    await asyncio.sleep(60)\n"
+        "asyncio.run(main())\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as front_end:
+        assert front_end.stdout is not None
+        path, *pids = front_end.stdout.readline().split()
+        folder = Folder(path)
+        began = own_processes(folder)
+        try:
+            assert len(began) > 10
+            for pid in (front_end.pid, *map(int, pids)):
+                os.kill(pid, signal.SIGKILL)
+            _, left = psutil.wait_procs(began, timeout=WAIT_S)
+            assert not left
+        finally:
+            front_end.kill()
+            for process in own_processes(folder):
+                process.kill()
+            folder.remove()
+
+
+def test_closing_ends_what_was_started_and_nothing_else(here: Here, tmp_path: Path) -> None:
+    """`ray stop` would end every process named raylet."""
+    sleep = shutil.which("sleep")
+    assert sleep is not None
+    (tmp_path / "raylet").symlink_to(sleep)
+    with subprocess.Popen([tmp_path / "raylet", "60"]) as foreign:
+        try:
+            began = own_processes(here.cluster.folder)
+            titles = {process.cmdline()[0] for process in began}
+            assert {"ray::DashboardAgent", "ray::RuntimeEnvAgent"} < titles and len(began) > 10
+            here.run(here.cluster.close())
+            assert not own_processes(here.cluster.folder) and not any(is_alive(each.pid) for each in began)
+            assert not os.path.exists(here.cluster.folder.path)
+            assert foreign.poll() is None
+        finally:
+            foreign.kill()

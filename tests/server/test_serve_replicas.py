@@ -1,0 +1,159 @@
+"""`vlora serve --replicas 2` as a process, on a real Ray with scripted engines: its lines, its answers, its end."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from vlora.client import Client
+from vlora.errors import BadRequest
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
+]
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """For temporary files. Paths of Ray's sockets must be short."""
+    found = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))
+    yield found
+    for process in left(found):
+        process.kill()
+    shutil.rmtree(found)
+
+
+def left(folder: Path) -> list[psutil.Process]:
+    """The processes of a Ray in this folder, replicas and engines included."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            environ = process.environ()
+            paths = [environ.get(name, "") for name in ("RAY_AUTH_TOKEN_PATH", "VLORA_REPLICAS_OF")]
+            if any(path.startswith(f"{folder}/") for path in paths):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def serve(folder: Path, *args: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.docs.scripted_vlora", "serve", "--rpyc-port", "0", "--http-port", "0"]
+    return subprocess.Popen(
+        [*command, "--replicas", "2", *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(folder)},
+    )
+
+
+def vlora(*args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "vlora.cli", *args]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+
+
+def read(address: str, path: str) -> str:
+    with urllib.request.urlopen(f"http://{address.removeprefix('http://')}{path}", timeout=10) as reply:
+        text: str = reply.read().decode()
+    return text
+
+
+def wait_ready(process: subprocess.Popen[str]) -> list[str]:
+    """The lines until the server is ready."""
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line.strip())
+        if line.startswith("ready: "):
+            return lines
+    raise AssertionError((lines, process.communicate()))
+
+
+def test_replicas_serve_both_apis_and_end_with_the_server(folder: Path) -> None:
+    process = serve(folder, "--routing-rule", "least_loaded", "--max-replicas", "3")
+    try:
+        *lines, ready = wait_ready(process)
+        assert lines[0] == "starting Ray" and re.match(r"Ray listens on ports 2\d{4}-2\d{4} of all addresses", lines[1])
+        assert [line.partition(" serves ")[2] for line in lines[2:]] == ["(1 of 2)", "(2 of 2)"]
+        address = re.search(r"rpyc 127\.0\.0\.1:(\d+) \| http (\S+) ", ready)
+        assert address
+        with Client(port=int(address[1])) as client, ThreadPoolExecutor(8) as threads:
+            answers = threads.map(lambda _: client.generate("say:light").text, range(8))
+            assert list(answers) == ["light"] * 8
+            assert client.stats().num_finished == 8
+            scaled = vlora("cluster", "scale", "3", "--server", f"127.0.0.1:{address[1]}")
+            assert (scaled.returncode, scaled.stdout, scaled.stderr) == (0, "3 replicas\n", "")
+            assert [each.state for each in client.cluster().replicas] == ["serving"] * 3
+            assert client.scale(2, wait_s=20.0)
+            with pytest.raises(BadRequest, match=r"^the number of replicas is 4; it must be between 1 and 3"):
+                client.scale(4)
+        metrics = read(address[2], "/metrics")
+        replicas = json.loads(read(address[2], "/console/state"))["replicas"]
+        assert [(each["name"], each["state"], each["num_requests"]) for each in replicas] == [
+            ("replica-0", "serving", 0),
+            ("replica-1", "serving", 0),
+        ]
+        for row in (
+            'vlora_replicas{state="serving"} 2.0',
+            'vlora_replicas{state="down"} 0.0',
+            'vlora_replica_requests{replica="replica-0"} 0.0',
+            'vlora_replica_requests{replica="replica-1"} 0.0',
+            "vlora_cluster_waiting 0.0",
+            "vlora_resubmitted_total 0.0",
+            "vlora_replica_deaths_total 0.0",
+            "vlora_moves_total 0.0",
+        ):
+            assert f"\n{row}\n" in metrics
+        engines = [each for each in left(folder) if "tests.server.scripted_process" in each.cmdline()]
+        assert len(engines) == 2
+        assert len(left(folder)) > 8
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+        assert (process.returncode, out, err) == (0, "", "")
+        assert not left(folder) and not list(folder.glob("vlora-ray-*"))
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_killed_server_leaves_nothing_running(folder: Path) -> None:
+    process = serve(folder)
+    try:
+        wait_ready(process)
+        process.kill()
+        process.wait()
+        ends_s = time.monotonic() + 30
+        while left(folder) and time.monotonic() < ends_s:
+            time.sleep(0.1)
+        assert not left(folder) and not list(folder.glob("vlora-ray-*"))
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_an_engine_that_cannot_start_is_one_line_and_exit_code_2(folder: Path) -> None:
+    process = serve(folder, "--model", "broken")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 2 and "ready" not in out
+    assert err == "error: model 'broken' cannot be loaded: there is no such folder\n"
+    assert not left(folder)

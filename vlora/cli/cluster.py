@@ -1,0 +1,118 @@
+"""`vlora cluster`: the replicas of a running server."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from vlora.cli.group import cli
+from vlora.cli.progress import waiting
+from vlora.cli.server_flags import json_option, print_json, server_option
+
+if TYPE_CHECKING:
+    from vlora.client import Client
+
+_WAIT_S = 5.0  # of one call, far below the timeout of calls
+
+
+@cli.group()
+def cluster() -> None:
+    """Show, drain, resume and scale the replicas of a server that was started with --replicas.
+
+    \b
+        vlora cluster status
+        vlora cluster drain replica-0
+
+    If the server requires tokens, changes require an admin token in VLORA_TOKEN.
+    """
+
+
+@cluster.command()
+@server_option
+@json_option
+def status(client: Client, as_json: bool) -> None:
+    """Show the replicas, their queue, and what happened to requests.
+
+    \b
+        vlora cluster status --json
+    """
+    with client:
+        found = client.cluster()
+    if as_json:
+        print_json(found)
+        return
+    for replica in found.replicas:
+        text = replica.cause or _counted(replica.num_requests, "request")
+        click.echo(f"{replica.name}  {replica.state}  {text}")
+    click.echo(
+        f"{_counted(found.num_waiting, 'request')} waiting; since the start "
+        f"{_counted(found.num_deaths, 'replica')} lost, {found.num_resubmitted} resubmitted, {found.num_moves} moved"
+    )
+
+
+@cluster.command()
+@click.argument("name")
+@server_option
+@json_option
+def drain(name: str, client: Client, as_json: bool) -> None:
+    """Move the requests of the replica NAME to others, and wait until it has none.
+
+    \b
+        vlora cluster drain replica-0
+
+    It gets no further requests until it is resumed, also after a restart of its engine. Requests without room elsewhere
+    end where they are. An interrupt ends the wait only.
+    """
+    with client, waiting(f"draining {name}"):
+        while not client.drain_replica(name, wait_s=_WAIT_S):
+            pass
+    _show(name, "drained", as_json=as_json)
+
+
+@cluster.command()
+@click.argument("name")
+@server_option
+@json_option
+def resume(name: str, client: Client, as_json: bool) -> None:
+    """Send requests to the drained replica NAME again.
+
+    \b
+        vlora cluster resume replica-0
+    """
+    with client:
+        client.resume_replica(name)
+    _show(name, "resumed", as_json=as_json)
+
+
+@cluster.command()
+@click.argument("number", type=int)
+@server_option
+@json_option
+def scale(number: int, client: Client, as_json: bool) -> None:
+    """Have NUMBER replicas, at most --max-replicas of the server.
+
+    \b
+        vlora cluster scale 3
+
+    Further ones are started. The last ones are drained, and end once they have no requests. An interrupt ends the wait,
+    and leaves what drains drained; another number then resumes it.
+    """
+    with client, waiting(f"scaling to {number}"):
+        while not client.scale(number, wait_s=_WAIT_S):
+            pass
+    if as_json:
+        print_json({"num_replicas": number})
+    else:
+        click.echo(_counted(number, "replica"))
+
+
+def _show(name: str, done: str, *, as_json: bool) -> None:
+    if as_json:
+        print_json({"name": name, "done": done})
+    else:
+        click.echo(f"{name}  {done}")
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"

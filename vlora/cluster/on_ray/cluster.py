@@ -1,0 +1,328 @@
+"""`LocalCluster`: replicas on a Ray of this machine, which starts and ends with the cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from vlora.cluster.cluster import Cluster
+from vlora.cluster.door import Address
+from vlora.cluster.members import Health, Member, alive, clients
+from vlora.cluster.on_ray.actor import ActorSettings
+from vlora.cluster.on_ray.log_pipe import LogPipe
+from vlora.cluster.on_ray.own_processes import end_all, kill_replica
+from vlora.cluster.on_ray.processes import RayProcesses
+from vlora.cluster.on_ray.reports import Failed, Located, replica_names
+from vlora.cluster.on_ray.settings import Folder, replica_environment
+from vlora.cluster.replica import ALONE_S
+from vlora.config import EngineConfig
+from vlora.engine.host_resources import default_threads
+from vlora.engine.ipc.client import ENGINE_COMMAND
+from vlora.engine.ipc.supervisor import RestartListener
+from vlora.errors import BadRequest, EngineDead, VLoraError
+from vlora.routing import Router
+from vlora.types import EngineStats
+from vlora.types.replicas import SERVING
+
+log = logging.getLogger("vlora.cluster")
+
+HUNG_S = 60.0
+_PAUSE_S = 0.2
+
+
+class Pids(NamedTuple):
+    """The processes of one replica. Only the replica and its engine are needed to serve."""
+
+    actor: int
+    replica: int
+    engine: int
+
+
+def with_shared_cores(config: EngineConfig, num_replicas: int) -> EngineConfig:
+    """The configuration of each of several engines on this machine: without `threads`, they divide the cores."""
+    if config.threads is not None:
+        return config
+    return dataclasses.replace(config, threads=default_threads(config.tensor_parallel * num_replicas))
+
+
+class LocalCluster(Cluster):
+    """`EngineInterface` over replicas of this machine. Created by `start`.
+
+    A replica that ends is started again. Without any, requests wait for a minute, then fail with the causes.
+
+    Attributes:
+        ray: Ray's processes.
+        folder: Their files.
+        pids: The processes of each replica, as last reported.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        rule: str,
+        folder: Folder,
+        health: Health | None,
+        hung_s: float,
+        num_replicas: int,
+        max_replicas: int,
+    ) -> None:
+        router = Router(rule, weights=config.weights, tenant_weights=config.tenant_weights)
+        super().__init__(router, folder.secret(), health=health)
+        self.folder = folder
+        self._log = LogPipe(folder.log_pipe)
+        self.ray: RayProcesses
+        self.num_replicas, self.max_replicas = num_replicas, max_replicas
+        self._closed = False
+        self._hung_s = hung_s
+        self._scaling = asyncio.Lock()
+        self._failures: dict[str, str] = {}  # of the latest starts
+        self._leaving: set[str] = set()  # drained by `scale`
+        self._hung: dict[str, asyncio.TimerHandle] = {}  # by the names of lost replicas
+        self.pids: dict[str, Pids] = {}
+        self._listeners: list[RestartListener] = []
+        self._addresses: dict[str, Address] = {}
+        self._changed: dict[str, asyncio.Event] = {}
+        self._following: dict[str, asyncio.Task[None]] = {}
+        self._starting: asyncio.Queue[str | VLoraError] | None = asyncio.Queue()  # names and errors of the start
+
+    @classmethod
+    async def start(
+        cls,
+        config: EngineConfig,
+        num_replicas: int,
+        *,
+        max_replicas: int | None = None,
+        rule: str = "placed",
+        announce: Callable[[str], None] = lambda line: None,
+        command: Sequence[str] = ENGINE_COMMAND,
+        health: Health | None = None,
+        alone_s: float = ALONE_S,
+        hung_s: float = HUNG_S,
+    ) -> LocalCluster:
+        """Start Ray and the replicas, and wait until all serve.
+
+        Args:
+            config: Of each replica. Without `threads`, as many as there may be share the cores.
+            num_replicas: Their number at first.
+            max_replicas: The limit of `scale`; None: `num_replicas`.
+            rule: The router's rule.
+            announce: Called with a line for each step of the start.
+            command: Starts an engine process.
+            health: When a replica counts as dead.
+            alone_s: A replica ends after so many seconds without a front end, if nothing has ended it before.
+            hung_s: A lost replica is killed, and so started again, if it has not joined after so many seconds.
+
+        Raises:
+            VLoraError: Ray or the first replica cannot be started; nothing is left running.
+        """
+        max_replicas = max(num_replicas, max_replicas or 0)
+        config = with_shared_cores(config, max_replicas)
+        folder = Folder.create()
+        try:
+            self = cls(config, rule, folder, health, hung_s, num_replicas, max_replicas)
+        except BaseException:
+            folder.remove()
+            raise
+        num_gpus = 0 if config.device == "cpu" else config.tensor_parallel
+        actors = {
+            name: ActorSettings(
+                config=config,
+                secret_file=folder.secret_file,
+                claim_file=folder.claim_file(name),
+                log_pipe=folder.log_pipe,
+                command=tuple(command),
+                environ=replica_environment(folder, os.environ, place=place, num_gpus=num_gpus),
+                alone_s=alone_s,
+            )
+            for place, name in enumerate(replica_names(max_replicas))
+        }
+        self.ray = RayProcesses(folder, actors, num_replicas, num_gpus, self._hear)
+        try:
+            announce("starting Ray")
+            await self.ray.start()
+            ports = self.ray.ports
+            announce(f"Ray listens on ports {ports} of all addresses of this machine, with a token of its own")
+            await self._wait_joined(num_replicas, announce)
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    @property
+    def cause(self) -> str | None:
+        """Why no replica can be used; None while one can."""
+        try:
+            alive(self.members)
+        except EngineDead as error:
+            return str(error)
+        return None
+
+    @property
+    def starting(self) -> bool:
+        """Whether no replica can be used. They are started again without end."""
+        return self.cause is not None
+
+    def add_listener(self, listener: RestartListener) -> None:
+        """Notify the listener when requests can be answered again."""
+        self._listeners.append(listener)
+
+    async def scale(self, number: int, timeout_s: float) -> bool:
+        """Have another number of replicas: start further ones, or drain the last ones and then end them.
+
+        Returns:
+            Whether it is done. After the timeout, starts go on, and what drains is ended by a later call only.
+
+        Raises:
+            BadRequest: The number is not between 1 and `max_replicas`, or none of those that would remain serves.
+            EngineDead: A replica does not start.
+        """
+        if not 1 <= number <= self.max_replicas:
+            limits = f"it must be between 1 and {self.max_replicas}, see --max-replicas"
+            raise BadRequest(f"the number of replicas is {number}; {limits}")
+        async with self._scaling:
+            return await self._scale(number, self._loop.time() + timeout_s)
+
+    async def _scale(self, number: int, ends_s: float) -> bool:
+        names, last = replica_names(number), replica_names(self.num_replicas)[number:]
+        for name in self._leaving & set(names):
+            self._leaving.discard(name)
+            self.resume(name)
+        if last and not any(each.state == SERVING and each.name in names for each in self.status().replicas):
+            raise BadRequest(f"none of the {number} replicas that would remain serves; resume one first")
+        leaving = [name for name in last if name in self.members]
+        for name in leaving:
+            self._leaving.add(name)
+            self._set_drained(name, True)
+        for name in leaving:
+            if not await self.drain(name, ends_s - self._loop.time()):
+                return False
+        self.num_replicas = number
+        self.ray.scale(number)
+        for name in last:
+            await self._release(name)
+        while not set(names) <= set(clients(self.members)):
+            if self._loop.time() > ends_s:
+                for name in sorted(self._failures):
+                    raise EngineDead(f"{name} does not start: {self._failures[name]}; it is tried again")
+                return False
+            await asyncio.sleep(_PAUSE_S)
+        return True
+
+    async def stats(self) -> EngineStats:
+        """See EngineInterface."""
+        return msgspec.structs.replace(await super().stats(), num_restarts=self.events.num_deaths)
+
+    async def close(self) -> None:
+        """See EngineInterface. Ends the replicas and Ray."""
+        for timer in self._hung.values():
+            timer.cancel()
+        for task in self._following.values():
+            task.cancel()
+        if self._following:
+            await asyncio.wait(self._following.values())
+        await super().close()
+        if not self._closed:
+            self._closed = True
+            await self.ray.close()
+            # Without a head, as between two of them, nothing else has ended the replicas.
+            await asyncio.to_thread(end_all, self.folder)
+            self._log.close()
+            self.folder.remove()
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    async def _wait_joined(self, number: int, announce: Callable[[str], None]) -> None:
+        names: set[str] = set()
+        assert self._starting is not None
+        while len(names) < number:
+            found = await self._starting.get()
+            if isinstance(found, VLoraError):
+                raise found
+            names.add(found)
+            announce(f"{found} serves ({len(names)} of {number})")
+        self._starting = None
+
+    async def _release(self, name: str) -> None:
+        """End the process of a replica that has no requests."""
+        if (following := self._following.pop(name, None)) is not None:
+            following.cancel()
+            await asyncio.wait({following})
+        await self.remove(name)
+        self._cancel_kill(name)
+        self._leaving.discard(name)
+        self._failures.pop(name, None)
+        self._changed.pop(name, None)
+        if (pids := self.pids.pop(name, None)) is not None:
+            kill_replica(self.folder, (pids.replica, pids.engine))
+
+    def _hear(self, event: Any) -> None:
+        """An event of the keeper."""
+        match event:
+            case Located(name=name) if name not in replica_names(self.num_replicas):
+                pass  # it was on its way when the number was reduced
+            case Located(name=name, at=at):
+                replica = at.replica
+                self._failures.pop(name, None)
+                self.pids[name] = Pids(at.pid, replica.pid, replica.engine_pid)
+                self._addresses[name] = Address(replica.host, replica.port)
+                if name not in self._changed:
+                    self._changed[name] = asyncio.Event()
+                    self._following[name] = asyncio.create_task(self._follow(name), name=f"vlora-follow-{name}")
+                self._changed[name].set()
+            case Failed(name=name, error=error):
+                if self._starting is not None:
+                    self._starting.put_nowait(error.to_exception())
+                else:
+                    self._failures[name] = error.message
+                    log.warning("%s does not start: %s; retrying", name or "no replica", error.message)
+            case lost:
+                log.warning("the actor of %s has ended: %s; Ray starts it again", lost.name, lost.cause)
+
+    async def _follow(self, name: str) -> None:
+        """Connect a replica, wherever its latest process listens."""
+        changed = self._changed[name]
+        while True:
+            await changed.wait()
+            changed.clear()
+            address = self._addresses[name]
+            member = self.members.get(name)
+            if member is not None and member.address == address:
+                continue  # found by another keeper or actor
+            try:
+                await self.replace(name, address)
+            except VLoraError as error:
+                log.warning("%s at %s cannot be used: %s; retrying", name, address, error)
+                await asyncio.sleep(_PAUSE_S)
+                changed.set()
+
+    def _left(self, member: Member, *, died: bool = True) -> None:
+        super()._left(member, died=died)
+        if died and (pids := self.pids.get(member.name)) is not None:
+            self._cancel_kill(member.name)
+            self._hung[member.name] = self._loop.call_later(self._hung_s, self._kill, member, pids)
+
+    def _kill(self, member: Member, pids: Pids) -> None:
+        """End a replica that was lost and has not joined again, unless it was replaced."""
+        if self.members.get(member.name) is member and member.client is None:
+            log.warning("%s has not joined again for %g s; it is started again", member.name, self._hung_s)
+            kill_replica(self.folder, (pids.replica, pids.engine))
+
+    def _cancel_kill(self, name: str) -> None:
+        if (timer := self._hung.pop(name, None)) is not None:
+            timer.cancel()
+
+    def _joined(self, member: Member) -> None:
+        self._cancel_kill(member.name)
+        was_absent = len(clients(self.members)) == 1
+        super()._joined(member)
+        if self._starting is not None:
+            self._starting.put_nowait(member.name)
+        if was_absent:
+            for listener in self._listeners:
+                listener.engine_changed()

@@ -1,0 +1,267 @@
+"""Every setting of Ray, with its reason. Imports no Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+import secrets
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vlora.errors import BadConfig
+
+LOOPBACK = "127.0.0.1"
+NAMESPACE = "vlora"
+MIN_VERSION = (2, 52)
+"""The first version with authentication by a token. Before, access to a port is enough to run code (CVE-2023-48022)."""
+
+TOKEN_PATH_VARIABLE = "RAY_AUTH_TOKEN_PATH"
+"""Its value, a path of this run only, also marks Ray's processes of this run."""
+
+RUN_VARIABLE = "VLORA_REPLICAS_OF"
+"""Marks replicas and engines with the folder of their run. They are none of Ray's processes, and have no token."""
+
+THREADS_VARIABLE, GPUS_VARIABLE = "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"
+
+_ENVIRONMENT = {
+    # Ray runs workers at niceness 15 by default, and an engine would inherit it.
+    "RAY_worker_niceness": "0",
+    # Without this, an unset mode or a token in the home directory decides.
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # By default a call without a connection, as after the end of Ray, starts another Ray.
+    "RAY_ENABLE_AUTO_CONNECT": "0",
+    # A node that has died or hangs is known after seconds; by default after 18 and 62 s.
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_failure_threshold": "3",
+    "RAY_health_check_initial_delay_ms": "1000",
+    # By default drivers and raylets end 60 s after the control service. Actors could go on serving.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
+    # By default a worker that is ended kills its child processes: a replica outlives its actor.
+    "RAY_kill_child_processes_on_worker_exit": "false",
+    # Ray's own guard would end a small actor, and with it an engine, because other programs use the memory.
+    "RAY_memory_monitor_refresh_ms": "0",
+}
+_OBJECT_STORE_BYTES = 80 << 20  # near Ray's minimum: nothing is stored there
+_MAX_FOLDER_CHARS = 40  # Ray appends some 60 characters, and a path of a Unix socket has at most 107
+_TOKEN_BYTES = 32
+
+
+def check_ray(num_replicas: int) -> None:
+    """Check that Ray is installed and has authentication. Does not import it.
+
+    Raises:
+        BadConfig: It is missing, or too old.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise BadConfig(
+            f"--replicas {num_replicas} needs Ray: pip install 'vlora[cluster]'; without it one engine serves"
+        )
+    check_version(importlib.metadata.version("ray"))
+
+
+def check_version(version: str) -> None:
+    """Raises BadConfig for a version of Ray without authentication."""
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    if numbers < MIN_VERSION:
+        needed = ".".join(map(str, MIN_VERSION))
+        raise BadConfig(
+            f"Ray {version} is installed, which has no authentication: access to a port is enough to run code; "
+            f"{needed} or later is needed: pip install -U 'vlora[cluster]'"
+        )
+
+
+class Ports(NamedTuple):
+    """The ports on which Ray listens. Each is fixed, so that a firewall can name them.
+
+    Ray listens on all addresses of the machine, whatever address it is given.
+    """
+
+    first: int
+    num_replicas: int
+
+    @property
+    def control(self) -> int:
+        """Of the control service, to which drivers connect."""
+        return self.first
+
+    @property
+    def first_worker(self) -> int:
+        return self.first + 10
+
+    @property
+    def last(self) -> int:
+        """The last one. A worker process has a port: idle ones, drivers, and actors with their successors."""
+        return self.first_worker + 15 + 4 * self.num_replicas
+
+    def flags(self) -> list[str]:
+        """The options of `ray start`."""
+        names = (
+            "port",
+            "node-manager-port",
+            "object-manager-port",
+            "dashboard-agent-grpc-port",
+            "dashboard-agent-listen-port",
+            "runtime-env-agent-port",
+            "metrics-export-port",
+            "dashboard-port",
+        )
+        return [
+            *(f"--{name}={self.first + place}" for place, name in enumerate(names)),
+            f"--min-worker-port={self.first_worker}",
+            f"--max-worker-port={self.last}",
+            # Ray Client's server, which starts by default where grpc is installed, and has no flag elsewhere.
+            *(["--ray-client-server-port=0"] if importlib.util.find_spec("grpc") else []),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.first}-{self.last}"
+
+
+def find_ports(num_replicas: int) -> Ports:
+    """A free range, below the ports that systems give to connections. Raises BadConfig if there is none."""
+    size = Ports(0, num_replicas).last + 1
+    for first in range(20_000, 32_000 - size, -(-size // 100) * 100):
+        ports = Ports(first, num_replicas)
+        if all(map(_is_free, range(first, ports.last + 1))):
+            return ports
+    raise BadConfig(f"no {size} adjacent ports between 20000 and 32000 are free for Ray; end other programs there")
+
+
+def _is_free(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_server(("", port)):
+        return True
+    return False
+
+
+class Folder(NamedTuple):
+    """The files of one run, readable for this user only: two secrets, and Ray's sockets and logs."""
+
+    path: str
+
+    @classmethod
+    def create(cls) -> Folder:
+        """With new secrets. Ray's own default would be one world-readable token in the home directory."""
+        parent = tempfile.gettempdir()
+        if len(parent) > _MAX_FOLDER_CHARS - len("/vlora-ray-12345678"):
+            parent = "/tmp"
+        self = cls(tempfile.mkdtemp(prefix="vlora-ray-", dir=parent))
+        for file in (self.token_file, self.secret_file):
+            with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
+                opened.write(secrets.token_hex(_TOKEN_BYTES))
+        return self
+
+    @property
+    def token_file(self) -> str:
+        """Ray's token."""
+        return f"{self.path}/token"
+
+    @property
+    def secret_file(self) -> str:
+        """The secret of the replicas' doors."""
+        return f"{self.path}/secret"
+
+    def claim_file(self, name: str) -> str:
+        """Of a replica."""
+        return f"{self.path}/{name}"
+
+    @property
+    def ray_log(self) -> str:
+        """Messages of Ray in the keeper."""
+        return f"{self.path}/keeper.log"
+
+    @property
+    def log_pipe(self) -> str:
+        """A named pipe."""
+        return f"{self.path}/log"
+
+    def secret(self) -> bytes:
+        return Path(self.secret_file).read_bytes()
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def environment(folder: Folder, environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of Ray's processes. Settings of another Ray, such as its address and token, are left out."""
+    own = {name: value for name, value in environ.items() if not name.startswith("RAY_")}
+    return {**own, **_ENVIRONMENT, TOKEN_PATH_VARIABLE: folder.token_file}
+
+
+def replica_environment(
+    folder: Folder, environ: Mapping[str, str], *, place: int, num_gpus: int
+) -> dict[str, str | None]:
+    """The variables of a replica that differ from those of Ray's workers; None: not set.
+
+    Ray gives its workers one thread and the GPUs that are free. But replicas outlive it, and a later Ray does not know
+    which GPUs they have, so each has fixed ones.
+
+    Args:
+        place: Of the replica among the others.
+        num_gpus: Of each replica.
+    """
+    gpus = environ.get(GPUS_VARIABLE)
+    if num_gpus:
+        first = place * num_gpus
+        every = map(str, range(first + num_gpus)) if gpus is None else gpus.split(",")
+        gpus = ",".join(list(every)[first : first + num_gpus])
+    return {THREADS_VARIABLE: environ.get(THREADS_VARIABLE), GPUS_VARIABLE: gpus, RUN_VARIABLE: folder.path}
+
+
+def start_command(folder: Folder, ports: Ports) -> list[str]:
+    """Runs Ray's head until it is ended. On this machine alone, each replica counts as one CPU, so all find a place."""
+    return [
+        sys.executable,
+        "-m",
+        "ray.scripts.scripts",
+        "start",
+        "--head",
+        "--block",
+        f"--node-ip-address={LOOPBACK}",
+        f"--temp-dir={folder.path}",
+        f"--num-cpus={ports.num_replicas}",
+        f"--object-store-memory={_OBJECT_STORE_BYTES}",
+        "--include-dashboard=false",
+        "--disable-usage-stats",
+        "--no-monitor",  # the autoscaler, 96 MiB
+        "--include-log-monitor=false",
+        *ports.flags(),
+    ]
+
+
+def connection(ports: Ports) -> dict[str, Any]:
+    """The arguments of `ray.init`. Without an address it would join whichever Ray was started last on the machine."""
+    return {
+        "address": f"{LOOPBACK}:{ports.control}",
+        "namespace": NAMESPACE,
+        "_node_ip_address": LOOPBACK,
+        "log_to_driver": False,  # see `log_pipe`
+        "configure_logging": False,
+    }
+
+
+def actor_options(name: str, num_gpus: int) -> dict[str, Any]:
+    """The options of a replica's actor.
+
+    Ray ends a driver's actors with it unless they are detached. It starts an actor again wherever there is room, and
+    retries no calls; the front end continues requests.
+    """
+    return {
+        "name": name,
+        "lifetime": "detached",
+        "get_if_exists": True,
+        "num_cpus": 1,
+        "num_gpus": num_gpus,
+        "max_restarts": -1,
+        "max_task_retries": 0,
+        "max_concurrency": 16,
+    }

@@ -1,0 +1,46 @@
+"""Metrics of a cluster: its replicas, the requests of each, and what happened to requests."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from vlora.types.replicas import STATES, ClusterStatus
+
+
+class ClusterCollector(Collector):
+    """status: returns the present status."""
+
+    def __init__(self, status: Callable[[], ClusterStatus]) -> None:
+        self._status = status
+
+    def collect(self) -> Iterator[Metric]:
+        status = self._status()
+        states = Counter(replica.state for replica in status.replicas)
+        family = GaugeMetricFamily("vlora_replicas", "Replicas, by state.", labels=["state"])
+        for state in STATES:
+            family.add_metric([state], states[state])
+        yield family
+        family = GaugeMetricFamily(
+            "vlora_replica_requests", "Unfinished requests that were sent to a replica.", labels=["replica"]
+        )
+        for replica in status.replicas:
+            family.add_metric([replica.name], replica.num_requests)
+        yield family
+        yield GaugeMetricFamily(
+            "vlora_cluster_waiting", "Requests that wait for a replica with room.", value=status.num_waiting
+        )
+        yield CounterMetricFamily(
+            "vlora_replica_deaths", "Replicas that were lost while they served.", value=status.num_deaths
+        )
+        yield CounterMetricFamily(
+            "vlora_resubmitted",
+            "Requests that continued on another replica because theirs was lost.",
+            value=status.num_resubmitted,
+        )
+        yield CounterMetricFamily(
+            "vlora_moves", "Requests that were moved from a replica that serves.", value=status.num_moves
+        )

@@ -1,0 +1,52 @@
+"""The replicas behind a front end, for operators."""
+
+from __future__ import annotations
+
+from vlora.cluster.cluster import Cluster
+from vlora.cluster.on_ray.cluster import LocalCluster
+from vlora.errors import BadRequest
+from vlora.types.replicas import SERVING, ClusterStatus, ReplicaStatus
+
+
+class Replicas:
+    """Status and changes of the replicas. cluster: None if there is one engine."""
+
+    def __init__(self, cluster: Cluster | None) -> None:
+        self._cluster = cluster
+
+    @property
+    def statuses(self) -> tuple[ReplicaStatus, ...]:
+        """None for one engine."""
+        return () if self._cluster is None else self._cluster.status().replicas
+
+    async def status(self) -> ClusterStatus:
+        """Raises BadRequest if there is one engine."""
+        return self._several().status()
+
+    async def drain(self, name: str, wait_s: float) -> bool:
+        """Move a replica's requests to others, and send it no further ones. Returns whether it has none left.
+
+        Raises:
+            BadRequest: There is no such replica, or no other one serves.
+        """
+        cluster = self._several()
+        others = [each.name for each in cluster.status().replicas if each.name != name and each.state == SERVING]
+        if name in cluster.members and not others:
+            raise BadRequest(f"no other replica than {name!r} serves; resume another one before this one is drained")
+        return await cluster.drain(name, wait_s)
+
+    async def resume(self, name: str) -> None:
+        """Send requests to a drained replica again. Raises BadRequest if there is no such replica."""
+        self._several().resume(name)
+
+    async def scale(self, number: int, wait_s: float) -> bool:
+        """Have another number of replicas. Returns whether it is done; see `LocalCluster.scale`."""
+        cluster = self._several()
+        if not isinstance(cluster, LocalCluster):
+            raise BadRequest("the replicas of this server were not started by it; their number cannot be changed here")
+        return await cluster.scale(number, wait_s)
+
+    def _several(self) -> Cluster:
+        if self._cluster is None:
+            raise BadRequest("this server has one engine; start it with --replicas 2 or more to have replicas")
+        return self._cluster
