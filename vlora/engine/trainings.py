@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from vlora.config import EngineConfig
 from vlora.engine.adapter_admin import AdapterAdmin
 from vlora.engine.device_runtime import DeviceRuntime
-from vlora.errors import BadConfig, BadRequest
+from vlora.errors import Aborted, BadConfig, BadRequest
 from vlora.lora import AdapterRegistry
 from vlora.models.processing import InputProcessor
 from vlora.models.vision.encoder import VisionEncoder
@@ -34,6 +34,7 @@ from vlora.types import AdapterStatus, Batch, Request, RequestOutput, TrainingSt
 log = logging.getLogger(__name__)
 
 _RECENT = 64  # pieces of one kind
+MAX_ENDED = 64  # trainings that are still listed
 _RARE = 0.05  # share of the pieces that take longer than expected
 
 
@@ -114,7 +115,7 @@ class Trainings:
             BadConfig: The engine cannot train, or a target is unknown.
             BadRequest: The name of a training is in use.
         """
-        self._admit(_read(plan))
+        self._admit(_read(plan), reopen=False)
 
     def submit(self, plan: str, *, reopen: bool) -> Future[tuple[TrainingStatus, ...]]:
         """As `start`, but the files are read in the background.
@@ -216,7 +217,9 @@ class Trainings:
 
     def close(self) -> None:
         """Stop reading and writing files; the checkpoints remain."""
-        self._reader.shutdown(wait=False, cancel_futures=True)
+        self._reader.shutdown(cancel_futures=True)
+        for job in self._jobs.values():
+            job.release()
         for submission in self._submitted:
             submission.done.set_exception(BadRequest("the engine was closed"))
         self._submitted.clear()
@@ -227,11 +230,7 @@ class Trainings:
     def _finish_submission(self, submission: _Submission) -> None:
         try:
             jobs = submission.reading.result()
-            self._check_names(jobs)
-            if submission.reopen:
-                for job in jobs:
-                    job.reopen()
-            self._admit(jobs)
+            self._admit(jobs, reopen=submission.reopen)
         except BadConfig as error:  # of the engine, which is in order; the caller's request is not
             submission.done.set_exception(BadRequest(str(error)))
         except Exception as error:
@@ -239,18 +238,34 @@ class Trainings:
         else:
             submission.done.set_result(tuple(job.status() for job in jobs))
 
-    def _admit(self, jobs: list[TrainingJob]) -> None:
+    def _admit(self, jobs: list[TrainingJob], *, reopen: bool) -> None:
         """Begin trainings, all or none."""
+        try:
+            self._begin(jobs, reopen=reopen)
+        finally:
+            for job in jobs:
+                if self._jobs.get(job.name) is not job or job.state != "running":
+                    job.release()
+
+    def _begin(self, jobs: list[TrainingJob], *, reopen: bool) -> None:
         self._check_names(jobs)
         loop = self._loop = self._loop or self._make_loop()
         for job in jobs:
+            job.check_locked()
             loop.check(job)
+        finished = [job for job in jobs if job.state == "finished" and job.name not in self._registry]
+        self._admin.register({job.name: str(job.adapter_folder) for job in finished})
+        if reopen:
+            for job in jobs:
+                job.reopen()
         for job in jobs:
+            self._jobs.pop(job.name, None)
             self._jobs[job.name] = job
             if job.state == "running":
                 loop.add(job)
-            elif job.state == "finished" and job.name not in self._registry:
-                self._admin.register({job.name: str(job.adapter_folder)})
+        ended = [name for name, job in self._jobs.items() if job.state != "running"]
+        for name in ended[:-MAX_ENDED]:
+            del self._jobs[name]
 
     def _check_names(self, jobs: list[TrainingJob]) -> None:
         for job in jobs:
@@ -286,11 +301,15 @@ class Trainings:
         def registered(loading: Future[AdapterStatus]) -> None:
             if (error := loading.exception()) is None:
                 job.end("finished")
+            elif isinstance(error, Aborted):  # unloaded, or the engine closes; its files remain for a successor
+                job.state = "cancelled"
             else:
                 job.end("failed", f"the adapter cannot be registered: {error}")
+            job.release()
 
         if job.name in self._registry:
             job.end("failed", f"an adapter {job.name!r} was registered meanwhile; load {job.adapter_folder} yourself")
+            job.release()
             return
         self._admin.load_in_background(job.name, str(job.adapter_folder)).add_done_callback(registered)
 
@@ -315,4 +334,12 @@ class Trainings:
 
 def _read(plan: str) -> list[TrainingJob]:
     folder, entries = read_plan(plan)
-    return [TrainingJob(one, records, Path(folder) / one.name) for one, records in entries]
+    jobs: list[TrainingJob] = []
+    try:
+        for one, records in entries:
+            jobs.append(TrainingJob(one, records, Path(folder) / one.name))
+    except BaseException:
+        for job in jobs:
+            job.release()
+        raise
+    return jobs

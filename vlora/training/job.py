@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import math
 import os
+import pickle
 import random
 import shutil
 from pathlib import Path
@@ -14,7 +16,8 @@ from typing import Any, Literal
 
 import torch
 
-from vlora.errors import BadPlan
+from vlora.errors import BadConfig, BadPlan
+from vlora.plan_files.run_lock import lock_folder
 from vlora.training.adapter import LoraSettings, TrainableLora
 from vlora.training.micro_step import Loss
 from vlora.training.plan import TrainingPlan
@@ -65,7 +68,11 @@ class TrainingJob:
     """
 
     def __init__(self, plan: TrainingPlan, records: Records, folder: Path) -> None:
-        """folder: its own. Raises BadPlan if that has a training with other settings or data."""
+        """Lock the folder, if no other process has, and read its files.
+
+        Raises:
+            BadPlan: The folder has a training with other settings or data, or an adapter of another origin.
+        """
         self.plan = plan
         self.records = records
         self.folder = folder
@@ -76,8 +83,19 @@ class TrainingJob:
         self._fingerprint = _fingerprint(plan, records)
         self._restored: dict[str, Any] | None = None  # of the checkpoint's adapter, until it is used
         self._last: dict[str, Any] | None = None  # state of the adapter after the last micro-step
+        self._saved = Progress()  # that of the checkpoint, for `reopen`
         self._order: tuple[int, list[int]] | None = None
-        self._read_files()
+        self._lock = contextlib.ExitStack()
+        self._not_locked: BadConfig | None = None
+        try:
+            self._lock.enter_context(lock_folder(folder))
+        except BadConfig as error:
+            self._not_locked = error
+        try:
+            self._read_files()
+        except BaseException:
+            self.release()
+            raise
         self._skip_empty()
 
     @property
@@ -219,7 +237,8 @@ class TrainingJob:
     def checkpoint(self) -> dict[str, Any]:
         """A copy of everything that `save` writes."""
         assert self.adapter is not None
-        progress = dataclasses.asdict(self.progress)
+        # `asdict` would copy each loss by itself, in the engine's thread.
+        progress = {**vars(self.progress), "losses": list(self.progress.losses)}
         head = {"format": _FORMAT, "fingerprint": self._fingerprint, "progress": progress}
         self._last = self.adapter.state()
         return {**head, "adapter": self._last}
@@ -243,6 +262,7 @@ class TrainingJob:
     def end(self, state: TrainingState, error: str | None = None) -> None:
         """Write the summary. The checkpoint of a finished training is removed; others continue from theirs."""
         self.state, self.error = state, error
+        self._free()
         head = {"format": _FORMAT, "fingerprint": self._fingerprint, "state": state, "error": error}
         part = self._summary.with_suffix(".part")
         try:
@@ -258,24 +278,43 @@ class TrainingJob:
         """Continue a failed or cancelled training from its checkpoint."""
         if self.state in ("failed", "cancelled"):
             self._summary.unlink(missing_ok=True)
-            self.state, self.error, self.progress = "running", None, Progress()
-            self._read_files()
+            self.state, self.error, self.progress = "running", None, self._saved
             self._skip_empty()
+
+    def check_locked(self) -> None:
+        """Raises BadConfig if another process has locked the folder of a training that is not finished."""
+        if self._not_locked is not None and self.state != "finished":
+            raise self._not_locked
+
+    def release(self) -> None:
+        """Unlock the folder, whose files are not written from now on."""
+        self._lock.close()
+        if self.state != "running":
+            self._free()
+
+    def _free(self) -> None:
+        """Ended trainings are listed for long."""
+        self.adapter = self._last = self._restored = None
+        self.records = Records((), (), self.records.digest)
 
     def _read_files(self) -> None:
         try:
-            if self._summary.is_file():
+            ended = self._summary.is_file()
+            if ended:
                 found = json.loads(self._summary.read_text())
                 self._check(found)
                 self.state, self.error = found["state"], found["error"]
                 self.progress = Progress(**found["progress"])
-            elif self._checkpoint.is_file():
+            if self.state != "finished" and self._checkpoint.is_file():
                 found = torch.load(self._checkpoint, weights_only=True)
                 self._check(found)
-                self.progress = Progress(**found["progress"])
-                self._restored = found["adapter"]
-        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-            raise BadPlan(f"{self.folder}: its training cannot be read ({error}); remove the folder") from error
+                self._saved, self._restored = Progress(**found["progress"]), found["adapter"]
+                self.progress = self.progress if ended else self._saved
+            elif not ended and self.adapter_folder.exists():
+                raise BadPlan(f"{self.adapter_folder} is not of training {self.name!r}; choose another folder or name")
+        except (OSError, EOFError, ValueError, KeyError, TypeError, RuntimeError, pickle.UnpicklingError) as error:
+            why = str(error).partition("\n")[0] or type(error).__name__
+            raise BadPlan(f"{self.folder}: its training cannot be read ({why}); remove the folder") from error
 
     def _check(self, found: dict[str, Any]) -> None:
         if found["format"] != _FORMAT or found["fingerprint"] != self._fingerprint:

@@ -254,6 +254,7 @@ class TrainingLoop:
     def _end(self, job: TrainingJob, state: Literal["failed", "cancelled"], error: str | None = None) -> None:
         job.end(state, error)
         self._forget(job)
+        self._executor.submit(job.release)  # after its writes
 
     def _forget(self, job: TrainingJob) -> None:
         self.jobs.pop(job.name, None)
@@ -265,6 +266,9 @@ class TrainingLoop:
         kept = {id(job.adapter) for job in self.jobs.values()}
         for name in [name for name, adapter in self._trainer.adapters.items() if id(adapter) not in kept]:
             self._trainer.remove(name)
-        for job in self.jobs.values():
-            if job.adapter is None:
+        for job in [one for one in self.jobs.values() if one.adapter is None]:
+            try:
                 job.begin(self._trainer.add(job.name, job.settings))
+            except Exception as error:  # out of memory, or a checkpoint of another model
+                log.exception("training %s cannot begin", job.name)
+                self._end(job, "failed", f"it cannot begin: {type(error).__name__}: {error}")

@@ -94,7 +94,7 @@ def launched_server(module: str, *arguments: str) -> Iterator[ServerProcess]:
 
 
 def _write_adapters(folder: Path) -> None:
-    """Adapters of rank 8 on every language layer, each with a head of one frame. PEFT's initial factors change no answer."""
+    """Adapters of rank 8 on each language layer, with a head of one frame. PEFT's first factors change no answer."""
     linears = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
     for seed, name in enumerate(ADAPTERS):
         torch.manual_seed(seed)
