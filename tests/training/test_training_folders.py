@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -15,6 +14,8 @@ import yaml
 from tests.training.beside import STEPS, Case, settle
 from vlora.engine import Engine
 from vlora.errors import BadConfig, BadPlan, BadRequest, VLoraError
+from vlora.training import TrainableLora
+from vlora.training.job import TrainingJob
 from vlora.types import TrainingStatus
 
 _HOLD = """
@@ -115,16 +116,18 @@ def test_a_checkpoint_that_cannot_be_read_is_named(case: Case, content: bytes, r
 
 def test_a_training_that_cannot_begin_leaves_others_running(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tensors do not fit into memory, or its checkpoint is that of another model."""
+    begin = TrainingJob.begin
+
+    def broken(job: TrainingJob, adapter: TrainableLora) -> None:
+        if job.name == "second":
+            raise RuntimeError("can't allocate memory")
+        begin(job, adapter)
+
+    monkeypatch.setattr(TrainingJob, "begin", broken)
     engine = case.engine(case.plan("isolated", ["first"]))
     trainings = engine.parts.trainings
     settle(trainings, engine, most=5)
     submit(engine, case.plan("isolated2", ["second"]))
-    (job,) = [job for job in trainings.jobs if job.name == "second"]
-
-    def broken(_: Any) -> None:
-        raise RuntimeError("can't allocate memory")
-
-    monkeypatch.setattr(job, "begin", broken)
     settle(trainings, engine)
     first, second = trainings.statuses()
     assert first.state == "finished" and first.step == STEPS
