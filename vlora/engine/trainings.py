@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from vlora.config import EngineConfig
 from vlora.engine.adapter_admin import AdapterAdmin
 from vlora.engine.device_runtime import DeviceRuntime
+from vlora.engine.limits import free_room
 from vlora.errors import Aborted, BadConfig, BadRequest
 from vlora.lora import AdapterRegistry
 from vlora.models.processing import InputProcessor
@@ -35,6 +36,8 @@ log = logging.getLogger(__name__)
 
 _RECENT = 64  # pieces of one kind
 MAX_ENDED = 64  # trainings that are still listed
+# Parameters, gradient and two moments in float32, the factors that lanes read, and two checkpoints.
+_PARAMETER_BYTES = 16 + 4 + 2 * 16
 _RARE = 0.05  # share of the pieces that take longer than expected
 
 
@@ -93,7 +96,7 @@ class Trainings:
         self._registry = registry
         self._admin = admin
         self._cost = cost
-        self._max_batch_size = config.max_batch_size
+        self._config = config
         self._clock = clock
         self.load_processor: Callable[[], InputProcessor] = functools.cache(
             lambda: InputProcessor.from_pretrained(config.model)
@@ -211,7 +214,7 @@ class Trainings:
     def record_step(self, batch: Batch) -> None:
         """A step has served requests: the one that began last or, where steps run ahead, the one before."""
         now = self._clock()
-        shared_s = self._cost.costs.base_s if len(batch.items) < self._max_batch_size else 0.0
+        shared_s = self._cost.costs.base_s if len(batch.items) < self._config.max_batch_size else 0.0
         self.promise.served(now - self._marked_s, shared_s)
         self._marked_s = now
 
@@ -252,7 +255,7 @@ class Trainings:
         loop = self._loop = self._loop or self._make_loop()
         for job in jobs:
             job.check_locked()
-            loop.check(job)
+        self._check_memory([(job, loop.num_parameters(job)) for job in jobs if job.state != "finished"])
         finished = [job for job in jobs if job.state == "finished" and job.name not in self._registry]
         self._admin.register({job.name: str(job.adapter_folder) for job in finished})
         if reopen:
@@ -276,6 +279,18 @@ class Trainings:
                 raise BadRequest(
                     f"an adapter {job.name!r} is registered already; unload it first, or choose another name"
                 )
+
+    def _check_memory(self, jobs: list[tuple[TrainingJob, int]]) -> None:
+        """Raises BadConfig for adapters that do not fit into memory, OverCapacity for one that could not be served."""
+        hf_model = self._device.hf_model
+        for job, count in jobs:
+            self._admin.check_room(job.name, count * hf_model.dtype.itemsize)
+        needed, free = _PARAMETER_BYTES * sum(count for _, count in jobs), free_room(self._config, hf_model.device)
+        if needed > free.num_bytes:
+            raise BadConfig(
+                f"the training of {', '.join(job.name for job, _ in jobs)} needs {needed / 2**30:.2f} GiB for adapters "
+                f"and optimizers, and {free.num_bytes / 2**30:.2f} GiB are free; give a smaller rank or fewer targets"
+            )
 
     def _make_loop(self) -> TrainingLoop:
         if self._device.switcher.in_place:

@@ -16,6 +16,8 @@ from vlora.training.trainer import PackedTrainer
 
 log = logging.getLogger(__name__)
 
+_AHEAD = 16  # records that are prepared before they are used; each may have a large picture
+
 
 class Piece(NamedTuple):
     """Work that cannot be interrupted.
@@ -74,9 +76,9 @@ class TrainingLoop:
         self._work = self._run()
         self._upcoming: Piece | None = None
 
-    def check(self, job: TrainingJob) -> None:
+    def num_parameters(self, job: TrainingJob) -> int:
         """Raises BadConfig for targets that the model lacks."""
-        self._trainer.shapes(job.settings)
+        return sum(job.plan.rank * (d_in + d_out) for d_in, d_out in self._trainer.shapes(job.settings).values())
 
     def add(self, job: TrainingJob) -> None:
         """Begin or continue a job, whose name no other running job has."""
@@ -164,14 +166,16 @@ class TrainingLoop:
             budget = min(budget, self.max_tokens // num_packed)
         found: list[Sample] = []
         num_tokens, source = 0, self._sources[job.name]
-        upcoming = job.upcoming(2 * job.plan.batch)
-        for record in upcoming[: job.num_left]:
-            source.request(upcoming)
+        # A record has two tokens at least, and one record is always taken.
+        upcoming = job.upcoming(min(2 * job.plan.batch, budget // 2 + 1 + _AHEAD))
+        for place, record in enumerate(upcoming[: job.num_left]):
+            wanted = upcoming[place : place + _AHEAD]
+            source.request(wanted)
             while not source.is_prepared(record):
                 yield None
                 if not self._runs(job):
                     return []
-                source.request(upcoming)
+                source.request(wanted)
             try:
                 if source.needs_encoding(record):
                     yield from self._announce(Piece("image", 0), job)

@@ -1,0 +1,119 @@
+"""Plans and data are bounded: nothing that a plan names ends, fills or blocks the engine's process."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.training.beside import Case, settle
+from tests.training.test_training_folders import states, submit
+from vlora.engine.limits import Room
+from vlora.errors import BadPlan, BadRequest, OverCapacity
+from vlora.training.plan import read_plan
+from vlora.training.samples import SampleSource
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case.make(tmp_path_factory.mktemp("bounds") / "case")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "large"])
+@pytest.mark.parametrize("what", ["plan", "data"])
+def test_only_files_of_a_limited_size_are_opened(
+    case: Case, tmp_path: Path, kind: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading /dev/zero would fill the memory; a pipe without a writer would block all checkpoints."""
+    file = tmp_path / "file"
+    if kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "device":
+        file.symlink_to("/dev/zero")
+    else:
+        file.write_text(" " * 2**20)
+        monkeypatch.setattr("vlora.training.records.MAX_BYTES", 2**20 - 1)
+    plan = file if what == "plan" else case.plan(f"{kind}", ["first"], data=str(file))
+    reason = "has 1048576 bytes; at most 1048575 are read" if kind == "large" else "it is not a file"
+    with pytest.raises(BadPlan, match=f"{file} .*{reason}"):
+        read_plan(plan)
+
+
+@pytest.mark.parametrize("path", ["a\0b", "\ud800"])
+def test_a_plan_that_is_no_path_is_refused_in_printable_text(path: str) -> None:
+    with pytest.raises(BadPlan, match="is not a path") as found:
+        read_plan(path)
+    assert str(found.value).encode()
+
+
+@pytest.mark.parametrize("field", ["data", "question", "targets"])
+def test_text_of_a_plan_that_is_not_unicode_is_refused(case: Case, field: str) -> None:
+    """A message with it could not be sent, so the caller would wait for ever."""
+    value = '["\\ud800"]' if field == "targets" else '"\\ud800"'
+    plan = case.plan("surrogates", ["second"])
+    kept = [line for line in plan.read_text().splitlines() if not line.strip().startswith((f"{field}:", "- o_", "- d"))]
+    plan.write_text("\n".join([*kept, f"  {field}: {value}"]))
+    with pytest.raises(BadPlan, match=r"\\ud800 cannot be read .*surrogates not allowed") as found:
+        read_plan(plan)
+    assert str(found.value).encode()
+
+
+@pytest.mark.parametrize("row", ["[" * 100_000, json.dumps({"question": "q", "answer": list(range(100_000))})])
+def test_lines_that_are_no_records_give_short_errors(case: Case, row: str) -> None:
+    (case.folder / "odd.jsonl").write_text(row + "\n")
+    with pytest.raises(BadPlan, match=r"odd\.jsonl, line 1: ") as found:
+        read_plan(case.plan("odd", ["first"], data="odd.jsonl"))
+    assert len(str(found.value)) < 1000
+
+
+@pytest.mark.parametrize("changes", [{"steps": 10**7}, {"batch": 10**6}, {"micro_batch_tokens": 10**6}], ids=str)
+def test_numbers_without_a_use_are_refused(case: Case, changes: dict[str, Any]) -> None:
+    with pytest.raises(BadPlan, match=rf"field `trainings\[0\].{next(iter(changes))}`"):
+        read_plan(case.plan("numbers", ["first"], **changes))
+
+
+def test_an_adapter_that_cannot_be_served_is_not_trained(case: Case) -> None:
+    engine = case.engine()
+    with pytest.raises(OverCapacity, match=r"adapter .first. needs .* pages of the arena"):
+        submit(engine, case.plan("wide", ["first"], rank=10**9))
+    assert not states(engine)
+    engine.close()
+
+
+def test_trainings_that_do_not_fit_into_memory_are_refused(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of a plan together. Negative control: with a little more memory they begin."""
+    engine = case.engine()
+    free = [0]
+    monkeypatch.setattr("vlora.engine.trainings.free_room", lambda *_: Room("cpu", free[0]))
+    plan = case.plan("memory")
+    with pytest.raises(BadRequest, match=r"the training of first, second needs \d\.\d\d GiB .* and 0.00 GiB are free"):
+        submit(engine, plan)
+    assert not states(engine)
+    free[0] = 2**30
+    submit(engine, plan)
+    assert states(engine) == {"first": "running", "second": "running"}
+    engine.close()
+
+
+def test_few_records_are_prepared_before_they_are_used(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each may have a large picture; a batch may have thousands."""
+    rows = [{"question": "what ?", "answer": f"w{number % 50}", "split": "train"} for number in range(300)]
+    (case.folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    most = [0]
+    request = SampleSource.request
+
+    def counted(source: SampleSource, records: Any) -> None:
+        most[0] = max(most[0], len(records))
+        request(source, records)
+
+    monkeypatch.setattr(SampleSource, "request", counted)
+    engine = case.engine(case.plan("ahead", ["first"], data="rows.jsonl", batch=300, steps=1, micro_batch_tokens=2000))
+    start_s = time.monotonic()
+    settle(engine.parts.trainings, engine, until=lambda: time.monotonic() - start_s > 10)
+    assert states(engine) == {"first": "finished"}
+    assert most[0] == 16
+    engine.close()
