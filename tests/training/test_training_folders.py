@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from tests.training.beside import STEPS, Case, settle
 from vlora.engine import Engine
 from vlora.errors import BadConfig, BadPlan, BadRequest, VLoraError
 from vlora.training import TrainableLora
-from vlora.training.job import TrainingJob
+from vlora.training.job import MAX_TRIES, TrainingJob
 from vlora.types import TrainingStatus
 
 _HOLD = """
@@ -193,4 +197,50 @@ def test_ended_trainings_keep_no_tensors_and_are_listed_to_a_limit(case: Case, m
         settle(trainings, engine)
     assert list(states(engine)) == ["n1", "n2", "n3"], "the last one, and two before it"
     assert all(job.adapter is None and not job.records.train for job in trainings.jobs)
+    engine.close()
+
+
+def test_a_micro_step_that_ends_the_process_is_not_repeated_for_ever(case: Case, tmp_path: Path) -> None:
+    """As the kernel ends a process that needs too much memory. Processes that are stopped do not count."""
+    plan, folder = case.plan("deaths", ["first"]), case.folder / "deaths" / "first"
+    for death in range(MAX_TRIES):
+        engine = case.engine(plan)
+        assert states(engine) == {"first": "running"}
+        settle(engine.parts.trainings, engine, most=2)
+        left = shutil.copytree(folder, tmp_path / f"{death}")
+        engine.close()
+        assert not (folder / "tries").exists(), "the process was stopped in order"
+        shutil.rmtree(folder)
+        shutil.copytree(left, folder)
+    engine = case.engine(plan)
+    (status,) = engine.parts.trainings.statuses()
+    assert status.state == "failed" and status.error is not None
+    assert status.error.startswith("its micro-step has ended the engine's process 3 times")
+    assert submit(engine, plan)[0].state == "running"
+    settle(engine.parts.trainings, engine)
+    assert states(engine) == {"first": "finished"} and not (folder / "tries").exists()
+    engine.close()
+
+
+def test_a_checkpoint_that_does_not_fit_on_the_disk_leaves_no_part(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would keep the disk full. The checkpoint before it remains, and the training continues from it."""
+    plan, folder = case.plan("full", ["first"]), case.folder / "full" / "first"
+    engine = case.engine(plan)
+    settle(engine.parts.trainings, engine, until=lambda: engine.parts.trainings.statuses()[0].step == 1)
+    save = torch.save
+
+    def broken(_: Any, file: Path) -> None:
+        file.write_bytes(b"the first part")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(torch, "save", broken)
+    settle(engine.parts.trainings, engine)
+    (status,) = engine.parts.trainings.statuses()
+    assert status.state == "failed" and status.error is not None
+    assert f"{folder} cannot be written: [Errno 28] No space left on device" in status.error
+    assert sorted(file.name for file in folder.iterdir()) == ["checkpoint.pt", "in-use", "training.json"]
+    monkeypatch.setattr(torch, "save", save)
+    submit(engine, plan)
+    settle(engine.parts.trainings, engine)
+    assert states(engine) == {"first": "finished"}
     engine.close()

@@ -28,6 +28,8 @@ from vlora.types.training import TrainingState
 Phase = Literal["before", "train", "after", "done"]
 
 _FORMAT = 1
+MAX_TRIES = 3
+"""Ends of a process in the first micro-step of a training that it began or continued. The next one fails it."""
 
 
 @dataclasses.dataclass
@@ -85,6 +87,7 @@ class TrainingJob:
         self._last: dict[str, Any] | None = None  # state of the adapter after the last micro-step
         self._saved = Progress()  # that of the checkpoint, for `reopen`
         self._order: tuple[int, list[int]] | None = None
+        self._has_tried = self._is_saved = False  # in this process
         self._lock = contextlib.ExitStack()
         self._not_locked: BadConfig | None = None
         try:
@@ -169,6 +172,22 @@ class TrainingJob:
             adapter.restore(self._restored)
             self._last, self._restored = self._restored, None
 
+    def begin_micro_step(self) -> None:
+        """Count a try, before the first micro-step of this process: it may end the process, for want of memory.
+
+        The next process would repeat the micro-step, and so on. The checkpoint after it ends the count.
+        """
+        if not self._has_tried:
+            self._has_tried = True
+            with contextlib.suppress(OSError):  # the checkpoint fails the training then
+                self._tries.write_text(f"{self._num_tries() + 1}\n")
+
+    def _num_tries(self) -> int:
+        try:
+            return int(self._tries.read_text())
+        except (OSError, ValueError):
+            return 0
+
     def rewind(self) -> None:
         """Restore the gradients before a micro-step that was abandoned."""
         if self.learns and self._last is not None:
@@ -227,6 +246,10 @@ class TrainingJob:
     # -- files --------------------------------------------------------------------------------------------------------
 
     @property
+    def _tries(self) -> Path:
+        return self.folder / "tries"
+
+    @property
     def _checkpoint(self) -> Path:
         return self.folder / "checkpoint.pt"
 
@@ -247,8 +270,15 @@ class TrainingJob:
         """Replace the checkpoint's file as a whole. May be called in another thread."""
         self.folder.mkdir(parents=True, exist_ok=True)
         part = self._checkpoint.with_suffix(".part")
-        torch.save(checkpoint, part)
-        os.replace(part, self._checkpoint)
+        try:
+            torch.save(checkpoint, part)
+            os.replace(part, self._checkpoint)
+        except BaseException:
+            part.unlink(missing_ok=True)  # the disk is full, perhaps
+            raise
+        if not self._is_saved:
+            self._is_saved = True
+            self._tries.unlink(missing_ok=True)
 
     def save_adapter(self) -> None:
         """Write the adapter's folder as a whole. May be called in another thread once no micro-step runs."""
@@ -278,6 +308,7 @@ class TrainingJob:
         """Continue a failed or cancelled training from its checkpoint."""
         if self.state in ("failed", "cancelled"):
             self._summary.unlink(missing_ok=True)
+            self._tries.unlink(missing_ok=True)
             self.state, self.error, self.progress = "running", None, self._saved
             self._skip_empty()
 
@@ -288,6 +319,9 @@ class TrainingJob:
 
     def release(self) -> None:
         """Unlock the folder, whose files are not written from now on."""
+        if self._has_tried:
+            with contextlib.suppress(OSError):
+                self._tries.unlink(missing_ok=True)
         self._lock.close()
         if self.state != "running":
             self._free()
@@ -312,6 +346,14 @@ class TrainingJob:
                 self.progress = self.progress if ended else self._saved
             elif not ended and self.adapter_folder.exists():
                 raise BadPlan(f"{self.adapter_folder} is not of training {self.name!r}; choose another folder or name")
+            if self.state == "running" and self._num_tries() >= MAX_TRIES:
+                self.state, self.error = (
+                    "failed",
+                    (
+                        f"its micro-step has ended the engine's process {MAX_TRIES} times, perhaps for want of memory; "
+                        "submit it again to try once more, or use shorter records and a smaller micro_batch_tokens"
+                    ),
+                )
         except (OSError, EOFError, ValueError, KeyError, TypeError, RuntimeError, pickle.UnpicklingError) as error:
             why = str(error).partition("\n")[0] or type(error).__name__
             raise BadPlan(f"{self.folder}: its training cannot be read ({why}); remove the folder") from error

@@ -207,6 +207,8 @@ class TrainingLoop:
                     self._shrinks = False
                     self._abandon(step, jobs)
                     return
+                for job in jobs:
+                    job.begin_micro_step()
                 complete = step.advance()
         except Exception as error:
             log.exception("a micro-step of %s failed", ", ".join(job.name for job in jobs))
