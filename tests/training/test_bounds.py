@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.training.beside import Case, settle
+from tests.training.beside import Case, losses_of, settle
 from tests.training.test_training_folders import states, submit
 from vlora.engine.limits import Room
 from vlora.errors import BadPlan, BadRequest, OverCapacity
+from vlora.models.hf_model import HFModel
+from vlora.models.loading import load_model
+from vlora.training import LoraSettings, MicroStep, PackedTrainer, Sample
 from vlora.training.plan import read_plan
 from vlora.training.samples import SampleSource
 
@@ -116,4 +121,79 @@ def test_few_records_are_prepared_before_they_are_used(case: Case, monkeypatch: 
     settle(engine.parts.trainings, engine, until=lambda: time.monotonic() - start_s > 10)
     assert states(engine) == {"first": "finished"}
     assert most[0] == 16
+    engine.close()
+
+
+@pytest.mark.parametrize("length", [10, 300])
+def test_the_estimate_of_a_micro_step_bounds_what_autograd_keeps(case: Case, length: int) -> None:
+    """And is at most a third above it, without what it adds for one layer at a time and for logits."""
+    hf_model = HFModel(load_model(case.config()))
+    trainer = PackedTrainer(hf_model)
+    trainer.add("first", LoraSettings(targets=("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj")))
+    ids = torch.arange(length) % 100 + 4
+    step = trainer.micro_step({"first": [Sample(ids, ids.clone())] * 2})
+    weights = {each.untyped_storage().data_ptr() for each in hf_model.model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        for _ in range(hf_model.num_layers):
+            step.advance()
+    step.abandon()
+    found = sum(each.untyped_storage().nbytes() for place, each in kept.items() if place not in weights)
+    more = trainer.step_bytes([length] * 2, recompute=False) - trainer.step_bytes([length] * 2, recompute=True)
+    assert found <= trainer.step_bytes([length] * 2, recompute=False)
+    assert found <= more + hf_model.num_layers * 2 * length * hf_model.embed.embedding_dim * 4 <= found * 4 / 3
+
+
+@pytest.mark.parametrize("share", [1.0, 0.6, 0.3])
+def test_a_micro_step_that_does_not_fit_into_memory_is_made_smaller(
+    case: Case, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    """Layers are computed again, records and jobs are taken one by one; losses differ by rounding only."""
+    engine = case.engine()
+    monkeypatch.setattr("vlora.engine.trainings.free_room", lambda *_: Room("cpu", 2 * room))
+    most = 2**40
+    steps: list[tuple[int, bool]] = []
+    micro_step = PackedTrainer.micro_step
+
+    def noted(trainer: PackedTrainer, samples: Any, **settings: Any) -> MicroStep:
+        lengths = [len(each.ids) for own in samples.values() for each in own]
+        needed = trainer.step_bytes(lengths, recompute=settings["recompute"])
+        assert needed <= room
+        steps.append((needed, settings["recompute"]))
+        return micro_step(trainer, samples, **settings)
+
+    monkeypatch.setattr(PackedTrainer, "micro_step", noted)
+    room = most
+    submit(engine, case.plan(f"whole{share}", steps=1))
+    settle(engine.parts.trainings, engine)
+    assert not any(recompute for _, recompute in steps)
+    room, number = int(share * max(needed for needed, _ in steps)), len(steps)
+    for name in ("first", "second"):
+        engine.unload_adapter(name)
+    submit(engine, case.plan(f"part{share}", steps=1))
+    settle(engine.parts.trainings, engine)
+    assert set(states(engine).values()) == {"finished"}
+    assert any(recompute for _, recompute in steps[number:]) == (share < 1)
+    for name in ("first", "second"):
+        found, wanted = (losses_of(case.folder / f"{part}{share}" / name) for part in ("part", "whole"))
+        assert found == pytest.approx(wanted, abs=1e-5)
+    engine.close()
+
+
+def test_a_record_that_does_not_fit_into_memory_fails_its_training(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vlora.engine.trainings.free_room", lambda *_: Room("cpu", room))
+    room = 2**30
+    engine = case.engine(case.plan("none", ["first"]))
+    room = 2
+    settle(engine.parts.trainings, engine)
+    (status,) = engine.parts.trainings.statuses()
+    assert status.state == "failed" and status.error is not None
+    assert re.match(
+        r"a record of \d+ tokens needs \d MiB of memory .*, and 0 MiB may be used; shorten it$", status.error
+    )
     engine.close()

@@ -285,11 +285,11 @@ class Trainings:
         hf_model = self._device.hf_model
         for job, count in jobs:
             self._admin.check_room(job.name, count * hf_model.dtype.itemsize)
-        needed, free = _PARAMETER_BYTES * sum(count for _, count in jobs), free_room(self._config, hf_model.device)
-        if needed > free.num_bytes:
+        needed, free = _PARAMETER_BYTES * sum(count for _, count in jobs), self._free_bytes()
+        if needed > free:
             raise BadConfig(
                 f"the training of {', '.join(job.name for job, _ in jobs)} needs {needed / 2**30:.2f} GiB for adapters "
-                f"and optimizers, and {free.num_bytes / 2**30:.2f} GiB are free; give a smaller rank or fewer targets"
+                f"and optimizers, and {free / 2**30:.2f} GiB are free; give a smaller rank or fewer targets"
             )
 
     def _make_loop(self) -> TrainingLoop:
@@ -305,7 +305,21 @@ class Trainings:
         def new_source() -> SampleSource:
             return SampleSource(hf_model, encoder, self._reader, self.load_processor, self._wake)
 
-        return TrainingLoop(trainer, new_source, self._reader, wake=self._wake, on_trained=self._register)
+        return TrainingLoop(
+            trainer,
+            new_source,
+            self._reader,
+            wake=self._wake,
+            free_bytes=lambda: self._free_bytes() // 2,  # steps that serve need memory too
+            on_trained=self._register,
+        )
+
+    def _free_bytes(self) -> int:
+        device = self._device.hf_model.device
+        free = free_room(self._config, device).num_bytes
+        if device.type == "cuda":  # what torch keeps for later tensors
+            free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return free
 
     def _wake(self) -> None:
         self.wake()

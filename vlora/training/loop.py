@@ -32,6 +32,8 @@ class Piece(NamedTuple):
 Work = Generator[Piece | None, None, None]
 """Yields the piece that it computes next, before it does; None while it waits for another thread."""
 
+_Packed = list[tuple[TrainingJob, list[Sample]]]
+
 
 class TrainingLoop:
     """Trains the adapters of all running jobs, those in the same phase packed together.
@@ -50,6 +52,7 @@ class TrainingLoop:
         executor: Executor,
         *,
         wake: Callable[[], None],
+        free_bytes: Callable[[], int],
         on_trained: Callable[[TrainingJob], None],
     ) -> None:
         """Start without jobs.
@@ -59,12 +62,14 @@ class TrainingLoop:
             new_source: Makes the source of a job's samples.
             executor: Writes files.
             wake: Called from any thread when `upcoming` may no longer be None.
+            free_bytes: Memory that a micro-step may take now.
             on_trained: Called when the adapter's folder is complete. The job is no longer in `jobs`.
         """
         self._trainer = trainer
         self._new_source = new_source
         self._executor = executor
         self._wake = wake
+        self._free_bytes = free_bytes
         self._on_trained = on_trained
         self.jobs: dict[str, TrainingJob] = {}
         self.max_tokens: int | None = None
@@ -146,8 +151,9 @@ class TrainingLoop:
             for job in due:
                 found.append((job, (yield from self._samples(job, len(due)))))
             packed = [(job, samples) for job, samples in found if samples and self._runs(job)]
+            packed, recompute = self._fitting(packed)
             if packed:
-                yield from self._micro_step(packed, learns=not evaluating)
+                yield from self._micro_step(packed, learns=not evaluating, recompute=recompute)
 
     def _announce(self, piece: Piece, *jobs: TrainingJob) -> Work:
         self._working = jobs
@@ -195,10 +201,29 @@ class TrainingLoop:
             found.append(sample)
         return found
 
-    def _micro_step(self, packed: Sequence[tuple[TrainingJob, list[Sample]]], *, learns: bool) -> Work:
+    def _fitting(self, packed: _Packed) -> tuple[_Packed, bool]:
+        """What of a micro-step fits into memory, and whether layers must be computed again for that.
+
+        A job whose first record alone does not fit has failed.
+        """
+        free = self._free_bytes()
+        while packed:
+            single = [(job, own[:1]) for job, own in packed]
+            for part, recompute in ((packed, False), (packed, True), (single, True), (single[:1], True)):
+                needed = self._trainer.step_bytes(_lengths(part), recompute=recompute)
+                if needed <= free:
+                    return part, recompute
+            job, (sample, *_) = packed.pop(0)
+            reason = (
+                f"a record of {len(sample.ids)} tokens needs {needed / 2**20:,.0f} MiB of memory for its activations"
+            )
+            self._end(job, "failed", f"{reason}, and {free / 2**20:,.0f} MiB may be used; shorten it")
+        return [], False
+
+    def _micro_step(self, packed: _Packed, *, learns: bool, recompute: bool) -> Work:
         jobs = [job for job, _ in packed]
         try:
-            step = self._trainer.micro_step({job.name: own for job, own in packed}, learns=learns)
+            step = self._trainer.micro_step({job.name: own for job, own in packed}, recompute=recompute, learns=learns)
             self._step = step
             complete = False
             while not complete:
@@ -278,3 +303,7 @@ class TrainingLoop:
             except Exception as error:  # out of memory, or a checkpoint of another model
                 log.exception("training %s cannot begin", job.name)
                 self._end(job, "failed", f"it cannot begin: {type(error).__name__}: {error}")
+
+
+def _lengths(packed: _Packed) -> list[int]:
+    return [len(sample.ids) for _, own in packed for sample in own]
