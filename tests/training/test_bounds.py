@@ -75,7 +75,11 @@ def test_lines_that_are_no_records_give_short_errors(case: Case, row: str) -> No
     assert len(str(found.value)) < 1000
 
 
-@pytest.mark.parametrize("changes", [{"steps": 10**7}, {"batch": 10**6}, {"micro_batch_tokens": 10**6}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{"steps": 10**7}, {"batch": 10**6}, {"micro_batch_tokens": 10**6}, {"learning_rate": 1e38}, {"alpha": 1e300}],
+    ids=str,
+)
 def test_numbers_without_a_use_are_refused(case: Case, changes: dict[str, Any]) -> None:
     with pytest.raises(BadPlan, match=rf"field `trainings\[0\].{next(iter(changes))}`"):
         read_plan(case.plan("numbers", ["first"], **changes))
@@ -155,8 +159,8 @@ def test_a_micro_step_that_does_not_fit_into_memory_is_made_smaller(
 ) -> None:
     """Layers are computed again, records and jobs are taken one by one; losses differ by rounding only."""
     engine = case.engine()
+    room = 2**40
     monkeypatch.setattr("vlora.engine.trainings.free_room", lambda *_: Room("cpu", 2 * room))
-    most = 2**40
     steps: list[tuple[int, bool]] = []
     micro_step = PackedTrainer.micro_step
 
@@ -168,7 +172,6 @@ def test_a_micro_step_that_does_not_fit_into_memory_is_made_smaller(
         return micro_step(trainer, samples, **settings)
 
     monkeypatch.setattr(PackedTrainer, "micro_step", noted)
-    room = most
     submit(engine, case.plan(f"whole{share}", steps=1))
     settle(engine.parts.trainings, engine)
     assert not any(recompute for _, recompute in steps)
@@ -186,8 +189,8 @@ def test_a_micro_step_that_does_not_fit_into_memory_is_made_smaller(
 
 
 def test_a_record_that_does_not_fit_into_memory_fails_its_training(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlora.engine.trainings.free_room", lambda *_: Room("cpu", room))
     room = 2**30
+    monkeypatch.setattr("vlora.engine.trainings.free_room", lambda *_: Room("cpu", room))
     engine = case.engine(case.plan("none", ["first"]))
     room = 2
     settle(engine.parts.trainings, engine)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,9 @@ import yaml
 from tests.training.beside import STEPS, Case, settle
 from vlora.engine import Engine
 from vlora.errors import BadConfig, BadPlan, BadRequest, VLoraError
-from vlora.training import TrainableLora
+from vlora.training import TrainableLora, Update
 from vlora.training.job import MAX_TRIES, TrainingJob
-from vlora.types import TrainingStatus
+from vlora.types import AdapterStatus, TrainingStatus
 
 _HOLD = """
 import sys
@@ -139,6 +141,37 @@ def test_a_training_that_cannot_begin_leaves_others_running(case: Case, monkeypa
     engine.close()
 
 
+@pytest.mark.parametrize("problem", ["raises", "not finite"])
+def test_an_optimizer_step_that_fails_ends_its_training_only(
+    case: Case, monkeypatch: pytest.MonkeyPatch, problem: str
+) -> None:
+    """Its last checkpoint has no value that is not finite."""
+    update = TrainableLora.update
+
+    def broken(adapter: TrainableLora, learning_rate: float | None = None) -> Update:
+        found = update(adapter, learning_rate)
+        if adapter.name == "second" and problem == "raises":
+            raise RuntimeError("can't allocate memory")
+        if adapter.name == "second":
+            layer, (a, b) = next(iter(adapter.values().items()))
+            adapter.load({layer: (a, b + math.inf)})
+        return found
+
+    monkeypatch.setattr(TrainableLora, "update", broken)
+    results = f"update {problem}"
+    engine = case.engine(case.plan(results, micro_batch_tokens=1))
+    settle(engine.parts.trainings, engine)
+    first, second = engine.parts.trainings.statuses()
+    assert (first.state, first.step, second.state, second.step) == ("finished", STEPS, "failed", 0)
+    assert second.error in (
+        "the optimizer step failed: RuntimeError: can't allocate memory",
+        "a parameter is not finite after step 1; lower the learning rate",
+    )
+    kept = torch.load(case.folder / results / "second" / "checkpoint.pt")["adapter"]["parameters"]
+    assert kept.isfinite().all()
+    engine.close()
+
+
 def test_a_refused_plan_begins_and_changes_nothing(case: Case) -> None:
     """Not even the trainings before the refused one; a cancelled one remains so."""
     plan = case.plan("refused", ["first"])
@@ -176,9 +209,14 @@ def test_an_engine_that_closes_does_not_fail_a_complete_training(case: Case, mon
     """It was closed while the adapter was read: the next one registers it."""
     plan = case.plan("closed", ["first"])
     engine = case.engine(plan)
-    begun = []
+    begun: list[str] = []
     load = engine.parts.admin.load_in_background
-    monkeypatch.setattr(engine.parts.admin, "load_in_background", lambda *each: begun.append(each) or load(*each))
+
+    def noted(name: str, path: str) -> Future[AdapterStatus]:
+        begun.append(name)
+        return load(name, path)
+
+    monkeypatch.setattr(engine.parts.admin, "load_in_background", noted)
     settle(engine.parts.trainings, engine, until=lambda: bool(begun))
     assert states(engine) == {"first": "running"}
     engine.close()

@@ -200,7 +200,7 @@ class TrainingJob:
         After the last one of an optimizer step the adapter changes.
 
         Raises:
-            FloatingPointError: The loss or the gradient is not finite.
+            FloatingPointError: The loss, the gradient or a parameter is not finite.
         """
         progress = self.progress
         if not math.isfinite(loss.total):
@@ -230,6 +230,10 @@ class TrainingJob:
             raise FloatingPointError(
                 f"the gradient is not finite in step {progress.step + 1} (loss {update.loss:g}); "
                 "lower the learning rate, or set max_norm"
+            )
+        if not adapter.is_finite:  # without held-out records nothing after the last step would find it
+            raise FloatingPointError(
+                f"a parameter is not finite after step {progress.step + 1}; lower the learning rate"
             )
         progress.losses.append(update.loss)
         progress.step, progress.place = progress.step + 1, 0

@@ -259,6 +259,10 @@ class TrainingLoop:
         except FloatingPointError as error:
             self._end(job, "failed", str(error))
             return
+        except Exception as error:  # of the optimizer: out of memory
+            log.exception("training %s: an optimizer step failed", job.name)
+            self._end(job, "failed", f"the optimizer step failed: {type(error).__name__}: {error}")
+            return
         checkpoint = job.checkpoint()
         self._write(job, lambda: job.save(checkpoint))
 

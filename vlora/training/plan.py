@@ -39,12 +39,12 @@ class TrainingPlan(PlanModel):
     micro_batch_tokens: Whole = Field(256, ge=1, le=65_536)
     held_out: Number = Field(0.1, ge=0, lt=1)
     rank: Whole = Field(8, ge=1)
-    alpha: Number = Field(16.0, gt=0)
+    alpha: Number = Field(16.0, gt=0, le=1e6)
     rslora: bool = False
     targets: tuple[str, ...] = Field(("q_proj", "k_proj", "v_proj", "o_proj"), min_length=1)
-    learning_rate: Number = Field(2e-4, gt=0)
-    weight_decay: Number = Field(0.0, ge=0)
-    max_norm: Number | None = Field(None, gt=0)
+    learning_rate: Number = Field(2e-4, gt=0, le=100)
+    weight_decay: Number = Field(0.0, ge=0, le=100)
+    max_norm: Number | None = Field(None, gt=0, le=1e30)
     seed: Whole = 0
 
 
