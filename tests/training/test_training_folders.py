@@ -1,4 +1,4 @@
-"""The folder of a training: who may write it, what is refused, and what an ended or refused training leaves behind."""
+"""Folders of trainings: locks, refusals, and the state after an end or a refusal."""
 
 from __future__ import annotations
 

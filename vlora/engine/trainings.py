@@ -317,7 +317,7 @@ class Trainings:
     def _free_bytes(self) -> int:
         device = self._device.hf_model.device
         free = free_room(self._config, device).num_bytes
-        if device.type == "cuda":  # what torch keeps for later tensors
+        if device.type == "cuda":  # torch's cache
             free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return free
 

@@ -173,7 +173,7 @@ class TrainingJob:
             self._last, self._restored = self._restored, None
 
     def begin_micro_step(self) -> None:
-        """Count a try, before the first micro-step of this process: it may end the process, for want of memory.
+        """Count a try, before the first micro-step of this process: it may end the process, for lack of memory.
 
         The next process would repeat the micro-step, and so on. The checkpoint after it ends the count.
         """
@@ -322,7 +322,7 @@ class TrainingJob:
             raise self._not_locked
 
     def release(self) -> None:
-        """Unlock the folder, whose files are not written from now on."""
+        """Unlock the folder. Its files are not written from now on."""
         if self._has_tried:
             with contextlib.suppress(OSError):
                 self._tries.unlink(missing_ok=True)
@@ -354,7 +354,7 @@ class TrainingJob:
                 self.state, self.error = (
                     "failed",
                     (
-                        f"its micro-step has ended the engine's process {MAX_TRIES} times, perhaps for want of memory; "
+                        f"its micro-step has ended the engine's process {MAX_TRIES} times, perhaps for lack of memory; "
                         "submit it again to try once more, or use shorter records and a smaller micro_batch_tokens"
                     ),
                 )

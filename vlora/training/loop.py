@@ -202,9 +202,9 @@ class TrainingLoop:
         return found
 
     def _fitting(self, packed: _Packed) -> tuple[_Packed, bool]:
-        """What of a micro-step fits into memory, and whether layers must be computed again for that.
+        """The part of a micro-step that fits into memory, and whether its layers must be computed again for that.
 
-        A job whose first record alone does not fit has failed.
+        Jobs with a first record that does not fit alone are ended.
         """
         free = self._free_bytes()
         while packed:

@@ -74,7 +74,7 @@ def read_plan(file: Path | str) -> tuple[Path, list[tuple[TrainingPlan, Records]
     except ValueError as error:  # of the path's text
         raise BadPlan(f"{str(file)!r} is not a path: {error}") from error
     if problem:
-        raise BadPlan(f"{file} {problem}")
+        raise BadPlan(f"{file}: {problem}")
     plan, text = read_model(file, Plan, needed="trainings")
     errors = PlanErrors(text)
     found = []
