@@ -22,10 +22,11 @@ _AHEAD = 16  # records that are prepared before they are used; each may have a l
 class Piece(NamedTuple):
     """Work that cannot be interrupted.
 
-    kind: a layer of a micro-step, the encoding of an image, or an optimizer step. num_tokens: of the micro-step.
+    kind: the creation of an adapter, a layer of a micro-step, the encoding of an image, or an optimizer step.
+    num_tokens: of the micro-step.
     """
 
-    kind: Literal["layer", "image", "update"]
+    kind: Literal["begin", "layer", "image", "update"]
     num_tokens: int
 
 
@@ -137,16 +138,18 @@ class TrainingLoop:
             if not self._collect_writes():
                 yield None
                 continue
-            self._exchange_adapters()
-            if not self.jobs:
-                yield None
+            yield from self._exchange_adapters()
+            begun = [job for job in self.jobs.values() if job.adapter is not None]
+            if not begun:
+                if not self.jobs:
+                    yield None
                 continue
-            for job in [one for one in self.jobs.values() if one.progress.phase == "done"]:
+            for job in [one for one in begun if one.progress.phase == "done"]:
                 yield from self._announce(Piece("update", 0), job)
                 if self._runs(job):
                     self._write(job, job.save_adapter, is_adapter=True)
-            evaluating = [job for job in self.jobs.values() if job.progress.phase in ("before", "after")]
-            due = evaluating or [job for job in self.jobs.values() if job.learns]
+            evaluating = [job for job in begun if job.progress.phase in ("before", "after")]
+            due = evaluating or [job for job in begun if job.learns]
             found = []
             for job in due:
                 found.append((job, (yield from self._samples(job, len(due)))))
@@ -296,12 +299,15 @@ class TrainingLoop:
         if (source := self._sources.pop(job.name, None)) is not None:
             source.close()
 
-    def _exchange_adapters(self) -> None:
+    def _exchange_adapters(self) -> Work:
         """Remove the adapters of ended jobs and create those of new ones. Called between two micro-steps."""
         kept = {id(job.adapter) for job in self.jobs.values()}
         for name in [name for name, adapter in self._trainer.adapters.items() if id(adapter) not in kept]:
             self._trainer.remove(name)
         for job in [one for one in self.jobs.values() if one.adapter is None]:
+            yield from self._announce(Piece("begin", 0), job)
+            if not self._runs(job):
+                continue
             try:
                 job.begin(self._trainer.add(job.name, job.settings))
             except Exception as error:  # out of memory, or a checkpoint of another model
