@@ -21,8 +21,8 @@ from fusion.progress.progress import Progress
 from fusion.report.report import FusionReport
 from fusion.report.results import refuse_to_overwrite
 from fusion.training.resume_hint import ResumeHint
-from fusion.training.run_lock import lock_folder
 from vlora.errors import BadConfig
+from vlora.plan_files.run_lock import lock_folder
 
 
 def fuse(

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from fusion.bench.domains import FAMILIES
 from fusion.bench.measuring import ALL, CONFIDENCE, DEFAULT, OPTIMUM, curve, table
 from fusion.packing.guided import BUDGET
-from fusion.training.run_lock import lock_folder
+from vlora.plan_files.run_lock import lock_folder
 
 _SEEDS = (0, 1, 2)
 _THRESHOLDS = "(threshold)"

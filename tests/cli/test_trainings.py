@@ -49,7 +49,7 @@ def test_trainings_are_submitted_listed_and_cancelled(
         (
             "folder: out\ntrainings:\n- name: signs\n  data: d.jsonl\n  steps: 2",
             '{"question": "what ?"}',
-            "{plan}, line 4, field `trainings[0].data`: {data}, line 1: `answer` is None; it must be text",
+            "{plan}, line 4, field `trainings[0].data`: {data}, line 1: `answer` is null; it must be text",
         ),
         (
             "folder: out\ntrainings:\n- name: signs\n  data: d.jsonl\n  steps: 2",

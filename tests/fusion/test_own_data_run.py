@@ -19,7 +19,6 @@ from fusion.data.samples import Target
 from fusion.progress.progress import ProgressCallback
 from fusion.training.collator import EncodedSample
 from fusion.training.objectives import HeadObjective
-from fusion.training.run_lock import lock_folder
 from fusion.training.scoring import Evaluator
 from heads import Answer, Box, load_heads
 from tests.fusion.made import load_plan, picture, video, write_plan
@@ -28,6 +27,7 @@ from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
 from vlora.errors import BadConfig
 from vlora.models import InputProcessor
+from vlora.plan_files.run_lock import lock_folder
 from vlora.types import HeadAnswer, Request
 
 TASKS = ("binary", "counting", "multi_label", "regression", "detection")

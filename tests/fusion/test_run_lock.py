@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from fusion.training.run_lock import lock_folder
 from vlora.errors import BadConfig
+from vlora.plan_files.run_lock import lock_folder
 
 _HOLD = """
 import sys
 from pathlib import Path
-from fusion.training.run_lock import lock_folder
+from vlora.plan_files.run_lock import lock_folder
 with lock_folder(Path(sys.argv[1])):
     print(flush=True)
     sys.stdin.read()

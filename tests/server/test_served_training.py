@@ -74,7 +74,8 @@ def test_a_training_survives_kill_9_of_its_engine(tmp_path: Path) -> None:
         (engine,) = psutil.Process(process.pid).children()
         engine.send_signal(signal.SIGKILL)
         after = wait(client, lambda one: True)
-        assert after.step >= before.step, "more than a micro-step was lost"
+        # A status counts a step before its checkpoint is on disk.
+        assert after.step >= before.step - 1, f"step {before.step} became {after.step}"
         assert client.generate(QUESTION, max_tokens=8).text == answer
         last = wait(client, lambda one: one.state == "finished")
         assert client.generate(QUESTION, max_tokens=8).text == answer

@@ -256,15 +256,6 @@ def test_an_internal_error_ends_trainings_and_not_the_engine(one: Case, monkeypa
     engine.close()
 
 
-def test_a_folder_that_cannot_be_written_ends_its_training(one: Case) -> None:
-    (one.folder / "occupied").write_text("a file, and no folder")
-    engine = one.engine(one.plan("occupied", ["first"]))
-    settle(engine.parts.trainings, engine)
-    (status,) = engine.parts.trainings.statuses()
-    assert status.state == "failed" and status.error is not None and "cannot be written" in status.error
-    engine.close()
-
-
 def test_a_broken_picture_ends_its_training_with_its_line(one: Case) -> None:
     broken = one.folder / "broken"
     broken.mkdir()

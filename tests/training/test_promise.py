@@ -10,6 +10,7 @@ from tests.training.beside import Alone, Case, losses_of, request, settle
 from vlora.engine import Engine
 from vlora.engine.trainings import PiecePrices
 from vlora.orchestrator.latency_promise import QUIET_S
+from vlora.training import LoraSettings, PackedTrainer, TrainableLora
 from vlora.training.loop import Piece
 
 PIECE_S = 0.01
@@ -78,6 +79,32 @@ def test_pieces_that_are_too_long_wait_for_a_quiet_engine(case: Case) -> None:
     settle(trainings, engine)
     engine.close()
     assert losses_of(case.folder / "long" / "first") == pytest.approx(Alone(case, ["first"]).losses["first"], abs=1e-6)
+
+
+def test_an_adapter_is_created_in_a_piece_of_its_own(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a price, and is not created beside a request that leaves no room; one that was cancelled is not."""
+    clock = Clock()
+    engine = Engine(case.config(train=str(case.plan("created")), train_slowdown=1.5), clock=clock)
+    trainings = engine.parts.trainings
+    created: list[str] = []
+    add = PackedTrainer.add
+
+    def noted(trainer: PackedTrainer, name: str, settings: LoraSettings) -> TrainableLora:
+        created.append(name)
+        return add(trainer, name, settings)
+
+    monkeypatch.setattr(PackedTrainer, "add", noted)
+    clock.now += 100
+    assert trainings.advance() and created == ["first"]
+    assert trainings.prices.expected_s(Piece("begin", 0)) >= PIECE_S
+    engine.add(request("first", None, 4))
+    assert not trainings.advance() and created == ["first"], "the request has earned nothing yet"
+    trainings.cancel("second")
+    while engine.has_work:
+        engine.step()
+    settle(trainings, engine, most=10)
+    assert created == ["first"]
+    engine.close()
 
 
 def test_prices_are_by_kind_and_token() -> None:

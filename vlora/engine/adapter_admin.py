@@ -96,7 +96,7 @@ class AdapterAdmin:
         adapter's requests with BadAdapter. Raises BadAdapter, OverCapacity, or BadRequest for a pinned name.
         """
         before = [self._replaced_key(name) for name in paths]
-        self._registry.register(paths, self._check_room)
+        self._registry.register(paths, self.check_room)
         for key in before:
             self._retire(key)
 
@@ -106,7 +106,7 @@ class AdapterAdmin:
         Raises BadAdapter, OverCapacity, or BadRequest for a pinned name; the previous content then stays.
         """
         self._replaced_key(name)
-        return self._accept(self._registry.read_folder(name, path, self._check_room))
+        return self._accept(self._registry.read_folder(name, path, self.check_room))
 
     def unload(self, name: str) -> str | None:
         """Free the name. Returns its key, or None if its first load is still queued. Raises UnknownAdapter.
@@ -195,6 +195,10 @@ class AdapterAdmin:
             self._queue.popleft()
             call.done.set_result(status)
 
+    def check_room(self, name: str, num_bytes: int) -> None:
+        """Raises OverCapacity if the adapter can never be loaded next to the pinned ones."""
+        _check_fits(self._room, name, num_bytes)
+
     def close(self) -> None:
         """End all calls with Aborted."""
         self._abort("the engine was closed")
@@ -209,7 +213,7 @@ class AdapterAdmin:
         if not call.reading.done():
             return None
         registration = call.reading.result()
-        self._check_room(call.name, registration.num_bytes)  # other adapters may have been pinned meanwhile
+        self.check_room(call.name, registration.num_bytes)  # other adapters may have been pinned meanwhile
         return self._accept(registration)
 
     def _advance_pin(self, name: str) -> AdapterStatus | None:
@@ -274,10 +278,6 @@ class AdapterAdmin:
     @property
     def _room(self) -> _Room:
         return _Room(self._adapter_cache.room_beside(self.pinned.values()), len(self.pinned))
-
-    def _check_room(self, name: str, num_bytes: int) -> None:
-        """Raises OverCapacity if the adapter can never be loaded next to the pinned ones."""
-        _check_fits(self._room, name, num_bytes)
 
     def _replaced_key(self, name: str) -> str | None:
         """The key a name maps to before it gets new content. Raises BadRequest for a pinned name."""

@@ -17,7 +17,8 @@ from msgspec.structs import replace
 from vlora.config import EngineConfig
 from vlora.engine.adapter_admin import AdapterAdmin
 from vlora.engine.device_runtime import DeviceRuntime
-from vlora.errors import BadConfig, BadRequest
+from vlora.engine.limits import free_room
+from vlora.errors import Aborted, BadConfig, BadRequest
 from vlora.lora import AdapterRegistry
 from vlora.models.processing import InputProcessor
 from vlora.models.vision.encoder import VisionEncoder
@@ -34,6 +35,9 @@ from vlora.types import AdapterStatus, Batch, Request, RequestOutput, TrainingSt
 log = logging.getLogger(__name__)
 
 _RECENT = 64  # pieces of one kind
+MAX_ENDED = 64  # trainings that are still listed
+# Parameters, gradient and two moments in float32, the factors that lanes read, and two checkpoints.
+_PARAMETER_BYTES = 16 + 4 + 2 * 16
 _RARE = 0.05  # share of the pieces that take longer than expected
 
 
@@ -92,7 +96,7 @@ class Trainings:
         self._registry = registry
         self._admin = admin
         self._cost = cost
-        self._max_batch_size = config.max_batch_size
+        self._config = config
         self._clock = clock
         self.load_processor: Callable[[], InputProcessor] = functools.cache(
             lambda: InputProcessor.from_pretrained(config.model)
@@ -114,7 +118,7 @@ class Trainings:
             BadConfig: The engine cannot train, or a target is unknown.
             BadRequest: The name of a training is in use.
         """
-        self._admit(_read(plan))
+        self._admit(_read(plan), reopen=False)
 
     def submit(self, plan: str, *, reopen: bool) -> Future[tuple[TrainingStatus, ...]]:
         """As `start`, but the files are read in the background.
@@ -210,13 +214,15 @@ class Trainings:
     def record_step(self, batch: Batch) -> None:
         """A step has served requests: the one that began last or, where steps run ahead, the one before."""
         now = self._clock()
-        shared_s = self._cost.costs.base_s if len(batch.items) < self._max_batch_size else 0.0
+        shared_s = self._cost.costs.base_s if len(batch.items) < self._config.max_batch_size else 0.0
         self.promise.served(now - self._marked_s, shared_s)
         self._marked_s = now
 
     def close(self) -> None:
         """Stop reading and writing files; the checkpoints remain."""
-        self._reader.shutdown(wait=False, cancel_futures=True)
+        self._reader.shutdown(cancel_futures=True)
+        for job in self._jobs.values():
+            job.release()
         for submission in self._submitted:
             submission.done.set_exception(BadRequest("the engine was closed"))
         self._submitted.clear()
@@ -227,11 +233,7 @@ class Trainings:
     def _finish_submission(self, submission: _Submission) -> None:
         try:
             jobs = submission.reading.result()
-            self._check_names(jobs)
-            if submission.reopen:
-                for job in jobs:
-                    job.reopen()
-            self._admit(jobs)
+            self._admit(jobs, reopen=submission.reopen)
         except BadConfig as error:  # of the engine, which is in order; the caller's request is not
             submission.done.set_exception(BadRequest(str(error)))
         except Exception as error:
@@ -239,18 +241,34 @@ class Trainings:
         else:
             submission.done.set_result(tuple(job.status() for job in jobs))
 
-    def _admit(self, jobs: list[TrainingJob]) -> None:
+    def _admit(self, jobs: list[TrainingJob], *, reopen: bool) -> None:
         """Begin trainings, all or none."""
+        try:
+            self._begin(jobs, reopen=reopen)
+        finally:
+            for job in jobs:
+                if self._jobs.get(job.name) is not job or job.state != "running":
+                    job.release()
+
+    def _begin(self, jobs: list[TrainingJob], *, reopen: bool) -> None:
         self._check_names(jobs)
         loop = self._loop = self._loop or self._make_loop()
         for job in jobs:
-            loop.check(job)
+            job.check_locked()
+        self._check_memory([(job, loop.num_parameters(job)) for job in jobs if job.state != "finished"])
+        finished = [job for job in jobs if job.state == "finished" and job.name not in self._registry]
+        self._admin.register({job.name: str(job.adapter_folder) for job in finished})
+        if reopen:
+            for job in jobs:
+                job.reopen()
         for job in jobs:
+            self._jobs.pop(job.name, None)
             self._jobs[job.name] = job
             if job.state == "running":
                 loop.add(job)
-            elif job.state == "finished" and job.name not in self._registry:
-                self._admin.register({job.name: str(job.adapter_folder)})
+        ended = [name for name, job in self._jobs.items() if job.state != "running"]
+        for name in ended[:-MAX_ENDED]:
+            del self._jobs[name]
 
     def _check_names(self, jobs: list[TrainingJob]) -> None:
         for job in jobs:
@@ -261,6 +279,18 @@ class Trainings:
                 raise BadRequest(
                     f"an adapter {job.name!r} is registered already; unload it first, or choose another name"
                 )
+
+    def _check_memory(self, jobs: list[tuple[TrainingJob, int]]) -> None:
+        """Raises BadConfig for adapters that do not fit into memory, OverCapacity for one that could not be served."""
+        hf_model = self._device.hf_model
+        for job, count in jobs:
+            self._admin.check_room(job.name, count * hf_model.dtype.itemsize)
+        needed, free = _PARAMETER_BYTES * sum(count for _, count in jobs), self._free_bytes()
+        if needed > free:
+            raise BadConfig(
+                f"the training of {', '.join(job.name for job, _ in jobs)} needs {needed / 2**30:.2f} GiB for adapters "
+                f"and optimizers, and {free / 2**30:.2f} GiB are free; give a smaller rank or fewer targets"
+            )
 
     def _make_loop(self) -> TrainingLoop:
         if self._device.switcher.in_place:
@@ -275,7 +305,21 @@ class Trainings:
         def new_source() -> SampleSource:
             return SampleSource(hf_model, encoder, self._reader, self.load_processor, self._wake)
 
-        return TrainingLoop(trainer, new_source, self._reader, wake=self._wake, on_trained=self._register)
+        return TrainingLoop(
+            trainer,
+            new_source,
+            self._reader,
+            wake=self._wake,
+            free_bytes=lambda: self._free_bytes() // 2,  # steps that serve need memory too
+            on_trained=self._register,
+        )
+
+    def _free_bytes(self) -> int:
+        device = self._device.hf_model.device
+        free = free_room(self._config, device).num_bytes
+        if device.type == "cuda":  # torch's cache
+            free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return free
 
     def _wake(self) -> None:
         self.wake()
@@ -286,11 +330,15 @@ class Trainings:
         def registered(loading: Future[AdapterStatus]) -> None:
             if (error := loading.exception()) is None:
                 job.end("finished")
+            elif isinstance(error, Aborted):  # unloaded, or the engine closes; its files remain for a successor
+                job.state = "cancelled"
             else:
                 job.end("failed", f"the adapter cannot be registered: {error}")
+            job.release()
 
         if job.name in self._registry:
             job.end("failed", f"an adapter {job.name!r} was registered meanwhile; load {job.adapter_folder} yourself")
+            job.release()
             return
         self._admin.load_in_background(job.name, str(job.adapter_folder)).add_done_callback(registered)
 
@@ -315,4 +363,12 @@ class Trainings:
 
 def _read(plan: str) -> list[TrainingJob]:
     folder, entries = read_plan(plan)
-    return [TrainingJob(one, records, Path(folder) / one.name) for one, records in entries]
+    jobs: list[TrainingJob] = []
+    try:
+        for one, records in entries:
+            jobs.append(TrainingJob(one, records, Path(folder) / one.name))
+    except BaseException:
+        for job in jobs:
+            job.release()
+        raise
+    return jobs

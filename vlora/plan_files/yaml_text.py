@@ -38,18 +38,20 @@ class _Refused(yaml.constructor.ConstructorError):
 
 
 class _Loader(yaml.SafeLoader):
-    """A SafeLoader that also refuses three things that PyYAML does not handle: a value that looks like a date or a
-    number but is invalid (2026-02-30), which makes PyYAML raise a bare ValueError; an integer of any size; and a
-    duplicate key, of which PyYAML silently drops the first value."""
+    """A SafeLoader that also refuses four things that PyYAML does not handle: a value that looks like a date or a
+    number but is invalid (2026-02-30), which makes PyYAML raise a bare ValueError; an integer of any size;
+    text that is not Unicode; and a duplicate key, of which PyYAML silently drops the first value."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             value = super().construct_object(node, deep)
             if isinstance(value, int) and value.bit_length() > _MOST_BITS:
                 raise OverflowError(f"more than {_MOST_BITS} bits")
+            if isinstance(value, str):
+                value.encode()  # half of a surrogate pair, written as an escape, could not be printed or sent
             return value
         except (ValueError, OverflowError) as error:
-            shown = str(node.value)
+            shown = str(node.value).encode(errors="backslashreplace").decode()
             shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
             raise _Refused(
                 None, None, f"{shown} cannot be read ({error}); quote the value if it is text", node.start_mark

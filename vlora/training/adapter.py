@@ -198,6 +198,11 @@ class TrainableLora:
         self.drop()
         return found
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether all parameters are."""
+        return bool(self._parameters.isfinite().all())
+
     def state(self) -> dict[str, Any]:
         """Parameters, the optimizer's state and the gradients since the last update, copied, to continue later."""
         self._check_idle("state")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import math
 import os
+import pickle
 import random
 import shutil
 from pathlib import Path
@@ -14,7 +16,8 @@ from typing import Any, Literal
 
 import torch
 
-from vlora.errors import BadPlan
+from vlora.errors import BadConfig, BadPlan
+from vlora.plan_files.run_lock import lock_folder
 from vlora.training.adapter import LoraSettings, TrainableLora
 from vlora.training.micro_step import Loss
 from vlora.training.plan import TrainingPlan
@@ -25,6 +28,8 @@ from vlora.types.training import TrainingState
 Phase = Literal["before", "train", "after", "done"]
 
 _FORMAT = 1
+MAX_TRIES = 3
+"""Ends of a process in the first micro-step of a training that it began or continued. The next one fails it."""
 
 
 @dataclasses.dataclass
@@ -65,7 +70,11 @@ class TrainingJob:
     """
 
     def __init__(self, plan: TrainingPlan, records: Records, folder: Path) -> None:
-        """folder: its own. Raises BadPlan if that has a training with other settings or data."""
+        """Lock the folder, if no other process has, and read its files.
+
+        Raises:
+            BadPlan: The folder has a training with other settings or data, or an adapter of another origin.
+        """
         self.plan = plan
         self.records = records
         self.folder = folder
@@ -76,8 +85,20 @@ class TrainingJob:
         self._fingerprint = _fingerprint(plan, records)
         self._restored: dict[str, Any] | None = None  # of the checkpoint's adapter, until it is used
         self._last: dict[str, Any] | None = None  # state of the adapter after the last micro-step
+        self._saved = Progress()  # that of the checkpoint, for `reopen`
         self._order: tuple[int, list[int]] | None = None
-        self._read_files()
+        self._has_tried = self._is_saved = False  # in this process
+        self._lock = contextlib.ExitStack()
+        self._not_locked: BadConfig | None = None
+        try:
+            self._lock.enter_context(lock_folder(folder))
+        except BadConfig as error:
+            self._not_locked = error
+        try:
+            self._read_files()
+        except BaseException:
+            self.release()
+            raise
         self._skip_empty()
 
     @property
@@ -151,6 +172,22 @@ class TrainingJob:
             adapter.restore(self._restored)
             self._last, self._restored = self._restored, None
 
+    def begin_micro_step(self) -> None:
+        """Count a try, before the first micro-step of this process: it may end the process, for lack of memory.
+
+        The next process would repeat the micro-step, and so on. The checkpoint after it ends the count.
+        """
+        if not self._has_tried:
+            self._has_tried = True
+            with contextlib.suppress(OSError):  # the checkpoint fails the training then
+                self._tries.write_text(f"{self._num_tries() + 1}\n")
+
+    def _num_tries(self) -> int:
+        try:
+            return int(self._tries.read_text())
+        except (OSError, ValueError):
+            return 0
+
     def rewind(self) -> None:
         """Restore the gradients before a micro-step that was abandoned."""
         if self.learns and self._last is not None:
@@ -163,7 +200,7 @@ class TrainingJob:
         After the last one of an optimizer step the adapter changes.
 
         Raises:
-            FloatingPointError: The loss or the gradient is not finite.
+            FloatingPointError: The loss, the gradient or a parameter is not finite.
         """
         progress = self.progress
         if not math.isfinite(loss.total):
@@ -194,6 +231,10 @@ class TrainingJob:
                 f"the gradient is not finite in step {progress.step + 1} (loss {update.loss:g}); "
                 "lower the learning rate, or set max_norm"
             )
+        if not adapter.is_finite:  # without held-out records nothing after the last step would find it
+            raise FloatingPointError(
+                f"a parameter is not finite after step {progress.step + 1}; lower the learning rate"
+            )
         progress.losses.append(update.loss)
         progress.step, progress.place = progress.step + 1, 0
         if progress.step == self.plan.steps:
@@ -209,6 +250,10 @@ class TrainingJob:
     # -- files --------------------------------------------------------------------------------------------------------
 
     @property
+    def _tries(self) -> Path:
+        return self.folder / "tries"
+
+    @property
     def _checkpoint(self) -> Path:
         return self.folder / "checkpoint.pt"
 
@@ -219,7 +264,8 @@ class TrainingJob:
     def checkpoint(self) -> dict[str, Any]:
         """A copy of everything that `save` writes."""
         assert self.adapter is not None
-        progress = dataclasses.asdict(self.progress)
+        # `asdict` would copy each loss by itself, in the engine's thread.
+        progress = {**vars(self.progress), "losses": list(self.progress.losses)}
         head = {"format": _FORMAT, "fingerprint": self._fingerprint, "progress": progress}
         self._last = self.adapter.state()
         return {**head, "adapter": self._last}
@@ -228,8 +274,15 @@ class TrainingJob:
         """Replace the checkpoint's file as a whole. May be called in another thread."""
         self.folder.mkdir(parents=True, exist_ok=True)
         part = self._checkpoint.with_suffix(".part")
-        torch.save(checkpoint, part)
-        os.replace(part, self._checkpoint)
+        try:
+            torch.save(checkpoint, part)
+            os.replace(part, self._checkpoint)
+        except BaseException:
+            part.unlink(missing_ok=True)  # the disk is full, perhaps
+            raise
+        if not self._is_saved:
+            self._is_saved = True
+            self._tries.unlink(missing_ok=True)
 
     def save_adapter(self) -> None:
         """Write the adapter's folder as a whole. May be called in another thread once no micro-step runs."""
@@ -243,6 +296,7 @@ class TrainingJob:
     def end(self, state: TrainingState, error: str | None = None) -> None:
         """Write the summary. The checkpoint of a finished training is removed; others continue from theirs."""
         self.state, self.error = state, error
+        self._free()
         head = {"format": _FORMAT, "fingerprint": self._fingerprint, "state": state, "error": error}
         part = self._summary.with_suffix(".part")
         try:
@@ -258,24 +312,55 @@ class TrainingJob:
         """Continue a failed or cancelled training from its checkpoint."""
         if self.state in ("failed", "cancelled"):
             self._summary.unlink(missing_ok=True)
-            self.state, self.error, self.progress = "running", None, Progress()
-            self._read_files()
+            self._tries.unlink(missing_ok=True)
+            self.state, self.error, self.progress = "running", None, self._saved
             self._skip_empty()
+
+    def check_locked(self) -> None:
+        """Raises BadConfig if another process has locked the folder of a training that is not finished."""
+        if self._not_locked is not None and self.state != "finished":
+            raise self._not_locked
+
+    def release(self) -> None:
+        """Unlock the folder. Its files are not written from now on."""
+        if self._has_tried:
+            with contextlib.suppress(OSError):
+                self._tries.unlink(missing_ok=True)
+        self._lock.close()
+        if self.state != "running":
+            self._free()
+
+    def _free(self) -> None:
+        """Ended trainings are listed for long."""
+        self.adapter = self._last = self._restored = None
+        self.records = Records((), (), self.records.digest)
 
     def _read_files(self) -> None:
         try:
-            if self._summary.is_file():
+            ended = self._summary.is_file()
+            if ended:
                 found = json.loads(self._summary.read_text())
                 self._check(found)
                 self.state, self.error = found["state"], found["error"]
                 self.progress = Progress(**found["progress"])
-            elif self._checkpoint.is_file():
+            if self.state != "finished" and self._checkpoint.is_file():
                 found = torch.load(self._checkpoint, weights_only=True)
                 self._check(found)
-                self.progress = Progress(**found["progress"])
-                self._restored = found["adapter"]
-        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-            raise BadPlan(f"{self.folder}: its training cannot be read ({error}); remove the folder") from error
+                self._saved, self._restored = Progress(**found["progress"]), found["adapter"]
+                self.progress = self.progress if ended else self._saved
+            elif not ended and self.adapter_folder.exists():
+                raise BadPlan(f"{self.adapter_folder} is not of training {self.name!r}; choose another folder or name")
+            if self.state == "running" and self._num_tries() >= MAX_TRIES:
+                self.state, self.error = (
+                    "failed",
+                    (
+                        f"its micro-step has ended the engine's process {MAX_TRIES} times, perhaps for lack of memory; "
+                        "submit it again to try once more, or use shorter records and a smaller micro_batch_tokens"
+                    ),
+                )
+        except (OSError, EOFError, ValueError, KeyError, TypeError, RuntimeError, pickle.UnpicklingError) as error:
+            why = str(error).partition("\n")[0] or type(error).__name__
+            raise BadPlan(f"{self.folder}: its training cannot be read ({why}); remove the folder") from error
 
     def _check(self, found: dict[str, Any]) -> None:
         if found["format"] != _FORMAT or found["fingerprint"] != self._fingerprint:

@@ -16,19 +16,24 @@ from vlora.training.trainer import PackedTrainer
 
 log = logging.getLogger(__name__)
 
+_AHEAD = 16  # records that are prepared before they are used; each may have a large picture
+
 
 class Piece(NamedTuple):
     """Work that cannot be interrupted.
 
-    kind: a layer of a micro-step, the encoding of an image, or an optimizer step. num_tokens: of the micro-step.
+    kind: the creation of an adapter, a layer of a micro-step, the encoding of an image, or an optimizer step.
+    num_tokens: of the micro-step.
     """
 
-    kind: Literal["layer", "image", "update"]
+    kind: Literal["begin", "layer", "image", "update"]
     num_tokens: int
 
 
 Work = Generator[Piece | None, None, None]
 """Yields the piece that it computes next, before it does; None while it waits for another thread."""
+
+_Packed = list[tuple[TrainingJob, list[Sample]]]
 
 
 class TrainingLoop:
@@ -48,6 +53,7 @@ class TrainingLoop:
         executor: Executor,
         *,
         wake: Callable[[], None],
+        free_bytes: Callable[[], int],
         on_trained: Callable[[TrainingJob], None],
     ) -> None:
         """Start without jobs.
@@ -57,12 +63,14 @@ class TrainingLoop:
             new_source: Makes the source of a job's samples.
             executor: Writes files.
             wake: Called from any thread when `upcoming` may no longer be None.
+            free_bytes: Memory that a micro-step may take now.
             on_trained: Called when the adapter's folder is complete. The job is no longer in `jobs`.
         """
         self._trainer = trainer
         self._new_source = new_source
         self._executor = executor
         self._wake = wake
+        self._free_bytes = free_bytes
         self._on_trained = on_trained
         self.jobs: dict[str, TrainingJob] = {}
         self.max_tokens: int | None = None
@@ -74,9 +82,9 @@ class TrainingLoop:
         self._work = self._run()
         self._upcoming: Piece | None = None
 
-    def check(self, job: TrainingJob) -> None:
+    def num_parameters(self, job: TrainingJob) -> int:
         """Raises BadConfig for targets that the model lacks."""
-        self._trainer.shapes(job.settings)
+        return sum(job.plan.rank * (d_in + d_out) for d_in, d_out in self._trainer.shapes(job.settings).values())
 
     def add(self, job: TrainingJob) -> None:
         """Begin or continue a job, whose name no other running job has."""
@@ -130,22 +138,25 @@ class TrainingLoop:
             if not self._collect_writes():
                 yield None
                 continue
-            self._exchange_adapters()
-            if not self.jobs:
-                yield None
+            yield from self._exchange_adapters()
+            begun = [job for job in self.jobs.values() if job.adapter is not None]
+            if not begun:
+                if not self.jobs:
+                    yield None
                 continue
-            for job in [one for one in self.jobs.values() if one.progress.phase == "done"]:
+            for job in [one for one in begun if one.progress.phase == "done"]:
                 yield from self._announce(Piece("update", 0), job)
                 if self._runs(job):
                     self._write(job, job.save_adapter, is_adapter=True)
-            evaluating = [job for job in self.jobs.values() if job.progress.phase in ("before", "after")]
-            due = evaluating or [job for job in self.jobs.values() if job.learns]
+            evaluating = [job for job in begun if job.progress.phase in ("before", "after")]
+            due = evaluating or [job for job in begun if job.learns]
             found = []
             for job in due:
                 found.append((job, (yield from self._samples(job, len(due)))))
             packed = [(job, samples) for job, samples in found if samples and self._runs(job)]
+            packed, recompute = self._fitting(packed)
             if packed:
-                yield from self._micro_step(packed, learns=not evaluating)
+                yield from self._micro_step(packed, learns=not evaluating, recompute=recompute)
 
     def _announce(self, piece: Piece, *jobs: TrainingJob) -> Work:
         self._working = jobs
@@ -164,14 +175,16 @@ class TrainingLoop:
             budget = min(budget, self.max_tokens // num_packed)
         found: list[Sample] = []
         num_tokens, source = 0, self._sources[job.name]
-        upcoming = job.upcoming(2 * job.plan.batch)
-        for record in upcoming[: job.num_left]:
-            source.request(upcoming)
+        # A record has two tokens at least, and one record is always taken.
+        upcoming = job.upcoming(min(2 * job.plan.batch, budget // 2 + 1 + _AHEAD))
+        for place, record in enumerate(upcoming[: job.num_left]):
+            wanted = upcoming[place : place + _AHEAD]
+            source.request(wanted)
             while not source.is_prepared(record):
                 yield None
                 if not self._runs(job):
                     return []
-                source.request(upcoming)
+                source.request(wanted)
             try:
                 if source.needs_encoding(record):
                     yield from self._announce(Piece("image", 0), job)
@@ -191,10 +204,29 @@ class TrainingLoop:
             found.append(sample)
         return found
 
-    def _micro_step(self, packed: Sequence[tuple[TrainingJob, list[Sample]]], *, learns: bool) -> Work:
+    def _fitting(self, packed: _Packed) -> tuple[_Packed, bool]:
+        """The part of a micro-step that fits into memory, and whether its layers must be computed again for that.
+
+        Jobs with a first record that does not fit alone are ended.
+        """
+        free = self._free_bytes()
+        while packed:
+            single = [(job, own[:1]) for job, own in packed]
+            for part, recompute in ((packed, False), (packed, True), (single, True), (single[:1], True)):
+                needed = self._trainer.step_bytes(_lengths(part), recompute=recompute)
+                if needed <= free:
+                    return part, recompute
+            job, (sample, *_) = packed.pop(0)
+            reason = (
+                f"a record of {len(sample.ids)} tokens needs {needed / 2**20:,.0f} MiB of memory for its activations"
+            )
+            self._end(job, "failed", f"{reason}, and {free / 2**20:,.0f} MiB may be used; shorten it")
+        return [], False
+
+    def _micro_step(self, packed: _Packed, *, learns: bool, recompute: bool) -> Work:
         jobs = [job for job, _ in packed]
         try:
-            step = self._trainer.micro_step({job.name: own for job, own in packed}, learns=learns)
+            step = self._trainer.micro_step({job.name: own for job, own in packed}, recompute=recompute, learns=learns)
             self._step = step
             complete = False
             while not complete:
@@ -203,6 +235,8 @@ class TrainingLoop:
                     self._shrinks = False
                     self._abandon(step, jobs)
                     return
+                for job in jobs:
+                    job.begin_micro_step()
                 complete = step.advance()
         except Exception as error:
             log.exception("a micro-step of %s failed", ", ".join(job.name for job in jobs))
@@ -227,6 +261,10 @@ class TrainingLoop:
             job.record(step.losses[job.name], len(samples), sum(len(sample.ids) for sample in samples))
         except FloatingPointError as error:
             self._end(job, "failed", str(error))
+            return
+        except Exception as error:  # of the optimizer: out of memory
+            log.exception("training %s: an optimizer step failed", job.name)
+            self._end(job, "failed", f"the optimizer step failed: {type(error).__name__}: {error}")
             return
         checkpoint = job.checkpoint()
         self._write(job, lambda: job.save(checkpoint))
@@ -254,17 +292,28 @@ class TrainingLoop:
     def _end(self, job: TrainingJob, state: Literal["failed", "cancelled"], error: str | None = None) -> None:
         job.end(state, error)
         self._forget(job)
+        self._executor.submit(job.release)  # after its writes
 
     def _forget(self, job: TrainingJob) -> None:
         self.jobs.pop(job.name, None)
         if (source := self._sources.pop(job.name, None)) is not None:
             source.close()
 
-    def _exchange_adapters(self) -> None:
+    def _exchange_adapters(self) -> Work:
         """Remove the adapters of ended jobs and create those of new ones. Called between two micro-steps."""
         kept = {id(job.adapter) for job in self.jobs.values()}
         for name in [name for name, adapter in self._trainer.adapters.items() if id(adapter) not in kept]:
             self._trainer.remove(name)
-        for job in self.jobs.values():
-            if job.adapter is None:
+        for job in [one for one in self.jobs.values() if one.adapter is None]:
+            yield from self._announce(Piece("begin", 0), job)
+            if not self._runs(job):
+                continue
+            try:
                 job.begin(self._trainer.add(job.name, job.settings))
+            except Exception as error:  # out of memory, or a checkpoint of another model
+                log.exception("training %s cannot begin", job.name)
+                self._end(job, "failed", f"it cannot begin: {type(error).__name__}: {error}")
+
+
+def _lengths(packed: _Packed) -> list[int]:
+    return [len(sample.ids) for _, own in packed for sample in own]

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from pydantic import Field, field_validator
 
+from vlora.errors import BadPlan
 from vlora.plan_files.errors import PlanErrors
 from vlora.plan_files.fields import Number, PlanModel, PlanPath, Whole
 from vlora.plan_files.reading import read_model
-from vlora.training.records import Records, read_records
+from vlora.training.records import Records, read_records, unreadable
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,127}$"
 
@@ -33,17 +34,17 @@ class TrainingPlan(PlanModel):
     name: str = Field(pattern=_NAME)
     data: PlanPath
     question: str | None = Field(None, min_length=1)
-    steps: Whole = Field(ge=1)
-    batch: Whole = Field(8, ge=1)
-    micro_batch_tokens: Whole = Field(256, ge=1)
+    steps: Whole = Field(ge=1, le=1_000_000)
+    batch: Whole = Field(8, ge=1, le=65_536)
+    micro_batch_tokens: Whole = Field(256, ge=1, le=65_536)
     held_out: Number = Field(0.1, ge=0, lt=1)
     rank: Whole = Field(8, ge=1)
-    alpha: Number = Field(16.0, gt=0)
+    alpha: Number = Field(16.0, gt=0, le=1e6)
     rslora: bool = False
     targets: tuple[str, ...] = Field(("q_proj", "k_proj", "v_proj", "o_proj"), min_length=1)
-    learning_rate: Number = Field(2e-4, gt=0)
-    weight_decay: Number = Field(0.0, ge=0)
-    max_norm: Number | None = Field(None, gt=0)
+    learning_rate: Number = Field(2e-4, gt=0, le=100)
+    weight_decay: Number = Field(0.0, ge=0, le=100)
+    max_norm: Number | None = Field(None, gt=0, le=1e30)
     seed: Whole = 0
 
 
@@ -51,7 +52,7 @@ class Plan(PlanModel):
     """folder: for checkpoints and adapters, one subfolder per training."""
 
     folder: PlanPath
-    trainings: list[TrainingPlan] = Field(min_length=1)
+    trainings: list[TrainingPlan] = Field(min_length=1, max_length=64)
 
     @field_validator("trainings")
     @classmethod
@@ -68,6 +69,12 @@ def read_plan(file: Path | str) -> tuple[Path, list[tuple[TrainingPlan, Records]
     Raises:
         BadPlan: The plan or its data cannot be used; with file, line and field of every error.
     """
+    try:
+        problem = unreadable(Path(file))
+    except ValueError as error:  # of the path's text
+        raise BadPlan(f"{str(file)!r} is not a path: {error}") from error
+    if problem:
+        raise BadPlan(f"{file}: {problem}")
     plan, text = read_model(file, Plan, needed="trainings")
     errors = PlanErrors(text)
     found = []

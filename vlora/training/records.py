@@ -6,14 +6,18 @@ import hashlib
 import json
 import os
 import random
+import stat
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from vlora.plan_files.errors import PlanErrors
+from vlora.wording.shown import shown
 
 FILE_NAME = "questions.jsonl"
+MAX_BYTES = 256 * 2**20
+"""Of a file: records are kept in memory."""
 _PARTS = ("train", "validation", "test")
 
 
@@ -55,7 +59,7 @@ def read_records(path: Path, question: str | None, *, held_out: float, seed: int
         record = _record(file.parent, place, row, question, errors)
         part = row.get("split")
         if part is not None and part not in _PARTS:
-            errors.add(f"{place}: `split` is {part!r}; use one of {', '.join(_PARTS)}", "data")
+            errors.add(f"{place}: `split` is {shown(part)}; use one of {', '.join(_PARTS)}", "data")
         elif record is not None:
             group = str(row.get("group") or record.image or place)
             found.append((record, part, group))
@@ -83,7 +87,23 @@ def _draw(groups: list[str], share: float, seed: int) -> set[str]:
     return drawn
 
 
+def unreadable(file: Path) -> str | None:
+    """Why a file must not be opened: a pipe or a device may have no end, or block its reader for ever."""
+    try:
+        found = file.stat()
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    if not stat.S_ISREG(found.st_mode):
+        return "cannot be read: it is not a file"
+    if found.st_size > MAX_BYTES:
+        return f"has {found.st_size} bytes; at most {MAX_BYTES} are read, so divide it"
+    return None
+
+
 def _rows(file: Path, errors: PlanErrors) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if problem := unreadable(file):
+        errors.add(f"{file} {problem}", "data")
+        return
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -98,7 +118,7 @@ def _rows(file: Path, errors: PlanErrors) -> Iterator[tuple[str, Mapping[str, An
         place = f"{file}, line {number}"
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             errors.add(f"{place}: not JSON: {error}", "data")
             continue
         if isinstance(row, dict):
@@ -112,11 +132,11 @@ def _record(
 ) -> Record | None:
     asked, answer, image = row.get("question", question), row.get("answer"), row.get("image")
     if not isinstance(answer, str) or not answer.strip():
-        errors.add(f"{place}: `answer` is {answer!r}; it must be text", "data")
+        errors.add(f"{place}: `answer` is {shown(answer)}; it must be text", "data")
     elif not isinstance(asked, str) or not asked.strip():
-        errors.add(f"{place}: `question` is {asked!r}; it must be text (or set `question` in the plan)", "data")
+        errors.add(f"{place}: `question` is {shown(asked)}; it must be text (or set `question` in the plan)", "data")
     elif image is not None and not (isinstance(image, str) and os.path.isfile(folder / image)):
-        errors.add(f"{place}: `image` is {image!r}; there is no such file in {folder}", "data")
+        errors.add(f"{place}: `image` is {shown(image)}; there is no such file in {folder}", "data")
     else:
         return Record(asked, answer, None if image is None else folder / image, place)
     return None

@@ -11,6 +11,7 @@ from vlora.models.hf_model import HFModel
 from vlora.training.adapter import LoraSettings, TrainableLora
 from vlora.training.batch import PackedBatch, Sample
 from vlora.training.decoder import TrainedDecoderLayer, TrainedLinear
+from vlora.training.loss import MAX_LOGITS
 from vlora.training.micro_step import MicroStep
 
 
@@ -76,6 +77,23 @@ class PackedTrainer:
             for layer, own in self._linears.items()
             if layer.rpartition(".")[2] in settings.targets
         }
+
+    def step_bytes(self, lengths: Sequence[int], *, recompute: bool) -> int:
+        """Memory for the activations of a micro-step, at most. lengths: tokens of its samples.
+
+        Autograd keeps the inputs or outputs of all linear layers, which stand for those of the operations between them
+        too, and the attention's shares in float32 and in the model's dtype.
+        """
+        size, num_tokens = self._hf_model.dtype.itemsize, sum(lengths)
+        heads, num_layers = self._hf_model.text_model.config.num_attention_heads, len(self._layers)
+        shares = heads * sum(length * length for length in lengths) * (4 if size == 4 else 4 + size)
+        linears = size * num_tokens * sum(own.site.d_in + own.site.d_out for own in self._linears.values())
+        largest = linears // num_layers + 3 * shares  # while one layer is computed, forward or backward
+        words = self._hf_model.lm_head.out_features
+        logits = 3 * 4 * min(num_tokens * words, max(MAX_LOGITS, words))
+        hidden = size * num_tokens * self._hf_model.embed.embedding_dim
+        kept = num_layers * hidden if recompute else linears + num_layers * shares
+        return kept + 4 * hidden + max(largest, logits)
 
     def remove(self, name: str) -> None:
         """Forget an adapter. Its micro-step, if there is one, must be complete or abandoned."""
