@@ -28,7 +28,6 @@ from vlora.threads import background_executor
 from vlora.training import PackedTrainer
 from vlora.training.job import TrainingJob
 from vlora.training.loop import Piece, TrainingLoop
-from vlora.training.plan import read_plan
 from vlora.training.samples import SampleSource
 from vlora.types import AdapterStatus, Batch, Request, RequestOutput, TrainingStatus
 
@@ -362,6 +361,8 @@ class Trainings:
 
 
 def _read(plan: str) -> list[TrainingJob]:
+    from vlora.training.plan import read_plan  # an engine without trainings needs no pydantic
+
     folder, entries = read_plan(plan)
     jobs: list[TrainingJob] = []
     try:

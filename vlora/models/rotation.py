@@ -55,7 +55,8 @@ class _Rotation:
         """q [1, heads, T, head_dim], k [1, kv_heads, T, head_dim], cos and sin [1, T, head_dim]."""
         half = q.shape[-1] // 2
         fits = q.shape[0] == 1 and cos.shape == (1, q.shape[2], 2 * half) and not half & (half - 1)
-        usual = fits and q.stride(-1) == k.stride(-1) == 1 and not rest and not options
+        alike = q.dtype == k.dtype == cos.dtype == sin.dtype  # not so under autocast
+        usual = fits and alike and q.stride(-1) == k.stride(-1) == 1 and not rest and not options
         if not usual or torch.is_grad_enabled() or not atmm.serves_rotation(q.device, q.dtype):
             return self._plain(q, k, cos, sin, *rest, **options)
         atmm.rotate(q[0], k[0], cos[0].contiguous(), sin[0].contiguous())

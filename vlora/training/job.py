@@ -12,7 +12,7 @@ import pickle
 import random
 import shutil
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -20,10 +20,12 @@ from vlora.errors import BadConfig, BadPlan
 from vlora.plan_files.run_lock import lock_folder
 from vlora.training.adapter import LoraSettings, TrainableLora
 from vlora.training.micro_step import Loss
-from vlora.training.plan import TrainingPlan
 from vlora.training.records import Record, Records
 from vlora.types import TrainingStatus
 from vlora.types.training import TrainingState
+
+if TYPE_CHECKING:
+    from vlora.training.plan import TrainingPlan
 
 Phase = Literal["before", "train", "after", "done"]
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from PIL import Image
 
 from vlora.errors import BadRequest
 from vlora.models.hf_model import HFModel, VisionFeatures
@@ -18,6 +17,9 @@ from vlora.models.vision.images import FORMATS, upright_rgb
 from vlora.training.batch import IGNORED, Sample, check_sample
 from vlora.training.records import Record
 from vlora.types import VisionInput
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 CACHE_BYTES = 64 << 20
 
@@ -141,6 +143,8 @@ class SampleSource:
 
 
 def _read(record: Record) -> Image.Image:
+    from PIL import Image  # an engine without trainings needs no Pillow
+
     assert record.image is not None
     try:
         with Image.open(record.image, formats=FORMATS) as image:
