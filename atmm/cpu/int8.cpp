@@ -8,6 +8,7 @@
 #include <cstring>
 #include <memory>
 #include <new>
+#include <type_traits>
 
 #include "vectors.h"
 
@@ -20,6 +21,7 @@ constexpr int64_t kGroup = 64;  // bytes of a register
 constexpr float kLargest = 127.0f, kSmallest = 1e-12f;
 constexpr int kStreams = 4, kTokens = 5;  // of a tile: with the sums of weights, 29 of 32 registers
 constexpr int64_t kAhead = 1024;  // prefetch distance in bytes
+constexpr int64_t kManyTokens = 9;  // from which they lie side by side
 
 // A token in unsigned integers: q + 128. The instruction multiplies unsigned with signed integers.
 template <typename T>
@@ -128,95 +130,96 @@ void streams(const Product<T>& product, int64_t first, int64_t per, int64_t num_
   }
 }
 
-// Weights of kRows features with four inputs of each side by side: one register has 16 features, and a product with
-// four inputs of a token, repeated, adds to 16 sums at once.
-constexpr int kRegisters = 2, kRows = 16 * kRegisters, kWideTokens = 10;
-constexpr int64_t kManyTokens = 48;  // from which packing costs less than it saves
+// Many tokens: a register has eight inputs of eight tokens, and a product with eight weights of a row, repeated, adds to
+// the row's sums of all of them, two a token. Weights are read as they are, and sums are not spread over a register.
+// With four inputs of sixteen tokens, repeating the weights would take as many loads as there are products.
+constexpr int64_t kPanel = 8, kPanels = 2, kWide = kPanel * kPanels;  // tokens of a register, registers, tokens
+constexpr int64_t kWideRows = 8;                                      // of a tile
+constexpr int64_t kBlockBytes = 512 * 1024;                           // of tokens: they stay in the second-level cache
 
-struct Packed {
-  explicit Packed(int64_t d_in)
-      : groups((d_in + 3) / 4), values(static_cast<int32_t*>(std::aligned_alloc(64, groups * kRows * 4)), &std::free) {
-    if (!values) throw std::bad_alloc();
-  }
+// Inputs of kWide tokens, of which `present` exist, from rows of unsigned integers. The others keep any values.
+inline void fill_wide(uint8_t* to, const uint8_t* x, int64_t x_stride, int64_t present) {
+  for (int64_t m = 0; m < present; ++m)
+    for (int64_t i = 0; i < x_stride - kGroup; i += kPanel)
+      std::memcpy(to + i * kWide + m * kPanel, x + m * x_stride + i, kPanel);
+}
 
-  void fill(const int8_t* w, int64_t w_stride, int64_t d_in, int64_t num_rows) {
-    Floats square[kWidth];
-    for (int64_t i = 0; i < d_in; i += kGroup) {
-      const __mmask64 present = ~__mmask64(0) >> (kGroup - std::min(kGroup, d_in - i));
-      const int64_t count = std::min(kWidth, groups - i / 4);
-      for (int v = 0; v < kRegisters; ++v) {
-        for (int64_t r = 0; r < kWidth; ++r) {
-          const int8_t* from = w + (16 * v + r) * w_stride + i;
-          __builtin_prefetch(from + kRows * w_stride, 0, 3);
-          const __m512i row =
-              16 * v + r < num_rows ? _mm512_maskz_loadu_epi8(present, from) : _mm512_setzero_si512();
-          square[r] = Floats(_mm512_castsi512_ps(row));
-        }
-        transpose(square);
-        for (int64_t j = 0; j < count; ++j)
-          _mm512_store_ps(values.get() + (i / 4 + j) * kRows + 16 * v, __m512(square[j]));
+// The sums of R rows from `w` with kWide tokens. The first tile of these rows also prefetches the rows behind them and
+// counts `offsets`: 128 times the sums of weights.
+template <int R, bool kFirst>
+inline void wide_sums(Floats* sums, const int8_t* w, int64_t w_stride, const uint8_t* x, int64_t d_in,
+                      int32_t* offsets) {
+  __m512i parts[kPanels][R] = {}, weights[R] = {};
+  const auto add = [&](int64_t i, int64_t width) __attribute__((always_inline)) {
+    __m512i values[kPanels];
+    UNROLLED for (int p = 0; p < kPanels; ++p) values[p] = _mm512_load_si512(x + i * kWide + p * kGroup);
+    UNROLLED for (int r = 0; r < R; ++r) {
+      int64_t eight = 0;
+      std::memcpy(&eight, w + r * w_stride + i, width);
+      const __m512i row = _mm512_set1_epi64(eight);
+      UNROLLED for (int p = 0; p < kPanels; ++p) parts[p][r] = _mm512_dpbusd_epi32(parts[p][r], values[p], row);
+    }
+  };
+  for (int64_t start = 0; start < d_in; start += kGroup) {
+    if constexpr (kFirst) {
+      const __mmask64 present = ~__mmask64(0) >> (kGroup - std::min(kGroup, d_in - start));
+      UNROLLED for (int r = 0; r < R; ++r) {
+        __builtin_prefetch(w + (R + r) * w_stride + start, 0, 3);
+        const __m512i row = _mm512_maskz_loadu_epi8(present, w + r * w_stride + start);
+        weights[r] = _mm512_dpbusd_epi32(weights[r], _mm512_set1_epi8(1), row);
       }
     }
-    for (int v = 0; v < kRegisters; ++v) {
-      __m512i sums = {};
-      for (int64_t g = 0; g < groups; ++g) sums = _mm512_dpbusd_epi32(sums, _mm512_set1_epi8(1), load(g, v));
-      offsets[v] = _mm512_slli_epi32(sums, 7);  // 128 times
-    }
+    const int64_t stop = std::min(start + kGroup, d_in);
+    int64_t i = start;
+    for (; i + kPanel <= stop; i += kPanel) add(i, kPanel);
+    if (i < stop) add(i, stop - i);
   }
-
-  __m512i load(int64_t group, int v) const { return _mm512_load_si512(values.get() + group * kRows + 16 * v); }
-
-  int64_t groups;
-  std::unique_ptr<int32_t, decltype(&std::free)> values;
-  __m512i offsets[kRegisters];
-};
-
-// Features [o, o + num_rows) of M tokens from `t`.
-template <typename T, int M>
-inline void packed_tile(const Product<T>& product, const Packed& packed, int64_t o, int64_t num_rows, int64_t t) {
-  const uint8_t* x = product.x + t * product.x_stride;
-  __m512i sums[M][kRegisters] = {};
-  for (int64_t g = 0; g < packed.groups; ++g) {
-    __m512i rows[kRegisters];
-    UNROLLED for (int v = 0; v < kRegisters; ++v) rows[v] = packed.load(g, v);
-    UNROLLED for (int m = 0; m < M; ++m) {
-      int32_t four;
-      std::memcpy(&four, x + m * product.x_stride + 4 * g, 4);
-      const __m512i values = _mm512_set1_epi32(four);
-      UNROLLED for (int v = 0; v < kRegisters; ++v) sums[m][v] = _mm512_dpbusd_epi32(sums[m][v], values, rows[v]);
-    }
-  }
-  UNROLLED for (int v = 0; v < kRegisters; ++v) {
-    if (16 * v >= num_rows) continue;
-    const int64_t first = o + 16 * v, count = std::min<int64_t>(16, num_rows - 16 * v);
-    const Floats scale = load(product.w_scale + first, count);
-    const Floats bias = product.bias ? load(product.bias + first, count) : Floats{};
-    UNROLLED for (int m = 0; m < M; ++m) {
-      const Floats sum = Floats(_mm512_cvtepi32_ps(_mm512_sub_epi32(sums[m][v], packed.offsets[v])));
-      store(product.y + (t + m) * product.y_token + first, sum * (splat(product.x_scale[t + m]) * scale) + bias, count);
-    }
+  if constexpr (kFirst)
+    UNROLLED for (int r = 0; r < R; ++r) offsets[r] = _mm512_reduce_add_epi32(weights[r]) << 7;
+  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+  UNROLLED for (int r = 0; r < R; ++r) {
+    const __m512i total = _mm512_add_epi32(_mm512_permutex2var_epi32(parts[0][r], even, parts[1][r]),
+                                           _mm512_permutex2var_epi32(parts[0][r], odd, parts[1][r]));
+    sums[r] = Floats(_mm512_cvtepi32_ps(_mm512_sub_epi32(total, _mm512_set1_epi32(offsets[r]))));
   }
 }
 
-template <typename T, int M>
-inline void packed_tile_of(int64_t size, const Product<T>& product, const Packed& packed, int64_t o, int64_t num_rows,
-                           int64_t t) {
-  if (size == M) return packed_tile<T, M>(product, packed, o, num_rows, t);
-  if constexpr (M > 1) packed_tile_of<T, M - 1>(size, product, packed, o, num_rows, t);
+// Features [o, o + num_rows), at most kWidth, of the `present` tokens from t, which are at `x`.
+template <typename T, bool kFirst>
+inline void wide_tile(const Product<T>& product, const uint8_t* x, int64_t o, int64_t num_rows, int64_t t,
+                      int64_t present, int32_t* offsets) {
+  static_assert(kWide == kWidth);
+  Floats square[kWidth] = {};
+  const int8_t* w = product.w + o * product.w_stride;
+  int64_t r = 0;
+  for (; r + kWideRows <= num_rows; r += kWideRows)
+    wide_sums<kWideRows, kFirst>(square + r, w + r * product.w_stride, product.w_stride, x, product.d_in, offsets + r);
+  for (; r < num_rows; ++r)
+    wide_sums<1, kFirst>(square + r, w + r * product.w_stride, product.w_stride, x, product.d_in, offsets + r);
+  transpose(square);
+  const Floats scale = load(product.w_scale + o, num_rows);
+  const Floats bias = product.bias ? load(product.bias + o, num_rows) : Floats{};
+  for (int64_t m = 0; m < present; ++m)
+    store(product.y + (t + m) * product.y_token + o, square[m] * (splat(product.x_scale[t + m]) * scale) + bias,
+          num_rows);
 }
 
-// Features [first, stop) of many tokens.
+// Features [first, stop) of many tokens, which are at `x`, kWide after kWide.
 template <typename T>
-void packed_rows(const Product<T>& product, int64_t first, int64_t stop, int64_t num_tokens) {
-  Packed packed(product.d_in);
-  const int64_t num_tiles = (num_tokens + kWideTokens - 1) / kWideTokens;
-  for (int64_t o = first; o < stop; o += kRows) {
-    const int64_t num_rows = std::min<int64_t>(kRows, stop - o);
-    packed.fill(product.w + o * product.w_stride, product.w_stride, product.d_in, num_rows);
-    for (int64_t k = 0, t = 0; k < num_tiles; ++k) {
-      const int64_t size = (num_tokens - t + num_tiles - k - 1) / (num_tiles - k);
-      packed_tile_of<T, kWideTokens>(size, product, packed, o, num_rows, t);
-      t += size;
+void wide_rows(const Product<T>& product, const uint8_t* x, int64_t first, int64_t stop, int64_t num_tokens) {
+  const int64_t size = (product.x_stride - kGroup) * kWide, block = std::max<int64_t>(1, kBlockBytes / size) * kWide;
+  int32_t offsets[kWidth];
+  for (int64_t start = 0; start < num_tokens; start += block) {
+    const int64_t end = std::min(num_tokens, start + block);
+    for (int64_t o = first; o < stop; o += kWidth) {
+      const int64_t num_rows = std::min(kWidth, stop - o);
+      const auto tile = [&](auto is_first, int64_t t) {
+        wide_tile<T, decltype(is_first)::value>(product, x + t / kWide * size, o, num_rows, t,
+                                                std::min(kWide, num_tokens - t), offsets);
+      };
+      tile(std::true_type(), start);
+      for (int64_t t = start + kWide; t < end; t += kWide) tile(std::false_type(), t);
     }
   }
 }
@@ -231,16 +234,25 @@ void linear(T* y, int64_t y_token, const T* x, int64_t x_token, const int8_t* w,
   const std::unique_ptr<float[]> scales(new float[num_tokens]);
   if (!values) throw std::bad_alloc();
   const Product<T> product{y, y_token, values.get(), scales.get(), stride, w, w_stride, w_scale, bias, d_in};
+  const bool many = num_tokens >= kManyTokens;
+  const int64_t num_wide = many ? (num_tokens + kWide - 1) / kWide : 0, wide_size = (stride - kGroup) * kWide;
+  const std::unique_ptr<uint8_t, decltype(&std::free)> wide(
+      static_cast<uint8_t*>(std::aligned_alloc(kGroup, std::max<int64_t>(kGroup, num_wide * wide_size))), &std::free);
+  if (!wide) throw std::bad_alloc();
 #pragma omp parallel
   {
 #pragma omp for
     for (int64_t t = 0; t < num_tokens; ++t) scales[t] = encode(values.get() + t * stride, x + t * x_token, d_in);
+#pragma omp for
+    for (int64_t k = 0; k < num_wide; ++k)
+      fill_wide(wide.get() + k * wide_size, values.get() + k * kWide * stride, stride,
+                std::min(kWide, num_tokens - k * kWide));
     const int64_t num_threads = omp_get_num_threads(), thread = omp_get_thread_num();
-    const int64_t share = (d_out + num_threads * kStreams - 1) / (num_threads * kStreams) * kStreams;
+    const int64_t share = (d_out + num_threads * kWidth - 1) / (num_threads * kWidth) * kWidth;
     const int64_t first = std::min(d_out, thread * share), stop = std::min(d_out, first + share);
     const int64_t per = (stop - first) / kStreams, rest = first + kStreams * per;
-    if (num_tokens >= kManyTokens) {
-      packed_rows(product, first, stop, num_tokens);
+    if (many) {
+      wide_rows(product, wide.get(), first, stop, num_tokens);
     } else {
       streams<T, kStreams>(product, first, per, num_tokens);
       streams<T, 1>(product, rest, stop - rest, num_tokens);
