@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from atmm.cpu.products import Weights, multiplies, product
+from atmm.cpu.products import Weights, multiplies, product, row_product
 from atmm.processor import multiplies_bfloat16, prefers_weight_left
 from atmm.quantized import QuantizedWeight, StoredWeight
 
@@ -53,6 +53,8 @@ def linear(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
         return weight.product(x, bias)
     num_rows = x.numel() // x.shape[-1]
     method = choose(num_rows, weight)
+    if method == "rows":
+        return row_product(x, weight, bias)
     if method == "library":
         return F.linear(x, weight, bias)
     y = METHODS[method](x.reshape(num_rows, -1), (Weights(weight, bias),))

@@ -16,14 +16,15 @@ def serves_norm(device: torch.device, dtype: torch.dtype) -> bool:
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """`atmm.rms_norm` on a CPU."""
-    width = x.shape[-1]
-    rows = x.reshape(-1, width)
-    if rows.stride(1) != 1:
-        rows = rows.contiguous()
-    out = x.new_empty(x.shape)
     kernels = library()
     assert kernels is not None, "the compiled kernels are not available"
-    kernels.normalize[x.dtype](
-        out.data_ptr(), rows.data_ptr(), rows.stride(0), weight.data_ptr(), rows.shape[0], width, epsilon
-    )
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    rows, width = x, x.shape[-1]
+    stride = width
+    if not x.is_contiguous():
+        rows = x.reshape(-1, width)
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        stride = rows.stride(0)
+    count = x.numel() // width
+    kernels.normalize[x.dtype](out.data_ptr(), rows.data_ptr(), stride, weight.data_ptr(), count, width, epsilon)
     return out
