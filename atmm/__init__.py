@@ -5,7 +5,7 @@ only; it does not depend on requests or models.
 """
 
 from atmm.cpu import library as load_kernels
-from atmm.cpu.attention import attend, serves_attention
+from atmm.cpu.attention import attend, attend_chunk, serves_attention
 from atmm.flash_attention import flash, serves_flash
 from atmm.layers import Factors, HeadRows, Site, SiteGroup
 from atmm.matmul import thin_batches
@@ -32,6 +32,7 @@ __all__ = [
     "add_delta",
     "add_deltas",
     "attend",
+    "attend_chunk",
     "compile_ahead",
     "compile_merges",
     "compile_quantized_merges",

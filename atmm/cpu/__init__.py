@@ -30,6 +30,7 @@ _SOURCES = (
     "lanes.cpp",
     "products.cpp",
     "attention.cpp",
+    "prefill.cpp",
     "norm.cpp",
     "rotate.cpp",
     "int8.cpp",
@@ -45,17 +46,13 @@ _FLAGS = (
 )
 _INT, _POINTER, _FLOAT = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
 _MATRICES = (_POINTER, _INT, _INT)  # data, strides of matrix and row
+_ATTENTION = (_POINTER, _POINTER, _INT, _INT, _INT, _POINTER, _POINTER, _INT, *(_POINTER,) * 3, *(_INT,) * 4, _FLOAT)
 _ARGUMENTS = {
     "merge": (*_MATRICES * 4, _FLOAT, _INT, _INT, _INT, _INT),
     "shrink": (_POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT),
     "expand": (_POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT),
-    "attend": (
-        *(_POINTER, _POINTER, _INT, _INT, _INT),
-        *(_POINTER, _POINTER, _INT),
-        *(_POINTER,) * 3,
-        *(_INT,) * 4,
-        _FLOAT,
-    ),
+    "attend": _ATTENTION,
+    "attend_chunk": _ATTENTION,
     "deltas": (_POINTER, _INT, _INT, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER, _INT, _INT, _INT),
     "linear": (_POINTER, _INT, _POINTER, _INT, _INT, _INT),
     "int8": (*(_POINTER, _INT) * 3, _POINTER, _POINTER, _INT, _INT, _INT),
@@ -79,6 +76,7 @@ class Library:
             for name, arguments in _ARGUMENTS.items()
         }
         self.merge, self.shrink, self.expand, self.attend = map(kernels.pop, ("merge", "shrink", "expand", "attend"))
+        self.attend_chunk = kernels.pop("attend_chunk")
         self.deltas, self.linear = map(kernels.pop, ("deltas", "linear"))
         self.normalize, self.rotate = map(kernels.pop, ("normalize", "rotate"))
         self.int8, self.int4_groups, self.int8_groups = map(kernels.pop, ("int8", "int4_groups", "int8_groups"))

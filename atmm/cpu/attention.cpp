@@ -16,71 +16,18 @@ constexpr int64_t kPiece = 256;  // tokens of a context per task
 constexpr int64_t kTile = 32;    // tokens of which keys or values are converted to float at a time, in the L1 cache
 constexpr int64_t kAhead = 16;   // prefetch distance in tokens
 constexpr int64_t kSide = 4;     // tokens, or query heads, computed side by side
-constexpr float kLog2E = 1.44269504f;
-
-// Vectors of the size of a register: GCC keeps several sums of longer vectors in memory.
-#if defined(__AVX512F__)
-constexpr int64_t kNative = 16;
-#else
-constexpr int64_t kNative = 8;
-#endif
-typedef float Values __attribute__((vector_size(4 * kNative)));
-typedef uint32_t Words __attribute__((vector_size(4 * kNative)));
-
-inline Values read(const float* from) {
-  Values values;
-  std::memcpy(&values, from, sizeof values);
-  return values;
-}
-
-inline Values read(const BFloat16* from) {
-  uint16_t halves __attribute__((vector_size(2 * kNative)));
-  std::memcpy(&halves, from, sizeof halves);
-  const Words bits = __builtin_convertvector(halves, Words) << 16;
-  Values values;
-  std::memcpy(&values, &bits, sizeof values);
-  return values;
-}
-
-inline void write(float* to, Values values) { std::memcpy(to, &values, sizeof values); }
-
-inline Values all(float value) { return Values{} + value; }
-
-template <int64_t N>
-constexpr int64_t whole(int64_t value) {
-  return (value + N - 1) / N * N;
-}
-
-// 2^x for x <= 0, to a few units in the last place. Results below 2^-125 are clamped to about 2^-125. NaN stays NaN.
-inline Values exp2(Values x) {
-  const Values low = all(-125.0f);
-  const Values clamped = x < low ? low : x;
-  const Values magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number, in the lowest bits
-  const Values shifted = clamped + magic;
-  const Values part = clamped - (shifted - magic);
-  Values value = all(1.5252734e-5f);
-  for (const float factor :
-       {1.5403530e-4f, 1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f})
-    value = value * part + factor;
-  Words bits, power;
-  std::memcpy(&bits, &value, sizeof bits);
-  std::memcpy(&power, &shifted, sizeof power);
-  bits += power << 23;
-  std::memcpy(&value, &bits, sizeof value);
-  return value + (x - x);
-}
 
 typedef float Quarter __attribute__((vector_size(16)));
 
-inline Quarter fold(Values values) {
-  Quarter parts[kNative / 4];
+inline Quarter fold(Floats values) {
+  Quarter parts[kWidth / 4];
   std::memcpy(parts, &values, sizeof parts);
   Quarter total = parts[0];
-  for (int64_t i = 1; i < kNative / 4; ++i) total += parts[i];
+  for (int64_t i = 1; i < kWidth / 4; ++i) total += parts[i];
   return total;
 }
 
-inline float sum(Values values) {
+inline float sum(Floats values) {
   const Quarter total = fold(values);
   return (total[0] + total[1]) + (total[2] + total[3]);
 }
@@ -93,16 +40,16 @@ typedef int32_t Places __attribute__((vector_size(16)));
 #endif
 
 // The sums of four vectors, with a third of the instructions of four separate sums.
-inline Quarter sums_of(const Values* values) {
+inline Quarter sums_of(const Floats* values) {
   const Quarter a = fold(values[0]), b = fold(values[1]), c = fold(values[2]), d = fold(values[3]);
   const Quarter ab = ATMM_PICK(a, b, 0, 4, 1, 5) + ATMM_PICK(a, b, 2, 6, 3, 7);
   const Quarter cd = ATMM_PICK(c, d, 0, 4, 1, 5) + ATMM_PICK(c, d, 2, 6, 3, 7);
   return ATMM_PICK(ab, cd, 0, 1, 4, 5) + ATMM_PICK(ab, cd, 2, 3, 6, 7);
 }
 
-inline float largest(Values values) {
+inline float largest(Floats values) {
   float most = values[0];
-  for (int64_t i = 1; i < kNative; ++i) most = std::max(most, values[i]);
+  for (int64_t i = 1; i < kWidth; ++i) most = std::max(most, values[i]);
   return most;
 }
 
@@ -117,7 +64,7 @@ void read_tile(float* tile, const T* cache, int64_t stride, const int64_t* rows,
     for (int64_t i = 0; i < dim * int64_t(sizeof(T)); i += 64) __builtin_prefetch(later + i);
     float* to = tile + t * pitch;
     int64_t i = 0;
-    for (; i + kNative <= dim; i += kNative) write(to + i, read(from + i));
+    for (; i + kWidth <= dim; i += kWidth) store(to + i, load(from + i));
     for (; i < dim; ++i) to[i] = load_one(from + i);
   }
 }
@@ -125,11 +72,11 @@ void read_tile(float* tile, const T* cache, int64_t stride, const int64_t* rows,
 // scores[g][t + j] = q[g] . tile[t + j], for G heads and N tokens.
 template <int64_t G, int64_t N>
 inline void score(float* scores, const float* q, const float* tile, int64_t pitch) {
-  Values sums[G][N] = {};
-  for (int64_t i = 0; i < pitch; i += kNative)
+  Floats sums[G][N] = {};
+  for (int64_t i = 0; i < pitch; i += kWidth)
     for (int64_t j = 0; j < N; ++j) {
-      const Values values = read(tile + j * pitch + i);
-      for (int64_t g = 0; g < G; ++g) sums[g][j] += read(q + g * pitch + i) * values;
+      const Floats values = load(tile + j * pitch + i);
+      for (int64_t g = 0; g < G; ++g) sums[g][j] += load(q + g * pitch + i) * values;
     }
   for (int64_t g = 0; g < G; ++g)
     if constexpr (N == 4) {
@@ -152,24 +99,24 @@ template <int64_t G>
 void weigh_tile(float* sums, const float* weights, const float* tile, int64_t tokens, int64_t pitch) {
   constexpr int64_t kWide = 2;  // a pitch is a multiple of that many vectors, or of one
   int64_t i = 0;
-  for (; i + kWide * kNative <= pitch; i += kWide * kNative) {
-    Values totals[G][kWide];
+  for (; i + kWide * kWidth <= pitch; i += kWide * kWidth) {
+    Floats totals[G][kWide];
     for (int64_t g = 0; g < G; ++g)
-      for (int64_t w = 0; w < kWide; ++w) totals[g][w] = read(sums + g * pitch + i + w * kNative);
+      for (int64_t w = 0; w < kWide; ++w) totals[g][w] = load(sums + g * pitch + i + w * kWidth);
     for (int64_t t = 0; t < tokens; ++t) {
-      Values values[kWide];
-      for (int64_t w = 0; w < kWide; ++w) values[w] = read(tile + t * pitch + i + w * kNative);
+      Floats values[kWide];
+      for (int64_t w = 0; w < kWide; ++w) values[w] = load(tile + t * pitch + i + w * kWidth);
       for (int64_t g = 0; g < G; ++g)
         for (int64_t w = 0; w < kWide; ++w) totals[g][w] += values[w] * weights[g * kPiece + t];
     }
     for (int64_t g = 0; g < G; ++g)
-      for (int64_t w = 0; w < kWide; ++w) write(sums + g * pitch + i + w * kNative, totals[g][w]);
+      for (int64_t w = 0; w < kWide; ++w) store(sums + g * pitch + i + w * kWidth, totals[g][w]);
   }
-  for (; i < pitch; i += kNative)
+  for (; i < pitch; i += kWidth)
     for (int64_t g = 0; g < G; ++g) {
-      Values total = read(sums + g * pitch + i);
-      for (int64_t t = 0; t < tokens; ++t) total += read(tile + t * pitch + i) * weights[g * kPiece + t];
-      write(sums + g * pitch + i, total);
+      Floats total = load(sums + g * pitch + i);
+      for (int64_t t = 0; t < tokens; ++t) total += load(tile + t * pitch + i) * weights[g * kPiece + t];
+      store(sums + g * pitch + i, total);
     }
 }
 
@@ -200,19 +147,19 @@ void attend_piece(float* sums, float* most, float* totals, Scratch& scratch, con
   }
   for (int64_t g = 0; g < group; ++g) {
     float* own = scores + g * kPiece;
-    const int64_t padded = whole<kNative>(tokens);
+    const int64_t padded = whole<kWidth>(tokens);
     std::fill(own + tokens, own + padded, -std::numeric_limits<float>::infinity());
-    Values highest = read(own);
-    for (int64_t t = kNative; t < padded; t += kNative) {
-      const Values values = read(own + t);
+    Floats highest = load(own);
+    for (int64_t t = kWidth; t < padded; t += kWidth) {
+      const Floats values = load(own + t);
       highest = values > highest ? values : highest;
     }
     most[g] = largest(highest);
-    Values total = {};
-    for (int64_t t = 0; t < padded; t += kNative) {
-      Values weights = exp2(read(own + t) - most[g]);
-      for (int64_t j = tokens - t; j < kNative; ++j) weights[j] = 0;  // padding, in the last vector
-      write(own + t, weights);
+    Floats total = {};
+    for (int64_t t = 0; t < padded; t += kWidth) {
+      Floats weights = exp2(load(own + t) - most[g]);
+      for (int64_t j = tokens - t; j < kWidth; ++j) weights[j] = 0;  // padding, in the last vector
+      store(own + t, weights);
       total += weights;
     }
     totals[g] = sum(total);
@@ -271,7 +218,7 @@ void attend(T* out, const T* q, int64_t q_token, int64_t q_head, int64_t q_featu
       float total = 0;
       for (int64_t p = 0; p < pieces; ++p) {
         const float* own = begin + p * step;
-        const float weight = exp2(all(own[group * pitch + g] - most))[0];
+        const float weight = exp2(splat(own[group * pitch + g] - most))[0];
         total += weight * own[group * (pitch + 1) + g];
         for (int64_t i = 0; i < pitch; i += kWidth)
           store(joined + i, load(joined + i) + load(own + g * pitch + i) * weight);

@@ -1,4 +1,4 @@
-"""Attention of single tokens over paged KV by the compiled kernel, which reads the cache in place."""
+"""Attention over paged KV by the compiled kernels, which read the cache in place: of single tokens, and of chunks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from atmm.cpu import library
 
 
 def serves_attention(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernel exists for this device and type."""
+    """Whether the kernels exist for this device and type."""
     kernels = library() if device.type == "cpu" else None
     return kernels is not None and dtype in kernels.attend
 
@@ -33,8 +33,40 @@ def attend(
     Raises:
         ValueError: if shapes, types or layouts do not match, before anything is written. Indices are not checked.
     """
+    if starts.numel() != places.numel() + 1:  # len(places) is slow
+        raise ValueError(f"{places.numel()} places need {places.numel() + 1} starts, got {starts.numel()}")
+    _run("attend", out, q, k, v, places, rows, starts, scale)
+
+
+def attend_chunk(
+    out: Tensor, q: Tensor, k: Tensor, v: Tensor, places: Tensor, rows: Tensor, seen: Tensor, scale: float
+) -> None:
+    """As `attend`, for tokens of one context: each sees its first tokens, up to itself. Requires `serves_attention`.
+
+    A token's result does not depend on the others of the chunk.
+
+    Args:
+        out: [T, heads, head_dim], contiguous; rows that are not in `places` are not modified.
+        q: [T, heads, head_dim], any strides.
+        k, v: as `attend`.
+        places: int64 [n], rows of `q` and `out`.
+        rows: int64 [context], its cache rows.
+        seen: int64 [n], the numbers of tokens of the context that each one sees, ascending, at least 1.
+        scale: factor of the scores.
+
+    Raises:
+        ValueError: as `attend`.
+    """
+    if seen.numel() != places.numel():
+        raise ValueError(f"{places.numel()} places need as many numbers of seen tokens, got {seen.numel()}")
+    _run("attend_chunk", out, q, k, v, places, rows, seen, scale)
+
+
+def _run(
+    name: str, out: Tensor, q: Tensor, k: Tensor, v: Tensor, places: Tensor, rows: Tensor, bounds: Tensor, scale: float
+) -> None:
+    """Call the kernel if shapes, types and layouts match. Raises ValueError if not."""
     _, heads, head_dim = q.shape
-    num_queries = places.numel()  # len(places) is slow
     kv_heads, rest = divmod(k.shape[1], head_dim)
     problem = None
     if rest or kv_heads == 0 or heads % kv_heads:
@@ -45,13 +77,13 @@ def attend(
         problem = f"k has strides {k.stride()}, v {v.stride()}; expected rows of one width and stride, values adjacent"
     elif not out.dtype == q.dtype == k.dtype == v.dtype:
         problem = f"types differ: out {out.dtype}, q {q.dtype}, k {k.dtype}, v {v.dtype}"
-    elif starts.numel() != num_queries + 1 or not places.dtype == rows.dtype == starts.dtype == torch.int64:
-        problem = f"{num_queries} int64 places need {num_queries + 1} int64 starts, got {len(starts)} ({starts.dtype})"
+    elif not places.dtype == rows.dtype == bounds.dtype == torch.int64:
+        problem = f"indices are {places.dtype}, {rows.dtype} and {bounds.dtype}; expected int64"
     if problem is not None:
         raise ValueError(problem)
     kernels = library()
     assert kernels is not None, "the compiled kernels are not available"
-    kernels.attend[q.dtype](
+    getattr(kernels, name)[q.dtype](
         out.data_ptr(), q.data_ptr(), *q.stride(), k.data_ptr(), v.data_ptr(), k.stride(0), places.data_ptr(),
-        rows.data_ptr(), starts.data_ptr(), num_queries, heads, kv_heads, head_dim, scale,
+        rows.data_ptr(), bounds.data_ptr(), places.numel(), heads, kv_heads, head_dim, scale,
     )  # fmt: skip

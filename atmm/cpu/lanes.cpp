@@ -38,12 +38,6 @@ constexpr int64_t kAhead = 8192;  // prefetch distance in bytes
 template <typename T>
 constexpr int64_t kLine = 64 / sizeof(T);  // values of a cache line
 
-// The smallest multiple of N that is not below `value`.
-template <int64_t N>
-constexpr int64_t whole(int64_t value) {
-  return (value + N - 1) / N * N;
-}
-
 // Rows read for the first time are read from memory in sequential order, which is fastest. Rows kAhead bytes ahead are
 // prefetched meanwhile, because hardware cannot predict the address of the next adapter's factors. The target is the L2
 // cache, since few lines can be in flight to the L1 cache.

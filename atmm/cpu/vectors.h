@@ -143,6 +143,33 @@ inline void store_one(BFloat16* to, float value) {
   to->bits = nan ? (bits >> 16) | 0x40 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
 }
 
+constexpr float kLog2E = 1.44269504f;
+
+// 2^x for x <= 0, to a few units in the last place. Results below 2^-125 are clamped to about 2^-125. NaN stays NaN.
+inline Floats exp2(Floats x) {
+  const Floats low = splat(-125.0f);
+  const Floats clamped = x < low ? low : x;
+  const Floats magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number, in the lowest bits
+  const Floats shifted = clamped + magic;
+  const Floats part = clamped - (shifted - magic);
+  Floats value = splat(1.5252734e-5f);
+  for (const float factor :
+       {1.5403530e-4f, 1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f})
+    value = value * part + factor;
+  Bits bits, power;
+  std::memcpy(&bits, &value, sizeof bits);
+  std::memcpy(&power, &shifted, sizeof power);
+  bits += power << 23;
+  std::memcpy(&value, &bits, sizeof value);
+  return value + (x - x);
+}
+
+// The smallest multiple of N that is not below `value`.
+template <int64_t N>
+constexpr int64_t whole(int64_t value) {
+  return (value + N - 1) / N * N;
+}
+
 // Elements J of the concatenation of two vectors.
 template <int... J>
 inline Floats pick(Floats a, Floats b) {

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+import atmm
 from atmm import flash_attention
 from tests.atmm.flash_oracle import VERSIONS
-from vlora.models.attention import KVCache, PrefillSpan, Queries, StepAttention, paged_attention
+from vlora.models.attention import KVCache, PagedChunk, PrefillSpan, Queries, StepAttention, paged_attention
 from vlora.models.forward_batch import Row, queries_of
 from vlora.models.gpu.attention import BlockDecodes, FlashChunks, GpuAttention
 
@@ -86,9 +87,24 @@ def test_flash_equals_the_plain_attention(
 ) -> None:
     monkeypatch.setattr(flash_attention, "kernel", lambda: VERSIONS[version])
     packed = Packed(spans)
+    monkeypatch.setattr("atmm.serves_attention", lambda *_: False)
     wanted, plain = attend(packed, PLAIN, last_layer=False)
     found, queries = attend(packed, FLASH, last_layer=False)
     assert isinstance(queries[0], FlashChunks) and isinstance(plain[0], PrefillSpan)
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("spans", BATCHES.values(), ids=BATCHES)
+def test_the_compiled_attention_equals_the_plain_one(
+    spans: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not atmm.serves_attention(CPU, torch.float32):
+        pytest.skip("no C++ compiler here")
+    packed = Packed(spans)
+    found, queries = attend(packed, PLAIN, last_layer=False)
+    monkeypatch.setattr("atmm.serves_attention", lambda *_: False)
+    wanted, _ = attend(packed, PLAIN, last_layer=False)
+    assert isinstance(queries[0], PagedChunk)
     torch.testing.assert_close(found, wanted)
 
 

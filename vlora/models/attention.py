@@ -1,8 +1,8 @@
 """Attention over the paged KV cache, for one packed batch of prefill chunks and decode tokens.
 
-Every token that attends belongs to one of the step's layouts, which compute their tokens' results. A prefill chunk is
-one call of torch. Decode tokens on a CPU use a compiled kernel that reads the cache in place, and
-`vlora.models.gathered_decodes` where there is none. `vlora.models.gpu.attention` has the layouts of a GPU.
+Every token that attends belongs to one of the step's layouts, which compute their tokens' results. On a CPU compiled
+kernels read the cache in place; where there are none, a prefill chunk is one call of torch, and decode tokens use
+`vlora.models.gathered_decodes`. `vlora.models.gpu.attention` has the layouts of a GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 
 import atmm
-from atmm.processor import multiplies_bfloat16
 
 
 class KVCache:
@@ -122,14 +121,11 @@ class PrefillSpan:
         else:
             k, v = (side.index_select(0, self.rows) for side in cache)
         own = q[self.start : self.stop] if self.queries is None else q.index_select(0, self.queries)
-        if own.stride(-1) != 1:
-            # Thin products return transposed results, and a query with a strided head dimension misses the fast path.
-            own = own.contiguous()
-        dtype, head_dim = _prefill_dtype(q), q.shape[2]
+        head_dim = q.shape[2]
         attended = F.scaled_dot_product_attention(
-            own.transpose(0, 1)[None].to(dtype),
-            k.view(1, len(k), -1, head_dim).transpose(1, 2).to(dtype),
-            v.view(1, len(v), -1, head_dim).transpose(1, 2).to(dtype),
+            own.transpose(0, 1)[None],
+            k.view(1, len(k), -1, head_dim).transpose(1, 2),
+            v.view(1, len(v), -1, head_dim).transpose(1, 2),
             attn_mask=self.mask,
             is_causal=self.mask is None,
             scale=scale,
@@ -138,14 +134,25 @@ class PrefillSpan:
         if self.queries is None:
             out[self.start : self.stop] = attended
         else:
-            out.index_copy_(0, self.queries, attended.to(out.dtype))
+            out.index_copy_(0, self.queries, attended)
 
 
-def _prefill_dtype(query: torch.Tensor) -> torch.dtype:
-    """The type in which a prompt's attention is fastest."""
-    if query.dtype is torch.bfloat16 and query.device.type == "cpu" and not multiplies_bfloat16():
-        return torch.float32
-    return query.dtype
+@dataclasses.dataclass(frozen=True, slots=True)
+class PagedChunk:
+    """Tokens of one request's prompt for the compiled kernel. `atmm.attend_chunk` describes the fields."""
+
+    places: torch.Tensor
+    rows: torch.Tensor
+    seen: torch.Tensor
+
+    @classmethod
+    def of(cls, places: np.ndarray, offset: int, context: np.ndarray) -> PagedChunk:
+        """places: batch indices of its tokens that attend; `offset` more, and they are indices of the context."""
+        return cls(*(torch.from_numpy(indices) for indices in (places, context, places + (offset + 1))))
+
+    def attend(self, layer: LayerTensors) -> None:
+        """See `Queries`."""
+        atmm.attend_chunk(layer.out, layer.q, *layer.cache, self.places, self.rows, self.seen, layer.scale)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

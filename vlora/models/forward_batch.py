@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 import atmm
-from vlora.models.attention import PagedDecodes, PrefillSpan, Queries
+from vlora.models.attention import PagedChunk, PagedDecodes, PrefillSpan, Queries
 from vlora.models.gathered_decodes import GatheredDecodes
 from vlora.models.gpu.attention import Chunk, GpuAttention, Put
 from vlora.models.last_layer import ReadRows, lanes_of_rows
@@ -196,14 +196,17 @@ def _queries(
         elif len(own):
             chunks.append((row, own))
     queries: list[Queries] = []
+    compiled = atmm.serves_attention(gpu.device, dtype)
     if chunks and gpu.prefills:
         own_chunks = [Chunk.of(own, row.first - row.start, row.context) for row, own in chunks]
         queries.append(gpu.lay_out_chunks(own_chunks, packed.write_rows, put))
+    elif compiled:
+        queries += [PagedChunk.of(own, row.first - row.start, row.context) for row, own in chunks]
     else:
         queries += (_span(row, own, gpu.device, put) for row, own in chunks)
     if places and gpu.decodes:
         queries.append(gpu.lay_out_decodes(places, contexts, put))
-    elif places and atmm.serves_attention(gpu.device, dtype):
+    elif places and compiled:
         queries.append(PagedDecodes.of(places, contexts))
     elif places:
         queries.append(GatheredDecodes.of(put(np.array(places)), contexts))
