@@ -96,17 +96,17 @@ class Grouped:
         wide = x if x.dtype in kernels.int8 else x.float()
         own = wide if wide.stride(1) == 1 else wide.contiguous()
         own_bias = None if bias is None else bias.to(own.dtype)
-        d_in, d_out = x.shape[1], len(values)
-        y = own.new_empty(len(x), d_out)
+        num_tokens, d_in = x.shape
+        y = own.new_empty(num_tokens, values.shape[0])
         # Symmetric: the offset of a group is -middle * scale.
         offsets, factor = (scales, -self._middle) if self.symmetric else (scales[:, scales.shape[1] // 2 :], 1)
         kernel = kernels.int4_groups if self.bits == 4 else kernels.int8_groups
         kernel[own.dtype](
             *(y.data_ptr(), y.stride(0), own.data_ptr(), own.stride(0)),
             *(values.data_ptr(), values.stride(0), scales.data_ptr(), offsets.data_ptr(), scales.stride(0), factor),
-            *(None if own_bias is None else own_bias.data_ptr(), len(x), d_in, d_out, self.group or d_in),
+            *(None if own_bias is None else own_bias.data_ptr(), num_tokens, d_in, y.shape[1], self.group or d_in),
         )
-        return y.to(x.dtype)
+        return y if own is x else y.to(x.dtype)
 
     def _restored_product(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
         num_rows = max(1, BLOCK // x.shape[1])

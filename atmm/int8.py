@@ -34,11 +34,11 @@ class Int8(RowScaled):
         if kernels is None or not kernels.has_int8 or x.dtype not in kernels.int8 or d_in > _MOST_INPUTS:
             return super().product(x, values, scales, bias)
         x = x if x.stride(1) == 1 else x.contiguous()
-        y = x.new_empty(len(x), d_out)
+        y = x.new_empty(x.shape[0], d_out)
         kernels.int8[x.dtype](
             *(y.data_ptr(), y.stride(0), x.data_ptr(), x.stride(0)),
             *(values.data_ptr(), values.stride(0), scales.data_ptr(), None if bias is None else bias.data_ptr()),
-            *(len(x), d_in, d_out),
+            *(x.shape[0], d_in, d_out),
         )
         return y
 

@@ -112,6 +112,8 @@ class QuantizedWeight:
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., in] times the weights [out, in] transposed, plus bias: [..., out]."""
+        if x.dim() == 2:
+            return self.format.product(x, self.values, self.scales, bias)
         y = self.format.product(x.reshape(-1, x.shape[-1]), self.values, self.scales, bias)
         return y.view(*x.shape[:-1], y.shape[1])
 

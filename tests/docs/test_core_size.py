@@ -12,7 +12,7 @@ from tests.core_size import ROOT
 PACKAGES = ("vlora", "atmm", "heads", "fusion", "apps")
 MAX_EXECUTED_LINES = 3_000
 MAX_CORE_LINES = 9_630
-MAX_CORE_CODE_LINES = 6_146
+MAX_CORE_CODE_LINES = 6_147
 
 
 def num_lines(path: str) -> int:

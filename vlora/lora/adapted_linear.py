@@ -172,14 +172,15 @@ class Siblings:
         y = self._outputs.pop(layer)
         if not self._outputs:
             self._cached_input.clear()
-        return y.view(*input.shape[:-1], layer.out_features)
+        return y
 
     def _compute(self, input: torch.Tensor, plan: atmm.SegmentPlan | None) -> None:
         x = input.reshape(-1, self._layers[0].in_features)
         joined = self._layers[0].joined
         y = linears(x, self._layers) if joined is None else joined.product(x)
-        parts = y.split([layer.out_features for layer in self._layers], 1)
+        widths = [layer.out_features for layer in self._layers]
         if plan is not None:
+            parts = y.split(widths, 1)
             for layer, part in zip(self._layers, parts, strict=True):
                 if layer.changes:
                     undo_changes(part, layer.changes, layer.bias, plan)
@@ -189,7 +190,8 @@ class Siblings:
                     other.add(part, x, plan)
                 if layer.changes:
                     apply_changes(part, layer.changes, layer.bias, plan)
-        self._outputs = dict(zip(self._layers, parts, strict=True))
+        outputs = y.view(*input.shape[:-1], -1).split_with_sizes(widths, -1)
+        self._outputs = dict(zip(self._layers, outputs, strict=True))
         self._plan = plan
         self._cached_input.set(input)
 

@@ -87,9 +87,9 @@ def paged_attention(
     layer: int = module.layer_idx  # type: ignore[assignment]
     cache = vlora_step.cache.k[layer], vlora_step.cache.v[layer]
     q = query[0].transpose(0, 1)
-    new = key[0].transpose(0, 1).flatten(1), value[0].transpose(0, 1).flatten(1)
+    new = key.transpose(1, 2).reshape(q.shape[0], -1), value.transpose(1, 2).reshape(q.shape[0], -1)
     atmm.write_kv(*cache, *new, vlora_step.write_rows)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     scale = q.shape[2] ** -0.5 if scaling is None else scaling
     tensors = LayerTensors(out, q, new, cache, scale)
     last = layer == len(vlora_step.cache.k) - 1
