@@ -78,7 +78,8 @@ class Cluster:
     async def drain(self, name: str, timeout_s: float | None = None) -> bool:
         """Move a replica's requests to others, and send it no further ones, also after its line was opened again.
 
-        Requests without room elsewhere end there.
+        Where none has room, they wait with precedence over others, a few at a time. A request that no other replica
+        could take ends there. After the timeout this goes on.
 
         Returns:
             Whether it has no requests left; False after the timeout.
@@ -118,7 +119,13 @@ class Cluster:
         await self.add(name, address, tls=tls)
 
     def consolidate(self) -> int:
-        """Move requests as the router decides. Returns their number."""
+        """Move requests as the router decides: to replicas with room, or into its queue. Returns their number."""
+        if self._router.num_waiting:
+            recalled = self._router.recall()
+            for need in recalled.needs:
+                self._flights.recall(need.request_id)
+            self._flights.send(recalled.placed)
+            return len(recalled.needs)
         moves = self._router.consolidate()
         for move in moves:
             self._flights.move(move.request_id, move.target)
@@ -277,10 +284,12 @@ class Cluster:
                 self._flights.send(self._router.bar(name, adapter, False))
 
     async def _tick(self) -> None:
-        """Refuse what cannot be served, regularly."""
+        """Refuse what cannot be served, and move requests from draining replicas, regularly."""
         while True:
             await asyncio.sleep(_TICK_S)
             self._flights.refuse()
+            if any(standing.draining and standing.holds for standing in self._router.replicas.values()):
+                self.consolidate()
             since = self._absent_since
             if since is not None and self._loop.time() - since > self._absent_s and self._cause is None:
                 try:

@@ -26,6 +26,7 @@ _CALLS: dict[str, Any] = {
     "refuse": tuple[float, float],
     "evict": tuple[str],
     "consolidate": tuple[int],
+    "recall": tuple[int],
     "rebalance": tuple[float, MoveCosts, int],
     "replan": tuple[()],
     "advice": tuple[float],
