@@ -14,6 +14,7 @@
     |   |-- PromptTooLong        prompt and answer do not fit the model's context
     |   |-- UnknownAdapter       no adapter of that name is registered
     |   |-- UnknownHead          the adapter has no head of that name
+    |   |-- UnknownReplica       no replica has that name, or the server has one engine
     |   `-- UnknownStream        the caller has no open stream with that id; it may be closed or expired
     |-- Unauthorized         the token is missing, wrong or expired
     |-- Forbidden            the token is valid, but does not permit this call
@@ -101,6 +102,11 @@ class UnknownAdapter(BadRequest):
 
 class UnknownHead(BadRequest):
     code = "unknown_head"
+    http_status = 404
+
+
+class UnknownReplica(BadRequest):
+    code = "unknown_replica"
     http_status = 404
 
 

@@ -78,6 +78,14 @@ def read(address: str, path: str) -> str:
     return text
 
 
+def put(address: str, path: str, body: object) -> dict[str, object]:
+    url, headers = f"http://{address.removeprefix('http://')}{path}", {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers, method="PUT")
+    with urllib.request.urlopen(request, timeout=40) as reply:
+        found: dict[str, object] = json.loads(reply.read())
+    return found
+
+
 def wait_ready(process: subprocess.Popen[str]) -> list[str]:
     """The lines until the server is ready."""
     assert process.stdout is not None
@@ -104,7 +112,7 @@ def test_replicas_serve_both_apis_and_end_with_the_server(folder: Path) -> None:
             scaled = vlora("cluster", "scale", "3", "--server", f"127.0.0.1:{address[1]}")
             assert (scaled.returncode, scaled.stdout, scaled.stderr) == (0, "3 replicas\n", "")
             assert [each.state for each in client.cluster().replicas] == ["serving"] * 3
-            assert client.scale(2, wait_s=20.0)
+            assert put(address[2], "/v1/cluster/scale?wait_s=20", {"replicas": 2})["done"]
             with pytest.raises(BadRequest, match=r"^the number of replicas is 4; it must be between 1 and 3"):
                 client.scale(4)
         metrics = read(address[2], "/metrics")
@@ -122,6 +130,10 @@ def test_replicas_serve_both_apis_and_end_with_the_server(folder: Path) -> None:
             "vlora_resubmitted_total 0.0",
             "vlora_replica_deaths_total 0.0",
             "vlora_moves_total 0.0",
+            "vlora_replicas_wanted 2.0",
+            "vlora_scaling_automatic 0.0",
+            'vlora_scaling_decisions_total{reason="operator"} 2.0',
+            'vlora_scaling_decisions_total{reason="waiting"} 0.0',
         ):
             assert f"\n{row}\n" in metrics
         engines = [each for each in left(folder) if "tests.server.scripted_process" in each.cmdline()]

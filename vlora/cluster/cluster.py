@@ -19,7 +19,7 @@ from vlora.cluster.summary import merged_stats
 from vlora.engine.ipc.client import EngineClient
 from vlora.engine.output_stream import OutputStream
 from vlora.engine.snapshot import EngineLoad, EngineSnapshot
-from vlora.errors import Aborted, BadRequest, EngineDead
+from vlora.errors import Aborted, BadRequest, EngineDead, UnknownReplica
 from vlora.routing import Report, Room, Router
 from vlora.types import AdapterStatus, EngineStats, Request, RequestOutput, TrainingStatus
 from vlora.types.replicas import ClusterStatus
@@ -85,7 +85,7 @@ class Cluster:
             Whether it has no requests left; False after the timeout.
 
         Raises:
-            BadRequest: There is no such replica.
+            UnknownReplica: There is no such replica.
         """
         self._set_drained(name, True)
         with contextlib.suppress(TimeoutError):
@@ -97,7 +97,7 @@ class Cluster:
         return False
 
     def resume(self, name: str) -> None:
-        """Send requests to a drained replica again. Raises BadRequest if there is no such replica."""
+        """Send requests to a drained replica again. Raises UnknownReplica if there is none."""
         self._set_drained(name, False)
 
     async def remove(self, name: str) -> None:
@@ -244,7 +244,7 @@ class Cluster:
 
     def _set_drained(self, name: str, drained: bool) -> None:
         if name not in self.members:
-            raise BadRequest(
+            raise UnknownReplica(
                 f"there is no replica {name!r}; the replicas are {', '.join(sorted(self.members)) or 'none'}"
             )
         (self._drained.add if drained else self._drained.discard)(name)
