@@ -68,11 +68,7 @@ class AdapterChanged(BadAdapter):
 
 
 class BadRequest(VLoraError):
-    """An invalid request.
-
-    Args:
-        field: The invalid field of the request, if there is one. It is not sent between processes.
-    """
+    """An invalid request. field: its invalid field, if there is one; not sent between processes."""
 
     code = "bad_request"
     http_status = 400
@@ -167,10 +163,8 @@ def listed(names: Collection[str]) -> str:
 
 
 def _tree(cls: type[VLoraError]) -> dict[str, type[VLoraError]]:
-    found = {cls.code: cls}
-    for child in cls.__subclasses__():
-        found.update(_tree(child))
-    return found
+    below = (pair for child in cls.__subclasses__() for pair in _tree(child).items())
+    return {cls.code: cls, **dict(below)}
 
 
 def error_codes() -> tuple[str, ...]:

@@ -22,13 +22,14 @@ import pytest
 
 from tests.cluster.running import SLEEPING, outputs_of
 from tests.cluster.sleeping_engine import COMMAND
-from tests.cluster.test_cluster import MIXED, check
+from tests.cluster.test_cluster import MIXED, asked, check
 from vlora.cluster.members import Health
 from vlora.cluster.on_ray import settings
 from vlora.cluster.on_ray.cluster import LocalCluster
 from vlora.cluster.on_ray.own_processes import ray_processes, replica_processes
 from vlora.cluster.on_ray.settings import Folder, Ports
 from vlora.errors import BadConfig, BadRequest, EngineDead
+from vlora.types import RequestOutput
 from vlora.types.replicas import DRAINING, SERVING
 
 pytestmark = [
@@ -79,7 +80,15 @@ class Here:
         self.thread.start()
         health = Health(missed=10)  # a loaded machine is no reason to give a replica up
         starting = LocalCluster.start(
-            SLEEPING, 2, max_replicas=3, announce=self.lines.append, command=COMMAND, health=health, hung_s=0.5
+            SLEEPING,
+            2,
+            max_replicas=3,
+            scale_up_s=0.5,
+            scale_down_s=1.0,
+            announce=self.lines.append,
+            command=COMMAND,
+            health=health,
+            hung_s=0.5,
         )
         self.cluster: LocalCluster = self.run(starting)
 
@@ -345,6 +354,29 @@ def test_a_replica_is_added_and_released_under_answers(here: Here) -> None:
     for number in (0, 4):
         with pytest.raises(BadRequest, match=f"^the number of replicas is {number}; it must be between 1 and 3, see"):
             here.run(here.cluster.scale(number, 1.0))
+
+
+def test_replicas_follow_the_load_until_an_operator_sets_their_number(here: Here) -> None:
+    pids, before = dict(here.cluster.pids), here.cluster.status()
+    requests = [asked(f"busy{number}", 1000) for number in range(24)]
+
+    async def answer() -> list[list[RequestOutput]]:
+        return await asyncio.gather(*(outputs_of(here.cluster, request) for request in requests))
+
+    assert here.run(here.cluster.scale("auto", 0.0))
+    answering = here.begin(answer())
+    here.wait(lambda: here.states() == [SERVING] * 3)
+    scaling = here.cluster.status().scaling
+    assert scaling is not None and scaling.automatic and scaling.decision.startswith("3 instead of 2: ")
+    for request, outputs in zip(requests, answering.result(60), strict=True):
+        check(request, outputs)
+    here.wait(here.serves)
+    scaling = here.cluster.status().scaling
+    assert scaling is not None and scaling.decision.startswith("2 instead of 3: the others had room for all requests")
+    assert here.cluster.pids == pids and here.cluster.status().num_deaths == before.num_deaths
+    assert here.run(here.cluster.scale(2, 5.0))
+    scaling = here.cluster.status().scaling
+    assert scaling is not None and not scaling.automatic and scaling.decision == "2 as before: set by an operator"
 
 
 def test_a_replica_that_does_not_start_is_reported_and_tried_again(here: Here) -> None:

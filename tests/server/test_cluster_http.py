@@ -39,7 +39,7 @@ def states(answer: Any) -> dict[str, str]:
 
 
 def test_replicas_are_drained_and_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
-    replicas = {}
+    replicas: dict[int, LocalReplica] = {}
     monkeypatch.setattr(members, "connect", connecting(replicas))
 
     async def main() -> None:

@@ -98,7 +98,8 @@ def wait_ready(process: subprocess.Popen[str]) -> list[str]:
 
 
 def test_replicas_serve_both_apis_and_end_with_the_server(folder: Path) -> None:
-    process = serve(folder, "--routing-rule", "least_loaded", "--max-replicas", "3")
+    journal = str(folder / "routing.jsonl")
+    process = serve(folder, "--routing-rule", "least_loaded", "--max-replicas", "3", "--routing-journal", journal)
     try:
         *lines, ready = wait_ready(process)
         assert lines[0] == "starting Ray" and re.match(r"Ray listens on ports 2\d{4}-2\d{4} of all addresses", lines[1])
@@ -112,6 +113,11 @@ def test_replicas_serve_both_apis_and_end_with_the_server(folder: Path) -> None:
             scaled = vlora("cluster", "scale", "3", "--server", f"127.0.0.1:{address[1]}")
             assert (scaled.returncode, scaled.stdout, scaled.stderr) == (0, "3 replicas\n", "")
             assert [each.state for each in client.cluster().replicas] == ["serving"] * 3
+            scaled = vlora("cluster", "scale", "auto", "--server", f"127.0.0.1:{address[1]}")
+            assert (scaled.returncode, scaled.stdout, scaled.stderr) == (0, "automatic\n", "")
+            *_, scaling, change = vlora("cluster", "status", "--server", f"127.0.0.1:{address[1]}").stdout.splitlines()
+            assert scaling == "scaled automatically: 3 replicas, 2 to 3"
+            assert re.fullmatch(r"last change \d+ s ago: 3 instead of 2: set by an operator", change)
             assert put(address[2], "/v1/cluster/scale?wait_s=20", {"replicas": 2})["done"]
             with pytest.raises(BadRequest, match=r"^the number of replicas is 4; it must be between 1 and 3"):
                 client.scale(4)
@@ -143,6 +149,9 @@ def test_replicas_serve_both_apis_and_end_with_the_server(folder: Path) -> None:
         out, err = process.communicate(timeout=30)
         assert (process.returncode, out, err) == (0, "", "")
         assert not left(folder) and not list(folder.glob("vlora-ray-*"))
+        replayed = vlora("simulate", "--replay", journal)
+        assert replayed.returncode == 0
+        assert re.fullmatch(r"\d+ calls of the router, each with the recorded result\n", replayed.stdout)
     finally:
         process.kill()
         process.communicate()

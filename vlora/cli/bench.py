@@ -140,12 +140,12 @@ def simulate(
 
 def _replay(trace: str | None, journal: str, *, as_json: bool) -> None:
     """Repeat recorded routing. A difference is an exit with code 1."""
-    from vlora.routing.journal import replay_file
+    from vlora.simulator.commands import repeat
 
     if trace is not None:
         raise BadConfig(f"--replay repeats {journal}; leave the TRACE {trace!r} out")
     with waiting("replaying"):
-        found = replay_file(journal)
+        found = repeat(journal)
     if as_json:
         print_json(found._asdict())
     elif found.difference is None:

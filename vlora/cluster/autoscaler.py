@@ -25,7 +25,7 @@ SCALING_REASONS = (*REASONS, _OPERATOR)
 
 
 class Scaled(Protocol):
-    """What is scaled: replicas in a fixed order, of which there are the first ones."""
+    """Replicas in a fixed order, of which the first ones are to serve."""
 
     @property
     def number(self) -> int:
@@ -194,6 +194,8 @@ class Autoscaler:
 
     def _note(self, decision: Decision) -> None:
         self._counts[decision.reason] += 1
-        self._last = f"{decision.number} instead of {self._scaled.number}: {decision.why}"
+        before = self._scaled.number
+        change = "as before" if decision.number == before else f"instead of {before}"
+        self._last = f"{decision.number} {change}: {decision.why}"
         self._last_s = self._clock()
         log.info("replicas: %s", self._last)

@@ -116,7 +116,7 @@ def replay_calls(lines: Iterable[bytes]) -> Replayed:
             raise BadRequest(f"line {number} is no line of a record of routing: {error}") from error
         try:
             result = msgspec.to_builtins(getattr(router, name)(*given))
-        except (KeyError, AssertionError) as error:  # what the call is about was never recorded
+        except (KeyError, AssertionError) as error:  # its replica or request is in no earlier line
             return Replayed(num_calls, (name, recorded, f"{type(error).__name__}: {error}"))
         if msgspec.json.encode(result) != msgspec.json.encode(recorded):
             return Replayed(num_calls, (name, recorded, result))

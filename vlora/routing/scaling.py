@@ -34,7 +34,7 @@ class ScalingSettings(NamedTuple):
 
 
 class Situation(NamedTuple):
-    """What is decided on.
+    """The input of a decision.
 
     Attributes:
         number: replicas that there should be so far, without those that drain in order to end.
@@ -109,7 +109,7 @@ class ScalingPolicy:
         self.changed(now)
 
     def changed(self, now: float) -> None:
-        """Requests need a time to be placed anew after a change."""
+        """After a change requests need time to be placed."""
         self._busy_since = self._light_since = math.inf
         self._add_from = max(self._add_from, now + self._settings.up_after_s)
 

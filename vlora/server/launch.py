@@ -18,7 +18,6 @@ from vlora.config import EngineConfig, ServerConfig, Token
 from vlora.engine.ipc.client import ENGINE_COMMAND
 from vlora.engine.ipc.supervisor import RestartedEngine, SupervisedEngine
 from vlora.errors import BadConfig, EngineDead
-from vlora.routing.scaling import DOWN_AFTER_S, UP_AFTER_S
 from vlora.server.frontend import FrontEnd
 from vlora.server.rpyc.server import RpycServer
 from vlora.server.security.access import Access
@@ -166,20 +165,17 @@ async def _start_engine(
     replicas: int,
     announce: Callable[[str], None],
     max_replicas: int | None = None,
-    autoscale: bool = False,
-    scale_up_s: float = UP_AFTER_S,
-    scale_down_s: float = DOWN_AFTER_S,
     routing_rule: str = "placed",
     routing_journal: str | None = None,
+    **scaling: Any,
 ) -> RestartedEngine:
     """Start one engine, or several on a Ray of this machine.
 
     Args:
         max_replicas: The limit of their number later; None: `replicas`.
-        autoscale: Whether the load decides on their number.
-        scale_up_s, scale_down_s: See `ScalingSettings`.
         routing_rule: Which of them gets a request.
         routing_journal: File that records this.
+        scaling: By the load, see `LocalCluster.start`.
     """
     if max(replicas, max_replicas or 1) == 1:
         return await SupervisedEngine.start(config, log=log.warning, command=command)
@@ -187,13 +183,11 @@ async def _start_engine(
         config,
         replicas,
         max_replicas=max_replicas,
-        up_after_s=scale_up_s,
-        down_after_s=scale_down_s,
-        automatic=autoscale,
         journal=None if routing_journal is None else JournalFile(routing_journal),
         rule=routing_rule,
         announce=announce,
         command=command,
+        **scaling,
     )
 
 

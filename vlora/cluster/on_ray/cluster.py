@@ -77,7 +77,7 @@ class LocalCluster(Cluster):
         automatic: bool,
         journal: JournalFile | None,
     ) -> None:
-        settings = {"rule": rule, "weights": config.weights, "tenant_weights": config.tenant_weights}
+        settings: dict[str, Any] = {"rule": rule, "weights": config.weights, "tenant_weights": config.tenant_weights}
         router = Router(**settings) if journal is None else RecordedRouter(journal.write, **settings).as_router
         super().__init__(router, folder.secret(), health=health)
         self._journal = journal
@@ -108,9 +108,9 @@ class LocalCluster(Cluster):
         num_replicas: int,
         *,
         max_replicas: int | None = None,
-        up_after_s: float = UP_AFTER_S,
-        down_after_s: float = DOWN_AFTER_S,
-        automatic: bool = False,
+        autoscale: bool = False,
+        scale_up_s: float = UP_AFTER_S,
+        scale_down_s: float = DOWN_AFTER_S,
         journal: JournalFile | None = None,
         rule: str = "placed",
         announce: Callable[[str], None] = lambda line: None,
@@ -125,8 +125,8 @@ class LocalCluster(Cluster):
             config: Of each replica. Without `threads`, as many as there may be share the cores.
             num_replicas: Their number at first.
             max_replicas: The limit of `scale`; None: `num_replicas`.
-            up_after_s, down_after_s: When replicas are added and released automatically, see `ScalingSettings`.
-            automatic: Whether they are, until an operator sets their number.
+            autoscale: Whether the load decides on their number, until an operator does.
+            scale_up_s, scale_down_s: See `ScalingSettings`.
             journal: Records the router's calls; closed with the cluster.
             rule: The router's rule.
             announce: Called with a line for each step of the start.
@@ -142,8 +142,8 @@ class LocalCluster(Cluster):
         config = with_shared_cores(config, max_replicas)
         folder = Folder.create()
         try:
-            scaling = ScalingSettings(num_replicas, max_replicas, up_after_s, down_after_s)
-            self = cls(config, rule, folder, health, hung_s, num_replicas, scaling, automatic, journal)
+            scaling = ScalingSettings(num_replicas, max_replicas, scale_up_s, scale_down_s)
+            self = cls(config, rule, folder, health, hung_s, num_replicas, scaling, autoscale, journal)
         except BaseException:
             folder.remove()
             raise

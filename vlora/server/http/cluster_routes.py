@@ -61,7 +61,7 @@ class ClusterRoutes:
     async def scale(self, body: Scale, wait_s: Wait = 5.0) -> Response:
         """Have another number of replicas, or let the load decide; 202 while it is not done.
 
-        Starts go on by themselves. What drains is ended by another call only.
+        Starts go on by themselves. Replicas that drain are ended by another call only.
         """
         return await self._changed(await self._replicas.scale(body.replicas, wait_s))
 
