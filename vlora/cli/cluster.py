@@ -67,7 +67,7 @@ def status(client: Client, as_json: bool) -> None:
         if scaling.decided_s is not None:
             click.echo(f"last change {scaling.decided_s:.0f} s ago: {scaling.decision}")
         if scaling.problem:
-            click.echo(f"a start failed: {scaling.problem}")
+            click.echo(scaling.problem)
 
 
 @cluster.command()

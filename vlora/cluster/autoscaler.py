@@ -169,21 +169,21 @@ class Autoscaler:
             del self._starting[place]
             self._problem = ""
             self._policy.joined(now)
-        causes = {place: absent[place] for place in self._starting if absent[place]}
-        causes |= {
-            place: f"a replica did not serve within {self._start_s:g} s of its start"
-            for place, since in self._starting.items()
-            if now - since > self._start_s and place not in causes
-        }
-        if not causes:
+        failed = [place for place in self._starting if absent[place]]
+        late = [place for place, since in self._starting.items() if now - since > self._start_s]
+        if not failed and not late:
             return
-        for place in causes:
+        for place in failed:
+            log.warning("automatic scaling: %s", absent[place])
+        # Any client sees the status, and an error may contain paths.
+        what = "a replica did not start; see the server log" if failed else f"no start within {self._start_s:g} s"
+        for place in {*failed, *late}:
             del self._starting[place]
         number = self._target
         while number > self._settings.least and number - 1 in absent:
             number -= 1
             self._starting.pop(number, None)
-        decision = self._policy.failed(now, number, causes[min(causes)])
+        decision = self._policy.failed(now, number, what)
         self._problem = decision.why
         log.warning("automatic scaling: %s", decision.why)
         self._follow(now, decision)

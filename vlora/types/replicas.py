@@ -31,7 +31,7 @@ class ScalingStatus(msgspec.Struct, frozen=True, kw_only=True):
         least, most: Limits of automatic scaling; `most` is also an operator's.
         decision: The last change, with its reason; empty before the first one.
         decided_s: Seconds since then; None before the first one.
-        problem: Why the last start failed, and when the next one follows; empty if it did not.
+        problem: That the last start failed, and when the next one follows; empty if it did not. The log has the cause.
         decisions: Number of changes by reason.
     """
 
