@@ -390,6 +390,22 @@ def test_a_replica_that_does_not_start_is_reported_and_tried_again(here: Here) -
     assert here.run(here.cluster.scale(2, 20.0)) and here.serves()
 
 
+def test_an_added_replica_that_does_not_start_is_given_up(here: Here) -> None:
+    unusable = Path(here.cluster.folder.claim_file("replica-2"))
+    unusable.unlink(missing_ok=True)
+    unusable.mkdir()
+    assert here.run(here.cluster.scale("auto", 0.0))
+    answering = [here.begin(outputs_of(here.cluster, asked(f"given{number}", 400))) for number in range(24)]
+    here.wait(lambda: (scaling := here.cluster.status().scaling) is not None and bool(scaling.problem))
+    here.wait(lambda: here.cluster.num_replicas == 2)
+    unusable.rmdir()
+    for number, found in enumerate(answering):
+        check(asked(f"given{number}", 400), found.result(60))
+    scaling = here.cluster.status().scaling
+    assert scaling is not None and scaling.number == 2 and scaling.decisions["failed"] == 1
+    assert here.run(here.cluster.scale(2, 5.0)) and here.serves()
+
+
 def test_replicas_serve_without_ray_and_the_next_one_adopts_them(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of Ray's processes end under answers, and no other Ray can start for a time."""
     pids, before = dict(here.cluster.pids), here.cluster.status()
