@@ -158,7 +158,7 @@ def test_replicas_serve_both_apis_and_end_with_the_server(folder: Path) -> None:
 
 
 def test_a_killed_server_leaves_nothing_running(folder: Path) -> None:
-    process = serve(folder)
+    process = serve(folder, "--replicas", "1", "--max-replicas", "2", "--autoscale")
     try:
         wait_ready(process)
         process.kill()
