@@ -14,6 +14,7 @@
     |   |-- PromptTooLong        prompt and answer do not fit the model's context
     |   |-- UnknownAdapter       no adapter of that name is registered
     |   |-- UnknownHead          the adapter has no head of that name
+    |   |-- UnknownReplica       no replica has that name, or the server has one engine
     |   `-- UnknownStream        the caller has no open stream with that id; it may be closed or expired
     |-- Unauthorized         the token is missing, wrong or expired
     |-- Forbidden            the token is valid, but does not permit this call
@@ -67,11 +68,7 @@ class AdapterChanged(BadAdapter):
 
 
 class BadRequest(VLoraError):
-    """An invalid request.
-
-    Args:
-        field: The invalid field of the request, if there is one. It is not sent between processes.
-    """
+    """An invalid request. field: its invalid field, if there is one; not sent between processes."""
 
     code = "bad_request"
     http_status = 400
@@ -101,6 +98,11 @@ class UnknownAdapter(BadRequest):
 
 class UnknownHead(BadRequest):
     code = "unknown_head"
+    http_status = 404
+
+
+class UnknownReplica(BadRequest):
+    code = "unknown_replica"
     http_status = 404
 
 
@@ -161,10 +163,8 @@ def listed(names: Collection[str]) -> str:
 
 
 def _tree(cls: type[VLoraError]) -> dict[str, type[VLoraError]]:
-    found = {cls.code: cls}
-    for child in cls.__subclasses__():
-        found.update(_tree(child))
-    return found
+    below = (pair for child in cls.__subclasses__() for pair in _tree(child).items())
+    return {cls.code: cls, **dict(below)}
 
 
 def error_codes() -> tuple[str, ...]:

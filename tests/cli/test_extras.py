@@ -52,9 +52,13 @@ def test_several_replicas_need_ray_and_one_needs_an_engine() -> None:
         done = run("serve", "--replicas", number, extra="serve")
         message = f"error: --replicas is {number}; at least one engine serves\n"
         assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
-    for number in ("1", "3"):
-        done = run("serve", "--replicas", number, "--max-replicas", "2", extra="serve")
-        message = f"--max-replicas is 2, and --replicas {number}; start 2 or more replicas, at most as many"
+    for args, message in (
+        (("--max-replicas", "2"), "--replicas 2 needs Ray: pip install 'vlora[cluster]'; without it one engine serves"),
+        (("--replicas", "3", "--max-replicas", "2"), "--max-replicas is 2, below --replicas 3; set it to 3 or more"),
+        (("--replicas", "2", "--autoscale"), "--autoscale needs a --max-replicas above --replicas 2"),
+        (("--routing-journal", "x"), "--routing-journal needs --replicas 2 or more: one engine has no router"),
+    ):
+        done = run("serve", *args, extra="serve")
         assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {message}\n")
     done = run("serve", "--replicas", "2", "--train", "plan.yaml", extra="serve")
     message = "error: --train plan.yaml needs --replicas 1 (now 2): one engine trains; serve it separately\n"

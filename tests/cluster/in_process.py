@@ -55,7 +55,9 @@ class LocalReplica:
         num_reports: Of its load, so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_batch_size: int = 8) -> None:
+        """max_batch_size: as the cluster knows it; the engine's own is 8."""
+        self.max_batch_size = max_batch_size
         self.alive = self.hung = False
         self.num_reports = 0
         self._line: _Line | None = None
@@ -93,7 +95,7 @@ class LocalReplica:
             await asyncio.sleep(STEP_S)
         self._drop(self._line)
         self._line = line = _Line(self._receive)
-        return EngineClient(line, line, messages.Ready("", 1, 10_000, 8, 16, 1000))  # type: ignore[arg-type]
+        return EngineClient(line, line, messages.Ready("", 1, 10_000, self.max_batch_size, 16, 1000))  # type: ignore[arg-type]
 
     def _drop(self, line: _Line | None) -> None:
         """As a replica's process does with a lost front end."""

@@ -19,17 +19,19 @@ from typing import Any, TypeVar
 
 import psutil
 import pytest
+from msgspec.structs import replace
 
 from tests.cluster.running import SLEEPING, outputs_of
 from tests.cluster.sleeping_engine import COMMAND
-from tests.cluster.test_cluster import MIXED, check
+from tests.cluster.test_cluster import MIXED, asked, check
 from vlora.cluster.members import Health
 from vlora.cluster.on_ray import settings
 from vlora.cluster.on_ray.cluster import LocalCluster
 from vlora.cluster.on_ray.own_processes import ray_processes, replica_processes
 from vlora.cluster.on_ray.settings import Folder, Ports
 from vlora.errors import BadConfig, BadRequest, EngineDead
-from vlora.types.replicas import DRAINING, SERVING
+from vlora.types import RequestOutput
+from vlora.types.replicas import DRAINING, SERVING, ClusterStatus
 
 pytestmark = [
     pytest.mark.slow,
@@ -79,7 +81,15 @@ class Here:
         self.thread.start()
         health = Health(missed=10)  # a loaded machine is no reason to give a replica up
         starting = LocalCluster.start(
-            SLEEPING, 2, max_replicas=3, announce=self.lines.append, command=COMMAND, health=health, hung_s=0.5
+            SLEEPING,
+            2,
+            max_replicas=3,
+            scale_up_s=0.5,
+            scale_down_s=1.0,
+            announce=self.lines.append,
+            command=COMMAND,
+            health=health,
+            hung_s=0.5,
         )
         self.cluster: LocalCluster = self.run(starting)
 
@@ -104,6 +114,10 @@ class Here:
 
     def states(self) -> list[str]:
         return [replica.state for replica in self.cluster.status().replicas]
+
+    def status(self) -> ClusterStatus:
+        """Without the time since the last change of the number."""
+        return replace(self.cluster.status(), scaling=None)
 
     def wait(self, condition: Callable[[], bool]) -> None:
         ends_s = time.monotonic() + WAIT_S
@@ -264,7 +278,7 @@ def test_a_killed_keeper_is_replaced_and_adopts_the_replicas(here: Here) -> None
 
 
 def test_a_killed_actor_is_replaced_and_its_replica_serves_on(here: Here) -> None:
-    pids, before = dict(here.cluster.pids), here.cluster.status()
+    pids, before = dict(here.cluster.pids), here.status()
 
     def kill() -> None:
         for each in pids.values():
@@ -273,7 +287,7 @@ def test_a_killed_actor_is_replaced_and_its_replica_serves_on(here: Here) -> Non
     assert set(here.answer_all(kill)) == {0}
     here.wait(lambda: all(here.cluster.pids[name].actor != pids[name].actor for name in NAMES))
     assert here.engines() == {each.engine for each in pids.values()}
-    assert here.cluster.status() == before and here.serves()
+    assert here.status() == before and here.serves()
 
 
 @pytest.mark.parametrize("part", ["replica", "engine"])
@@ -347,6 +361,29 @@ def test_a_replica_is_added_and_released_under_answers(here: Here) -> None:
             here.run(here.cluster.scale(number, 1.0))
 
 
+def test_replicas_follow_the_load_until_an_operator_sets_their_number(here: Here) -> None:
+    pids, before = dict(here.cluster.pids), here.cluster.status()
+    requests = [asked(f"busy{number}", 500) for number in range(24)]
+
+    async def answer() -> list[list[RequestOutput]]:
+        return await asyncio.gather(*(outputs_of(here.cluster, request) for request in requests))
+
+    assert here.run(here.cluster.scale("auto", 0.0))
+    answering = here.begin(answer())
+    here.wait(lambda: here.states() == [SERVING] * 3)
+    scaling = here.cluster.status().scaling
+    assert scaling is not None and scaling.automatic and scaling.decision.startswith("3 instead of 2: ")
+    for request, outputs in zip(requests, answering.result(60), strict=True):
+        check(request, outputs)
+    here.wait(lambda: here.serves() and here.cluster.pids == pids)
+    scaling = here.cluster.status().scaling
+    assert scaling is not None and scaling.decision.startswith("2 instead of 3: the others had room for all requests")
+    assert here.cluster.status().num_deaths == before.num_deaths
+    assert here.run(here.cluster.scale(2, 5.0))
+    scaling = here.cluster.status().scaling
+    assert scaling is not None and not scaling.automatic and scaling.decision == "2 as before: set by an operator"
+
+
 def test_a_replica_that_does_not_start_is_reported_and_tried_again(here: Here) -> None:
     unusable = Path(here.cluster.folder.claim_file("replica-2"))
     unusable.unlink(missing_ok=True)
@@ -358,9 +395,25 @@ def test_a_replica_that_does_not_start_is_reported_and_tried_again(here: Here) -
     assert here.run(here.cluster.scale(2, 20.0)) and here.serves()
 
 
+def test_an_added_replica_that_does_not_start_is_given_up(here: Here) -> None:
+    unusable = Path(here.cluster.folder.claim_file("replica-2"))
+    unusable.unlink(missing_ok=True)
+    unusable.mkdir()
+    assert here.run(here.cluster.scale("auto", 0.0))
+    answering = [here.begin(outputs_of(here.cluster, asked(f"given{number}", 400))) for number in range(24)]
+    here.wait(lambda: (scaling := here.cluster.status().scaling) is not None and bool(scaling.problem))
+    here.wait(lambda: here.cluster.num_replicas == 2)
+    unusable.rmdir()
+    for number, found in enumerate(answering):
+        check(asked(f"given{number}", 400), found.result(60))
+    scaling = here.cluster.status().scaling
+    assert scaling is not None and scaling.number == 2 and scaling.decisions["failed"] == 1
+    assert here.run(here.cluster.scale(2, 5.0)) and here.serves()
+
+
 def test_replicas_serve_without_ray_and_the_next_one_adopts_them(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of Ray's processes end under answers, and no other Ray can start for a time."""
-    pids, before = dict(here.cluster.pids), here.cluster.status()
+    pids, before = dict(here.cluster.pids), here.status()
     ends = threading.Event()
 
     def no_ports(number: int) -> Ports:
@@ -378,10 +431,10 @@ def test_replicas_serve_without_ray_and_the_next_one_adopts_them(here: Here, mon
     assert set(here.answer_all(kill)) == {0}
     here.wait(lambda: here.cluster.ray.head is None and not ray_processes(here.cluster.folder))
     assert set(here.answer_all()) == {0}
-    assert here.engines() == {each.engine for each in pids.values()} and here.cluster.status() == before
+    assert here.engines() == {each.engine for each in pids.values()} and here.status() == before
     ends.set()
     here.wait(lambda: all(here.cluster.pids[name].actor != pids[name].actor for name in NAMES))
-    assert here.engines() == {each.engine for each in pids.values()} and here.cluster.status() == before
+    assert here.engines() == {each.engine for each in pids.values()} and here.status() == before
     names = [process.name() for process in ray_processes(here.cluster.folder)]
     assert names.count("gcs_server") == names.count("raylet") == 1
     # The replicas that were found are started again as others are.

@@ -20,16 +20,21 @@ from vlora.routing import RULES, Router
 from vlora.types import Request, seed_of
 
 NUM_SCHEDULES = 200
+NUM_CROWDED = 30
 
 
 class Life:
-    """One schedule."""
+    """One schedule. crowded: requests wait for replicas most of the time."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, crowded: bool = False) -> None:
         self.draws = random.Random(seed)
         self.router = Router(self.draws.choice(list(RULES)), over=self.draws.choice([1.0, 1.5, 4.0]))
-        self.replicas = {port: LocalReplica() for port in range(self.draws.randint(1, 4))}
-        self.num_failed = self.num_moves = self.num_deaths = 0
+        if crowded:
+            self.router = Router(self.draws.choice([name for name, rule in RULES.items() if rule.queues]), over=1.0)
+            self.replicas = {port: LocalReplica(max_batch_size=1) for port in range(3)}
+        else:
+            self.replicas = {port: LocalReplica() for port in range(self.draws.randint(1, 4))}
+        self.num_failed = self.num_moves = self.num_deaths = self.num_recalled = 0
         self.busy = True
 
     async def run(self) -> None:
@@ -108,7 +113,8 @@ class Life:
             match self.draws.choice(["move"] * 8 + ["kill", "hang"]):
                 case "move" if name in self.router.replicas:
                     self.router.drain(name)
-                    self.cluster.consolidate()
+                    waits = self.router.num_waiting > 0
+                    self.num_recalled += waits * self.cluster.consolidate()
                     if self.draws.random() < 0.5:
                         await asyncio.sleep(self.draws.uniform(0, 0.05))
                     if name in self.router.replicas:
@@ -123,8 +129,8 @@ class Life:
                     replica.wake()
 
 
-async def live(seed: int, monkeypatch: pytest.MonkeyPatch, lives: list[Life]) -> None:
-    life = Life(seed)
+async def live(seed: int, monkeypatch: pytest.MonkeyPatch, lives: list[Life], **kind: bool) -> None:
+    life = Life(seed, **kind)
     monkeypatch.setattr(members, "connect", connecting(life.replicas))
     await life.run()
     lives.append(life)
@@ -139,8 +145,17 @@ def test_random_schedules_lose_double_and_change_nothing(monkeypatch: pytest.Mon
     num_failed = sum(life.num_failed for life in lives)
     num_reports = sum(replica.num_reports for life in lives for replica in life.replicas.values())
     # The schedules contain what they are to test.
-    assert num_moves > NUM_SCHEDULES and num_deaths > NUM_SCHEDULES and num_failed < NUM_SCHEDULES / 2
+    assert num_moves > NUM_SCHEDULES and num_deaths > NUM_SCHEDULES and num_failed < num_deaths / 5
     assert num_reports > 10 * NUM_SCHEDULES
+
+
+def test_random_schedules_with_drains_while_requests_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(STEP_VARIABLE, "0")
+    lives: list[Life] = []
+    for seed in range(NUM_CROWDED):
+        run_virtually(live(seed, monkeypatch, lives, crowded=True))
+    assert sum(life.num_recalled for life in lives) > NUM_CROWDED
+    assert sum(life.num_deaths for life in lives) > NUM_CROWDED
 
 
 def test_a_replica_that_has_ended_refuses_connections() -> None:

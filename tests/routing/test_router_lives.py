@@ -118,6 +118,13 @@ class Life:
             assert self.where[moved.request_id] == moved.source != moved.target
             self.take(moved.request_id)
             self.put(moved.request_id, moved.target)
+        recalled = self.router.recall()
+        assert len(recalled.needs) <= 2
+        for need in recalled.needs:
+            assert draining and self.where[need.request_id] == name and need.returned and need.answer_by is None
+            self.take(need.request_id)
+            self.alive[need.request_id] = need
+        self.note(recalled.placed)
         self.note(self.router.drain(name, False))
 
     def report(self) -> None:

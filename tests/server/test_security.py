@@ -141,6 +141,9 @@ ADMIN_CALLS: list[tuple[str, str, Any]] = [
     ("DELETE", "/v1/adapters/absent/pin", None),
     ("POST", "/v1/trainings", {"plan": "/nowhere/bad"}),
     ("DELETE", "/v1/trainings/absent", None),
+    ("PUT", "/v1/cluster/replicas/absent/drain", None),
+    ("DELETE", "/v1/cluster/replicas/absent/drain", None),
+    ("PUT", "/v1/cluster/scale", {"replicas": 2}),
 ]
 
 

@@ -78,6 +78,14 @@ def read(address: str, path: str) -> str:
     return text
 
 
+def put(address: str, path: str, body: object) -> dict[str, object]:
+    url, headers = f"http://{address.removeprefix('http://')}{path}", {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers, method="PUT")
+    with urllib.request.urlopen(request, timeout=40) as reply:
+        found: dict[str, object] = json.loads(reply.read())
+    return found
+
+
 def wait_ready(process: subprocess.Popen[str]) -> list[str]:
     """The lines until the server is ready."""
     assert process.stdout is not None
@@ -90,7 +98,8 @@ def wait_ready(process: subprocess.Popen[str]) -> list[str]:
 
 
 def test_replicas_serve_both_apis_and_end_with_the_server(folder: Path) -> None:
-    process = serve(folder, "--routing-rule", "least_loaded", "--max-replicas", "3")
+    journal = str(folder / "routing.jsonl")
+    process = serve(folder, "--routing-rule", "least_loaded", "--max-replicas", "3", "--routing-journal", journal)
     try:
         *lines, ready = wait_ready(process)
         assert lines[0] == "starting Ray" and re.match(r"Ray listens on ports 2\d{4}-2\d{4} of all addresses", lines[1])
@@ -104,7 +113,12 @@ def test_replicas_serve_both_apis_and_end_with_the_server(folder: Path) -> None:
             scaled = vlora("cluster", "scale", "3", "--server", f"127.0.0.1:{address[1]}")
             assert (scaled.returncode, scaled.stdout, scaled.stderr) == (0, "3 replicas\n", "")
             assert [each.state for each in client.cluster().replicas] == ["serving"] * 3
-            assert client.scale(2, wait_s=20.0)
+            scaled = vlora("cluster", "scale", "auto", "--server", f"127.0.0.1:{address[1]}")
+            assert (scaled.returncode, scaled.stdout, scaled.stderr) == (0, "automatic\n", "")
+            *_, scaling, change = vlora("cluster", "status", "--server", f"127.0.0.1:{address[1]}").stdout.splitlines()
+            assert scaling == "scaled automatically: 3 replicas, 2 to 3"
+            assert re.fullmatch(r"last change \d+ s ago: 3 instead of 2: set by an operator", change)
+            assert put(address[2], "/v1/cluster/scale?wait_s=20", {"replicas": 2})["done"]
             with pytest.raises(BadRequest, match=r"^the number of replicas is 4; it must be between 1 and 3"):
                 client.scale(4)
         metrics = read(address[2], "/metrics")
@@ -122,6 +136,10 @@ def test_replicas_serve_both_apis_and_end_with_the_server(folder: Path) -> None:
             "vlora_resubmitted_total 0.0",
             "vlora_replica_deaths_total 0.0",
             "vlora_moves_total 0.0",
+            "vlora_replicas_wanted 2.0",
+            "vlora_scaling_automatic 0.0",
+            'vlora_scaling_decisions_total{reason="operator"} 2.0',
+            'vlora_scaling_decisions_total{reason="waiting"} 0.0',
         ):
             assert f"\n{row}\n" in metrics
         engines = [each for each in left(folder) if "tests.server.scripted_process" in each.cmdline()]
@@ -131,13 +149,16 @@ def test_replicas_serve_both_apis_and_end_with_the_server(folder: Path) -> None:
         out, err = process.communicate(timeout=30)
         assert (process.returncode, out, err) == (0, "", "")
         assert not left(folder) and not list(folder.glob("vlora-ray-*"))
+        replayed = vlora("simulate", "--replay", journal)
+        assert replayed.returncode == 0
+        assert re.fullmatch(r"\d+ calls of the router, each with the recorded result\n", replayed.stdout)
     finally:
         process.kill()
         process.communicate()
 
 
 def test_a_killed_server_leaves_nothing_running(folder: Path) -> None:
-    process = serve(folder)
+    process = serve(folder, "--replicas", "1", "--max-replicas", "2", "--autoscale")
     try:
         wait_ready(process)
         process.kill()

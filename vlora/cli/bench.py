@@ -23,7 +23,13 @@ from vlora.errors import BadConfig
 
 
 @cli.command()
-@click.argument("trace")
+@click.argument("trace", required=False)
+@click.option(
+    "--replay",
+    "journal",
+    type=click.Path(exists=True, dir_okay=False),
+    help="Repeat the routing of a file of `vlora serve --routing-journal` instead, and compare the decisions.",
+)
 @config_flags(
     EngineConfig,
     only=("policy", "theta_s", "max_batch_size", "max_step_tokens", "max_ttft_s", "weight", "tenant_weight"),
@@ -64,7 +70,8 @@ from vlora.errors import BadConfig
 @cluster_options
 @json_option
 def simulate(
-    trace: str,
+    trace: str | None,
+    journal: str | None,
     adapters: int,
     tenants: int,
     requests: int | None,
@@ -83,6 +90,7 @@ def simulate(
         vlora simulate hottest:rate=1.3 --max-ttft-s 5 --requests 500
         vlora simulate hottest:rate=3 --tenants 2 --tenant-weight tenant-1=3 --requests 300
         vlora simulate AzureLLMInferenceTrace_conv.csv --policy unmerged_only --json
+        vlora simulate --replay routing.jsonl
 
     TRACE is a CSV file with columns TIMESTAMP, ContextTokens, GeneratedTokens and optionally Adapter, MaxTTFT, Priority
     and Tenant, or a workload NAME:KEY=VALUE,...:
@@ -101,6 +109,11 @@ def simulate(
     """
     from vlora.simulator import commands
 
+    if journal is not None:
+        _replay(trace, journal, as_json=as_json)
+        return
+    if trace is None:
+        raise BadConfig("vlora simulate needs a TRACE, a CSV file or a workload, or --replay FILE")
     cluster = take_cluster_settings(settings)
     policy = settings.pop("policy")
     if click.get_current_context().get_parameter_source("policy") is ParameterSource.DEFAULT:
@@ -123,6 +136,25 @@ def simulate(
     else:
         for line in commands.lines(found):
             click.echo(line)
+
+
+def _replay(trace: str | None, journal: str, *, as_json: bool) -> None:
+    """Repeat recorded routing. A difference is an exit with code 1."""
+    from vlora.simulator.commands import repeat
+
+    if trace is not None:
+        raise BadConfig(f"--replay repeats {journal}; leave the TRACE {trace!r} out")
+    with waiting("replaying"):
+        found = repeat(journal)
+    if as_json:
+        print_json(found._asdict())
+    elif found.difference is None:
+        click.echo(f"{found.num_calls} calls of the router, each with the recorded result")
+    else:
+        name, recorded, present = found.difference
+        click.echo(f"call {found.num_calls + 1}, {name}, differs: recorded {recorded}, now {present}")
+    if found.difference is not None:
+        sys.exit(1)
 
 
 @cli.command()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -14,6 +14,18 @@ if TYPE_CHECKING:
     from vlora.client import Client
 
 _WAIT_S = 5.0  # of one call, far below the timeout of calls
+
+
+class _NumberOrAuto(click.ParamType):
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | Literal["auto"]:
+        if value == "auto":
+            return "auto"
+        try:
+            return int(value)
+        except ValueError:
+            self.fail(f"{value!r} is neither a number nor auto.", param, ctx)
 
 
 @cli.group()
@@ -49,6 +61,13 @@ def status(client: Client, as_json: bool) -> None:
         f"{_counted(found.num_waiting, 'request')} waiting; since the start "
         f"{_counted(found.num_deaths, 'replica')} lost, {found.num_resubmitted} resubmitted, {found.num_moves} moved"
     )
+    if (scaling := found.scaling) is not None:
+        who = "automatically" if scaling.automatic else "by operators"
+        click.echo(f"scaled {who}: {_counted(scaling.number, 'replica')}, {scaling.least} to {scaling.most}")
+        if scaling.decided_s is not None:
+            click.echo(f"last change {scaling.decided_s:.0f} s ago: {scaling.decision}")
+        if scaling.problem:
+            click.echo(scaling.problem)
 
 
 @cluster.command()
@@ -86,14 +105,18 @@ def resume(name: str, client: Client, as_json: bool) -> None:
 
 
 @cluster.command()
-@click.argument("number", type=int)
+@click.argument("number", type=_NumberOrAuto())
 @server_option
 @json_option
-def scale(number: int, client: Client, as_json: bool) -> None:
-    """Have NUMBER replicas, at most --max-replicas of the server.
+def scale(number: int | Literal["auto"], client: Client, as_json: bool) -> None:
+    """Have NUMBER replicas, at most --max-replicas of the server, or let the load decide.
 
     \b
         vlora cluster scale 3
+        vlora cluster scale auto
+
+    A number holds until the next call, whatever the load; auto begins with the present number, and keeps at least
+    --replicas of the server.
 
     Further ones are started. The last ones are drained, and end once they have no requests. An interrupt ends the wait,
     and leaves what drains drained; another number then resumes it.
@@ -104,7 +127,7 @@ def scale(number: int, client: Client, as_json: bool) -> None:
     if as_json:
         print_json({"num_replicas": number})
     else:
-        click.echo(_counted(number, "replica"))
+        click.echo("automatic" if number == "auto" else _counted(number, "replica"))
 
 
 def _show(name: str, done: str, *, as_json: bool) -> None:

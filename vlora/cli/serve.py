@@ -10,11 +10,11 @@ from typing import Any
 
 import click
 
-from vlora.cli.cluster_options import RULES
 from vlora.cli.extras import needs
 from vlora.cli.group import cli
 from vlora.cli.options import HeadedOption
 from vlora.cli.progress import waiting
+from vlora.cli.replica_options import replica_options, take_replica_options
 from vlora.cli.settings import EMBEDDED, config_flags, make_config, model_path
 from vlora.config import EngineConfig, ServerConfig
 from vlora.errors import BadAdapter, BadConfig
@@ -56,31 +56,7 @@ from vlora.logging_format import JSON_VARIABLE, LEVEL_VARIABLE, LEVELS, configur
     type=click.Path(path_type=Path),
     help="Serve every adapter folder in this folder.",
 )
-@click.option(
-    "--replicas",
-    cls=HeadedOption,
-    heading="Replicas",
-    type=int,
-    default=1,
-    show_default=True,
-    help="Number of engines on this machine; more than one needs Ray.",
-)
-@click.option(
-    "--max-replicas",
-    cls=HeadedOption,
-    heading="Replicas",
-    type=int,
-    help="Limit of `vlora cluster scale`.  [default: --replicas]",
-)
-@click.option(
-    "--routing-rule",
-    cls=HeadedOption,
-    heading="Replicas",
-    type=click.Choice(RULES),
-    default="placed",
-    show_default=True,
-    help="Which replica gets the next request.",
-)
+@replica_options
 @click.option(
     "--token-file",
     cls=HeadedOption,
@@ -114,9 +90,6 @@ def serve(
     served_model_name: str | None,
     adapters: tuple[str, ...],
     folder: Path | None,
-    replicas: int,
-    max_replicas: int | None,
-    routing_rule: str,
     token_file: Path | None,
     log_level: str,
     log_json: bool,
@@ -132,7 +105,7 @@ def serve(
 
     os.environ |= {LEVEL_VARIABLE: log_level, JSON_VARIABLE: "1" if log_json else ""}
     configure(os.environ)
-    check_replicas(replicas, max_replicas, settings.get("train"))
+    replicas = take_replica_options(settings)
     named = named_adapters(adapters, folder)
     model_name = served_name(model) if served_model_name is None else served_model_name
     if not model_name.strip():
@@ -165,37 +138,13 @@ def serve(
                 announce=announce,
                 model_name=model_name,
                 read_tokens=None if token_file is None else all_tokens,
-                replicas=replicas,
-                max_replicas=max_replicas,
-                routing_rule=routing_rule,
+                **replicas._asdict(),
             )
         )
     # Skip torch's teardown, which only delays the exit.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
-
-
-def check_replicas(number: int, most: int | None, plan: str | None) -> None:
-    """Raises BadConfig for a number below 1 or over the limit, and for several with a plan or without a usable Ray.
-
-    Ray is not imported.
-
-    Args:
-        number: Of replicas.
-        most: The limit of that number later.
-        plan: Of trainings; replicas would train the same adapters in the same folder.
-    """
-    if number < 1:
-        raise BadConfig(f"--replicas is {number}; at least one engine serves")
-    if most is not None and (number == 1 or most < number):
-        raise BadConfig(f"--max-replicas is {most}, and --replicas {number}; start 2 or more replicas, at most as many")
-    if number > 1 and plan is not None:
-        raise BadConfig(f"--train {plan} needs --replicas 1 (now {number}): one engine trains; serve it separately")
-    if number > 1:
-        from vlora.cluster.on_ray.settings import check_ray
-
-        check_ray(number)
 
 
 def served_name(model: str) -> str:

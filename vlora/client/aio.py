@@ -219,7 +219,7 @@ class AsyncClient:
         """As `Client.resume_replica`."""
         await self._wait(await self._connection(), calls.resume_replica(name))
 
-    async def scale(self, number: int, *, wait_s: float = 5.0) -> bool:
+    async def scale(self, number: int | Literal["auto"], *, wait_s: float = 5.0) -> bool:
         """As `Client.scale`."""
         return await self._wait(await self._connection(), calls.scale(number, wait_s))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -186,7 +186,7 @@ def drain_replica(name: str, wait_s: float) -> Call[bool]:
     return Call("drain_replica", (name, wait_s), bool)
 
 
-def scale(number: int, wait_s: float) -> Call[bool]:
+def scale(number: int | Literal["auto"], wait_s: float) -> Call[bool]:
     return Call("scale", (number, wait_s), bool)
 
 

@@ -247,13 +247,14 @@ class Client:
         return self._wait(self.connection(), calls.stats())
 
     def cluster(self) -> ClusterStatus:
-        """The server's replicas. Raises BadRequest if it has one engine."""
+        """The server's replicas. Raises UnknownReplica if it has one engine."""
         return self._wait(self.connection(), calls.cluster())
 
     def drain_replica(self, name: str, *, wait_s: float = 5.0) -> bool:
         """Move a replica's requests to others, and send it no further ones until `resume_replica`.
 
-        Requests without room elsewhere end there. Raises BadRequest if there is no such replica, or no other one.
+        While no replica has room, a few of them wait at a time, with precedence over others. Raises UnknownReplica if
+        there is no such replica, and BadRequest if no other one serves.
 
         Args:
             wait_s: How long to wait, at most 30 seconds.
@@ -264,15 +265,16 @@ class Client:
         return self._wait(self.connection(), calls.drain_replica(name, wait_s))
 
     def resume_replica(self, name: str) -> None:
-        """Send requests to a drained replica again. Raises BadRequest if there is no such replica."""
+        """Send requests to a drained replica again. Raises UnknownReplica if there is none."""
         self._wait(self.connection(), calls.resume_replica(name))
 
-    def scale(self, number: int, *, wait_s: float = 5.0) -> bool:
+    def scale(self, number: int | Literal["auto"], *, wait_s: float = 5.0) -> bool:
         """Have another number of replicas: start further ones, or drain the last ones and then end them.
 
         Raises BadRequest for a number over the server's limit.
 
         Args:
+            number: Their number, which holds until another call; "auto": the load decides from now on.
             wait_s: How long to wait, at most 30 seconds.
 
         Returns:

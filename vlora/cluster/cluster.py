@@ -19,7 +19,7 @@ from vlora.cluster.summary import merged_stats
 from vlora.engine.ipc.client import EngineClient
 from vlora.engine.output_stream import OutputStream
 from vlora.engine.snapshot import EngineLoad, EngineSnapshot
-from vlora.errors import Aborted, BadRequest, EngineDead
+from vlora.errors import Aborted, BadRequest, EngineDead, UnknownReplica
 from vlora.routing import Report, Room, Router
 from vlora.types import AdapterStatus, EngineStats, Request, RequestOutput, TrainingStatus
 from vlora.types.replicas import ClusterStatus
@@ -78,13 +78,14 @@ class Cluster:
     async def drain(self, name: str, timeout_s: float | None = None) -> bool:
         """Move a replica's requests to others, and send it no further ones, also after its line was opened again.
 
-        Requests without room elsewhere end there.
+        Where none has room, they wait with precedence over others, a few at a time. A request that no other replica
+        could take ends there. After the timeout this goes on.
 
         Returns:
             Whether it has no requests left; False after the timeout.
 
         Raises:
-            BadRequest: There is no such replica.
+            UnknownReplica: There is no such replica.
         """
         self._set_drained(name, True)
         with contextlib.suppress(TimeoutError):
@@ -96,7 +97,7 @@ class Cluster:
         return False
 
     def resume(self, name: str) -> None:
-        """Send requests to a drained replica again. Raises BadRequest if there is no such replica."""
+        """Send requests to a drained replica again. Raises UnknownReplica if there is none."""
         self._set_drained(name, False)
 
     async def remove(self, name: str) -> None:
@@ -118,7 +119,13 @@ class Cluster:
         await self.add(name, address, tls=tls)
 
     def consolidate(self) -> int:
-        """Move requests as the router decides. Returns their number."""
+        """Move requests as the router decides: to replicas with room, or into its queue. Returns their number."""
+        if self._router.num_waiting:
+            recalled = self._router.recall()
+            for need in recalled.needs:
+                self._flights.recall(need.request_id)
+            self._flights.send(recalled.placed)
+            return len(recalled.needs)
         moves = self._router.consolidate()
         for move in moves:
             self._flights.move(move.request_id, move.target)
@@ -237,7 +244,7 @@ class Cluster:
 
     def _set_drained(self, name: str, drained: bool) -> None:
         if name not in self.members:
-            raise BadRequest(
+            raise UnknownReplica(
                 f"there is no replica {name!r}; the replicas are {', '.join(sorted(self.members)) or 'none'}"
             )
         (self._drained.add if drained else self._drained.discard)(name)
@@ -277,10 +284,12 @@ class Cluster:
                 self._flights.send(self._router.bar(name, adapter, False))
 
     async def _tick(self) -> None:
-        """Refuse what cannot be served, regularly."""
+        """Refuse what cannot be served, and move requests from draining replicas, regularly."""
         while True:
             await asyncio.sleep(_TICK_S)
             self._flights.refuse()
+            if any(standing.draining and standing.holds for standing in self._router.replicas.values()):
+                self.consolidate()
             since = self._absent_since
             if since is not None and self._loop.time() - since > self._absent_s and self._cause is None:
                 try:

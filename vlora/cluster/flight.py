@@ -21,7 +21,8 @@ class Flight:
         request: As it came from the caller.
         tokens: The answer so far.
         replica: Where the current attempt runs; None while the request waits.
-        target: Where it is moved to, while the former replica still has to return the last tokens.
+        leaving: Whether it is moved, and its replica still has to return the last tokens.
+        target: Where it is moved to meanwhile; None: it waits for a replica.
         cancelled: The caller has cancelled it.
         began_s: When it came from the caller.
         refusal: The error of a replica that could not take it.
@@ -39,6 +40,7 @@ class Flight:
         self.request = request
         self.tokens: list[int] = []
         self.replica: str | None = None
+        self.leaving = False
         self.target: str | None = None
         self.cancelled = False
         self.refusal: ErrorValue | None = None
@@ -67,7 +69,7 @@ class Flight:
         self._queue_s += now - self._waits_since_s
         self._attempt += 1
         self._attempt_s = now
-        self.replica, self.target = replica, None
+        self.replica = replica
         used_s = now - self.began_s
         latency_s, ttft_s = self.request.max_latency_s, self.request.max_ttft_s
         if latency_s is not None:
@@ -101,6 +103,7 @@ class Flight:
     def leave(self, last: RequestOutput | None) -> None:
         """End the current attempt before the request's end. last: the attempt's last output, if it could be had."""
         self.replica = self.target = None
+        self.leaving = False
         self._waits_since_s = self._clock()
         if last is None:
             return
@@ -125,6 +128,11 @@ class Flight:
                 timings=timings,
             )
         )
+
+    @property
+    def waited_s(self) -> float:
+        """For how long it has waited for a replica, if it is on none."""
+        return self._clock() - self._waits_since_s
 
     @property
     def has_expired(self) -> bool:

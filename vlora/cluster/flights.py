@@ -108,7 +108,11 @@ class Flights:
         """Send requests to replicas, as the router has decided."""
         for need, name in [(place.need, place.replica) for place in placed]:
             flight = self.open.get(need.request_id)
-            if flight is not None:
+            if flight is None:
+                continue
+            if flight.leaving:
+                flight.target = name
+            else:
                 self._start(flight, name)
 
     def replica_left(self, name: str, cause: str, *, died: bool) -> None:
@@ -125,12 +129,13 @@ class Flights:
 
     def refuse(self) -> None:
         """End the waiting requests that cannot be served, and those whose time has passed."""
-        refused = self._router.refuse(self._loop.time())
-        for refusal in refused.refusals:
-            flight = self.open.get(refusal.need.request_id)
-            if flight is not None:
-                self._fail(flight, flight.refused(refusal.reason))
-        self.send(refused.placed)
+        if self._router.num_waiting:
+            refused = self._router.refuse(self._loop.time())
+            for refusal in refused.refusals:
+                flight = self.open.get(refusal.need.request_id)
+                if flight is not None:
+                    self._fail(flight, flight.refused(refusal.reason))
+            self.send(refused.placed)
         for flight in tuple(self.open.values()):
             if flight.replica is None and flight.has_expired:
                 self._fail(flight, flight.deadline_missed())
@@ -138,18 +143,25 @@ class Flights:
     def move(self, request_id: str, target: str) -> None:
         """Continue a request on another replica: computed again there, after the tokens that it has answered."""
         flight = self.open[request_id]
-        if flight.target is not None:
-            flight.target = target  # it has not left the first replica yet
+        if flight.leaving:
+            flight.target = target
             return
-        client = self._client_of(flight.replica)
         flight.target = target
-        flight.num_moves += 1
-        self._events.num_moves += 1
-        if client is None:
-            return  # `replica_left` or the last output of its replica follows
-        attempt_id = flight.attempt_id
-        client.post_cancel(attempt_id)
-        self._loop.call_later(MOVE_S, self._stop_waiting, flight, attempt_id)
+        self._leave_replica(flight)
+
+    def recall(self, request_id: str) -> None:
+        """Take a request from its replica: it waits in the router until `send` continues it."""
+        flight = self.open[request_id]
+        if flight.leaving:
+            flight.target = None
+        else:
+            self._leave_replica(flight)
+
+    @property
+    def longest_wait_s(self) -> float:
+        """How long a request has waited for a replica with room; 0 if none waits."""
+        waiting = (flight for name, flight in self.open.items() if self._router.is_waiting(name))
+        return max((flight.waited_s for flight in waiting if flight.replica is None), default=0.0)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -214,10 +226,10 @@ class Flights:
             return  # of an earlier attempt
         code = None if output.error is None else output.error.code
         if code == EngineDead.code:
-            if flight.target is not None:
+            if flight.leaving:
                 self._lose_source(flight, output)
             return  # otherwise `replica_left` follows
-        if flight.target is not None and output.finish_reason == "cancelled" and not flight.cancelled:
+        if flight.leaving and output.finish_reason == "cancelled" and not flight.cancelled:
             self._go_on(flight, output)
             return
         if code in _NO_HOME and self._may_be_elsewhere(flight.request.adapter, flight.replica):
@@ -227,8 +239,21 @@ class Flights:
         flight.receive(output)
         if output.finished:
             self._end(flight)
-        elif (blocks := self._blocks(flight)) != before:
+        elif (blocks := self._blocks(flight)) != before and self._router.where(flight.request.request_id) is not None:
             self._router.grew(flight.request.request_id, blocks)
+
+    def _leave_replica(self, flight: Flight) -> None:
+        """Cancel the current attempt, and wait a moment for its last tokens."""
+        flight.leaving = True
+        flight.num_moves += 1
+        self._events.num_moves += 1
+        client = self._client_of(flight.replica)
+        if client is None:
+            self._go_on(flight, None)
+            return
+        attempt_id = flight.attempt_id
+        client.post_cancel(attempt_id)
+        self._loop.call_later(MOVE_S, self._stop_waiting, flight, attempt_id)
 
     def _fail(self, flight: Flight, error: VLoraError, reason: str = "error") -> None:
         """End a request with an error, unless it has ended."""
@@ -254,22 +279,21 @@ class Flights:
             client.abandon(flight.attempt_id)
 
     def _stop_waiting(self, flight: Flight, attempt_id: str) -> None:
-        if flight.attempt_id == attempt_id and flight.target is not None and self._is_open(flight):
+        if flight.attempt_id == attempt_id and flight.leaving and self._is_open(flight):
             self._go_on(flight, None)
 
     def _go_on(self, flight: Flight, last: RequestOutput | None) -> None:
-        """Leave a replica for the target of a move."""
+        """Leave a replica for the target of a move, or until there is one."""
         target = flight.target
-        assert target is not None
         self._detach(flight)
         flight.leave(last)
         if flight.cancelled:
             self._fail(flight, _cancelled(flight), "cancelled")
-        else:
+        elif target is not None:
             self._start(flight, target)
 
     def _lose_source(self, flight: Flight, output: RequestOutput) -> None:
-        """A replica has died before a request had moved away. The router counts the request on the target already."""
+        """A replica has died before a request had moved away. The router has it on the target, or waiting, already."""
         self._events.num_resubmitted += 1
         flight.num_deaths += 1
         flight.leave(None)

@@ -2,13 +2,14 @@
 
 Reading order: `standing.py` (one replica as the router knows it), `router.py` (the interface), `rules.py`,
 `waiting.py` (the queue), `placement.py` (where adapters are), `prefixes.py`, `fleet.py` (the indexes), `journal.py`
-(records of decisions and their replay).
+(records of decisions and their replay), `scaling.py` (how many replicas).
 """
 
-from vlora.routing.journal import RecordedRouter, Replayed, replay_calls
+from vlora.routing.journal import RecordedRouter, Replayed, replay_calls, replay_file
 from vlora.routing.placement import Group, MoveCosts, Shift, proactive, reactive
-from vlora.routing.router import Advice, Eviction, Move, Placed, Refusal, Refused, Router
+from vlora.routing.router import Advice, Eviction, Move, Placed, Recalled, Refusal, Refused, Router
 from vlora.routing.rules import RULES, Rule
+from vlora.routing.scaling import ScalingPolicy, ScalingSettings
 from vlora.routing.standing import Need, Report, Room, Standing
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "MoveCosts",
     "Need",
     "Placed",
+    "Recalled",
     "RecordedRouter",
     "Refusal",
     "Refused",
@@ -28,9 +30,12 @@ __all__ = [
     "Room",
     "Router",
     "Rule",
+    "ScalingPolicy",
+    "ScalingSettings",
     "Shift",
     "Standing",
     "proactive",
     "reactive",
     "replay_calls",
+    "replay_file",
 ]

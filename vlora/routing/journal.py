@@ -6,10 +6,11 @@ import functools
 import inspect
 import json
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
+from vlora.errors import BadConfig, BadRequest
 from vlora.routing.placement import MoveCosts
 from vlora.routing.router import Router
 from vlora.routing.standing import Need, Report, Room
@@ -26,6 +27,7 @@ _CALLS: dict[str, Any] = {
     "refuse": tuple[float, float],
     "evict": tuple[str],
     "consolidate": tuple[int],
+    "recall": tuple[int],
     "rebalance": tuple[float, MoveCosts, int],
     "replan": tuple[()],
     "advice": tuple[float],
@@ -47,6 +49,11 @@ class RecordedRouter:
         self._write = write
         self._router = Router(**settings)
         write(json.dumps(settings).encode())  # with infinity, which msgspec writes as null
+
+    @property
+    def as_router(self) -> Router:
+        """This object, which is called as a router is."""
+        return cast(Router, self)
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(self._router, name)
@@ -91,14 +98,44 @@ class Replayed(NamedTuple):
 
 
 def replay_calls(lines: Iterable[bytes]) -> Replayed:
-    """Repeat the calls of a record with a new router, and compare the results."""
-    remaining = iter(lines)
-    router = Router(**json.loads(next(remaining)))
+    """Repeat the calls of a record with a new router, and compare the results.
+
+    Raises:
+        BadRequest: A line is none of a record; the message has its number.
+    """
+    router: Router | None = None
     num_calls = 0
-    for line in remaining:
-        name, arguments, recorded = msgspec.json.decode(line, type=tuple[str, msgspec.Raw, Any])
-        result = msgspec.to_builtins(getattr(router, name)(*msgspec.json.decode(arguments, type=_CALLS[name])))
+    for number, line in enumerate(lines, 1):
+        try:
+            if router is None:
+                router = Router(**json.loads(line))
+                continue
+            name, arguments, recorded = msgspec.json.decode(line, type=tuple[str, msgspec.Raw, Any])
+            given = msgspec.json.decode(arguments, type=_CALLS[name])
+        except (ValueError, TypeError, KeyError, msgspec.MsgspecError, BadConfig) as error:
+            raise BadRequest(f"line {number} is no line of a record of routing: {error}") from error
+        try:
+            result = msgspec.to_builtins(getattr(router, name)(*given))
+        except (KeyError, AssertionError) as error:  # its replica or request is in no earlier line
+            return Replayed(num_calls, (name, recorded, f"{type(error).__name__}: {error}"))
         if msgspec.json.encode(result) != msgspec.json.encode(recorded):
             return Replayed(num_calls, (name, recorded, result))
         num_calls += 1
+    if router is None:
+        raise BadRequest("the record of routing is empty; it has a line when the server has started")
     return Replayed(num_calls, None)
+
+
+def replay_file(path: str) -> Replayed:
+    """As `replay_calls`, for a file. An incomplete last line, of a process that was killed, is left out.
+
+    Raises:
+        BadConfig: The file cannot be read, or a line is none of a record.
+    """
+    try:
+        with open(path, "rb") as file:
+            return replay_calls(line for line in file if line.endswith(b"\n"))
+    except OSError as error:
+        raise BadConfig(f"{path} cannot be read: {error.strerror}") from error
+    except BadRequest as error:
+        raise BadConfig(f"{path}: {error}") from error

@@ -28,6 +28,7 @@ from vlora.routing.standing import Need, Report, Room, Standing
 from vlora.routing.waiting import WaitingQueue
 
 _LESS = 0.8  # of a light load, below which a replica is drained, so that it is not wanted again soon
+_MOST_RECALLED = 2  # that wait at a time: one for the next place, and one for the place after it
 
 
 class Placed(NamedTuple):
@@ -49,6 +50,13 @@ class Eviction(NamedTuple):
     """A request to cancel on its replica, and the requests to send now; if it is not among them, it waits."""
 
     need: Need
+    placed: list[Placed]
+
+
+class Recalled(NamedTuple):
+    """The outcome of `Router.recall`: requests to cancel on their replicas, which wait now, and requests to send."""
+
+    needs: list[Need]
     placed: list[Placed]
 
 
@@ -271,6 +279,31 @@ class Router:
                     moves.append(self._move(need, source, target))
             return moves
         return self._empty_the_lightest(most) if self.rule.consolidates else []
+
+    def recall(self, most: int = _MOST_RECALLED) -> Recalled:
+        """Let requests of draining replicas wait again, while no replica has room: `consolidate` moves none then.
+
+        They have returned, so they get the next places before all requests that have not. The newest ones come first:
+        least of them is computed again, and the others may end meanwhile. One that no replica could take even without
+        other requests stays where it is.
+
+        Args:
+            most: upper limit of the returned requests that wait, since a waiting one makes no progress.
+        """
+        needs: list[Need] = []
+        placed: list[Placed] = []
+        serving = [s for s in self.replicas.values() if not s.draining]
+        left = most - sum(need.returned for need in self._queue)
+        held = [need for s in self.replicas.values() if s.draining for need in s.holds.values()]
+        for need in sorted(held, key=lambda each: -each.arrival):
+            if len(needs) >= left or not self.num_waiting:
+                break
+            if any(s.could_take(need) for s in serving):
+                # It was accepted, so it is not refused for its first answer any more.
+                needs.append(need._replace(returned=True, answer_by=None))
+                placed += self.ended(need.request_id)
+                placed += self.submit(needs[-1])
+        return Recalled(needs, placed)
 
     def rebalance(self, request_s: float, costs: MoveCosts, most: int = 64) -> list[Move]:
         """Move requests from replicas that finish late to those that finish early (`placement.reactive`).

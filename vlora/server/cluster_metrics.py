@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from vlora.types.replicas import STATES, ClusterStatus
+from vlora.types.replicas import STATES, ClusterStatus, ScalingStatus
 
 
 class ClusterCollector(Collector):
@@ -43,4 +43,23 @@ class ClusterCollector(Collector):
         )
         yield CounterMetricFamily(
             "vlora_moves", "Requests that were moved from a replica that serves.", value=status.num_moves
+        )
+        if status.scaling is not None:
+            yield from _scaling(status.scaling)
+
+
+def _scaling(scaling: ScalingStatus) -> Iterator[Metric]:
+    yield GaugeMetricFamily("vlora_replicas_wanted", "Replicas that there should be.", value=scaling.number)
+    yield GaugeMetricFamily(
+        "vlora_scaling_automatic", "1 while the load decides on the number of replicas.", value=scaling.automatic
+    )
+    family = CounterMetricFamily(
+        "vlora_scaling_decisions", "Changes of the number of replicas, by reason.", labels=["reason"]
+    )
+    for reason, count in scaling.decisions.items():
+        family.add_metric([reason], count)
+    yield family
+    if scaling.decided_s is not None:
+        yield GaugeMetricFamily(
+            "vlora_scaling_last_decision_seconds", "Time since the last of these changes.", value=scaling.decided_s
         )

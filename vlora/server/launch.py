@@ -10,8 +10,9 @@ import gc
 import logging
 import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from vlora.cluster.journal_file import JournalFile
 from vlora.cluster.on_ray.cluster import LocalCluster
 from vlora.config import EngineConfig, ServerConfig, Token
 from vlora.engine.ipc.client import ENGINE_COMMAND
@@ -42,8 +43,7 @@ async def serve(
     load_processor: Callable[[str], InputProcessor] | None = None,
     read_tokens: Callable[[], tuple[Token, ...]] | None = None,
     replicas: int = 1,
-    max_replicas: int | None = None,
-    routing_rule: str = "placed",
+    **replica_settings: Any,
 ) -> None:
     """Serve until interrupted or terminated, then drain.
 
@@ -55,8 +55,7 @@ async def serve(
             reload.
         read_tokens: Reads the tokens again on SIGHUP; None where they cannot change.
         replicas: Number of engines; several of them run on a Ray of this machine.
-        max_replicas: The limit of that number later; None: `replicas`.
-        routing_rule: Which of them gets a request.
+        replica_settings: Of several engines, see `_start_engine`.
 
     Raises:
         BadConfig: The model, a setting or the address is invalid.
@@ -91,9 +90,8 @@ async def serve(
             engine_config,
             engine_command,
             replicas=replicas,
-            most=max_replicas,
-            rule=routing_rule,
             announce=announce,
+            **replica_settings,
         )
         load = functools.partial(load_processor or _load_processor, engine_config.model)
         starting = asyncio.create_task(_start(start_engine, load, server_config, model, adapters))
@@ -165,13 +163,32 @@ async def _start_engine(
     command: Sequence[str],
     *,
     replicas: int,
-    most: int | None,
-    rule: str,
     announce: Callable[[str], None],
+    max_replicas: int | None = None,
+    routing_rule: str = "placed",
+    routing_journal: str | None = None,
+    **scaling: Any,
 ) -> RestartedEngine:
-    if replicas == 1:
+    """Start one engine, or several on a Ray of this machine.
+
+    Args:
+        max_replicas: The limit of their number later; None: `replicas`.
+        routing_rule: Which of them gets a request.
+        routing_journal: File that records this.
+        scaling: By the load, see `LocalCluster.start`.
+    """
+    if max(replicas, max_replicas or 1) == 1:
         return await SupervisedEngine.start(config, log=log.warning, command=command)
-    return await LocalCluster.start(config, replicas, max_replicas=most, rule=rule, announce=announce, command=command)
+    return await LocalCluster.start(
+        config,
+        replicas,
+        max_replicas=max_replicas,
+        journal=None if routing_journal is None else JournalFile(routing_journal),
+        rule=routing_rule,
+        announce=announce,
+        command=command,
+        **scaling,
+    )
 
 
 def _threads(number: int, config: EngineConfig) -> str:

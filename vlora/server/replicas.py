@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from vlora.cluster.cluster import Cluster
 from vlora.cluster.on_ray.cluster import LocalCluster
-from vlora.errors import BadRequest
+from vlora.errors import BadRequest, UnknownReplica
 from vlora.types.replicas import SERVING, ClusterStatus, ReplicaStatus
 
 
@@ -20,14 +22,15 @@ class Replicas:
         return () if self._cluster is None else self._cluster.status().replicas
 
     async def status(self) -> ClusterStatus:
-        """Raises BadRequest if there is one engine."""
+        """Raises UnknownReplica if there is one engine."""
         return self._several().status()
 
     async def drain(self, name: str, wait_s: float) -> bool:
         """Move a replica's requests to others, and send it no further ones. Returns whether it has none left.
 
         Raises:
-            BadRequest: There is no such replica, or no other one serves.
+            UnknownReplica: There is no such replica.
+            BadRequest: No other one serves.
         """
         cluster = self._several()
         others = [each.name for each in cluster.status().replicas if each.name != name and each.state == SERVING]
@@ -36,11 +39,14 @@ class Replicas:
         return await cluster.drain(name, wait_s)
 
     async def resume(self, name: str) -> None:
-        """Send requests to a drained replica again. Raises BadRequest if there is no such replica."""
+        """Send requests to a drained replica again. Raises UnknownReplica if there is none."""
         self._several().resume(name)
 
-    async def scale(self, number: int, wait_s: float) -> bool:
-        """Have another number of replicas. Returns whether it is done; see `LocalCluster.scale`."""
+    async def scale(self, number: int | Literal["auto"], wait_s: float) -> bool:
+        """Have another number of replicas, or let the load decide. Returns whether that is so by now.
+
+        See `LocalCluster.scale`.
+        """
         cluster = self._several()
         if not isinstance(cluster, LocalCluster):
             raise BadRequest("the replicas of this server were not started by it; their number cannot be changed here")
@@ -48,5 +54,5 @@ class Replicas:
 
     def _several(self) -> Cluster:
         if self._cluster is None:
-            raise BadRequest("this server has one engine; start it with --replicas 2 or more to have replicas")
+            raise UnknownReplica("this server has one engine; start it with --replicas 2 or more to have replicas")
         return self._cluster

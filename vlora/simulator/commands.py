@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vlora.errors import BadConfig
+from vlora.routing.journal import Replayed, replay_file
 from vlora.simulator.arrivals import Arrival
 from vlora.simulator.cluster import ClusterConfig
 from vlora.simulator.machine import MEASURED, read_costs
@@ -81,6 +82,11 @@ def simulate(
         "quick": quick,
         **measures.as_dict(),
     }
+
+
+def repeat(journal: str) -> Replayed:
+    """Repeat the routing that a server has recorded. Raises BadConfig for a file that is no record."""
+    return replay_file(journal)
 
 
 def lines(found: Mapping[str, Any]) -> Iterator[str]:

@@ -250,6 +250,13 @@ class World:
         """Add a replica, which serves after a delay."""
         self.at(self.now + delay_s, self._start, None)
 
+    def longest_wait_s(self) -> float:
+        """How long a request without an answer has waited in the router; 0 if none waits."""
+        if not self.router.num_waiting:
+            return 0.0
+        waiting = (job for name, job in self._jobs.items() if job.first_s < 0 and self.router.is_waiting(name))
+        return max((self.now - job.arrival.time_s for job in waiting), default=0.0)
+
     def release(self, name: str) -> None:
         """End an idle replica."""
         lost = self.router.leave(name)

@@ -22,6 +22,29 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_requests: int
 
 
+class ScalingStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The number of replicas, and why it is so.
+
+    Attributes:
+        automatic: Whether the load decides; otherwise an operator does.
+        number: Replicas that there should be.
+        least, most: Limits of automatic scaling; `most` is also an operator's.
+        decision: The last change, with its reason; empty before the first one.
+        decided_s: Seconds since then; None before the first one.
+        problem: That the last start failed, and when the next one follows; empty if it did not. The log has the cause.
+        decisions: Number of changes by reason.
+    """
+
+    automatic: bool
+    number: int
+    least: int
+    most: int
+    decision: str
+    decided_s: float | None
+    problem: str
+    decisions: dict[str, int]
+
+
 class ClusterStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The replicas, their queue, and counts since the start.
 
@@ -30,6 +53,7 @@ class ClusterStatus(msgspec.Struct, frozen=True, kw_only=True):
         num_deaths: Replicas that were lost while they served.
         num_resubmitted: Requests that continued elsewhere because of it.
         num_moves: Requests that were moved from a replica that serves.
+        scaling: Their number; None if this server does not start them.
     """
 
     replicas: tuple[ReplicaStatus, ...]
@@ -37,3 +61,4 @@ class ClusterStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_deaths: int
     num_resubmitted: int
     num_moves: int
+    scaling: ScalingStatus | None = None

@@ -7,12 +7,14 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from vlora.cluster.autoscaler import Autoscaler
 from vlora.cluster.cluster import Cluster
 from vlora.cluster.door import Address
+from vlora.cluster.journal_file import JournalFile
 from vlora.cluster.members import Health, Member, alive, clients
 from vlora.cluster.on_ray.actor import ActorSettings
 from vlora.cluster.on_ray.log_pipe import LogPipe
@@ -26,9 +28,10 @@ from vlora.engine.host_resources import default_threads
 from vlora.engine.ipc.client import ENGINE_COMMAND
 from vlora.engine.ipc.supervisor import RestartListener
 from vlora.errors import BadRequest, EngineDead, VLoraError
-from vlora.routing import Router
+from vlora.routing import Advice, RecordedRouter, Router
+from vlora.routing.scaling import DOWN_AFTER_S, UP_AFTER_S, ScalingSettings
 from vlora.types import EngineStats
-from vlora.types.replicas import SERVING
+from vlora.types.replicas import DRAINING, SERVING, ClusterStatus
 
 log = logging.getLogger("vlora.cluster")
 
@@ -70,14 +73,19 @@ class LocalCluster(Cluster):
         health: Health | None,
         hung_s: float,
         num_replicas: int,
-        max_replicas: int,
+        scaling: ScalingSettings,
+        automatic: bool,
+        journal: JournalFile | None,
     ) -> None:
-        router = Router(rule, weights=config.weights, tenant_weights=config.tenant_weights)
+        settings: dict[str, Any] = {"rule": rule, "weights": config.weights, "tenant_weights": config.tenant_weights}
+        router = Router(**settings) if journal is None else RecordedRouter(journal.write, **settings).as_router
         super().__init__(router, folder.secret(), health=health)
+        self._journal = journal
         self.folder = folder
         self._log = LogPipe(folder.log_pipe)
         self.ray: RayProcesses
-        self.num_replicas, self.max_replicas = num_replicas, max_replicas
+        self.num_replicas, self.max_replicas = num_replicas, scaling.most
+        self.number = num_replicas
         self._closed = False
         self._hung_s = hung_s
         self._scaling = asyncio.Lock()
@@ -90,6 +98,8 @@ class LocalCluster(Cluster):
         self._changed: dict[str, asyncio.Event] = {}
         self._following: dict[str, asyncio.Task[None]] = {}
         self._starting: asyncio.Queue[str | VLoraError] | None = asyncio.Queue()  # names and errors of the start
+        self._autoscaler = Autoscaler(self, scaling, self._loop.time, automatic=automatic)
+        self._autoscaling: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(
@@ -98,6 +108,10 @@ class LocalCluster(Cluster):
         num_replicas: int,
         *,
         max_replicas: int | None = None,
+        autoscale: bool = False,
+        scale_up_s: float = UP_AFTER_S,
+        scale_down_s: float = DOWN_AFTER_S,
+        journal: JournalFile | None = None,
         rule: str = "placed",
         announce: Callable[[str], None] = lambda line: None,
         command: Sequence[str] = ENGINE_COMMAND,
@@ -111,6 +125,9 @@ class LocalCluster(Cluster):
             config: Of each replica. Without `threads`, as many as there may be share the cores.
             num_replicas: Their number at first.
             max_replicas: The limit of `scale`; None: `num_replicas`.
+            autoscale: Whether the load decides on their number, until an operator does.
+            scale_up_s, scale_down_s: See `ScalingSettings`.
+            journal: Records the router's calls; closed with the cluster.
             rule: The router's rule.
             announce: Called with a line for each step of the start.
             command: Starts an engine process.
@@ -125,7 +142,8 @@ class LocalCluster(Cluster):
         config = with_shared_cores(config, max_replicas)
         folder = Folder.create()
         try:
-            self = cls(config, rule, folder, health, hung_s, num_replicas, max_replicas)
+            scaling = ScalingSettings(num_replicas, max_replicas, scale_up_s, scale_down_s)
+            self = cls(config, rule, folder, health, hung_s, num_replicas, scaling, autoscale, journal)
         except BaseException:
             folder.remove()
             raise
@@ -149,6 +167,7 @@ class LocalCluster(Cluster):
             ports = self.ray.ports
             announce(f"Ray listens on ports {ports} of all addresses of this machine, with a token of its own")
             await self._wait_joined(num_replicas, announce)
+            self._autoscaling = asyncio.create_task(self._autoscaler.run(), name="vlora-autoscaler")
         except BaseException:
             await self.close()
             raise
@@ -172,8 +191,10 @@ class LocalCluster(Cluster):
         """Notify the listener when requests can be answered again."""
         self._listeners.append(listener)
 
-    async def scale(self, number: int, timeout_s: float) -> bool:
+    async def scale(self, number: int | Literal["auto"], timeout_s: float) -> bool:
         """Have another number of replicas: start further ones, or drain the last ones and then end them.
+
+        This turns automatic scaling off; "auto" turns it on.
 
         Returns:
             Whether it is done. After the timeout, starts go on, and what drains is ended by a later call only.
@@ -182,19 +203,34 @@ class LocalCluster(Cluster):
             BadRequest: The number is not between 1 and `max_replicas`, or none of those that would remain serves.
             EngineDead: A replica does not start.
         """
+        if number == "auto":
+            self._autoscaler.turn_on()
+            return True
         if not 1 <= number <= self.max_replicas:
             limits = f"it must be between 1 and {self.max_replicas}, see --max-replicas"
             raise BadRequest(f"the number of replicas is {number}; {limits}")
+        ends_s = self._loop.time() + timeout_s
         async with self._scaling:
-            return await self._scale(number, self._loop.time() + timeout_s)
+            self._check_remaining(number)
+            self._autoscaler.set_by_operator(number)
+            return await self._reach(number, ends_s) and await self._wait_started(number, ends_s)
 
-    async def _scale(self, number: int, ends_s: float) -> bool:
+    def _check_remaining(self, number: int) -> None:
+        """Raises BadRequest if none of the first replicas serves, or will serve once it is no longer drained."""
+        ends, names = number < self.num_replicas, replica_names(number)
+        if ends and not any(
+            each.name in names and (each.state == SERVING or (each.state == DRAINING and each.name in self._leaving))
+            for each in self.status().replicas
+        ):
+            raise BadRequest(f"none of the {number} replicas that would remain serves; resume one first")
+
+    async def _reach(self, number: int, ends_s: float) -> bool:
+        """Start the first replicas, drain and end the others. Returns whether the latter is done."""
+        self.number = number
         names, last = replica_names(number), replica_names(self.num_replicas)[number:]
         for name in self._leaving & set(names):
             self._leaving.discard(name)
             self.resume(name)
-        if last and not any(each.state == SERVING and each.name in names for each in self.status().replicas):
-            raise BadRequest(f"none of the {number} replicas that would remain serves; resume one first")
         leaving = [name for name in last if name in self.members]
         for name in leaving:
             self._leaving.add(name)
@@ -206,13 +242,53 @@ class LocalCluster(Cluster):
         self.ray.scale(number)
         for name in last:
             await self._release(name)
-        while not set(names) <= set(clients(self.members)):
+        return True
+
+    async def _wait_started(self, number: int, ends_s: float) -> bool:
+        while not set(replica_names(number)) <= set(clients(self.members)):
             if self._loop.time() > ends_s:
                 for name in sorted(self._failures):
                     raise EngineDead(f"{name} does not start: {self._failures[name]}; it is tried again")
                 return False
             await asyncio.sleep(_PAUSE_S)
         return True
+
+    def status(self) -> ClusterStatus:
+        """As that of `Cluster`, with the number of replicas."""
+        return msgspec.structs.replace(super().status(), scaling=self._autoscaler.status)
+
+    # -- of `Scaled` --------------------------------------------------------------------------------------------------
+
+    @property
+    def in_operation(self) -> bool:
+        """See Scaled."""
+        return self._scaling.locked()
+
+    def absent(self) -> dict[int, str]:
+        """See Scaled."""
+        joined = clients(self.members)
+        names = enumerate(replica_names(self.number))
+        failures = {name: f"{name} does not start: {cause}" for name, cause in self._failures.items()}
+        return {place: failures.get(name, "") for place, name in names if name not in joined}
+
+    def serves(self, number: int) -> bool:
+        """See Scaled."""
+        states = {each.name: each.state for each in super().status().replicas}
+        return all(states.get(name) == SERVING for name in replica_names(number))
+
+    def advice(self) -> Advice:
+        """See Scaled."""
+        return self._router.advice()
+
+    def longest_wait_s(self) -> float:
+        """See Scaled."""
+        return self._flights.longest_wait_s
+
+    async def advance(self, number: int) -> bool:
+        """See Scaled."""
+        async with self._scaling:
+            self._check_remaining(number)
+            return await self._reach(number, self._loop.time())
 
     async def stats(self) -> EngineStats:
         """See EngineInterface."""
@@ -222,10 +298,11 @@ class LocalCluster(Cluster):
         """See EngineInterface. Ends the replicas and Ray."""
         for timer in self._hung.values():
             timer.cancel()
-        for task in self._following.values():
+        tasks = [*self._following.values(), *([self._autoscaling] if self._autoscaling else [])]
+        for task in tasks:
             task.cancel()
-        if self._following:
-            await asyncio.wait(self._following.values())
+        if tasks:
+            await asyncio.wait(tasks)
         await super().close()
         if not self._closed:
             self._closed = True
@@ -234,6 +311,8 @@ class LocalCluster(Cluster):
             await asyncio.to_thread(end_all, self.folder)
             self._log.close()
             self.folder.remove()
+            if self._journal is not None:
+                self._journal.close()
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -264,7 +343,7 @@ class LocalCluster(Cluster):
     def _hear(self, event: Any) -> None:
         """An event of the keeper."""
         match event:
-            case Located(name=name) if name not in replica_names(self.num_replicas):
+            case Located(name=name) | Failed(name=name) if name and name not in replica_names(self.num_replicas):
                 pass  # it was on its way when the number was reduced
             case Located(name=name, at=at):
                 replica = at.replica

@@ -17,8 +17,8 @@ from vlora.server.metrics import Metrics
 from vlora.server.security.access import Access
 from vlora.server.security.message_budget import ByteBudget
 
-ADAPTER_PATHS, TRAINING_PATHS = "/v1/adapters", "/v1/trainings"
-ADMIN_PATHS = (ADAPTER_PATHS, TRAINING_PATHS)
+ADAPTER_PATHS, TRAINING_PATHS, CLUSTER_PATHS = "/v1/adapters", "/v1/trainings", "/v1/cluster"
+ADMIN_PATHS = (ADAPTER_PATHS, TRAINING_PATHS, CLUSTER_PATHS)
 """Methods other than GET need an admin token."""
 OPEN_PATHS = frozenset({"/health", "/ready"}) | CONSOLE_FILES.keys()
 """Paths without a token: health checks of load balancers, and the console page, where the user enters the token."""

@@ -26,6 +26,7 @@ from vlora.server.head_results import head_json
 from vlora.server.http.body_route import BodyRoute
 from vlora.server.http.chat_request import MAX_PARTS, ChatRequest
 from vlora.server.http.chat_response import ChatResponseBuilder, event
+from vlora.server.http.cluster_routes import ClusterRoutes
 from vlora.server.http.errors import ErrorBody, add_error_handlers, error_body
 from vlora.server.http.middleware import ADAPTER_PATHS, TRAINING_PATHS, tenant, with_checks
 from vlora.server.http.sampling_fields import SamplingFields, ServiceLevelFields, StrictModel
@@ -109,6 +110,7 @@ def make_app(front_end: FrontEnd, model: str, access: Access, other_listener: Li
     HealthRoutes(front_end, model, other_listener).add_to(app)
     AdapterRoutes(front_end).add_to(app)
     TrainingRoutes(front_end).add_to(app)
+    ClusterRoutes(front_end).add_to(app)
     ConsoleRoutes(front_end, model, access).add_to(app)
     return with_checks(app, access, front_end.metrics, front_end.message_budget, front_end.config)
 

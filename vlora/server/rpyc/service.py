@@ -13,7 +13,7 @@ import contextlib
 import functools
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Literal
 
 import rpyc
 
@@ -183,7 +183,7 @@ class VLoraService(rpyc.Service):
         return self._schedule(self._drain_replica, name, wait_s, admin=True)
 
     def exposed_scale(self, number: Any, wait_s: Any) -> Future[Reply]:
-        """Have another number of replicas, and wait up to wait_s -> whether it is done"""
+        """Have another number of replicas, or "auto", and wait up to wait_s -> whether it is done"""
         return self._schedule(self._scale, number, wait_s, admin=True)
 
     def exposed_resume_replica(self, name: Any) -> Future[Reply]:
@@ -331,7 +331,8 @@ class VLoraService(rpyc.Service):
         return await self._front_end.replicas.drain(checked("name", name, str), bounded_wait_s(wait_s))
 
     async def _scale(self, number: Any, wait_s: Any) -> bool:
-        return await self._front_end.replicas.scale(checked("number", number, int), bounded_wait_s(wait_s))
+        wanted = checked("number", number, int | Literal["auto"])
+        return await self._front_end.replicas.scale(wanted, bounded_wait_s(wait_s))
 
     async def _resume_replica(self, name: Any) -> None:
         await self._front_end.replicas.resume(checked("name", name, str))

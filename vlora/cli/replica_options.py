@@ -1,0 +1,87 @@
+"""The options of `vlora serve` for several engines."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+import click
+
+from vlora.cli.cluster_options import RULES
+from vlora.cli.options import HeadedOption
+from vlora.errors import BadConfig
+
+_SECONDS = click.FloatRange(min=0, min_open=True, max=1e9)
+# Name in `ReplicaOptions`, type, default, help.
+_OPTIONS: tuple[tuple[str, Any, Any, str], ...] = (
+    ("replicas", int, 1, "Number of engines on this machine; more than one needs Ray."),
+    ("max_replicas", int, None, "Limit of `vlora cluster scale` and of --autoscale.  [default: --replicas]"),
+    ("autoscale", None, False, "Add replicas under load, up to --max-replicas, and release them down to --replicas."),
+    ("scale_up_s", _SECONDS, 2.0, "Seconds that requests wait before --autoscale adds a replica."),
+    ("scale_down_s", _SECONDS, 60.0, "Seconds that the others could carry the load before one is released."),
+    ("routing_rule", click.Choice(RULES), "placed", "Which replica gets the next request."),
+    (
+        "routing_journal",
+        click.Path(),
+        None,
+        "Record routing in this file, up to 256 MiB, for `vlora simulate --replay`.",
+    ),
+)
+
+
+class ReplicaOptions(NamedTuple):
+    """The values."""
+
+    replicas: int
+    max_replicas: int | None
+    autoscale: bool
+    scale_up_s: float
+    scale_down_s: float
+    routing_rule: str
+    routing_journal: str | None
+
+
+def replica_options(command: Any) -> Any:
+    """Add the options."""
+    for name, kind, default, text in reversed(_OPTIONS):
+        command = click.option(
+            f"--{name.replace('_', '-')}",
+            cls=HeadedOption,
+            heading="Replicas",
+            type=kind,
+            is_flag=kind is None,
+            default=default,
+            show_default=bool(default),
+            help=text,
+        )(command)
+    return command
+
+
+def take_replica_options(settings: dict[str, Any]) -> ReplicaOptions:
+    """Remove the values of these options from all settings of the command, and return them, checked.
+
+    Raises:
+        BadConfig: A number is below 1 or over the limit; several engines have a plan of trainings, as replicas would
+            train the same adapters in the same folder; Ray cannot be used, which is not imported; or an option has no
+            effect.
+    """
+    given = ReplicaOptions(**{name: settings.pop(name) for name, *_ in _OPTIONS})
+    number, most, plan = given.replicas, given.max_replicas, settings.get("train")
+    if number < 1:
+        raise BadConfig(f"--replicas is {number}; at least one engine serves")
+    if most is not None and most < number:
+        raise BadConfig(f"--max-replicas is {most}, below --replicas {number}; set it to {number} or more")
+    most = most or number
+    if given.autoscale and most == number:
+        raise BadConfig(f"--autoscale needs a --max-replicas above --replicas {number}")
+    if most > 1 and plan is not None:
+        raise BadConfig(f"--train {plan} needs --replicas 1 (now {most}): one engine trains; serve it separately")
+    if given.routing_journal is not None:
+        if most == 1:
+            raise BadConfig("--routing-journal needs --replicas 2 or more: one engine has no router")
+        given = given._replace(routing_journal=os.path.abspath(os.path.expanduser(given.routing_journal)))
+    if most > 1:
+        from vlora.cluster.on_ray.settings import check_ray
+
+        check_ray(most)
+    return given

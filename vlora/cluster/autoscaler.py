@@ -1,0 +1,201 @@
+"""Adds and releases replicas of a cluster as `ScalingPolicy` decides, unless an operator has set their number."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from vlora.errors import VLoraError
+from vlora.routing.router import Advice
+from vlora.routing.scaling import REASONS, Decision, ScalingPolicy, ScalingSettings, Situation
+from vlora.types.replicas import ScalingStatus
+
+log = logging.getLogger("vlora.cluster")
+
+PERIOD_S = 1.0
+START_S = 900.0
+"""A replica that has not joined after so many seconds has failed to start. Large models take minutes to load."""
+
+_OPERATOR = "operator"
+SCALING_REASONS = (*REASONS, _OPERATOR)
+
+
+class Scaled(Protocol):
+    """Replicas in a fixed order, of which the first ones are to serve."""
+
+    @property
+    def number(self) -> int:
+        """Replicas that there should be, without those that drain in order to end."""
+        ...
+
+    @property
+    def in_operation(self) -> bool:
+        """Whether an operator's change is under way."""
+        ...
+
+    def absent(self) -> Mapping[int, str]:
+        """Of these, by their place, those that do not serve, with the error of their start; empty if none is known."""
+        ...
+
+    def serves(self, number: int) -> bool:
+        """Whether all of the first ones serve."""
+        ...
+
+    def advice(self) -> Advice:
+        """The router's."""
+        ...
+
+    def longest_wait_s(self) -> float:
+        """How long a request has waited for a replica with room."""
+        ...
+
+    async def advance(self, number: int) -> bool:
+        """Start replicas, or drain and end the last ones, without waiting. Returns whether all is begun and ended."""
+        ...
+
+
+class Autoscaler:
+    """Follows the policy once a second.
+
+    A start that fails is given up, and the next one waits: nothing is started again and again.
+    """
+
+    def __init__(
+        self,
+        scaled: Scaled,
+        settings: ScalingSettings,
+        clock: Callable[[], float],
+        *,
+        automatic: bool,
+        start_s: float = START_S,
+    ) -> None:
+        """Begin with the present number of replicas.
+
+        Args:
+            scaled: The replicas.
+            settings: When they are added and released.
+            clock: Seconds.
+            automatic: Whether it is on.
+            start_s: The longest start of a replica.
+        """
+        self.automatic = automatic
+        self._scaled = scaled
+        self._settings = settings
+        self._clock = clock
+        self._start_s = start_s
+        self._policy = ScalingPolicy(settings)
+        self._target = scaled.number
+        self._reached = True
+        self._starting: dict[int, float] = {}  # since when, by place
+        self._counts: Counter[str] = Counter()
+        self._last = ""
+        self._last_s = -math.inf
+        self._problem = ""
+
+    async def run(self, period_s: float = PERIOD_S) -> None:
+        """Follow the policy until cancelled."""
+        while True:
+            await asyncio.sleep(period_s)
+            try:
+                await self.tick()
+            except Exception:  # of one round; the next one may succeed
+                log.exception("automatic scaling failed once; it goes on")
+
+    async def tick(self) -> None:
+        """Look once, and act."""
+        scaled, now = self._scaled, self._clock()
+        if not self.automatic or scaled.in_operation:
+            return
+        self._look_at_starts(now, scaled.absent())
+        seen = Situation(
+            number=self._target,
+            starting=len(self._starting),
+            can_release=scaled.serves(self._target - 1),
+            advice=scaled.advice(),
+            longest_wait_s=scaled.longest_wait_s(),
+        )
+        if (decision := self._policy.decide(now, seen)) is not None:
+            self._follow(now, decision)
+        if self._reached:
+            return
+        before = scaled.absent()
+        try:
+            self._reached = await scaled.advance(self._target)
+        except VLoraError as error:  # as when none that would remain serves
+            log.warning("automatic scaling to %d replicas: %s", self._target, error)
+            self._target, self._reached = scaled.number, True
+            return
+        for place in scaled.absent().keys() - before.keys():
+            self._starting[place] = now
+
+    def set_by_operator(self, number: int) -> None:
+        """An operator has set the number, which holds from now on."""
+        if self.automatic or number != self._scaled.number:
+            self._note(Decision(number, _OPERATOR, "set by an operator"))
+        self.automatic = False
+        self._starting.clear()
+        self._problem = ""
+
+    def turn_on(self) -> None:
+        """Change the number automatically from now on, beginning with the present one."""
+        if not self.automatic:
+            self.automatic = True
+            self._policy = ScalingPolicy(self._settings)
+            self._policy.changed(self._clock())
+            self._target, self._reached = self._scaled.number, False
+
+    @property
+    def status(self) -> ScalingStatus:
+        """For operators."""
+        return ScalingStatus(
+            automatic=self.automatic,
+            number=self._scaled.number,
+            least=self._settings.least,
+            most=self._settings.most,
+            decision=self._last,
+            decided_s=None if not self._last else self._clock() - self._last_s,
+            problem=self._problem,
+            decisions={reason: self._counts[reason] for reason in SCALING_REASONS},
+        )
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _look_at_starts(self, now: float, absent: Mapping[int, str]) -> None:
+        for place in [place for place in self._starting if place not in absent]:
+            del self._starting[place]
+            self._problem = ""
+            self._policy.joined(now)
+        failed = [place for place in self._starting if absent[place]]
+        late = [place for place, since in self._starting.items() if now - since > self._start_s]
+        if not failed and not late:
+            return
+        for place in failed:
+            log.warning("automatic scaling: %s", absent[place])
+        # Any client sees the status, and an error may contain paths.
+        what = "a replica did not start; see the server log" if failed else f"no start within {self._start_s:g} s"
+        for place in {*failed, *late}:
+            del self._starting[place]
+        number = self._target
+        while number > self._settings.least and number - 1 in absent:
+            number -= 1
+            self._starting.pop(number, None)
+        decision = self._policy.failed(now, number, what)
+        self._problem = decision.why
+        log.warning("automatic scaling: %s", decision.why)
+        self._follow(now, decision)
+
+    def _follow(self, now: float, decision: Decision) -> None:
+        self._note(decision)
+        self._target, self._reached = decision.number, False
+
+    def _note(self, decision: Decision) -> None:
+        self._counts[decision.reason] += 1
+        before = self._scaled.number
+        change = "as before" if decision.number == before else f"instead of {before}"
+        self._last = f"{decision.number} {change}: {decision.why}"
+        self._last_s = self._clock()
+        log.info("replicas: %s", self._last)

@@ -1,0 +1,88 @@
+"""A file of a router's calls, for `vlora simulate --replay`."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import BinaryIO
+
+from vlora.errors import BadConfig
+
+log = logging.getLogger("vlora.cluster")
+
+MAX_BYTES = 256 << 20
+_BUFFER_BYTES = 1 << 16
+_FLUSH_S = 1.0
+
+
+class JournalFile:
+    """The file, from its first line until it is full: a record is of use from its beginning only.
+
+    It has names of adapters and tenants, ids of requests and hashes of prompts, so only this user can read it. Neither
+    a full disk nor a full file disturbs serving: the record ends with a warning.
+    """
+
+    def __init__(self, path: str, max_bytes: int = MAX_BYTES, clock: Callable[[], float] = time.monotonic) -> None:
+        """Create it. An earlier one is kept as `path`.1.
+
+        Raises:
+            BadConfig: It cannot be written, or another server writes it.
+        """
+        self._path = path
+        self._left = max_bytes
+        self._clock = clock
+        self._flushed_s = clock()
+        self._file: BinaryIO | None = None
+        try:
+            descriptor = _locked(path, 0)
+            if os.fstat(descriptor).st_size:
+                os.replace(path, f"{path}.1")
+                os.close(descriptor)
+                descriptor = _locked(path, os.O_EXCL)
+        except BlockingIOError:
+            raise BadConfig(
+                f"--routing-journal {path} is being written by another server; choose another file"
+            ) from None
+        except OSError as error:
+            raise BadConfig(f"--routing-journal {path} cannot be written: {error.strerror}") from error
+        self._file = os.fdopen(descriptor, "wb", buffering=_BUFFER_BYTES)
+
+    def write(self, line: bytes) -> None:
+        """Append a line, unless the record has ended."""
+        if self._file is None:
+            return
+        self._left -= len(line) + 1
+        if self._left < 0:
+            log.warning("the routing journal %s is full and ends here; serving goes on", self._path)
+            self.close()
+            return
+        try:
+            self._file.write(line + b"\n")
+            if (now := self._clock()) - self._flushed_s > _FLUSH_S:
+                self._flushed_s = now
+                self._file.flush()
+        except OSError as error:
+            log.warning("the routing journal %s ends here: %s; serving goes on", self._path, error.strerror)
+            self.close()
+
+    def close(self) -> None:
+        """End the record."""
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):
+                file.close()
+
+
+def _locked(path: str, flags: int) -> int:
+    """The descriptor of the file. Raises BlockingIOError if another process has locked it."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | flags, 0o600)  # no wait for a pipe's reader
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
