@@ -6,12 +6,13 @@ import functools
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from vlora.cli.cluster_options import RULES
-from vlora.cli.extras import needs
+from vlora.cli.extras import needs, require
 from vlora.cli.group import cli
 from vlora.cli.options import HeadedOption
 from vlora.cli.progress import waiting
@@ -19,6 +20,19 @@ from vlora.cli.settings import EMBEDDED, config_flags, make_config, model_path
 from vlora.config import EngineConfig, ServerConfig
 from vlora.errors import BadAdapter, BadConfig
 from vlora.logging_format import JSON_VARIABLE, LEVEL_VARIABLE, LEVELS, configure
+
+if TYPE_CHECKING:
+    from vlora.cluster.nodes.plan import ClusterPlan
+
+_DEFAULTS = (ParameterSource.DEFAULT, None)
+_OF_PLAN = {
+    "model": "--model",
+    "adapters": "--adapter",
+    "folder": "--adapters",
+    "replicas": "--replicas",
+    "max_replicas": "--max-replicas",
+    "train": "--train",
+}
 
 
 @cli.command()
@@ -82,6 +96,14 @@ from vlora.logging_format import JSON_VARIABLE, LEVEL_VARIABLE, LEVELS, configur
     help="Which replica gets the next request.",
 )
 @click.option(
+    "--cluster",
+    "cluster_file",
+    cls=HeadedOption,
+    heading="Replicas",
+    type=click.Path(path_type=Path),
+    help="Plan of several machines (YAML, see docs/cluster.md), with model, adapters and replicas.",
+)
+@click.option(
     "--token-file",
     cls=HeadedOption,
     heading="Network",
@@ -117,6 +139,7 @@ def serve(
     replicas: int,
     max_replicas: int | None,
     routing_rule: str,
+    cluster_file: Path | None,
     token_file: Path | None,
     log_level: str,
     log_json: bool,
@@ -132,17 +155,21 @@ def serve(
 
     os.environ |= {LEVEL_VARIABLE: log_level, JSON_VARIABLE: "1" if log_json else ""}
     configure(os.environ)
-    check_replicas(replicas, max_replicas, settings.get("train"))
-    named = named_adapters(adapters, folder)
+    plan: ClusterPlan | None = None
+    if cluster_file is None:
+        check_replicas(replicas, max_replicas, settings.get("train"))
+        named = named_adapters(adapters, folder)
+    else:
+        plan, model, named = _of_cluster(cluster_file)
     model_name = served_name(model) if served_model_name is None else served_model_name
     if not model_name.strip():
         raise BadConfig("the base model's name is empty; give a --served-model-name")
     if model_name in named:
         raise BadConfig(f"adapter {model_name!r} has the base model's name; rename it or give a --served-model-name")
-    if (plan := settings.get("train")) is not None:
+    if (trainings := settings.get("train")) is not None:
         from vlora.training.plan import read_plan
 
-        settings["train"] = os.path.abspath(os.path.expanduser(plan))
+        settings["train"] = os.path.abspath(os.path.expanduser(trainings))
         read_plan(settings["train"])  # an error is reported before the model loads
     engine_config = make_config(EngineConfig, settings, model=model_path(model))
     all_tokens = functools.partial(read_tokens, token_file, os.environ)
@@ -168,12 +195,35 @@ def serve(
                 replicas=replicas,
                 max_replicas=max_replicas,
                 routing_rule=routing_rule,
+                cluster=plan,
             )
         )
     # Skip torch's teardown, which only delays the exit.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def _of_cluster(file: Path) -> tuple[ClusterPlan, str, dict[str, str]]:
+    """The plan of a cluster, its model and its adapters. Ray is not imported.
+
+    Raises:
+        BadPlan: The plan is invalid.
+        BadConfig: An option is given that the plan replaces, or Ray cannot be used.
+    """
+    given = [name for name in _OF_PLAN if click.get_current_context().get_parameter_source(name) not in _DEFAULTS]
+    if given:
+        raise BadConfig(
+            f"--cluster and {_OF_PLAN[given[0]]} are given; the plan {file} decides that, so omit the option"
+        )
+    require("cluster")
+    from vlora.cli.cluster_nodes import plan_model
+    from vlora.cluster.nodes.plan import absolute_adapters, read_cluster_plan
+    from vlora.cluster.on_ray.settings import check_ray
+
+    check_ray("--cluster")
+    plan = read_cluster_plan(file)
+    return plan, plan_model(file, plan), absolute_adapters(plan)
 
 
 def check_replicas(number: int, most: int | None, plan: str | None) -> None:
@@ -195,7 +245,7 @@ def check_replicas(number: int, most: int | None, plan: str | None) -> None:
     if number > 1:
         from vlora.cluster.on_ray.settings import check_ray
 
-        check_ray(number)
+        check_ray(f"--replicas {number}")
 
 
 def served_name(model: str) -> str:

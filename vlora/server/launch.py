@@ -23,6 +23,7 @@ from vlora.server.security.access import Access
 from vlora.server.security.tls import server_context
 
 if TYPE_CHECKING:
+    from vlora.cluster.nodes.plan import ClusterPlan
     from vlora.models.processing import InputProcessor
     from vlora.server.http.server import HttpServer
 
@@ -44,6 +45,7 @@ async def serve(
     replicas: int = 1,
     max_replicas: int | None = None,
     routing_rule: str = "placed",
+    cluster: ClusterPlan | None = None,
 ) -> None:
     """Serve until interrupted or terminated, then drain.
 
@@ -57,6 +59,7 @@ async def serve(
         replicas: Number of engines; several of them run on a Ray of this machine.
         max_replicas: The limit of that number later; None: `replicas`.
         routing_rule: Which of them gets a request.
+        cluster: The plan of several machines, which has the number of engines; None: this machine alone.
 
     Raises:
         BadConfig: The model, a setting or the address is invalid.
@@ -93,6 +96,7 @@ async def serve(
             replicas=replicas,
             most=max_replicas,
             rule=routing_rule,
+            plan=cluster,
             announce=announce,
         )
         load = functools.partial(load_processor or _load_processor, engine_config.model)
@@ -167,8 +171,14 @@ async def _start_engine(
     replicas: int,
     most: int | None,
     rule: str,
+    plan: ClusterPlan | None,
     announce: Callable[[str], None],
 ) -> RestartedEngine:
+    if plan is not None:
+        from vlora.cluster.nodes.cluster import NodesCluster
+
+        own = command if tuple(command) != ENGINE_COMMAND else ("", *ENGINE_COMMAND[1:])
+        return await NodesCluster.join(config, plan, rule=rule, announce=announce, command=own)
     if replicas == 1:
         return await SupervisedEngine.start(config, log=log.warning, command=command)
     return await LocalCluster.start(config, replicas, max_replicas=most, rule=rule, announce=announce, command=command)

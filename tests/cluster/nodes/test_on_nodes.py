@@ -1,0 +1,210 @@
+"""Machines that join a head, on a real Ray with sleeping engines: addresses of this machine stand in for machines."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+import pytest
+
+from tests.cluster.running import outputs_of
+from tests.cluster.test_cluster import MIXED, check
+from vlora.cluster.members import Health
+from vlora.cluster.nodes.cluster import NodesCluster
+from vlora.cluster.nodes.plan import ClusterPlan, read_cluster_plan
+from vlora.cluster.on_ray.own_processes import ray_processes, replica_processes
+from vlora.cluster.on_ray.settings import Folder, find_ports
+from vlora.config import EngineConfig
+from vlora.errors import BadConfig
+from vlora.types.replicas import SERVING
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
+    pytest.mark.skipif(sys.platform != "linux", reason="only Linux has all of 127.0.0.0/8"),
+]
+
+T = TypeVar("T")
+
+HEAD, NODE = "127.0.0.1", "127.0.0.2"
+COMMAND = ("", "-m", "tests.cluster.sleeping_engine")
+WAIT_S = 40.0
+
+
+class Part:
+    """A `vlora cluster` command that runs."""
+
+    def __init__(self, tmp: Path, *args: str) -> None:
+        environ = os.environ | {"TMPDIR": str(tmp)}
+        self.log = tmp / f"{len(list(tmp.glob('*.log')))}.log"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "vlora.cli", "cluster", *args], env=environ, stdout=log, stderr=subprocess.STDOUT
+            )
+
+    def wait_for(self, text: str) -> None:
+        ends_s = time.monotonic() + WAIT_S
+        while text not in self.log.read_text():
+            assert self.process.poll() is None and time.monotonic() < ends_s, self.log.read_text()
+            time.sleep(0.05)
+
+
+class Machines:
+    """A head and a node, and a front end in a thread with its event loop."""
+
+    def __init__(self, tmp: Path) -> None:
+        self.tmp = tmp
+        (tmp / "model").mkdir()
+        (tmp / "model" / "config.json").write_text("{}")
+        first = find_ports(60).first  # for head, node and front end
+        self.file = tmp / "cluster.yaml"
+        self.file.write_text(
+            f"head: {HEAD}:{first + 250}\ntoken_file: token\nray_ports: {first}-{first + 199}\n"
+            f"door_ports: {first + 200}-{first + 249}\nmodel: model\nreplicas: {{number: 2, most: 3}}\n"
+        )
+        self.plan: ClusterPlan = read_cluster_plan(self.file)
+        self.config = EngineConfig(model=str(tmp / "model"), max_batch_size=8, block_size=16)
+        self.head = self.start_head()
+        self.node = self.start_node()
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+        self.cluster: NodesCluster = self.run(self.join())
+
+    def join(self) -> Coroutine[Any, Any, NodesCluster]:
+        return NodesCluster.join(self.config, self.plan, command=COMMAND, health=Health(missed=10), alone_s=5.0)
+
+    def start_head(self) -> Part:
+        part = Part(self.tmp, "up", str(self.file), "--cpus", "2", "--gpus", "0")
+        part.wait_for("other machines join")
+        return part
+
+    def start_node(self) -> Part:
+        token = str(self.tmp / "token")
+        part = Part(
+            self.tmp, "join", str(self.plan.head), "--token-file", token, "--host", NODE, "--cpus", "2", "--gpus", "0"
+        )
+        part.wait_for("has joined")
+        return part
+
+    def begin(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self.begin(coroutine).result(60)
+
+    def hosts(self) -> dict[str, str]:
+        """The machine of each replica that serves."""
+        serving = {replica.name for replica in self.cluster.status().replicas if replica.state == SERVING}
+        return {name: member.address.host for name, member in self.cluster.members.items() if name in serving}
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        ends_s = time.monotonic() + WAIT_S
+        while not condition():
+            assert time.monotonic() < ends_s, (self.hosts(), self.cluster.status())
+            time.sleep(0.02)
+
+    def answer_all(self, then: Callable[[], object] = lambda: None) -> list[int]:
+        """Answer mixed requests; `then` is called in the middle of them. Returns the deaths under each."""
+
+        async def answer() -> list[int]:
+            answers = (
+                outputs_of(self.cluster, each, 20 if each.request_id == "r0" else -1, then)  # type: ignore[arg-type]
+                for each in MIXED
+            )
+            lasts = [
+                check(request, found) for request, found in zip(MIXED, await asyncio.gather(*answers), strict=True)
+            ]
+            return [last.timings.num_deaths for last in lasts if last.timings is not None]
+
+        return self.run(answer())
+
+    def folders(self) -> dict[Folder, list[psutil.Process]]:
+        """The processes of each run on this machine: head, node, front end."""
+        found = [Folder(str(path)) for path in Path("/tmp").glob("vlora-ray-*") if (path / "cert.pem").exists()]
+        return {folder: ray_processes(folder) + replica_processes(folder) for folder in found}
+
+    def close(self) -> None:
+        self.run(self.cluster.close())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()
+
+
+def kill_machine(part: Part) -> None:
+    """Kill all processes of a node at once, as a power failure does."""
+    children = psutil.Process(part.process.pid).children(recursive=True)
+    (folder,) = {
+        Folder(value)
+        for child in children
+        if (value := child.environ().get("RAY_AUTH_TOKEN_PATH", "")[: -len("/token")])
+    }
+    victims = [psutil.Process(part.process.pid), *children, *ray_processes(folder), *replica_processes(folder)]
+    for process in victims:
+        if process.is_running():
+            process.kill()
+    part.process.wait()
+    folder.remove()
+
+
+@pytest.fixture(scope="module")
+def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
+    tmp = tmp_path_factory.mktemp("machines")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(tmp))
+        found = Machines(tmp)
+        try:
+            yield found
+        finally:
+            found.close()
+            environ = os.environ | {"TMPDIR": str(tmp)}
+            subprocess.run([sys.executable, "-m", "vlora.cli", "cluster", "down"], env=environ, timeout=60, check=True)
+            for part in (found.head, found.node):
+                part.process.wait(10)
+
+
+def test_each_machine_has_a_replica_and_answers_are_as_on_one_engine(machines: Machines) -> None:
+    assert set(machines.answer_all()) == {0}
+    assert sorted(machines.hosts().values()) == [HEAD, NODE]
+    ports = machines.plan.door_ports
+    assert all(member.address.port in ports for member in machines.cluster.members.values())
+    assert f"{NODE} joins\n" in machines.head.log.read_text()
+
+
+def test_a_second_front_end_is_refused(machines: Machines) -> None:
+    with pytest.raises(BadConfig, match=r"^a front end of 127\.0\.0\.1:\d+ runs already on this machine"):
+        machines.run(machines.join())
+
+
+def test_a_killed_machine_loses_no_request_and_its_replica_moves(machines: Machines) -> None:
+    before = machines.cluster.status().num_deaths
+    assert machines.answer_all(lambda: kill_machine(machines.node))
+    machines.wait(lambda: list(machines.hosts().values()) == [HEAD] * 2)
+    assert machines.cluster.status().num_deaths == before + 1
+    assert set(machines.answer_all()) == {0}
+
+
+def test_a_machine_that_joins_gets_the_next_replica(machines: Machines) -> None:
+    machines.node = machines.start_node()
+    assert machines.run(machines.cluster.scale(3, 30.0))
+    assert sorted(machines.hosts().values()) == [HEAD, HEAD, NODE]
+    assert set(machines.answer_all()) == {0}
+
+
+def test_a_machine_without_room_is_reported(machines: Machines) -> None:
+    pids = dict(machines.cluster.pids)
+    assert set(machines.answer_all(lambda: os.kill(pids["replica-2"].engine, signal.SIGKILL))) <= {0, 1}
+    machines.wait(lambda: machines.cluster.pids["replica-2"] != pids["replica-2"] and len(machines.hosts()) == 3)
+    assert machines.hosts()["replica-2"] == NODE  # it stays on its machine

@@ -1,0 +1,200 @@
+"""A machine in a cluster, with its files and its Ray: run by `vlora cluster join`, and used by a front end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.metadata
+import logging
+import os
+import secrets
+from collections.abc import Callable, Coroutine
+from typing import Any, NamedTuple
+
+from vlora.cluster.door import Address
+from vlora.cluster.nodes.certificates import Certificates
+from vlora.cluster.nodes.content import adapter_digest, model_digest
+from vlora.cluster.nodes.greeting import Admitted, Facts, ask_head, check_content, check_versions
+from vlora.cluster.nodes.runs import NODE, registered
+from vlora.cluster.nodes.token import derived
+from vlora.cluster.on_ray import node_settings
+from vlora.cluster.on_ray.log_pipe import LogPipe
+from vlora.cluster.on_ray.node_settings import KEY_PREFIX, Resources
+from vlora.cluster.on_ray.own_processes import end_all
+from vlora.cluster.on_ray.processes import RayNode, RayStart
+from vlora.cluster.on_ray.settings import Folder, Ports, is_free
+from vlora.cluster.on_ray.site import Site, variables_of, write_site
+from vlora.engine.ipc.transport import ClientTransport
+from vlora.errors import BadConfig, VLoraError
+
+log = logging.getLogger("vlora.cluster")
+
+_KEY_BYTES = 8
+NO_RESOURCES = Resources(cpus=0, gpus=0)
+
+
+class Machine(NamedTuple):
+    """Settings of a machine that joins.
+
+    Attributes:
+        host: Its address for others; empty: the one that the head sees.
+        resources: For replicas.
+        resolve: The path of a model here.
+    """
+
+    host: str
+    resources: Resources
+    resolve: Callable[[str], str]
+
+
+def free_ports(first: int, last: int, num_replicas: int) -> Ports:
+    """A free part of a range, as there may be several Rays on a machine. Raises BadConfig if there is none."""
+    size = Ports(0, num_replicas).last + 1
+    start = first
+    while start + size - 1 <= last:
+        taken = [port for port in range(start, start + size) if not is_free(port)]
+        if not taken:
+            return Ports(start, num_replicas)
+        start = taken[-1] + 1
+    raise BadConfig(
+        f"no {size} adjacent ports from {first} to {last} are free for Ray; end other programs there, or choose other "
+        "`ray_ports` in the plan"
+    )
+
+
+def new_folder(token: bytes) -> Folder:
+    """The files of a run of a machine."""
+    return Folder.create(derived(token, "ray"), derived(token, "doors"))
+
+
+def write_files(
+    folder: Folder, key: str, host: str, facts: Facts, machine: Machine, certificates: Certificates
+) -> None:
+    """Write what Ray and the replicas on this machine need."""
+    certificates.write(folder)
+    site = Site(
+        key=key,
+        folder=folder.path,
+        host=host,
+        first_port=facts.door_ports[0],
+        last_port=facts.door_ports[1],
+        cert_file=f"{folder.path}/cert.pem",
+        key_file=f"{folder.path}/key.pem",
+        model=machine.resolve(facts.model),
+        num_gpus=machine.resources.gpus,
+        variables=variables_of(os.environ),
+    )
+    write_site(folder, site)
+
+
+def new_key() -> str:
+    return KEY_PREFIX + secrets.token_hex(_KEY_BYTES)
+
+
+class Membership:
+    """This machine in a cluster: asks the head again before each start of Ray."""
+
+    def __init__(self, address: Address, token: bytes, machine: Machine, *, front_end: bool = False) -> None:
+        """front_end: be the cluster's front end until `close`."""
+        self.folder = new_folder(token)
+        self.key = new_key()
+        self.host = machine.host
+        self.facts: Facts
+        self._address = address
+        self._token = token
+        self._machine = machine
+        self._front_end = front_end
+        self._line: ClientTransport | None = None
+
+    async def ask(self) -> Admitted:
+        """Ask the head. Raises as `ask_head` and `check_versions`."""
+        self.close()
+        found, self._line = await ask_head(self._address, self._token, self._machine.host, front_end=self._front_end)
+        if not self._front_end:
+            self.close()
+        check_versions(found.facts, importlib.metadata.version("ray"))
+        self.facts, self.host = found.facts, found.host
+        return found
+
+    def close(self) -> None:
+        """Be the front end no more."""
+        if self._line is not None:
+            self._line.close()
+        self._line = None
+
+    async def prepare(self) -> RayStart:
+        """Raises BadConfig if the machine cannot be part of the cluster, and errors of `ask`."""
+        found = await self.ask()
+        facts = found.facts
+        machine = self._machine
+        await asyncio.to_thread(_check, facts, machine)
+        write_files(self.folder, self.key, self.host, facts, machine, found.certificates)
+        replicas = facts.most if machine.resources.cpus else 0
+        ports = free_ports(*facts.ray_ports, replicas)
+        name = self.key if machine.resources.cpus else f"front-end-{self.key}"
+        return RayStart(
+            ports,
+            node_settings.start_command(self.folder, ports, self.host, name, machine.resources, control=facts.control),
+            node_settings.environment(self.folder, os.environ),
+            node_settings.connection(self.folder, facts.control, self.host),
+        )
+
+
+def _check(facts: Facts, machine: Machine) -> None:
+    try:
+        digest = model_digest(machine.resolve(facts.model))
+    except VLoraError as error:
+        raise BadConfig(f"the model is missing here: {error}; copy the head's folder") from error
+    check_content(facts, digest, adapter_digest)
+
+
+async def run_node(
+    address: Address, token: bytes, machine: Machine, *, announce: Callable[[str], None], stop: asyncio.Event
+) -> None:
+    """Be part of a cluster until stopped. Then Ray and the replicas on this machine end.
+
+    Args:
+        announce: Called with a line when the machine has joined.
+
+    Raises:
+        VLoraError: The machine cannot join.
+    """
+    with registered(NODE, str(address)):
+        membership = Membership(address, token, machine)
+        folder = membership.folder
+        ray = RayNode(folder, membership.prepare)
+        replicas_log: LogPipe | None = None
+        try:
+            replicas_log = LogPipe(folder.log_pipe)
+            await until_stopped(stop, ray.start())
+            if not stop.is_set():
+                announce(
+                    f"{membership.host} has joined the head at {address} with {machine.resources}; Ray listens on "
+                    f"ports {ray.ports} of all addresses of this machine"
+                )
+                await stop.wait()
+        finally:
+            await close_run(ray, folder, replicas_log)
+
+
+async def until_stopped(stop: asyncio.Event, starting: Coroutine[Any, Any, None]) -> None:
+    """Wait for a coroutine's end, or cancel it when stopped."""
+    task = asyncio.create_task(starting)
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if not task.done():
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+    else:
+        task.result()
+
+
+async def close_run(ray: RayNode, folder: Folder, replicas_log: LogPipe | None) -> None:
+    """End Ray and the replicas of this machine, and remove their files."""
+    await ray.close()
+    await asyncio.to_thread(end_all, folder)
+    if replicas_log is not None:
+        replicas_log.close()
+    folder.remove()
