@@ -58,7 +58,7 @@ def test_a_short_plan_has_defaults(tmp_path: Path) -> None:
         ("21000-21199", "21000", 3, "ray_ports", "write FIRST-LAST"),
         ("21000-21199", "21199-21000", 3, "ray_ports", "in ascending order"),
         ("21000-21199", "80-21000", 3, "ray_ports", "ports from 1024"),
-        ("21000-21199", "21000-21010", 1, "plan", "`ray_ports` are 11 ports; 4 replicas need 68"),
+        ("21000-21199", "21000-21010", 1, "plan", "`ray_ports` are 11 ports; 4 replicas need 84"),
         ("21200-21299", "21100-21299", 1, "plan", "overlap"),
         ("10.0.0.1:18870", "10.0.0.1:21250", 1, "plan", "one of `door_ports`"),
         ("token_file: token\n", "", 1, "token_file", "missing"),

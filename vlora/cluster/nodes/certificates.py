@@ -9,8 +9,11 @@ import contextlib
 import datetime
 import ipaddress
 import os
+import socket
+from collections.abc import Iterable
 
 import msgspec
+import psutil
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -20,7 +23,15 @@ from vlora.cluster.on_ray.settings import Folder, write_private
 
 _AUTHORITY = "vlora cluster"
 _VALID = datetime.timedelta(days=3650)
+_MOST_ADDRESSES = 256
 _CLOCKS = datetime.timedelta(days=1)  # by which the clocks of machines may differ
+
+
+def own_addresses() -> tuple[str, ...]:
+    """All IP addresses of this machine."""
+    families = (socket.AF_INET, socket.AF_INET6)
+    found = (each for addresses in psutil.net_if_addrs().values() for each in addresses if each.family in families)
+    return tuple(sorted({each.address.partition("%")[0] for each in found}))[:_MOST_ADDRESSES]
 
 
 class Certificates(msgspec.Struct, frozen=True):
@@ -51,14 +62,18 @@ class Authority:
             .sign(self._key, hashes.SHA256())
         )
 
-    def issue(self, host: str) -> Certificates:
-        """A certificate for the machine at an address."""
+    def issue(self, host: str, addresses: Iterable[str] = ()) -> Certificates:
+        """A certificate for the machine at an address, with its other addresses.
+
+        Parts of Ray connect to their own machine at the address of its default route, whatever address it is given.
+        """
         key = ec.generate_private_key(ec.SECP256R1())
         names: list[x509.GeneralName] = [x509.DNSName("localhost")]
-        try:
-            names.append(x509.IPAddress(ipaddress.ip_address(host)))
-        except ValueError:
-            names.append(x509.DNSName(host))
+        for each in sorted({host, *addresses}):
+            try:
+                names.append(x509.IPAddress(ipaddress.ip_address(each)))
+            except ValueError:
+                names.append(x509.DNSName(each))
         cert = (
             _builder(_name(host), self._cert.subject, key.public_key())
             .add_extension(x509.SubjectAlternativeName(names), critical=False)

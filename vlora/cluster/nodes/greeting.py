@@ -15,7 +15,7 @@ import msgspec
 
 from vlora.cluster.door import Address, Certificate, Door, Inbox, open_proved
 from vlora.cluster.handshake import Hello
-from vlora.cluster.nodes.certificates import Authority, Certificates
+from vlora.cluster.nodes.certificates import Authority, Certificates, own_addresses
 from vlora.cluster.nodes.token import derived
 from vlora.engine.ipc.transport import ClientTransport
 from vlora.errors import BadConfig, Disconnected, Unauthorized, VLoraError
@@ -59,10 +59,12 @@ class Join(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         host: Its address for others; empty: the one of this connection.
+        addresses: All of its addresses, for its certificate.
         front_end: It is the cluster's front end as long as this connection is open.
     """
 
     host: str
+    addresses: tuple[str, ...]
     front_end: bool = False
 
 
@@ -147,7 +149,7 @@ class HeadDoor:
             error = BadConfig(f"the cluster has a front end already, at {other}; end it before you start another one")
             reply = Denied(ErrorValue.of(error))
         else:
-            reply = Admitted(host, facts, self._authority.issue(host))
+            reply = Admitted(host, facts, self._authority.issue(host, join.addresses))
             self._announce(f"{host} joins{' with the front end' if join.front_end else ''}")
         transport.send(_encode(reply))
         if join.front_end and isinstance(reply, Admitted):
@@ -195,7 +197,7 @@ async def ask_head(
     """
 
     async def exchange(transport: ClientTransport, inbox: Inbox) -> Answer:
-        transport.send(_encode(Join(host, front_end)))
+        transport.send(_encode(Join(host, own_addresses(), front_end)))
         found = _to_node.decode(await inbox.get())
         if isinstance(found, Denied):
             raise found.error.to_exception()

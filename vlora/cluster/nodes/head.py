@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from vlora.cluster.door import Address, Certificate
-from vlora.cluster.nodes.certificates import Authority
+from vlora.cluster.nodes.certificates import Authority, own_addresses
 from vlora.cluster.nodes.content import adapter_digest, model_digest
 from vlora.cluster.nodes.greeting import Adapter, Facts, HeadDoor, python_version
 from vlora.cluster.nodes.node import Machine, close_run, new_folder, new_key, until_stopped, write_files
@@ -100,7 +100,7 @@ async def run_head(
         door: HeadDoor | None = None
         try:
             replicas_log = LogPipe(folder.log_pipe)
-            write_files(folder, key, host, facts, machine, authority.issue(host))
+            write_files(folder, key, host, facts, machine, authority.issue(host, own_addresses()))
             certificate = Certificate(f"{folder.path}/cert.pem", f"{folder.path}/key.pem")
             # Before Ray, so that an address in use is known at once.
             door = await HeadDoor.open(

@@ -47,17 +47,20 @@ class Machine(NamedTuple):
     resolve: Callable[[str], str]
 
 
-def free_ports(first: int, last: int, num_replicas: int) -> Ports:
-    """A free part of a range, as there may be several Rays on a machine. Raises BadConfig if there is none."""
-    size = Ports(0, num_replicas).last + 1
-    start = first
-    while start + size - 1 <= last:
-        taken = [port for port in range(start, start + size) if not is_free(port)]
-        if not taken:
+def free_ports(facts: Facts, num_replicas: int) -> Ports:
+    """A free part of the cluster's range, as there may be several Rays on a machine.
+
+    Parts have fixed places: Ray opens most ports later, so that a part in use may look free in part.
+
+    Raises:
+        BadConfig: There is none.
+    """
+    (first, last), size = facts.ray_ports, Ports(0, facts.most).last + 1
+    for start in range(first, last + 2 - size, size):
+        if all(map(is_free, range(start, start + size))):
             return Ports(start, num_replicas)
-        start = taken[-1] + 1
     raise BadConfig(
-        f"no {size} adjacent ports from {first} to {last} are free for Ray; end other programs there, or choose other "
+        f"no part of {size} ports from {first} to {last} is free for Ray; end other programs there, or choose other "
         "`ray_ports` in the plan"
     )
 
@@ -105,15 +108,17 @@ class Membership:
         self._machine = machine
         self._front_end = front_end
         self._line: ClientTransport | None = None
+        self._admitted: Admitted | None = None  # for the next start
 
     async def ask(self) -> Admitted:
-        """Ask the head. Raises as `ask_head` and `check_versions`."""
+        """Ask the head, for the next start of Ray. Raises as `ask_head` and `check_versions`."""
         self.close()
         found, self._line = await ask_head(self._address, self._token, self._machine.host, front_end=self._front_end)
         if not self._front_end:
             self.close()
         check_versions(found.facts, importlib.metadata.version("ray"))
         self.facts, self.host = found.facts, found.host
+        self._admitted = found
         return found
 
     def close(self) -> None:
@@ -124,13 +129,13 @@ class Membership:
 
     async def prepare(self) -> RayStart:
         """Raises BadConfig if the machine cannot be part of the cluster, and errors of `ask`."""
-        found = await self.ask()
+        found, self._admitted = self._admitted or await self.ask(), None
         facts = found.facts
         machine = self._machine
         await asyncio.to_thread(_check, facts, machine)
         write_files(self.folder, self.key, self.host, facts, machine, found.certificates)
         replicas = facts.most if machine.resources.cpus else 0
-        ports = free_ports(*facts.ray_ports, replicas)
+        ports = free_ports(facts, replicas)
         name = self.key if machine.resources.cpus else f"front-end-{self.key}"
         return RayStart(
             ports,

@@ -123,7 +123,7 @@ class ClusterPlan(PlanModel):
     @model_validator(mode="after")
     def _ports_suffice(self) -> ClusterPlan:
         # On one machine there may be the head and a front end, each with a Ray.
-        needed = Ports(0, self.replicas.limit).last + 1 + Ports(0, 0).last + 1
+        needed = 2 * (Ports(0, self.replicas.limit).last + 1)
         if self.ray_ports.size < needed:
             raise ValueError(
                 f"`ray_ports` are {self.ray_ports.size} ports; {self.replicas.limit} replicas need {needed}"
