@@ -48,6 +48,7 @@ def facts_here(tmp_path: Path) -> Facts:
     (model / "config.json").write_text('{"torch_dtype": "bfloat16"}')
     (model / "model.safetensors").write_bytes(bytes(2 << 20))
     return Facts(
+        run="r",
         plan="p",
         ray="2.60.0",
         python=python_version(),

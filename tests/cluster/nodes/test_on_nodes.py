@@ -1,10 +1,14 @@
-"""Machines that join a head, on a real Ray with sleeping engines: addresses of this machine stand in for machines."""
+"""Machines that join a head, on a real Ray with sleeping engines.
+
+The second machine is a network namespace, as root; otherwise another address of this machine.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -38,21 +42,64 @@ pytestmark = [
 
 T = TypeVar("T")
 
-HEAD, NODE = "127.0.0.1", "127.0.0.2"
 COMMAND = ("", "-m", "tests.cluster.sleeping_engine")
 WAIT_S = 40.0
 
 
-class Part:
-    """A `vlora cluster` command that runs."""
+class Network:
+    """The addresses of a head and of a node. With a namespace, the node's link can be cut.
 
-    def __init__(self, tmp: Path, *args: str) -> None:
+    Attributes:
+        command: Runs a program on the node.
+    """
+
+    def __init__(self) -> None:
+        self.name = f"vlora-{os.getpid()}"
+        self.head, self.node = "127.0.0.1", "127.0.0.2"
+        self.command: tuple[str, ...] = ()
+        self.has_namespace = os.geteuid() == 0 and self._ip(f"netns add {self.name}")
+        if not self.has_namespace:
+            return
+        link, net = f"v{os.getpid()}", f"10.213.{os.getpid() % 256}"
+        made = all(
+            (
+                self._ip(f"link add {link}a type veth peer name {link}b netns {self.name}"),
+                self._ip(f"addr add {net}.1/30 dev {link}a"),
+                self._ip(f"link set {link}a up"),
+                self._ip(f"-n {self.name} addr add {net}.2/30 dev {link}b"),
+                self._ip(f"-n {self.name} link set {link}b up"),
+                self._ip(f"-n {self.name} link set lo up"),
+            )
+        )
+        if not made:
+            self.close()
+            self.has_namespace = False
+            return
+        self.link, self.head, self.node = f"{link}a", f"{net}.1", f"{net}.2"
+        self.command = ("ip", "netns", "exec", self.name)
+
+    def cut(self, is_cut: bool) -> None:
+        assert self._ip(f"link set {self.link} {'down' if is_cut else 'up'}")
+
+    def close(self) -> None:
+        if self.has_namespace:
+            self._ip(f"netns del {self.name}")
+
+    def _ip(self, command: str) -> bool:
+        if shutil.which("ip") is None:
+            return False
+        return subprocess.run(["ip", *command.split()], capture_output=True).returncode == 0
+
+
+class Part:
+    """A `vlora cluster` command that runs. on: runs it on a machine."""
+
+    def __init__(self, tmp: Path, *args: str, on: tuple[str, ...] = ()) -> None:
         environ = os.environ | {"TMPDIR": str(tmp)}
         self.log = tmp / f"{len(list(tmp.glob('*.log')))}.log"
+        command = [*on, sys.executable, "-m", "vlora.cli", "cluster", *args]
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "vlora.cli", "cluster", *args], env=environ, stdout=log, stderr=subprocess.STDOUT
-            )
+            self.process = subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT)
 
     def wait_for(self, text: str) -> None:
         ends_s = time.monotonic() + WAIT_S
@@ -64,14 +111,14 @@ class Part:
 class Machines:
     """A head and a node, and a front end in a thread with its event loop."""
 
-    def __init__(self, tmp: Path) -> None:
-        self.tmp = tmp
+    def __init__(self, tmp: Path, network: Network) -> None:
+        self.tmp, self.network = tmp, network
         (tmp / "model").mkdir()
         (tmp / "model" / "config.json").write_text("{}")
         first = find_ports(60).first  # for head, node and front end
         self.file = tmp / "cluster.yaml"
         self.file.write_text(
-            f"head: {HEAD}:{first + 250}\ntoken_file: token\nray_ports: {first}-{first + 199}\n"
+            f"head: {network.head}:{first + 250}\ntoken_file: token\nray_ports: {first}-{first + 199}\n"
             f"door_ports: {first + 200}-{first + 249}\nmodel: model\nreplicas: {{number: 2, most: 3}}\n"
         )
         self.plan: ClusterPlan = read_cluster_plan(self.file)
@@ -93,9 +140,8 @@ class Machines:
 
     def start_node(self) -> Part:
         token = str(self.tmp / "token")
-        part = Part(
-            self.tmp, "join", str(self.plan.head), "--token-file", token, "--host", NODE, "--cpus", "2", "--gpus", "0"
-        )
+        args = ("--token-file", token, "--host", self.network.node, "--cpus", "2", "--gpus", "0")
+        part = Part(self.tmp, "join", str(self.plan.head), *args, on=self.network.command)
         part.wait_for("has joined")
         return part
 
@@ -109,6 +155,10 @@ class Machines:
         """The machine of each replica that serves."""
         serving = {replica.name for replica in self.cluster.status().replicas if replica.state == SERVING}
         return {name: member.address.host for name, member in self.cluster.members.items() if name in serving}
+
+    def on(self, host: str) -> list[str]:
+        """The replicas that serve on a machine."""
+        return sorted(name for name, each in self.hosts().items() if each == host)
 
     def wait(self, condition: Callable[[], bool]) -> None:
         ends_s = time.monotonic() + WAIT_S
@@ -130,11 +180,6 @@ class Machines:
             return [last.timings.num_deaths for last in lasts if last.timings is not None]
 
         return self.run(answer())
-
-    def folders(self) -> dict[Folder, list[psutil.Process]]:
-        """The processes of each run on this machine: head, node, front end."""
-        found = [Folder(str(path)) for path in Path("/tmp").glob("vlora-ray-*") if (path / "cert.pem").exists()]
-        return {folder: ray_processes(folder) + replica_processes(folder) for folder in found}
 
     def close(self) -> None:
         self.run(self.cluster.close())
@@ -164,34 +209,50 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
     tmp = tmp_path_factory.mktemp("machines")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(tmp))
-        found = Machines(tmp)
+        network = Network()
         try:
+            found = Machines(tmp, network)
             yield found
-        finally:
             found.close()
+        finally:
             environ = os.environ | {"TMPDIR": str(tmp)}
             subprocess.run([sys.executable, "-m", "vlora.cli", "cluster", "down"], env=environ, timeout=60, check=True)
-            for part in (found.head, found.node):
-                part.process.wait(10)
+            network.close()
 
 
 def test_each_machine_has_a_replica_and_answers_are_as_on_one_engine(machines: Machines) -> None:
     assert set(machines.answer_all()) == {0}
-    assert sorted(machines.hosts().values()) == [HEAD, NODE]
+    assert set(machines.hosts().values()) == {machines.network.head, machines.network.node}
     ports = machines.plan.door_ports
     assert all(member.address.port in ports for member in machines.cluster.members.values())
-    assert f"{NODE} joins\n" in machines.head.log.read_text()
+    assert f"{machines.network.node} joins\n" in machines.head.log.read_text()
 
 
 def test_a_second_front_end_is_refused(machines: Machines) -> None:
-    with pytest.raises(BadConfig, match=r"^a front end of 127\.0\.0\.1:\d+ runs already on this machine"):
+    with pytest.raises(BadConfig, match=r"^a front end of \S+ runs already on this machine"):
         machines.run(machines.join())
+
+
+def test_a_head_that_starts_again_finds_the_replicas_of_nodes(machines: Machines) -> None:
+    """Its own replica ends with it, and so does all of Ray."""
+    (name,) = machines.on(machines.network.node)
+    pids = machines.cluster.pids[name]
+    assert set(machines.answer_all(machines.head.process.kill)) <= {0, 1}
+    machines.head.process.wait()
+    machines.wait(lambda: machines.on(machines.network.head) == [])
+    assert set(machines.answer_all()) == {0}
+    machines.head = machines.start_head()
+    machines.wait(lambda: len(machines.hosts()) == 2)
+    found = machines.cluster.pids[name]
+    assert machines.on(machines.network.node) == [name]
+    assert (found.replica, found.engine) == (pids.replica, pids.engine) and found.actor != pids.actor
+    assert set(machines.answer_all()) == {0}
 
 
 def test_a_killed_machine_loses_no_request_and_its_replica_moves(machines: Machines) -> None:
     before = machines.cluster.status().num_deaths
-    assert machines.answer_all(lambda: kill_machine(machines.node))
-    machines.wait(lambda: list(machines.hosts().values()) == [HEAD] * 2)
+    assert 1 in machines.answer_all(lambda: kill_machine(machines.node))
+    machines.wait(lambda: len(machines.on(machines.network.head)) == 2)
     assert machines.cluster.status().num_deaths == before + 1
     assert set(machines.answer_all()) == {0}
 
@@ -199,12 +260,25 @@ def test_a_killed_machine_loses_no_request_and_its_replica_moves(machines: Machi
 def test_a_machine_that_joins_gets_the_next_replica(machines: Machines) -> None:
     machines.node = machines.start_node()
     assert machines.run(machines.cluster.scale(3, 30.0))
-    assert sorted(machines.hosts().values()) == [HEAD, HEAD, NODE]
+    assert machines.on(machines.network.node) == ["replica-2"]
     assert set(machines.answer_all()) == {0}
 
 
-def test_a_machine_without_room_is_reported(machines: Machines) -> None:
-    pids = dict(machines.cluster.pids)
-    assert set(machines.answer_all(lambda: os.kill(pids["replica-2"].engine, signal.SIGKILL))) <= {0, 1}
-    machines.wait(lambda: machines.cluster.pids["replica-2"] != pids["replica-2"] and len(machines.hosts()) == 3)
-    assert machines.hosts()["replica-2"] == NODE  # it stays on its machine
+def test_a_killed_replica_stays_on_its_machine(machines: Machines) -> None:
+    pids = machines.cluster.pids["replica-2"]
+    assert set(machines.answer_all(lambda: os.kill(pids.engine, signal.SIGKILL))) <= {0, 1}
+    machines.wait(lambda: machines.cluster.pids["replica-2"] != pids and len(machines.hosts()) == 3)
+    assert machines.on(machines.network.node) == ["replica-2"]
+
+
+def test_a_machine_without_a_network_loses_no_request(machines: Machines) -> None:
+    """Nobody is notified of the cut. Its replica ends by itself, and is started again when the network is back."""
+    if not machines.network.has_namespace:
+        pytest.skip("a cut network needs root and network namespaces")
+    pids = machines.cluster.pids["replica-2"]
+    assert 1 in machines.answer_all(lambda: machines.network.cut(True))
+    machines.wait(lambda: not machines.on(machines.network.node))
+    machines.wait(lambda: not psutil.pid_exists(pids.replica))
+    machines.network.cut(False)
+    machines.wait(lambda: machines.on(machines.network.node) == ["replica-2"])
+    assert set(machines.answer_all()) == {0}

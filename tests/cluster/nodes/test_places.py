@@ -96,14 +96,14 @@ def a_site(tmp_path: Path, *, ports: int = 3, num_gpus: int = 0, **variables: st
 def test_replicas_of_a_machine_have_different_ports_and_gpus(tmp_path: Path) -> None:
     site = a_site(tmp_path, num_gpus=5, CUDA_VISIBLE_DEVICES="3,4,5,6,7")
     with taken_slot(site, 2) as one, taken_slot(site, 2) as two:
-        assert (one.index, two.index) == (0, 1)
-        assert [site.environ(slot.index, 2)["CUDA_VISIBLE_DEVICES"] for slot in (one, two)] == ["3,4", "5,6"]
+        assert (one.place, two.place) == (0, 1)
+        assert [site.environ(slot.place, 2)["CUDA_VISIBLE_DEVICES"] for slot in (one, two)] == ["3,4", "5,6"]
         with pytest.raises(
             BadConfig, match=r"^127\.0\.0\.1 has 5 GPUs, which 2 replicas use; let another machine join"
         ):
             taken_slot(site, 2).__enter__()
     with taken_slot(site, 2) as again:
-        assert again.index == 0
+        assert again.place == 0
 
 
 def test_a_slot_is_held_by_the_process_that_has_inherited_it(tmp_path: Path) -> None:
@@ -116,17 +116,17 @@ def test_a_slot_is_held_by_the_process_that_has_inherited_it(tmp_path: Path) -> 
     with replica:
         assert replica.stdout is not None and replica.stdout.readline()
         with taken_slot(site, 0) as other:
-            assert other.index == slot.index + 1
+            assert other.place == slot.place + 1
         replica.kill()
     with taken_slot(site, 0) as again:
-        assert again.index == slot.index
+        assert again.place == slot.place
 
 
 def test_a_port_of_another_program_is_skipped(tmp_path: Path) -> None:
     site = a_site(tmp_path, ports=2)
     with socket.create_server(("", site.first_port)):
         with taken_slot(site, 0) as slot:
-            assert (slot.index, slot.port) == (0, site.first_port + 1)
+            assert (slot.place, slot.port) == (0, site.first_port + 1)
         with (
             socket.create_server(("", site.last_port)),
             pytest.raises(BadConfig, match=r"^all ports from \d+ to \d+ of"),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from vlora.cluster.members import Health
+from vlora.cluster.members import Health, clients
 from vlora.cluster.nodes.node import NO_RESOURCES, Machine, Membership
 from vlora.cluster.nodes.plan import ClusterPlan
 from vlora.cluster.nodes.runs import FRONT_END, registered
@@ -111,10 +112,12 @@ class NodesCluster(LocalCluster):
             gpus=plan.replicas.gpus,
             memory_bytes=int(plan.replicas.memory_gib * 2**30),
         )
-        self.ray = RayProcesses(folder, membership.prepare, actors, number, self._hear, need=need)
+        self.ray = RayProcesses(folder, membership.prepare, actors, number, self._hear, need=need, serves=self._serves)
         try:
             announce(f"joining the head at {plan.head}")
             await self.ray.start()
+            watching = asyncio.create_task(membership.watch(self.ray), name="vlora-head")
+            entered.callback(watching.cancel)
             ports = self.ray.ports
             announce(f"Ray listens on ports {ports} of all addresses of this machine, with the cluster's token and TLS")
             await self._wait_joined(number, announce)
@@ -128,6 +131,9 @@ class NodesCluster(LocalCluster):
         await super().close()
         self._entered.close()
 
+    def _serves(self, name: str) -> bool:
+        return name in clients(self.members)
+
     def _end_processes(self, name: str, pids: Pids) -> None:
         """Through the actor: they are processes of another machine."""
-        self.ray.restart(name)
+        self.ray.restart_replica(name)

@@ -33,6 +33,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts that all machines of a cluster share.
 
     Attributes:
+        run: Of Ray's control service: another one knows no machine.
         plan: The digest of the head's plan.
         ray, python: Versions.
         control: Of Ray's control service.
@@ -42,6 +43,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
         adapters: By name.
     """
 
+    run: str
     plan: str
     ray: str
     python: str
@@ -60,7 +62,7 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         host: Its address for others; empty: the one of this connection.
         addresses: All of its addresses, for its certificate.
-        front_end: It is the cluster's front end as long as this connection is open.
+        front_end: It is the cluster's front end, as long as this connection is open.
     """
 
     host: str
@@ -99,6 +101,7 @@ class HeadDoor:
         self._facts = facts
         self._announce = announce
         self._front_end: str | None = None  # its address
+        self._lines: set[ClientTransport] = set()
         self._door: Door
 
     @classmethod
@@ -134,6 +137,12 @@ class HeadDoor:
 
     def close(self) -> None:
         self._door.close()
+        self.drop()
+
+    def drop(self) -> None:
+        """Close the connections of all machines. They ask again."""
+        for line in tuple(self._lines):
+            line.close()
 
     def _admit(self, transport: ClientTransport, inbox: Inbox, hello: Hello, address: str) -> None:
         inbox.hand_over(transport, lambda data: self._answer(transport, address, _to_head.decode(data)))
@@ -152,19 +161,23 @@ class HeadDoor:
             reply = Admitted(host, facts, self._authority.issue(host, join.addresses))
             self._announce(f"{host} joins{' with the front end' if join.front_end else ''}")
         transport.send(_encode(reply))
-        if join.front_end and isinstance(reply, Admitted):
-            self._front_end = host
-            _notice_a_lost_peer(transport)
-            transport.closed.add_done_callback(self._front_end_left)
-        else:
+        if isinstance(reply, Denied):
             transport.close_after_sending()
+            return
+        if join.front_end:
+            self._front_end = host
+        self._lines.add(transport)
+        notice_a_lost_peer(transport)
+        transport.closed.add_done_callback(lambda closed: self._left(transport, closed, front_end=join.front_end))
 
-    def _front_end_left(self, closed: asyncio.Future[None]) -> None:
+    def _left(self, transport: ClientTransport, closed: asyncio.Future[None], *, front_end: bool) -> None:
         closed.cancelled() or closed.exception()  # it has left in any way
-        self._front_end = None
+        self._lines.discard(transport)
+        if front_end:
+            self._front_end = None
 
 
-def _notice_a_lost_peer(transport: ClientTransport) -> None:
+def notice_a_lost_peer(transport: ClientTransport) -> None:
     """Let the system close the connection of a machine that has vanished, within seconds."""
     found = transport.extra("socket")
     for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
@@ -174,7 +187,7 @@ def _notice_a_lost_peer(transport: ClientTransport) -> None:
 
 
 class Answer(NamedTuple):
-    """A head's answer. line: the connection, which stays open."""
+    """A head's answer. line: the connection, which stays open as long as the head and its Ray."""
 
     admitted: Admitted
     line: ClientTransport
@@ -201,6 +214,7 @@ async def ask_head(
         found = _to_node.decode(await inbox.get())
         if isinstance(found, Denied):
             raise found.error.to_exception()
+        notice_a_lost_peer(transport)
         return Answer(found, transport)
 
     secret = derived(token, "head").encode()

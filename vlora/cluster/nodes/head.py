@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import os
+import secrets
 import socket
 from collections.abc import Callable
 from pathlib import Path
+
+import msgspec
 
 from vlora.cluster.door import Address, Certificate
 from vlora.cluster.nodes.certificates import Authority, own_addresses
@@ -49,6 +52,7 @@ def facts_of(plan: ClusterPlan, model: str, host: str, resolve: Callable[[str], 
         except BadConfig as error:
             raise BadConfig(f"adapter {name!r} of the plan: {error}") from error
     return Facts(
+        run="",
         plan=plan.digest,
         ray=importlib.metadata.version("ray"),
         python=python_version(),
@@ -80,48 +84,63 @@ async def run_head(
         VLoraError: Ray does not start, or the address cannot be used.
     """
     with registered(HEAD, str(plan.head)):
-        authority, key = Authority(), new_key()
-        folder = new_folder(token)
-        host = machine.host
-        ports = Ports(plan.ray_ports.first, plan.replicas.limit)
-
-        async def prepare() -> RayStart:
-            if taken := [port for port in range(ports.first, ports.last + 1) if not is_free(port)]:
-                raise BadConfig(f"port {taken[0]} is in use; choose other `ray_ports` in the plan, or end its program")
-            return RayStart(
-                ports,
-                node_settings.start_command(folder, ports, host, key, machine.resources),
-                node_settings.environment(folder, os.environ),
-                {},
-            )
-
-        ray = RayNode(folder, prepare)
-        replicas_log: LogPipe | None = None
-        door: HeadDoor | None = None
+        head = _Head(plan, token, facts, machine, announce)
         try:
-            replicas_log = LogPipe(folder.log_pipe)
-            write_files(folder, key, host, facts, machine, authority.issue(host, own_addresses()))
-            certificate = Certificate(f"{folder.path}/cert.pem", f"{folder.path}/key.pem")
-            # Before Ray, so that an address in use is known at once.
-            door = await HeadDoor.open(
-                Address(host, plan.head.port),
-                token,
-                certificate,
-                authority,
-                lambda: facts if ray.head else None,
-                announce,
-            )
-            await until_stopped(stop, ray.start())
+            await head.open()
+            await until_stopped(stop, head.ray.start())
             if not stop.is_set():
-                announce(
-                    f"Ray listens on ports {ports} of all addresses of this machine, with the cluster's token and TLS"
-                )
-                announce(
-                    f"other machines join with: vlora cluster join {plan.head} --token-file "
-                    f"{Path(plan.token_file).absolute()}"
-                )
+                where = f"ports {head.ports} of all addresses of this machine"
+                announce(f"Ray listens on {where}, with the cluster's token and TLS")
+                file = Path(plan.token_file).absolute()
+                announce(f"other machines join with: vlora cluster join {plan.head} --token-file {file}")
                 await stop.wait()
         finally:
-            if door is not None:
-                door.close()
-            await close_run(ray, folder, replicas_log)
+            await head.close()
+
+
+class _Head:
+    """A head's Ray, its door, and their files."""
+
+    def __init__(
+        self, plan: ClusterPlan, token: bytes, facts: Facts, machine: Machine, announce: Callable[[str], None]
+    ) -> None:
+        self.ports = Ports(plan.ray_ports.first, plan.replicas.limit)
+        self._plan, self._token, self._facts, self._machine, self._announce = plan, token, facts, machine, announce
+        self._key = new_key()
+        self._folder = new_folder(token)
+        self.ray = RayNode(self._folder, self._prepare)
+        self._door: HeadDoor | None = None
+        self._log: LogPipe | None = None
+
+    async def open(self) -> None:
+        """Open the door, before Ray starts, so that an address in use is known at once."""
+        folder, host, authority = self._folder, self._machine.host, Authority()
+        self._log = LogPipe(folder.log_pipe)
+        certificates = authority.issue(host, own_addresses())
+        write_files(folder, self._key, host, self._facts, self._machine, certificates)
+        certificate = Certificate(f"{folder.path}/cert.pem", f"{folder.path}/key.pem")
+        address = Address(host, self._plan.head.port)
+        self._door = await HeadDoor.open(address, self._token, certificate, authority, self._known, self._announce)
+
+    async def close(self) -> None:
+        if self._door is not None:
+            self._door.close()
+        await close_run(self.ray, self._folder, self._log)
+
+    def _known(self) -> Facts | None:
+        return self._facts if self.ray.runs else None
+
+    async def _prepare(self) -> RayStart:
+        if self._door is not None:
+            self._door.drop()
+        self._facts = msgspec.structs.replace(self._facts, run=secrets.token_hex())
+        if taken := [port for port in range(self.ports.first, self.ports.last + 1) if not is_free(port)]:
+            raise BadConfig(f"port {taken[0]} is in use; choose other `ray_ports` in the plan, or end its program")
+        return RayStart(
+            self.ports,
+            node_settings.start_command(
+                self._folder, self.ports, self._machine.host, self._key, self._machine.resources
+            ),
+            node_settings.environment(self._folder, os.environ),
+            {},
+        )

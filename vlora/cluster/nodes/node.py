@@ -30,6 +30,7 @@ from vlora.errors import BadConfig, VLoraError
 log = logging.getLogger("vlora.cluster")
 
 _KEY_BYTES = 8
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 5.0
 NO_RESOURCES = Resources(cpus=0, gpus=0)
 
 
@@ -109,28 +110,51 @@ class Membership:
         self._front_end = front_end
         self._line: ClientTransport | None = None
         self._admitted: Admitted | None = None  # for the next start
+        self._run = ""  # of the Ray that this one belongs to
 
     async def ask(self) -> Admitted:
         """Ask the head, for the next start of Ray. Raises as `ask_head` and `check_versions`."""
         self.close()
         found, self._line = await ask_head(self._address, self._token, self._machine.host, front_end=self._front_end)
-        if not self._front_end:
-            self.close()
         check_versions(found.facts, importlib.metadata.version("ray"))
         self.facts, self.host = found.facts, found.host
         self._admitted = found
         return found
 
     def close(self) -> None:
-        """Be the front end no more."""
+        """Leave the head."""
         if self._line is not None:
             self._line.close()
         self._line = None
+
+    async def watch(self, ray: RayNode) -> None:
+        """Ask again whenever the head is gone. Start Ray again for another control service, which knows no machine.
+
+        Ray itself would try for minutes to reach the former one.
+        """
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            if self._line is not None:
+                await asyncio.wait({self._line.closed})
+            try:
+                await self.ask()
+            except VLoraError as error:
+                if pause_s == _FIRST_PAUSE_S:
+                    log.warning("the head is gone: %s; retrying", error)
+                await asyncio.sleep(pause_s)
+                pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
+                continue
+            pause_s = _FIRST_PAUSE_S
+            if self.facts.run != self._run:
+                log.warning("the head has started again; so does Ray on this machine")
+                ray.restart()
+                self._run = self.facts.run
 
     async def prepare(self) -> RayStart:
         """Raises BadConfig if the machine cannot be part of the cluster, and errors of `ask`."""
         found, self._admitted = self._admitted or await self.ask(), None
         facts = found.facts
+        self._run = facts.run
         machine = self._machine
         await asyncio.to_thread(_check, facts, machine)
         write_files(self.folder, self.key, self.host, facts, machine, found.certificates)
@@ -177,8 +201,11 @@ async def run_node(
                     f"{membership.host} has joined the head at {address} with {machine.resources}; Ray listens on "
                     f"ports {ray.ports} of all addresses of this machine"
                 )
+                watching = asyncio.create_task(membership.watch(ray), name="vlora-head")
                 await stop.wait()
+                watching.cancel()
         finally:
+            membership.close()
             await close_run(ray, folder, replicas_log)
 
 

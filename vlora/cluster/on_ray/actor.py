@@ -133,7 +133,7 @@ class ReplicaActor:
                 cert_file=self._site.cert_file,
                 key_file=self._site.key_file,
             )
-            return self._run(self._site.environ(slot.index, self._settings.num_gpus), settings, (slot.file,))
+            return self._run(self._site.environ(slot.place, self._settings.num_gpus), settings, (slot.file,))
 
     def _replica_settings(self) -> ReplicaSettings:
         return ReplicaSettings(

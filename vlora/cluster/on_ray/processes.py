@@ -78,6 +78,10 @@ class Process:
     async def wait(self) -> int:
         return await self._process.wait()
 
+    def kill(self) -> None:
+        if self._process.returncode is None:
+            self._process.kill()
+
     async def stop(self, timeout_s: float) -> None:
         """Close its stdin; after a time, kill it."""
         self._stdin.close()
@@ -88,8 +92,7 @@ class Process:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 return await self._process.wait()
-        if self._process.returncode is None:
-            self._process.kill()
+        self.kill()
         return await self._process.wait()
 
 
@@ -115,6 +118,7 @@ class RayNode:
     Attributes:
         ports: Of the current process.
         head: The current process (`vlora.cluster.on_ray.head`); None while there is none.
+        runs: Whether Ray has started in it.
     """
 
     def __init__(self, folder: Folder, prepare: Callable[[], Awaitable[RayStart]]) -> None:
@@ -125,6 +129,7 @@ class RayNode:
         """
         self.ports = Ports(0, 0)
         self.head: Process | None = None
+        self.runs = False
         self._folder = folder
         self._prepare = prepare
         self._start: RayStart
@@ -140,6 +145,11 @@ class RayNode:
                 if attempt == STARTS - 1:
                     raise
         self._running = asyncio.create_task(self._run(), name="vlora-ray")
+
+    def restart(self) -> None:
+        """End Ray abruptly; another one starts."""
+        if self.head is not None:
+            self.head.kill()
 
     async def close(self) -> None:
         """End Ray."""
@@ -165,6 +175,7 @@ class RayNode:
             await self.head.end(_HEAD_STOP_S)  # with stdin open, so that it keeps the folder for the next start
             self.head = None
             raise EngineDead(f"Ray did not start: {problem}")
+        self.runs = True
 
     async def _run(self) -> None:
         pause_s = _FIRST_PAUSE_S
@@ -189,7 +200,7 @@ class RayNode:
         return time.monotonic() - began_s > _LONGEST_PAUSE_S
 
     def _head_ended(self) -> None:
-        self.head = None
+        self.head, self.runs = None, False
         log.warning("Ray's head has ended; serving goes on, and another one starts")
 
     async def _before_end(self) -> None:
@@ -213,6 +224,7 @@ class RayProcesses(RayNode):
         *,
         num_gpus: int = 0,
         need: Need | None = None,
+        serves: Callable[[str], bool] = lambda name: True,
     ) -> None:
         """Start nothing yet.
 
@@ -223,6 +235,7 @@ class RayProcesses(RayNode):
             on_event: Called with each event of the keeper (`Located`, `Lost`, `Failed`).
             num_gpus: Of each replica.
             need: Of each replica, where there are several machines.
+            serves: Whether a replica serves, so that a later keeper waits for its machine.
         """
         super().__init__(folder, prepare)
         self.keeper: Process | None = None
@@ -230,6 +243,7 @@ class RayProcesses(RayNode):
         self._number = number
         self._num_gpus = num_gpus
         self._need = need
+        self._serves = serves
         self._on_event = on_event
         self._homes: dict[str, str] = {}
         self._heard = False  # anything from the current keeper
@@ -240,7 +254,7 @@ class RayProcesses(RayNode):
         self._number = number
         self._order(Scale(number))
 
-    def restart(self, name: str) -> None:
+    def restart_replica(self, name: str) -> None:
         """Kill a replica's processes through its actor, so that it is started again."""
         self._order(Restart(name))
 
@@ -265,7 +279,7 @@ class RayProcesses(RayNode):
             log_file=self._folder.ray_log,
             num_gpus=self._num_gpus,
             need=self._need,
-            homes=dict(self._homes),
+            homes={name: key for name, key in self._homes.items() if self._serves(name)},
         )
         keeper = self.keeper = await Process.start("vlora.cluster.on_ray.keeper", settings, self._start.environ)
         self._heard = False

@@ -64,12 +64,12 @@ class Slot(NamedTuple):
     """A replica's share of a machine, which the process that has `file` open holds, in any way until its end.
 
     Attributes:
-        index: Its place among the machine's replicas, which decides its GPUs.
+        place: Among the machine's replicas, which decides its GPUs.
         port: Of its door.
         file: A descriptor.
     """
 
-    index: int
+    place: int
     port: int
     file: int
 
