@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import importlib.metadata
 import importlib.util
+import queue
+import re
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from tests.cli.conftest import Vlora
+from tests.cluster.nodes.test_joining import TOKEN, a_head, facts_here
 from vlora.cli.cluster_nodes import visible_gpus
+from vlora.cluster.nodes.greeting import Adapter, Facts
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 
@@ -99,6 +109,80 @@ def test_options_that_the_plan_replaces_are_refused(
     file = plan(tmp_path)
     message = f"--cluster and {option[0]} are given; the plan {file} decides that, so omit the option"
     assert refused(vlora_command("serve", "--cluster", file, *option)) == message
+
+
+@contextlib.contextmanager
+def head(facts: Facts) -> Iterator[str]:
+    """The address of a head's door, in a thread."""
+    loop, opened, done = asyncio.new_event_loop(), queue.SimpleQueue[str](), asyncio.Event()
+
+    async def main() -> None:
+        async with a_head(facts) as (address, _):
+            opened.put(str(address))
+            await done.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(main(),))
+    thread.start()
+    try:
+        yield opened.get(timeout=10)
+    finally:
+        loop.call_soon_threadsafe(done.set)
+        thread.join()
+        loop.close()
+
+
+RAY = importlib.metadata.version("ray") if importlib.util.find_spec("ray") else ""
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ray": "2.99.0"}, rf"Ray {re.escape(RAY)} is installed here, 2\.99\.0 on the head; install the same: pip"),
+        ({"python": "3.1"}, r"Python 3\.\d+ runs here, and 3\.1 on the head"),
+        ({"model_digest": "other"}, r"the model \S+ has other files here than on the head; copy"),
+        ({"model": "/none"}, r"the model is missing here: the model is '/none'; there is no such folder; copy"),
+        (
+            {"adapters": {"signs": Adapter("/none", "d")}},
+            r"adapter 'signs' is missing here: /none has no adapter_config",
+        ),
+    ],
+)
+def test_a_machine_that_differs_from_the_head_is_refused(
+    change: dict[str, Any], message: str, vlora_command: Vlora, tmp_path: Path
+) -> None:
+    facts = msgspec.structs.replace(facts_here(tmp_path), **{"ray": RAY, **change})
+    file = tmp_path / "secret"
+    file.write_bytes(TOKEN)
+    file.chmod(0o600)
+    with head(facts) as address:
+        assert re.match(message, refused(vlora_command("cluster", "join", address, "--token-file", str(file))))
+
+
+def test_a_machine_with_another_token_is_refused(vlora_command: Vlora, tmp_path: Path) -> None:
+    with head(facts_here(tmp_path)) as address:
+        code, out, error = vlora_command("cluster", "join", address, "--token-file", token(tmp_path))
+    *logged, line = error.splitlines()  # the first ones are the head's
+    assert (code, out) == (2, "") and all(" warning " in each for each in logged)
+    assert line == f"error: the head at {address} has another token; copy its token file to this machine"
+
+
+def test_a_front_end_with_another_plan_is_refused(vlora_command: Vlora, tmp_path: Path) -> None:
+    facts = msgspec.structs.replace(facts_here(tmp_path), ray=RAY)
+    (tmp_path / "token").write_bytes(TOKEN)
+    (tmp_path / "token").chmod(0o600)
+    with head(facts) as address:
+        file = Path(plan(tmp_path, model="embedded"))
+        file.write_text(file.read_text().replace("127.0.0.1:1\n", f"{address}\n"))
+        result = vlora_command("serve", "--cluster", str(file), "--rpyc-port", "0")
+        assert refused(result).startswith(f"the plan differs from that of the head at {address}; use the same file")
+
+
+def test_gpus_of_the_plan_and_the_options_must_agree(vlora_command: Vlora, tmp_path: Path) -> None:
+    token(tmp_path)
+    file = Path(plan(tmp_path, model="embedded"))
+    file.write_text(file.read_text().replace("number: 2", "number: 2, gpus: 1"))
+    result = vlora_command("serve", "--cluster", str(file), "--rpyc-port", "0")
+    assert refused(result).startswith("--device cpu with --tensor-parallel 1 needs 0 GPUs, and `replicas.gpus`")
 
 
 def test_down_without_a_cluster_ends_nothing(vlora_command: Vlora) -> None:

@@ -241,6 +241,22 @@ def test_down_finds_what_runs_and_ends_it(tmp_path: Path, monkeypatch: pytest.Mo
             node.kill()
 
 
+def test_the_files_of_a_run_that_was_killed_go_with_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    former = Folder.create()
+    (tmp_path / f"vlora-cluster-{os.getuid()}").mkdir(mode=0o700)
+    left = tmp_path / f"vlora-cluster-{os.getuid()}" / "node-10.0.0.1-1"
+    left.write_bytes(msgspec.json.encode(runs.Run("node", "10.0.0.1:1", 1, former)))
+    with runs.registered("node", "10.0.0.1:1") as note:
+        assert not os.path.exists(former.path)
+        note(former)
+        (run,) = runs.running()
+        assert (run.pid, run.folder) == (os.getpid(), former)
+    assert not runs.running()
+
+
 def test_a_folder_of_runs_that_others_can_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     folder = runs.runs_folder()

@@ -10,6 +10,8 @@ import importlib.util
 import os
 import shutil
 import signal
+import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -25,13 +27,14 @@ import pytest
 
 from tests.cluster.running import outputs_of
 from tests.cluster.test_cluster import MIXED, check
+from vlora.cluster.door import connect
 from vlora.cluster.members import Health
 from vlora.cluster.nodes.cluster import NodesCluster
 from vlora.cluster.nodes.plan import ClusterPlan, read_cluster_plan
 from vlora.cluster.on_ray.own_processes import ray_processes, replica_processes
 from vlora.cluster.on_ray.settings import Folder, find_ports
 from vlora.config import EngineConfig
-from vlora.errors import BadConfig
+from vlora.errors import BadConfig, Disconnected
 from vlora.types.replicas import SERVING
 
 pytestmark = [
@@ -228,11 +231,37 @@ def test_each_machine_has_a_replica_and_answers_are_as_on_one_engine(machines: M
     assert f"{machines.network.node} joins\n" in machines.head.log.read_text()
 
 
+def test_connections_without_the_cluster_s_certificates_are_refused(machines: Machines) -> None:
+    """By a door, and by Ray, which requires a certificate of its peers too."""
+    member = next(iter(machines.cluster.members.values()))
+    secret = machines.cluster.folder.secret()
+    with pytest.raises(Disconnected):
+        machines.run(connect(member.address, secret, tls=False, beat_s=1.0))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # and empty settings
+
+    def answer(folder: Folder | None) -> bytes:
+        if folder is not None:
+            context.load_cert_chain(f"{folder.path}/cert.pem", f"{folder.path}/key.pem")
+        control = (machines.network.head, machines.plan.ray_ports.first)
+        with socket.create_connection(control, 5) as line, context.wrap_socket(line) as encrypted:
+            encrypted.sendall(preface)
+            return encrypted.recv(9)
+
+    with pytest.raises((ssl.SSLError, ConnectionError)):
+        assert not answer(None)
+        raise ConnectionError
+    assert len(answer(machines.cluster.folder)) == 9
+
+
 def test_a_second_front_end_is_refused(machines: Machines) -> None:
     with pytest.raises(BadConfig, match=r"^a front end of \S+ runs already on this machine"):
         machines.run(machines.join())
 
 
+@pytest.mark.exhaustive
 def test_a_head_that_starts_again_finds_the_replicas_of_nodes(machines: Machines) -> None:
     """Its own replica ends with it, and so does all of Ray."""
     (name,) = machines.on(machines.network.node)
@@ -271,6 +300,7 @@ def test_a_killed_replica_stays_on_its_machine(machines: Machines) -> None:
     assert machines.on(machines.network.node) == ["replica-2"]
 
 
+@pytest.mark.exhaustive
 def test_a_machine_without_a_network_loses_no_request(machines: Machines) -> None:
     """Nobody is notified of the cut. Its replica ends by itself, and is started again when the network is back."""
     if not machines.network.has_namespace:

@@ -8,6 +8,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
+
 from vlora.cluster.members import Health, clients
 from vlora.cluster.nodes.node import NO_RESOURCES, Machine, Membership
 from vlora.cluster.nodes.plan import ClusterPlan
@@ -21,6 +23,7 @@ from vlora.cluster.replica import ALONE_S
 from vlora.config import EngineConfig
 from vlora.engine.ipc.client import ENGINE_COMMAND
 from vlora.errors import BadConfig
+from vlora.types.replicas import DOWN, ClusterStatus
 
 
 def config_of_replica(config: EngineConfig, plan: ClusterPlan) -> EngineConfig:
@@ -84,7 +87,7 @@ class NodesCluster(LocalCluster):
         entered = contextlib.ExitStack()
         entered.callback(membership.close)
         try:
-            entered.enter_context(registered(FRONT_END, str(plan.head)))
+            entered.enter_context(registered(FRONT_END, str(plan.head)))(folder)
             await membership.ask()
             if membership.facts.plan != plan.digest:
                 raise BadConfig(
@@ -125,6 +128,17 @@ class NodesCluster(LocalCluster):
             await self.close()
             raise
         return self
+
+    def status(self) -> ClusterStatus:
+        """See `Cluster`. A replica that does not start has the cause of that."""
+        found = super().status()
+        replicas = (
+            msgspec.structs.replace(each, cause=self._failures.get(each.name, each.cause))
+            if each.state == DOWN
+            else each
+            for each in found.replicas
+        )
+        return msgspec.structs.replace(found, replicas=tuple(replicas))
 
     async def close(self) -> None:
         """See EngineInterface. Ends the replicas, and the Ray of this process."""

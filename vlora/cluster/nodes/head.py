@@ -27,9 +27,10 @@ from vlora.errors import BadConfig
 
 
 def address_of(plan: ClusterPlan) -> str:
-    """The IP address of the head. Raises BadConfig if its name has none."""
+    """The IPv4 address of the head. Raises BadConfig if its name has none."""
     try:
-        return str(socket.getaddrinfo(plan.head.host, plan.head.port, type=socket.SOCK_STREAM)[0][4][0])
+        found = socket.getaddrinfo(plan.head.host, plan.head.port, socket.AF_INET, socket.SOCK_STREAM)
+        return str(found[0][4][0])
     except OSError as error:
         raise BadConfig(f"`head` is {plan.head} in the plan, which has no address: {error}") from error
 
@@ -83,8 +84,9 @@ async def run_head(
     Raises:
         VLoraError: Ray does not start, or the address cannot be used.
     """
-    with registered(HEAD, str(plan.head)):
+    with registered(HEAD, str(plan.head)) as note:
         head = _Head(plan, token, facts, machine, announce)
+        note(head.folder)
         try:
             await head.open()
             await until_stopped(stop, head.ray.start())
@@ -107,14 +109,14 @@ class _Head:
         self.ports = Ports(plan.ray_ports.first, plan.replicas.limit)
         self._plan, self._token, self._facts, self._machine, self._announce = plan, token, facts, machine, announce
         self._key = new_key()
-        self._folder = new_folder(token)
-        self.ray = RayNode(self._folder, self._prepare)
+        self.folder = new_folder(token)
+        self.ray = RayNode(self.folder, self._prepare)
         self._door: HeadDoor | None = None
         self._log: LogPipe | None = None
 
     async def open(self) -> None:
         """Open the door, before Ray starts, so that an address in use is known at once."""
-        folder, host, authority = self._folder, self._machine.host, Authority()
+        folder, host, authority = self.folder, self._machine.host, Authority()
         self._log = LogPipe(folder.log_pipe)
         certificates = authority.issue(host, own_addresses())
         write_files(folder, self._key, host, self._facts, self._machine, certificates)
@@ -125,7 +127,7 @@ class _Head:
     async def close(self) -> None:
         if self._door is not None:
             self._door.close()
-        await close_run(self.ray, self._folder, self._log)
+        await close_run(self.ray, self.folder, self._log)
 
     def _known(self) -> Facts | None:
         return self._facts if self.ray.runs else None
@@ -139,8 +141,8 @@ class _Head:
         return RayStart(
             self.ports,
             node_settings.start_command(
-                self._folder, self.ports, self._machine.host, self._key, self._machine.resources
+                self.folder, self.ports, self._machine.host, self._key, self._machine.resources
             ),
-            node_settings.environment(self._folder, os.environ),
+            node_settings.environment(self.folder, os.environ),
             {},
         )

@@ -188,9 +188,10 @@ async def run_node(
     Raises:
         VLoraError: The machine cannot join.
     """
-    with registered(NODE, str(address)):
+    with registered(NODE, str(address)) as note:
         membership = Membership(address, token, machine)
         folder = membership.folder
+        note(folder)
         ray = RayNode(folder, membership.prepare)
         replicas_log: LogPipe | None = None
         try:

@@ -12,25 +12,33 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 
+from vlora.cluster.on_ray.own_processes import end_all
+from vlora.cluster.on_ray.settings import Folder
 from vlora.errors import BadConfig
 
 FRONT_END, NODE, HEAD = KINDS = ("front end", "node", "head")
 """In the order in which they end."""
 
-_LOOK_S = 0.1
+_LOOK_S, _TRIES = 0.1, 8  # `running` locks the files for an instant
 
 
 class Run(msgspec.Struct, frozen=True):
-    """One of `KINDS`. address: of the head."""
+    """One of `KINDS`.
+
+    Attributes:
+        address: Of the head.
+        folder: Its files; None before it has any.
+    """
 
     kind: str
     address: str
     pid: int
+    folder: Folder | None = None
 
 
 def runs_folder() -> Path:
@@ -47,23 +55,35 @@ def runs_folder() -> Path:
 
 
 @contextlib.contextmanager
-def registered(kind: str, address: str) -> Iterator[None]:
-    """Be found by `running` for the block.
+def registered(kind: str, address: str) -> Iterator[Callable[[Folder], None]]:
+    """Be found by `running` for the block. What is left of an earlier one that was killed with all its processes goes.
+
+    Yields:
+        A function that notes the folder of the run.
 
     Raises:
         BadConfig: One of this kind runs already on this machine for the address.
     """
     path = runs_folder() / f"{kind} {address}".translate(str.maketrans(" :/", "---"))
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b") as file:
-        if not _lock(file.fileno(), fcntl.LOCK_EX):
-            found = _read(file.read())
+        is_locked = any(_lock(file.fileno(), fcntl.LOCK_EX) or time.sleep(_LOOK_S / 4) for _ in range(_TRIES))
+        found = _read(file.read())
+        if not is_locked:
             by = f" (process {found.pid})" if found else ""
             raise BadConfig(f"a {kind} of {address} runs already on this machine{by}; `vlora cluster down` ends it")
-        file.truncate(0)
-        file.write(msgspec.json.encode(Run(kind, address, os.getpid())))
-        file.flush()
+
+        def write(folder: Folder | None) -> None:
+            file.seek(0)
+            file.truncate()
+            file.write(msgspec.json.encode(Run(kind, address, os.getpid(), folder)))
+            file.flush()
+
+        if found is not None and found.folder is not None:
+            end_all(found.folder)
+            found.folder.remove()
+        write(None)
         try:
-            yield
+            yield write
         finally:
             file.truncate(0)
 
@@ -83,7 +103,7 @@ def end(run: Run, timeout_s: float) -> bool:
     ends_s = time.monotonic() + timeout_s
     with contextlib.suppress(ProcessLookupError):
         os.kill(run.pid, signal.SIGTERM)
-    while run in running():
+    while any((each.kind, each.pid) == (run.kind, run.pid) for each in running()):
         if time.monotonic() > ends_s:
             return False
         time.sleep(_LOOK_S)

@@ -28,14 +28,13 @@ def create_token(file: Path) -> bool:
     temporary = file.with_name(f"{file.name}.{os.getpid()}")
     try:
         write_private(str(temporary), secrets.token_hex(_BYTES) + "\n")
-        try:
-            os.link(temporary, file)  # whole, and never over a file that another process makes at the same time
-        finally:
-            temporary.unlink()
+        os.link(temporary, file)  # whole, and never over a file that another process makes at the same time
     except FileExistsError:
         return False
     except OSError as error:
         raise BadConfig(f"the token file {str(file)!r} cannot be created: {error.strerror}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
     return True
 
 

@@ -294,10 +294,11 @@ class LocalCluster(Cluster):
                 if self._starting is not None:
                     self._starting.put_nowait(error.to_exception())
                 else:
+                    if self._failures.get(name) != error.message:
+                        log.warning("%s does not start: %s; retrying", name or "no replica", error.message)
                     self._failures[name] = error.message
-                    log.warning("%s does not start: %s; retrying", name or "no replica", error.message)
             case lost:
-                log.warning("the actor of %s has ended: %s; Ray starts it again", lost.name, lost.cause)
+                log.warning("the actor of %s has ended: %s; it is started again", lost.name, lost.cause)
 
     async def _follow(self, name: str) -> None:
         """Connect a replica, wherever its latest process listens."""

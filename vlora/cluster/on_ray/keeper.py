@@ -36,7 +36,6 @@ _LONGEST_PAUSE_S = 10.0
 _STOP_S = 3.0
 _END_S = 1.5
 _LOOK_S = 0.5
-_JOIN_S = 30.0  # for machines to join, at the start and after that of another Ray
 
 
 class Keeper:
@@ -100,7 +99,7 @@ class Keeper:
             self._out.flush()
 
     def _hold(self, name: str, place: int) -> None:
-        pause_s = _FIRST_PAUSE_S
+        pause_s, told = _FIRST_PAUSE_S, ""
         while True:
             located = False
             try:
@@ -119,7 +118,7 @@ class Keeper:
                     time.sleep(pause_s)
                     pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
                     continue
-                located, pause_s = place < self._number, _FIRST_PAUSE_S
+                located, pause_s, told = place < self._number, _FIRST_PAUSE_S, ""
                 if located:
                     if self._places is not None:
                         self._places.settle(name, found.node)
@@ -131,10 +130,10 @@ class Keeper:
                 time.sleep(pause_s)
                 pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
             except BadConfig as error:  # no machine has room
-                if time.monotonic() - self._began_s > _JOIN_S:
+                if told != str(error) and time.monotonic() - self._began_s > self._settings.join_s:
+                    told = str(error)
                     self.say(Failed(name, ErrorValue.of(error)))
-                    pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
-                time.sleep(pause_s)
+                time.sleep(_LOOK_S)
             except RayError as error:
                 if located and place < self._number:
                     self.say(Lost(name, str(error).strip().splitlines()[0]))
@@ -148,7 +147,7 @@ class Keeper:
         """
         options = ray_settings.actor_options(name, self._settings.num_gpus)
         if self._places is not None and self._settings.need is not None:
-            recent = time.monotonic() - self._began_s < _JOIN_S
+            recent = time.monotonic() - self._began_s < self._settings.join_s
             machine = self._places.choose(name, machines(), wait_for_home=recent)
             if machine is None:
                 return None

@@ -41,6 +41,7 @@ class KeeperSettings(msgspec.Struct, frozen=True, kw_only=True):
         num_gpus: Of each replica.
         need: Of each replica, where there are several machines.
         homes: The keys of the machines of replicas that may run, by name.
+        join_s: How long machines may take to join, at the start and after that of another Ray.
     """
 
     connection: dict[str, str | bool]
@@ -50,6 +51,7 @@ class KeeperSettings(msgspec.Struct, frozen=True, kw_only=True):
     num_gpus: int = 0
     need: Need | None = None
     homes: dict[str, str] = {}
+    join_s: float = 30.0
 
 
 class Scale(msgspec.Struct, frozen=True, tag=True):
@@ -75,7 +77,7 @@ class Located(msgspec.Struct, frozen=True, tag=True):
 
 
 class Lost(msgspec.Struct, frozen=True, tag=True):
-    """A replica's actor has ended; Ray starts it again."""
+    """A replica's actor has ended; it is started again."""
 
     name: str
     cause: str
