@@ -46,7 +46,7 @@ pytestmark = [
 T = TypeVar("T")
 
 COMMAND = ("", "-m", "tests.cluster.sleeping_engine")
-WAIT_S = 40.0
+WAIT_S = 80.0
 
 
 class Network:
@@ -302,7 +302,7 @@ def test_a_killed_replica_stays_on_its_machine(machines: Machines) -> None:
 
 @pytest.mark.exhaustive
 def test_a_machine_without_a_network_loses_no_request(machines: Machines) -> None:
-    """Nobody is notified of the cut. Its replica ends by itself, and is started again when the network is back."""
+    """No end is notified of the cut. Its replica ends by itself, and is started again when the network is back."""
     if not machines.network.has_namespace:
         pytest.skip("a cut network needs root and network namespaces")
     pids = machines.cluster.pids["replica-2"]

@@ -36,8 +36,8 @@ def test_replicas_go_where_the_most_room_is_and_stay() -> None:
     with pytest.raises(BadConfig) as caught:
         places.choose("r6", [ONE, TWO])
     assert str(caught.value) == (
-        "no machine has room for r6, which needs 2 CPUs: there are 4 CPUs at 10.0.0.1, with 2 replicas; 8 CPUs at "
-        "10.0.0.2, with 4 replicas; let another machine join, or change `replicas` in the plan"
+        "no machine has room for r6, which needs 2 CPUs; 10.0.0.1 has 4 CPUs and 2 replicas, 10.0.0.2 has 8 CPUs and 4 "
+        "replicas; let another machine join, or change `replicas` in the plan"
     )
     places.leave("r0")
     assert chosen(places, "r6", ONE, TWO) == "vlora-2"
@@ -60,7 +60,7 @@ def test_a_replica_of_a_lost_machine_gets_another_one() -> None:
     assert chosen(places, "r", ONE, TWO) == "vlora-2"
     assert chosen(places, "r", ONE) == "vlora-1"
     assert chosen(places, "r", ONE, TWO) == "vlora-1"
-    with pytest.raises(BadConfig, match="there are none; let another"):
+    with pytest.raises(BadConfig, match="which needs 2 CPUs; none has joined; let another"):
         places.choose("other", [])
 
 

@@ -66,7 +66,7 @@ def registered(kind: str, address: str) -> Iterator[Callable[[Folder], None]]:
     """
     path = runs_folder() / f"{kind} {address}".translate(str.maketrans(" :/", "---"))
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b") as file:
-        is_locked = any(_lock(file.fileno(), fcntl.LOCK_EX) or time.sleep(_LOOK_S / 4) for _ in range(_TRIES))
+        is_locked = _lock_soon(file.fileno())
         found = _read(file.read())
         if not is_locked:
             by = f" (process {found.pid})" if found else ""
@@ -116,6 +116,14 @@ def _read(data: bytes) -> Run | None:
         return msgspec.json.decode(data, type=Run)
     except msgspec.MsgspecError:
         return None
+
+
+def _lock_soon(file: int) -> bool:
+    for _ in range(_TRIES):
+        if _lock(file, fcntl.LOCK_EX):
+            return True
+        time.sleep(_LOOK_S / 4)
+    return False
 
 
 def _lock(file: int, how: int) -> bool:

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import ray
@@ -201,7 +201,8 @@ def main() -> None:
         os._exit(1)
     with contextlib.suppress(EOFError):  # the front end has closed it, or has ended
         while True:
-            match framing.read(sys.stdin.buffer, Order):
+            order: Any = framing.read(sys.stdin.buffer, cast(Any, Order))
+            match order:
                 case Scale(number=number):
                     keeper.scale(number)
                 case Restart(name=name):

@@ -90,15 +90,15 @@ class Places:
             self._homes.pop(name, None)
 
     def _no_room(self, name: str, machines: list[Machine], used: Mapping[str, int]) -> str:
-        shown = "; ".join(
-            f"{_resources(each.cpus, each.gpus, each.memory_bytes, self._need)} at {each.host}, with "
+        shown = ", ".join(
+            f"{each.host} has {_resources(each.cpus, each.gpus, each.memory_bytes, self._need)} and "
             f"{used[each.key]} replica{'s' * (used[each.key] != 1)}"
             for each in machines
         )
         need = _resources(self._need.cpus, self._need.gpus, self._need.memory_bytes, self._need)
         return (
-            f"no machine has room for {name}, which needs {need}: there {'is' if len(machines) == 1 else 'are'} "
-            f"{shown or 'none'}; let another machine join, or change `replicas` in the plan"
+            f"no machine has room for {name}, which needs {need}; {shown or 'none has joined'}; let another machine "
+            "join, or change `replicas` in the plan"
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from vlora.cluster.on_ray.actor import ActorSettings, Opened
@@ -44,7 +46,7 @@ class KeeperSettings(msgspec.Struct, frozen=True, kw_only=True):
         join_s: How long machines may take to join, at the start and after that of another Ray.
     """
 
-    connection: dict[str, str | bool]
+    connection: dict[str, Any]
     actors: dict[str, ActorSettings]
     number: int
     log_file: str
