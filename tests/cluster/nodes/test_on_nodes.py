@@ -122,10 +122,10 @@ class Machines:
         self.file = tmp / "cluster.yaml"
         self.file.write_text(
             f"head: {network.head}:{first + 250}\ntoken_file: token\nray_ports: {first}-{first + 199}\n"
-            f"door_ports: {first + 200}-{first + 249}\nmodel: model\nreplicas: {{number: 2, most: 3}}\n"
+            f"door_ports: {first + 200}-{first + 249}\nmodel: model\nreplicas: {{number: 2, most: 3, gpus: 1}}\n"
         )
         self.plan: ClusterPlan = read_cluster_plan(self.file)
-        self.config = EngineConfig(model=str(tmp / "model"), max_batch_size=8, block_size=16)
+        self.config = EngineConfig(model=str(tmp / "model"), max_batch_size=8, block_size=16, device="cuda")
         self.head = self.start_head()
         self.node = self.start_node()
         self.loop = asyncio.new_event_loop()
@@ -137,13 +137,13 @@ class Machines:
         return NodesCluster.join(self.config, self.plan, command=COMMAND, health=Health(missed=10), alone_s=5.0)
 
     def start_head(self) -> Part:
-        part = Part(self.tmp, "up", str(self.file), "--cpus", "2", "--gpus", "0")
+        part = Part(self.tmp, "up", str(self.file), "--cpus", "2", "--gpus", "2")
         part.wait_for("other machines join")
         return part
 
     def start_node(self) -> Part:
         token = str(self.tmp / "token")
-        args = ("--token-file", token, "--host", self.network.node, "--cpus", "2", "--gpus", "0")
+        args = ("--token-file", token, "--host", self.network.node, "--cpus", "2", "--gpus", "2")
         part = Part(self.tmp, "join", str(self.plan.head), *args, on=self.network.command)
         part.wait_for("has joined")
         return part
@@ -162,6 +162,10 @@ class Machines:
     def on(self, host: str) -> list[str]:
         """The replicas that serve on a machine."""
         return sorted(name for name, each in self.hosts().items() if each == host)
+
+    def gpus(self) -> set[str]:
+        """The GPUs that replicas are given. Their machines were started as if each had two."""
+        return {psutil.Process(pids.engine).environ()["CUDA_VISIBLE_DEVICES"] for pids in self.cluster.pids.values()}
 
     def wait(self, condition: Callable[[], bool]) -> None:
         ends_s = time.monotonic() + WAIT_S
@@ -226,6 +230,7 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
 def test_each_machine_has_a_replica_and_answers_are_as_on_one_engine(machines: Machines) -> None:
     assert set(machines.answer_all()) == {0}
     assert set(machines.hosts().values()) == {machines.network.head, machines.network.node}
+    assert machines.gpus() == {"0"}
     ports = machines.plan.door_ports
     assert all(member.address.port in ports for member in machines.cluster.members.values())
     assert f"{machines.network.node} joins\n" in machines.head.log.read_text()
@@ -284,6 +289,7 @@ def test_a_killed_machine_loses_no_request_and_its_replica_moves(machines: Machi
     machines.wait(lambda: len(machines.on(machines.network.head)) == 2)
     assert machines.cluster.status().num_deaths == before + 1
     assert set(machines.answer_all()) == {0}
+    assert machines.gpus() == {"0", "1"}
 
 
 def test_a_machine_that_joins_gets_the_next_replica(machines: Machines) -> None:
