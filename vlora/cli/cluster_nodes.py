@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vlora.cli.cluster import cluster
+from vlora.cli.cluster_plan import plan_model
 from vlora.cli.extras import needs
 from vlora.cli.settings import model_path
-from vlora.errors import BadConfig, BadPlan
+from vlora.errors import BadConfig
 from vlora.logging_format import LEVEL_VARIABLE, configure
 
 if TYPE_CHECKING:
     from vlora.cluster.nodes.node import Machine
-    from vlora.cluster.nodes.plan import ClusterPlan
 
 _END_S = 30.0
 
@@ -114,18 +114,6 @@ def down() -> None:
         click.echo(f"ended the {run.kind} of {run.address}")
     if not found:
         click.echo("nothing of a cluster runs on this machine")
-
-
-def plan_model(file: Path, plan: ClusterPlan) -> str:
-    """The model of a plan: a folder relative to the plan, or a name. The same on every machine."""
-    folder = file.absolute().parent / Path(plan.model).expanduser()
-    if folder.is_dir():
-        return os.path.abspath(folder)
-    try:
-        model_path(plan.model, "`model`")
-    except BadConfig as error:
-        raise BadPlan(f"{file}: {error}") from error
-    return plan.model
 
 
 def _check_ray() -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from vlora.cli.cluster_options import RULES
-from vlora.cli.extras import needs, require
+from vlora.cli.cluster_plan import read_cluster
+from vlora.cli.extras import needs
 from vlora.cli.group import cli
 from vlora.cli.options import HeadedOption
 from vlora.cli.progress import waiting
@@ -23,16 +23,6 @@ from vlora.logging_format import JSON_VARIABLE, LEVEL_VARIABLE, LEVELS, configur
 
 if TYPE_CHECKING:
     from vlora.cluster.nodes.plan import ClusterPlan
-
-_DEFAULTS = (ParameterSource.DEFAULT, None)
-_OF_PLAN = {
-    "model": "--model",
-    "adapters": "--adapter",
-    "folder": "--adapters",
-    "replicas": "--replicas",
-    "max_replicas": "--max-replicas",
-    "train": "--train",
-}
 
 
 @cli.command()
@@ -160,7 +150,7 @@ def serve(
         check_replicas(replicas, max_replicas, settings.get("train"))
         named = named_adapters(adapters, folder)
     else:
-        plan, model, named = _of_cluster(cluster_file)
+        plan, model, named = read_cluster(cluster_file)
     model_name = served_name(model) if served_model_name is None else served_model_name
     if not model_name.strip():
         raise BadConfig("the base model's name is empty; give a --served-model-name")
@@ -202,28 +192,6 @@ def serve(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
-
-
-def _of_cluster(file: Path) -> tuple[ClusterPlan, str, dict[str, str]]:
-    """The plan of a cluster, its model and its adapters. Ray is not imported.
-
-    Raises:
-        BadPlan: The plan is invalid.
-        BadConfig: An option is given that the plan replaces, or Ray cannot be used.
-    """
-    given = [name for name in _OF_PLAN if click.get_current_context().get_parameter_source(name) not in _DEFAULTS]
-    if given:
-        raise BadConfig(
-            f"--cluster and {_OF_PLAN[given[0]]} are given; the plan {file} decides that, so omit the option"
-        )
-    require("cluster")
-    from vlora.cli.cluster_nodes import plan_model
-    from vlora.cluster.nodes.plan import absolute_adapters, read_cluster_plan
-    from vlora.cluster.on_ray.settings import check_ray
-
-    check_ray("--cluster")
-    plan = read_cluster_plan(file)
-    return plan, plan_model(file, plan), absolute_adapters(plan)
 
 
 def check_replicas(number: int, most: int | None, plan: str | None) -> None:
