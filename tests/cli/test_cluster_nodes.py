@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import importlib.metadata
 import importlib.util
+import os
 import queue
 import re
+import socket
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -21,6 +23,7 @@ from tests.cli.conftest import Vlora
 from tests.cluster.nodes.test_joining import TOKEN, a_head, facts_here
 from vlora.cli.cluster_nodes import visible_gpus
 from vlora.cluster.nodes.greeting import Adapter, Facts
+from vlora.cluster.on_ray.settings import is_free
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 
@@ -30,9 +33,17 @@ PLAN = "head: 127.0.0.1:1\ntoken_file: token\nmodel: {model}\nadapters: {adapter
 @pytest.fixture(autouse=True)
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Runs of other tests are not seen, and no folder of a run is left."""
+    made: list[str] = []
+
+    def mkdtemp(**settings: Any) -> str:
+        made.append(real(**settings))
+        return made[-1]
+
+    real = tempfile.mkdtemp
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
     yield
-    assert not list(tmp_path.glob("vlora-ray-*"))
+    assert not any(map(os.path.exists, made))
 
 
 def plan(tmp_path: Path, model: str = ".", adapters: str = "{}", number: int = 2) -> str:
@@ -79,6 +90,24 @@ def test_a_head_on_an_unusable_address_is_refused(vlora_command: Vlora, tmp_path
     token(tmp_path)
     args = ("cluster", "up", plan(tmp_path), "--host", "192.0.2.1")  # for documentation only
     assert refused(vlora_command(*args)).startswith("the head cannot listen at 192.0.2.1:1: ")
+
+
+def test_a_name_as_the_machine_s_address_is_refused(vlora_command: Vlora, tmp_path: Path) -> None:
+    message = "--host is 'node'; write the IPv4 address of this machine for others"
+    args = ("cluster", "join", "127.0.0.1:1", "--token-file", token(tmp_path), "--host", "node")
+    assert refused(vlora_command(*args)) == message
+    assert refused(vlora_command("cluster", "up", plan(tmp_path), "--host", "node")) == message
+
+
+def test_ports_of_ray_in_use_are_reported(vlora_command: Vlora, tmp_path: Path) -> None:
+    token(tmp_path)
+    first = next(first for first in range(61_000, 65_000, 100) if all(map(is_free, range(first, first + 81))))
+    file = Path(plan(tmp_path))
+    ports = f"ray_ports: {first}-{first + 79}\n"
+    file.write_text(file.read_text().replace("127.0.0.1:1\n", f"127.0.0.1:{first + 80}\n{ports}"))
+    with socket.create_server(("", first + 7)):
+        message = f"port {first + 7} is in use; choose other `ray_ports` in the plan, or end its program"
+        assert refused(vlora_command("cluster", "up", str(file))) == message
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import os
 import re
 import signal
@@ -127,6 +128,11 @@ def _machine(host: str, cpus: int | None, gpus: int | None) -> Machine:
     from vlora.cluster.on_ray.node_settings import Resources
     from vlora.engine.host_resources import default_threads
 
+    if host:
+        try:
+            ipaddress.IPv4Address(host)
+        except ValueError as error:
+            raise BadConfig(f"--host is {host!r}; write the IPv4 address of this machine for others") from error
     resources = Resources(default_threads() if cpus is None else cpus, visible_gpus() if gpus is None else gpus)
     return Machine(host, resources, lambda model: model_path(model, "the model"))
 

@@ -32,7 +32,7 @@ from vlora.cluster.members import Health
 from vlora.cluster.nodes.cluster import NodesCluster
 from vlora.cluster.nodes.plan import ClusterPlan, read_cluster_plan
 from vlora.cluster.on_ray.own_processes import ray_processes, replica_processes
-from vlora.cluster.on_ray.settings import Folder, find_ports
+from vlora.cluster.on_ray.settings import Folder, is_free
 from vlora.config import EngineConfig
 from vlora.errors import BadConfig, Disconnected
 from vlora.types.replicas import SERVING
@@ -118,7 +118,8 @@ class Machines:
         self.tmp, self.network = tmp, network
         (tmp / "model").mkdir()
         (tmp / "model" / "config.json").write_text("{}")
-        first = find_ports(60).first  # for head, node and front end
+        # For head, node and front end. Other tests with Ray take ports from 20000 on.
+        first = next(first for first in range(26_000, 31_700, 300) if all(map(is_free, range(first, first + 251))))
         self.file = tmp / "cluster.yaml"
         self.file.write_text(
             f"head: {network.head}:{first + 250}\ntoken_file: token\nray_ports: {first}-{first + 199}\n"
