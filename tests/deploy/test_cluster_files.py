@@ -111,6 +111,15 @@ def test_the_script_and_the_units_use_the_files_of_the_plan() -> None:
     assert str(plan.token_file) in UNIT.with_name("vlora-node.service").read_text()
 
 
+def test_units_that_wait_for_a_head_are_started_again() -> None:
+    """Exit code 2 is that of an address without a head, too."""
+    for name in ("vlora-node.service", "cluster.conf"):
+        lines = UNIT.with_name(name).read_text().splitlines()
+        assert "StartLimitIntervalSec=0" in lines and "RestartPreventExitStatus=2" not in lines
+    assert "RestartPreventExitStatus=" in lines and "RestartPreventExitStatus=2" in UNIT.read_text()
+    assert f"Environment=VLORA_SERVE_CLUSTER=/etc/vlora/{PLAN.name}" in lines
+
+
 def test_pods_agree_with_their_plan(tmp_path: Path) -> None:
     plan = manifest_plan(tmp_path)
     cluster = documents()["RayCluster", "vlora-cluster"]

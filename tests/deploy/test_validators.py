@@ -27,9 +27,10 @@ def test_systemd_accepts_the_unit(name: str, tmp_path: Path) -> None:
     unit = tmp_path / f"{name}.service"
     # The check requires an existing program.
     unit.write_text(UNIT.with_name(unit.name).read_text().replace("/opt/vlora/bin/vlora", "/bin/echo"))
-    drop_in = tmp_path / f"{name}.service.d" / "gpu.conf"
-    drop_in.parent.mkdir()
-    shutil.copy(DEPLOY / "systemd" / "gpu.conf", drop_in)
+    drop_ins = tmp_path / f"{name}.service.d"
+    drop_ins.mkdir()
+    for file in ("gpu.conf", "cluster.conf"):
+        shutil.copy(DEPLOY / "systemd" / file, drop_ins)
     check("systemd-analyze", "verify", "--man=no", str(unit))
 
 

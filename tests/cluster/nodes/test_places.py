@@ -64,6 +64,16 @@ def test_a_replica_of_a_lost_machine_gets_another_one() -> None:
         places.choose("other", [])
 
 
+def test_a_replica_that_does_not_start_is_tried_on_other_machines() -> None:
+    places, third = Places(Need(cpus=4), {}), ONE._replace(key="vlora-3", cpus=2)  # which has no room
+    tried = []
+    for _ in range(4):
+        tried.append(chosen(places, "r", ONE, TWO, third))
+        places.fail("r")
+    assert tried == ["vlora-2", "vlora-1", "vlora-2", "vlora-1"]
+    assert chosen(places, "other", ONE, TWO, third) == "vlora-2"
+
+
 def test_a_later_keeper_waits_for_the_machine_of_a_running_replica() -> None:
     places = Places(Need(cpus=2), {"r": "vlora-2"})
     assert places.choose("r", [ONE], wait_for_home=True) is None

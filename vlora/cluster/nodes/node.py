@@ -108,18 +108,24 @@ class Membership:
         self._token = token
         self._machine = machine
         self._front_end = front_end
+        self._asking = asyncio.Lock()  # a connection that is forgotten would stay the front end's
         self._line: ClientTransport | None = None
         self._admitted: Admitted | None = None  # for the next start
         self._run = ""  # of the Ray that this one belongs to
 
     async def ask(self) -> Admitted:
         """Ask the head, for the next start of Ray. Raises as `ask_head` and `check_versions`."""
-        self.close()
-        found, self._line = await ask_head(self._address, self._token, self._machine.host, front_end=self._front_end)
-        check_versions(found.facts, importlib.metadata.version("ray"))
-        self.facts, self.host = found.facts, found.host
-        self._admitted = found
-        return found
+        async with self._asking:
+            self.close()
+            found, line = await ask_head(self._address, self._token, self._machine.host, front_end=self._front_end)
+            try:
+                check_versions(found.facts, importlib.metadata.version("ray"))
+            except BadConfig:
+                line.close()
+                raise
+            self.facts, self.host = found.facts, found.host
+            self._admitted, self._line = found, line
+            return found
 
     def close(self) -> None:
         """Leave the head."""
@@ -134,8 +140,10 @@ class Membership:
         """
         pause_s = _FIRST_PAUSE_S
         while True:
-            if self._line is not None:
-                await asyncio.wait({self._line.closed})
+            if (line := self._line) is not None:
+                await asyncio.wait({line.closed})
+            if self._line is not line:
+                continue  # asked for a start of Ray meanwhile
             try:
                 await self.ask()
             except VLoraError as error:

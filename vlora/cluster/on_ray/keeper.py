@@ -115,6 +115,9 @@ class Keeper:
                 found = msgspec.msgpack.decode(ray.get(handle.open.remote()), type=Opened | NotOpened)
                 if isinstance(found, NotOpened):
                     self.say(Failed(name, found.error))
+                    if self._places is not None:
+                        self._places.fail(name)
+                        self._end([handle])  # the next one may be on another machine
                     time.sleep(pause_s)
                     pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
                     continue

@@ -44,6 +44,7 @@ class Places:
         self._need = need
         self._homes = dict(homes)
         self._awaited = {name for name, key in homes.items() if key}
+        self._failed: dict[str, set[str]] = {}  # machines on which replicas did not start, by name
         self._lock = threading.Lock()
 
     def choose(self, name: str, machines: Iterable[Machine], *, wait_for_home: bool = False) -> Machine | None:
@@ -72,15 +73,27 @@ class Places:
                 if key in used:
                     used[key] += 1
             free = {machine: machine.room(self._need) - used[machine.key] for machine in found}
-            best = max(found, key=lambda machine: free[machine], default=None)
+            failed = self._failed.get(name, set())
+            best = max(found, key=lambda each: (free[each] > 0, each.key not in failed, free[each]), default=None)
             if best is None or free[best] < 1:
                 raise BadConfig(self._no_room(name, found, used))
             self._homes[name] = best.key
             return best
 
+    def fail(self, name: str) -> None:
+        """A replica does not start on its machine. It gets another one, if one has room that it was not tried on."""
+        with self._lock:
+            if (key := self._homes.pop(name, None)) is None:
+                return
+            failed = self._failed.setdefault(name, set())
+            if key in failed:  # all have been tried
+                failed.clear()
+            failed.add(key)
+
     def settle(self, name: str, key: str) -> None:
         """A replica runs on a machine."""
         with self._lock:
+            self._failed.pop(name, None)
             self._awaited.discard(name)
             self._homes[name] = key
 
