@@ -46,7 +46,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "vlora.orchestrator": BASE | {"vlora.config", "vlora.memory"},
     "vlora.models": LEVEL_2,
     "vlora.engine": LEVEL_3 | {"vlora.training"},
-    "vlora.cluster": BASE | {"vlora.config", "vlora.engine", "vlora.logging_format", "vlora.routing"},
+    "vlora.cluster": BASE
+    | {"vlora.config", "vlora.engine", "vlora.logging_format", "vlora.plan_files", "vlora.routing"},
     "vlora.split": BASE | {"atmm", "vlora.config", "vlora.lazy", "vlora.models"},
     "vlora.training": LEVEL_2 | {"vlora.models", "vlora.plan_files"},
     "vlora.server": LEVEL_3 | {"vlora.cluster", "vlora.engine", "vlora.client"},

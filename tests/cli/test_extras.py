@@ -65,6 +65,19 @@ def test_several_replicas_need_ray_and_one_needs_an_engine() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
 
 
+def test_several_machines_need_ray() -> None:
+    for command in (
+        "cluster up plan.yaml",
+        "cluster join h:1 --token-file t",
+        "cluster down",
+        "serve --cluster plan.yaml",
+    ):
+        done = run(*command.split(), extra="serve")
+        assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
+        assert done.stderr.startswith("error: packages are missing: ray"), done.stderr
+        assert "pip install 'vlora[cluster]'" in done.stderr
+
+
 def test_the_client_depends_on_no_package_of_the_engine() -> None:
     assert not set(distributions(PROJECT["dependencies"])) & set(EXTRAS["demo"])
 

@@ -7,15 +7,18 @@ from collections.abc import Iterator
 
 import pytest
 import yaml
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.deploy.files import ROOT, RULES, dashboard
 from tests.server.api import running_api
 from vlora.config import Token
+from vlora.server.cluster_metrics import ClusterCollector
 from vlora.server.metrics import MAX_ADAPTERS, MAX_TENANTS, Metrics
+from vlora.types.replicas import SERVING, ClusterStatus, ReplicaStatus
 
 OF_PROMETHEUS = {"instance", "job"}  # labels that a scrape adds to every series
-OPEN = {"adapter", "tenant", *OF_PROMETHEUS}  # labels with values set by the operator
+OPEN = {"adapter", "replica", "tenant", *OF_PROMETHEUS}  # labels with values set by the operator
 SELECTOR = re.compile(r"\b(?P<name>(?:vlora_\w+|up))(?:\{(?P<matchers>[^}]*)\})?")
 MATCHER = re.compile(r'(?P<label>\w+)\s*(?:=~|!~|!=|=)\s*"(?P<value>[^"]*)"')
 BY = re.compile(r"\bby\s*\((?P<labels>[^)]*)\)")
@@ -36,6 +39,15 @@ def expressions() -> Iterator[tuple[str, str]]:
             yield variable["name"], variable["definition"]
 
 
+def with_replicas() -> CollectorRegistry:
+    """The metrics that a server with replicas also has."""
+    replica = ReplicaStatus(name="replica-0", state=SERVING, cause="", num_requests=1)
+    status = ClusterStatus(replicas=(replica,), num_waiting=0, num_deaths=0, num_resubmitted=0, num_moves=0)
+    registry = CollectorRegistry()
+    registry.register(ClusterCollector(lambda: status))
+    return registry
+
+
 @pytest.fixture(scope="module")
 def series() -> Series:
     """The labels of each sample, and the values of each label, in the metrics of a server after one answer."""
@@ -44,6 +56,7 @@ def series() -> Series:
         caller = api._replace(token=secret)
         assert caller.chat("say:four")[0] == 200
         text = caller.call("GET", "/metrics")[1]
+    text += generate_latest(with_replicas()).decode()
     found: Series = {"up": {}}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -85,6 +98,19 @@ def problems(expression: str, series: Series) -> list[str]:
 )
 def test_wrong_expressions_are_detected(expression: str, problem: str, series: Series) -> None:
     assert problems(expression, series) == [problem]
+
+
+def test_expressions_are_promql() -> None:
+    promql_parser = pytest.importorskip("promql_parser")
+    for where, text in expressions():
+        # Variables of Grafana are no PromQL.
+        known = re.sub(r"label_values\((.*), \w+\)", r"\1", text.replace("$__rate_interval", "5m"))
+        try:
+            promql_parser.parse(known)
+        except ValueError as error:
+            pytest.fail(f"{where}: {known}: {error}")
+    with pytest.raises(ValueError):
+        promql_parser.parse("sum by (state (vlora_replicas)")
 
 
 def test_expressions_use_existing_metrics_and_labels(series: Series) -> None:

@@ -11,6 +11,7 @@ import pytest
 from tests.deploy.files import DEPLOY, DOCKERFILE, RULES, UNIT
 
 KUBERNETES = DEPLOY / "kubernetes" / "vlora.yaml"
+SCRIPT = DEPLOY / "cluster" / "ssh.sh"
 
 
 def check(*command: str) -> None:
@@ -21,13 +22,15 @@ def check(*command: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
-    unit = tmp_path / UNIT.name
+@pytest.mark.parametrize("name", ["vlora", "vlora-head", "vlora-node"])
+def test_systemd_accepts_the_unit(name: str, tmp_path: Path) -> None:
+    unit = tmp_path / f"{name}.service"
     # The check requires an existing program.
-    unit.write_text(UNIT.read_text().replace("/opt/vlora/bin/vlora", "/bin/echo"))
-    drop_in = tmp_path / "vlora.service.d" / "gpu.conf"
-    drop_in.parent.mkdir()
-    shutil.copy(DEPLOY / "systemd" / "gpu.conf", drop_in)
+    unit.write_text(UNIT.with_name(unit.name).read_text().replace("/opt/vlora/bin/vlora", "/bin/echo"))
+    drop_ins = tmp_path / f"{name}.service.d"
+    drop_ins.mkdir()
+    for file in ("gpu.conf", "cluster.conf"):
+        shutil.copy(DEPLOY / "systemd" / file, drop_ins)
     check("systemd-analyze", "verify", "--man=no", str(unit))
 
 
@@ -45,6 +48,11 @@ def test_alerts_fire_and_resolve() -> None:
 
 def test_hadolint_accepts_the_dockerfile() -> None:
     check("hadolint", str(DOCKERFILE))
+
+
+def test_bash_and_shellcheck_accept_the_script() -> None:
+    check("bash", "-n", str(SCRIPT))
+    check("shellcheck", str(SCRIPT))
 
 
 @pytest.mark.parametrize("validator", ["kubeconform", "kubernetes-validate"])

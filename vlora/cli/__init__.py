@@ -16,6 +16,7 @@ from vlora.cli import (  # noqa: F401  (they join their commands)
     bench,
     check,
     cluster,
+    cluster_nodes,
     gpu_check,
     query,
     retrieve,

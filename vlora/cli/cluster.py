@@ -1,4 +1,4 @@
-"""`vlora cluster`: the replicas of a running server."""
+"""`vlora cluster`: the replicas of a running server, and the machines on which they run."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ class _NumberOrAuto(click.ParamType):
 
 @cli.group()
 def cluster() -> None:
-    """Show, drain, resume and scale the replicas of a server that was started with --replicas.
+    """Show, drain, resume and scale the replicas of a server that was started with --replicas or --cluster.
 
     \b
         vlora cluster status
         vlora cluster drain replica-0
 
-    If the server requires tokens, changes require an admin token in VLORA_TOKEN.
+    `up` and `join` make a cluster of several machines, which `vlora serve --cluster` serves; `down` ends this machine's
+    part of it. If the server requires tokens, changes require an admin token in VLORA_TOKEN.
     """
 
 

@@ -28,7 +28,7 @@ _SERVE = _VIDEO | {
     "greenlet": "greenlet",
     "jinja2": "jinja2",
 }
-_CLUSTER = _SERVE | {"ray": "ray"}
+_CLUSTER = _SERVE | {"ray": "ray", "cryptography": "cryptography"}
 _FUSE = _SERVE | {"peft": "peft", "scipy": "scipy"}
 _DEMO = _FUSE | {"scikit-learn": "sklearn", "scikit-image": "skimage"}
 EXTRAS = {"video": _VIDEO, "plans": _PLANS, "serve": _SERVE, "cluster": _CLUSTER, "fuse": _FUSE, "demo": _DEMO}

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 from vlora.cli.cluster_options import RULES
 from vlora.cli.options import HeadedOption
 from vlora.errors import BadConfig
+
+if TYPE_CHECKING:
+    from vlora.cluster.nodes.plan import ClusterPlan
 
 _SECONDS = click.FloatRange(min=0, min_open=True, max=1e9)
 # Name in `ReplicaOptions`, type, default, help.
@@ -57,8 +60,12 @@ def replica_options(command: Any) -> Any:
     return command
 
 
-def take_replica_options(settings: dict[str, Any]) -> ReplicaOptions:
+def take_replica_options(settings: dict[str, Any], cluster: ClusterPlan | None = None) -> ReplicaOptions:
     """Remove the values of these options from all settings of the command, and return them, checked.
+
+    Args:
+        settings: By name.
+        cluster: The plan of several machines, which has the number of replicas.
 
     Raises:
         BadConfig: A number is below 1 or over the limit; several engines have a plan of trainings, as replicas would
@@ -72,16 +79,19 @@ def take_replica_options(settings: dict[str, Any]) -> ReplicaOptions:
     if most is not None and most < number:
         raise BadConfig(f"--max-replicas is {most}, below --replicas {number}; set it to {number} or more")
     most = most or number
-    if given.autoscale and most == number:
+    if cluster is not None:
+        if given.autoscale and cluster.replicas.limit == cluster.replicas.number:
+            raise BadConfig("--autoscale needs `replicas.most` of the plan above `replicas.number`")
+    elif given.autoscale and most == number:
         raise BadConfig(f"--autoscale needs a --max-replicas above --replicas {number}")
     if most > 1 and plan is not None:
         raise BadConfig(f"--train {plan} needs --replicas 1 (now {most}): one engine trains; serve it separately")
     if given.routing_journal is not None:
-        if most == 1:
+        if most == 1 and cluster is None:
             raise BadConfig("--routing-journal needs --replicas 2 or more: one engine has no router")
         given = given._replace(routing_journal=os.path.abspath(os.path.expanduser(given.routing_journal)))
     if most > 1:
         from vlora.cluster.on_ray.settings import check_ray
 
-        check_ray(most)
+        check_ray(f"--replicas {most}")
     return given

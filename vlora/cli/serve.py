@@ -6,10 +6,11 @@ import functools
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from vlora.cli.cluster_plan import read_cluster
 from vlora.cli.extras import needs
 from vlora.cli.group import cli
 from vlora.cli.options import HeadedOption
@@ -19,6 +20,9 @@ from vlora.cli.settings import EMBEDDED, config_flags, make_config, model_path
 from vlora.config import EngineConfig, ServerConfig
 from vlora.errors import BadAdapter, BadConfig
 from vlora.logging_format import JSON_VARIABLE, LEVEL_VARIABLE, LEVELS, configure
+
+if TYPE_CHECKING:
+    from vlora.cluster.nodes.plan import ClusterPlan
 
 
 @cli.command()
@@ -58,6 +62,14 @@ from vlora.logging_format import JSON_VARIABLE, LEVEL_VARIABLE, LEVELS, configur
 )
 @replica_options
 @click.option(
+    "--cluster",
+    "cluster_file",
+    cls=HeadedOption,
+    heading="Replicas",
+    type=click.Path(path_type=Path),
+    help="Plan of several machines (YAML, see docs/cluster.md), with model, adapters and replicas.",
+)
+@click.option(
     "--token-file",
     cls=HeadedOption,
     heading="Network",
@@ -90,6 +102,7 @@ def serve(
     served_model_name: str | None,
     adapters: tuple[str, ...],
     folder: Path | None,
+    cluster_file: Path | None,
     token_file: Path | None,
     log_level: str,
     log_json: bool,
@@ -105,17 +118,22 @@ def serve(
 
     os.environ |= {LEVEL_VARIABLE: log_level, JSON_VARIABLE: "1" if log_json else ""}
     configure(os.environ)
-    replicas = take_replica_options(settings)
-    named = named_adapters(adapters, folder)
+    plan: ClusterPlan | None = None
+    if cluster_file is None:
+        replicas = take_replica_options(settings)
+        named = named_adapters(adapters, folder)
+    else:
+        plan, model, named = read_cluster(cluster_file)
+        replicas = take_replica_options(settings, plan)
     model_name = served_name(model) if served_model_name is None else served_model_name
     if not model_name.strip():
         raise BadConfig("the base model's name is empty; give a --served-model-name")
     if model_name in named:
         raise BadConfig(f"adapter {model_name!r} has the base model's name; rename it or give a --served-model-name")
-    if (plan := settings.get("train")) is not None:
+    if (trainings := settings.get("train")) is not None:
         from vlora.training.plan import read_plan
 
-        settings["train"] = os.path.abspath(os.path.expanduser(plan))
+        settings["train"] = os.path.abspath(os.path.expanduser(trainings))
         read_plan(settings["train"])  # an error is reported before the model loads
     engine_config = make_config(EngineConfig, settings, model=model_path(model))
     all_tokens = functools.partial(read_tokens, token_file, os.environ)
@@ -138,6 +156,7 @@ def serve(
                 announce=announce,
                 model_name=model_name,
                 read_tokens=None if token_file is None else all_tokens,
+                cluster=plan,
                 **replicas._asdict(),
             )
         )

@@ -11,8 +11,8 @@ import contextlib
 import ipaddress
 import logging
 import ssl
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -23,6 +23,8 @@ from vlora.engine.ipc.transport import ClientTransport
 from vlora.errors import BadConfig, Disconnected, VLoraError
 
 log = logging.getLogger("vlora.cluster")
+
+T = TypeVar("T")
 
 HANDSHAKE_S = 5.0
 MAX_MESSAGE_BYTES = 1 << 30  # with the images of a request
@@ -291,12 +293,40 @@ async def open_line(address: Address, secret: bytes, *, tls: bool, beat_s: float
         Unauthorized, BadConfig: As `handshake.introduce`.
         Disconnected: There is no replica at the address, or it does not answer in time.
     """
+
+    async def receive(transport: ClientTransport, inbox: Inbox) -> Line:
+        ready = messages.decode_from_engine(await inbox.get())
+        if not isinstance(ready, messages.Ready):
+            raise Disconnected(f"{address} sent {type(ready).__name__} before its engine was ready")
+        return Line(transport, inbox, ready)
+
+    return await open_proved(address, secret, receive, tls=tls, beat_s=beat_s, version=version)
+
+
+async def open_proved(
+    address: Address,
+    secret: bytes,
+    then: Callable[[ClientTransport, Inbox], Awaitable[T]],
+    *,
+    tls: bool,
+    beat_s: float,
+    version: str | None = None,
+    peer: str = "replica",
+) -> T:
+    """Connect to a door, and exchange the first messages after both ends have proved themselves.
+
+    Arguments and errors are those of `open_line`, and these:
+
+    Args:
+        then: Exchanges them, within the time for the proof. The connection stays open unless it fails.
+        peer: What listens there, for errors.
+    """
     handshake.check_secret(secret)
     inbox = Inbox()
     transport: ClientTransport | None = None
     try:
         async with asyncio.timeout(HANDSHAKE_S):
-            transport = await _open(address, inbox, tls)
+            transport = await _open(address, inbox, tls, peer)
             certificate: bytes = transport.extra("ssl_object").getpeercert(binary_form=True) if tls else b""
             await handshake.introduce(
                 transport.send,
@@ -306,12 +336,10 @@ async def open_line(address: Address, secret: bytes, *, tls: bool, beat_s: float
                 beat_s=beat_s,
                 certificate=certificate,
                 version=version,
+                role=peer,
             )
             transport.max_bytes = MAX_MESSAGE_BYTES
-            ready = messages.decode_from_engine(await inbox.get())
-        if not isinstance(ready, messages.Ready):
-            raise Disconnected(f"{address} sent {type(ready).__name__} before its engine was ready")
-        return Line(transport, inbox, ready)
+            return await then(transport, inbox)
     except BaseException as error:
         if transport is not None:
             transport.close()
@@ -324,7 +352,7 @@ async def open_line(address: Address, secret: bytes, *, tls: bool, beat_s: float
         raise
 
 
-async def _open(address: Address, inbox: Inbox, tls: bool) -> ClientTransport:
+async def _open(address: Address, inbox: Inbox, tls: bool, peer: str) -> ClientTransport:
     context: ssl.SSLContext | None = None
     if tls:
         # The certificate is checked by the proof, which covers it, not by an authority.
@@ -337,7 +365,7 @@ async def _open(address: Address, inbox: Inbox, tls: bool) -> ClientTransport:
             lambda: ClientTransport(inbox.put, handshake.MAX_BYTES), address.host, address.port, ssl=context
         )
     except (OSError, ssl.SSLError) as error:
-        raise Disconnected(f"no connection to a replica at {address}: {error}") from error
+        raise Disconnected(f"no connection to a {peer} at {address}: {error}") from error
     transport.closed.add_done_callback(inbox.end)
     return transport
 

@@ -97,6 +97,7 @@ async def introduce(
     beat_s: float,
     certificate: bytes = b"",
     version: str | None = None,
+    role: str = "replica",
 ) -> None:
     """The front end's part.
 
@@ -107,6 +108,7 @@ async def introduce(
         beat_s: See Hello.
         certificate: The server's certificate as this end sees it; empty without TLS.
         version: Of this end; None is the installed one.
+        role: What the server is, for errors.
 
     Raises:
         Unauthorized: The secrets differ.
@@ -120,7 +122,9 @@ async def introduce(
         raise _refusal(challenge)
     if not isinstance(challenge, Challenge):
         raise _unexpected(challenge, peer)
-    _check_versions(challenge, hello, f"the replica at {peer}", "this front end")
+    _check_versions(
+        challenge, hello, f"the {role} at {peer}", "this front end" if role == "replica" else "this machine"
+    )
     send(encode(Proof(_digest(secret, _CLIENT, hello, challenge, certificate))))
     welcome = _read(await receive(), peer)
     if isinstance(welcome, Refused):

@@ -24,6 +24,7 @@ from vlora.server.security.access import Access
 from vlora.server.security.tls import server_context
 
 if TYPE_CHECKING:
+    from vlora.cluster.nodes.plan import ClusterPlan
     from vlora.models.processing import InputProcessor
     from vlora.server.http.server import HttpServer
 
@@ -43,6 +44,7 @@ async def serve(
     load_processor: Callable[[str], InputProcessor] | None = None,
     read_tokens: Callable[[], tuple[Token, ...]] | None = None,
     replicas: int = 1,
+    cluster: ClusterPlan | None = None,
     **replica_settings: Any,
 ) -> None:
     """Serve until interrupted or terminated, then drain.
@@ -55,6 +57,7 @@ async def serve(
             reload.
         read_tokens: Reads the tokens again on SIGHUP; None where they cannot change.
         replicas: Number of engines; several of them run on a Ray of this machine.
+        cluster: The plan of several machines, which has the number of engines; None: this machine alone.
         replica_settings: Of several engines, see `_start_engine`.
 
     Raises:
@@ -90,6 +93,7 @@ async def serve(
             engine_config,
             engine_command,
             replicas=replicas,
+            plan=cluster,
             announce=announce,
             **replica_settings,
         )
@@ -163,27 +167,37 @@ async def _start_engine(
     command: Sequence[str],
     *,
     replicas: int,
+    plan: ClusterPlan | None,
     announce: Callable[[str], None],
     max_replicas: int | None = None,
     routing_rule: str = "placed",
     routing_journal: str | None = None,
     **scaling: Any,
 ) -> RestartedEngine:
-    """Start one engine, or several on a Ray of this machine.
+    """Start one engine, several on a Ray of this machine, or those of several machines.
 
     Args:
+        plan: Of several machines.
         max_replicas: The limit of their number later; None: `replicas`.
         routing_rule: Which of them gets a request.
         routing_journal: File that records this.
         scaling: By the load, see `LocalCluster.start`.
     """
-    if max(replicas, max_replicas or 1) == 1:
+    if plan is None and max(replicas, max_replicas or 1) == 1:
         return await SupervisedEngine.start(config, log=log.warning, command=command)
+    journal = None if routing_journal is None else JournalFile(routing_journal)
+    if plan is not None:
+        from vlora.cluster.nodes.cluster import NodesCluster
+
+        own = command if tuple(command) != ENGINE_COMMAND else ("", *ENGINE_COMMAND[1:])
+        return await NodesCluster.join(
+            config, plan, journal=journal, rule=routing_rule, announce=announce, command=own, **scaling
+        )
     return await LocalCluster.start(
         config,
         replicas,
         max_replicas=max_replicas,
-        journal=None if routing_journal is None else JournalFile(routing_journal),
+        journal=journal,
         rule=routing_rule,
         announce=announce,
         command=command,

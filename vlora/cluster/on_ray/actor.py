@@ -9,11 +9,13 @@ with uvloop installed, Ray runs asynchronous actors on it, which the lines of th
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -22,39 +24,53 @@ from vlora.cluster import claim
 from vlora.cluster.claim import RunningReplica
 from vlora.cluster.framing import pack
 from vlora.cluster.on_ray.log_pipe import open_pipe
+from vlora.cluster.on_ray.own_processes import kill_replica
+from vlora.cluster.on_ray.settings import Folder
+from vlora.cluster.on_ray.site import Site, taken_slot
 from vlora.cluster.replica import ReplicaSettings
 from vlora.config import EngineConfig
+from vlora.errors import BadConfig
 from vlora.types import ErrorValue
 
 _LOOK_S = 0.05  # between two looks for what a starting replica publishes
 
 
 class ActorSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of a replica on this machine.
+    """Settings of a replica. On one of several machines, its `Site` has the files, the variables and the model.
 
     Attributes:
+        name: Of the replica.
         secret_file: Has the secret of the doors, which is not passed through Ray.
         claim_file: See `claim`.
         log_pipe: The named pipe of the log.
-        command: Starts the engine process.
+        command: Starts the engine process; where the first word is empty, with the Python of the machine.
         environ: Variables of the replica that differ from those of Ray's workers; None: not set.
         alone_s: The replica ends after so many seconds without a front end.
+        num_gpus: Of the replica, on one of several machines.
     """
 
     config: EngineConfig
-    secret_file: str
-    claim_file: str
-    log_pipe: str
+    name: str = ""
+    secret_file: str = ""
+    claim_file: str = ""
+    log_pipe: str = ""
     command: tuple[str, ...]
-    environ: dict[str, str | None]
+    environ: dict[str, str | None] = {}
     alone_s: float
+    num_gpus: int = 0
 
 
 class Opened(msgspec.Struct, frozen=True, tag=True):
-    """A replica serves. pid: of the actor."""
+    """A replica serves.
+
+    Attributes:
+        pid: Of the actor.
+        node: The key of its machine (`Site`); empty on a Ray of one machine.
+    """
 
     pid: int
     replica: RunningReplica
+    node: str = ""
 
 
 class NotOpened(msgspec.Struct, frozen=True, tag=True):
@@ -67,7 +83,9 @@ class ReplicaActor:
     """Follows one replica's process. settings: an `ActorSettings` as msgpack."""
 
     def __init__(self, settings: bytes) -> None:
-        self._settings = msgspec.msgpack.decode(settings, type=ActorSettings)
+        self._site = Site.read(os.environ)
+        found = msgspec.msgpack.decode(settings, type=ActorSettings)
+        self._settings = found if self._site is None else _on(self._site, found)
         self._opening = threading.Lock()
         self._opened: Opened | None = None
 
@@ -76,16 +94,25 @@ class ReplicaActor:
         with self._opening:
             if self._opened is not None:
                 return msgspec.msgpack.encode(self._opened)
-            found = self._find() or self._start()
+            try:
+                found: RunningReplica | NotOpened = self._find() or self._start()
+            except BadConfig as error:
+                found = NotOpened(ErrorValue.of(error))
             if isinstance(found, NotOpened):
                 return msgspec.msgpack.encode(found)
             threading.Thread(target=self._end_after_replica, daemon=True).start()
-            self._opened = Opened(os.getpid(), found)
+            self._opened = Opened(os.getpid(), found, "" if self._site is None else self._site.key)
             return msgspec.msgpack.encode(self._opened)
 
     def watch(self, timeout_s: float) -> None:
         """Return after a time. The call fails earlier if the actor ends."""
         threading.Event().wait(timeout_s)
+
+    def end_replica(self) -> None:
+        """Kill the replica's processes. The actor ends with them."""
+        if self._site is not None and self._opened is not None:
+            replica = self._opened.replica
+            kill_replica(Folder(self._site.folder), (replica.pid, replica.engine_pid))
 
     def _find(self) -> RunningReplica | None:
         """The replica that an earlier actor has started; None if it does not run. Waits while it starts."""
@@ -96,24 +123,43 @@ class ReplicaActor:
         return None
 
     def _start(self) -> RunningReplica | NotOpened:
-        log = open_pipe(self._settings.log_pipe)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "vlora.cluster.replica"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            env=self._environ(),
-            start_new_session=True,
-        )
-        if log is not None:
-            os.close(log)
-        settings = ReplicaSettings(
+        if self._site is None:
+            return self._run(self._settings.environ, self._replica_settings())
+        with taken_slot(self._site, self._settings.num_gpus) as slot:
+            settings = msgspec.structs.replace(
+                self._replica_settings(),
+                host=self._site.host,
+                port=slot.port,
+                cert_file=self._site.cert_file,
+                key_file=self._site.key_file,
+            )
+            return self._run(self._site.environ(slot.place, self._settings.num_gpus), settings, (slot.file,))
+
+    def _replica_settings(self) -> ReplicaSettings:
+        return ReplicaSettings(
             config=self._settings.config,
             secret=Path(self._settings.secret_file).read_bytes(),
             command=self._settings.command,
             claim_file=self._settings.claim_file,
             alone_s=self._settings.alone_s,
         )
+
+    def _run(
+        self, environ: Mapping[str, str | None], settings: ReplicaSettings, files: tuple[int, ...] = ()
+    ) -> RunningReplica | NotOpened:
+        """Start the process. files: descriptors that it inherits."""
+        log = open_pipe(self._settings.log_pipe)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "vlora.cluster.replica"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env=_changed(environ),
+            start_new_session=True,
+            pass_fds=files,
+        )
+        if log is not None:
+            os.close(log)
         assert process.stdin is not None and process.stdout is not None
         with process.stdin, process.stdout:
             process.stdin.write(pack(settings))
@@ -129,14 +175,26 @@ class ReplicaActor:
         assert found is not None
         return found
 
-    def _environ(self) -> dict[str, str]:
-        """Without Ray's settings: a replica is none of its processes."""
-        changed = self._settings.environ
-        kept = {
-            name: value for name, value in os.environ.items() if name not in changed and not name.startswith("RAY_")
-        }
-        return kept | {name: value for name, value in changed.items() if value is not None}
-
     def _end_after_replica(self) -> None:
         claim.wait_released(self._settings.claim_file)
         os._exit(1)  # Ray starts the actor again
+
+
+def _changed(changes: Mapping[str, str | None]) -> dict[str, str]:
+    """This process's variables with changes, and without Ray's settings: a replica is none of its processes."""
+    kept = {name: value for name, value in os.environ.items() if name not in changes and not name.startswith("RAY_")}
+    return kept | {name: value for name, value in changes.items() if value is not None}
+
+
+def _on(site: Site, settings: ActorSettings) -> ActorSettings:
+    """The settings of a replica on a machine."""
+    folder = Folder(site.folder)
+    first, *others = settings.command
+    return msgspec.structs.replace(
+        settings,
+        config=dataclasses.replace(settings.config, model=site.model),
+        secret_file=folder.secret_file,
+        claim_file=folder.claim_file(settings.name),
+        log_pipe=folder.log_pipe,
+        command=(first or sys.executable, *others),
+    )

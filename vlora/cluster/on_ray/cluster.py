@@ -16,10 +16,11 @@ from vlora.cluster.cluster import Cluster
 from vlora.cluster.door import Address
 from vlora.cluster.journal_file import JournalFile
 from vlora.cluster.members import Health, Member, alive, clients
+from vlora.cluster.on_ray import settings as ray_settings
 from vlora.cluster.on_ray.actor import ActorSettings
 from vlora.cluster.on_ray.log_pipe import LogPipe
 from vlora.cluster.on_ray.own_processes import end_all, kill_replica
-from vlora.cluster.on_ray.processes import RayProcesses
+from vlora.cluster.on_ray.processes import RayProcesses, RayStart
 from vlora.cluster.on_ray.reports import Failed, Located, replica_names
 from vlora.cluster.on_ray.settings import Folder, replica_environment
 from vlora.cluster.replica import ALONE_S
@@ -63,7 +64,10 @@ class LocalCluster(Cluster):
         ray: Ray's processes.
         folder: Their files.
         pids: The processes of each replica, as last reported.
+        tls: Whether the replicas' doors have certificates.
     """
+
+    tls = False
 
     def __init__(
         self,
@@ -160,7 +164,14 @@ class LocalCluster(Cluster):
             )
             for place, name in enumerate(replica_names(max_replicas))
         }
-        self.ray = RayProcesses(folder, actors, num_replicas, num_gpus, self._hear)
+
+        async def prepare() -> RayStart:
+            ports = ray_settings.find_ports(max_replicas)
+            environ = ray_settings.environment(folder, os.environ)
+            command = ray_settings.start_command(folder, ports)
+            return RayStart(ports, command, environ, ray_settings.connection(ports))
+
+        self.ray = RayProcesses(folder, prepare, actors, num_replicas, self._hear, num_gpus=num_gpus)
         try:
             announce("starting Ray")
             await self.ray.start()
@@ -338,7 +349,11 @@ class LocalCluster(Cluster):
         self._failures.pop(name, None)
         self._changed.pop(name, None)
         if (pids := self.pids.pop(name, None)) is not None:
-            kill_replica(self.folder, (pids.replica, pids.engine))
+            self._end_processes(name, pids)
+
+    def _end_processes(self, name: str, pids: Pids) -> None:
+        """Kill a replica's processes. It is started again, if it is still one of those that there are."""
+        kill_replica(self.folder, (pids.replica, pids.engine))
 
     def _hear(self, event: Any) -> None:
         """An event of the keeper."""
@@ -358,10 +373,11 @@ class LocalCluster(Cluster):
                 if self._starting is not None:
                     self._starting.put_nowait(error.to_exception())
                 else:
+                    if self._failures.get(name) != error.message:
+                        log.warning("%s does not start: %s; retrying", name or "no replica", error.message)
                     self._failures[name] = error.message
-                    log.warning("%s does not start: %s; retrying", name or "no replica", error.message)
             case lost:
-                log.warning("the actor of %s has ended: %s; Ray starts it again", lost.name, lost.cause)
+                log.warning("the actor of %s has ended: %s; it is started again", lost.name, lost.cause)
 
     async def _follow(self, name: str) -> None:
         """Connect a replica, wherever its latest process listens."""
@@ -374,7 +390,7 @@ class LocalCluster(Cluster):
             if member is not None and member.address == address:
                 continue  # found by another keeper or actor
             try:
-                await self.replace(name, address)
+                await self.replace(name, address, tls=self.tls)
             except VLoraError as error:
                 log.warning("%s at %s cannot be used: %s; retrying", name, address, error)
                 await asyncio.sleep(_PAUSE_S)
@@ -390,7 +406,7 @@ class LocalCluster(Cluster):
         """End a replica that was lost and has not joined again, unless it was replaced."""
         if self.members.get(member.name) is member and member.client is None:
             log.warning("%s has not joined again for %g s; it is started again", member.name, self._hung_s)
-            kill_replica(self.folder, (pids.replica, pids.engine))
+            self._end_processes(member.name, pids)
 
     def _cancel_kill(self, name: str) -> None:
         if (timer := self._hung.pop(name, None)) is not None:

@@ -1,4 +1,4 @@
-"""The process that runs Ray's head, and ends all that belongs to it and nothing else.
+"""The process that runs Ray on a machine, and ends all that belongs to it and nothing else.
 
 Run as `python -m vlora.cluster.on_ray.head`, with a `HeadSettings` on stdin (`framing`). It writes a `HeadReport` to
 stdout, and ends Ray and the replicas when stdin ends. If Ray ends, so does this process, but replicas serve on.
@@ -21,7 +21,6 @@ from typing import IO
 import psutil
 
 from vlora.cluster import framing
-from vlora.cluster.on_ray import settings as ray_settings
 from vlora.cluster.on_ray.own_processes import end_all, end_ray
 from vlora.cluster.on_ray.reports import HeadReport, HeadSettings
 
@@ -45,10 +44,8 @@ def wait_started(output: IO[str], lines: deque[str]) -> bool:
 def main() -> None:
     settings = framing.read(sys.stdin.buffer, HeadSettings)
     end_ray(settings.folder)  # of a head that was killed
-    environ = ray_settings.environment(settings.folder, os.environ)
     ray = subprocess.Popen(
-        ray_settings.start_command(settings.folder, settings.ports),
-        env=environ,
+        settings.command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -1,6 +1,6 @@
 """The keeper: the only driver of Ray, in a process of its own. It creates the replicas' actors and reports on them.
 
-Run as `python -m vlora.cluster.on_ray.keeper`, with a `KeeperSettings` and later `Scale`s on stdin. It writes events
+Run as `python -m vlora.cluster.on_ray.keeper`, with a `KeeperSettings` and later `Order`s on stdin. It writes events
 (`reports.py`) to stdout, and ends the actors when stdin ends. The actors outlive a keeper that is killed; the next one
 finds them by their names, or creates new ones, which find the replicas. Ray may end a driver after its head, so a front
 end is no driver.
@@ -13,16 +13,20 @@ import os
 import sys
 import threading
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import msgspec
 import ray
 from ray.exceptions import RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vlora.cluster import framing
+from vlora.cluster.on_ray import node_settings
 from vlora.cluster.on_ray import settings as ray_settings
 from vlora.cluster.on_ray.actor import NotOpened, Opened, ReplicaActor
-from vlora.cluster.on_ray.reports import Event, Failed, KeeperSettings, Located, Lost, Scale
+from vlora.cluster.on_ray.places import Machine, Places
+from vlora.cluster.on_ray.reports import Event, Failed, KeeperSettings, Located, Lost, Order, Restart, Scale
 from vlora.errors import BadConfig
 from vlora.types import ErrorValue
 
@@ -30,6 +34,8 @@ _WATCH_S = 60.0  # of one call that watches an actor; those of a killed keeper e
 _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 10.0
 _STOP_S = 3.0
+_END_S = 1.5
+_LOOK_S = 0.5
 
 
 class Keeper:
@@ -43,6 +49,8 @@ class Keeper:
         self._handles: dict[str, Any] = {}
         self._number = settings.number
         self._scaled = threading.Condition()
+        self._places = None if settings.need is None else Places(settings.need, settings.homes)
+        self._began_s = time.monotonic()
 
     def start(self) -> None:
         """Begin to hold the replicas.
@@ -52,7 +60,7 @@ class Keeper:
         """
         number = len(self._settings.actors)
         wanted, found = number * self._settings.num_gpus, int(ray.cluster_resources().get("GPU", 0))
-        if wanted > found:
+        if wanted > found and self._places is None:
             raise BadConfig(
                 f"{number} replicas need {wanted} GPUs, and Ray finds {found} on this machine; lower --replicas or "
                 "--tensor-parallel"
@@ -62,17 +70,28 @@ class Keeper:
 
     def stop(self) -> None:
         """End the actors."""
-        for handle in tuple(self._handles.values()):
-            ray.kill(handle, no_restart=True)
+        self._end(tuple(self._handles.values()))
 
     def scale(self, number: int) -> None:
         """Have the first replicas; end the actors of others."""
         with self._scaled:
             self._number = number
             self._scaled.notify_all()
-        for name in tuple(self._settings.actors)[number:]:
-            if (handle := self._handles.pop(name, None)) is not None:
-                ray.kill(handle, no_restart=True)  # its thread sees the end
+        left = [self._handles.pop(name, None) for name in tuple(self._settings.actors)[number:]]
+        self._end([handle for handle in left if handle is not None])  # their threads see the end
+
+    def restart(self, name: str) -> None:
+        """Kill the processes of a replica; its actor ends with them, and is started again."""
+        if (handle := self._handles.get(name)) is not None:
+            handle.end_replica.remote()
+
+    def _end(self, handles: Sequence[Any]) -> None:
+        """End actors. On several machines the front end cannot end their replicas itself."""
+        if self._places is not None and handles:
+            ending = [handle.end_replica.remote() for handle in handles]
+            ray.wait(ending, num_returns=len(ending), timeout=_END_S)
+        for handle in handles:
+            ray.kill(handle, no_restart=True)
 
     def say(self, event: Event) -> None:
         with self._saying:
@@ -80,24 +99,32 @@ class Keeper:
             self._out.flush()
 
     def _hold(self, name: str, place: int) -> None:
-        pause_s = _FIRST_PAUSE_S
+        pause_s, told = _FIRST_PAUSE_S, ""
         while True:
             located = False
             try:
                 if place >= self._number:
-                    _end_actor(name)
+                    self._leave(name)
                     with self._scaled:
                         self._scaled.wait_for(lambda: place < self._number)
                 # By name each time: an actor that has ended for good is replaced by a new one.
-                handle = self._handles[name] = self._actor(name)
+                if (handle := self._actor(name)) is None:
+                    time.sleep(_LOOK_S)
+                    continue
+                self._handles[name] = handle
                 found = msgspec.msgpack.decode(ray.get(handle.open.remote()), type=Opened | NotOpened)
                 if isinstance(found, NotOpened):
                     self.say(Failed(name, found.error))
+                    if self._places is not None:
+                        self._places.fail(name)
+                        self._end([handle])  # the next one may be on another machine
                     time.sleep(pause_s)
                     pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
                     continue
-                located, pause_s = place < self._number, _FIRST_PAUSE_S
+                located, pause_s, told = place < self._number, _FIRST_PAUSE_S, ""
                 if located:
+                    if self._places is not None:
+                        self._places.settle(name, found.node)
                     self.say(Located(name, found))
                 while place < self._number:
                     ray.get(handle.watch.remote(_WATCH_S))
@@ -105,21 +132,57 @@ class Keeper:
                 self.say(Failed(name, ErrorValue("engine_dead", f"{type(error.cause).__name__}: {error.cause}")))
                 time.sleep(pause_s)
                 pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
+            except BadConfig as error:  # no machine has room
+                if told != str(error) and time.monotonic() - self._began_s > self._settings.join_s:
+                    told = str(error)
+                    self.say(Failed(name, ErrorValue.of(error)))
+                time.sleep(_LOOK_S)
             except RayError as error:
                 if located and place < self._number:
                     self.say(Lost(name, str(error).strip().splitlines()[0]))
                 time.sleep(_FIRST_PAUSE_S)  # until Ray has started it again, calls may fail
 
     def _actor(self, name: str) -> Any:
-        """A new actor, or the one of an earlier keeper."""
+        """A new actor, or the one of an earlier keeper; None while the machine of a running replica joins Ray again.
+
+        Raises:
+            BadConfig: No machine has room.
+        """
         options = ray_settings.actor_options(name, self._settings.num_gpus)
+        if self._places is not None and self._settings.need is not None:
+            recent = time.monotonic() - self._began_s < self._settings.join_s
+            machine = self._places.choose(name, machines(), wait_for_home=recent)
+            if machine is None:
+                return None
+            options |= node_settings.placed(self._settings.need)
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(machine.node_id, soft=False)
         return ray.remote(ReplicaActor).options(**options).remote(msgspec.msgpack.encode(self._settings.actors[name]))
 
+    def _leave(self, name: str) -> None:
+        """End the actor of a replica that is not wanted any more, as an earlier keeper may have left it."""
+        if self._places is not None:
+            self._places.leave(name)
+        with contextlib.suppress(ValueError):  # there is none
+            self._end([ray.get_actor(name)])
 
-def _end_actor(name: str) -> None:
-    """End the actor of a replica that is not wanted any more, as an earlier keeper may have left it."""
-    with contextlib.suppress(ValueError):  # there is none
-        ray.kill(ray.get_actor(name), no_restart=True)
+
+def machines() -> list[Machine]:
+    """The machines in Ray that have a site."""
+    found = []
+    for node in ray.nodes():
+        resources = node["Resources"]
+        if node["Alive"] and (key := node["NodeName"]).startswith(node_settings.KEY_PREFIX):
+            found.append(
+                Machine(
+                    key=key,
+                    node_id=node["NodeID"],
+                    host=node["NodeManagerAddress"],
+                    cpus=int(resources.get("CPU", 0)),
+                    gpus=int(resources.get("GPU", 0)),
+                    memory_bytes=int(resources.get("memory", 0)),
+                )
+            )
+    return found
 
 
 def main() -> None:
@@ -131,7 +194,7 @@ def main() -> None:
         os.dup2(log.fileno(), 2)
     keeper = Keeper(settings, out)
     try:
-        ray.init(**ray_settings.connection(settings.ports))
+        ray.init(**settings.connection)
         keeper.start()
     except BadConfig as error:
         keeper.say(Failed("", ErrorValue.of(error)))
@@ -141,7 +204,12 @@ def main() -> None:
         os._exit(1)
     with contextlib.suppress(EOFError):  # the front end has closed it, or has ended
         while True:
-            keeper.scale(framing.read(sys.stdin.buffer, Scale).number)
+            order: Any = framing.read(sys.stdin.buffer, cast(Any, Order))
+            match order:
+                case Scale(number=number):
+                    keeper.scale(number)
+                case Restart(name=name):
+                    keeper.restart(name)
     # If Ray's head is gone, the calls do not return.
     threading.Thread(target=_leave_late, daemon=True).start()
     keeper.stop()

@@ -1,23 +1,35 @@
-"""Ray's head and the keeper, started again when they end. Neither is needed to serve: the replicas' lines do that."""
+"""Ray's head and the keeper, started again when they end. Neither is needed to serve: the replicas' lines do that.
+
+On several machines each has such a head, which runs Ray's control service on one of them and a node on the others.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-import os
 import sys
-from collections.abc import Callable
-from typing import Any
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple
 
 import msgspec
 
 from vlora.cluster import framing
-from vlora.cluster.on_ray import settings as ray_settings
 from vlora.cluster.on_ray.actor import ActorSettings
-from vlora.cluster.on_ray.reports import Event, Failed, HeadReport, HeadSettings, KeeperSettings, Scale
+from vlora.cluster.on_ray.reports import (
+    Event,
+    Failed,
+    HeadReport,
+    HeadSettings,
+    KeeperSettings,
+    Located,
+    Need,
+    Restart,
+    Scale,
+)
 from vlora.cluster.on_ray.settings import Folder, Ports
-from vlora.errors import BadConfig, EngineDead
+from vlora.errors import EngineDead, VLoraError
 from vlora.types import ErrorValue
 
 log = logging.getLogger("vlora.cluster")
@@ -66,6 +78,10 @@ class Process:
     async def wait(self) -> int:
         return await self._process.wait()
 
+    def kill(self) -> None:
+        if self._process.returncode is None:
+            self._process.kill()
+
     async def stop(self, timeout_s: float) -> None:
         """Close its stdin; after a time, kill it."""
         self._stdin.close()
@@ -76,49 +92,51 @@ class Process:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 return await self._process.wait()
-        if self._process.returncode is None:
-            self._process.kill()
+        self.kill()
         return await self._process.wait()
 
 
-class RayProcesses:
-    """Head and keeper of one front end.
+class RayStart(NamedTuple):
+    """How Ray is started on this machine, and how a driver finds it.
 
     Attributes:
-        ports: Of the current head.
-        head, keeper: The current processes; None while there is none.
+        ports: Of this machine.
+        command: Runs Ray until it is ended.
+        environ: Of Ray's processes and drivers.
+        connection: The arguments of `ray.init`.
     """
 
-    def __init__(
-        self,
-        folder: Folder,
-        actors: dict[str, ActorSettings],
-        number: int,
-        num_gpus: int,
-        on_event: Callable[[Any], None],
-    ) -> None:
+    ports: Ports
+    command: list[str]
+    environ: dict[str, str]
+    connection: dict[str, Any]
+
+
+class RayNode:
+    """Ray on this machine: the process that runs it, started again when it ends.
+
+    Attributes:
+        ports: Of the current process.
+        head: The current process (`vlora.cluster.on_ray.head`); None while there is none.
+        runs: Whether Ray has started in it.
+    """
+
+    def __init__(self, folder: Folder, prepare: Callable[[], Awaitable[RayStart]]) -> None:
         """Start nothing yet.
 
         Args:
-            actors: Of all replicas that there may be.
-            number: Of the first ones that there are.
-            num_gpus: Of each replica.
-            on_event: Called with each event of the keeper (`Located`, `Lost`, `Failed`).
+            prepare: Called before each start. Its errors are those of a start that fails.
         """
-        self.ports = Ports(0, len(actors))
+        self.ports = Ports(0, 0)
         self.head: Process | None = None
-        self.keeper: Process | None = None
+        self.runs = False
         self._folder = folder
-        self._actors = actors
-        self._number = number
-        self._num_gpus = num_gpus
-        self._on_event = on_event
-        self._environ = ray_settings.environment(folder, os.environ)
-        self._heard = False  # anything from the current keeper
+        self._prepare = prepare
+        self._start: RayStart
         self._running: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start both. Raises BadConfig if no ports are free, EngineDead if Ray does not start."""
+        """Start Ray. Raises EngineDead if it does not start, and errors of `prepare`, such as BadConfig."""
         for attempt in range(STARTS):
             try:
                 await self._start_head()
@@ -128,29 +146,28 @@ class RayProcesses:
                     raise
         self._running = asyncio.create_task(self._run(), name="vlora-ray")
 
-    def scale(self, number: int) -> None:
-        """Start or end actors, now or when a keeper runs again."""
-        self._number = number
-        if self.keeper is not None:
-            self.keeper.send(Scale(number))
+    def restart(self) -> None:
+        """End Ray abruptly; another one starts."""
+        if self.head is not None:
+            self.head.kill()
 
     async def close(self) -> None:
-        """End the actors, then Ray."""
+        """End Ray."""
         if self._running is not None:
             self._running.cancel()
             await asyncio.wait({self._running})
-        if self.keeper is not None:
-            await self.keeper.stop(_KEEPER_STOP_S)
+        await self._before_end()
         if self.head is not None:
             await self.head.stop(_HEAD_STOP_S)
-        self.keeper = self.head = None
+        self.head = None
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
     async def _start_head(self) -> None:
-        self.ports = ray_settings.find_ports(len(self._actors))
-        settings = HeadSettings(self._folder, self.ports)
-        self.head = await Process.start("vlora.cluster.on_ray.head", settings, self._environ)
+        start = self._start = await self._prepare()
+        self.ports = start.ports
+        settings = HeadSettings(self._folder, tuple(start.command))
+        self.head = await Process.start("vlora.cluster.on_ray.head", settings, start.environ)
         problem = "it ended"
         with contextlib.suppress(asyncio.IncompleteReadError):
             problem = (await framing.receive(self.head.output, HeadReport)).problem
@@ -158,10 +175,10 @@ class RayProcesses:
             await self.head.end(_HEAD_STOP_S)  # with stdin open, so that it keeps the folder for the next start
             self.head = None
             raise EngineDead(f"Ray did not start: {problem}")
+        self.runs = True
 
     async def _run(self) -> None:
         pause_s = _FIRST_PAUSE_S
-        num_silent = 0
         while True:
             try:
                 if self.head is None:
@@ -169,25 +186,102 @@ class RayProcesses:
                     log.warning("Ray runs again, on ports %s", self.ports)
                 assert self.head is not None
                 if await self._keep(self.head):
-                    pause_s, num_silent = _FIRST_PAUSE_S, 0
-                elif (num_silent := num_silent + 1) == STARTS:
-                    error = EngineDead(f"the keeper has ended {STARTS} times before any report; see its messages above")
-                    self._on_event(Failed("", ErrorValue.of(error)))
-            except (BadConfig, EngineDead, OSError) as error:
+                    pause_s = _FIRST_PAUSE_S
+            except (VLoraError, OSError) as error:
                 log.warning("%s; retrying", error)
             await asyncio.sleep(pause_s)
             pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
 
     async def _keep(self, head: Process) -> bool:
+        """Wait for the end of Ray. Returns whether the next start may follow soon."""
+        began_s = time.monotonic()
+        await head.wait()
+        self._head_ended()
+        return time.monotonic() - began_s > _LONGEST_PAUSE_S
+
+    def _head_ended(self) -> None:
+        self.head, self.runs = None, False
+        log.warning("Ray's head has ended; serving goes on, and another one starts")
+
+    async def _before_end(self) -> None:
+        """Called before Ray is ended."""
+
+
+class RayProcesses(RayNode):
+    """Ray on this machine, and the keeper of one front end.
+
+    Attributes:
+        keeper: The current process; None while there is none.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        prepare: Callable[[], Awaitable[RayStart]],
+        actors: dict[str, ActorSettings],
+        number: int,
+        on_event: Callable[[Any], None],
+        *,
+        num_gpus: int = 0,
+        need: Need | None = None,
+        serves: Callable[[str], bool] = lambda name: True,
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            prepare: See `RayNode`.
+            actors: Of all replicas that there may be.
+            number: Of the first ones that there are.
+            on_event: Called with each event of the keeper (`Located`, `Lost`, `Failed`).
+            num_gpus: Of each replica.
+            need: Of each replica, where there are several machines.
+            serves: Whether a replica serves, so that a later keeper waits for its machine.
+        """
+        super().__init__(folder, prepare)
+        self.keeper: Process | None = None
+        self._actors = actors
+        self._number = number
+        self._num_gpus = num_gpus
+        self._need = need
+        self._serves = serves
+        self._on_event = on_event
+        self._homes: dict[str, str] = {}
+        self._heard = False  # anything from the current keeper
+        self._num_silent = 0
+
+    def scale(self, number: int) -> None:
+        """Start or end actors, now or when a keeper runs again."""
+        self._number = number
+        self._order(Scale(number))
+
+    def restart_replica(self, name: str) -> None:
+        """Kill a replica's processes through its actor, so that it is started again."""
+        self._order(Restart(name))
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _order(self, order: Scale | Restart) -> None:
+        if self.keeper is not None:
+            self.keeper.send(order)
+
+    async def _before_end(self) -> None:
+        """End the actors first."""
+        if self.keeper is not None:
+            await self.keeper.stop(_KEEPER_STOP_S)
+        self.keeper = None
+
+    async def _keep(self, head: Process) -> bool:
         """Run a keeper until it or the head ends. Returns whether the keeper has reported anything."""
         settings = KeeperSettings(
-            ports=self.ports,
+            connection=self._start.connection,
             actors=self._actors,
             number=self._number,
             log_file=self._folder.ray_log,
             num_gpus=self._num_gpus,
+            need=self._need,
+            homes={name: key for name, key in self._homes.items() if self._serves(name)},
         )
-        keeper = self.keeper = await Process.start("vlora.cluster.on_ray.keeper", settings, self._environ)
+        keeper = self.keeper = await Process.start("vlora.cluster.on_ray.keeper", settings, self._start.environ)
         self._heard = False
         reading = asyncio.create_task(self._read(keeper))
         head_ended = asyncio.create_task(head.wait())
@@ -199,18 +293,24 @@ class RayProcesses:
         code = await keeper.end(0 if head_ended in ended else _EXIT_S)
         self.keeper = None
         if head_ended in ended:
-            self.head = None
-            log.warning("Ray's head has ended; serving goes on, and another one starts")
+            self._head_ended()
         else:
             log.warning("the keeper has ended with code %d; serving goes on, and another one starts", code)
+        self._num_silent = 0 if self._heard else self._num_silent + 1
+        if self._num_silent == STARTS:
+            error = EngineDead(f"the keeper has ended {STARTS} times before any report; see its messages above")
+            self._on_event(Failed("", ErrorValue.of(error)))
         return self._heard
 
     async def _read(self, keeper: Process) -> None:
         """Pass on events until the keeper ends."""
         try:
             while True:
-                self._on_event(await framing.receive(keeper.output, Event))
+                event = await framing.receive(keeper.output, Event)
+                if isinstance(event, Located):
+                    self._homes[event.name] = event.at.node
                 self._heard = True
+                self._on_event(event)
         except asyncio.IncompleteReadError:
             pass
         except msgspec.MsgspecError as error:

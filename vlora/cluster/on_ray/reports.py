@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from vlora.cluster.on_ray.actor import ActorSettings, Opened
-from vlora.cluster.on_ray.settings import Folder, Ports
+from vlora.cluster.on_ray.settings import Folder
 from vlora.types import ErrorValue
 
 
 class HeadSettings(msgspec.Struct, frozen=True):
-    """Settings of the head's process."""
+    """Settings of the head's process. command: runs Ray."""
 
     folder: Folder
-    ports: Ports
+    command: tuple[str, ...]
 
 
 class HeadReport(msgspec.Struct, frozen=True):
@@ -22,27 +24,51 @@ class HeadReport(msgspec.Struct, frozen=True):
     problem: str
 
 
+class Need(msgspec.Struct, frozen=True, kw_only=True):
+    """The resources of one replica."""
+
+    cpus: int
+    gpus: int = 0
+    memory_bytes: int = 0
+
+
 class KeeperSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of a keeper.
 
     Attributes:
+        connection: The arguments of `ray.init`.
         actors: By the names of all replicas that there may be.
         number: Of the first ones that there are.
         log_file: For messages of Ray itself.
         num_gpus: Of each replica.
+        need: Of each replica, where there are several machines.
+        homes: The keys of the machines of replicas that may run, by name.
+        join_s: How long machines may take to join, at the start and after that of another Ray.
     """
 
-    ports: Ports
+    connection: dict[str, Any]
     actors: dict[str, ActorSettings]
     number: int
     log_file: str
     num_gpus: int = 0
+    need: Need | None = None
+    homes: dict[str, str] = {}
+    join_s: float = 30.0
 
 
-class Scale(msgspec.Struct, frozen=True):
+class Scale(msgspec.Struct, frozen=True, tag=True):
     """To a keeper: another number of replicas."""
 
     number: int
+
+
+class Restart(msgspec.Struct, frozen=True, tag=True):
+    """To a keeper: kill the processes of a replica, so that it is started again."""
+
+    name: str
+
+
+Order = Scale | Restart
 
 
 class Located(msgspec.Struct, frozen=True, tag=True):
@@ -53,7 +79,7 @@ class Located(msgspec.Struct, frozen=True, tag=True):
 
 
 class Lost(msgspec.Struct, frozen=True, tag=True):
-    """A replica's actor has ended; Ray starts it again."""
+    """A replica's actor has ended; it is started again."""
 
     name: str
     cause: str

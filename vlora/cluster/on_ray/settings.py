@@ -51,21 +51,23 @@ _ENVIRONMENT = {
     # Ray's own guard would end a small actor, and with it an engine, because other programs use the memory.
     "RAY_memory_monitor_refresh_ms": "0",
 }
-_OBJECT_STORE_BYTES = 80 << 20  # near Ray's minimum: nothing is stored there
+_HEAD_PORTS = ("port", "dashboard-port")
+OBJECT_STORE_BYTES = 80 << 20  # near Ray's minimum: nothing is stored there
 _MAX_FOLDER_CHARS = 40  # Ray appends some 60 characters, and a path of a Unix socket has at most 107
 _TOKEN_BYTES = 32
 
 
-def check_ray(num_replicas: int) -> None:
+def check_ray(what: str) -> None:
     """Check that Ray is installed and has authentication. Does not import it.
+
+    Args:
+        what: Needs Ray.
 
     Raises:
         BadConfig: It is missing, or too old.
     """
     if importlib.util.find_spec("ray") is None:
-        raise BadConfig(
-            f"--replicas {num_replicas} needs Ray: pip install 'vlora[cluster]'; without it one engine serves"
-        )
+        raise BadConfig(f"{what} needs Ray: pip install 'vlora[cluster]'; without it one engine serves")
     check_version(importlib.metadata.version("ray"))
 
 
@@ -103,8 +105,8 @@ class Ports(NamedTuple):
         """The last one. A worker process has a port: idle ones, drivers, and actors with their successors."""
         return self.first_worker + 15 + 4 * self.num_replicas
 
-    def flags(self) -> list[str]:
-        """The options of `ray start`."""
+    def flags(self, *, head: bool = True) -> list[str]:
+        """The options of `ray start`. head: with the control service."""
         names = (
             "port",
             "node-manager-port",
@@ -115,12 +117,14 @@ class Ports(NamedTuple):
             "metrics-export-port",
             "dashboard-port",
         )
+        named = [(name, self.first + place) for place, name in enumerate(names)]
+        # Ray Client's server, which starts by default where grpc is installed, and has no flag elsewhere.
+        without_client = ["--ray-client-server-port=0"] if importlib.util.find_spec("grpc") and head else []
         return [
-            *(f"--{name}={self.first + place}" for place, name in enumerate(names)),
+            *(f"--{name}={port}" for name, port in named if head or name not in _HEAD_PORTS),
             f"--min-worker-port={self.first_worker}",
             f"--max-worker-port={self.last}",
-            # Ray Client's server, which starts by default where grpc is installed, and has no flag elsewhere.
-            *(["--ray-client-server-port=0"] if importlib.util.find_spec("grpc") else []),
+            *without_client,
         ]
 
     def __str__(self) -> str:
@@ -132,15 +136,22 @@ def find_ports(num_replicas: int) -> Ports:
     size = Ports(0, num_replicas).last + 1
     for first in range(20_000, 32_000 - size, -(-size // 100) * 100):
         ports = Ports(first, num_replicas)
-        if all(map(_is_free, range(first, ports.last + 1))):
+        if all(map(is_free, range(first, ports.last + 1))):
             return ports
     raise BadConfig(f"no {size} adjacent ports between 20000 and 32000 are free for Ray; end other programs there")
 
 
-def _is_free(port: int) -> bool:
+def is_free(port: int) -> bool:
+    """Whether a program may listen on a port of all addresses."""
     with contextlib.suppress(OSError), socket.create_server(("", port)):
         return True
     return False
+
+
+def write_private(path: str, content: str) -> None:
+    """Write a new file that only this user can read. Raises FileExistsError if it exists."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
+        opened.write(content)
 
 
 class Folder(NamedTuple):
@@ -149,15 +160,14 @@ class Folder(NamedTuple):
     path: str
 
     @classmethod
-    def create(cls) -> Folder:
-        """With new secrets. Ray's own default would be one world-readable token in the home directory."""
+    def create(cls, token: str | None = None, secret: str | None = None) -> Folder:
+        """With these secrets, or new ones. Ray's own default would be a world-readable token in the home directory."""
         parent = tempfile.gettempdir()
         if len(parent) > _MAX_FOLDER_CHARS - len("/vlora-ray-12345678"):
             parent = "/tmp"
         self = cls(tempfile.mkdtemp(prefix="vlora-ray-", dir=parent))
-        for file in (self.token_file, self.secret_file):
-            with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
-                opened.write(secrets.token_hex(_TOKEN_BYTES))
+        for file, content in ((self.token_file, token), (self.secret_file, secret)):
+            write_private(file, secrets.token_hex(_TOKEN_BYTES) if content is None else content)
         return self
 
     @property
@@ -186,6 +196,11 @@ class Folder(NamedTuple):
 
     def secret(self) -> bytes:
         return Path(self.secret_file).read_bytes()
+
+    @property
+    def site_file(self) -> str:
+        """See `site`, on one of several machines."""
+        return f"{self.path}/site"
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
@@ -229,7 +244,7 @@ def start_command(folder: Folder, ports: Ports) -> list[str]:
         f"--node-ip-address={LOOPBACK}",
         f"--temp-dir={folder.path}",
         f"--num-cpus={ports.num_replicas}",
-        f"--object-store-memory={_OBJECT_STORE_BYTES}",
+        f"--object-store-memory={OBJECT_STORE_BYTES}",
         "--include-dashboard=false",
         "--disable-usage-stats",
         "--no-monitor",  # the autoscaler, 96 MiB

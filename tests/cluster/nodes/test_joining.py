@@ -1,0 +1,267 @@
+"""Checks before a machine joins a cluster, and the runs that `vlora cluster down` finds. Without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import ssl
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from vlora.cluster.door import Address, Certificate
+from vlora.cluster.nodes import runs
+from vlora.cluster.nodes.certificates import Authority
+from vlora.cluster.nodes.content import adapter_digest, model_digest
+from vlora.cluster.nodes.greeting import (
+    Adapter,
+    Admitted,
+    Facts,
+    HeadDoor,
+    ask_head,
+    check_content,
+    check_versions,
+    python_version,
+)
+from vlora.cluster.nodes.token import create_token, derived, read_token
+from vlora.cluster.on_ray.settings import Folder
+from vlora.errors import BadConfig, Disconnected, Unauthorized, VLoraError
+
+TOKEN = b"a token of at least 32 characters"
+
+
+def facts_here(tmp_path: Path) -> Facts:
+    adapter = tmp_path / "signs"
+    adapter.mkdir(exist_ok=True)
+    (adapter / "adapter_config.json").write_text("{}")
+    (adapter / "adapter_model.safetensors").write_bytes(b"weights")
+    model = tmp_path / "model"
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text('{"torch_dtype": "bfloat16"}')
+    (model / "model.safetensors").write_bytes(bytes(2 << 20))
+    return Facts(
+        run="r",
+        plan="p",
+        ray="2.60.0",
+        python=python_version(),
+        control="127.0.0.1:20000",
+        ray_ports=(20_000, 20_299),
+        door_ports=(20_300, 20_399),
+        most=2,
+        model=str(model),
+        model_digest=model_digest(str(model)),
+        adapters={"signs": Adapter(str(adapter), adapter_digest(str(adapter)))},
+    )
+
+
+@contextlib.asynccontextmanager
+async def a_head(facts: Facts | None) -> AsyncIterator[tuple[Address, list[str]]]:
+    """A head's door, and its lines. facts: None while its Ray does not run."""
+    folder, authority, lines = Folder.create(), Authority(), list[str]()
+    try:
+        authority.issue("127.0.0.1").write(folder)
+        certificate = Certificate(f"{folder.path}/cert.pem", f"{folder.path}/key.pem")
+        address = Address("127.0.0.1", 0)
+        door = await HeadDoor.open(address, TOKEN, certificate, authority, lambda: facts, lines.append)
+        try:
+            yield Address("127.0.0.1", door.port), lines
+        finally:
+            door.close()
+    finally:
+        folder.remove()
+
+
+def ask(
+    facts: Facts | None,
+    token: bytes = TOKEN,
+    *,
+    version: str | None = None,
+    change: Callable[[Address], Address] = lambda address: address,
+) -> tuple[Admitted, list[str]]:
+    """A head's answer and its lines."""
+
+    async def main() -> tuple[Admitted, list[str]]:
+        async with a_head(facts) as (address, lines):
+            found, line = await ask_head(change(address), token, "", version=version)
+            line.close()
+            return found, lines
+
+    return asyncio.run(main())
+
+
+def test_a_machine_gets_the_facts_and_a_certificate(tmp_path: Path) -> None:
+    facts = facts_here(tmp_path)
+    found, lines = ask(facts)
+    assert (found.host, found.facts, lines) == ("127.0.0.1", facts, ["127.0.0.1 joins"])
+    folder = Folder.create()
+    try:
+        found.certificates.write(folder)
+        found.certificates.write(folder)  # of a later head
+        context = ssl.create_default_context(cafile=f"{folder.path}/ca.pem")
+        context.load_cert_chain(f"{folder.path}/cert.pem", f"{folder.path}/key.pem")
+        assert stat.S_IMODE(os.stat(f"{folder.path}/key.pem").st_mode) == 0o600
+    finally:
+        folder.remove()
+
+
+def test_another_token_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Unauthorized, match=r"^the head at 127\.0\.0\.1:\d+ has another token; copy its token file"):
+        ask(facts_here(tmp_path), b"another token of 32 characters, here")
+
+
+def test_another_version_of_vlora_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        BadConfig,
+        match=r"^the head of a cluster at \S+ runs vlora '\S+' .*, this machine vlora '9' .*; install the same",
+    ):
+        ask(facts_here(tmp_path), version="9")
+
+
+def test_an_address_without_a_head_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Disconnected, match=r"^no connection to a head of a cluster at 127.0.0.1:1: .* starts a head$"):
+        ask(facts_here(tmp_path), change=lambda address: Address(address.host, 1))
+
+
+def test_a_head_without_its_ray_admits_nobody_yet() -> None:
+    with pytest.raises(Disconnected, match=r"^Ray does not run on the head; it is started again"):
+        ask(None)
+
+
+def test_a_cluster_has_one_front_end_at_a_time(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with a_head(facts_here(tmp_path)) as (address, lines):
+            _, line = await ask_head(address, TOKEN, "10.0.0.7", front_end=True)
+            with pytest.raises(BadConfig, match=r"^the cluster has a front end already, at 10\.0\.0\.7; end it before"):
+                await ask_head(address, TOKEN, "10.0.0.8", front_end=True)
+            (await ask_head(address, TOKEN, "10.0.0.8")).line.close()  # a node joins
+            line.close()
+            await asyncio.sleep(0.1)
+            (await ask_head(address, TOKEN, "10.0.0.8", front_end=True)).line.close()
+            assert lines[-1] == "10.0.0.8 joins with the front end"
+
+    asyncio.run(main())
+
+
+def test_other_versions_of_ray_and_python_are_refused(tmp_path: Path) -> None:
+    facts = facts_here(tmp_path)
+    check_versions(facts, "2.60.0")
+    with pytest.raises(
+        BadConfig, match=r"^Ray 2\.59\.0 is installed here, 2\.60\.0 on the head; install the same: pip"
+    ):
+        check_versions(facts, "2.59.0")
+    with pytest.raises(BadConfig, match=r"^Python 3\.\d+ runs here, and 3\.1 on the head; Ray needs the same"):
+        check_versions(msgspec.structs.replace(facts, python="3.1"), "2.60.0")
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("model/config.json", b'{"torch_dtype": "float16"}', r"^the model \S+ has other files here than on the head"),
+        ("model/model.safetensors", b"shorter", r"^the model \S+ has other files here than on the head"),
+        ("signs/adapter_model.safetensors", b"WEIGHTS", r"^adapter 'signs' in \S+ has other content than on the head"),
+        ("signs/adapter_config.json", None, r"^adapter 'signs' is missing here: \S+ has no adapter_config.json; copy"),
+    ],
+)
+def test_another_model_dtype_or_adapter_is_refused(
+    file: str, content: bytes | None, message: str, tmp_path: Path
+) -> None:
+    facts = facts_here(tmp_path)
+    check_content(facts, model_digest(facts.model), adapter_digest)
+    (tmp_path / file).unlink() if content is None else (tmp_path / file).write_bytes(content)
+    with pytest.raises(BadConfig, match=message):
+        check_content(facts, model_digest(facts.model), adapter_digest)
+
+
+def test_a_new_token_is_for_this_user_only_and_kept(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    assert create_token(file) and not create_token(file)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600 and len(read_token(file)) == 64
+    assert os.listdir(tmp_path) == ["token"]
+    assert len({derived(read_token(file), purpose) for purpose in ("ray", "doors", "head")} | {file.read_text()}) == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "message"),
+    [
+        (b"t" * 64, 0o640, "has mode 0640, so others may use it; run `chmod 600`"),
+        (b"t" * 31, 0o600, "has 31 characters; at least 32 are needed"),
+        (None, 0o600, "No such file or directory; copy that of `vlora cluster up`"),
+    ],
+)
+def test_an_unusable_token_file_is_refused(content: bytes | None, mode: int, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    if content is not None:
+        file.write_bytes(content)
+        file.chmod(mode)
+    with pytest.raises(BadConfig) as caught:
+        read_token(file)
+    assert message in str(caught.value) and "tttt" not in str(caught.value)
+
+
+RUN = """
+import signal, sys
+from vlora.cluster.nodes.runs import registered
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+with registered(*sys.argv[1:]):
+    print(flush=True)
+    signal.pause()
+"""
+
+
+def test_down_finds_what_runs_and_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    environ = os.environ | {"TMPDIR": str(tmp_path)}
+
+    def start(*args: str) -> subprocess.Popen[str]:
+        found = subprocess.Popen([sys.executable, "-c", RUN, *args], env=environ, stdout=subprocess.PIPE, text=True)
+        assert found.stdout is not None and found.stdout.readline()
+        return found
+
+    with start("head", "10.0.0.1:1") as head, start("node", "10.0.0.1:1") as node:
+        try:
+            assert {(run.kind, run.pid) for run in runs.running()} == {("head", head.pid), ("node", node.pid)}
+            twice = rf"^a node of 10\.0\.0\.1:1 runs already .* \(process {node.pid}\)"
+            with pytest.raises(BadConfig, match=twice), runs.registered("node", "10.0.0.1:1"):
+                pass
+            os.kill(node.pid, signal.SIGKILL)  # its file stays, and names a process id that others may get
+            node.wait()
+            (run,) = runs.running()
+            assert run.kind == "head" and runs.end(run, 10.0) and not runs.running()
+            assert head.wait() == 0
+        finally:
+            head.kill()
+            node.kill()
+
+
+def test_the_files_of_a_run_that_was_killed_go_with_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    former = Folder.create()
+    (tmp_path / f"vlora-cluster-{os.getuid()}").mkdir(mode=0o700)
+    left = tmp_path / f"vlora-cluster-{os.getuid()}" / "node-10.0.0.1-1"
+    left.write_bytes(msgspec.json.encode(runs.Run("node", "10.0.0.1:1", 1, former)))
+    with runs.registered("node", "10.0.0.1:1") as note:
+        assert not os.path.exists(former.path)
+        note(former)
+        (run,) = runs.running()
+        assert (run.pid, run.folder) == (os.getpid(), former)
+    assert not runs.running()
+
+
+def test_a_folder_of_runs_that_others_can_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = runs.runs_folder()
+    folder.chmod(0o755)
+    with pytest.raises(
+        VLoraError, match=r"belongs to another user or can be used by others; remove it, or set TMPDIR$"
+    ):
+        runs.runs_folder()

@@ -1,0 +1,321 @@
+"""Machines that join a head, on a real Ray with sleeping engines.
+
+The second machine is a network namespace, as root; otherwise another address of this machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+import pytest
+
+from tests.cluster.running import outputs_of
+from tests.cluster.test_cluster import MIXED, check
+from vlora.cluster.door import connect
+from vlora.cluster.members import Health
+from vlora.cluster.nodes.cluster import NodesCluster
+from vlora.cluster.nodes.plan import ClusterPlan, read_cluster_plan
+from vlora.cluster.on_ray.own_processes import ray_processes, replica_processes
+from vlora.cluster.on_ray.settings import Folder, is_free
+from vlora.config import EngineConfig
+from vlora.errors import BadConfig, Disconnected
+from vlora.types.replicas import SERVING
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
+    pytest.mark.skipif(sys.platform != "linux", reason="only Linux has all of 127.0.0.0/8"),
+]
+
+T = TypeVar("T")
+
+COMMAND = ("", "-m", "tests.cluster.sleeping_engine")
+WAIT_S = 80.0
+
+
+class Network:
+    """The addresses of a head and of a node. With a namespace, the node's link can be cut.
+
+    Attributes:
+        command: Runs a program on the node.
+    """
+
+    def __init__(self) -> None:
+        self.name = f"vlora-{os.getpid()}"
+        self.head, self.node = "127.0.0.1", "127.0.0.2"
+        self.command: tuple[str, ...] = ()
+        self.has_namespace = os.geteuid() == 0 and self._ip(f"netns add {self.name}")
+        if not self.has_namespace:
+            return
+        link, net = f"v{os.getpid()}", f"10.213.{os.getpid() % 256}"
+        made = all(
+            (
+                self._ip(f"link add {link}a type veth peer name {link}b netns {self.name}"),
+                self._ip(f"addr add {net}.1/30 dev {link}a"),
+                self._ip(f"link set {link}a up"),
+                self._ip(f"-n {self.name} addr add {net}.2/30 dev {link}b"),
+                self._ip(f"-n {self.name} link set {link}b up"),
+                self._ip(f"-n {self.name} link set lo up"),
+            )
+        )
+        if not made:
+            self.close()
+            self.has_namespace = False
+            return
+        self.link, self.head, self.node = f"{link}a", f"{net}.1", f"{net}.2"
+        self.command = ("ip", "netns", "exec", self.name)
+
+    def cut(self, is_cut: bool) -> None:
+        assert self._ip(f"link set {self.link} {'down' if is_cut else 'up'}")
+
+    def close(self) -> None:
+        if self.has_namespace:
+            self._ip(f"netns del {self.name}")
+
+    def _ip(self, command: str) -> bool:
+        if shutil.which("ip") is None:
+            return False
+        return subprocess.run(["ip", *command.split()], capture_output=True).returncode == 0
+
+
+class Part:
+    """A `vlora cluster` command that runs. on: runs it on a machine."""
+
+    def __init__(self, tmp: Path, *args: str, on: tuple[str, ...] = ()) -> None:
+        environ = os.environ | {"TMPDIR": str(tmp)}
+        self.log = tmp / f"{len(list(tmp.glob('*.log')))}.log"
+        command = [*on, sys.executable, "-m", "vlora.cli", "cluster", *args]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT)
+
+    def wait_for(self, text: str) -> None:
+        ends_s = time.monotonic() + WAIT_S
+        while text not in self.log.read_text():
+            assert self.process.poll() is None and time.monotonic() < ends_s, self.log.read_text()
+            time.sleep(0.05)
+
+
+class Machines:
+    """A head and a node, and a front end in a thread with its event loop."""
+
+    def __init__(self, tmp: Path, network: Network) -> None:
+        self.tmp, self.network = tmp, network
+        (tmp / "model").mkdir()
+        (tmp / "model" / "config.json").write_text("{}")
+        # For head, node and front end. Other tests with Ray take ports from 20000 on.
+        first = next(first for first in range(26_000, 31_700, 300) if all(map(is_free, range(first, first + 251))))
+        self.file = tmp / "cluster.yaml"
+        self.file.write_text(
+            f"head: {network.head}:{first + 250}\ntoken_file: token\nray_ports: {first}-{first + 199}\n"
+            f"door_ports: {first + 200}-{first + 249}\nmodel: model\nreplicas: {{number: 2, most: 3, gpus: 1}}\n"
+        )
+        self.plan: ClusterPlan = read_cluster_plan(self.file)
+        self.config = EngineConfig(model=str(tmp / "model"), max_batch_size=8, block_size=16, device="cuda")
+        self.head = self.start_head()
+        self.node = self.start_node()
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+        self.cluster: NodesCluster = self.run(self.join())
+
+    def join(self) -> Coroutine[Any, Any, NodesCluster]:
+        return NodesCluster.join(self.config, self.plan, command=COMMAND, health=Health(missed=10), alone_s=5.0)
+
+    def start_head(self) -> Part:
+        part = Part(self.tmp, "up", str(self.file), "--cpus", "2", "--gpus", "2")
+        part.wait_for("other machines join")
+        return part
+
+    def start_node(self) -> Part:
+        token = str(self.tmp / "token")
+        args = ("--token-file", token, "--host", self.network.node, "--cpus", "2", "--gpus", "2")
+        part = Part(self.tmp, "join", str(self.plan.head), *args, on=self.network.command)
+        part.wait_for("has joined")
+        return part
+
+    def begin(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self.begin(coroutine).result(60)
+
+    def hosts(self) -> dict[str, str]:
+        """The machine of each replica that serves."""
+        serving = {replica.name for replica in self.cluster.status().replicas if replica.state == SERVING}
+        return {name: member.address.host for name, member in self.cluster.members.items() if name in serving}
+
+    def on(self, host: str) -> list[str]:
+        """The replicas that serve on a machine."""
+        return sorted(name for name, each in self.hosts().items() if each == host)
+
+    def gpus(self) -> set[str]:
+        """The GPUs that replicas are given. Their machines were started as if each had two."""
+        return {psutil.Process(pids.engine).environ()["CUDA_VISIBLE_DEVICES"] for pids in self.cluster.pids.values()}
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        ends_s = time.monotonic() + WAIT_S
+        while not condition():
+            assert time.monotonic() < ends_s, (self.hosts(), self.cluster.status())
+            time.sleep(0.02)
+
+    def answer_all(self, then: Callable[[], object] = lambda: None) -> list[int]:
+        """Answer mixed requests; `then` is called in the middle of them. Returns the deaths under each."""
+
+        async def answer() -> list[int]:
+            answers = (
+                outputs_of(self.cluster, each, 20 if each.request_id == "r0" else -1, then)  # type: ignore[arg-type]
+                for each in MIXED
+            )
+            lasts = [
+                check(request, found) for request, found in zip(MIXED, await asyncio.gather(*answers), strict=True)
+            ]
+            return [last.timings.num_deaths for last in lasts if last.timings is not None]
+
+        return self.run(answer())
+
+    def close(self) -> None:
+        self.run(self.cluster.close())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()
+
+
+def kill_machine(part: Part) -> None:
+    """Kill all processes of a node at once, as a power failure does."""
+    children = psutil.Process(part.process.pid).children(recursive=True)
+    (folder,) = {
+        Folder(value)
+        for child in children
+        if (value := child.environ().get("RAY_AUTH_TOKEN_PATH", "")[: -len("/token")])
+    }
+    victims = [psutil.Process(part.process.pid), *children, *ray_processes(folder), *replica_processes(folder)]
+    for process in victims:
+        if process.is_running():
+            process.kill()
+    part.process.wait()
+    folder.remove()
+
+
+@pytest.fixture(scope="module")
+def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
+    tmp = tmp_path_factory.mktemp("machines")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(tmp))
+        network = Network()
+        try:
+            found = Machines(tmp, network)
+            yield found
+            found.close()
+        finally:
+            environ = os.environ | {"TMPDIR": str(tmp)}
+            subprocess.run([sys.executable, "-m", "vlora.cli", "cluster", "down"], env=environ, timeout=60, check=True)
+            network.close()
+
+
+def test_each_machine_has_a_replica_and_answers_are_as_on_one_engine(machines: Machines) -> None:
+    assert set(machines.answer_all()) == {0}
+    assert set(machines.hosts().values()) == {machines.network.head, machines.network.node}
+    assert machines.gpus() == {"0"}
+    ports = machines.plan.door_ports
+    assert all(member.address.port in ports for member in machines.cluster.members.values())
+    assert f"{machines.network.node} joins\n" in machines.head.log.read_text()
+
+
+def test_connections_without_the_cluster_s_certificates_are_refused(machines: Machines) -> None:
+    """By a door, and by Ray, which requires a certificate of its peers too."""
+    member = next(iter(machines.cluster.members.values()))
+    secret = machines.cluster.folder.secret()
+    with pytest.raises(Disconnected):
+        machines.run(connect(member.address, secret, tls=False, beat_s=1.0))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # and empty settings
+
+    def answer(folder: Folder | None) -> bytes:
+        if folder is not None:
+            context.load_cert_chain(f"{folder.path}/cert.pem", f"{folder.path}/key.pem")
+        control = (machines.network.head, machines.plan.ray_ports.first)
+        with socket.create_connection(control, 5) as line, context.wrap_socket(line) as encrypted:
+            encrypted.sendall(preface)
+            return encrypted.recv(9)
+
+    with pytest.raises((ssl.SSLError, ConnectionError)):
+        assert not answer(None)
+        raise ConnectionError
+    assert len(answer(machines.cluster.folder)) == 9
+
+
+def test_a_second_front_end_is_refused(machines: Machines) -> None:
+    with pytest.raises(BadConfig, match=r"^a front end of \S+ runs already on this machine"):
+        machines.run(machines.join())
+
+
+@pytest.mark.exhaustive
+def test_a_head_that_starts_again_finds_the_replicas_of_nodes(machines: Machines) -> None:
+    """Its own replica ends with it, and so does all of Ray."""
+    (name,) = machines.on(machines.network.node)
+    pids = machines.cluster.pids[name]
+    assert set(machines.answer_all(machines.head.process.kill)) <= {0, 1}
+    machines.head.process.wait()
+    machines.wait(lambda: machines.on(machines.network.head) == [])
+    assert set(machines.answer_all()) == {0}
+    machines.head = machines.start_head()
+    machines.wait(lambda: len(machines.hosts()) == 2)
+    found = machines.cluster.pids[name]
+    assert machines.on(machines.network.node) == [name]
+    assert (found.replica, found.engine) == (pids.replica, pids.engine) and found.actor != pids.actor
+    assert set(machines.answer_all()) == {0}
+
+
+def test_a_killed_machine_loses_no_request_and_its_replica_moves(machines: Machines) -> None:
+    before = machines.cluster.status().num_deaths
+    assert 1 in machines.answer_all(lambda: kill_machine(machines.node))
+    machines.wait(lambda: len(machines.on(machines.network.head)) == 2)
+    assert machines.cluster.status().num_deaths == before + 1
+    assert set(machines.answer_all()) == {0}
+    assert machines.gpus() == {"0", "1"}
+
+
+def test_a_machine_that_joins_gets_the_next_replica(machines: Machines) -> None:
+    machines.node = machines.start_node()
+    assert machines.run(machines.cluster.scale(3, 30.0))
+    assert machines.on(machines.network.node) == ["replica-2"]
+    assert set(machines.answer_all()) == {0}
+
+
+def test_a_killed_replica_stays_on_its_machine(machines: Machines) -> None:
+    pids = machines.cluster.pids["replica-2"]
+    assert set(machines.answer_all(lambda: os.kill(pids.engine, signal.SIGKILL))) <= {0, 1}
+    machines.wait(lambda: machines.cluster.pids["replica-2"] != pids and len(machines.hosts()) == 3)
+    assert machines.on(machines.network.node) == ["replica-2"]
+
+
+@pytest.mark.exhaustive
+def test_a_machine_without_a_network_loses_no_request(machines: Machines) -> None:
+    """No end is notified of the cut. Its replica ends by itself, and is started again when the network is back."""
+    if not machines.network.has_namespace:
+        pytest.skip("a cut network needs root and network namespaces")
+    pids = machines.cluster.pids["replica-2"]
+    assert 1 in machines.answer_all(lambda: machines.network.cut(True))
+    machines.wait(lambda: not machines.on(machines.network.node))
+    machines.wait(lambda: not psutil.pid_exists(pids.replica))
+    machines.network.cut(False)
+    machines.wait(lambda: machines.on(machines.network.node) == ["replica-2"])
+    assert set(machines.answer_all()) == {0}

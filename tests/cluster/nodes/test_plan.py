@@ -1,0 +1,74 @@
+"""The plan of a cluster of several machines: every error has its line and field."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from vlora.cluster.door import Address
+from vlora.cluster.nodes.plan import absolute_adapters, read_cluster_plan
+from vlora.errors import BadPlan
+
+PLAN = """\
+head: 10.0.0.1:18870
+token_file: token
+ray_ports: 21000-21199
+door_ports: 21200-21299
+model: embedded
+adapters: {signs: adapters/signs}
+replicas: {number: 2, most: 4, cpus: 8, gpus: 1, memory_gib: 16.5}
+"""
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    (file := tmp_path / "cluster.yaml").write_text(text)
+    return file
+
+
+def test_a_plan_is_read_with_paths_relative_to_its_folder(tmp_path: Path) -> None:
+    plan = read_cluster_plan(written(tmp_path, PLAN))
+    assert plan.head == Address("10.0.0.1", 18870) and plan.token_file == tmp_path / "token"
+    assert (str(plan.ray_ports), str(plan.door_ports)) == ("21000-21199", "21200-21299")
+    assert absolute_adapters(plan) == {"signs": str(tmp_path / "adapters" / "signs")}
+    found = plan.replicas
+    assert (found.number, found.limit, found.cpus, found.gpus, found.memory_gib) == (2, 4, 8, 1, 16.5)
+
+
+def test_a_short_plan_has_defaults(tmp_path: Path) -> None:
+    text = "head: localhost:1\ntoken_file: t\nreplicas: {number: 3}\n"
+    plan = read_cluster_plan(written(tmp_path, text))
+    assert (plan.model, plan.adapters, plan.replicas.limit, plan.replicas.cpus) == ("embedded", {}, 3, 1)
+    other = tmp_path / "other"
+    other.mkdir()
+    assert read_cluster_plan(written(other, text)).digest == plan.digest  # whatever the token file's place
+    assert read_cluster_plan(written(other, text.replace("3", "4"))).digest != plan.digest
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "line", "field", "message"),
+    [
+        ("number: 2", "number: 0", 7, "replicas.number", "must be at least 1"),
+        ("number: 2", "number: true", 7, "replicas.number", "must be a number"),
+        ("most: 4", "most: 1", 7, "replicas", "`most` is 1, and `number` 2"),
+        ("cpus: 8", "cpus: 0", 7, "replicas.cpus", "must be at least 1"),
+        ("cpus: 8", "cores: 8", 7, "replicas.cores", "is not a known field"),
+        ("10.0.0.1:18870", "10.0.0.1", 1, "head", "is '10.0.0.1'; write HOST:PORT"),
+        ("10.0.0.1:18870", "10.0.0.1:99999", 1, "head", "with a port from 1 to 65535"),
+        ("21000-21199", "21000", 3, "ray_ports", "write FIRST-LAST"),
+        ("21000-21199", "21199-21000", 3, "ray_ports", "in ascending order"),
+        ("21000-21199", "80-21000", 3, "ray_ports", "ports from 1024"),
+        ("21000-21199", "21000-21010", 1, "plan", "`ray_ports` are 11 ports; 4 replicas need 84"),
+        ("21200-21299", "21100-21299", 1, "plan", "overlap"),
+        ("10.0.0.1:18870", "10.0.0.1:21250", 1, "plan", "one of `door_ports`"),
+        ("token_file: token\n", "", 1, "token_file", "missing"),
+    ],
+)
+def test_an_invalid_plan_is_refused_with_line_and_field(
+    before: str, after: str, line: int, field: str, message: str, tmp_path: Path
+) -> None:
+    file = written(tmp_path, PLAN.replace(before, after))
+    with pytest.raises(BadPlan) as caught:
+        read_cluster_plan(file)
+    assert str(caught.value).startswith(f"{file}, line {line}, field `{field}`: ") and message in str(caught.value)
+    assert "\n" not in str(caught.value)

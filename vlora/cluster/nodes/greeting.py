@@ -1,0 +1,263 @@
+"""The exchange between a head and a machine that joins: proof of the token, then the facts that all must share.
+
+The line is that of replicas (`door`): TLS, proof of the token, and one version on both ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+import socket
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+
+from vlora.cluster.door import Address, Certificate, Door, Inbox, open_proved
+from vlora.cluster.handshake import Hello
+from vlora.cluster.nodes.certificates import Authority, Certificates, own_addresses
+from vlora.cluster.nodes.token import derived
+from vlora.engine.ipc.transport import ClientTransport
+from vlora.errors import BadConfig, Disconnected, Unauthorized, VLoraError
+from vlora.types import ErrorValue
+
+_BEAT_S = 1.0
+
+
+class Adapter(msgspec.Struct, frozen=True):
+    path: str
+    digest: str
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts that all machines of a cluster share.
+
+    Attributes:
+        run: Of Ray's control service: another one knows no machine.
+        plan: The digest of the head's plan.
+        ray, python: Versions.
+        control: Of Ray's control service.
+        ray_ports, door_ports: First and last.
+        most: Of replicas.
+        model: A folder, a hub name or `embedded`; `model_digest`: see `content`.
+        adapters: By name.
+    """
+
+    run: str
+    plan: str
+    ray: str
+    python: str
+    control: str
+    ray_ports: tuple[int, int]
+    door_ports: tuple[int, int]
+    most: int
+    model: str
+    model_digest: str
+    adapters: dict[str, Adapter]
+
+
+class Join(msgspec.Struct, frozen=True, tag=True):
+    """A machine's message.
+
+    Attributes:
+        host: Its address for others; empty: the one of this connection.
+        addresses: All of its addresses, for its certificate.
+        front_end: It is the cluster's front end, as long as this connection is open.
+    """
+
+    host: str
+    addresses: tuple[str, ...]
+    front_end: bool = False
+
+
+class Admitted(msgspec.Struct, frozen=True, tag=True):
+    """The head's answer. host: the machine's address."""
+
+    host: str
+    facts: Facts
+    certificates: Certificates
+
+
+class Denied(msgspec.Struct, frozen=True, tag=True):
+    error: ErrorValue
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_to_head = msgspec.msgpack.Decoder(Join)
+_to_node = msgspec.msgpack.Decoder(Admitted | Denied)
+
+
+def python_version() -> str:
+    return ".".join(platform.python_version_tuple()[:2])
+
+
+class HeadDoor:
+    """The head's end. Created by `open`."""
+
+    def __init__(
+        self, authority: Authority, facts: Callable[[], Facts | None], announce: Callable[[str], None]
+    ) -> None:
+        self._authority = authority
+        self._facts = facts
+        self._announce = announce
+        self._front_end: str | None = None  # its address
+        self._lines: set[ClientTransport] = set()
+        self._door: Door
+
+    @classmethod
+    async def open(
+        cls,
+        address: Address,
+        token: bytes,
+        certificate: Certificate,
+        authority: Authority,
+        facts: Callable[[], Facts | None],
+        announce: Callable[[str], None],
+    ) -> HeadDoor:
+        """Listen for machines.
+
+        Args:
+            facts: Returns what they need; None while Ray does not run.
+            announce: Called with a line for each machine.
+
+        Raises:
+            BadConfig: The address cannot be used.
+        """
+        self = cls(authority, facts, announce)
+        secret = derived(token, "head").encode()
+        try:
+            self._door = await Door.open(address, secret, self._admit, certificate=certificate)
+        except BadConfig as error:
+            raise BadConfig(str(error).replace("the replica cannot listen", "the head cannot listen")) from error
+        return self
+
+    @property
+    def port(self) -> int:
+        return self._door.port
+
+    def close(self) -> None:
+        self._door.close()
+        self.drop()
+
+    def drop(self) -> None:
+        """Close the connections of all machines. They ask again."""
+        for line in tuple(self._lines):
+            line.close()
+
+    def _admit(self, transport: ClientTransport, inbox: Inbox, hello: Hello, address: str) -> None:
+        inbox.hand_over(transport, lambda data: self._answer(transport, address, _to_head.decode(data)))
+
+    def _answer(self, transport: ClientTransport, address: str, join: Join) -> None:
+        host = join.host or address.rpartition(":")[0].strip("[]")
+        other = self._front_end
+        if (facts := self._facts()) is None:
+            reply: Admitted | Denied = Denied(
+                ErrorValue("disconnected", "Ray does not run on the head; it is started again")
+            )
+        elif join.front_end and other is not None:
+            error = BadConfig(f"the cluster has a front end already, at {other}; end it before you start another one")
+            reply = Denied(ErrorValue.of(error))
+        else:
+            reply = Admitted(host, facts, self._authority.issue(host, join.addresses))
+            self._announce(f"{host} joins{' with the front end' if join.front_end else ''}")
+        transport.send(_encode(reply))
+        if isinstance(reply, Denied):
+            transport.close_after_sending()
+            return
+        if join.front_end:
+            self._front_end = host
+        self._lines.add(transport)
+        notice_a_lost_peer(transport)
+        transport.closed.add_done_callback(lambda closed: self._left(transport, closed, front_end=join.front_end))
+
+    def _left(self, transport: ClientTransport, closed: asyncio.Future[None], *, front_end: bool) -> None:
+        closed.cancelled() or closed.exception()  # it has left in any way
+        self._lines.discard(transport)
+        if front_end:
+            self._front_end = None
+
+
+def notice_a_lost_peer(transport: ClientTransport) -> None:
+    """Let the system close the connection of a machine that has vanished, within seconds."""
+    found = transport.extra("socket")
+    for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, option):
+            found.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+class Answer(NamedTuple):
+    """A head's answer. line: the connection, which stays open as long as the head and its Ray."""
+
+    admitted: Admitted
+    line: ClientTransport
+
+
+async def ask_head(
+    address: Address, token: bytes, host: str, *, front_end: bool = False, version: str | None = None
+) -> Answer:
+    """Ask a head to join.
+
+    Args:
+        host: The machine's address for others; empty: the one that the head sees.
+        front_end: Be the front end until the connection is closed.
+        version: For tests; None is the installed one.
+
+    Raises:
+        Unauthorized: The tokens differ.
+        BadConfig: The versions differ, or there is another front end.
+        Disconnected: There is no head at the address, or its Ray does not run.
+    """
+
+    async def exchange(transport: ClientTransport, inbox: Inbox) -> Answer:
+        transport.send(_encode(Join(host, own_addresses(), front_end)))
+        found = _to_node.decode(await inbox.get())
+        if isinstance(found, Denied):
+            raise found.error.to_exception()
+        notice_a_lost_peer(transport)
+        return Answer(found, transport)
+
+    secret = derived(token, "head").encode()
+    try:
+        return await open_proved(
+            address, secret, exchange, tls=True, beat_s=_BEAT_S, version=version, peer="head of a cluster"
+        )
+    except Unauthorized as error:
+        raise Unauthorized(f"the head at {address} has another token; copy its token file to this machine") from error
+    except Disconnected as error:
+        raise Disconnected(f"{error}; `vlora cluster up` starts a head") from error
+
+
+def check_versions(facts: Facts, ray: str) -> None:
+    """Raises BadConfig if Ray or Python differ from the head's. vlora's own are compared by the line."""
+    if ray != facts.ray:
+        raise BadConfig(
+            f"Ray {ray} is installed here, {facts.ray} on the head; install the same: pip install 'ray=={facts.ray}'"
+        )
+    if python_version() != facts.python:
+        raise BadConfig(
+            f"Python {python_version()} runs here, and {facts.python} on the head; Ray needs the same on all machines"
+        )
+
+
+def check_content(facts: Facts, model_digest: str, digest_of: Callable[[str], str]) -> None:
+    """Compare the model and the adapters of this machine.
+
+    Args:
+        model_digest: Of the model here.
+        digest_of: Of the adapter in a folder. Raises BadConfig if there is none.
+
+    Raises:
+        BadConfig: One is missing or differs.
+    """
+    if model_digest != facts.model_digest:
+        raise BadConfig(
+            f"the model {facts.model} has other files here than on the head; copy the head's, or use the same revision"
+        )
+    for name, adapter in facts.adapters.items():
+        try:
+            digest = digest_of(adapter.path)
+        except VLoraError as error:
+            raise BadConfig(f"adapter {name!r} is missing here: {error}; copy the head's folder") from error
+        if digest != adapter.digest:
+            raise BadConfig(f"adapter {name!r} in {adapter.path} has other content than on the head; copy the head's")

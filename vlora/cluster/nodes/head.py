@@ -1,0 +1,148 @@
+"""The head of a cluster, run by `vlora cluster up`: Ray's control service, and the door at which machines join."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import os
+import secrets
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from vlora.cluster.door import Address, Certificate
+from vlora.cluster.nodes.certificates import Authority, own_addresses
+from vlora.cluster.nodes.content import adapter_digest, model_digest
+from vlora.cluster.nodes.greeting import Adapter, Facts, HeadDoor, python_version
+from vlora.cluster.nodes.node import Machine, close_run, new_folder, new_key, until_stopped, write_files
+from vlora.cluster.nodes.plan import ClusterPlan, absolute_adapters
+from vlora.cluster.nodes.runs import HEAD, registered
+from vlora.cluster.on_ray import node_settings
+from vlora.cluster.on_ray.log_pipe import LogPipe
+from vlora.cluster.on_ray.processes import RayNode, RayStart
+from vlora.cluster.on_ray.settings import Ports, is_free
+from vlora.errors import BadConfig
+
+
+def address_of(plan: ClusterPlan) -> str:
+    """The IPv4 address of the head. Raises BadConfig if its name has none."""
+    try:
+        found = socket.getaddrinfo(plan.head.host, plan.head.port, socket.AF_INET, socket.SOCK_STREAM)
+        return str(found[0][4][0])
+    except OSError as error:
+        raise BadConfig(f"`head` is {plan.head} in the plan, which has no address: {error}") from error
+
+
+def facts_of(plan: ClusterPlan, model: str, host: str, resolve: Callable[[str], str]) -> Facts:
+    """The facts that all machines must share.
+
+    Args:
+        model: A folder, a hub name or `embedded`.
+        host: The address of this machine for others.
+        resolve: The path of a model here.
+
+    Raises:
+        BadConfig: The model or an adapter is missing on this machine.
+    """
+    adapters = {}
+    for name, path in absolute_adapters(plan).items():
+        try:
+            adapters[name] = Adapter(path, adapter_digest(path))
+        except BadConfig as error:
+            raise BadConfig(f"adapter {name!r} of the plan: {error}") from error
+    return Facts(
+        run="",
+        plan=plan.digest,
+        ray=importlib.metadata.version("ray"),
+        python=python_version(),
+        control=f"{host}:{plan.ray_ports.first}",
+        ray_ports=tuple(plan.ray_ports),
+        door_ports=tuple(plan.door_ports),
+        most=plan.replicas.limit,
+        model=model,
+        model_digest=model_digest(resolve(model)),
+        adapters=adapters,
+    )
+
+
+async def run_head(
+    plan: ClusterPlan,
+    token: bytes,
+    facts: Facts,
+    machine: Machine,
+    *,
+    announce: Callable[[str], None],
+    stop: asyncio.Event,
+) -> None:
+    """Run the head of a cluster until stopped. Then its Ray and the replicas on this machine end.
+
+    Args:
+        announce: Called with a line for the start and for each machine that joins.
+
+    Raises:
+        VLoraError: Ray does not start, or the address cannot be used.
+    """
+    with registered(HEAD, str(plan.head)) as note:
+        head = _Head(plan, token, facts, machine, announce)
+        note(head.folder)
+        try:
+            await head.open()
+            await until_stopped(stop, head.ray.start())
+            if not stop.is_set():
+                where = f"ports {head.ports} of all addresses of this machine"
+                announce(f"Ray listens on {where}, with the cluster's token and TLS")
+                file = Path(plan.token_file).absolute()
+                announce(f"other machines join with: vlora cluster join {plan.head} --token-file {file}")
+                await stop.wait()
+        finally:
+            await head.close()
+
+
+class _Head:
+    """A head's Ray, its door, and their files."""
+
+    def __init__(
+        self, plan: ClusterPlan, token: bytes, facts: Facts, machine: Machine, announce: Callable[[str], None]
+    ) -> None:
+        self.ports = Ports(plan.ray_ports.first, plan.replicas.limit)
+        self._plan, self._token, self._facts, self._machine, self._announce = plan, token, facts, machine, announce
+        self._key = new_key()
+        self.folder = new_folder(token)
+        self.ray = RayNode(self.folder, self._prepare)
+        self._door: HeadDoor | None = None
+        self._log: LogPipe | None = None
+
+    async def open(self) -> None:
+        """Open the door, before Ray starts, so that an address in use is known at once."""
+        folder, host, authority = self.folder, self._machine.host, Authority()
+        self._log = LogPipe(folder.log_pipe)
+        certificates = authority.issue(host, own_addresses())
+        write_files(folder, self._key, host, self._facts, self._machine, certificates)
+        certificate = Certificate(f"{folder.path}/cert.pem", f"{folder.path}/key.pem")
+        address = Address(host, self._plan.head.port)
+        self._door = await HeadDoor.open(address, self._token, certificate, authority, self._known, self._announce)
+
+    async def close(self) -> None:
+        if self._door is not None:
+            self._door.close()
+        await close_run(self.ray, self.folder, self._log)
+
+    def _known(self) -> Facts | None:
+        return self._facts if self.ray.runs else None
+
+    async def _prepare(self) -> RayStart:
+        if self._door is not None:
+            self._door.drop()
+        self._facts = msgspec.structs.replace(self._facts, run=secrets.token_hex())
+        if taken := [port for port in range(self.ports.first, self.ports.last + 1) if not is_free(port)]:
+            raise BadConfig(f"port {taken[0]} is in use; choose other `ray_ports` in the plan, or end its program")
+        return RayStart(
+            self.ports,
+            node_settings.start_command(
+                self.folder, self.ports, self._machine.host, self._key, self._machine.resources
+            ),
+            node_settings.environment(self.folder, os.environ),
+            {},
+        )

@@ -1,0 +1,134 @@
+"""The heads, nodes and front ends that a user runs on this machine, for `vlora cluster down`, which ends no others.
+
+Each locks a file with its process id while it runs. The system releases the lock at any end, so an id in a locked file
+is never that of another process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from vlora.cluster.on_ray.own_processes import end_all
+from vlora.cluster.on_ray.settings import Folder
+from vlora.errors import BadConfig
+
+FRONT_END, NODE, HEAD = KINDS = ("front end", "node", "head")
+"""In the order in which they end."""
+
+_LOOK_S, _TRIES = 0.1, 8  # `running` locks the files for an instant
+
+
+class Run(msgspec.Struct, frozen=True):
+    """One of `KINDS`.
+
+    Attributes:
+        address: Of the head.
+        folder: Its files; None before it has any.
+    """
+
+    kind: str
+    address: str
+    pid: int
+    folder: Folder | None = None
+
+
+def runs_folder() -> Path:
+    """The folder of this user's files. Raises BadConfig if another user can write to it."""
+    folder = Path(tempfile.gettempdir()) / f"vlora-cluster-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        raise BadConfig(f"{folder} cannot be created: {error.strerror}; set TMPDIR to a folder of yours") from error
+    if found.st_uid != os.getuid() or found.st_mode & 0o077 or folder.is_symlink():
+        raise BadConfig(f"{folder} belongs to another user or can be used by others; remove it, or set TMPDIR")
+    return folder
+
+
+@contextlib.contextmanager
+def registered(kind: str, address: str) -> Iterator[Callable[[Folder], None]]:
+    """Be found by `running` for the block. What is left of an earlier one that was killed with all its processes goes.
+
+    Yields:
+        A function that notes the folder of the run.
+
+    Raises:
+        BadConfig: One of this kind runs already on this machine for the address.
+    """
+    path = runs_folder() / f"{kind} {address}".translate(str.maketrans(" :/", "---"))
+    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b") as file:
+        is_locked = _lock_soon(file.fileno())
+        found = _read(file.read())
+        if not is_locked:
+            by = f" (process {found.pid})" if found else ""
+            raise BadConfig(f"a {kind} of {address} runs already on this machine{by}; `vlora cluster down` ends it")
+
+        def write(folder: Folder | None) -> None:
+            file.seek(0)
+            file.truncate()
+            file.write(msgspec.json.encode(Run(kind, address, os.getpid(), folder)))
+            file.flush()
+
+        if found is not None and found.folder is not None:
+            end_all(found.folder)
+            found.folder.remove()
+        write(None)
+        try:
+            yield write
+        finally:
+            file.truncate(0)
+
+
+def running() -> list[Run]:
+    """Those that run, in the order in which they should end."""
+    found = []
+    for path in sorted(runs_folder().iterdir()):
+        with path.open("rb") as file:
+            if not _lock(file.fileno(), fcntl.LOCK_SH) and (run := _read(file.read())):
+                found.append(run)
+    return sorted(found, key=lambda run: KINDS.index(run.kind))
+
+
+def end(run: Run, timeout_s: float) -> bool:
+    """Ask for its end, and wait for it. Returns whether it has ended."""
+    ends_s = time.monotonic() + timeout_s
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(run.pid, signal.SIGTERM)
+    while any((each.kind, each.pid) == (run.kind, run.pid) for each in running()):
+        if time.monotonic() > ends_s:
+            return False
+        time.sleep(_LOOK_S)
+    return True
+
+
+def _read(data: bytes) -> Run | None:
+    """None while it is being written."""
+    try:
+        return msgspec.json.decode(data, type=Run)
+    except msgspec.MsgspecError:
+        return None
+
+
+def _lock_soon(file: int) -> bool:
+    for _ in range(_TRIES):
+        if _lock(file, fcntl.LOCK_EX):
+            return True
+        time.sleep(_LOOK_S / 4)
+    return False
+
+
+def _lock(file: int, how: int) -> bool:
+    try:
+        fcntl.flock(file, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
