@@ -57,6 +57,13 @@ from vlora.logging_format import JSON_VARIABLE, LEVEL_VARIABLE, LEVELS, configur
     help="Serve every adapter folder in this folder.",
 )
 @click.option(
+    "--learn",
+    cls=HeadedOption,
+    heading="Training",
+    metavar="PLAN",
+    help="Plan file (YAML, see docs/training.md) of adapters that learn from corrections of their answers.",
+)
+@click.option(
     "--replicas",
     cls=HeadedOption,
     heading="Replicas",
@@ -114,6 +121,7 @@ def serve(
     served_model_name: str | None,
     adapters: tuple[str, ...],
     folder: Path | None,
+    learn: str | None,
     replicas: int,
     max_replicas: int | None,
     routing_rule: str,
@@ -132,7 +140,7 @@ def serve(
 
     os.environ |= {LEVEL_VARIABLE: log_level, JSON_VARIABLE: "1" if log_json else ""}
     configure(os.environ)
-    check_replicas(replicas, max_replicas, settings.get("train"))
+    check_replicas(replicas, max_replicas, settings.get("train"), learn)
     named = named_adapters(adapters, folder)
     model_name = served_name(model) if served_model_name is None else served_model_name
     if not model_name.strip():
@@ -144,6 +152,11 @@ def serve(
 
         settings["train"] = os.path.abspath(os.path.expanduser(plan))
         read_plan(settings["train"])  # an error is reported before the model loads
+    learning = None
+    if learn is not None:
+        from vlora.learning.plan import read_learning_plan
+
+        learning = read_learning_plan(os.path.abspath(os.path.expanduser(learn)))
     engine_config = make_config(EngineConfig, settings, model=model_path(model))
     all_tokens = functools.partial(read_tokens, token_file, os.environ)
     server_config = make_config(ServerConfig, settings, tokens=all_tokens())
@@ -168,6 +181,7 @@ def serve(
                 replicas=replicas,
                 max_replicas=max_replicas,
                 routing_rule=routing_rule,
+                learn=learning,
             )
         )
     # Skip torch's teardown, which only delays the exit.
@@ -176,7 +190,7 @@ def serve(
     os._exit(0)
 
 
-def check_replicas(number: int, most: int | None, plan: str | None) -> None:
+def check_replicas(number: int, most: int | None, plan: str | None, learn: str | None = None) -> None:
     """Raises BadConfig for a number below 1 or over the limit, and for several with a plan or without a usable Ray.
 
     Ray is not imported.
@@ -185,6 +199,7 @@ def check_replicas(number: int, most: int | None, plan: str | None) -> None:
         number: Of replicas.
         most: The limit of that number later.
         plan: Of trainings; replicas would train the same adapters in the same folder.
+        learn: Plan of learning adapters, which are trained.
     """
     if number < 1:
         raise BadConfig(f"--replicas is {number}; at least one engine serves")
@@ -192,6 +207,8 @@ def check_replicas(number: int, most: int | None, plan: str | None) -> None:
         raise BadConfig(f"--max-replicas is {most}, and --replicas {number}; start 2 or more replicas, at most as many")
     if number > 1 and plan is not None:
         raise BadConfig(f"--train {plan} needs --replicas 1 (now {number}): one engine trains; serve it separately")
+    if number > 1 and learn is not None:
+        raise BadConfig(f"--learn {learn} needs --replicas 1 (now {number}): one engine trains; serve it separately")
     if number > 1:
         from vlora.cluster.on_ray.settings import check_ray
 

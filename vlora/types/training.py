@@ -39,3 +39,8 @@ class TrainingStatus(msgspec.Struct, frozen=True, kw_only=True):
     waiting: str | None = None
     path: str | None = None
     error: str | None = None
+
+    def without_paths(self) -> TrainingStatus:
+        """For callers without an admin token: errors name files of the server."""
+        error = None if self.error is None else "it failed; an admin token shows the reason"
+        return msgspec.structs.replace(self, path=None, error=error)

@@ -1,0 +1,80 @@
+"""When a candidate replaces the present version, and when the previous one returns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vlora.confidence import lower_bound
+from vlora.learning.live_store import ServedCount
+from vlora.learning.selection import num_wrong
+from vlora.types.learning import Comparison
+
+
+def compare(present: Sequence[bool], candidate: Sequence[bool], confidence: float) -> Comparison:
+    """Compare two versions by which of the same questions they answer right."""
+    right = sum(candidate)
+    lower = lower_bound(right, len(candidate), confidence)
+    return Comparison(count=len(candidate), present=sum(present), candidate=right, lower=lower)
+
+
+def why_not(live: Comparison, trusted: Comparison | None) -> str | None:
+    """Why a candidate is not promoted; None if it is.
+
+    Its lower bound must be above the accuracy of the present version: on live records, or on the operator's if there
+    are none. And it must answer at least as many of the operator's records right.
+
+    Args:
+        live: On held-out live records.
+        trusted: On the operator's records, which no caller can change.
+    """
+    if trusted is not None and trusted.candidate < trusted.present:
+        return (
+            f"on the operator's {trusted.count} records it has {trusted.candidate} right, and the present version "
+            f"{trusted.present}"
+        )
+    decisive = live if live.count or trusted is None else trusted
+    if not decisive.count:
+        return "no held-out record counts; see `max_share`, or give `trusted` records"
+    if decisive.lower <= decisive.present_share:
+        what = "live" if decisive is live else "trusted"
+        return (
+            f"on {decisive.count} held-out {what} records its accuracy is {decisive.candidate_share:.3f} with a lower "
+            f"bound of {decisive.lower:.3f}, not above the present version's {decisive.present_share:.3f}"
+        )
+    return None
+
+
+def why_roll_back(
+    before: Sequence[ServedCount],
+    after: Sequence[ServedCount],
+    evaluated: Comparison | None,
+    *,
+    max_share: float,
+    confidence: float,
+) -> str | None:
+    """Why a version has turned out to be worse than the one before; None if it has not.
+
+    The share of answers that are corrected to others is compared, since only a part of the answers is corrected, and
+    wrong ones rather than right ones.
+
+    Args:
+        before: Counts of the version before.
+        after: Counts of the present version.
+        evaluated: The comparison by which it was promoted, for a version before without any answer.
+        max_share: See `selection`.
+        confidence: Of the bound.
+    """
+    wrong, answered = num_wrong(after, max_share)
+    wrong_before, answered_before = num_wrong(before, 1.0)
+    if answered_before:
+        share = wrong_before / answered_before
+    elif evaluated is not None and evaluated.count:
+        share = 1 - evaluated.present_share
+    else:
+        return None
+    if (lower := lower_bound(wrong, answered, confidence)) <= share:
+        return None
+    return (
+        f"{wrong} of its {answered} answers were corrected, a share with a lower bound of {lower:.3f}, above the "
+        f"{share:.3f} of the version before"
+    )
