@@ -58,8 +58,12 @@ class School:
         for name in named if label is not None else ():
             assert label is not None and learner.store.correct(name, label, by)
 
+    @staticmethod
+    def trail_of(folder: Path) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (folder / "trail.jsonl").read_text().splitlines()]
+
     def trail(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / "own" / "trail.jsonl").read_text().splitlines()]
+        return self.trail_of(self.folder / "own")
 
     def events(self) -> list[str]:
         return [entry["event"] for entry in self.trail()]

@@ -141,6 +141,8 @@ ADMIN_CALLS: list[tuple[str, str, Any]] = [
     ("DELETE", "/v1/adapters/absent/pin", None),
     ("POST", "/v1/trainings", {"plan": "/nowhere/bad"}),
     ("DELETE", "/v1/trainings/absent", None),
+    ("POST", "/v1/learning/absent/promote", {}),
+    ("POST", "/v1/learning/absent/rollback", {}),
 ]
 
 

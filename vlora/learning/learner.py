@@ -141,7 +141,8 @@ class Learner:
         if chosen == self._versions.present:
             raise BadRequest(f"version {chosen[:12]} of adapter {self.name!r} is served already")
         if force:
-            await self._promote(_Candidate(chosen, origin, by), self._versions.present, "without evaluation", {})
+            candidate, details = _Candidate(chosen, origin, by), {"origin": origin}
+            await self._promote(candidate, self._versions.present, "without evaluation", details)
         else:
             if len(self._candidates) >= 8:
                 raise BadRequest(f"8 versions of adapter {self.name!r} wait for their evaluation; wait for them")

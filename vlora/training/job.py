@@ -23,7 +23,7 @@ from vlora.training.micro_step import Loss
 from vlora.training.records import Record, Records
 from vlora.training.start import read_start
 from vlora.types import TrainingStatus
-from vlora.types.training import TrainingState
+from vlora.types.training import MAX_LOSSES, TrainingState
 
 if TYPE_CHECKING:
     from vlora.training.plan import TrainingPlan
@@ -146,6 +146,7 @@ class TrainingJob:
             seconds=progress.seconds,
             path=str(self.adapter_folder) if self.state == "finished" else None,
             error=self.error,
+            losses=_sampled(progress.losses),
         )
 
     # -- records ------------------------------------------------------------------------------------------------------
@@ -395,6 +396,13 @@ class TrainingJob:
                 f"{self.folder} has training {self.name!r} of another base model; serve that one, remove the folder, "
                 "or choose another name"
             )
+
+
+def _sampled(losses: list[float]) -> tuple[float, ...]:
+    count = len(losses)
+    if count <= MAX_LOSSES:
+        return tuple(losses)
+    return tuple(losses[place * count // MAX_LOSSES - 1] for place in range(1, MAX_LOSSES + 1))
 
 
 def _fingerprint(plan: TrainingPlan, records: Records, start: str | None) -> str:
