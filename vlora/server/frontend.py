@@ -423,7 +423,7 @@ class FrontEnd:
                         raise TimeoutError
 
     def _with_model_name(self, stats: EngineStats) -> EngineStats:
-        trainings = tuple(one.without_paths() for one in stats.trainings)
+        trainings = tuple(msgspec.structs.replace(one.without_paths(), losses=()) for one in stats.trainings)
         return msgspec.structs.replace(stats, model=self._model, trainings=trainings)
 
 
