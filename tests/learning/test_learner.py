@@ -71,6 +71,28 @@ def test_a_version_that_is_not_better_is_refused(tmp_path: Path) -> None:
     with_learner(school, work)
 
 
+@pytest.mark.parametrize(("uncorrected_are_right", "promoted"), [(True, False), (False, True)])
+def test_right_answers_without_a_correction_count(tmp_path: Path, uncorrected_are_right: bool, promoted: bool) -> None:
+    """Corrections alone say how a version does on the present one's mistakes."""
+    settings = {"train_after": 16, "uncorrected_are_right": uncorrected_are_right}
+    school = School(tmp_path, settings=settings)
+
+    async def work(learner: Learner) -> None:
+        school.record(learner, questions(60, "right"), None)
+        school.now_s += 301
+        school.record(learner, questions(40, "late"), None)  # may be corrected still
+        school.record(learner, questions(16, "wrong"), "new")
+        await settle(learner)
+        assert ("promoted" in school.events()) == promoted
+        live = school.trail()[2]["details"]["live"]
+        if uncorrected_are_right:
+            assert 15 < live["present"] < 45 and live["candidate"] < live["count"] - live["present"] + 1
+        else:
+            assert live["present"] == 0
+
+    with_learner(school, work)
+
+
 USER = Corrector("bad", False)
 
 

@@ -19,7 +19,7 @@ from vlora.learning.decision import compare, why_not, why_roll_back
 from vlora.learning.evaluation import Item, ServedModel, Version, right_answers
 from vlora.learning.live_store import LiveStore
 from vlora.learning.plan import LearningEntry
-from vlora.learning.selection import agreed, bounded
+from vlora.learning.selection import agreed, as_right, bounded
 from vlora.learning.trail import SERVER
 from vlora.learning.version_status import describe, origin_of
 from vlora.learning.versions import Versions
@@ -319,8 +319,14 @@ class Learner:
             await self._in_thread(self._prune)
 
     def _held_out(self) -> list[Item]:
-        records = bounded(agreed([one for one in self.store.labelled() if one.held_out]), self._settings.max_share)
-        latest = records[-self._settings.max_evaluated :]
+        settings = self._settings
+        held = [one for one in self.store.labelled() if one.held_out]
+        records = bounded(agreed(held), settings.max_share)
+        if settings.uncorrected_are_right:
+            records += as_right(
+                self.store.held_out_uncorrected(settings.correct_within_s, settings.max_evaluated), held
+            )
+        latest = sorted(records, key=lambda one: one.number)[-settings.max_evaluated :]
         return [Item(one.question, one.label, number=one.number) for one in latest]
 
     async def _compare(self, items: Sequence[Item], pair: Sequence[Version]) -> Comparison:

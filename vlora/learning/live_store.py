@@ -10,7 +10,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vlora.errors import BadConfig, BadRequest, Forbidden
 
@@ -43,8 +43,9 @@ class AnsweredRequest(NamedTuple):
 class Labelled(NamedTuple):
     """A corrected answer, without its picture.
 
-    number: of the record. correction: counts corrections, so that later ones have larger numbers. content: hash of
-    question and picture. trusted: corrected by an admin token, or on a server without tokens.
+    number: of the record. correction: counts corrections, so that later ones have larger numbers; 0 for an answer that
+    was not corrected, which is its own label. content: hash of question and picture. trusted: corrected by an admin
+    token, or on a server without tokens.
     """
 
     number: int
@@ -118,7 +119,7 @@ class LiveStore:
             self._database.executescript(_SCHEMA)
             new = (secrets.token_bytes(32),)
             self._database.execute("INSERT OR IGNORE INTO facts VALUES ('key', ?)", new)
-            self._key = bytes(self._fact("key", b""))
+            self._key = bytes(self._fact("key"))
         except (OSError, sqlite3.Error) as error:
             raise BadConfig(f"{file} cannot be used for live records ({error}); remove it, or free the disk") from error
 
@@ -196,6 +197,20 @@ class LiveStore:
         )
         return [Labelled(*row[:3], bool(row[3]), bool(row[4]), *row[5:]) for row in rows]
 
+    def held_out_uncorrected(self, within_s: float, most: int) -> list[Labelled]:
+        """The latest held-out answers that were not corrected, each with itself as label, oldest first.
+
+        Args:
+            within_s: Later answers may still be corrected, and are left out.
+            most: Number of answers.
+        """
+        rows = self._all(
+            "SELECT id, tenant, content, question, answer FROM records WHERE label IS NULL AND held_out AND at <= ? "
+            "ORDER BY id DESC LIMIT ?",
+            (self._clock() - within_s, most),
+        )
+        return [Labelled(number, 0, tenant, False, True, *rest) for number, tenant, *rest in rows][::-1]
+
     def image(self, number: int) -> bytes | None:
         """The picture of a record; None if it has none, or was dropped."""
         found = self._one("SELECT image FROM records WHERE id = ?", (number,))
@@ -223,7 +238,7 @@ class LiveStore:
 
     def fact(self, name: str) -> int:
         """A number kept under a name; 0 before it is set."""
-        return int(self._fact(name, 0))
+        return int(self._fact(name) or 0)
 
     def set_fact(self, name: str, value: int) -> None:
         """Keep a number under a name."""
@@ -291,9 +306,9 @@ class LiveStore:
         with _as_os_errors():
             self._database.execute("PRAGMA incremental_vacuum").fetchall()
 
-    def _fact(self, name: str, default: int | bytes) -> int | bytes:
+    def _fact(self, name: str) -> Any:
         found = self._one("SELECT value FROM facts WHERE name = ?", (name,))
-        return default if found is None else found[0]
+        return None if found is None else found[0]
 
     def _set_fact(self, name: str, value: int) -> None:
         self._database.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, value))
@@ -310,11 +325,11 @@ class LiveStore:
                     self._database.execute("ROLLBACK")
                 raise
 
-    def _one(self, query: str, values: tuple[object, ...]) -> tuple[object, ...] | None:  # type: ignore[type-arg]
+    def _one(self, query: str, values: tuple[object, ...]) -> tuple[Any, ...] | None:
         rows = self._all(query, values)
         return rows[0] if rows else None
 
-    def _all(self, query: str, values: tuple[object, ...]) -> list[tuple]:  # type: ignore[type-arg]
+    def _all(self, query: str, values: tuple[object, ...]) -> list[tuple[Any, ...]]:
         with _as_os_errors():
             return self._database.execute(query, values).fetchall()
 

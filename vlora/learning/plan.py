@@ -30,6 +30,9 @@ class LearningSettings(PlanModel):
         question: For records of both without one.
         train_after: Corrections after which a training begins; None: only by hand.
         held_out: Share of the live records that decide promotions and are never trained on.
+        uncorrected_are_right: Whether held-out answers without a correction count as right in an evaluation. Without
+            them only corrected answers count, most of which the present version has wrong.
+        correct_within_s: Time after which an answer is not expected to be corrected any more.
         max_records: Corrected answers on disk at most, and as many without a correction.
         max_bytes: Of all records on disk.
         max_evaluated: Live records, and trusted ones, that an evaluation asks at most: the latest, and the first.
@@ -46,6 +49,8 @@ class LearningSettings(PlanModel):
     question: str | None = Field(None, min_length=1)
     train_after: Whole | None = Field(100, ge=1)
     held_out: Number = Field(0.3, gt=0, lt=1)
+    uncorrected_are_right: bool = True
+    correct_within_s: Number = Field(300, ge=0)
     max_records: Whole = Field(10_000, ge=1, le=1_000_000)
     max_bytes: Whole = Field(2**30, ge=1)
     max_evaluated: Whole = Field(500, ge=1, le=100_000)

@@ -34,6 +34,13 @@ def _chosen(records: Sequence[Labelled]) -> Labelled | None:
     return next(one for one in last_of.values() if " ".join(one.label.split()) == votes[0][0])
 
 
+def as_right(uncorrected: Sequence[Labelled], corrected: Sequence[Labelled]) -> list[Labelled]:
+    """One record for each content that was not corrected in any request, the latest."""
+    known = {one.content for one in corrected}
+    latest = {one.content: one for one in uncorrected if one.content not in known}
+    return list(latest.values())
+
+
 def bounded(records: Sequence[Labelled], max_share: float) -> list[Labelled]:
     """The records without the oldest ones of tenants that have more than their share of the rest."""
     counts = Counter(one.tenant for one in records if not one.trusted)
