@@ -59,6 +59,6 @@ def test_the_bound_is_the_largest_that_keeps_the_share(counts: list[int], truste
 
 def test_wrong_answers_by_one_tenant_are_bounded() -> None:
     served = [ServedCount("bad", 50, 40, 0), ServedCount("good", 50, 3, 0)]
-    assert num_wrong(served, 0.5) == (6, 100)
+    assert num_wrong(served, 0.5) == (6, 54)
     assert num_wrong(served, 1.0) == (43, 100)
     assert num_wrong([ServedCount("", 50, 40, 40)], 0.5) == (40, 50), "an admin is not bounded"

@@ -65,7 +65,7 @@ def why_roll_back(
         confidence: Of the bound.
     """
     wrong, answered = num_wrong(after, max_share)
-    wrong_before, answered_before = num_wrong(before, 1.0)
+    wrong_before, answered_before = num_wrong(before, max_share)
     if answered_before:
         share = wrong_before / answered_before
     elif evaluated is not None and evaluated.count:

@@ -7,7 +7,7 @@ are trained on, and of all that a promotion or a rollback is decided by. Those o
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from vlora.learning.live_store import Labelled, ServedCount
 
@@ -78,8 +78,15 @@ def most_of_tenant(counts: Iterable[int], num_trusted: int, max_share: float) ->
 
 
 def num_wrong(served: Sequence[ServedCount], max_share: float) -> tuple[int, int]:
-    """Wrong answers, with a bounded number for each tenant, and all answers."""
-    by_users: Mapping[str, int] = {one.tenant: one.wrong - one.trusted_wrong for one in served}
+    """Wrong answers, with a bounded number for each tenant, and all answers.
+
+    Of a tenant above the bound, as many answers count as wrong ones.
+    """
     trusted = sum(one.trusted_wrong for one in served)
-    most = most_of_tenant(by_users.values(), trusted, max_share)
-    return trusted + sum(min(count, most) for count in by_users.values()), sum(one.answered for one in served)
+    most = most_of_tenant((one.wrong - one.trusted_wrong for one in served), trusted, max_share)
+    wrong, answered = trusted, 0.0
+    for one in served:
+        by_user = one.wrong - one.trusted_wrong
+        wrong += min(by_user, most)
+        answered += one.answered * (most / by_user if by_user > most else 1.0)
+    return wrong, max(wrong, round(answered))

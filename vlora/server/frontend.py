@@ -10,8 +10,9 @@ import asyncio
 import contextlib
 import hashlib
 import importlib.metadata
+import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -93,13 +94,19 @@ class FrontEnd:
         if isinstance(engine, Cluster):
             self.metrics.register(ClusterCollector(engine.status))
 
-    def learn(self, folder: Path, entries: list[LearningEntry], initial: Mapping[str, str]) -> dict[str, str]:
+    def learn(
+        self,
+        folder: Path,
+        entries: list[LearningEntry],
+        initial: Mapping[str, str],
+        clock: Callable[[], float] = time.time,
+    ) -> dict[str, str]:
         """Let adapters learn. Returns the folders to register by name. Arguments and exceptions: see `Learning`."""
         from vlora.learning.learning import Learning  # imports torch
         from vlora.server.learning.collector import Collector
 
         model = EngineModel(self._engine, self.adapters, self._encoder, self._processor, self.config)
-        self.learning = Learning(folder, entries, initial, model)
+        self.learning = Learning(folder, entries, initial, model, clock=clock)
         self._collector = Collector(self.learning)
         self.adapters.learning = frozenset(self.learning.folders)
         return self.learning.folders
