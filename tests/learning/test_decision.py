@@ -24,26 +24,30 @@ def test_the_bound_is_the_quantile_of_a_beta_distribution(right: int, count: int
 def test_a_candidate_must_be_better_for_certain() -> None:
     better = compare(answers(10, 40), answers(30, 40), 0.95)
     assert (better.present_share, better.candidate_share) == (0.25, 0.75) and 0.6 < better.lower < 0.75
-    assert why_not(better, None) is None
-    reason = why_not(compare(answers(10, 40), answers(14, 40), 0.95), None)
+    assert why_not(better, None, 0) is None
+    reason = why_not(compare(answers(10, 40), answers(14, 40), 0.95), None, 0)
     assert (
         reason is not None and "on 40 held-out live records its accuracy is 0.350 with a lower bound of 0.2" in reason
     )
-    assert why_not(compare(answers(0, 2), answers(0, 2), 0.95), None) is not None
+    assert why_not(compare(answers(0, 2), answers(0, 2), 0.95), None, 0) is not None
 
 
 def test_the_operators_records_have_a_veto() -> None:
     better = compare(answers(10, 40), answers(40, 40), 0.95)
-    assert why_not(better, compare(answers(9, 10), answers(9, 10), 0.95)) is None
-    reason = why_not(better, compare(answers(9, 10), answers(8, 10), 0.95))
-    assert reason == "on the operator's 10 records it has 8 right, and the present version 9"
+    assert why_not(better, compare(answers(9, 10), answers(9, 10), 0.95), 0) is None
+    reason = why_not(better, compare(answers(9, 10), answers(8, 10), 0.95), 0.05)
+    assert (
+        reason
+        == "on the operator's 10 records it has 8 right, and the present version 9; at most a share of 0.05 may be lost"
+    )
+    assert why_not(better, compare(answers(9, 10), answers(8, 10), 0.95), 0.1) is None
 
 
 def test_without_live_records_the_operators_decide() -> None:
     nothing = compare([], [], 0.95)
-    assert why_not(nothing, compare(answers(10, 40), answers(40, 40), 0.95)) is None
-    assert why_not(nothing, compare(answers(10, 40), answers(11, 40), 0.95)) is not None
-    assert why_not(nothing, None) == "no held-out record counts; see `max_share`, or give `trusted` records"
+    assert why_not(nothing, compare(answers(10, 40), answers(40, 40), 0.95), 0) is None
+    assert why_not(nothing, compare(answers(10, 40), answers(11, 40), 0.95), 0) is not None
+    assert why_not(nothing, None, 0) == "no held-out record counts; see `max_share`, or give `trusted` records"
 
 
 def test_a_version_with_more_corrections_is_rolled_back() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,6 +38,7 @@ def test_corrections_make_a_better_version_which_is_promoted(tmp_path: Path) -> 
         school.record(learner, ["last"], "new")
         await settle(learner)
         assert school.events() == ["imported", "training", "evaluated", "promoted", "training_ended"]
+        assert stat.S_IMODE((tmp_path / "own").stat().st_mode) == 0o700
         assert learner.loaded != first == school.trail()[3]["before"]
         assert school.model.loaded == {"signs": learner.loaded}, "the candidate's own name is free again"
         present, previous = (await learner.status()).versions

@@ -57,13 +57,6 @@ from vlora.logging_format import JSON_VARIABLE, LEVEL_VARIABLE, LEVELS, configur
     help="Serve every adapter folder in this folder.",
 )
 @click.option(
-    "--learn",
-    cls=HeadedOption,
-    heading="Training",
-    metavar="PLAN",
-    help="Plan file (YAML, see docs/training.md) of adapters that learn from corrections of their answers.",
-)
-@click.option(
     "--replicas",
     cls=HeadedOption,
     heading="Replicas",
@@ -115,6 +108,13 @@ from vlora.logging_format import JSON_VARIABLE, LEVEL_VARIABLE, LEVELS, configur
 )
 @config_flags(EngineConfig, skip=("model",))
 @config_flags(ServerConfig, skip=("tokens",))
+@click.option(
+    "--learn",
+    cls=HeadedOption,
+    heading="Training",
+    metavar="PLAN",
+    help="Plan file (YAML, see docs/training.md) of adapters that learn from corrections of their answers.",
+)
 @needs("serve")
 def serve(
     model: str,

@@ -17,20 +17,21 @@ def compare(present: Sequence[bool], candidate: Sequence[bool], confidence: floa
     return Comparison(count=len(candidate), present=sum(present), candidate=right, lower=lower)
 
 
-def why_not(live: Comparison, trusted: Comparison | None) -> str | None:
+def why_not(live: Comparison, trusted: Comparison | None, max_trusted_loss: float) -> str | None:
     """Why a candidate is not promoted; None if it is.
 
     Its lower bound must be above the accuracy of the present version: on live records, or on the operator's if there
-    are none. And it must answer at least as many of the operator's records right.
+    are none. And its accuracy on the operator's records must not be lower by more than a given share.
 
     Args:
         live: On held-out live records.
         trusted: On the operator's records, which no caller can change.
+        max_trusted_loss: That share.
     """
-    if trusted is not None and trusted.candidate < trusted.present:
+    if trusted is not None and trusted.present_share - trusted.candidate_share > max_trusted_loss:
         return (
             f"on the operator's {trusted.count} records it has {trusted.candidate} right, and the present version "
-            f"{trusted.present}"
+            f"{trusted.present}; at most a share of {max_trusted_loss:g} may be lost"
         )
     decisive = live if live.count or trusted is None else trusted
     if not decisive.count:

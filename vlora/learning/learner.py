@@ -27,6 +27,7 @@ from vlora.plan_files.run_lock import lock_folder
 from vlora.types.learning import Comparison, LearningStatus
 
 log = logging.getLogger(__name__)
+_MAX_MEASURED = 32  # held-out records whose loss is measured before and after a training
 T = TypeVar("T")
 
 
@@ -78,6 +79,7 @@ class Learner:
         self._lock = contextlib.ExitStack()
         self._lock.enter_context(lock_folder(folder))
         try:
+            folder.chmod(0o700)  # it has what callers asked
             self._versions = Versions(folder, self.name, initial, model, executor, clock)
             settings = entry.settings
             self.store = LiveStore(
@@ -222,7 +224,7 @@ class Learner:
             live = bounded(agreed([one for one in records if not one.held_out]), self._settings.max_share)
             held = bounded(agreed([one for one in records if one.held_out]), self._settings.max_share)
             settings, folder = self._settings.training, self._versions.files.path(start)
-            chosen = [*live, *held[-self._settings.max_evaluated :]]
+            chosen = [*live, *held[-_MAX_MEASURED:]]
             return records[-1].correction, attempt.write(settings, folder, chosen, self._entry.data, self.store.image)
 
         trained_to, count = await self._in_thread(write)
@@ -292,7 +294,7 @@ class Learner:
             pair = Version(self.name, present), Version(name, candidate.version)
             live = await self._compare(await self._in_thread(self._held_out), pair)
             trusted = await self._compare(self._entry.trusted, pair) if self._entry.trusted else None
-            why = why_not(live, trusted)
+            why = why_not(live, trusted, self._settings.max_trusted_loss)
             details = {"live": msgspec.to_builtins(live), "origin": candidate.origin}
             if trusted is not None:
                 details["trusted"] = msgspec.to_builtins(trusted)

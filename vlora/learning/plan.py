@@ -37,6 +37,7 @@ class LearningSettings(PlanModel):
         max_bytes: Of all records on disk.
         max_evaluated: Live records, and trusted ones, that an evaluation asks at most: the latest, and the first.
         confidence: Of the bounds that decide.
+        max_trusted_loss: Share of the trusted records that a promotion may lose.
         max_share: Share of the records by which a training, a promotion or a rollback is decided that one tenant
             may have; admin tokens are not bounded.
         max_versions: Contents on disk.
@@ -55,6 +56,7 @@ class LearningSettings(PlanModel):
     max_bytes: Whole = Field(2**30, ge=1)
     max_evaluated: Whole = Field(500, ge=1, le=100_000)
     confidence: Number = Field(0.95, gt=0.5, lt=1)
+    max_trusted_loss: Number = Field(0.05, ge=0, lt=1)
     max_share: Number = Field(0.5, gt=0, le=1)
     max_versions: Whole = Field(8, ge=2, le=1000)
 

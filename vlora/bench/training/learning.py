@@ -69,8 +69,8 @@ class Size(NamedTuple):
     evaluated: int
 
 
-FULL = Size(day=240, again=48, steps=120, frames=200, corrections=200, evaluated=200)
-QUICK = Size(day=240, again=48, steps=100, frames=80, corrections=120, evaluated=80)
+FULL = Size(day=240, again=96, steps=160, frames=200, corrections=240, evaluated=160)
+QUICK = Size(day=240, again=64, steps=120, frames=80, corrections=120, evaluated=80)
 
 
 class Frame(NamedTuple):
