@@ -1,4 +1,4 @@
-"""kill -9 at many places between corrections and promotion: the next process serves what the trail says."""
+"""kill -9 at many places between corrections and promotion: the next process serves the trail's version."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def check(folder: Path) -> None:
         learner = school.open()
         served = school.model.loaded["signs"]
         assert served == learner.loaded == content_hash(learner.present_folder)
-        assert before is None or before.version == served, "nothing else than what the trail said"
+        assert before is None or before.version == served, "the version of the trail"
         await settle(learner)
         assert school.model.loaded["signs"] == learner.loaded == Trail(folder / "own" / "trail.jsonl").served()[0]  # type: ignore[index]
         if learner.store.size().corrected == 12:

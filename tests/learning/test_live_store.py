@@ -1,4 +1,4 @@
-"""Live records on disk: their limits, their split, who may correct, and what a crash leaves."""
+"""Live records on disk: their limits, their split, permissions of corrections, and crashes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A learning adapter in a front end with a real engine: kept answers, a training, a promotion, and who sees what."""
+"""A learning adapter in a front end with a real engine: kept answers, a training, a promotion, and visibility."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The audit trail: what it says is served, and lines that a full disk has cut."""
+"""The audit trail: the served version by its lines, and lines that a full disk has cut."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def trail(folder: Path) -> Trail:
     return Trail(folder / "trail.jsonl", lambda: 86400.0)
 
 
-def test_a_line_says_who_did_what_when_and_why(tmp_path: Path) -> None:
+def test_a_line_has_time_caller_versions_and_reason(tmp_path: Path) -> None:
     trail(tmp_path).append("promoted", "ann", version="v2", before="v1", why="it is better", details={"lower": 0.5})
     (line,) = (tmp_path / "trail.jsonl").read_text().splitlines()
     assert json.loads(line) == {
@@ -30,7 +30,7 @@ def test_a_line_says_who_did_what_when_and_why(tmp_path: Path) -> None:
     }
 
 
-def test_the_last_decision_says_what_is_served(tmp_path: Path) -> None:
+def test_the_last_decision_sets_the_served_version(tmp_path: Path) -> None:
     own = trail(tmp_path)
     assert own.served() is None
     steps: list[tuple[str, str, Served]] = [

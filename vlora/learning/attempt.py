@@ -49,7 +49,7 @@ class Attempt:
         Args:
             settings: Of the training.
             start: The adapter to begin from.
-            live: Corrected answers. Those that are held out become the part whose loss is measured.
+            live: Corrected answers. Those that are held out become the validation part.
             data: The operator's records.
             image_of: Returns a live record's picture by its number.
 

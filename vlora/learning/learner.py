@@ -27,12 +27,12 @@ from vlora.plan_files.run_lock import lock_folder
 from vlora.types.learning import Comparison, LearningStatus
 
 log = logging.getLogger(__name__)
-_MAX_MEASURED = 32  # held-out records whose loss is measured before and after a training
+_MAX_MEASURED = 32  # held-out records, for the loss before and after a training
 T = TypeVar("T")
 
 
 class _Candidate(NamedTuple):
-    """A version to evaluate. origin: where it comes from. by: who asked for it."""
+    """A version to evaluate. origin: a training or a folder. by: name of the caller."""
 
     version: str
     origin: str
@@ -123,7 +123,7 @@ class Learner:
         The evaluation runs in the background; `force` promotes at once.
 
         Args:
-            by: Who asks.
+            by: Name of the caller.
             version: One on disk; its first digits suffice. None: the last one that was not promoted.
             path: An adapter folder, instead of a version.
             force: Promote it without evaluation.
@@ -351,7 +351,7 @@ class Learner:
     # -- state --------------------------------------------------------------------------------------------------------
 
     async def status(self) -> LearningStatus:
-        """What there is and what happens."""
+        """The present state."""
         return await self._in_thread(self._status)
 
     def _status(self) -> LearningStatus:

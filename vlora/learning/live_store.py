@@ -59,7 +59,7 @@ class Labelled(NamedTuple):
 
 
 class Corrector(NamedTuple):
-    """Who corrects. name: of the token; None on a server without tokens. admin: whether any answer may be corrected."""
+    """The sender of a correction. name: of the token; None without tokens. admin: may correct any answer."""
 
     name: str | None
     admin: bool
@@ -75,7 +75,7 @@ class ServedCount(NamedTuple):
 
 
 class StoreSize(NamedTuple):
-    """What is on disk. corrected: records with a label."""
+    """Sizes on disk. corrected: records with a label."""
 
     records: int
     corrected: int

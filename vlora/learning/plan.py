@@ -97,7 +97,8 @@ def read_learning_plan(file: Path | str) -> tuple[Path, list[LearningEntry]]:
     found = []
     for place, one in enumerate(plan.adapters):
         part = errors.inside("adapters", place)
-        data, trusted = (_read(path, one.question, part) for path in (one.data, one.trusted))
+        data = _read(one.data, one.question, part.inside("data", whole=True))
+        trusted = _read(one.trusted, one.question, part.inside("trusted", whole=True))
         items = tuple(Item(each.question, each.answer, each.image) for each in trusted[: one.max_evaluated])
         found.append(LearningEntry(one, data, items))
     errors.raise_if_any()

@@ -1,4 +1,4 @@
-"""The audit trail: what was decided for an adapter, when, by whom and why. Its last decision says what is served."""
+"""The audit trail: decisions about an adapter, with time, caller and reason. The last one sets the served version."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 Event = Literal["imported", "training", "training_ended", "evaluated", "promoted", "rolled_back"]
 SERVER = "server"
-"""Who decided, if no caller did."""
+"""The name in the trail for decisions without a caller."""
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,7 +23,7 @@ class Versions:
     """Used from one event loop. Files are read and written by the executor's only thread.
 
     A change is written to the trail before it takes effect. A process that dies between the two is followed by one that
-    serves what the trail says.
+    serves the trail's version.
 
     Attributes:
         name: Of the adapter.

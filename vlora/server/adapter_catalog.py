@@ -21,7 +21,7 @@ class AdapterCatalog:
 
     Attributes:
         learning: Names whose content only learning changes.
-        hidden: Names that callers do not see: of versions under evaluation.
+        hidden: Names of versions under evaluation, for no caller.
     """
 
     def __init__(self, engine: EngineInterface, metrics: Metrics, model: str) -> None:

@@ -56,7 +56,7 @@ class AdapterVersion(msgspec.Struct, frozen=True, kw_only=True):
         version: Hash of the content.
         state: Kept: on disk, but neither served nor the one before. Refused: it was evaluated and not promoted.
         since: When it was last promoted, in seconds since 1970; when it was evaluated, if it never was.
-        origin: Where it comes from.
+        origin: A training, or a folder.
         live: The comparison with the version that it was to replace, on held-out live records.
         trusted: The same on the operator's records.
         num_answers: Answers to requests since it was promoted first.
@@ -78,7 +78,7 @@ class LearningStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: Of the adapter.
-        doing: What happens now.
+        doing: The present activity.
         present: The version that is served.
         versions: Newest first.
         num_records: Answers on disk, with their questions and pictures.

@@ -1,4 +1,4 @@
-"""`vlora bench learning`: a stream whose pictures change, an adapter that learns from corrections, and an attacker.
+"""`vlora bench learning`: a stream with changing pictures, an adapter that learns from corrections, and an attacker.
 
 Cameras ask which sign is shown. After a while it is night, and most answers are wrong. Wrong answers are corrected, the
 adapter is trained beside the stream, evaluated, and promoted. Then an intruder corrects answers to wrong ones. At the
@@ -365,7 +365,7 @@ def rows_of(result: Run) -> list[dict[str, Any]]:
 
 
 def goals_of(protected: Run, unprotected: Run) -> list[Goal]:
-    """The shift costs accuracy, learning brings it back, the attack changes nothing, and a bad version returns."""
+    """Learning restores the accuracy after the shift, the attack has no effect, and a bad version is rolled back."""
     promoted = protected.accuracy("promoted")
     return [
         Goal("accuracy at night, before learning", protected.accuracy("night"), 0.6, True),

@@ -17,7 +17,7 @@ from vlora.server.prompts import Conversation, PlainText, Prompt, PromptTokens
 
 
 class KeptQuestion(NamedTuple):
-    """A question whose answer is kept. version: of its adapter, when it was asked."""
+    """A question with an answer to keep. version: of its adapter, when it was asked."""
 
     adapter: str
     version: str
@@ -31,7 +31,7 @@ class Collector:
         self._learning = learning
 
     def question_of(self, prompt: Prompt, num_images: int, adapter: str | None) -> KeptQuestion | None:
-        """What is kept of a prompt; None if its adapter does not learn, or if a training has no such prompts."""
+        """The question to keep of a prompt; None if its adapter does not learn, or if no training has such prompts."""
         version = self._learning.version_of(adapter)
         question = None if version is None or num_images > 1 else _question(prompt)
         if version is None or question is None or not question.strip():
