@@ -177,10 +177,10 @@ def test_user_tokens_see_no_paths_of_trainings() -> None:
             assert "/srv" not in str(user.call("GET", path)), path
     with running_server(tokens=ALL) as server:
         server.engine.engine.parts.trainings.statuses = lambda: (FAILED,)
-        with Client(port=server.port, token=USER) as user, Client(port=server.port, token=ADMIN) as admin:
-            assert admin.trainings() == (FAILED,)
-            assert user.trainings() == (FAILED.without_paths(),)
-            assert "/srv" not in str(user.stats())
+        with Client(port=server.port, token=USER) as one, Client(port=server.port, token=ADMIN) as other:
+            assert other.trainings() == (FAILED,)
+            assert one.trainings() == (FAILED.without_paths(),)
+            assert "/srv" not in str(one.stats())
     with running_api() as api:  # without tokens, every caller is an operator
         api.engine.engine.parts.trainings.statuses = lambda: (FAILED,)
         assert "/srv/out" in str(api.call("GET", "/v1/trainings"))

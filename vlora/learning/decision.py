@@ -28,7 +28,7 @@ def why_not(live: Comparison, trusted: Comparison | None, max_trusted_loss: floa
         trusted: On the operator's records, which no caller can change.
         max_trusted_loss: That share.
     """
-    if trusted is not None and trusted.present_share - trusted.candidate_share > max_trusted_loss:
+    if trusted is not None and trusted.present - trusted.candidate > max_trusted_loss * trusted.count + 1e-9:
         return (
             f"on the operator's {trusted.count} records it has {trusted.candidate} right, and the present version "
             f"{trusted.present}; at most a share of {max_trusted_loss:g} may be lost"

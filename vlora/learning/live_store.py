@@ -195,7 +195,10 @@ class LiveStore:
             "WHERE label IS NOT NULL ORDER BY correction",
             (),
         )
-        return [Labelled(*row[:3], bool(row[3]), bool(row[4]), *row[5:]) for row in rows]
+        return [
+            Labelled(number, correction, tenant, bool(trusted), bool(held_out), content, question, label)
+            for number, correction, tenant, trusted, held_out, content, question, label in rows
+        ]
 
     def held_out_uncorrected(self, within_s: float, most: int) -> list[Labelled]:
         """The latest held-out answers that were not corrected, each with itself as label, oldest first.
@@ -209,7 +212,10 @@ class LiveStore:
             "ORDER BY id DESC LIMIT ?",
             (self._clock() - within_s, most),
         )
-        return [Labelled(number, 0, tenant, False, True, *rest) for number, tenant, *rest in rows][::-1]
+        return [
+            Labelled(number, 0, tenant, False, True, content, question, answer)
+            for number, tenant, content, question, answer in reversed(rows)
+        ]
 
     def image(self, number: int) -> bytes | None:
         """The picture of a record; None if it has none, or was dropped."""

@@ -46,7 +46,7 @@ QUESTION = "which sign is this?"
 NAME = "signs"
 CAMERAS = ("north", "south")
 INTRUDER = "intruder"
-PROTECTED: dict[str, Any] = {"trusted": "trusted.jsonl"}
+PROTECTED: dict[str, Any] = {"trusted": "trusted.jsonl", "max_trusted_loss": 0.1}
 UNPROTECTED: dict[str, Any] = {"max_share": 1.0, "uncorrected_are_right": False}
 
 _TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -70,7 +70,7 @@ class Size(NamedTuple):
 
 
 FULL = Size(day=240, again=96, steps=160, frames=200, corrections=240, evaluated=160)
-QUICK = Size(day=240, again=64, steps=120, frames=80, corrections=120, evaluated=80)
+QUICK = Size(day=240, again=96, steps=120, frames=80, corrections=160, evaluated=100)
 
 
 class Frame(NamedTuple):
@@ -203,11 +203,16 @@ async def protected_run(folder: Path, initial: Path, size: Size) -> tuple[Run, P
         kept = copied(stream.learner.present_folder, folder / "served")
         await attack(stream, own, size)
         await stream.play("after the attack", until=stream.counted(size.frames))
-        await stream.learner.promote("operator", version=first, path=None, force=True)
-        await stream.play("forced", until=happened(own, "rolled_back"), pause_s=_LONG_PAUSE_S)
+        if stream.learner.loaded != first:
+            await stream.learner.promote("operator", version=first, path=None, force=True)
+        await stream.play("forced", until=until_either(happened(own, "rolled_back"), stream.counted(2 * size.frames)))
         await stream.play("rolled back", until=stream.counted(size.frames))
     result.trail = read_trail(own)
     return result, kept
+
+
+def until_either(first: Callable[[], bool], second: Callable[[], bool]) -> Callable[[], bool]:
+    return lambda: first() or second()
 
 
 async def unprotected_run(folder: Path, initial: Path, size: Size) -> Run:

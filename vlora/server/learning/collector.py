@@ -43,8 +43,8 @@ class Collector:
         self, kept: KeptQuestion, images: SharedImages | Sequence[Any], answer: Answer, tenant: str | None
     ) -> None:
         """Keep an answer. images: read from their sources."""
-        visuals = images.images if isinstance(images, SharedImages) else images
-        image: bytes | RawImage | None = visuals[0] if visuals else None
+        visuals: Sequence[Any] = images.images if isinstance(images, SharedImages) else images
+        image = visuals[0] if visuals else None
         if not isinstance(image, bytes | RawImage | None):
             return  # a video
         answered = AnsweredRequest(answer.request_id, tenant, kept.version, kept.question, answer.text, None)
