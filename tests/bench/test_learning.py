@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from vlora.bench.training import learning
 from vlora.bench.training.learning import Frame, Run
@@ -22,34 +24,31 @@ def made(protected: bool, *phases: tuple[str, float]) -> Run:
     return Run(protected, frames, trail)
 
 
-PROTECTED = ("day", 1.0), ("night", 0.4), ("promoted", 0.9), ("after the attack", 0.9), ("rolled back", 0.9)
-UNPROTECTED = ("promoted", 0.9), ("after the attack", 0.3)
+PROTECTED = ("usual", 1.0), ("changed", 0.4), ("promoted", 0.9), ("after the attack", 0.9), ("rolled back", 0.9)
+UNPROTECTED = ("promoted", 0.9), ("attack", 0.5), ("after the attack", 0.3)
 
 
 def test_a_row_has_the_phases_answers_and_events() -> None:
     rows = learning.rows_of(made(True, *PROTECTED))
     assert [(row["phase"], row["accuracy"], row["from, s"], row["to, s"]) for row in rows[:2]] == [
-        ("day", 1.0, 0.0, 9.0),
-        ("night", 0.4, 10.0, 19.0),
+        ("usual", 1.0, 0.0, 9.0),
+        ("changed", 0.4, 10.0, 19.0),
     ]
     assert rows[1]["events"] == [[12.5, "training", ""], [15.5, "promoted", "it is better"]] and not rows[0]["events"]
     assert rows[1]["answers"][3:5] == [[13.0, 1], [14.0, 0]] and rows[1]["version at its end"] == "version-"
 
 
 def test_goals_fail_without_learning_and_with_a_successful_attack() -> None:
-    unprotected = made(False, *UNPROTECTED)
+    unprotected = made(False, *UNPROTECTED)  # something is promoted in its second phase
     assert all(goal.holds for goal in learning.goals_of(made(True, *PROTECTED), unprotected))
     worse = [(phase, 0.4 if phase in ("promoted", "rolled back") else share) for phase, share in PROTECTED]
-    assert [goal.holds for goal in learning.goals_of(made(True, *worse), unprotected)] == [
-        True,
-        False,
-        True,
-        True,
-        True,
-    ]
-    hit = [(phase, 0.4 if phase == "after the attack" else share) for phase, share in PROTECTED]
-    harmless = made(False, ("promoted", 0.9), ("after the attack", 0.9))
-    assert [goal.holds for goal in learning.goals_of(made(True, *hit), harmless)] == [True, True, False, False, True]
+    goals = learning.goals_of(made(True, *worse), unprotected)
+    assert [goal.holds for goal in goals] == [True, False, True, True, True, True]
+    hit = made(
+        True, ("changed", 0.4), ("attack", 0.5), ("promoted", 0.9), ("after the attack", 0.4), ("rolled back", 0.9)
+    )
+    harmless = made(False, ("attack", 0.9), ("promoted", 0.9))
+    assert [goal.holds for goal in learning.goals_of(hit, harmless)] == [True, True, False, False, False, True]
 
 
 def test_the_plot_has_both_runs(tmp_path: Path) -> None:
@@ -59,8 +58,9 @@ def test_the_plot_has_both_runs(tmp_path: Path) -> None:
     assert (tmp_path / "accuracy.png").stat().st_size > 10_000
 
 
-def test_pictures_at_night_are_dark() -> None:
-    rng = np.random.default_rng(0)
-    day = np.full((16, 16, 3), 200, np.uint8)
-    night = learning.at_night(day, rng)
-    assert night.dtype == np.uint8 and 35 < night[..., 0].mean() < 55 < night[..., 2].mean() < 90
+def test_pictures_are_inverted() -> None:
+    usual, inverted = (
+        np.asarray(Image.open(io.BytesIO(learning.picture("stop", np.random.default_rng(0), inverted=one))), int)
+        for one in (False, True)
+    )
+    assert usual.shape == (96, 96, 3) and (usual + inverted == 255).all()

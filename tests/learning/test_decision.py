@@ -59,6 +59,11 @@ def test_a_version_with_more_corrections_is_rolled_back() -> None:
     assert why_roll_back(before, few, None, max_share=0.5, confidence=0.95) is None
     by_one = [ServedCount("a", 20, 20, 0), ServedCount("b", 20, 0, 0)]
     assert why_roll_back(before, by_one, None, max_share=0.5, confidence=0.95) is None, "one tenant alone"
+    assert why_roll_back(before, by_one, None, max_share=1.0, confidence=0.95) is not None
+    attacked = [*few, ServedCount("bad", 200, 200, 0)]
+    assert why_roll_back(before, attacked, None, max_share=0.5, confidence=0.95) is None, "beside honest ones"
+    hidden = [*before, ServedCount("bad", 1000, 900, 0)]
+    assert why_roll_back(hidden, [*worse, ServedCount("bad", 9, 9, 0)], None, max_share=0.5, confidence=0.95) is None
 
 
 def test_without_earlier_answers_the_evaluation_is_the_measure() -> None:

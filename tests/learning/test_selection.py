@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.example_counts import scaled
 from vlora.learning.live_store import Labelled, ServedCount
-from vlora.learning.selection import agreed, bounded, most_of_tenant, num_wrong
+from vlora.learning.selection import agreed, bounded, most_of_tenant, without_each
 
 
 def record(
@@ -57,8 +57,7 @@ def test_the_bound_is_the_largest_that_keeps_the_share(counts: list[int], truste
     assert [min(count, limit) for count in counts] == [min(count, best) for count in counts]
 
 
-def test_wrong_answers_by_one_tenant_are_bounded() -> None:
-    served = [ServedCount("bad", 50, 40, 0), ServedCount("good", 50, 3, 0)]
-    assert num_wrong(served, 0.5) == (6, 54)
-    assert num_wrong(served, 1.0) == (43, 100)
-    assert num_wrong([ServedCount("", 50, 40, 40)], 0.5) == (40, 50), "an admin is not bounded"
+def test_counts_without_the_corrections_of_a_token() -> None:
+    bad, good, root = ServedCount("bad", 50, 40, 0), ServedCount("good", 50, 3, 1), ServedCount("root", 9, 0, 0)
+    left = without_each([bad, good, root])
+    assert left == {"bad": [good, root], "good": [bad, root, ServedCount("good", 50, 1, 1)]}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from vlora.confidence import lower_bound
 from vlora.learning.live_store import ServedCount
-from vlora.learning.selection import num_wrong
+from vlora.learning.selection import without_each
 from vlora.types.learning import Comparison
 
 
@@ -56,19 +56,31 @@ def why_roll_back(
     """Why a version has turned out to be worse than the one before; None if it has not.
 
     The share of answers that are corrected to others is compared, since only a part of the answers is corrected, and
-    wrong ones rather than right ones.
+    wrong ones rather than right ones. It must be larger also without the corrections of any one token.
 
     Args:
         before: Counts of the version before.
         after: Counts of the present version.
         evaluated: The comparison by which it was promoted, for a version before without any answer.
-        max_share: See `selection`.
+        max_share: With 1, one token suffices.
         confidence: Of the bound.
     """
-    wrong, answered = num_wrong(after, max_share)
-    wrong_before, answered_before = num_wrong(before, max_share)
-    if answered_before:
-        share = wrong_before / answered_before
+    reason = _worse(before, after, evaluated, confidence)
+    if reason is None or max_share == 1:
+        return reason
+    before_without = without_each(before)
+    for tenant, left in without_each(after).items():
+        if _worse(before_without.get(tenant, before), left, evaluated, confidence) is None:
+            return None
+    return reason
+
+
+def _worse(
+    before: Sequence[ServedCount], after: Sequence[ServedCount], evaluated: Comparison | None, confidence: float
+) -> str | None:
+    wrong, answered = sum(one.wrong for one in after), sum(one.answered for one in after)
+    if answered_before := sum(one.answered for one in before):
+        share = sum(one.wrong for one in before) / answered_before
     elif evaluated is not None and evaluated.count:
         share = 1 - evaluated.present_share
     else:

@@ -1,7 +1,8 @@
 """Which corrected records count: one label for each content, and a bounded share for each tenant.
 
 A tenant's token can correct its own answers to anything. So the records of one tenant are at most a share of all that
-are trained on, and of all that a promotion or a rollback is decided by. Those of admin tokens are not bounded.
+are trained on, and of all that a promotion is decided by; a rollback must have its reason in the records of others too.
+Those of admin tokens are not bounded.
 """
 
 from __future__ import annotations
@@ -77,16 +78,13 @@ def most_of_tenant(counts: Iterable[int], num_trusted: int, max_share: float) ->
     return low
 
 
-def num_wrong(served: Sequence[ServedCount], max_share: float) -> tuple[int, int]:
-    """Wrong answers, with a bounded number for each tenant, and all answers.
-
-    Of a tenant above the bound, as many answers count as wrong ones.
-    """
-    trusted = sum(one.trusted_wrong for one in served)
-    most = most_of_tenant((one.wrong - one.trusted_wrong for one in served), trusted, max_share)
-    wrong, answered = trusted, 0.0
-    for one in served:
-        by_user = one.wrong - one.trusted_wrong
-        wrong += min(by_user, most)
-        answered += one.answered * (most / by_user if by_user > most else 1.0)
-    return wrong, max(wrong, round(answered))
+def without_each(served: Sequence[ServedCount]) -> dict[str, list[ServedCount]]:
+    """By tenant: the counts without the corrections that its own token has sent."""
+    left = {}
+    for tenant in [one.tenant for one in served if one.wrong > one.trusted_wrong]:
+        others = [one for one in served if one.tenant != tenant]
+        trusted = [
+            one._replace(wrong=one.trusted_wrong) for one in served if one.tenant == tenant and one.trusted_wrong
+        ]
+        left[tenant] = [*others, *trusted]
+    return left

@@ -1,9 +1,9 @@
 """`vlora bench learning`: a stream with changing pictures, an adapter that learns from corrections, and an attacker.
 
-Cameras ask which sign is shown. After a while it is night, and most answers are wrong. Wrong answers are corrected, the
-adapter is trained beside the stream, evaluated, and promoted. Then an intruder corrects answers to wrong ones. At the
-end an operator promotes the first version again, by force, until the cameras' corrections roll it back. A second run
-has the same attack without the protections.
+Cameras ask which sign is shown. After a while their pictures have inverted colours, and half of the answers are wrong.
+Wrong answers are corrected, the adapter is trained beside the stream, evaluated, and promoted. Then an intruder
+corrects answers to wrong ones. At the end an operator promotes the first version again, by force, until the cameras'
+corrections roll it back. A second run has the same attack without the protections.
 
 Times are processor seconds of the process, so that other load on the machine hardly counts.
 """
@@ -57,11 +57,11 @@ _MOST_FRAMES = 4000  # of a phase that ends with an event
 class Size(NamedTuple):
     """Extent of a run.
 
-    day: pictures of the first training. again: those of them that are also in later ones. frames: of a phase.
+    usual: pictures of the first training. again: those of them that are also in later ones. frames: of a phase.
     corrections: that begin a training. evaluated: records of each kind.
     """
 
-    day: int
+    usual: int
     again: int
     steps: int
     frames: int
@@ -69,8 +69,8 @@ class Size(NamedTuple):
     evaluated: int
 
 
-FULL = Size(day=240, again=96, steps=160, frames=200, corrections=240, evaluated=160)
-QUICK = Size(day=240, again=96, steps=120, frames=80, corrections=160, evaluated=100)
+FULL = Size(usual=240, again=96, steps=120, frames=200, corrections=160, evaluated=160)
+QUICK = Size(usual=240, again=64, steps=100, frames=80, corrections=100, evaluated=80)
 
 
 class Frame(NamedTuple):
@@ -96,17 +96,11 @@ class Run:
         return sum(found) / len(found)
 
 
-def at_night(picture: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Dark, bluish and noisy. picture: uint8 [h, w, 3]."""
-    dark = picture * 0.22 + np.array([0, 5, 30]) + rng.normal(0, 8, picture.shape)
-    return np.clip(dark, 0, 255).astype(np.uint8)
-
-
-def picture(sign: str, rng: np.random.Generator, *, night: bool) -> bytes:
-    """An encoded picture of a sign."""
+def picture(sign: str, rng: np.random.Generator, *, inverted: bool) -> bytes:
+    """An encoded picture of a sign. inverted: its colours."""
     drawn = draw_sign(sign, rng)
     stream = io.BytesIO()
-    Image.fromarray(at_night(drawn, rng) if night else drawn).save(stream, "PNG")
+    Image.fromarray(255 - drawn if inverted else drawn).save(stream, "PNG")
     return stream.getvalue()
 
 
@@ -152,7 +146,7 @@ class Stream:
         self,
         phase: str,
         *,
-        night: bool = True,
+        inverted: bool = True,
         until: Callable[[], bool],
         attack: bool = False,
         pause_s: float = _PAUSE_S,
@@ -163,20 +157,20 @@ class Stream:
                 return
             tenant = CAMERAS[self._number % len(CAMERAS)]
             self._number += 1
-            sign, answer = await self._ask(tenant, night=night)
+            sign, answer = await self._ask(tenant, inverted=inverted)
             right = answer.text.split() == sign.split()
             self._result.frames.append(Frame(time.process_time(), phase, right, self.learner.loaded))
             if not right:
                 await self._learning.correct(answer.request_id, sign, Corrector(tenant, False))
             for _ in range(2 if attack else 0):
-                sign, answer = await self._ask(INTRUDER, night=night)
+                sign, answer = await self._ask(INTRUDER, inverted=inverted)
                 wrong = SIGNS[(SIGNS.index(sign) + 1) % len(SIGNS)]
                 await self._learning.correct(answer.request_id, wrong, Corrector(INTRUDER, False))
             await asyncio.sleep(pause_s)
 
-    async def _ask(self, tenant: str, *, night: bool) -> tuple[str, Answer]:
+    async def _ask(self, tenant: str, *, inverted: bool) -> tuple[str, Answer]:
         sign = SIGNS[int(self._rng.integers(len(SIGNS)))]
-        images = [picture(sign, self._rng, night=night)]
+        images = [picture(sign, self._rng, inverted=inverted)]
         sampling = SamplingParams(max_tokens=6)
         parts = self._front.generate(QUESTION, images, adapter=NAME, tenant=tenant, sampling=sampling, whole=True)
         *_, answer = [part async for part in parts]
@@ -190,14 +184,17 @@ class Stream:
 
 
 async def protected_run(folder: Path, initial: Path, size: Size) -> tuple[Run, Path]:
-    """Day, night with a promotion, an attack, and a rollback. Returns also the adapter that the attack was on."""
+    """Usual pictures, inverted ones with a promotion, an attack, and a rollback.
+
+    Returns also the adapter that was attacked.
+    """
     result = Run(True)
     plan, own = write_plan(folder, "protected", size, PROTECTED)
     async with serving(plan, initial) as front:
         stream = Stream(front, result, seed=1)
         first = stream.learner.loaded
-        await stream.play("day", night=False, until=stream.counted(size.frames))
-        await stream.play("night", until=happened(own, "training"))
+        await stream.play("usual", inverted=False, until=stream.counted(size.frames))
+        await stream.play("changed", until=happened(own, "training"))
         await stream.play("training", until=happened(own, "training_ended"), pause_s=_LONG_PAUSE_S)
         await stream.play("promoted", until=stream.counted(size.frames))
         kept = copied(stream.learner.present_folder, folder / "served")
@@ -252,13 +249,13 @@ def happened(own: Path, event: str, began: float = 0.0) -> Callable[[], bool]:
 
 
 def write_data(folder: Path, size: Size) -> None:
-    """Day pictures for trainings, and others that only evaluations use."""
+    """Usual pictures for trainings, and others that only evaluations use."""
     rng = np.random.default_rng(0)
-    for name, count in (("first", size.day), ("trusted", size.day // 4)):
+    for name, count in (("first", size.usual), ("trusted", size.usual // 4)):
         rows = []
         for number in range(count):
             file, sign = folder / f"{name}-{number}.png", SIGNS[number % len(SIGNS)]
-            file.write_bytes(picture(sign, rng, night=False))
+            file.write_bytes(picture(sign, rng, inverted=False))
             rows.append({"question": QUESTION, "answer": sign, "image": file.name, "split": "train"})
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     lines = (folder / "first.jsonl").read_text().splitlines(keepends=True)
@@ -303,7 +300,7 @@ def engine_config() -> EngineConfig:
 
 
 async def first_adapter(folder: Path, size: Size) -> Path:
-    """Train on day pictures. Returns the adapter's folder."""
+    """Train on usual pictures. Returns the adapter's folder."""
     training = {"name": NAME, "data": "first.jsonl", **training_of(size)}
     (folder / "first.yaml").write_text(yaml.safe_dump({"folder": "first", "trainings": [training]}))
     engine = LocalEngine(engine_config())
@@ -372,15 +369,15 @@ def rows_of(result: Run) -> list[dict[str, Any]]:
 def goals_of(protected: Run, unprotected: Run) -> list[Goal]:
     """Learning restores the accuracy after the shift, the attack has no effect, and a bad version is rolled back."""
     promoted = protected.accuracy("promoted")
+    attacks = [
+        sum(event == "promoted" for row in rows_of(one) if row["phase"] == "attack" for _, event, _ in row["events"])
+        for one in (protected, unprotected)
+    ]
     return [
-        Goal("accuracy at night, before learning", protected.accuracy("night"), 0.6, True),
-        Goal("accuracy at night, after learning", promoted, 0.75, False),
+        Goal("accuracy after the change, before learning", protected.accuracy("changed"), 0.7, True),
+        Goal("accuracy after learning", promoted, 0.85, False),
         Goal("accuracy after the attack", protected.accuracy("after the attack"), promoted - 0.1, False),
-        Goal(
-            "accuracy after the attack without protections",
-            unprotected.accuracy("after the attack"),
-            unprotected.accuracy("promoted") - 0.1,
-            True,
-        ),
+        Goal("promotions by the attack", attacks[0], 0, True),
+        Goal("promotions by the attack without protections", attacks[1], 1, False),
         Goal("accuracy after the rollback", protected.accuracy("rolled back"), promoted - 0.1, False),
     ]
