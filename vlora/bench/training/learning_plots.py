@@ -44,7 +44,8 @@ def _draw_run(panel: Axes, rows: Sequence[Row]) -> None:
         end = rows[number + 1]["from, s"] if number + 1 < len(rows) else row["to, s"]
         panel.axvspan(row["from, s"], end, color=_SHADES[number % 2], zorder=0)
         name = f"{row['phase']}\n{row['accuracy']:.2f}"
-        panel.text((row["from, s"] + end) / 2, 1.14, name, fontsize=7.5, ha="center", va="top")
+        # Neighbours may be short: their names are at different heights.
+        panel.text((row["from, s"] + end) / 2, 1.42 - 0.12 * (number % 3), name, fontsize=7.5, ha="center", va="top")
     shown = set()
     for row in rows:
         for at, event, _ in row["events"]:
@@ -52,6 +53,6 @@ def _draw_run(panel: Axes, rows: Sequence[Row]) -> None:
                 label = event.replace("_", " ") if event not in shown else None
                 panel.axvline(at, color=_COLORS[event], linewidth=1.3, linestyle="--", label=label)
                 shown.add(event)
-    panel.set(ylim=(0, 1.16))
+    panel.set(ylim=(0, 1.44), yticks=[0, 0.2, 0.4, 0.6, 0.8, 1])
     panel.grid(alpha=0.3)
-    panel.legend(fontsize=8, loc="lower right")
+    panel.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.4))
