@@ -34,6 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "vlora.wording": set(),
     "vlora.plan_files": {"vlora.errors", "vlora.wording"},
     "vlora.types": {"vlora.errors"},
+    "vlora.confidence": set(),
     "vlora.lazy": set(),
     "vlora.logging_format": set(),
     "vlora.threads": set(),
@@ -50,12 +51,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"vlora.config", "vlora.engine", "vlora.logging_format", "vlora.plan_files", "vlora.routing"},
     "vlora.split": BASE | {"atmm", "vlora.config", "vlora.lazy", "vlora.models"},
     "vlora.training": LEVEL_2 | {"vlora.models", "vlora.plan_files"},
-    "vlora.server": LEVEL_3 | {"vlora.cluster", "vlora.engine", "vlora.client"},
+    "vlora.learning": BASE | {"vlora.confidence", "vlora.lora", "vlora.plan_files", "vlora.threads", "vlora.training"},
+    "vlora.server": LEVEL_3 | {"vlora.cluster", "vlora.engine", "vlora.client", "vlora.learning"},
     "vlora.simulator": BASE | {"vlora.config", "vlora.memory", "vlora.orchestrator", "vlora.routing"},
     "vlora.bench": LEVEL_3
     | {
         "vlora.engine",
+        "vlora.learning",
         "vlora.routing",
+        "vlora.server",
         "vlora.split",
         "vlora.simulator",
         "vlora.client",
@@ -68,6 +72,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {
         "vlora.cluster",
         "vlora.engine",
+        "vlora.learning",
         "vlora.split",
         "vlora.server",
         "vlora.bench",
@@ -82,6 +87,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {
         "atmm",
         "heads",
+        "vlora.confidence",
         "vlora.config",
         "vlora.lora",
         "vlora.models",

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import numpy as np
-from scipy.stats import binomtest
 
 from fusion.packing.algorithm import Score
+from vlora.confidence import lower_bound
 
 _RESAMPLES = 400
 Target = TypeVar("Target")
@@ -42,8 +42,7 @@ def score_with_bound(
     single = np.array([metric([answer], [target]) for answer, target in zip(answers, targets, strict=True)])
     value = float(single.mean())
     if set(single) <= {0.0, 1.0}:
-        test = binomtest(round(single.sum()), count, alternative="greater")
-        return Score(value, float(test.proportion_ci(confidence, method="exact").low))
+        return Score(value, lower_bound(round(single.sum()), count, confidence))
     return _resampled(lambda rows: float(single[rows].mean()), value, count, confidence, seed)
 
 

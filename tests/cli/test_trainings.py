@@ -81,6 +81,31 @@ def test_a_bad_plan_is_refused_with_its_line(
     assert err.startswith("error: " + message.format(plan=file, data=tmp_path / "d.jsonl"))
 
 
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ("folder: out\nadapters: []", "{plan}, line 2, field `adapters`:"),
+        ("folder: out\nadapters:\n- name: signs", "{plan}, line 3, field `adapters[0].training`: is missing"),
+        (
+            "folder: out\nadapters:\n- {name: signs, training: {steps: 2}, max_share: 0}",
+            "{plan}, line 3, field `adapters[0].max_share`:",
+        ),
+        (
+            "folder: out\nadapters:\n- name: signs\n  training: {steps: 2}\n  trusted: absent.jsonl",
+            "{plan}, line 5, field `adapters[0].trusted`: {folder}/absent.jsonl cannot be read: No such file",
+        ),
+    ],
+    ids=["no adapter", "no training", "no share", "no records"],
+)
+def test_a_bad_learning_plan_is_refused_with_its_line(
+    vlora_command: Vlora, tmp_path: Path, plan: str, message: str
+) -> None:
+    file = tmp_path / "learn.yaml"
+    file.write_text(plan + "\n")
+    code, out, err = vlora_command("serve", "--learn", str(file), "--rpyc-port", "0")
+    assert (code, out) == (2, "") and err.startswith("error: " + message.format(plan=file, folder=tmp_path))
+
+
 def test_a_promise_below_one_is_refused(vlora_command: Vlora) -> None:
     code, _, err = vlora_command("serve", "--train-slowdown", "0.9")
     assert code == 2 and err.startswith("error: train_slowdown is 0.9; it must be above 1")

@@ -26,3 +26,6 @@ def test_every_snippet_runs(tmp_path: Path) -> None:
     assert "adapter_model.safetensors" in printed
     assert re.search(r"^more  running  step 0 of 1000", printed, re.M)
     assert re.search(r"^more  cancelled  step \d+ of 1000", printed, re.M)
+    assert re.search(r"^  \w{12}  present  signs\.training-1  live \d\.\d{3} \(bound", printed, re.M)
+    assert re.search(r"^\w+ board$", printed, re.M), "the new version answers"
+    assert re.search(r"^  \w{12}  present  from .*trainings/signs/adapter", printed, re.M), "rolled back"

@@ -296,6 +296,10 @@ class ScriptedEngine:
                     outputs.append(RequestOutput(request_id=request_id, token_ids=(token,)))
         return tuple(outputs)
 
+    def version_in(self, folder: Path) -> str:
+        """The hash of an adapter's content."""
+        return hashlib.blake2b((folder / "adapter_config.json").read_bytes(), digest_size=4).hexdigest()
+
     def register_adapters(self, paths: Mapping[str, str]) -> None:
         for name, path in paths.items():
             status = self.load_adapter(name, path)
@@ -317,7 +321,7 @@ class ScriptedEngine:
         )
         self._adapters[name] = AdapterStatus(
             name=name,
-            version=hashlib.blake2b(file.read_bytes(), digest_size=4).hexdigest(),
+            version=self.version_in(Path(path)),
             rank=8,
             num_bytes=1000,
             resident=False,

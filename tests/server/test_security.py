@@ -144,6 +144,8 @@ ADMIN_CALLS: list[tuple[str, str, Any]] = [
     ("PUT", "/v1/cluster/replicas/absent/drain", None),
     ("DELETE", "/v1/cluster/replicas/absent/drain", None),
     ("PUT", "/v1/cluster/scale", {"replicas": 2}),
+    ("POST", "/v1/learning/absent/promote", {}),
+    ("POST", "/v1/learning/absent/rollback", {}),
 ]
 
 

@@ -39,6 +39,7 @@ BENCHES = {
     "split": "split.split",
     "packed": "training.packed",
     "training": "training.beside",
+    "learning": "training.learning",
     "teachers": "engine.teachers",
 }
 """Each bench's module in this package, with `run(quick) -> Report`. "all" runs them in this order."""

@@ -27,9 +27,10 @@ _SERVE = _VIDEO | {
     "psutil": "psutil",
     "greenlet": "greenlet",
     "jinja2": "jinja2",
+    "scipy": "scipy",
 }
 _CLUSTER = _SERVE | {"ray": "ray", "cryptography": "cryptography"}
-_FUSE = _SERVE | {"peft": "peft", "scipy": "scipy"}
+_FUSE = _SERVE | {"peft": "peft"}
 _DEMO = _FUSE | {"scikit-learn": "sklearn", "scikit-image": "skimage"}
 EXTRAS = {"video": _VIDEO, "plans": _PLANS, "serve": _SERVE, "cluster": _CLUSTER, "fuse": _FUSE, "demo": _DEMO}
 """For each extra, the distributions that it installs, with the module that each provides."""

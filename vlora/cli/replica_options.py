@@ -60,12 +60,15 @@ def replica_options(command: Any) -> Any:
     return command
 
 
-def take_replica_options(settings: dict[str, Any], cluster: ClusterPlan | None = None) -> ReplicaOptions:
+def take_replica_options(
+    settings: dict[str, Any], cluster: ClusterPlan | None = None, *, learn: str | None = None
+) -> ReplicaOptions:
     """Remove the values of these options from all settings of the command, and return them, checked.
 
     Args:
         settings: By name.
         cluster: The plan of several machines, which has the number of replicas.
+        learn: Plan of learning adapters, which are trained.
 
     Raises:
         BadConfig: A number is below 1 or over the limit; several engines have a plan of trainings, as replicas would
@@ -73,7 +76,7 @@ def take_replica_options(settings: dict[str, Any], cluster: ClusterPlan | None =
             effect.
     """
     given = ReplicaOptions(**{name: settings.pop(name) for name, *_ in _OPTIONS})
-    number, most, plan = given.replicas, given.max_replicas, settings.get("train")
+    number, most = given.replicas, given.max_replicas
     if number < 1:
         raise BadConfig(f"--replicas is {number}; at least one engine serves")
     if most is not None and most < number:
@@ -84,8 +87,10 @@ def take_replica_options(settings: dict[str, Any], cluster: ClusterPlan | None =
             raise BadConfig("--autoscale needs `replicas.most` of the plan above `replicas.number`")
     elif given.autoscale and most == number:
         raise BadConfig(f"--autoscale needs a --max-replicas above --replicas {number}")
-    if most > 1 and plan is not None:
-        raise BadConfig(f"--train {plan} needs --replicas 1 (now {most}): one engine trains; serve it separately")
+    for option, plan in (("--train", settings.get("train")), ("--learn", learn)):
+        if plan is not None and (most > 1 or cluster is not None):
+            now = "--cluster" if cluster is not None else most
+            raise BadConfig(f"{option} {plan} needs --replicas 1 (now {now}): one engine trains; serve it separately")
     if given.routing_journal is not None:
         if most == 1 and cluster is None:
             raise BadConfig("--routing-journal needs --replicas 2 or more: one engine has no router")

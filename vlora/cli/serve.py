@@ -96,6 +96,13 @@ if TYPE_CHECKING:
 )
 @config_flags(EngineConfig, skip=("model",))
 @config_flags(ServerConfig, skip=("tokens",))
+@click.option(
+    "--learn",
+    cls=HeadedOption,
+    heading="Training",
+    metavar="PLAN",
+    help="Plan file (YAML, see docs/training.md) of adapters that learn from corrections of their answers.",
+)
 @needs("serve")
 def serve(
     model: str,
@@ -103,6 +110,7 @@ def serve(
     adapters: tuple[str, ...],
     folder: Path | None,
     cluster_file: Path | None,
+    learn: str | None,
     token_file: Path | None,
     log_level: str,
     log_json: bool,
@@ -120,11 +128,11 @@ def serve(
     configure(os.environ)
     plan: ClusterPlan | None = None
     if cluster_file is None:
-        replicas = take_replica_options(settings)
+        replicas = take_replica_options(settings, learn=learn)
         named = named_adapters(adapters, folder)
     else:
         plan, model, named = read_cluster(cluster_file)
-        replicas = take_replica_options(settings, plan)
+        replicas = take_replica_options(settings, plan, learn=learn)
     model_name = served_name(model) if served_model_name is None else served_model_name
     if not model_name.strip():
         raise BadConfig("the base model's name is empty; give a --served-model-name")
@@ -135,6 +143,11 @@ def serve(
 
         settings["train"] = os.path.abspath(os.path.expanduser(trainings))
         read_plan(settings["train"])  # an error is reported before the model loads
+    learning = None
+    if learn is not None:
+        from vlora.learning.plan import read_learning_plan
+
+        learning = read_learning_plan(os.path.abspath(os.path.expanduser(learn)))
     engine_config = make_config(EngineConfig, settings, model=model_path(model))
     all_tokens = functools.partial(read_tokens, token_file, os.environ)
     server_config = make_config(ServerConfig, settings, tokens=all_tokens())
@@ -157,6 +170,7 @@ def serve(
                 model_name=model_name,
                 read_tokens=None if token_file is None else all_tokens,
                 cluster=plan,
+                learn=learning,
                 **replicas._asdict(),
             )
         )

@@ -28,6 +28,7 @@ from vlora.client.values import (
 )
 from vlora.errors import DeadlineMissed, VLoraError
 from vlora.types import AdapterStatus, EngineStats, TrainingStatus
+from vlora.types.learning import Correction, LearningStatus
 from vlora.types.replicas import ClusterStatus
 
 T = TypeVar("T")
@@ -202,6 +203,29 @@ class AsyncClient:
     async def cancel_training(self, name: str) -> TrainingStatus:
         """As `Client.cancel_training`."""
         return await self._wait(await self._connection(), calls.cancel_training(name))
+
+    async def correct(self, answer: Answer | str, label: str) -> Correction:
+        """As `Client.correct`."""
+        return await self._wait(await self._connection(), calls.correct(answer, label))
+
+    async def learning(self) -> tuple[LearningStatus, ...]:
+        """As `Client.learning`."""
+        return await self._wait(await self._connection(), calls.learning())
+
+    async def promote(
+        self,
+        name: str,
+        *,
+        version: str | None = None,
+        path: str | os.PathLike[str] | None = None,
+        force: bool = False,
+    ) -> LearningStatus:
+        """As `Client.promote`."""
+        return await self._wait(await self._connection(), calls.promote(name, version, path, force))
+
+    async def roll_back(self, name: str, version: str | None = None) -> LearningStatus:
+        """As `Client.roll_back`."""
+        return await self._wait(await self._connection(), calls.roll_back(name, version))
 
     async def stats(self) -> EngineStats:
         """As `Client.stats`."""

@@ -22,6 +22,7 @@ from vlora.client.values import (
 )
 from vlora.errors import BadImage, BadRequest
 from vlora.types import AdapterStatus, EngineStats, TrainingStatus, adapter_name
+from vlora.types.learning import Correction, LearningStatus
 from vlora.types.replicas import ClusterStatus
 from vlora.types.video import Video
 
@@ -172,6 +173,22 @@ def trainings() -> Call[tuple[TrainingStatus, ...]]:
 
 def cancel_training(name: str) -> Call[TrainingStatus]:
     return Call("cancel_training", (name,), TrainingStatus)
+
+
+def correct(answer: Answer | str, label: str) -> Call[Correction]:
+    return Call("correct", (answer if isinstance(answer, str) else answer.request_id, label), Correction)
+
+
+def learning() -> Call[tuple[LearningStatus, ...]]:
+    return Call("learning", (), tuple[LearningStatus, ...])
+
+
+def promote(name: str, version: str | None, path: str | os.PathLike[str] | None, force: bool) -> Call[LearningStatus]:
+    return Call("promote", (name, version, None if path is None else os.fspath(path), force), LearningStatus)
+
+
+def roll_back(name: str, version: str | None) -> Call[LearningStatus]:
+    return Call("roll_back", (name, version), LearningStatus)
 
 
 def stats() -> Call[EngineStats]:

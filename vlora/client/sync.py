@@ -28,6 +28,7 @@ from vlora.client.values import (
 )
 from vlora.errors import DeadlineMissed, VLoraError
 from vlora.types import AdapterStatus, EngineStats, TrainingStatus
+from vlora.types.learning import Correction, LearningStatus
 from vlora.types.replicas import ClusterStatus
 
 T = TypeVar("T")
@@ -241,6 +242,50 @@ class Client:
     def cancel_training(self, name: str) -> TrainingStatus:
         """End a training; `train` with its plan continues it. Raises BadRequest if it is not running."""
         return self._wait(self.connection(), calls.cancel_training(name))
+
+    def correct(self, answer: Answer | str, label: str) -> Correction:
+        """Send the right answer of a request, for the training of the adapter that answered.
+
+        Returns once the server has it on disk. A later correction of the same answer replaces it.
+
+        Args:
+            answer: Of this caller, or its `request_id`; an admin token corrects all.
+            label: What the adapter should have answered.
+
+        Raises:
+            BadRequest: The answer is not kept (any longer), or the label is empty.
+        """
+        return self._wait(self.connection(), calls.correct(answer, label))
+
+    def learning(self) -> tuple[LearningStatus, ...]:
+        """The adapters that learn, with their versions."""
+        return self._wait(self.connection(), calls.learning())
+
+    def promote(
+        self,
+        name: str,
+        *,
+        version: str | None = None,
+        path: str | os.PathLike[str] | None = None,
+        force: bool = False,
+    ) -> LearningStatus:
+        """Evaluate a version of a learning adapter in the background, and serve it if it is better.
+
+        Args:
+            name: Of the adapter.
+            version: One on disk; its first digits suffice. None: the last one that was not promoted.
+            path: A folder of the server's file system, instead.
+            force: Serve it at once, without evaluation.
+
+        Raises:
+            BadRequest: The adapter does not learn, or there is no such version.
+            BadAdapter: The folder cannot be served.
+        """
+        return self._wait(self.connection(), calls.promote(name, version, path, force))
+
+    def roll_back(self, name: str, version: str | None = None) -> LearningStatus:
+        """Serve an earlier version of a learning adapter. version: its first digits suffice; None: the one before."""
+        return self._wait(self.connection(), calls.roll_back(name, version))
 
     def stats(self) -> EngineStats:
         """Counters of the engine since its start."""

@@ -19,6 +19,7 @@ from vlora.types import (
     TrainingStatus,
     check_priority,
 )
+from vlora.types.learning import Correction, LearningStatus
 from vlora.types.replicas import ClusterStatus
 from vlora.wording import msgspec_errors
 
@@ -47,7 +48,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
     finish_reason "stop": the model ended it or a stop string was met (which is not part of text); "length": max_tokens.
     logprobs: the tokens of the text, if the request asked for them. timings are the engine's; total_s is the server's
-    time from the arrival of the request to the end of the answer.
+    time from the arrival of the request to the end of the answer. request_id: for `Client.correct`.
     """
 
     text: str
@@ -58,6 +59,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     timings: Timings
     total_s: float
     logprobs: tuple[TokenLogprob, ...] = ()
+    request_id: str = ""
 
 
 class HeadResult(HeadAnswer, frozen=True, kw_only=True):
@@ -205,6 +207,9 @@ _DECODERS: dict[Any, Callable[[bytes], Any]] = {
         tuple[AdapterStatus, ...],
         TrainingStatus,
         tuple[TrainingStatus, ...],
+        Correction,
+        LearningStatus,
+        tuple[LearningStatus, ...],
         EngineStats,
         ClusterStatus,
         type(None),

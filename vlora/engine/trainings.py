@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 import math
 from collections import deque
@@ -117,7 +118,7 @@ class Trainings:
             BadConfig: The engine cannot train, or a target is unknown.
             BadRequest: The name of a training is in use.
         """
-        self._admit(_read(plan), reopen=False)
+        self._admit(_read(plan, self._model), reopen=False)
 
     def submit(self, plan: str, *, reopen: bool) -> Future[tuple[TrainingStatus, ...]]:
         """As `start`, but the files are read in the background.
@@ -130,7 +131,7 @@ class Trainings:
         """
         done: Future[tuple[TrainingStatus, ...]] = Future()
         done.set_running_or_notify_cancel()
-        reading = self._reader.submit(_read, plan)
+        reading = self._reader.submit(_read, plan, self._model)
         self._submitted.append(_Submission(reading, reopen, done))
         reading.add_done_callback(lambda _: self.wake())
         return done
@@ -255,7 +256,11 @@ class Trainings:
         for job in jobs:
             job.check_locked()
         self._check_memory([(job, loop.num_parameters(job)) for job in jobs if job.state != "finished"])
-        finished = [job for job in jobs if job.state == "finished" and job.name not in self._registry]
+        finished = [
+            job
+            for job in jobs
+            if job.plan.register_adapter and job.state == "finished" and job.name not in self._registry
+        ]
         self._admin.register({job.name: str(job.adapter_folder) for job in finished})
         if reopen:
             for job in jobs:
@@ -320,11 +325,29 @@ class Trainings:
             free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return free
 
+    @functools.cached_property
+    def _model(self) -> str:
+        """Hash of a part of the base model's weights: some embeddings, and a row of each layer that adapters change.
+
+        In bfloat16, so that a training continues when the model is served in another type.
+        """
+        slabs = self._device.slabs
+        weights = [slabs.entry(name) for name in sorted(slabs.slots)] if not self._device.switcher.in_place else []
+        floats = [weight[:1] for weight in weights if isinstance(weight, torch.Tensor)]
+        digest = hashlib.blake2b(digest_size=16)
+        for rows in (self._device.hf_model.embed.weight[:8], *floats):
+            digest.update(rows.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
     def _wake(self) -> None:
         self.wake()
 
     def _register(self, job: TrainingJob) -> None:
-        """Register a complete training's adapter; `AdapterAdmin.poll` completes it."""
+        """Register a complete training's adapter, if it is to be; `AdapterAdmin.poll` completes it."""
+        if not job.plan.register_adapter:
+            job.end("finished")
+            job.release()
+            return
 
         def registered(loading: Future[AdapterStatus]) -> None:
             if (error := loading.exception()) is None:
@@ -360,14 +383,14 @@ class Trainings:
         )
 
 
-def _read(plan: str) -> list[TrainingJob]:
+def _read(plan: str, model: str) -> list[TrainingJob]:
     from vlora.training.plan import read_plan  # an engine without trainings needs no pydantic
 
     folder, entries = read_plan(plan)
     jobs: list[TrainingJob] = []
     try:
         for one, records in entries:
-            jobs.append(TrainingJob(one, records, Path(folder) / one.name))
+            jobs.append(TrainingJob(one, records, Path(folder) / one.name, model))
     except BaseException:
         for job in jobs:
             job.release()

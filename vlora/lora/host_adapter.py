@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -60,7 +61,7 @@ def load_adapter(
     factors = carve(run, shapes, dtype)
     merged: dict[str, HostFactors] = {}
     try:
-        version = _content_hash(header)
+        version = content_hash(header.path)
         with safe_open(file, framework="pt") as tensors:
             for target in header.targets:
                 a, b, kept = read_layer(file, target, tensors, base_layers)
@@ -99,10 +100,11 @@ def _unsplit(
     return {name: merged.get(name) or HostFactors(*dense(shapes[name], *pair)) for name, pair in factors.items()}
 
 
-def _content_hash(header: AdapterHeader) -> str:
+def content_hash(folder: Path) -> str:
+    """The version of an adapter's content."""
     digest = hashlib.blake2b(digest_size=16)
     for name in (CONFIG_FILE, WEIGHTS_FILE, *HEAD_FILES):
-        file = header.path / name
+        file = folder / name
         if file.exists():
             digest.update(name.encode())
             with file.open("rb") as stream:

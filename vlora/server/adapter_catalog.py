@@ -7,7 +7,7 @@ from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
 from vlora.engine.interface import EngineInterface
-from vlora.errors import BadAdapter, UnknownAdapter, UnknownHead, listed
+from vlora.errors import BadAdapter, BadRequest, UnknownAdapter, UnknownHead, listed
 from vlora.server.metrics import Metrics
 from vlora.types import AdapterStatus, HeadSummary, TrainingStatus, composed_of, is_composed
 
@@ -17,13 +17,20 @@ _SHOWN = 128  # characters of an unknown name, which may be as long as a message
 
 
 class AdapterCatalog:
-    """One per front end, used from its event loop. The engine has the truth; statuses are cached between changes."""
+    """One per front end, used from its event loop. The engine has the truth; statuses are cached between changes.
+
+    Attributes:
+        learning: Names whose content only learning changes.
+        hidden: Names of versions under evaluation, for no caller.
+    """
 
     def __init__(self, engine: EngineInterface, metrics: Metrics, model: str) -> None:
         """model: the base model's name; no adapter may have this name."""
         self._engine = engine
         self._metrics = metrics
         self._model = model
+        self.learning: frozenset[str] = frozenset()
+        self.hidden: set[str] = set()
         self._statuses: dict[str, AdapterStatus] | None = None
         self._changes: set[asyncio.Task[Any]] = set()  # in progress
 
@@ -31,7 +38,7 @@ class AdapterCatalog:
 
     async def list(self) -> tuple[AdapterStatus, ...]:
         """Every registered adapter, with its current status."""
-        statuses = await self._engine.adapters()
+        statuses = tuple(status for status in await self._engine.adapters() if status.name not in self.hidden)
         self._statuses = {status.name: status for status in statuses}
         self._metrics.expect(self._statuses)
         return statuses
@@ -61,6 +68,13 @@ class AdapterCatalog:
             known = listed(self._statuses)
             raise UnknownAdapter(f"no adapter named {name[:_SHOWN]!r}; registered: {known}", field="adapter")
         return self._statuses[name]
+
+    async def current(self, name: str) -> AdapterStatus:
+        """The adapter's status in the engine now, also of a version under evaluation. Raises UnknownAdapter."""
+        for status in await self._engine.adapters():
+            if status.name == name:
+                return status
+        raise UnknownAdapter(f"no adapter named {name[:_SHOWN]!r} is registered", field="adapter")
 
     async def find_head(self, adapter: str, head: str) -> HeadSummary:
         """Raises UnknownAdapter or UnknownHead, each with the available names."""
@@ -96,10 +110,16 @@ class AdapterCatalog:
     async def load(self, name: str, path: str) -> AdapterStatus:
         """Register an adapter folder on the server's file system. Raises BadAdapter with the reason."""
         self._check_name(name)
+        self._check_changeable(name)
+        return await self.replace(name, path)
+
+    async def replace(self, name: str, path: str) -> AdapterStatus:
+        """As `load`, for learning adapters and versions under evaluation too."""
         return await self._complete(self._engine.load_adapter(name, path))
 
     async def unload(self, name: str, drain: bool = False) -> None:
         """Remove an adapter and cancel its requests, or with `drain` let them finish. Raises UnknownAdapter."""
+        self._check_changeable(name)
         await self._complete(self._engine.unload_adapter(name, drain))
 
     async def pin(self, name: str, pinned: bool) -> AdapterStatus:
@@ -140,6 +160,15 @@ class AdapterCatalog:
         self._changes.discard(task)
         if not task.cancelled():
             task.exception()  # retrieve the error when the caller was cancelled
+
+    def _check_changeable(self, name: str) -> None:
+        if name in self.learning:
+            raise BadRequest(
+                f"adapter {name!r} learns, so `vlora train promote` and `vlora train rollback` change it; start the "
+                "server without it in the plan of --learn to load or unload it"
+            )
+        if name in self.hidden:
+            raise UnknownAdapter(f"no adapter named {name[:_SHOWN]!r}", field="adapter")
 
     def _check_name(self, name: str) -> None:
         if name == self._model:

@@ -10,8 +10,10 @@ import asyncio
 import contextlib
 import hashlib
 import importlib.metadata
+import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import msgspec
@@ -30,6 +32,7 @@ from vlora.server.detokenizer import AnswerText, Piece
 from vlora.server.head_results import in_pixels
 from vlora.server.interleave import interleave
 from vlora.server.internal_errors import to_vlora_error
+from vlora.server.learning.served_model import EngineModel
 from vlora.server.metrics import BASE, Metrics
 from vlora.server.prompt_encoder import Images, PromptEncoder, SharedImages
 from vlora.server.prompts import (
@@ -47,7 +50,10 @@ from vlora.server.streams.registry import StreamRegistry
 from vlora.types import EngineStats, ErrorValue, Request, RequestOutput, SamplingParams, adapter_name
 
 if TYPE_CHECKING:
+    from vlora.learning.learning import Learning
+    from vlora.learning.plan import LearningEntry
     from vlora.models.processing import EncodedPrompt, InputProcessor
+    from vlora.server.learning.collector import Collector
 
 
 class FrontEnd:
@@ -57,6 +63,7 @@ class FrontEnd:
         adapters: The registered adapters and their changes.
         streams: The open frame streams.
         metrics: The server's metrics.
+        learning: The adapters that learn; None if there are none.
         message_budget: The bytes of messages in memory, over all connections.
     """
 
@@ -81,9 +88,28 @@ class FrontEnd:
         self.streams = StreamRegistry(self, config, self.metrics)
         self.message_budget = ByteBudget(config.max_held_bytes)
         self._requests = ActiveRequests(config, self.metrics)
+        self.learning: Learning | None = None
+        self._collector: Collector | None = None
         self.replicas = Replicas(engine if isinstance(engine, Cluster) else None)
         if isinstance(engine, Cluster):
             self.metrics.register(ClusterCollector(engine.status))
+
+    def learn(
+        self,
+        folder: Path,
+        entries: list[LearningEntry],
+        initial: Mapping[str, str],
+        clock: Callable[[], float] = time.time,
+    ) -> dict[str, str]:
+        """Let adapters learn. Returns the folders to register by name. Arguments and exceptions: see `Learning`."""
+        from vlora.learning.learning import Learning  # imports torch
+        from vlora.server.learning.collector import Collector
+
+        model = EngineModel(self._engine, self.adapters, self._encoder, self._processor, self.config)
+        self.learning = Learning(folder, entries, initial, model, clock=clock)
+        self._collector = Collector(self.learning)
+        self.adapters.learning = frozenset(self.learning.folders)
+        return self.learning.folders
 
     # -- answers ------------------------------------------------------------------------------------------------------
 
@@ -143,20 +169,25 @@ class FrontEnd:
         priority: int = 0,
         tenant: str | None = None,
         whole: bool = False,
+        request_id: str | None = None,
     ) -> AsyncGenerator[tuple[int, Piece | Answer], None]:
         """Yield several answers to one prompt concurrently, as `generate` does: each part with its choice's index.
 
         The first choice equals the answer of `generate`; the others sample with seeds derived from the first seed. Each
-        choice counts as an active request.
+        choice counts as an active request. request_id: of the first choice, unused so far; a random one by default.
         """
+        request_id = request_id or uuid.uuid4().hex
         sampling = sampling or SamplingParams()
         with self._requests.admit(tenant, num_choices) as clock:
             check_text(prompt, sampling, self.config)
             adapter = None if adapter is None else adapter_name(adapter)
+            kept = None if self._collector is None else self._collector.question_of(prompt, len(images), adapter)
+            if kept is not None and not isinstance(images, SharedImages):
+                images = await self._encoder.read(cast(Sequence[Image], images), clock)
             encoded = await self._encode(prompt, images, adapter, clock)
             requests = [
                 Request(
-                    request_id=uuid.uuid4().hex,
+                    request_id=choice_id(request_id, choice),
                     prompt_ids=encoded.prompt_ids,
                     vision=encoded.vision,
                     adapter=adapter,
@@ -173,6 +204,9 @@ class FrontEnd:
             parts = interleave([self._answer(request, clock) for request in requests])
             async with contextlib.aclosing(parts):
                 async for choice, part in parts:
+                    if kept is not None and isinstance(part, Answer):
+                        assert self._collector is not None
+                        self._collector.keep(kept, images, part, tenant)
                     yield choice, part
 
     async def ask_head(
@@ -279,7 +313,7 @@ class FrontEnd:
         self.streams.resume()
 
     async def stats(self) -> EngineStats:
-        """The engine's stats with the model's name in place of its folder, which is not exposed to clients."""
+        """The engine's stats without its folders, which are not exposed to clients: with the model's name."""
         return self._with_model_name(await self._engine.stats())
 
     async def snapshot(self, since: int = 0) -> EngineSnapshot:
@@ -313,6 +347,8 @@ class FrontEnd:
 
     async def close(self) -> None:
         self.streams.close()
+        if self.learning is not None:
+            await self.learning.close()
         await self._encoder.close()
 
     # -- inside -------------------------------------------------------------------------------------------------------
@@ -370,6 +406,7 @@ class FrontEnd:
             timings=output.timings,
             total_s=clock.elapsed_s,
             logprobs=text.logprobs,
+            request_id=request.request_id,
         )
         self.metrics.answered(
             request,
@@ -393,7 +430,13 @@ class FrontEnd:
                         raise TimeoutError
 
     def _with_model_name(self, stats: EngineStats) -> EngineStats:
-        return msgspec.structs.replace(stats, model=self._model)
+        trainings = tuple(msgspec.structs.replace(one.without_paths(), losses=()) for one in stats.trainings)
+        return msgspec.structs.replace(stats, model=self._model, trainings=trainings)
+
+
+def choice_id(request_id: str, choice: int) -> str:
+    """The request id of a choice."""
+    return request_id if choice == 0 else f"{request_id}-{choice}"
 
 
 def _seed_of_choice(seed: int | None, choice: int) -> int | None:

@@ -24,7 +24,10 @@ from vlora.server.security.access import Access
 from vlora.server.security.tls import server_context
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from vlora.cluster.nodes.plan import ClusterPlan
+    from vlora.learning.plan import LearningEntry
     from vlora.models.processing import InputProcessor
     from vlora.server.http.server import HttpServer
 
@@ -45,6 +48,7 @@ async def serve(
     read_tokens: Callable[[], tuple[Token, ...]] | None = None,
     replicas: int = 1,
     cluster: ClusterPlan | None = None,
+    learn: tuple[Path, list[LearningEntry]] | None = None,
     **replica_settings: Any,
 ) -> None:
     """Serve until interrupted or terminated, then drain.
@@ -58,6 +62,7 @@ async def serve(
         read_tokens: Reads the tokens again on SIGHUP; None where they cannot change.
         replicas: Number of engines; several of them run on a Ray of this machine.
         cluster: The plan of several machines, which has the number of engines; None: this machine alone.
+        learn: The folder and the adapters of a learning plan.
         replica_settings: Of several engines, see `_start_engine`.
 
     Raises:
@@ -98,7 +103,7 @@ async def serve(
             **replica_settings,
         )
         load = functools.partial(load_processor or _load_processor, engine_config.model)
-        starting = asyncio.create_task(_start(start_engine, load, server_config, model, adapters))
+        starting = asyncio.create_task(_start(start_engine, load, server_config, model, adapters, learn))
         if await _first_done(starting, stop) is None:
             return
         engine, front_end = starting.result()
@@ -124,8 +129,8 @@ async def serve(
         await _first_done(asyncio.create_task(front_end.drain()), stop)
         # While a replacement engine starts, the failure is not final.
         cause = None if engine.starting else engine.cause
-        await engine.close()
         await front_end.close()
+        await engine.close()
         if cause is not None:
             raise EngineDead(cause)
     finally:
@@ -142,6 +147,7 @@ async def _start(
     server_config: ServerConfig,
     model: str,
     adapters: Mapping[str, str],
+    learn: tuple[Path, list[LearningEntry]] | None,
 ) -> tuple[RestartedEngine, FrontEnd]:
     """Load the model in the engine processes and, concurrently, the tokenizer and image processor here."""
     loading = asyncio.create_task(asyncio.to_thread(load_processor))
@@ -152,11 +158,17 @@ async def _start(
         await asyncio.wait({loading})
         loading.exception()
         raise
+    front_end: FrontEnd | None = None
     try:
         front_end = FrontEnd(engine, await loading, server_config, model, supervisor=engine)
         engine.add_listener(front_end)
-        await front_end.adapters.register(adapters)
+        learned = {} if learn is None else front_end.learn(*learn, adapters)
+        await front_end.adapters.register({**adapters, **learned})
+        if front_end.learning is not None:
+            await front_end.learning.start()
     except BaseException:
+        if front_end is not None:
+            await front_end.close()
         await engine.close()
         raise
     return engine, front_end

@@ -37,6 +37,11 @@ class SharedImages:
     def __len__(self) -> int:
         return len(self._images)
 
+    @property
+    def images(self) -> Sequence[Visual]:
+        """As given."""
+        return self._images
+
     async def processed(self, process: Callable[[Sequence[Visual]], Awaitable[ProcessedImages]]) -> ProcessedImages:
         """The processed images, by the first call of `process` that ends. Raises its VLoraError, each time."""
         async with self._lock:  # if the request that processes them is cancelled, the next one does

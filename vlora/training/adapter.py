@@ -20,7 +20,8 @@ from torch import nn
 from atmm import Factors
 from vlora.errors import BadConfig
 
-_PREFIX = "base_model.model."  # of PEFT's tensor names
+PREFIX = "base_model.model."
+"""Of PEFT's tensor names."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,8 +235,8 @@ class TrainableLora:
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {}
         for layer, (a, b) in self.values().items():
-            tensors[f"{_PREFIX}{layer}.lora_A.weight"] = a.cpu()
-            tensors[f"{_PREFIX}{layer}.lora_B.weight"] = b.cpu().contiguous()
+            tensors[f"{PREFIX}{layer}.lora_A.weight"] = a.cpu()
+            tensors[f"{PREFIX}{layer}.lora_B.weight"] = b.cpu().contiguous()
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         settings = {
             "peft_type": "LORA",

@@ -21,15 +21,16 @@ from vlora.plan_files.run_lock import lock_folder
 from vlora.training.adapter import LoraSettings, TrainableLora
 from vlora.training.micro_step import Loss
 from vlora.training.records import Record, Records
+from vlora.training.start import read_start
 from vlora.types import TrainingStatus
-from vlora.types.training import TrainingState
+from vlora.types.training import MAX_LOSSES, TrainingState
 
 if TYPE_CHECKING:
     from vlora.training.plan import TrainingPlan
 
 Phase = Literal["before", "train", "after", "done"]
 
-_FORMAT = 1
+_FORMAT = 2
 MAX_TRIES = 3
 """Ends of a process in the first micro-step of a training that it began or continued. The next one fails it."""
 
@@ -71,11 +72,18 @@ class TrainingJob:
         adapter: None before the first micro-step.
     """
 
-    def __init__(self, plan: TrainingPlan, records: Records, folder: Path) -> None:
+    def __init__(self, plan: TrainingPlan, records: Records, folder: Path, model: str = "") -> None:
         """Lock the folder, if no other process has, and read its files.
 
+        Args:
+            plan: Its entry.
+            records: Its data.
+            folder: For its files.
+            model: Hash of the base model's weights.
+
         Raises:
-            BadPlan: The folder has a training with other settings or data, or an adapter of another origin.
+            BadPlan: The folder has a training with other settings, data or base model, or an adapter of another
+                origin; or `start` cannot be used.
         """
         self.plan = plan
         self.records = records
@@ -84,7 +92,9 @@ class TrainingJob:
         self.error: str | None = None
         self.progress = Progress()
         self.adapter: TrainableLora | None = None
-        self._fingerprint = _fingerprint(plan, records)
+        self._start = None if plan.start is None else read_start(plan.start, self.settings, self.name)
+        self._model = model
+        self._fingerprint = _fingerprint(plan, records, None if self._start is None else self._start.digest)
         self._restored: dict[str, Any] | None = None  # of the checkpoint's adapter, until it is used
         self._last: dict[str, Any] | None = None  # state of the adapter after the last micro-step
         self._saved = Progress()  # that of the checkpoint, for `reopen`
@@ -136,6 +146,7 @@ class TrainingJob:
             seconds=progress.seconds,
             path=str(self.adapter_folder) if self.state == "finished" else None,
             error=self.error,
+            losses=_sampled(progress.losses),
         )
 
     # -- records ------------------------------------------------------------------------------------------------------
@@ -173,6 +184,10 @@ class TrainingJob:
         if self._restored is not None:
             adapter.restore(self._restored)
             self._last, self._restored = self._restored, None
+        elif self._start is not None:
+            if self._start.factors.keys() != adapter.factors.keys():
+                raise BadPlan(f"{self.plan.start} has other layers than `targets` of training {self.name!r}")
+            adapter.load(self._start.factors)
 
     def begin_micro_step(self) -> None:
         """Count a try, before the first micro-step of this process: it may end the process, for lack of memory.
@@ -268,7 +283,7 @@ class TrainingJob:
         assert self.adapter is not None
         # `asdict` would copy each loss by itself, in the engine's thread.
         progress = {**vars(self.progress), "losses": list(self.progress.losses)}
-        head = {"format": _FORMAT, "fingerprint": self._fingerprint, "progress": progress}
+        head = {"format": _FORMAT, "fingerprint": self._fingerprint, "model": self._model, "progress": progress}
         self._last = self.adapter.state()
         return {**head, "adapter": self._last}
 
@@ -299,7 +314,13 @@ class TrainingJob:
         """Write the summary. The checkpoint of a finished training is removed; others continue from theirs."""
         self.state, self.error = state, error
         self._free()
-        head = {"format": _FORMAT, "fingerprint": self._fingerprint, "state": state, "error": error}
+        head = {
+            "format": _FORMAT,
+            "fingerprint": self._fingerprint,
+            "model": self._model,
+            "state": state,
+            "error": error,
+        }
         part = self._summary.with_suffix(".part")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -334,7 +355,7 @@ class TrainingJob:
 
     def _free(self) -> None:
         """Ended trainings are listed for long."""
-        self.adapter = self._last = self._restored = None
+        self.adapter = self._last = self._restored = self._start = None
         self.records = Records((), (), self.records.digest)
 
     def _read_files(self) -> None:
@@ -370,9 +391,21 @@ class TrainingJob:
                 f"{self.folder} has training {self.name!r} with other settings or data; "
                 "remove the folder, or choose another name"
             )
+        if found["model"] != self._model:
+            raise BadPlan(
+                f"{self.folder} has training {self.name!r} of another base model; serve that one, remove the folder, "
+                "or choose another name"
+            )
 
 
-def _fingerprint(plan: TrainingPlan, records: Records) -> str:
-    fields = plan.model_dump(mode="json", exclude={"data"})
-    text = json.dumps([fields, records.digest], sort_keys=True)
+def _sampled(losses: list[float]) -> tuple[float, ...]:
+    count = len(losses)
+    if count <= MAX_LOSSES:
+        return tuple(losses)
+    return tuple(losses[place * count // MAX_LOSSES - 1] for place in range(1, MAX_LOSSES + 1))
+
+
+def _fingerprint(plan: TrainingPlan, records: Records, start: str | None) -> str:
+    fields = plan.model_dump(mode="json", exclude={"data", "start"})
+    text = json.dumps([fields, records.digest, start], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

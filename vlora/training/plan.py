@@ -13,31 +13,23 @@ from vlora.plan_files.fields import Number, PlanModel, PlanPath, Whole
 from vlora.plan_files.reading import read_model
 from vlora.training.records import Records, read_records, unreadable
 
-_NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,127}$"
+NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,127}$"
 
 
-class TrainingPlan(PlanModel):
-    """One adapter.
+class TrainingSettings(PlanModel):
+    """How an adapter is trained.
 
     Attributes:
-        name: The adapter is registered under this name when the training ends.
-        data: A JSONL file (see `read_records`), or a folder with `questions.jsonl`.
-        question: For records without one.
         steps: Optimizer steps.
         batch: Records of an optimizer step.
         micro_batch_tokens: Tokens of a micro-step, at most, but one record at least.
-        held_out: Share of the records for evaluation, for data without a `split`.
         rank, alpha, rslora, targets, learning_rate, weight_decay, max_norm, seed: See `LoraSettings`. The seed also
             sets the order of the records.
     """
 
-    name: str = Field(pattern=_NAME)
-    data: PlanPath
-    question: str | None = Field(None, min_length=1)
     steps: Whole = Field(ge=1, le=1_000_000)
     batch: Whole = Field(8, ge=1, le=65_536)
     micro_batch_tokens: Whole = Field(256, ge=1, le=65_536)
-    held_out: Number = Field(0.1, ge=0, lt=1)
     rank: Whole = Field(8, ge=1)
     alpha: Number = Field(16.0, gt=0, le=1e6)
     rslora: bool = False
@@ -46,6 +38,26 @@ class TrainingPlan(PlanModel):
     weight_decay: Number = Field(0.0, ge=0, le=100)
     max_norm: Number | None = Field(None, gt=0, le=1e30)
     seed: Whole = 0
+
+
+class TrainingPlan(TrainingSettings):
+    """One adapter.
+
+    Attributes:
+        name: The adapter is registered under this name when the training ends.
+        data: A JSONL file (see `read_records`), or a folder with `questions.jsonl`.
+        question: For records without one.
+        held_out: Share of the records for evaluation, for data without a `split`.
+        start: An adapter of a training with the same rank, scale and targets, from which this one begins.
+        register_adapter: Whether the finished adapter serves under its name.
+    """
+
+    name: str = Field(pattern=NAME)
+    data: PlanPath
+    question: str | None = Field(None, min_length=1)
+    held_out: Number = Field(0.1, ge=0, lt=1)
+    start: PlanPath | None = None
+    register_adapter: bool = True
 
 
 class Plan(PlanModel):

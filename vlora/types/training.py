@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+MAX_LOSSES = 100
+
 TrainingState = Literal["running", "finished", "failed", "cancelled"]
 
 
@@ -25,6 +27,7 @@ class TrainingStatus(msgspec.Struct, frozen=True, kw_only=True):
         waiting: Why no piece of it runs at present; None while pieces run.
         path: The adapter's folder, once finished.
         error: Why it failed.
+        losses: Of at most `MAX_LOSSES` optimizer steps, at equal distances, the last one at the end.
     """
 
     name: str
@@ -39,3 +42,9 @@ class TrainingStatus(msgspec.Struct, frozen=True, kw_only=True):
     waiting: str | None = None
     path: str | None = None
     error: str | None = None
+    losses: tuple[float, ...] = ()
+
+    def without_paths(self) -> TrainingStatus:
+        """For callers without an admin token: errors name files of the server."""
+        error = None if self.error is None else "it failed; an admin token shows the reason"
+        return msgspec.structs.replace(self, path=None, error=error)

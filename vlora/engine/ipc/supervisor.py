@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Protocol
@@ -138,7 +139,8 @@ class SupervisedEngine:
     async def train(self, plan: str, *, reopen: bool = True) -> tuple[TrainingStatus, ...]:
         """See EngineInterface. After a restart the trainings continue."""
         statuses = await self._alive().train(plan, reopen=reopen)
-        self._plans[plan] = None
+        # Those of learning adapters are removed when they have ended.
+        self._plans = {known: None for known in self._plans if os.path.exists(known)} | {plan: None}
         return statuses
 
     async def trainings(self) -> tuple[TrainingStatus, ...]:

@@ -51,6 +51,7 @@ class ConsoleRoutes:
             "streams": [_stream_json(stream) for stream in streams if _may_see(caller, stream)],
             "admin": caller is None or caller.admin,
             "draining": self._front_end.draining,
+            "learns": self._front_end.learning is not None,
         }
         return Response(msgspec.json.encode(fields), media_type="application/json", headers=_PRIVATE)
 

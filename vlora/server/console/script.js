@@ -86,6 +86,7 @@ function take(fresh) {
   steps = steps.slice(-MAX_STEPS);
   tellStatus(fresh.draining ? "draining" : "live", fresh.draining ? "draining" : "live");
   if (known.count !== fresh.stats.num_adapters) readAdapters(fresh.stats.num_adapters);
+  readLearning();
   draw();
 }
 
@@ -502,6 +503,131 @@ function drawAdapters() {
     },
     stats.num_adapters ? "none on the device, none requested" : "no adapters are registered",
   );
+}
+
+// -- trainings and versions -----------------------------------------------------------------------------------------
+
+const LEARNING_MS = 2000;
+const learning = { readAt: -LEARNING_MS, trainings: [], adapters: [] };
+
+async function readLearning() {
+  const shown = state.learns || state.stats.trainings.length > 0;
+  at("learning").hidden = !shown;
+  document.body.classList.toggle("learns", shown);
+  if (!shown || performance.now() - learning.readAt < LEARNING_MS) return;
+  learning.readAt = performance.now();
+  try {
+    learning.trainings = (await (await call("/v1/trainings")).json()).data;
+    learning.adapters = (await (await call("/v1/learning")).json()).data;
+    drawTrainings();
+    drawVersions();
+  } catch {
+    // The next state shows whether the server has ended.
+  }
+}
+
+function drawTrainings() {
+  fill(
+    at("training-rows"),
+    learning.trainings.toReversed(),
+    () => {
+      const row = element("li");
+      row.append(element("span", "ellipsis"), element("span", "number"), element("canvas"), element("span", "quiet ellipsis"));
+      return row;
+    },
+    (row, training) => {
+      const [name, steps, curve, what] = row.children;
+      setText(name, training.name);
+      name.title = training.name;
+      setText(steps, `step ${training.step.toLocaleString("en")} of ${training.num_steps.toLocaleString("en")}`);
+      const { held_out_before: before, held_out_after: after } = training;
+      const held = before === null ? "" : ` · held out ${before.toFixed(3)}${after === null ? "" : ` → ${after.toFixed(3)}`}`;
+      const loss = training.loss === null ? "" : ` · loss ${training.loss.toFixed(3)}`;
+      const why = training.error ?? training.waiting;
+      setText(what, `${training.state}${loss}${held}${why ? ` · ${why}` : ""}`);
+      what.title = what.textContent;
+      drawLosses(curve, training.losses);
+    },
+    "no trainings",
+  );
+}
+
+function drawLosses(canvas, losses) {
+  const { pen, width, height } = paper(canvas);
+  canvas.setAttribute("role", "img");
+  canvas.setAttribute("aria-label", losses.length ? `losses from ${losses[0].toFixed(3)} to ${losses.at(-1).toFixed(3)}` : "no losses");
+  if (losses.length < 2) return;
+  const [low, high] = [Math.min(...losses), Math.max(...losses)];
+  pen.strokeStyle = colour("--unmerged");
+  pen.lineWidth = 1.5;
+  pen.beginPath();
+  losses.forEach((loss, place) => {
+    const x = 1 + ((width - 2) * place) / (losses.length - 1);
+    pen.lineTo(x, 2 + (height - 4) * (1 - (loss - low) / (high - low || 1)));
+  });
+  pen.stroke();
+}
+
+function drawVersions() {
+  const { adapters } = learning;
+  const doing = adapters.map((each) => {
+    const left = each.until_training === null ? "" : `, ${each.until_training} corrections until the next training`;
+    return `${each.name} ${each.doing}${left}`;
+  });
+  if (!changing) setText(at("learning-summary"), doing.join(" · "));
+  fill(
+    at("version-rows"),
+    adapters.flatMap((each) => each.versions.map((version) => ({ name: each.name, ...version }))),
+    () => {
+      const row = element("tr");
+      for (const kind of ["ellipsis", "", "", "number", "number", "number"]) row.append(element("td", kind));
+      const button = element("button");
+      button.type = "button";
+      button.addEventListener("click", () => change(row.dataset));
+      row.lastChild.append(button);
+      return row;
+    },
+    (row, version) => {
+      const [name, hash, what, accuracy, corrected, action] = row.children;
+      Object.assign(row.dataset, { name: version.name, version: version.version, state: version.state });
+      setText(name, version.name);
+      setText(hash, version.version.slice(0, 8));
+      hash.title = [version.version, version.origin].filter(Boolean).join("\n");
+      what.className = version.state;
+      setText(what, version.state);
+      setText(accuracy, share(version.live ?? version.trusted));
+      setText(corrected, `${version.num_wrong} of ${version.num_answers}`);
+      const button = action.firstChild;
+      button.hidden = !state.admin || version.state === "present";
+      setText(button, version.state === "previous" ? "Roll back" : "Promote");
+      button.title =
+        version.state === "previous" ? "serve this version again" : "evaluate it again, and serve it if it is better";
+    },
+    "no adapter learns",
+  );
+}
+
+function share(compared) {
+  if (!compared?.count) return "–";
+  const percent = (right) => `${((100 * right) / compared.count).toFixed(0)} %`;
+  return `${percent(compared.candidate)}, was ${percent(compared.present)}`;
+}
+
+let changing = false;
+
+async function change({ name, version, state: what }) {
+  if (changing) return;
+  changing = true;
+  const verb = what === "previous" ? "rollback" : "promote";
+  setText(at("learning-summary"), `${verb} ${name}…`);
+  try {
+    await post(`/v1/learning/${encodeURIComponent(name)}/${verb}`, { version });
+    setText(at("learning-summary"), `${verb} ${name}: done`);
+  } catch (error) {
+    setText(at("learning-summary"), error.message);
+  }
+  learning.readAt = -LEARNING_MS;
+  setTimeout(() => (changing = false), 3000); // until then the outcome is shown
 }
 
 // -- streams --------------------------------------------------------------------------------------------------------

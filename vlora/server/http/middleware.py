@@ -18,7 +18,8 @@ from vlora.server.security.access import Access
 from vlora.server.security.message_budget import ByteBudget
 
 ADAPTER_PATHS, TRAINING_PATHS, CLUSTER_PATHS = "/v1/adapters", "/v1/trainings", "/v1/cluster"
-ADMIN_PATHS = (ADAPTER_PATHS, TRAINING_PATHS, CLUSTER_PATHS)
+LEARNING_PATHS = "/v1/learning"
+ADMIN_PATHS = (ADAPTER_PATHS, TRAINING_PATHS, CLUSTER_PATHS, LEARNING_PATHS)
 """Methods other than GET need an admin token."""
 OPEN_PATHS = frozenset({"/health", "/ready"}) | CONSOLE_FILES.keys()
 """Paths without a token: health checks of load balancers, and the console page, where the user enters the token."""
@@ -34,9 +35,15 @@ def with_checks(app: ASGIApp, access: Access, metrics: Metrics, budget: ByteBudg
     return _LoopbackCheck(app, metrics)
 
 
-def tenant(request: HTTPConnection) -> str | None:
-    """Sets the caller's token as `request.state.caller`; None where the server has no tokens."""
+def caller_of(request: HTTPConnection) -> Token | None:
+    """The caller's token; None where the server has no tokens."""
     caller: Token | None = getattr(request.state, "caller", None)
+    return caller
+
+
+def tenant(request: HTTPConnection) -> str | None:
+    """The name of the caller's token; None where the server has no tokens."""
+    caller = caller_of(request)
     return None if caller is None else caller.name
 
 

@@ -28,11 +28,12 @@ from vlora.server.http.chat_request import MAX_PARTS, ChatRequest
 from vlora.server.http.chat_response import ChatResponseBuilder, event
 from vlora.server.http.cluster_routes import ClusterRoutes
 from vlora.server.http.errors import ErrorBody, add_error_handlers, error_body
-from vlora.server.http.middleware import ADAPTER_PATHS, TRAINING_PATHS, tenant, with_checks
+from vlora.server.http.middleware import ADAPTER_PATHS, tenant, with_checks
 from vlora.server.http.sampling_fields import SamplingFields, ServiceLevelFields, StrictModel
 from vlora.server.http.text_completions import CompletionRequest, TextResponseBuilder
 from vlora.server.http.tools import as_messages
 from vlora.server.interleave import interleave
+from vlora.server.learning.routes import LearningRoutes, TrainingRoutes
 from vlora.server.prompts import Conversation, Prompt
 from vlora.server.security.access import Access
 from vlora.types import AdapterStatus, SamplingParams
@@ -74,12 +75,6 @@ class AdapterSource(StrictModel):
     path: str
 
 
-class PlanSource(StrictModel):
-    """plan: a plan file on the server's file system."""
-
-    plan: str
-
-
 class Listener(Protocol):
     """Another server of this process, as `RpycServer` is."""
 
@@ -111,6 +106,7 @@ def make_app(front_end: FrontEnd, model: str, access: Access, other_listener: Li
     AdapterRoutes(front_end).add_to(app)
     TrainingRoutes(front_end).add_to(app)
     ClusterRoutes(front_end).add_to(app)
+    LearningRoutes(front_end).add_to(app)
     ConsoleRoutes(front_end, model, access).add_to(app)
     return with_checks(app, access, front_end.metrics, front_end.message_budget, front_end.config)
 
@@ -197,9 +193,10 @@ class CompletionRoutes:
         """Answer a conversation, as one response or as server-sent events."""
         try:
             prompt, images = self._read_prompt(body)
-            parts = self._generate(body, prompt, images, body.sampling(), request)
+            request_id = uuid.uuid4().hex
+            parts = self._generate(body, prompt, images, body.sampling(), request, request_id)
             builder = ChatResponseBuilder(
-                _response_head("chatcmpl", body),
+                _response_head(f"chatcmpl-{request_id}", body),
                 logprobs=body.logprobs,
                 counts=body.stream_options.continuous_usage_stats,
                 tools=bool(body.offered),
@@ -214,7 +211,7 @@ class CompletionRoutes:
         sampling = body.sampling()
         streams = interleave([self._generate(body, prompt, (), sampling, request) for prompt in body.prompt])
         builder = TextResponseBuilder(
-            _response_head("cmpl", body),
+            _response_head(f"cmpl-{uuid.uuid4().hex}", body),
             body.n,
             body.echoed(),
             logprobs=body.logprobs is not None,
@@ -267,6 +264,7 @@ class CompletionRoutes:
         images: Sequence[str | Video[str]],
         sampling: SamplingParams,
         request: Request,
+        request_id: str | None = None,
     ) -> Parts:
         return self._front_end.choices(
             prompt,
@@ -279,6 +277,7 @@ class CompletionRoutes:
             priority=body.priority,
             tenant=tenant(request),
             whole=not body.stream,
+            request_id=request_id,
         )
 
 
@@ -316,36 +315,11 @@ class AdapterRoutes:
         return _adapter_json(await self._adapters.pin(name, False))
 
 
-class TrainingRoutes:
-    """Administration of trainings."""
-
-    def __init__(self, front_end: FrontEnd) -> None:
-        self._adapters = front_end.adapters
-
-    def add_to(self, app: FastAPI) -> None:
-        app.get(TRAINING_PATHS)(self.trainings)
-        app.post(TRAINING_PATHS, status_code=201)(self.train)
-        app.delete(TRAINING_PATHS + "/{name}")(self.cancel_training)
-
-    async def trainings(self) -> dict[str, Any]:
-        """List the trainings: state, steps, losses, and why one does not run at present."""
-        return {"object": "list", "data": msgspec.to_builtins(await self._adapters.trainings())}
-
-    async def train(self, body: PlanSource) -> dict[str, Any]:
-        """Begin or continue the trainings of a plan file on the server's file system, all or none."""
-        return {"object": "list", "data": msgspec.to_builtins(await self._adapters.train(body.plan))}
-
-    async def cancel_training(self, name: str) -> dict[str, Any]:
-        """End a training; posting its plan again continues it."""
-        fields: dict[str, Any] = msgspec.to_builtins(await self._adapters.cancel_training(name))
-        return fields
-
-
 # -- responses --------------------------------------------------------------------------------------------------------
 
 
-def _response_head(kind: str, body: SamplingFields) -> dict[str, Any]:
-    return {"id": f"{kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model}
+def _response_head(name: str, body: SamplingFields) -> dict[str, Any]:
+    return {"id": name, "created": int(time.time()), "model": body.model}
 
 
 async def _respond(

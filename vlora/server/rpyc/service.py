@@ -36,6 +36,7 @@ from vlora.config import Token
 from vlora.errors import Aborted, BadRequest, DeadlineMissed, Disconnected, UnknownStream, VLoraError
 from vlora.server.frontend import FrontEnd
 from vlora.server.internal_errors import to_vlora_error
+from vlora.server.learning.door import LearningDoor, is_admin
 from vlora.server.media.image_decoding import RawImage
 from vlora.server.rpyc.arguments import bounded_wait_s, checked, encoded_images, frame_images, positional, visuals
 from vlora.server.rpyc.channel import Peer
@@ -45,6 +46,7 @@ from vlora.server.security.message_budget import ByteCharge
 from vlora.server.streams.frame_questions import images_per_frame
 from vlora.server.streams.frame_stream import StreamSession
 from vlora.types import AdapterStatus, TrainingStatus
+from vlora.types.learning import Correction, LearningStatus
 
 AUTHENTICATE_S = 10.0  # a connection must authenticate within this time
 
@@ -67,6 +69,7 @@ class VLoraService(rpyc.Service):
         self._loop = loop
         self._model = model
         self._access = access
+        self._door = LearningDoor(front_end)
         self._peer = peer
         self._token: str | None = None
         self._tenant: str | None = None
@@ -164,11 +167,27 @@ class VLoraService(rpyc.Service):
 
     def exposed_trainings(self) -> Future[Reply]:
         """-> TrainingStatus of each"""
-        return self._schedule(self._front_end.adapters.trainings)
+        return self._schedule(self._trainings)
 
     def exposed_cancel_training(self, name: Any) -> Future[Reply]:
         """End a training -> TrainingStatus"""
         return self._schedule(self._cancel_training, name, admin=True)
+
+    def exposed_correct(self, request_id: Any, label: Any) -> Future[Reply]:
+        """Keep the right answer of a request -> Correction"""
+        return self._schedule(self._correct, request_id, label)
+
+    def exposed_learning(self) -> Future[Reply]:
+        """-> LearningStatus of each learning adapter"""
+        return self._schedule(self._learning)
+
+    def exposed_promote(self, *args: Any) -> Future[Reply]:
+        """(adapter, version, path, force): evaluate a version and serve it if it is better -> LearningStatus"""
+        return self._schedule(self._promote, args, admin=True)
+
+    def exposed_roll_back(self, name: Any, version: Any) -> Future[Reply]:
+        """Serve an earlier version of an adapter -> LearningStatus"""
+        return self._schedule(self._roll_back, name, version, admin=True)
 
     def exposed_stats(self) -> Future[Reply]:
         """Engine counters -> EngineStats"""
@@ -323,6 +342,32 @@ class VLoraService(rpyc.Service):
 
     async def _train(self, plan: Any) -> tuple[TrainingStatus, ...]:
         return await self._front_end.adapters.train(checked("plan", plan, str))
+
+    async def _trainings(self) -> tuple[TrainingStatus, ...]:
+        found = await self._front_end.adapters.trainings()
+        return found if is_admin(self._access.check(self._token)) else tuple(one.without_paths() for one in found)
+
+    async def _correct(self, request_id: Any, label: Any) -> Correction:
+        return await self._door.correct(
+            checked("id", request_id, str), checked("label", label, str), self._access.check(self._token)
+        )
+
+    async def _learning(self) -> tuple[LearningStatus, ...]:
+        return await self._door.statuses(self._access.check(self._token))
+
+    async def _promote(self, args: tuple[Any, ...]) -> LearningStatus:
+        name, version, path, force = positional("promote", args, 4)
+        return await self._door.promote(
+            checked("name", name, str),
+            self._access.check(self._token),
+            version=checked("version", version, str | None),
+            path=checked("path", path, str | None),
+            force=checked("force", force, bool),
+        )
+
+    async def _roll_back(self, name: Any, version: Any) -> LearningStatus:
+        earlier = checked("version", version, str | None)
+        return await self._door.roll_back(checked("name", name, str), self._access.check(self._token), earlier)
 
     async def _cancel_training(self, name: Any) -> TrainingStatus:
         return await self._front_end.adapters.cancel_training(checked("name", name, str))

@@ -1,0 +1,1 @@
+"""Adapters that learn while they serve."""

@@ -1,0 +1,87 @@
+"""A learner over a scripted model, its records, and a clock."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from tests.learning.scripted_model import ScriptedModel, write_content
+from vlora.learning.evaluation import Item
+from vlora.learning.learner import Learner
+from vlora.learning.live_store import AnsweredRequest, Corrector
+from vlora.learning.plan import LearningEntry, LearningSettings
+from vlora.training.plan import TrainingSettings
+
+ADMIN = Corrector("operator", True)
+
+
+@dataclasses.dataclass
+class School:
+    """A folder for a learner. trusted: the operator's questions with their answers."""
+
+    folder: Path
+    trusted: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    answers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.model = ScriptedModel()
+        self.now_s = 1000.0
+        self._number = 0
+        self.initial = write_content(self.folder / "initial", self.answers, "old")
+
+    def open(self) -> Learner:
+        """A learner as after the start of a server: its version is registered."""
+        fields = {"train_after": None, "held_out": 0.5, **self.settings}
+        settings = LearningSettings(name="signs", training=TrainingSettings(steps=1), **fields)
+        trusted = tuple(Item(question, label) for question, label in self.trusted.items())
+        entry = LearningEntry(settings, (), trusted)
+        executor = ThreadPoolExecutor(1)
+        learner = Learner(self.folder / "own", entry, self.initial, self.model, executor, lambda: self.now_s)
+        self.model.register({"signs": str(learner.present_folder)})
+        return learner
+
+    def record(
+        self, learner: Learner, questions: Sequence[str], label: str | None, tenant: str = "a", by: Corrector = ADMIN
+    ) -> None:
+        """Answers "old" of the present version, corrected to the label."""
+        first = self._number + 1
+        self._number += len(questions)
+        named = {f"r{number}": question for number, question in enumerate(questions, first)}
+        version = learner.loaded
+        learner.store.add([AnsweredRequest(name, tenant, version, asked, "old", None) for name, asked in named.items()])
+        for name in named if label is not None else ():
+            assert label is not None and learner.store.correct(name, label, by)
+
+    @staticmethod
+    def trail_of(folder: Path) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (folder / "trail.jsonl").read_text().splitlines()]
+
+    def trail(self) -> list[dict[str, Any]]:
+        return self.trail_of(self.folder / "own")
+
+    def events(self) -> list[str]:
+        return [entry["event"] for entry in self.trail()]
+
+
+def questions(count: int, prefix: str = "q") -> list[str]:
+    return [f"{prefix}{number}" for number in range(count)]
+
+
+async def settle(learner: Learner, most: int = 20) -> None:
+    """Advance until nothing is under way."""
+    for _ in range(most):
+        await learner.advance()
+        status = await learner.status()
+        if status.training is None:
+            return
+    raise AssertionError(f"still {status}")
+
+
+def run(coroutine: Any) -> Any:
+    return asyncio.run(asyncio.wait_for(coroutine, 30))

@@ -1,0 +1,166 @@
+"""A learning adapter in a front end with a real engine: kept answers, a training, a promotion, and visibility."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.learning.world import ADMIN, NAME, Serving, World, picture, question
+from vlora.errors import BadRequest, UnknownAdapter
+from vlora.learning.live_store import Corrector
+from vlora.server.media.image_decoding import RawImage
+from vlora.types import SamplingParams
+from vlora.types.video import Video
+
+
+def serve(world: World, work: Callable[[Serving], Coroutine[Any, Any, None]]) -> None:
+    async def main() -> None:
+        async with world.serving() as serving:
+            await work(serving)
+
+    asyncio.run(asyncio.wait_for(main(), 120))
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("world"))
+
+
+def fresh(world: World, tmp_path: Path, **settings: Any) -> World:
+    """The same model and adapter with another folder."""
+    copy = object.__new__(World)
+    copy.__dict__ |= world.__dict__ | {"folder": tmp_path}
+    copy.plan_with(**settings)
+    return copy
+
+
+def other_version(world: World) -> Path:
+    """An adapter that also changes nothing, with other files."""
+    other = world.folder / "other"
+    other.mkdir()
+    for file in world.initial.iterdir():
+        (other / file.name).write_bytes(file.read_bytes().replace(b'"lora_alpha": 16.0', b'"lora_alpha": 15.0'))
+    return other
+
+
+@pytest.mark.slow
+def test_the_promoted_adapter_is_the_one_that_was_evaluated(world: World, tmp_path: Path) -> None:
+    own = fresh(world, tmp_path, train_after=30)
+
+    async def work(serving: Serving) -> None:
+        before = (await serving.ask(question(1000))).text
+        await serving.teach(range(40), "w7")
+        slow = serving.front.generate(
+            question(1001), adapter=NAME, sampling=SamplingParams(max_tokens=200, ignore_eos=True)
+        )
+        first = await anext(slow)  # it runs during the promotion
+        await serving.settle()
+        assert own.events() == ["imported", "training", "evaluated", "promoted", "training_ended"]
+        _, training, evaluated, promoted, _ = own.trail()
+        assert training["details"]["records"] + evaluated["details"]["live"]["count"] == 40
+        assert evaluated["details"]["live"]["present"] == 0
+        (status,) = await serving.front.adapters.list()
+        assert status.version == promoted["version"] == evaluated["version"] == serving.learner.loaded
+        assert (await serving.ask(question(1002))).text == "w7" != before
+        assert status.name == NAME, "the candidate is gone"
+        text = str(first) + "".join([part async for part in slow if isinstance(part, str)])
+        assert not text.startswith("w7"), "an answer ends with the version that it began with"
+
+    serve(own, work)
+
+    async def after(serving: Serving) -> None:
+        assert (await serving.ask(question(1002))).text == "w7", "after a restart"
+        await serving.learner.roll_back("ann", None)
+        assert (await serving.ask(question(1002))).text != "w7"
+
+    serve(own, after)
+
+
+def test_only_answers_that_can_be_learned_are_kept(world: World, tmp_path: Path) -> None:
+    own = fresh(world, tmp_path)
+
+    async def work(serving: Serving) -> None:
+        front = serving.front
+        kept = await serving.ask("what is shown ?", picture(1), tenant="ann")
+        raw = await serving.ask("what is shown ?", RawImage(bytes(16 * 16 * 3), 16, 16), tenant="ann")  # type: ignore[arg-type]
+        base = await serving.ask("what is shown ?", tenant="ann", adapter=None)
+        parts = front.generate("what ?", [picture(1), picture(2)], adapter=NAME, sampling=SamplingParams(max_tokens=2))
+        *_, two = [part async for part in parts]
+        video = Video((picture(1), picture(2)), (0.0, 1.0))
+        parts = front.generate("what ?", [video], adapter=NAME, sampling=SamplingParams(max_tokens=2))
+        *_, moving = [part async for part in parts]
+        for refused in (base, two, moving):
+            with pytest.raises(BadRequest, match=r"no answer with id '\w{32}' is kept for this token; corrections are"):
+                await serving.learning.correct(refused.request_id, "red", ADMIN)  # type: ignore[union-attr]
+        with pytest.raises(BadRequest, match="no answer with id"):
+            await serving.learning.correct(kept.request_id, "red", Corrector("ben", False))
+        await serving.learning.correct(kept.request_id, "red", Corrector("ann", False))
+        done = await serving.learning.correct(raw.request_id, " black ", Corrector("ann", False))
+        assert (done.adapter, done.label) == (NAME, "black")
+        status = await serving.learner.status()
+        assert (status.num_records, status.num_corrected) == (2, 2)
+
+    serve(own, work)
+    with sqlite3.connect(own.own / "live.sqlite") as database:
+        rows = database.execute("SELECT question, label, image FROM records ORDER BY id").fetchall()
+    assert [row[:2] for row in rows] == [("what is shown ?", "red"), ("what is shown ?", "black")]
+    assert rows[0][2] == picture(1) and rows[1][2].startswith(b"\x89PNG")
+
+
+def test_an_adapter_without_the_setting_is_not_kept(world: World, tmp_path: Path) -> None:
+    own = fresh(world, tmp_path)
+
+    async def work(serving: Serving) -> None:
+        await serving.front.adapters.load("other", str(own.initial))
+        answer = await serving.ask("what is shown ?", adapter="other")
+        with pytest.raises(BadRequest, match="no answer with id"):
+            await serving.learning.correct(answer.request_id, "red", ADMIN)
+        assert (await serving.learner.status()).num_records == 0
+
+    serve(own, work)
+
+
+def test_a_learning_adapter_is_changed_by_promotion_only(world: World, tmp_path: Path) -> None:
+    own = fresh(world, tmp_path)
+
+    async def work(serving: Serving) -> None:
+        adapters = serving.front.adapters
+        with pytest.raises(BadRequest, match="adapter 'signs' learns, so `vlora train promote`"):
+            await adapters.load(NAME, str(own.initial))
+        with pytest.raises(BadRequest, match="adapter 'signs' learns"):
+            await adapters.unload(NAME)
+        await adapters.pin(NAME, True)
+        await serving.learner.promote("ann", version=None, path=str(other_version(own)), force=True)
+        (status,) = await adapters.list()
+        assert status.pinned and status.version == serving.learner.loaded, "a pinned one is replaced too"
+
+    serve(own, work)
+
+
+def test_a_version_under_evaluation_is_hidden(world: World, tmp_path: Path) -> None:
+    own = fresh(world, tmp_path)
+
+    async def work(serving: Serving) -> None:
+        await serving.teach(range(8), "w7")
+        await serving.learner.promote("ann", version=None, path=str(other_version(own)), force=False)
+        seen: list[str] = []
+
+        async def watch() -> None:
+            while True:
+                seen.extend(one.name for one in await serving.front.adapters.list())
+                with pytest.raises(UnknownAdapter):
+                    await serving.ask("what ?", adapter=f"{NAME}~candidate")
+                with pytest.raises(UnknownAdapter):
+                    await serving.front.adapters.unload(f"{NAME}~candidate")
+
+        watching = asyncio.create_task(watch())
+        await serving.settle()
+        watching.cancel()
+        assert set(seen) == {NAME} and own.events() == ["imported", "evaluated"]
+
+    serve(own, work)

@@ -1,0 +1,394 @@
+"""One learning adapter: from corrections to trainings, evaluations, promotions and rollbacks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+
+from vlora.errors import AdapterChanged, BadAdapter, BadConfig, BadRequest, EngineDead, VLoraError
+from vlora.learning.attempt import Attempt, remove_others
+from vlora.learning.decision import compare, why_not, why_roll_back
+from vlora.learning.evaluation import Item, ServedModel, Version, right_answers
+from vlora.learning.live_store import LiveStore
+from vlora.learning.plan import LearningEntry
+from vlora.learning.selection import agreed, as_right, bounded
+from vlora.learning.trail import SERVER
+from vlora.learning.version_status import describe, origin_of
+from vlora.learning.versions import Versions
+from vlora.plan_files.run_lock import lock_folder
+from vlora.types.learning import Comparison, LearningStatus
+
+log = logging.getLogger(__name__)
+_MAX_MEASURED = 32  # held-out records, for the loss before and after a training
+T = TypeVar("T")
+
+
+class _Candidate(NamedTuple):
+    """A version to evaluate. origin: a training or a folder. by: name of the caller."""
+
+    version: str
+    origin: str
+    by: str
+
+
+class Learner:
+    """Used from one event loop. Files are read and written by the executor's only thread.
+
+    Attributes:
+        name: Of the adapter.
+        store: Its live records; for the executor's thread only.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        entry: LearningEntry,
+        initial: Path | None,
+        model: ServedModel,
+        executor: Executor,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Lock the folder and read it.
+
+        Args:
+            folder: Of this adapter.
+            entry: Of the plan.
+            initial: The adapter to begin with, if the folder has none.
+            model: The engine.
+            executor: With one thread.
+            clock: Seconds since 1970.
+
+        Raises:
+            BadConfig: The folder is in use or damaged, or there is no adapter to begin with.
+            BadAdapter: The initial adapter cannot be copied.
+        """
+        self.name = entry.settings.name
+        self._settings = entry.settings
+        self._entry = entry
+        self._folder = folder
+        self._model = model
+        self._executor = executor
+        self._lock = contextlib.ExitStack()
+        self._lock.enter_context(lock_folder(folder))
+        try:
+            folder.chmod(0o700)  # it has what callers asked
+            self._versions = Versions(folder, self.name, initial, model, executor, clock)
+            settings = entry.settings
+            self.store = LiveStore(
+                folder / "live.sqlite",
+                max_records=settings.max_records,
+                max_bytes=settings.max_bytes,
+                held_out=settings.held_out,
+                clock=clock,
+            )
+        except BaseException:
+            self._lock.close()
+            raise
+        self._attempt = self._open_attempt()
+        remove_others(folder, self._attempt)
+        self._candidates: list[_Candidate] = []
+        self._doing = "serves"
+        self.num_dropped = 0
+
+    # -- the served version -------------------------------------------------------------------------------------------
+
+    @property
+    def loaded(self) -> str:
+        """The version that the engine has for new requests; empty during a change."""
+        return self._versions.loaded
+
+    @property
+    def present_folder(self) -> Path:
+        """The files of the served version."""
+        return self._versions.files.path(self._versions.present)
+
+    async def check(self) -> None:
+        """Raises BadConfig if the adapter, which is registered, cannot learn."""
+        try:
+            await self._model.check(self.name)
+        except BadRequest as error:
+            raise BadConfig(str(error)) from error
+
+    async def promote(self, by: str, *, version: str | None, path: str | None, force: bool) -> LearningStatus:
+        """Evaluate a version, and promote it if it is better.
+
+        The evaluation runs in the background; `force` promotes at once.
+
+        Args:
+            by: Name of the caller.
+            version: One on disk; its first digits suffice. None: the last one that was not promoted.
+            path: An adapter folder, instead of a version.
+            force: Promote it without evaluation.
+
+        Raises:
+            BadRequest: There is no such version, or it is served already.
+            BadAdapter: The folder cannot be served.
+        """
+        if path is not None:
+            if version is not None:
+                raise BadRequest("version and path are both given; give one of them")
+            chosen = await self._in_thread(self._versions.files.add, Path(path))
+            origin = f"from {path}"
+        else:
+            chosen = await self._in_thread(self._versions.chosen, version)
+            origin = origin_of(self._versions.trail, chosen)
+        if chosen == self._versions.present:
+            raise BadRequest(f"version {chosen[:12]} of adapter {self.name!r} is served already")
+        if force:
+            candidate, details = _Candidate(chosen, origin, by), {"origin": origin}
+            await self._promote(candidate, self._versions.present, "without evaluation", details)
+        else:
+            if len(self._candidates) >= 8:
+                raise BadRequest(f"8 versions of adapter {self.name!r} wait for their evaluation; wait for them")
+            self._candidates.append(_Candidate(chosen, origin, by))
+        return await self.status()
+
+    async def roll_back(self, by: str, version: str | None) -> LearningStatus:
+        """Serve an earlier version again. version: its first digits suffice; None: the one before.
+
+        Raises:
+            BadRequest: There is no such version.
+        """
+        served = self._versions.served
+        if version is None and not served.before:
+            raise BadRequest(f"adapter {self.name!r} has no earlier version")
+        chosen = served.before[-1] if version is None else await self._in_thread(self._versions.chosen, version)
+        if chosen == served.version:
+            raise BadRequest(f"version {chosen[:12]} of adapter {self.name!r} is served already")
+        await self._versions.return_to(chosen, served.version, by, "by hand")
+        return await self.status()
+
+    async def _promote(self, candidate: _Candidate, before: str, why: str, details: dict[str, Any]) -> None:
+        await self._in_thread(self.store.forget_version, candidate.version)  # it is watched from 0
+        await self._versions.promote(candidate.version, before, candidate.by, why, details)
+        await self._in_thread(self._prune)
+
+    # -- learning -----------------------------------------------------------------------------------------------------
+
+    async def advance(self) -> None:
+        """Do what is due: called again and again, by one task.
+
+        Raises:
+            OSError: The disk is full, for example. The next call tries again.
+            EngineDead: As OSError.
+        """
+        await self._versions.restore()
+        await self._watch()
+        while self._candidates:
+            with self._as_doing("evaluates a version"):
+                await self._evaluate(self._candidates[0])
+            self._candidates.pop(0)
+        if self._attempt is not None:
+            await self._follow(self._attempt)
+        elif self._settings.train_after is not None:
+            done = await self._in_thread(self.store.fact, "trained_to")
+            if await self._in_thread(self.store.num_corrections_since, done) >= self._settings.train_after:
+                await self._begin_training()
+
+    async def _watch(self) -> None:
+        """Return to the version before if the present one has turned out to be worse."""
+        served = self._versions.served
+        promoted = self._versions.trail.last(served.version, "promoted", "rolled_back", "imported")
+        if not served.before or promoted is None or promoted.event != "promoted":
+            return
+        before, after = [await self._in_thread(self.store.served, one) for one in (served.before[-1], served.version)]
+        live = promoted.details.get("live")
+        why = why_roll_back(
+            before,
+            after,
+            None if live is None else msgspec.convert(live, Comparison),
+            max_share=self._settings.max_share,
+            confidence=self._settings.confidence,
+        )
+        if why is not None:
+            log.warning("adapter %r returns to the version before: %s", self.name, why)
+            with contextlib.suppress(AdapterChanged):  # by hand, meanwhile
+                await self._versions.return_to(served.before[-1], served.version, SERVER, why)
+
+    async def _begin_training(self) -> None:
+        last = self._versions.trail.last("", "training")
+        number = 1 + (0 if last is None else int(last.details["number"]))
+        attempt = Attempt(self._folder, self.name, number)
+        start = self._versions.present
+
+        def write() -> tuple[int, int]:
+            records = self.store.labelled()
+            live = bounded(agreed([one for one in records if not one.held_out]), self._settings.max_share)
+            held = bounded(agreed([one for one in records if one.held_out]), self._settings.max_share)
+            settings, folder = self._settings.training, self._versions.files.path(start)
+            chosen = [*live, *held[-_MAX_MEASURED:]]
+            return records[-1].correction, attempt.write(settings, folder, chosen, self._entry.data, self.store.image)
+
+        trained_to, count = await self._in_thread(write)
+        if not count:  # all corrections are held out, or of one tenant
+            await self._in_thread(attempt.remove)
+            await self._in_thread(self.store.set_fact, "trained_to", trained_to)
+            return
+        await self._versions.append(
+            "training", SERVER, before=start, details={"number": number, "trained_to": trained_to, "records": count}
+        )
+        self._attempt = attempt
+
+    async def _follow(self, attempt: Attempt) -> None:
+        """Begin or continue a training, or evaluate its result."""
+        found = {one.name: one for one in await self._model.trainings()}.get(attempt.name)
+        if found is None:
+            if not attempt.plan.exists():
+                await self._end_attempt(attempt, "its files are missing")
+                return
+            try:
+                await self._model.train(attempt.plan)
+            except EngineDead:
+                raise
+            except VLoraError as error:
+                await self._end_attempt(attempt, f"it cannot begin: {error}")
+        elif found.state == "running":
+            self._doing = f"trains, step {found.step} of {found.num_steps}"
+        elif found.state == "finished":
+            with self._as_doing("evaluates a training"):
+                version = await self._in_thread(self._versions.files.add, attempt.adapter_folder)
+                if version != self._versions.present:
+                    await self._evaluate(_Candidate(version, attempt.name, SERVER))
+            await self._end_attempt(attempt, "")
+        else:
+            await self._end_attempt(attempt, f"it was {found.state}: {found.error or 'by hand'}")
+
+    async def _end_attempt(self, attempt: Attempt, problem: str) -> None:
+        last = self._versions.trail.last("", "training")
+        assert last is not None
+        await self._in_thread(self.store.set_fact, "trained_to", last.details["trained_to"])
+        await self._versions.append("training_ended", SERVER, why=problem, details={"number": attempt.number})
+        if problem:
+            log.warning("training %s: %s", attempt.name, problem)
+        self._attempt, self._doing = None, "serves"
+        await self._in_thread(attempt.remove)
+
+    def _open_attempt(self) -> Attempt | None:
+        """The training that was under way when the last process ended."""
+        last = next((one for one in reversed(self._versions.trail.entries) if one.event.startswith("training")), None)
+        if last is None or last.event == "training_ended":
+            return None
+        return Attempt(self._folder, self.name, last.details["number"])
+
+    # -- evaluation ---------------------------------------------------------------------------------------------------
+
+    async def _evaluate(self, candidate: _Candidate) -> None:
+        """Promote a version if it is better than the present one. Versions that cannot be evaluated are refused.
+
+        Raises:
+            EngineDead: The evaluation has to be repeated.
+        """
+        present, name = self._versions.present, f"{self.name}~candidate"
+        try:
+            await self._model.check(self.name)
+            if await self._model.load(name, self._versions.files.path(candidate.version)) != candidate.version:
+                raise BadAdapter("its files were changed")
+            pair = Version(self.name, present), Version(name, candidate.version)
+            live = await self._compare(await self._in_thread(self._held_out), pair)
+            trusted = await self._compare(self._entry.trusted, pair) if self._entry.trusted else None
+            why = why_not(live, trusted, self._settings.max_trusted_loss)
+            details = {"live": msgspec.to_builtins(live), "origin": candidate.origin}
+            if trusted is not None:
+                details["trusted"] = msgspec.to_builtins(trusted)
+            fields = {"version": candidate.version, "before": present, "details": details}
+            await self._versions.append("evaluated", candidate.by, why=why or "it is better", **fields)
+            if why is None:
+                await self._promote(candidate, present, "it is better", details)
+            else:
+                log.info("version %s of adapter %r is refused: %s", candidate.version, self.name, why)
+        except EngineDead:
+            raise
+        except VLoraError as error:
+            await self._versions.append(
+                "evaluated",
+                candidate.by,
+                version=candidate.version,
+                before=present,
+                why=f"it cannot be promoted: {error}",
+                details={"origin": candidate.origin},
+            )
+        finally:
+            with contextlib.suppress(VLoraError):
+                await self._model.unload(name)
+            await self._in_thread(self._prune)
+
+    def _held_out(self) -> list[Item]:
+        settings = self._settings
+        held = [one for one in self.store.labelled() if one.held_out]
+        records = bounded(agreed(held), settings.max_share)
+        if settings.uncorrected_are_right:
+            records += as_right(
+                self.store.held_out_uncorrected(settings.correct_within_s, settings.max_evaluated), held
+            )
+        latest = sorted(records, key=lambda one: one.number)[-settings.max_evaluated :]
+        return [Item(one.question, one.label, number=one.number) for one in latest]
+
+    async def _compare(self, items: Sequence[Item], pair: Sequence[Version]) -> Comparison:
+        doing, count = self._doing, 0
+
+        def count_one() -> None:
+            nonlocal count
+            count += 1
+            self._doing = f"{doing}, {count} of {len(items)} questions"
+
+        present, candidate = await right_answers(self._model, items, pair, self._image_of, count_one)
+        self._doing = doing
+        return compare(present, candidate, self._settings.confidence)
+
+    async def _image_of(self, item: Item) -> bytes | None:
+        if item.image is not None:
+            return await self._in_thread(item.image.read_bytes)
+        return None if item.number is None else await self._in_thread(self.store.image, item.number)
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    async def status(self) -> LearningStatus:
+        """The present state."""
+        return await self._in_thread(self._status)
+
+    def _status(self) -> LearningStatus:
+        served, size = self._versions.served, self.store.size()
+        left: int | None = None
+        if self._settings.train_after is not None:
+            since = self.store.num_corrections_since(self.store.fact("trained_to"))
+            left = max(0, self._settings.train_after - since)
+        return LearningStatus(
+            name=self.name,
+            doing=self._doing,
+            present=served.version,
+            versions=describe(served, self._versions.trail, self._versions.files.versions, self.store),
+            num_records=size.records,
+            num_corrected=size.corrected,
+            num_bytes=size.num_bytes,
+            num_dropped=self.num_dropped,
+            until_training=left,
+            training=None if self._attempt is None else self._attempt.name,
+        )
+
+    def _prune(self) -> None:
+        self._versions.prune([one.version for one in self._candidates], self._settings.max_versions)
+        self.store.forget_counts(self._versions.files.versions)
+
+    @contextlib.contextmanager
+    def _as_doing(self, what: str) -> Iterator[None]:
+        self._doing = what
+        try:
+            yield
+        finally:
+            self._doing = "serves"
+
+    async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
+
+    def close(self) -> None:
+        """Close the files. Called when no call runs."""
+        self.store.close()
+        self._lock.close()

@@ -1,0 +1,213 @@
+"""All learning adapters of a server: answers come in, corrections are kept, and each adapter advances."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from vlora.errors import BadRequest, EngineDead, OverCapacity, listed
+from vlora.learning.evaluation import ServedModel
+from vlora.learning.learner import Learner
+from vlora.learning.live_store import AnsweredRequest, Corrector, checked_label
+from vlora.learning.plan import LearningEntry
+from vlora.types.learning import Correction, LearningStatus
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+POLL_S = 0.5
+_LONGEST_PAUSE_S = 60.0
+_MAX_QUEUED_BYTES = 64 << 20
+_MAX_QUEUED = 4096
+MAX_LABEL_CHARS = 4000
+
+
+class _Queued(NamedTuple):
+    learner: Learner
+    answer: AnsweredRequest
+    num_bytes: int
+    encode: Callable[[], bytes | None]
+
+
+class Learning:
+    """Used from one event loop. Its thread has the lowest demands: a full queue drops answers, requests never wait."""
+
+    def __init__(
+        self,
+        folder: Path,
+        entries: list[LearningEntry],
+        initial: Mapping[str, str],
+        model: ServedModel,
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Open the folders of all adapters.
+
+        Args:
+            folder: Of the plan.
+            entries: Of the plan.
+            initial: Name -> folder of adapters to begin with.
+            model: The engine.
+            clock: Seconds since 1970.
+
+        Raises:
+            BadConfig, BadAdapter: As `Learner`.
+        """
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="vlora-learning")
+        self.learners: dict[str, Learner] = {}
+        self._queue: deque[_Queued] = deque()
+        self._queued_bytes = 0
+        self._lock = threading.Lock()  # of the queue and its bytes
+        self._writing: asyncio.Future[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._warned_s = -float("inf")
+        try:
+            for entry in entries:
+                name = entry.settings.name
+                own = Path(initial[name]) if name in initial else None
+                self.learners[name] = Learner(folder / name, entry, own, model, self._thread, clock)
+        except BaseException:
+            self._close_files()
+            raise
+
+    @property
+    def folders(self) -> dict[str, str]:
+        """Name -> the folder of the version to serve."""
+        return {name: str(one.present_folder) for name, one in self.learners.items()}
+
+    async def start(self) -> None:
+        """Advance each adapter from now on, in tasks of the running loop. Raises BadConfig if one cannot learn."""
+        for learner in self.learners.values():
+            await learner.check()
+        self._tasks = [
+            asyncio.create_task(self._run(one), name=f"vlora-learn-{name}") for name, one in self.learners.items()
+        ]
+
+    async def close(self) -> None:
+        """Stop, and close the files once the answers so far are on disk."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        with contextlib.suppress(OSError):
+            await self._in_thread(self._write)
+        await asyncio.to_thread(self._thread.shutdown)
+        self._close_files()
+
+    def _close_files(self) -> None:
+        for learner in self.learners.values():
+            learner.close()
+
+    # -- answers ------------------------------------------------------------------------------------------------------
+
+    def version_of(self, adapter: str | None) -> str | None:
+        """The version that new requests of an adapter get; None if its answers are not kept."""
+        learner = self.learners.get(adapter or "")
+        return None if learner is None else learner.loaded
+
+    def keep(self, adapter: str, answer: AnsweredRequest, num_bytes: int, encode: Callable[[], bytes | None]) -> None:
+        """Keep an answer, soon, in another thread.
+
+        Args:
+            adapter: With a version by `version_of`.
+            answer: Without its picture. Its version is dropped if the adapter has another one by now.
+            num_bytes: Of the picture.
+            encode: Returns the picture's encoded bytes; called in the other thread.
+        """
+        learner = self.learners[adapter]
+        if answer.version != learner.loaded:
+            answer = answer._replace(version="")
+        with self._lock:
+            if self._queued_bytes + num_bytes > _MAX_QUEUED_BYTES or len(self._queue) >= _MAX_QUEUED:
+                learner.num_dropped += 1
+                return
+            self._queue.append(_Queued(learner, answer, num_bytes, encode))
+            self._queued_bytes += num_bytes
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.ensure_future(self._in_thread(self._write))
+
+    def _write(self) -> None:
+        """Write all queued answers. Called in the thread."""
+        while self._queue:
+            with self._lock:
+                queued = list(self._queue)
+                self._queue.clear()
+            for learner in {id(one.learner): one.learner for one in queued}.values():
+                own = [one for one in queued if one.learner is learner]
+                try:
+                    learner.num_dropped += learner.store.add([one.answer._replace(image=one.encode()) for one in own])
+                except Exception as error:  # the disk is full
+                    learner.num_dropped += len(own)
+                    self._warn(f"{len(own)} answers of adapter {learner.name!r} were not kept: {error}")
+            with self._lock:
+                self._queued_bytes -= sum(one.num_bytes for one in queued)
+
+    async def correct(self, request_id: str, label: str, by: Corrector) -> Correction:
+        """Keep the right answer of a request. Returns once it is on disk.
+
+        Raises:
+            BadRequest: There is no such answer of this caller, or the label is empty.
+            Forbidden: An admin has corrected it.
+            OverCapacity: The disk is full.
+        """
+        text = checked_label(label, MAX_LABEL_CHARS)
+        try:
+            adapter = await self._in_thread(self._correct, request_id, text, by)
+        except OSError as error:
+            self._warn(f"a correction was not kept: {error}")
+            raise OverCapacity("the correction cannot be written to disk; try again later") from error
+        if adapter is None:
+            raise BadRequest(
+                f"no answer with id {request_id[:128]!r} is kept for this token; corrections are taken for single "
+                f"questions with at most one image to {listed(self.learners)}, as long as the answer is on disk",
+                field="id",
+            )
+        return Correction(request_id=request_id, adapter=adapter, label=text)
+
+    def _correct(self, request_id: str, label: str, by: Corrector) -> str | None:
+        self._write()  # the answer may be in the queue still
+        found = (name for name, one in self.learners.items() if one.store.correct(request_id, label, by))
+        return next(found, None)
+
+    # -- the operator's calls -----------------------------------------------------------------------------------------
+
+    def get(self, name: str) -> Learner:
+        """Raises BadRequest for an adapter that does not learn."""
+        if name not in self.learners:
+            raise BadRequest(f"adapter {name[:128]!r} does not learn; learning: {listed(self.learners)}", field="name")
+        return self.learners[name]
+
+    async def statuses(self) -> tuple[LearningStatus, ...]:
+        """Every learning adapter."""
+        return tuple([await one.status() for one in self.learners.values()])
+
+    # -- internal -----------------------------------------------------------------------------------------------------
+
+    async def _run(self, learner: Learner) -> None:
+        pause_s = POLL_S
+        while True:
+            await asyncio.sleep(pause_s)
+            try:
+                await learner.advance()
+                pause_s = POLL_S
+            except Exception as error:  # the next call tries again
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                if not isinstance(error, EngineDead):
+                    self._warn(f"adapter {learner.name!r} does not learn at present: {type(error).__name__}: {error}")
+
+    def _warn(self, text: str) -> None:
+        """Log, but not for every answer while a disk is full."""
+        if time.monotonic() - self._warned_s >= _LONGEST_PAUSE_S:
+            self._warned_s = time.monotonic()
+            log.warning("%s", text)
+
+    async def _in_thread(self, function: Callable[..., T], *args: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)

@@ -1,0 +1,367 @@
+"""Answers of one adapter with their questions and pictures on disk, until they are corrected and learned, in SQLite."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vlora.errors import BadConfig, BadRequest, Forbidden
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS records (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, request TEXT UNIQUE NOT NULL, at REAL NOT NULL, tenant TEXT,
+    version TEXT NOT NULL, held_out INTEGER NOT NULL, content BLOB NOT NULL, num_bytes INTEGER NOT NULL,
+    correction INTEGER UNIQUE, trusted INTEGER NOT NULL DEFAULT 0, label TEXT, question TEXT NOT NULL,
+    answer TEXT NOT NULL, image BLOB);
+CREATE INDEX IF NOT EXISTS by_tenant ON records (label IS NULL, tenant, num_bytes);
+CREATE TABLE IF NOT EXISTS served (
+    version TEXT NOT NULL, tenant TEXT NOT NULL, answered INTEGER NOT NULL DEFAULT 0, wrong INTEGER NOT NULL DEFAULT 0,
+    trusted_wrong INTEGER NOT NULL DEFAULT 0, PRIMARY KEY (version, tenant));
+"""
+_SPLIT_BYTES = 8
+
+
+class AnsweredRequest(NamedTuple):
+    """An answer to keep. version: of the adapter; empty if it changed meanwhile."""
+
+    request_id: str
+    tenant: str | None
+    version: str
+    question: str
+    answer: str
+    image: bytes | None
+
+
+class Labelled(NamedTuple):
+    """A corrected answer, without its picture.
+
+    number: of the record. correction: counts corrections, so that later ones have larger numbers; 0 for an answer that
+    was not corrected, which is its own label. content: hash of question and picture. trusted: corrected by an admin
+    token, or on a server without tokens.
+    """
+
+    number: int
+    correction: int
+    tenant: str | None
+    trusted: bool
+    held_out: bool
+    content: bytes
+    question: str
+    label: str
+
+
+class Corrector(NamedTuple):
+    """The sender of a correction. name: of the token; None without tokens. admin: may correct any answer."""
+
+    name: str | None
+    admin: bool
+
+
+class ServedCount(NamedTuple):
+    """Answers of one version to one tenant. wrong: corrected to another answer; trusted_wrong: those by an admin."""
+
+    tenant: str
+    answered: int
+    wrong: int
+    trusted_wrong: int
+
+
+class StoreSize(NamedTuple):
+    """Sizes on disk. corrected: records with a label."""
+
+    records: int
+    corrected: int
+    num_bytes: int
+
+
+class LiveStore:
+    """The records of one adapter in a file. It belongs to one thread at a time.
+
+    Every method raises OSError if the file is damaged or cannot be written, for example because the disk is full. A
+    method that raises has changed nothing.
+    """
+
+    def __init__(
+        self, file: Path, *, max_records: int, max_bytes: int, held_out: float, clock: Callable[[], float] = time.time
+    ) -> None:
+        """Open or create the file, which only this user may read.
+
+        Args:
+            file: Its folder exists.
+            max_records: Records with a label, and also those without one.
+            max_bytes: Of all records.
+            held_out: Share of the contents that is never trained on. A key in the file draws them, so that callers
+                cannot choose the part of a record. Stored records stay in their part when the share changes.
+            clock: Seconds since 1970.
+
+        Raises:
+            BadConfig: The file is not such a store, or is damaged.
+        """
+        self._max_records = max_records
+        self._max_bytes = max_bytes
+        self._held_out = held_out
+        self._clock = clock
+        try:
+            os.close(os.open(file, os.O_RDWR | os.O_CREAT, 0o600))
+            self._database = sqlite3.connect(file, check_same_thread=False, isolation_level=None)
+            # Each transaction is on disk before it ends. Dropped records are overwritten, and their pages given back.
+            for pragma in ("auto_vacuum=INCREMENTAL", "journal_mode=WAL", "synchronous=FULL", "secure_delete=ON"):
+                self._database.execute(f"PRAGMA {pragma}")
+            self._database.execute(f"PRAGMA journal_size_limit={16 << 20}")
+            self._database.executescript(_SCHEMA)
+            new = (secrets.token_bytes(32),)
+            self._database.execute("INSERT OR IGNORE INTO facts VALUES ('key', ?)", new)
+            self._key = bytes(self._fact("key"))
+        except (OSError, sqlite3.Error) as error:
+            raise BadConfig(f"{file} cannot be used for live records ({error}); remove it, or free the disk") from error
+
+    def close(self) -> None:
+        self._database.close()
+
+    # -- answers and corrections --------------------------------------------------------------------------------------
+
+    def add(self, answers: Iterable[AnsweredRequest]) -> int:
+        """Keep answers, and drop the oldest records above the limits. Returns how many were too large to keep."""
+        num_refused = 0
+        with self._transaction():
+            for one in answers:
+                num_bytes = len(one.question.encode()) + len(one.answer.encode()) + len(one.image or b"")
+                if num_bytes > self._max_bytes // 4:  # one request must not displace most others
+                    num_refused += 1
+                    continue
+                content = hashlib.blake2b(len(one.question).to_bytes(8) + one.question.encode(), digest_size=16)
+                content.update(one.image or b"")
+                digest = content.digest()
+                self._database.execute(
+                    "INSERT OR IGNORE INTO records (request, at, tenant, version, held_out, content, num_bytes, "
+                    "question, answer, image) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                    (
+                        *(one.request_id, self._clock(), one.tenant, one.version, self._is_held_out(digest), digest),
+                        *(num_bytes, one.question, one.answer, one.image),
+                    ),
+                )
+                self._count(one.version, one.tenant, answered=1)
+            self._drop()
+        self._shrink()
+        return num_refused
+
+    def correct(self, request_id: str, label: str, by: Corrector) -> bool:
+        """Label an answer; a later label replaces it. Returns False if there is no such record of this caller.
+
+        Raises:
+            Forbidden: An admin has labelled it, and the caller is none.
+        """
+        found = self._one(
+            "SELECT id, tenant, version, answer, label, trusted FROM records WHERE request = ?", (request_id,)
+        )
+        if found is None or not (by.admin or found[1] == by.name):
+            return False
+        number, tenant, version, answer, before, was_trusted = found
+        if was_trusted and not by.admin:
+            raise Forbidden(f"request {request_id!r} was corrected by an admin token; only one can change that")
+        with self._transaction():
+            correction = self.fact("corrections") + 1
+            self._set_fact("corrections", correction)
+            self._database.execute(
+                "UPDATE records SET label = ?, trusted = ?, correction = ? WHERE id = ?",
+                (label, by.admin, correction, number),
+            )
+            was_wrong = before is not None and not same(before, answer)
+            wrong = not same(label, answer)
+            self._count(
+                version,
+                tenant,
+                wrong=wrong - was_wrong,
+                trusted_wrong=(wrong and by.admin) - (was_wrong and bool(was_trusted)),
+            )
+            self._drop()
+        self._shrink()
+        return True
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def labelled(self) -> list[Labelled]:
+        """Every corrected record, the one corrected last at the end."""
+        rows = self._all(
+            "SELECT id, correction, tenant, trusted, held_out, content, question, label FROM records "
+            "WHERE label IS NOT NULL ORDER BY correction",
+            (),
+        )
+        return [
+            Labelled(number, correction, tenant, bool(trusted), bool(held_out), content, question, label)
+            for number, correction, tenant, trusted, held_out, content, question, label in rows
+        ]
+
+    def held_out_uncorrected(self, within_s: float, most: int) -> list[Labelled]:
+        """The latest held-out answers that were not corrected, each with itself as label, oldest first.
+
+        Args:
+            within_s: Later answers may still be corrected, and are left out.
+            most: Number of answers.
+        """
+        rows = self._all(
+            "SELECT id, tenant, content, question, answer FROM records WHERE label IS NULL AND held_out AND at <= ? "
+            "ORDER BY id DESC LIMIT ?",
+            (self._clock() - within_s, most),
+        )
+        return [
+            Labelled(number, 0, tenant, False, True, content, question, answer)
+            for number, tenant, content, question, answer in reversed(rows)
+        ]
+
+    def image(self, number: int) -> bytes | None:
+        """The picture of a record; None if it has none, or was dropped."""
+        found = self._one("SELECT image FROM records WHERE id = ?", (number,))
+        return None if found is None else found[0]
+
+    def num_corrections_since(self, number: int) -> int:
+        """Records that were corrected after the correction with this number."""
+        found = self._one("SELECT count(*) FROM records WHERE correction > ?", (number,))
+        return 0 if found is None else int(found[0])
+
+    def served(self, version: str) -> list[ServedCount]:
+        """The answers of a version and their corrections, by tenant."""
+        rows = self._all(
+            "SELECT tenant, answered, wrong, trusted_wrong FROM served WHERE version = ? ORDER BY tenant", (version,)
+        )
+        return [ServedCount(*row) for row in rows]
+
+    def size(self) -> StoreSize:
+        """Numbers of records."""
+        # All of it is in the index, so that pictures are not read.
+        found = self._one(
+            "SELECT count(*), count(*) - coalesce(sum(label IS NULL), 0), coalesce(sum(num_bytes), 0) FROM records", ()
+        )
+        return StoreSize(*(found or (0, 0, 0)))
+
+    def fact(self, name: str) -> int:
+        """A number kept under a name; 0 before it is set."""
+        return int(self._fact(name) or 0)
+
+    def set_fact(self, name: str, value: int) -> None:
+        """Keep a number under a name."""
+        with self._transaction():
+            self._set_fact(name, value)
+
+    def forget_version(self, version: str) -> None:
+        """Count the answers of a version from 0 again."""
+        with self._transaction():
+            self._database.execute("DELETE FROM served WHERE version = ?", (version,))
+
+    def forget_counts(self, kept: Sequence[str]) -> None:
+        """Forget what `served` returns for all versions but these."""
+        with self._transaction():
+            marks = ", ".join("?" for _ in kept)
+            self._database.execute(f"DELETE FROM served WHERE version NOT IN ({marks})", tuple(kept))
+
+    # -- internal -----------------------------------------------------------------------------------------------------
+
+    def _is_held_out(self, content: bytes) -> bool:
+        drawn = hashlib.blake2b(content, key=self._key, digest_size=_SPLIT_BYTES).digest()
+        return int.from_bytes(drawn) < self._held_out * 256**_SPLIT_BYTES
+
+    def _count(
+        self, version: str, tenant: str | None, answered: int = 0, wrong: int = 0, trusted_wrong: int = 0
+    ) -> None:
+        key = (version, tenant or "")
+        self._database.execute("INSERT OR IGNORE INTO served (version, tenant) VALUES (?, ?)", key)
+        self._database.execute(
+            "UPDATE served SET answered = answered + ?, wrong = wrong + ?, trusted_wrong = trusted_wrong + ? "
+            "WHERE version = ? AND tenant = ?",
+            (answered, wrong, trusted_wrong, *key),
+        )
+
+    def _drop(self) -> None:
+        """Drop the oldest records above the limits: those without a label first, then those of the largest tenant.
+
+        So the corrections of one tenant do not displace those of others.
+        """
+        size = self.size()
+        extra = size.records - size.corrected - self._max_records
+        if extra > 0:
+            self._database.execute(
+                "DELETE FROM records WHERE id IN (SELECT id FROM records WHERE label IS NULL ORDER BY id LIMIT ?)",
+                (extra,),
+            )
+        for _ in range(size.corrected - self._max_records):
+            self._drop_one("label IS NOT NULL", "count(*)")
+        while self.size().num_bytes > self._max_bytes:
+            if not self._drop_one("label IS NULL", "sum(num_bytes)"):
+                self._drop_one("label IS NOT NULL", "sum(num_bytes)")
+
+    def _drop_one(self, which: str, by: str) -> bool:
+        """Drop the oldest such record of the tenant with the most of them. Returns whether there was one."""
+        largest = self._one(f"SELECT tenant FROM records WHERE {which} GROUP BY tenant ORDER BY {by} DESC LIMIT 1", ())
+        if largest is None:
+            return False
+        self._database.execute(
+            f"DELETE FROM records WHERE id = (SELECT min(id) FROM records WHERE {which} AND tenant IS ?)", largest
+        )
+        return True
+
+    def _shrink(self) -> None:
+        """Give the pages of dropped records back to the file system."""
+        with _as_os_errors():
+            self._database.execute("PRAGMA incremental_vacuum").fetchall()
+
+    def _fact(self, name: str) -> Any:
+        found = self._one("SELECT value FROM facts WHERE name = ?", (name,))
+        return None if found is None else found[0]
+
+    def _set_fact(self, name: str, value: int) -> None:
+        self._database.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, value))
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with _as_os_errors():
+            self._database.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._database.execute("COMMIT")
+            except BaseException:
+                with contextlib.suppress(sqlite3.Error):  # a full disk may have rolled it back already
+                    self._database.execute("ROLLBACK")
+                raise
+
+    def _one(self, query: str, values: tuple[object, ...]) -> tuple[Any, ...] | None:
+        rows = self._all(query, values)
+        return rows[0] if rows else None
+
+    def _all(self, query: str, values: tuple[object, ...]) -> list[tuple[Any, ...]]:
+        with _as_os_errors():
+            return self._database.execute(query, values).fetchall()
+
+
+def same(label: str, answer: str) -> bool:
+    """Whether two answers are equal, except for white space."""
+    return label.split() == answer.split()
+
+
+def checked_label(label: str, max_chars: int) -> str:
+    """A label without white space at its ends. Raises BadRequest if it is empty, too long, or not Unicode text."""
+    text = label.strip()
+    if not text:
+        raise BadRequest("the label is empty; send the right answer", field="label")
+    if len(text) > max_chars:
+        raise BadRequest(f"the label has {len(text)} characters; at most {max_chars} are taken", field="label")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRequest(f"label contains an unpaired surrogate at index {error.start}", field="label") from error
+    return text
+
+
+@contextlib.contextmanager
+def _as_os_errors() -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise OSError(str(error)) from error
