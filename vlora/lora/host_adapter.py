@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Callable, Mapping
 
 import torch
@@ -13,7 +12,7 @@ from heads import TaskHead
 from vlora.errors import BadAdapter
 from vlora.lora.layer_reading import BaseLayers, can_be_undone, check_finite, read_layer
 from vlora.lora.layout import HostFactors, carve
-from vlora.lora.peft_format import CONFIG_FILE, HEAD_FILES, WEIGHTS_FILE, AdapterHeader
+from vlora.lora.peft_format import WEIGHTS_FILE, AdapterHeader, content_hash
 from vlora.parallel.adapter_sharding import FactorShape, dense
 
 _ROWS = torch.contiguous_format
@@ -52,7 +51,7 @@ def load_adapter(
     """Read an adapter's tensors: fold the scaling in float32, cast to the model's dtype, check for finite values.
 
     Raises:
-        BadAdapter: A value is not finite, or the files differ from those of the header.
+        BadAdapter: A value is not finite, or the files differ from those of the header, or from its version.
     """
     file = header.path / WEIGHTS_FILE
     run = torch.zeros(header.num_bytes(dtype), dtype=torch.uint8)
@@ -60,7 +59,7 @@ def load_adapter(
     factors = carve(run, shapes, dtype)
     merged: dict[str, HostFactors] = {}
     try:
-        version = _content_hash(header)
+        version = content_hash(header)
         with safe_open(file, framework="pt") as tensors:
             for target in header.targets:
                 a, b, kept = read_layer(file, target, tensors, base_layers)
@@ -97,15 +96,3 @@ def _unsplit(
     factors: Mapping[str, HostFactors], shapes: Mapping[str, FactorShape], merged: Mapping[str, HostFactors]
 ) -> dict[str, HostFactors]:
     return {name: merged.get(name) or HostFactors(*dense(shapes[name], *pair)) for name, pair in factors.items()}
-
-
-def _content_hash(header: AdapterHeader) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for name in (CONFIG_FILE, WEIGHTS_FILE, *HEAD_FILES):
-        file = header.path / name
-        if file.exists():
-            digest.update(name.encode())
-            with file.open("rb") as stream:
-                while piece := stream.read(2**20):
-                    digest.update(piece)
-    return digest.hexdigest()
