@@ -106,7 +106,7 @@ def test_kept_content_becomes_current_again_without_its_files(
 def test_a_folder_with_other_content_than_named_is_refused(
     local: tuple[LocalEngine, Path], folders: dict[str, str]
 ) -> None:
-    engine, folder = local
+    engine, _ = local
     first, east = version_of(engine, "north"), folders["east"]
     loading = engine.engine.load_in_background("north", east, first)
     while not loading.done():

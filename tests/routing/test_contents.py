@@ -1,0 +1,77 @@
+"""An answer that began with one content of its adapter goes on only where that content is."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.routing.test_router import need, routed, send
+from vlora.routing import RULES, Need, Room
+from vlora.routing.journal import RecordedRouter, replay_calls
+from vlora.routing.router import Refusal
+
+QUEUEING = [name for name, rule in RULES.items() if rule.queues]
+
+
+@pytest.mark.parametrize("rule", list(RULES))
+def test_only_replicas_with_the_content_get_an_answer(rule: str) -> None:
+    router = routed(rule, "abc", Room(20, 1000))
+    router.lack("a", "x", "1")
+    router.lack("c", "x", "1")
+    began = [need("x", version="1") for _ in range(5)]
+    assert {send(router, each) for each in began} == {"b"}
+    # Other contents of this adapter, and other adapters, are not concerned.
+    router.lack("b", "x", "2")
+    router.lack("b", "y", "1")
+    assert {send(router, need("x", version="2")), send(router, need("y", version="1"))} <= {"a", "c"}
+    router.lack("b", "x", "1")
+    router.lack("a", "x", "1", False)
+    assert send(router, need("x", version="1")) == "a"
+    router.check_integrity()
+
+
+@pytest.mark.parametrize("rule", QUEUEING)
+def test_a_drained_answer_is_not_moved_to_other_content(rule: str) -> None:
+    router = routed(rule, "ab")
+    name = send(router, first := need("x"))
+    other = "b" if name == "a" else "a"
+    router.lack(other, "x", "1")
+    router.began(first.request_id, "1")
+    assert name is not None
+    router.drain(name)
+    assert router.consolidate() == []
+    router.lack(other, "x", "1", False)
+    assert [move[:] for move in router.consolidate()] == [(first.request_id, name, other)]
+
+
+@pytest.mark.parametrize("rule", QUEUEING)
+def test_a_drained_replica_takes_an_answer_that_no_other_can_continue(rule: str) -> None:
+    router = routed(rule, "ab")
+    router.drain("a")
+    router.lack("b", "x", "1")
+    returned = need("x", version="1", returned=True)
+    assert send(router, returned) is None
+    placed = router.refuse(0.0)
+    assert placed.refusals == [] and placed.placed == [(returned, "a")]
+    router.lack("a", "x", "1")
+    lost = need("x", version="1", returned=True)
+    assert send(router, lost) is None
+    assert router.refuse(0.0).refusals == [Refusal(lost, "content")]
+    large = need("x", blocks=1000, version="1")
+    assert send(router, large) is None
+    assert router.refuse(0.0).refusals == [Refusal(large, "room")]
+    router.check_integrity()
+
+
+def test_contents_are_recorded_and_replayed() -> None:
+    lines: list[bytes] = []
+    router = RecordedRouter(lines.append, rule="placed")
+    for name in "ab":
+        router.join(name, Room(4, 100))
+    [(_, name)] = router.submit(Need("1", "x", 1, 0))
+    router.began("1", "v")
+    router.lack("b" if name == "a" else "a", "x", "v")
+    router.drain(name)
+    router.consolidate()
+    assert replay_calls(lines) == (len(lines) - 1, None)
+    without = [line for line in lines if b'"lack"' not in line]
+    assert replay_calls(without).difference is not None
