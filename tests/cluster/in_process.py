@@ -14,8 +14,8 @@ from vlora.engine.ipc import messages
 from vlora.engine.ipc.client import EngineClient
 from vlora.engine.ipc.load_reports import LoadReporter
 from vlora.engine.ipc.output_coalescer import OutputCoalescer
-from vlora.errors import Disconnected
-from vlora.types import RequestOutput
+from vlora.errors import Disconnected, VLoraError
+from vlora.types import AdapterStatus, ErrorValue, RequestOutput
 
 STEP_S = 0.02
 
@@ -46,6 +46,17 @@ def run_virtually(main: Coroutine[Any, Any, None]) -> None:
         runner.run(asyncio.wait_for(main, 3600))
 
 
+class FaultyEngine(SleepingEngine):
+    """faults: instead of the files of these adapters it has files with this text, none if it is empty."""
+
+    def __init__(self, faults: dict[str, str]) -> None:
+        super().__init__(SLEEPING)
+        self._faults = faults
+
+    def text_of(self, name: str, path: str) -> str | None:
+        return self._faults[name] or None if name in self._faults else super().text_of(name, path)
+
+
 class LocalReplica:
     """An engine that steps in the event loop.
 
@@ -53,9 +64,15 @@ class LocalReplica:
         hung: It neither steps nor reads nor answers, as after SIGSTOP. What it is sent is kept.
         alive: False: it refuses connections, as a process that has ended.
         num_reports: Of its load, so far.
+        faults: See FaultyEngine. They outlive a restart.
+        call_s: How long a call about adapters takes.
+        calls: About adapters, since the start.
     """
 
     def __init__(self) -> None:
+        self.faults: dict[str, str] = {}
+        self.call_s = 0.0
+        self.calls: list[messages.Call] = []
         self.alive = self.hung = False
         self.num_reports = 0
         self._line: _Line | None = None
@@ -65,7 +82,8 @@ class LocalReplica:
     def start(self) -> None:
         """Start the process, again after `kill`."""
         if not self.alive:
-            self._engine = SleepingEngine(SLEEPING)
+            self._engine = FaultyEngine(self.faults)
+            self.calls = []
             clock = asyncio.get_running_loop().time
             self._coalescer = OutputCoalescer(clock, self._engine.version_of)
             self._reports = LoadReporter(self._engine.load, self._report, clock)
@@ -124,9 +142,42 @@ class LocalReplica:
             case messages.WatchLoad():
                 self._reports.watch(message.every_s)
             case _:
-                raise AssertionError(message)
+                assert isinstance(message, messages.Call), message
+                outputs = self._call(message)
         self._send_outputs(outputs)
         self._reports.poll()
+
+    def _call(self, call: messages.Call) -> tuple[RequestOutput, ...]:
+        """Answer a call about adapters, after `call_s`. Returns outputs of requests."""
+        outputs: tuple[RequestOutput, ...] = ()
+        adapters: tuple[AdapterStatus, ...] = ()
+        error = None
+        try:
+            match call:
+                case messages.ListAdapters():
+                    adapters = self._engine.adapters(call.after)
+                case messages.RegisterAdapters():
+                    self._engine.register_adapters(call.paths, call.versions)
+                case messages.LoadAdapter():
+                    adapters = (self._engine.load_adapter(call.name, call.path, call.version),)
+                case messages.KeepAdapters():
+                    self._engine.keep_adapters(call.versions)
+                case messages.UnloadAdapter():
+                    outputs = self._engine.unload_adapter(call.name, call.drain)
+                case messages.PinAdapter():
+                    adapters = (self._engine.pin_adapter(call.name, call.pinned),)
+                case other:
+                    raise AssertionError(other)
+        except VLoraError as refused:
+            error = ErrorValue.of(refused)
+        self.calls.append(call)
+        reply = messages.Reply(call_id=call.call_id, adapters=adapters, error=error)
+        asyncio.get_running_loop().call_later(self.call_s, self._reply, self._line, reply)
+        return outputs
+
+    def _reply(self, line: _Line | None, reply: messages.Reply) -> None:
+        if line is self._line and self.alive:
+            self._send(reply)
 
     async def _step(self) -> None:
         while True:
