@@ -14,8 +14,8 @@ from vlora.engine.ipc import messages
 from vlora.engine.ipc.client import EngineClient
 from vlora.engine.ipc.load_reports import LoadReporter
 from vlora.engine.ipc.output_coalescer import OutputCoalescer
-from vlora.errors import Disconnected, VLoraError
-from vlora.types import AdapterStatus, ErrorValue, RequestOutput
+from vlora.errors import BadRequest, Disconnected, VLoraError
+from vlora.types import AdapterStatus, ErrorValue, Request, RequestOutput
 
 STEP_S = 0.02
 
@@ -47,11 +47,19 @@ def run_virtually(main: Coroutine[Any, Any, None]) -> None:
 
 
 class FaultyEngine(SleepingEngine):
-    """faults: instead of the files of these adapters it has files with this text, none if it is empty."""
+    """Its files differ, and it may refuse pins.
+
+    faults: The text of an adapter's file by name, empty without one; for "pin NAME" the reason why that is refused.
+    """
 
     def __init__(self, faults: dict[str, str]) -> None:
         super().__init__(SLEEPING)
         self._faults = faults
+
+    def pin_adapter(self, name: str, pinned: bool) -> AdapterStatus:
+        if pinned and f"pin {name}" in self._faults:
+            raise BadRequest(self._faults[f"pin {name}"])
+        return super().pin_adapter(name, pinned)
 
     def text_of(self, name: str, path: str) -> str | None:
         return self._faults[name] or None if name in self._faults else super().text_of(name, path)
@@ -82,11 +90,11 @@ class LocalReplica:
     def start(self) -> None:
         """Start the process, again after `kill`."""
         if not self.alive:
-            self._engine = FaultyEngine(self.faults)
+            self.engine = FaultyEngine(self.faults)
             self.calls = []
             clock = asyncio.get_running_loop().time
-            self._coalescer = OutputCoalescer(clock, self._engine.version_of)
-            self._reports = LoadReporter(self._engine.load, self._report, clock)
+            self._coalescer = OutputCoalescer(clock, self.engine.version_of)
+            self._reports = LoadReporter(self.engine.load, self._report, clock)
             self.alive, self.hung = True, False
             self._stepping = asyncio.create_task(self._step())
 
@@ -118,7 +126,7 @@ class LocalReplica:
         if line is not None and line is self._line:
             self._line = None
             line.end()
-            self._engine.close()
+            self.engine.close()
 
     def _receive(self, line: _Line, data: bytes | None) -> None:
         if self.hung:
@@ -132,10 +140,9 @@ class LocalReplica:
         match message := messages.decode_to_engine(data):
             case messages.Add():
                 self._reports.count_request()
-                self._engine.add(message.request)
-                self._coalescer.add(message.request)
+                outputs = self._add(message.request)
             case messages.Cancel():
-                output = self._engine.cancel(message.request_id)
+                output = self.engine.cancel(message.request_id)
                 outputs = () if output is None else (output,)
             case messages.Ping():
                 self._send(messages.Pong(0.0))
@@ -147,6 +154,15 @@ class LocalReplica:
         self._send_outputs(outputs)
         self._reports.poll()
 
+    def _add(self, request: Request) -> tuple[RequestOutput, ...]:
+        try:
+            self.engine.add(request)
+        except VLoraError as error:
+            refused = RequestOutput(request_id=request.request_id, finish_reason="error", error=ErrorValue.of(error))
+            return (refused,)
+        self._coalescer.add(request)
+        return ()
+
     def _call(self, call: messages.Call) -> tuple[RequestOutput, ...]:
         """Answer a call about adapters, after `call_s`. Returns outputs of requests."""
         outputs: tuple[RequestOutput, ...] = ()
@@ -155,17 +171,17 @@ class LocalReplica:
         try:
             match call:
                 case messages.ListAdapters():
-                    adapters = self._engine.adapters(call.after)
+                    adapters = self.engine.adapters(call.after)
                 case messages.RegisterAdapters():
-                    self._engine.register_adapters(call.paths, call.versions)
+                    self.engine.register_adapters(call.paths, call.versions)
                 case messages.LoadAdapter():
-                    adapters = (self._engine.load_adapter(call.name, call.path, call.version),)
+                    adapters = (self.engine.load_adapter(call.name, call.path, call.version),)
                 case messages.KeepAdapters():
-                    self._engine.keep_adapters(call.versions)
+                    self.engine.keep_adapters(call.versions)
                 case messages.UnloadAdapter():
-                    outputs = self._engine.unload_adapter(call.name, call.drain)
+                    outputs = self.engine.unload_adapter(call.name, call.drain)
                 case messages.PinAdapter():
-                    adapters = (self._engine.pin_adapter(call.name, call.pinned),)
+                    adapters = (self.engine.pin_adapter(call.name, call.pinned),)
                 case other:
                     raise AssertionError(other)
         except VLoraError as refused:
@@ -183,8 +199,8 @@ class LocalReplica:
         while True:
             await asyncio.sleep(STEP_S)
             if not self.hung:
-                if self._engine.has_work:
-                    self._send_outputs(self._engine.step())
+                if self.engine.has_work:
+                    self._send_outputs(self.engine.step())
                 self._reports.poll()
 
     def _report(self, report: messages.LoadReport) -> None:

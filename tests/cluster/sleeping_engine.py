@@ -77,7 +77,7 @@ class SleepingEngine:
         self._step_s = float(os.environ.get(STEP_VARIABLE, "0.004"))
         self._running: dict[str, _Running] = {}
         self._adapters: dict[str, AdapterStatus] = {}
-        self._kept: dict[tuple[str, str], AdapterStatus] = {}
+        self.kept: dict[tuple[str, str], AdapterStatus] = {}
         self._to_keep: Mapping[str, Collection[str]] = {}
         self._num_steps = self._num_finished = self._num_cancelled = 0
 
@@ -147,7 +147,7 @@ class SleepingEngine:
     def _version_for(self, name: str, wanted: str | None) -> str:
         """As `Compositions.get` and `check_version`: the present content, or a former one that is kept or in use."""
         used = {(each.request.adapter, each.version) for each in self._running.values()}
-        if wanted is not None and ((name, wanted) in self._kept or (name, wanted) in used):
+        if wanted is not None and ((name, wanted) in self.kept or (name, wanted) in used):
             return wanted
         if name not in self._adapters:
             raise UnknownAdapter(f"no adapter named {name!r}")
@@ -161,7 +161,7 @@ class SleepingEngine:
         for name, path in paths.items():
             wanted = versions.get(name, "")
             present = self._adapters.get(name)
-            former = present if present is not None and present.version == wanted else self._kept.get((name, wanted))
+            former = present if present is not None and present.version == wanted else self.kept.get((name, wanted))
             made[name] = self._read(name, path, wanted) if former is None else former
         for name, status in made.items():
             self._set(name, status)
@@ -174,7 +174,7 @@ class SleepingEngine:
 
     def keep_adapters(self, versions: Mapping[str, Collection[str]]) -> None:
         self._to_keep = versions
-        self._kept = {key: each for key, each in self._kept.items() if key[1] in versions.get(key[0], ())}
+        self.kept = {key: each for key, each in self.kept.items() if key[1] in versions.get(key[0], ())}
 
     def pin_adapter(self, name: str, pinned: bool) -> AdapterStatus:
         if name not in self._adapters:
@@ -197,7 +197,7 @@ class SleepingEngine:
     def _replace(self, name: str) -> None:
         before = self._adapters.pop(name, None)
         if before is not None and before.version in self._to_keep.get(name, ()):
-            self._kept[name, before.version] = before
+            self.kept[name, before.version] = before
 
     def _read(self, name: str, path: str, wanted: str) -> AdapterStatus:
         text = self.text_of(name, path)

@@ -82,6 +82,14 @@ from vlora.logging_format import JSON_VARIABLE, LEVEL_VARIABLE, LEVELS, configur
     help="Which replica gets the next request.",
 )
 @click.option(
+    "--adapter-state",
+    cls=HeadedOption,
+    heading="Replicas",
+    metavar="FOLDER",
+    type=click.Path(path_type=Path),
+    help="Keep the adapters, as changed while it serves, in this folder, and serve them again after a restart.",
+)
+@click.option(
     "--token-file",
     cls=HeadedOption,
     heading="Network",
@@ -117,6 +125,7 @@ def serve(
     replicas: int,
     max_replicas: int | None,
     routing_rule: str,
+    adapter_state: Path | None,
     token_file: Path | None,
     log_level: str,
     log_json: bool,
@@ -133,6 +142,8 @@ def serve(
     os.environ |= {LEVEL_VARIABLE: log_level, JSON_VARIABLE: "1" if log_json else ""}
     configure(os.environ)
     check_replicas(replicas, max_replicas, settings.get("train"))
+    if adapter_state is not None and replicas == 1:
+        raise BadConfig(f"--adapter-state {adapter_state} is for replicas; start 2 or more with --replicas")
     named = named_adapters(adapters, folder)
     model_name = served_name(model) if served_model_name is None else served_model_name
     if not model_name.strip():
@@ -168,6 +179,7 @@ def serve(
                 replicas=replicas,
                 max_replicas=max_replicas,
                 routing_rule=routing_rule,
+                adapter_state=None if adapter_state is None else str(adapter_state),
             )
         )
     # Skip torch's teardown, which only delays the exit.

@@ -19,7 +19,7 @@ from vlora.types import (
     TrainingStatus,
     check_priority,
 )
-from vlora.types.replicas import ClusterStatus
+from vlora.types.replicas import AdapterPlace, ClusterStatus
 from vlora.wording import msgspec_errors
 
 PROTOCOL_VERSION = 7
@@ -207,6 +207,7 @@ _DECODERS: dict[Any, Callable[[bytes], Any]] = {
         tuple[TrainingStatus, ...],
         EngineStats,
         ClusterStatus,
+        tuple[AdapterPlace, ...],
         type(None),
     )
 }

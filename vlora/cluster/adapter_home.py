@@ -62,9 +62,10 @@ class AdapterHome:
 
     # -- changes by an operator; errors are raised --------------------------------------------------------------------
 
-    async def register(self, adapters: Mapping[str, DesiredAdapter]) -> None:
-        """Register folders, all or none."""
+    async def register(self, adapters: Mapping[str, DesiredAdapter], kept: Kept) -> None:
+        """Register folders, all or none. kept: see `sync`."""
         async with self._calling:
+            await self._keep(kept)
             await self._register(adapters)
 
     async def load(self, name: str, wanted: DesiredAdapter, kept: Kept) -> AdapterStatus:

@@ -133,7 +133,7 @@ class ReplicatedAdapters:
     def cause_of(self, adapter: str | None) -> VLoraError | None:
         """Why no replica can serve an adapter or composition; None if one can, or if it is not known."""
         causes = []
-        for home in self.homes.values():
+        for _, home in sorted(self.homes.items()):
             failures = [home.failures[name] for name in parts_of(adapter) if name in home.failures]
             errors = [failure.error for failure in failures if failure.bars]
             if not errors:
@@ -147,7 +147,10 @@ class ReplicatedAdapters:
         """Register folders on all replicas, all or none. Raises as `EngineInterface.register_adapters`."""
         wanted = {name: DesiredAdapter(path) for name, path in paths.items()}
         async with self._change(*paths) as homes:
-            calls = (home.register(wanted) for home in homes)
+            for name in paths.keys() & self.state.adapters.keys():
+                if former := self.state.adapters[name].version:
+                    self.former.begin(name, former)
+            calls = [home.register(wanted, self.former.kept) for home in homes]
             results = dict(zip(homes, await asyncio.gather(*calls, return_exceptions=True), strict=True))
             for home, error in results.items():
                 if isinstance(error, VLoraError) and not isinstance(error, EngineDead):

@@ -10,7 +10,8 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping
 
-from vlora.cluster.adapter_state import AdapterState
+from vlora.cluster.adapter_places import places_of
+from vlora.cluster.adapter_state import AdapterState, DesiredAdapter
 from vlora.cluster.adapters import ReplicatedAdapters
 from vlora.cluster.door import Address
 from vlora.cluster.flights import Flights
@@ -23,7 +24,7 @@ from vlora.engine.snapshot import EngineLoad, EngineSnapshot
 from vlora.errors import Aborted, BadRequest, EngineDead
 from vlora.routing import Report, Room, Router
 from vlora.types import AdapterStatus, EngineStats, Request, RequestOutput, TrainingStatus
-from vlora.types.replicas import ClusterStatus
+from vlora.types.replicas import AdapterPlace, ClusterStatus
 
 REPORT_S = 0.1  # between two reports of a replica
 ABSENT_S = 60.0  # without any replica, before waiting requests fail
@@ -189,6 +190,15 @@ class Cluster:
     async def adapters(self) -> tuple[AdapterStatus, ...]:
         """See EngineInterface. An adapter is resident if any replica has it on its device."""
         return await self._adapters.statuses()
+
+    @property
+    def desired_adapters(self) -> dict[str, DesiredAdapter]:
+        """The adapters that every replica should serve."""
+        return self._adapters.state.adapters
+
+    async def adapter_places(self) -> tuple[AdapterPlace, ...]:
+        """Every adapter on every replica."""
+        return await places_of(self._adapters, self.members)
 
     async def train(self, plan: str, *, reopen: bool = True) -> tuple[TrainingStatus, ...]:
         """Raises BadRequest: replicas would train the same adapters in the same folder."""

@@ -12,6 +12,7 @@ import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from vlora.cluster.adapter_state import AdapterState
 from vlora.cluster.on_ray.cluster import LocalCluster
 from vlora.config import EngineConfig, ServerConfig, Token
 from vlora.engine.ipc.client import ENGINE_COMMAND
@@ -44,6 +45,7 @@ async def serve(
     replicas: int = 1,
     max_replicas: int | None = None,
     routing_rule: str = "placed",
+    adapter_state: str | None = None,
 ) -> None:
     """Serve until interrupted or terminated, then drain.
 
@@ -57,12 +59,14 @@ async def serve(
         replicas: Number of engines; several of them run on a Ray of this machine.
         max_replicas: The limit of that number later; None: `replicas`.
         routing_rule: Which of them gets a request.
+        adapter_state: The folder with the state of several engines' adapters; None keeps it in memory.
 
     Raises:
-        BadConfig: The model, a setting or the address is invalid.
+        BadConfig: The model, a setting, the address or the state is invalid.
         BadAdapter: An adapter cannot be registered.
         EngineDead: There is no engine at the end.
     """
+    state = None if adapter_state is None else AdapterState.open(adapter_state)
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -81,6 +85,8 @@ async def serve(
     http_server: HttpServer | None = None
     model = model_name or engine_config.model
     try:
+        if state is not None:
+            adapters = _begin(state, adapters, model, announce)
         if server_config.http_port is not None:
             from vlora.server.http.routes import make_app
             from vlora.server.http.server import HttpServer
@@ -93,6 +99,7 @@ async def serve(
             replicas=replicas,
             most=max_replicas,
             rule=routing_rule,
+            adapters=state,
             announce=announce,
         )
         load = functools.partial(load_processor or _load_processor, engine_config.model)
@@ -104,9 +111,10 @@ async def serve(
         if http_server is not None:
             http_server.start(make_app(front_end, model, access, rpyc_server))
         web = f" | {'http' if tls is None else 'https'} {http_server.address}" if http_server else ""
-        names = ", ".join(sorted(adapters)) or "none"
-        if len(adapters) > _NAMES_SHOWN:
-            names = f"{len(adapters)} (`vlora adapters` lists them)"
+        named = adapters if state is None else state.adapters
+        names = ", ".join(sorted(named)) or "none"
+        if len(named) > _NAMES_SHOWN:
+            names = f"{len(named)} (`vlora adapters` lists them)"
         rpyc = f"{'rpyc' if tls is None else 'rpyc+tls'} {rpyc_server.host}:{rpyc_server.port}"
         # Objects that exist now are permanent; a full collection would scan them during requests.
         gc.freeze()
@@ -128,6 +136,8 @@ async def serve(
             raise EngineDead(cause)
     finally:
         gc.unfreeze()  # otherwise libraries report leaks at exit
+        if state is not None:
+            state.close()
         if http_server is not None:
             await http_server.close()
         # In a thread, because this loop produces the last replies.
@@ -167,11 +177,29 @@ async def _start_engine(
     replicas: int,
     most: int | None,
     rule: str,
+    adapters: AdapterState | None,
     announce: Callable[[str], None],
 ) -> RestartedEngine:
     if replicas == 1:
         return await SupervisedEngine.start(config, log=log.warning, command=command)
-    return await LocalCluster.start(config, replicas, max_replicas=most, rule=rule, announce=announce, command=command)
+    return await LocalCluster.start(
+        config, replicas, max_replicas=most, rule=rule, adapters=adapters, announce=announce, command=command
+    )
+
+
+def _begin(
+    state: AdapterState, given: Mapping[str, str], model: str, announce: Callable[[str], None]
+) -> Mapping[str, str]:
+    """The folders to register at a start, beside the adapters of the state. Raises BadConfig for the model's name."""
+    starting = state.begin(given)
+    if model in state.adapters:
+        raise BadConfig(
+            f"the adapters' state in {state.folder} has an adapter {model!r}, which is the base model's name; give "
+            "another --served-model-name"
+        )
+    for line in starting.lines:
+        announce(line)
+    return starting.new
 
 
 def _threads(number: int, config: EngineConfig) -> str:

@@ -5,6 +5,14 @@ from __future__ import annotations
 import msgspec
 
 SERVING, DRAINING, DOWN = STATES = ("serving", "draining", "down")
+PENDING, REGISTERED, HOST, DEVICE, FAILED, UNKNOWN = ADAPTER_STATES = (
+    "pending",
+    "registered",
+    "host",
+    "device",
+    "failed",
+    "unknown",
+)
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,3 +45,23 @@ class ClusterStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_deaths: int
     num_resubmitted: int
     num_moves: int
+
+
+class AdapterPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """One adapter on one replica.
+
+    Attributes:
+        state: One of `ADAPTER_STATES`: "pending" until the replica is as desired, "registered" until its content is
+            read, "host" and "device" where the content is, "failed" if the replica gets no requests of it, "unknown"
+            while the replica is down.
+        version: The hash of the content there; empty until it is read.
+        pinned: Whether it stays on the device.
+        cause: Why it has failed, is not pinned as desired, or is not known; empty otherwise.
+    """
+
+    adapter: str
+    replica: str
+    state: str
+    version: str
+    pinned: bool
+    cause: str

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from vlora.cluster.adapter_state import AdapterState
 from vlora.cluster.cluster import Cluster
 from vlora.cluster.door import Address
 from vlora.cluster.members import Health, Member, alive, clients
@@ -71,9 +72,10 @@ class LocalCluster(Cluster):
         hung_s: float,
         num_replicas: int,
         max_replicas: int,
+        adapters: AdapterState | None,
     ) -> None:
         router = Router(rule, weights=config.weights, tenant_weights=config.tenant_weights)
-        super().__init__(router, folder.secret(), health=health)
+        super().__init__(router, folder.secret(), health=health, adapters=adapters)
         self.folder = folder
         self._log = LogPipe(folder.log_pipe)
         self.ray: RayProcesses
@@ -99,6 +101,7 @@ class LocalCluster(Cluster):
         *,
         max_replicas: int | None = None,
         rule: str = "placed",
+        adapters: AdapterState | None = None,
         announce: Callable[[str], None] = lambda line: None,
         command: Sequence[str] = ENGINE_COMMAND,
         health: Health | None = None,
@@ -112,6 +115,7 @@ class LocalCluster(Cluster):
             num_replicas: Their number at first.
             max_replicas: The limit of `scale`; None: `num_replicas`.
             rule: The router's rule.
+            adapters: See `Cluster`.
             announce: Called with a line for each step of the start.
             command: Starts an engine process.
             health: When a replica counts as dead.
@@ -125,7 +129,7 @@ class LocalCluster(Cluster):
         config = with_shared_cores(config, max_replicas)
         folder = Folder.create()
         try:
-            self = cls(config, rule, folder, health, hung_s, num_replicas, max_replicas)
+            self = cls(config, rule, folder, health, hung_s, num_replicas, max_replicas, adapters)
         except BaseException:
             folder.remove()
             raise
