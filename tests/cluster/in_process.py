@@ -75,12 +75,14 @@ class LocalReplica:
         faults: See FaultyEngine. They outlive a restart.
         call_s: How long a call about adapters takes.
         calls: About adapters, since the start.
+        num_requests: That it was sent, those that it has refused included.
     """
 
     def __init__(self) -> None:
         self.faults: dict[str, str] = {}
         self.call_s = 0.0
         self.calls: list[messages.Call] = []
+        self.num_requests = 0
         self.alive = self.hung = False
         self.num_reports = 0
         self._line: _Line | None = None
@@ -155,6 +157,7 @@ class LocalReplica:
         self._reports.poll()
 
     def _add(self, request: Request) -> tuple[RequestOutput, ...]:
+        self.num_requests += 1
         try:
             self.engine.add(request)
         except VLoraError as error:

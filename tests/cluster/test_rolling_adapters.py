@@ -208,6 +208,27 @@ def test_the_only_replica_with_a_content_keeps_the_answer(tmp_path: Path, monkey
     on(main, tmp_path, monkeypatch)
 
 
+def test_an_answer_returns_from_a_replica_that_has_lost_its_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main(here: Here) -> None:
+        await here.load("1")
+        request = asked("r", 120, adapter="x")
+
+        async def reload() -> None:
+            await here.load("2")
+            other = here.replicas["a" if here.where("r") == "b" else "b"]
+            other.engine.keep_adapters({})  # the cluster does not know
+            await here.move_all()
+            assert other.num_requests == 1  # it has refused once
+
+        last = check(request, await outputs_of(here.cluster, request, 5, reload), V1)
+        assert last.timings is not None and last.timings.num_moves > 0
+        await here.check_idle()
+
+    on(main, tmp_path, monkeypatch)
+
+
 def test_answers_end_with_their_content_after_an_unload_that_drains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -436,6 +457,7 @@ def test_a_replica_that_fails_one_adapter_serves_the_others(
         await asyncio.sleep(0.1)
         replica.start()
         await here.cluster.members["b"].wait_joined()
+        assert here.router.replicas["b"].barred == {"x"}
         here.router.drain("a")  # so that all would go to the other one
         for number in range(3):
             request = asked(f"y{number}", 5, adapter="y")

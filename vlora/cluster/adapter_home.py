@@ -34,7 +34,7 @@ class Failure:
     def __init__(self, error: ErrorValue, before: Failure | None, *, bars: bool) -> None:
         self.error = error
         self.bars = bars
-        self.pause_s = FIRST_PAUSE_S if before is None else min(LONGEST_PAUSE_S, 2 * before.pause_s)
+        self.pause_s: float = FIRST_PAUSE_S if before is None else min(LONGEST_PAUSE_S, 2 * before.pause_s)
         self.due_s = asyncio.get_running_loop().time() + self.pause_s
 
 
@@ -242,7 +242,8 @@ class AdapterHome:
                 for name, wanted in adapters.items():
                     await self._try_register({name: wanted})
             else:
-                self.fail(*adapters, ErrorValue.of(error))
+                [name] = adapters
+                self.fail(name, ErrorValue.of(error))
 
     async def _verify(self, name: str, wanted: DesiredAdapter) -> None:
         status = await self.client.load_adapter(name, wanted.path, wanted.version)

@@ -173,7 +173,9 @@ class AdapterRegistry:
         registration.adapter = self._read(registration)
         return registration
 
-    def read_folder_in_background(self, name: str, path: str, check: Check, version: str) -> Future[Registration]:
+    def read_folder_in_background(
+        self, name: str, path: str, check: Check = _accept, version: str = ""
+    ) -> Future[Registration]:
         """As `read_folder`, on a separate thread, so that it does not delay reads for requests."""
         return self._loader.submit(self.read_folder, name, path, check, version)
 

@@ -168,8 +168,8 @@ class EngineWorker:
             case messages.Start():
                 raise AssertionError("the engine is already started")
             case messages.LoadAdapter():
-                done = self._engine.load_in_background(message.name, message.path, message.version)
-                self._reply_when_changed(message.call_id, done)
+                loaded = self._engine.load_in_background(message.name, message.path, message.version)
+                self._reply_when_changed(message.call_id, loaded)
             case messages.PinAdapter(pinned=True):
                 self._reply_when_changed(message.call_id, self._engine.pin_in_background(message.name))
             case messages.Train(call_id):
