@@ -16,6 +16,7 @@ from vlora.cluster.adapters import ReplicatedAdapters
 from vlora.cluster.door import Address
 from vlora.cluster.flights import Flights
 from vlora.cluster.members import Health, Member, alive, clients
+from vlora.cluster.placement import LivePlacement
 from vlora.cluster.status import Events, status_of
 from vlora.cluster.summary import merged_stats
 from vlora.engine.ipc.client import EngineClient
@@ -68,6 +69,8 @@ class Cluster:
         )
         self.events = Events()
         self._flights = Flights(router, self.events, self._client_of, self._adapters)
+        self._placement = LivePlacement(router, asyncio.get_running_loop().time, self._flights.move)
+        self._flights.on_answered = self._placement.ended
         self._drained: set[str] = set()  # replicas, connected or not
         self._loop = asyncio.get_running_loop()
         self._absent_since: float | None = self._loop.time()
@@ -263,6 +266,7 @@ class Cluster:
         self._adapters.joined(member.name)
         if member.name not in self._drained:
             self._flights.send(self._router.drain(member.name, False))
+        self._placement.replicas_changed()
 
     def _set_drained(self, name: str, drained: bool) -> None:
         if name not in self.members:
@@ -293,6 +297,7 @@ class Cluster:
         self.events.num_deaths += died
         self._adapters.leave(member.name)
         self._flights.replica_left(member.name, member.cause, died=died)
+        self._placement.replicas_changed()
 
     def _client_of(self, name: str | None) -> EngineClient | None:
         member = None if name is None else self.members.get(name)
@@ -307,10 +312,11 @@ class Cluster:
             self._flights.send(self._router.lack(replica, adapter, version, lacks))
 
     async def _tick(self) -> None:
-        """Refuse what cannot be served, regularly."""
+        """Refuse what cannot be served, and place adapters and requests, regularly."""
         while True:
             await asyncio.sleep(_TICK_S)
             self._flights.refuse()
+            self._placement.tick()
             since = self._absent_since
             if since is not None and self._loop.time() - since > self._absent_s and self._cause is None:
                 try:

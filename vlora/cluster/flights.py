@@ -47,6 +47,7 @@ class Flights:
         open: The unfinished requests.
         block_size: Tokens of a KV block.
         versions: Content hashes of adapters, as last reported.
+        on_answered: Called when a replica has answered a request.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Flights:
         self.open: dict[str, Flight] = {}
         self.block_size = 1
         self.versions: dict[str, str] = {}
+        self.on_answered: Callable[[], None] = lambda: None
         self._router = router
         self._events = events
         self._client_of = client_of
@@ -248,6 +250,7 @@ class Flights:
         flight.receive(output)
         if output.finished:
             self._end(flight)
+            self.on_answered()
             return
         if begins:
             self._note_content(flight)
