@@ -20,8 +20,9 @@ from vlora.cluster.adapter_home import FIRST_PAUSE_S
 from vlora.cluster.adapter_state import AdapterState, DesiredAdapter
 from vlora.cluster.cluster import Cluster
 from vlora.cluster.door import Address
+from vlora.cluster.former_contents import MAX_FORMER
 from vlora.engine.ipc import messages
-from vlora.errors import BadAdapter, BadRequest, UnknownAdapter, VLoraError
+from vlora.errors import Aborted, BadAdapter, BadRequest, UnknownAdapter, VLoraError
 from vlora.routing import RULES, Router
 from vlora.types import Request, RequestOutput, seed_of
 
@@ -338,6 +339,40 @@ def test_a_replica_that_joins_waits_for_no_change(tmp_path: Path, monkeypatch: p
         await loading
         await asyncio.sleep(1.0)
         assert here.contents() == {V2}
+
+    on(main, tmp_path, monkeypatch)
+
+
+def test_a_replica_that_does_not_answer_holds_a_change_up_for_a_time_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main(here: Here) -> None:
+        await here.load("1")
+        here.replicas["b"].call_s = 1e6
+        with pytest.raises(Aborted, match=r"^replica 'b': it did not answer within 300 s"):
+            await here.cluster.load_adapter("x", here.paths["2"])
+        request = asked("r", 20, adapter="x")
+        here.router.drain("b")
+        check(request, await outputs_of(here.cluster, request), V1)
+
+    on(main, tmp_path, monkeypatch)
+
+
+def test_the_number_of_former_contents_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main(here: Here) -> None:
+        here.paths |= {str(number): str(tmp_path / str(number)) for number in range(10, 20)}
+        for text, path in here.paths.items():
+            Path(path).write_text(text)
+        await here.load("1")
+
+        async def reload() -> None:
+            for number in range(10, 20):
+                await here.load(str(number))
+            assert {len(replica.engine.kept) for replica in here.replicas.values()} == {MAX_FORMER}
+
+        request = asked("r", 300, adapter="x")
+        check(request, await outputs_of(here.cluster, request, 5, reload), V1)  # where it is, it goes on
+        await here.check_idle()
 
     on(main, tmp_path, monkeypatch)
 

@@ -7,15 +7,19 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Set
+from typing import Any, TypeVar
 
 from vlora.cluster.adapter_state import DesiredAdapter
 from vlora.engine.ipc.client import EngineClient
-from vlora.errors import EngineDead, UnknownAdapter, VLoraError
+from vlora.errors import Aborted, EngineDead, UnknownAdapter, VLoraError
 from vlora.types import AdapterStatus, ErrorValue
 
 log = logging.getLogger("vlora.cluster")
 
+T = TypeVar("T")
+
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+ANSWER_S = 300.0  # of one call: the read of an adapter may take long
 _LEAST_S = 0.1  # between two rounds of retries
 BATCH = 64  # adapters in one call: the engine reads their headers between two steps
 Kept = Mapping[str, Collection[str]]
@@ -72,7 +76,7 @@ class AdapterHome:
         """Load a folder. kept: see `sync`."""
         async with self._calling:
             await self._keep(kept)
-            status = await self.client.load_adapter(name, wanted.path, wanted.version)
+            status = await self._answer(self.client.load_adapter(name, wanted.path, wanted.version))
             self._apply({name: DesiredAdapter(wanted.path, status.version)})
             return status
 
@@ -91,7 +95,7 @@ class AdapterHome:
 
     async def read(self) -> None:
         """Read which adapters the replica has: its engine may have served another front end."""
-        for status in await self.client.adapters():
+        for status in await self._answer(self.client.adapters()):
             # The folder is not known, so each is compared with the desired one.
             self._applied[status.name] = DesiredAdapter("", status.version, status.pinned)
 
@@ -217,16 +221,24 @@ class AdapterHome:
             if due_s is not None and due_s <= loop.time():
                 await asyncio.sleep(_LEAST_S)  # also if an adapter that is due is busy
 
+    async def _answer(self, call: Coroutine[Any, Any, T]) -> T:
+        """A replica's answer. Raises Aborted after a time: its files may be on a disk that does not answer."""
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return await call
+        except TimeoutError as error:
+            raise Aborted(f"it did not answer within {ANSWER_S:g} s; its disk may hang") from error
+
     async def _keep(self, kept: Kept) -> None:
         if kept != self._kept:
-            await self.client.keep_adapters(kept)
+            await self._answer(self.client.keep_adapters(kept))
             self._kept = kept
 
     async def _register(self, adapters: Mapping[str, DesiredAdapter]) -> None:
         paths = {name: wanted.path for name, wanted in adapters.items()}
         versions = {name: wanted.version for name, wanted in adapters.items() if wanted.version}
         pinned = {name: self._applied[name].pinned for name in adapters if name in self._applied}
-        await self.client.register_adapters(paths, versions)
+        await self._answer(self.client.register_adapters(paths, versions))
         self._apply(
             {name: DesiredAdapter(each.path, each.version, pinned.get(name, False)) for name, each in adapters.items()}
         )
@@ -246,18 +258,18 @@ class AdapterHome:
                 self.fail(name, ErrorValue.of(error))
 
     async def _verify(self, name: str, wanted: DesiredAdapter) -> None:
-        status = await self.client.load_adapter(name, wanted.path, wanted.version)
+        status = await self._answer(self.client.load_adapter(name, wanted.path, wanted.version))
         self._apply({name: DesiredAdapter(wanted.path, wanted.version, status.pinned)})
 
     async def _unload(self, name: str, *, drain: bool) -> None:
         self._forget_failure(name)
         self._unverified.discard(name)
         with contextlib.suppress(UnknownAdapter):
-            await self.client.unload_adapter(name, drain)
+            await self._answer(self.client.unload_adapter(name, drain))
         self._applied.pop(name, None)
 
     async def _pin(self, name: str, pinned: bool) -> AdapterStatus:
-        status = await self.client.pin_adapter(name, pinned)
+        status = await self._answer(self.client.pin_adapter(name, pinned))
         if (applied := self._applied.get(name)) is not None:
             self._applied[name] = DesiredAdapter(applied.path, applied.version, pinned)
         return status

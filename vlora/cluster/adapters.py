@@ -26,6 +26,7 @@ log = logging.getLogger("vlora.cluster")
 T = TypeVar("T")
 
 FLUSH_S, RETRY_S = 1.0, 60.0
+MAX_COMPOSITIONS = 256  # refused ones of a replica that are remembered
 _SHOWN = 128  # characters of an unknown name, which may be as long as a message
 
 
@@ -62,7 +63,7 @@ class ReplicatedAdapters:
         self._tell_usable = on_usable
         self._on_lack = on_lack
         self._on_drain = on_drain
-        self._compositions: dict[str, set[str]] = {}  # that replicas have refused, by replica
+        self._compositions: dict[str, dict[str, None]] = {}  # that replicas have refused, the oldest first
         self._changing = asyncio.Lock()
         self._busy: set[str] = set()  # names that a change is at
         self._loop = asyncio.get_running_loop()
@@ -93,7 +94,8 @@ class ReplicatedAdapters:
             if failure.bars:
                 self._tell_usable(name, adapter, False)
         for adapter, version in self.former:
-            self._on_lack(name, adapter, version, True)
+            applied = self.homes[name].applied(adapter)
+            self._on_lack(name, adapter, version, applied is None or applied.version != version)
 
     def leave(self, name: str) -> None:
         """A replica is gone. Unknown names are ignored."""
@@ -128,7 +130,12 @@ class ReplicatedAdapters:
         if adapter in self.state and replica in self.homes:
             self.homes[replica].fail(adapter, error)
         else:
-            self._compositions.setdefault(replica, set()).add(adapter)
+            refused = self._compositions.setdefault(replica, {})
+            refused[adapter] = None
+            if len(refused) > MAX_COMPOSITIONS:  # there may be any number, since weights are free
+                oldest = next(iter(refused))
+                del refused[oldest]
+                self._tell_usable(replica, oldest, True)
 
     def cause_of(self, adapter: str | None) -> VLoraError | None:
         """Why no replica can serve an adapter or composition; None if one can, or if it is not known."""
@@ -317,9 +324,9 @@ class ReplicatedAdapters:
 
     def _usable(self, replica: str, adapter: str, usable: bool) -> None:
         self._tell_usable(replica, adapter, usable)
-        refused = self._compositions.get(replica, set())
+        refused = self._compositions.get(replica, {})
         for composition in [each for each in refused if usable and adapter in parts_of(each)]:
-            refused.discard(composition)
+            del refused[composition]
             self._tell_usable(replica, composition, True)
 
     def _adopt(self, name: str, version: str) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from vlora.errors import BadRequest
 from vlora.types import composed_of
 
-MAX_KEPT = 4
-"""Former contents of one adapter that replicas keep. Answers with earlier ones end where they are, and do not move."""
+MAX_FORMER = 4
+"""Former contents of one adapter. Answers with earlier ones end where they are; elsewhere they cannot continue."""
 
 _Content = tuple[str, str]
 
@@ -57,9 +57,9 @@ class FormerContents:
         """A change begins, after which the name may no longer have this content. kept: replicas keep it."""
         self._contents.pop((name, version), None)
         self._contents[name, version] = _Former(kept=kept)
-        own = [each for (other, _), each in self._contents.items() if other == name and each.kept]
-        for each in own[:-MAX_KEPT]:
-            each.kept = False
+        own = [content for content in self._contents if content[0] == name]
+        for content in own[: -MAX_FORMER - 1]:  # one may be the new content of a change
+            self.drop(*content)
 
     def end(self, name: str, version: str) -> None:
         """The change, if one is under way, is complete: the content is kept until the present requests have ended."""
@@ -71,7 +71,7 @@ class FormerContents:
         self._end_unused([(name, version)])
 
     def drop(self, name: str, version: str) -> None:
-        """The content is the present one again."""
+        """The content is the present one again, or is not kept any more."""
         if self._contents.pop((name, version), None) is not None:
             self._on_end(name, version)
 
