@@ -118,6 +118,7 @@ def test_replicas_serve_both_apis_and_end_with_the_server(folder: Path) -> None:
             'vlora_replicas{state="down"} 0.0',
             'vlora_replica_requests{replica="replica-0"} 0.0',
             'vlora_replica_requests{replica="replica-1"} 0.0',
+            'vlora_replica_failed_adapters{replica="replica-1"} 0.0',
             "vlora_cluster_waiting 0.0",
             "vlora_resubmitted_total 0.0",
             "vlora_replica_deaths_total 0.0",

@@ -53,6 +53,8 @@ def status(client: Client, of_adapters: bool, as_json: bool) -> None:
         return
     for replica in found.replicas:
         text = replica.cause or _counted(replica.num_requests, "request")
+        if replica.num_failed_adapters:
+            text += f"  {_counted(replica.num_failed_adapters, 'adapter')} failed, see --adapters"
         click.echo(f"{replica.name}  {replica.state}  {text}")
     click.echo(
         f"{_counted(found.num_waiting, 'request')} waiting; since the start "

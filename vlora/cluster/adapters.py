@@ -148,6 +148,11 @@ class ReplicatedAdapters:
             causes.append((home.name, errors[0]))
         return _of_replica(*causes[0]) if causes else None
 
+    def num_failed(self, replica: str) -> int:
+        """The number of adapters that a replica cannot serve."""
+        home = self.homes.get(replica)
+        return 0 if home is None else sum(failure.bars for failure in home.failures.values())
+
     # -- changes by operators -----------------------------------------------------------------------------------------
 
     async def register(self, paths: Mapping[str, str]) -> None:

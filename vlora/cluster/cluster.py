@@ -14,10 +14,11 @@ from vlora.cluster.adapter_places import places_of
 from vlora.cluster.adapter_state import AdapterState, DesiredAdapter
 from vlora.cluster.adapters import ReplicatedAdapters
 from vlora.cluster.door import Address
+from vlora.cluster.events import Events
 from vlora.cluster.flights import Flights
 from vlora.cluster.members import Health, Member, alive, clients
 from vlora.cluster.placement import LivePlacement
-from vlora.cluster.status import Events, status_of
+from vlora.cluster.status import status_of
 from vlora.cluster.summary import merged_stats
 from vlora.engine.ipc.client import EngineClient
 from vlora.engine.output_stream import OutputStream
@@ -226,7 +227,7 @@ class Cluster:
 
     def status(self) -> ClusterStatus:
         """The replicas, the queue, and what happened so far."""
-        return status_of(self.members, self._router, self.events)
+        return status_of(self.members, self._router, self.events, self._adapters)
 
     async def close(self) -> None:
         """See EngineInterface. The replicas' processes go on."""

@@ -22,12 +22,14 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
         state: One of `STATES`.
         cause: Why it is down; empty otherwise.
         num_requests: Unfinished requests there.
+        num_failed_adapters: Adapters that it cannot serve.
     """
 
     name: str
     state: str
     cause: str
     num_requests: int
+    num_failed_adapters: int = 0
 
 
 class ClusterStatus(msgspec.Struct, frozen=True, kw_only=True):
