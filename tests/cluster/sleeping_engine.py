@@ -51,7 +51,7 @@ def token_at(request: Request, seed: int, version: str | None, place: int) -> in
 
 
 def version_of(text: str) -> str:
-    """The version of an adapter whose file has this text."""
+    """The version of an adapter with this text in its file."""
     return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""The adapters' state on disk: what wins at a start, and crashes, full disks and other servers at any moment."""
+"""The adapters' state on disk: precedence at a start, crashes at any moment, full disks, and other servers."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_later_word_wins_at_a_start(tmp_path: Path) -> None:
     state = AdapterState.open(tmp_path)
     now = {name: f"/{name}" for name in ("same", "reloaded", "unloaded", "new")} | {"moved": "/elsewhere"}
     starting = state.begin(now)
-    # What the operator gave anew wins over the state; elsewhere the state has the later word.
+    # A new or changed folder of the command line wins over the state; elsewhere the state is later.
     assert starting.new == {"moved": "/elsewhere", "new": "/new"}
     assert state.adapters == {
         "same": DesiredAdapter("/same"),
@@ -149,7 +149,7 @@ def test_a_killed_server_leaves_the_former_state_or_the_new_one(
     assert code == (0 if number == 99 else -signal.SIGKILL)
     found = stored(tmp_path)
     assert found["x"] == (DesiredAdapter("/second", "2") if new else FIRST) and len(found) == 1 + new
-    commit(tmp_path, {}, z=SECOND)  # what was left behind is in nobody's way
+    commit(tmp_path, {}, z=SECOND)  # a leftover file does not prevent it
     assert stored(tmp_path).keys() == {*found, "z"}
     assert not (tmp_path / (FILE + ".new")).exists()
 
@@ -192,7 +192,7 @@ def test_a_change_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch:
             state.adopt("x", "3")
             with pytest.raises(VLoraError):
                 await state.flush()
-        await state.flush()  # what could not be written is not forgotten
+        await state.flush()  # the content is written later
         state.close()
 
     asyncio.run(main())

@@ -104,7 +104,7 @@ def on(
 
 
 def began_with(request: Request, outputs: list[RequestOutput]) -> str:
-    """The version whose answer this is, whole."""
+    """The version of the adapter that gives exactly this answer."""
     tokens = tuple(token for output in outputs for token in output.token_ids)
     seed = seed_of(request.request_id, request.sampling)
     return next(version for version in (V1, V2, V3) if tokens == expected(request, seed, version))

@@ -176,7 +176,7 @@ def test_a_killed_server_leaves_nothing_running_but_its_adapters_state(folder: P
             for name, state in (("given", "registered"), ("loaded", "device"))
             for replica in ("replica-0", "replica-1")
         ]
-        # Nobody else may write the state meanwhile.
+        # Another server is refused meanwhile.
         other = serve(folder, *settings)
         _, err = other.communicate(timeout=60)
         assert other.returncode == 2

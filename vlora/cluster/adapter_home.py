@@ -1,4 +1,4 @@
-"""The adapters of one replica, which is brought to the desired state, and why it cannot serve some of them."""
+"""The adapters of one replica: synchronizes them with the desired state, and notes why some cannot be served."""
 
 from __future__ import annotations
 

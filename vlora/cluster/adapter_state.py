@@ -42,7 +42,7 @@ class _Stored(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StartingAdapters(msgspec.Struct, frozen=True):
-    """What a start makes of the folders that it is given and of the state.
+    """The outcome of comparing the given folders with the state at a start.
 
     Attributes:
         new: Folders to register, by name: given for the first time, or other ones than at the start before.
@@ -122,7 +122,7 @@ class AdapterState:
         return name in self.adapters
 
     def begin(self, given: Mapping[str, str]) -> StartingAdapters:
-        """Decide about the folders that a server is started with, by name. The first `commit` writes the result.
+        """Compare the folders that a server is started with, by name, with the state. The first `commit` writes it.
 
         The later word counts for each name. A given folder that is another one than at the start before is new, and
         wins over the state. One that is the same was given before all that is in the state, so the state wins.

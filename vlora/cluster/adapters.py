@@ -78,7 +78,7 @@ class ReplicatedAdapters:
     # -- replicas -----------------------------------------------------------------------------------------------------
 
     async def join(self, name: str, engine: EngineClient) -> None:
-        """Bring a new replica to the desired state; adapters that it cannot serve are noted. Raises EngineDead."""
+        """Synchronize a new replica with the desired state; note what it cannot serve. Raises EngineDead."""
         home = AdapterHome(name, engine, self._usable)
         await home.read()
         while not home.is_settled(self.state.adapters):
@@ -270,7 +270,7 @@ class ReplicatedAdapters:
 
     @contextlib.asynccontextmanager
     async def _change(self, *names: str) -> AsyncIterator[list[AdapterHome]]:
-        """One change at a time. If it fails, the replicas are brought back to the desired state."""
+        """Make one change at a time. If it fails, restore the desired state on the replicas."""
         async with self._changing:
             homes = [self.homes[name] for name in sorted(self.homes)]
             if not homes:
@@ -295,7 +295,7 @@ class ReplicatedAdapters:
         try:
             await home.sync(self.state.adapters, self.former.kept, self._busy)
         except EngineDead:
-            pass  # it is brought to the desired state when it joins again
+            pass  # it is synchronized when it joins again
         except VLoraError as error:
             log.warning("the adapters of replica %r could not be restored: %s", home.name, error)
 

@@ -1,4 +1,4 @@
-"""What happened to the requests of a cluster."""
+"""Counts of moves and deaths in a cluster."""
 
 from __future__ import annotations
 

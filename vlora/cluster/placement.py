@@ -11,7 +11,7 @@ from vlora.routing import MoveCosts, Router
 
 REPLAN_S, REBALANCE_S = 60.0, 10.0
 COSTS = MoveCosts(load_s=0.5, again_s=0.1)
-"""Of a move, as in the simulations of docs/decisions/0076; what they are on a cluster is not measured."""
+"""Of a move, as assumed in the simulations of docs/decisions/0076; not measured on a cluster."""
 
 
 class LivePlacement:
