@@ -351,8 +351,11 @@ def test_a_replica_that_does_not_answer_holds_a_change_up_for_a_time_only(
         here.replicas["b"].call_s = 1e6
         with pytest.raises(Aborted, match=r"^replica 'b': it did not answer within 300 s"):
             await here.cluster.load_adapter("x", here.paths["2"])
+        # Nor does it hold up a status.
+        assert [(status.name, status.version) for status in await here.cluster.adapters()] == [("x", V1)]
+        places = [(each.replica, each.state, each.cause) for each in await here.cluster.adapter_places()]
+        assert places == [("a", "device", ""), ("b", "unknown", "it does not answer")]
         request = asked("r", 20, adapter="x")
-        here.router.drain("b")
         check(request, await outputs_of(here.cluster, request), V1)
 
     on(main, tmp_path, monkeypatch)
@@ -474,6 +477,29 @@ def test_a_refused_pin_is_undone_although_a_replica_died(tmp_path: Path, monkeyp
         assert all(each.pinned and not each.cause for each in await here.cluster.adapter_places())
 
     on(main, tmp_path, monkeypatch, names="abcd")
+
+
+def test_former_content_is_not_taken_for_that_of_a_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name has a folder that no replica has read, and an answer that waited begins with the former content."""
+
+    async def main(here: Here) -> None:
+        await here.load("1")
+        requests = [asked(f"r{number}", 60, adapter="x", seed=number) for number in range(20)]
+
+        async def register() -> None:
+            await here.cluster.register_adapters({"x": here.paths["2"]})
+
+        answers = await asyncio.gather(
+            *(outputs_of(here.cluster, each, 5, register if each is requests[0] else None) for each in requests)
+        )
+        for request, outputs in zip(requests, answers, strict=True):
+            check(request, outputs, V1)
+        after = asked("after", 5, adapter="x")
+        check(after, await outputs_of(here.cluster, after), V2)
+        assert here.cluster.desired_adapters["x"] == DesiredAdapter(here.paths["2"], V2)
+        await here.check_idle()
+
+    on(main, tmp_path, monkeypatch)
 
 
 # -- replicas that cannot follow --------------------------------------------------------------------------------------

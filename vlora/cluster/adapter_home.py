@@ -19,7 +19,7 @@ log = logging.getLogger("vlora.cluster")
 T = TypeVar("T")
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-ANSWER_S = 300.0  # of one call: the read of an adapter may take long
+ANSWER_S, STATUS_S = 300.0, 10.0  # of one call: the read of an adapter may take long
 _LEAST_S = 0.1  # between two rounds of retries
 BATCH = 64  # adapters in one call: the engine reads their headers between two steps
 Kept = Mapping[str, Collection[str]]
@@ -76,7 +76,11 @@ class AdapterHome:
         """Load a folder. kept: see `sync`."""
         async with self._calling:
             await self._keep(kept)
-            status = await self._answer(self.client.load_adapter(name, wanted.path, wanted.version))
+            try:
+                status = await self._answer(self.client.load_adapter(name, wanted.path, wanted.version))
+            except Aborted as error:
+                self.fail(name, ErrorValue.of(error))  # it may still take effect
+                raise
             self._apply({name: DesiredAdapter(wanted.path, status.version)})
             return status
 
@@ -95,9 +99,13 @@ class AdapterHome:
 
     async def read(self) -> None:
         """Read which adapters the replica has: its engine may have served another front end."""
-        for status in await self._answer(self.client.adapters()):
+        for status in await self.statuses():
             # The folder is not known, so each is compared with the desired one.
             self._applied[status.name] = DesiredAdapter("", status.version, status.pinned)
+
+    async def statuses(self) -> tuple[AdapterStatus, ...]:
+        """The statuses of all adapters that the replica has. Raises Aborted if it does not answer soon."""
+        return await self._answer(self.client.adapters(), STATUS_S)
 
     def is_settled(self, desired: Mapping[str, DesiredAdapter]) -> bool:
         """Whether each adapter is as desired, or has failed and is tried again later."""
@@ -221,13 +229,13 @@ class AdapterHome:
             if due_s is not None and due_s <= loop.time():
                 await asyncio.sleep(_LEAST_S)  # also if an adapter that is due is busy
 
-    async def _answer(self, call: Coroutine[Any, Any, T]) -> T:
+    async def _answer(self, call: Coroutine[Any, Any, T], limit_s: float = ANSWER_S) -> T:
         """A replica's answer. Raises Aborted after a time: its files may be on a disk that does not answer."""
         try:
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(limit_s):
                 return await call
         except TimeoutError as error:
-            raise Aborted(f"it did not answer within {ANSWER_S:g} s; its disk may hang") from error
+            raise Aborted(f"it did not answer within {limit_s:g} s; its disk may hang") from error
 
     async def _keep(self, kept: Kept) -> None:
         if kept != self._kept:

@@ -18,7 +18,8 @@ async def places_of(adapters: ReplicatedAdapters, members: Mapping[str, Member])
     for replica, member in sorted(members.items()):
         home, own = adapters.homes.get(replica), by_replica.get(replica)
         if home is None or own is None:
-            found += [_unknown(adapter, replica, member.cause) for adapter in adapters.state.adapters]
+            cause = member.cause if home is None else "it does not answer"
+            found += [_unknown(adapter, replica, cause) for adapter in adapters.state.adapters]
             continue
         statuses = {status.name: status for status in own}
         found += [_place(adapter, home, statuses.get(adapter)) for adapter in adapters.state.adapters]

@@ -9,16 +9,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
-
-import msgspec
 
 from vlora.cluster.adapter_home import AdapterHome
 from vlora.cluster.adapter_state import AdapterState, DesiredAdapter
 from vlora.cluster.former_contents import FormerContents, parts_of
+from vlora.cluster.summary import failed_status, merged_status
 from vlora.engine.ipc.client import EngineClient
-from vlora.errors import BadRequest, EngineDead, UnknownAdapter, VLoraError, listed
+from vlora.errors import Aborted, BadRequest, EngineDead, UnknownAdapter, VLoraError, listed
 from vlora.types import AdapterStatus, ErrorValue
 
 log = logging.getLogger("vlora.cluster")
@@ -111,6 +111,8 @@ class ReplicatedAdapters:
             wanted = self.state.adapters.get(name)
             if home is None or wanted is None or wanted.version == version or name in self._busy:
                 continue
+            if (name, version) in self.former:
+                continue
             applied = home.applied(name)
             if applied is None or applied.path != wanted.path:
                 continue
@@ -121,7 +123,8 @@ class ReplicatedAdapters:
 
     def began(self, name: str, version: str) -> None:
         """An answer began with this content of an adapter or a composition."""
-        if name in self.state.adapters and not self.state.adapters[name].version and name not in self._busy:
+        wanted = self.state.adapters.get(name)
+        if wanted and not wanted.version and name not in self._busy and (name, version) not in self.former:
             self._adopt(name, version)
 
     def refused(self, replica: str, adapter: str, error: ErrorValue) -> None:
@@ -157,7 +160,7 @@ class ReplicatedAdapters:
 
     async def register(self, paths: Mapping[str, str]) -> None:
         """Register folders on all replicas, all or none. Raises as `EngineInterface.register_adapters`."""
-        wanted = {name: DesiredAdapter(path) for name, path in paths.items()}
+        wanted = {name: DesiredAdapter(os.path.abspath(path)) for name, path in paths.items()}
         async with self._change(*paths) as homes:
             for name in paths.keys() & self.state.adapters.keys():
                 if former := self.state.adapters[name].version:
@@ -178,6 +181,7 @@ class ReplicatedAdapters:
 
         Requests continue with the content that they began with, wherever they are.
         """
+        path = os.path.abspath(path)  # a later server may start in another folder
         async with self._change(name) as homes:
             if name in self.state and self.state.adapters[name].pinned:
                 raise BadRequest(f"adapter {name!r} is pinned; unpin it before loading other content under its name")
@@ -232,27 +236,28 @@ class ReplicatedAdapters:
 
     async def statuses(self) -> tuple[AdapterStatus, ...]:
         """Every adapter by name. One that no replica has, since all have failed, has an error and no further values."""
-        if not self.homes:
+        by_replica = await self.by_replica()
+        if not by_replica:
             raise _no_replica()
         found: dict[str, list[AdapterStatus]] = {}
-        for own in (await self.by_replica()).values():
+        for own in by_replica.values():
             for status in own:
                 if status.name in self.state:
                     found.setdefault(status.name, []).append(status)
         for name in self.state.adapters.keys() - found.keys():
             if (cause := self.cause_of(name)) is not None:
-                found[name] = [_failed_status(name, str(cause))]
+                found[name] = [failed_status(name, str(cause))]
         return tuple(merged_status(found[name]) for name in sorted(found))
 
     async def by_replica(self) -> dict[str, tuple[AdapterStatus, ...]]:
         """The statuses of each replica that answers."""
         homes = tuple(self.homes.values())
-        results = await asyncio.gather(*(home.client.adapters() for home in homes), return_exceptions=True)
+        results = await asyncio.gather(*(home.statuses() for home in homes), return_exceptions=True)
         found: dict[str, tuple[AdapterStatus, ...]] = {}
         for home, result in zip(homes, results, strict=True):
             if not isinstance(result, BaseException):
                 found[home.name] = result
-            elif not isinstance(result, EngineDead):
+            elif not isinstance(result, EngineDead | Aborted):
                 raise result
         return found
 
@@ -370,32 +375,3 @@ def _no_replica() -> EngineDead:
 
 def _of_replica(replica: str, error: ErrorValue) -> VLoraError:
     return ErrorValue(error.code, f"replica {replica!r}: {error.message}").to_exception()
-
-
-def _failed_status(name: str, error: str) -> AdapterStatus:
-    return AdapterStatus(
-        name=name,
-        version="",
-        rank=0,
-        num_bytes=0,
-        resident=False,
-        mergeable=False,
-        merge_fidelity=0.0,
-        touches_vision=False,
-        heads=(),
-        loaded=False,
-        error=error,
-    )
-
-
-def merged_status(statuses: Iterable[AdapterStatus]) -> AdapterStatus:
-    """One adapter's status over the replicas that have it."""
-    found = list(statuses)
-    read = next((status for status in found if status.loaded), found[0])
-    return msgspec.structs.replace(
-        read,
-        resident=any(status.resident for status in found),
-        pinned=all(status.pinned for status in found),
-        error=next((status.error for status in found if status.error is not None), None),
-        num_loads=sum(status.num_loads for status in found),
-    )
