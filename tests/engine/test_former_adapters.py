@@ -87,6 +87,7 @@ def test_kept_content_continues_an_answer(
         tokens = want[request.request_id]
         assert tokens_of(last_of(engine, resumed(request, tokens, version))) == tokens[CUT:]
     engine.engine.keep_adapters({})
+    assert engine.engine.parts.registry.compositions == ()
     error = last_of(engine, resumed(SINGLE, want["single"], first))[-1].error
     assert error is not None and error.code == ("unknown_adapter" if unloaded else "adapter_changed")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -133,6 +133,12 @@ class AdapterAdmin:
         self.compositions.drop(key)
         self.former.add(key)
         return key
+
+    def keep(self, versions: Mapping[str, Collection[str]]) -> None:
+        """Keep these contents by name when others replace them, and no others (`FormerAdapters`)."""
+        for key in self.former.keep(versions):
+            self.compositions.drop(key)
+            self._loader.retire(key)
 
     def pin(self, name: str) -> AdapterStatus:
         """Load an adapter onto the device before returning, and keep it resident.

@@ -126,8 +126,8 @@ class Engine:
         return self._admin.load_in_background(name, path, version)
 
     def keep_adapters(self, versions: Mapping[str, Collection[str]]) -> None:
-        """See FormerAdapters."""
-        self._admin.former.keep(versions)
+        """Keep these contents by name when others replace them: answers of other engines may continue with them."""
+        self._admin.keep(versions)
 
     def unload_adapter(self, name: str, drain: bool = False) -> tuple[RequestOutput, ...]:
         """Remove an adapter: its name is free at once. Raises UnknownAdapter.

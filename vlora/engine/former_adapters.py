@@ -22,13 +22,12 @@ class FormerAdapters:
         self._loader = loader
         self._wanted: Mapping[str, Collection[str]] = {}
 
-    def keep(self, versions: Mapping[str, Collection[str]]) -> None:
-        """From now on, keep these contents by name when others replace them; drop the other ones that were kept."""
+    def keep(self, versions: Mapping[str, Collection[str]]) -> list[str]:
+        """From now on, keep these contents by name when others replace them. Returns the keys not kept any more."""
         self._wanted = versions
-        for key in tuple(self._loader.kept):
-            if not self._is_wanted(self._registry.known(key)):
-                self._loader.kept.discard(key)
-                self._loader.retire(key)
+        dropped = [key for key in self._loader.kept if not self._is_wanted(self._registry.known(key))]
+        self._loader.kept.difference_update(dropped)
+        return dropped
 
     def add(self, key: str) -> None:
         """A name no longer maps to this registration: keep it if its content is wanted. Call before it is retired."""
