@@ -16,7 +16,7 @@ from tests.cluster.running import SECRET, outputs_of
 from tests.cluster.sleeping_engine import expected, version_of
 from tests.cluster.test_cluster import asked, check
 from vlora.cluster import members
-from vlora.cluster.adapter_home import FIRST_PAUSE_S
+from vlora.cluster.adapter_home import FIRST_PAUSE_S, AdapterHome
 from vlora.cluster.adapter_state import AdapterState, DesiredAdapter
 from vlora.cluster.cluster import Cluster
 from vlora.cluster.door import Address
@@ -322,6 +322,31 @@ def test_a_reload_reaches_replica_after_replica(tmp_path: Path, monkeypatch: pyt
         )
 
     on(main, tmp_path, monkeypatch, names="abc")
+
+
+def test_a_replica_does_not_return_to_what_was_desired_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It begins to synchronize while a change is at it, and goes on after the change."""
+    homes: dict[str, AdapterHome] = {}
+    follow = AdapterHome.follow
+
+    def noted(home: AdapterHome) -> None:
+        homes[home.name] = home
+        follow(home)
+
+    monkeypatch.setattr(AdapterHome, "follow", noted)
+
+    async def main(here: Here) -> None:
+        await here.load("1")
+        here.replicas["b"].call_s = 1.0
+        loading = asyncio.create_task(here.load("2"))
+        await asyncio.sleep(0.5)
+        homes["b"].wake()
+        await loading
+        for _ in range(100):
+            assert here.contents() == {V2}
+            await asyncio.sleep(0.05)
+
+    on(main, tmp_path, monkeypatch)
 
 
 def test_a_replica_that_joins_waits_for_no_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

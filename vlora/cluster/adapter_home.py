@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Set
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from vlora.cluster.adapter_state import DesiredAdapter
 from vlora.engine.ipc.client import EngineClient
@@ -22,7 +22,20 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 ANSWER_S, STATUS_S = 300.0, 10.0  # of one call: the read of an adapter may take long
 _LEAST_S = 0.1  # between two rounds of retries
 BATCH = 64  # adapters in one call: the engine reads their headers between two steps
-Kept = Mapping[str, Collection[str]]
+
+
+class Goal(NamedTuple):
+    """What the replicas should be like now, and what is being changed.
+
+    Attributes:
+        adapters: The desired ones by name.
+        kept: Contents by name to keep when others replace them.
+        busy: Names that an operator's change is at.
+    """
+
+    adapters: Mapping[str, DesiredAdapter]
+    kept: Mapping[str, Collection[str]]
+    busy: Set[str]
 
 
 class Failure:
@@ -51,31 +64,41 @@ class AdapterHome:
         failures: By adapter.
     """
 
-    def __init__(self, name: str, client: EngineClient, on_usable: Callable[[str, str, bool], None]) -> None:
-        """on_usable: called with the replica, an adapter, and whether requests of the adapter may be sent there."""
+    def __init__(
+        self, name: str, client: EngineClient, goal: Callable[[], Goal], on_usable: Callable[[str, str, bool], None]
+    ) -> None:
+        """Call nothing yet.
+
+        Args:
+            name: Of the replica.
+            client: Its engine.
+            goal: Returns the present goal. It may change while a call waits for the ones before it.
+            on_usable: Called with the replica, an adapter, and whether requests of the adapter may be sent there.
+        """
         self.name = name
+        self._goal = goal
         self.client = client
         self.failures: dict[str, Failure] = {}
         self._on_usable = on_usable
         self._applied: dict[str, DesiredAdapter] = {}
         self._unverified: set[str] = set()  # read in full to compare the content
-        self._kept: Kept = {}
+        self._kept: Mapping[str, Collection[str]] = {}
         self._calling = asyncio.Lock()
         self._changed = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
 
     # -- changes by an operator; errors are raised --------------------------------------------------------------------
 
-    async def register(self, adapters: Mapping[str, DesiredAdapter], kept: Kept) -> None:
-        """Register folders, all or none. kept: see `sync`."""
+    async def register(self, adapters: Mapping[str, DesiredAdapter]) -> None:
+        """Register folders, all or none."""
         async with self._calling:
-            await self._keep(kept)
+            await self._keep()
             await self._register(adapters)
 
-    async def load(self, name: str, wanted: DesiredAdapter, kept: Kept) -> AdapterStatus:
-        """Load a folder. kept: see `sync`."""
+    async def load(self, name: str, wanted: DesiredAdapter) -> AdapterStatus:
+        """Load a folder."""
         async with self._calling:
-            await self._keep(kept)
+            await self._keep()
             try:
                 status = await self._answer(self.client.load_adapter(name, wanted.path, wanted.version))
             except Aborted as error:
@@ -84,10 +107,10 @@ class AdapterHome:
             self._apply({name: DesiredAdapter(wanted.path, status.version)})
             return status
 
-    async def unload(self, name: str, kept: Kept, *, drain: bool) -> None:
+    async def unload(self, name: str, *, drain: bool) -> None:
         """Unload an adapter, if the replica has it."""
         async with self._calling:
-            await self._keep(kept)
+            await self._keep()
             await self._unload(name, drain=drain)
 
     async def pin(self, name: str, pinned: bool) -> AdapterStatus:
@@ -107,24 +130,27 @@ class AdapterHome:
         """The statuses of all adapters that the replica has. Raises Aborted if it does not answer soon."""
         return await self._answer(self.client.adapters(), STATUS_S)
 
-    def is_settled(self, desired: Mapping[str, DesiredAdapter]) -> bool:
+    @property
+    def is_settled(self) -> bool:
         """Whether each adapter is as desired, or has failed and is tried again later."""
+        desired = self._goal().adapters
         different = {name for name, wanted in desired.items() if self._applied.get(name) != wanted}
         return different <= self.failures.keys() and self._applied.keys() <= desired.keys()
 
-    async def sync(self, desired: Mapping[str, DesiredAdapter], kept: Kept, busy: Set[str] = frozenset()) -> None:
+    async def sync(self, *, joins: bool = False) -> None:
         """Do what is to be done now. An adapter that fails is noted, and tried again after a pause.
 
         Args:
-            desired: The adapters by name.
-            kept: Contents by name to keep when others replace them.
-            busy: Names that an operator's change is at; they are left alone.
+            joins: No change includes this replica yet, so it leaves no adapter to one.
 
         Raises:
             EngineDead: The replica is gone.
         """
         async with self._calling:
-            await self._keep(kept)
+            desired, _, busy = self._goal()
+            if joins:
+                busy = frozenset()
+            await self._keep()
             for name in (self._applied.keys() | self.failures.keys()) - desired.keys() - busy:
                 await self._unload(name, drain=True)
             due = {name: desired[name] for name in self._due(desired) if name not in busy}
@@ -144,15 +170,9 @@ class AdapterHome:
                 if applied is not None and applied.pinned != wanted.pinned:
                     await self._try(name, self._pin(name, wanted.pinned), bars=False)
 
-    def follow(
-        self,
-        desired: Callable[[], Mapping[str, DesiredAdapter]],
-        kept: Callable[[], Kept],
-        busy: Callable[[], Set[str]],
-    ) -> None:
+    def follow(self) -> None:
         """From now on, `sync` after each `wake`, and when a failed adapter is due, until `close`."""
-        following = self._follow(desired, kept, busy)
-        self._following = asyncio.create_task(following, name=f"vlora-adapters-{self.name}")
+        self._following = asyncio.create_task(self._follow(), name=f"vlora-adapters-{self.name}")
 
     def wake(self, changed: Iterable[str] = ()) -> None:
         """The desired state has changed. changed: adapters that are tried again at once if they have failed."""
@@ -205,12 +225,7 @@ class AdapterHome:
             if failure.due_s <= now and name not in due:
                 self._forget_failure(name)
 
-    async def _follow(
-        self,
-        desired: Callable[[], Mapping[str, DesiredAdapter]],
-        kept: Callable[[], Kept],
-        busy: Callable[[], Set[str]],
-    ) -> None:
+    async def _follow(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             due_s = min((failure.due_s for failure in self.failures.values()), default=None)
@@ -219,7 +234,7 @@ class AdapterHome:
                     await self._changed.wait()
             self._changed.clear()
             try:
-                await self.sync(desired(), kept(), busy())
+                await self.sync()
             except EngineDead:
                 return
             except VLoraError as error:
@@ -237,7 +252,8 @@ class AdapterHome:
         except TimeoutError as error:
             raise Aborted(f"it did not answer within {limit_s:g} s; its disk may hang") from error
 
-    async def _keep(self, kept: Kept) -> None:
+    async def _keep(self) -> None:
+        kept = self._goal().kept
         if kept != self._kept:
             await self._answer(self.client.keep_adapters(kept))
             self._kept = kept

@@ -13,7 +13,7 @@ import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
-from vlora.cluster.adapter_home import AdapterHome
+from vlora.cluster.adapter_home import AdapterHome, Goal
 from vlora.cluster.adapter_state import AdapterState, DesiredAdapter
 from vlora.cluster.former_contents import FormerContents, parts_of
 from vlora.cluster.summary import failed_status, merged_status
@@ -79,14 +79,14 @@ class ReplicatedAdapters:
 
     async def join(self, name: str, engine: EngineClient) -> None:
         """Synchronize a new replica with the desired state; note what it cannot serve. Raises EngineDead."""
-        home = AdapterHome(name, engine, self._usable)
+        home = AdapterHome(name, engine, self._goal, self._usable)
         await home.read()
-        while not home.is_settled(self.state.adapters):
-            await home.sync(self.state.adapters, self.former.kept)
+        while not home.is_settled:
+            await home.sync(joins=True)
         # Nothing was awaited since: a change that ends later finds this replica.
         self.leave(name)
         self.homes[name] = home
-        home.follow(lambda: self.state.adapters, lambda: self.former.kept, lambda: self._busy)
+        home.follow()
 
     def joined(self, name: str) -> None:
         """The router knows a replica from now on: say what it cannot serve."""
@@ -165,7 +165,7 @@ class ReplicatedAdapters:
             for name in paths.keys() & self.state.adapters.keys():
                 if former := self.state.adapters[name].version:
                     self.former.begin(name, former)
-            calls = [home.register(wanted, self.former.kept) for home in homes]
+            calls = [home.register(wanted) for home in homes]
             results = dict(zip(homes, await asyncio.gather(*calls, return_exceptions=True), strict=True))
             for home, error in results.items():
                 if isinstance(error, VLoraError) and not isinstance(error, EngineDead):
@@ -191,11 +191,11 @@ class ReplicatedAdapters:
             found: list[AdapterStatus] = []
             for home in homes:
                 version = found[0].version if found else ""
-                status = await self._on(home, home.load(name, DesiredAdapter(path, version), self.former.kept))
+                status = await self._on(home, home.load(name, DesiredAdapter(path, version)))
                 if status is None:
                     continue
                 if not found and former not in (None, status.version):
-                    self._lack_elsewhere(name, status.version)
+                    self._lack_elsewhere(name, status.version, home.name)
                 found.append(status)
                 self._on_lack(home.name, name, status.version, False)
             if not found:
@@ -214,7 +214,7 @@ class ReplicatedAdapters:
                 self.former.begin(name, former)
                 self._on_drain(name, former)
             for home in homes:
-                await self._on(home, home.unload(name, self.former.kept, drain=drain))
+                await self._on(home, home.unload(name, drain=drain))
 
     async def pin(self, name: str, pinned: bool) -> AdapterStatus:
         """Pin an adapter on all replicas that can serve it, or unpin it. Raises as `EngineInterface.pin_adapter`."""
@@ -296,9 +296,12 @@ class ReplicatedAdapters:
                     self.former.end(*content)
                 self._wake(names)
 
+    def _goal(self) -> Goal:
+        return Goal(self.state.adapters, self.former.kept, self._busy)
+
     async def _restore(self, home: AdapterHome) -> None:
         try:
-            await home.sync(self.state.adapters, self.former.kept, self._busy)
+            await home.sync()
         except EngineDead:
             pass  # it is synchronized when it joins again
         except VLoraError as error:
@@ -321,10 +324,12 @@ class ReplicatedAdapters:
         statuses = [status for own in (await self.by_replica()).values() for status in own if status.name == name]
         return next((status.version for status in statuses if status.version), None)
 
-    def _lack_elsewhere(self, name: str, version: str) -> None:
+    def _lack_elsewhere(self, name: str, version: str, first: str) -> None:
         """The first replica has a new content: answers that begin with it do not go on where it is not loaded yet."""
+        if (name, version) in self.former:
+            return  # it is not new: the replicas have kept it
         self.former.begin(name, version, kept=False)
-        for replica in self.homes:
+        for replica in self.homes.keys() - {first}:
             self._on_lack(replica, name, version, True)
 
     def _content_ended(self, name: str, version: str) -> None:
