@@ -159,7 +159,8 @@ def test_a_killed_server_leaves_nothing_running_but_its_adapters_state(folder: P
         while left(folder) and time.monotonic() < ends_s:
             time.sleep(0.1)
         assert not left(folder) and not list(folder.glob("vlora-ray-*"))
-        # The next server has them again.
+        # The next server has them again, and starts although one has lost its files.
+        (folder / "given" / "adapter_config.json").unlink()
         process = serve(folder, *settings)
         *lines, ready = wait_ready(process)
         assert lines[0] == "adapters unloaded later, and not served: unloaded"
@@ -168,12 +169,13 @@ def test_a_killed_server_leaves_nothing_running_but_its_adapters_state(folder: P
         assert address
         listed = {each["name"]: each for each in json.loads(read(address[2], "/v1/adapters"))["data"]}
         assert [(name, each["pinned"]) for name, each in listed.items()] == [("given", False), ("loaded", True)]
+        assert listed["given"]["error"].startswith(f"replica 'replica-0': {folder / 'given'}: no adapter_config.json")
         places = [(each["replica"], each["state"], each["cause"]) for each in listed["loaded"]["replicas"]]
         assert places == [("replica-0", "device", ""), ("replica-1", "device", "")]
         shown = vlora("cluster", "status", "--adapters", "--server", f"127.0.0.1:{address[1]}").stdout.splitlines()
         assert [line.split()[:3] for line in shown] == [
             [name, replica, state]
-            for name, state in (("given", "registered"), ("loaded", "device"))
+            for name, state in (("given", "failed"), ("loaded", "device"))
             for replica in ("replica-0", "replica-1")
         ]
         # Another server is refused meanwhile.

@@ -14,11 +14,10 @@ from vlora.cluster.adapter_places import places_of
 from vlora.cluster.adapter_state import AdapterState, DesiredAdapter
 from vlora.cluster.adapters import ReplicatedAdapters
 from vlora.cluster.door import Address
-from vlora.cluster.events import Events
 from vlora.cluster.flights import Flights
 from vlora.cluster.members import Health, Member, alive, clients
 from vlora.cluster.placement import LivePlacement
-from vlora.cluster.status import status_of
+from vlora.cluster.status import Events, status_of
 from vlora.cluster.summary import merged_stats
 from vlora.engine.ipc.client import EngineClient
 from vlora.engine.output_stream import OutputStream

@@ -11,9 +11,9 @@ import logging
 from collections.abc import Callable, Iterable
 
 from vlora.cluster.adapters import ReplicatedAdapters
-from vlora.cluster.events import Events
 from vlora.cluster.flight import Flight
 from vlora.cluster.prefix_keys import prefix_keys
+from vlora.cluster.status import Events
 from vlora.cluster.suspects import Suspects
 from vlora.engine.ipc.client import EngineClient
 from vlora.errors import (

@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from vlora.cluster.adapters import ReplicatedAdapters
-from vlora.cluster.events import Events
 from vlora.cluster.members import Member
 from vlora.routing import Router
 from vlora.types.replicas import DOWN, DRAINING, SERVING, ClusterStatus, ReplicaStatus
+
+
+class Events:
+    """Counts since the start. See `ClusterStatus`."""
+
+    def __init__(self) -> None:
+        self.num_deaths = self.num_resubmitted = self.num_moves = 0
 
 
 def status_of(
