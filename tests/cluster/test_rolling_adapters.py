@@ -295,6 +295,7 @@ def test_random_reloads_and_moves_change_no_answer(tmp_path: Path, monkeypatch: 
         busy = False
         await making
         assert {V1, V2, V3} & set(found)
+        await asyncio.gather(*(member.wait_joined() for member in here.cluster.members.values()))
         await here.check_idle()
         assert len(here.contents()) == 1
 

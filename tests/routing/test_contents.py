@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.example_counts import scaled
 from tests.routing.test_router import need, routed, send
+from tests.routing.test_router_lives import Life
 from vlora.routing import RULES, Need, Room
 from vlora.routing.journal import RecordedRouter, replay_calls
 from vlora.routing.router import Refusal
@@ -60,6 +62,44 @@ def test_a_drained_replica_takes_an_answer_that_no_other_can_continue(rule: str)
     assert send(router, large) is None
     assert router.refuse(0.0).refusals == [Refusal(large, "room")]
     router.check_integrity()
+
+
+class ContentLife(Life):
+    """Answers begin with one of two contents of their adapter, and replicas lack some of them at times."""
+
+    num_confined = 0
+
+    def put(self, request_id: str, name: str) -> None:
+        super().put(request_id, name)
+        standing = self.router.replicas[name]
+        assert standing.has_content(standing.holds[request_id])
+        self.num_confined += bool(standing.holds[request_id].version and standing.lacks)
+
+    def step(self) -> None:
+        what = self.draws.random()
+        if what < 0.1 and self.where:
+            request_id = self.draws.choice(list(self.where))
+            if self.alive[request_id].adapter is not None and self.alive[request_id].version is None:
+                version = self.draws.choice("12")
+                self.alive[request_id] = self.alive[request_id]._replace(version=version)
+                self.router.began(request_id, version)
+        elif what < 0.2 and self.router.replicas:
+            name, lacks = self.draws.choice(list(self.router.replicas)), self.draws.random() < 0.6
+            self.note(self.router.lack(name, self.draws.choice("abcd"), self.draws.choice("12"), lacks))
+        else:
+            super().step()
+
+
+@pytest.mark.parametrize("rule", QUEUEING)
+def test_random_lives_with_contents_lose_nothing(rule: str) -> None:
+    num_confined = 0
+    for seed in range(scaled(30)):
+        life = ContentLife(rule, seed)
+        for _ in range(150):
+            life.step()
+            life.check()
+        num_confined += life.num_confined
+    assert num_confined > 0
 
 
 def test_contents_are_recorded_and_replayed() -> None:

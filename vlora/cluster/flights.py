@@ -33,8 +33,7 @@ log = logging.getLogger("vlora.cluster")
 
 MOVE_S = 0.25  # for the last tokens of a replica from which a request is moved
 MAX_DEATHS = 3  # of replicas under a request, before it counts as the cause
-_NO_HOME = (BadAdapter.code, UnknownAdapter.code)
-_NO_CONTENT = (*_NO_HOME, AdapterChanged.code)
+_NO_CONTENT = (BadAdapter.code, UnknownAdapter.code, AdapterChanged.code)
 
 
 class Flights:
@@ -242,8 +241,7 @@ class Flights:
         if flight.target is not None and output.finish_reason == "cancelled" and not flight.cancelled:
             self._go_on(flight, output)
             return
-        codes = _NO_HOME if flight.version is None else _NO_CONTENT
-        if code in codes and self._may_be_elsewhere(flight):
+        if code in _NO_CONTENT and self._may_be_elsewhere(flight):
             self._try_elsewhere(flight, output)
             return
         before, begins = self._blocks(flight), flight.version is None
