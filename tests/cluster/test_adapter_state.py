@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -173,6 +174,31 @@ def test_a_file_that_cannot_be_written_in_full_is_kept(tmp_path: Path) -> None:
     said = subprocess.run([sys.executable, "-c", _FULL, file], capture_output=True, text=True, timeout=30).stdout
     assert said.strip() == "File too large"
     assert file.read_bytes() == b"former" and os.listdir(tmp_path) == [FILE]
+
+
+def test_writes_do_not_overlap_when_a_change_is_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    under_way, most = 0, 0
+
+    def slow(path: Path, data: bytes) -> None:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        time.sleep(0.1)
+        replace_file(path, data)
+        under_way -= 1
+
+    async def main() -> None:
+        state = AdapterState.open(tmp_path)
+        cancelled = asyncio.create_task(state.commit({"x": FIRST}))
+        await asyncio.sleep(0.03)
+        cancelled.cancel()
+        await state.commit({"y": SECOND})
+        assert cancelled.cancelled()
+        state.close()
+
+    monkeypatch.setattr("vlora.cluster.adapter_state.replace_file", slow)
+    asyncio.run(main())
+    assert most == 1 and stored(tmp_path)["y"] == SECOND
 
 
 def test_a_change_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

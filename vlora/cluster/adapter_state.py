@@ -176,8 +176,12 @@ class AdapterState:
         if self.folder is None:
             return
         data = msgspec.json.format(msgspec.json.encode(_Stored(dict(adapters), self._given)), indent=1)
+        writing = asyncio.ensure_future(asyncio.to_thread(replace_file, self.folder / FILE, data))
         try:
-            await asyncio.shield(asyncio.to_thread(replace_file, self.folder / FILE, data))
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            await asyncio.wait({writing})  # another write must not begin before its end
+            raise
         except OSError as error:
             raise VLoraError(
                 f"{self.folder / FILE} cannot be written, so the adapters were not changed: {error.strerror}"
