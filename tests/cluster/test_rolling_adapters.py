@@ -255,7 +255,7 @@ def test_answers_end_with_their_content_after_an_unload_that_drains(
     on(main, tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [*range(5), 194, 547, 562])  # the last ones: changes while others synchronize
 def test_random_reloads_and_moves_change_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Each answer is that of one content; without deaths none fails."""
     draws = random.Random(seed)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Set
 from typing import Any, NamedTuple, TypeVar
@@ -137,37 +136,34 @@ class AdapterHome:
         different = {name for name, wanted in desired.items() if self._applied.get(name) != wanted}
         return different <= self.failures.keys() and self._applied.keys() <= desired.keys()
 
-    async def sync(self, *, joins: bool = False) -> None:
+    async def sync(self) -> None:
         """Do what is to be done now. An adapter that fails is noted, and tried again after a pause.
 
-        Args:
-            joins: No change includes this replica yet, so it leaves no adapter to one.
+        Before `follow` no change includes this replica, so it does not leave the adapters of a change alone.
 
         Raises:
             EngineDead: The replica is gone.
         """
         async with self._calling:
-            desired, _, busy = self._goal()
-            if joins:
-                busy = frozenset()
             await self._keep()
-            for name in (self._applied.keys() | self.failures.keys()) - desired.keys() - busy:
-                await self._unload(name, drain=True)
-            due = {name: desired[name] for name in self._due(desired) if name not in busy}
-            self._forget_settled(due.keys() | busy)
+            for name in (self._applied.keys() | self.failures.keys()) - self._goal().adapters.keys():
+                if self._is_still(name, None):
+                    await self._unload(name, drain=True)
+            desired = self._goal().adapters
+            due = {name: desired[name] for name in self._due(desired) if self._is_still(name, desired[name])}
+            self._forget_settled(due.keys() | self._goal().busy)
             changed = {name: wanted for name, wanted in due.items() if self._has_other_content(name, wanted)}
-            for name in changed:
-                if (applied := self._applied.get(name)) is not None and applied.pinned:
+            for name, wanted in changed.items():
+                if self._is_pinned(name) and self._is_still(name, wanted):
                     await self._try(name, self._pin(name, False), bars=False)  # a pinned one cannot be replaced
-            plain = changed.keys() - self._unverified - self.failures.keys()
-            names = iter(sorted(plain))
-            while batch := tuple(itertools.islice(names, BATCH)):
-                await self._try_register({name: changed[name] for name in batch})
-            for name in sorted(changed.keys() - plain):
-                await self._try(name, self._verify(name, changed[name]))
+            plain = [name for name in changed if name not in self._unverified and name not in self.failures]
+            for first in range(0, len(plain), BATCH):
+                await self._try_register({name: changed[name] for name in plain[first : first + BATCH]})
+            for name in changed.keys() - plain:
+                if self._is_still(name, due[name]):
+                    await self._try(name, self._verify(name, due[name]))
             for name, wanted in due.items():
-                applied = self._applied.get(name)
-                if applied is not None and applied.pinned != wanted.pinned:
+                if self._is_pinned(name) not in (None, wanted.pinned) and self._is_still(name, wanted):
                     await self._try(name, self._pin(name, wanted.pinned), bars=False)
 
     def follow(self) -> None:
@@ -217,6 +213,16 @@ class AdapterHome:
     def _has_other_content(self, name: str, wanted: DesiredAdapter) -> bool:
         applied = self._applied.get(name)
         return applied is None or (applied.path, applied.version) != (wanted.path, wanted.version)
+
+    def _is_still(self, name: str, wanted: DesiredAdapter | None) -> bool:
+        """Whether an adapter is still to be so. A change may have come between, also one that this replica has made."""
+        goal = self._goal()
+        return goal.adapters.get(name) == wanted and (self._following is None or name not in goal.busy)
+
+    def _is_pinned(self, name: str) -> bool | None:
+        """Whether an adapter was pinned; None if it has no content."""
+        applied = self._applied.get(name)
+        return None if applied is None else applied.pinned
 
     def _forget_settled(self, due: Set[str]) -> None:
         """Forget failures that nothing is left to be done about, as of a pin that is not desired any more."""
@@ -268,7 +274,10 @@ class AdapterHome:
         )
 
     async def _try_register(self, adapters: Mapping[str, DesiredAdapter]) -> None:
-        """Register those that can be registered."""
+        """Register those that can be registered, of the ones that are still to be so."""
+        adapters = {name: wanted for name, wanted in adapters.items() if self._is_still(name, wanted)}
+        if not adapters:
+            return
         try:
             await self._register(adapters)
         except EngineDead:

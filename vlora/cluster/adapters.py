@@ -82,7 +82,7 @@ class ReplicatedAdapters:
         home = AdapterHome(name, engine, self._goal, self._usable)
         await home.read()
         while not home.is_settled:
-            await home.sync(joins=True)
+            await home.sync()
         # Nothing was awaited since: a change that ends later finds this replica.
         self.leave(name)
         self.homes[name] = home
