@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tests.cli.conftest import Vlora
 from tests.cluster.running import outputs_of, run
 from tests.cluster.serving import serving
 from tests.server.running import running_server
+from tests.server.scripted import ENGINE_COMMAND
 from vlora.client import AsyncClient, Client
 from vlora.config import Token
 from vlora.errors import BadRequest, Forbidden
@@ -67,9 +69,58 @@ def test_a_replica_is_drained_and_resumed_by_commands(vlora_command: Vlora) -> N
     run(main())
 
 
+@pytest.mark.slow
+def test_where_each_adapter_is_and_why_it_cannot_be_used(vlora_command: Vlora, tmp_path: Path) -> None:
+    for name in ("good", "gone"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text(f'{{"name": "{name}"}}')
+
+    async def main() -> None:
+        async with serving("a", "b") as (found, _, port):
+
+            async def command(*args: str) -> str:
+                command = ("cluster", "status", *args, "--server", f"127.0.0.1:{port}")
+                code, out, err = await asyncio.to_thread(vlora_command, *command)
+                assert (code, err) == (0, "")
+                return out
+
+            assert await command("--adapters") == ""
+            good = (await found.cluster.load_adapter("good", str(tmp_path / "good"))).version
+            gone = (await found.cluster.load_adapter("gone", str(tmp_path / "gone"))).version
+            await found.cluster.pin_adapter("good", True)
+            (tmp_path / "gone" / "adapter_config.json").unlink()
+            await found.add("c", command=ENGINE_COMMAND)
+            cause = f"{tmp_path / 'gone'}: no adapter_config.json; an adapter is a folder in PEFT's format"
+            assert (await command("--adapters")).splitlines() == [
+                f"gone  a  host  {gone}",
+                f"gone  b  host  {gone}",
+                f"gone  c  failed  {cause}",
+                *(f"good  {replica}  device  {good}  pinned" for replica in "abc"),
+            ]
+            [failed] = [each for each in json.loads(await command("--adapters", "--json")) if each["cause"]]
+            assert failed == {
+                "adapter": "gone",
+                "replica": "c",
+                "state": "failed",
+                "version": "",
+                "pinned": False,
+                "cause": cause,
+            }
+            assert "c  serving  0 requests  1 adapter failed, see --adapters" in await command()
+            async with AsyncClient(port=port) as client:
+                assert len(await client.cluster_adapters()) == 6
+
+    run(main())
+
+
+def test_the_adapters_state_is_for_replicas(vlora_command: Vlora) -> None:
+    message = "error: --adapter-state state is for replicas; start 2 or more with --replicas\n"
+    assert vlora_command("serve", "--adapter-state", "state") == (2, "", message)
+
+
 def test_a_server_with_one_engine_has_no_replicas(vlora_command: Vlora, address: str) -> None:
     message = "error: this server has one engine; start it with --replicas 2 or more to have replicas\n"
-    for args in (("status",), ("drain", "a"), ("resume", "a"), ("scale", "2")):
+    for args in (("status",), ("status", "--adapters"), ("drain", "a"), ("resume", "a"), ("scale", "2")):
         assert vlora_command("cluster", *args, "--server", address) == (2, "", message)
 
 

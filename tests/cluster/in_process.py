@@ -14,8 +14,8 @@ from vlora.engine.ipc import messages
 from vlora.engine.ipc.client import EngineClient
 from vlora.engine.ipc.load_reports import LoadReporter
 from vlora.engine.ipc.output_coalescer import OutputCoalescer
-from vlora.errors import Disconnected
-from vlora.types import RequestOutput
+from vlora.errors import BadRequest, Disconnected, VLoraError
+from vlora.types import AdapterStatus, ErrorValue, Request, RequestOutput
 
 STEP_S = 0.02
 
@@ -46,6 +46,25 @@ def run_virtually(main: Coroutine[Any, Any, None]) -> None:
         runner.run(asyncio.wait_for(main, 3600))
 
 
+class FaultyEngine(SleepingEngine):
+    """Its files differ, and it may refuse pins.
+
+    faults: The text of an adapter's file by name, empty without one; for "pin NAME" the reason why that is refused.
+    """
+
+    def __init__(self, faults: dict[str, str]) -> None:
+        super().__init__(SLEEPING)
+        self._faults = faults
+
+    def pin_adapter(self, name: str, pinned: bool) -> AdapterStatus:
+        if pinned and f"pin {name}" in self._faults:
+            raise BadRequest(self._faults[f"pin {name}"])
+        return super().pin_adapter(name, pinned)
+
+    def text_of(self, name: str, path: str) -> str | None:
+        return self._faults[name] or None if name in self._faults else super().text_of(name, path)
+
+
 class LocalReplica:
     """An engine that steps in the event loop.
 
@@ -53,11 +72,19 @@ class LocalReplica:
         hung: It neither steps nor reads nor answers, as after SIGSTOP. What it is sent is kept.
         alive: False: it refuses connections, as a process that has ended.
         num_reports: Of its load, so far.
+        faults: See FaultyEngine. They outlive a restart.
+        call_s: How long a call about adapters takes.
+        calls: About adapters, since the start.
+        num_requests: That it was sent, those that it has refused included.
     """
 
     def __init__(self, max_batch_size: int = 8) -> None:
         """max_batch_size: as the cluster knows it; the engine's own is 8."""
         self.max_batch_size = max_batch_size
+        self.faults: dict[str, str] = {}
+        self.call_s = 0.0
+        self.calls: list[messages.Call] = []
+        self.num_requests = 0
         self.alive = self.hung = False
         self.num_reports = 0
         self._line: _Line | None = None
@@ -67,10 +94,11 @@ class LocalReplica:
     def start(self) -> None:
         """Start the process, again after `kill`."""
         if not self.alive:
-            self._engine = SleepingEngine(SLEEPING)
+            self.engine = FaultyEngine(self.faults)
+            self.calls = []
             clock = asyncio.get_running_loop().time
-            self._coalescer = OutputCoalescer(clock, self._engine.version_of)
-            self._reports = LoadReporter(self._engine.load, self._report, clock)
+            self._coalescer = OutputCoalescer(clock, self.engine.version_of)
+            self._reports = LoadReporter(self.engine.load, self._report, clock)
             self.alive, self.hung = True, False
             self._stepping = asyncio.create_task(self._step())
 
@@ -102,7 +130,7 @@ class LocalReplica:
         if line is not None and line is self._line:
             self._line = None
             line.end()
-            self._engine.close()
+            self.engine.close()
 
     def _receive(self, line: _Line, data: bytes | None) -> None:
         if self.hung:
@@ -116,26 +144,68 @@ class LocalReplica:
         match message := messages.decode_to_engine(data):
             case messages.Add():
                 self._reports.count_request()
-                self._engine.add(message.request)
-                self._coalescer.add(message.request)
+                outputs = self._add(message.request)
             case messages.Cancel():
-                output = self._engine.cancel(message.request_id)
+                output = self.engine.cancel(message.request_id)
                 outputs = () if output is None else (output,)
             case messages.Ping():
                 self._send(messages.Pong(0.0))
             case messages.WatchLoad():
                 self._reports.watch(message.every_s)
             case _:
-                raise AssertionError(message)
+                assert isinstance(message, messages.Call), message
+                outputs = self._call(message)
         self._send_outputs(outputs)
         self._reports.poll()
+
+    def _add(self, request: Request) -> tuple[RequestOutput, ...]:
+        self.num_requests += 1
+        try:
+            self.engine.add(request)
+        except VLoraError as error:
+            refused = RequestOutput(request_id=request.request_id, finish_reason="error", error=ErrorValue.of(error))
+            return (refused,)
+        self._coalescer.add(request)
+        return ()
+
+    def _call(self, call: messages.Call) -> tuple[RequestOutput, ...]:
+        """Answer a call about adapters, after `call_s`. Returns outputs of requests."""
+        outputs: tuple[RequestOutput, ...] = ()
+        adapters: tuple[AdapterStatus, ...] = ()
+        error = None
+        try:
+            match call:
+                case messages.ListAdapters():
+                    adapters = self.engine.adapters(call.after)
+                case messages.RegisterAdapters():
+                    self.engine.register_adapters(call.paths, call.versions)
+                case messages.LoadAdapter():
+                    adapters = (self.engine.load_adapter(call.name, call.path, call.version),)
+                case messages.KeepAdapters():
+                    self.engine.keep_adapters(call.versions)
+                case messages.UnloadAdapter():
+                    outputs = self.engine.unload_adapter(call.name, call.drain)
+                case messages.PinAdapter():
+                    adapters = (self.engine.pin_adapter(call.name, call.pinned),)
+                case other:
+                    raise AssertionError(other)
+        except VLoraError as refused:
+            error = ErrorValue.of(refused)
+        self.calls.append(call)
+        reply = messages.Reply(call_id=call.call_id, adapters=adapters, error=error)
+        asyncio.get_running_loop().call_later(self.call_s, self._reply, self._line, reply)
+        return outputs
+
+    def _reply(self, line: _Line | None, reply: messages.Reply) -> None:
+        if line is self._line and self.alive:
+            self._send(reply)
 
     async def _step(self) -> None:
         while True:
             await asyncio.sleep(STEP_S)
             if not self.hung:
-                if self._engine.has_work:
-                    self._send_outputs(self._engine.step())
+                if self.engine.has_work:
+                    self._send_outputs(self.engine.step())
                 self._reports.poll()
 
     def _report(self, report: messages.LoadReport) -> None:

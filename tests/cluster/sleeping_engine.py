@@ -11,15 +11,17 @@ import hashlib
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 
+from msgspec.structs import replace
+
 from vlora.config import EngineConfig
 from vlora.engine.ipc.worker import run
 from vlora.engine.snapshot import EngineLoad
-from vlora.errors import Aborted, AdapterChanged, BadAdapter, DeadlineMissed, UnknownAdapter, VLoraError
+from vlora.errors import Aborted, AdapterChanged, BadAdapter, BadRequest, DeadlineMissed, UnknownAdapter, VLoraError
 from vlora.types import (
     AdapterStatus,
     EngineStats,
@@ -48,6 +50,11 @@ def token_at(request: Request, seed: int, version: str | None, place: int) -> in
     return int.from_bytes(hashlib.blake2b(data, digest_size=4).digest()) % VOCAB
 
 
+def version_of(text: str) -> str:
+    """The version of an adapter with this text in its file."""
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+
+
 class _Running:
     def __init__(self, request: Request, version: str | None) -> None:
         self.request = request
@@ -70,6 +77,8 @@ class SleepingEngine:
         self._step_s = float(os.environ.get(STEP_VARIABLE, "0.004"))
         self._running: dict[str, _Running] = {}
         self._adapters: dict[str, AdapterStatus] = {}
+        self.kept: dict[tuple[str, str], AdapterStatus] = {}
+        self._to_keep: Mapping[str, Collection[str]] = {}
         self._num_steps = self._num_finished = self._num_cancelled = 0
 
     @property
@@ -80,11 +89,7 @@ class SleepingEngine:
         pass
 
     def add(self, request: Request) -> None:
-        if request.adapter is not None and request.adapter not in self._adapters:
-            raise UnknownAdapter(f"no adapter named {request.adapter!r}")
-        version = None if request.adapter is None else self._adapters[request.adapter].version
-        if request.adapter_version not in (None, version):
-            raise AdapterChanged(f"adapter {request.adapter!r} has content {version!r}")
+        version = None if request.adapter is None else self._version_for(request.adapter, request.adapter_version)
         assert request.request_id not in self._running
         self._running[request.request_id] = _Running(request, version)
 
@@ -139,17 +144,71 @@ class SleepingEngine:
             resident=resident,
         )
 
-    def register_adapters(self, paths: Mapping[str, str]) -> None:
-        for name, path in paths.items():
-            self.load_adapter(name, path)
+    def _version_for(self, name: str, wanted: str | None) -> str:
+        """As `Compositions.get` and `check_version`: the present content, or a former one that is kept or in use."""
+        used = {(each.request.adapter, each.version) for each in self._running.values()}
+        if wanted is not None and ((name, wanted) in self.kept or (name, wanted) in used):
+            return wanted
+        if name not in self._adapters:
+            raise UnknownAdapter(f"no adapter named {name!r}")
+        version = self._adapters[name].version
+        if wanted not in (None, version):
+            raise AdapterChanged(f"adapter {name!r} has content {version!r}, but the answer needs {wanted!r}")
+        return version
 
-    def load_adapter(self, name: str, path: str) -> AdapterStatus:
+    def register_adapters(self, paths: Mapping[str, str], versions: Mapping[str, str] = {}) -> None:
+        made = {}
+        for name, path in paths.items():
+            wanted = versions.get(name, "")
+            present = self._adapters.get(name)
+            former = present if present is not None and present.version == wanted else self.kept.get((name, wanted))
+            made[name] = self._read(name, path, wanted) if former is None else former
+        for name, status in made.items():
+            self._set(name, status)
+
+    def load_adapter(self, name: str, path: str, version: str = "") -> AdapterStatus:
+        if name in self._adapters and self._adapters[name].pinned:
+            raise BadRequest(f"adapter {name!r} is pinned")
+        self._set(name, self._read(name, path, version))
+        return self._adapters[name]
+
+    def keep_adapters(self, versions: Mapping[str, Collection[str]]) -> None:
+        self._to_keep = versions
+        self.kept = {key: each for key, each in self.kept.items() if key[1] in versions.get(key[0], ())}
+
+    def pin_adapter(self, name: str, pinned: bool) -> AdapterStatus:
+        if name not in self._adapters:
+            raise UnknownAdapter(f"no adapter named {name!r}")
+        self._adapters[name] = replace(self._adapters[name], pinned=pinned)
+        return self._adapters[name]
+
+    def pin_in_background(self, name: str) -> Future[AdapterStatus]:
+        return _done(lambda: self.pin_adapter(name, True))
+
+    def text_of(self, name: str, path: str) -> str | None:
+        """The content of an adapter's file; None if there is none."""
         file = Path(path)
-        if not file.exists():
+        return file.read_text() if file.exists() else None
+
+    def _set(self, name: str, status: AdapterStatus) -> None:
+        self._replace(name)
+        self._adapters[name] = status
+
+    def _replace(self, name: str) -> None:
+        before = self._adapters.pop(name, None)
+        if before is not None and before.version in self._to_keep.get(name, ()):
+            self.kept[name, before.version] = before
+
+    def _read(self, name: str, path: str, wanted: str) -> AdapterStatus:
+        text = self.text_of(name, path)
+        if text is None:
             raise BadAdapter(f"{path}: there is no such file")
-        self._adapters[name] = AdapterStatus(
+        version = version_of(text)
+        if wanted not in ("", version):
+            raise BadAdapter(f"{path}: its content is {version}, but {wanted} was registered")
+        return AdapterStatus(
             name=name,
-            version=hashlib.blake2b(file.read_bytes(), digest_size=4).hexdigest(),
+            version=version,
             rank=8,
             num_bytes=1000,
             resident=True,
@@ -158,19 +217,14 @@ class SleepingEngine:
             touches_vision=False,
             heads=(),
         )
-        return self._adapters[name]
 
-    def load_in_background(self, name: str, path: str) -> Future[AdapterStatus]:
-        future: Future[AdapterStatus] = Future()
-        try:
-            future.set_result(self.load_adapter(name, path))
-        except VLoraError as error:
-            future.set_exception(error)
-        return future
+    def load_in_background(self, name: str, path: str, version: str = "") -> Future[AdapterStatus]:
+        return _done(lambda: self.load_adapter(name, path, version))
 
     def unload_adapter(self, name: str, drain: bool = False) -> tuple[RequestOutput, ...]:
-        if self._adapters.pop(name, None) is None:
+        if name not in self._adapters:
             raise UnknownAdapter(f"no adapter named {name!r}")
+        self._replace(name)
         mine = [key for key, running in self._running.items() if running.request.adapter == name and not drain]
         return tuple(self._end(key, "error", error=Aborted(f"adapter {name!r} was unloaded")) for key in mine)
 
@@ -232,6 +286,15 @@ class SleepingEngine:
             error=None if error is None else ErrorValue.of(error),
             timings=timings,
         )
+
+
+def _done(call: Callable[[], AdapterStatus]) -> Future[AdapterStatus]:
+    future: Future[AdapterStatus] = Future()
+    try:
+        future.set_result(call())
+    except VLoraError as error:
+        future.set_exception(error)
+    return future
 
 
 if __name__ == "__main__":

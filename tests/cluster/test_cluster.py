@@ -305,13 +305,13 @@ def test_adapters_are_changed_on_all_replicas_or_on_none(tmp_path: Path) -> None
             unknown = await outputs_of(cluster, asked("u", adapter="y"))
             assert unknown[-1].error is not None and unknown[-1].error.code == "unknown_adapter"
 
-            # An answer that began on content which no replica has any more ends with the reason.
+            # An answer goes on with the content with which it began, although its replica dies after a reload.
             async def reload_and_kill() -> None:
                 await cluster.load_adapter("x", str(second))
                 here.replicas[here.where("moved")].signal(signal.SIGKILL)
 
             moved = await outputs_of(cluster, asked("moved", 200, adapter="x"), 5, reload_and_kill)
-            assert moved[-1].error is not None and moved[-1].error.code == "adapter_changed"
+            check(asked("moved", 200, adapter="x"), moved, version)
             assert [status.name for status in await cluster.adapters()] == ["x"]
             await cluster.unload_adapter("x")
             assert await cluster.adapters() == ()

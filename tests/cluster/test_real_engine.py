@@ -62,6 +62,24 @@ async def hung(here: Running) -> None:
     await here.cluster.members["b"].wait_joined()
 
 
+async def reloaded(here: Running, folders: dict[str, str], requests: list[Request]) -> list[list[RequestOutput]]:
+    """The outputs of all requests. Once each has begun, the adapters get these folders, and the requests are moved."""
+    begun = {request.request_id: asyncio.Event() for request in requests}
+
+    async def reload() -> None:
+        await asyncio.gather(*(event.wait() for event in begun.values()))
+        for name, path in folders.items():
+            await here.cluster.load_adapter(name, path)
+        await moved(here)
+
+    reloading = asyncio.create_task(reload())
+    found = await asyncio.gather(
+        *(outputs_of(here.cluster, request, 1, begun[request.request_id].set) for request in requests)
+    )
+    await reloading
+    return found
+
+
 _CUT = 10  # tokens of the first choice, after which it is moved
 
 
@@ -100,6 +118,12 @@ def test_answers_through_moves_deaths_and_pauses(tmp_path: Path) -> None:
     local = LocalEngine(config())
     local.engine.register_adapters(folders)
     want = local.run(cases.values())
+    # Long enough to be reloaded and moved in the middle.
+    named = ("adapted", "composed", "drawn by id", "pictured")
+    long = [
+        renamed(replace(cases[name], sampling=replace(cases[name].sampling, max_tokens=250)), "long") for name in named
+    ]
+    want_long = local.run(long)
 
     async def main() -> None:
         plain = await choices(local, ())
@@ -122,6 +146,17 @@ def test_answers_through_moves_deaths_and_pauses(tmp_path: Path) -> None:
                     here.router.drain(name, False)
 
             assert await choices(here.cluster, stop, cut) == stopped
+            swapped = {"north": folders["east"], "south": folders["north"], "east": folders["south"]}
+            found = await reloaded(here, swapped, long)
+            for request, outputs in zip(long, found, strict=True):
+                check(request, outputs, want_long[request.request_id])
+            assert sum(outputs[-1].timings.num_moves for outputs in found if outputs[-1].timings is not None) > 0
+            [later] = local.run([replace(cases["adapted"], request_id="later", adapter="east")]).values()
+            now = replace(cases["adapted"], request_id="later")
+            check(now, await outputs_of(here.cluster, now), later)
+            assert tokens_of(later) != tokens_of(want["adapted"])  # otherwise the comparisons would show nothing
+            for name, path in folders.items():
+                await here.cluster.load_adapter(name, path)
             for trouble in (moved, hung, killed):
                 sent = [renamed(case, trouble.__name__) for case in cases.values()]
                 found = await in_trouble(here, trouble, sent)

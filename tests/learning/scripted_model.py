@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from vlora.errors import AdapterChanged, BadAdapter, EngineDead, UnknownAdapter
-from vlora.lora.host_adapter import content_hash
+from vlora.lora.peft_format import content_hash
 from vlora.types import TrainingStatus
 
 

@@ -21,7 +21,7 @@ from vlora.client import AsyncClient, Client
 from vlora.config import Token
 from vlora.errors import BadRequest, Forbidden
 from vlora.learning.plan import LearningEntry, LearningSettings
-from vlora.lora.host_adapter import content_hash
+from vlora.lora.peft_format import content_hash
 from vlora.server.frontend import FrontEnd
 from vlora.training.plan import TrainingSettings
 from vlora.types import TrainingStatus

@@ -13,7 +13,7 @@ import pytest
 from tests.learning.learners import School, questions, run, settle
 from tests.learning.scripted_model import write_content
 from vlora.learning.trail import Trail
-from vlora.lora.host_adapter import content_hash
+from vlora.lora.peft_format import content_hash
 
 FILE_EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.utime", "shutil.copyfile"}
 SETTINGS = {"train_after": 12, "max_share": 1.0}

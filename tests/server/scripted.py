@@ -16,7 +16,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -300,7 +300,7 @@ class ScriptedEngine:
         """The hash of an adapter's content."""
         return hashlib.blake2b((folder / "adapter_config.json").read_bytes(), digest_size=4).hexdigest()
 
-    def register_adapters(self, paths: Mapping[str, str]) -> None:
+    def register_adapters(self, paths: Mapping[str, str], versions: Mapping[str, str] = {}) -> None:
         for name, path in paths.items():
             status = self.load_adapter(name, path)
             self._adapters[name] = msgspec.structs.replace(status, version="", loaded=False, mergeable=False)
@@ -346,7 +346,10 @@ class ScriptedEngine:
         self._adapters[name] = msgspec.structs.replace(self._adapters[name], pinned=pinned, resident=pinned)
         return self._adapters[name]
 
-    def load_in_background(self, name: str, path: str) -> Future[AdapterStatus]:
+    def keep_adapters(self, versions: Mapping[str, Collection[str]]) -> None:
+        pass  # it has no former contents
+
+    def load_in_background(self, name: str, path: str, version: str = "") -> Future[AdapterStatus]:
         if name.startswith("hangs"):
             return Future()
         return _ended(lambda: self.load_adapter(name, path))

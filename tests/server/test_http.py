@@ -549,6 +549,7 @@ def test_adapters_are_loaded_pinned_and_unloaded_over_http(api: Api, tmp_path: P
     assert api.call("GET", "/v1/models/signs")[1]["parent"] == "base"
     assert api.call("PUT", "/v1/adapters/signs/pin")[1]["pinned"] is True
     (listed,) = [each for each in api.call("GET", "/v1/adapters")[1]["data"] if each["name"] == "signs"]
+    assert listed.keys() == made.keys() and "replicas" not in listed  # there is one engine
     assert listed["pinned"] and listed["rank"] == 8
     assert api.call("DELETE", "/v1/adapters/signs/pin")[1]["pinned"] is False
     assert api.call("DELETE", "/v1/adapters/signs?drain=perhaps")[0] == 400

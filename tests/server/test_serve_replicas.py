@@ -132,6 +132,7 @@ def test_replicas_serve_both_apis_and_end_with_the_server(folder: Path) -> None:
             'vlora_replicas{state="down"} 0.0',
             'vlora_replica_requests{replica="replica-0"} 0.0',
             'vlora_replica_requests{replica="replica-1"} 0.0',
+            'vlora_replica_failed_adapters{replica="replica-1"} 0.0',
             "vlora_cluster_waiting 0.0",
             "vlora_resubmitted_total 0.0",
             "vlora_replica_deaths_total 0.0",
@@ -157,16 +158,52 @@ def test_replicas_serve_both_apis_and_end_with_the_server(folder: Path) -> None:
         process.communicate()
 
 
-def test_a_killed_server_leaves_nothing_running(folder: Path) -> None:
-    process = serve(folder, "--replicas", "1", "--max-replicas", "2", "--autoscale")
+def test_a_killed_server_leaves_nothing_running_but_its_adapters_state(folder: Path) -> None:
+    for name in ("given", "loaded", "unloaded"):
+        (folder / name).mkdir()
+        (folder / name / "adapter_config.json").write_text("{}")
+    given = [f"--adapter={name}={folder / name}" for name in ("given", "unloaded")]
+    settings = (*given, "--adapter-state", str(folder / "state"))
+    process = serve(folder, "--replicas", "1", "--max-replicas", "2", "--autoscale", *settings)
     try:
-        wait_ready(process)
+        ready = wait_ready(process)[-1]
+        assert ready.endswith("| adapters: given, unloaded")
+        address = re.search(r"rpyc 127\.0\.0\.1:(\d+) \| http (\S+) ", ready)
+        assert address
+        with Client(port=int(address[1])) as client:
+            client.load_adapter("loaded", folder / "loaded")
+            client.pin_adapter("loaded", True)
+            client.unload_adapter("unloaded")
         process.kill()
-        process.wait()
+        process.communicate()
         ends_s = time.monotonic() + 30
         while left(folder) and time.monotonic() < ends_s:
             time.sleep(0.1)
         assert not left(folder) and not list(folder.glob("vlora-ray-*"))
+        # The next server has them again, and starts although one has lost its files.
+        (folder / "given" / "adapter_config.json").unlink()
+        process = serve(folder, *settings)
+        *lines, ready = wait_ready(process)
+        assert lines[0] == "adapters unloaded later, and not served: unloaded"
+        assert ready.endswith("| adapters: given, loaded")
+        address = re.search(r"rpyc 127\.0\.0\.1:(\d+) \| http (\S+) ", ready)
+        assert address
+        listed = {each["name"]: each for each in json.loads(read(address[2], "/v1/adapters"))["data"]}
+        assert [(name, each["pinned"]) for name, each in listed.items()] == [("given", False), ("loaded", True)]
+        assert listed["given"]["error"].startswith(f"replica 'replica-0': {folder / 'given'}: no adapter_config.json")
+        places = [(each["replica"], each["state"], each["cause"]) for each in listed["loaded"]["replicas"]]
+        assert places == [("replica-0", "device", ""), ("replica-1", "device", "")]
+        shown = vlora("cluster", "status", "--adapters", "--server", f"127.0.0.1:{address[1]}").stdout.splitlines()
+        assert [line.split()[:3] for line in shown] == [
+            [name, replica, state]
+            for name, state in (("given", "failed"), ("loaded", "device"))
+            for replica in ("replica-0", "replica-1")
+        ]
+        # Another server is refused meanwhile.
+        other = serve(folder, *settings)
+        _, err = other.communicate(timeout=60)
+        assert other.returncode == 2
+        assert err == f"error: another server uses {folder / 'state'}; give each server a folder of its own\n"
     finally:
         process.kill()
         process.communicate()

@@ -12,6 +12,7 @@ from vlora.cli.server_flags import json_option, print_json, server_option
 
 if TYPE_CHECKING:
     from vlora.client import Client
+    from vlora.types.replicas import AdapterPlace
 
 _WAIT_S = 5.0  # of one call, far below the timeout of calls
 
@@ -42,21 +43,31 @@ def cluster() -> None:
 
 
 @cluster.command()
+@click.option("--adapters", "of_adapters", is_flag=True, help="Show where each adapter is, and why it cannot be used.")
 @server_option
 @json_option
-def status(client: Client, as_json: bool) -> None:
-    """Show the replicas, their queue, and what happened to requests.
+def status(client: Client, of_adapters: bool, as_json: bool) -> None:
+    """Show the replicas, their queue, and what happened to requests; or the adapters of each replica.
 
     \b
         vlora cluster status --json
+        vlora cluster status --adapters
+
+    An adapter is pending on a replica that is not as desired yet, registered until its content is read, then in the
+    memory of the host or of the device. A replica that has failed an adapter gets no requests of it, and tries again.
     """
     with client:
+        if of_adapters:
+            _show_adapters(client.cluster_adapters(), as_json=as_json)
+            return
         found = client.cluster()
     if as_json:
         print_json(found)
         return
     for replica in found.replicas:
         text = replica.cause or _counted(replica.num_requests, "request")
+        if replica.num_failed_adapters:
+            text += f"  {_counted(replica.num_failed_adapters, 'adapter')} failed, see --adapters"
         click.echo(f"{replica.name}  {replica.state}  {text}")
     click.echo(
         f"{_counted(found.num_waiting, 'request')} waiting; since the start "
@@ -129,6 +140,15 @@ def scale(number: int | Literal["auto"], client: Client, as_json: bool) -> None:
         print_json({"num_replicas": number})
     else:
         click.echo("automatic" if number == "auto" else _counted(number, "replica"))
+
+
+def _show_adapters(places: tuple[AdapterPlace, ...], *, as_json: bool) -> None:
+    if as_json:
+        print_json(places)
+        return
+    for place in places:
+        shown = [place.adapter, place.replica, place.state, place.version, "pinned" * place.pinned, place.cause]
+        click.echo("  ".join(filter(None, shown)))
 
 
 def _show(name: str, done: str, *, as_json: bool) -> None:

@@ -43,6 +43,11 @@ class ReplicaOptions(NamedTuple):
     routing_rule: str
     routing_journal: str | None
 
+    @property
+    def several(self) -> bool:
+        """Whether there may be more than one engine."""
+        return max(self.replicas, self.max_replicas or 1) > 1
+
 
 def replica_options(command: Any) -> Any:
     """Add the options."""

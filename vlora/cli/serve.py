@@ -70,6 +70,14 @@ if TYPE_CHECKING:
     help="Plan of several machines (YAML, see docs/cluster.md), with model, adapters and replicas.",
 )
 @click.option(
+    "--adapter-state",
+    cls=HeadedOption,
+    heading="Replicas",
+    metavar="FOLDER",
+    type=click.Path(path_type=Path),
+    help="Keep the adapters, as changed while it serves, in this folder, and serve them again after a restart.",
+)
+@click.option(
     "--token-file",
     cls=HeadedOption,
     heading="Network",
@@ -111,6 +119,7 @@ def serve(
     folder: Path | None,
     cluster_file: Path | None,
     learn: str | None,
+    adapter_state: Path | None,
     token_file: Path | None,
     log_level: str,
     log_json: bool,
@@ -133,6 +142,8 @@ def serve(
     else:
         plan, model, named = read_cluster(cluster_file)
         replicas = take_replica_options(settings, plan, learn=learn)
+    if adapter_state is not None and not (plan or replicas.several):
+        raise BadConfig(f"--adapter-state {adapter_state} is for replicas; start 2 or more with --replicas")
     model_name = served_name(model) if served_model_name is None else served_model_name
     if not model_name.strip():
         raise BadConfig("the base model's name is empty; give a --served-model-name")
@@ -171,6 +182,7 @@ def serve(
                 read_tokens=None if token_file is None else all_tokens,
                 cluster=plan,
                 learn=learning,
+                adapter_state=None if adapter_state is None else str(adapter_state),
                 **replicas._asdict(),
             )
         )

@@ -29,7 +29,7 @@ from vlora.client.values import (
 from vlora.errors import DeadlineMissed, VLoraError
 from vlora.types import AdapterStatus, EngineStats, TrainingStatus
 from vlora.types.learning import Correction, LearningStatus
-from vlora.types.replicas import ClusterStatus
+from vlora.types.replicas import AdapterPlace, ClusterStatus
 
 T = TypeVar("T")
 
@@ -234,6 +234,10 @@ class AsyncClient:
     async def cluster(self) -> ClusterStatus:
         """As `Client.cluster`."""
         return await self._wait(await self._connection(), calls.cluster())
+
+    async def cluster_adapters(self) -> tuple[AdapterPlace, ...]:
+        """As `Client.cluster_adapters`."""
+        return await self._wait(await self._connection(), calls.cluster_adapters())
 
     async def drain_replica(self, name: str, *, wait_s: float = 5.0) -> bool:
         """As `Client.drain_replica`."""

@@ -23,7 +23,7 @@ from vlora.client.values import (
 from vlora.errors import BadImage, BadRequest
 from vlora.types import AdapterStatus, EngineStats, TrainingStatus, adapter_name
 from vlora.types.learning import Correction, LearningStatus
-from vlora.types.replicas import ClusterStatus
+from vlora.types.replicas import AdapterPlace, ClusterStatus
 from vlora.types.video import Video
 
 T = TypeVar("T")
@@ -197,6 +197,10 @@ def stats() -> Call[EngineStats]:
 
 def cluster() -> Call[ClusterStatus]:
     return Call("cluster", (), ClusterStatus)
+
+
+def cluster_adapters() -> Call[tuple[AdapterPlace, ...]]:
+    return Call("cluster_adapters", (), tuple[AdapterPlace, ...])
 
 
 def drain_replica(name: str, wait_s: float) -> Call[bool]:

@@ -29,7 +29,7 @@ from vlora.client.values import (
 from vlora.errors import DeadlineMissed, VLoraError
 from vlora.types import AdapterStatus, EngineStats, TrainingStatus
 from vlora.types.learning import Correction, LearningStatus
-from vlora.types.replicas import ClusterStatus
+from vlora.types.replicas import AdapterPlace, ClusterStatus
 
 T = TypeVar("T")
 
@@ -294,6 +294,10 @@ class Client:
     def cluster(self) -> ClusterStatus:
         """The server's replicas. Raises UnknownReplica if it has one engine."""
         return self._wait(self.connection(), calls.cluster())
+
+    def cluster_adapters(self) -> tuple[AdapterPlace, ...]:
+        """Where each adapter is, replica by replica, and why one cannot be used. Raises BadRequest for one engine."""
+        return self._wait(self.connection(), calls.cluster_adapters())
 
     def drain_replica(self, name: str, *, wait_s: float = 5.0) -> bool:
         """Move a replica's requests to others, and send it no further ones until `resume_replica`.

@@ -20,7 +20,7 @@ from vlora.types import (
     check_priority,
 )
 from vlora.types.learning import Correction, LearningStatus
-from vlora.types.replicas import ClusterStatus
+from vlora.types.replicas import AdapterPlace, ClusterStatus
 from vlora.wording import msgspec_errors
 
 PROTOCOL_VERSION = 7
@@ -212,6 +212,7 @@ _DECODERS: dict[Any, Callable[[bytes], Any]] = {
         tuple[LearningStatus, ...],
         EngineStats,
         ClusterStatus,
+        tuple[AdapterPlace, ...],
         type(None),
     )
 }

@@ -1,168 +1,382 @@
-"""Adapters on all replicas: each change is made everywhere or nowhere, and replicas that join get all adapters."""
+"""Adapters on all replicas: an operator's change is made everywhere or nowhere, replica after replica.
+
+The desired state (`adapter_state.py`) is the truth. Each replica follows it by itself (`adapter_home.py`), so one that
+joins, or that fails an adapter, delays no other.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import TypeVar
+import os
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from typing import Any, TypeVar
 
-import msgspec
-
+from vlora.cluster.adapter_home import AdapterHome, Goal
+from vlora.cluster.adapter_state import AdapterState, DesiredAdapter
+from vlora.cluster.former_contents import FormerContents, parts_of
+from vlora.cluster.summary import failed_status, merged_status
 from vlora.engine.ipc.client import EngineClient
-from vlora.errors import BadAdapter, EngineDead, UnknownAdapter, VLoraError
-from vlora.types import AdapterStatus
+from vlora.errors import Aborted, BadRequest, EngineDead, UnknownAdapter, VLoraError, listed
+from vlora.types import AdapterStatus, ErrorValue
 
 log = logging.getLogger("vlora.cluster")
 
 T = TypeVar("T")
 
+FLUSH_S, RETRY_S = 1.0, 60.0
+MAX_COMPOSITIONS = 256  # refused ones of a replica that are remembered
+_SHOWN = 128  # characters of an unknown name, which may be as long as a message
+
 
 class ReplicatedAdapters:
-    """The adapters of a cluster by name, with their folders and pins."""
+    """The adapters of a cluster.
 
-    def __init__(self, engines: Callable[[], Mapping[str, EngineClient]]) -> None:
-        """engines: the replicas' engines by name."""
-        self._engines = engines
-        self._paths: dict[str, str] = {}
-        self._pinned: set[str] = set()
+    Attributes:
+        state: The desired one.
+        former: Contents that unfinished answers may need.
+        homes: The replicas that serve, by name.
+    """
+
+    def __init__(
+        self,
+        state: AdapterState,
+        *,
+        unfinished: Callable[[], Iterable[tuple[str, str | None]]],
+        on_usable: Callable[[str, str, bool], None],
+        on_lack: Callable[[str, str, str, bool], None],
+        on_drain: Callable[[str, str], None],
+    ) -> None:
+        """Begin without replicas. Call in a running event loop.
+
+        Args:
+            state: The desired state at first.
+            unfinished: The ids and adapters of the unfinished requests.
+            on_usable: Called with a replica, an adapter or composition, and whether it can be used there from now on.
+            on_lack: Called with a replica, an adapter, a content hash, and whether the replica lacks that content.
+            on_drain: Called with the name and content of an adapter that is unloaded once its requests have ended.
+        """
+        self.state = state
+        self.homes: dict[str, AdapterHome] = {}
+        self.former = FormerContents(unfinished, self._content_ended)
+        self._tell_usable = on_usable
+        self._on_lack = on_lack
+        self._on_drain = on_drain
+        self._compositions: dict[str, dict[str, None]] = {}  # that replicas have refused, the oldest first
         self._changing = asyncio.Lock()
+        self._busy: set[str] = set()  # names that a change is at
+        self._loop = asyncio.get_running_loop()
+        self._flush_timer: asyncio.TimerHandle | None = None
+        self._flushing: asyncio.Task[None] | None = None
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._paths
+    def __contains__(self, adapter: object) -> bool:
+        """Whether an adapter, or each one of a composition, is in the desired state."""
+        names = parts_of(adapter) if isinstance(adapter, str) else ()
+        return bool(names) and all(name in self.state for name in names)
 
-    async def restore(self, engine: EngineClient) -> None:
-        """Register the adapters on a replica that joins. One that it cannot serve is logged: it is no home for it."""
-        async with self._changing:
-            for name, path in tuple(self._paths.items()):
-                try:
-                    await engine.register_adapters({name: path})
-                    if name in self._pinned:
-                        await engine.pin_adapter(name, True)
-                except EngineDead:
-                    raise
-                except VLoraError as error:
-                    log.warning("a replica that joins cannot serve adapter %r: %s", name, error)
+    # -- replicas -----------------------------------------------------------------------------------------------------
+
+    async def join(self, name: str, engine: EngineClient) -> None:
+        """Synchronize a new replica with the desired state; note what it cannot serve. Raises EngineDead."""
+        home = AdapterHome(name, engine, self._goal, self._usable)
+        await home.read()
+        while not home.is_settled:
+            await home.sync()
+        # Nothing was awaited since: a change that ends later finds this replica.
+        self.leave(name)
+        self.homes[name] = home
+        home.follow()
+
+    def joined(self, name: str) -> None:
+        """The router knows a replica from now on: say what it cannot serve."""
+        for adapter, failure in self.homes[name].failures.items():
+            if failure.bars:
+                self._tell_usable(name, adapter, False)
+        for adapter, version in self.former:
+            applied = self.homes[name].applied(adapter)
+            self._on_lack(name, adapter, version, applied is None or applied.version != version)
+
+    def leave(self, name: str) -> None:
+        """A replica is gone. Unknown names are ignored."""
+        home = self.homes.pop(name, None)
+        if home is not None:
+            home.close()
+        self._compositions.pop(name, None)
+
+    def seen(self, replica: str, contents: Mapping[str, str]) -> None:
+        """A replica has read these contents of adapters, by name."""
+        home = self.homes.get(replica)
+        for name, version in contents.items():
+            wanted = self.state.adapters.get(name)
+            if home is None or wanted is None or wanted.version == version or name in self._busy:
+                continue
+            if (name, version) in self.former:
+                continue
+            applied = home.applied(name)
+            if applied is None or applied.path != wanted.path:
+                continue
+            if wanted.version:
+                home.verify(name)
+            else:
+                self._adopt(name, version)
+
+    def began(self, name: str, version: str) -> None:
+        """An answer began with this content of an adapter or a composition."""
+        wanted = self.state.adapters.get(name)
+        if wanted and not wanted.version and name not in self._busy and (name, version) not in self.former:
+            self._adopt(name, version)
+
+    def refused(self, replica: str, adapter: str, error: ErrorValue) -> None:
+        """A replica cannot serve an adapter of a request."""
+        self._usable(replica, adapter, False)
+        if adapter in self.state and replica in self.homes:
+            self.homes[replica].fail(adapter, error)
+        else:
+            refused = self._compositions.setdefault(replica, {})
+            refused[adapter] = None
+            if len(refused) > MAX_COMPOSITIONS:  # there may be any number, since weights are free
+                oldest = next(iter(refused))
+                del refused[oldest]
+                self._tell_usable(replica, oldest, True)
+
+    def cause_of(self, adapter: str | None) -> VLoraError | None:
+        """Why no replica can serve an adapter or composition; None if one can, or if it is not known."""
+        causes = []
+        for _, home in sorted(self.homes.items()):
+            failures = [home.failures[name] for name in parts_of(adapter) if name in home.failures]
+            errors = [failure.error for failure in failures if failure.bars]
+            if not errors:
+                return None
+            causes.append((home.name, errors[0]))
+        return _of_replica(*causes[0]) if causes else None
+
+    def num_failed(self, replica: str) -> int:
+        """The number of adapters that a replica cannot serve."""
+        home = self.homes.get(replica)
+        return 0 if home is None else sum(failure.bars for failure in home.failures.values())
+
+    # -- changes by operators -----------------------------------------------------------------------------------------
 
     async def register(self, paths: Mapping[str, str]) -> None:
         """Register folders on all replicas, all or none. Raises as `EngineInterface.register_adapters`."""
-        async with self._changing:
-            await self._everywhere(lambda engine: engine.register_adapters(paths), paths)
-            self._paths |= paths
+        wanted = {name: DesiredAdapter(os.path.abspath(path)) for name, path in paths.items()}
+        async with self._change(*paths) as homes:
+            for name in paths.keys() & self.state.adapters.keys():
+                if former := self.state.adapters[name].version:
+                    self.former.begin(name, former)
+            calls = [home.register(wanted) for home in homes]
+            results = dict(zip(homes, await asyncio.gather(*calls, return_exceptions=True), strict=True))
+            for home, error in results.items():
+                if isinstance(error, VLoraError) and not isinstance(error, EngineDead):
+                    raise _of_replica(home.name, ErrorValue.of(error))
+                if isinstance(error, BaseException) and not isinstance(error, EngineDead):
+                    raise error
+            if all(isinstance(error, EngineDead) for error in results.values()):
+                raise _no_replica()
+            await self.state.commit(wanted)
 
     async def load(self, name: str, path: str) -> AdapterStatus:
-        """Load a folder on all replicas. Raises as `EngineInterface.load_adapter`."""
-        async with self._changing:
-            found = await self._everywhere(lambda engine: engine.load_adapter(name, path), (name,))
-            versions = {status.version for status in found.values()}
-            if len(versions) > 1:
-                await self._undo(found, (name,))
-                shown = ", ".join(f"{replica} has {status.version}" for replica, status in found.items())
-                raise BadAdapter(
-                    f"adapter {name!r} in {path} has different content on the replicas: {shown}; copy the same files "
-                    "to all machines"
-                )
-            self._paths[name] = path
-            return merged_status(found.values())
+        """Load a folder on all replicas. Raises as `EngineInterface.load_adapter`.
+
+        Requests continue with the content that they began with, wherever they are.
+        """
+        path = os.path.abspath(path)  # a later server may start in another folder
+        async with self._change(name) as homes:
+            if name in self.state and self.state.adapters[name].pinned:
+                raise BadRequest(f"adapter {name!r} is pinned; unpin it before loading other content under its name")
+            former = await self._read_content(name)
+            if former is not None:
+                self.former.begin(name, former)
+            found: list[AdapterStatus] = []
+            for home in homes:
+                version = found[0].version if found else ""
+                status = await self._on(home, home.load(name, DesiredAdapter(path, version)))
+                if status is None:
+                    continue
+                if not found and former not in (None, status.version):
+                    self._lack_elsewhere(name, status.version, home.name)
+                found.append(status)
+                self._on_lack(home.name, name, status.version, False)
+            if not found:
+                raise _no_replica()
+            await self.state.commit({name: DesiredAdapter(path, found[0].version)})
+            self.former.drop(name, found[0].version)
+        return merged_status(found)
 
     async def unload(self, name: str, drain: bool) -> None:
-        """Unload an adapter from all replicas. Raises UnknownAdapter if none has it."""
-        async with self._changing:
-            known = name in self._paths
-            self._paths.pop(name, None)
-            self._pinned.discard(name)
-            results = await self._settle(lambda engine: engine.unload_adapter(name, drain))
-            errors = [result for result in results.values() if isinstance(result, BaseException)]
-            for error in errors:
-                if not isinstance(error, UnknownAdapter | EngineDead) or (not known and len(errors) == len(results)):
-                    raise error
+        """Unload an adapter from all replicas. Raises UnknownAdapter."""
+        async with self._change(name) as homes:
+            self._check_known(name)
+            former = await self._read_content(name) if drain else None
+            await self.state.commit({name: None})
+            if former is not None:
+                self.former.begin(name, former)
+                self._on_drain(name, former)
+            for home in homes:
+                await self._on(home, home.unload(name, drain=drain))
 
     async def pin(self, name: str, pinned: bool) -> AdapterStatus:
-        """Pin an adapter on all replicas, or unpin it. Raises as `EngineInterface.pin_adapter`."""
-        async with self._changing:
-            results = await self._settle(lambda engine: engine.pin_adapter(name, pinned))
-            failed = _failures(results)
-            if failed:
-                done = [replica for replica, result in results.items() if isinstance(result, AdapterStatus)]
-                await self._undo_pin(done, name)
-                raise next(iter(failed.values()))
-            (self._pinned.add if pinned else self._pinned.discard)(name)
-            return merged_status([result for result in results.values() if isinstance(result, AdapterStatus)])
+        """Pin an adapter on all replicas that can serve it, or unpin it. Raises as `EngineInterface.pin_adapter`."""
+        async with self._change(name) as homes:
+            self._check_known(name)
+            if (cause := self.cause_of(name)) is not None:
+                raise cause
+            usable = [home for home in homes if name not in home.failures or not home.failures[name].bars]
+            statuses = [await self._on(home, home.pin(name, pinned)) for home in usable]
+            found = [status for status in statuses if status is not None]
+            if not found:
+                raise _no_replica()
+            wanted = self.state.adapters[name]
+            version = wanted.version or found[0].version
+            await self.state.commit({name: DesiredAdapter(wanted.path, version, pinned)})
+        return merged_status(found)
+
+    # -- questions ----------------------------------------------------------------------------------------------------
 
     async def statuses(self) -> tuple[AdapterStatus, ...]:
-        """Every adapter by name."""
+        """Every adapter by name. One that no replica has, since all have failed, has an error and no further values."""
+        by_replica = await self.by_replica()
+        if not by_replica:
+            raise _no_replica()
         found: dict[str, list[AdapterStatus]] = {}
-        for result in (await self._settle(lambda engine: engine.adapters())).values():
-            if isinstance(result, BaseException):
-                if not isinstance(result, EngineDead):
-                    raise result
-                continue
-            for status in result:
-                found.setdefault(status.name, []).append(status)
+        for own in by_replica.values():
+            for status in own:
+                if status.name in self.state:
+                    found.setdefault(status.name, []).append(status)
+        for name in self.state.adapters.keys() - found.keys():
+            if (cause := self.cause_of(name)) is not None:
+                found[name] = [failed_status(name, str(cause))]
         return tuple(merged_status(found[name]) for name in sorted(found))
+
+    async def by_replica(self) -> dict[str, tuple[AdapterStatus, ...]]:
+        """The statuses of each replica that answers."""
+        homes = tuple(self.homes.values())
+        results = await asyncio.gather(*(home.statuses() for home in homes), return_exceptions=True)
+        found: dict[str, tuple[AdapterStatus, ...]] = {}
+        for home, result in zip(homes, results, strict=True):
+            if not isinstance(result, BaseException):
+                found[home.name] = result
+            elif not isinstance(result, EngineDead | Aborted):
+                raise result
+        return found
+
+    async def close(self) -> None:
+        """Write what was not written yet, and leave the state to other processes."""
+        if self._flush_timer is not None:
+            self._flush_timer.cancel()
+        for name in tuple(self.homes):
+            self.leave(name)
+        with contextlib.suppress(VLoraError):
+            await self.state.flush()
+        self.state.close()
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    async def _everywhere(
-        self, call: Callable[[EngineClient], Awaitable[T]], names: tuple[str, ...] | Mapping[str, str]
-    ) -> dict[str, T]:
-        """Change adapters on all replicas; if one refuses, undo it on the others and raise its error."""
-        results = await self._settle(call)
-        failed = _failures(results)
-        done = {replica: result for replica, result in results.items() if not isinstance(result, BaseException)}
-        if failed:
-            await self._undo(done, tuple(names))
-            raise next(iter(failed.values()))
-        return done
-
-    async def _settle(self, call: Callable[[EngineClient], Awaitable[T]]) -> dict[str, T | BaseException]:
-        engines = self._engines()
-        if not engines:
-            raise EngineDead("no replica can be used")
-        results = await asyncio.gather(*map(call, engines.values()), return_exceptions=True)
-        return dict(zip(engines, results, strict=True))
-
-    async def _undo(self, replicas: Mapping[str, object], names: tuple[str, ...]) -> None:
-        engines = self._engines()
-        for replica in replicas:
-            for name in names:
-                engine = engines.get(replica)
-                if engine is None:
-                    continue
-                try:
-                    if name in self._paths:
-                        await engine.register_adapters({name: self._paths[name]})
-                    else:
-                        await engine.unload_adapter(name)
-                except VLoraError as error:
-                    log.warning("adapter %r could not be restored on replica %r: %s", name, replica, error)
-
-    async def _undo_pin(self, replicas: Iterable[str], name: str) -> None:
-        for replica in replicas:
-            engine = self._engines().get(replica)
-            if engine is None:
-                continue
+    @contextlib.asynccontextmanager
+    async def _change(self, *names: str) -> AsyncIterator[list[AdapterHome]]:
+        """Make one change at a time. If it fails, restore the desired state on the replicas."""
+        async with self._changing:
+            homes = [self.homes[name] for name in sorted(self.homes)]
+            if not homes:
+                raise _no_replica()
+            self._busy |= {*names}
             try:
-                await engine.pin_adapter(name, name in self._pinned)
-            except VLoraError as error:
-                log.warning("the pin of adapter %r could not be restored on replica %r: %s", name, replica, error)
+                yield homes
+            except BaseException:
+                self._busy -= {*names}
+                await asyncio.gather(*map(self._restore, homes))
+                for name in names:
+                    if name in self.state:
+                        self.former.drop(name, self.state.adapters[name].version)
+                raise
+            finally:
+                self._busy -= {*names}
+                for content in self.former:
+                    self.former.end(*content)
+                self._wake(names)
+
+    def _goal(self) -> Goal:
+        return Goal(self.state.adapters, self.former.kept, self._busy)
+
+    async def _restore(self, home: AdapterHome) -> None:
+        try:
+            await home.sync()
+        except EngineDead:
+            pass  # it is synchronized when it joins again
+        except VLoraError as error:
+            log.warning("the adapters of replica %r could not be restored: %s", home.name, error)
+
+    async def _on(self, home: AdapterHome, call: Coroutine[Any, Any, T]) -> T | None:
+        """The result of a replica; None if it is gone. Raises its error, with its name."""
+        try:
+            return await call
+        except EngineDead:
+            return None
+        except VLoraError as error:
+            raise _of_replica(home.name, ErrorValue.of(error)) from error
+
+    async def _read_content(self, name: str) -> str | None:
+        """The hash of an adapter's present content; None if no replica has read it."""
+        wanted = self.state.adapters.get(name)
+        if wanted is None or wanted.version:
+            return None if wanted is None else wanted.version
+        statuses = [status for own in (await self.by_replica()).values() for status in own if status.name == name]
+        return next((status.version for status in statuses if status.version), None)
+
+    def _lack_elsewhere(self, name: str, version: str, first: str) -> None:
+        """The first replica has a new content: answers that begin with it do not go on where it is not loaded yet."""
+        if (name, version) in self.former:
+            return  # it is not new: the replicas have kept it
+        self.former.begin(name, version, kept=False)
+        for replica in self.homes.keys() - {first}:
+            self._on_lack(replica, name, version, True)
+
+    def _content_ended(self, name: str, version: str) -> None:
+        for replica in self.homes:
+            self._on_lack(replica, name, version, False)
+        self._wake()  # it need not be kept any more
+
+    def _usable(self, replica: str, adapter: str, usable: bool) -> None:
+        self._tell_usable(replica, adapter, usable)
+        refused = self._compositions.get(replica, {})
+        for composition in [each for each in refused if usable and adapter in parts_of(each)]:
+            del refused[composition]
+            self._tell_usable(replica, composition, True)
+
+    def _adopt(self, name: str, version: str) -> None:
+        """The first content that is read is the desired one."""
+        self.state.adopt(name, version)
+        self._flush_after(FLUSH_S)
+
+    def _check_known(self, name: str) -> None:
+        if name not in self.state:
+            raise UnknownAdapter(f"no adapter named {name[:_SHOWN]!r}; registered: {listed(self.state.adapters)}")
+
+    def _wake(self, changed: Iterable[str] = ()) -> None:
+        for home in self.homes.values():
+            home.wake(changed)
+
+    def _flush_after(self, pause_s: float) -> None:
+        if self._flush_timer is None:
+            self._flush_timer = self._loop.call_later(pause_s, self._begin_flush)
+
+    def _begin_flush(self) -> None:
+        self._flush_timer = None
+        self._wake()  # the replicas check the content that was adopted
+        self._flushing = asyncio.create_task(self._flush())
+
+    async def _flush(self) -> None:
+        try:
+            await self.state.flush()
+        except VLoraError as error:
+            log.warning("%s; retrying", error)
+            self._flush_after(RETRY_S)
 
 
-def _failures(results: Mapping[str, object]) -> dict[str, BaseException]:
-    """The errors of replicas that refused. One that died refused nothing, unless all did."""
-    errors = {replica: result for replica, result in results.items() if isinstance(result, BaseException)}
-    refused = {replica: error for replica, error in errors.items() if not isinstance(error, EngineDead)}
-    return errors if len(errors) == len(results) else refused
+def _no_replica() -> EngineDead:
+    return EngineDead("no replica can be used")
 
 
-def merged_status(statuses: Iterable[AdapterStatus]) -> AdapterStatus:
-    """One adapter's status over the replicas that have it."""
-    found = list(statuses)
-    read = next((status for status in found if status.loaded), found[0])
-    return msgspec.structs.replace(
-        read,
-        resident=any(status.resident for status in found),
-        pinned=all(status.pinned for status in found),
-        error=next((status.error for status in found if status.error is not None), None),
-        num_loads=sum(status.num_loads for status in found),
-    )
+def _of_replica(replica: str, error: ErrorValue) -> VLoraError:
+    return ErrorValue(error.code, f"replica {replica!r}: {error.message}").to_exception()

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Mapping
 
+from vlora.cluster.adapter_places import places_of
+from vlora.cluster.adapter_state import AdapterState, DesiredAdapter
 from vlora.cluster.adapters import ReplicatedAdapters
 from vlora.cluster.door import Address
 from vlora.cluster.flights import Flights
 from vlora.cluster.members import Health, Member, alive, clients
+from vlora.cluster.placement import LivePlacement
 from vlora.cluster.status import Events, status_of
 from vlora.cluster.summary import merged_stats
 from vlora.engine.ipc.client import EngineClient
@@ -22,7 +25,7 @@ from vlora.engine.snapshot import EngineLoad, EngineSnapshot
 from vlora.errors import Aborted, BadRequest, EngineDead, UnknownReplica
 from vlora.routing import Report, Room, Router
 from vlora.types import AdapterStatus, EngineStats, Request, RequestOutput, TrainingStatus
-from vlora.types.replicas import ClusterStatus
+from vlora.types.replicas import AdapterPlace, ClusterStatus
 
 REPORT_S = 0.1  # between two reports of a replica
 ABSENT_S = 60.0  # without any replica, before waiting requests fail
@@ -33,7 +36,13 @@ class Cluster:
     """`EngineInterface` over replicas that `add` connects."""
 
     def __init__(
-        self, router: Router, secret: bytes, *, health: Health | None = None, absent_s: float = ABSENT_S
+        self,
+        router: Router,
+        secret: bytes,
+        *,
+        health: Health | None = None,
+        absent_s: float = ABSENT_S,
+        adapters: AdapterState | None = None,
     ) -> None:
         """Begin without replicas. Call in a running event loop.
 
@@ -42,15 +51,26 @@ class Cluster:
             secret: The shared secret, see `handshake`.
             health: When a replica counts as dead.
             absent_s: How long requests wait while there is no replica.
+            adapters: The desired adapters at first; the cluster closes it. None for an empty state without a file.
         """
         self.members: dict[str, Member] = {}
         self._router = router
         self._secret = secret
         self._health = health or Health()
         self._absent_s = absent_s
-        self._adapters = ReplicatedAdapters(lambda: clients(self.members))
+        self._adapters = ReplicatedAdapters(
+            adapters or AdapterState(),
+            unfinished=lambda: (
+                (each.request.request_id, each.request.adapter) for each in self._flights.open.values()
+            ),
+            on_usable=self._adapter_usable,
+            on_lack=self._adapter_lacking,
+            on_drain=lambda name, version: self._flights.stay_with(name, version),
+        )
         self.events = Events()
-        self._flights = Flights(router, self.events, self._client_of, self._may_be_elsewhere)
+        self._flights = Flights(router, self.events, self._client_of, self._adapters)
+        self._placement = LivePlacement(router, asyncio.get_running_loop().time, self._flights.move)
+        self._flights.on_answered = self._placement.ended
         self._drained: set[str] = set()  # replicas, connected or not
         self._loop = asyncio.get_running_loop()
         self._absent_since: float | None = self._loop.time()
@@ -107,6 +127,7 @@ class Cluster:
             return
         self._drained.discard(name)
         await member.close()
+        self._adapters.leave(name)
         if name in self._router.replicas:
             self._left(member, died=False)
 
@@ -163,13 +184,10 @@ class Cluster:
     async def register_adapters(self, paths: Mapping[str, str]) -> None:
         """See EngineInterface."""
         await self._adapters.register(paths)
-        self._unbar(paths)
 
     async def load_adapter(self, name: str, path: str) -> AdapterStatus:
         """See EngineInterface."""
-        status = await self._adapters.load(name, path)
-        self._unbar((name,))
-        return status
+        return await self._adapters.load(name, path)
 
     async def unload_adapter(self, name: str, drain: bool = False) -> None:
         """See EngineInterface."""
@@ -182,6 +200,15 @@ class Cluster:
     async def adapters(self) -> tuple[AdapterStatus, ...]:
         """See EngineInterface. An adapter is resident if any replica has it on its device."""
         return await self._adapters.statuses()
+
+    @property
+    def desired_adapters(self) -> dict[str, DesiredAdapter]:
+        """The adapters that every replica should serve."""
+        return self._adapters.state.adapters
+
+    async def adapter_places(self) -> tuple[AdapterPlace, ...]:
+        """Every adapter on every replica."""
+        return await places_of(self._adapters, self.members)
 
     async def train(self, plan: str, *, reopen: bool = True) -> tuple[TrainingStatus, ...]:
         """Raises BadRequest: replicas would train the same adapters in the same folder."""
@@ -206,7 +233,7 @@ class Cluster:
 
     def status(self) -> ClusterStatus:
         """The replicas, the queue, and what happened so far."""
-        return status_of(self.members, self._router, self.events)
+        return status_of(self.members, self._router, self.events, self._adapters)
 
     async def close(self) -> None:
         """See EngineInterface. The replicas' processes go on."""
@@ -215,6 +242,7 @@ class Cluster:
         self._flights.fail_all(Aborted("the cluster was closed"), "cancelled")
         await asyncio.gather(*(member.close() for member in self.members.values()))
         self.members.clear()
+        await self._adapters.close()
 
     # -- members ------------------------------------------------------------------------------------------------------
 
@@ -227,7 +255,7 @@ class Cluster:
             self._secret,
             tls=tls,
             health=self._health,
-            prepare=lambda member, client: self._adapters.restore(client),
+            prepare=lambda member, client: self._adapters.join(member.name, client),
             on_join=self._joined,
             on_leave=self._left,
         )
@@ -240,7 +268,12 @@ class Cluster:
         self._flights.block_size = ready.block_size
         client.watch_load(REPORT_S, lambda load, taken: self._reported(member, client, load, taken))
         room = Room(max_batch_size=ready.max_batch_size, blocks=ready.num_blocks)
-        self._flights.send(self._router.join(member.name, room, member.name in self._drained))
+        # Requests are sent once the router knows what the replica cannot serve.
+        self._flights.send(self._router.join(member.name, room, draining=True))
+        self._adapters.joined(member.name)
+        if member.name not in self._drained:
+            self._flights.send(self._router.drain(member.name, False))
+        self._placement.replicas_changed()
 
     def _set_drained(self, name: str, drained: bool) -> None:
         if name not in self.members:
@@ -255,6 +288,7 @@ class Cluster:
         if member.client is not client:
             return
         self._flights.versions |= load.resident
+        self._adapters.seen(member.name, load.resident)
         report = Report(
             free_blocks=load.free_blocks,
             taken=taken,
@@ -268,28 +302,30 @@ class Cluster:
         if not clients(self.members):
             self._absent_since = self._loop.time()
         self.events.num_deaths += died
+        self._adapters.leave(member.name)
         self._flights.replica_left(member.name, member.cause, died=died)
+        self._placement.replicas_changed()
 
     def _client_of(self, name: str | None) -> EngineClient | None:
         member = None if name is None else self.members.get(name)
         return None if member is None else member.client
 
-    def _may_be_elsewhere(self, adapter: str | None, replica: str | None) -> bool:
-        return adapter in self._adapters and any(name != replica for name in clients(self.members))
+    def _adapter_usable(self, replica: str, adapter: str, usable: bool) -> None:
+        if replica in self._router.replicas:
+            self._flights.send(self._router.bar(replica, adapter, not usable))
 
-    def _unbar(self, adapters: Iterable[str]) -> None:
-        """Replicas may have these adapters from now on."""
-        for name in clients(self.members):
-            for adapter in adapters:
-                self._flights.send(self._router.bar(name, adapter, False))
+    def _adapter_lacking(self, replica: str, adapter: str, version: str, lacks: bool) -> None:
+        if replica in self._router.replicas:
+            self._flights.send(self._router.lack(replica, adapter, version, lacks))
 
     async def _tick(self) -> None:
-        """Refuse what cannot be served, and move requests from draining replicas, regularly."""
+        """Refuse what cannot be served, and place adapters and requests, regularly."""
         while True:
             await asyncio.sleep(_TICK_S)
             self._flights.refuse()
             if any(standing.draining and standing.holds for standing in self._router.replicas.values()):
                 self.consolidate()
+            self._placement.tick()
             since = self._absent_since
             if since is not None and self._loop.time() - since > self._absent_s and self._cause is None:
                 try:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from vlora.errors import DeadlineMissed, DeadlineUnreachable, OverCapacity, VLoraError
+from vlora.errors import AdapterChanged, DeadlineMissed, DeadlineUnreachable, OverCapacity, VLoraError
 from vlora.types import ErrorValue, Request, RequestOutput, Timings, seed_of
 
 
@@ -26,6 +26,7 @@ class Flight:
         cancelled: The caller has cancelled it.
         began_s: When it came from the caller.
         refusal: The error of a replica that could not take it.
+        lacking: Replicas that have refused it, since they lack the content with which it began.
         num_moves, num_deaths: See Timings.
     """
 
@@ -44,6 +45,7 @@ class Flight:
         self.target: str | None = None
         self.cancelled = False
         self.refusal: ErrorValue | None = None
+        self.lacking: set[str] = set()
         self.num_moves = 0
         self.num_deaths = 0
         self._deliver = deliver
@@ -51,12 +53,23 @@ class Flight:
         self._attempt = 0
         self._sampling = msgspec.structs.replace(request.sampling, seed=seed_of(request.request_id, request.sampling))
         self._version: str | None = None
+        self._stays = False
         self.began_s = self._waits_since_s = self._attempt_s = clock()
         self._first_s: float | None = None
         self._queue_s = 0.0
         self._num_preemptions = 0
         self._steps: Counter[str] = Counter()
         self._num_cached: int | None = None
+
+    @property
+    def version(self) -> str | None:
+        """The content hash that its adapter must have; None while the answer may begin with any."""
+        return self._version if self.tokens or self._stays else None
+
+    def stay_with(self, version: str) -> None:
+        """The answer, which has not begun as far as is known, has to begin with this content of its adapter."""
+        if self._version is None:
+            self._version, self._stays = version, True
 
     @property
     def attempt_id(self) -> str:
@@ -88,7 +101,7 @@ class Flight:
             max_latency_s=latency_s,
             max_ttft_s=ttft_s,
             answered=tuple(self.tokens),
-            adapter_version=self._version if self.tokens else None,
+            adapter_version=self.version,
         )
 
     def receive(self, output: RequestOutput) -> None:
@@ -148,8 +161,13 @@ class Flight:
         )
 
     def refused(self, reason: str) -> VLoraError:
-        """The error of a request that the router refused. reason: "deadline" or "room"."""
+        """The error of a request that the router refused. reason: "deadline", "room" or "content"."""
         name = repr(self.request.request_id)
+        if reason == "content":
+            return AdapterChanged(
+                f"no replica has the content of adapter {self.request.adapter!r} with which the answer to request "
+                f"{name} began any more, after {len(self.tokens)} tokens; send the request again"
+            )
         if self.refusal is not None:
             return self.refusal.to_exception()
         if reason == "deadline":

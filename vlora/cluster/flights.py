@@ -10,12 +10,22 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable
 
+from vlora.cluster.adapters import ReplicatedAdapters
 from vlora.cluster.flight import Flight
 from vlora.cluster.prefix_keys import prefix_keys
 from vlora.cluster.status import Events
 from vlora.cluster.suspects import Suspects
 from vlora.engine.ipc.client import EngineClient
-from vlora.errors import Aborted, BadAdapter, BadRequest, EngineDead, StepFailed, UnknownAdapter, VLoraError
+from vlora.errors import (
+    Aborted,
+    AdapterChanged,
+    BadAdapter,
+    BadRequest,
+    EngineDead,
+    StepFailed,
+    UnknownAdapter,
+    VLoraError,
+)
 from vlora.routing import Need, Placed, Router
 from vlora.types import ErrorValue, Request, RequestOutput
 
@@ -23,7 +33,7 @@ log = logging.getLogger("vlora.cluster")
 
 MOVE_S = 0.25  # for the last tokens of a replica from which a request is moved
 MAX_DEATHS = 3  # of replicas under a request, before it counts as the cause
-_NO_HOME = (BadAdapter.code, UnknownAdapter.code)
+_NO_CONTENT = (BadAdapter.code, UnknownAdapter.code, AdapterChanged.code)
 
 
 class Flights:
@@ -36,6 +46,7 @@ class Flights:
         open: The unfinished requests.
         block_size: Tokens of a KV block.
         versions: Content hashes of adapters, as last reported.
+        on_answered: Called when a replica has answered a request.
     """
 
     def __init__(
@@ -43,7 +54,7 @@ class Flights:
         router: Router,
         events: Events,
         client_of: Callable[[str | None], EngineClient | None],
-        may_be_elsewhere: Callable[[str | None, str | None], bool],
+        adapters: ReplicatedAdapters,
     ) -> None:
         """Begin without requests. Call in a running event loop.
 
@@ -51,15 +62,16 @@ class Flights:
             router: Decides which replica gets which request.
             events: Counts what happens to requests.
             client_of: The engine of a replica; None without a line to it.
-            may_be_elsewhere: Whether a replica other than the second argument may have the adapter.
+            adapters: Those of the replicas.
         """
         self.open: dict[str, Flight] = {}
         self.block_size = 1
         self.versions: dict[str, str] = {}
+        self.on_answered: Callable[[], None] = lambda: None
         self._router = router
         self._events = events
         self._client_of = client_of
-        self._may_be_elsewhere = may_be_elsewhere
+        self._adapters = adapters
         self._needs: dict[str, Need] = {}
         self._arrivals = itertools.count()
         self._suspects = Suspects()
@@ -134,11 +146,19 @@ class Flights:
             for refusal in refused.refusals:
                 flight = self.open.get(refusal.need.request_id)
                 if flight is not None:
-                    self._fail(flight, flight.refused(refusal.reason))
+                    cause = self._adapters.cause_of(refusal.need.adapter) if refusal.reason == "room" else None
+                    self._fail(flight, cause or flight.refused(refusal.reason))
             self.send(refused.placed)
         for flight in tuple(self.open.values()):
             if flight.replica is None and flight.has_expired:
                 self._fail(flight, flight.deadline_missed())
+
+    def stay_with(self, adapter: str, version: str) -> None:
+        """Requests of an adapter, also those without a token so far, are answered with this content of it."""
+        for flight in self.open.values():
+            if flight.request.adapter == adapter:
+                flight.stay_with(version)
+                self._note_content(flight)
 
     def move(self, request_id: str, target: str) -> None:
         """Continue a request on another replica: computed again there, after the tokens that it has answered."""
@@ -183,6 +203,7 @@ class Flights:
             answer_by=flight.began_s + min(first_s) if first_s and not flight.tokens else None,
             returned=old is not None,
             prefix=self._prefix(request) if old is None else old.prefix,
+            version=flight.version,
         )
         return need
 
@@ -232,14 +253,18 @@ class Flights:
         if flight.leaving and output.finish_reason == "cancelled" and not flight.cancelled:
             self._go_on(flight, output)
             return
-        if code in _NO_HOME and self._may_be_elsewhere(flight.request.adapter, flight.replica):
+        if code in _NO_CONTENT and self._may_be_elsewhere(flight):
             self._try_elsewhere(flight, output)
             return
-        before = self._blocks(flight)
+        before, begins = self._blocks(flight), flight.version is None
         flight.receive(output)
         if output.finished:
             self._end(flight)
-        elif (blocks := self._blocks(flight)) != before and self._router.where(flight.request.request_id) is not None:
+            self.on_answered()
+            return
+        if begins:
+            self._note_content(flight)
+        if (blocks := self._blocks(flight)) != before and self._router.where(flight.request.request_id) is not None:
             self._router.grew(flight.request.request_id, blocks)
 
     def _leave_replica(self, flight: Flight) -> None:
@@ -267,6 +292,8 @@ class Flights:
         request_id = flight.request.request_id
         del self.open[request_id]
         self._needs.pop(request_id, None)
+        self._adapters.former.request_ended(request_id)
+        self._forget_lacking(flight)
         placed = self._router.ended(request_id)
         self.send(placed)
         if (following := self._suspects.remove(request_id)) is not None:
@@ -301,15 +328,40 @@ class Flights:
         self._resubmit(flight, "" if output.error is None else output.error.message)
 
     def _try_elsewhere(self, flight: Flight, output: RequestOutput) -> None:
-        """A replica cannot load the request's adapter: others may have its files."""
+        """A replica cannot load the request's adapter, or not with the content with which the answer began."""
         request_id, name, adapter = flight.request.request_id, flight.replica, flight.request.adapter
         assert name is not None and adapter is not None and output.error is not None
-        log.warning("replica %r is no home for adapter %r: %s", name, adapter, output.error.message)
         flight.refusal = output.error
         flight.leave(output)
-        placed = [*self._router.bar(name, adapter), *self._router.ended(request_id)]
-        self.send(placed)
+        if flight.version is None:
+            self._adapters.refused(name, adapter, output.error)
+        else:
+            flight.lacking.add(name)
+            self.send(self._router.lack(name, adapter, flight.version))
+        self.send(self._router.ended(request_id))
         self._submit(flight)
+
+    def _may_be_elsewhere(self, flight: Flight) -> bool:
+        """Whether a replica other than its present one may have the adapter of a request."""
+        others = any(name != flight.replica for name in self._adapters.homes)
+        return others and (flight.version is not None or flight.request.adapter in self._adapters)
+
+    def _note_content(self, flight: Flight) -> None:
+        """From now on the answer needs the content with which it began."""
+        adapter, version, name = flight.request.adapter, flight.version, flight.replica
+        if adapter is None or version is None or name is None:
+            return
+        if self._router.where(flight.request.request_id) is not None:
+            self._router.began(flight.request.request_id, version)
+        self._adapters.began(adapter, version)
+
+    def _forget_lacking(self, flight: Flight) -> None:
+        """Replicas that lacked a content get its requests again once none is left that they have refused."""
+        adapter, version = flight.request.adapter, flight.version
+        if adapter is None or version is None or (adapter, version) in self._adapters.former:
+            return
+        for name in sorted(flight.lacking & self._router.replicas.keys()):
+            self.send(self._router.lack(name, adapter, version, False))
 
 
 def _cancelled(flight: Flight) -> Aborted:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from vlora.cluster.adapters import ReplicatedAdapters
 from vlora.cluster.members import Member
 from vlora.routing import Router
 from vlora.types.replicas import DOWN, DRAINING, SERVING, ClusterStatus, ReplicaStatus
@@ -16,10 +17,12 @@ class Events:
         self.num_deaths = self.num_resubmitted = self.num_moves = 0
 
 
-def status_of(members: Mapping[str, Member], router: Router, events: Events) -> ClusterStatus:
+def status_of(
+    members: Mapping[str, Member], router: Router, events: Events, adapters: ReplicatedAdapters
+) -> ClusterStatus:
     """The present status."""
     return ClusterStatus(
-        replicas=tuple(_replica(member, router) for _, member in sorted(members.items())),
+        replicas=tuple(_replica(member, router, adapters) for _, member in sorted(members.items())),
         num_waiting=router.num_waiting,
         num_deaths=events.num_deaths,
         num_resubmitted=events.num_resubmitted,
@@ -27,9 +30,15 @@ def status_of(members: Mapping[str, Member], router: Router, events: Events) -> 
     )
 
 
-def _replica(member: Member, router: Router) -> ReplicaStatus:
+def _replica(member: Member, router: Router, adapters: ReplicatedAdapters) -> ReplicaStatus:
     standing = router.replicas.get(member.name)
     if member.client is None or standing is None:
         return ReplicaStatus(name=member.name, state=DOWN, cause=member.cause, num_requests=0)
     state = DRAINING if standing.draining else SERVING
-    return ReplicaStatus(name=member.name, state=state, cause="", num_requests=len(standing.holds))
+    return ReplicaStatus(
+        name=member.name,
+        state=state,
+        cause="",
+        num_requests=len(standing.holds),
+        num_failed_adapters=adapters.num_failed(member.name),
+    )

@@ -1,15 +1,15 @@
-"""The statistics of several engines as those of one."""
+"""The statistics and adapters of several engines as those of one."""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 
-from vlora.types import EngineStats
+from vlora.types import AdapterStatus, EngineStats
 
 _LARGEST = frozenset({"highest_credit_s", "num_adapters"})
 
@@ -33,3 +33,33 @@ def merged_stats(stats: Sequence[EngineStats], *, num_waiting: int = 0) -> Engin
         else:
             merged[field] = max(values) if field in _LARGEST else sum(values)
     return msgspec.structs.replace(EngineStats(**merged), num_waiting=merged["num_waiting"] + num_waiting)
+
+
+def failed_status(name: str, error: str) -> AdapterStatus:
+    """The status of an adapter that no replica has read."""
+    return AdapterStatus(
+        name=name,
+        version="",
+        rank=0,
+        num_bytes=0,
+        resident=False,
+        mergeable=False,
+        merge_fidelity=0.0,
+        touches_vision=False,
+        heads=(),
+        loaded=False,
+        error=error,
+    )
+
+
+def merged_status(statuses: Iterable[AdapterStatus]) -> AdapterStatus:
+    """One adapter's status over the replicas that have it."""
+    found = list(statuses)
+    read = next((status for status in found if status.loaded), found[0])
+    return msgspec.structs.replace(
+        read,
+        resident=any(status.resident for status in found),
+        pinned=all(status.pinned for status in found),
+        error=next((status.error for status in found if status.error is not None), None),
+        num_loads=sum(status.num_loads for status in found),
+    )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from vlora.engine.adapter_loader import AdapterLoader
 from vlora.engine.compositions import Compositions
+from vlora.engine.former_adapters import FormerAdapters
 from vlora.errors import Aborted, BadAdapter, BadRequest, OverCapacity
 from vlora.lora import AdapterRegistry, Registration
 from vlora.lora.adapter_pool import AdapterPool
@@ -37,9 +38,10 @@ class _Call:
 
 
 class _Load(_Call):
-    def __init__(self, name: str, path: str) -> None:
+    def __init__(self, name: str, path: str, version: str) -> None:
         super().__init__(name)
         self.path = path
+        self.version = version
 
 
 class _Pin(_Call):
@@ -84,19 +86,29 @@ class AdapterAdmin:
         self._scheduler = scheduler
         self._loader = loader
         self._several_ranks = several_ranks
-        self.compositions = Compositions(registry, loader, lambda: self._room.num_pages)
+        self.former = FormerAdapters(registry, loader)
+        self.compositions = Compositions(registry, loader, self.former, lambda: self._room.num_pages)
         self._queue: deque[_Call] = deque()
 
     # -- in the caller's thread ---------------------------------------------------------------------------------------
 
-    def register(self, paths: Mapping[str, str]) -> None:
+    def register(self, paths: Mapping[str, str], versions: Mapping[str, str] = {}) -> None:
         """Register folders by name, all or none, reading only their headers: thousands in seconds.
 
         The factors are read in the background when a request first needs them; non-finite values then fail the
-        adapter's requests with BadAdapter. Raises BadAdapter, OverCapacity, or BadRequest for a pinned name.
+        adapter's requests with BadAdapter. So does content that differs from `versions`, content hashes by name. If the
+        name has that content, or had it and it is kept, the folder is not read.
+
+        Raises BadAdapter, OverCapacity, or BadRequest for a pinned name.
         """
-        before = [self._replaced_key(name) for name in paths]
-        self._registry.register(paths, self.check_room)
+        known = {name: self.former.with_content(name, path, versions.get(name, "")) for name, path in paths.items()}
+        changed = [name for name in paths if (found := known[name]) is None or not self._registry.is_current(found.key)]
+        before = [self._replaced_key(name) for name in changed]
+        new = {name: path for name, path in paths.items() if known[name] is None}
+        self._registry.register(new, self.check_room, versions)
+        for registration in known.values():
+            if registration is not None:
+                self._registry.enter(registration)
         for key in before:
             self._retire(key)
 
@@ -119,7 +131,14 @@ class AdapterAdmin:
         self.unpin(name)
         self._registry.remove(name)
         self.compositions.drop(key)
+        self.former.add(key)
         return key
+
+    def keep(self, versions: Mapping[str, Collection[str]]) -> None:
+        """Keep these contents by name when others replace them, and no others (`FormerAdapters`)."""
+        for key in self.former.keep(versions):
+            self.compositions.drop(key)
+            self._loader.retire(key)
 
     def pin(self, name: str) -> AdapterStatus:
         """Load an adapter onto the device before returning, and keep it resident.
@@ -160,12 +179,13 @@ class AdapterAdmin:
         reading = self._queue[0].reading
         return (*self._registry.pending, *self._pool.pending) if reading is None else (reading,)
 
-    def load_in_background(self, name: str, path: str) -> Future[AdapterStatus]:
+    def load_in_background(self, name: str, path: str, version: str = "") -> Future[AdapterStatus]:
         """As `load`, but files are read in the background. `poll` sets the result or the exception.
 
         Until then the name keeps its previous content. Unloading the name in between ends the call with Aborted.
+        Content with another hash than `version` is refused, unless that is empty.
         """
-        call = _Load(name, path)
+        call = _Load(name, path, version)
         self._queue.append(call)
         self.poll()
         return call.done
@@ -209,7 +229,7 @@ class AdapterAdmin:
             self._replaced_key(call.name)
             # counted here: only this thread may read the arena's bookkeeping
             fits = functools.partial(_check_fits, self._room)
-            call.reading = self._registry.read_folder_in_background(call.name, call.path, fits)
+            call.reading = self._registry.read_folder_in_background(call.name, call.path, fits, call.version)
         if not call.reading.done():
             return None
         registration = call.reading.result()
@@ -295,6 +315,7 @@ class AdapterAdmin:
         """Drop the previous content of a name, and its compositions."""
         if key is not None and not self._registry.is_current(key):
             self.compositions.drop(key)
+            self.former.add(key)
             self._loader.retire(key)
 
     def _start_load(self, registration: Registration) -> None:
@@ -314,7 +335,7 @@ class AdapterAdmin:
         name, run = registration.name, self._adapter_cache.run(registration.key)
         room = self._adapter_cache.room_beside((*self.pinned.values(), run))
         named = map(self._registry.get, self._registry.names)
-        for other in (*named, *map(self._registry.known, self._loader.users)):
+        for other in (*named, *map(self._registry.known, {*self._loader.users, *self._loader.kept})):
             needed = pages_for(other.num_bytes)
             if other.name != name and other.name not in self.pinned and needed > room:
                 raise OverCapacity(

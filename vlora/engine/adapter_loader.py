@@ -25,6 +25,7 @@ class AdapterLoader:
     Attributes:
         num_hits, num_misses: Requests whose adapter was, or was not, on the device when they arrived.
         num_waits, wait_s: Steps that could run nothing before a load or a grammar was ready, and how long they waited.
+        kept: Keys of registrations that stay without a name and without a request.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class AdapterLoader:
         """on_retire: called with the key of each registration that is dropped."""
         self.num_hits = self.num_misses = self.num_waits = 0
         self.wait_s = 0.0
+        self.kept: set[str] = set()
         self._merge_fidelity_floor = config.merge_fidelity_floor
         self._scheduler = scheduler
         self._registry = registry
@@ -74,8 +76,8 @@ class AdapterLoader:
                 self.retire(used)
 
     def retire(self, key: str | None) -> None:
-        """Drop a registration unless a name maps to it or a request uses it."""
-        if key is None or self._registry.is_current(key) or self._users.get(key):
+        """Drop a registration unless a name maps to it, a request uses it or it is kept."""
+        if key is None or key in self.kept or self._registry.is_current(key) or self._users.get(key):
             return
         self._device.switcher.forget(key)
         self._pool.evict(key)

@@ -75,7 +75,7 @@ class AdapterVersions:
         """Register a request that was just checked."""
         if request.adapter is None:
             return
-        registration = self._adapters.get(request.adapter)
+        registration = self._adapters.get(request.adapter, request.adapter_version)
         if registration.header.first_token(request.prompt_ids) is None:
             return  # the adapter is off
         self._registrations[request.request_id] = registration

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from vlora.engine.adapter_loader import AdapterLoader
+from vlora.engine.former_adapters import FormerAdapters
 from vlora.errors import BadAdapter, BadRequest, OverCapacity
 from vlora.lora import AdapterRegistry, Registration
 from vlora.lora.registry import WeightedAdapter
@@ -21,14 +22,21 @@ class Compositions:
     A request for it also uses its parts: an unloaded part ends the request, and a replaced one is kept for it.
     """
 
-    def __init__(self, registry: AdapterRegistry, loader: AdapterLoader, room: Callable[[], int]) -> None:
+    def __init__(
+        self, registry: AdapterRegistry, loader: AdapterLoader, former: FormerAdapters, room: Callable[[], int]
+    ) -> None:
         """room: The number of contiguous pages that an adapter may have."""
         self._registry = registry
         self._loader = loader
+        self._former = former
         self._room = room
 
-    def get(self, name: str) -> Registration:
+    def get(self, name: str, version: str | None = None) -> Registration:
         """The current registration of an adapter or a composition.
+
+        Args:
+            name: Of the adapter or composition.
+            version: A content hash: the registration with this content if there is one, else the current one.
 
         Raises:
             BadRequest: The name is no composition, an adapter cannot be composed, or the composition is too large.
@@ -36,7 +44,10 @@ class Compositions:
             BadAdapter: An adapter could not be read.
             OverCapacity: Requests use `MAX_USED` other compositions.
         """
-        parts = tuple(WeightedAdapter(self._registry.get(adapter), weight) for adapter, weight in composed_of(name))
+        named = composed_of(name)
+        parts = self._former.parts(named, version) if version else None
+        if parts is None:
+            parts = tuple(WeightedAdapter(self._registry.get(adapter), weight) for adapter, weight in named)
         for part in parts:
             if part.registration.error is not None:
                 raise BadAdapter(part.registration.error)

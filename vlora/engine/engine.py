@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Executor, Future
 
 from vlora.config import EngineConfig
@@ -113,17 +113,21 @@ class Engine:
 
     # -- adapters, see AdapterAdmin -----------------------------------------------------------------------------------
 
-    def register_adapters(self, paths: Mapping[str, str]) -> None:
+    def register_adapters(self, paths: Mapping[str, str], versions: Mapping[str, str] = {}) -> None:
         """Register adapter folders by name, all or none. Only headers are read now, the factors at first use."""
-        self._admin.register(paths)
+        self._admin.register(paths, versions)
 
     def load_adapter(self, name: str, path: str) -> AdapterStatus:
         """Register an adapter folder, reading and checking all of it before returning."""
         return self._admin.load(name, path)
 
-    def load_in_background(self, name: str, path: str) -> Future[AdapterStatus]:
+    def load_in_background(self, name: str, path: str, version: str = "") -> Future[AdapterStatus]:
         """As `load_adapter`; a later step sets the result or the exception."""
-        return self._admin.load_in_background(name, path)
+        return self._admin.load_in_background(name, path, version)
+
+    def keep_adapters(self, versions: Mapping[str, Collection[str]]) -> None:
+        """Keep these contents by name when others replace them: answers of other engines may continue with them."""
+        self._admin.keep(versions)
 
     def unload_adapter(self, name: str, drain: bool = False) -> tuple[RequestOutput, ...]:
         """Remove an adapter: its name is free at once. Raises UnknownAdapter.

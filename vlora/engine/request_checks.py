@@ -114,7 +114,7 @@ class RequestChecks:
                 f"adapter {request.adapter!r} has no head {request.head!r}; it is a composition, and a head belongs to "
                 "one adapter: name that one"
             )
-        adapter = self._adapters.get(request.adapter)
+        adapter = self._adapters.get(request.adapter, request.adapter_version)
         heads = adapter.header.heads
         if request.head is not None and request.head not in heads:
             raise UnknownHead(

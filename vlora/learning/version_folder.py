@@ -9,8 +9,7 @@ from pathlib import Path
 
 from vlora.errors import BadAdapter
 from vlora.learning.trail import sync_folder
-from vlora.lora.host_adapter import content_hash
-from vlora.lora.peft_format import CONFIG_FILE, HEAD_FILES, WEIGHTS_FILE
+from vlora.lora.peft_format import CONFIG_FILE, HEAD_FILES, WEIGHTS_FILE, content_hash
 
 _PART = "incoming.part"
 

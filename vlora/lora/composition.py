@@ -106,7 +106,7 @@ def compose(
         )
     return HostAdapter(
         key=key,
-        version=_version(parts),
+        version=composed_version((adapter.version, weight) for adapter, weight in parts),
         run=run,
         dtype=dtype,
         shapes=shapes,
@@ -117,6 +117,7 @@ def compose(
     )
 
 
-def _version(parts: Sequence[tuple[HostAdapter, float]]) -> str:
-    contents = " ".join(f"{weight!r} {adapter.version}" for adapter, weight in parts)
+def composed_version(parts: Iterable[tuple[str, float]]) -> str:
+    """The version of a composition, from those of its adapters in order of name, and their weights."""
+    contents = " ".join(f"{weight!r} {version}" for version, weight in parts)
     return hashlib.blake2b(contents.encode(), digest_size=16).hexdigest()

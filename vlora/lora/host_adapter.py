@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -14,7 +12,7 @@ from heads import TaskHead
 from vlora.errors import BadAdapter
 from vlora.lora.layer_reading import BaseLayers, can_be_undone, check_finite, read_layer
 from vlora.lora.layout import HostFactors, carve
-from vlora.lora.peft_format import CONFIG_FILE, HEAD_FILES, WEIGHTS_FILE, AdapterHeader
+from vlora.lora.peft_format import WEIGHTS_FILE, AdapterHeader, registered_content
 from vlora.parallel.adapter_sharding import FactorShape, dense
 
 _ROWS = torch.contiguous_format
@@ -53,7 +51,7 @@ def load_adapter(
     """Read an adapter's tensors: fold the scaling in float32, cast to the model's dtype, check for finite values.
 
     Raises:
-        BadAdapter: A value is not finite, or the files differ from those of the header.
+        BadAdapter: A value is not finite, or the files differ from those of the header, or from its version.
     """
     file = header.path / WEIGHTS_FILE
     run = torch.zeros(header.num_bytes(dtype), dtype=torch.uint8)
@@ -61,7 +59,7 @@ def load_adapter(
     factors = carve(run, shapes, dtype)
     merged: dict[str, HostFactors] = {}
     try:
-        version = content_hash(header.path)
+        version = registered_content(header)
         with safe_open(file, framework="pt") as tensors:
             for target in header.targets:
                 a, b, kept = read_layer(file, target, tensors, base_layers)
@@ -98,16 +96,3 @@ def _unsplit(
     factors: Mapping[str, HostFactors], shapes: Mapping[str, FactorShape], merged: Mapping[str, HostFactors]
 ) -> dict[str, HostFactors]:
     return {name: merged.get(name) or HostFactors(*dense(shapes[name], *pair)) for name, pair in factors.items()}
-
-
-def content_hash(folder: Path) -> str:
-    """The version of an adapter's content."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name in (CONFIG_FILE, WEIGHTS_FILE, *HEAD_FILES):
-        file = folder / name
-        if file.exists():
-            digest.update(name.encode())
-            with file.open("rb") as stream:
-                while piece := stream.read(2**20):
-                    digest.update(piece)
-    return digest.hexdigest()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -49,13 +50,14 @@ class AdapterHeader:
     """The properties of an adapter that are known before its factors are read.
 
     targets: in the order of the sites. invocation: the tokens from which on the adapter applies (aLoRA); empty if it
-    applies to all tokens.
+    applies to all tokens. version: the content hash that the folder must have when it is read; empty: any.
     """
 
     path: Path
     targets: tuple[TargetHeader, ...]
     heads: Mapping[str, TaskHead]
     invocation: tuple[int, ...] = ()
+    version: str = ""
 
     def first_token(self, prompt_ids: tuple[int, ...]) -> int | None:
         """Index of the first prompt token that the adapter applies to; None if it applies to none."""
@@ -87,6 +89,10 @@ class AdapterHeader:
     def num_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of the factors in memory, as values of `dtype`."""
         return run_bytes(self.shapes, dtype)
+
+    def expecting(self, version: str) -> AdapterHeader:
+        """The same header, of a folder that must have this content hash when it is read."""
+        return dataclasses.replace(self, version=version)
 
     def has_same_content(self, other: AdapterHeader) -> bool:
         """Whether both have equal layers, ranks, scales, invocation tokens and head specifications."""
@@ -169,6 +175,30 @@ def split_over_ranks(header: AdapterHeader, sites: Mapping[str, SiteShape]) -> A
         for target in header.targets
     )
     return dataclasses.replace(header, targets=targets)
+
+
+def content_hash(folder: Path) -> str:
+    """The version of an adapter's content: the hash of its files."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name in (CONFIG_FILE, WEIGHTS_FILE, *HEAD_FILES):
+        file = folder / name
+        if file.exists():
+            digest.update(name.encode())
+            with file.open("rb") as stream:
+                while piece := stream.read(2**20):
+                    digest.update(piece)
+    return digest.hexdigest()
+
+
+def registered_content(header: AdapterHeader) -> str:
+    """The hash of a folder's content. Raises BadAdapter if the header names another one."""
+    found = content_hash(header.path)
+    if header.version not in ("", found):
+        raise BadAdapter(
+            f"{header.path}: its content is {found}, but {header.version} was registered; copy the files of the "
+            "registered content there, or load the adapter again to serve the new content"
+        )
+    return found
 
 
 def last_place(prompt_ids: tuple[int, ...], invocation: tuple[int, ...]) -> int | None:

@@ -72,10 +72,6 @@ class WeightedAdapter(NamedTuple):
     weight: float
 
 
-def _version(registration: Registration) -> str | None:
-    return None if registration.adapter is None else registration.adapter.version
-
-
 Check = Callable[[str, int], None]
 """Called with a name and its adapter's bytes before the name is registered; an exception rejects the adapter."""
 
@@ -154,32 +150,34 @@ class AdapterRegistry:
 
     # -- names --------------------------------------------------------------------------------------------------------
 
-    def register(self, paths: Mapping[str, str], check: Check = _accept) -> None:
-        """Register folders under names by their headers: all of them, or none.
+    def register(self, paths: Mapping[str, str], check: Check = _accept, versions: Mapping[str, str] = {}) -> None:
+        """Register folders under names by their headers: all of them, or none. versions: content hashes by name.
 
         Raises:
             BadAdapter: A folder cannot be served. Errors of `check` are raised too.
         """
-        made = [self._registration(name, path) for name, path in paths.items()]
+        made = [self._registration(name, path, versions.get(name, "")) for name, path in paths.items()]
         for registration in made:
             check(registration.name, registration.num_bytes)
         for registration in made:
-            self._enter(registration)
+            self.enter(registration)
 
-    def read_folder(self, name: str, path: str, check: Check = _accept) -> Registration:
+    def read_folder(self, name: str, path: str, check: Check = _accept, version: str = "") -> Registration:
         """Read a whole folder for a name without changing the name's current registration. Thread-safe.
 
         Raises:
-            BadAdapter: The folder cannot be served. Errors of `check` are raised too.
+            BadAdapter: The folder cannot be served, or has another version. Errors of `check` are raised too.
         """
-        registration = self._registration(name, path)
+        registration = self._registration(name, path, version)
         check(name, registration.num_bytes)
         registration.adapter = self._read(registration)
         return registration
 
-    def read_folder_in_background(self, name: str, path: str, check: Check = _accept) -> Future[Registration]:
+    def read_folder_in_background(
+        self, name: str, path: str, check: Check = _accept, version: str = ""
+    ) -> Future[Registration]:
         """As `read_folder`, on a separate thread, so that it does not delay reads for requests."""
-        return self._loader.submit(self.read_folder, name, path, check)
+        return self._loader.submit(self.read_folder, name, path, check, version)
 
     def accept(self, registration: Registration) -> Registration:
         """Make content that was read for a name the name's registration.
@@ -188,9 +186,13 @@ class AdapterRegistry:
             The name's current registration: the previous one if its content is equal, since it may be in use.
         """
         before = self._current.get(registration.name)
-        if before is None or _version(before) is None or _version(before) != _version(registration):
-            self._enter(registration)
+        if before is None or before.adapter is None or before.content.version != registration.content.version:
+            self.enter(registration)
         return self._current[registration.name]
+
+    def enter(self, registration: Registration) -> None:
+        """Make a registration the current one of its name."""
+        self._current[registration.name] = self._known[registration.key] = registration
 
     def get(self, name: str) -> Registration:
         """The current registration of a name. Raises UnknownAdapter."""
@@ -294,9 +296,6 @@ class AdapterRegistry:
 
     # -- internal -----------------------------------------------------------------------------------------------------
 
-    def _enter(self, registration: Registration) -> None:
-        self._current[registration.name] = self._known[registration.key] = registration
-
     def _settle(self, keys: Iterable[str]) -> None:
         for key in keys:
             if self._reading[key].done():
@@ -327,9 +326,10 @@ class AdapterRegistry:
                 f"{header.path}: its layers, ranks or heads changed since it was registered as {registration.name!r}; "
                 "load it again"
             )
+        header = header.expecting(before.version)
         return load_adapter(registration.key, header, self._dtype, self._measure, self._base_layers)
 
-    def _registration(self, name: str, path: str) -> Registration:
+    def _registration(self, name: str, path: str, version: str) -> Registration:
         if (
             not 0 < len(name) <= MAX_NAME
             or name != name.strip()
@@ -344,7 +344,7 @@ class AdapterRegistry:
             )
         if "\0" in path:
             raise BadAdapter(f"adapter {name!r}: a path cannot contain a null byte")
-        header = read_header(Path(path), self._sites, self._hidden_size)
+        header = read_header(Path(path), self._sites, self._hidden_size).expecting(version)
         sharding = self._choose(name, header)
         if sharding != "replicated":
             header = split_over_ranks(header, self._sites)

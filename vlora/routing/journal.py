@@ -20,6 +20,8 @@ _CALLS: dict[str, Any] = {
     "leave": tuple[str],
     "drain": tuple[str, bool],
     "bar": tuple[str, str, bool],
+    "lack": tuple[str, str, str, bool],
+    "began": tuple[str, str],
     "report": tuple[str, Report],
     "submit": tuple[Need],
     "ended": tuple[str],

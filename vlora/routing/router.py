@@ -61,7 +61,7 @@ class Recalled(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """A waiting request that was removed, since it cannot be served. reason: "deadline" or "room"."""
+    """A waiting request that was removed, since it cannot be served. reason: "deadline", "room" or "content"."""
 
     need: Need
     reason: str
@@ -165,6 +165,12 @@ class Router:
         (standing.barred.add if barred else standing.barred.discard)(adapter)
         return self._place_waiting(standing)
 
+    def lack(self, name: str, adapter: str, version: str, lacks: bool = True) -> list[Placed]:
+        """A replica does not have a content of an adapter: it gets no answers that began with it. False: it may."""
+        standing = self.replicas[name]
+        (standing.lacks.add if lacks else standing.lacks.discard)((adapter, version))
+        return self._place_waiting(standing)
+
     def report(self, name: str, report: Report) -> list[Placed]:
         """A replica has reported. Reports may be late; what was sent since is added."""
         return self._place_waiting(self._fleet.report(name, report))
@@ -209,6 +215,11 @@ class Router:
         """A request on a replica holds so many KV blocks by now."""
         self._queue.count_service(request_id, self._place_of[request_id].grow(request_id, blocks))
 
+    def began(self, request_id: str, version: str) -> None:
+        """A request on a replica has its first tokens: its answer continues only with this content of its adapter."""
+        holds = self._place_of[request_id].holds
+        holds[request_id] = holds[request_id]._replace(version=version)
+
     def refuse(self, now: float, first_answer_s: float = 0.0) -> Refused:
         """Remove the waiting requests that cannot be served: call it every 100 ms or so, and after `leave` and `bar`.
 
@@ -219,23 +230,34 @@ class Router:
         Returns:
             The requests with a first answer that would be too late even if they were sent now, and, with replicas,
             those that none of them could take even without other requests; then the requests to send. Replicas that
-            drain count only if all do: requests that wait for one of them would hold up all others.
+            drain count only if all do: requests that wait for one of them would hold up all others. An answer that
+            began with a content that only replicas that drain have is sent to one of them.
         """
         serving = [s for s in self.replicas.values() if not s.draining] or list(self.replicas.values())
         refused: list[Refusal] = []
-        unfit: dict[tuple[int, str | None], bool] = {}
+        placed: list[Placed] = []
+        unfit: dict[tuple[int, str | None, str | None], bool] = {}
         for need in list(self._queue):
             if need.answer_by is not None and now + first_answer_s > need.answer_by:
                 refused.append(Refusal(need, "deadline"))
                 continue
-            key = need.blocks, need.adapter
+            key = need.blocks, need.adapter, need.version
             if key not in unfit:
                 unfit[key] = bool(serving) and not any(s.could_take(need) for s in serving)
-            if unfit[key]:
-                refused.append(Refusal(need, "room"))
+            if not unfit[key]:
+                continue
+            last = [s for s in self.replicas.values() if need.version is not None and s.could_take(need)]
+            if last:
+                best = min(last, key=lambda s: (s.size, s.name))
+                self._queue.place(need.request_id)
+                self._place(need, best)
+                placed.append(Placed(need, best.name))
+            else:
+                fits = any(s.could_take(need._replace(version=None)) for s in serving)
+                refused.append(Refusal(need, "content" if fits else "room"))
         for refusal in refused:
             self._queue.remove(refusal.need.request_id)
-        return Refused(refused, self._place_waiting() if refused else [])
+        return Refused(refused, placed + (self._place_waiting() if refused or placed else []))
 
     # -- moves --------------------------------------------------------------------------------------------------------
 
@@ -405,11 +427,7 @@ class Router:
         left = {s.name: [s.capacity - s.size, s.free_blocks] for s in busier}
         targets: list[tuple[Need, Standing]] = []
         for need in sorted(source.holds.values(), key=lambda each: -each.blocks):
-            fits = (
-                s
-                for s in busier
-                if left[s.name][0] > 0 and left[s.name][1] >= need.blocks and need.adapter not in s.barred
-            )
+            fits = (s for s in busier if left[s.name][0] > 0 and left[s.name][1] >= need.blocks and s.serves(need))
             target = next(fits, None)
             if target is None:
                 return []

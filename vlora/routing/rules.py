@@ -91,7 +91,7 @@ class LeastLoaded(Rule):
     over = math.inf
 
     def choose(self, fleet: Fleet, need: Need) -> Standing | None:
-        return next((s for s in fleet.from_lightest() if need.adapter not in s.barred), None)
+        return next((s for s in fleet.from_lightest() if s.serves(need)), None)
 
 
 class RoundRobin(Rule):
@@ -109,7 +109,7 @@ class RoundRobin(Rule):
         start = bisect_right(names, self._last)
         for place in range(len(names)):
             standing = fleet.replicas[names[(start + place) % len(names)]]
-            if standing.open and need.adapter not in standing.barred:
+            if standing.open and standing.serves(need):
                 self._last = standing.name
                 return standing
         return None

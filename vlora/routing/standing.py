@@ -23,6 +23,7 @@ class Need(NamedTuple):
             answer.
         returned: it was on a replica before: moved, evicted, or its replica has ended.
         prefix: keys of its first KV blocks (`TokenChain`), in order, computed with the adapter's content hash.
+        version: the content hash of the adapter with which its answer began; None before its first token.
     """
 
     request_id: str
@@ -34,6 +35,7 @@ class Need(NamedTuple):
     answer_by: float | None = None
     returned: bool = False
     prefix: tuple[bytes, ...] = ()
+    version: str | None = None
 
 
 class Room(NamedTuple):
@@ -81,6 +83,7 @@ class Standing:
         holds: requests sent there that have not ended, by id, the earliest sent first.
         resident: requests that use each adapter on its device, the least recently used adapter first.
         barred: adapters that it cannot load.
+        lacks: contents of adapters, each with its hash, that it does not have.
         draining: it takes no further requests.
         free_blocks: KV blocks for further requests; negative where answers grew over the room.
     """
@@ -97,6 +100,7 @@ class Standing:
         "draining",
         "free_blocks",
         "holds",
+        "lacks",
         "name",
         "num_used",
         "resident",
@@ -113,6 +117,7 @@ class Standing:
         self.resident: dict[str, int] = {}
         self.num_used = 0  # adapters in `resident` with at least one request
         self.barred: set[str] = set()
+        self.lacks: set[tuple[str, str]] = set()
         self.draining = False
         self.free_blocks = room.blocks
         self._others = 0  # requests of other front ends
@@ -134,11 +139,20 @@ class Standing:
             and need.blocks <= self.free_blocks
             and not self.draining
             and need.adapter not in self.barred
+            and (need.version is None or self.has_content(need))
         )
 
     def could_take(self, need: Need) -> bool:
         """Whether there would be room for a request if it held no others."""
-        return need.blocks <= self.room.blocks and need.adapter not in self.barred
+        return need.blocks <= self.room.blocks and self.serves(need)
+
+    def serves(self, need: Need) -> bool:
+        """Whether it can load a request's adapter, with the content with which the answer began."""
+        return need.adapter not in self.barred and self.has_content(need)
+
+    def has_content(self, need: Need) -> bool:
+        """Whether it may have the content with which a request's answer began."""
+        return need.adapter is None or need.version is None or (need.adapter, need.version) not in self.lacks
 
     def has(self, adapter: str | None) -> bool:
         """Whether an adapter is on the device or being loaded. The base model is on every device."""

@@ -120,9 +120,12 @@ class WaitingQueue:
 
     def place_first(self) -> None:
         """The first request is sent to a replica."""
-        entry = self._first
-        assert entry is not None
-        del self._waiting[entry.request_id]
+        assert self._first is not None
+        self.place(self._first.request_id)
+
+    def place(self, request_id: str) -> None:
+        """A waiting request is sent to a replica."""
+        entry = self._waiting.pop(request_id)
         entry.removed = True
         self._first = None
         self._num_placed += not entry.num_preemptions

@@ -61,8 +61,8 @@ class AdapterCatalog:
                 f"adapter {name[:_SHOWN]!r} is a composition; a task head belongs to one adapter: name that one",
                 field="adapter",
             )
-        if self._statuses is None or name not in self._statuses:
-            await self.list()
+        if self._statuses is None or name not in self._statuses or self._statuses[name].error is not None:
+            await self.list()  # a replica may have recovered
         assert self._statuses is not None
         if name not in self._statuses:
             known = listed(self._statuses)

@@ -30,6 +30,12 @@ class ClusterCollector(Collector):
         for replica in status.replicas:
             family.add_metric([replica.name], replica.num_requests)
         yield family
+        family = GaugeMetricFamily(
+            "vlora_replica_failed_adapters", "Adapters that a replica cannot serve.", labels=["replica"]
+        )
+        for replica in status.replicas:
+            family.add_metric([replica.name], replica.num_failed_adapters)
+        yield family
         yield GaugeMetricFamily(
             "vlora_cluster_waiting", "Requests that wait for a replica with room.", value=status.num_waiting
         )

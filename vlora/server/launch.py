@@ -12,6 +12,7 @@ import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from vlora.cluster.adapter_state import AdapterState
 from vlora.cluster.journal_file import JournalFile
 from vlora.cluster.on_ray.cluster import LocalCluster
 from vlora.config import EngineConfig, ServerConfig, Token
@@ -49,6 +50,7 @@ async def serve(
     replicas: int = 1,
     cluster: ClusterPlan | None = None,
     learn: tuple[Path, list[LearningEntry]] | None = None,
+    adapter_state: str | None = None,
     **replica_settings: Any,
 ) -> None:
     """Serve until interrupted or terminated, then drain.
@@ -63,13 +65,15 @@ async def serve(
         replicas: Number of engines; several of them run on a Ray of this machine.
         cluster: The plan of several machines, which has the number of engines; None: this machine alone.
         learn: The folder and the adapters of a learning plan.
+        adapter_state: The folder with the state of several engines' adapters; None keeps it in memory.
         replica_settings: Of several engines, see `_start_engine`.
 
     Raises:
-        BadConfig: The model, a setting or the address is invalid.
+        BadConfig: The model, a setting, the address or the state is invalid.
         BadAdapter: An adapter cannot be registered.
         EngineDead: There is no engine at the end.
     """
+    state = None if adapter_state is None else AdapterState.open(adapter_state)
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -88,6 +92,8 @@ async def serve(
     http_server: HttpServer | None = None
     model = model_name or engine_config.model
     try:
+        if state is not None:
+            adapters = _begin(state, adapters, model, announce)
         if server_config.http_port is not None:
             from vlora.server.http.routes import make_app
             from vlora.server.http.server import HttpServer
@@ -99,6 +105,7 @@ async def serve(
             engine_command,
             replicas=replicas,
             plan=cluster,
+            adapters=state,
             announce=announce,
             **replica_settings,
         )
@@ -111,9 +118,10 @@ async def serve(
         if http_server is not None:
             http_server.start(make_app(front_end, model, access, rpyc_server))
         web = f" | {'http' if tls is None else 'https'} {http_server.address}" if http_server else ""
-        names = ", ".join(sorted(adapters)) or "none"
-        if len(adapters) > _NAMES_SHOWN:
-            names = f"{len(adapters)} (`vlora adapters` lists them)"
+        named = adapters if state is None else state.adapters
+        names = ", ".join(sorted(named)) or "none"
+        if len(named) > _NAMES_SHOWN:
+            names = f"{len(named)} (`vlora adapters` lists them)"
         rpyc = f"{'rpyc' if tls is None else 'rpyc+tls'} {rpyc_server.host}:{rpyc_server.port}"
         # Objects that exist now are permanent; a full collection would scan them during requests.
         gc.freeze()
@@ -135,6 +143,8 @@ async def serve(
             raise EngineDead(cause)
     finally:
         gc.unfreeze()  # otherwise libraries report leaks at exit
+        if state is not None:
+            state.close()
         if http_server is not None:
             await http_server.close()
         # In a thread, because this loop produces the last replies.
@@ -180,6 +190,7 @@ async def _start_engine(
     *,
     replicas: int,
     plan: ClusterPlan | None,
+    adapters: AdapterState | None,
     announce: Callable[[str], None],
     max_replicas: int | None = None,
     routing_rule: str = "placed",
@@ -190,6 +201,7 @@ async def _start_engine(
 
     Args:
         plan: Of several machines.
+        adapters: See `Cluster`.
         max_replicas: The limit of their number later; None: `replicas`.
         routing_rule: Which of them gets a request.
         routing_journal: File that records this.
@@ -203,18 +215,41 @@ async def _start_engine(
 
         own = command if tuple(command) != ENGINE_COMMAND else ("", *ENGINE_COMMAND[1:])
         return await NodesCluster.join(
-            config, plan, journal=journal, rule=routing_rule, announce=announce, command=own, **scaling
+            config,
+            plan,
+            journal=journal,
+            adapters=adapters,
+            rule=routing_rule,
+            announce=announce,
+            command=own,
+            **scaling,
         )
     return await LocalCluster.start(
         config,
         replicas,
         max_replicas=max_replicas,
         journal=journal,
+        adapters=adapters,
         rule=routing_rule,
         announce=announce,
         command=command,
         **scaling,
     )
+
+
+def _begin(
+    state: AdapterState, given: Mapping[str, str], model: str, announce: Callable[[str], None]
+) -> Mapping[str, str]:
+    """The folders to register at a start, beside the adapters of the state. Raises BadConfig for the model's name."""
+    starting = state.begin(given)
+    if model in state.adapters:
+        raise BadConfig(
+            f"the adapters' state in {state.folder} has an adapter {model!r}, which is the base model's name; give "
+            "another --served-model-name"
+        )
+    for line in starting.lines:
+        announce(line)
+    return starting.new
 
 
 def _threads(number: int, config: EngineConfig) -> str:

@@ -7,7 +7,7 @@ from typing import Literal
 from vlora.cluster.cluster import Cluster
 from vlora.cluster.on_ray.cluster import LocalCluster
 from vlora.errors import BadRequest, UnknownReplica
-from vlora.types.replicas import SERVING, ClusterStatus, ReplicaStatus
+from vlora.types.replicas import SERVING, AdapterPlace, ClusterStatus, ReplicaStatus
 
 
 class Replicas:
@@ -24,6 +24,17 @@ class Replicas:
     async def status(self) -> ClusterStatus:
         """Raises UnknownReplica if there is one engine."""
         return self._several().status()
+
+    async def adapters(self) -> tuple[AdapterPlace, ...]:
+        """Every adapter on every replica. Raises BadRequest if there is one engine."""
+        return await self._several().adapter_places()
+
+    async def adapters_by_name(self) -> dict[str, list[AdapterPlace]]:
+        """As `adapters`; empty for one engine."""
+        found: dict[str, list[AdapterPlace]] = {}
+        for place in () if self._cluster is None else await self.adapters():
+            found.setdefault(place.adapter, []).append(place)
+        return found
 
     async def drain(self, name: str, wait_s: float) -> bool:
         """Move a replica's requests to others, and send it no further ones. Returns whether it has none left.

@@ -5,6 +5,14 @@ from __future__ import annotations
 import msgspec
 
 SERVING, DRAINING, DOWN = STATES = ("serving", "draining", "down")
+PENDING, REGISTERED, HOST, DEVICE, FAILED, UNKNOWN = ADAPTER_STATES = (
+    "pending",
+    "registered",
+    "host",
+    "device",
+    "failed",
+    "unknown",
+)
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -14,12 +22,14 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
         state: One of `STATES`.
         cause: Why it is down; empty otherwise.
         num_requests: Unfinished requests there.
+        num_failed_adapters: Adapters that it cannot serve.
     """
 
     name: str
     state: str
     cause: str
     num_requests: int
+    num_failed_adapters: int = 0
 
 
 class ScalingStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,3 +72,23 @@ class ClusterStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_resubmitted: int
     num_moves: int
     scaling: ScalingStatus | None = None
+
+
+class AdapterPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """One adapter on one replica.
+
+    Attributes:
+        state: One of `ADAPTER_STATES`: "pending" until the replica is as desired, "registered" until its content is
+            read, "host" and "device" where the content is, "failed" if the replica gets no requests of it, "unknown"
+            while the replica is down.
+        version: The hash of the content there; empty until it is read.
+        pinned: Whether it stays on the device.
+        cause: Why it has failed, is not pinned as desired, or is not known; empty otherwise.
+    """
+
+    adapter: str
+    replica: str
+    state: str
+    version: str
+    pinned: bool
+    cause: str

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from vlora.cluster.adapter_state import AdapterState
 from vlora.cluster.journal_file import JournalFile
 from vlora.cluster.members import Health, clients
 from vlora.cluster.nodes.node import NO_RESOURCES, Machine, Membership
@@ -65,6 +66,7 @@ class NodesCluster(LocalCluster):
         scale_up_s: float = UP_AFTER_S,
         scale_down_s: float = DOWN_AFTER_S,
         journal: JournalFile | None = None,
+        adapters: AdapterState | None = None,
         rule: str = "placed",
         announce: Callable[[str], None] = lambda line: None,
         command: Sequence[str] = ("", *ENGINE_COMMAND[1:]),
@@ -101,7 +103,7 @@ class NodesCluster(LocalCluster):
                     "again after a change"
                 )
             scaling = ScalingSettings(number, most, scale_up_s, scale_down_s)
-            self = cls(config, rule, folder, health, hung_s, number, scaling, autoscale, journal)
+            self = cls(config, rule, folder, health, hung_s, number, scaling, autoscale, journal, adapters)
             self._entered = entered
         except BaseException:
             entered.close()

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from vlora.cluster.adapter_state import AdapterState
 from vlora.cluster.autoscaler import Autoscaler
 from vlora.cluster.cluster import Cluster
 from vlora.cluster.door import Address
@@ -80,10 +81,11 @@ class LocalCluster(Cluster):
         scaling: ScalingSettings,
         automatic: bool,
         journal: JournalFile | None,
+        adapters: AdapterState | None,
     ) -> None:
         settings: dict[str, Any] = {"rule": rule, "weights": config.weights, "tenant_weights": config.tenant_weights}
         router = Router(**settings) if journal is None else RecordedRouter(journal.write, **settings).as_router
-        super().__init__(router, folder.secret(), health=health)
+        super().__init__(router, folder.secret(), health=health, adapters=adapters)
         self._journal = journal
         self.folder = folder
         self._log = LogPipe(folder.log_pipe)
@@ -117,6 +119,7 @@ class LocalCluster(Cluster):
         scale_down_s: float = DOWN_AFTER_S,
         journal: JournalFile | None = None,
         rule: str = "placed",
+        adapters: AdapterState | None = None,
         announce: Callable[[str], None] = lambda line: None,
         command: Sequence[str] = ENGINE_COMMAND,
         health: Health | None = None,
@@ -133,6 +136,7 @@ class LocalCluster(Cluster):
             scale_up_s, scale_down_s: See `ScalingSettings`.
             journal: Records the router's calls; closed with the cluster.
             rule: The router's rule.
+            adapters: See `Cluster`.
             announce: Called with a line for each step of the start.
             command: Starts an engine process.
             health: When a replica counts as dead.
@@ -147,7 +151,7 @@ class LocalCluster(Cluster):
         folder = Folder.create()
         try:
             scaling = ScalingSettings(num_replicas, max_replicas, scale_up_s, scale_down_s)
-            self = cls(config, rule, folder, health, hung_s, num_replicas, scaling, autoscale, journal)
+            self = cls(config, rule, folder, health, hung_s, num_replicas, scaling, autoscale, journal, adapters)
         except BaseException:
             folder.remove()
             raise

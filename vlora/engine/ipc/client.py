@@ -7,7 +7,7 @@ import itertools
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -130,13 +130,13 @@ class EngineClient:
         self._check_alive()
         self._post(messages.Cancel(request_id))
 
-    async def register_adapters(self, paths: Mapping[str, str]) -> None:
-        """See EngineInterface."""
-        await self._call(messages.RegisterAdapters(next(self._call_ids), dict(paths)))
+    async def register_adapters(self, paths: Mapping[str, str], versions: Mapping[str, str] = {}) -> None:
+        """See EngineInterface. versions: Content hashes by name; an adapter with other content fails at first use."""
+        await self._call(messages.RegisterAdapters(next(self._call_ids), dict(paths), dict(versions)))
 
-    async def load_adapter(self, name: str, path: str) -> AdapterStatus:
-        """See EngineInterface."""
-        return (await self._call(messages.LoadAdapter(next(self._call_ids), name, path))).adapters[0]
+    async def load_adapter(self, name: str, path: str, version: str = "") -> AdapterStatus:
+        """See EngineInterface. Raises BadAdapter also if the content has another hash than `version`."""
+        return (await self._call(messages.LoadAdapter(next(self._call_ids), name, path, version))).adapters[0]
 
     async def unload_adapter(self, name: str, drain: bool = False) -> None:
         """See EngineInterface."""
@@ -182,6 +182,11 @@ class EngineClient:
         return snapshot
 
     # -- for a router -------------------------------------------------------------------------------------------------
+
+    async def keep_adapters(self, versions: Mapping[str, Collection[str]]) -> None:
+        """Keep these contents by name when others replace them, and no others: answers may continue with them."""
+        kept = {name: tuple(contents) for name, contents in versions.items()}
+        await self._call(messages.KeepAdapters(next(self._call_ids), kept))
 
     def watch_load(self, every_s: float, on_change: Callable[[EngineLoad, int], None]) -> None:
         """Call `on_change` with the engine's load now and after changes, at most once in `every_s` seconds.

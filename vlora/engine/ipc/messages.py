@@ -26,16 +26,27 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 
 
 class RegisterAdapters(msgspec.Struct, frozen=True, tag=True):
-    """paths: by name."""
+    """paths: by name. versions: the content hashes that they must have, by name."""
 
     call_id: int
     paths: dict[str, str]
+    versions: dict[str, str] = {}
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """version: the content hash that the folder must have; empty: any."""
+
     call_id: int
     name: str
     path: str
+    version: str = ""
+
+
+class KeepAdapters(msgspec.Struct, frozen=True, tag=True):
+    """From now on, keep these versions by name when other content replaces them, and no others."""
+
+    call_id: int
+    versions: dict[str, tuple[str, ...]]
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
@@ -103,6 +114,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 Call = (
     RegisterAdapters
     | LoadAdapter
+    | KeepAdapters
     | UnloadAdapter
     | PinAdapter
     | ListAdapters

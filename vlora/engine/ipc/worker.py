@@ -168,7 +168,8 @@ class EngineWorker:
             case messages.Start():
                 raise AssertionError("the engine is already started")
             case messages.LoadAdapter():
-                self._reply_when_changed(message.call_id, self._engine.load_in_background(message.name, message.path))
+                loaded = self._engine.load_in_background(message.name, message.path, message.version)
+                self._reply_when_changed(message.call_id, loaded)
             case messages.PinAdapter(pinned=True):
                 self._reply_when_changed(message.call_id, self._engine.pin_in_background(message.name))
             case messages.Train(call_id):
@@ -221,7 +222,10 @@ class EngineWorker:
     def _result(self, call: messages.Call) -> messages.Reply:
         match call:
             case messages.RegisterAdapters():
-                self._engine.register_adapters(call.paths)
+                self._engine.register_adapters(call.paths, call.versions)
+                return messages.Reply(call_id=call.call_id)
+            case messages.KeepAdapters():
+                self._engine.keep_adapters(call.versions)
                 return messages.Reply(call_id=call.call_id)
             case messages.UnloadAdapter():
                 self._send_outputs(self._engine.unload_adapter(call.name, call.drain))

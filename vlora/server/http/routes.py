@@ -286,6 +286,7 @@ class AdapterRoutes:
 
     def __init__(self, front_end: FrontEnd) -> None:
         self._adapters = front_end.adapters
+        self._replicas = front_end.replicas
 
     def add_to(self, app: FastAPI) -> None:
         app.get(ADAPTER_PATHS)(self.adapters)
@@ -295,8 +296,15 @@ class AdapterRoutes:
         app.delete(ADAPTER_PATHS + "/{name}/pin")(self.unpin_adapter)
 
     async def adapters(self) -> dict[str, Any]:
-        """List the adapters: rank, size, heads, and whether each is on the device, pinned or mergeable."""
-        return {"object": "list", "data": [_adapter_json(status) for status in await self._adapters.list()]}
+        """List the adapters: rank, size, heads, and whether each is on the device, pinned or mergeable.
+
+        A server with replicas adds where each adapter is.
+        """
+        listed = [_adapter_json(status) for status in await self._adapters.list()]
+        places = await self._replicas.adapters_by_name()
+        for adapter in listed if places else ():
+            adapter["replicas"] = msgspec.to_builtins(places.get(adapter["name"], []))
+        return {"object": "list", "data": listed}
 
     async def load_adapter(self, body: AdapterSource) -> dict[str, Any]:
         """Register an adapter folder on the server's file system; an existing name gets the new content."""

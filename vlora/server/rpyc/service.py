@@ -197,6 +197,10 @@ class VLoraService(rpyc.Service):
         """The replicas -> ClusterStatus"""
         return self._schedule(self._front_end.replicas.status)
 
+    def exposed_cluster_adapters(self) -> Future[Reply]:
+        """Every adapter on every replica -> tuple of AdapterPlace"""
+        return self._schedule(self._front_end.replicas.adapters)
+
     def exposed_drain_replica(self, name: Any, wait_s: Any) -> Future[Reply]:
         """Drain a replica, and wait up to wait_s -> whether it has no requests left"""
         return self._schedule(self._drain_replica, name, wait_s, admin=True)

@@ -1,0 +1,326 @@
+"""The adapters of one replica: synchronizes them with the desired state, and notes why some cannot be served."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Set
+from typing import Any, NamedTuple, TypeVar
+
+from vlora.cluster.adapter_state import DesiredAdapter
+from vlora.engine.ipc.client import EngineClient
+from vlora.errors import Aborted, EngineDead, UnknownAdapter, VLoraError
+from vlora.types import AdapterStatus, ErrorValue
+
+log = logging.getLogger("vlora.cluster")
+
+T = TypeVar("T")
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+ANSWER_S, STATUS_S = 300.0, 10.0  # of one call: the read of an adapter may take long
+_LEAST_S = 0.1  # between two rounds of retries
+BATCH = 64  # adapters in one call: the engine reads their headers between two steps
+
+
+class Goal(NamedTuple):
+    """What the replicas should be like now, and what is being changed.
+
+    Attributes:
+        adapters: The desired ones by name.
+        kept: Contents by name to keep when others replace them.
+        busy: Names that an operator's change is at.
+    """
+
+    adapters: Mapping[str, DesiredAdapter]
+    kept: Mapping[str, Collection[str]]
+    busy: Set[str]
+
+
+class Failure:
+    """Why a replica is not as desired with one adapter, and when that is tried again.
+
+    Attributes:
+        error: The replica's.
+        bars: Whether it gets no requests of the adapter because of it.
+        due_s: The time of the next attempt, in the loop's clock.
+        pause_s: The time between two attempts.
+    """
+
+    def __init__(self, error: ErrorValue, before: Failure | None, *, bars: bool) -> None:
+        self.error = error
+        self.bars = bars
+        self.pause_s: float = FIRST_PAUSE_S if before is None else min(LONGEST_PAUSE_S, 2 * before.pause_s)
+        self.due_s = asyncio.get_running_loop().time() + self.pause_s
+
+
+class AdapterHome:
+    """One replica from its line's opening to its end. Calls are made one after another.
+
+    Attributes:
+        name: Of the replica.
+        client: Its engine.
+        failures: By adapter.
+    """
+
+    def __init__(
+        self, name: str, client: EngineClient, goal: Callable[[], Goal], on_usable: Callable[[str, str, bool], None]
+    ) -> None:
+        """Call nothing yet.
+
+        Args:
+            name: Of the replica.
+            client: Its engine.
+            goal: Returns the present goal. It may change while a call waits for the ones before it.
+            on_usable: Called with the replica, an adapter, and whether requests of the adapter may be sent there.
+        """
+        self.name = name
+        self._goal = goal
+        self.client = client
+        self.failures: dict[str, Failure] = {}
+        self._on_usable = on_usable
+        self._applied: dict[str, DesiredAdapter] = {}
+        self._unverified: set[str] = set()  # read in full to compare the content
+        self._kept: Mapping[str, Collection[str]] = {}
+        self._calling = asyncio.Lock()
+        self._changed = asyncio.Event()
+        self._following: asyncio.Task[None] | None = None
+
+    # -- changes by an operator; errors are raised --------------------------------------------------------------------
+
+    async def register(self, adapters: Mapping[str, DesiredAdapter]) -> None:
+        """Register folders, all or none."""
+        async with self._calling:
+            await self._keep()
+            await self._register(adapters)
+
+    async def load(self, name: str, wanted: DesiredAdapter) -> AdapterStatus:
+        """Load a folder."""
+        async with self._calling:
+            await self._keep()
+            try:
+                status = await self._answer(self.client.load_adapter(name, wanted.path, wanted.version))
+            except Aborted as error:
+                self.fail(name, ErrorValue.of(error))  # it may still take effect
+                raise
+            self._apply({name: DesiredAdapter(wanted.path, status.version)})
+            return status
+
+    async def unload(self, name: str, *, drain: bool) -> None:
+        """Unload an adapter, if the replica has it."""
+        async with self._calling:
+            await self._keep()
+            await self._unload(name, drain=drain)
+
+    async def pin(self, name: str, pinned: bool) -> AdapterStatus:
+        """Pin an adapter, or unpin it."""
+        async with self._calling:
+            return await self._pin(name, pinned)
+
+    # -- the desired state --------------------------------------------------------------------------------------------
+
+    async def read(self) -> None:
+        """Read which adapters the replica has: its engine may have served another front end."""
+        for status in await self.statuses():
+            # The folder is not known, so each is compared with the desired one.
+            self._applied[status.name] = DesiredAdapter("", status.version, status.pinned)
+
+    async def statuses(self) -> tuple[AdapterStatus, ...]:
+        """The statuses of all adapters that the replica has. Raises Aborted if it does not answer soon."""
+        return await self._answer(self.client.adapters(), STATUS_S)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether each adapter is as desired, or has failed and is tried again later."""
+        desired = self._goal().adapters
+        different = {name for name, wanted in desired.items() if self._applied.get(name) != wanted}
+        return different <= self.failures.keys() and self._applied.keys() <= desired.keys()
+
+    async def sync(self) -> None:
+        """Do what is to be done now. An adapter that fails is noted, and tried again after a pause.
+
+        Before `follow` no change includes this replica, so it does not leave the adapters of a change alone.
+
+        Raises:
+            EngineDead: The replica is gone.
+        """
+        async with self._calling:
+            await self._keep()
+            for name in (self._applied.keys() | self.failures.keys()) - self._goal().adapters.keys():
+                if self._is_still(name, None):
+                    await self._unload(name, drain=True)
+            desired = self._goal().adapters
+            due = {name: desired[name] for name in self._due(desired) if self._is_still(name, desired[name])}
+            self._forget_settled(due.keys() | self._goal().busy)
+            changed = {name: wanted for name, wanted in due.items() if self._has_other_content(name, wanted)}
+            for name, wanted in changed.items():
+                if self._is_pinned(name) and self._is_still(name, wanted):
+                    await self._try(name, self._pin(name, False), bars=False)  # a pinned one cannot be replaced
+            plain = [name for name in changed if name not in self._unverified and name not in self.failures]
+            for first in range(0, len(plain), BATCH):
+                await self._try_register({name: changed[name] for name in plain[first : first + BATCH]})
+            for name in changed.keys() - plain:
+                if self._is_still(name, due[name]):
+                    await self._try(name, self._verify(name, due[name]))
+            for name, wanted in due.items():
+                if self._is_pinned(name) not in (None, wanted.pinned) and self._is_still(name, wanted):
+                    await self._try(name, self._pin(name, wanted.pinned), bars=False)
+
+    def follow(self) -> None:
+        """From now on, `sync` after each `wake`, and when a failed adapter is due, until `close`."""
+        self._following = asyncio.create_task(self._follow(), name=f"vlora-adapters-{self.name}")
+
+    def wake(self, changed: Iterable[str] = ()) -> None:
+        """The desired state has changed. changed: adapters that are tried again at once if they have failed."""
+        for name in changed:
+            if (failure := self.failures.get(name)) is not None:
+                failure.due_s = asyncio.get_running_loop().time()
+        self._changed.set()
+
+    def verify(self, name: str) -> None:
+        """The replica may have other content than it should: read the adapter's folder again."""
+        self._unverified.add(name)
+        self._applied.pop(name, None)
+        self.wake()
+
+    def fail(self, name: str, error: ErrorValue, *, bars: bool = True) -> None:
+        """Note that an adapter cannot be served there. It is tried again after a pause, each time a longer one."""
+        before = self.failures.get(name)
+        if before is None or before.error != error:
+            log.warning("replica %r is no home for adapter %r: %s", self.name, name, error.message)
+        self.failures[name] = Failure(error, before, bars=bars)
+        if bars:
+            self._applied.pop(name, None)
+        self._on_usable(self.name, name, not bars)
+        self.wake()
+
+    def applied(self, name: str) -> DesiredAdapter | None:
+        """An adapter as the replica was last asked to have it; None if it does not, or if that has failed."""
+        return self._applied.get(name)
+
+    def close(self) -> None:
+        """The replica is gone."""
+        if self._following is not None:
+            self._following.cancel()
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _due(self, desired: Mapping[str, DesiredAdapter]) -> list[str]:
+        now = asyncio.get_running_loop().time()
+        different = [name for name, wanted in desired.items() if self._applied.get(name) != wanted]
+        return [name for name in different if name not in self.failures or self.failures[name].due_s <= now]
+
+    def _has_other_content(self, name: str, wanted: DesiredAdapter) -> bool:
+        applied = self._applied.get(name)
+        return applied is None or (applied.path, applied.version) != (wanted.path, wanted.version)
+
+    def _is_still(self, name: str, wanted: DesiredAdapter | None) -> bool:
+        """Whether an adapter is still to be so. A change may have come between, also one that this replica has made."""
+        goal = self._goal()
+        return goal.adapters.get(name) == wanted and (self._following is None or name not in goal.busy)
+
+    def _is_pinned(self, name: str) -> bool | None:
+        """Whether an adapter was pinned; None if it has no content."""
+        applied = self._applied.get(name)
+        return None if applied is None else applied.pinned
+
+    def _forget_settled(self, due: Set[str]) -> None:
+        """Forget failures that nothing is left to be done about, as of a pin that is not desired any more."""
+        now = asyncio.get_running_loop().time()
+        for name, failure in tuple(self.failures.items()):
+            if failure.due_s <= now and name not in due:
+                self._forget_failure(name)
+
+    async def _follow(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due_s = min((failure.due_s for failure in self.failures.values()), default=None)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(due_s):
+                    await self._changed.wait()
+            self._changed.clear()
+            try:
+                await self.sync()
+            except EngineDead:
+                return
+            except VLoraError as error:
+                log.warning("the adapters of replica %r cannot be changed: %s; retrying", self.name, error)
+                await asyncio.sleep(FIRST_PAUSE_S)
+                self.wake()
+            if due_s is not None and due_s <= loop.time():
+                await asyncio.sleep(_LEAST_S)  # also if an adapter that is due is busy
+
+    async def _answer(self, call: Coroutine[Any, Any, T], limit_s: float = ANSWER_S) -> T:
+        """A replica's answer. Raises Aborted after a time: its files may be on a disk that does not answer."""
+        try:
+            async with asyncio.timeout(limit_s):
+                return await call
+        except TimeoutError as error:
+            raise Aborted(f"it did not answer within {limit_s:g} s; its disk may hang") from error
+
+    async def _keep(self) -> None:
+        kept = self._goal().kept
+        if kept != self._kept:
+            await self._answer(self.client.keep_adapters(kept))
+            self._kept = kept
+
+    async def _register(self, adapters: Mapping[str, DesiredAdapter]) -> None:
+        paths = {name: wanted.path for name, wanted in adapters.items()}
+        versions = {name: wanted.version for name, wanted in adapters.items() if wanted.version}
+        pinned = {name: self._applied[name].pinned for name in adapters if name in self._applied}
+        await self._answer(self.client.register_adapters(paths, versions))
+        self._apply(
+            {name: DesiredAdapter(each.path, each.version, pinned.get(name, False)) for name, each in adapters.items()}
+        )
+
+    async def _try_register(self, adapters: Mapping[str, DesiredAdapter]) -> None:
+        """Register those that can be registered, of the ones that are still to be so."""
+        adapters = {name: wanted for name, wanted in adapters.items() if self._is_still(name, wanted)}
+        if not adapters:
+            return
+        try:
+            await self._register(adapters)
+        except EngineDead:
+            raise
+        except VLoraError as error:
+            if len(adapters) > 1:
+                for name, wanted in adapters.items():
+                    await self._try_register({name: wanted})
+            else:
+                [name] = adapters
+                self.fail(name, ErrorValue.of(error))
+
+    async def _verify(self, name: str, wanted: DesiredAdapter) -> None:
+        status = await self._answer(self.client.load_adapter(name, wanted.path, wanted.version))
+        self._apply({name: DesiredAdapter(wanted.path, wanted.version, status.pinned)})
+
+    async def _unload(self, name: str, *, drain: bool) -> None:
+        self._forget_failure(name)
+        self._unverified.discard(name)
+        with contextlib.suppress(UnknownAdapter):
+            await self._answer(self.client.unload_adapter(name, drain))
+        self._applied.pop(name, None)
+
+    async def _pin(self, name: str, pinned: bool) -> AdapterStatus:
+        status = await self._answer(self.client.pin_adapter(name, pinned))
+        if (applied := self._applied.get(name)) is not None:
+            self._applied[name] = DesiredAdapter(applied.path, applied.version, pinned)
+        return status
+
+    async def _try(self, name: str, call: Coroutine[object, object, object], *, bars: bool = True) -> None:
+        try:
+            await call
+        except EngineDead:
+            raise
+        except VLoraError as error:
+            self.fail(name, ErrorValue.of(error), bars=bars)
+
+    def _apply(self, adapters: Mapping[str, DesiredAdapter]) -> None:
+        self._applied |= adapters
+        for name in adapters:
+            self._unverified.discard(name)
+            self._forget_failure(name)
+
+    def _forget_failure(self, name: str) -> None:
+        if self.failures.pop(name, None) is not None:
+            self._on_usable(self.name, name, True)

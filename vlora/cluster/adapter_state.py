@@ -1,0 +1,216 @@
+"""The desired state of a cluster's adapters: which names it serves, from which folder, with which content.
+
+It may be kept in a file, which outlives the processes. The file is replaced as a whole by a rename after its content is
+on the disk, so a crash at any time leaves the former state or the new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from vlora.errors import BadConfig, VLoraError, listed
+
+FILE, LOCK = "adapters.json", "adapters.lock"
+
+
+class DesiredAdapter(msgspec.Struct, frozen=True):
+    """One adapter.
+
+    Attributes:
+        path: Its folder.
+        version: The hash of its content; empty until a replica has read it.
+        pinned: Whether an operator keeps it on the devices.
+    """
+
+    path: str
+    version: str = ""
+    pinned: bool = False
+
+
+class _Stored(msgspec.Struct, forbid_unknown_fields=True):
+    """The file. given: the folders that the server was started with, by name."""
+
+    adapters: dict[str, DesiredAdapter] = {}
+    given: dict[str, str] = {}
+
+
+class StartingAdapters(msgspec.Struct, frozen=True):
+    """The outcome of comparing the given folders with the state at a start.
+
+    Attributes:
+        new: Folders to register, by name: given for the first time, or other ones than at the start before.
+        loaded: Names that were given as before, and are served from the folder that was loaded later.
+        unloaded: Names that were given as before, and were unloaded later.
+        dropped: Names that a start before was given, and this one was not.
+    """
+
+    new: dict[str, str]
+    loaded: tuple[str, ...]
+    unloaded: tuple[str, ...]
+    dropped: tuple[str, ...]
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """For the operator: where the state wins over the command line, and what has changed there."""
+        found = {
+            "served as loaded later, not from the given folder": self.loaded,
+            "unloaded later, and not served": self.unloaded,
+            "not given any more, and not served": self.dropped,
+        }
+        return tuple(f"adapters {what}: {listed(names)}" for what, names in found.items() if names)
+
+
+class AdapterState:
+    """The adapters by name, in memory and, if opened with a folder, in a file there.
+
+    Attributes:
+        adapters: By name. Not to be changed by callers.
+        folder: Of the file; None without one.
+    """
+
+    def __init__(self) -> None:
+        """Begin without adapters and without a file."""
+        self.adapters: dict[str, DesiredAdapter] = {}
+        self.folder: Path | None = None
+        self._given: dict[str, str] = {}
+        self._lock_file = -1
+        self._writing = asyncio.Lock()
+        self._dirty = False
+
+    @classmethod
+    def open(cls, folder: str | Path) -> AdapterState:
+        """Read the file of a folder, which is made if it does not exist. No other process can open it until `close`.
+
+        Raises:
+            BadConfig: The folder cannot be used, another server uses it, or its file cannot be read.
+        """
+        self = cls()
+        self.folder = Path(folder)
+        try:
+            self.folder.mkdir(mode=0o700, exist_ok=True)
+            self._lock_file = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            data = (self.folder / FILE).read_bytes()
+            stored = msgspec.json.decode(data, type=_Stored)
+        except FileNotFoundError as error:
+            if self._lock_file < 0:
+                raise BadConfig(f"{self.folder}: the folder above it does not exist; make it first") from error
+            return self  # there is no state yet
+        except BlockingIOError as error:
+            self.close()
+            raise BadConfig(f"another server uses {self.folder}; give each server a folder of its own") from error
+        except OSError as error:
+            self.close()
+            raise BadConfig(f"{self.folder}: the adapters' state cannot be kept there: {error.strerror}") from error
+        except msgspec.MsgspecError as error:
+            self.close()
+            raise BadConfig(
+                f"{self.folder / FILE} is not a state of adapters ({error}); move it away to begin with the adapters "
+                "of the command line"
+            ) from error
+        self.adapters, self._given = stored.adapters, stored.given
+        return self
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.adapters
+
+    def begin(self, given: Mapping[str, str]) -> StartingAdapters:
+        """Compare the folders that a server is started with, by name, with the state. The first `commit` writes it.
+
+        The later word counts for each name. A given folder that is another one than at the start before is new, and
+        wins over the state. One that is the same was given before all that is in the state, so the state wins.
+        """
+        before, self._given = self._given, dict(given)
+        new = {name: path for name, path in given.items() if before.get(name) != path}
+        removed = [name for name in before if name not in given]
+        dropped = [name for name in removed if name in self.adapters and self.adapters[name].path == before[name]]
+        self.adapters = {name: each for name, each in self.adapters.items() if name not in new and name not in dropped}
+        same = sorted(given.keys() - new.keys())
+        return StartingAdapters(
+            new=new,
+            loaded=tuple(name for name in same if name in self.adapters and self.adapters[name].path != given[name]),
+            unloaded=tuple(name for name in same if name not in self.adapters),
+            dropped=tuple(dropped),
+        )
+
+    async def commit(self, changes: Mapping[str, DesiredAdapter | None]) -> None:
+        """Change adapters by name, None to remove one. The change is on the disk when this returns.
+
+        Raises:
+            VLoraError: The file cannot be written; nothing has changed.
+        """
+        async with self._writing:
+            await self._write(_changed(self.adapters, changes))
+            self.adapters = _changed(self.adapters, changes)  # contents may have been adopted meanwhile
+
+    def adopt(self, name: str, version: str) -> None:
+        """Note the content of an adapter that is read for the first time. `flush` writes it."""
+        self.adapters[name] = msgspec.structs.replace(self.adapters[name], version=version)
+        self._dirty = True
+
+    async def flush(self) -> None:
+        """Write the contents that were adopted. Raises VLoraError if the file cannot be written."""
+        async with self._writing:
+            if self._dirty:
+                self._dirty = False
+                try:
+                    await self._write(self.adapters)
+                except VLoraError:
+                    self._dirty = True
+                    raise
+
+    def close(self) -> None:
+        """Let other processes open the folder."""
+        if self._lock_file >= 0:
+            os.close(self._lock_file)
+            self._lock_file = -1
+
+    async def _write(self, adapters: Mapping[str, DesiredAdapter]) -> None:
+        if self.folder is None:
+            return
+        data = msgspec.json.format(msgspec.json.encode(_Stored(dict(adapters), self._given)), indent=1)
+        writing = asyncio.ensure_future(asyncio.to_thread(replace_file, self.folder / FILE, data))
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            await asyncio.wait({writing})  # another write must not begin before its end
+            raise
+        except OSError as error:
+            raise VLoraError(
+                f"{self.folder / FILE} cannot be written, so the adapters were not changed: {error.strerror}"
+            ) from error
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Replace a file's content: after a crash, it has the former content or the new one. Raises OSError."""
+    new = path.with_name(path.name + ".new")
+    try:
+        file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with open(file, "wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(file)
+        os.replace(new, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            new.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)  # the rename
+    finally:
+        os.close(folder)
+
+
+def _changed(
+    adapters: Mapping[str, DesiredAdapter], changes: Mapping[str, DesiredAdapter | None]
+) -> dict[str, DesiredAdapter]:
+    changed = {**adapters, **changes}
+    return {name: each for name, each in changed.items() if each is not None}
