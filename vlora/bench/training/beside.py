@@ -1,22 +1,27 @@
 """`vlora bench training`: requests beside a training in one engine, with the latency promise, and without one.
 
-All times are processor seconds of the engine's thread, to which the gaps are added in which it has nothing to do, so
-that other load on the machine hardly counts: an idle engine without training skips to the next arrival. The ways run by
+Times are processor seconds of the engine's thread, to which the gaps are added in which it has nothing to do, so that
+other load on the machine hardly counts: an idle engine without training skips to the next arrival. The ways run by
 turns with the same arrivals.
+
+A training in a process of its own competes for the processor, so it is compared in wall time, with the engine and that
+process on one core: run this part on an otherwise idle machine.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
+import os
 import random
 import tempfile
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import yaml
@@ -26,6 +31,7 @@ from fusion.embedded import checkpoint_path
 from vlora.bench.dummy import ranks_config
 from vlora.bench.report import Goal, Report
 from vlora.bench.timing import threads
+from vlora.bench.training.trainer_process import CLASSES, TrainerProcess
 from vlora.config import EngineConfig
 from vlora.engine import Engine
 from vlora.models.processing import InputProcessor
@@ -52,6 +58,25 @@ FULL = Size(layers=4, requests=200, rounds=2)
 QUICK = Size(layers=2, requests=150, rounds=1)
 
 
+class Clock(Protocol):
+    """Seconds."""
+
+    def __call__(self) -> float: ...
+
+    def skip_to(self, when_s: float) -> None:
+        """Let the time pass until `when_s`, which may be over."""
+
+
+class WallClock:
+    """A `Clock` of real time."""
+
+    def __call__(self) -> float:
+        return time.perf_counter()
+
+    def skip_to(self, when_s: float) -> None:
+        time.sleep(max(0.0, when_s - self()))
+
+
 class EngineClock:
     """Processor seconds of this thread, and the time that was skipped."""
 
@@ -62,7 +87,6 @@ class EngineClock:
         return time.thread_time() + self._skipped_s
 
     def skip_to(self, when_s: float) -> None:
-        """Let the time pass until `when_s`, which may be over."""
         self._skipped_s += max(0.0, when_s - self())
 
 
@@ -81,8 +105,17 @@ class Served:
 def run(quick: bool) -> Report:
     """Serve each load in all ways."""
     size = QUICK if quick else FULL
+    with threads(1):
+        rows = in_one_engine(size)
+        with one_core():
+            rows += in_processes(size)
+    return Report("training", rows, goals_of(rows))
+
+
+def in_one_engine(size: Size) -> list[dict[str, Any]]:
+    """The rows in processor seconds."""
     rows: list[dict[str, Any]] = []
-    with threads(1), tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
         clock = EngineClock()
         engine = start(Path(folder), size.layers, clock)
         capacity = measure_capacity(engine, clock)
@@ -92,12 +125,51 @@ def run(quick: bool) -> Report:
                 gaps = arrivals(size.requests, load * capacity, seed=number)
                 for way, slowdown in WAYS.items():
                     serve(engine, clock, gaps, slowdown, found[way])
-            rows += rows_of(load, load * capacity, found)
+            rows += rows_of("processor", load, load * capacity, found)
         engine.close()
-    return Report("training", rows, goals_of(rows))
+    return rows
 
 
-def start(folder: Path, num_layers: int, clock: EngineClock) -> Engine:
+def in_processes(size: Size) -> list[dict[str, Any]]:
+    """The rows in wall time: no training, one in the engine with the promise, and one in a process of each class."""
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as opened:
+        folder, clock = Path(name), WallClock()
+        engine = start(folder, size.layers, clock)
+        processes: dict[str, TrainerProcess] = {}
+        for kind in CLASSES:
+            processes[kind] = TrainerProcess(folder, size.layers, kind)
+            opened.callback(processes[kind].close)
+        capacity = measure_capacity(engine, clock)
+        for load in size.loads:
+            found = {way: Served() for way in ("alone", "beside", *CLASSES)}
+            for number in range(size.rounds):
+                gaps = arrivals(size.requests, load * capacity, seed=number)
+                serve(engine, clock, gaps, None, found["alone"])
+                serve(engine, clock, gaps, SLOWDOWN, found["beside"])
+                for kind, process in processes.items():
+                    before = process.num_tokens
+                    process.resume()
+                    serve(engine, clock, gaps, None, found[kind])
+                    process.pause()
+                    found[kind].num_tokens += process.num_tokens - before
+            rows += rows_of("wall", load, load * capacity, found)
+        engine.close()
+    return rows
+
+
+@contextlib.contextmanager
+def one_core() -> Iterator[None]:
+    """Run this thread, and processes that it starts, on one core until the end of the block."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(before)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def start(folder: Path, num_layers: int, clock: Clock) -> Engine:
     """An engine with random weights and one training that does not end."""
     words = random.Random(0)
     records = [
@@ -135,7 +207,7 @@ def request(number: int) -> Request:
     return Request(request_id=f"r{number}", prompt_ids=ids, sampling=sampling)
 
 
-def measure_capacity(engine: Engine, clock: EngineClock) -> float:
+def measure_capacity(engine: Engine, clock: Clock) -> float:
     """Requests per second with a queue that is never empty."""
     num_requests = 64
     for warm in (True, False):
@@ -144,7 +216,7 @@ def measure_capacity(engine: Engine, clock: EngineClock) -> float:
     return num_requests / found.seconds
 
 
-def serve(engine: Engine, clock: EngineClock, times: Sequence[float], slowdown: float | None, found: Served) -> None:
+def serve(engine: Engine, clock: Clock, times: Sequence[float], slowdown: float | None, found: Served) -> None:
     """Serve requests that arrive at these times after now. slowdown: the promise; None: no training."""
     trainings = engine.parts.trainings
     trainings.promise.slowdown = slowdown or SLOWDOWN
@@ -167,7 +239,7 @@ def serve(engine: Engine, clock: EngineClock, times: Sequence[float], slowdown: 
     found.num_tokens += trainings.statuses()[0].num_tokens - tokens_before
 
 
-def _idle(clock: EngineClock, next_s: float, retry_s: float | None) -> None:
+def _idle(clock: Clock, next_s: float, retry_s: float | None) -> None:
     """Skip to the next arrival, or to the next piece that the promise allows; wait for the training's thread."""
     if retry_s is not None:
         next_s = min(next_s, clock() + retry_s)
@@ -177,11 +249,12 @@ def _idle(clock: EngineClock, next_s: float, retry_s: float | None) -> None:
     clock.skip_to(next_s)
 
 
-def rows_of(load: float, rate: float, found: dict[str, Served]) -> list[dict[str, Any]]:
-    """One row for each way."""
+def rows_of(seconds: str, load: float, rate: float, found: dict[str, Served]) -> list[dict[str, Any]]:
+    """One row for each way. seconds: "processor" or "wall"."""
     alone = found["alone"]
     return [
         {
+            "seconds": seconds,
             "load": load,
             "requests a second": rate,
             "way": way,
@@ -195,8 +268,9 @@ def rows_of(load: float, rate: float, found: dict[str, Served]) -> list[dict[str
 
 
 def goals_of(rows: Sequence[dict[str, Any]]) -> list[Goal]:
-    """The promise at each load, with some progress."""
+    """The promise at each load, with some progress, in processor seconds."""
     goals = []
+    rows = [row for row in rows if row["seconds"] == "processor"]
     for row in rows:
         if row["way"] == "beside":
             goals.append(
