@@ -126,8 +126,9 @@ class Autoscaler:
         try:
             self._reached = await scaled.advance(self._target)
         except VLoraError as error:  # as when none that would remain serves
-            log.warning("automatic scaling to %d replicas: %s", self._target, error)
-            self._target, self._reached = scaled.number, True
+            if self._target != scaled.number:  # what has begun goes on later
+                log.warning("automatic scaling to %d replicas: %s", self._target, error)
+                self._target, self._reached = scaled.number, True
             return
         for place in scaled.absent().keys() - before.keys():
             self._starting[place] = now
@@ -177,12 +178,14 @@ class Autoscaler:
             log.warning("automatic scaling: %s", absent[place])
         # Any client sees the status, and an error may contain paths.
         what = "a replica did not start; see the server log" if failed else f"no start within {self._start_s:g} s"
-        for place in {*failed, *late}:
-            del self._starting[place]
+        given_up = {*failed, *late}
+        # Starts above go along. A replica that has served is not given up, nor is a start below one.
         number = self._target
-        while number > self._settings.least and number - 1 in absent:
+        while number > max(self._settings.least, min(given_up)) and number - 1 in self._starting:
             number -= 1
-            self._starting.pop(number, None)
+        self._starting = {
+            place: since for place, since in self._starting.items() if place < number and place not in given_up
+        }
         decision = self._policy.failed(now, number, what)
         self._problem = decision.why
         log.warning("automatic scaling: %s", decision.why)
