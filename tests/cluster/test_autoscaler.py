@@ -161,6 +161,17 @@ def test_a_failed_start_ends_a_start_above_it() -> None:
     assert fake.orders == [3, 1] and fake.number == 1
 
 
+def test_a_replica_that_is_started_again_counts_as_one_that_starts() -> None:
+    fake = Fake()
+    fake.number, fake.wait_s, fake.found = 2, 9.0, Advice(1, (), ())
+    fake.scaler = Autoscaler(fake, ScalingSettings(1, 3, 2.0, 5.0), lambda: fake.now, automatic=True)
+    fake.run(20)
+    assert not fake.orders
+    fake.failures = {1: "no memory"}
+    fake.run(1)
+    assert fake.orders == [3]
+
+
 def test_a_drain_goes_on_after_the_other_replicas_were_down(caplog: pytest.LogCaptureFixture) -> None:
     fake = Fake()
     fake.number, fake.ready, fake.found, fake.busy = 2, {0, 1}, LIGHT, {1}

@@ -110,10 +110,12 @@ class Autoscaler:
         scaled, now = self._scaled, self._clock()
         if not self.automatic or scaled.in_operation:
             return
-        self._look_at_starts(now, scaled.absent())
+        absent = scaled.absent()
+        self._look_at_starts(now, absent)
+        restarting = {place for place, error in absent.items() if place < self._target and not error}
         seen = Situation(
             number=self._target,
-            starting=len(self._starting),
+            starting=len(restarting | self._starting.keys()),
             can_release=scaled.serves(self._target - 1),
             advice=scaled.advice(),
             longest_wait_s=scaled.longest_wait_s(),
