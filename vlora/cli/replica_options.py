@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any, NamedTuple
 
@@ -61,9 +62,9 @@ def take_replica_options(settings: dict[str, Any]) -> ReplicaOptions:
     """Remove the values of these options from all settings of the command, and return them, checked.
 
     Raises:
-        BadConfig: A number is below 1 or over the limit; several engines have a plan of trainings, as replicas would
-            train the same adapters in the same folder; Ray cannot be used, which is not imported; or an option has no
-            effect.
+        BadConfig: A number is below 1, over the limit, or none; several engines have a plan of trainings, as replicas
+            would train the same adapters in the same folder; Ray cannot be used, which is not imported; or an option
+            has no effect.
     """
     given = ReplicaOptions(**{name: settings.pop(name) for name, *_ in _OPTIONS})
     number, most, plan = given.replicas, given.max_replicas, settings.get("train")
@@ -72,6 +73,9 @@ def take_replica_options(settings: dict[str, Any]) -> ReplicaOptions:
     if most is not None and most < number:
         raise BadConfig(f"--max-replicas is {most}, below --replicas {number}; set it to {number} or more")
     most = most or number
+    for name in ("scale_up_s", "scale_down_s"):
+        if math.isnan(getattr(given, name)):  # which click compares with no limit
+            raise BadConfig(f"--{name.replace('_', '-')} is nan; set a number of seconds above 0")
     if given.autoscale and most == number:
         raise BadConfig(f"--autoscale needs a --max-replicas above --replicas {number}")
     if most > 1 and plan is not None:
