@@ -128,7 +128,7 @@ class Autoscaler:
         try:
             self._reached = await scaled.advance(self._target)
         except VLoraError as error:  # as when none that would remain serves
-            if self._target != scaled.number:  # what has begun goes on later
+            if self._target != scaled.number:  # otherwise the change has begun, and goes on later
                 log.warning("automatic scaling to %d replicas: %s", self._target, error)
                 self._target, self._reached = scaled.number, True
             return
