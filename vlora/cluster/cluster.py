@@ -72,7 +72,7 @@ class Cluster:
             await member.join()
         except BaseException:
             if self.members.get(name) is member:
-                del self.members[name]
+                await self._disconnect(name)
             raise
 
     async def drain(self, name: str, timeout_s: float | None = None) -> bool:
@@ -226,8 +226,11 @@ class Cluster:
 
     async def _disconnect(self, name: str) -> None:
         member = self.members.pop(name, None)
-        if member is not None:
-            await member.close()
+        if member is None:
+            return
+        try:
+            await asyncio.shield(member.close())  # also if the caller is cancelled
+        finally:
             if name in self._router.replicas:
                 self._left(member, died=False)
 
