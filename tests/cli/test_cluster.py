@@ -18,6 +18,7 @@ from vlora.client import AsyncClient, Client
 from vlora.config import Token
 from vlora.errors import BadRequest, Forbidden
 from vlora.types import Request, SamplingParams
+from vlora.types.replicas import ClusterStatus, ScalingStatus
 
 FOREVER = Request(
     request_id="r", prompt_ids=tuple(b"forever"), sampling=SamplingParams(max_tokens=50_000, ignore_eos=True, seed=0)
@@ -137,3 +138,30 @@ def test_only_admins_drain_and_resume() -> None:
                     client.scale(2)
                 with pytest.raises(BadRequest, match="this server has one engine"):
                     client.cluster()
+
+
+@pytest.mark.parametrize(
+    ("automatic", "now"), [(False, "2 replicas, set by an operator"), (True, "2 replicas, set automatically")]
+)
+def test_a_number_that_another_call_replaces_is_not_set_again(
+    automatic: bool, now: str, vlora_command: Vlora, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers: list[int] = []
+    scaling = ScalingStatus(
+        automatic=automatic, number=2, least=1, most=3, decision="", decided_s=None, problem="", decisions={}
+    )
+    status = ClusterStatus(replicas=(), num_waiting=0, num_deaths=0, num_resubmitted=0, num_moves=0, scaling=scaling)
+
+    def scale(_: Client, number: int, *, wait_s: float) -> bool:
+        numbers.append(number)
+        return len(numbers) > 5
+
+    monkeypatch.setattr(Client, "scale", scale)
+    monkeypatch.setattr(Client, "cluster", lambda _: status)
+    message = f"error: the change to 3 replicas was replaced by another one: {now}\n"
+    assert vlora_command("cluster", "scale", "3", "--server", address) == (2, "", message)
+    assert numbers == [3]
+    numbers.clear()
+    if not automatic:
+        assert vlora_command("cluster", "scale", "2", "--server", address) == (0, "2 replicas\n", "")
+        assert numbers == [2] * 6

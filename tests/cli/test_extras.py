@@ -56,6 +56,8 @@ def test_several_replicas_need_ray_and_one_needs_an_engine() -> None:
         (("--max-replicas", "2"), "--replicas 2 needs Ray: pip install 'vlora[cluster]'; without it one engine serves"),
         (("--replicas", "3", "--max-replicas", "2"), "--max-replicas is 2, below --replicas 3; set it to 3 or more"),
         (("--replicas", "2", "--autoscale"), "--autoscale needs a --max-replicas above --replicas 2"),
+        (("--scale-up-s", "nan"), "--scale-up-s is nan; set a number of seconds above 0"),
+        (("--scale-down-s", "nan"), "--scale-down-s is nan; set a number of seconds above 0"),
         (("--routing-journal", "x"), "--routing-journal needs --replicas 2 or more: one engine has no router"),
     ):
         done = run("serve", *args, extra="serve")

@@ -133,6 +133,59 @@ def test_a_failed_start_below_one_that_succeeded_ends_neither() -> None:
     assert fake.orders == [3, 3] and fake.ready == {0, 2} and fake.scaler.status.problem
 
 
+def test_a_failed_start_ends_no_other_replica_that_is_down() -> None:
+    fake = Fake()
+    fake.number, fake.ready = 2, {0, 1}
+    fake.scaler = Autoscaler(fake, ScalingSettings(1, 3, 2.0, 5.0), lambda: fake.now, automatic=True)
+    fake.wait_s, fake.failures = 9.0, {2: "no memory"}
+    fake.run(1)
+    fake.ready = {0}  # 1 has served, and is started again
+    fake.run(1)
+    assert fake.orders == [3, 2] and fake.number == 2
+
+
+def test_a_failed_start_leaves_a_start_below_it() -> None:
+    fake = Fake()
+    fake.wait_s, fake.found, fake.failures = 9.0, Advice(2, (), ()), {2: "no memory"}
+    fake.run(5)
+    assert fake.orders == [3, 2] and fake.number == 2
+    fake.ready.add(1)
+    fake.run(1)
+    assert not fake.scaler.status.problem
+
+
+def test_a_failed_start_ends_a_start_above_it() -> None:
+    fake = Fake()
+    fake.wait_s, fake.found, fake.failures = 9.0, Advice(2, (), ()), {1: "no memory"}
+    fake.run(5)
+    assert fake.orders == [3, 1] and fake.number == 1
+
+
+def test_a_replica_that_is_started_again_counts_as_one_that_starts() -> None:
+    fake = Fake()
+    fake.number, fake.wait_s, fake.found = 2, 9.0, Advice(1, (), ())
+    fake.scaler = Autoscaler(fake, ScalingSettings(1, 3, 2.0, 5.0), lambda: fake.now, automatic=True)
+    fake.run(20)
+    assert not fake.orders
+    fake.failures = {1: "no memory"}
+    fake.run(1)
+    assert fake.orders == [3]
+
+
+def test_a_drain_goes_on_after_the_other_replicas_were_down(caplog: pytest.LogCaptureFixture) -> None:
+    fake = Fake()
+    fake.number, fake.ready, fake.found, fake.busy = 2, {0, 1}, LIGHT, {1}
+    fake.scaler = Autoscaler(fake, ScalingSettings(1, 3, 2.0, 5.0), lambda: fake.now, automatic=True)
+    fake.run(8)
+    assert fake.number == 1
+    fake.ready = {1}
+    fake.run(3)
+    fake.ready = {0, 1}
+    fake.busy.clear()
+    fake.run(3)
+    assert fake.number == 1 and fake.ready == {0} and not caplog.records
+
+
 def test_an_operators_number_holds_until_automatic_scaling_is_turned_on() -> None:
     fake = Fake()
     fake.scaler.set_by_operator(2)

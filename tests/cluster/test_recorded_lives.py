@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import os
 import signal
+import stat
 from pathlib import Path
 
 import pytest
@@ -116,6 +118,35 @@ def test_the_file_is_bounded_and_the_former_one_is_kept(tmp_path: Path, caplog: 
     assert path.read_bytes() == b"x\n"
 
 
+def test_only_the_owner_reads_a_file_that_was_there_before(tmp_path: Path) -> None:
+    for path in (tmp_path / "empty", tmp_path / "linked"):
+        path.write_bytes(b"")
+        path.chmod(0o644)
+    (tmp_path / "link").symlink_to(tmp_path / "linked")
+    for name in ("empty", "link"):
+        JournalFile(str(tmp_path / name)).close()
+    assert [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("empty", "linked")] == [0o600, 0o600]
+
+
+def test_two_servers_that_begin_at_once_do_not_share_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "routing.jsonl"
+    path.write_bytes(b"earlier\n")
+    flock, others = fcntl.flock, []
+
+    def late(descriptor: int, operation: int) -> None:
+        """The other server begins after this one has opened the file and before it locks it."""
+        monkeypatch.setattr(fcntl, "flock", flock)
+        others.append(JournalFile(str(path)))
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(BadConfig, match=r"is being written by another server; choose another file$"):
+        JournalFile(str(path))
+    others[0].write(b"x")
+    others[0].close()
+    assert path.read_bytes() == b"x\n" and Path(f"{path}.1").read_bytes() == b"earlier\n"
+
+
 def test_a_full_disk_ends_the_record_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
     journal = JournalFile("/dev/full", clock=lambda: now[0])
@@ -138,6 +169,11 @@ def test_a_file_that_cannot_be_written_or_read_is_one_line(tmp_path: Path) -> No
         (b"", "the record of routing is empty; it has a line when the server has started"),
         (b"TIMESTAMP,ContextTokens\n", "line 1 is no line of a record of routing: "),
         (b'{"rule":"best"}\n', "line 1 is no line of a record of routing: no routing rule named 'best'"),
+        (b'{"rule":"placed","weights":3}\n', "line 1 is no line of a record of routing: "),
+        (b'{"rule":"placed","weights":{"a":"x"}}\n["replan",[],null]\n', "line 1 is no line of a record of routing: "),
+        (b'{"rule":null}\n', "line 1 is no line of a record of routing: "),
+        (b"[" * 100_000 + b"\n", "line 1 is no line of a record of routing: "),
+        (b'{"rule":"placed"}\n["advice",' + b"[" * 100_000 + b"\n", "line 2 is no line of a record of routing: "),
         (b'{"rule":"placed"}\n["fly",[],null]\n', "line 2 is no line of a record of routing: "),
         (b'{"rule":"placed"}\n["ended",[1],null]\n', "line 2 is no line of a record of routing: "),
     ):

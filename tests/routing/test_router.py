@@ -383,6 +383,13 @@ def test_advice_follows_the_load() -> None:
         send(router, need())
     assert router.advice().add == 2, "five wait, a batch is four"
     assert Router().advice().add == 1
+    alone = routed("placed", "a", Room(4, 1000))
+    for _ in range(4):
+        send(alone, need())
+    alone.leave("a")
+    for _ in range(9):
+        send(alone, need())
+    assert alone.advice().add == 1, "without a replica the size of a batch is not known"
     spread = routed("placed", "abcd", Room(8, 1000))
     for _ in range(9):
         send(spread, need())

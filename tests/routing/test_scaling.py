@@ -51,7 +51,7 @@ def test_a_request_that_waits_long_adds_a_replica_at_once() -> None:
     assert decisions(policy, range(4, 99), seen(5, MORE, wait_s=9.0)) == []
 
 
-def test_after_a_change_requests_get_time_to_be_placed_anew() -> None:
+def test_after_a_change_requests_get_time_to_be_placed() -> None:
     policy = ScalingPolicy(SETTINGS)
     policy.joined(10)
     assert decisions(policy, range(10, 14), seen(3, MORE, wait_s=9.0))[0] == (12, 4, WAITING)

@@ -9,6 +9,7 @@ import click
 from vlora.cli.group import cli
 from vlora.cli.progress import waiting
 from vlora.cli.server_flags import json_option, print_json, server_option
+from vlora.errors import BadRequest
 
 if TYPE_CHECKING:
     from vlora.client import Client
@@ -92,8 +93,8 @@ def drain(name: str, client: Client, as_json: bool) -> None:
     \b
         vlora cluster drain replica-0
 
-    It gets no further requests until it is resumed, also after a restart of its engine. Requests without room elsewhere
-    end where they are. An interrupt ends the wait only.
+    It gets no further requests until it is resumed, also after a restart of its engine. Requests that no other replica
+    could take end where they are. An interrupt ends the wait only.
     """
     with client, waiting(f"draining {name}"):
         while not client.drain_replica(name, wait_s=_WAIT_S):
@@ -131,11 +132,18 @@ def scale(number: int | Literal["auto"], client: Client, as_json: bool) -> None:
     --replicas of the server.
 
     Further ones are started. The last ones are drained, and end once they have no requests. An interrupt ends the wait,
-    and leaves what drains drained; another number then resumes it.
+    and leaves what drains drained; another number then resumes it. The wait ends with an error if another call sets
+    another number meanwhile.
     """
     with client, waiting(f"scaling to {number}"):
         while not client.scale(number, wait_s=_WAIT_S):
-            pass
+            scaling = client.cluster().scaling
+            if scaling is not None and (scaling.automatic or scaling.number != number):
+                who = "automatically" if scaling.automatic else "by an operator"
+                raise BadRequest(
+                    f"the change to {_counted(int(number), 'replica')} was replaced by another one: "
+                    f"{_counted(scaling.number, 'replica')}, set {who}"
+                )
     if as_json:
         print_json({"num_replicas": number})
     else:

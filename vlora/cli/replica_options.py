@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -76,9 +77,9 @@ def take_replica_options(
         learn: Plan of learning adapters, which are trained.
 
     Raises:
-        BadConfig: A number is below 1 or over the limit; several engines have a plan of trainings, as replicas would
-            train the same adapters in the same folder; Ray cannot be used, which is not imported; or an option has no
-            effect.
+        BadConfig: A number is below 1, over the limit, or none; several engines have a plan of trainings, as replicas
+            would train the same adapters in the same folder; Ray cannot be used, which is not imported; or an option
+            has no effect.
     """
     given = ReplicaOptions(**{name: settings.pop(name) for name, *_ in _OPTIONS})
     number, most = given.replicas, given.max_replicas
@@ -87,6 +88,9 @@ def take_replica_options(
     if most is not None and most < number:
         raise BadConfig(f"--max-replicas is {most}, below --replicas {number}; set it to {number} or more")
     most = most or number
+    for name in ("scale_up_s", "scale_down_s"):
+        if math.isnan(getattr(given, name)):  # which click compares with no limit
+            raise BadConfig(f"--{name.replace('_', '-')} is nan; set a number of seconds above 0")
     if cluster is not None:
         if given.autoscale and cluster.replicas.limit == cluster.replicas.number:
             raise BadConfig("--autoscale needs `replicas.most` of the plan above `replicas.number`")

@@ -110,10 +110,12 @@ class Autoscaler:
         scaled, now = self._scaled, self._clock()
         if not self.automatic or scaled.in_operation:
             return
-        self._look_at_starts(now, scaled.absent())
+        absent = scaled.absent()
+        self._look_at_starts(now, absent)
+        restarting = {place for place, error in absent.items() if place < self._target and not error}
         seen = Situation(
             number=self._target,
-            starting=len(self._starting),
+            starting=len(restarting | self._starting.keys()),
             can_release=scaled.serves(self._target - 1),
             advice=scaled.advice(),
             longest_wait_s=scaled.longest_wait_s(),
@@ -126,8 +128,9 @@ class Autoscaler:
         try:
             self._reached = await scaled.advance(self._target)
         except VLoraError as error:  # as when none that would remain serves
-            log.warning("automatic scaling to %d replicas: %s", self._target, error)
-            self._target, self._reached = scaled.number, True
+            if self._target != scaled.number:  # otherwise the change has begun, and goes on later
+                log.warning("automatic scaling to %d replicas: %s", self._target, error)
+                self._target, self._reached = scaled.number, True
             return
         for place in scaled.absent().keys() - before.keys():
             self._starting[place] = now
@@ -177,12 +180,14 @@ class Autoscaler:
             log.warning("automatic scaling: %s", absent[place])
         # Any client sees the status, and an error may contain paths.
         what = "a replica did not start; see the server log" if failed else f"no start within {self._start_s:g} s"
-        for place in {*failed, *late}:
-            del self._starting[place]
+        given_up = {*failed, *late}
+        # Starts above go along. A replica that has served is not given up, nor is a start below one.
         number = self._target
-        while number > self._settings.least and number - 1 in absent:
+        while number > max(self._settings.least, min(given_up)) and number - 1 in self._starting:
             number -= 1
-            self._starting.pop(number, None)
+        self._starting = {
+            place: since for place, since in self._starting.items() if place < number and place not in given_up
+        }
         decision = self._policy.failed(now, number, what)
         self._problem = decision.why
         log.warning("automatic scaling: %s", decision.why)

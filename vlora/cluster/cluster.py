@@ -92,7 +92,7 @@ class Cluster:
             await member.join()
         except BaseException:
             if self.members.get(name) is member:
-                del self.members[name]
+                await self._disconnect(name)
             raise
 
     async def drain(self, name: str, timeout_s: float | None = None) -> bool:
@@ -110,7 +110,7 @@ class Cluster:
         self._set_drained(name, True)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while any(name in (flight.replica, flight.target) for flight in self._flights.open.values()):
+                while self._has_requests(name):
                     self.consolidate()
                     await asyncio.sleep(_TICK_S / 4)
                 return True
@@ -122,21 +122,12 @@ class Cluster:
 
     async def remove(self, name: str) -> None:
         """Disconnect a replica; requests that it still has continue elsewhere. Unknown names are ignored."""
-        member = self.members.pop(name, None)
-        if member is None:
-            return
         self._drained.discard(name)
-        await member.close()
-        self._adapters.leave(name)
-        if name in self._router.replicas:
-            self._left(member, died=False)
+        await self._disconnect(name)
 
     async def replace(self, name: str, address: Address, *, tls: bool = False) -> None:
         """As `add`, for a replica that listens at another address since its restart. A drained one stays drained."""
-        drained = name in self._drained
-        await self.remove(name)
-        if drained:
-            self._drained.add(name)
+        await self._disconnect(name)
         await self.add(name, address, tls=tls)
 
     def consolidate(self) -> int:
@@ -260,6 +251,17 @@ class Cluster:
             on_leave=self._left,
         )
 
+    async def _disconnect(self, name: str) -> None:
+        member = self.members.pop(name, None)
+        if member is None:
+            return
+        try:
+            await asyncio.shield(member.close())  # also if the caller is cancelled
+        finally:
+            self._adapters.leave(name)
+            if name in self._router.replicas:
+                self._left(member, died=False)
+
     def _joined(self, member: Member) -> None:
         client = member.client
         assert client is not None
@@ -280,9 +282,16 @@ class Cluster:
             raise UnknownReplica(
                 f"there is no replica {name!r}; the replicas are {', '.join(sorted(self.members)) or 'none'}"
             )
+        self._mark_drained(name, drained)
+
+    def _mark_drained(self, name: str, drained: bool) -> None:
+        """As `_set_drained`, also for a replica that is not connected."""
         (self._drained.add if drained else self._drained.discard)(name)
         if name in self._router.replicas:
             self._flights.send(self._router.drain(name, drained))
+
+    def _has_requests(self, name: str) -> bool:
+        return any(name in (flight.replica, flight.target) for flight in self._flights.open.values())
 
     def _reported(self, member: Member, client: EngineClient, load: EngineLoad, taken: int) -> None:
         if member.client is not client:

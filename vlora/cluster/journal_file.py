@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import stat
 import time
 from collections.abc import Callable
 from typing import BinaryIO
@@ -43,6 +44,8 @@ class JournalFile:
                 os.replace(path, f"{path}.1")
                 os.close(descriptor)
                 descriptor = _locked(path, os.O_EXCL)
+            if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                os.fchmod(descriptor, 0o600)  # one that was there before may be readable by others
         except BlockingIOError:
             raise BadConfig(
                 f"--routing-journal {path} is being written by another server; choose another file"
@@ -78,10 +81,15 @@ class JournalFile:
 
 
 def _locked(path: str, flags: int) -> int:
-    """The descriptor of the file. Raises BlockingIOError if another process has locked it."""
+    """The descriptor of the file.
+
+    Raises BlockingIOError if another process has locked it, or has replaced it since it was opened.
+    """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | flags, 0o600)  # no wait for a pipe's reader
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(descriptor), os.stat(path)):
+            raise BlockingIOError
     except BaseException:
         os.close(descriptor)
         raise

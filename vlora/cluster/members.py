@@ -91,7 +91,7 @@ class Member:
         joined = asyncio.create_task(self._joined.wait())
         await asyncio.wait((joined, self._serving), return_when=asyncio.FIRST_COMPLETED)
         joined.cancel()
-        if not self._joined.is_set():
+        if self._serving.done():  # otherwise it has joined, and if it was lost since, it joins again
             raise self._closed_meanwhile()
 
     async def wait_joined(self) -> None:

@@ -6,7 +6,7 @@ import functools
 import inspect
 import json
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, cast
+from typing import Annotated, Any, NamedTuple, cast
 
 import msgspec
 
@@ -35,6 +35,17 @@ _CALLS: dict[str, Any] = {
     "advice": tuple[float],
 }
 """The calls that are recorded, and their arguments."""
+
+_Weights = dict[str, Annotated[float, msgspec.Meta(gt=0)]]
+
+
+class _Settings(msgspec.Struct, forbid_unknown_fields=True):
+    """The first line: arguments of `Router`, its rule by name."""
+
+    rule: str = "placed"
+    over: float | None = None
+    weights: _Weights | None = None
+    tenant_weights: _Weights | None = None
 
 
 class RecordedRouter:
@@ -110,11 +121,11 @@ def replay_calls(lines: Iterable[bytes]) -> Replayed:
     for number, line in enumerate(lines, 1):
         try:
             if router is None:
-                router = Router(**json.loads(line))
+                router = Router(**msgspec.structs.asdict(msgspec.convert(json.loads(line), _Settings)))
                 continue
             name, arguments, recorded = msgspec.json.decode(line, type=tuple[str, msgspec.Raw, Any])
             given = msgspec.json.decode(arguments, type=_CALLS[name])
-        except (ValueError, TypeError, KeyError, msgspec.MsgspecError, BadConfig) as error:
+        except (ValueError, TypeError, KeyError, RecursionError, msgspec.MsgspecError, BadConfig) as error:
             raise BadRequest(f"line {number} is no line of a record of routing: {error}") from error
         try:
             result = msgspec.to_builtins(getattr(router, name)(*given))

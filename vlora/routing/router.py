@@ -372,8 +372,8 @@ class Router:
         """
         serving = [s for s in self.replicas.values() if not s.draining]
         lightly = [s for s in serving if s.size < light * s.room.max_batch_size]
-        per = max((s.room.max_batch_size for s in serving), default=1)
-        add = 0 if lightly else 1 + self.num_waiting // per
+        batches = self.num_waiting // max(s.room.max_batch_size for s in serving) if serving else 0
+        add = 0 if lightly else 1 + batches
         # The last one is kept: a serving one, and of these the one that the rule uses first.
         by_name = sorted(self.replicas.values(), key=lambda s: s.name, reverse=not self.rule.consolidates)
         idle = [s.name for s in sorted(by_name, key=lambda s: not s.draining) if not s.size]

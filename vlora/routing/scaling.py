@@ -38,7 +38,7 @@ class Situation(NamedTuple):
 
     Attributes:
         number: replicas that there should be so far, without those that drain in order to end.
-        starting: of these, added ones that do not serve yet.
+        starting: of these, added ones that do not serve yet, and lost ones that are started again.
         can_release: all but the last one serve.
         advice: of the router, now.
         longest_wait_s: how long a request has waited for a replica with room.

@@ -95,6 +95,7 @@ class LocalCluster(Cluster):
         self._closed = False
         self._hung_s = hung_s
         self._scaling = asyncio.Lock()
+        self._num_calls = 0  # of `scale`
         self._failures: dict[str, str] = {}  # of the latest starts
         self._leaving: set[str] = set()  # drained by `scale`
         self._hung: dict[str, asyncio.TimerHandle] = {}  # by the names of lost replicas
@@ -209,7 +210,7 @@ class LocalCluster(Cluster):
     async def scale(self, number: int | Literal["auto"], timeout_s: float) -> bool:
         """Have another number of replicas: start further ones, or drain the last ones and then end them.
 
-        This turns automatic scaling off; "auto" turns it on.
+        This turns automatic scaling off; "auto" turns it on. A later call ends the wait of an earlier one.
 
         Returns:
             Whether it is done. After the timeout, starts go on, and what drains is ended by a later call only.
@@ -219,13 +220,17 @@ class LocalCluster(Cluster):
             EngineDead: A replica does not start.
         """
         if number == "auto":
+            self._num_calls += 1
             self._autoscaler.turn_on()
             return True
         if not 1 <= number <= self.max_replicas:
             limits = f"it must be between 1 and {self.max_replicas}, see --max-replicas"
             raise BadRequest(f"the number of replicas is {number}; {limits}")
         ends_s = self._loop.time() + timeout_s
+        self._num_calls = call = self._num_calls + 1
         async with self._scaling:
+            if call != self._num_calls:
+                return False
             self._check_remaining(number)
             self._autoscaler.set_by_operator(number)
             return await self._reach(number, ends_s) and await self._wait_started(number, ends_s)
@@ -241,18 +246,19 @@ class LocalCluster(Cluster):
 
     async def _reach(self, number: int, ends_s: float) -> bool:
         """Start the first replicas, drain and end the others. Returns whether the latter is done."""
-        self.number = number
+        self.number, call = number, self._num_calls
         names, last = replica_names(number), replica_names(self.num_replicas)[number:]
         for name in self._leaving & set(names):
             self._leaving.discard(name)
-            self.resume(name)
-        leaving = [name for name in last if name in self.members]
-        for name in leaving:
+            self._mark_drained(name, False)
+        for name in last:
             self._leaving.add(name)
-            self._set_drained(name, True)
-        for name in leaving:
-            if not await self.drain(name, ends_s - self._loop.time()):
+            self._mark_drained(name, True)
+        while any(map(self._has_requests, last)):
+            if self._loop.time() >= ends_s or call != self._num_calls:
                 return False
+            self.consolidate()
+            await asyncio.sleep(_PAUSE_S / 4)
         self.num_replicas = number
         self.ray.scale(number)
         for name in last:
@@ -260,7 +266,10 @@ class LocalCluster(Cluster):
         return True
 
     async def _wait_started(self, number: int, ends_s: float) -> bool:
+        call = self._num_calls
         while not set(replica_names(number)) <= set(clients(self.members)):
+            if call != self._num_calls:
+                return False
             if self._loop.time() > ends_s:
                 for name in sorted(self._failures):
                     raise EngineDead(f"{name} does not start: {self._failures[name]}; it is tried again")
