@@ -41,7 +41,7 @@ async def two_of_three(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
     replicas = {place: LocalReplica() for place in range(3)}
     monkeypatch.setattr(members, "connect", connecting(replicas))
     scaling = ScalingSettings(1, 3, 2.0, 60.0)
-    cluster: Any = LocalCluster(SLEEPING, "placed", Folder.create(), None, 60.0, 2, scaling, False, None)
+    cluster: Any = LocalCluster(SLEEPING, "placed", Folder.create(), None, 60.0, 2, scaling, False, None, None)
     cluster.ray = NoRay()
     try:
         for place in range(2):
