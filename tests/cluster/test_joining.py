@@ -40,12 +40,15 @@ async def close(cluster: Cluster, replicas: dict[int, LocalReplica]) -> None:
 def test_a_replica_that_dies_while_it_joins_stays_a_member(
     replicas: dict[int, LocalReplica], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def dies(_: ReplicatedAdapters, engine: Any) -> None:
+    joins = ReplicatedAdapters.join
+
+    async def dies(self: ReplicatedAdapters, name: str, engine: Any) -> None:
+        await joins(self, name, engine)
         if replicas[0].alive:
             replicas[0].kill()
             await engine.wait_dead()
 
-    monkeypatch.setattr(ReplicatedAdapters, "restore", dies)
+    monkeypatch.setattr(ReplicatedAdapters, "join", dies)
 
     async def main() -> None:
         replicas[0] = LocalReplica()
