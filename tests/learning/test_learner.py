@@ -152,12 +152,12 @@ def test_a_version_that_turns_out_worse_is_rolled_back(tmp_path: Path) -> None:
         school.record(learner, questions(2, "x"), "new")
         await settle(learner)
         assert learner.loaded == second != first, "two of 14 are not worse than a quarter"
-        school.record(learner, questions(14, "y"), "new")
+        school.record(learner, questions(40, "y"), "new")
         await settle(learner)
         assert learner.loaded == first == school.model.loaded["signs"]
         last = school.trail()[-1]
         assert (last["event"], last["by"], last["version"], last["before"]) == ("rolled_back", "server", first, second)
-        assert "16 of its 28 answers were corrected" in last["why"] and "the 0.250 of the version before" in last["why"]
+        assert "42 of its 54 answers were corrected" in last["why"] and "version before (8 of 32)" in last["why"]
         school.record(learner, questions(10, "z"), "new")
         await settle(learner)
         assert school.events().count("rolled_back") == 1, "there is no version before"

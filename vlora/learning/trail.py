@@ -105,6 +105,15 @@ class Trail:
         found = (one for one in reversed(self.entries) if one.version == version and one.event in events)
         return next(found, None)
 
+    def num_evaluations(self, present: str) -> int:
+        """Completed evaluations against a version since it has been served."""
+        count = 0
+        for entry in reversed(self.entries):
+            if entry.event in ("imported", "promoted", "rolled_back"):
+                break
+            count += entry.event == "evaluated" and entry.before == present and "live" in entry.details
+        return count
+
 
 def _read(file: Path) -> Iterator[Entry]:
     """The lines; those that were cut by a full disk are left out."""
