@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.learning.learners import School, questions, run, settle
+from tests.learning.learners import ADMIN, School, questions, run, settle
 from tests.learning.scripted_model import nothing, write_content
 from vlora.errors import BadAdapter, BadConfig, BadRequest, EngineDead, OverCapacity
 from vlora.learning.learner import Learner
@@ -308,5 +308,65 @@ def test_a_dead_engine_repeats_the_evaluation(tmp_path: Path) -> None:
         school.model.before_call, school.model.dead = nothing, False
         await settle(learner)
         assert school.events() == ["imported", "training", "evaluated", "promoted", "training_ended"]
+
+    with_learner(school, work)
+
+
+def test_the_latest_corrections_of_one_tenant_do_not_decide(tmp_path: Path) -> None:
+    """An evaluation asks the latest records only, which may all be an attacker's."""
+    school = School(tmp_path, settings={"train_after": 120, "max_evaluated": 16})
+
+    async def work(learner: Learner) -> None:
+        school.record(learner, questions(60, "good"), "old", "good", Corrector("good", False))
+        school.record(learner, questions(60, "bad"), "poison", "bad", USER)
+        await learner.promote(
+            "ann", version=None, path=str(write_content(tmp_path / "evil", {}, "poison")), force=False
+        )
+        await settle(learner)
+        details = next(one for one in school.trail() if one["event"] == "evaluated")["details"]
+        assert (details["live"]["count"], details["live"]["candidate"]) == (16, 8)
+        assert "promoted" not in school.events()
+
+    with_learner(school, work)
+
+
+def test_late_corrections_of_an_earlier_period_do_not_count(tmp_path: Path) -> None:
+    """A version that is promoted again is watched from 0; its earlier answers may be corrected after that."""
+    school = School(tmp_path)
+
+    async def work(learner: Learner) -> None:
+        await promoted_once(school)(learner)  # type: ignore[misc]
+        second = learner.loaded
+        school.record(learner, questions(6, "kept"), None)
+        late = [f"r{number}" for number in range(school.num_answers - 5, school.num_answers + 1)]
+        await learner.roll_back("ann", None)
+        await learner.promote("ann", version=second, path=None, force=True)
+        school.record(learner, questions(2, "again"), None)
+        for name in late:
+            assert learner.store.correct(name, "new", ADMIN)
+        await settle(learner)
+        assert [(one.answered, one.wrong) for one in learner.store.served(second)] == [(2, 0)]
+
+    with_learner(school, work)
+
+
+def test_a_version_is_watched_after_another_could_not_be_loaded(tmp_path: Path) -> None:
+    school = School(tmp_path)
+
+    async def work(learner: Learner) -> None:
+        first = learner.loaded
+        await promoted_once(school)(learner)  # type: ignore[misc]
+
+        def full(what: str) -> None:
+            if what == "load":
+                raise OverCapacity("there is no room")
+
+        school.model.before_call = full
+        with pytest.raises(OverCapacity):
+            await learner.promote("ann", version=None, path=str(write_content(tmp_path / "x", {}, "x")), force=True)
+        school.model.before_call = nothing
+        school.record(learner, questions(40, "y"), "new")
+        await settle(learner)
+        assert learner.loaded == first and school.trail()[-1]["event"] == "rolled_back"
 
     with_learner(school, work)

@@ -325,7 +325,7 @@ class Learner:
     def _held_out(self) -> list[Item]:
         settings = self._settings
         held = [one for one in self.store.labelled() if one.held_out]
-        records = bounded(agreed(held), settings.max_share)
+        records = bounded(agreed(held), settings.max_share, settings.max_evaluated)
         if settings.uncorrected_are_right:
             records += as_right(
                 self.store.held_out_uncorrected(settings.correct_within_s, settings.max_evaluated), held

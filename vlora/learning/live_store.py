@@ -252,8 +252,9 @@ class LiveStore:
             self._set_fact(name, value)
 
     def forget_version(self, version: str) -> None:
-        """Count the answers of a version from 0 again."""
+        """Count the answers of a version from 0 again. Later corrections of those so far do not count."""
         with self._transaction():
+            self._database.execute("UPDATE records SET version = '' WHERE version = ?", (version,))
             self._database.execute("DELETE FROM served WHERE version = ?", (version,))
 
     def forget_counts(self, kept: Sequence[str]) -> None:
