@@ -85,7 +85,7 @@ def test_an_equal_version_is_rarely_promoted_in_many_looks() -> None:
         for look in range(1, 7):
             held_out += [(draw.random() < 0.7, draw.random() < 0.7) for _ in range(25)]
             confidence = confidence_of_look(0.95, look)
-            compared = compare(*zip(*held_out, strict=True), confidence)
+            compared = compare([old for old, _ in held_out], [new for _, new in held_out], confidence)
             promoted.append(why_not(compared, None, 0, confidence) is None)
         by_share += lower_bound(compared.candidate, compared.count, 0.95) > compared.present_share
         once += why_not(compared, None, 0, 0.95) is None

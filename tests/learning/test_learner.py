@@ -76,14 +76,14 @@ def test_a_version_that_is_not_better_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("uncorrected_are_right", "promoted"), [(True, False), (False, True)])
 def test_right_answers_without_a_correction_count(tmp_path: Path, uncorrected_are_right: bool, promoted: bool) -> None:
     """Corrections alone say how a version does on the present one's mistakes."""
-    settings = {"train_after": 16, "uncorrected_are_right": uncorrected_are_right}
+    settings = {"train_after": 40, "uncorrected_are_right": uncorrected_are_right}
     school = School(tmp_path, settings=settings)
 
     async def work(learner: Learner) -> None:
         school.record(learner, questions(60, "right"), None)
         school.now_s += 301
         school.record(learner, questions(40, "late"), None)  # may be corrected still
-        school.record(learner, questions(16, "wrong"), "new")
+        school.record(learner, questions(40, "wrong"), "new")
         await settle(learner)
         assert ("promoted" in school.events()) == promoted
         live = school.trail()[2]["details"]["live"]
@@ -107,12 +107,12 @@ def test_poisoned_corrections_do_not_get_through(
     tmp_path: Path, trusted: dict[str, str], max_share: float, promoted: bool
 ) -> None:
     """An attacker corrects right answers, more than all others; many of the corrections are held out."""
-    school = School(tmp_path, trusted=trusted, settings={"train_after": 60, "max_share": max_share})
+    school = School(tmp_path, trusted=trusted, settings={"train_after": 120, "max_share": max_share})
 
     async def work(learner: Learner) -> None:
         first = learner.loaded
         school.record(learner, questions(15, "good"), "old", "good", Corrector("good", False))
-        school.record(learner, questions(45, "bad"), "poison", "bad", USER)
+        school.record(learner, questions(105, "bad"), "poison", "bad", USER)
         await settle(learner)
         assert "evaluated" in school.events(), "the attack was trained on"
         assert ("promoted" in school.events(), learner.loaded != first) == (promoted, promoted)

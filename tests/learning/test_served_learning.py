@@ -164,3 +164,16 @@ def test_a_version_under_evaluation_is_hidden(world: World, tmp_path: Path) -> N
         assert set(seen) == {NAME} and own.events() == ["imported", "evaluated"]
 
     serve(own, work)
+
+
+def test_a_label_that_no_training_can_have_is_refused(world: World, tmp_path: Path) -> None:
+    """One such record would fail each training that has it."""
+
+    async def work(serving: Serving) -> None:
+        answer = await serving.ask(question(1))
+        for label in ("a <image> sign", "sign </s>"):
+            with pytest.raises(BadRequest, match="the label has the model's special token '<"):
+                await serving.learning.correct(answer.request_id, label, ADMIN)
+        await serving.learning.correct(answer.request_id, "a < b > c", ADMIN)
+
+    serve(fresh(world, tmp_path), work)

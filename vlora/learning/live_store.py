@@ -159,6 +159,8 @@ class LiveStore:
         Raises:
             Forbidden: An admin has labelled it, and the caller is none.
         """
+        if not request_id.isascii():  # SQLite takes no unpaired surrogates
+            return False
         found = self._one(
             "SELECT id, tenant, version, answer, label, trusted FROM records WHERE request = ?", (request_id,)
         )
