@@ -146,7 +146,7 @@ class LiveStore:
                 content.update(one.image or b"")
                 digest = content.digest()
                 # All questions about a picture are in one part: a model that has learned it knows it again.
-                drawn = digest if one.image is None else hashlib.blake2b(one.image, digest_size=16).digest()
+                drawn = digest if not one.image else hashlib.blake2b(one.image, digest_size=16).digest()
                 self._database.execute(
                     "INSERT OR IGNORE INTO records (request, at, tenant, version, held_out, content, num_bytes, "
                     "repeatable, question, answer, image) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
