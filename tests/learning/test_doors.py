@@ -209,7 +209,9 @@ def test_a_damaged_store_does_not_stop_other_adapters(tmp_path: Path) -> None:
         server.on_loop(learn_two(server.front_end, server.engine))
         answer = client.generate("which sign ?", adapter="good")
         assert client.correct(answer, "no").adapter == "good"
-        store = server.front_end.learning.learners["bad"].store
+        learning = server.front_end.learning
+        assert learning is not None
+        store = learning.learners["bad"].store
 
         def fail(*_: object) -> bool:
             raise OSError("database disk image is malformed")
