@@ -32,7 +32,7 @@ class School:
     def __post_init__(self) -> None:
         self.model = ScriptedModel()
         self.now_s = 1000.0
-        self._number = 0
+        self.num_answers = 0
         self.initial = write_content(self.folder / "initial", self.answers, "old")
 
     def open(self) -> Learner:
@@ -50,8 +50,8 @@ class School:
         self, learner: Learner, questions: Sequence[str], label: str | None, tenant: str = "a", by: Corrector = ADMIN
     ) -> None:
         """Answers "old" of the present version, corrected to the label."""
-        first = self._number + 1
-        self._number += len(questions)
+        first = self.num_answers + 1
+        self.num_answers += len(questions)
         named = {f"r{number}": question for number, question in enumerate(questions, first)}
         version = learner.loaded
         learner.store.add([AnsweredRequest(name, tenant, version, asked, "old", None) for name, asked in named.items()])

@@ -62,6 +62,9 @@ class ScriptedModel:
         found: str = content["answers"].get(question, content["default"])
         return found
 
+    def check_label(self, label: str) -> None:
+        self._call("check_label")
+
     async def load(self, name: str, folder: Path) -> str:
         self._call("load")
         if not (folder / "adapter_config.json").exists():

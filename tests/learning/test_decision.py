@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
-from scipy.stats import beta
+import random
 
-from vlora.confidence import lower_bound
-from vlora.learning.decision import compare, why_not, why_roll_back
+import pytest
+from scipy.stats import beta, betabinom
+
+from vlora.confidence import lower_bound, lower_bound_at_all_times
+from vlora.learning.decision import compare, confidence_of_look, why_not, why_roll_back
 from vlora.learning.live_store import ServedCount
 
 
@@ -52,9 +54,9 @@ def test_without_live_records_the_operators_decide() -> None:
 
 def test_a_version_with_more_corrections_is_rolled_back() -> None:
     before = [ServedCount("a", 100, 5, 0), ServedCount("b", 100, 5, 0)]
-    worse = [ServedCount("a", 20, 6, 0), ServedCount("b", 20, 6, 0)]
+    worse = [ServedCount("a", 20, 9, 0), ServedCount("b", 20, 9, 0)]
     reason = why_roll_back(before, worse, None, max_share=0.5, confidence=0.95)
-    assert reason is not None and reason.startswith("12 of its 40 answers were corrected, a share with a lower bound")
+    assert reason is not None and reason.startswith("18 of its 40 answers were corrected, a share with a lower bound")
     few = [ServedCount("a", 20, 1, 0), ServedCount("b", 20, 2, 0)]
     assert why_roll_back(before, few, None, max_share=0.5, confidence=0.95) is None
     by_one = [ServedCount("a", 20, 20, 0), ServedCount("b", 20, 0, 0)]
@@ -67,7 +69,68 @@ def test_a_version_with_more_corrections_is_rolled_back() -> None:
 
 
 def test_without_earlier_answers_the_evaluation_is_the_measure() -> None:
-    worse = [ServedCount("a", 10, 8, 8)]
+    worse = [ServedCount("a", 10, 10, 10)]
     evaluated = compare(answers(30, 40), answers(40, 40), 0.95)
     assert why_roll_back([], worse, evaluated, max_share=0.5, confidence=0.95) is not None
     assert why_roll_back([], worse, None, max_share=0.5, confidence=0.95) is None
+
+
+def test_an_equal_version_is_rarely_promoted_in_many_looks() -> None:
+    """Two versions that err independently: one look by the accuracy alone promotes one in nine."""
+    draw = random.Random(0)
+    once = ever = by_share = 0
+    for _ in range(300):
+        held_out: list[tuple[bool, bool]] = []
+        promoted = []
+        for look in range(1, 7):
+            held_out += [(draw.random() < 0.7, draw.random() < 0.7) for _ in range(25)]
+            confidence = confidence_of_look(0.95, look)
+            compared = compare([old for old, _ in held_out], [new for _, new in held_out], confidence)
+            promoted.append(why_not(compared, None, 0, confidence) is None)
+        by_share += lower_bound(compared.candidate, compared.count, 0.95) > compared.present_share
+        once += why_not(compared, None, 0, 0.95) is None
+        ever += any(promoted)
+    assert by_share > 24 and once <= 24 and ever <= 24, (by_share, once, ever)  # 15 expected at most
+
+
+def test_a_few_changed_answers_may_be_chance() -> None:
+    same, new = [True] * 96, compare([True] * 96 + [False] * 4, [True] * 100, 0.95)
+    assert new.lower > new.present_share and (new.gained, new.lost) == (4, 0)
+    assert why_not(new, None, 0) == (
+        "on 100 held-out records it has 4 right that the present version has wrong, and 0 wrong that the present "
+        "version has right, which may be chance"
+    )
+    five = compare([*same[:95], *[False] * 5], [True] * 100, 0.95)
+    assert why_not(five, None, 0) is None
+
+
+@pytest.mark.parametrize(("right", "count"), [(1, 1), (3, 5), (5, 5), (30, 100)])
+def test_the_bound_at_all_times_inverts_a_mixture(right: int, count: int) -> None:
+    share = lower_bound_at_all_times(right, count, 0.95)
+    binomial = beta.pdf(share, right + 1, count - right + 1) / (count + 1)
+    assert betabinom.pmf(right, count, 1, 1) / binomial == pytest.approx(20)
+    assert share < lower_bound(right, count, 0.95) and lower_bound_at_all_times(0, count, 0.95) == 0.0
+
+
+def test_an_equal_version_that_is_watched_is_rarely_rolled_back() -> None:
+    """A look after every answer. The bound of one look rolls two in five back."""
+    draw = random.Random(0)
+    ever = by_one_look = 0
+    for _ in range(60):
+        before = sum(draw.random() < 0.1 for _ in range(300))
+        wrong = 0
+        rolled_back = one_look = False
+        for answered in range(1, 401):
+            wrong += draw.random() < 0.1
+            if answered % 10 == 0:
+                counts = [ServedCount("a", 300, before, before)], [ServedCount("a", answered, wrong, wrong)]
+                rolled_back |= why_roll_back(*counts, None, max_share=1.0, confidence=0.95) is not None
+                one_look |= beta.ppf(0.05, wrong, answered - wrong + 1) > before / 300
+        ever += rolled_back
+        by_one_look += one_look
+    assert by_one_look > 6 and ever <= 3, (by_one_look, ever)
+
+
+def test_one_correction_is_no_reason_to_roll_back() -> None:
+    after = [ServedCount("a", 30, 1, 1)]
+    assert why_roll_back([ServedCount("a", 40, 0, 0)], after, None, max_share=0.5, confidence=0.95) is None

@@ -19,7 +19,7 @@ from tests.server.running import png, running_server
 from tests.server.test_security import ADMIN, TOKENS, USER
 from vlora.client import AsyncClient, Client
 from vlora.config import Token
-from vlora.errors import BadRequest, Forbidden
+from vlora.errors import BadAdapter, BadRequest, Forbidden, OverCapacity
 from vlora.learning.plan import LearningEntry, LearningSettings
 from vlora.lora.peft_format import content_hash
 from vlora.server.frontend import FrontEnd
@@ -184,3 +184,49 @@ def test_user_tokens_see_no_paths_of_trainings() -> None:
     with running_api() as api:  # without tokens, every caller is an operator
         api.engine.engine.parts.trainings.statuses = lambda: (FAILED,)
         assert "/srv/out" in str(api.call("GET", "/v1/trainings"))
+
+
+def test_ids_and_labels_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
+    with running_api(tokens=ALL) as api:
+        api.on_loop(learn(api.front_end, api.engine, tmp_path))
+        user = api._replace(token=USER)
+        status, answer = user.call("POST", "/v1/corrections", {"id": "chatcmpl-\ud800", "label": "no"})
+        assert status == 400 and "is kept for this token" in answer["error"]["message"]
+        name = user.chat("which sign ?", model="signs")[1]["id"]
+        status, answer = user.call("POST", "/v1/corrections", {"id": name, "label": "a <|image_pad|> sign"})
+        assert status == 400 and "special token" in answer["error"]["message"]
+
+
+def test_a_damaged_store_does_not_stop_other_adapters(tmp_path: Path) -> None:
+    async def learn_two(front: FrontEnd, engine: Any) -> None:
+        engine.engine.version_in = content_hash
+        initial = write_content(tmp_path / "initial", {})
+        names = ("bad", "good")
+        entries = [LearningEntry(SETTINGS.model_copy(update={"name": name}), (), ()) for name in names]
+        await front.adapters.register(front.learn(tmp_path, entries, dict.fromkeys(names, str(initial))))
+
+    with running_server() as server, Client(port=server.port) as client:
+        server.on_loop(learn_two(server.front_end, server.engine))
+        answer = client.generate("which sign ?", adapter="good")
+        assert client.correct(answer, "no").adapter == "good"
+        learning = server.front_end.learning
+        assert learning is not None
+        store = learning.learners["bad"].store
+
+        def fail(*_: object) -> bool:
+            raise OSError("database disk image is malformed")
+
+        store.correct = fail  # type: ignore[method-assign]
+        assert client.correct(answer, "maybe").adapter == "good"
+        with pytest.raises(OverCapacity, match="cannot be written to disk"):
+            client.correct("absent", "maybe")
+
+
+def test_a_version_with_task_heads_is_refused(tmp_path: Path) -> None:
+    """Later versions would lack the heads, and the next start of the server would refuse them."""
+    with rpyc_server(tmp_path) as server, Client(port=server.port, token=ADMIN) as admin:
+        folder = write_content(tmp_path / "headed", {}, "new")
+        (folder / "heads.json").write_text("{}")
+        with pytest.raises(BadAdapter, match=r"headed has task heads \(heads\.json\), which later versions would lack"):
+            admin.promote("signs", path=folder, force=True)
+        assert len(admin.learning()[0].versions) == 1

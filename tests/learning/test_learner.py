@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.learning.learners import School, questions, run, settle
+from tests.learning.learners import ADMIN, School, questions, run, settle
 from tests.learning.scripted_model import nothing, write_content
 from vlora.errors import BadAdapter, BadConfig, BadRequest, EngineDead, OverCapacity
 from vlora.learning.learner import Learner
@@ -76,14 +76,14 @@ def test_a_version_that_is_not_better_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("uncorrected_are_right", "promoted"), [(True, False), (False, True)])
 def test_right_answers_without_a_correction_count(tmp_path: Path, uncorrected_are_right: bool, promoted: bool) -> None:
     """Corrections alone say how a version does on the present one's mistakes."""
-    settings = {"train_after": 16, "uncorrected_are_right": uncorrected_are_right}
+    settings = {"train_after": 40, "uncorrected_are_right": uncorrected_are_right}
     school = School(tmp_path, settings=settings)
 
     async def work(learner: Learner) -> None:
         school.record(learner, questions(60, "right"), None)
         school.now_s += 301
         school.record(learner, questions(40, "late"), None)  # may be corrected still
-        school.record(learner, questions(16, "wrong"), "new")
+        school.record(learner, questions(40, "wrong"), "new")
         await settle(learner)
         assert ("promoted" in school.events()) == promoted
         live = school.trail()[2]["details"]["live"]
@@ -107,12 +107,12 @@ def test_poisoned_corrections_do_not_get_through(
     tmp_path: Path, trusted: dict[str, str], max_share: float, promoted: bool
 ) -> None:
     """An attacker corrects right answers, more than all others; many of the corrections are held out."""
-    school = School(tmp_path, trusted=trusted, settings={"train_after": 60, "max_share": max_share})
+    school = School(tmp_path, trusted=trusted, settings={"train_after": 120, "max_share": max_share})
 
     async def work(learner: Learner) -> None:
         first = learner.loaded
         school.record(learner, questions(15, "good"), "old", "good", Corrector("good", False))
-        school.record(learner, questions(45, "bad"), "poison", "bad", USER)
+        school.record(learner, questions(105, "bad"), "poison", "bad", USER)
         await settle(learner)
         assert "evaluated" in school.events(), "the attack was trained on"
         assert ("promoted" in school.events(), learner.loaded != first) == (promoted, promoted)
@@ -152,12 +152,12 @@ def test_a_version_that_turns_out_worse_is_rolled_back(tmp_path: Path) -> None:
         school.record(learner, questions(2, "x"), "new")
         await settle(learner)
         assert learner.loaded == second != first, "two of 14 are not worse than a quarter"
-        school.record(learner, questions(14, "y"), "new")
+        school.record(learner, questions(40, "y"), "new")
         await settle(learner)
         assert learner.loaded == first == school.model.loaded["signs"]
         last = school.trail()[-1]
         assert (last["event"], last["by"], last["version"], last["before"]) == ("rolled_back", "server", first, second)
-        assert "16 of its 28 answers were corrected" in last["why"] and "the 0.250 of the version before" in last["why"]
+        assert "42 of its 54 answers were corrected" in last["why"] and "version before (8 of 32)" in last["why"]
         school.record(learner, questions(10, "z"), "new")
         await settle(learner)
         assert school.events().count("rolled_back") == 1, "there is no version before"
@@ -308,5 +308,65 @@ def test_a_dead_engine_repeats_the_evaluation(tmp_path: Path) -> None:
         school.model.before_call, school.model.dead = nothing, False
         await settle(learner)
         assert school.events() == ["imported", "training", "evaluated", "promoted", "training_ended"]
+
+    with_learner(school, work)
+
+
+def test_the_latest_corrections_of_one_tenant_do_not_decide(tmp_path: Path) -> None:
+    """An evaluation asks the latest records only, which may all be an attacker's."""
+    school = School(tmp_path, settings={"train_after": 120, "max_evaluated": 16})
+
+    async def work(learner: Learner) -> None:
+        school.record(learner, questions(60, "good"), "old", "good", Corrector("good", False))
+        school.record(learner, questions(60, "bad"), "poison", "bad", USER)
+        await learner.promote(
+            "ann", version=None, path=str(write_content(tmp_path / "evil", {}, "poison")), force=False
+        )
+        await settle(learner)
+        details = next(one for one in school.trail() if one["event"] == "evaluated")["details"]
+        assert (details["live"]["count"], details["live"]["candidate"]) == (16, 8)
+        assert "promoted" not in school.events()
+
+    with_learner(school, work)
+
+
+def test_late_corrections_of_an_earlier_period_do_not_count(tmp_path: Path) -> None:
+    """A version that is promoted again is watched from 0; its earlier answers may be corrected after that."""
+    school = School(tmp_path)
+
+    async def work(learner: Learner) -> None:
+        await promoted_once(school)(learner)  # type: ignore[misc]
+        second = learner.loaded
+        school.record(learner, questions(6, "kept"), None)
+        late = [f"r{number}" for number in range(school.num_answers - 5, school.num_answers + 1)]
+        await learner.roll_back("ann", None)
+        await learner.promote("ann", version=second, path=None, force=True)
+        school.record(learner, questions(2, "again"), None)
+        for name in late:
+            assert learner.store.correct(name, "new", ADMIN)
+        await settle(learner)
+        assert [(one.answered, one.wrong) for one in learner.store.served(second)] == [(2, 0)]
+
+    with_learner(school, work)
+
+
+def test_a_version_is_watched_after_another_could_not_be_loaded(tmp_path: Path) -> None:
+    school = School(tmp_path)
+
+    async def work(learner: Learner) -> None:
+        first = learner.loaded
+        await promoted_once(school)(learner)  # type: ignore[misc]
+
+        def full(what: str) -> None:
+            if what == "load":
+                raise OverCapacity("there is no room")
+
+        school.model.before_call = full
+        with pytest.raises(OverCapacity):
+            await learner.promote("ann", version=None, path=str(write_content(tmp_path / "x", {}, "x")), force=True)
+        school.model.before_call = nothing
+        school.record(learner, questions(40, "y"), "new")
+        await settle(learner)
+        assert learner.loaded == first and school.trail()[-1]["event"] == "rolled_back"
 
     with_learner(school, work)

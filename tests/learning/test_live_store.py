@@ -191,3 +191,22 @@ def test_labels_are_checked(label: str, message: str) -> None:
     with pytest.raises(BadRequest, match=message):
         checked_label(label, 10)
     assert checked_label(" stop sign\n", 10) == "stop sign"
+
+
+def test_answers_that_no_version_repeats_do_not_count_as_right(tmp_path: Path) -> None:
+    with_many = store(tmp_path, held_out=0.99)
+    with_many.add([answered(f"r{number}")._replace(repeatable=number >= 30) for number in range(60)])
+    found = [one.question for one in with_many.held_out_uncorrected(-1, 100)]
+    assert len(found) > 20 and not {f"what is r{number} ?" for number in range(30)} & set(found)
+
+
+def test_all_questions_about_a_picture_are_in_one_part(tmp_path: Path) -> None:
+    with_many = store(tmp_path, held_out=0.5)
+    names = [f"r{number}" for number in range(80)]
+    with_many.add([answered(name, image=b"picture %d" % (number % 16)) for number, name in enumerate(names)])
+    for name in names:
+        with_many.correct(name, "new", ANN)
+    parts: dict[bytes | None, set[bool]] = {}
+    for record in with_many.labelled():
+        parts.setdefault(with_many.image(record.number), set()).add(record.held_out)
+    assert len(parts) == 16 and all(len(one) == 1 for one in parts.values()) and len(set(map(str, parts.values()))) == 2

@@ -164,3 +164,33 @@ def test_a_version_under_evaluation_is_hidden(world: World, tmp_path: Path) -> N
         assert set(seen) == {NAME} and own.events() == ["imported", "evaluated"]
 
     serve(own, work)
+
+
+def test_a_label_that_no_training_can_have_is_refused(world: World, tmp_path: Path) -> None:
+    """One such record would fail each training that has it."""
+
+    async def work(serving: Serving) -> None:
+        answer = await serving.ask(question(1))
+        for label in ("a <image> sign", "sign </s>"):
+            with pytest.raises(BadRequest, match="the label has the model's special token '<"):
+                await serving.learning.correct(answer.request_id, label, ADMIN)
+        await serving.learning.correct(answer.request_id, "a < b > c", ADMIN)
+
+    serve(fresh(world, tmp_path), work)
+
+
+def test_sampled_and_cut_answers_are_not_held_to_be_right(world: World, tmp_path: Path) -> None:
+    own = fresh(world, tmp_path)
+
+    async def work(serving: Serving) -> None:
+        for sampling in (
+            SamplingParams(max_tokens=3, ignore_eos=True),
+            SamplingParams(max_tokens=3, temperature=1.0),
+            SamplingParams(max_tokens=100, stop=("w", "answer", "a", "i", "e", "s")),
+        ):
+            parts = serving.front.generate("what is shown ?", adapter=NAME, sampling=sampling)
+            assert [part async for part in parts]
+
+    serve(own, work)
+    with sqlite3.connect(own.own / "live.sqlite") as database:
+        assert database.execute("SELECT repeatable FROM records").fetchall() == [(0,)] * 3

@@ -117,6 +117,7 @@ class ByteProcessor:
     """One token per byte; an image is one token with its mean brightness. num_processed: images, each time."""
 
     takes_tools = False
+    special_tokens = ("<|image_pad|>",)
     num_processed = 0
 
     def ask(self, question: str, kinds: Sequence[str]) -> str:

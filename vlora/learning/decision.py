@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vlora.confidence import lower_bound
+from vlora.confidence import lower_bound, lower_bound_at_all_times, upper_bound
 from vlora.learning.live_store import ServedCount
 from vlora.learning.selection import without_each
 from vlora.types.learning import Comparison
@@ -14,19 +14,33 @@ def compare(present: Sequence[bool], candidate: Sequence[bool], confidence: floa
     """Compare two versions by which of the same questions they answer right."""
     right = sum(candidate)
     lower = lower_bound(right, len(candidate), confidence)
-    return Comparison(count=len(candidate), present=sum(present), candidate=right, lower=lower)
+    gained = sum(new and not old for old, new in zip(present, candidate, strict=True))
+    return Comparison(count=len(candidate), present=sum(present), candidate=right, lower=lower, gained=gained)
 
 
-def why_not(live: Comparison, trusted: Comparison | None, max_trusted_loss: float) -> str | None:
+def confidence_of_look(confidence: float, number: int) -> float:
+    """The confidence of an evaluation, by which all evaluations against one present version err as seldom as one.
+
+    number: from 1. The errors 1/2, 1/6, 1/12 ... of the permitted one add up to it.
+    """
+    return 1 - (1 - confidence) / (number * (number + 1))
+
+
+def why_not(
+    live: Comparison, trusted: Comparison | None, max_trusted_loss: float, confidence: float = 0.95
+) -> str | None:
     """Why a candidate is not promoted; None if it is.
 
     Its lower bound must be above the accuracy of the present version: on live records, or on the operator's if there
-    are none. And its accuracy on the operator's records must not be lower by more than a given share.
+    are none. Of the records that one of the two has wrong it must have more than half right, by a bound too, because
+    the present version's accuracy is measured on the same few records. And its accuracy on the operator's records
+    must not be lower by more than a given share.
 
     Args:
         live: On held-out live records.
         trusted: On the operator's records, which no caller can change.
         max_trusted_loss: That share.
+        confidence: Of the bounds.
     """
     if trusted is not None and trusted.present - trusted.candidate > max_trusted_loss * trusted.count + 1e-9:
         return (
@@ -42,6 +56,11 @@ def why_not(live: Comparison, trusted: Comparison | None, max_trusted_loss: floa
             f"on {decisive.count} held-out {what} records its accuracy is {decisive.candidate_share:.3f} with a lower "
             f"bound of {decisive.lower:.3f}, not above the present version's {decisive.present_share:.3f}"
         )
+    if lower_bound(decisive.gained, decisive.gained + decisive.lost, confidence) <= 0.5:
+        return (
+            f"on {decisive.count} held-out records it has {decisive.gained} right that the present version has wrong, "
+            f"and {decisive.lost} wrong that the present version has right, which may be chance"
+        )
     return None
 
 
@@ -56,7 +75,8 @@ def why_roll_back(
     """Why a version has turned out to be worse than the one before; None if it has not.
 
     The share of answers that are corrected to others is compared, since only a part of the answers is corrected, and
-    wrong ones rather than right ones. It must be larger also without the corrections of any one token.
+    wrong ones rather than right ones. It must be larger also without the corrections of any one token. The bound holds
+    however often it is looked at.
 
     Args:
         before: Counts of the version before.
@@ -80,14 +100,15 @@ def _worse(
 ) -> str | None:
     wrong, answered = sum(one.wrong for one in after), sum(one.answered for one in after)
     if answered_before := sum(one.answered for one in before):
-        share = sum(one.wrong for one in before) / answered_before
+        wrong_before = sum(one.wrong for one in before)
     elif evaluated is not None and evaluated.count:
-        share = 1 - evaluated.present_share
+        wrong_before, answered_before = evaluated.count - evaluated.present, evaluated.count
     else:
         return None
-    if (lower := lower_bound(wrong, answered, confidence)) <= share:
+    upper = upper_bound(wrong_before, answered_before, confidence)
+    if (lower := lower_bound_at_all_times(wrong, answered, confidence)) <= upper:
         return None
     return (
         f"{wrong} of its {answered} answers were corrected, a share with a lower bound of {lower:.3f}, above the "
-        f"{share:.3f} of the version before"
+        f"upper bound of {upper:.3f} of the version before ({wrong_before} of {answered_before})"
     )

@@ -39,6 +39,10 @@ class ServedModel(Protocol):
         """
         ...
 
+    def check_label(self, label: str) -> None:
+        """Raises BadRequest for a label that would fail every training that has it."""
+        ...
+
     async def load(self, name: str, folder: Path) -> str:
         """Give a name the content of a folder, as `EngineInterface.load_adapter` does. Returns the content's hash."""
         ...

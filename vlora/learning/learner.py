@@ -15,7 +15,7 @@ import msgspec
 
 from vlora.errors import AdapterChanged, BadAdapter, BadConfig, BadRequest, EngineDead, VLoraError
 from vlora.learning.attempt import Attempt, remove_others
-from vlora.learning.decision import compare, why_not, why_roll_back
+from vlora.learning.decision import compare, confidence_of_look, why_not, why_roll_back
 from vlora.learning.evaluation import Item, ServedModel, Version, right_answers
 from vlora.learning.live_store import LiveStore
 from vlora.learning.plan import LearningEntry
@@ -292,9 +292,11 @@ class Learner:
             if await self._model.load(name, self._versions.files.path(candidate.version)) != candidate.version:
                 raise BadAdapter("its files were changed")
             pair = Version(self.name, present), Version(name, candidate.version)
-            live = await self._compare(await self._in_thread(self._held_out), pair)
-            trusted = await self._compare(self._entry.trusted, pair) if self._entry.trusted else None
-            why = why_not(live, trusted, self._settings.max_trusted_loss)
+            look = 1 + self._versions.trail.num_evaluations(present)
+            confidence = confidence_of_look(self._settings.confidence, look)
+            live = await self._compare(await self._in_thread(self._held_out), pair, confidence)
+            trusted = await self._compare(self._entry.trusted, pair, confidence) if self._entry.trusted else None
+            why = why_not(live, trusted, self._settings.max_trusted_loss, confidence)
             details = {"live": msgspec.to_builtins(live), "origin": candidate.origin}
             if trusted is not None:
                 details["trusted"] = msgspec.to_builtins(trusted)
@@ -323,7 +325,7 @@ class Learner:
     def _held_out(self) -> list[Item]:
         settings = self._settings
         held = [one for one in self.store.labelled() if one.held_out]
-        records = bounded(agreed(held), settings.max_share)
+        records = bounded(agreed(held), settings.max_share, settings.max_evaluated)
         if settings.uncorrected_are_right:
             records += as_right(
                 self.store.held_out_uncorrected(settings.correct_within_s, settings.max_evaluated), held
@@ -331,7 +333,7 @@ class Learner:
         latest = sorted(records, key=lambda one: one.number)[-settings.max_evaluated :]
         return [Item(one.question, one.label, number=one.number) for one in latest]
 
-    async def _compare(self, items: Sequence[Item], pair: Sequence[Version]) -> Comparison:
+    async def _compare(self, items: Sequence[Item], pair: Sequence[Version], confidence: float) -> Comparison:
         doing, count = self._doing, 0
 
         def count_one() -> None:
@@ -341,7 +343,7 @@ class Learner:
 
         present, candidate = await right_answers(self._model, items, pair, self._image_of, count_one)
         self._doing = doing
-        return compare(present, candidate, self._settings.confidence)
+        return compare(present, candidate, confidence)
 
     async def _image_of(self, item: Item) -> bytes | None:
         if item.image is not None:

@@ -62,6 +62,7 @@ class Learning:
             BadConfig, BadAdapter: As `Learner`.
         """
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vlora-learning")
+        self._model = model
         self.learners: dict[str, Learner] = {}
         self._queue: deque[_Queued] = deque()
         self._queued_bytes = 0
@@ -154,11 +155,12 @@ class Learning:
         """Keep the right answer of a request. Returns once it is on disk.
 
         Raises:
-            BadRequest: There is no such answer of this caller, or the label is empty.
+            BadRequest: There is no such answer of this caller, or the label cannot be used.
             Forbidden: An admin has corrected it.
             OverCapacity: The disk is full.
         """
         text = checked_label(label, MAX_LABEL_CHARS)
+        self._model.check_label(text)
         try:
             adapter = await self._in_thread(self._correct, request_id, text, by)
         except OSError as error:
@@ -174,8 +176,16 @@ class Learning:
 
     def _correct(self, request_id: str, label: str, by: Corrector) -> str | None:
         self._write()  # the answer may be in the queue still
-        found = (name for name, one in self.learners.items() if one.store.correct(request_id, label, by))
-        return next(found, None)
+        problem: OSError | None = None
+        for name, learner in self.learners.items():
+            try:
+                if learner.store.correct(request_id, label, by):
+                    return name
+            except OSError as error:  # one damaged file must not stop the other adapters
+                problem = error
+        if problem is not None:
+            raise problem
+        return None
 
     # -- the operator's calls -----------------------------------------------------------------------------------------
 

@@ -19,8 +19,8 @@ CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS records (
     id INTEGER PRIMARY KEY AUTOINCREMENT, request TEXT UNIQUE NOT NULL, at REAL NOT NULL, tenant TEXT,
     version TEXT NOT NULL, held_out INTEGER NOT NULL, content BLOB NOT NULL, num_bytes INTEGER NOT NULL,
-    correction INTEGER UNIQUE, trusted INTEGER NOT NULL DEFAULT 0, label TEXT, question TEXT NOT NULL,
-    answer TEXT NOT NULL, image BLOB);
+    correction INTEGER UNIQUE, trusted INTEGER NOT NULL DEFAULT 0, label TEXT,
+    repeatable INTEGER NOT NULL, question TEXT NOT NULL, answer TEXT NOT NULL, image BLOB);
 CREATE INDEX IF NOT EXISTS by_tenant ON records (label IS NULL, tenant, num_bytes);
 CREATE TABLE IF NOT EXISTS served (
     version TEXT NOT NULL, tenant TEXT NOT NULL, answered INTEGER NOT NULL DEFAULT 0, wrong INTEGER NOT NULL DEFAULT 0,
@@ -30,7 +30,11 @@ _SPLIT_BYTES = 8
 
 
 class AnsweredRequest(NamedTuple):
-    """An answer to keep. version: of the adapter; empty if it changed meanwhile."""
+    """An answer to keep.
+
+    version: of the adapter; empty if it changed meanwhile. repeatable: the version gives it in every evaluation, as it
+    was neither sampled nor cut off.
+    """
 
     request_id: str
     tenant: str | None
@@ -38,6 +42,7 @@ class AnsweredRequest(NamedTuple):
     question: str
     answer: str
     image: bytes | None
+    repeatable: bool = True
 
 
 class Labelled(NamedTuple):
@@ -140,12 +145,14 @@ class LiveStore:
                 content = hashlib.blake2b(len(one.question).to_bytes(8) + one.question.encode(), digest_size=16)
                 content.update(one.image or b"")
                 digest = content.digest()
+                # All questions about a picture are in one part: a model that has learned it knows it again.
+                drawn = digest if not one.image else hashlib.blake2b(one.image, digest_size=16).digest()
                 self._database.execute(
                     "INSERT OR IGNORE INTO records (request, at, tenant, version, held_out, content, num_bytes, "
-                    "question, answer, image) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                    "repeatable, question, answer, image) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                     (
-                        *(one.request_id, self._clock(), one.tenant, one.version, self._is_held_out(digest), digest),
-                        *(num_bytes, one.question, one.answer, one.image),
+                        *(one.request_id, self._clock(), one.tenant, one.version, self._is_held_out(drawn), digest),
+                        *(num_bytes, one.repeatable, one.question, one.answer, one.image),
                     ),
                 )
                 self._count(one.version, one.tenant, answered=1)
@@ -159,6 +166,8 @@ class LiveStore:
         Raises:
             Forbidden: An admin has labelled it, and the caller is none.
         """
+        if not request_id.isascii():  # SQLite takes no unpaired surrogates
+            return False
         found = self._one(
             "SELECT id, tenant, version, answer, label, trusted FROM records WHERE request = ?", (request_id,)
         )
@@ -203,13 +212,15 @@ class LiveStore:
     def held_out_uncorrected(self, within_s: float, most: int) -> list[Labelled]:
         """The latest held-out answers that were not corrected, each with itself as label, oldest first.
 
+        Answers that no version can repeat are left out: all versions would have them wrong.
+
         Args:
             within_s: Later answers may still be corrected, and are left out.
             most: Number of answers.
         """
         rows = self._all(
-            "SELECT id, tenant, content, question, answer FROM records WHERE label IS NULL AND held_out AND at <= ? "
-            "ORDER BY id DESC LIMIT ?",
+            "SELECT id, tenant, content, question, answer FROM records WHERE label IS NULL AND held_out AND repeatable "
+            "AND at <= ? ORDER BY id DESC LIMIT ?",
             (self._clock() - within_s, most),
         )
         return [
@@ -252,8 +263,9 @@ class LiveStore:
             self._set_fact(name, value)
 
     def forget_version(self, version: str) -> None:
-        """Count the answers of a version from 0 again."""
+        """Count the answers of a version from 0 again. Later corrections of those so far do not count."""
         with self._transaction():
+            self._database.execute("UPDATE records SET version = '' WHERE version = ?", (version,))
             self._database.execute("DELETE FROM served WHERE version = ?", (version,))
 
     def forget_counts(self, kept: Sequence[str]) -> None:

@@ -42,10 +42,15 @@ def as_right(uncorrected: Sequence[Labelled], corrected: Sequence[Labelled]) -> 
     return list(latest.values())
 
 
-def bounded(records: Sequence[Labelled], max_share: float) -> list[Labelled]:
-    """The records without the oldest ones of tenants that have more than their share of the rest."""
+def bounded(records: Sequence[Labelled], max_share: float, at_most: int | None = None) -> list[Labelled]:
+    """The records without the oldest ones of tenants that have more than their share of the rest.
+
+    at_most: The shares hold for this number of the latest records, too.
+    """
     counts = Counter(one.tenant for one in records if not one.trusted)
     most = most_of_tenant(counts.values(), len(records) - counts.total(), max_share)
+    if at_most is not None:
+        most = min(most, int(max_share * at_most))
     kept: list[Labelled] = []
     used: Counter[str | None] = Counter()
     for one in sorted(records, key=lambda one: -one.correction):

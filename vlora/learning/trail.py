@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -32,7 +33,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
         version: That is evaluated, or served from now on.
         before: The version that was served.
         why: Reason, or the result.
-        details: Accuracies and bounds.
+        details: Accuracies and bounds. taken_back: this version has been served all the time.
     """
 
     at: float
@@ -72,13 +73,17 @@ class Trail:
         entry = Entry(at=at, time=text, event=event, by=by, **fields)
         line = msgspec.json.encode(entry) + b"\n"
         descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        size = os.fstat(descriptor).st_size
         try:
-            size = os.fstat(descriptor).st_size
             if size and os.pread(descriptor, 1, size - 1) != b"\n":
                 line = b"\n" + line  # after a line that a full disk has cut
             if os.write(descriptor, line) != len(line):
                 raise OSError(f"the audit trail {self._file} cannot be written: the disk is full")
             os.fsync(descriptor)
+        except OSError:
+            with contextlib.suppress(OSError):  # a whole line would count after a restart
+                os.ftruncate(descriptor, size)
+            raise
         finally:
             os.close(descriptor)
         if not size:
@@ -101,9 +106,22 @@ class Trail:
         return Served(order[-1], tuple(order[:-1])) if order else None
 
     def last(self, version: str, *events: Event) -> Entry | None:
-        """The last entry of these kinds about a version."""
-        found = (one for one in reversed(self.entries) if one.version == version and one.event in events)
+        """The last entry of these kinds about a version, but none that only takes a failed promotion back."""
+        found = (one for one in reversed(self.entries) if _began(one, version) and one.event in events)
         return next(found, None)
+
+    def num_evaluations(self, present: str) -> int:
+        """Completed evaluations against a version since it has been served."""
+        count = 0
+        for entry in reversed(self.entries):
+            if entry.event in ("imported", "promoted", "rolled_back") and _began(entry, present):
+                break
+            count += entry.event == "evaluated" and entry.before == present and "live" in entry.details
+        return count
+
+
+def _began(entry: Entry, version: str) -> bool:
+    return entry.version == version and not entry.details.get("taken_back")
 
 
 def _read(file: Path) -> Iterator[Entry]:

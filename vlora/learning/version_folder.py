@@ -36,18 +36,19 @@ class VersionFolder:
         """Copy an adapter's files. Returns the hash of what was copied.
 
         Raises:
-            BadAdapter: The files cannot be copied.
+            BadAdapter: The files cannot be copied, or there are task heads.
         """
         part = self._folder / _PART
         if missing := [name for name in (CONFIG_FILE, WEIGHTS_FILE) if not (source / name).is_file()]:
             raise BadAdapter(f"{source} has no {missing[0]}; an adapter is a folder in PEFT's format")
+        if headed := [name for name in HEAD_FILES if (source / name).exists()]:
+            raise BadAdapter(f"{source} has task heads ({headed[0]}), which later versions would lack; it cannot learn")
         try:
             self._remove(part)
             part.mkdir()
-            for name in (CONFIG_FILE, WEIGHTS_FILE, *HEAD_FILES):
-                if (source / name).exists():
-                    shutil.copyfile(source / name, part / name)
-                    _sync_file(part / name)
+            for name in (CONFIG_FILE, WEIGHTS_FILE):
+                shutil.copyfile(source / name, part / name)
+                _sync_file(part / name)
             sync_folder(part)
             version = content_hash(part)
             if self.path(version).is_dir() and self.is_intact(version):

@@ -106,7 +106,8 @@ class Versions:
                 await self._load()
             except VLoraError as error:
                 reason = f"it cannot be loaded: {error}"
-                await self.append("rolled_back", SERVER, version=before, before=version, why=reason)
+                fields = {"why": reason, "details": {"taken_back": True}}
+                await self.append("rolled_back", SERVER, version=before, before=version, **fields)
                 raise
 
     async def return_to(self, version: str, before: str, by: str, why: str) -> None:

@@ -108,6 +108,12 @@ class InputProcessor:
         return VideoProcessor(self.config, self.tokenizer, self.image_processor, self._video_settings)
 
     @functools.cached_property
+    def special_tokens(self) -> tuple[str, ...]:
+        """Texts that stand for images, ends of turns, and the like."""
+        added = self.tokenizer.added_tokens_decoder.values()
+        return tuple(sorted({str(one) for one in added if one.special} | {self.image_token}))
+
+    @functools.cached_property
     def takes_tools(self) -> bool:
         """Whether the chat template supports tools, tool calls and their results."""
         if self.tokenizer.chat_template is None:

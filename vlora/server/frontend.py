@@ -206,7 +206,7 @@ class FrontEnd:
                 async for choice, part in parts:
                     if kept is not None and isinstance(part, Answer):
                         assert self._collector is not None
-                        self._collector.keep(kept, images, part, tenant)
+                        self._collector.keep(kept, images, part, tenant, sampling)
                     yield choice, part
 
     async def ask_head(

@@ -31,12 +31,19 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         present: Right answers of the present version.
         candidate: Right answers of the candidate.
         lower: The candidate's share of right answers has this lower confidence bound.
+        gained: Right answers of the candidate to questions that the present version has wrong.
     """
 
     count: int
     present: int
     candidate: int
     lower: float
+    gained: int = 0
+
+    @property
+    def lost(self) -> int:
+        """Wrong answers of the candidate to questions that the present version has right."""
+        return self.present - self.candidate + self.gained
 
     @property
     def present_share(self) -> float:

@@ -14,6 +14,7 @@ from vlora.learning.live_store import AnsweredRequest
 from vlora.server.media.image_decoding import RawImage
 from vlora.server.prompt_encoder import SharedImages
 from vlora.server.prompts import Conversation, PlainText, Prompt, PromptTokens
+from vlora.types import SamplingParams
 
 
 class KeptQuestion(NamedTuple):
@@ -40,14 +41,22 @@ class Collector:
         return KeptQuestion(adapter, version, question)
 
     def keep(
-        self, kept: KeptQuestion, images: SharedImages | Sequence[Any], answer: Answer, tenant: str | None
+        self,
+        kept: KeptQuestion,
+        images: SharedImages | Sequence[Any],
+        answer: Answer,
+        tenant: str | None,
+        sampling: SamplingParams,
     ) -> None:
         """Keep an answer. images: read from their sources."""
         visuals: Sequence[Any] = images.images if isinstance(images, SharedImages) else images
         image = visuals[0] if visuals else None
         if not isinstance(image, bytes | RawImage | None):
             return  # a video
-        answered = AnsweredRequest(answer.request_id, tenant, kept.version, kept.question, answer.text, None)
+        repeatable = answer.finish_reason == "stop" and _is_plain(sampling)
+        answered = AnsweredRequest(
+            answer.request_id, tenant, kept.version, kept.question, answer.text, None, repeatable
+        )
         num_bytes = len(image.pixels if isinstance(image, RawImage) else image or b"")
         self._learning.keep(kept.adapter, answered, num_bytes, lambda: _encoded(image))
 
@@ -67,6 +76,11 @@ def _question(prompt: Prompt) -> str | None:
         return None
     text: str = content[-1]["text"]
     return text
+
+
+def _is_plain(sampling: SamplingParams) -> bool:
+    """Whether these parameters give the answers of evaluations, as far as those are not cut off."""
+    return sampling == SamplingParams(max_tokens=sampling.max_tokens, seed=sampling.seed, logprobs=sampling.logprobs)
 
 
 def _encoded(image: bytes | RawImage | None) -> bytes | None:

@@ -61,6 +61,14 @@ class EngineModel:
         text.finish()
         return text.text
 
+    def check_label(self, label: str) -> None:
+        """See `ServedModel`."""
+        for token in self._processor.special_tokens:
+            if token in label:
+                raise BadRequest(
+                    f"the label has the model's special token {token!r}; send the text of the answer", field="label"
+                )
+
     async def load(self, name: str, folder: Path) -> str:
         """See `ServedModel`. A pinned adapter is pinned again."""
         if name not in self._adapters.learning:
