@@ -19,9 +19,10 @@ from typing import Any, cast
 import msgspec
 import ray
 from ray.exceptions import RayError, RayTaskError
+from ray.util import list_named_actors
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from vlora.cluster import framing
+from vlora.cluster import claim, framing
 from vlora.cluster.on_ray import node_settings
 from vlora.cluster.on_ray import settings as ray_settings
 from vlora.cluster.on_ray.actor import NotOpened, Opened, ReplicaActor
@@ -51,6 +52,8 @@ class Keeper:
         self._scaled = threading.Condition()
         self._places = None if settings.need is None else Places(settings.need, settings.homes)
         self._began_s = time.monotonic()
+        # Ray's name of an actor has its settings: one of an earlier front end has others, and goes.
+        self._named = {name: f"{name} {claim.digest(each)}" for name, each in settings.actors.items()}
 
     def start(self) -> None:
         """Begin to hold the replicas.
@@ -65,6 +68,9 @@ class Keeper:
                 f"{number} replicas need {wanted} GPUs, and Ray finds {found} on this machine; lower --replicas or "
                 "--tensor-parallel"
             )
+        for former in set(list_named_actors()) - set(self._named.values()):
+            with contextlib.suppress(ValueError):  # it has ended
+                self._end([ray.get_actor(former)])
         for place, name in enumerate(self._settings.actors):
             threading.Thread(target=self._hold, args=(name, place), name=name, daemon=True).start()
 
@@ -148,7 +154,7 @@ class Keeper:
         Raises:
             BadConfig: No machine has room.
         """
-        options = ray_settings.actor_options(name, self._settings.num_gpus)
+        options = ray_settings.actor_options(self._named[name], self._settings.num_gpus)
         if self._places is not None and self._settings.need is not None:
             recent = time.monotonic() - self._began_s < self._settings.join_s
             machine = self._places.choose(name, machines(), wait_for_home=recent)
@@ -163,7 +169,7 @@ class Keeper:
         if self._places is not None:
             self._places.leave(name)
         with contextlib.suppress(ValueError):  # there is none
-            self._end([ray.get_actor(name)])
+            self._end([ray.get_actor(self._named[name])])
 
 
 def machines() -> list[Machine]:
