@@ -110,6 +110,7 @@ class Keeper:
             located = False
             try:
                 if place >= self._number:
+                    told = ""
                     self._leave(name)
                     with self._scaled:
                         self._scaled.wait_for(lambda: place < self._number)
