@@ -31,15 +31,17 @@ def test_a_replica_without_room_is_reported_again_after_scaling(monkeypatch: pyt
     monkeypatch.setattr(keeper, "list_named_actors", list)
     monkeypatch.setattr("ray.cluster_resources", dict)
     monkeypatch.setattr(Keeper, "_actor", no_room)
+    left = threading.Semaphore(0)
     monkeypatch.setattr(Keeper, "_leave", lambda self, name: left.release())
     actors = {name: ActorSettings(config=EngineConfig(model="m"), command=(), alone_s=1.0) for name in replica_names(1)}
     settings = KeeperSettings(connection={}, actors=actors, number=1, log_file="", need=Need(cpus=1), join_s=0.0)
     out = io.BytesIO()
-    found, left = Keeper(settings, out), threading.Semaphore(0)
+    found = Keeper(settings, out)
     found.start()
 
     def reports() -> list[Any]:
-        data, events = io.BytesIO(out.getvalue()), []
+        data = io.BytesIO(out.getvalue())
+        events: list[Any] = []
         while data.tell() < len(data.getvalue()):
             events.append(framing.read(data, Event))  # type: ignore[arg-type]
         return events
@@ -52,7 +54,7 @@ def test_a_replica_without_room_is_reported_again_after_scaling(monkeypatch: pyt
 
     wait_for(1)
     time.sleep(0.1)
-    assert len(reports()) == 1  # told once
+    assert len(reports()) == 1  # and no more
     found.scale(0)
     assert left.acquire(timeout=5)
     found.scale(1)

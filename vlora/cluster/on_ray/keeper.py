@@ -19,6 +19,7 @@ from typing import Any, cast
 import msgspec
 import ray
 from ray.exceptions import RayError, RayTaskError
+from ray.job_config import JobConfig
 from ray.util import list_named_actors
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -201,7 +202,9 @@ def main() -> None:
         os.dup2(log.fileno(), 2)
     keeper = Keeper(settings, out)
     try:
-        ray.init(**settings.connection)
+        # Actors are loaded from the installed package: Ray may forget the class with the driver that sent it, and would
+        # then start its actors again without end.
+        ray.init(**settings.connection, job_config=JobConfig(code_search_path=[sys.prefix]))
         keeper.start()
     except BadConfig as error:
         keeper.say(Failed("", ErrorValue.of(error)))
