@@ -16,7 +16,7 @@ import yaml
 
 from tests.deploy.files import DEPLOY, DOCKERFILE, UNIT
 from vlora.cli import cli
-from vlora.cli.cluster_plan import _REPLACED
+from vlora.cli.cluster_plan import REPLACED
 from vlora.cluster.nodes.plan import ClusterPlan, read_cluster_plan
 from vlora.config import ServerConfig
 
@@ -120,7 +120,7 @@ def test_units_that_wait_for_a_head_are_started_again() -> None:
     assert "RestartPreventExitStatus=" in lines and "RestartPreventExitStatus=2" in UNIT.read_text()
     assert f"Environment=VLORA_SERVE_CLUSTER=/etc/vlora/{PLAN.name}" in lines
     given = {line.partition("=")[0] for line in UNIT.with_name("vlora.env").read_text().splitlines()}
-    decided = given & {f"VLORA_SERVE_{name.upper()}" for name in _REPLACED}
+    decided = given & {f"VLORA_SERVE_{name.upper()}" for name in REPLACED}
     assert decided and f"UnsetEnvironment={' '.join(sorted(decided))}" in lines
 
 

@@ -36,7 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Folder]:
     files = {"cert_file": f"{tmp_path}/cert.pem", "key_file": f"{tmp_path}/key.pem"}
     write_site(found, msgspec.structs.replace(site, **files))
     monkeypatch.setenv(SITE_VARIABLE, found.site_file)
-    monkeypatch.setattr(ReplicaActor, "_end_after_replica", lambda actor: None)  # it would end this process
+    monkeypatch.setattr(ReplicaActor, "end_after_replica", lambda actor: None)  # it would end this process
     yield found
     end_all(found)
 

@@ -27,12 +27,12 @@ def test_a_replica_without_room_is_reported_again_after_scaling(monkeypatch: pyt
     def no_room(self: Keeper, name: str) -> Any:
         raise BadConfig("no machine has room")
 
-    monkeypatch.setattr(keeper, "_LOOK_S", 0.02)
+    monkeypatch.setattr(keeper, "LOOK_S", 0.02)
     monkeypatch.setattr(keeper, "list_named_actors", list)
     monkeypatch.setattr("ray.cluster_resources", dict)
-    monkeypatch.setattr(Keeper, "_actor", no_room)
+    monkeypatch.setattr(Keeper, "actor", no_room)
     left = threading.Semaphore(0)
-    monkeypatch.setattr(Keeper, "_leave", lambda self, name: left.release())
+    monkeypatch.setattr(Keeper, "leave", lambda self, name: left.release())
     actors = {name: ActorSettings(config=EngineConfig(model="m"), command=(), alone_s=1.0) for name in replica_names(1)}
     settings = KeeperSettings(connection={}, actors=actors, number=1, log_file="", need=Need(cpus=1), join_s=0.0)
     out = io.BytesIO()

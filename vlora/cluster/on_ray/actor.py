@@ -103,7 +103,7 @@ class ReplicaActor:
                 found = NotOpened(ErrorValue.of(error))
             if isinstance(found, NotOpened):
                 return msgspec.msgpack.encode(found)
-            threading.Thread(target=self._end_after_replica, daemon=True).start()
+            threading.Thread(target=self.end_after_replica, daemon=True).start()
             self._opened = Opened(os.getpid(), found, "" if self._site is None else self._site.key)
             return msgspec.msgpack.encode(self._opened)
 
@@ -192,7 +192,8 @@ class ReplicaActor:
         assert found is not None
         return found
 
-    def _end_after_replica(self) -> None:
+    def end_after_replica(self) -> None:
+        """End this process after that of the replica."""
         claim.wait_released(self._settings.claim_file)
         os._exit(1)  # Ray starts the actor again
 

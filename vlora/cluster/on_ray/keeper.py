@@ -37,7 +37,7 @@ _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 10.0
 _STOP_S = 3.0
 _END_S = 1.5
-_LOOK_S = 0.5
+LOOK_S = 0.5
 
 
 class Keeper:
@@ -112,12 +112,12 @@ class Keeper:
             try:
                 if place >= self._number:
                     told = ""
-                    self._leave(name)
+                    self.leave(name)
                     with self._scaled:
                         self._scaled.wait_for(lambda: place < self._number)
                 # By name each time: an actor that has ended for good is replaced by a new one.
-                if (handle := self._actor(name)) is None:
-                    time.sleep(_LOOK_S)
+                if (handle := self.actor(name)) is None:
+                    time.sleep(LOOK_S)
                     continue
                 self._handles[name] = handle
                 found = msgspec.msgpack.decode(ray.get(handle.open.remote()), type=Opened | NotOpened)
@@ -144,13 +144,13 @@ class Keeper:
                 if told != str(error) and time.monotonic() - self._began_s > self._settings.join_s:
                     told = str(error)
                     self.say(Failed(name, ErrorValue.of(error)))
-                time.sleep(_LOOK_S)
+                time.sleep(LOOK_S)
             except RayError as error:
                 if located and place < self._number:
                     self.say(Lost(name, str(error).strip().splitlines()[0]))
                 time.sleep(_FIRST_PAUSE_S)  # until Ray has started it again, calls may fail
 
-    def _actor(self, name: str) -> Any:
+    def actor(self, name: str) -> Any:
         """A new actor, or the one of an earlier keeper; None while the machine of a running replica joins Ray again.
 
         Raises:
@@ -166,7 +166,7 @@ class Keeper:
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(machine.node_id, soft=False)
         return ray.remote(ReplicaActor).options(**options).remote(msgspec.msgpack.encode(self._settings.actors[name]))
 
-    def _leave(self, name: str) -> None:
+    def leave(self, name: str) -> None:
         """End the actor of a replica that is not wanted any more, as an earlier keeper may have left it."""
         if self._places is not None:
             self._places.leave(name)
