@@ -97,6 +97,8 @@ def test_a_name_as_the_machine_s_address_is_refused(vlora_command: Vlora, tmp_pa
     args = ("cluster", "join", "127.0.0.1:1", "--token-file", token(tmp_path), "--host", "node")
     assert refused(vlora_command(*args)) == message
     assert refused(vlora_command("cluster", "up", plan(tmp_path), "--host", "node")) == message
+    message = "--host is 0.0.0.0, which others cannot reach; write the address of this machine for them"
+    assert refused(vlora_command(*args[:-1], "0.0.0.0")) == message
 
 
 def test_ports_of_ray_in_use_are_reported(vlora_command: Vlora, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import yaml
 
 from tests.deploy.files import DEPLOY, DOCKERFILE, UNIT
 from vlora.cli import cli
+from vlora.cli.cluster_plan import REPLACED
 from vlora.cluster.nodes.plan import ClusterPlan, read_cluster_plan
 from vlora.config import ServerConfig
 
@@ -118,6 +119,9 @@ def test_units_that_wait_for_a_head_are_started_again() -> None:
         assert "StartLimitIntervalSec=0" in lines and "RestartPreventExitStatus=2" not in lines
     assert "RestartPreventExitStatus=" in lines and "RestartPreventExitStatus=2" in UNIT.read_text()
     assert f"Environment=VLORA_SERVE_CLUSTER=/etc/vlora/{PLAN.name}" in lines
+    given = {line.partition("=")[0] for line in UNIT.with_name("vlora.env").read_text().splitlines()}
+    decided = given & {f"VLORA_SERVE_{name.upper()}" for name in REPLACED}
+    assert decided and f"UnsetEnvironment={' '.join(sorted(decided))}" in lines
 
 
 def test_pods_agree_with_their_plan(tmp_path: Path) -> None:

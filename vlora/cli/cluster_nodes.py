@@ -130,9 +130,11 @@ def _machine(host: str, cpus: int | None, gpus: int | None) -> Machine:
 
     if host:
         try:
-            ipaddress.IPv4Address(host)
+            found = ipaddress.IPv4Address(host)
         except ValueError as error:
             raise BadConfig(f"--host is {host!r}; write the IPv4 address of this machine for others") from error
+        if found.is_unspecified:
+            raise BadConfig(f"--host is {host}, which others cannot reach; write the address of this machine for them")
     resources = Resources(default_threads() if cpus is None else cpus, visible_gpus() if gpus is None else gpus)
     return Machine(host, resources, lambda model: model_path(model, "the model"))
 

@@ -16,7 +16,7 @@ from vlora.errors import BadConfig, BadPlan
 if TYPE_CHECKING:
     from vlora.cluster.nodes.plan import ClusterPlan
 
-_REPLACED = {
+REPLACED = {
     "model": "--model",
     "adapters": "--adapter",
     "folder": "--adapters",
@@ -34,7 +34,7 @@ def read_cluster(file: Path) -> tuple[ClusterPlan, str, dict[str, str]]:
         BadConfig: An option is given that the plan replaces, or Ray cannot be used.
     """
     context = click.get_current_context()
-    for name, option in _REPLACED.items():
+    for name, option in REPLACED.items():
         if context.get_parameter_source(name) not in (ParameterSource.DEFAULT, None):
             raise BadConfig(f"--cluster and {option} are given; the plan {file} decides that, so omit the option")
     require("cluster")

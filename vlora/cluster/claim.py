@@ -7,9 +7,11 @@ replica runs, without being its parent, and without mistaking a later process wi
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -19,12 +21,23 @@ _TRIES, _PAUSE_S = 20, 0.05  # others lock the file for an instant
 
 
 class RunningReplica(msgspec.Struct, frozen=True):
-    """A replica that serves. pid: of the process that holds the claim."""
+    """A replica that serves.
+
+    Attributes:
+        pid: Of the process that holds the claim.
+        settings: `digest` of the settings with which it was started.
+    """
 
     host: str
     port: int
     pid: int
     engine_pid: int
+    settings: str = ""
+
+
+def digest(*settings: Any) -> str:
+    """Of settings that two processes compare."""
+    return hashlib.sha256(msgspec.msgpack.encode(settings, order="deterministic")).hexdigest()
 
 
 def hold(path: str) -> int:

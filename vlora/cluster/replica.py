@@ -265,7 +265,8 @@ async def serve(settings: ReplicaSettings) -> int:
         settings.config, settings.secret, address, certificate=certificate, command=settings.command
     )
     if held is not None:
-        claim.publish(held, RunningReplica(settings.host, replica.port, os.getpid(), replica.engine_pid))
+        digest = claim.digest(settings.config, settings.command)
+        claim.publish(held, RunningReplica(settings.host, replica.port, os.getpid(), replica.engine_pid, digest))
     _print(f"{replica.port} {replica.engine_pid}")
     ended = asyncio.create_task(replica.wait_ended())
     unneeded = asyncio.create_task(_wait_stdin() if held is None else replica.wait_alone(settings.alone_s))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import ssl
@@ -186,6 +187,18 @@ def test_a_new_token_is_for_this_user_only_and_kept(tmp_path: Path) -> None:
     assert stat.S_IMODE(file.stat().st_mode) == 0o600 and len(read_token(file)) == 64
     assert os.listdir(tmp_path) == ["token"]
     assert len({derived(read_token(file), purpose) for purpose in ("ray", "doors", "head")} | {file.read_text()}) == 4
+
+
+def test_a_token_in_a_folder_that_cannot_be_written_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_only(path: str, content: str) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", path)
+
+    file = tmp_path / "token"
+    assert create_token(file)
+    monkeypatch.setattr("vlora.cluster.nodes.token.write_private", read_only)
+    assert not create_token(file)
+    with pytest.raises(BadConfig, match=r"^the token file \S+ cannot be created: Read-only file system$"):
+        create_token(tmp_path / "other")
 
 
 @pytest.mark.parametrize(

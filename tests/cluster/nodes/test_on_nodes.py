@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 import os
 import shutil
 import signal
@@ -31,6 +32,7 @@ from vlora.cluster.door import connect
 from vlora.cluster.members import Health
 from vlora.cluster.nodes.cluster import NodesCluster
 from vlora.cluster.nodes.plan import ClusterPlan, read_cluster_plan
+from vlora.cluster.on_ray import node_settings
 from vlora.cluster.on_ray.own_processes import ray_processes, replica_processes
 from vlora.cluster.on_ray.settings import Folder, is_free
 from vlora.config import EngineConfig
@@ -300,7 +302,26 @@ def test_a_machine_that_joins_gets_the_next_replica(machines: Machines) -> None:
     assert set(machines.answer_all()) == {0}
 
 
+FORGET = """
+import json, sys, ray
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_list
+ray.init(**json.loads(sys.argv[1]))
+for key in _internal_kv_list(b"ActorClass", namespace=b"fun"):
+    assert _internal_kv_del(key, namespace=b"fun")
+"""
+
+
+def forget_classes(machines: Machines) -> None:
+    """Let Ray forget the classes that drivers have sent, as it may when their machine ends."""
+    folder, host = machines.cluster.folder, machines.network.head
+    where = node_settings.connection(folder, f"{host}:{machines.plan.ray_ports.first}", host)
+    command = [sys.executable, "-c", FORGET, json.dumps(where)]
+    subprocess.run(command, env=node_settings.environment(folder, os.environ), check=True, capture_output=True)
+
+
 def test_a_killed_replica_stays_on_its_machine(machines: Machines) -> None:
+    """Also where Ray has forgotten the class of its actor."""
+    forget_classes(machines)
     pids = machines.cluster.pids["replica-2"]
     assert set(machines.answer_all(lambda: os.kill(pids.engine, signal.SIGKILL))) <= {0, 1}
     machines.wait(lambda: machines.cluster.pids["replica-2"] != pids and len(machines.hosts()) == 3)

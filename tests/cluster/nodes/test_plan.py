@@ -55,6 +55,7 @@ def test_a_short_plan_has_defaults(tmp_path: Path) -> None:
         ("cpus: 8", "cores: 8", 7, "replicas.cores", "is not a known field"),
         ("10.0.0.1:18870", "10.0.0.1", 1, "head", "is '10.0.0.1'; write HOST:PORT"),
         ("10.0.0.1:18870", "10.0.0.1:99999", 1, "head", "with a port from 1 to 65535"),
+        ("10.0.0.1:18870", "0.0.0.0:18870", 1, "head", "is '0.0.0.0:18870', which other machines cannot reach"),
         ("21000-21199", "21000", 3, "ray_ports", "write FIRST-LAST"),
         ("21000-21199", "21199-21000", 3, "ray_ports", "in ascending order"),
         ("21000-21199", "80-21000", 3, "ray_ports", "ports from 1024"),

@@ -19,6 +19,7 @@ from vlora.plan_files.reading import read_model
 _RANGE = re.compile(r"(\d{1,5})-(\d{1,5})")
 _MAX_PORT = 65_535
 _MAX_REPLICAS = 1000
+_UNSPECIFIED = ("0.0.0.0", "::")
 
 
 class PortRange(NamedTuple):
@@ -47,7 +48,10 @@ def parse_address(text: str) -> Address:
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) <= _MAX_PORT:
         raise ValueError(f"is {text!r}; write HOST:PORT, with a port from 1 to {_MAX_PORT}")
-    return Address(host.strip("[]"), int(port))
+    found = Address(host.strip("[]"), int(port))
+    if found.host in _UNSPECIFIED:
+        raise ValueError(f"is {text!r}, which other machines cannot reach; write the address of the head's machine")
+    return found
 
 
 def _port_range(text: Any) -> Any:

@@ -25,6 +25,8 @@ def create_token(file: Path) -> bool:
     Raises:
         BadConfig: The file cannot be created.
     """
+    if file.exists():
+        return False  # its folder may be read-only
     temporary = file.with_name(f"{file.name}.{os.getpid()}")
     try:
         write_private(str(temporary), secrets.token_hex(_BYTES) + "\n")

@@ -9,6 +9,7 @@ with uvloop installed, Ray runs asynchronous actors on it, which the lines of th
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import subprocess
@@ -19,6 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from vlora.cluster import claim
 from vlora.cluster.claim import RunningReplica
@@ -88,6 +90,7 @@ class ReplicaActor:
         self._settings = found if self._site is None else _on(self._site, found)
         self._opening = threading.Lock()
         self._opened: Opened | None = None
+        self._starting: int | None = None  # the id of a replica's process before it serves
 
     def open(self) -> bytes:
         """Start or find the process with the first call. Returns an `Opened` or a `NotOpened` as msgpack."""
@@ -100,7 +103,7 @@ class ReplicaActor:
                 found = NotOpened(ErrorValue.of(error))
             if isinstance(found, NotOpened):
                 return msgspec.msgpack.encode(found)
-            threading.Thread(target=self._end_after_replica, daemon=True).start()
+            threading.Thread(target=self.end_after_replica, daemon=True).start()
             self._opened = Opened(os.getpid(), found, "" if self._site is None else self._site.key)
             return msgspec.msgpack.encode(self._opened)
 
@@ -110,15 +113,28 @@ class ReplicaActor:
 
     def end_replica(self) -> None:
         """Kill the replica's processes. The actor ends with them."""
-        if self._site is not None and self._opened is not None:
-            replica = self._opened.replica
-            kill_replica(Folder(self._site.folder), (replica.pid, replica.engine_pid))
+        if self._opened is not None:
+            self._kill(self._opened.replica.pid, self._opened.replica.engine_pid)
+        elif (pid := self._starting) is not None:
+            # An engine that loads a model does not notice the end of its replica.
+            with contextlib.suppress(psutil.Error):
+                self._kill(pid, *(each.pid for each in psutil.Process(pid).children(recursive=True)))
+
+    def _kill(self, *pids: int) -> None:
+        if self._site is not None:
+            kill_replica(Folder(self._site.folder), pids)
 
     def _find(self) -> RunningReplica | None:
-        """The replica that an earlier actor has started; None if it does not run. Waits while it starts."""
+        """The replica that an earlier actor has started; None if it does not run. Waits while it starts.
+
+        On one of several machines one of an earlier front end may run, with other settings. It is ended.
+        """
+        own = claim.digest(self._settings.config, self._settings.command)
         while not claim.clear(self._settings.claim_file):
             if (found := claim.find(self._settings.claim_file)) is not None:
-                return found
+                if self._site is None or found.settings == own:
+                    return found
+                self._kill(found.pid, found.engine_pid)
             time.sleep(_LOOK_S)
         return None
 
@@ -158,6 +174,7 @@ class ReplicaActor:
             start_new_session=True,
             pass_fds=files,
         )
+        self._starting = process.pid
         if log is not None:
             os.close(log)
         assert process.stdin is not None and process.stdout is not None
@@ -175,7 +192,8 @@ class ReplicaActor:
         assert found is not None
         return found
 
-    def _end_after_replica(self) -> None:
+    def end_after_replica(self) -> None:
+        """End this process after that of the replica."""
         claim.wait_released(self._settings.claim_file)
         os._exit(1)  # Ray starts the actor again
 

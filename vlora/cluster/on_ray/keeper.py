@@ -19,9 +19,11 @@ from typing import Any, cast
 import msgspec
 import ray
 from ray.exceptions import RayError, RayTaskError
+from ray.job_config import JobConfig
+from ray.util import list_named_actors
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from vlora.cluster import framing
+from vlora.cluster import claim, framing
 from vlora.cluster.on_ray import node_settings
 from vlora.cluster.on_ray import settings as ray_settings
 from vlora.cluster.on_ray.actor import NotOpened, Opened, ReplicaActor
@@ -35,7 +37,7 @@ _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 10.0
 _STOP_S = 3.0
 _END_S = 1.5
-_LOOK_S = 0.5
+LOOK_S = 0.5
 
 
 class Keeper:
@@ -51,6 +53,8 @@ class Keeper:
         self._scaled = threading.Condition()
         self._places = None if settings.need is None else Places(settings.need, settings.homes)
         self._began_s = time.monotonic()
+        # Ray's name of an actor has its settings: one of an earlier front end has others, and goes.
+        self._named = {name: f"{name} {claim.digest(each)}" for name, each in settings.actors.items()}
 
     def start(self) -> None:
         """Begin to hold the replicas.
@@ -65,6 +69,9 @@ class Keeper:
                 f"{number} replicas need {wanted} GPUs, and Ray finds {found} on this machine; lower --replicas or "
                 "--tensor-parallel"
             )
+        for former in set(list_named_actors()) - set(self._named.values()):
+            with contextlib.suppress(ValueError):  # it has ended
+                self._end([ray.get_actor(former)])
         for place, name in enumerate(self._settings.actors):
             threading.Thread(target=self._hold, args=(name, place), name=name, daemon=True).start()
 
@@ -104,12 +111,13 @@ class Keeper:
             located = False
             try:
                 if place >= self._number:
-                    self._leave(name)
+                    told = ""
+                    self.leave(name)
                     with self._scaled:
                         self._scaled.wait_for(lambda: place < self._number)
                 # By name each time: an actor that has ended for good is replaced by a new one.
-                if (handle := self._actor(name)) is None:
-                    time.sleep(_LOOK_S)
+                if (handle := self.actor(name)) is None:
+                    time.sleep(LOOK_S)
                     continue
                 self._handles[name] = handle
                 found = msgspec.msgpack.decode(ray.get(handle.open.remote()), type=Opened | NotOpened)
@@ -136,19 +144,19 @@ class Keeper:
                 if told != str(error) and time.monotonic() - self._began_s > self._settings.join_s:
                     told = str(error)
                     self.say(Failed(name, ErrorValue.of(error)))
-                time.sleep(_LOOK_S)
+                time.sleep(LOOK_S)
             except RayError as error:
                 if located and place < self._number:
                     self.say(Lost(name, str(error).strip().splitlines()[0]))
                 time.sleep(_FIRST_PAUSE_S)  # until Ray has started it again, calls may fail
 
-    def _actor(self, name: str) -> Any:
+    def actor(self, name: str) -> Any:
         """A new actor, or the one of an earlier keeper; None while the machine of a running replica joins Ray again.
 
         Raises:
             BadConfig: No machine has room.
         """
-        options = ray_settings.actor_options(name, self._settings.num_gpus)
+        options = ray_settings.actor_options(self._named[name], self._settings.num_gpus)
         if self._places is not None and self._settings.need is not None:
             recent = time.monotonic() - self._began_s < self._settings.join_s
             machine = self._places.choose(name, machines(), wait_for_home=recent)
@@ -158,12 +166,12 @@ class Keeper:
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(machine.node_id, soft=False)
         return ray.remote(ReplicaActor).options(**options).remote(msgspec.msgpack.encode(self._settings.actors[name]))
 
-    def _leave(self, name: str) -> None:
+    def leave(self, name: str) -> None:
         """End the actor of a replica that is not wanted any more, as an earlier keeper may have left it."""
         if self._places is not None:
             self._places.leave(name)
         with contextlib.suppress(ValueError):  # there is none
-            self._end([ray.get_actor(name)])
+            self._end([ray.get_actor(self._named[name])])
 
 
 def machines() -> list[Machine]:
@@ -194,7 +202,9 @@ def main() -> None:
         os.dup2(log.fileno(), 2)
     keeper = Keeper(settings, out)
     try:
-        ray.init(**settings.connection)
+        # Actors are loaded from the installed package: Ray may forget the class with the driver that sent it, and would
+        # then start its actors again without end.
+        ray.init(**settings.connection, job_config=JobConfig(code_search_path=[sys.prefix]))
         keeper.start()
     except BadConfig as error:
         keeper.say(Failed("", ErrorValue.of(error)))
