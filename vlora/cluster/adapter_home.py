@@ -81,7 +81,7 @@ class AdapterHome:
         self._on_usable = on_usable
         self._applied: dict[str, DesiredAdapter] = {}
         self._unverified: set[str] = set()  # read in full to compare the content
-        self._kept: Mapping[str, Collection[str]] = {}
+        self._kept: Mapping[str, Collection[str]] | None = None  # another front end may have asked for some
         self._calling = asyncio.Lock()
         self._changed = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
