@@ -121,3 +121,29 @@ def test_a_replica_removed_before_it_has_joined_gets_no_change(tmp_path: Path, m
         slow.kill()
 
     on(main, tmp_path, monkeypatch)
+
+
+def test_a_change_waits_for_one_retry_of_a_slow_replica_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main(here: Here) -> None:
+        await here.load("1")
+        names = [f"y{number}" for number in range(5)]
+        for name in names:
+            await here.cluster.load_adapter(name, here.paths["2"])
+        slow = here.replicas["b"]
+        slow.faults = dict.fromkeys(names, "")
+        slow.kill()
+        slow.start()
+        await here.cluster.members["b"].wait_joined()
+        await asyncio.sleep(1.0)
+        assert here.router.replicas["b"].barred == {*names}
+        slow.call_s = 100.0
+        await asyncio.sleep(150.0)  # one was tried, and now all others are due
+        began_s = asyncio.get_running_loop().time()
+        await here.load("2")
+        assert asyncio.get_running_loop().time() - began_s < 350.0
+        slow.call_s = 0.0
+        slow.faults.clear()
+        await asyncio.sleep(600.0)
+        assert not here.router.replicas["b"].barred
+
+    on(main, tmp_path, monkeypatch)
