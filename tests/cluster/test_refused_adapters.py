@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 def test_a_composition_is_served_again_after_its_repair(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loaded: bool
 ) -> None:
-    """At once if a part is loaded again, otherwise after a time. Until then the reason is told."""
+    """At once if a part is loaded again, otherwise after a time. Until then requests end with the reason."""
 
     async def main(here: Here) -> None:
         await here.load("1")

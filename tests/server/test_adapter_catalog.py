@@ -29,12 +29,12 @@ def test_requests_of_a_failed_adapter_do_not_list_all_adapters_each(monkeypatch:
     async def main() -> None:
         engine = Listing()
         catalog = AdapterCatalog(engine, Metrics(), "base")  # type: ignore[arg-type]
-        monkeypatch.setattr(adapter_catalog, "_ERROR_S", 1000.0)
+        monkeypatch.setattr(adapter_catalog, "ERROR_S", 1000.0)
         for _ in range(100):
             assert (await catalog.get("signs")).error == "broken"
         assert engine.num_lists == 1
-        monkeypatch.setattr(adapter_catalog, "_ERROR_S", 0.0)
+        monkeypatch.setattr(adapter_catalog, "ERROR_S", 0.0)
         engine.error = "other"
-        assert (await catalog.get("signs")).error == "other"  # what a replica has since is seen
+        assert (await catalog.get("signs")).error == "other"
 
     asyncio.run(main())

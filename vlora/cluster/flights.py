@@ -339,7 +339,7 @@ class Flights:
             flight.lacking.add(name)
             self.send(self._router.lack(name, adapter, flight.version))
         self.send(self._router.ended(request_id))
-        if flight.cancelled:  # the replica had refused it before it was told so
+        if flight.cancelled:  # its cancellation and the refusal have crossed
             self._fail(flight, _cancelled(flight), "cancelled")
         else:
             self._submit(flight)

@@ -15,7 +15,7 @@ from vlora.types import AdapterStatus, HeadSummary, TrainingStatus, composed_of,
 
 T = TypeVar("T")
 
-_ERROR_S = 1.0  # for which the cached status of an adapter that failed is used
+ERROR_S = 1.0  # for which the cached status of an adapter that failed is used
 _SHOWN = 128  # characters of an unknown name, which may be as long as a message
 
 
@@ -150,7 +150,7 @@ class AdapterCatalog:
     def _may_have_recovered(self, name: str) -> bool:
         """Whether a cached error is old: replicas try again, and to list all adapters for each request is too much."""
         assert self._statuses is not None
-        return self._statuses[name].error is not None and time.monotonic() - self._listed_s >= _ERROR_S
+        return self._statuses[name].error is not None and time.monotonic() - self._listed_s >= ERROR_S
 
     async def _complete(self, change: Coroutine[Any, Any, T]) -> T:
         """Apply a change of the engine's adapters, also when its caller is cancelled meanwhile: the engine completes a
