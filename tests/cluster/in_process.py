@@ -8,13 +8,13 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from tests.cluster.running import SLEEPING
-from tests.cluster.sleeping_engine import SleepingEngine
+from tests.cluster.sleeping_engine import SleepingEngine, version_of
 from vlora.cluster.door import Address
 from vlora.engine.ipc import messages
 from vlora.engine.ipc.client import EngineClient
 from vlora.engine.ipc.load_reports import LoadReporter
 from vlora.engine.ipc.output_coalescer import OutputCoalescer
-from vlora.errors import BadRequest, Disconnected, VLoraError
+from vlora.errors import BadAdapter, BadRequest, Disconnected, VLoraError
 from vlora.types import AdapterStatus, ErrorValue, Request, RequestOutput
 
 STEP_S = 0.02
@@ -47,9 +47,10 @@ def run_virtually(main: Coroutine[Any, Any, None]) -> None:
 
 
 class FaultyEngine(SleepingEngine):
-    """Its files differ, and it may refuse pins.
+    """Its files differ, and it may refuse pins. It serves any composition, unless a file is broken.
 
-    faults: The text of an adapter's file by name, empty without one; for "pin NAME" the reason why that is refused.
+    faults: The text of an adapter's file by name, empty without one; for "pin NAME" and a composition the reason why
+        that is refused.
     """
 
     def __init__(self, faults: dict[str, str]) -> None:
@@ -60,6 +61,13 @@ class FaultyEngine(SleepingEngine):
         if pinned and f"pin {name}" in self._faults:
             raise BadRequest(self._faults[f"pin {name}"])
         return super().pin_adapter(name, pinned)
+
+    def _version_for(self, name: str, wanted: str | None) -> str:
+        if "+" not in name:
+            return super()._version_for(name, wanted)
+        if name in self._faults:
+            raise BadAdapter(self._faults[name])
+        return version_of(name)
 
     def text_of(self, name: str, path: str) -> str | None:
         return self._faults[name] or None if name in self._faults else super().text_of(name, path)
@@ -108,6 +116,11 @@ class LocalReplica:
         self._kept.clear()
         if self._line is not None:
             self._line.end()
+
+    def cut(self) -> None:
+        """End the line. The engine lives on."""
+        assert self._line is not None
+        self._line.close()
 
     def wake(self) -> None:
         """Read what was sent in the meantime, and go on."""

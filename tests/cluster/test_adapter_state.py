@@ -100,13 +100,22 @@ def test_a_folder_that_another_server_uses_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"adapters": {"x": {}}}', '{"adapters": {"x": {"path": 3}}}', '{"other": 1}']
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"adapters": {"x": {}}}',
+        '{"adapters": {"x": {"path": 3}}}',
+        '{"adapters": {"x": {"path": "\xff"}}}',  # no UTF-8
+        '{"other": 1}',
+    ],
 )
 def test_a_file_that_is_no_state_is_refused_and_kept(tmp_path: Path, text: str) -> None:
-    (tmp_path / FILE).write_text(text)
+    (tmp_path / FILE).write_text(text, "latin-1")
     with pytest.raises(BadConfig, match=r"adapters.json is not a state of adapters \(.*\); move it away"):
         AdapterState.open(tmp_path)
-    assert (tmp_path / FILE).read_text() == text
+    assert (tmp_path / FILE).read_text("latin-1") == text
     (tmp_path / FILE).unlink()
     AdapterState.open(tmp_path).close()  # it is not locked
 

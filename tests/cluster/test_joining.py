@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -42,8 +43,8 @@ def test_a_replica_that_dies_while_it_joins_stays_a_member(
 ) -> None:
     joins = ReplicatedAdapters.join
 
-    async def dies(self: ReplicatedAdapters, name: str, engine: Any) -> None:
-        await joins(self, name, engine)
+    async def dies(self: ReplicatedAdapters, name: str, engine: Any, present: Callable[[], bool]) -> None:
+        await joins(self, name, engine, present)
         if replicas[0].alive:
             replicas[0].kill()
             await engine.wait_dead()

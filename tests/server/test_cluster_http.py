@@ -12,7 +12,10 @@ from tests.cluster.in_process import LocalReplica, connecting
 from tests.cluster.running import QUICK, SECRET, outputs_of, run
 from tests.cluster.test_cluster import asked, check
 from tests.server.api import running_api
+from tests.server.running import running_server
 from tests.server.scripted import ByteProcessor
+from tests.server.test_security import ADMIN, TOKENS, USER
+from vlora.client import Client
 from vlora.cluster import members
 from vlora.cluster.cluster import Cluster
 from vlora.cluster.door import Address
@@ -21,6 +24,7 @@ from vlora.routing import Router
 from vlora.server.frontend import FrontEnd
 from vlora.server.http.routes import make_app
 from vlora.server.security.access import Access
+from vlora.types.replicas import AdapterPlace
 
 DRAIN_A = "/v1/cluster/replicas/a/drain"
 
@@ -114,3 +118,29 @@ def test_bad_input_is_named(path: str, body: Any, message: str) -> None:
     with running_api() as api:
         status, answer = api.call("PUT", f"/v1/cluster/{path}", body)
         assert (status, answer["error"]["message"]) == (400, message)
+
+
+PLACE = AdapterPlace(
+    adapter="signs", replica="a", state="failed", version="", pinned=False, cause="/srv/signs: no adapter_config.json"
+)
+
+
+async def places() -> tuple[AdapterPlace, ...]:
+    return (PLACE,)
+
+
+def test_user_tokens_see_no_reasons_of_failed_adapters() -> None:
+    with running_api(adapters={"signs": {}}, tokens=TOKENS) as api:
+        api.front_end.replicas.adapters = places  # type: ignore[method-assign]
+        api.front_end.replicas._cluster = object()  # type: ignore[assignment] # noqa: SLF001
+        for token, cause in ((USER, "an admin token shows the reason"), (ADMIN, PLACE.cause)):
+            ((listed,),) = [
+                each["replicas"] for each in api._replace(token=token).call("GET", "/v1/adapters")[1]["data"]
+            ]
+            assert (listed["state"], listed["cause"]) == ("failed", cause)
+    with running_server(tokens=TOKENS) as server:
+        server.front_end.replicas.adapters = places  # type: ignore[method-assign]
+        with Client(port=server.port, token=USER) as user, Client(port=server.port, token=ADMIN) as admin:
+            assert admin.cluster_adapters() == (PLACE,)
+            assert user.cluster_adapters() == (PLACE.without_cause(),)
+            assert "/srv" not in str(user.cluster_adapters())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Set
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping, Set
 from typing import Any, NamedTuple, TypeVar
 
 from vlora.cluster.adapter_state import DesiredAdapter
@@ -81,8 +81,9 @@ class AdapterHome:
         self._on_usable = on_usable
         self._applied: dict[str, DesiredAdapter] = {}
         self._unverified: set[str] = set()  # read in full to compare the content
-        self._kept: Mapping[str, Collection[str]] = {}
+        self._kept: Mapping[str, Collection[str]] | None = None  # another front end may have asked for some
         self._calling = asyncio.Lock()
+        self._num_changes = 0  # by operators: under way, or waiting for the call before
         self._changed = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
 
@@ -90,13 +91,13 @@ class AdapterHome:
 
     async def register(self, adapters: Mapping[str, DesiredAdapter]) -> None:
         """Register folders, all or none."""
-        async with self._calling:
+        async with self._change():
             await self._keep()
             await self._register(adapters)
 
     async def load(self, name: str, wanted: DesiredAdapter) -> AdapterStatus:
         """Load a folder."""
-        async with self._calling:
+        async with self._change():
             await self._keep()
             try:
                 status = await self._answer(self.client.load_adapter(name, wanted.path, wanted.version))
@@ -108,13 +109,13 @@ class AdapterHome:
 
     async def unload(self, name: str, *, drain: bool) -> None:
         """Unload an adapter, if the replica has it."""
-        async with self._calling:
+        async with self._change():
             await self._keep()
             await self._unload(name, drain=drain)
 
     async def pin(self, name: str, pinned: bool) -> AdapterStatus:
         """Pin an adapter, or unpin it."""
-        async with self._calling:
+        async with self._change():
             return await self._pin(name, pinned)
 
     # -- the desired state --------------------------------------------------------------------------------------------
@@ -160,6 +161,9 @@ class AdapterHome:
             for first in range(0, len(plain), BATCH):
                 await self._try_register({name: changed[name] for name in plain[first : first + BATCH]})
             for name in changed.keys() - plain:
+                if self._num_changes:  # it would wait for all of them, each of which may take `ANSWER_S`
+                    self.wake()
+                    return
                 if self._is_still(name, due[name]):
                     await self._try(name, self._verify(name, due[name]))
             for name, wanted in due.items():
@@ -257,6 +261,16 @@ class AdapterHome:
                 return await call
         except TimeoutError as error:
             raise Aborted(f"it did not answer within {limit_s:g} s; its disk may hang") from error
+
+    @contextlib.asynccontextmanager
+    async def _change(self) -> AsyncIterator[None]:
+        """Make an operator's change after the call that is under way."""
+        self._num_changes += 1
+        try:
+            async with self._calling:
+                yield
+        finally:
+            self._num_changes -= 1
 
     async def _keep(self) -> None:
         kept = self._goal().kept

@@ -109,7 +109,7 @@ class AdapterState:
         except OSError as error:
             self.close()
             raise BadConfig(f"{self.folder}: the adapters' state cannot be kept there: {error.strerror}") from error
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             self.close()
             raise BadConfig(
                 f"{self.folder / FILE} is not a state of adapters ({error}); move it away to begin with the adapters "

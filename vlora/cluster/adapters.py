@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
 from vlora.cluster.adapter_home import AdapterHome, Goal
@@ -63,7 +63,8 @@ class ReplicatedAdapters:
         self._tell_usable = on_usable
         self._on_lack = on_lack
         self._on_drain = on_drain
-        self._compositions: dict[str, dict[str, None]] = {}  # that replicas have refused, the oldest first
+        self._compositions: dict[str, dict[str, ErrorValue]] = {}  # that replicas have refused, the oldest first
+        self._compositions_timer: asyncio.TimerHandle | None = None
         self._changing = asyncio.Lock()
         self._busy: set[str] = set()  # names that a change is at
         self._loop = asyncio.get_running_loop()
@@ -77,12 +78,20 @@ class ReplicatedAdapters:
 
     # -- replicas -----------------------------------------------------------------------------------------------------
 
-    async def join(self, name: str, engine: EngineClient) -> None:
-        """Synchronize a new replica with the desired state; note what it cannot serve. Raises EngineDead."""
+    async def join(self, name: str, engine: EngineClient, is_member: Callable[[], bool]) -> None:
+        """Synchronize a new replica with the desired state; note what it cannot serve. Raises EngineDead.
+
+        Args:
+            name: Of the replica.
+            engine: Its engine.
+            is_member: Whether it has not been removed meanwhile; another one may have its name by then.
+        """
         home = AdapterHome(name, engine, self._goal, self._usable)
         await home.read()
         while not home.is_settled:
             await home.sync()
+        if not is_member():
+            return
         # Nothing was awaited since: a change that ends later finds this replica.
         self.leave(name)
         self.homes[name] = home
@@ -93,9 +102,10 @@ class ReplicatedAdapters:
         for adapter, failure in self.homes[name].failures.items():
             if failure.bars:
                 self._tell_usable(name, adapter, False)
+        others = len(self.homes) > 1  # if there are none, an engine that was lost and found may have kept contents
         for adapter, version in self.former:
             applied = self.homes[name].applied(adapter)
-            self._on_lack(name, adapter, version, applied is None or applied.version != version)
+            self._on_lack(name, adapter, version, others and (applied is None or applied.version != version))
 
     def leave(self, name: str) -> None:
         """A replica is gone. Unknown names are ignored."""
@@ -134,7 +144,9 @@ class ReplicatedAdapters:
             self.homes[replica].fail(adapter, error)
         else:
             refused = self._compositions.setdefault(replica, {})
-            refused[adapter] = None
+            refused[adapter] = error
+            if self._compositions_timer is None:
+                self._compositions_timer = self._loop.call_later(RETRY_S, self._retry_compositions)
             if len(refused) > MAX_COMPOSITIONS:  # there may be any number, since weights are free
                 oldest = next(iter(refused))
                 del refused[oldest]
@@ -146,6 +158,8 @@ class ReplicatedAdapters:
         for _, home in sorted(self.homes.items()):
             failures = [home.failures[name] for name in parts_of(adapter) if name in home.failures]
             errors = [failure.error for failure in failures if failure.bars]
+            if adapter is not None and (refused := self._compositions.get(home.name, {}).get(adapter)) is not None:
+                errors.append(refused)
             if not errors:
                 return None
             causes.append((home.name, errors[0]))
@@ -263,8 +277,9 @@ class ReplicatedAdapters:
 
     async def close(self) -> None:
         """Write what was not written yet, and leave the state to other processes."""
-        if self._flush_timer is not None:
-            self._flush_timer.cancel()
+        for timer in (self._flush_timer, self._compositions_timer):
+            if timer is not None:
+                timer.cancel()
         for name in tuple(self.homes):
             self.leave(name)
         with contextlib.suppress(VLoraError):
@@ -295,6 +310,8 @@ class ReplicatedAdapters:
                 for content in self.former:
                     self.former.end(*content)
                 self._wake(names)
+                for replica in tuple(self._compositions):
+                    self._allow_compositions(replica, names)
 
     def _goal(self) -> Goal:
         return Goal(self.state.adapters, self.former.kept, self._busy)
@@ -339,10 +356,20 @@ class ReplicatedAdapters:
 
     def _usable(self, replica: str, adapter: str, usable: bool) -> None:
         self._tell_usable(replica, adapter, usable)
+        if usable:
+            self._allow_compositions(replica, {adapter})
+
+    def _allow_compositions(self, replica: str, parts: Collection[str] | None = None) -> None:
+        """Send a replica the compositions again that it has refused. parts: only those with one of these adapters."""
         refused = self._compositions.get(replica, {})
-        for composition in [each for each in refused if usable and adapter in parts_of(each)]:
+        for composition in [each for each in refused if parts is None or not {*parts}.isdisjoint(parts_of(each))]:
             del refused[composition]
             self._tell_usable(replica, composition, True)
+
+    def _retry_compositions(self) -> None:
+        self._compositions_timer = None
+        for replica in tuple(self._compositions):
+            self._allow_compositions(replica)
 
     def _adopt(self, name: str, version: str) -> None:
         """The first content that is read is the desired one."""

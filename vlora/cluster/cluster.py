@@ -246,7 +246,7 @@ class Cluster:
             self._secret,
             tls=tls,
             health=self._health,
-            prepare=lambda member, client: self._adapters.join(member.name, client),
+            prepare=self._prepare,
             on_join=self._joined,
             on_leave=self._left,
         )
@@ -261,6 +261,9 @@ class Cluster:
             self._adapters.leave(name)
             if name in self._router.replicas:
                 self._left(member, died=False)
+
+    async def _prepare(self, member: Member, client: EngineClient) -> None:
+        await self._adapters.join(member.name, client, lambda: self.members.get(member.name) is member)
 
     def _joined(self, member: Member) -> None:
         client = member.client

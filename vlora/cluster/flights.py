@@ -339,7 +339,10 @@ class Flights:
             flight.lacking.add(name)
             self.send(self._router.lack(name, adapter, flight.version))
         self.send(self._router.ended(request_id))
-        self._submit(flight)
+        if flight.cancelled:  # its cancellation and the refusal have crossed
+            self._fail(flight, _cancelled(flight), "cancelled")
+        else:
+            self._submit(flight)
 
     def _may_be_elsewhere(self, flight: Flight) -> bool:
         """Whether a replica other than its present one may have the adapter of a request."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
@@ -13,6 +15,7 @@ from vlora.types import AdapterStatus, HeadSummary, TrainingStatus, composed_of,
 
 T = TypeVar("T")
 
+ERROR_S = 1.0  # for which the cached status of an adapter that failed is used
 _SHOWN = 128  # characters of an unknown name, which may be as long as a message
 
 
@@ -32,6 +35,7 @@ class AdapterCatalog:
         self.learning: frozenset[str] = frozenset()
         self.hidden: set[str] = set()
         self._statuses: dict[str, AdapterStatus] | None = None
+        self._listed_s = -math.inf
         self._changes: set[asyncio.Task[Any]] = set()  # in progress
 
     # -- queries ------------------------------------------------------------------------------------------------------
@@ -40,6 +44,7 @@ class AdapterCatalog:
         """Every registered adapter, with its current status."""
         statuses = tuple(status for status in await self._engine.adapters() if status.name not in self.hidden)
         self._statuses = {status.name: status for status in statuses}
+        self._listed_s = time.monotonic()
         self._metrics.expect(self._statuses)
         return statuses
 
@@ -61,8 +66,8 @@ class AdapterCatalog:
                 f"adapter {name[:_SHOWN]!r} is a composition; a task head belongs to one adapter: name that one",
                 field="adapter",
             )
-        if self._statuses is None or name not in self._statuses or self._statuses[name].error is not None:
-            await self.list()  # a replica may have recovered
+        if self._statuses is None or name not in self._statuses or self._may_have_recovered(name):
+            await self.list()
         assert self._statuses is not None
         if name not in self._statuses:
             known = listed(self._statuses)
@@ -141,6 +146,11 @@ class AdapterCatalog:
         return await self._engine.cancel_training(name)
 
     # -- internal -----------------------------------------------------------------------------------------------------
+
+    def _may_have_recovered(self, name: str) -> bool:
+        """Whether a cached error is old: replicas try again, and to list all adapters for each request is too much."""
+        assert self._statuses is not None
+        return self._statuses[name].error is not None and time.monotonic() - self._listed_s >= ERROR_S
 
     async def _complete(self, change: Coroutine[Any, Any, T]) -> T:
         """Apply a change of the engine's adapters, also when its caller is cancelled meanwhile: the engine completes a

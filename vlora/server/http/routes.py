@@ -28,11 +28,12 @@ from vlora.server.http.chat_request import MAX_PARTS, ChatRequest
 from vlora.server.http.chat_response import ChatResponseBuilder, event
 from vlora.server.http.cluster_routes import ClusterRoutes
 from vlora.server.http.errors import ErrorBody, add_error_handlers, error_body
-from vlora.server.http.middleware import ADAPTER_PATHS, tenant, with_checks
+from vlora.server.http.middleware import ADAPTER_PATHS, caller_of, tenant, with_checks
 from vlora.server.http.sampling_fields import SamplingFields, ServiceLevelFields, StrictModel
 from vlora.server.http.text_completions import CompletionRequest, TextResponseBuilder
 from vlora.server.http.tools import as_messages
 from vlora.server.interleave import interleave
+from vlora.server.learning.door import is_admin
 from vlora.server.learning.routes import LearningRoutes, TrainingRoutes
 from vlora.server.prompts import Conversation, Prompt
 from vlora.server.security.access import Access
@@ -295,13 +296,13 @@ class AdapterRoutes:
         app.put(ADAPTER_PATHS + "/{name}/pin")(self.pin_adapter)
         app.delete(ADAPTER_PATHS + "/{name}/pin")(self.unpin_adapter)
 
-    async def adapters(self) -> dict[str, Any]:
+    async def adapters(self, request: Request) -> dict[str, Any]:
         """List the adapters: rank, size, heads, and whether each is on the device, pinned or mergeable.
 
         A server with replicas adds where each adapter is.
         """
         listed = [_adapter_json(status) for status in await self._adapters.list()]
-        places = await self._replicas.adapters_by_name()
+        places = await self._replicas.adapters_by_name(admin=is_admin(caller_of(request)))
         for adapter in listed if places else ():
             adapter["replicas"] = msgspec.to_builtins(places.get(adapter["name"], []))
         return {"object": "list", "data": listed}

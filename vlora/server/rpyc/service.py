@@ -47,6 +47,7 @@ from vlora.server.streams.frame_questions import images_per_frame
 from vlora.server.streams.frame_stream import StreamSession
 from vlora.types import AdapterStatus, TrainingStatus
 from vlora.types.learning import Correction, LearningStatus
+from vlora.types.replicas import AdapterPlace
 
 AUTHENTICATE_S = 10.0  # a connection must authenticate within this time
 
@@ -199,7 +200,7 @@ class VLoraService(rpyc.Service):
 
     def exposed_cluster_adapters(self) -> Future[Reply]:
         """Every adapter on every replica -> tuple of AdapterPlace"""
-        return self._schedule(self._front_end.replicas.adapters)
+        return self._schedule(self._cluster_adapters)
 
     def exposed_drain_replica(self, name: Any, wait_s: Any) -> Future[Reply]:
         """Drain a replica, and wait up to wait_s -> whether it has no requests left"""
@@ -350,6 +351,10 @@ class VLoraService(rpyc.Service):
     async def _trainings(self) -> tuple[TrainingStatus, ...]:
         found = await self._front_end.adapters.trainings()
         return found if is_admin(self._access.check(self._token)) else tuple(one.without_paths() for one in found)
+
+    async def _cluster_adapters(self) -> tuple[AdapterPlace, ...]:
+        found = await self._front_end.replicas.adapters()
+        return found if is_admin(self._access.check(self._token)) else tuple(one.without_cause() for one in found)
 
     async def _correct(self, request_id: Any, label: Any) -> Correction:
         return await self._door.correct(
