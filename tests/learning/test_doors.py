@@ -216,7 +216,7 @@ def test_a_damaged_store_does_not_stop_other_adapters(tmp_path: Path) -> None:
         def fail(*_: object) -> bool:
             raise OSError("database disk image is malformed")
 
-        store.correct = fail  # type: ignore[method-assign]
+        store.correct = fail  # type: ignore[method-assign,assignment]
         assert client.correct(answer, "maybe").adapter == "good"
         with pytest.raises(OverCapacity, match="cannot be written to disk"):
             client.correct("absent", "maybe")
