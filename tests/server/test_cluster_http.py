@@ -24,7 +24,7 @@ from vlora.routing import Router
 from vlora.server.frontend import FrontEnd
 from vlora.server.http.routes import make_app
 from vlora.server.security.access import Access
-from vlora.types.replicas import AdapterPlace
+from vlora.types.replicas import DOWN, HIDDEN, AdapterPlace, ClusterStatus, ReplicaStatus
 
 DRAIN_A = "/v1/cluster/replicas/a/drain"
 
@@ -127,6 +127,31 @@ PLACE = AdapterPlace(
 
 async def places() -> tuple[AdapterPlace, ...]:
     return (PLACE,)
+
+
+STATUS = ClusterStatus(
+    replicas=(ReplicaStatus(name="a", state=DOWN, cause="/srv/model: no such folder", num_requests=0),),
+    num_waiting=0,
+    num_deaths=0,
+    num_resubmitted=0,
+    num_moves=0,
+)
+
+
+async def cluster_status() -> ClusterStatus:
+    return STATUS
+
+
+def test_user_tokens_see_no_causes_of_replicas() -> None:
+    with running_api(tokens=TOKENS) as api:
+        api.front_end.replicas.status = cluster_status  # type: ignore[method-assign]
+        for token, cause in ((USER, HIDDEN), (ADMIN, "/srv/model: no such folder")):
+            (replica,) = api._replace(token=token).call("GET", "/v1/cluster")[1]["replicas"]
+            assert (replica["state"], replica["cause"]) == (DOWN, cause)
+    with running_server(tokens=TOKENS) as server:
+        server.front_end.replicas.status = cluster_status  # type: ignore[method-assign]
+        with Client(port=server.port, token=USER) as user, Client(port=server.port, token=ADMIN) as admin:
+            assert (admin.cluster(), user.cluster()) == (STATUS, STATUS.without_causes())
 
 
 def test_user_tokens_see_no_reasons_of_failed_adapters() -> None:

@@ -15,6 +15,10 @@ PENDING, REGISTERED, HOST, DEVICE, FAILED, UNKNOWN = ADAPTER_STATES = (
 )
 
 
+HIDDEN = "an admin token shows the reason"
+"""What callers without an admin token see instead of causes."""
+
+
 class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One replica.
 
@@ -30,6 +34,10 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     cause: str
     num_requests: int
     num_failed_adapters: int = 0
+
+    def without_cause(self) -> ReplicaStatus:
+        """See `ClusterStatus.without_causes`."""
+        return msgspec.structs.replace(self, cause=self.cause and HIDDEN)
 
 
 class ScalingStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +81,10 @@ class ClusterStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_moves: int
     scaling: ScalingStatus | None = None
 
+    def without_causes(self) -> ClusterStatus:
+        """For callers without an admin token: causes may name files and addresses of the server."""
+        return msgspec.structs.replace(self, replicas=tuple(each.without_cause() for each in self.replicas))
+
 
 class AdapterPlace(msgspec.Struct, frozen=True, kw_only=True):
     """One adapter on one replica.
@@ -95,4 +107,4 @@ class AdapterPlace(msgspec.Struct, frozen=True, kw_only=True):
 
     def without_cause(self) -> AdapterPlace:
         """For callers without an admin token: causes name files of the server."""
-        return msgspec.structs.replace(self, cause=self.cause and "an admin token shows the reason")
+        return msgspec.structs.replace(self, cause=self.cause and HIDDEN)

@@ -14,6 +14,7 @@ from vlora.errors import UnknownStream
 from vlora.server.console.feed import SnapshotFeed
 from vlora.server.console.files import CONSOLE_FILES, HEADERS, read_file
 from vlora.server.frontend import FrontEnd
+from vlora.server.learning.door import is_admin
 from vlora.server.security.access import Access
 from vlora.server.streams.registry import WatchedStream
 
@@ -46,10 +47,12 @@ class ConsoleRoutes:
             "model": self._model,
             "stats": msgspec.structs.replace(snapshot.stats, model=self._model),  # the engine reports its folder
             "steps": steps,
-            "replicas": self._front_end.replicas.statuses,
+            "replicas": [
+                each if is_admin(caller) else each.without_cause() for each in self._front_end.replicas.statuses
+            ],
             "num_streams": len(streams),
             "streams": [_stream_json(stream) for stream in streams if _may_see(caller, stream)],
-            "admin": caller is None or caller.admin,
+            "admin": is_admin(caller),
             "draining": self._front_end.draining,
             "learns": self._front_end.learning is not None,
         }

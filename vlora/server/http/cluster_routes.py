@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import msgspec
-from fastapi import FastAPI, Query
+from fastapi import FastAPI, Query, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import field_validator
 
 from vlora.server.frontend import FrontEnd
-from vlora.server.http.middleware import CLUSTER_PATHS
+from vlora.server.http.middleware import CLUSTER_PATHS, caller_of
 from vlora.server.http.sampling_fields import StrictModel
+from vlora.server.learning.door import is_admin
+from vlora.types.replicas import ClusterStatus
 
 Wait = Annotated[float, Query(ge=0, le=30, allow_inf_nan=False)]
 """Seconds until the response to a change that is not done yet; the change goes on."""
@@ -44,10 +46,10 @@ class ClusterRoutes:
         app.put(_REPLICA)(self.drain)
         app.delete(_REPLICA)(self.resume)
 
-    async def status(self) -> dict[str, Any]:
+    async def status(self, request: Request) -> dict[str, Any]:
         """The replicas, their queue, what happened to requests, and the last change of their number with its reason."""
-        fields: dict[str, Any] = msgspec.to_builtins(await self._replicas.status())
-        return fields
+        found = await self._replicas.status()
+        return _fields(found if is_admin(caller_of(request)) else found.without_causes())
 
     async def drain(self, name: str, wait_s: Wait = 5.0) -> Response:
         """Move a replica's requests to others, and send it no further ones; 202 while it still has requests."""
@@ -66,4 +68,9 @@ class ClusterRoutes:
         return await self._changed(await self._replicas.scale(body.replicas, wait_s))
 
     async def _changed(self, done: bool) -> Response:
-        return JSONResponse({"done": done, **await self.status()}, 200 if done else 202)
+        return JSONResponse({"done": done, **_fields(await self._replicas.status())}, 200 if done else 202)
+
+
+def _fields(status: ClusterStatus) -> dict[str, Any]:
+    fields: dict[str, Any] = msgspec.to_builtins(status)
+    return fields

@@ -13,7 +13,7 @@ import contextlib
 import functools
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from typing import Any, Literal
+from typing import Any
 
 import rpyc
 
@@ -36,18 +36,15 @@ from vlora.config import Token
 from vlora.errors import Aborted, BadRequest, DeadlineMissed, Disconnected, UnknownStream, VLoraError
 from vlora.server.frontend import FrontEnd
 from vlora.server.internal_errors import to_vlora_error
-from vlora.server.learning.door import LearningDoor, is_admin
 from vlora.server.media.image_decoding import RawImage
 from vlora.server.rpyc.arguments import bounded_wait_s, checked, encoded_images, frame_images, positional, visuals
 from vlora.server.rpyc.channel import Peer
+from vlora.server.rpyc.operations import Operations
 from vlora.server.rpyc.protocol import StreamedReply
 from vlora.server.security.access import Access
 from vlora.server.security.message_budget import ByteCharge
 from vlora.server.streams.frame_questions import images_per_frame
 from vlora.server.streams.frame_stream import StreamSession
-from vlora.types import AdapterStatus, TrainingStatus
-from vlora.types.learning import Correction, LearningStatus
-from vlora.types.replicas import AdapterPlace
 
 AUTHENTICATE_S = 10.0  # a connection must authenticate within this time
 
@@ -70,7 +67,7 @@ class VLoraService(rpyc.Service):
         self._loop = loop
         self._model = model
         self._access = access
-        self._door = LearningDoor(front_end)
+        self._operations = Operations(front_end, lambda: self._access.check(self._token))
         self._peer = peer
         self._token: str | None = None
         self._tenant: str | None = None
@@ -152,43 +149,43 @@ class VLoraService(rpyc.Service):
 
     def exposed_load_adapter(self, name: Any, path: Any) -> Future[Reply]:
         """Register an adapter folder -> AdapterStatus"""
-        return self._schedule(self._load_adapter, name, path, admin=True)
+        return self._schedule(self._operations.load_adapter, name, path, admin=True)
 
     def exposed_unload_adapter(self, name: Any, drain: Any = False) -> Future[Reply]:
         """Remove an adapter and cancel its requests, or with drain let them finish."""
-        return self._schedule(self._unload_adapter, name, drain, admin=True)
+        return self._schedule(self._operations.unload_adapter, name, drain, admin=True)
 
     def exposed_pin_adapter(self, name: Any, pinned: Any) -> Future[Reply]:
         """Pin or unpin an adapter on the device -> AdapterStatus"""
-        return self._schedule(self._pin_adapter, name, pinned, admin=True)
+        return self._schedule(self._operations.pin_adapter, name, pinned, admin=True)
 
     def exposed_train(self, plan: Any) -> Future[Reply]:
         """Begin the trainings of a plan file -> TrainingStatus of each"""
-        return self._schedule(self._train, plan, admin=True)
+        return self._schedule(self._operations.train, plan, admin=True)
 
     def exposed_trainings(self) -> Future[Reply]:
         """-> TrainingStatus of each"""
-        return self._schedule(self._trainings)
+        return self._schedule(self._operations.trainings)
 
     def exposed_cancel_training(self, name: Any) -> Future[Reply]:
         """End a training -> TrainingStatus"""
-        return self._schedule(self._cancel_training, name, admin=True)
+        return self._schedule(self._operations.cancel_training, name, admin=True)
 
     def exposed_correct(self, request_id: Any, label: Any) -> Future[Reply]:
         """Keep the right answer of a request -> Correction"""
-        return self._schedule(self._correct, request_id, label)
+        return self._schedule(self._operations.correct, request_id, label)
 
     def exposed_learning(self) -> Future[Reply]:
         """-> LearningStatus of each learning adapter"""
-        return self._schedule(self._learning)
+        return self._schedule(self._operations.learning)
 
     def exposed_promote(self, *args: Any) -> Future[Reply]:
         """(adapter, version, path, force): evaluate a version and serve it if it is better -> LearningStatus"""
-        return self._schedule(self._promote, args, admin=True)
+        return self._schedule(self._operations.promote, args, admin=True)
 
     def exposed_roll_back(self, name: Any, version: Any) -> Future[Reply]:
         """Serve an earlier version of an adapter -> LearningStatus"""
-        return self._schedule(self._roll_back, name, version, admin=True)
+        return self._schedule(self._operations.roll_back, name, version, admin=True)
 
     def exposed_stats(self) -> Future[Reply]:
         """Engine counters -> EngineStats"""
@@ -196,23 +193,23 @@ class VLoraService(rpyc.Service):
 
     def exposed_cluster(self) -> Future[Reply]:
         """The replicas -> ClusterStatus"""
-        return self._schedule(self._front_end.replicas.status)
+        return self._schedule(self._operations.cluster)
 
     def exposed_cluster_adapters(self) -> Future[Reply]:
         """Every adapter on every replica -> tuple of AdapterPlace"""
-        return self._schedule(self._cluster_adapters)
+        return self._schedule(self._operations.cluster_adapters)
 
     def exposed_drain_replica(self, name: Any, wait_s: Any) -> Future[Reply]:
         """Drain a replica, and wait up to wait_s -> whether it has no requests left"""
-        return self._schedule(self._drain_replica, name, wait_s, admin=True)
+        return self._schedule(self._operations.drain_replica, name, wait_s, admin=True)
 
     def exposed_scale(self, number: Any, wait_s: Any) -> Future[Reply]:
         """Have another number of replicas, or "auto", and wait up to wait_s -> whether it is done"""
-        return self._schedule(self._scale, number, wait_s, admin=True)
+        return self._schedule(self._operations.scale, number, wait_s, admin=True)
 
     def exposed_resume_replica(self, name: Any) -> Future[Reply]:
         """Send requests to a drained replica again."""
-        return self._schedule(self._resume_replica, name, admin=True)
+        return self._schedule(self._operations.resume_replica, name, admin=True)
 
     def _schedule(
         self,
@@ -335,61 +332,6 @@ class VLoraService(rpyc.Service):
         with contextlib.suppress(UnknownStream):
             self._frame_stream(stream_id)
             self._front_end.streams.discard(stream_id)
-
-    async def _load_adapter(self, name: Any, path: Any) -> AdapterStatus:
-        return await self._front_end.adapters.load(checked("name", name, str), checked("path", path, str))
-
-    async def _unload_adapter(self, name: Any, drain: Any) -> None:
-        await self._front_end.adapters.unload(checked("name", name, str), checked("drain", drain, bool))
-
-    async def _pin_adapter(self, name: Any, pinned: Any) -> AdapterStatus:
-        return await self._front_end.adapters.pin(checked("name", name, str), checked("pinned", pinned, bool))
-
-    async def _train(self, plan: Any) -> tuple[TrainingStatus, ...]:
-        return await self._front_end.adapters.train(checked("plan", plan, str))
-
-    async def _trainings(self) -> tuple[TrainingStatus, ...]:
-        found = await self._front_end.adapters.trainings()
-        return found if is_admin(self._access.check(self._token)) else tuple(one.without_paths() for one in found)
-
-    async def _cluster_adapters(self) -> tuple[AdapterPlace, ...]:
-        found = await self._front_end.replicas.adapters()
-        return found if is_admin(self._access.check(self._token)) else tuple(one.without_cause() for one in found)
-
-    async def _correct(self, request_id: Any, label: Any) -> Correction:
-        return await self._door.correct(
-            checked("id", request_id, str), checked("label", label, str), self._access.check(self._token)
-        )
-
-    async def _learning(self) -> tuple[LearningStatus, ...]:
-        return await self._door.statuses(self._access.check(self._token))
-
-    async def _promote(self, args: tuple[Any, ...]) -> LearningStatus:
-        name, version, path, force = positional("promote", args, 4)
-        return await self._door.promote(
-            checked("name", name, str),
-            self._access.check(self._token),
-            version=checked("version", version, str | None),
-            path=checked("path", path, str | None),
-            force=checked("force", force, bool),
-        )
-
-    async def _roll_back(self, name: Any, version: Any) -> LearningStatus:
-        earlier = checked("version", version, str | None)
-        return await self._door.roll_back(checked("name", name, str), self._access.check(self._token), earlier)
-
-    async def _cancel_training(self, name: Any) -> TrainingStatus:
-        return await self._front_end.adapters.cancel_training(checked("name", name, str))
-
-    async def _drain_replica(self, name: Any, wait_s: Any) -> bool:
-        return await self._front_end.replicas.drain(checked("name", name, str), bounded_wait_s(wait_s))
-
-    async def _scale(self, number: Any, wait_s: Any) -> bool:
-        wanted = checked("number", number, int | Literal["auto"])
-        return await self._front_end.replicas.scale(wanted, bounded_wait_s(wait_s))
-
-    async def _resume_replica(self, name: Any) -> None:
-        await self._front_end.replicas.resume(checked("name", name, str))
 
     # -- replies ------------------------------------------------------------------------------------------------------
 
