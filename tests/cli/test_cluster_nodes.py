@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import queue
 import re
@@ -218,6 +219,8 @@ def test_gpus_of_the_plan_and_the_options_must_agree(vlora_command: Vlora, tmp_p
 
 def test_down_without_a_cluster_ends_nothing(vlora_command: Vlora) -> None:
     assert vlora_command("cluster", "down") == (0, "nothing of a cluster runs on this machine\n", "")
+    code, out, _ = vlora_command("cluster", "down", "--json")
+    assert (code, json.loads(out)) == (0, {"ended": []})
 
 
 def test_gpus_that_the_process_may_use_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import click
 from vlora.cli.cluster import cluster
 from vlora.cli.cluster_plan import plan_model
 from vlora.cli.extras import needs
+from vlora.cli.server_flags import json_option, print_json
 from vlora.cli.settings import model_path
 from vlora.errors import BadConfig
 from vlora.logging_format import LEVEL_VARIABLE, configure
@@ -97,8 +98,9 @@ def join(address: str, token_file: Path, host: str, cpus: int | None, gpus: int 
 
 
 @cluster.command()
+@json_option
 @needs("cluster")
-def down() -> None:
+def down(as_json: bool) -> None:
     """End what this user runs of clusters on this machine: front end, node and head, and nothing else.
 
     \b
@@ -112,8 +114,11 @@ def down() -> None:
     for run in found:
         if not end(run, _END_S):
             raise BadConfig(f"process {run.pid}, the {run.kind} of {run.address}, has not ended after {_END_S:g} s")
-        click.echo(f"ended the {run.kind} of {run.address}")
-    if not found:
+        if not as_json:
+            click.echo(f"ended the {run.kind} of {run.address}")
+    if as_json:
+        print_json({"ended": [{"kind": run.kind, "address": run.address} for run in found]})
+    elif not found:
         click.echo("nothing of a cluster runs on this machine")
 
 
