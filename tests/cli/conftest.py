@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,14 @@ Vlora = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def vlora_command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Vlora:
-    """Run the command: exit code, stdout, stderr."""
+    """Run the command: exit code, stdout, stderr.
+
+    What it does to the loggers ends with the test: its handler writes to a stream that is closed then.
+    """
+    for name in ("vlora", "atmm"):
+        logger = logging.getLogger(name)
+        for field, value in (("handlers", []), ("propagate", True), ("level", logging.NOTSET)):
+            monkeypatch.setattr(logger, field, value)
 
     def run(*args: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["vlora", *args])
