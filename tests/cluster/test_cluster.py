@@ -6,6 +6,7 @@ import asyncio
 import random
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from msgspec.structs import replace
 
 from tests.cluster.running import SLEEPING, ReplicaProcess, outputs_of, run, running
 from tests.cluster.sleeping_engine import KILLER, expected
+from vlora.cluster.cluster import Cluster
 from vlora.cluster.members import Health
 from vlora.errors import BadAdapter, BadRequest, EngineDead, UnknownAdapter
 from vlora.types import Request, RequestOutput, SamplingParams, seed_of
@@ -39,6 +41,16 @@ def check(request: Request, outputs: list[RequestOutput], version: str | None = 
         assert scores == [-float(place) for place in range(len(tokens))]
     assert max(last.timings.queue_s, last.timings.ttft_s or 0.0) <= last.timings.latency_s
     return last
+
+
+async def answer_mixed(cluster: Cluster, then: Callable[[], object]) -> list[int]:
+    """Answer mixed requests; `then` is called in the middle of them. Returns the deaths under each."""
+    answers = (
+        outputs_of(cluster, each, 20 if each.request_id == "r0" else -1, then)  # type: ignore[arg-type]
+        for each in MIXED
+    )
+    lasts = [check(request, found) for request, found in zip(MIXED, await asyncio.gather(*answers), strict=True)]
+    return [last.timings.num_deaths for last in lasts if last.timings is not None]
 
 
 MIXED = [asked(f"r{number}", seed=None if number % 2 else number) for number in range(6)]

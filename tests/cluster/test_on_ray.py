@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from tests.cluster.running import SLEEPING, outputs_of
 from tests.cluster.sleeping_engine import COMMAND
-from tests.cluster.test_cluster import MIXED, asked, check
+from tests.cluster.test_cluster import answer_mixed, asked, check
 from vlora.cluster.members import Health
 from vlora.cluster.on_ray import settings
 from vlora.cluster.on_ray.cluster import LocalCluster
@@ -132,19 +132,8 @@ class Here:
         return {process.pid for process in found if is_alive(process.pid) and process.cmdline()[:3] == command}
 
     def answer_all(self, then: Callable[[], object] = lambda: None) -> list[int]:
-        """Answer mixed requests; `then` is called in the middle of them. Returns the deaths under each."""
-
-        async def answer() -> list[int]:
-            answers = (
-                outputs_of(self.cluster, each, 20 if each.request_id == "r0" else -1, then)  # type: ignore[arg-type]
-                for each in MIXED
-            )
-            lasts = [
-                check(request, found) for request, found in zip(MIXED, await asyncio.gather(*answers), strict=True)
-            ]
-            return [last.timings.num_deaths for last in lasts if last.timings is not None]
-
-        return self.run(answer())
+        """See `answer_mixed`."""
+        return self.run(answer_mixed(self.cluster, then))
 
     def where(self, request_id: str) -> str:
         name = self.cluster.where(request_id)

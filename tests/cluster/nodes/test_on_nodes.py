@@ -26,8 +26,7 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 
-from tests.cluster.running import outputs_of
-from tests.cluster.test_cluster import MIXED, check
+from tests.cluster.test_cluster import answer_mixed
 from vlora.cluster.door import connect
 from vlora.cluster.members import Health
 from vlora.cluster.nodes.cluster import NodesCluster
@@ -177,19 +176,8 @@ class Machines:
             time.sleep(0.02)
 
     def answer_all(self, then: Callable[[], object] = lambda: None) -> list[int]:
-        """Answer mixed requests; `then` is called in the middle of them. Returns the deaths under each."""
-
-        async def answer() -> list[int]:
-            answers = (
-                outputs_of(self.cluster, each, 20 if each.request_id == "r0" else -1, then)  # type: ignore[arg-type]
-                for each in MIXED
-            )
-            lasts = [
-                check(request, found) for request, found in zip(MIXED, await asyncio.gather(*answers), strict=True)
-            ]
-            return [last.timings.num_deaths for last in lasts if last.timings is not None]
-
-        return self.run(answer())
+        """See `answer_mixed`."""
+        return self.run(answer_mixed(self.cluster, then))
 
     def close(self) -> None:
         self.run(self.cluster.close())
