@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
 from pydantic import Field, field_validator
 
-from vlora.errors import BadPlan
 from vlora.learning.evaluation import Item
 from vlora.plan_files.errors import PlanErrors
-from vlora.plan_files.fields import Number, PlanModel, PlanPath, Whole
+from vlora.plan_files.fields import Number, PlanModel, PlanPath, Whole, check_names
 from vlora.plan_files.reading import read_model
-from vlora.training.plan import TrainingSettings
-from vlora.training.records import Record, read_records, unreadable
+from vlora.training.plan import TrainingSettings, check_file
+from vlora.training.records import Record, read_records
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$"
 
@@ -70,9 +68,7 @@ class LearningPlan(PlanModel):
     @field_validator("adapters")
     @classmethod
     def _unique(cls, adapters: list[LearningSettings]) -> list[LearningSettings]:
-        twice = [name for name, count in Counter(one.name for one in adapters).items() if count > 1]
-        if twice:
-            raise ValueError(f"several adapters are named {', '.join(twice)}; give each once")
+        check_names((one.name for one in adapters), "adapters")
         return adapters
 
 
@@ -90,8 +86,7 @@ def read_learning_plan(file: Path | str) -> tuple[Path, list[LearningEntry]]:
     Raises:
         BadPlan: The plan or its data cannot be used; with file, line and field of every error.
     """
-    if problem := unreadable(Path(file)):
-        raise BadPlan(f"{file}: {problem}")
+    check_file(file)
     plan, text = read_model(file, LearningPlan, needed="adapters")
     errors = PlanErrors(text)
     found = []

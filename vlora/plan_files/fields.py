@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +25,13 @@ def _not_a_switch(value: Any) -> Any:
     if isinstance(value, bool):  # Python takes true as 1, and YAML reads `yes` as true
         raise ValueError(f"is {shown(value)}; it must be a number")
     return value
+
+
+def check_names(names: Iterable[str], what: str) -> None:
+    """Raises ValueError if one occurs twice. what: the entries, in the plural."""
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise ValueError(f"several {what} are named {', '.join(twice)}; each needs its own name")
 
 
 Whole = Annotated[int, BeforeValidator(_not_a_switch)]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 
 from pydantic import Field, field_validator
 
 from vlora.errors import BadPlan
 from vlora.plan_files.errors import PlanErrors
-from vlora.plan_files.fields import Number, PlanModel, PlanPath, Whole
+from vlora.plan_files.fields import Number, PlanModel, PlanPath, Whole, check_names
 from vlora.plan_files.reading import read_model
 from vlora.training.records import Records, read_records, unreadable
 
@@ -69,10 +68,18 @@ class Plan(PlanModel):
     @field_validator("trainings")
     @classmethod
     def _unique(cls, trainings: list[TrainingPlan]) -> list[TrainingPlan]:
-        twice = [name for name, count in Counter(one.name for one in trainings).items() if count > 1]
-        if twice:
-            raise ValueError(f"several trainings are named {', '.join(twice)}; each needs its own name")
+        check_names((one.name for one in trainings), "trainings")
         return trainings
+
+
+def check_file(file: Path | str) -> None:
+    """Raises BadPlan for a plan of a server that must not be opened (`unreadable`)."""
+    try:
+        problem = unreadable(Path(file))
+    except ValueError as error:  # of the path's text
+        raise BadPlan(f"{str(file)!r} is not a path: {error}") from error
+    if problem:
+        raise BadPlan(f"{file}: {problem}")
 
 
 def read_plan(file: Path | str) -> tuple[Path, list[tuple[TrainingPlan, Records]]]:
@@ -81,12 +88,7 @@ def read_plan(file: Path | str) -> tuple[Path, list[tuple[TrainingPlan, Records]
     Raises:
         BadPlan: The plan or its data cannot be used; with file, line and field of every error.
     """
-    try:
-        problem = unreadable(Path(file))
-    except ValueError as error:  # of the path's text
-        raise BadPlan(f"{str(file)!r} is not a path: {error}") from error
-    if problem:
-        raise BadPlan(f"{file}: {problem}")
+    check_file(file)
     plan, text = read_model(file, Plan, needed="trainings")
     errors = PlanErrors(text)
     found = []
