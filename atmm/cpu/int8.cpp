@@ -21,7 +21,7 @@ constexpr int64_t kGroup = 64;  // bytes of a register
 constexpr float kLargest = 127.0f, kSmallest = 1e-12f;
 constexpr int kStreams = 4, kTokens = 5;  // of a tile: with the sums of weights, 29 of 32 registers
 constexpr int64_t kAhead = 1024;  // prefetch distance in bytes
-constexpr int64_t kManyTokens = 9;  // from which they lie side by side
+constexpr int64_t kManyTokens = 9;  // the smallest batch for which wide tiles are faster
 
 // A token in unsigned integers: q + 128. The instruction multiplies unsigned with signed integers.
 template <typename T>

@@ -27,7 +27,10 @@ def multiplies(weight: Tensor) -> bool:
 
 
 def row_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`product` with one layer, for x [..., d_in]: [..., d_out], contiguous. Small layers spend half of it here."""
+    """`product` with one layer, for x [..., d_in]: [..., d_out], contiguous.
+
+    Without the lists and views of several layers, which take as long as the kernel of a small layer.
+    """
     kernels = library()
     assert kernels is not None, "the compiled kernels are not available"
     d_out, d_in = weight.shape

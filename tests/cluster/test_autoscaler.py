@@ -1,4 +1,4 @@
-"""Automatic scaling with a fake clock and replicas that start, fail and end as the test says."""
+"""Automatic scaling with a fake clock and scripted replicas."""
 
 from __future__ import annotations
 

@@ -250,7 +250,7 @@ class Client:
 
         Args:
             answer: Of this caller, or its `request_id`; an admin token corrects all.
-            label: What the adapter should have answered.
+            label: The right answer.
 
         Raises:
             BadRequest: The answer is not kept (any longer), or the label is empty.

@@ -16,7 +16,7 @@ PENDING, REGISTERED, HOST, DEVICE, FAILED, UNKNOWN = ADAPTER_STATES = (
 
 
 HIDDEN = "an admin token shows the reason"
-"""What callers without an admin token see instead of causes."""
+"""Replaces causes for callers without an admin token."""
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):

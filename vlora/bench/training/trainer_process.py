@@ -22,7 +22,7 @@ from vlora.bench.dummy import ranks_config
 from vlora.bench.training.packed import CASES, PlainTraining, draw
 
 CLASSES = ("process", "nice process", "idle process")
-"""With the engine's priority, with niceness 19, and in the class that gets the time that nobody else wants."""
+"""With the engine's priority, with niceness 19, and in the class SCHED_IDLE."""
 
 _COUNT = struct.Struct("q")
 _POLL_S = 0.05
