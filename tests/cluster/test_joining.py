@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.cluster.in_process import LocalReplica, connecting, run_virtually
 from tests.cluster.running import QUICK, SECRET, outputs_of
@@ -16,6 +17,7 @@ from vlora.cluster import members
 from vlora.cluster.adapters import ReplicatedAdapters
 from vlora.cluster.cluster import Cluster
 from vlora.cluster.door import Address
+from vlora.cluster.placement import LivePlacement
 from vlora.routing import Router
 
 
@@ -111,3 +113,28 @@ def test_replacing_that_is_cancelled_loses_no_request(replicas: dict[int, LocalR
         await close(cluster, replicas)
 
     run_virtually(main())
+
+
+def test_a_failed_round_ends_neither_deadlines_nor_later_rounds(
+    replicas: dict[int, LocalReplica], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(_: LivePlacement) -> None:
+        monkeypatch.setattr(LivePlacement, "tick", lambda _: None)
+        raise RuntimeError("no plan")
+
+    async def main() -> None:
+        replicas[0] = LocalReplica()
+        cluster = Cluster(Router(), SECRET, health=QUICK)
+        await cluster.add("a", at(0))
+        monkeypatch.setattr(LivePlacement, "tick", fails)
+        await asyncio.sleep(1)
+        await cluster.remove("a")
+        late = replace(asked("late", 5), max_ttft_s=0.5)  # it waits for a replica
+        outputs = await asyncio.wait_for(outputs_of(cluster, late), 5)
+        assert outputs[-1].error is not None and outputs[-1].error.code == "deadline_unreachable"
+        await close(cluster, replicas)
+
+    run_virtually(main())
+    assert [record.getMessage() for record in caplog.records if record.exc_info] == [
+        "a round of the cluster failed; the next one follows"
+    ]

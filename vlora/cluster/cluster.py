@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Mapping
 
 from vlora.cluster.adapter_places import places_of
@@ -26,6 +27,8 @@ from vlora.errors import Aborted, BadRequest, EngineDead, UnknownReplica
 from vlora.routing import Report, Room, Router
 from vlora.types import AdapterStatus, EngineStats, Request, RequestOutput, TrainingStatus
 from vlora.types.replicas import AdapterPlace, ClusterStatus
+
+log = logging.getLogger("vlora.cluster")
 
 REPORT_S = 0.1  # between two reports of a replica
 ABSENT_S = 60.0  # without any replica, before waiting requests fail
@@ -75,7 +78,7 @@ class Cluster:
         self._loop = asyncio.get_running_loop()
         self._absent_since: float | None = self._loop.time()
         self._cause: str | None = None
-        self._ticking = asyncio.create_task(self._tick(), name="vlora-cluster")
+        self._ticking = asyncio.create_task(self._run(), name="vlora-cluster")
 
     # -- replicas -----------------------------------------------------------------------------------------------------
 
@@ -330,18 +333,24 @@ class Cluster:
         if replica in self._router.replicas:
             self._flights.send(self._router.lack(replica, adapter, version, lacks))
 
-    async def _tick(self) -> None:
-        """Refuse what cannot be served, and place adapters and requests, regularly."""
+    async def _run(self) -> None:
         while True:
             await asyncio.sleep(_TICK_S)
-            self._flights.refuse()
-            if any(standing.draining and standing.holds for standing in self._router.replicas.values()):
-                self.consolidate()
-            self._placement.tick()
-            since = self._absent_since
-            if since is not None and self._loop.time() - since > self._absent_s and self._cause is None:
-                try:
-                    alive(self.members)
-                except EngineDead as error:
-                    self._cause = str(error)
-                    self._flights.fail_all(error)
+            try:
+                self._tick()
+            except Exception:  # requests and deadlines of the next round depend on it
+                log.exception("a round of the cluster failed; the next one follows")
+
+    def _tick(self) -> None:
+        """Refuse what cannot be served, and place adapters and requests."""
+        self._flights.refuse()
+        if any(standing.draining and standing.holds for standing in self._router.replicas.values()):
+            self.consolidate()
+        self._placement.tick()
+        since = self._absent_since
+        if since is not None and self._loop.time() - since > self._absent_s and self._cause is None:
+            try:
+                alive(self.members)
+            except EngineDead as error:
+                self._cause = str(error)
+                self._flights.fail_all(error)
