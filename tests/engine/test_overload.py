@@ -72,4 +72,4 @@ def test_the_engine_s_bound_applies_to_requests_without_one(adapter_folders: dic
     outputs = local.run([ask(prompt, 3), ask(prompt, 4, max_ttft_s=60.0)])
     error = outputs["r3"][-1].error
     assert error is not None and error.code == "deadline_unreachable"
-    assert outputs["r4"][-1].finish_reason == "length"
+    assert outputs["r4"][-1].finish_reason == "length", outputs["r4"][-1].error
