@@ -1,4 +1,4 @@
-"""The default number of threads of an engine: physical cores, within the process's limits."""
+"""Threads of an engine: their default number (physical cores, within the process's limits), and how they wait."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vlora.engine.host_resources import default_threads
+from vlora.engine.host_resources import default_threads, thread_waiting
 
 
 def machine(root: Path, cores: dict[int, tuple[int, int]]) -> None:
@@ -75,3 +75,9 @@ def test_ranks_share_the_cores_and_the_environment_comes_first(tmp_path: Path) -
     assert threads(tmp_path, range(2), num_ranks=4) == 1
     assert threads(tmp_path, range(8), OMP_NUM_THREADS="3") == 3
     assert threads(tmp_path, range(8), OMP_NUM_THREADS="many") == 8
+
+
+def test_threads_spin_briefly_unless_the_environment_says_otherwise() -> None:
+    assert int(thread_waiting({})["GOMP_SPINCOUNT"]) < 10_000
+    for configured in ({"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "active"}):
+        assert thread_waiting(configured) == {}

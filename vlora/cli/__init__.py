@@ -25,6 +25,7 @@ from vlora.cli import (  # noqa: F401  (they join their commands)
     trainings,
 )
 from vlora.cli.group import cli
+from vlora.engine.host_resources import thread_waiting
 from vlora.errors import BadPlan, EngineDead, StepFailed, VLoraError
 
 __all__ = ["cli", "main"]
@@ -36,6 +37,7 @@ def main() -> None:
     """Console script entry point. Prints user errors as one line on stderr without a traceback; exit code 2 for user
     errors, 1 for other failures.
     """
+    os.environ.update(thread_waiting())  # before a command imports torch
     try:
         sys.exit(cli.main(prog_name="vlora", standalone_mode=False))
     except click.Abort:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path("/")
+_SPINS = 2000  # docs/decisions/0089
 
 
 def default_threads(
@@ -34,6 +35,20 @@ def default_threads(
     configured = environ.get("OMP_NUM_THREADS", "")
     cores = int(configured) if configured.isdecimal() else _cores(cpus, root)
     return max(1, cores // num_ranks)
+
+
+def thread_waiting(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Environment variables for a process that computes: how its threads wait for each other.
+
+    GNU OpenMP, which torch's Linux wheels contain, reads them when it is loaded. By default a thread spins for some
+    milliseconds before it sleeps. Where other processes need the cores, it spins while the thread that it waits for is
+    not running, at each of a step's hundreds of products. A few microseconds suffice where the cores are free.
+
+    Args:
+        environ: The environment variables; a setting there is left as it is.
+    """
+    configured = "GOMP_SPINCOUNT" in environ or "OMP_WAIT_POLICY" in environ
+    return {} if configured else {"GOMP_SPINCOUNT": str(_SPINS)}
 
 
 def _cores(cpus: Iterable[int] | None, root: Path) -> int:

@@ -14,6 +14,7 @@ import msgspec
 
 from vlora.config import EngineConfig
 from vlora.engine.exit_status import describe_exit
+from vlora.engine.host_resources import thread_waiting
 from vlora.engine.ipc import messages
 from vlora.engine.ipc.load_reports import WatchedLoad
 from vlora.engine.ipc.transport import ClientTransport, UnreadableMessage
@@ -334,7 +335,7 @@ async def start_process(
                 str(there.fileno()),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=sys.stderr,
-                env={**_C_HEAP, **os.environ},
+                env={**_C_HEAP, **thread_waiting(), **os.environ},
                 pass_fds=(there.fileno(),),
             )
         transport.send(messages.encode(messages.Start(config)))
