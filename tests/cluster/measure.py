@@ -1,10 +1,13 @@
-"""How much of the ideal a cluster of sleeping engines reaches, and what it adds to the first token.
+"""How much of the ideal a cluster reaches, of sleeping engines and of real ones, and what it adds to the first token.
 
     python -m tests.cluster.measure
 
 Engines of 16 requests a batch sleep 50 ms a step, so the cores are free for the front end; requests of 20 to 79 tokens
 always wait. The ideal is a batch of tokens a step on each replica. The first token is that of 32 requests at once, of
 a cluster with one replica after the same engine as a child process, by turns; steps of 4 ms.
+
+Real engines have one thread each and random weights: the first six layers of the 0.5 B model, and one of 10 million
+parameters, in float32. Two of them, the front end and the source of the requests share the cores of this machine.
 """
 
 from __future__ import annotations
@@ -13,13 +16,20 @@ import asyncio
 import logging
 import os
 import statistics
+import tempfile
 import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from transformers import Qwen2VLConfig
 
 from tests.cluster.running import Health, running
 from tests.cluster.sleeping_engine import COMMAND, STEP_VARIABLE
 from tests.cluster.test_cluster import asked
+from vlora.bench.dummy import served_config, small_served_config
 from vlora.config import EngineConfig
 from vlora.engine.interface import EngineInterface
+from vlora.engine.ipc.client import ENGINE_COMMAND
 from vlora.engine.ipc.supervisor import SupervisedEngine
 from vlora.types import Request
 
@@ -27,10 +37,15 @@ BATCH, STEP_S, WINDOW_S = 16, 0.05, 8.0
 HEALTH = Health(missed=20)
 
 
-async def measure_share(number: int) -> None:
-    """Print the share of `number` replicas."""
-    os.environ[STEP_VARIABLE] = str(STEP_S)
-    config = EngineConfig(model="sleeping", max_batch_size=BATCH, block_size=16)
+class Throughput(NamedTuple):
+    """Tokens per second, and the front end's processor seconds per token."""
+
+    rate: float
+    cpu_s: float
+
+
+async def throughput(number: int, config: EngineConfig, command: Sequence[str]) -> Throughput:
+    """The throughput of `number` replicas while requests always wait."""
     num_tokens = 0
 
     async def keep_asking(place: int) -> None:
@@ -38,10 +53,12 @@ async def measure_share(number: int) -> None:
         turn = 0
         while True:
             turn += 1
-            async for output in here.cluster.generate(asked(f"{place}-{turn}", 20 + (7 * place + 13 * turn) % 60)):
+            request = asked(f"{place}-{turn}", 20 + (7 * place + 13 * turn) % 60, ignore_eos=True)
+            async for output in here.cluster.generate(request):
                 num_tokens += len(output.token_ids)
 
-    async with running(*(f"r{place}" for place in range(number)), config=config, health=HEALTH) as here:
+    names = [f"r{place}" for place in range(number)]
+    async with running(*names, config=config, health=HEALTH, command=command) as here:
         tasks = [asyncio.create_task(keep_asking(place)) for place in range(28 * number)]
         await asyncio.sleep(4.0)
         before, began_s, cpu_s = num_tokens, time.monotonic(), time.process_time()
@@ -50,9 +67,38 @@ async def measure_share(number: int) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    share = found / took_s / (number * BATCH / STEP_S)
-    load = os.getloadavg()[0]
-    print(f"{number} replicas: {share:.3f} of ideal, {1e6 * cpu_s / found:.1f} us of CPU a token, load {load:.1f}")
+    return Throughput(found / took_s, cpu_s / found)
+
+
+async def measure_share(number: int) -> None:
+    """Print the share of `number` replicas that sleep."""
+    os.environ[STEP_VARIABLE] = str(STEP_S)
+    config = EngineConfig(model="sleeping", max_batch_size=BATCH, block_size=16)
+    found = await throughput(number, config, COMMAND)
+    share, load = found.rate / (number * BATCH / STEP_S), os.getloadavg()[0]
+    print(f"{number} replicas: {share:.3f} of ideal, {1e6 * found.cpu_s:.1f} us of CPU a token, load {load:.1f}")
+
+
+async def measure_two(name: str, model: Qwen2VLConfig, num_pairs: int = 3) -> None:
+    """Print the throughput of two real replicas over that of one, by turns."""
+    rates: dict[int, list[float]] = {1: [], 2: []}
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        config = EngineConfig(
+            model=folder,
+            load_format="dummy",
+            dtype="float32",
+            threads=1,
+            arena_bytes=256 * 2**20,
+            max_batch_size=BATCH,
+            block_size=16,
+        )
+        for _ in range(num_pairs):
+            for number in rates:
+                rates[number].append((await throughput(number, config, ENGINE_COMMAND)).rate)
+    pairs = ", ".join(f"{two:.0f} / {one:.0f}" for one, two in zip(rates[1], rates[2], strict=True))
+    ratio = statistics.mean(rates[2]) / statistics.mean(rates[1])
+    print(f"two replicas over one, {name}: {ratio:.2f} ({pairs} tokens/s), load {os.getloadavg()[0]:.1f}")
 
 
 async def first_token_s(engine: EngineInterface, request: Request) -> float:
@@ -88,6 +134,8 @@ async def main() -> None:
     for number in (1, 2, 4, 8):
         await measure_share(number)
     await measure_first_token()
+    await measure_two("10 million parameters", small_served_config())
+    await measure_two("6 layers of the 0.5 B model", served_config(6))
 
 
 if __name__ == "__main__":

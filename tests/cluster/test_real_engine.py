@@ -63,14 +63,13 @@ async def hung(here: Running) -> None:
 
 
 async def reloaded(here: Running, folders: dict[str, str], requests: list[Request]) -> list[list[RequestOutput]]:
-    """The outputs of all requests. Once each has begun, the adapters get these folders, and the requests are moved."""
+    """The outputs of all requests. Once each has begun, the adapters get these folders while the requests are moved."""
     begun = {request.request_id: asyncio.Event() for request in requests}
 
     async def reload() -> None:
         await asyncio.gather(*(event.wait() for event in begun.values()))
-        for name, path in folders.items():
-            await here.cluster.load_adapter(name, path)
-        await moved(here)
+        # At once: on a busy machine the requests may end before the adapters have been loaded.
+        await asyncio.gather(moved(here), *(here.cluster.load_adapter(name, path) for name, path in folders.items()))
 
     reloading = asyncio.create_task(reload())
     found = await asyncio.gather(
