@@ -138,7 +138,7 @@ def serve(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Served:
     with monkeypatch.context() as patch:
         patch.setattr(DecodeGraphs, "replay", counted)
         while waiting or engine.has_work:
-            while waiting and draws.random() < 0.3:
+            while waiting and draws.random() < 0.6:
                 engine.add(waiting.pop(0))
             if draws.random() < 0.2:
                 num_moved += shuffle(engine, draws)
