@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests import embedded_cases
+from tests.cluster.paced_engine import COMMAND
 from tests.cluster.running import Running, outputs_of, run, running
 from tests.embedded_cases import config, scores_of, tokens_of, write_adapters
 from vlora.client.values import Answer
@@ -18,7 +19,6 @@ from vlora.cluster.members import Health
 from vlora.config import ServerConfig
 from vlora.engine import LocalEngine
 from vlora.engine.interface import EngineInterface
-from vlora.engine.ipc.client import ENGINE_COMMAND
 from vlora.models.processing import InputProcessor
 from vlora.server.frontend import FrontEnd
 from vlora.types import Request, RequestOutput, SamplingParams, seed_of
@@ -99,14 +99,15 @@ async def choices(
 
 
 async def in_trouble(here: Running, trouble: Trouble, requests: list[Request]) -> list[list[RequestOutput]]:
-    """The outputs of all requests, while there is trouble."""
+    """The outputs of all requests. There is trouble as soon as one has a token."""
+    begun = asyncio.Event()
 
     async def make() -> None:
-        await asyncio.sleep(0.15)
+        await begun.wait()
         await trouble(here)
 
     making = asyncio.create_task(make())
-    found = await asyncio.gather(*(outputs_of(here.cluster, request) for request in requests))
+    found = await asyncio.gather(*(outputs_of(here.cluster, request, 1, begun.set) for request in requests))
     await making
     return found
 
@@ -135,7 +136,7 @@ def test_answers_through_moves_deaths_and_pauses(tmp_path: Path) -> None:
         stopped = await choices(local, stop)
         assert 0 < len(stopped[0][0]) < len(plain[0][0])
         health = Health(beat_s=0.15, missed=4)
-        async with running("a", "b", config=config(), health=health, over=4.0, command=ENGINE_COMMAND) as here:
+        async with running("a", "b", config=config(), health=health, over=4.0, command=COMMAND) as here:
             await here.cluster.register_adapters(folders)
 
             def cut() -> None:
