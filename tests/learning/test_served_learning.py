@@ -55,14 +55,16 @@ def test_the_promoted_adapter_is_the_one_that_was_evaluated(world: World, tmp_pa
     async def work(serving: Serving) -> None:
         before = (await serving.ask(question(1000))).text
         await serving.teach(range(40), "w7")
+        await serving.teach([40], "w7 " * 1200)  # beyond the model's context: set aside, wherever it is drawn to
         slow = serving.front.generate(
             question(1001), adapter=NAME, sampling=SamplingParams(max_tokens=200, ignore_eos=True)
         )
         first = await anext(slow)  # it runs during the promotion
         await serving.settle()
         assert own.events() == ["imported", "training", "evaluated", "promoted", "training_ended"]
-        _, training, evaluated, promoted, _ = own.trail()
-        assert training["details"]["records"] + evaluated["details"]["live"]["count"] == 40
+        _, training, evaluated, promoted, ended = own.trail()
+        assert training["details"]["records"] + evaluated["details"]["live"]["count"] in (40, 41)
+        assert ended["details"]["set_aside"] == 1
         assert evaluated["details"]["live"]["present"] == 0
         (status,) = await serving.front.adapters.list()
         assert status.version == promoted["version"] == evaluated["version"] == serving.learner.loaded

@@ -29,7 +29,7 @@ from vlora.threads import background_executor
 from vlora.training import PackedTrainer
 from vlora.training.job import TrainingJob
 from vlora.training.loop import Piece, TrainingLoop
-from vlora.training.samples import SampleSource
+from vlora.training.samples import SampleSource, check_records
 from vlora.types import AdapterStatus, Batch, Request, RequestOutput, TrainingStatus
 
 log = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ class Trainings:
             BadConfig: The engine cannot train, or a target is unknown.
             BadRequest: The name of a training is in use.
         """
-        self._admit(_read(plan, self._model), reopen=False)
+        self._admit(self._read(plan, self._model), reopen=False)
 
     def submit(self, plan: str, *, reopen: bool) -> Future[tuple[TrainingStatus, ...]]:
         """As `start`, but the files are read in the background.
@@ -131,7 +131,7 @@ class Trainings:
         """
         done: Future[tuple[TrainingStatus, ...]] = Future()
         done.set_running_or_notify_cancel()
-        reading = self._reader.submit(_read, plan, self._model)
+        reading = self._reader.submit(self._read, plan, self._model)
         self._submitted.append(_Submission(reading, reopen, done))
         reading.add_done_callback(lambda _: self.wake())
         return done
@@ -229,6 +229,25 @@ class Trainings:
         self._loop = None
 
     # -- internal -----------------------------------------------------------------------------------------------------
+
+    def _read(self, plan: str, model: str) -> list[TrainingJob]:
+        """The trainings of a plan, with their folders locked. Also called in the training's thread."""
+        from vlora.training.plan import read_plan  # an engine without trainings needs no pydantic
+
+        folder, entries = read_plan(plan)
+        jobs: list[TrainingJob] = []
+        try:
+            for one, records in entries:
+                job = TrainingJob(one, records, Path(folder) / one.name, model)
+                jobs.append(job)
+                if job.is_new and one.bad_records == "refuse":
+                    max_positions = self._device.hf_model.max_positions
+                    check_records(self.load_processor(), max_positions, (*records.train, *records.held_out))
+        except BaseException:
+            for job in jobs:
+                job.release()
+            raise
+        return jobs
 
     def _finish_submission(self, submission: _Submission) -> None:
         try:
@@ -381,18 +400,3 @@ class Trainings:
             f"a piece takes {price_s:.3f} s, and the promise leaves {room_s:.3f} s beside requests; it runs when none "
             "was seen for 10 s (use shorter records, or a larger --train-slowdown)"
         )
-
-
-def _read(plan: str, model: str) -> list[TrainingJob]:
-    from vlora.training.plan import read_plan  # an engine without trainings needs no pydantic
-
-    folder, entries = read_plan(plan)
-    jobs: list[TrainingJob] = []
-    try:
-        for one, records in entries:
-            jobs.append(TrainingJob(one, records, Path(folder) / one.name, model))
-    except BaseException:
-        for job in jobs:
-            job.release()
-        raise
-    return jobs

@@ -74,7 +74,8 @@ class Attempt:
                     row["image"] = os.path.abspath(record.image)
                 file.write(json.dumps(row) + "\n")
                 num_records += 1
-        entry = settings.model_dump(mode="json") | {"name": self.name, "data": ".", "register_adapter": False}
+        entry = settings.model_dump(mode="json") | {"name": self.name, "data": "."}
+        entry |= {"register_adapter": False, "bad_records": "skip"}
         if start is not None:
             entry["start"] = str(start)
         part = self.plan.with_suffix(".part")

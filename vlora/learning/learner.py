@@ -257,15 +257,16 @@ class Learner:
                 version = await self._in_thread(self._versions.files.add, attempt.adapter_folder)
                 if version != self._versions.present:
                     await self._evaluate(_Candidate(version, attempt.name, SERVER))
-            await self._end_attempt(attempt, "")
+            await self._end_attempt(attempt, "", found.num_bad)
         else:
             await self._end_attempt(attempt, f"it was {found.state}: {found.error or 'by hand'}")
 
-    async def _end_attempt(self, attempt: Attempt, problem: str) -> None:
+    async def _end_attempt(self, attempt: Attempt, problem: str, num_bad: int = 0) -> None:
         last = self._versions.trail.last("", "training")
         assert last is not None
         await self._in_thread(self.store.set_fact, "trained_to", last.details["trained_to"])
-        await self._versions.append("training_ended", SERVER, why=problem, details={"number": attempt.number})
+        details = {"number": attempt.number} | ({"set_aside": num_bad} if num_bad else {})
+        await self._versions.append("training_ended", SERVER, why=problem, details=details)
         if problem:
             log.warning("training %s: %s", attempt.name, problem)
         self._attempt, self._doing = None, "serves"
