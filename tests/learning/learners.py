@@ -32,6 +32,7 @@ class School:
     def __post_init__(self) -> None:
         self.model = ScriptedModel()
         self.now_s = 1000.0
+        self.pauses_s: list[float] = []
         self.num_answers = 0
         self.initial = write_content(self.folder / "initial", self.answers, "old")
 
@@ -42,9 +43,15 @@ class School:
         trusted = tuple(Item(question, label) for question, label in self.trusted.items())
         entry = LearningEntry(settings, (), trusted)
         executor = ThreadPoolExecutor(1)
-        learner = Learner(self.folder / "own", entry, self.initial, self.model, executor, lambda: self.now_s)
+        learner = Learner(
+            self.folder / "own", entry, self.initial, self.model, executor, lambda: self.now_s, self._pause
+        )
         self.model.register({"signs": str(learner.present_folder)})
         return learner
+
+    async def _pause(self, seconds: float) -> None:
+        self.pauses_s.append(seconds)
+        self.now_s += seconds
 
     def record(
         self, learner: Learner, questions: Sequence[str], label: str | None, tenant: str = "a", by: Corrector = ADMIN

@@ -6,17 +6,28 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from vlora.errors import AdapterChanged, BadAdapter, BadConfig, BadRequest, EngineDead, VLoraError
+from vlora.errors import (
+    AdapterChanged,
+    BadAdapter,
+    BadConfig,
+    BadRequest,
+    DeadlineMissed,
+    EngineDead,
+    OverCapacity,
+    UnknownAdapter,
+    VLoraError,
+)
 from vlora.learning.attempt import Attempt, remove_others
 from vlora.learning.decision import compare, confidence_of_look, why_not, why_roll_back
-from vlora.learning.evaluation import Item, ServedModel, Version, right_answers
+from vlora.learning.evaluation import Interrupted, Item, ServedModel, Version, right_answers
 from vlora.learning.live_store import LiveStore
 from vlora.learning.plan import LearningEntry
 from vlora.learning.selection import agreed, as_right, bounded
@@ -28,6 +39,8 @@ from vlora.types.learning import Comparison, LearningStatus
 
 log = logging.getLogger(__name__)
 _MAX_MEASURED = 32  # held-out records, for the loss before and after a training
+MAX_INTERRUPTED = 5
+"""Evaluations of one version that the engine interrupts. Then it is refused; it can be promoted by hand."""
 T = TypeVar("T")
 
 
@@ -37,6 +50,13 @@ class _Candidate(NamedTuple):
     version: str
     origin: str
     by: str
+
+
+class _Compared(NamedTuple):
+    """details: of the evaluation, for the trail. why_not: reason not to promote the candidate."""
+
+    details: dict[str, Any]
+    why_not: str | None
 
 
 class Learner:
@@ -55,6 +75,7 @@ class Learner:
         model: ServedModel,
         executor: Executor,
         clock: Callable[[], float] = time.time,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         """Lock the folder and read it.
 
@@ -65,6 +86,7 @@ class Learner:
             model: The engine.
             executor: With one thread.
             clock: Seconds since 1970.
+            sleep: Pauses between attempts of an evaluation.
 
         Raises:
             BadConfig: The folder is in use or damaged, or there is no adapter to begin with.
@@ -76,6 +98,8 @@ class Learner:
         self._folder = folder
         self._model = model
         self._executor = executor
+        self._sleep = sleep
+        self._num_interrupted: Counter[str] = Counter()  # by the version that is evaluated
         self._lock = contextlib.ExitStack()
         self._lock.enter_context(lock_folder(folder))
         try:
@@ -178,7 +202,7 @@ class Learner:
 
         Raises:
             OSError: The disk is full, for example. The next call tries again.
-            EngineDead: As OSError.
+            EngineDead, Interrupted: As OSError.
         """
         await self._versions.restore()
         await self._watch()
@@ -285,43 +309,62 @@ class Learner:
         """Promote a version if it is better than the present one. Versions that cannot be evaluated are refused.
 
         Raises:
-            EngineDead: The evaluation has to be repeated.
+            EngineDead, Interrupted: The evaluation has to be repeated.
         """
         present, name = self._versions.present, f"{self.name}~candidate"
         try:
             await self._model.check(self.name)
-            if await self._model.load(name, self._versions.files.path(candidate.version)) != candidate.version:
-                raise BadAdapter("its files were changed")
-            pair = Version(self.name, present), Version(name, candidate.version)
-            look = 1 + self._versions.trail.num_evaluations(present)
-            confidence = confidence_of_look(self._settings.confidence, look)
-            live = await self._compare(await self._in_thread(self._held_out), pair, confidence)
-            trusted = await self._compare(self._entry.trusted, pair, confidence) if self._entry.trusted else None
-            why = why_not(live, trusted, self._settings.max_trusted_loss, confidence)
-            details = {"live": msgspec.to_builtins(live), "origin": candidate.origin}
-            if trusted is not None:
-                details["trusted"] = msgspec.to_builtins(trusted)
-            fields = {"version": candidate.version, "before": present, "details": details}
+            compared = await self._compare_versions(candidate, present, name)
+            fields = {"version": candidate.version, "before": present, "details": compared.details}
+            why = compared.why_not
             await self._versions.append("evaluated", candidate.by, why=why or "it is better", **fields)
             if why is None:
-                await self._promote(candidate, present, "it is better", details)
+                await self._promote(candidate, present, "it is better", compared.details)
             else:
                 log.info("version %s of adapter %r is refused: %s", candidate.version, self.name, why)
         except EngineDead:
             raise
+        except Interrupted as error:
+            self._num_interrupted[candidate.version] += 1
+            if self._num_interrupted[candidate.version] < MAX_INTERRUPTED:
+                raise
+            await self._refuse(candidate, present, f"it cannot be evaluated: {error}")
         except VLoraError as error:
-            await self._versions.append(
-                "evaluated",
-                candidate.by,
-                version=candidate.version,
-                before=present,
-                why=f"it cannot be promoted: {error}",
-                details={"origin": candidate.origin},
-            )
+            await self._refuse(candidate, present, f"it cannot be promoted: {error}")
         finally:
             with contextlib.suppress(VLoraError):
                 await self._model.unload(name)
             await self._in_thread(self._prune)
+        del self._num_interrupted[candidate.version]
+
+    async def _refuse(self, candidate: _Candidate, present: str, why: str) -> None:
+        fields = {"version": candidate.version, "before": present, "details": {"origin": candidate.origin}}
+        await self._versions.append("evaluated", candidate.by, why=why, **fields)
+
+    async def _compare_versions(self, candidate: _Candidate, present: str, name: str) -> _Compared:
+        """Load a candidate under a name, and compare it with the present version.
+
+        Raises:
+            EngineDead, Interrupted: As `_evaluate`.
+            VLoraError: It cannot be served.
+        """
+        pair = Version(self.name, present), Version(name, candidate.version)
+        look = 1 + self._versions.trail.num_evaluations(present)
+        confidence = confidence_of_look(self._settings.confidence, look)
+        try:
+            if await self._model.load(name, self._versions.files.path(candidate.version)) != candidate.version:
+                raise BadAdapter("its files were changed")
+            live, left_out = await self._compare(await self._in_thread(self._held_out), pair, confidence)
+            trusted, lost = await self._compare(self._entry.trusted, pair, confidence)
+        except (OverCapacity, DeadlineMissed, UnknownAdapter) as error:  # the last one: after the engine's restart
+            raise Interrupted(f"{type(error).__name__}: {error}") from error
+        details = {"live": msgspec.to_builtins(live), "origin": candidate.origin}
+        if self._entry.trusted:
+            details["trusted"] = msgspec.to_builtins(trusted)
+        if left_out + lost:
+            details["left_out"] = left_out + lost
+        operators = trusted if self._entry.trusted else None
+        return _Compared(details, why_not(live, operators, self._settings.max_trusted_loss, confidence))
 
     def _held_out(self) -> list[Item]:
         settings = self._settings
@@ -334,7 +377,10 @@ class Learner:
         latest = sorted(records, key=lambda one: one.number)[-settings.max_evaluated :]
         return [Item(one.question, one.label, number=one.number) for one in latest]
 
-    async def _compare(self, items: Sequence[Item], pair: Sequence[Version], confidence: float) -> Comparison:
+    async def _compare(
+        self, items: Sequence[Item], pair: Sequence[Version], confidence: float
+    ) -> tuple[Comparison, int]:
+        """The comparison, and how many questions have no answer of both versions."""
         doing, count = self._doing, 0
 
         def count_one() -> None:
@@ -342,9 +388,10 @@ class Learner:
             count += 1
             self._doing = f"{doing}, {count} of {len(items)} questions"
 
-        present, candidate = await right_answers(self._model, items, pair, self._image_of, count_one)
+        answered = await right_answers(self._model, items, pair, self._image_of, count_one, self._sleep)
         self._doing = doing
-        return compare(present, candidate, confidence)
+        present, candidate = answered.found
+        return compare(present, candidate, confidence), answered.num_left_out
 
     async def _image_of(self, item: Item) -> bytes | None:
         if item.image is not None:

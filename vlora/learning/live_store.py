@@ -229,9 +229,12 @@ class LiveStore:
         ]
 
     def image(self, number: int) -> bytes | None:
-        """The picture of a record; None if it has none, or was dropped."""
+        """The picture of a record; None if it has none. Raises LookupError if the record was dropped."""
         found = self._one("SELECT image FROM records WHERE id = ?", (number,))
-        return None if found is None else found[0]
+        if found is None:
+            raise LookupError(f"record {number} was dropped")
+        image: bytes | None = found[0]
+        return image
 
     def num_corrections_since(self, number: int) -> int:
         """Records that were corrected after the correction with this number."""
