@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -92,3 +92,14 @@ async def settle(learner: Learner, most: int = 20) -> None:
 
 def run(coroutine: Any) -> Any:
     return asyncio.run(asyncio.wait_for(coroutine, 30))
+
+
+def with_learner(school: School, work: Callable[[Learner], object]) -> None:
+    async def main() -> None:
+        learner = school.open()
+        try:
+            await work(learner)  # type: ignore[misc]
+        finally:
+            learner.close()
+
+    run(main())

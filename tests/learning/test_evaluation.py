@@ -1,0 +1,168 @@
+"""Evaluations while the engine is late, full, dead or restarted, over a scripted model and a clock without waiting."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.learning.learners import School, questions, settle, with_learner
+from tests.learning.scripted_model import nothing
+from vlora.errors import DeadlineMissed, EngineDead, OverCapacity, StepFailed, VLoraError
+from vlora.learning.evaluation import Interrupted
+from vlora.learning.learner import MAX_INTERRUPTED, Learner
+from vlora.learning.live_store import AnsweredRequest, Corrector
+
+
+def test_a_dead_engine_repeats_the_evaluation(tmp_path: Path) -> None:
+    school = School(tmp_path, settings={"train_after": 30})
+
+    async def work(learner: Learner) -> None:
+        school.record(learner, questions(30), "new")
+
+        def die(what: str) -> None:
+            school.model.dead = what == "answer"
+
+        school.model.before_call = die
+        with pytest.raises(Interrupted, match="no answer after 5 further attempts: the engine was killed"):
+            await settle(learner)
+        assert school.events() == ["imported", "training"] and school.pauses_s == [1, 2, 4, 8, 16]
+        school.model.before_call, school.model.dead = nothing, False
+        await settle(learner)
+        assert school.events() == ["imported", "training", "evaluated", "promoted", "training_ended"]
+
+    with_learner(school, work)
+
+
+def live_of(school: School) -> dict[str, int]:
+    (evaluated,) = (one for one in school.trail() if one["event"] == "evaluated")
+    live: dict[str, int] = evaluated["details"]["live"]
+    return {name: live[name] for name in ("count", "present", "candidate")}
+
+
+def failing(errors: list[VLoraError], share: float) -> Callable[[str], None]:
+    """Fails this share of the calls for an answer, at random."""
+    drawn = random.Random(0)
+
+    def fail(what: str) -> None:
+        if what == "answer" and drawn.random() < share:
+            raise drawn.choice(errors)
+
+    return fail
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_answers_that_come_late_do_not_change_an_evaluation(tmp_path: Path, share: float) -> None:
+    """A server that is full, an engine that restarts, and deadlines, at half of the calls: they are repeated."""
+    school = School(tmp_path, settings={"train_after": 40})
+
+    async def work(learner: Learner) -> None:
+        school.record(learner, questions(40), "new")
+        late = [OverCapacity("full"), DeadlineMissed("late"), EngineDead("killed"), StepFailed("failed")]
+        school.model.before_call = failing(late, share)
+        await settle(learner)
+        school.model.before_call = nothing
+        assert school.events() == ["imported", "training", "evaluated", "promoted", "training_ended"]
+        held_out = 40 - school.trail()[1]["details"]["records"]
+        assert live_of(school) == {"count": held_out, "present": 0, "candidate": held_out}
+        assert bool(school.pauses_s) == (share > 0) and max([1.0, *school.pauses_s]) <= 16
+        assert "left_out" not in school.trail()[2]["details"]
+
+    with_learner(school, work)
+
+
+@pytest.mark.parametrize("side", ["signs", "signs~candidate"])
+def test_an_item_that_one_version_does_not_answer_counts_for_neither(tmp_path: Path, side: str) -> None:
+    """One question of all takes too long on one side, each time."""
+    school = School(tmp_path, settings={"train_after": 40})
+
+    async def work(learner: Learner) -> None:
+        school.record(learner, questions(40), "new")
+        answer, slow = school.model.answer, ""
+
+        async def late(question: str, image: bytes | None, *, adapter: str, version: str, label: str) -> str:
+            nonlocal slow
+            if adapter == side and slow in ("", question):
+                slow = question
+                raise DeadlineMissed("the request was not answered within 120 s")
+            return await answer(question, image, adapter=adapter, version=version, label=label)
+
+        school.model.answer = late  # type: ignore[method-assign]
+        await settle(learner)
+        held_out = 39 - school.trail()[1]["details"]["records"]
+        assert live_of(school) == {"count": held_out, "present": 0, "candidate": held_out}
+        assert school.trail()[2]["details"]["left_out"] == 1
+        assert school.pauses_s == [1, 2, 4, 8, 16]
+
+    with_learner(school, work)
+
+
+@pytest.mark.parametrize("error", [OverCapacity("full"), DeadlineMissed("late"), EngineDead("killed")], ids=type)
+def test_a_server_that_stays_full_postpones_an_evaluation(tmp_path: Path, error: VLoraError) -> None:
+    """It is repeated from its beginning, and after some times given up: with one line in the trail, and no accuracy."""
+    school = School(tmp_path, settings={"train_after": 40})
+
+    async def work(learner: Learner) -> None:
+        school.record(learner, questions(40), "new")
+        school.model.before_call = failing([error], 1.0)
+        for _ in range(MAX_INTERRUPTED - 1):
+            with pytest.raises(Interrupted):
+                await settle(learner)
+            assert school.events() == ["imported", "training"], "nothing was decided"
+        await settle(learner)
+        assert school.events() == ["imported", "training", "evaluated", "training_ended"]
+        entry = school.trail()[2]
+        assert entry["why"].startswith("it cannot be evaluated: ") and "live" not in entry["details"]
+        school.model.before_call = nothing
+        await learner.promote("ann", version=None, path=None, force=False)
+        await settle(learner)
+        assert school.events()[-1] == "promoted", "the version is on disk still"
+
+    with_learner(school, work)
+
+
+def test_a_candidate_without_room_in_the_engine_is_evaluated_later(tmp_path: Path) -> None:
+    school = School(tmp_path, settings={"train_after": 40})
+
+    async def work(learner: Learner) -> None:
+        school.record(learner, questions(40), "new")
+
+        def full(what: str) -> None:
+            if what == "load":
+                raise OverCapacity("there is no room")
+
+        school.model.before_call = full
+        with pytest.raises(Interrupted, match="there is no room"):
+            await settle(learner)
+        school.model.before_call = nothing
+        await settle(learner)
+        assert school.events() == ["imported", "training", "evaluated", "promoted", "training_ended"]
+
+    with_learner(school, work)
+
+
+def test_records_that_were_dropped_meanwhile_are_not_asked_without_their_picture(tmp_path: Path) -> None:
+    school = School(tmp_path, settings={"train_after": 40, "max_records": 40})
+
+    async def work(learner: Learner) -> None:
+        school.record(learner, questions(40), "new")
+        seen: list[str] = []
+
+        def drop(what: str) -> None:
+            if what == "answer" and not seen:
+                seen.append(what)
+                other = Corrector("b", False)
+                learner.store.add(
+                    [AnsweredRequest(f"b{n}", "b", learner.loaded, f"b{n}", "old", None) for n in range(25)]
+                )
+                assert all(learner.store.correct(f"b{n}", "new", other) for n in range(25))
+
+        school.model.before_call = drop
+        await settle(learner)
+        asked = live_of(school)["count"]
+        left_out = next(one for one in school.trail() if one["event"] == "evaluated")["details"]["left_out"]
+        assert left_out > 0 and asked + left_out == 40 - school.trail()[1]["details"]["records"]
+
+    with_learner(school, work)
