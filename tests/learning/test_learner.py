@@ -339,3 +339,23 @@ def test_a_version_is_watched_after_another_could_not_be_loaded(tmp_path: Path) 
         assert learner.loaded == first and school.trail()[-1]["event"] == "rolled_back"
 
     with_learner(school, work)
+
+
+def test_answers_of_one_tenant_do_not_hide_corrections_from_an_evaluation(tmp_path: Path) -> None:
+    """A flood of later answers of one token would leave the evaluation without the mistakes of the present version."""
+    school = School(tmp_path, settings={"max_evaluated": 40})
+
+    async def work(learner: Learner) -> None:
+        school.record(learner, questions(24, "wrong"), "new", "good")
+        school.record(learner, questions(400, "flood"), None, "bad")
+        school.now_s += 301
+        answers = {one: "old" for one in questions(400, "flood")}
+        await learner.promote(
+            "ann", version=None, path=str(write_content(tmp_path / "better", answers, "new")), force=False
+        )
+        await settle(learner)
+        live = school.trail()[1]["details"]["live"]
+        assert live["count"] == live["candidate"] == 40 and 4 < live["gained"] < 20
+        assert school.events()[-1] == "promoted"
+
+    with_learner(school, work)

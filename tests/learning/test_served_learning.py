@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import Callable, Coroutine
+import threading
+from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from tests.learning.world import ADMIN, NAME, Serving, World, picture, question
 from vlora.errors import BadRequest, UnknownAdapter
-from vlora.learning.live_store import Corrector
+from vlora.learning.live_store import AnsweredRequest, Corrector
 from vlora.server.media.image_decoding import RawImage
 from vlora.types import SamplingParams
 from vlora.types.video import Video
@@ -196,3 +197,41 @@ def test_sampled_and_cut_answers_are_not_held_to_be_right(world: World, tmp_path
     serve(own, work)
     with sqlite3.connect(own.own / "live.sqlite") as database:
         assert database.execute("SELECT repeatable FROM records").fetchall() == [(0,)] * 3
+
+
+def test_the_queue_has_room_for_answers_of_other_tenants(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the disk is slow, one tenant's answers fill half of it, by number and by bytes."""
+    monkeypatch.setattr("vlora.learning.learning._MAX_QUEUED", 20)
+    monkeypatch.setattr("vlora.learning.learning._MAX_QUEUED_BYTES", 2000)
+    own = fresh(world, tmp_path)
+
+    async def work(serving: Serving) -> None:
+        learning, learner = serving.learning, serving.learner
+        version, held = learner.loaded, threading.Event()
+        add = learner.store.add
+
+        def slow(answers: Iterable[AnsweredRequest]) -> int:
+            held.wait(30)
+            return add(answers)
+
+        monkeypatch.setattr(learner.store, "add", slow)
+
+        def keep(tenant: str, numbers: range, num_bytes: int) -> None:
+            for number in numbers:
+                answer = AnsweredRequest(f"{tenant}{number}", tenant, version, "what ?", "old", None)
+                learning.keep(NAME, answer, num_bytes, lambda: None)
+
+        keep("bad", range(30), 1)
+        keep("good", range(9), 1)
+        assert learner.num_dropped == 20
+        keep("large", range(3), 600)
+        assert learner.num_dropped == 22, "two of them are more than half of the bytes"
+        held.set()
+        await learner.status()  # after the writes so far
+        assert (await learner.status()).num_records == 20
+        keep("bad", range(30, 40), 1)
+        assert learner.num_dropped == 22, "the queue is empty again"
+
+    serve(own, work)

@@ -30,7 +30,7 @@ from vlora.learning.decision import compare, confidence_of_look, why_not, why_ro
 from vlora.learning.evaluation import Interrupted, Item, ServedModel, Version, right_answers
 from vlora.learning.live_store import LiveStore
 from vlora.learning.plan import LearningEntry
-from vlora.learning.selection import agreed, as_right, bounded
+from vlora.learning.selection import agreed, as_right, bounded, latest_of_each
 from vlora.learning.trail import SERVER
 from vlora.learning.version_status import describe, origin_of
 from vlora.learning.versions import Versions
@@ -374,8 +374,8 @@ class Learner:
             records += as_right(
                 self.store.held_out_uncorrected(settings.correct_within_s, settings.max_evaluated), held
             )
-        latest = sorted(records, key=lambda one: one.number)[-settings.max_evaluated :]
-        return [Item(one.question, one.label, number=one.number) for one in latest]
+        chosen = latest_of_each(records, settings.max_evaluated)
+        return [Item(one.question, one.label, number=one.number) for one in chosen]
 
     async def _compare(
         self, items: Sequence[Item], pair: Sequence[Version], confidence: float

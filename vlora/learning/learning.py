@@ -7,7 +7,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +27,7 @@ POLL_S = 0.5
 _LONGEST_PAUSE_S = 60.0
 _MAX_QUEUED_BYTES = 64 << 20
 _MAX_QUEUED = 4096
+_MAX_SHARE = 0.5  # of both, for one tenant
 MAX_LABEL_CHARS = 4000
 
 
@@ -65,8 +66,9 @@ class Learning:
         self._model = model
         self.learners: dict[str, Learner] = {}
         self._queue: deque[_Queued] = deque()
-        self._queued_bytes = 0
-        self._lock = threading.Lock()  # of the queue and its bytes
+        self._queued: Counter[str | None] = Counter()  # answers by tenant, until they are on disk
+        self._queued_bytes: Counter[str | None] = Counter()
+        self._lock = threading.Lock()  # of the queue and its sizes
         self._writing: asyncio.Future[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._warned_s = -float("inf")
@@ -127,13 +129,21 @@ class Learning:
         if answer.version != learner.loaded:
             answer = answer._replace(version="")
         with self._lock:
-            if self._queued_bytes + num_bytes > _MAX_QUEUED_BYTES or len(self._queue) >= _MAX_QUEUED:
+            if not self._has_room(answer.tenant, num_bytes):
                 learner.num_dropped += 1
                 return
             self._queue.append(_Queued(learner, answer, num_bytes, encode))
-            self._queued_bytes += num_bytes
+            self._queued[answer.tenant] += 1
+            self._queued_bytes[answer.tenant] += num_bytes
         if self._writing is None or self._writing.done():
             self._writing = asyncio.ensure_future(self._in_thread(self._write))
+
+    def _has_room(self, tenant: str | None, num_bytes: int) -> bool:
+        """Whether the queue takes an answer. One tenant's answers leave room for those of others."""
+        for queued, more, most in ((self._queued, 1, _MAX_QUEUED), (self._queued_bytes, num_bytes, _MAX_QUEUED_BYTES)):
+            if queued.total() + more > most or queued[tenant] + more > _MAX_SHARE * most:
+                return False
+        return True
 
     def _write(self) -> None:
         """Write all queued answers. Called in the thread."""
@@ -149,7 +159,10 @@ class Learning:
                     learner.num_dropped += len(own)
                     self._warn(f"{len(own)} answers of adapter {learner.name!r} were not kept: {error}")
             with self._lock:
-                self._queued_bytes -= sum(one.num_bytes for one in queued)
+                for one in queued:
+                    self._queued[one.answer.tenant] -= 1
+                    self._queued_bytes[one.answer.tenant] -= one.num_bytes
+                self._queued, self._queued_bytes = +self._queued, +self._queued_bytes  # without tenants at 0
 
     async def correct(self, request_id: str, label: str, by: Corrector) -> Correction:
         """Keep the right answer of a request. Returns once it is on disk.
