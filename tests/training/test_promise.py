@@ -55,6 +55,28 @@ def test_pieces_run_beside_requests_only_with_room(case: Case) -> None:
     engine.close()
 
 
+def test_the_operator_sees_a_load_that_leaves_no_room(case: Case) -> None:
+    """Steps fill the time. Negative control: with the same requests and half of the time idle there is room."""
+    for idle_s, expected in ((0.0, "no room under the promise at this load: a piece takes 0.0"), (1.0, None)):
+        clock = Clock()
+        plan = case.plan(f"load {idle_s}", ["first"], steps=1000)
+        engine = Engine(case.config(train=str(plan), train_slowdown=1.5), clock=clock)
+        trainings = engine.parts.trainings
+        clock.now += 100  # an engine that is idle since long
+        settle(trainings, engine, most=200)
+        for number in range(30):
+            trainings.promise.add(str(number))
+            clock.now += 1
+            trainings.promise.served(1.0)
+            trainings.promise.release(str(number))
+            clock.now += idle_s
+        engine.add(request("first", None, 4))
+        assert trainings.advance() == (expected is None)
+        waiting = trainings.statuses()[0].waiting
+        assert waiting is None if expected is None else waiting is not None and waiting.startswith(expected)
+        engine.close()
+
+
 def test_pieces_that_are_too_long_wait_for_a_quiet_engine(case: Case) -> None:
     clock = Clock()
     config = case.config(train=str(case.plan("long", ["first"], micro_batch_tokens=30)), train_slowdown=1.0001)

@@ -90,7 +90,7 @@ class Trainings:
     ) -> None:
         """Start without trainings. The arguments are parts of the engine, and its clock."""
         self.wake: Callable[[], None] = lambda: None
-        self.promise = LatencyPromise(config.train_slowdown, clock)
+        self.promise = LatencyPromise(config.train_slowdown, clock, config.max_batch_size)
         self.prices = PiecePrices()
         self._device = device
         self._registry = registry
@@ -394,6 +394,13 @@ class Trainings:
         if not self._waits or self._loop is None or (piece := self._loop.upcoming) is None:
             return None
         price_s, room_s = self.prices.expected_s(piece), self.promise.usual_room_s
+        allowance_s = self.promise.usual_allowance_s
+        if allowance_s < price_s <= room_s:
+            return (
+                f"no room under the promise at this load: a piece takes {price_s:.3f} s, and a usual request allows "
+                f"{allowance_s:.3f} s in all; it runs when no request does (use shorter records, or a larger "
+                "--train-slowdown)"
+            )
         if price_s <= room_s:
             return "requests run; the promise leaves no room at present"
         return (
