@@ -186,6 +186,11 @@ def test_a_plan_names_bad_records_before_its_training_begins(case: Case) -> None
     assert marker == f"{file}, line 5: its text has 1 image markers; remove them"
     assert remedy == "mend these records, or set `bad_records: skip` to leave them out"
     assert not states(engine)
+    again = engine.parts.trainings.submit(str(case.folder / "strict.yaml"), reopen=False)  # as after a restart
+    while not again.done():
+        engine.parts.trainings.advance()
+    assert again.result()[0].state == "running", "an engine that starts again does not wait for a check"
+    engine.parts.trainings.cancel("first")
     write(case, "clean.jsonl", [*GOOD])
     submit(engine, plan(case, "clean", "clean.jsonl", bad_records="refuse"))
     assert states(engine) == {"first": "running"}

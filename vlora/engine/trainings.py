@@ -118,7 +118,7 @@ class Trainings:
             BadConfig: The engine cannot train, or a target is unknown.
             BadRequest: The name of a training is in use.
         """
-        self._admit(self._read(plan, self._model), reopen=False)
+        self._admit(self._read(plan, self._model, checks=True), reopen=False)
 
     def submit(self, plan: str, *, reopen: bool) -> Future[tuple[TrainingStatus, ...]]:
         """As `start`, but the files are read in the background.
@@ -127,11 +127,12 @@ class Trainings:
 
         Args:
             plan: A file.
-            reopen: Continue trainings that were cancelled or have failed, too.
+            reopen: Continue trainings that were cancelled or have failed, too. False: the plan has been submitted
+                before, so that its records are not checked again.
         """
         done: Future[tuple[TrainingStatus, ...]] = Future()
         done.set_running_or_notify_cancel()
-        reading = self._reader.submit(self._read, plan, self._model)
+        reading = self._reader.submit(self._read, plan, self._model, checks=reopen)
         self._submitted.append(_Submission(reading, reopen, done))
         reading.add_done_callback(lambda _: self.wake())
         return done
@@ -230,8 +231,11 @@ class Trainings:
 
     # -- internal -----------------------------------------------------------------------------------------------------
 
-    def _read(self, plan: str, model: str) -> list[TrainingJob]:
-        """The trainings of a plan, with their folders locked. Also called in the training's thread."""
+    def _read(self, plan: str, model: str, *, checks: bool) -> list[TrainingJob]:
+        """The trainings of a plan, with their folders locked. Also called in the training's thread.
+
+        checks: Whether records of new trainings that cannot be used are errors.
+        """
         from vlora.training.plan import read_plan  # an engine without trainings needs no pydantic
 
         folder, entries = read_plan(plan)
@@ -240,7 +244,7 @@ class Trainings:
             for one, records in entries:
                 job = TrainingJob(one, records, Path(folder) / one.name, model)
                 jobs.append(job)
-                if job.is_new and one.bad_records == "refuse":
+                if checks and job.is_new and one.bad_records == "refuse":
                     max_positions = self._device.hf_model.max_positions
                     check_records(self.load_processor(), max_positions, (*records.train, *records.held_out))
         except BaseException:
