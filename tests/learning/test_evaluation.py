@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.learning.learners import School, questions, settle, with_learner
-from tests.learning.scripted_model import nothing
+from tests.learning.scripted_model import nothing, write_content
 from vlora.errors import DeadlineMissed, EngineDead, OverCapacity, StepFailed, VLoraError
 from vlora.learning.evaluation import Interrupted
 from vlora.learning.learner import MAX_INTERRUPTED, Learner
@@ -164,5 +164,32 @@ def test_records_that_were_dropped_meanwhile_are_not_asked_without_their_picture
         asked = live_of(school)["count"]
         left_out = next(one for one in school.trail() if one["event"] == "evaluated")["details"]["left_out"]
         assert left_out > 0 and asked + left_out == 40 - school.trail()[1]["details"]["records"]
+
+    with_learner(school, work)
+
+
+def test_a_version_that_turns_out_worse_is_rolled_back_during_an_evaluation(tmp_path: Path) -> None:
+    """An evaluation may take hours on a busy server."""
+    school = School(tmp_path)
+
+    async def work(learner: Learner) -> None:
+        first = learner.loaded
+        school.record(learner, questions(40, "before"), None)
+        bad = str(write_content(tmp_path / "bad", {}))
+        await learner.promote("ann", version=None, path=bad, force=True)
+        school.record(learner, questions(20, "old"), None)
+        school.now_s += 301
+        asked = 0
+
+        def correct(what: str) -> None:
+            nonlocal asked
+            asked += what == "answer"
+            if asked == 8 and what == "answer":
+                school.record(learner, questions(40, "late"), "new")
+
+        school.model.before_call = correct
+        await learner.promote("ann", version=None, path=str(write_content(tmp_path / "x", {}, "x")), force=False)
+        await learner.advance()
+        assert learner.loaded == first and "rolled_back" in school.events() and asked < 20
 
     with_learner(school, work)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import stat
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -357,5 +360,70 @@ def test_answers_of_one_tenant_do_not_hide_corrections_from_an_evaluation(tmp_pa
         live = school.trail()[1]["details"]["live"]
         assert live["count"] == live["candidate"] == 40 and 4 < live["gained"] < 20
         assert school.events()[-1] == "promoted"
+
+    with_learner(school, work)
+
+
+def test_a_full_disk_leaves_no_part_of_a_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would keep the disk full, so that no correction could be kept. Later the training begins."""
+    school = School(tmp_path, settings={"train_after": 40})
+
+    async def work(learner: Learner) -> None:
+        school.record(learner, questions(40), "new")
+        image, calls = learner.store.image, 0
+
+        def full(number: int) -> bytes | None:
+            nonlocal calls
+            calls += 1
+            if calls == 20:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return image(number)
+
+        monkeypatch.setattr(learner.store, "image", full)
+        with pytest.raises(OSError):
+            await learner.advance()
+        assert not list((tmp_path / "own").glob("training-*")) and school.events() == ["imported"]
+        await settle(learner)
+        assert school.events()[-1] == "training_ended"
+
+    with_learner(school, work)
+
+
+def test_corrections_are_kept_while_a_training_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store's thread is free after some records: pictures may be many."""
+    monkeypatch.setattr("vlora.learning.attempt._PART", 4)
+    school = School(tmp_path, settings={"train_after": 40})
+
+    async def work(learner: Learner) -> None:
+        school.record(learner, questions(60), "new")
+        image, read, order = learner.store.image, threading.Event(), []
+
+        def noted(number: int) -> bytes | None:
+            order.append("record")
+            read.set()
+            return image(number)
+
+        monkeypatch.setattr(learner.store, "image", noted)
+        writing = asyncio.ensure_future(learner.advance())
+        await asyncio.to_thread(read.wait, 10)
+        await learner.status()
+        order.append("status")
+        await writing
+        assert order.index("status") <= 12 and order.count("record") > 25
+
+    with_learner(school, work)
+
+
+def test_waiting_versions_are_not_copied_without_a_limit(tmp_path: Path) -> None:
+    school = School(tmp_path)
+
+    async def work(learner: Learner) -> None:
+        folders = [str(write_content(tmp_path / f"n{number}", {}, f"answer {number}")) for number in range(12)]
+        for folder in folders[:8]:
+            await learner.promote("ann", version=None, path=folder, force=False)
+        for folder in folders[8:]:
+            with pytest.raises(BadRequest, match="8 versions of adapter 'signs' wait for their evaluation"):
+                await learner.promote("ann", version=None, path=folder, force=False)
+        assert len(list((tmp_path / "own" / "versions").iterdir())) == 9
 
     with_learner(school, work)

@@ -265,3 +265,13 @@ def test_all_questions_about_a_picture_are_in_one_part(tmp_path: Path) -> None:
     for record in with_many.labelled():
         parts.setdefault(with_many.image(record.number), set()).add(record.held_out)
     assert len(parts) == 16 and all(len(one) == 1 for one in parts.values()) and len(set(map(str, parts.values()))) == 2
+
+
+def test_the_same_correction_again_is_no_new_one(tmp_path: Path) -> None:
+    """Otherwise one token could begin trainings without an end."""
+    with_one = store(tmp_path)
+    with_one.add([answered("r1"), answered("r2")])
+    for label in ("new", "new", "newer"):
+        assert with_one.correct("r1", label, ANN)
+    assert with_one.fact("corrections") == 2
+    assert with_one.correct("r1", "newer", ADMIN) and with_one.labelled()[0].trusted, "an admin confirms it"

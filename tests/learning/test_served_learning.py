@@ -235,3 +235,34 @@ def test_the_queue_has_room_for_answers_of_other_tenants(
         assert learner.num_dropped == 22, "the queue is empty again"
 
     serve(own, work)
+
+
+def test_one_answer_that_cannot_be_written_drops_no_other(world: World, tmp_path: Path) -> None:
+    own = fresh(world, tmp_path)
+
+    def broken() -> bytes:
+        raise ValueError("not enough image data")
+
+    async def work(serving: Serving) -> None:
+        learning, version = serving.learning, serving.learner.loaded
+        for number in range(9):
+            encode = broken if number == 4 else lambda: None
+            learning.keep(NAME, AnsweredRequest(f"r{number}", None, version, "what ?", "old", None), 0, encode)
+        await serving.learner.status()
+        status = await serving.learner.status()
+        assert (status.num_records, status.num_dropped) == (8, 1)
+
+    serve(own, work)
+
+
+def test_the_queue_counts_the_bytes_of_texts(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vlora.learning.learning._MAX_QUEUED_BYTES", 2000)
+    own = fresh(world, tmp_path)
+
+    async def work(serving: Serving) -> None:
+        question = "what " * 250  # more than half of the room
+        answer = AnsweredRequest("r1", None, serving.learner.loaded, question, "old", None)
+        serving.learning.keep(NAME, answer, 0, lambda: None)
+        assert serving.learner.num_dropped == 1
+
+    serve(own, work)

@@ -102,7 +102,7 @@ async def right_answers(
     items: Sequence[Item],
     versions: Sequence[Version],
     read: Callable[[Item], Awaitable[bytes | None]],
-    on_progress: Callable[[], None],
+    on_progress: Callable[[], Awaitable[None]],
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> RightAnswers:
     """Which items each version answers right. Items that one of them does not answer are left out of all.
@@ -140,7 +140,7 @@ async def right_answers(
             answers = []
         for own, answer in zip(found, answers, strict=False):
             own.append(same(item.label, answer))
-        on_progress()
+        await on_progress()
     return RightAnswers(found, len(items) - len(found[0]))
 
 

@@ -7,30 +7,21 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from vlora.errors import (
-    AdapterChanged,
-    BadAdapter,
-    BadConfig,
-    BadRequest,
-    DeadlineMissed,
-    EngineDead,
-    OverCapacity,
-    UnknownAdapter,
-    VLoraError,
-)
+from vlora.errors import AdapterChanged, BadConfig, BadRequest, EngineDead, VLoraError
 from vlora.learning.attempt import Attempt, remove_others
-from vlora.learning.decision import compare, confidence_of_look, why_not, why_roll_back
-from vlora.learning.evaluation import Interrupted, Item, ServedModel, Version, right_answers
-from vlora.learning.live_store import LiveStore
+from vlora.learning.decision import why_roll_back
+from vlora.learning.evaluation import Interrupted, ServedModel, Version
+from vlora.learning.evaluator import Evaluator
+from vlora.learning.live_store import Labelled, LiveStore
 from vlora.learning.plan import LearningEntry
-from vlora.learning.selection import agreed, as_right, bounded, latest_of_each
+from vlora.learning.selection import agreed, bounded
 from vlora.learning.trail import SERVER
 from vlora.learning.version_status import describe, origin_of
 from vlora.learning.versions import Versions
@@ -50,13 +41,6 @@ class _Candidate(NamedTuple):
     version: str
     origin: str
     by: str
-
-
-class _Compared(NamedTuple):
-    """details: of the evaluation, for the trail. why_not: reason not to promote the candidate."""
-
-    details: dict[str, Any]
-    why_not: str | None
 
 
 class Learner:
@@ -98,7 +82,6 @@ class Learner:
         self._folder = folder
         self._model = model
         self._executor = executor
-        self._sleep = sleep
         self._num_interrupted: Counter[str] = Counter()  # by the version that is evaluated
         self._lock = contextlib.ExitStack()
         self._lock.enter_context(lock_folder(folder))
@@ -116,6 +99,7 @@ class Learner:
         except BaseException:
             self._lock.close()
             raise
+        self._evaluator = Evaluator(entry, model, self.store, executor, self._on_question, sleep)
         self._attempt = self._open_attempt()
         remove_others(folder, self._attempt)
         self._candidates: list[_Candidate] = []
@@ -156,6 +140,8 @@ class Learner:
             BadRequest: There is no such version, or it is served already.
             BadAdapter: The folder cannot be served.
         """
+        if not force and len(self._candidates) >= 8:  # before a folder is copied
+            raise BadRequest(f"8 versions of adapter {self.name!r} wait for their evaluation; wait for them")
         if path is not None:
             if version is not None:
                 raise BadRequest("version and path are both given; give one of them")
@@ -170,8 +156,6 @@ class Learner:
             candidate, details = _Candidate(chosen, origin, by), {"origin": origin}
             await self._promote(candidate, self._versions.present, "without evaluation", details)
         else:
-            if len(self._candidates) >= 8:
-                raise BadRequest(f"8 versions of adapter {self.name!r} wait for their evaluation; wait for them")
             self._candidates.append(_Candidate(chosen, origin, by))
         return await self.status()
 
@@ -192,8 +176,10 @@ class Learner:
 
     async def _promote(self, candidate: _Candidate, before: str, why: str, details: dict[str, Any]) -> None:
         await self._in_thread(self.store.forget_version, candidate.version)  # it is watched from 0
-        await self._versions.promote(candidate.version, before, candidate.by, why, details)
-        await self._in_thread(self._prune)
+        try:
+            await self._versions.promote(candidate.version, before, candidate.by, why, details)
+        finally:
+            await self._in_thread(self._prune)
 
     # -- learning -----------------------------------------------------------------------------------------------------
 
@@ -213,8 +199,8 @@ class Learner:
         if self._attempt is not None:
             await self._follow(self._attempt)
         elif self._settings.train_after is not None:
-            done = await self._in_thread(self.store.fact, "trained_to")
-            if await self._in_thread(self.store.num_corrections_since, done) >= self._settings.train_after:
+            num_new = await self._in_thread(self._num_new)
+            if num_new >= self._settings.train_after:
                 await self._begin_training()
 
     async def _watch(self) -> None:
@@ -237,25 +223,36 @@ class Learner:
             with contextlib.suppress(AdapterChanged):  # by hand, meanwhile
                 await self._versions.return_to(served.before[-1], served.version, SERVER, why)
 
+    def _num_new(self) -> int:
+        """Corrections since the last training."""
+        return self.store.num_corrections_since(self.store.fact("trained_to"))
+
     async def _begin_training(self) -> None:
         last = self._versions.trail.last("", "training")
         number = 1 + (0 if last is None else int(last.details["number"]))
         attempt = Attempt(self._folder, self.name, number)
         start = self._versions.present
+        start_folder = self._versions.files.path(start)
 
-        def write() -> tuple[int, int]:
+        def choose() -> tuple[int, list[Labelled]]:
             records = self.store.labelled()
             live = bounded(agreed([one for one in records if not one.held_out]), self._settings.max_share)
             held = bounded(agreed([one for one in records if one.held_out]), self._settings.max_share)
-            settings, folder = self._settings.training, self._versions.files.path(start)
-            chosen = [*live, *held[-_MAX_MEASURED:]]
-            return records[-1].correction, attempt.write(settings, folder, chosen, self._entry.data, self.store.image)
+            return records[-1].correction, [*live, *held[-_MAX_MEASURED:]]
 
-        trained_to, count = await self._in_thread(write)
+        trained_to, chosen = await self._in_thread(choose)
+        count = sum(not one.held_out for one in chosen) + len(self._entry.data)
         if not count:  # all corrections are held out, or of one tenant
-            await self._in_thread(attempt.remove)
             await self._in_thread(self.store.set_fact, "trained_to", trained_to)
             return
+        try:
+            for part in attempt.write(
+                self._settings.training, start_folder, chosen, self._entry.data, self.store.image
+            ):
+                await self._in_thread(part)
+        except BaseException:
+            await self._in_thread(attempt.remove)  # the disk is full, perhaps
+            raise
         await self._versions.append(
             "training", SERVER, before=start, details={"number": number, "trained_to": trained_to, "records": count}
         )
@@ -305,6 +302,10 @@ class Learner:
 
     # -- evaluation ---------------------------------------------------------------------------------------------------
 
+    async def _on_question(self, progress: str) -> None:
+        self._doing = f"evaluates a version, {progress}"
+        await self._watch()  # an evaluation may take long
+
     async def _evaluate(self, candidate: _Candidate) -> None:
         """Promote a version if it is better than the present one. Versions that cannot be evaluated are refused.
 
@@ -312,9 +313,12 @@ class Learner:
             EngineDead, Interrupted: The evaluation has to be repeated.
         """
         present, name = self._versions.present, f"{self.name}~candidate"
+        pair = Version(self.name, present), Version(name, candidate.version)
+        look = 1 + self._versions.trail.num_evaluations(present)
         try:
             await self._model.check(self.name)
-            compared = await self._compare_versions(candidate, present, name)
+            compared = await self._evaluator.compare(pair, self._versions.files.path(candidate.version), look)
+            compared.details["origin"] = candidate.origin
             fields = {"version": candidate.version, "before": present, "details": compared.details}
             why = compared.why_not
             await self._versions.append("evaluated", candidate.by, why=why or "it is better", **fields)
@@ -341,63 +345,6 @@ class Learner:
         fields = {"version": candidate.version, "before": present, "details": {"origin": candidate.origin}}
         await self._versions.append("evaluated", candidate.by, why=why, **fields)
 
-    async def _compare_versions(self, candidate: _Candidate, present: str, name: str) -> _Compared:
-        """Load a candidate under a name, and compare it with the present version.
-
-        Raises:
-            EngineDead, Interrupted: As `_evaluate`.
-            VLoraError: It cannot be served.
-        """
-        pair = Version(self.name, present), Version(name, candidate.version)
-        look = 1 + self._versions.trail.num_evaluations(present)
-        confidence = confidence_of_look(self._settings.confidence, look)
-        try:
-            if await self._model.load(name, self._versions.files.path(candidate.version)) != candidate.version:
-                raise BadAdapter("its files were changed")
-            live, left_out = await self._compare(await self._in_thread(self._held_out), pair, confidence)
-            trusted, lost = await self._compare(self._entry.trusted, pair, confidence)
-        except (OverCapacity, DeadlineMissed, UnknownAdapter) as error:  # the last one: after the engine's restart
-            raise Interrupted(f"{type(error).__name__}: {error}") from error
-        details = {"live": msgspec.to_builtins(live), "origin": candidate.origin}
-        if self._entry.trusted:
-            details["trusted"] = msgspec.to_builtins(trusted)
-        if left_out + lost:
-            details["left_out"] = left_out + lost
-        operators = trusted if self._entry.trusted else None
-        return _Compared(details, why_not(live, operators, self._settings.max_trusted_loss, confidence))
-
-    def _held_out(self) -> list[Item]:
-        settings = self._settings
-        held = [one for one in self.store.labelled() if one.held_out]
-        records = bounded(agreed(held), settings.max_share, settings.max_evaluated)
-        if settings.uncorrected_are_right:
-            records += as_right(
-                self.store.held_out_uncorrected(settings.correct_within_s, settings.max_evaluated), held
-            )
-        chosen = latest_of_each(records, settings.max_evaluated)
-        return [Item(one.question, one.label, number=one.number) for one in chosen]
-
-    async def _compare(
-        self, items: Sequence[Item], pair: Sequence[Version], confidence: float
-    ) -> tuple[Comparison, int]:
-        """The comparison, and how many questions have no answer of both versions."""
-        doing, count = self._doing, 0
-
-        def count_one() -> None:
-            nonlocal count
-            count += 1
-            self._doing = f"{doing}, {count} of {len(items)} questions"
-
-        answered = await right_answers(self._model, items, pair, self._image_of, count_one, self._sleep)
-        self._doing = doing
-        present, candidate = answered.found
-        return compare(present, candidate, confidence), answered.num_left_out
-
-    async def _image_of(self, item: Item) -> bytes | None:
-        if item.image is not None:
-            return await self._in_thread(item.image.read_bytes)
-        return None if item.number is None else await self._in_thread(self.store.image, item.number)
-
     # -- state --------------------------------------------------------------------------------------------------------
 
     async def status(self) -> LearningStatus:
@@ -408,8 +355,7 @@ class Learner:
         served, size = self._versions.served, self.store.size()
         left: int | None = None
         if self._settings.train_after is not None:
-            since = self.store.num_corrections_since(self.store.fact("trained_to"))
-            left = max(0, self._settings.train_after - since)
+            left = max(0, self._settings.train_after - self._num_new())
         return LearningStatus(
             name=self.name,
             doing=self._doing,

@@ -126,6 +126,7 @@ class Learning:
             encode: Returns the picture's encoded bytes; called in the other thread.
         """
         learner = self.learners[adapter]
+        num_bytes += len(answer.question) + len(answer.answer)
         if answer.version != learner.loaded:
             answer = answer._replace(version="")
         with self._lock:
@@ -152,17 +153,26 @@ class Learning:
                 queued = list(self._queue)
                 self._queue.clear()
             for learner in {id(one.learner): one.learner for one in queued}.values():
-                own = [one for one in queued if one.learner is learner]
-                try:
-                    learner.num_dropped += learner.store.add([one.answer._replace(image=one.encode()) for one in own])
-                except Exception as error:  # the disk is full
-                    learner.num_dropped += len(own)
-                    self._warn(f"{len(own)} answers of adapter {learner.name!r} were not kept: {error}")
+                self._keep(learner, [one for one in queued if one.learner is learner])
             with self._lock:
                 for one in queued:
                     self._queued[one.answer.tenant] -= 1
                     self._queued_bytes[one.answer.tenant] -= one.num_bytes
                 self._queued, self._queued_bytes = +self._queued, +self._queued_bytes  # without tenants at 0
+
+    def _keep(self, learner: Learner, queued: list[_Queued]) -> None:
+        answers = []
+        for one in queued:
+            try:
+                answers.append(one.answer._replace(image=one.encode()))
+            except Exception as error:  # of one picture; the other answers are kept
+                learner.num_dropped += 1
+                self._warn(f"an answer of adapter {learner.name!r} was not kept: {type(error).__name__}: {error}")
+        try:
+            learner.num_dropped += learner.store.add(answers)
+        except Exception as error:  # the disk is full
+            learner.num_dropped += len(answers)
+            self._warn(f"{len(answers)} answers of adapter {learner.name!r} were not kept: {error}")
 
     async def correct(self, request_id: str, label: str, by: Corrector) -> Correction:
         """Keep the right answer of a request. Returns once it is on disk.
