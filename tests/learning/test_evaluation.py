@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import errno
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.learning.learners import School, questions, settle, with_learner
-from tests.learning.scripted_model import nothing, write_content
+from tests.learning.scripted_model import ScriptedModel, nothing, write_content
 from vlora.errors import DeadlineMissed, EngineDead, OverCapacity, StepFailed, VLoraError
 from vlora.learning.evaluation import Interrupted
 from vlora.learning.learner import MAX_INTERRUPTED, Learner
+from vlora.learning.learning import Learning
 from vlora.learning.live_store import AnsweredRequest, Corrector
+from vlora.learning.plan import LearningEntry, LearningSettings
+from vlora.learning.trail import Entry, Event, Trail
+from vlora.training.plan import TrainingSettings
 
 
 def test_a_dead_engine_repeats_the_evaluation(tmp_path: Path) -> None:
@@ -193,3 +201,55 @@ def test_a_version_that_turns_out_worse_is_rolled_back_during_an_evaluation(tmp_
         assert learner.loaded == first and "rolled_back" in school.events() and asked < 20
 
     with_learner(school, work)
+
+
+def test_a_full_disk_after_an_evaluation_does_not_repeat_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All answers would be computed again each minute, until there is room for a line of the trail."""
+    school = School(tmp_path, settings={"train_after": 40})
+
+    async def work(learner: Learner) -> None:
+        school.record(learner, questions(40), "new")
+        append, is_full = Trail.append, True
+
+        def full(trail: Trail, event: Event, by: str, **fields: Any) -> Entry:
+            if event == "evaluated" and is_full:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return append(trail, event, by, **fields)
+
+        monkeypatch.setattr(Trail, "append", full)
+        for _ in range(3):
+            with pytest.raises(OSError):
+                await settle(learner)
+        num_asked, is_full = len(school.model.asked), False
+        await settle(learner)
+        assert school.events() == ["imported", "training", "evaluated", "promoted", "training_ended"]
+        assert len(school.model.asked) == num_asked == 2 * live_of(school)["count"]
+
+    with_learner(school, work)
+
+
+def test_a_server_closes_while_its_engine_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vlora.learning.learning._CLOSE_S", 0.05)
+    monkeypatch.setattr("vlora.learning.learning.POLL_S", 0.0)
+    model, initial = ScriptedModel(), write_content(tmp_path / "initial", {}, "old")
+    settings = LearningSettings(name="signs", training=TrainingSettings(steps=1))
+
+    async def main() -> None:
+        learning = Learning(tmp_path / "learning", [LearningEntry(settings, (), ())], {"signs": str(initial)}, model)
+        model.register(learning.folders)
+        hangs = asyncio.Event()
+
+        async def unload(name: str) -> None:
+            hangs.set()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+            await asyncio.Event().wait()
+
+        model.unload = unload  # type: ignore[method-assign]
+        await learning.start()
+        other = str(write_content(tmp_path / "other", {}))
+        await learning.get("signs").promote("ann", version=None, path=other, force=False)
+        await hangs.wait()
+        await learning.close()
+
+    asyncio.run(asyncio.wait_for(main(), 30))

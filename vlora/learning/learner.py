@@ -18,7 +18,7 @@ from vlora.errors import AdapterChanged, BadConfig, BadRequest, EngineDead, VLor
 from vlora.learning.attempt import Attempt, remove_others
 from vlora.learning.decision import why_roll_back
 from vlora.learning.evaluation import Interrupted, ServedModel, Version
-from vlora.learning.evaluator import Evaluator
+from vlora.learning.evaluator import Compared, Evaluator
 from vlora.learning.live_store import Labelled, LiveStore
 from vlora.learning.plan import LearningEntry
 from vlora.learning.selection import agreed, bounded
@@ -82,6 +82,7 @@ class Learner:
         self._folder = folder
         self._model = model
         self._executor = executor
+        self._compared: tuple[tuple[tuple[Version, Version], int], Compared] | None = None  # by versions and look
         self._num_interrupted: Counter[str] = Counter()  # by the version that is evaluated
         self._lock = contextlib.ExitStack()
         self._lock.enter_context(lock_folder(folder))
@@ -317,7 +318,7 @@ class Learner:
         look = 1 + self._versions.trail.num_evaluations(present)
         try:
             await self._model.check(self.name)
-            compared = await self._evaluator.compare(pair, self._versions.files.path(candidate.version), look)
+            compared = await self._compare(pair, look)
             compared.details["origin"] = candidate.origin
             fields = {"version": candidate.version, "before": present, "details": compared.details}
             why = compared.why_not
@@ -340,6 +341,14 @@ class Learner:
                 await self._model.unload(name)
             await self._in_thread(self._prune)
         del self._num_interrupted[candidate.version]
+        self._compared = None
+
+    async def _compare(self, pair: tuple[Version, Version], look: int) -> Compared:
+        """As `Evaluator.compare`, but not again if the trail could not be written after it, on a full disk."""
+        if self._compared is None or self._compared[0] != (pair, look):
+            found = await self._evaluator.compare(pair, self._versions.files.path(pair[1].version), look)
+            self._compared = (pair, look), found
+        return self._compared[1]
 
     async def _refuse(self, candidate: _Candidate, present: str, why: str) -> None:
         fields = {"version": candidate.version, "before": present, "details": {"origin": candidate.origin}}

@@ -25,6 +25,7 @@ T = TypeVar("T")
 
 POLL_S = 0.5
 _LONGEST_PAUSE_S = 60.0
+_CLOSE_S = 10.0
 _MAX_QUEUED_BYTES = 64 << 20
 _MAX_QUEUED = 4096
 _MAX_SHARE = 0.5  # of both, for one tenant
@@ -99,7 +100,7 @@ class Learning:
         for task in self._tasks:
             task.cancel()
         if self._tasks:
-            await asyncio.wait(self._tasks)
+            await asyncio.wait(self._tasks, timeout=_CLOSE_S)  # an engine that hangs answers no call
         with contextlib.suppress(OSError):
             await self._in_thread(self._write)
         await asyncio.to_thread(self._thread.shutdown)

@@ -345,7 +345,8 @@ class TrainingJob:
         part = self._summary.with_suffix(".part")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps({**head, "progress": dataclasses.asdict(self.progress)}, indent=2) + "\n")
+            # In the engine's thread, with all losses: `asdict` and `indent` would take many times as long.
+            part.write_text(json.dumps({**head, "progress": vars(self.progress)}) + "\n")
             os.replace(part, self._summary)
             if state == "finished":
                 self._checkpoint.unlink(missing_ok=True)
