@@ -229,7 +229,7 @@ def test_a_full_disk_after_an_evaluation_does_not_repeat_it(tmp_path: Path, monk
 
 
 def test_a_server_closes_while_its_engine_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlora.learning.learning._CLOSE_S", 0.05)
+    monkeypatch.setattr("vlora.learning.learning.CLOSE_S", 0.05)
     monkeypatch.setattr("vlora.learning.learning.POLL_S", 0.0)
     model, initial = ScriptedModel(), write_content(tmp_path / "initial", {}, "old")
     settings = LearningSettings(name="signs", training=TrainingSettings(steps=1))

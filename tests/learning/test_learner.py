@@ -391,7 +391,7 @@ def test_a_full_disk_leaves_no_part_of_a_training(tmp_path: Path, monkeypatch: p
 
 def test_corrections_are_kept_while_a_training_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store's thread is free after some records: pictures may be many."""
-    monkeypatch.setattr("vlora.learning.attempt._PART", 4)
+    monkeypatch.setattr("vlora.learning.attempt.PART", 4)
     school = School(tmp_path, settings={"train_after": 40})
 
     async def work(learner: Learner) -> None:

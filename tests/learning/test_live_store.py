@@ -129,7 +129,7 @@ def test_a_tenant_within_its_share_loses_no_record(tmp_path: Path, limit: str, c
         sent[tenant].append(name)
         small.add([answered(name, tenant, question=f"{place:17}", image=bytes(980))])
         if tenant == "flood" and corrected:
-            assert small.correct(name, "old", Corrector("flood", False)), "its own answers are right, it says"
+            assert small.correct(name, "old", Corrector("flood", False)), "it confirms its own answers"
     small.close()
     with sqlite3.connect(tmp_path / "live.sqlite") as database:
         kept: dict[str, list[str]] = {name: [] for name in sent}

@@ -203,8 +203,8 @@ def test_the_queue_has_room_for_answers_of_other_tenants(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the disk is slow, one tenant's answers fill half of it, by number and by bytes."""
-    monkeypatch.setattr("vlora.learning.learning._MAX_QUEUED", 20)
-    monkeypatch.setattr("vlora.learning.learning._MAX_QUEUED_BYTES", 2000)
+    monkeypatch.setattr("vlora.learning.learning.MAX_QUEUED", 20)
+    monkeypatch.setattr("vlora.learning.learning.MAX_QUEUED_BYTES", 2000)
     own = fresh(world, tmp_path)
 
     async def work(serving: Serving) -> None:
@@ -256,7 +256,7 @@ def test_one_answer_that_cannot_be_written_drops_no_other(world: World, tmp_path
 
 
 def test_the_queue_counts_the_bytes_of_texts(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlora.learning.learning._MAX_QUEUED_BYTES", 2000)
+    monkeypatch.setattr("vlora.learning.learning.MAX_QUEUED_BYTES", 2000)
     own = fresh(world, tmp_path)
 
     async def work(serving: Serving) -> None:

@@ -17,7 +17,7 @@ from vlora.training.plan import TrainingSettings
 from vlora.training.records import FILE_NAME, Record
 
 _PREFIX, _PLAN, _OUT = "training-", "plan.yaml", "out"
-_PART = 32  # records with pictures that are written at a time
+PART = 32  # records with pictures that are written at a time
 
 
 class Attempt:
@@ -68,10 +68,10 @@ class Attempt:
                 file.writelines(json.dumps(row) + "\n" for row in rows)
 
         yield begin
-        for first in range(0, len(live), _PART):
-            yield functools.partial(add, self._live_rows(live[first : first + _PART], image_of))
-        for first in range(0, len(data), 100 * _PART):
-            yield functools.partial(add, map(_row_of, data[first : first + 100 * _PART]))
+        for first in range(0, len(live), PART):
+            yield functools.partial(add, self._live_rows(live[first : first + PART], image_of))
+        for first in range(0, len(data), 100 * PART):
+            yield functools.partial(add, map(_row_of, data[first : first + 100 * PART]))
         yield functools.partial(self._write_plan, settings, start)
 
     def _live_rows(

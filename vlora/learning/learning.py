@@ -25,9 +25,9 @@ T = TypeVar("T")
 
 POLL_S = 0.5
 _LONGEST_PAUSE_S = 60.0
-_CLOSE_S = 10.0
-_MAX_QUEUED_BYTES = 64 << 20
-_MAX_QUEUED = 4096
+CLOSE_S = 10.0
+MAX_QUEUED_BYTES = 64 << 20
+MAX_QUEUED = 4096
 _MAX_SHARE = 0.5  # of both, for one tenant
 MAX_LABEL_CHARS = 4000
 
@@ -100,7 +100,7 @@ class Learning:
         for task in self._tasks:
             task.cancel()
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=_CLOSE_S)  # an engine that hangs answers no call
+            await asyncio.wait(self._tasks, timeout=CLOSE_S)  # an engine that hangs answers no call
         with contextlib.suppress(OSError):
             await self._in_thread(self._write)
         await asyncio.to_thread(self._thread.shutdown)
@@ -142,7 +142,7 @@ class Learning:
 
     def _has_room(self, tenant: str | None, num_bytes: int) -> bool:
         """Whether the queue takes an answer. One tenant's answers leave room for those of others."""
-        for queued, more, most in ((self._queued, 1, _MAX_QUEUED), (self._queued_bytes, num_bytes, _MAX_QUEUED_BYTES)):
+        for queued, more, most in ((self._queued, 1, MAX_QUEUED), (self._queued_bytes, num_bytes, MAX_QUEUED_BYTES)):
             if queued.total() + more > most or queued[tenant] + more > _MAX_SHARE * most:
                 return False
         return True

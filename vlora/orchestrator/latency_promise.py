@@ -26,7 +26,7 @@ from typing import NamedTuple
 QUIET_S = 10.0
 _WINDOW_S = 10.0  # time constant of the utilization
 _SMOOTH = 0.05  # weight of the newest request in the usual duration
-_RECENT = 200  # requests whose durations are known
+_RECENT = 200  # requests with a known duration
 _SHORT = 0.05  # share of them that are shorter than a short request
 
 

@@ -1,4 +1,4 @@
-"""Where a training is: what its checkpoint has beside the adapter."""
+"""The progress of a training, as its checkpoint has it beside the adapter."""
 
 from __future__ import annotations
 
