@@ -160,7 +160,8 @@ def test_a_record_after_an_abandoned_micro_step_is_not_passed_over() -> None:
             random.Random(f"{seed} {epoch}").shuffle(own)
             whole += own
         bad = set(drawn.sample(range(7), 3))
-        first, found = 0, []
+        first = 0
+        found: list[int] = []
         while len(found) < 20:
             ahead = [next(order.usable(first))]
             while order.record(ahead[-1]).answer in map(str, bad):
