@@ -59,6 +59,7 @@ class LatencyPromise:
         self._piece_s = 0.0  # of the other work since the last step, during which a request may have arrived
         self._usual_s: float | None = None
         self._busy = 0.0
+        self._num_live = 0.0  # of the last steps, in the mean
         self._began_s = self._updated_s = clock()
         self._last_s = -math.inf  # when the last request ended
 
@@ -82,6 +83,7 @@ class LatencyPromise:
         """A step has served the requests. shared_s: what it would take for any number of them."""
         self._decay()
         self._busy += max(0.0, seconds - shared_s) / _WINDOW_S
+        self._num_live += (len(self._live) - self._num_live) * (1 - math.exp(-seconds / _WINDOW_S))
         self._earned += (self._stretch - 1) * seconds
         self._piece_s = 0.0
 
@@ -115,13 +117,23 @@ class LatencyPromise:
     @property
     def granted_s(self) -> float:
         """The part of its allowance that a request has at its arrival."""
-        empty = max(0.0, 1 - len(self._live) / self._max_batch_size)
-        return (self._stretch - 1) * self._short_s * empty
+        return (self._stretch - 1) * self._short_s * self._empty_share(len(self._live))
 
     @property
     def usual_allowance_s(self) -> float:
         """All that a usual request allows at the present load: longer pieces run in an idle engine only."""
         return math.inf if self._usual_s is None else (self._stretch - 1) * self._usual_s
+
+    @property
+    def beside_room_s(self) -> float:
+        """How long a piece may take beside requests now and then, at the present load.
+
+        The newest of N requests has run for 1 / (N + 1) of the usual duration, in the mean.
+        """
+        if self._usual_s is None:
+            return math.inf
+        granted_s = self._short_s * self._empty_share(self._num_live)
+        return (self._stretch - 1) * max(granted_s, self._usual_s / (self._num_live + 1))
 
     @property
     def usual_room_s(self) -> float:
@@ -132,6 +144,9 @@ class LatencyPromise:
     def quiet_in_s(self) -> float:
         """How long the engine must remain idle until pieces may take any time."""
         return max(0.0, self._last_s + QUIET_S - self._clock())
+
+    def _empty_share(self, num_live: float) -> float:
+        return max(0.0, 1 - num_live / self._max_batch_size)
 
     @property
     def _stretch(self) -> float:
