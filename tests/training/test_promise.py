@@ -87,7 +87,7 @@ def test_the_operator_sees_a_load_that_leaves_no_room(case: Case, idle_s: float,
     engine.close()
 
 
-@pytest.mark.parametrize(("idle_s", "is_replaced"), [(0.03, True), (1.0, False)])
+@pytest.mark.parametrize(("idle_s", "is_replaced"), [(0.01, True), (1.0, False)])
 def test_a_micro_step_that_fits_an_idle_engine_only_is_replaced_at_a_high_load(
     case: Case, idle_s: float, is_replaced: bool
 ) -> None:

@@ -187,7 +187,8 @@ class Trainings:
         self._waits = price_s > self.promise.room_s
         if self._waits:
             # Requests have become shorter or more, or pieces longer.
-            return price_s > self._longest_s and loop.shrink()
+            longest_s = min(self.promise.usual_room_s, self.promise.usual_allowance_s)
+            return price_s > longest_s and loop.shrink()
         before = self._clock()
         loop.run_piece()
         if self._device.hf_model.device.type == "cuda":
@@ -388,16 +389,15 @@ class Trainings:
         self._admin.load_in_background(job.name, str(job.adapter_folder)).add_done_callback(registered)
 
     def _max_tokens(self) -> int | None:
-        """Tokens of a micro-step whose pieces take half of the longest time: prices vary."""
-        longest_s, token_s = self._longest_s, self.prices.expected_s(Piece("layer", 1))
-        if math.isinf(longest_s) or math.isinf(self.promise.room_s):
-            return None
-        return int(longest_s / 2 / token_s) if token_s else 0
+        """Tokens of a micro-step with pieces that run in an idle engine and beside requests.
 
-    @property
-    def _longest_s(self) -> float:
-        """Of pieces that run in an idle engine and beside requests; longer ones would wait for the former."""
-        return min(self.promise.usual_room_s, self.promise.beside_room_s)
+        They take half the time that the former may spend, as prices vary, and at most what requests leave.
+        """
+        room_s = min(self.promise.usual_room_s / 2, self.promise.beside_room_s)
+        token_s = self.prices.expected_s(Piece("layer", 1))
+        if math.isinf(room_s) or math.isinf(self.promise.room_s):
+            return None
+        return int(room_s / token_s) if token_s else 0
 
     def _waiting(self) -> str | None:
         if not self._waits or self._loop is None or (piece := self._loop.upcoming) is None:
