@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from tests.learning.world import ADMIN, NAME, Serving, World, picture, question
-from vlora.errors import BadRequest, UnknownAdapter
+from vlora.errors import BadRequest, OverCapacity, UnknownAdapter
 from vlora.learning.live_store import AnsweredRequest, Corrector
 from vlora.server.media.image_decoding import RawImage
-from vlora.types import SamplingParams
+from vlora.types import AdapterStatus, SamplingParams
 from vlora.types.video import Video
 
 
@@ -264,5 +264,27 @@ def test_the_queue_counts_the_bytes_of_texts(world: World, tmp_path: Path, monke
         answer = AnsweredRequest("r1", None, serving.learner.loaded, question, "old", None)
         serving.learning.keep(NAME, answer, 0, lambda: None)
         assert serving.learner.num_dropped == 1
+
+    serve(own, work)
+
+
+def test_a_pinned_adapter_remains_pinned_if_a_version_cannot_be_loaded(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = fresh(world, tmp_path)
+
+    async def work(serving: Serving) -> None:
+        front, first = serving.front, serving.learner.loaded
+        await front.adapters.pin(NAME, True)
+
+        async def full(name: str, path: str) -> AdapterStatus:
+            raise OverCapacity("there is no room")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(front.adapters, "replace", full)
+            with pytest.raises(OverCapacity):
+                await serving.learner.promote("ann", version=None, path=str(other_version(own)), force=True)
+        (status,) = await front.adapters.list()
+        assert (status.version, status.pinned) == (first, True)
 
     serve(own, work)
