@@ -31,6 +31,18 @@ def test_trainings_are_submitted_listed_and_cancelled(
     assert code == 2 and err == f"error: {tmp_path}/bad: cannot be read: No such file or directory\n"
 
 
+def test_records_that_were_set_aside_are_shown(
+    vlora_command: Vlora, address: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert vlora_command("train", "submit", "spoiled", "--server", address)[1].splitlines() == [
+        "spoiled  running  step 1 of 2  loss 0.5000  3 records set aside",
+        "  set aside: a.jsonl, line 2: bad",
+        "  set aside: a.jsonl, line 5: bad",
+        "  and 1 more",
+    ]
+
+
 @pytest.mark.parametrize(
     ("plan", "data", "message"),
     [

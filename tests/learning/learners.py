@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ class School:
     def __post_init__(self) -> None:
         self.model = ScriptedModel()
         self.now_s = 1000.0
+        self.pauses_s: list[float] = []
         self.num_answers = 0
         self.initial = write_content(self.folder / "initial", self.answers, "old")
 
@@ -42,9 +43,15 @@ class School:
         trusted = tuple(Item(question, label) for question, label in self.trusted.items())
         entry = LearningEntry(settings, (), trusted)
         executor = ThreadPoolExecutor(1)
-        learner = Learner(self.folder / "own", entry, self.initial, self.model, executor, lambda: self.now_s)
+        learner = Learner(
+            self.folder / "own", entry, self.initial, self.model, executor, lambda: self.now_s, self._pause
+        )
         self.model.register({"signs": str(learner.present_folder)})
         return learner
+
+    async def _pause(self, seconds: float) -> None:
+        self.pauses_s.append(seconds)
+        self.now_s += seconds
 
     def record(
         self, learner: Learner, questions: Sequence[str], label: str | None, tenant: str = "a", by: Corrector = ADMIN
@@ -85,3 +92,14 @@ async def settle(learner: Learner, most: int = 20) -> None:
 
 def run(coroutine: Any) -> Any:
     return asyncio.run(asyncio.wait_for(coroutine, 30))
+
+
+def with_learner(school: School, work: Callable[[Learner], object]) -> None:
+    async def main() -> None:
+        learner = school.open()
+        try:
+            await work(learner)  # type: ignore[misc]
+        finally:
+            learner.close()
+
+    run(main())

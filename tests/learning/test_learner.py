@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import stat
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.learning.learners import ADMIN, School, questions, run, settle
+from tests.learning.learners import ADMIN, School, questions, run, settle, with_learner
 from tests.learning.scripted_model import nothing, write_content
-from vlora.errors import BadAdapter, BadConfig, BadRequest, EngineDead, OverCapacity
+from vlora.errors import BadAdapter, BadConfig, BadRequest, OverCapacity
 from vlora.learning.learner import Learner
 from vlora.learning.live_store import Corrector
-
-
-def with_learner(school: School, work: Callable[[Learner], object]) -> None:
-    async def main() -> None:
-        learner = school.open()
-        try:
-            await work(learner)  # type: ignore[misc]
-        finally:
-            learner.close()
-
-    run(main())
 
 
 def test_corrections_make_a_better_version_which_is_promoted(tmp_path: Path) -> None:
@@ -292,26 +284,6 @@ def test_damaged_files_of_the_served_version_are_not_served(tmp_path: Path) -> N
     with_learner(school, after)
 
 
-def test_a_dead_engine_repeats_the_evaluation(tmp_path: Path) -> None:
-    school = School(tmp_path, settings={"train_after": 30})
-
-    async def work(learner: Learner) -> None:
-        school.record(learner, questions(30), "new")
-
-        def die(what: str) -> None:
-            school.model.dead = what == "answer"
-
-        school.model.before_call = die
-        with pytest.raises(EngineDead):
-            await settle(learner)
-        assert school.events() == ["imported", "training"]
-        school.model.before_call, school.model.dead = nothing, False
-        await settle(learner)
-        assert school.events() == ["imported", "training", "evaluated", "promoted", "training_ended"]
-
-    with_learner(school, work)
-
-
 def test_the_latest_corrections_of_one_tenant_do_not_decide(tmp_path: Path) -> None:
     """An evaluation asks the latest records only, which may all be an attacker's."""
     school = School(tmp_path, settings={"train_after": 120, "max_evaluated": 16})
@@ -368,5 +340,90 @@ def test_a_version_is_watched_after_another_could_not_be_loaded(tmp_path: Path) 
         school.record(learner, questions(40, "y"), "new")
         await settle(learner)
         assert learner.loaded == first and school.trail()[-1]["event"] == "rolled_back"
+
+    with_learner(school, work)
+
+
+def test_answers_of_one_tenant_do_not_hide_corrections_from_an_evaluation(tmp_path: Path) -> None:
+    """A flood of later answers of one token would leave the evaluation without the mistakes of the present version."""
+    school = School(tmp_path, settings={"max_evaluated": 40})
+
+    async def work(learner: Learner) -> None:
+        school.record(learner, questions(24, "wrong"), "new", "good")
+        school.record(learner, questions(400, "flood"), None, "bad")
+        school.now_s += 301
+        answers = {one: "old" for one in questions(400, "flood")}
+        await learner.promote(
+            "ann", version=None, path=str(write_content(tmp_path / "better", answers, "new")), force=False
+        )
+        await settle(learner)
+        live = school.trail()[1]["details"]["live"]
+        assert live["count"] == live["candidate"] == 40 and 4 < live["gained"] < 20
+        assert school.events()[-1] == "promoted"
+
+    with_learner(school, work)
+
+
+def test_a_full_disk_leaves_no_part_of_a_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would keep the disk full, so that no correction could be kept. Later the training begins."""
+    school = School(tmp_path, settings={"train_after": 40})
+
+    async def work(learner: Learner) -> None:
+        school.record(learner, questions(40), "new")
+        image, calls = learner.store.image, 0
+
+        def full(number: int) -> bytes | None:
+            nonlocal calls
+            calls += 1
+            if calls == 20:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return image(number)
+
+        monkeypatch.setattr(learner.store, "image", full)
+        with pytest.raises(OSError):
+            await learner.advance()
+        assert not list((tmp_path / "own").glob("training-*")) and school.events() == ["imported"]
+        await settle(learner)
+        assert school.events()[-1] == "training_ended"
+
+    with_learner(school, work)
+
+
+def test_corrections_are_kept_while_a_training_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store's thread is free after some records: pictures may be many."""
+    monkeypatch.setattr("vlora.learning.attempt.PART", 4)
+    school = School(tmp_path, settings={"train_after": 40})
+
+    async def work(learner: Learner) -> None:
+        school.record(learner, questions(60), "new")
+        image, read, order = learner.store.image, threading.Event(), []
+
+        def noted(number: int) -> bytes | None:
+            order.append("record")
+            read.set()
+            return image(number)
+
+        monkeypatch.setattr(learner.store, "image", noted)
+        writing = asyncio.ensure_future(learner.advance())
+        await asyncio.to_thread(read.wait, 10)
+        await learner.status()
+        order.append("status")
+        await writing
+        assert order.index("status") <= 12 and order.count("record") > 25
+
+    with_learner(school, work)
+
+
+def test_waiting_versions_are_not_copied_without_a_limit(tmp_path: Path) -> None:
+    school = School(tmp_path)
+
+    async def work(learner: Learner) -> None:
+        folders = [str(write_content(tmp_path / f"n{number}", {}, f"answer {number}")) for number in range(12)]
+        for folder in folders[:8]:
+            await learner.promote("ann", version=None, path=folder, force=False)
+        for folder in folders[8:]:
+            with pytest.raises(BadRequest, match="8 versions of adapter 'signs' wait for their evaluation"):
+                await learner.promote("ann", version=None, path=folder, force=False)
+        assert len(list((tmp_path / "own" / "versions").iterdir())) == 9
 
     with_learner(school, work)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import resource
+import secrets
 import signal
+import sqlite3
 import stat
 import subprocess
 import sys
@@ -112,6 +115,58 @@ def test_a_flood_of_one_tenant_does_not_displace_another(tmp_path: Path) -> None
     assert kept.count("ann") == 5 and kept.count("ben") == 15
 
 
+@pytest.mark.parametrize("limit", ["records", "bytes"])
+@pytest.mark.parametrize("corrected", [False, True])
+def test_a_tenant_within_its_share_loses_no_record(tmp_path: Path, limit: str, corrected: bool) -> None:
+    """Random arrivals of four tenants. Those beyond their share keep their latest records; the limit is used."""
+    limits = {"max_records": 40} if limit == "records" else {"max_bytes": 40_000}
+    small, drawn = store(tmp_path, **limits), random.Random(0)
+    sent: dict[str, list[str]] = {name: [] for name in ("flood", "more", "share", "few")}
+    order = [name for name, count in (("flood", 150), ("more", 40), ("share", 10), ("few", 3)) for _ in range(count)]
+    drawn.shuffle(order)
+    for place, tenant in enumerate(order):
+        name = f"r{place}"
+        sent[tenant].append(name)
+        small.add([answered(name, tenant, question=f"{place:17}", image=bytes(980))])
+        if tenant == "flood" and corrected:
+            assert small.correct(name, "old", Corrector("flood", False)), "it confirms its own answers"
+    small.close()
+    with sqlite3.connect(tmp_path / "live.sqlite") as database:
+        kept: dict[str, list[str]] = {name: [] for name in sent}
+        for tenant, name in database.execute("SELECT tenant, request FROM records ORDER BY id"):
+            kept[tenant].append(name)
+    assert all(kept[name] == sent[name][-len(kept[name]) :] for name in sent), "the oldest ones are dropped"
+    assert kept["share"] == sent["share"] and kept["few"] == sent["few"]
+    if limit == "records" and corrected:  # records with a label have their own number
+        assert (len(kept["flood"]), len(kept["more"])) == (40, 26)
+    else:
+        assert sum(map(len, kept.values())) == 40 and abs(len(kept["more"]) - len(kept["flood"])) <= 1
+
+
+def test_new_answers_can_be_corrected_when_corrections_fill_the_disk(tmp_path: Path) -> None:
+    small = store(tmp_path, max_bytes=40_000)
+    for number in range(80):
+        small.add([answered(f"r{number}", image=bytes(980))])
+        assert small.correct(f"r{number}", "new", ANN), f"answer {number} was dropped before its correction"
+    small.add([answered(f"s{number}", image=bytes(980)) for number in range(80)])
+    assert 25 <= small.size().corrected < 35, "answers without a correction have a quarter"
+
+
+def test_a_flood_does_not_hide_the_answers_of_others_from_an_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(secrets, "token_bytes", bytes)  # the same records are held out in every run
+    with_many = store(tmp_path, max_records=1000, held_out=0.5, clock=lambda: 0.0)
+    with_many.add([answered(f"a{number}") for number in range(20)])
+    with_many.add([answered(f"b{number}", "ben") for number in range(500)])
+    found = with_many.held_out_uncorrected(-1, 40)
+    everyone = with_many.held_out_uncorrected(-1, 1000)
+    own = [one for one in everyone if one.tenant == "ann"]
+    assert len(found) == 40 and [one for one in found if one.tenant == "ann"] == own and 3 < len(own) < 18
+    others = [one for one in everyone if one.tenant == "ben"]
+    assert [one for one in found if one.tenant == "ben"] == others[len(own) - 40 :], "the latest ones, oldest first"
+
+
 def test_dropped_records_leave_no_trace_on_disk(tmp_path: Path) -> None:
     small = store(tmp_path, max_records=2)
     small.add([answered("secret", question="SECRET-QUESTION")])
@@ -210,3 +265,13 @@ def test_all_questions_about_a_picture_are_in_one_part(tmp_path: Path) -> None:
     for record in with_many.labelled():
         parts.setdefault(with_many.image(record.number), set()).add(record.held_out)
     assert len(parts) == 16 and all(len(one) == 1 for one in parts.values()) and len(set(map(str, parts.values()))) == 2
+
+
+def test_the_same_correction_again_is_no_new_one(tmp_path: Path) -> None:
+    """Otherwise one token could begin trainings without an end."""
+    with_one = store(tmp_path)
+    with_one.add([answered("r1"), answered("r2")])
+    for label in ("new", "new", "newer"):
+        assert with_one.correct("r1", label, ANN)
+    assert with_one.fact("corrections") == 2
+    assert with_one.correct("r1", "newer", ADMIN) and with_one.labelled()[0].trusted, "an admin confirms it"

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.example_counts import scaled
 from vlora.learning.live_store import Labelled, ServedCount
-from vlora.learning.selection import agreed, bounded, most_of_tenant, without_each
+from vlora.learning.selection import agreed, bounded, latest_of_each, most_of_tenant, without_each
 
 
 def record(
@@ -61,3 +61,22 @@ def test_counts_without_the_corrections_of_a_token() -> None:
     bad, good, root = ServedCount("bad", 50, 40, 0), ServedCount("good", 50, 3, 1), ServedCount("root", 9, 0, 0)
     left = without_each([bad, good, root])
     assert left == {"bad": [good, root], "good": [bad, root, ServedCount("good", 50, 1, 1)]}
+
+
+@settings(deadline=None, max_examples=scaled(100))
+@given(st.lists(st.sampled_from("abc"), max_size=40), st.integers(0, 50))
+def test_tenants_share_an_evaluation(tenants: list[str], most: int) -> None:
+    """Oracle: one record after the other, in turn of each tenant that still has some, its latest first."""
+    records = [record(number, tenant) for number, tenant in enumerate(tenants)]
+    left = {name: [one for one in records if one.tenant == name] for name in "abc"}
+    numbers = {name: 0 for name in "abc"}
+    for _ in range(min(most, len(records))):
+        name = min((name for name in "abc" if left[name]), key=lambda name: numbers[name])
+        left[name].pop()
+        numbers[name] += 1
+    kept = latest_of_each(records, most)
+    assert sorted(sum(one.tenant == name for one in kept) for name in "abc") == sorted(numbers.values())
+    assert [one.number for one in kept] == sorted(one.number for one in kept)
+    for name in "abc":
+        own, all_ = ([one.number for one in part if one.tenant == name] for part in (kept, records))
+        assert own == all_[len(all_) - len(own) :]

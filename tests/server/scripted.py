@@ -162,7 +162,7 @@ class ByteProcessor:
 
 
 class ScriptedTrainings:
-    """Trainings that run forever. A plan is the name of one."""
+    """Trainings that run forever. A plan is the name of one; "spoiled" has records that were set aside."""
 
     retry_s: float | None = None
 
@@ -179,7 +179,10 @@ class ScriptedTrainings:
             done.set_exception(BadPlan(f"{plan}: cannot be read: No such file or directory"))
         else:
             name = Path(plan).name
-            self._found[name] = TrainingStatus(name=name, state="running", step=1, num_steps=2, loss=0.5)
+            bad = ("a.jsonl, line 2: bad", "a.jsonl, line 5: bad") if name == "spoiled" else ()
+            self._found[name] = TrainingStatus(
+                name=name, state="running", step=1, num_steps=2, loss=0.5, num_bad=len(bad) and 3, bad=bad
+            )
             done.set_result((self._found[name],))
         return done
 

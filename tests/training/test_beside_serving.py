@@ -256,17 +256,13 @@ def test_an_internal_error_ends_trainings_and_not_the_engine(one: Case, monkeypa
     engine.close()
 
 
-def test_a_broken_picture_ends_its_training_with_its_line(one: Case) -> None:
+def test_an_engine_with_a_broken_picture_in_its_plan_does_not_start(one: Case) -> None:
     broken = one.folder / "broken"
     broken.mkdir()
     (broken / "a.png").write_bytes(b"no picture")
     (broken / "questions.jsonl").write_text('{"question": "what ?", "answer": "w1", "image": "a.png"}\n')
-    engine = one.engine(one.plan("pictures", ["first"], data="broken"))
-    settle(engine.parts.trainings, engine)
-    (status,) = engine.parts.trainings.statuses()
-    assert status.state == "failed" and status.error is not None
-    assert status.error.startswith(f"{broken}/questions.jsonl, line 1: {broken}/a.png is not a valid picture")
-    engine.close()
+    with pytest.raises(BadPlan, match=rf"^{broken}/questions\.jsonl, line 1: {broken}/a\.png is not a valid picture"):
+        one.engine(one.plan("pictures", ["first"], data="broken"))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -52,6 +53,51 @@ def test_pieces_run_beside_requests_only_with_room(case: Case) -> None:
     usual_s = 2 * trainings.promise.usual_room_s
     assert 0 < usual_s < 100
     assert trainings.advance()
+    engine.close()
+
+
+def loaded(case: Case, results: str, idle_s: float, **changes: Any) -> tuple[Engine, Clock]:
+    """An engine in a micro-step, after requests of a second each with pauses between them, and with a new one."""
+    clock = Clock()
+    plan = case.plan(results, ["first"], steps=1000, **changes)
+    engine = Engine(case.config(train=str(plan), train_slowdown=1.5), clock=clock)
+    trainings = engine.parts.trainings
+    clock.now += 100  # an engine that is idle since long
+    settle(trainings, engine, most=200)
+    for number in range(60):
+        trainings.promise.add(str(number))
+        clock.now += 1
+        trainings.promise.served(1.0)
+        trainings.promise.release(str(number))
+        clock.now += idle_s
+    engine.add(request("first", None, 4))
+    return engine, clock
+
+
+@pytest.mark.parametrize(
+    ("idle_s", "expected"), [(0.0, "no room under the promise at this load: a piece takes 0.0"), (1.0, None)]
+)
+def test_the_operator_sees_a_load_that_leaves_no_room(case: Case, idle_s: float, expected: str | None) -> None:
+    """Steps fill the time. Negative control: with the same requests and half of the time idle there is room."""
+    engine, _ = loaded(case, f"load {idle_s}", idle_s, batch=1)
+    trainings = engine.parts.trainings
+    assert trainings.advance() == (expected is None)
+    waiting = trainings.statuses()[0].waiting
+    assert waiting is None if expected is None else waiting is not None and waiting.startswith(expected)
+    engine.close()
+
+
+@pytest.mark.parametrize(("idle_s", "is_replaced"), [(0.01, True), (1.0, False)])
+def test_a_micro_step_that_fits_an_idle_engine_only_is_replaced_at_a_high_load(
+    case: Case, idle_s: float, is_replaced: bool
+) -> None:
+    """A busy engine is rarely idle, so the training would stand still. At a lower load its pieces run."""
+    engine, _ = loaded(case, f"coarse {idle_s}", idle_s)
+    trainings = engine.parts.trainings
+    before = trainings.statuses()[0].seconds
+    assert trainings.advance(), "a piece, or a smaller micro-step"
+    assert (trainings.statuses()[0].seconds == before) == is_replaced
+    assert trainings.promise.usual_room_s > 0.4, "an idle engine has room for the pieces before"
     engine.close()
 
 

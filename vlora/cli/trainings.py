@@ -174,6 +174,12 @@ def _show(status: TrainingStatus, *, as_json: bool) -> None:
     if status.held_out_before is not None:
         after = "" if status.held_out_after is None else f", after {status.held_out_after:.4f}"
         parts.append(f"held out before {status.held_out_before:.4f}{after}")
+    if status.num_bad:
+        parts.append(f"{status.num_bad} records set aside")
     if reason := status.error or status.waiting:
         parts.append(reason)
     click.echo("  ".join(parts))
+    for reason in status.bad:
+        click.echo(f"  set aside: {reason}")
+    if status.bad and status.num_bad > len(status.bad):
+        click.echo(f"  and {status.num_bad - len(status.bad)} more")

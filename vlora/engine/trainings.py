@@ -29,7 +29,7 @@ from vlora.threads import background_executor
 from vlora.training import PackedTrainer
 from vlora.training.job import TrainingJob
 from vlora.training.loop import Piece, TrainingLoop
-from vlora.training.samples import SampleSource
+from vlora.training.samples import SampleSource, check_records
 from vlora.types import AdapterStatus, Batch, Request, RequestOutput, TrainingStatus
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class Trainings:
     ) -> None:
         """Start without trainings. The arguments are parts of the engine, and its clock."""
         self.wake: Callable[[], None] = lambda: None
-        self.promise = LatencyPromise(config.train_slowdown, clock)
+        self.promise = LatencyPromise(config.train_slowdown, clock, config.max_batch_size)
         self.prices = PiecePrices()
         self._device = device
         self._registry = registry
@@ -118,7 +118,7 @@ class Trainings:
             BadConfig: The engine cannot train, or a target is unknown.
             BadRequest: The name of a training is in use.
         """
-        self._admit(_read(plan, self._model), reopen=False)
+        self._admit(self._read(plan, self._model, checks=True), reopen=False)
 
     def submit(self, plan: str, *, reopen: bool) -> Future[tuple[TrainingStatus, ...]]:
         """As `start`, but the files are read in the background.
@@ -127,11 +127,12 @@ class Trainings:
 
         Args:
             plan: A file.
-            reopen: Continue trainings that were cancelled or have failed, too.
+            reopen: Continue trainings that were cancelled or have failed, too. False: the plan has been submitted
+                before, so that its records are not checked again.
         """
         done: Future[tuple[TrainingStatus, ...]] = Future()
         done.set_running_or_notify_cancel()
-        reading = self._reader.submit(_read, plan, self._model)
+        reading = self._reader.submit(self._read, plan, self._model, checks=reopen)
         self._submitted.append(_Submission(reading, reopen, done))
         reading.add_done_callback(lambda _: self.wake())
         return done
@@ -185,8 +186,9 @@ class Trainings:
         price_s = self.prices.expected_s(piece)
         self._waits = price_s > self.promise.room_s
         if self._waits:
-            # Requests have become shorter, or pieces longer.
-            return price_s > self.promise.usual_room_s and loop.shrink()
+            # Requests have become shorter or more, or pieces longer.
+            longest_s = min(self.promise.usual_room_s, self.promise.usual_allowance_s)
+            return price_s > longest_s and loop.shrink()
         before = self._clock()
         loop.run_piece()
         if self._device.hf_model.device.type == "cuda":
@@ -229,6 +231,28 @@ class Trainings:
         self._loop = None
 
     # -- internal -----------------------------------------------------------------------------------------------------
+
+    def _read(self, plan: str, model: str, *, checks: bool) -> list[TrainingJob]:
+        """The trainings of a plan, with their folders locked. Also called in the training's thread.
+
+        checks: Whether records of new trainings that cannot be used are errors.
+        """
+        from vlora.training.plan import read_plan  # an engine without trainings needs no pydantic
+
+        folder, entries = read_plan(plan)
+        jobs: list[TrainingJob] = []
+        try:
+            for one, records in entries:
+                job = TrainingJob(one, records, Path(folder) / one.name, model)
+                jobs.append(job)
+                if checks and job.is_new and one.bad_records == "refuse":
+                    max_positions = self._device.hf_model.max_positions
+                    check_records(self.load_processor(), max_positions, (*records.train, *records.held_out))
+        except BaseException:
+            for job in jobs:
+                job.release()
+            raise
+        return jobs
 
     def _finish_submission(self, submission: _Submission) -> None:
         try:
@@ -365,34 +389,30 @@ class Trainings:
         self._admin.load_in_background(job.name, str(job.adapter_folder)).add_done_callback(registered)
 
     def _max_tokens(self) -> int | None:
-        """Tokens of a micro-step whose pieces take half the time that an idle engine may spend: prices vary."""
-        room_s, token_s = self.promise.usual_room_s, self.prices.expected_s(Piece("layer", 1))
+        """Tokens of a micro-step with pieces that run in an idle engine and beside requests.
+
+        They take half the time that the former may spend, as prices vary, and at most what requests leave.
+        """
+        room_s = min(self.promise.usual_room_s / 2, self.promise.beside_room_s)
+        token_s = self.prices.expected_s(Piece("layer", 1))
         if math.isinf(room_s) or math.isinf(self.promise.room_s):
             return None
-        return int(room_s / 2 / token_s) if token_s else 0
+        return int(room_s / token_s) if token_s else 0
 
     def _waiting(self) -> str | None:
         if not self._waits or self._loop is None or (piece := self._loop.upcoming) is None:
             return None
         price_s, room_s = self.prices.expected_s(piece), self.promise.usual_room_s
+        allowance_s = self.promise.usual_allowance_s
+        if allowance_s < price_s <= room_s:
+            return (
+                f"no room under the promise at this load: a piece takes {price_s:.3f} s, and a usual request allows "
+                f"{allowance_s:.3f} s in all; it runs when no request does (use shorter records, or a larger "
+                "--train-slowdown)"
+            )
         if price_s <= room_s:
             return "requests run; the promise leaves no room at present"
         return (
             f"a piece takes {price_s:.3f} s, and the promise leaves {room_s:.3f} s beside requests; it runs when none "
             "was seen for 10 s (use shorter records, or a larger --train-slowdown)"
         )
-
-
-def _read(plan: str, model: str) -> list[TrainingJob]:
-    from vlora.training.plan import read_plan  # an engine without trainings needs no pydantic
-
-    folder, entries = read_plan(plan)
-    jobs: list[TrainingJob] = []
-    try:
-        for one, records in entries:
-            jobs.append(TrainingJob(one, records, Path(folder) / one.name, model))
-    except BaseException:
-        for job in jobs:
-            job.release()
-        raise
-    return jobs

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from vlora.training.plan import TrainingSettings
 from vlora.training.records import FILE_NAME, Record
 
 _PREFIX, _PLAN, _OUT = "training-", "plan.yaml", "out"
+PART = 32  # records with pictures that are written at a time
 
 
 class Attempt:
@@ -41,50 +43,71 @@ class Attempt:
         settings: TrainingSettings,
         start: Path | None,
         live: Sequence[Labelled],
-        data: Iterable[Record],
+        data: Sequence[Record],
         image_of: Callable[[int], bytes | None],
-    ) -> int:
-        """Write the files. Returns the number of records to train on.
+    ) -> Iterator[Callable[[], None]]:
+        """The parts of writing the files, to be called in their order. None takes long, so that others can be served.
 
         Args:
             settings: Of the training.
             start: The adapter to begin from.
             live: Corrected answers. Those that are held out become the validation part.
             data: The operator's records.
-            image_of: Returns a live record's picture by its number.
+            image_of: Returns a live record's picture by its number. Raises LookupError if the record was dropped.
 
         Raises:
-            OSError: They cannot be written.
+            OSError: A part cannot be written.
         """
-        self.remove()
-        (self._folder / "images").mkdir(parents=True)
-        num_records = 0
-        with (self._folder / FILE_NAME).open("w", encoding="utf-8") as file:
-            for one in live:
-                row: dict[str, Any] = {"question": one.question, "answer": one.label}
-                row["split"] = "validation" if one.held_out else "train"
-                if (image := image_of(one.number)) is not None:
-                    row["image"] = f"images/{one.number}"
-                    (self._folder / row["image"]).write_bytes(image)
-                file.write(json.dumps(row) + "\n")
-                num_records += not one.held_out
-            for record in data:
-                row = {"question": record.question, "answer": record.answer, "split": "train"}
-                if record.image is not None:
-                    row["image"] = os.path.abspath(record.image)
-                file.write(json.dumps(row) + "\n")
-                num_records += 1
-        entry = settings.model_dump(mode="json") | {"name": self.name, "data": ".", "register_adapter": False}
+
+        def begin() -> None:
+            self.remove()
+            (self._folder / "images").mkdir(parents=True)
+
+        def add(rows: Iterable[dict[str, Any]]) -> None:
+            with (self._folder / FILE_NAME).open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
+
+        yield begin
+        for first in range(0, len(live), PART):
+            yield functools.partial(add, self._live_rows(live[first : first + PART], image_of))
+        for first in range(0, len(data), 100 * PART):
+            yield functools.partial(add, map(_row_of, data[first : first + 100 * PART]))
+        yield functools.partial(self._write_plan, settings, start)
+
+    def _live_rows(
+        self, records: Iterable[Labelled], image_of: Callable[[int], bytes | None]
+    ) -> Iterator[dict[str, Any]]:
+        for one in records:
+            row: dict[str, Any] = {"question": one.question, "answer": one.label}
+            row["split"] = "validation" if one.held_out else "train"
+            try:
+                image = image_of(one.number)
+            except LookupError:  # dropped meanwhile
+                continue
+            if image is not None:
+                row["image"] = f"images/{one.number}"
+                (self._folder / row["image"]).write_bytes(image)
+            yield row
+
+    def _write_plan(self, settings: TrainingSettings, start: Path | None) -> None:
+        entry = settings.model_dump(mode="json") | {"name": self.name, "data": "."}
+        entry |= {"register_adapter": False, "bad_records": "skip"}
         if start is not None:
             entry["start"] = str(start)
         part = self.plan.with_suffix(".part")
         part.write_text(yaml.safe_dump({"folder": _OUT, "trainings": [entry]}))
         part.rename(self.plan)
-        return num_records
 
     def remove(self) -> None:
         """Remove all files."""
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _row_of(record: Record) -> dict[str, Any]:
+    row = {"question": record.question, "answer": record.answer, "split": "train"}
+    if record.image is not None:
+        row["image"] = os.path.abspath(record.image)
+    return row
 
 
 def remove_others(folder: Path, kept: Attempt | None) -> None:

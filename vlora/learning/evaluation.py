@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from vlora.errors import AdapterChanged, BadRequest
+from vlora.errors import (
+    Aborted,
+    AdapterChanged,
+    BadRequest,
+    DeadlineMissed,
+    EngineDead,
+    OverCapacity,
+    StepFailed,
+    UnknownAdapter,
+)
 from vlora.learning.live_store import same
 from vlora.types import TrainingStatus
+
+PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0)
+"""Before further attempts at a question."""
+MAX_UNANSWERED = 0.1
+"""Share of the questions that an evaluation may leave out because they are not answered in time."""
 
 
 class Item(NamedTuple):
@@ -71,39 +86,86 @@ class Version(NamedTuple):
     version: str
 
 
+class Interrupted(Exception):
+    """The engine does not answer at present; the evaluation has to be repeated."""
+
+
+class RightAnswers(NamedTuple):
+    """found: for each version, which items it answers right. num_left_out: items without answers."""
+
+    found: list[list[bool]]
+    num_left_out: int
+
+
 async def right_answers(
     model: ServedModel,
     items: Sequence[Item],
     versions: Sequence[Version],
     read: Callable[[Item], Awaitable[bytes | None]],
-    on_progress: Callable[[], None],
-) -> list[list[bool]]:
-    """Which items each version answers right. Items that cannot be asked are left out.
+    on_progress: Callable[[], Awaitable[None]],
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> RightAnswers:
+    """Which items each version answers right. Items that one of them does not answer are left out of all.
+
+    A call that fails for another reason than its question is repeated, after a pause that doubles. An item that misses
+    its deadline each time is left out, up to `MAX_UNANSWERED` of them.
 
     Args:
         model: Asked one question at a time.
         items: Questions.
         versions: To ask.
-        read: Returns an item's picture.
+        read: Returns an item's picture. Raises LookupError if the item does not exist any more.
         on_progress: Called after each item.
+        sleep: Seconds.
 
     Raises:
         AdapterChanged: A version was replaced meanwhile.
+        Interrupted: The engine is dead or full for longer than the pauses, or too many items were left out.
         VLoraError: The engine has failed.
     """
     found: list[list[bool]] = [[] for _ in versions]
+    num_late = 0
     for item in items:
         try:
             image = await read(item)
-            answers = [
-                await model.answer(item.question, image, adapter=name, version=version, label=item.label)
-                for name, version in versions
-            ]
-        except AdapterChanged:
+            answers = [await _answer(model, item, image, version, sleep) for version in versions]
+        except (AdapterChanged, UnknownAdapter):
             raise
-        except (BadRequest, OSError):  # its picture is broken, or it is longer than the context
+        except _Unanswered as error:
+            num_late += 1
+            if num_late > max(1, MAX_UNANSWERED * len(items)):
+                raise Interrupted(f"{num_late} of {len(items)} questions were not answered: {error}") from error
+            answers = []
+        except (BadRequest, LookupError, OSError):  # its picture is broken, or it is longer than the context
             answers = []
         for own, answer in zip(found, answers, strict=False):
             own.append(same(item.label, answer))
-        on_progress()
-    return found
+        await on_progress()
+    return RightAnswers(found, len(items) - len(found[0]))
+
+
+class _Unanswered(Exception):
+    """An item was not answered, perhaps because of its length."""
+
+
+async def _answer(
+    model: ServedModel,
+    item: Item,
+    image: bytes | None,
+    version: Version,
+    sleep: Callable[[float], Awaitable[None]],
+) -> str:
+    for pause_s in (*PAUSES_S, None):
+        try:
+            return await model.answer(
+                item.question, image, adapter=version.adapter, version=version.version, label=item.label
+            )
+        except (DeadlineMissed, StepFailed, Aborted) as error:
+            if pause_s is None:
+                raise _Unanswered(str(error)) from error
+        except (OverCapacity, EngineDead) as error:
+            if pause_s is None:
+                raise Interrupted(f"no answer after {len(PAUSES_S)} further attempts: {error}") from error
+        if pause_s is not None:
+            await sleep(pause_s)
+    raise AssertionError("the last attempt returns or raises")

@@ -6,20 +6,22 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from vlora.errors import AdapterChanged, BadAdapter, BadConfig, BadRequest, EngineDead, VLoraError
+from vlora.errors import AdapterChanged, BadConfig, BadRequest, EngineDead, VLoraError
 from vlora.learning.attempt import Attempt, remove_others
-from vlora.learning.decision import compare, confidence_of_look, why_not, why_roll_back
-from vlora.learning.evaluation import Item, ServedModel, Version, right_answers
-from vlora.learning.live_store import LiveStore
+from vlora.learning.decision import why_roll_back
+from vlora.learning.evaluation import Interrupted, ServedModel, Version
+from vlora.learning.evaluator import Compared, Evaluator
+from vlora.learning.live_store import Labelled, LiveStore
 from vlora.learning.plan import LearningEntry
-from vlora.learning.selection import agreed, as_right, bounded
+from vlora.learning.selection import agreed, bounded
 from vlora.learning.trail import SERVER
 from vlora.learning.version_status import describe, origin_of
 from vlora.learning.versions import Versions
@@ -28,6 +30,8 @@ from vlora.types.learning import Comparison, LearningStatus
 
 log = logging.getLogger(__name__)
 _MAX_MEASURED = 32  # held-out records, for the loss before and after a training
+MAX_INTERRUPTED = 5
+"""Evaluations of one version that the engine interrupts. Then it is refused; it can be promoted by hand."""
 T = TypeVar("T")
 
 
@@ -55,6 +59,7 @@ class Learner:
         model: ServedModel,
         executor: Executor,
         clock: Callable[[], float] = time.time,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         """Lock the folder and read it.
 
@@ -65,6 +70,7 @@ class Learner:
             model: The engine.
             executor: With one thread.
             clock: Seconds since 1970.
+            sleep: Pauses between attempts of an evaluation.
 
         Raises:
             BadConfig: The folder is in use or damaged, or there is no adapter to begin with.
@@ -76,6 +82,8 @@ class Learner:
         self._folder = folder
         self._model = model
         self._executor = executor
+        self._compared: tuple[tuple[tuple[Version, Version], int], Compared] | None = None  # by versions and look
+        self._num_interrupted: Counter[str] = Counter()  # by the version that is evaluated
         self._lock = contextlib.ExitStack()
         self._lock.enter_context(lock_folder(folder))
         try:
@@ -92,6 +100,7 @@ class Learner:
         except BaseException:
             self._lock.close()
             raise
+        self._evaluator = Evaluator(entry, model, self.store, executor, self._on_question, sleep)
         self._attempt = self._open_attempt()
         remove_others(folder, self._attempt)
         self._candidates: list[_Candidate] = []
@@ -132,6 +141,8 @@ class Learner:
             BadRequest: There is no such version, or it is served already.
             BadAdapter: The folder cannot be served.
         """
+        if not force and len(self._candidates) >= 8:  # before a folder is copied
+            raise BadRequest(f"8 versions of adapter {self.name!r} wait for their evaluation; wait for them")
         if path is not None:
             if version is not None:
                 raise BadRequest("version and path are both given; give one of them")
@@ -146,8 +157,6 @@ class Learner:
             candidate, details = _Candidate(chosen, origin, by), {"origin": origin}
             await self._promote(candidate, self._versions.present, "without evaluation", details)
         else:
-            if len(self._candidates) >= 8:
-                raise BadRequest(f"8 versions of adapter {self.name!r} wait for their evaluation; wait for them")
             self._candidates.append(_Candidate(chosen, origin, by))
         return await self.status()
 
@@ -168,8 +177,10 @@ class Learner:
 
     async def _promote(self, candidate: _Candidate, before: str, why: str, details: dict[str, Any]) -> None:
         await self._in_thread(self.store.forget_version, candidate.version)  # it is watched from 0
-        await self._versions.promote(candidate.version, before, candidate.by, why, details)
-        await self._in_thread(self._prune)
+        try:
+            await self._versions.promote(candidate.version, before, candidate.by, why, details)
+        finally:
+            await self._in_thread(self._prune)
 
     # -- learning -----------------------------------------------------------------------------------------------------
 
@@ -178,7 +189,7 @@ class Learner:
 
         Raises:
             OSError: The disk is full, for example. The next call tries again.
-            EngineDead: As OSError.
+            EngineDead, Interrupted: As OSError.
         """
         await self._versions.restore()
         await self._watch()
@@ -189,8 +200,8 @@ class Learner:
         if self._attempt is not None:
             await self._follow(self._attempt)
         elif self._settings.train_after is not None:
-            done = await self._in_thread(self.store.fact, "trained_to")
-            if await self._in_thread(self.store.num_corrections_since, done) >= self._settings.train_after:
+            num_new = await self._in_thread(self._num_new)
+            if num_new >= self._settings.train_after:
                 await self._begin_training()
 
     async def _watch(self) -> None:
@@ -213,25 +224,36 @@ class Learner:
             with contextlib.suppress(AdapterChanged):  # by hand, meanwhile
                 await self._versions.return_to(served.before[-1], served.version, SERVER, why)
 
+    def _num_new(self) -> int:
+        """Corrections since the last training."""
+        return self.store.num_corrections_since(self.store.fact("trained_to"))
+
     async def _begin_training(self) -> None:
         last = self._versions.trail.last("", "training")
         number = 1 + (0 if last is None else int(last.details["number"]))
         attempt = Attempt(self._folder, self.name, number)
         start = self._versions.present
+        start_folder = self._versions.files.path(start)
 
-        def write() -> tuple[int, int]:
+        def choose() -> tuple[int, list[Labelled]]:
             records = self.store.labelled()
             live = bounded(agreed([one for one in records if not one.held_out]), self._settings.max_share)
             held = bounded(agreed([one for one in records if one.held_out]), self._settings.max_share)
-            settings, folder = self._settings.training, self._versions.files.path(start)
-            chosen = [*live, *held[-_MAX_MEASURED:]]
-            return records[-1].correction, attempt.write(settings, folder, chosen, self._entry.data, self.store.image)
+            return records[-1].correction, [*live, *held[-_MAX_MEASURED:]]
 
-        trained_to, count = await self._in_thread(write)
+        trained_to, chosen = await self._in_thread(choose)
+        count = sum(not one.held_out for one in chosen) + len(self._entry.data)
         if not count:  # all corrections are held out, or of one tenant
-            await self._in_thread(attempt.remove)
             await self._in_thread(self.store.set_fact, "trained_to", trained_to)
             return
+        try:
+            for part in attempt.write(
+                self._settings.training, start_folder, chosen, self._entry.data, self.store.image
+            ):
+                await self._in_thread(part)
+        except BaseException:
+            await self._in_thread(attempt.remove)  # the disk is full, perhaps
+            raise
         await self._versions.append(
             "training", SERVER, before=start, details={"number": number, "trained_to": trained_to, "records": count}
         )
@@ -257,15 +279,16 @@ class Learner:
                 version = await self._in_thread(self._versions.files.add, attempt.adapter_folder)
                 if version != self._versions.present:
                     await self._evaluate(_Candidate(version, attempt.name, SERVER))
-            await self._end_attempt(attempt, "")
+            await self._end_attempt(attempt, "", found.num_bad)
         else:
             await self._end_attempt(attempt, f"it was {found.state}: {found.error or 'by hand'}")
 
-    async def _end_attempt(self, attempt: Attempt, problem: str) -> None:
+    async def _end_attempt(self, attempt: Attempt, problem: str, num_bad: int = 0) -> None:
         last = self._versions.trail.last("", "training")
         assert last is not None
         await self._in_thread(self.store.set_fact, "trained_to", last.details["trained_to"])
-        await self._versions.append("training_ended", SERVER, why=problem, details={"number": attempt.number})
+        details = {"number": attempt.number} | ({"set_aside": num_bad} if num_bad else {})
+        await self._versions.append("training_ended", SERVER, why=problem, details=details)
         if problem:
             log.warning("training %s: %s", attempt.name, problem)
         self._attempt, self._doing = None, "serves"
@@ -280,75 +303,56 @@ class Learner:
 
     # -- evaluation ---------------------------------------------------------------------------------------------------
 
+    async def _on_question(self, progress: str) -> None:
+        self._doing = f"evaluates a version, {progress}"
+        await self._watch()  # an evaluation may take long
+
     async def _evaluate(self, candidate: _Candidate) -> None:
         """Promote a version if it is better than the present one. Versions that cannot be evaluated are refused.
 
         Raises:
-            EngineDead: The evaluation has to be repeated.
+            EngineDead, Interrupted: The evaluation has to be repeated.
         """
         present, name = self._versions.present, f"{self.name}~candidate"
+        pair = Version(self.name, present), Version(name, candidate.version)
+        look = 1 + self._versions.trail.num_evaluations(present)
         try:
             await self._model.check(self.name)
-            if await self._model.load(name, self._versions.files.path(candidate.version)) != candidate.version:
-                raise BadAdapter("its files were changed")
-            pair = Version(self.name, present), Version(name, candidate.version)
-            look = 1 + self._versions.trail.num_evaluations(present)
-            confidence = confidence_of_look(self._settings.confidence, look)
-            live = await self._compare(await self._in_thread(self._held_out), pair, confidence)
-            trusted = await self._compare(self._entry.trusted, pair, confidence) if self._entry.trusted else None
-            why = why_not(live, trusted, self._settings.max_trusted_loss, confidence)
-            details = {"live": msgspec.to_builtins(live), "origin": candidate.origin}
-            if trusted is not None:
-                details["trusted"] = msgspec.to_builtins(trusted)
-            fields = {"version": candidate.version, "before": present, "details": details}
+            compared = await self._compare(pair, look)
+            compared.details["origin"] = candidate.origin
+            fields = {"version": candidate.version, "before": present, "details": compared.details}
+            why = compared.why_not
             await self._versions.append("evaluated", candidate.by, why=why or "it is better", **fields)
             if why is None:
-                await self._promote(candidate, present, "it is better", details)
+                await self._promote(candidate, present, "it is better", compared.details)
             else:
                 log.info("version %s of adapter %r is refused: %s", candidate.version, self.name, why)
         except EngineDead:
             raise
+        except Interrupted as error:
+            self._num_interrupted[candidate.version] += 1
+            if self._num_interrupted[candidate.version] < MAX_INTERRUPTED:
+                raise
+            await self._refuse(candidate, present, f"it cannot be evaluated: {error}")
         except VLoraError as error:
-            await self._versions.append(
-                "evaluated",
-                candidate.by,
-                version=candidate.version,
-                before=present,
-                why=f"it cannot be promoted: {error}",
-                details={"origin": candidate.origin},
-            )
+            await self._refuse(candidate, present, f"it cannot be promoted: {error}")
         finally:
             with contextlib.suppress(VLoraError):
                 await self._model.unload(name)
             await self._in_thread(self._prune)
+        del self._num_interrupted[candidate.version]
+        self._compared = None
 
-    def _held_out(self) -> list[Item]:
-        settings = self._settings
-        held = [one for one in self.store.labelled() if one.held_out]
-        records = bounded(agreed(held), settings.max_share, settings.max_evaluated)
-        if settings.uncorrected_are_right:
-            records += as_right(
-                self.store.held_out_uncorrected(settings.correct_within_s, settings.max_evaluated), held
-            )
-        latest = sorted(records, key=lambda one: one.number)[-settings.max_evaluated :]
-        return [Item(one.question, one.label, number=one.number) for one in latest]
+    async def _compare(self, pair: tuple[Version, Version], look: int) -> Compared:
+        """As `Evaluator.compare`, but not again if the trail could not be written after it, on a full disk."""
+        if self._compared is None or self._compared[0] != (pair, look):
+            found = await self._evaluator.compare(pair, self._versions.files.path(pair[1].version), look)
+            self._compared = (pair, look), found
+        return self._compared[1]
 
-    async def _compare(self, items: Sequence[Item], pair: Sequence[Version], confidence: float) -> Comparison:
-        doing, count = self._doing, 0
-
-        def count_one() -> None:
-            nonlocal count
-            count += 1
-            self._doing = f"{doing}, {count} of {len(items)} questions"
-
-        present, candidate = await right_answers(self._model, items, pair, self._image_of, count_one)
-        self._doing = doing
-        return compare(present, candidate, confidence)
-
-    async def _image_of(self, item: Item) -> bytes | None:
-        if item.image is not None:
-            return await self._in_thread(item.image.read_bytes)
-        return None if item.number is None else await self._in_thread(self.store.image, item.number)
+    async def _refuse(self, candidate: _Candidate, present: str, why: str) -> None:
+        fields = {"version": candidate.version, "before": present, "details": {"origin": candidate.origin}}
+        await self._versions.append("evaluated", candidate.by, why=why, **fields)
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -360,8 +364,7 @@ class Learner:
         served, size = self._versions.served, self.store.size()
         left: int | None = None
         if self._settings.train_after is not None:
-            since = self.store.num_corrections_since(self.store.fact("trained_to"))
-            left = max(0, self._settings.train_after - since)
+            left = max(0, self._settings.train_after - self._num_new())
         return LearningStatus(
             name=self.name,
             doing=self._doing,

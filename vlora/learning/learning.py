@@ -7,7 +7,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,8 +25,10 @@ T = TypeVar("T")
 
 POLL_S = 0.5
 _LONGEST_PAUSE_S = 60.0
-_MAX_QUEUED_BYTES = 64 << 20
-_MAX_QUEUED = 4096
+CLOSE_S = 10.0
+MAX_QUEUED_BYTES = 64 << 20
+MAX_QUEUED = 4096
+_MAX_SHARE = 0.5  # of both, for one tenant
 MAX_LABEL_CHARS = 4000
 
 
@@ -65,8 +67,9 @@ class Learning:
         self._model = model
         self.learners: dict[str, Learner] = {}
         self._queue: deque[_Queued] = deque()
-        self._queued_bytes = 0
-        self._lock = threading.Lock()  # of the queue and its bytes
+        self._queued: Counter[str | None] = Counter()  # answers by tenant, until they are on disk
+        self._queued_bytes: Counter[str | None] = Counter()
+        self._lock = threading.Lock()  # of the queue and its sizes
         self._writing: asyncio.Future[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._warned_s = -float("inf")
@@ -97,7 +100,7 @@ class Learning:
         for task in self._tasks:
             task.cancel()
         if self._tasks:
-            await asyncio.wait(self._tasks)
+            await asyncio.wait(self._tasks, timeout=CLOSE_S)  # an engine that hangs answers no call
         with contextlib.suppress(OSError):
             await self._in_thread(self._write)
         await asyncio.to_thread(self._thread.shutdown)
@@ -124,16 +127,25 @@ class Learning:
             encode: Returns the picture's encoded bytes; called in the other thread.
         """
         learner = self.learners[adapter]
+        num_bytes += len(answer.question) + len(answer.answer)
         if answer.version != learner.loaded:
             answer = answer._replace(version="")
         with self._lock:
-            if self._queued_bytes + num_bytes > _MAX_QUEUED_BYTES or len(self._queue) >= _MAX_QUEUED:
+            if not self._has_room(answer.tenant, num_bytes):
                 learner.num_dropped += 1
                 return
             self._queue.append(_Queued(learner, answer, num_bytes, encode))
-            self._queued_bytes += num_bytes
+            self._queued[answer.tenant] += 1
+            self._queued_bytes[answer.tenant] += num_bytes
         if self._writing is None or self._writing.done():
             self._writing = asyncio.ensure_future(self._in_thread(self._write))
+
+    def _has_room(self, tenant: str | None, num_bytes: int) -> bool:
+        """Whether the queue takes an answer. One tenant's answers leave room for those of others."""
+        for queued, more, most in ((self._queued, 1, MAX_QUEUED), (self._queued_bytes, num_bytes, MAX_QUEUED_BYTES)):
+            if queued.total() + more > most or queued[tenant] + more > _MAX_SHARE * most:
+                return False
+        return True
 
     def _write(self) -> None:
         """Write all queued answers. Called in the thread."""
@@ -142,14 +154,26 @@ class Learning:
                 queued = list(self._queue)
                 self._queue.clear()
             for learner in {id(one.learner): one.learner for one in queued}.values():
-                own = [one for one in queued if one.learner is learner]
-                try:
-                    learner.num_dropped += learner.store.add([one.answer._replace(image=one.encode()) for one in own])
-                except Exception as error:  # the disk is full
-                    learner.num_dropped += len(own)
-                    self._warn(f"{len(own)} answers of adapter {learner.name!r} were not kept: {error}")
+                self._keep(learner, [one for one in queued if one.learner is learner])
             with self._lock:
-                self._queued_bytes -= sum(one.num_bytes for one in queued)
+                for one in queued:
+                    self._queued[one.answer.tenant] -= 1
+                    self._queued_bytes[one.answer.tenant] -= one.num_bytes
+                self._queued, self._queued_bytes = +self._queued, +self._queued_bytes  # without tenants at 0
+
+    def _keep(self, learner: Learner, queued: list[_Queued]) -> None:
+        answers = []
+        for one in queued:
+            try:
+                answers.append(one.answer._replace(image=one.encode()))
+            except Exception as error:  # of one picture; the other answers are kept
+                learner.num_dropped += 1
+                self._warn(f"an answer of adapter {learner.name!r} was not kept: {type(error).__name__}: {error}")
+        try:
+            learner.num_dropped += learner.store.add(answers)
+        except Exception as error:  # the disk is full
+            learner.num_dropped += len(answers)
+            self._warn(f"{len(answers)} answers of adapter {learner.name!r} were not kept: {error}")
 
     async def correct(self, request_id: str, label: str, by: Corrector) -> Correction:
         """Keep the right answer of a request. Returns once it is on disk.

@@ -8,6 +8,7 @@ import os
 import secrets
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,11 +23,13 @@ CREATE TABLE IF NOT EXISTS records (
     correction INTEGER UNIQUE, trusted INTEGER NOT NULL DEFAULT 0, label TEXT,
     repeatable INTEGER NOT NULL, question TEXT NOT NULL, answer TEXT NOT NULL, image BLOB);
 CREATE INDEX IF NOT EXISTS by_tenant ON records (label IS NULL, tenant, num_bytes);
+CREATE INDEX IF NOT EXISTS by_age ON records (label IS NULL, tenant);
 CREATE TABLE IF NOT EXISTS served (
     version TEXT NOT NULL, tenant TEXT NOT NULL, answered INTEGER NOT NULL DEFAULT 0, wrong INTEGER NOT NULL DEFAULT 0,
     trusted_wrong INTEGER NOT NULL DEFAULT 0, PRIMARY KEY (version, tenant));
 """
 _SPLIT_BYTES = 8
+_UNLABELLED_SHARE = 0.25
 
 
 class AnsweredRequest(NamedTuple):
@@ -101,7 +104,7 @@ class LiveStore:
 
         Args:
             file: Its folder exists.
-            max_records: Records with a label, and also those without one.
+            max_records: Records with a label, and also those without one. Tenants share them equally.
             max_bytes: Of all records.
             held_out: Share of the contents that is never trained on. A key in the file draws them, so that callers
                 cannot choose the part of a record. Stored records stay in their part when the share changes.
@@ -134,7 +137,7 @@ class LiveStore:
     # -- answers and corrections --------------------------------------------------------------------------------------
 
     def add(self, answers: Iterable[AnsweredRequest]) -> int:
-        """Keep answers, and drop the oldest records above the limits. Returns how many were too large to keep."""
+        """Keep answers, and drop records above the limits. Returns how many were too large to keep."""
         num_refused = 0
         with self._transaction():
             for one in answers:
@@ -176,6 +179,8 @@ class LiveStore:
         number, tenant, version, answer, before, was_trusted = found
         if was_trusted and not by.admin:
             raise Forbidden(f"request {request_id!r} was corrected by an admin token; only one can change that")
+        if (before, bool(was_trusted)) == (label, by.admin):
+            return True  # no new correction
         with self._transaction():
             correction = self.fact("corrections") + 1
             self._set_fact("corrections", correction)
@@ -212,26 +217,31 @@ class LiveStore:
     def held_out_uncorrected(self, within_s: float, most: int) -> list[Labelled]:
         """The latest held-out answers that were not corrected, each with itself as label, oldest first.
 
-        Answers that no version can repeat are left out: all versions would have them wrong.
+        Each tenant has the same number of them, as far as it has so many. Answers that no version can repeat are left
+        out: all versions would have them wrong.
 
         Args:
             within_s: Later answers may still be corrected, and are left out.
             most: Number of answers.
         """
         rows = self._all(
-            "SELECT id, tenant, content, question, answer FROM records WHERE label IS NULL AND held_out AND repeatable "
-            "AND at <= ? ORDER BY id DESC LIMIT ?",
+            "SELECT id, tenant, content, question, answer FROM records WHERE id IN (SELECT id FROM "
+            "(SELECT id, row_number() OVER (PARTITION BY tenant ORDER BY id DESC) AS place FROM records "
+            "WHERE label IS NULL AND held_out AND repeatable AND at <= ?) ORDER BY place, id DESC LIMIT ?) ORDER BY id",
             (self._clock() - within_s, most),
         )
         return [
             Labelled(number, 0, tenant, False, True, content, question, answer)
-            for number, tenant, content, question, answer in reversed(rows)
+            for number, tenant, content, question, answer in rows
         ]
 
     def image(self, number: int) -> bytes | None:
-        """The picture of a record; None if it has none, or was dropped."""
+        """The picture of a record; None if it has none. Raises LookupError if the record was dropped."""
         found = self._one("SELECT image FROM records WHERE id = ?", (number,))
-        return None if found is None else found[0]
+        if found is None:
+            raise LookupError(f"record {number} was dropped")
+        image: bytes | None = found[0]
+        return image
 
     def num_corrections_since(self, number: int) -> int:
         """Records that were corrected after the correction with this number."""
@@ -292,36 +302,49 @@ class LiveStore:
         )
 
     def _drop(self) -> None:
-        """Drop the oldest records above the limits: those without a label first, then those of the largest tenant.
+        """Drop records above the limits, each the oldest one of the tenant that has the most.
 
-        So the corrections of one tenant do not displace those of others.
+        So a tenant with at most the limit divided by the number of tenants loses no record. The number of records is
+        bounded with and without a label. Of a tenant's bytes, those without one are dropped first, but for a share:
+        a new answer must have room until it is corrected.
         """
-        size = self.size()
-        extra = size.records - size.corrected - self._max_records
-        if extra > 0:
-            self._database.execute(
-                "DELETE FROM records WHERE id IN (SELECT id FROM records WHERE label IS NULL ORDER BY id LIMIT ?)",
-                (extra,),
-            )
-        for _ in range(size.corrected - self._max_records):
-            self._drop_one("label IS NOT NULL", "count(*)")
-        while self.size().num_bytes > self._max_bytes:
-            if not self._drop_one("label IS NULL", "sum(num_bytes)"):
-                self._drop_one("label IS NOT NULL", "sum(num_bytes)")
+        for unlabelled in (True, False):
+            counts = self._by_tenant("count(*)", "WHERE (label IS NULL) = ?", unlabelled)
+            dropped: Counter[str | None] = Counter()
+            for _ in range(counts.total() - self._max_records):
+                tenant = max(counts, key=counts.__getitem__)
+                counts[tenant] -= 1
+                dropped[tenant] += 1
+            for tenant, count in dropped.items():
+                self._database.execute(
+                    "DELETE FROM records WHERE id IN "
+                    "(SELECT id FROM records WHERE (label IS NULL) = ? AND tenant IS ? ORDER BY id LIMIT ?)",
+                    (unlabelled, tenant, count),
+                )
+        sizes = self._by_tenant("sum(num_bytes)")
+        unlabelled_sizes = self._by_tenant("sum(num_bytes)", "WHERE label IS NULL")
+        while sizes.total() > self._max_bytes:
+            tenant = max(sizes, key=sizes.__getitem__)
+            unlabelled = unlabelled_sizes[tenant] > _UNLABELLED_SHARE * sizes[tenant]
+            num_bytes = self._drop_oldest(tenant, unlabelled)
+            sizes[tenant] -= num_bytes
+            unlabelled_sizes[tenant] -= num_bytes * unlabelled
 
-    def _drop_one(self, which: str, by: str) -> bool:
-        """Drop the oldest such record of the tenant with the most of them. Returns whether there was one."""
-        largest = self._one(f"SELECT tenant FROM records WHERE {which} GROUP BY tenant ORDER BY {by} DESC LIMIT 1", ())
-        if largest is None:
-            return False
-        self._database.execute(
-            f"DELETE FROM records WHERE id = (SELECT min(id) FROM records WHERE {which} AND tenant IS ?)", largest
-        )
-        return True
+    def _by_tenant(self, what: str, where: str = "", *values: object) -> Counter[str | None]:
+        return Counter(dict(self._all(f"SELECT tenant, {what} FROM records {where} GROUP BY tenant", values)))
+
+    def _drop_oldest(self, tenant: str | None, unlabelled: bool) -> int:
+        """Drop one such record, which exists. Returns its bytes."""
+        number, num_bytes = self._all(
+            "SELECT id, num_bytes FROM records WHERE (label IS NULL) = ? AND tenant IS ? ORDER BY id LIMIT 1",
+            (unlabelled, tenant),
+        )[0]
+        self._database.execute("DELETE FROM records WHERE id = ?", (number,))
+        return int(num_bytes)
 
     def _shrink(self) -> None:
-        """Give the pages of dropped records back to the file system."""
-        with _as_os_errors():
+        """Give the pages of dropped records back to the file system; on a full disk, later."""
+        with contextlib.suppress(sqlite3.Error):
             self._database.execute("PRAGMA incremental_vacuum").fetchall()
 
     def _fact(self, name: str) -> Any:

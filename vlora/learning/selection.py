@@ -62,6 +62,21 @@ def bounded(records: Sequence[Labelled], max_share: float, at_most: int | None =
     return kept[::-1]
 
 
+def latest_of_each(records: Sequence[Labelled], most: int) -> list[Labelled]:
+    """At most so many of the latest records, the same number for each tenant as far as it has so many.
+
+    Returned in the order of their numbers.
+    """
+    counts: Counter[str | None] = Counter()
+    places: dict[int, int] = {}  # of each record among those of its tenant, the latest first
+    latest = sorted(records, key=lambda one: -one.number)
+    for one in latest:
+        places[one.number] = counts[one.tenant]
+        counts[one.tenant] += 1
+    kept = sorted(latest, key=lambda one: places[one.number])[:most]
+    return sorted(kept, key=lambda one: one.number)
+
+
 def most_of_tenant(counts: Iterable[int], num_trusted: int, max_share: float) -> int:
     """The largest number of records that one tenant may have.
 

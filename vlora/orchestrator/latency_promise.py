@@ -8,6 +8,10 @@ stretching steps by the factor f gives R = f n a / (1 - f u) with u = L n b: the
 that grows with the requests. R is thus multiplied by f (1 - u) / (1 - f u), which is `slowdown` for
 f = slowdown / (1 + u (slowdown - 1)). Where requests wait for room in a batch, a is 0, and u is the share of steps.
 
+A request that has just arrived has earned nothing, and on a busy engine there is always one. So a part of what a short
+request earns, (f - 1) times the duration that all but a few exceed, is granted at its arrival. The part is the share of
+the batch that is empty: beside a full one requests would wait for the work that was granted to those before them.
+
 An idle engine does not know when the next request arrives; it waits for one piece at most. A piece may therefore take
 (slowdown - 1) times the usual duration of a request, or any time once no request has been seen for `QUIET_S`.
 """
@@ -15,11 +19,24 @@ An idle engine does not know when the next request arrives; it waits for one pie
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 QUIET_S = 10.0
 _WINDOW_S = 10.0  # time constant of the utilization
 _SMOOTH = 0.05  # weight of the newest request in the usual duration
+_RECENT = 200  # requests with a known duration
+_SHORT = 0.05  # share of them that are shorter than a short request
+
+
+class _Arrival(NamedTuple):
+    """earned_s, spent_s: totals at a request's arrival. piece_s: of the piece that ran then. at_s: time."""
+
+    earned_s: float
+    spent_s: float
+    piece_s: float
+    at_s: float
 
 
 class LatencyPromise:
@@ -29,22 +46,26 @@ class LatencyPromise:
         slowdown: Above 1. Infinity allows any piece at any time.
     """
 
-    def __init__(self, slowdown: float, clock: Callable[[], float]) -> None:
-        """clock: seconds, monotonic."""
+    def __init__(self, slowdown: float, clock: Callable[[], float], max_batch_size: int) -> None:
+        """clock: seconds, monotonic. max_batch_size: requests that a step serves."""
         self.slowdown = slowdown
         self._clock = clock
+        self._max_batch_size = max_batch_size
         self._earned = 0.0  # allowance of a request since the start of the engine
         self._spent = 0.0  # time of other work since then
-        self._live: dict[str, tuple[float, float, float]] = {}  # allowance, other work and time at the arrival
+        self._live: dict[str, _Arrival] = {}
+        self._recent_s: deque[float] = deque(maxlen=_RECENT)  # durations without other work
+        self._short_s = 0.0
         self._piece_s = 0.0  # of the other work since the last step, during which a request may have arrived
         self._usual_s: float | None = None
         self._busy = 0.0
+        self._num_live = 0.0  # of the last steps, in the mean
         self._began_s = self._updated_s = clock()
         self._last_s = -math.inf  # when the last request ended
 
     def add(self, request_id: str) -> None:
         """A request has arrived, possibly during the last piece."""
-        self._live[request_id] = (self._earned - self._spent + self._piece_s, self._spent, self._clock())
+        self._live[request_id] = _Arrival(self._earned, self._spent, self._piece_s, self._clock())
 
     def release(self, request_id: str) -> None:
         """A request has ended; unknown ids are ignored."""
@@ -52,8 +73,9 @@ class LatencyPromise:
         if arrived is None:
             return
         self._last_s = self._clock()
-        _, spent, began_s = arrived
-        alone_s = max(0.0, self._last_s - began_s - (self._spent - spent))
+        alone_s = max(0.0, self._last_s - arrived.at_s - (self._spent - arrived.spent_s))
+        self._recent_s.append(alone_s)
+        self._short_s = sorted(self._recent_s)[int(_SHORT * (len(self._recent_s) - 1))]
         before = alone_s if self._usual_s is None else self._usual_s
         self._usual_s = before + _SMOOTH * (alone_s - before)
 
@@ -61,6 +83,7 @@ class LatencyPromise:
         """A step has served the requests. shared_s: what it would take for any number of them."""
         self._decay()
         self._busy += max(0.0, seconds - shared_s) / _WINDOW_S
+        self._num_live += (len(self._live) - self._num_live) * (1 - math.exp(-seconds / _WINDOW_S))
         self._earned += (self._stretch - 1) * seconds
         self._piece_s = 0.0
 
@@ -82,10 +105,35 @@ class LatencyPromise:
         if math.isinf(self.slowdown):
             return math.inf
         if self._live:
-            return self._earned - self._spent - max(arrival for arrival, _, _ in self._live.values())
+            granted = self.granted_s
+            return min(
+                max(self._earned - one.earned_s, granted) - (self._spent - one.spent_s) - one.piece_s
+                for one in self._live.values()
+            )
         if self._usual_s is None or self.quiet_in_s == 0:
             return math.inf
         return self.usual_room_s
+
+    @property
+    def granted_s(self) -> float:
+        """The part of its allowance that a request has at its arrival."""
+        return (self._stretch - 1) * self._short_s * self._empty_share(len(self._live))
+
+    @property
+    def usual_allowance_s(self) -> float:
+        """All that a usual request allows at the present load: longer pieces run in an idle engine only."""
+        return math.inf if self._usual_s is None else (self._stretch - 1) * self._usual_s
+
+    @property
+    def beside_room_s(self) -> float:
+        """How long a piece may take beside requests now and then, at the present load.
+
+        The newest of N requests has run for 1 / (N + 1) of the usual duration, in the mean.
+        """
+        if self._usual_s is None:
+            return math.inf
+        granted_s = self._short_s * self._empty_share(self._num_live)
+        return (self._stretch - 1) * max(granted_s, self._usual_s / (self._num_live + 1))
 
     @property
     def usual_room_s(self) -> float:
@@ -96,6 +144,9 @@ class LatencyPromise:
     def quiet_in_s(self) -> float:
         """How long the engine must remain idle until pieces may take any time."""
         return max(0.0, self._last_s + QUIET_S - self._clock())
+
+    def _empty_share(self, num_live: float) -> float:
+        return max(0.0, 1 - num_live / self._max_batch_size)
 
     @property
     def _stretch(self) -> float:

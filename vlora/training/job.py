@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
+import logging
 import math
 import os
 import pickle
-import random
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,7 +22,9 @@ from vlora.errors import BadConfig, BadPlan
 from vlora.plan_files.run_lock import lock_folder
 from vlora.training.adapter import LoraSettings, TrainableLora
 from vlora.training.micro_step import Loss
-from vlora.training.records import Record, Records
+from vlora.training.progress import Phase, Progress
+from vlora.training.record_order import RecordOrder
+from vlora.training.records import MAX_NAMED, Record, Records, too_many
 from vlora.training.start import read_start
 from vlora.types import TrainingStatus
 from vlora.types.training import MAX_LOSSES, TrainingState
@@ -28,38 +32,13 @@ from vlora.types.training import MAX_LOSSES, TrainingState
 if TYPE_CHECKING:
     from vlora.training.plan import TrainingPlan
 
-Phase = Literal["before", "train", "after", "done"]
+log = logging.getLogger(__name__)
 
 _FORMAT = 2
 MAX_TRIES = 3
 """Ends of a process in the first micro-step of a training that it began or continued. The next one fails it."""
-
-
-@dataclasses.dataclass
-class Progress:
-    """What a checkpoint holds beside the adapter.
-
-    Attributes:
-        phase: Evaluation before the first step, training, evaluation after the last step, or complete.
-        step: Optimizer steps taken.
-        place: Records used in the current optimizer step, or in the current evaluation.
-        losses: Of every optimizer step.
-        num_tokens: Tokens of all micro-steps so far, evaluations included.
-        total, count: Sum of losses and number of tokens in the current evaluation.
-        held_out_before, held_out_after: Mean losses over the held-out part.
-        seconds: Time of the engine's thread.
-    """
-
-    phase: Phase = "before"
-    step: int = 0
-    place: int = 0
-    losses: list[float] = dataclasses.field(default_factory=list)
-    num_tokens: int = 0
-    total: float = 0.0
-    count: int = 0
-    held_out_before: float | None = None
-    held_out_after: float | None = None
-    seconds: float = 0.0
+_SET_ASIDE = "training %s: a record is set aside: %s"
+_MAX_LOGGED = 100  # records that cannot be used, of a training; all are counted
 
 
 class TrainingJob:
@@ -98,7 +77,6 @@ class TrainingJob:
         self._restored: dict[str, Any] | None = None  # of the checkpoint's adapter, until it is used
         self._last: dict[str, Any] | None = None  # state of the adapter after the last micro-step
         self._saved = Progress()  # that of the checkpoint, for `reopen`
-        self._order: tuple[int, list[int]] | None = None
         self._has_tried = self._is_saved = False  # in this process
         self._lock = contextlib.ExitStack()
         self._not_locked: BadConfig | None = None
@@ -111,7 +89,10 @@ class TrainingJob:
         except BaseException:
             self.release()
             raise
+        self._order = self._new_order()
         self._skip_empty()
+        for reason in records.bad if self.is_new else ():
+            log.warning(_SET_ASIDE, self.name, reason)
 
     @property
     def name(self) -> str:
@@ -126,6 +107,11 @@ class TrainingJob:
     def settings(self) -> LoraSettings:
         own = {field.name: getattr(self.plan, field.name) for field in dataclasses.fields(LoraSettings)}
         return LoraSettings(**own)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it runs and has no checkpoint yet."""
+        return self.state == "running" and self._restored is None
 
     @property
     def learns(self) -> bool:
@@ -147,34 +133,61 @@ class TrainingJob:
             path=str(self.adapter_folder) if self.state == "finished" else None,
             error=self.error,
             losses=_sampled(progress.losses),
+            num_bad=self.num_bad,
+            bad=(*self.records.bad, *progress.reasons)[:MAX_NAMED],
         )
 
     # -- records ------------------------------------------------------------------------------------------------------
 
     def upcoming(self, most: int) -> list[Record]:
         """Up to `most` records in the order of use, first those of the next micro-step; none across an evaluation."""
+        if not self.learns:
+            return self._order.held_out(self.progress.place, most)
+        left = (self.plan.steps - self.progress.step) * self.plan.batch - self.progress.place
+        return [self._order.record(number) for number in itertools.islice(self._usable(), min(most, left))]
+
+    def _usable(self) -> Iterator[int]:
+        """Numbers of the records that the training uses from now on."""
         progress = self.progress
-        if progress.phase != "train":
-            return list(self.records.held_out[progress.place : progress.place + most])
-        first = progress.step * self.plan.batch + progress.place
-        last = min(first + most, self.plan.steps * self.plan.batch)
-        return [self._record(number) for number in range(first, last)]
+        return self._order.usable(progress.step * self.plan.batch + progress.place + progress.num_passed)
 
     @property
     def num_left(self) -> int:
         """Records before the next optimizer step, or the end of the evaluation."""
-        whole = self.plan.batch if self.learns else len(self.records.held_out)
+        whole = self.plan.batch if self.learns else self._order.num_held_out
         return whole - self.progress.place
 
-    def _record(self, number: int) -> Record:
-        """The record of this number: all of them in a random order, then all in another one, and so on."""
-        train = self.records.train
-        epoch, place = divmod(number, len(train))
-        if self._order is None or self._order[0] != epoch:
-            order = list(range(len(train)))
-            random.Random(f"{self.plan.seed} {epoch}").shuffle(order)
-            self._order = epoch, order
-        return train[self._order[1][place]]
+    @property
+    def num_bad(self) -> int:
+        """Records that cannot be used, of those seen so far."""
+        return self.records.num_bad + len(self.progress.bad) + len(self.progress.bad_held_out)
+
+    def set_aside(self, ahead: int, reason: str) -> str | None:
+        """Leave out a record that cannot be used, in the training and in its evaluations.
+
+        Args:
+            ahead: Its place in `upcoming`.
+            reason: With its file and line.
+
+        Returns:
+            Why the training cannot go on; None if enough records remain.
+        """
+        progress, records = self.progress, self.records
+        if self.learns:
+            progress.bad.append(self._order.set_aside(next(itertools.islice(self._usable(), ahead, None))))
+        else:
+            progress.bad_held_out.append(self._order.set_held_out_aside(progress.place + ahead))
+        if len(progress.reasons) < MAX_NAMED:
+            progress.reasons.append(reason)
+        if self.num_bad <= _MAX_LOGGED:
+            log.warning(_SET_ASIDE, self.name, reason)
+        num_records = len(records.train) + len(records.held_out) + records.num_bad
+        if too_many(self.num_bad, num_records) or not self._order.num_train:
+            first = (*records.bad, *progress.reasons)[0]
+            return f"{self.num_bad} of its {num_records} records cannot be used, the first one: {first}"
+        if not self.learns and self.num_left == 0:
+            self._end_evaluation()
+        return None
 
     # -- progress -----------------------------------------------------------------------------------------------------
 
@@ -223,21 +236,29 @@ class TrainingJob:
         if not math.isfinite(loss.total):
             raise FloatingPointError(f"the loss is {loss.total} in step {progress.step + 1}; lower the learning rate")
         progress.num_tokens += num_tokens
+        if self.learns:
+            last = next(itertools.islice(self._usable(), num_records - 1, None))
+            used = progress.step * self.plan.batch + progress.place + num_records
+            progress.num_passed = last + 1 - used
         progress.place += num_records
         complete = self.num_left == 0
-        if progress.phase == "train":
+        if self.learns:
             if complete:
                 self._update()
             return
         progress.total += loss.total
         progress.count += loss.num_tokens
         if complete:
-            mean = progress.total / progress.count
-            if progress.phase == "before":
-                progress.held_out_before, progress.phase = mean, "train"
-            else:
-                progress.held_out_after, progress.phase = mean, "done"
-            progress.place, progress.total, progress.count = 0, 0.0, 0
+            self._end_evaluation()
+
+    def _end_evaluation(self) -> None:
+        progress = self.progress
+        mean = progress.total / progress.count if progress.count else None
+        if progress.phase == "before":
+            progress.held_out_before, progress.phase = mean, "train"
+        else:
+            progress.held_out_after, progress.phase = mean, "done"
+        progress.place, progress.total, progress.count = 0, 0.0, 0
 
     def _update(self) -> None:
         progress, adapter = self.progress, self.adapter
@@ -260,7 +281,7 @@ class TrainingJob:
 
     def _skip_empty(self) -> None:
         """Leave evaluations without records."""
-        if not self.records.held_out:
+        if not self._order.num_held_out:
             following: dict[Phase, Phase] = {"before": "train", "after": "done"}
             self.progress.phase = following.get(self.progress.phase, self.progress.phase)
 
@@ -282,7 +303,7 @@ class TrainingJob:
         """A copy of everything that `save` writes."""
         assert self.adapter is not None
         # `asdict` would copy each loss by itself, in the engine's thread.
-        progress = {**vars(self.progress), "losses": list(self.progress.losses)}
+        progress = {name: list(one) if isinstance(one, list) else one for name, one in vars(self.progress).items()}
         head = {"format": _FORMAT, "fingerprint": self._fingerprint, "model": self._model, "progress": progress}
         self._last = self.adapter.state()
         return {**head, "adapter": self._last}
@@ -324,7 +345,8 @@ class TrainingJob:
         part = self._summary.with_suffix(".part")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps({**head, "progress": dataclasses.asdict(self.progress)}, indent=2) + "\n")
+            # In the engine's thread, with all losses: `asdict` and `indent` would take many times as long.
+            part.write_text(json.dumps({**head, "progress": vars(self.progress)}) + "\n")
             os.replace(part, self._summary)
             if state == "finished":
                 self._checkpoint.unlink(missing_ok=True)
@@ -337,6 +359,7 @@ class TrainingJob:
             self._summary.unlink(missing_ok=True)
             self._tries.unlink(missing_ok=True)
             self.state, self.error, self.progress = "running", None, self._saved
+            self._order = self._new_order()
             self._skip_empty()
 
     def check_locked(self) -> None:
@@ -356,7 +379,11 @@ class TrainingJob:
     def _free(self) -> None:
         """Ended trainings are listed for long."""
         self.adapter = self._last = self._restored = self._start = None
-        self.records = Records((), (), self.records.digest)
+        self.records = self.records._replace(train=(), held_out=())
+        self._order = self._new_order()
+
+    def _new_order(self) -> RecordOrder:
+        return RecordOrder(self.records, self.plan.seed, self.progress.bad, self.progress.bad_held_out)
 
     def _read_files(self) -> None:
         try:
@@ -406,6 +433,6 @@ def _sampled(losses: list[float]) -> tuple[float, ...]:
 
 
 def _fingerprint(plan: TrainingPlan, records: Records, start: str | None) -> str:
-    fields = plan.model_dump(mode="json", exclude={"data", "start"})
+    fields = plan.model_dump(mode="json", exclude={"data", "start", "bad_records"})
     text = json.dumps([fields, records.digest, start], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

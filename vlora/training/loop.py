@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Executor, Future
 from typing import Literal, NamedTuple
 
-from vlora.errors import BadImage, BadRequest
+from vlora.errors import BadConfig, BadImage, BadRequest
 from vlora.training.batch import Sample
 from vlora.training.job import TrainingJob
 from vlora.training.micro_step import MicroStep
@@ -34,6 +34,14 @@ Work = Generator[Piece | None, None, None]
 """Yields the piece that it computes next, before it does; None while it waits for another thread."""
 
 _Packed = list[tuple[TrainingJob, list[Sample]]]
+
+
+class _BadRecord(Exception):
+    """A record that cannot be used, with file, line and reason. ahead: its place in `upcoming`."""
+
+    def __init__(self, reason: str, ahead: int) -> None:
+        super().__init__(reason)
+        self.ahead = ahead
 
 
 class TrainingLoop:
@@ -167,9 +175,17 @@ class TrainingLoop:
         return self.jobs.get(job.name) is job
 
     def _samples(self, job: TrainingJob, num_packed: int) -> Generator[Piece | None, None, list[Sample]]:
-        """The samples of the job's next micro-step; none if it has ended meanwhile."""
-        if not self._runs(job):  # it ended while another job waited for its samples
-            return []
+        """The samples of the job's next micro-step; none if it, or its evaluation, has ended meanwhile."""
+        phase = job.progress.phase
+        while self._runs(job) and job.progress.phase == phase:  # another job may have waited for its samples
+            try:
+                return (yield from self._collected(job, num_packed))
+            except _BadRecord as error:
+                self._refuse(job, error.ahead, str(error))
+        return []
+
+    def _collected(self, job: TrainingJob, num_packed: int) -> Generator[Piece | None, None, list[Sample]]:
+        """As `_samples`. Raises _BadRecord."""
         budget = job.plan.micro_batch_tokens
         if self.max_tokens is not None:
             budget = min(budget, self.max_tokens // num_packed)
@@ -192,22 +208,30 @@ class TrainingLoop:
                         return []
                 sample = source.get(record)
             except (BadRequest, BadImage) as error:
+                raise _BadRecord(str(error), place) from error
+            except BadConfig as error:  # of the processor
                 self._end(job, "failed", str(error))
                 return []
             except Exception as error:
                 log.exception("training %s: %s", job.name, record.place)
-                self._end(job, "failed", f"{record.place}: {type(error).__name__}: {error}")
-                return []
+                raise _BadRecord(f"{record.place}: {type(error).__name__}: {error}", place) from error
             num_tokens += len(sample.ids)
             if found and num_tokens > budget:
                 break
             found.append(sample)
         return found
 
+    def _refuse(self, job: TrainingJob, ahead: int, reason: str) -> None:
+        """Set a record aside that cannot be used, or end its job. ahead: its place in `upcoming`."""
+        if job.plan.bad_records == "refuse":
+            self._end(job, "failed", f"{reason} (or set `bad_records: skip`, and submit the plan again)")
+        elif (problem := job.set_aside(ahead, reason)) is not None:
+            self._end(job, "failed", problem)
+
     def _fitting(self, packed: _Packed) -> tuple[_Packed, bool]:
         """The part of a micro-step that fits into memory, and whether its layers must be computed again for that.
 
-        Jobs with a first record that does not fit alone are ended.
+        A first record that does not fit alone cannot be used.
         """
         free = self._free_bytes()
         while packed:
@@ -220,7 +244,8 @@ class TrainingLoop:
             reason = (
                 f"a record of {len(sample.ids)} tokens needs {needed / 2**20:,.0f} MiB of memory for its activations"
             )
-            self._end(job, "failed", f"{reason}, and {free / 2**20:,.0f} MiB may be used; shorten it")
+            reason = f"{job.upcoming(1)[0].place}: {reason}, and {free / 2**20:,.0f} MiB may be used; shorten it"
+            self._refuse(job, 0, reason)
         return [], False
 
     def _micro_step(self, packed: _Packed, *, learns: bool, recompute: bool) -> Work:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, field_validator
 
@@ -49,6 +50,7 @@ class TrainingPlan(TrainingSettings):
         held_out: Share of the records for evaluation, for data without a `split`.
         start: An adapter of a training with the same rank, scale and targets, from which this one begins.
         register_adapter: Whether the finished adapter serves under its name.
+        bad_records: Refuse: a record that cannot be used is an error. Skip: it is set aside, unless more than half are.
     """
 
     name: str = Field(pattern=NAME)
@@ -57,6 +59,7 @@ class TrainingPlan(TrainingSettings):
     held_out: Number = Field(0.1, ge=0, lt=1)
     start: PlanPath | None = None
     register_adapter: bool = True
+    bad_records: Literal["refuse", "skip"] = "refuse"
 
 
 class Plan(PlanModel):
@@ -94,7 +97,8 @@ def read_plan(file: Path | str) -> tuple[Path, list[tuple[TrainingPlan, Records]
     found = []
     for place, one in enumerate(plan.trainings):
         part = errors.inside("trainings", place)
-        records = read_records(one.data, one.question, held_out=one.held_out, seed=one.seed, errors=part)
+        skips = one.bad_records == "skip"
+        records = read_records(one.data, one.question, held_out=one.held_out, seed=one.seed, errors=part, skips=skips)
         if not part and not records.train:
             part.add(f"{one.data} has no record to train on", "data")
         found.append((one, records))

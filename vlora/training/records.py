@@ -18,6 +18,8 @@ from vlora.wording.shown import shown
 FILE_NAME = "questions.jsonl"
 MAX_BYTES = 256 * 2**20
 """Of a file: records are kept in memory."""
+MAX_NAMED = 8
+"""Reasons that are kept, of records that cannot be used. All are counted."""
 _PARTS = ("train", "validation", "test")
 
 
@@ -31,14 +33,29 @@ class Record(NamedTuple):
 
 
 class Records(NamedTuple):
-    """train, held_out: in the file's order. digest: changes with the file's text."""
+    """The records of a training.
+
+    Attributes:
+        train, held_out: In the file's order.
+        digest: Changes with the file's text.
+        num_bad: Lines that are no records and were left out.
+        bad: The first of them: file, line and reason.
+    """
 
     train: tuple[Record, ...]
     held_out: tuple[Record, ...]
     digest: str
+    num_bad: int = 0
+    bad: tuple[str, ...] = ()
 
 
-def read_records(path: Path, question: str | None, *, held_out: float, seed: int, errors: PlanErrors) -> Records:
+class _BadLine(Exception):
+    """A line that is no record, and why."""
+
+
+def read_records(
+    path: Path, question: str | None, *, held_out: float, seed: int, errors: PlanErrors, skips: bool = False
+) -> Records:
     """Read rows answer[, question, image, split, group].
 
     Rows with a `split` of validation are held out, those of test are ignored. Without any, a share is drawn; rows of
@@ -50,26 +67,37 @@ def read_records(path: Path, question: str | None, *, held_out: float, seed: int
         held_out: The share.
         seed: Of the draw.
         errors: Collects the errors, each with its line.
+        skips: Leave out lines that are no records, unless more than half are; images are looked for when they are
+            used. Otherwise each is an error.
     """
     file = path / FILE_NAME if path.is_dir() else path
-    rows = list(_rows(file, errors))
     found: list[tuple[Record, str | None, str]] = []
+    bad: list[str] = []
     digest = hashlib.blake2b(digest_size=16)
-    for place, row in rows:
-        record = _record(file.parent, place, row, question, errors)
-        part = row.get("split")
-        if part is not None and part not in _PARTS:
-            errors.add(f"{place}: `split` is {shown(part)}; use one of {', '.join(_PARTS)}", "data")
-        elif record is not None:
-            group = str(row.get("group") or record.image or place)
-            found.append((record, part, group))
-            digest.update(json.dumps([record.question, record.answer, str(row.get("image")), part]).encode())
+    for place, line in _lines(file, errors):
+        try:
+            row = _row(line)
+            record, part = _record(file.parent, place, row, question, needs_image=not skips), row.get("split")
+        except _BadLine as error:
+            bad.append(f"{place}: {error}")
+            continue
+        group = str(row.get("group") or record.image or place)
+        found.append((record, part, group))
+        digest.update(json.dumps([record.question, record.answer, str(row.get("image")), part]).encode())
+    if not skips or too_many(len(bad), len(bad) + len(found)):
+        for problem in bad:
+            errors.add(problem, "data")
     if len(unsplit := {part is None for _, part, _ in found}) > 1:
         errors.add(f"{file}: some rows have a `split`, others do not; give it to all rows, or to none", "data")
     drawn = _draw([group for _, _, group in found], held_out, seed) if unsplit == {True} else set()
     kept = tuple(record for record, part, group in found if part == "train" or (part is None and group not in drawn))
     held = tuple(record for record, part, group in found if part == "validation" or group in drawn)
-    return Records(kept, held, digest.hexdigest())
+    return Records(kept, held, digest.hexdigest(), len(bad), tuple(bad[:MAX_NAMED]))
+
+
+def too_many(num_bad: int, num_records: int) -> bool:
+    """Whether the records that cannot be used are so many that the data is not what it should be."""
+    return 2 * num_bad > num_records
 
 
 def _draw(groups: list[str], share: float, seed: int) -> set[str]:
@@ -100,43 +128,41 @@ def unreadable(file: Path) -> str | None:
     return None
 
 
-def _rows(file: Path, errors: PlanErrors) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _lines(file: Path, errors: PlanErrors) -> Iterator[tuple[str, bytes]]:
+    """The lines that are not empty, each with its place."""
     if problem := unreadable(file):
         errors.add(f"{file} {problem}", "data")
         return
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_bytes().split(b"\n")  # `splitlines` of text divides at characters that JSON may contain
     except OSError as error:
         errors.add(f"{file} cannot be read: {error.strerror}", "data")
         return
-    except UnicodeDecodeError:
-        errors.add(f"{file} is not UTF-8 text", "data")
-        return
     for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        place = f"{file}, line {number}"
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            errors.add(f"{place}: not JSON: {error}", "data")
-            continue
-        if isinstance(row, dict):
-            yield place, row
-        else:
-            errors.add(f"{place}: is not an object with the fields `question` and `answer`", "data")
+        if line.strip():
+            yield f"{file}, line {number}", line
 
 
-def _record(
-    folder: Path, place: str, row: Mapping[str, Any], question: str | None, errors: PlanErrors
-) -> Record | None:
-    asked, answer, image = row.get("question", question), row.get("answer"), row.get("image")
+def _row(line: bytes) -> Mapping[str, Any]:
+    try:
+        row = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise _BadLine("is not UTF-8 text") from error
+    except (ValueError, RecursionError) as error:
+        raise _BadLine(f"not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise _BadLine("is not an object with the fields `question` and `answer`")
+    return row
+
+
+def _record(folder: Path, place: str, row: Mapping[str, Any], question: str | None, *, needs_image: bool) -> Record:
+    asked, answer, image, part = row.get("question", question), row.get("answer"), row.get("image"), row.get("split")
     if not isinstance(answer, str) or not answer.strip():
-        errors.add(f"{place}: `answer` is {shown(answer)}; it must be text", "data")
-    elif not isinstance(asked, str) or not asked.strip():
-        errors.add(f"{place}: `question` is {shown(asked)}; it must be text (or set `question` in the plan)", "data")
-    elif image is not None and not (isinstance(image, str) and os.path.isfile(folder / image)):
-        errors.add(f"{place}: `image` is {shown(image)}; there is no such file in {folder}", "data")
-    else:
-        return Record(asked, answer, None if image is None else folder / image, place)
-    return None
+        raise _BadLine(f"`answer` is {shown(answer)}; it must be text")
+    if not isinstance(asked, str) or not asked.strip():
+        raise _BadLine(f"`question` is {shown(asked)}; it must be text (or set `question` in the plan)")
+    if image is not None and not (isinstance(image, str) and (not needs_image or os.path.isfile(folder / image))):
+        raise _BadLine(f"`image` is {shown(image)}; there is no such file in {folder}")
+    if part is not None and part not in _PARTS:
+        raise _BadLine(f"`split` is {shown(part)}; use one of {', '.join(_PARTS)}")
+    return Record(asked, answer, None if image is None else folder / image, place)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from vlora.errors import BadRequest
+from vlora.errors import BadConfig, BadPlan, BadRequest
 from vlora.models.hf_model import HFModel, VisionFeatures
 from vlora.models.processing import InputProcessor, to_tensor
 from vlora.models.vision.encoder import VisionEncoder, VisionTask
 from vlora.models.vision.images import FORMATS, upright_rgb
+from vlora.plan_files.errors import MAX_LISTED
 from vlora.training.batch import IGNORED, Sample, check_sample
 from vlora.training.records import Record
 from vlora.types import VisionInput
@@ -21,7 +26,11 @@ from vlora.types import VisionInput
 if TYPE_CHECKING:
     from PIL import Image
 
+log = logging.getLogger(__name__)
+
 CACHE_BYTES = 64 << 20
+CHECK_S = 10.0
+"""Checkpoints of other trainings are not written meanwhile."""
 
 
 class Prepared(NamedTuple):
@@ -39,13 +48,66 @@ def prepare(processor: InputProcessor, record: Record) -> Prepared:
         BadRequest, BadImage: The record cannot be used; with its file and line.
     """
     try:
-        images = [] if record.image is None else [_read(record)]
+        images = [] if record.image is None else [_read(record.image)]
         prompt = processor.encode(processor.chat(record.question, len(images)), images)
         answer = processor.tokenizer(record.answer, add_special_tokens=False)["input_ids"]
     except BadRequest as error:
         raise type(error)(f"{record.place}: {error}") from error
     ids = (*prompt.prompt_ids, *answer, processor.tokenizer.eos_token_id)
     return Prepared(ids, len(prompt.prompt_ids), prompt.vision)
+
+
+def check_records(processor: InputProcessor, max_positions: int, records: Iterable[Record]) -> None:
+    """Find records that cannot be used, as far as it is seen without decoding pictures, which count as one token.
+
+    The check ends after `CHECK_S`; later records are checked when they are used.
+
+    Raises:
+        BadPlan: With file, line and reason of each.
+    """
+    found: list[str] = []
+    images: dict[Path, str] = {}
+    until_s = time.monotonic() + CHECK_S
+    for record in records:
+        if time.monotonic() > until_s:
+            log.info("%s: this record and later ones are checked when they are used", record.place)
+            break
+        if record.image is not None and record.image not in images:
+            images[record.image] = _header_problem(record.image)
+        problem = "" if record.image is None else images[record.image]
+        if problem := problem or _text_problem(processor, max_positions, record):
+            found.append(f"{record.place}: {problem}")
+    if found:
+        more = [f"and {len(found) - MAX_LISTED} more"] if len(found) > MAX_LISTED else []
+        remedy = "mend these records, or set `bad_records: skip` to leave them out"
+        raise BadPlan("\n".join([*found[:MAX_LISTED], *more, remedy]))
+
+
+def _text_problem(processor: InputProcessor, max_positions: int, record: Record) -> str:
+    """Why a record cannot be used, whatever its picture has; empty if it can."""
+    num_images = int(record.image is not None)
+    try:
+        prompt = processor.chat(record.question, num_images)
+        if (count := prompt.count(processor.image_token)) != num_images:
+            return f"its text has {count - num_images} image markers; remove them"
+        texts = (prompt, record.answer)
+        num_tokens = 1 + sum(len(processor.tokenizer(one, add_special_tokens=False)["input_ids"]) for one in texts)
+    except BadConfig:  # of the model's folder
+        raise
+    except Exception as error:  # of templates and tokenizers
+        return str(error) if isinstance(error, BadRequest) else f"{type(error).__name__}: {error}"
+    if num_tokens > max_positions:
+        return f"it has {num_tokens} tokens; the model takes at most {max_positions}, so shorten it"
+    return ""
+
+
+def _header_problem(file: Path) -> str:
+    """Why a picture cannot be used by its header; empty if it can."""
+    try:
+        with _opened(file):
+            return ""
+    except BadRequest as error:
+        return str(error)
 
 
 def finish(hf_model: HFModel, encoder: VisionEncoder, record: Record, prepared: Prepared) -> Sample:
@@ -142,15 +204,23 @@ class SampleSource:
         self._samples.clear()
 
 
-def _read(record: Record) -> Image.Image:
+def _read(file: Path) -> Image.Image:
+    with _opened(file) as image:
+        return upright_rgb(image)
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Image.Image]:
+    """The picture of a file. Errors of the block are those of the picture. Raises BadRequest."""
     from PIL import Image  # an engine without trainings needs no Pillow
 
-    assert record.image is not None
+    if not file.is_file():  # a pipe would block
+        raise BadRequest(f"there is no file {file}")
     try:
-        with Image.open(record.image, formats=FORMATS) as image:
-            return upright_rgb(image)
+        with Image.open(file, formats=FORMATS) as image:
+            yield image
     except Exception as error:  # Pillow's readers raise many exception types on broken input
-        raise BadRequest(f"{record.image} is not a valid picture ({', '.join(FORMATS)}): {error}") from error
+        raise BadRequest(f"{file} is not a valid picture ({', '.join(FORMATS)}): {error}") from error
 
 
 def _num_bytes(sample: Sample) -> int:

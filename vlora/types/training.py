@@ -28,6 +28,8 @@ class TrainingStatus(msgspec.Struct, frozen=True, kw_only=True):
         path: The adapter's folder, once finished.
         error: Why it failed.
         losses: Of at most `MAX_LOSSES` optimizer steps, at equal distances, the last one at the end.
+        num_bad: Records that were set aside because they cannot be used.
+        bad: The first of them: file, line and reason.
     """
 
     name: str
@@ -43,8 +45,10 @@ class TrainingStatus(msgspec.Struct, frozen=True, kw_only=True):
     path: str | None = None
     error: str | None = None
     losses: tuple[float, ...] = ()
+    num_bad: int = 0
+    bad: tuple[str, ...] = ()
 
     def without_paths(self) -> TrainingStatus:
         """For callers without an admin token: errors name files of the server."""
         error = None if self.error is None else "it failed; an admin token shows the reason"
-        return msgspec.structs.replace(self, path=None, error=error)
+        return msgspec.structs.replace(self, path=None, error=error, bad=())

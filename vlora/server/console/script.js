@@ -544,8 +544,9 @@ function drawTrainings() {
       const held = before === null ? "" : ` · held out ${before.toFixed(3)}${after === null ? "" : ` → ${after.toFixed(3)}`}`;
       const loss = training.loss === null ? "" : ` · loss ${training.loss.toFixed(3)}`;
       const why = training.error ?? training.waiting;
-      setText(what, `${training.state}${loss}${held}${why ? ` · ${why}` : ""}`);
-      what.title = what.textContent;
+      const bad = training.num_bad ? ` · ${training.num_bad} records set aside` : "";
+      setText(what, `${training.state}${loss}${held}${bad}${why ? ` · ${why}` : ""}`);
+      what.title = [what.textContent, ...training.bad].join("\n");
       drawLosses(curve, training.losses);
     },
     "no trainings",

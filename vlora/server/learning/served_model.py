@@ -77,9 +77,10 @@ class EngineModel:
             status = await self._adapters.current(name)
             if status.pinned:
                 await self._engine.pin_adapter(name, False)
-                version = (await self._adapters.replace(name, str(folder))).version
-                await self._engine.pin_adapter(name, True)
-                return version
+                try:
+                    return (await self._adapters.replace(name, str(folder))).version
+                finally:  # the version before, if the other one cannot be loaded
+                    await self._engine.pin_adapter(name, True)
         return (await self._adapters.replace(name, str(folder))).version
 
     async def check(self, name: str) -> None:

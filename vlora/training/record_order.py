@@ -1,0 +1,70 @@
+"""The order in which a training uses its records, without those that cannot be used."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable, Iterator
+
+from vlora.training.records import Record, Records
+
+
+class RecordOrder:
+    """All records of the training part in a random order, then all in another one, and so on without an end.
+
+    A record's number counts in this order, records that cannot be used included.
+    """
+
+    def __init__(self, records: Records, seed: int, bad: Iterable[int], bad_held_out: Iterable[int]) -> None:
+        """bad, bad_held_out: places, in both parts, of records that cannot be used."""
+        self._train = records.train
+        self._seed = seed
+        self._bad = set(bad)
+        left_out = set(bad_held_out)
+        self._held_out = {place: one for place, one in enumerate(records.held_out) if place not in left_out}
+        self._orders: dict[int, list[int]] = {}  # of the last two epochs
+
+    @property
+    def num_train(self) -> int:
+        """Records of the training part that can be used."""
+        return len(self._train) - len(self._bad)
+
+    @property
+    def num_held_out(self) -> int:
+        """Held-out records that can be used."""
+        return len(self._held_out)
+
+    def held_out(self, first: int, most: int) -> list[Record]:
+        """Held-out records that can be used, from the one with number `first` on."""
+        return list(itertools.islice(self._held_out.values(), first, first + most))
+
+    def usable(self, first: int) -> Iterator[int]:
+        """Numbers, from `first` on, of the records that can be used."""
+        while self.num_train:
+            if self._place(first) not in self._bad:
+                yield first
+            first += 1
+
+    def record(self, number: int) -> Record:
+        """The record with a number."""
+        return self._train[self._place(number)]
+
+    def set_aside(self, number: int) -> int:
+        """Leave a record out from now on. Returns its place."""
+        place = self._place(number)
+        self._bad.add(place)
+        return place
+
+    def set_held_out_aside(self, number: int) -> int:
+        """As `set_aside`, for a number of `held_out`."""
+        place = next(itertools.islice(self._held_out, number, None))
+        del self._held_out[place]
+        return place
+
+    def _place(self, number: int) -> int:
+        epoch, place = divmod(number, len(self._train))
+        if epoch not in self._orders:
+            order = list(range(len(self._train)))
+            random.Random(f"{self._seed} {epoch}").shuffle(order)
+            self._orders = {epoch: order} | {one: own for one, own in self._orders.items() if abs(one - epoch) == 1}
+        return self._orders[epoch][place]
