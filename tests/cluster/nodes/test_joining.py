@@ -262,9 +262,9 @@ def test_the_files_of_a_run_that_was_killed_go_with_the_next_one(
     (tmp_path / f"vlora-cluster-{os.getuid()}").mkdir(mode=0o700)
     left = tmp_path / f"vlora-cluster-{os.getuid()}" / "node-10.0.0.1-1"
     left.write_bytes(msgspec.json.encode(runs.Run("node", "10.0.0.1:1", 1, former)))
-    with runs.registered("node", "10.0.0.1:1") as note:
+    with runs.registered("node", "10.0.0.1:1") as entry:
         assert not os.path.exists(former.path)
-        note(former)
+        entry.note(former)
         (run,) = runs.running()
         assert (run.pid, run.folder) == (os.getpid(), former)
     assert not runs.running()

@@ -258,19 +258,22 @@ def test_a_second_front_end_is_refused(machines: Machines) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_head_that_starts_again_finds_the_replicas_of_nodes(machines: Machines) -> None:
-    """Its own replica ends with it, and so does all of Ray."""
-    (name,) = machines.on(machines.network.node)
-    pids = machines.cluster.pids[name]
-    assert set(machines.answer_all(machines.head.process.kill)) <= {0, 1}
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_replicas_serve_on_without_a_head_and_the_next_one_finds_them(
+    machines: Machines, number: signal.Signals
+) -> None:
+    """Those of its own machine too. All of its Ray ends with it."""
+    names, pids = machines.hosts(), dict(machines.cluster.pids)
+    deaths = machines.cluster.status().num_deaths
+    assert set(machines.answer_all(lambda: machines.head.process.send_signal(number))) == {0}
     machines.head.process.wait()
-    machines.wait(lambda: machines.on(machines.network.head) == [])
     assert set(machines.answer_all()) == {0}
     machines.head = machines.start_head()
-    machines.wait(lambda: len(machines.hosts()) == 2)
-    found = machines.cluster.pids[name]
-    assert machines.on(machines.network.node) == [name]
-    assert (found.replica, found.engine) == (pids.replica, pids.engine) and found.actor != pids.actor
+    machines.wait(lambda: all(machines.cluster.pids[name].actor != pids[name].actor for name in names))
+    for name, former in pids.items():
+        found = machines.cluster.pids[name]
+        assert (found.replica, found.engine) == (former.replica, former.engine)
+    assert machines.hosts() == names and machines.cluster.status().num_deaths == deaths
     assert set(machines.answer_all()) == {0}
 
 

@@ -92,7 +92,11 @@ def python_version() -> str:
 
 
 class HeadDoor:
-    """The head's end. Created by `open`."""
+    """The head's end. Created by `open`.
+
+    Attributes:
+        had_front_end: Whether the cluster's front end was connected at any time.
+    """
 
     def __init__(
         self, authority: Authority, facts: Callable[[], Facts | None], announce: Callable[[str], None]
@@ -100,6 +104,7 @@ class HeadDoor:
         self._authority = authority
         self._facts = facts
         self._announce = announce
+        self.had_front_end = False
         self._front_end: str | None = None  # its address
         self._lines: set[ClientTransport] = set()
         self._door: Door
@@ -135,6 +140,11 @@ class HeadDoor:
     def port(self) -> int:
         return self._door.port
 
+    @property
+    def has_front_end(self) -> bool:
+        """Whether the cluster's front end is connected."""
+        return self._front_end is not None
+
     def close(self) -> None:
         self._door.close()
         self.drop()
@@ -165,7 +175,7 @@ class HeadDoor:
             transport.close_after_sending()
             return
         if join.front_end:
-            self._front_end = host
+            self._front_end, self.had_front_end = host, True
         self._lines.add(transport)
         notice_a_lost_peer(transport)
         transport.closed.add_done_callback(lambda closed: self._left(transport, closed, front_end=join.front_end))

@@ -196,10 +196,10 @@ async def run_node(
     Raises:
         VLoraError: The machine cannot join.
     """
-    with registered(NODE, str(address)) as note:
+    with registered(NODE, str(address)) as entry:
         membership = Membership(address, token, machine)
         folder = membership.folder
-        note(folder)
+        entry.note(folder)
         ray = RayNode(folder, membership.prepare)
         replicas_log: LogPipe | None = None
         try:
@@ -232,10 +232,14 @@ async def until_stopped(stop: asyncio.Event, starting: Coroutine[Any, Any, None]
         task.result()
 
 
-async def close_run(ray: RayNode, folder: Folder, replicas_log: LogPipe | None) -> None:
-    """End Ray and the replicas of this machine, and remove their files."""
+async def close_run(
+    ray: RayNode, folder: Folder, replicas_log: LogPipe | None, *, keeps_replicas: bool = False
+) -> None:
+    """End Ray and the replicas of this machine, and remove their files. keeps_replicas: end Ray only."""
     await ray.close()
-    await asyncio.to_thread(end_all, folder)
+    if not keeps_replicas:
+        await asyncio.to_thread(end_all, folder)
     if replicas_log is not None:
         replicas_log.close()
-    folder.remove()
+    if not keeps_replicas:
+        folder.remove()
