@@ -212,7 +212,7 @@ class Order:
                 break
             self.heal()
             await asyncio.sleep(0.1)
-        for _ in range(10):  # what is left of ended requests
+        for _ in range(10):  # messages of ended requests
             self.heal()
         self.check()
 

@@ -108,7 +108,7 @@ async def run_head(
 
 
 def taken_over(former: Folder, token: bytes, host: str) -> str | None:
-    """Continue with the folder of an earlier head, whose replicas serve on.
+    """Continue with the folder of an earlier head that has left replicas.
 
     Returns:
         The key of its machine, by which a front end finds the replicas; None if they were ended, since this head has
@@ -134,7 +134,7 @@ class _Head:
         announce: Callable[[str], None],
         former: Folder | None,
     ) -> None:
-        """former: The folder of an earlier head, whose replicas serve on."""
+        """former: The folder of an earlier head, if replicas of it serve on."""
         self.ports = Ports(plan.ray_ports.first, plan.replicas.limit)
         self._plan, self._token, self._facts, self._machine, self._announce = plan, token, facts, machine, announce
         key = None if former is None else taken_over(former, token, machine.host)

@@ -60,7 +60,7 @@ class Entry:
     """The file of a run.
 
     Attributes:
-        former: The folder of an earlier head, whose replicas serve on; None without one.
+        former: The folder of an earlier head, if replicas of it serve on; None otherwise.
         stays: Whether the file stays at the end, since replicas serve on.
     """
 
