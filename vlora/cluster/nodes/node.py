@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from vlora.cluster.door import Address
 from vlora.cluster.nodes.certificates import Certificates
 from vlora.cluster.nodes.content import adapter_digest, model_digest
-from vlora.cluster.nodes.greeting import Admitted, Facts, ask_head, check_content, check_versions
+from vlora.cluster.nodes.greeting import Admitted, Facts, ask_head, check_clock, check_content, check_versions
 from vlora.cluster.nodes.runs import NODE, registered
 from vlora.cluster.nodes.token import derived
 from vlora.cluster.on_ray import node_settings
@@ -114,12 +114,13 @@ class Membership:
         self._run = ""  # of the Ray that this one belongs to
 
     async def ask(self) -> Admitted:
-        """Ask the head, for the next start of Ray. Raises as `ask_head` and `check_versions`."""
+        """Ask the head, for the next start of Ray. Raises as `ask_head`, `check_versions`, `check_clock`."""
         async with self._asking:
             self.close()
             found, line = await ask_head(self._address, self._token, self._machine.host, front_end=self._front_end)
             try:
                 check_versions(found.facts, importlib.metadata.version("ray"))
+                check_clock(found)
             except BadConfig:
                 line.close()
                 raise
