@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.in_process_cluster import V1, WithAdapter, on
 from tests.cluster.running import outputs_of
 from tests.cluster.test_cluster import asked, check
-from tests.cluster.test_rolling_adapters import V1, Here, on
 from vlora.types import Request
 
 pytestmark = pytest.mark.slow
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 REQUESTS = [asked(f"r{number}", 120, adapter="x", seed=number) for number in range(12)]
 
 
-async def lacking(here: Here, then: list[str]) -> set[str]:
+async def lacking(here: WithAdapter, then: list[str]) -> set[str]:
     """Answer requests that begin with a content; then it is reloaded, and the replicas are cut, or die.
 
     Args:
@@ -58,7 +58,7 @@ def test_all_replicas_continue_answers_after_their_lines_were_cut(
 ) -> None:
     """Their engines have kept the content, whichever joins first."""
 
-    async def main(here: Here) -> None:
+    async def main(here: WithAdapter) -> None:
         assert await lacking(here, ["a", "b", "c"]) == set()
 
     on(main, tmp_path, monkeypatch, names="abc", rule="least_loaded")
@@ -66,7 +66,7 @@ def test_all_replicas_continue_answers_after_their_lines_were_cut(
 
 @pytest.mark.parametrize("first", ["A", "B"])
 def test_a_replica_that_died_lacks_the_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str) -> None:
-    async def main(here: Here) -> None:
+    async def main(here: WithAdapter) -> None:
         assert await lacking(here, [first, *sorted({"a", "b", "c"} - {first.lower()})]) == {first.lower()}
 
     on(main, tmp_path, monkeypatch, names="abc", rule="least_loaded")

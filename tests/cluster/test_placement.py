@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from tests.cluster.in_process import STEP_S, run_virtually
+from tests.cluster.in_process_cluster import cluster_of
 from tests.cluster.running import SLEEPING, outputs_of
 from tests.cluster.test_cluster import asked, check
-from tests.cluster.test_ends import cluster_of
 from vlora.cluster.placement import COSTS, REBALANCE_S, REPLAN_S, LivePlacement
 from vlora.routing import MoveCosts, Need, Room, Router
 from vlora.routing.placement import proactive
