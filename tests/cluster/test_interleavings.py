@@ -22,8 +22,23 @@ from vlora.types import ErrorValue, FinishReason, Request, RequestOutput, Sampli
 
 NUM_ORDERS = 1000
 NUM_EVENTS = 150
-EVENTS = ("ask", "take", "step", "deliver", "cancel", "abandon", "drain", "resume", "consolidate", "refuse", "die")
-EVENTS += ("remove", "shrink", "leave", "join")
+EVENTS = (
+    "ask",
+    "take",
+    "step",
+    "deliver",
+    "cancel",
+    "abandon",
+    "drain",
+    "resume",
+    "consolidate",
+    "refuse",
+    "die",
+    "remove",
+    "shrink",
+    "leave",
+    "join",
+)
 BROKEN = "broken on a"  # an adapter
 TIMES = Timings(
     queue_s=0.0,

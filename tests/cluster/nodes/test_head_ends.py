@@ -79,11 +79,13 @@ def test_the_end_of_the_process_above_ends_ray_and_keeps_replicas_if_asked(
     keeps_replicas: bool, folder: Folder, replica: subprocess.Popen[bytes]
 ) -> None:
     settings = HeadSettings(folder, (sys.executable, "-c", RAY), keeps_replicas)
+    Path(folder.last_address).write_text("10.0.0.1:20000")  # of an earlier head
 
     async def main() -> None:
         environ = os.environ | {TOKEN_PATH_VARIABLE: folder.token_file}
         head = await Process.start("vlora.cluster.on_ray.head", settings, environ)
         assert (await framing.receive(head.output, HeadReport)).problem == ""
+        assert not os.path.exists(folder.last_address)
         await head.stop(10.0)
 
     asyncio.run(main())

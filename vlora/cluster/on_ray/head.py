@@ -45,6 +45,8 @@ def wait_started(output: IO[str], lines: deque[str]) -> bool:
 def main() -> None:
     settings = framing.read(sys.stdin.buffer, HeadSettings)
     end_ray(settings.folder)  # of a head that was killed
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(settings.folder.last_address)
     ray = subprocess.Popen(
         settings.command,
         stdin=subprocess.DEVNULL,
