@@ -123,7 +123,7 @@ REQUEST = b'{"rule": "placed"}\n["submit",[],[]]\n'
 
 
 def begin(path: Path, content: bytes) -> None:
-    """A start whose record has this content."""
+    """A start, and its record."""
     journal = JournalFile(str(path))
     for line in content.splitlines():
         journal.write(line)

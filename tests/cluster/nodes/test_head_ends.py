@@ -1,4 +1,4 @@
-"""What ends with a head, and what the next one and `vlora cluster down` find. A program stands in for Ray."""
+"""The processes that end with a head, and those that the next one and `down` find. A program stands in for Ray."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class Entry:
 def registered(kind: str, address: str) -> Iterator[Entry]:
     """Be found by `running` for the block.
 
-    What is left of an earlier one that was killed goes, except for the replicas of a head.
+    Processes and files of an earlier one that was killed are removed, except for the replicas of a head.
 
     Raises:
         BadConfig: One of this kind runs already on this machine for the address.

@@ -43,7 +43,7 @@ def named(error: ErrorValue, adapter: str | None) -> VLoraError:
 
 
 def value_for(error: ErrorValue, caller: Token | None) -> ErrorValue:
-    """The error that a caller may see; None: a caller on a server without tokens, who is an operator."""
+    """The error that a caller may see. None: a caller on a server without tokens, an operator."""
     if is_admin(caller) or error.code not in _WITH_PATHS:
         return error
     return ErrorValue(error.code, without_paths(error.message))
