@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -12,7 +14,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from click.testing import CliRunner
 
+from vlora.cli import cli
 from vlora.cluster import framing
 from vlora.cluster.nodes import runs
 from vlora.cluster.nodes.head import taken_over
@@ -150,3 +154,20 @@ def test_the_next_head_reads_the_log_of_replicas(folder: Folder, capfd: pytest.C
 
     asyncio.run(main())
     assert capfd.readouterr().err == "read again\n"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+@pytest.mark.parametrize("as_json", [False, True])
+def test_down_ends_what_a_killed_head_has_left(as_json: bool, folder: Folder, replica: subprocess.Popen[bytes]) -> None:
+    left_by(HEAD, folder)
+    (other := Folder.create()).remove()  # of a head whose files are gone
+    (runs_folder() / "head-10.0.0.9-1").write_bytes(msgspec.json.encode(Run(HEAD, "10.0.0.9:1", 1, other)))
+    result = CliRunner().invoke(cli, ["cluster", "down", *(["--json"] if as_json else [])])
+    assert result.exit_code == 0 and replica.poll() is not None and not os.path.exists(folder.path)
+    addresses = [f"{HOST}:1", "10.0.0.9:1"]
+    if as_json:
+        assert json.loads(result.output) == {"ended": [{"kind": HEAD, "address": each} for each in addresses]}
+    else:
+        assert result.output == "".join(f"ended what an earlier head of {each} had left\n" for each in addresses)
+    again = CliRunner().invoke(cli, ["cluster", "down"])
+    assert again.output == "nothing of a cluster runs on this machine\n"
