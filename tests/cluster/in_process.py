@@ -185,6 +185,7 @@ class LocalReplica:
         """Answer a call about adapters, after `call_s`. Returns outputs of requests."""
         outputs: tuple[RequestOutput, ...] = ()
         adapters: tuple[AdapterStatus, ...] = ()
+        contents: dict[str, tuple[str, ...]] = {}
         error = None
         try:
             match call:
@@ -195,7 +196,7 @@ class LocalReplica:
                 case messages.LoadAdapter():
                     adapters = (self.engine.load_adapter(call.name, call.path, call.version),)
                 case messages.KeepAdapters():
-                    self.engine.keep_adapters(call.versions)
+                    contents = self.engine.keep_adapters(call.versions)
                 case messages.UnloadAdapter():
                     outputs = self.engine.unload_adapter(call.name, call.drain)
                 case messages.PinAdapter():
@@ -205,7 +206,7 @@ class LocalReplica:
         except VLoraError as refused:
             error = ErrorValue.of(refused)
         self.calls.append(call)
-        reply = messages.Reply(call_id=call.call_id, adapters=adapters, error=error)
+        reply = messages.Reply(call_id=call.call_id, adapters=adapters, contents=contents, error=error)
         asyncio.get_running_loop().call_later(self.call_s, self._reply, self._line, reply)
         return outputs
 

@@ -172,9 +172,11 @@ class SleepingEngine:
         self._set(name, self._read(name, path, version))
         return self._adapters[name]
 
-    def keep_adapters(self, versions: Mapping[str, Collection[str]]) -> None:
+    def keep_adapters(self, versions: Mapping[str, Collection[str]]) -> dict[str, tuple[str, ...]]:
         self._to_keep = versions
         self.kept = {key: each for key, each in self.kept.items() if key[1] in versions.get(key[0], ())}
+        here = {*self.kept, *((name, each.version) for name, each in self._adapters.items())}
+        return {name: tuple(each for each in wanted if (name, each) in here) for name, wanted in versions.items()}
 
     def pin_adapter(self, name: str, pinned: bool) -> AdapterStatus:
         if name not in self._adapters:

@@ -3,58 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.cluster.in_process import LocalReplica, connecting, run_virtually
-from tests.cluster.running import SECRET, outputs_of
+from tests.cluster.in_process import run_virtually
+from tests.cluster.in_process_cluster import cluster_of
+from tests.cluster.running import outputs_of
 from tests.cluster.test_cluster import asked, check
 from vlora.cluster import members
-from vlora.cluster.cluster import Cluster
-from vlora.cluster.door import Address
 from vlora.errors import BadRequest, Disconnected
-from vlora.routing import Router
-
-
-class Here:
-    """A cluster of replicas `a`, `b`, ... in this process."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_replicas: int, over: float = 1.5) -> None:
-        self.replicas = {chr(ord("a") + number): LocalReplica() for number in range(num_replicas)}
-        self.ports = {name: number for number, name in enumerate(self.replicas)}
-        monkeypatch.setattr(members, "connect", connecting({self.ports[n]: r for n, r in self.replicas.items()}))
-        self.router = Router("placed", over=over)
-        self.cluster = Cluster(self.router, SECRET, absent_s=60.0)
-
-    async def add(self, name: str) -> None:
-        await self.cluster.add(name, Address("127.0.0.1", self.ports[name]))
-
-    def where(self, request_id: str) -> str:
-        name = self.router.where(request_id)
-        assert name is not None
-        return name
-
-    async def restart(self, name: str) -> None:
-        """Let a replica die, and come back."""
-        self.replicas[name].kill()
-        await asyncio.sleep(0.1)
-        self.replicas[name].start()
-        await self.cluster.members[name].wait_joined()
-
-
-@contextlib.asynccontextmanager
-async def cluster_of(monkeypatch: pytest.MonkeyPatch, num_replicas: int, over: float = 1.5) -> AsyncIterator[Here]:
-    here = Here(monkeypatch, num_replicas, over)
-    try:
-        for name in here.replicas:
-            await here.add(name)
-        yield here
-    finally:
-        await here.cluster.close()
-        for replica in here.replicas.values():
-            replica.kill()
 
 
 def test_a_suspect_continues_when_its_replica_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:

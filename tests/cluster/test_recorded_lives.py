@@ -17,6 +17,7 @@ from tests.cluster.running import QUICK, SECRET, ReplicaProcess, outputs_of, run
 from tests.cluster.sleeping_engine import STEP_VARIABLE
 from tests.cluster.test_cluster import MIXED, asked, check
 from tests.cluster.test_random_lives import Life, live
+from vlora.cluster import journal_file
 from vlora.cluster.cluster import Cluster
 from vlora.cluster.journal_file import JournalFile
 from vlora.errors import BadConfig
@@ -116,6 +117,61 @@ def test_the_file_is_bounded_and_the_former_one_is_kept(tmp_path: Path, caplog: 
     second.close()
     second.close()
     assert path.read_bytes() == b"x\n"
+
+
+REQUEST = b'{"rule": "placed"}\n["submit",[],[]]\n'
+
+
+def begin(path: Path, content: bytes) -> None:
+    """A start, and its record."""
+    journal = JournalFile(str(path))
+    for line in content.splitlines():
+        journal.write(line)
+    journal.close()
+
+
+def earlier(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in path.parent.iterdir() if file != path}
+
+
+def test_each_start_keeps_the_records_before_it(tmp_path: Path) -> None:
+    path = tmp_path / "routing[1].jsonl"
+    (tmp_path / "routing[1].jsonl.1x").write_bytes(b"another file")
+    records = [REQUEST + b"%d\n" % number for number in range(12)]
+    for record in records:
+        begin(path, record)
+    found = earlier(path)
+    assert found.pop("routing[1].jsonl.1x") == b"another file" and path.read_bytes() == records[-1]
+    assert found == {f"{path.name}.{number}": record for number, record in enumerate(records[:-1], 1)}
+
+
+@pytest.mark.parametrize("limit", ["number", "bytes"])
+def test_the_first_records_over_a_limit_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    path = tmp_path / "routing.jsonl"
+    if limit == "number":
+        monkeypatch.setattr(journal_file, "MAX_EARLIER", 3)
+    else:
+        monkeypatch.setattr(journal_file, "MAX_EARLIER_BYTES", 3 * len(REQUEST))
+    for _ in range(7):
+        begin(path, REQUEST)
+    assert sorted(earlier(path)) == [f"routing.jsonl.{number}" for number in (4, 5, 6)]
+    path.write_bytes(REQUEST * 100)  # more than all may have
+    begin(path, REQUEST)
+    kept = {"number": ("5", "6", "7"), "bytes": ("7",)}[limit]
+    assert sorted(earlier(path)) == [f"routing.jsonl.{number}" for number in kept]
+
+
+def test_starts_without_a_request_displace_no_record(tmp_path: Path) -> None:
+    path = tmp_path / "routing.jsonl"
+    begin(path, REQUEST)
+    for _ in range(3):
+        begin(path, b'{"rule": "placed"}\n["join",["a",[8,1000,1073741824],true],[]]\n')
+    assert earlier(path) == {"routing.jsonl.1": REQUEST}
+    path.write_bytes(b"notes of someone\n")  # given by mistake
+    begin(path, REQUEST)
+    assert earlier(path) == {"routing.jsonl.1": REQUEST, "routing.jsonl.2": b"notes of someone\n"}
 
 
 def test_only_the_owner_reads_a_file_that_was_there_before(tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.in_process import LocalReplica, connecting
+from tests.cluster.in_process_cluster import V1, V2, WithAdapter, on
 from tests.cluster.running import outputs_of
 from tests.cluster.sleeping_engine import version_of
 from tests.cluster.test_cluster import asked, check
-from tests.cluster.test_rolling_adapters import V1, V2, Here, on
 from vlora.cluster import members
 from vlora.cluster.adapters import RETRY_S
 from vlora.errors import Disconnected
@@ -25,7 +25,7 @@ def test_a_composition_is_served_again_after_its_repair(
 ) -> None:
     """At once if a part is loaded again, otherwise after a time. Until then requests end with the reason."""
 
-    async def main(here: Here) -> None:
+    async def main(here: WithAdapter) -> None:
         await here.load("1")
         await here.cluster.load_adapter("y", here.paths["2"])
         for replica in here.replicas.values():
@@ -49,7 +49,7 @@ def test_a_composition_is_served_again_after_its_repair(
 def test_a_cancelled_request_that_was_refused_goes_nowhere_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main(here: Here) -> None:
+    async def main(here: WithAdapter) -> None:
         await here.load("1")
         here.replicas["a"].engine.unload_adapter("x")
         here.router.drain("b")
@@ -69,7 +69,7 @@ def test_a_cancelled_request_that_was_refused_goes_nowhere_else(
 def test_an_answer_goes_on_where_a_lost_line_leads_to_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine still has the former content."""
 
-    async def main(here: Here) -> None:
+    async def main(here: WithAdapter) -> None:
         await here.load("1")
 
         async def reload() -> None:
@@ -87,7 +87,7 @@ def test_an_answer_goes_on_where_a_lost_line_leads_to_again(tmp_path: Path, monk
 def test_a_replica_that_joins_drops_what_another_front_end_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main(here: Here) -> None:
+    async def main(here: WithAdapter) -> None:
         replica = here.replicas["c"] = LocalReplica()
         monkeypatch.setattr(members, "connect", connecting({ord("c"): replica}))
         replica.engine.load_adapter("x", here.paths["1"])
@@ -103,7 +103,7 @@ def test_a_replica_that_joins_drops_what_another_front_end_kept(
 def test_a_replica_removed_before_it_has_joined_gets_no_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that has its name by then does."""
 
-    async def main(here: Here) -> None:
+    async def main(here: WithAdapter) -> None:
         await here.load("1")
         slow, other = LocalReplica(), LocalReplica()
         slow.call_s = 0.5
@@ -124,7 +124,7 @@ def test_a_replica_removed_before_it_has_joined_gets_no_change(tmp_path: Path, m
 
 
 def test_a_change_waits_for_one_retry_of_a_slow_replica_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main(here: Here) -> None:
+    async def main(here: WithAdapter) -> None:
         await here.load("1")
         names = [f"y{number}" for number in range(5)]
         for name in names:

@@ -3,104 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
-from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.cluster.in_process import LocalReplica, connecting, run_virtually
-from tests.cluster.running import SECRET, outputs_of
-from tests.cluster.sleeping_engine import expected, version_of
+from tests.cluster.in_process import LocalReplica, connecting
+from tests.cluster.in_process_cluster import V1, V2, V3, WithAdapter, on
+from tests.cluster.running import outputs_of
+from tests.cluster.sleeping_engine import expected
 from tests.cluster.test_cluster import asked, check
 from vlora.cluster import members
 from vlora.cluster.adapter_home import FIRST_PAUSE_S, AdapterHome
 from vlora.cluster.adapter_state import AdapterState, DesiredAdapter
-from vlora.cluster.cluster import Cluster
-from vlora.cluster.door import Address
 from vlora.cluster.former_contents import MAX_FORMER
 from vlora.engine.ipc import messages
 from vlora.errors import Aborted, BadAdapter, BadRequest, UnknownAdapter, VLoraError
-from vlora.routing import RULES, Router
+from vlora.routing import RULES
 from vlora.types import Request, RequestOutput, seed_of
 
 pytestmark = pytest.mark.slow
-
-V1, V2, V3 = (version_of(text) for text in "123")
-
-
-class Here:
-    """A cluster of replicas `a`, `b`, ... in this process, with the adapter `x` in a folder of its own."""
-
-    def __init__(self, folder: Path, names: str, rule: str, state: AdapterState | None) -> None:
-        self.replicas = {name: LocalReplica() for name in names}
-        self.router = Router(rule, over=4.0)
-        self.cluster = Cluster(self.router, SECRET, absent_s=60.0, adapters=state)
-        self.paths = {text: str(folder / text) for text in "123"}
-        for text, path in self.paths.items():
-            Path(path).write_text(text)
-
-    async def add(self, name: str) -> None:
-        await self.cluster.add(name, Address("127.0.0.1", ord(name)))
-
-    def where(self, request_id: str) -> str:
-        name = self.router.where(request_id)
-        assert name is not None
-        return name
-
-    async def load(self, text: str) -> None:
-        assert (await self.cluster.load_adapter("x", self.paths[text])).version == version_of(text)
-
-    async def move_all(self) -> None:
-        for name in tuple(self.router.replicas):
-            await self.cluster.drain(name, 0.4)
-            self.cluster.resume(name)
-
-    def contents(self) -> set[str]:
-        """The versions of `x` on the replicas; empty where it is missing."""
-        found = [replica.engine.adapters() for replica in self.replicas.values() if replica.alive]
-        return {next((status.version for status in own if status.name == "x"), "") for own in found}
-
-    async def check_idle(self) -> None:
-        """Nothing of former contents is left."""
-        await asyncio.sleep(1.0)
-        self.router.check_integrity()
-        assert not (self.cluster.num_unfinished or self.router.num_waiting)
-        assert not any(standing.lacks for standing in self.router.replicas.values())
-        assert not any(replica.engine.kept for replica in self.replicas.values() if replica.alive)
-
-
-def on(
-    main: Callable[[Here], Any],
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    names: str = "ab",
-    rule: str = "placed",
-    state: Callable[[], AdapterState] | None = None,
-) -> None:
-    """Run a test on a cluster."""
-
-    @contextlib.asynccontextmanager
-    async def cluster() -> AsyncIterator[Here]:
-        here = Here(folder, names, rule, None if state is None else state())
-        monkeypatch.setattr(members, "connect", connecting({ord(n): r for n, r in here.replicas.items()}))
-        try:
-            for name in here.replicas:
-                await here.add(name)
-            yield here
-        finally:
-            await here.cluster.close()
-            for replica in here.replicas.values():
-                replica.kill()
-
-    async def run() -> None:
-        async with cluster() as here:
-            await main(here)
-
-    run_virtually(run())
 
 
 def began_with(request: Request, outputs: list[RequestOutput]) -> str:
@@ -117,7 +39,7 @@ def began_with(request: Request, outputs: list[RequestOutput]) -> str:
 def test_an_answer_goes_on_with_its_content_after_a_reload(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str
 ) -> None:
-    async def main(here: Here) -> None:
+    async def main(here: WithAdapter) -> None:
         await here.load("1")
 
         async def reload() -> None:
@@ -144,7 +66,7 @@ def test_an_answer_goes_on_with_its_content_after_a_reload(
 def test_an_answer_goes_on_when_its_replica_dies_after_a_reload(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main(here: Here) -> None:
+    async def main(here: WithAdapter) -> None:
         await here.load("1")
         request = asked("r", 120, adapter="x")
 
@@ -162,7 +84,7 @@ def test_an_answer_goes_on_when_its_replica_dies_after_a_reload(
 def test_an_answer_whose_content_no_replica_has_ends_with_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main(here: Here) -> None:
+    async def main(here: WithAdapter) -> None:
         await here.load("1")
         request = asked("r", 120, adapter="x")
 
@@ -187,7 +109,7 @@ def test_an_answer_whose_content_no_replica_has_ends_with_one_line(
 def test_the_only_replica_with_a_content_keeps_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is drained, and the other one, which has restarted since, has the new content only."""
 
-    async def main(here: Here) -> None:
+    async def main(here: WithAdapter) -> None:
         await here.load("1")
         request = asked("r", 200, adapter="x")
 
@@ -212,7 +134,7 @@ def test_the_only_replica_with_a_content_keeps_the_answer(tmp_path: Path, monkey
 def test_an_answer_returns_from_a_replica_that_has_lost_its_content(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main(here: Here) -> None:
+    async def main(here: WithAdapter) -> None:
         await here.load("1")
         request = asked("r", 120, adapter="x")
 
@@ -233,7 +155,7 @@ def test_an_answer_returns_from_a_replica_that_has_lost_its_content(
 def test_answers_end_with_their_content_after_an_unload_that_drains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main(here: Here) -> None:
+    async def main(here: WithAdapter) -> None:
         await here.load("1")
 
         async def unload() -> None:
@@ -261,7 +183,7 @@ def test_random_reloads_and_moves_change_no_answer(tmp_path: Path, monkeypatch: 
     draws = random.Random(seed)
     deaths = seed % 2 == 1
 
-    async def main(here: Here) -> None:
+    async def main(here: WithAdapter) -> None:
         await here.load("1")
         busy = True
 
@@ -306,7 +228,7 @@ def test_random_reloads_and_moves_change_no_answer(tmp_path: Path, monkeypatch: 
 
 
 def test_a_reload_reaches_replica_after_replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main(here: Here) -> None:
+    async def main(here: WithAdapter) -> None:
         await here.load("1")
         for replica in here.replicas.values():
             replica.call_s = 1.0
@@ -336,7 +258,7 @@ def test_a_replica_does_not_return_to_what_was_desired_before(tmp_path: Path, mo
 
     monkeypatch.setattr(AdapterHome, "follow", noted)
 
-    async def main(here: Here) -> None:
+    async def main(here: WithAdapter) -> None:
         await here.load("1")
         here.replicas["b"].call_s = 1.0
         loading = asyncio.create_task(here.load("2"))
@@ -351,7 +273,7 @@ def test_a_replica_does_not_return_to_what_was_desired_before(tmp_path: Path, mo
 
 
 def test_a_replica_that_joins_waits_for_no_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main(here: Here) -> None:
+    async def main(here: WithAdapter) -> None:
         await here.load("1")
         here.replicas["a"].call_s = 30.0
         loading = asyncio.create_task(here.load("2"))
@@ -372,7 +294,7 @@ def test_a_replica_that_joins_waits_for_no_change(tmp_path: Path, monkeypatch: p
 def test_a_replica_that_does_not_answer_holds_a_change_up_for_a_time_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main(here: Here) -> None:
+    async def main(here: WithAdapter) -> None:
         await here.load("1")
         here.replicas["b"].call_s = 1e6
         with pytest.raises(Aborted, match=r"^replica 'b': it did not answer within 300 s"):
@@ -388,7 +310,7 @@ def test_a_replica_that_does_not_answer_holds_a_change_up_for_a_time_only(
 
 
 def test_the_number_of_former_contents_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main(here: Here) -> None:
+    async def main(here: WithAdapter) -> None:
         here.paths |= {str(number): str(tmp_path / str(number)) for number in range(10, 20)}
         for text, path in here.paths.items():
             Path(path).write_text(text)
@@ -407,7 +329,7 @@ def test_the_number_of_former_contents_is_limited(tmp_path: Path, monkeypatch: p
 
 
 def test_two_changes_at_once_end_alike_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main(here: Here) -> None:
+    async def main(here: WithAdapter) -> None:
         await here.load("1")
         for number, replica in enumerate(here.replicas.values()):
             replica.call_s = 0.1 * number
@@ -426,7 +348,7 @@ def test_two_changes_at_once_end_alike_everywhere(tmp_path: Path, monkeypatch: p
 def test_a_change_that_one_replica_cannot_make_is_made_nowhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
-    async def main(here: Here) -> None:
+    async def main(here: WithAdapter) -> None:
         await here.load("1")
         here.replicas["b"].faults["x"] = text
         with pytest.raises(BadAdapter, match=r"^replica 'b': .*(no such file|its content is)"):
@@ -450,7 +372,7 @@ def test_a_change_without_room_on_the_disk_is_undone(tmp_path: Path, monkeypatch
     def full(path: Path, data: bytes) -> None:
         raise OSError(28, "No space left on device")
 
-    async def main(here: Here) -> None:
+    async def main(here: WithAdapter) -> None:
         await here.load("1")
         request = asked("r", 120, adapter="x")
 
@@ -477,7 +399,7 @@ def test_a_change_without_room_on_the_disk_is_undone(tmp_path: Path, monkeypatch
 
 
 def test_a_refused_pin_is_undone_although_a_replica_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main(here: Here) -> None:
+    async def main(here: WithAdapter) -> None:
         await here.load("1")
         here.replicas["d"].faults["pin x"] = "no slot"
         here.replicas["b"].call_s = 1.0
@@ -508,7 +430,7 @@ def test_a_refused_pin_is_undone_although_a_replica_died(tmp_path: Path, monkeyp
 def test_former_content_is_not_taken_for_that_of_a_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The name has a folder that no replica has read, and an answer that waited begins with the former content."""
 
-    async def main(here: Here) -> None:
+    async def main(here: WithAdapter) -> None:
         await here.load("1")
         requests = [asked(f"r{number}", 60, adapter="x", seed=number) for number in range(20)]
 
@@ -535,7 +457,7 @@ def test_former_content_is_not_taken_for_that_of_a_new_folder(tmp_path: Path, mo
 def test_a_replica_that_fails_one_adapter_serves_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def main(here: Here) -> None:
+    async def main(here: WithAdapter) -> None:
         await here.load("1")
         await here.cluster.load_adapter("y", here.paths["2"])
         replica = here.replicas["b"]
@@ -572,7 +494,7 @@ def test_a_replica_that_fails_one_adapter_serves_the_others(
 
 
 def test_an_adapter_that_no_replica_can_serve_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main(here: Here) -> None:
+    async def main(here: WithAdapter) -> None:
         for replica in here.replicas.values():
             replica.faults["x"] = ""
         await here.cluster.load_adapter("y", here.paths["2"])
@@ -604,7 +526,7 @@ def test_replicas_that_served_another_front_end_are_reconciled(tmp_path: Path, m
         }
         return made
 
-    async def main(here: Here) -> None:
+    async def main(here: WithAdapter) -> None:
         replica = here.replicas["c"] = LocalReplica()
         monkeypatch.setattr(members, "connect", connecting({ord("c"): replica}))
         for name, text in (("x", "2"), ("pinned", "1"), ("new", "3")):
@@ -620,7 +542,7 @@ def test_replicas_that_served_another_front_end_are_reconciled(tmp_path: Path, m
 def test_the_first_content_that_is_read_is_the_desired_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Adapters that are registered by their headers are read at first use, on each replica."""
 
-    async def main(here: Here) -> None:
+    async def main(here: WithAdapter) -> None:
         here.replicas["b"].faults["x"] = "3"
         await here.cluster.register_adapters({"x": here.paths["1"]})
         here.router.drain("b")

@@ -124,3 +124,25 @@ def test_a_folder_with_other_content_than_named_is_refused(
     engine.engine.register_adapters({"late": folders["south"]}, {"late": first})
     error = last_of(engine, text("late", adapter="late"))[-1].error
     assert error is not None and error.code == "bad_adapter"
+
+
+def test_a_registration_that_fails_changes_no_other_name(
+    local: tuple[LocalEngine, Path], folders: dict[str, str]
+) -> None:
+    engine, folder = local
+    first, south = version_of(engine, "north"), folders["south"]
+    engine.engine.register_adapters({"unread": south})
+    with pytest.raises(BadAdapter, match="no adapter_config"):
+        engine.engine.register_adapters({"unread": south, "none": str(folder / "none")}, {"unread": first})
+    assert last_of(engine, text("unread", adapter="unread"))[-1].error is None
+
+
+def test_an_engine_names_the_contents_that_it_has(local: tuple[LocalEngine, Path], folders: dict[str, str]) -> None:
+    engine, _ = local
+    first = version_of(engine, "north")
+    assert engine.engine.keep_adapters({"north": (first, "other"), "none": (first,)}) == {"north": (first,), "none": ()}
+    engine.engine.load_adapter("north", folders["east"])
+    second = version_of(engine, "north")
+    assert engine.engine.keep_adapters({"north": (first, second)}) == {"north": (second, first)}
+    assert engine.engine.keep_adapters({}) == {}
+    assert engine.engine.keep_adapters({"north": (first,)}) == {"north": ()}

@@ -350,8 +350,8 @@ class ScriptedEngine:
         self._adapters[name] = msgspec.structs.replace(self._adapters[name], pinned=pinned, resident=pinned)
         return self._adapters[name]
 
-    def keep_adapters(self, versions: Mapping[str, Collection[str]]) -> None:
-        pass  # it has no former contents
+    def keep_adapters(self, versions: Mapping[str, Collection[str]]) -> dict[str, tuple[str, ...]]:
+        return {}  # it has no former contents
 
     def load_in_background(self, name: str, path: str, version: str = "") -> Future[AdapterStatus]:
         if name.startswith("hangs"):

@@ -106,9 +106,10 @@ def down(as_json: bool) -> None:
     \b
         vlora cluster down
 
-    Replicas on this machine end with them; their requests continue on other machines.
+    Replicas on this machine end with them, also those of a head that was killed; their requests continue on other
+    machines.
     """
-    from vlora.cluster.nodes.runs import end, running
+    from vlora.cluster.nodes.runs import end, end_left, running
 
     found = running()
     for run in found:
@@ -116,6 +117,11 @@ def down(as_json: bool) -> None:
             raise BadConfig(f"process {run.pid}, the {run.kind} of {run.address}, has not ended after {_END_S:g} s")
         if not as_json:
             click.echo(f"ended the {run.kind} of {run.address}")
+    for run in end_left():
+        if (run.kind, run.address) not in [(each.kind, each.address) for each in found]:
+            found.append(run)
+            if not as_json:
+                click.echo(f"ended what an earlier {run.kind} of {run.address} had left")
     if as_json:
         print_json({"ended": [{"kind": run.kind, "address": run.address} for run in found]})
     elif not found:

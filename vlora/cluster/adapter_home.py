@@ -82,6 +82,7 @@ class AdapterHome:
         self._applied: dict[str, DesiredAdapter] = {}
         self._unverified: set[str] = set()  # read in full to compare the content
         self._kept: Mapping[str, Collection[str]] | None = None  # another front end may have asked for some
+        self._held: Mapping[str, Collection[str]] = {}  # of these, those that it had when it was asked
         self._calling = asyncio.Lock()
         self._num_changes = 0  # by operators: under way, or waiting for the call before
         self._changed = asyncio.Event()
@@ -202,6 +203,11 @@ class AdapterHome:
         """An adapter as the replica was last asked to have it; None if it does not, or if that has failed."""
         return self._applied.get(name)
 
+    def has_content(self, name: str, version: str) -> bool:
+        """Whether the replica has a content of an adapter, the present one or one that it keeps."""
+        applied = self._applied.get(name)
+        return (applied is not None and applied.version == version) or version in self._held.get(name, ())
+
     def close(self) -> None:
         """The replica is gone."""
         if self._following is not None:
@@ -275,7 +281,7 @@ class AdapterHome:
     async def _keep(self) -> None:
         kept = self._goal().kept
         if kept != self._kept:
-            await self._answer(self.client.keep_adapters(kept))
+            self._held = await self._answer(self.client.keep_adapters(kept))
             self._kept = kept
 
     async def _register(self, adapters: Mapping[str, DesiredAdapter]) -> None:

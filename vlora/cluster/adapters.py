@@ -102,10 +102,8 @@ class ReplicatedAdapters:
         for adapter, failure in self.homes[name].failures.items():
             if failure.bars:
                 self._tell_usable(name, adapter, False)
-        others = len(self.homes) > 1  # if there are none, an engine that was lost and found may have kept contents
         for adapter, version in self.former:
-            applied = self.homes[name].applied(adapter)
-            self._on_lack(name, adapter, version, others and (applied is None or applied.version != version))
+            self._on_lack(name, adapter, version, not self.homes[name].has_content(adapter, version))
 
     def leave(self, name: str) -> None:
         """A replica is gone. Unknown names are ignored."""

@@ -72,7 +72,7 @@ class Cluster:
         )
         self.events = Events()
         self._flights = Flights(router, self.events, self._client_of, self._adapters)
-        self._placement = LivePlacement(router, asyncio.get_running_loop().time, self._flights.move)
+        self._placement = LivePlacement(router, asyncio.get_running_loop().time, self._flights.follow)
         self._flights.on_answered = self._placement.ended
         self._drained: set[str] = set()  # replicas, connected or not
         self._loop = asyncio.get_running_loop()
@@ -135,16 +135,7 @@ class Cluster:
 
     def consolidate(self) -> int:
         """Move requests as the router decides: to replicas with room, or into its queue. Returns their number."""
-        if self._router.num_waiting:
-            recalled = self._router.recall()
-            for need in recalled.needs:
-                self._flights.recall(need.request_id)
-            self._flights.send(recalled.placed)
-            return len(recalled.needs)
-        moves = self._router.consolidate()
-        for move in moves:
-            self._flights.move(move.request_id, move.target)
-        return len(moves)
+        return self._flights.consolidate()
 
     def where(self, request_id: str) -> str | None:
         """The replica of an unfinished request; None while it waits for one."""
@@ -297,7 +288,7 @@ class Cluster:
             self._flights.send(self._router.drain(name, drained))
 
     def _has_requests(self, name: str) -> bool:
-        return any(name in (flight.replica, flight.target) for flight in self._flights.open.values())
+        return self._flights.is_on(name)
 
     def _reported(self, member: Member, client: EngineClient, load: EngineLoad, taken: int) -> None:
         if member.client is not client:

@@ -22,7 +22,6 @@ class Flight:
         tokens: The answer so far.
         replica: Where the current attempt runs; None while the request waits.
         leaving: Whether it is moved, and its replica still has to return the last tokens.
-        target: Where it is moved to meanwhile; None: it waits for a replica.
         cancelled: The caller has cancelled it.
         began_s: When it came from the caller.
         refusal: The error of a replica that could not take it.
@@ -42,7 +41,6 @@ class Flight:
         self.tokens: list[int] = []
         self.replica: str | None = None
         self.leaving = False
-        self.target: str | None = None
         self.cancelled = False
         self.refusal: ErrorValue | None = None
         self.lacking: set[str] = set()
@@ -115,7 +113,7 @@ class Flight:
 
     def leave(self, last: RequestOutput | None) -> None:
         """End the current attempt before the request's end. last: the attempt's last output, if it could be had."""
-        self.replica = self.target = None
+        self.replica = None
         self.leaving = False
         self._waits_since_s = self._clock()
         if last is None:

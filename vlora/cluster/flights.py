@@ -118,14 +118,41 @@ class Flights:
 
     def send(self, placed: Iterable[Placed]) -> None:
         """Send requests to replicas, as the router has decided."""
-        for need, name in [(place.need, place.replica) for place in placed]:
-            flight = self.open.get(need.request_id)
-            if flight is None:
-                continue
-            if flight.leaving:
-                flight.target = name
-            else:
-                self._start(flight, name)
+        for place in placed:
+            self.follow(place.need.request_id)
+
+    def follow(self, request_id: str) -> None:
+        """Continue a request where the router has it: on its replica, on another one, or waiting.
+
+        A request may end here, so that the router places others, and those are followed at once. Therefore nothing is
+        remembered of a decision: each call, in any order and number, looks at the router's latest one. A request that
+        has ended is ignored.
+        """
+        flight = self.open.get(request_id)
+        if flight is None or flight.leaving:  # `_go_on` follows
+            return
+        name = self._router.where(request_id)
+        if flight.replica is not None:
+            if flight.replica != name:
+                self._leave_replica(flight)
+        elif name is not None:
+            self._start(flight, name)
+
+    def consolidate(self) -> int:
+        """Move requests as the router decides: to replicas with room, or into its queue. Returns their number."""
+        if self._router.num_waiting:
+            recalled = self._router.recall()
+            moved = [need.request_id for need in recalled.needs]
+            others = [place.need.request_id for place in recalled.placed]
+        else:
+            moved, others = [move.request_id for move in self._router.consolidate()], []
+        for request_id in (*moved, *others):
+            self.follow(request_id)
+        return len(moved)
+
+    def is_on(self, name: str) -> bool:
+        """Whether a replica has requests, or will have those that leave another one for it."""
+        return any(name in (flight.replica, self._router.where(key)) for key, flight in self.open.items())
 
     def replica_left(self, name: str, cause: str, *, died: bool) -> None:
         """Continue the requests of a replica elsewhere. died: it has died under them."""
@@ -159,23 +186,6 @@ class Flights:
             if flight.request.adapter == adapter:
                 flight.stay_with(version)
                 self._note_content(flight)
-
-    def move(self, request_id: str, target: str) -> None:
-        """Continue a request on another replica: computed again there, after the tokens that it has answered."""
-        flight = self.open[request_id]
-        if flight.leaving:
-            flight.target = target
-            return
-        flight.target = target
-        self._leave_replica(flight)
-
-    def recall(self, request_id: str) -> None:
-        """Take a request from its replica: it waits in the router until `send` continues it."""
-        flight = self.open[request_id]
-        if flight.leaving:
-            flight.target = None
-        else:
-            self._leave_replica(flight)
 
     @property
     def longest_wait_s(self) -> float:
@@ -310,17 +320,16 @@ class Flights:
             self._go_on(flight, None)
 
     def _go_on(self, flight: Flight, last: RequestOutput | None) -> None:
-        """Leave a replica for the target of a move, or until there is one."""
-        target = flight.target
+        """Leave a replica, and continue where the router has the request by now."""
         self._detach(flight)
         flight.leave(last)
         if flight.cancelled:
             self._fail(flight, _cancelled(flight), "cancelled")
-        elif target is not None:
-            self._start(flight, target)
+        else:
+            self.follow(flight.request.request_id)
 
     def _lose_source(self, flight: Flight, output: RequestOutput) -> None:
-        """A replica has died before a request had moved away. The router has it on the target, or waiting, already."""
+        """A replica has died before a request had moved away. The router has it elsewhere, or waiting, already."""
         self._events.num_resubmitted += 1
         flight.num_deaths += 1
         flight.leave(None)
@@ -331,6 +340,7 @@ class Flights:
         """A replica cannot load the request's adapter, or not with the content with which the answer began."""
         request_id, name, adapter = flight.request.request_id, flight.replica, flight.request.adapter
         assert name is not None and adapter is not None and output.error is not None
+        is_moved = flight.leaving  # the router has it elsewhere, or waiting, already
         flight.refusal = output.error
         flight.leave(output)
         if flight.version is None:
@@ -338,9 +348,12 @@ class Flights:
         else:
             flight.lacking.add(name)
             self.send(self._router.lack(name, adapter, flight.version))
-        self.send(self._router.ended(request_id))
+        if not is_moved:
+            self.send(self._router.ended(request_id))
         if flight.cancelled:  # its cancellation and the refusal have crossed
             self._fail(flight, _cancelled(flight), "cancelled")
+        elif is_moved:
+            self.follow(request_id)
         else:
             self._submit(flight)
 

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import re
 import stat
 import time
 from collections.abc import Callable
@@ -16,8 +17,12 @@ from vlora.errors import BadConfig
 log = logging.getLogger("vlora.cluster")
 
 MAX_BYTES = 256 << 20
+MAX_EARLIER, MAX_EARLIER_BYTES = 100, 1 << 30
+"""Of the records of earlier starts; the first ones over either limit are removed."""
+
 _BUFFER_BYTES = 1 << 16
 _FLUSH_S = 1.0
+_EMPTY_BYTES = 1 << 16  # a longer record has requests
 
 
 class JournalFile:
@@ -28,7 +33,7 @@ class JournalFile:
     """
 
     def __init__(self, path: str, max_bytes: int = MAX_BYTES, clock: Callable[[], float] = time.monotonic) -> None:
-        """Create it. An earlier one is kept as `path`.1.
+        """Create it. Earlier ones are kept as `path`.1, `path`.2 and so on, the latest one with the highest number.
 
         Raises:
             BadConfig: It cannot be written, or another server writes it.
@@ -41,7 +46,7 @@ class JournalFile:
         try:
             descriptor = _locked(path, 0)
             if os.fstat(descriptor).st_size:
-                os.replace(path, f"{path}.1")
+                _set_aside(path)
                 os.close(descriptor)
                 descriptor = _locked(path, os.O_EXCL)
             if stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -94,3 +99,34 @@ def _locked(path: str, flags: int) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def _set_aside(path: str) -> None:
+    """Keep the record of an earlier start. Its names never change, so that a replay can refer to them.
+
+    One without a request is not kept: a server that fails again and again would displace the others.
+    """
+    if _has_no_request(path):
+        os.unlink(path)
+        return
+    os.replace(path, f"{path}.{max(_numbers(path), default=0) + 1}")
+    left = MAX_EARLIER_BYTES
+    for place, number in enumerate(sorted(_numbers(path), reverse=True)):
+        with contextlib.suppress(OSError):
+            left -= os.lstat(f"{path}.{number}").st_size
+            if place and (left < 0 or place >= MAX_EARLIER):
+                os.unlink(f"{path}.{number}")
+
+
+def _numbers(path: str) -> list[int]:
+    """Of the records of earlier starts."""
+    folder, name = os.path.split(path)
+    found = re.compile(rf"{re.escape(name)}\.([1-9][0-9]{{0,8}})")
+    return [int(match[1]) for match in map(found.fullmatch, os.listdir(folder or ".")) if match is not None]
+
+
+def _has_no_request(path: str) -> bool:
+    """Whether a file is a record that ended before the first request. Other files are kept."""
+    with open(path, "rb") as file:
+        data = file.read(_EMPTY_BYTES + 1)
+    return len(data) <= _EMPTY_BYTES and data.startswith(b'{"rule": ') and b'\n["submit",' not in data

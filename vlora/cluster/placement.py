@@ -17,17 +17,17 @@ COSTS = MoveCosts(load_s=0.5, again_s=0.1)
 class LivePlacement:
     """Calls the router's placement at intervals, and after replicas have joined or left."""
 
-    def __init__(self, router: Router, clock: Callable[[], float], move: Callable[[str, str], None]) -> None:
+    def __init__(self, router: Router, clock: Callable[[], float], follow: Callable[[str], None]) -> None:
         """Begin without replicas.
 
         Args:
             router: Plans and decides.
             clock: Seconds.
-            move: Moves a request to a replica.
+            follow: Continues a request where the router has it by then.
         """
         self._router = router
         self._clock = clock
-        self._move = move
+        self._follow = follow
         self._replan_s = self._rebalance_s = 0.0  # when each is due
         self._looked_s = clock()
         self._busy_s = 0.0  # of all replicas, and the requests that have ended; recent ones count most
@@ -54,7 +54,7 @@ class LivePlacement:
             self._rebalance_s = now + REBALANCE_S
             if self._some_wait_needlessly():
                 for move in self._router.rebalance(self._busy_s / self._num_ended, COSTS):
-                    self._move(move.request_id, move.target)
+                    self._follow(move.request_id)
             self._busy_s /= 2
             self._num_ended /= 2
 

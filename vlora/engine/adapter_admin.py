@@ -106,8 +106,10 @@ class AdapterAdmin:
         before = [self._replaced_key(name) for name in changed]
         new = {name: path for name, path in paths.items() if known[name] is None}
         self._registry.register(new, self.check_room, versions)
-        for registration in known.values():
+        for name, registration in known.items():
             if registration is not None:
+                # One that was not read yet fails with other content.
+                registration.header = registration.folder_header.expecting(versions[name])
                 self._registry.enter(registration)
         for key in before:
             self._retire(key)
@@ -134,11 +136,12 @@ class AdapterAdmin:
         self.former.add(key)
         return key
 
-    def keep(self, versions: Mapping[str, Collection[str]]) -> None:
-        """Keep these contents by name when others replace them, and no others (`FormerAdapters`)."""
+    def keep(self, versions: Mapping[str, Collection[str]]) -> dict[str, tuple[str, ...]]:
+        """Keep these contents by name when others replace them, and no others. Returns those that are here."""
         for key in self.former.keep(versions):
             self.compositions.drop(key)
             self._loader.retire(key)
+        return self.former.held
 
     def pin(self, name: str) -> AdapterStatus:
         """Load an adapter onto the device before returning, and keep it resident.

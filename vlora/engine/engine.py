@@ -125,9 +125,9 @@ class Engine:
         """As `load_adapter`; a later step sets the result or the exception."""
         return self._admin.load_in_background(name, path, version)
 
-    def keep_adapters(self, versions: Mapping[str, Collection[str]]) -> None:
-        """Keep these contents by name when others replace them: answers of other engines may continue with them."""
-        self._admin.keep(versions)
+    def keep_adapters(self, versions: Mapping[str, Collection[str]]) -> dict[str, tuple[str, ...]]:
+        """Keep these contents by name: answers of other engines may continue with them. Returns those that are here."""
+        return self._admin.keep(versions)
 
     def unload_adapter(self, name: str, drain: bool = False) -> tuple[RequestOutput, ...]:
         """Remove an adapter: its name is free at once. Raises UnknownAdapter.

@@ -34,10 +34,18 @@ class FormerAdapters:
         if self._is_wanted(self._registry.known(key)):
             self._loader.kept.add(key)
 
+    @property
+    def held(self) -> dict[str, tuple[str, ...]]:
+        """Those of the contents to keep that this engine has, by name."""
+        return {
+            name: tuple(found for found in map(_version, self._candidates(name)) if found in wanted)
+            for name, wanted in self._wanted.items()
+        }
+
     def with_content(self, name: str, path: str, version: str) -> Registration | None:
         """The current or a former registration of a name with this content.
 
-        A current one that was not read yet has it if it is of the same folder; then it fails with other content.
+        A current one that was not read yet may have it if it is of the same folder.
         """
         if not version:
             return None
@@ -45,7 +53,6 @@ class FormerAdapters:
         if current is not None and current.adapter is None and current.error is None:
             header = current.folder_header
             if str(header.path) == path and header.version in ("", version):
-                current.header = header.expecting(version)
                 return current
         return next((each for each in self._candidates(name) if _version(each) == version), None)
 

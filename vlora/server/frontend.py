@@ -46,6 +46,7 @@ from vlora.server.prompts import (
 )
 from vlora.server.replicas import Replicas
 from vlora.server.security.message_budget import ByteBudget
+from vlora.server.security.public_errors import named
 from vlora.server.streams.registry import StreamRegistry
 from vlora.types import EngineStats, ErrorValue, Request, RequestOutput, SamplingParams, adapter_name
 
@@ -248,7 +249,7 @@ class FrontEnd:
             async with contextlib.aclosing(self._outputs(request, clock)) as outputs:
                 *_, output = [output async for output in outputs]
             if output.error is not None:
-                raise output.error.to_exception()
+                raise named(output.error, request.adapter)
             assert output.head is not None and output.timings is not None, "a head request ends with a head result"
             result = HeadResult(
                 **msgspec.structs.asdict(in_pixels(output.head, encoded.shown)),
@@ -390,7 +391,7 @@ class FrontEnd:
                     if text.stopped and not output.finished:
                         await self._engine.cancel(request.request_id)
         if output.error is not None and (output.timings is None or not text.stopped):
-            raise output.error.to_exception()
+            raise named(output.error, request.adapter)
         piece = text.finish()
         if piece.text:
             yield piece._replace(num_prompt_tokens=len(request.prompt_ids), num_completion_tokens=num_tokens)

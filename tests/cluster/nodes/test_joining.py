@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
 import errno
+import importlib.metadata
+import importlib.util
 import os
+import re
 import signal
 import ssl
 import stat
@@ -20,7 +24,7 @@ import pytest
 
 from vlora.cluster.door import Address, Certificate
 from vlora.cluster.nodes import runs
-from vlora.cluster.nodes.certificates import Authority
+from vlora.cluster.nodes.certificates import Authority, utc_now
 from vlora.cluster.nodes.content import adapter_digest, model_digest
 from vlora.cluster.nodes.greeting import (
     Adapter,
@@ -28,11 +32,14 @@ from vlora.cluster.nodes.greeting import (
     Facts,
     HeadDoor,
     ask_head,
+    check_clock,
     check_content,
     check_versions,
     python_version,
 )
+from vlora.cluster.nodes.node import Machine, Membership
 from vlora.cluster.nodes.token import create_token, derived, read_token
+from vlora.cluster.on_ray.node_settings import Resources
 from vlora.cluster.on_ray.settings import Folder
 from vlora.errors import BadConfig, Disconnected, Unauthorized, VLoraError
 
@@ -64,9 +71,16 @@ def facts_here(tmp_path: Path) -> Facts:
 
 
 @contextlib.asynccontextmanager
-async def a_head(facts: Facts | None) -> AsyncIterator[tuple[Address, list[str]]]:
-    """A head's door, and its lines. facts: None while its Ray does not run."""
-    folder, authority, lines = Folder.create(), Authority(), list[str]()
+async def a_head(
+    facts: Facts | None, ahead: datetime.timedelta = datetime.timedelta(0)
+) -> AsyncIterator[tuple[Address, list[str]]]:
+    """A head's door, and its lines.
+
+    Args:
+        facts: None while its Ray does not run.
+        ahead: By how much its clock is ahead of this machine's.
+    """
+    folder, authority, lines = Folder.create(), Authority(lambda: utc_now() + ahead), list[str]()
     try:
         authority.issue("127.0.0.1").write(folder)
         certificate = Certificate(f"{folder.path}/cert.pem", f"{folder.path}/key.pem")
@@ -160,6 +174,46 @@ def test_other_versions_of_ray_and_python_are_refused(tmp_path: Path) -> None:
         check_versions(facts, "2.59.0")
     with pytest.raises(BadConfig, match=r"^Python 3\.\d+ runs here, and 3\.1 on the head; Ray needs the same"):
         check_versions(msgspec.structs.replace(facts, python="3.1"), "2.60.0")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+@pytest.mark.parametrize(
+    ("ahead_days", "state"), [(0, None), (0.9, None), (-30, None), (1.1, "are not valid yet"), (-3660, "have expired")]
+)
+def test_a_clock_by_which_the_certificates_are_not_valid_is_named(
+    ahead_days: float, state: str | None, tmp_path: Path
+) -> None:
+    """ahead_days: of the head's clock."""
+    ahead = datetime.timedelta(days=ahead_days)
+    facts = msgspec.structs.replace(facts_here(tmp_path), ray=importlib.metadata.version("ray"))
+
+    async def main() -> None:
+        async with a_head(facts, ahead) as (address, _):
+            membership = Membership(address, TOKEN, Machine("", Resources(1, 0), lambda model: model))
+            try:
+                found = await membership.ask()
+                with pytest.raises(BadConfig):
+                    check_clock(found, utc_now() + ahead - datetime.timedelta(days=2))  # the control
+            finally:
+                membership.close()
+                membership.folder.remove()
+
+    if state is None:
+        asyncio.run(main())
+        return
+    earliest = utc_now()
+    with pytest.raises(BadConfig) as caught:
+        asyncio.run(main())
+    message = str(caught.value)
+    shown = [
+        datetime.datetime.strptime(f"{each} +0000", "%Y-%m-%d %H:%M %z")
+        for each in re.findall(r"\d{4}-\d\d-\d\d \d\d:\d\d(?= UTC)", message)
+    ]
+    minute = datetime.timedelta(minutes=1)
+    for time, expected in zip(shown, (earliest, earliest + ahead), strict=True):
+        assert expected - minute < time < expected + minute
+    assert message.startswith("the clock of this machine shows ") and "UTC, that of the head " in message
+    assert f"certificates {state} here; set the wrong clock, for example with NTP" in message and "\n" not in message
 
 
 @pytest.mark.parametrize(
@@ -262,9 +316,9 @@ def test_the_files_of_a_run_that_was_killed_go_with_the_next_one(
     (tmp_path / f"vlora-cluster-{os.getuid()}").mkdir(mode=0o700)
     left = tmp_path / f"vlora-cluster-{os.getuid()}" / "node-10.0.0.1-1"
     left.write_bytes(msgspec.json.encode(runs.Run("node", "10.0.0.1:1", 1, former)))
-    with runs.registered("node", "10.0.0.1:1") as note:
+    with runs.registered("node", "10.0.0.1:1") as entry:
         assert not os.path.exists(former.path)
-        note(former)
+        entry.note(former)
         (run,) = runs.running()
         assert (run.pid, run.folder) == (os.getpid(), former)
     assert not runs.running()

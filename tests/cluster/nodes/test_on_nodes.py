@@ -31,6 +31,7 @@ from vlora.cluster.door import connect
 from vlora.cluster.members import Health
 from vlora.cluster.nodes.cluster import NodesCluster
 from vlora.cluster.nodes.plan import ClusterPlan, read_cluster_plan
+from vlora.cluster.nodes.runs import HEAD, running
 from vlora.cluster.on_ray import node_settings
 from vlora.cluster.on_ray.own_processes import ray_processes, replica_processes
 from vlora.cluster.on_ray.settings import Folder, is_free
@@ -258,19 +259,36 @@ def test_a_second_front_end_is_refused(machines: Machines) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_head_that_starts_again_finds_the_replicas_of_nodes(machines: Machines) -> None:
-    """Its own replica ends with it, and so does all of Ray."""
-    (name,) = machines.on(machines.network.node)
-    pids = machines.cluster.pids[name]
-    assert set(machines.answer_all(machines.head.process.kill)) <= {0, 1}
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_replicas_serve_on_without_a_head_and_the_next_one_finds_them(
+    machines: Machines, number: signal.Signals
+) -> None:
+    """Those of its own machine too. All of its Ray ends with it."""
+    names, pids = machines.hosts(), dict(machines.cluster.pids)
+    deaths = machines.cluster.status().num_deaths
+    assert set(machines.answer_all(lambda: machines.head.process.send_signal(number))) == {0}
     machines.head.process.wait()
-    machines.wait(lambda: machines.on(machines.network.head) == [])
     assert set(machines.answer_all()) == {0}
     machines.head = machines.start_head()
-    machines.wait(lambda: len(machines.hosts()) == 2)
-    found = machines.cluster.pids[name]
-    assert machines.on(machines.network.node) == [name]
-    assert (found.replica, found.engine) == (pids.replica, pids.engine) and found.actor != pids.actor
+    machines.wait(lambda: all(machines.cluster.pids[name].actor != pids[name].actor for name in names))
+    for name, former in pids.items():
+        found = machines.cluster.pids[name]
+        assert (found.replica, found.engine) == (former.replica, former.engine)
+    assert machines.hosts() == names and machines.cluster.status().num_deaths == deaths
+    assert set(machines.answer_all()) == {0}
+
+
+@pytest.mark.exhaustive
+def test_a_head_starts_its_ray_again_beside_that_of_a_front_end(machines: Machines) -> None:
+    """The front end's Ray, on the same machine, still uses the address of the former one."""
+    names, pids = machines.hosts(), dict(machines.cluster.pids)
+    (head,) = [run for run in running() if run.kind == HEAD]
+    assert head.folder is not None
+    for process in ray_processes(head.folder):
+        process.kill()
+    assert set(machines.answer_all()) == {0}
+    machines.wait(lambda: all(machines.cluster.pids[name].actor != pids[name].actor for name in names))
+    assert {name: pids[name].engine for name in names} == {name: machines.cluster.pids[name].engine for name in names}
     assert set(machines.answer_all()) == {0}
 
 

@@ -10,7 +10,7 @@ import datetime
 import ipaddress
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 import psutil
@@ -24,7 +24,7 @@ from vlora.cluster.on_ray.settings import Folder, write_private
 _AUTHORITY = "vlora cluster"
 _VALID = datetime.timedelta(days=3650)
 _MOST_ADDRESSES = 256
-_CLOCKS = datetime.timedelta(days=1)  # by which the clocks of machines may differ
+_CLOCKS = datetime.timedelta(days=1)  # by which the clock of a machine may be behind the head's
 
 
 def own_addresses() -> tuple[str, ...]:
@@ -49,15 +49,26 @@ class Certificates(msgspec.Struct, frozen=True):
                 os.unlink(path)
             write_private(path, text)
 
+    @property
+    def validity(self) -> tuple[datetime.datetime, datetime.datetime]:
+        """From when until when the machine's certificate is valid."""
+        cert = x509.load_pem_x509_certificate(self.cert.encode())
+        return cert.not_valid_before_utc, cert.not_valid_after_utc
+
+
+def utc_now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC)
+
 
 class Authority:
     """Signs certificates until the end of this process. Its key is in memory only."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], datetime.datetime] = utc_now) -> None:
+        self.clock = clock
         self._key = ec.generate_private_key(ec.SECP256R1())
         name = _name(_AUTHORITY)
         self._cert = (
-            _builder(name, name, self._key.public_key())
+            self._builder(name, name, self._key.public_key())
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
             .sign(self._key, hashes.SHA256())
         )
@@ -75,7 +86,7 @@ class Authority:
             except ValueError:
                 names.append(x509.DNSName(each))
         cert = (
-            _builder(_name(host), self._cert.subject, key.public_key())
+            self._builder(_name(host), self._cert.subject, key.public_key())
             .add_extension(x509.SubjectAlternativeName(names), critical=False)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(
@@ -89,22 +100,23 @@ class Authority:
         )
         return Certificates(_pem(cert), private.decode(), _pem(self._cert))
 
+    def _builder(
+        self, subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey
+    ) -> x509.CertificateBuilder:
+        now = self.clock()
+        return (
+            x509.CertificateBuilder()
+            .subject_name(subject)
+            .issuer_name(issuer)
+            .public_key(key)
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - _CLOCKS)
+            .not_valid_after(now + _VALID)
+        )
+
 
 def _name(text: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:64])])
-
-
-def _builder(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
-    now = datetime.datetime.now(datetime.UTC)
-    return (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(issuer)
-        .public_key(key)
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - _CLOCKS)
-        .not_valid_after(now + _VALID)
-    )
 
 
 def _pem(cert: x509.Certificate) -> str:

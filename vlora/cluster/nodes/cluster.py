@@ -95,7 +95,7 @@ class NodesCluster(LocalCluster):
         entered = contextlib.ExitStack()
         entered.callback(membership.close)
         try:
-            entered.enter_context(registered(FRONT_END, str(plan.head)))(folder)
+            entered.enter_context(registered(FRONT_END, str(plan.head))).note(folder)
             await membership.ask()
             if membership.facts.plan != plan.digest:
                 raise BadConfig(

@@ -6,6 +6,7 @@ The line is that of replicas (`door`): TLS, proof of the token, and one version 
 from __future__ import annotations
 
 import asyncio
+import datetime
 import platform
 import socket
 from collections.abc import Callable
@@ -15,13 +16,14 @@ import msgspec
 
 from vlora.cluster.door import Address, Certificate, Door, Inbox, open_proved
 from vlora.cluster.handshake import Hello
-from vlora.cluster.nodes.certificates import Authority, Certificates, own_addresses
+from vlora.cluster.nodes.certificates import Authority, Certificates, own_addresses, utc_now
 from vlora.cluster.nodes.token import derived
 from vlora.engine.ipc.transport import ClientTransport
 from vlora.errors import BadConfig, Disconnected, Unauthorized, VLoraError
 from vlora.types import ErrorValue
 
 _BEAT_S = 1.0
+_SHOWN_TIME = "%Y-%m-%d %H:%M"
 
 
 class Adapter(msgspec.Struct, frozen=True):
@@ -71,11 +73,17 @@ class Join(msgspec.Struct, frozen=True, tag=True):
 
 
 class Admitted(msgspec.Struct, frozen=True, tag=True):
-    """The head's answer. host: the machine's address."""
+    """The head's answer.
+
+    Attributes:
+        host: The machine's address.
+        clock: Of the head, which the certificates are issued by.
+    """
 
     host: str
     facts: Facts
     certificates: Certificates
+    clock: datetime.datetime
 
 
 class Denied(msgspec.Struct, frozen=True, tag=True):
@@ -92,7 +100,11 @@ def python_version() -> str:
 
 
 class HeadDoor:
-    """The head's end. Created by `open`."""
+    """The head's end. Created by `open`.
+
+    Attributes:
+        had_front_end: Whether the cluster's front end was connected at any time.
+    """
 
     def __init__(
         self, authority: Authority, facts: Callable[[], Facts | None], announce: Callable[[str], None]
@@ -100,6 +112,7 @@ class HeadDoor:
         self._authority = authority
         self._facts = facts
         self._announce = announce
+        self.had_front_end = False
         self._front_end: str | None = None  # its address
         self._lines: set[ClientTransport] = set()
         self._door: Door
@@ -135,6 +148,11 @@ class HeadDoor:
     def port(self) -> int:
         return self._door.port
 
+    @property
+    def has_front_end(self) -> bool:
+        """Whether the cluster's front end is connected."""
+        return self._front_end is not None
+
     def close(self) -> None:
         self._door.close()
         self.drop()
@@ -158,14 +176,14 @@ class HeadDoor:
             error = BadConfig(f"the cluster has a front end already, at {other}; end it before you start another one")
             reply = Denied(ErrorValue.of(error))
         else:
-            reply = Admitted(host, facts, self._authority.issue(host, join.addresses))
+            reply = Admitted(host, facts, self._authority.issue(host, join.addresses), self._authority.clock())
             self._announce(f"{host} joins{' with the front end' if join.front_end else ''}")
         transport.send(_encode(reply))
         if isinstance(reply, Denied):
             transport.close_after_sending()
             return
         if join.front_end:
-            self._front_end = host
+            self._front_end, self.had_front_end = host, True
         self._lines.add(transport)
         notice_a_lost_peer(transport)
         transport.closed.add_done_callback(lambda closed: self._left(transport, closed, front_end=join.front_end))
@@ -226,6 +244,23 @@ async def ask_head(
         raise Unauthorized(f"the head at {address} has another token; copy its token file to this machine") from error
     except Disconnected as error:
         raise Disconnected(f"{error}; `vlora cluster up` starts a head") from error
+
+
+def check_clock(found: Admitted, clock: datetime.datetime | None = None) -> None:
+    """Raises BadConfig if the certificates are not valid by this machine's clock: Ray would refuse them without a line.
+
+    Args:
+        clock: The time here; None: the present one.
+    """
+    clock = clock or utc_now()
+    begin, end = found.certificates.validity
+    if begin <= clock <= end:
+        return
+    raise BadConfig(
+        f"the clock of this machine shows {clock:{_SHOWN_TIME}} UTC, that of the head {found.clock:{_SHOWN_TIME}} UTC, "
+        f"so the cluster's certificates {'are not valid yet' if clock < begin else 'have expired'} here; set the wrong "
+        "clock, for example with NTP"
+    )
 
 
 def check_versions(facts: Facts, ray: str) -> None:

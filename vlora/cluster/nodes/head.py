@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.metadata
 import os
 import secrets
@@ -18,11 +19,14 @@ from vlora.cluster.nodes.content import adapter_digest, model_digest
 from vlora.cluster.nodes.greeting import Adapter, Facts, HeadDoor, python_version
 from vlora.cluster.nodes.node import Machine, close_run, new_folder, new_key, until_stopped, write_files
 from vlora.cluster.nodes.plan import ClusterPlan, absolute_adapters
-from vlora.cluster.nodes.runs import HEAD, registered
+from vlora.cluster.nodes.runs import HEAD, end_run, registered
+from vlora.cluster.nodes.token import derived
 from vlora.cluster.on_ray import node_settings
 from vlora.cluster.on_ray.log_pipe import LogPipe
+from vlora.cluster.on_ray.own_processes import replica_processes
 from vlora.cluster.on_ray.processes import RayNode, RayStart
-from vlora.cluster.on_ray.settings import Ports, is_free
+from vlora.cluster.on_ray.settings import Folder, Ports, is_free
+from vlora.cluster.on_ray.site import Site
 from vlora.errors import BadConfig
 
 
@@ -76,7 +80,10 @@ async def run_head(
     announce: Callable[[str], None],
     stop: asyncio.Event,
 ) -> None:
-    """Run the head of a cluster until stopped. Then its Ray and the replicas on this machine end.
+    """Run the head of a cluster until stopped. Then its Ray ends.
+
+    The replicas on this machine end too, unless a front end uses them: they outlive this process then, however it ends,
+    and the next head of this address takes them over.
 
     Args:
         announce: Called with a line for the start and for each machine that joins.
@@ -84,9 +91,9 @@ async def run_head(
     Raises:
         VLoraError: Ray does not start, or the address cannot be used.
     """
-    with registered(HEAD, str(plan.head)) as note:
-        head = _Head(plan, token, facts, machine, announce)
-        note(head.folder)
+    with registered(HEAD, str(plan.head)) as entry:
+        head = _Head(plan, token, facts, machine, announce, entry.former)
+        entry.note(head.folder)
         try:
             await head.open()
             await until_stopped(stop, head.ray.start())
@@ -97,20 +104,44 @@ async def run_head(
                 announce(f"other machines join with: vlora cluster join {plan.head} --token-file {file}")
                 await stop.wait()
         finally:
-            await head.close()
+            entry.stays = await head.close()
+
+
+def taken_over(former: Folder, token: bytes, host: str) -> str | None:
+    """Continue with the folder of an earlier head that has left replicas.
+
+    Returns:
+        The key of its machine, by which a front end finds the replicas; None if they were ended, since this head has
+        another token or address.
+    """
+    with contextlib.suppress(OSError, msgspec.MsgspecError):  # without files, if it was killed while it began
+        site = Site.of(former)
+        if site.host == host and former.secret() == derived(token, "doors").encode():
+            return site.key
+    end_run(former)
+    return None
 
 
 class _Head:
     """A head's Ray, its door, and their files."""
 
     def __init__(
-        self, plan: ClusterPlan, token: bytes, facts: Facts, machine: Machine, announce: Callable[[str], None]
+        self,
+        plan: ClusterPlan,
+        token: bytes,
+        facts: Facts,
+        machine: Machine,
+        announce: Callable[[str], None],
+        former: Folder | None,
     ) -> None:
+        """former: The folder of an earlier head, if replicas of it serve on."""
         self.ports = Ports(plan.ray_ports.first, plan.replicas.limit)
         self._plan, self._token, self._facts, self._machine, self._announce = plan, token, facts, machine, announce
-        self._key = new_key()
-        self.folder = new_folder(token)
-        self.ray = RayNode(self.folder, self._prepare)
+        key = None if former is None else taken_over(former, token, machine.host)
+        self._takes_over = key is not None
+        self._key = key or new_key()
+        self.folder = new_folder(token) if former is None or key is None else former
+        self.ray = RayNode(self.folder, self._prepare, keeps_replicas=True)
         self._door: HeadDoor | None = None
         self._log: LogPipe | None = None
 
@@ -124,10 +155,17 @@ class _Head:
         address = Address(host, self._plan.head.port)
         self._door = await HeadDoor.open(address, self._token, certificate, authority, self._known, self._announce)
 
-    async def close(self) -> None:
+    async def close(self) -> bool:
+        """End Ray, and the replicas unless they are in use. Returns whether they serve on."""
+        used = self._takes_over  # from a front end that has not come back since
         if self._door is not None:
+            used = self._door.has_front_end or (used and not self._door.had_front_end)
             self._door.close()
-        await close_run(self.ray, self.folder, self._log)
+        used = used and bool(replica_processes(self.folder))
+        await close_run(self.ray, self.folder, self._log, keeps_replicas=used)
+        if used:
+            self._announce("the replicas on this machine serve on; `vlora cluster down` ends them")
+        return used
 
     def _known(self) -> Facts | None:
         return self._facts if self.ray.runs else None

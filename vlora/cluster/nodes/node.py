@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from vlora.cluster.door import Address
 from vlora.cluster.nodes.certificates import Certificates
 from vlora.cluster.nodes.content import adapter_digest, model_digest
-from vlora.cluster.nodes.greeting import Admitted, Facts, ask_head, check_content, check_versions
+from vlora.cluster.nodes.greeting import Admitted, Facts, ask_head, check_clock, check_content, check_versions
 from vlora.cluster.nodes.runs import NODE, registered
 from vlora.cluster.nodes.token import derived
 from vlora.cluster.on_ray import node_settings
@@ -114,12 +114,13 @@ class Membership:
         self._run = ""  # of the Ray that this one belongs to
 
     async def ask(self) -> Admitted:
-        """Ask the head, for the next start of Ray. Raises as `ask_head` and `check_versions`."""
+        """Ask the head, for the next start of Ray. Raises as `ask_head`, `check_versions`, `check_clock`."""
         async with self._asking:
             self.close()
             found, line = await ask_head(self._address, self._token, self._machine.host, front_end=self._front_end)
             try:
                 check_versions(found.facts, importlib.metadata.version("ray"))
+                check_clock(found)
             except BadConfig:
                 line.close()
                 raise
@@ -196,10 +197,10 @@ async def run_node(
     Raises:
         VLoraError: The machine cannot join.
     """
-    with registered(NODE, str(address)) as note:
+    with registered(NODE, str(address)) as entry:
         membership = Membership(address, token, machine)
         folder = membership.folder
-        note(folder)
+        entry.note(folder)
         ray = RayNode(folder, membership.prepare)
         replicas_log: LogPipe | None = None
         try:
@@ -232,10 +233,14 @@ async def until_stopped(stop: asyncio.Event, starting: Coroutine[Any, Any, None]
         task.result()
 
 
-async def close_run(ray: RayNode, folder: Folder, replicas_log: LogPipe | None) -> None:
-    """End Ray and the replicas of this machine, and remove their files."""
+async def close_run(
+    ray: RayNode, folder: Folder, replicas_log: LogPipe | None, *, keeps_replicas: bool = False
+) -> None:
+    """End Ray and the replicas of this machine, and remove their files. keeps_replicas: end Ray only."""
     await ray.close()
-    await asyncio.to_thread(end_all, folder)
+    if not keeps_replicas:
+        await asyncio.to_thread(end_all, folder)
     if replicas_log is not None:
         replicas_log.close()
-    folder.remove()
+    if not keeps_replicas:
+        folder.remove()

@@ -1,7 +1,8 @@
 """The heads, nodes and front ends that a user runs on this machine, for `vlora cluster down`, which ends no others.
 
 Each locks a file with its process id while it runs. The system releases the lock at any end, so an id in a locked file
-is never that of another process.
+is never that of another process. A file without a lock has the folder of one that was killed, or of a head that has
+ended while its replicas serve on.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
-from vlora.cluster.on_ray.own_processes import end_all
+from vlora.cluster.on_ray.own_processes import end_all, end_ray, replica_processes
 from vlora.cluster.on_ray.settings import Folder
 from vlora.errors import BadConfig
 
@@ -54,12 +56,33 @@ def runs_folder() -> Path:
     return folder
 
 
-@contextlib.contextmanager
-def registered(kind: str, address: str) -> Iterator[Callable[[Folder], None]]:
-    """Be found by `running` for the block. What is left of an earlier one that was killed with all its processes goes.
+class Entry:
+    """The file of a run.
 
-    Yields:
-        A function that notes the folder of the run.
+    Attributes:
+        former: The folder of an earlier head, if replicas of it serve on; None otherwise.
+        stays: Whether the file stays at the end, since replicas serve on.
+    """
+
+    def __init__(self, file: BinaryIO, kind: str, address: str) -> None:
+        self.former: Folder | None = None
+        self.stays = False
+        self._file = file
+        self._run = Run(kind, address, os.getpid())
+
+    def note(self, folder: Folder | None) -> None:
+        """Write the folder of the run."""
+        self._file.seek(0)
+        self._file.truncate()
+        self._file.write(msgspec.json.encode(msgspec.structs.replace(self._run, folder=folder)))
+        self._file.flush()
+
+
+@contextlib.contextmanager
+def registered(kind: str, address: str) -> Iterator[Entry]:
+    """Be found by `running` for the block.
+
+    Processes and files of an earlier one that was killed are removed, except for the replicas of a head.
 
     Raises:
         BadConfig: One of this kind runs already on this machine for the address.
@@ -71,21 +94,25 @@ def registered(kind: str, address: str) -> Iterator[Callable[[Folder], None]]:
         if not is_locked:
             by = f" (process {found.pid})" if found else ""
             raise BadConfig(f"a {kind} of {address} runs already on this machine{by}; `vlora cluster down` ends it")
-
-        def write(folder: Folder | None) -> None:
-            file.seek(0)
-            file.truncate()
-            file.write(msgspec.json.encode(Run(kind, address, os.getpid(), folder)))
-            file.flush()
-
+        entry = Entry(file, kind, address)
         if found is not None and found.folder is not None:
-            end_all(found.folder)
-            found.folder.remove()
-        write(None)
+            if kind == HEAD and replica_processes(found.folder):
+                end_ray(found.folder)
+                entry.former = found.folder
+            else:
+                end_run(found.folder)
+        entry.note(entry.former)
         try:
-            yield write
+            yield entry
         finally:
-            file.truncate(0)
+            if not entry.stays:
+                file.truncate(0)
+
+
+def end_run(folder: Folder) -> None:
+    """End what is left of a run, and remove its files."""
+    end_all(folder)
+    folder.remove()
 
 
 def running() -> list[Run]:
@@ -108,6 +135,20 @@ def end(run: Run, timeout_s: float) -> bool:
             return False
         time.sleep(_LOOK_S)
     return True
+
+
+def end_left() -> list[Run]:
+    """End what killed runs have left on this machine, and the replicas of heads that have ended. Returns their runs."""
+    found = []
+    for path in sorted(runs_folder().iterdir()):
+        with path.open("r+b") as file:
+            # With the lock, so that no later head takes the replicas over meanwhile.
+            if _lock(file.fileno(), fcntl.LOCK_EX) and (run := _read(file.read())):
+                if run.folder is not None:
+                    end_run(run.folder)
+                file.truncate(0)
+                found.append(run)
+    return found
 
 
 def _read(data: bytes) -> Run | None:

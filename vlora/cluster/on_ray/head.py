@@ -1,7 +1,8 @@
 """The process that runs Ray on a machine, and ends all that belongs to it and nothing else.
 
 Run as `python -m vlora.cluster.on_ray.head`, with a `HeadSettings` on stdin (`framing`). It writes a `HeadReport` to
-stdout, and ends Ray and the replicas when stdin ends. If Ray ends, so does this process, but replicas serve on.
+stdout, and ends Ray and the replicas when stdin ends, or only Ray where the settings say so. If Ray ends, so does this
+process, but replicas serve on.
 `ray stop` is never used: it ends every Ray of the machine.
 """
 
@@ -44,6 +45,8 @@ def wait_started(output: IO[str], lines: deque[str]) -> bool:
 def main() -> None:
     settings = framing.read(sys.stdin.buffer, HeadSettings)
     end_ray(settings.folder)  # of a head that was killed
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(settings.folder.last_address)
     ray = subprocess.Popen(
         settings.command,
         stdin=subprocess.DEVNULL,
@@ -64,7 +67,7 @@ def main() -> None:
             ray.wait(_STOP_S)
         except subprocess.TimeoutExpired:
             ray.kill()
-    if closed.is_set():
+    if closed.is_set() and not settings.keeps_replicas:
         end_all(settings.folder)
         settings.folder.remove()
     else:

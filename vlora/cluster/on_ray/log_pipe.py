@@ -14,7 +14,8 @@ class LogPipe:
     """Copies lines from a named pipe to stderr. Belongs to the running event loop."""
 
     def __init__(self, path: str) -> None:
-        os.mkfifo(path, 0o600)
+        with contextlib.suppress(FileExistsError):  # replicas of a former process write to it
+            os.mkfifo(path, 0o600)
         # Open for writing too, so that it does not end with the last replica.
         self._file = os.open(path, os.O_RDWR | os.O_NONBLOCK)
         self._rest = b""

@@ -121,17 +121,21 @@ class RayNode:
         runs: Whether Ray has started in it.
     """
 
-    def __init__(self, folder: Folder, prepare: Callable[[], Awaitable[RayStart]]) -> None:
+    def __init__(
+        self, folder: Folder, prepare: Callable[[], Awaitable[RayStart]], *, keeps_replicas: bool = False
+    ) -> None:
         """Start nothing yet.
 
         Args:
             prepare: Called before each start. Its errors are those of a start that fails.
+            keeps_replicas: Only Ray ends with this process, and replicas serve on.
         """
         self.ports = Ports(0, 0)
         self.head: Process | None = None
         self.runs = False
         self._folder = folder
         self._prepare = prepare
+        self._keeps_replicas = keeps_replicas
         self._start: RayStart
         self._running: asyncio.Task[None] | None = None
 
@@ -166,7 +170,7 @@ class RayNode:
     async def _start_head(self) -> None:
         start = self._start = await self._prepare()
         self.ports = start.ports
-        settings = HeadSettings(self._folder, tuple(start.command))
+        settings = HeadSettings(self._folder, tuple(start.command), self._keeps_replicas)
         self.head = await Process.start("vlora.cluster.on_ray.head", settings, start.environ)
         problem = "it ended"
         with contextlib.suppress(asyncio.IncompleteReadError):

@@ -12,10 +12,16 @@ from vlora.types import ErrorValue
 
 
 class HeadSettings(msgspec.Struct, frozen=True):
-    """Settings of the head's process. command: runs Ray."""
+    """Settings of the head's process.
+
+    Attributes:
+        command: Runs Ray.
+        keeps_replicas: The replicas and the folder outlive its stdin.
+    """
 
     folder: Folder
     command: tuple[str, ...]
+    keeps_replicas: bool = False
 
 
 class HeadReport(msgspec.Struct, frozen=True):

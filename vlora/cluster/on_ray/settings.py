@@ -194,6 +194,13 @@ class Folder(NamedTuple):
         """A named pipe."""
         return f"{self.path}/log"
 
+    @property
+    def last_address(self) -> str:
+        """Written by Ray: the address of the control service. Ray does not start one there again while any process of
+        this machine uses the former one, as the Ray of a front end does.
+        """
+        return f"{self.path}/ray_current_cluster"
+
     def secret(self) -> bytes:
         return Path(self.secret_file).read_bytes()
 

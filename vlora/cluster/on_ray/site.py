@@ -52,6 +52,11 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
         path = environ.get(SITE_VARIABLE)
         return None if path is None else msgspec.json.decode(Path(path).read_bytes(), type=cls)
 
+    @classmethod
+    def of(cls, folder: Folder) -> Site:
+        """The site of a folder. Raises OSError or MsgspecError if it has none."""
+        return msgspec.json.decode(Path(folder.site_file).read_bytes(), type=cls)
+
     def environ(self, slot: int, num_gpus: int) -> dict[str, str | None]:
         """The variables of the replica in a slot that differ from those of Ray's workers."""
         return {

@@ -184,10 +184,13 @@ class EngineClient:
 
     # -- for a router -------------------------------------------------------------------------------------------------
 
-    async def keep_adapters(self, versions: Mapping[str, Collection[str]]) -> None:
-        """Keep these contents by name when others replace them, and no others: answers may continue with them."""
+    async def keep_adapters(self, versions: Mapping[str, Collection[str]]) -> Mapping[str, Collection[str]]:
+        """Keep these contents by name when others replace them, and no others: answers may continue with them.
+
+        Returns those of them that the engine has.
+        """
         kept = {name: tuple(contents) for name, contents in versions.items()}
-        await self._call(messages.KeepAdapters(next(self._call_ids), kept))
+        return (await self._call(messages.KeepAdapters(next(self._call_ids), kept))).contents
 
     def watch_load(self, every_s: float, on_change: Callable[[EngineLoad, int], None]) -> None:
         """Call `on_change` with the engine's load now and after changes, at most once in `every_s` seconds.

@@ -43,7 +43,10 @@ class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
 
 
 class KeepAdapters(msgspec.Struct, frozen=True, tag=True):
-    """From now on, keep these versions by name when other content replaces them, and no others."""
+    """From now on, keep these versions by name when other content replaces them, and no others.
+
+    The reply has those of them that the engine has.
+    """
 
     call_id: int
     versions: dict[str, tuple[str, ...]]
@@ -163,6 +166,7 @@ class Reply(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     call_id: int
     error: ErrorValue | None = None
     adapters: tuple[AdapterStatus, ...] = ()
+    contents: dict[str, tuple[str, ...]] = {}
     trainings: tuple[TrainingStatus, ...] = ()
     stats: EngineStats | None = None
     snapshot: EngineSnapshot | None = None

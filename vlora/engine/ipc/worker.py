@@ -225,8 +225,7 @@ class EngineWorker:
                 self._engine.register_adapters(call.paths, call.versions)
                 return messages.Reply(call_id=call.call_id)
             case messages.KeepAdapters():
-                self._engine.keep_adapters(call.versions)
-                return messages.Reply(call_id=call.call_id)
+                return messages.Reply(call_id=call.call_id, contents=self._engine.keep_adapters(call.versions))
             case messages.UnloadAdapter():
                 self._send_outputs(self._engine.unload_adapter(call.name, call.drain))
                 return messages.Reply(call_id=call.call_id)

@@ -14,8 +14,8 @@ from vlora.errors import UnknownStream
 from vlora.server.console.feed import SnapshotFeed
 from vlora.server.console.files import CONSOLE_FILES, HEADERS, read_file
 from vlora.server.frontend import FrontEnd
-from vlora.server.learning.door import is_admin
-from vlora.server.security.access import Access
+from vlora.server.security.access import Access, is_admin
+from vlora.server.security.public_errors import value_for
 from vlora.server.streams.registry import WatchedStream
 
 _PRIVATE = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
@@ -51,7 +51,7 @@ class ConsoleRoutes:
                 each if is_admin(caller) else each.without_cause() for each in self._front_end.replicas.statuses
             ],
             "num_streams": len(streams),
-            "streams": [_stream_json(stream) for stream in streams if _may_see(caller, stream)],
+            "streams": [_stream_json(stream, caller) for stream in streams if _may_see(caller, stream)],
             "admin": is_admin(caller),
             "draining": self._front_end.draining,
             "learns": self._front_end.learning is not None,
@@ -98,7 +98,7 @@ def _may_see(caller: Token | None, stream: WatchedStream) -> bool:
     return caller is None or caller.admin or stream.owner == caller.name
 
 
-def _stream_json(watched: WatchedStream) -> dict[str, Any]:
+def _stream_json(watched: WatchedStream, caller: Token | None) -> dict[str, Any]:
     stream, last = watched.stream, watched.stream.last_result
     labels = [] if last is None else [each.label for each in last.answers if each.label is not None]
     return {
@@ -123,6 +123,6 @@ def _stream_json(watched: WatchedStream) -> dict[str, Any]:
             "latency_s": last.latency_s,
             "label": "; ".join(labels) or None,
             "confidence": last.answer.confidence if last.answer is not None and len(labels) == 1 else None,
-            "problem": last.dropped or (None if last.error is None else last.error.message),
+            "problem": last.dropped or (None if last.error is None else value_for(last.error, caller).message),
         },
     }

@@ -10,9 +10,10 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import field_validator
 
 from vlora.server.frontend import FrontEnd
-from vlora.server.http.middleware import CLUSTER_PATHS, caller_of
+from vlora.server.http.callers import caller_of
+from vlora.server.http.middleware import CLUSTER_PATHS
 from vlora.server.http.sampling_fields import StrictModel
-from vlora.server.learning.door import is_admin
+from vlora.server.security.access import is_admin
 from vlora.types.replicas import ClusterStatus
 
 Wait = Annotated[float, Query(ge=0, le=30, allow_inf_nan=False)]

@@ -12,6 +12,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from vlora.errors import Aborted, BadRequest, DeadlineUnreachable, OverCapacity, Unauthorized, VLoraError
+from vlora.server.http.callers import caller_of
+from vlora.server.security.public_errors import error_for
 from vlora.wording import json_errors, pydantic_errors
 
 log = logging.getLogger(__name__)
@@ -62,7 +64,8 @@ def add_error_handlers(app: FastAPI) -> None:
     app.exception_handler(Exception)(_on_internal_error)
 
 
-async def _on_vlora_error(_: Request, error: VLoraError) -> Response:
+async def _on_vlora_error(request: Request, error: VLoraError) -> Response:
+    error = error_for(error, caller_of(request))
     return error_response(error, param=error.field if isinstance(error, BadRequest) else None)
 
 
@@ -73,7 +76,7 @@ async def _on_invalid_body(_: Request, error: RequestValidationError) -> Respons
 
 async def _on_http_error(request: Request, error: HTTPException) -> Response:
     if isinstance(error.__cause__, VLoraError):
-        return error_response(error.__cause__)
+        return error_response(error_for(error.__cause__, caller_of(request)))
     response = error_response(BadRequest(_why(request, error)), status=error.status_code)
     response.headers.update(error.headers or {})
     return response

@@ -6,10 +6,9 @@ import urllib.parse
 
 from fastapi.security.utils import get_authorization_scheme_param
 from starlette.datastructures import Headers
-from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vlora.config import LOOPBACK_HOSTS, ServerConfig, Token
+from vlora.config import LOOPBACK_HOSTS, ServerConfig
 from vlora.errors import BadRequest, Forbidden, OverCapacity, TooLarge, VLoraError
 from vlora.server.console.files import CONSOLE_FILES
 from vlora.server.http.errors import error_response
@@ -33,18 +32,6 @@ def with_checks(app: ASGIApp, access: Access, metrics: Metrics, budget: ByteBudg
     if access.required:
         return _TokenCheck(app, access, metrics)
     return _LoopbackCheck(app, metrics)
-
-
-def caller_of(request: HTTPConnection) -> Token | None:
-    """The caller's token; None where the server has no tokens."""
-    caller: Token | None = getattr(request.state, "caller", None)
-    return caller
-
-
-def tenant(request: HTTPConnection) -> str | None:
-    """The name of the caller's token; None where the server has no tokens."""
-    caller = caller_of(request)
-    return None if caller is None else caller.name
 
 
 class _TokenCheck:

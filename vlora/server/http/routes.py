@@ -18,25 +18,27 @@ from pydantic import Field
 from starlette.types import ASGIApp
 
 from vlora.client.values import Answer, HeadOutcome
+from vlora.config import Token
 from vlora.errors import Aborted, BadRequest, UnknownAdapter, VLoraError, listed
 from vlora.server.console.routes import ConsoleRoutes
 from vlora.server.detokenizer import Piece
 from vlora.server.frontend import FrontEnd
 from vlora.server.head_results import head_json
 from vlora.server.http.body_route import BodyRoute
+from vlora.server.http.callers import caller_of, tenant
 from vlora.server.http.chat_request import MAX_PARTS, ChatRequest
 from vlora.server.http.chat_response import ChatResponseBuilder, event
 from vlora.server.http.cluster_routes import ClusterRoutes
 from vlora.server.http.errors import ErrorBody, add_error_handlers, error_body
-from vlora.server.http.middleware import ADAPTER_PATHS, caller_of, tenant, with_checks
+from vlora.server.http.middleware import ADAPTER_PATHS, with_checks
 from vlora.server.http.sampling_fields import SamplingFields, ServiceLevelFields, StrictModel
 from vlora.server.http.text_completions import CompletionRequest, TextResponseBuilder
 from vlora.server.http.tools import as_messages
 from vlora.server.interleave import interleave
-from vlora.server.learning.door import is_admin
 from vlora.server.learning.routes import LearningRoutes, TrainingRoutes
 from vlora.server.prompts import Conversation, Prompt
-from vlora.server.security.access import Access
+from vlora.server.security.access import Access, is_admin
+from vlora.server.security.public_errors import error_for, outcomes_for, statuses_for
 from vlora.types import AdapterStatus, SamplingParams
 from vlora.types.video import Video
 
@@ -246,7 +248,8 @@ class CompletionRoutes:
             tenant=tenant(request),
         )
         outcomes = await _unless_disconnected(request, answering)
-        return {"object": "list", "data": [_outcome_json(outcome) for outcome in outcomes]}
+        shown = outcomes_for(outcomes, caller_of(request))
+        return {"object": "list", "data": [_outcome_json(outcome) for outcome in shown]}
 
     def _read_prompt(self, body: ChatRequest) -> tuple[Prompt, list[str | Video[str]]]:
         """The conversation with its tools, and the URLs of images and of videos' frames."""
@@ -301,8 +304,9 @@ class AdapterRoutes:
 
         A server with replicas adds where each adapter is.
         """
-        listed = [_adapter_json(status) for status in await self._adapters.list()]
-        places = await self._replicas.adapters_by_name(admin=is_admin(caller_of(request)))
+        caller = caller_of(request)
+        listed = [_adapter_json(status) for status in statuses_for(await self._adapters.list(), caller)]
+        places = await self._replicas.adapters_by_name(admin=is_admin(caller))
         for adapter in listed if places else ():
             adapter["replicas"] = msgspec.to_builtins(places.get(adapter["name"], []))
         return {"object": "list", "data": listed}
@@ -337,7 +341,8 @@ async def _respond(
     if body.stream:
         # Await the first part here, so that an invalid request gets an error status.
         first = await _unless_disconnected(request, anext(parts))
-        events = _events(builder, num_choices, first, parts, include_usage=body.stream_options.include_usage)
+        usage, caller = body.stream_options.include_usage, caller_of(request)
+        events = _events(builder, num_choices, first, parts, include_usage=usage, caller=caller)
         return StreamingResponse(events, media_type="text/event-stream")
     async with contextlib.aclosing(parts):
         answers = await _unless_disconnected(request, _whole(parts, num_choices))
@@ -387,7 +392,13 @@ async def _wait_disconnected(request: Request) -> None:
 
 
 async def _events(
-    builder: ResponseBuilder, num_choices: int, first: tuple[int, Piece | Answer], parts: Parts, *, include_usage: bool
+    builder: ResponseBuilder,
+    num_choices: int,
+    first: tuple[int, Piece | Answer],
+    parts: Parts,
+    *,
+    include_usage: bool,
+    caller: Token | None,
 ) -> AsyncIterator[bytes]:
     # Begin and end events join the next event, because each write wakes the reader.
     pending = b"".join(builder.begin(choice) for choice in range(num_choices))
@@ -405,7 +416,7 @@ async def _events(
             if include_usage:
                 pending += builder.usage([answers[choice] for choice in range(num_choices)])
         except VLoraError as error:
-            pending += event(error_body(error))
+            pending += event(error_body(error_for(error, caller)))
     yield pending + b"data: [DONE]\n\n"
 
 

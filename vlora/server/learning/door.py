@@ -8,6 +8,7 @@ from vlora.config import Token
 from vlora.errors import BadRequest
 from vlora.learning.live_store import Corrector
 from vlora.server.frontend import FrontEnd
+from vlora.server.security.access import is_admin
 from vlora.types.learning import Correction, LearningStatus
 
 if TYPE_CHECKING:
@@ -49,11 +50,6 @@ class LearningDoor:
         if self._front_end.learning is None:
             raise BadRequest("no adapter of this server learns; start it with --learn PLAN")
         return self._front_end.learning
-
-
-def is_admin(caller: Token | None) -> bool:
-    """Whether a caller may see and change everything."""
-    return caller is None or caller.admin
 
 
 def _name(caller: Token | None) -> str:

@@ -9,9 +9,11 @@ from fastapi import FastAPI, Request
 from pydantic import Field
 
 from vlora.server.frontend import FrontEnd, choice_id
-from vlora.server.http.middleware import LEARNING_PATHS, TRAINING_PATHS, caller_of
+from vlora.server.http.callers import caller_of
+from vlora.server.http.middleware import LEARNING_PATHS, TRAINING_PATHS
 from vlora.server.http.sampling_fields import StrictModel
-from vlora.server.learning.door import LearningDoor, is_admin
+from vlora.server.learning.door import LearningDoor
+from vlora.server.security.access import is_admin
 
 _PREFIX = "chatcmpl-"
 

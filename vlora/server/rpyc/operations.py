@@ -7,8 +7,10 @@ from typing import Any, Literal
 
 from vlora.config import Token
 from vlora.server.frontend import FrontEnd
-from vlora.server.learning.door import LearningDoor, is_admin
+from vlora.server.learning.door import LearningDoor
 from vlora.server.rpyc.arguments import bounded_wait_s, checked, positional
+from vlora.server.security.access import is_admin
+from vlora.server.security.public_errors import statuses_for
 from vlora.types import AdapterStatus, TrainingStatus
 from vlora.types.learning import Correction, LearningStatus
 from vlora.types.replicas import AdapterPlace, ClusterStatus
@@ -21,6 +23,9 @@ class Operations:
         self._front_end = front_end
         self._caller = caller
         self._door = LearningDoor(front_end)
+
+    async def adapters(self) -> tuple[AdapterStatus, ...]:
+        return statuses_for(await self._front_end.adapters.list(), self._caller())
 
     async def load_adapter(self, name: Any, path: Any) -> AdapterStatus:
         return await self._front_end.adapters.load(checked("name", name, str), checked("path", path, str))

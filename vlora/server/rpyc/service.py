@@ -43,6 +43,7 @@ from vlora.server.rpyc.operations import Operations
 from vlora.server.rpyc.protocol import StreamedReply
 from vlora.server.security.access import Access
 from vlora.server.security.message_budget import ByteCharge
+from vlora.server.security.public_errors import error_for, outcomes_for, results_for
 from vlora.server.streams.frame_questions import images_per_frame
 from vlora.server.streams.frame_stream import StreamSession
 
@@ -88,7 +89,7 @@ class VLoraService(rpyc.Service):
 
     def exposed_hello(self, *args: Any) -> Future[Reply]:
         """(token or nothing) -> Hello. A valid token authenticates the connection for the other calls."""
-        return asyncio.run_coroutine_threadsafe(self._reply(None, self._hello, args), self._loop)
+        return asyncio.run_coroutine_threadsafe(self._reply(None, None, self._hello, args), self._loop)
 
     def exposed_generate(self, *args: Any) -> Future[Reply]:
         """(call_id, question, images, adapter, sampling pairs, max_latency_s, max_ttft_s, priority) -> Answer
@@ -145,7 +146,7 @@ class VLoraService(rpyc.Service):
 
     def exposed_adapters(self) -> Future[Reply]:
         """Every adapter -> tuple of AdapterStatus"""
-        return self._schedule(self._front_end.adapters.list)
+        return self._schedule(self._operations.adapters)
 
     def exposed_load_adapter(self, name: Any, path: Any) -> Future[Reply]:
         """Register an adapter folder -> AdapterStatus"""
@@ -283,13 +284,14 @@ class VLoraService(rpyc.Service):
 
     async def _ask_heads(self, args: tuple[Any, ...]) -> tuple[HeadOutcome, ...]:
         _, images, heads, max_latency_s, priority = positional("ask_heads", args, 5)
-        return await self._front_end.ask_heads(
+        outcomes = await self._front_end.ask_heads(
             encoded_images(images),
             checked("heads", heads, tuple[tuple[str, str], ...]),
             max_latency_s=checked("max_latency_s", max_latency_s, float | None),
             priority=checked("priority", priority, int),
             tenant=self._tenant,
         )
+        return outcomes_for(outcomes, self._access.check(self._token))
 
     async def _cancel(self, call_id: Any) -> None:
         if (task := self._tasks.get(checked("call_id", call_id, int))) is not None:
@@ -322,7 +324,8 @@ class VLoraService(rpyc.Service):
     async def _pull_results(self, args: tuple[Any, ...]) -> FrameResults:
         stream_id, acknowledged, wait_s = positional("pull_results", args, 3)
         number = checked("acknowledged", acknowledged, int)
-        return await self._frame_stream(stream_id).pull(number, bounded_wait_s(wait_s))
+        found = await self._frame_stream(stream_id).pull(number, bounded_wait_s(wait_s))
+        return results_for(found, self._access.check(self._token))
 
     async def _end_frames(self, args: tuple[Any, ...]) -> None:
         self._frame_stream(positional("end_frames", args, 1)[0]).end()
@@ -340,12 +343,14 @@ class VLoraService(rpyc.Service):
     ) -> Reply:
         """Check the token, then call the method. Checked with every call: a token may expire during a connection."""
         try:
-            self._access.check(self._token, admin=admin)
+            caller = self._access.check(self._token, admin=admin)
         except VLoraError as error:
             return failure(error)
-        return await self._reply(call_id, method, *args)
+        return await self._reply(caller, call_id, method, *args)
 
-    async def _reply(self, call_id: tuple[Any, ...] | None, method: Callable[..., Awaitable[Any]], *args: Any) -> Reply:
+    async def _reply(
+        self, caller: Token | None, call_id: tuple[Any, ...] | None, method: Callable[..., Awaitable[Any]], *args: Any
+    ) -> Reply:
         """The outcome of a call as a value."""
         limit_s = self._front_end.config.request_timeout_s + 1  # the front end bounds requests already
         number: int | None = None
@@ -359,7 +364,7 @@ class VLoraService(rpyc.Service):
         except TimeoutError:
             return failure(DeadlineMissed(f"the call took longer than {limit_s:g} s"))
         except Exception as error:
-            return failure(to_vlora_error(error))
+            return failure(error_for(to_vlora_error(error), caller))
         finally:
             if number is not None:
                 del self._tasks[number]

@@ -24,6 +24,11 @@ def _now() -> datetime.datetime:
     return datetime.datetime.now(datetime.UTC)
 
 
+def is_admin(caller: Token | None) -> bool:
+    """Whether a caller may see and change everything. None: a server without tokens."""
+    return caller is None or caller.admin
+
+
 class Access:
     """Compares a caller's token with every known token in constant time. Without tokens every call is allowed."""
 

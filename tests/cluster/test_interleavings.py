@@ -1,0 +1,396 @@
+"""Random orders of a cluster's events, message by message: no request waits for ever, and none runs twice.
+
+Each message, end of a replica and decision is an event of its own, so also those orders occur that take a process or a
+network some luck.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+
+import pytest
+
+from tests.cluster.in_process import run_virtually
+from vlora.cluster.flight import Flight
+from vlora.cluster.flights import Flights
+from vlora.cluster.status import Events
+from vlora.errors import Aborted, BadAdapter, EngineDead
+from vlora.routing import Room, Router
+from vlora.types import ErrorValue, FinishReason, Request, RequestOutput, SamplingParams, Timings
+
+NUM_ORDERS = 1000
+NUM_EVENTS = 150
+EVENTS = (
+    "ask",
+    "take",
+    "step",
+    "deliver",
+    "cancel",
+    "abandon",
+    "drain",
+    "resume",
+    "consolidate",
+    "refuse",
+    "die",
+    "remove",
+    "shrink",
+    "leave",
+    "join",
+)
+BROKEN = "broken on a"  # an adapter
+TIMES = Timings(
+    queue_s=0.0,
+    ttft_s=0.0,
+    latency_s=0.0,
+    num_prompt_tokens=1,
+    num_completion_tokens=0,
+    num_preemptions=0,
+    steps_by_mode={},
+)
+
+
+class Line:
+    """In place of an `EngineClient`: its engine takes one message at a time, and so does the front end."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.cause: str | None = None
+        self.to_engine: list[Request | str] = []  # a string cancels
+        self.to_front: list[RequestOutput] = []
+        self.running: dict[str, tuple[Request, int]] = {}  # with the number of tokens
+        self._streams: dict[str, Callable[[RequestOutput], None]] = {}
+
+    def submit(self, request: Request, on_output: Callable[[RequestOutput], None]) -> None:
+        assert self.cause is None and request.request_id not in self._streams
+        self._streams[request.request_id] = on_output
+        self.to_engine.append(request)
+
+    def post_cancel(self, request_id: str) -> None:
+        if self.cause is None:
+            self.to_engine.append(request_id)
+
+    def abandon(self, request_id: str) -> None:
+        if self._streams.pop(request_id, None) is not None:
+            self.post_cancel(request_id)
+
+    def end(self) -> None:
+        """The line is lost."""
+        self.cause = "lost"
+        streams, self._streams = self._streams, {}
+        dead = ErrorValue.of(EngineDead(self.cause))
+        for request_id, on_output in streams.items():
+            on_output(RequestOutput(request_id=request_id, finish_reason="error", error=dead))
+
+    def take(self) -> None:
+        """The engine takes a message."""
+        message = self.to_engine.pop(0)
+        if isinstance(message, str):
+            if self.running.pop(message, None) is not None:
+                self._end(message, "cancelled", Aborted("cancelled"))
+        elif message.adapter == BROKEN and self.name == "a":
+            self._end(message.request_id, "error", BadAdapter("there is no such file"))
+        else:
+            self.running[message.request_id] = message, len(message.answered)
+
+    def step(self) -> None:
+        for request_id, (request, place) in tuple(self.running.items()):
+            if place + 1 < request.sampling.max_tokens:
+                self.running[request_id] = request, place + 1
+                self.to_front.append(RequestOutput(request_id=request_id, token_ids=(place,)))
+            else:
+                del self.running[request_id]
+                self._end(request_id, "length", tokens=(place,))
+
+    def deliver(self) -> None:
+        """The front end takes a message."""
+        output = self.to_front.pop(0)
+        if (on_output := self._streams.get(output.request_id)) is not None:
+            if output.finished:
+                del self._streams[output.request_id]
+            on_output(output)
+
+    def _end(
+        self,
+        request_id: str,
+        reason: FinishReason,
+        error: Aborted | BadAdapter | None = None,
+        tokens: tuple[int, ...] = (),
+    ) -> None:
+        value = None if error is None else ErrorValue.of(error)
+        self.to_front.append(
+            RequestOutput(request_id=request_id, token_ids=tokens, finish_reason=reason, error=value, timings=TIMES)
+        )
+
+
+class Adapters:
+    """In place of `ReplicatedAdapters`."""
+
+    def __init__(self, bar: Callable[[str, str], None]) -> None:
+        self._bar = bar
+        self.homes = ("a", "b", "c")
+        self.former = self
+
+    def __contains__(self, adapter: object) -> bool:
+        return adapter == BROKEN
+
+    def request_ended(self, request_id: str) -> None:
+        pass
+
+    def began(self, name: str, version: str) -> None:
+        pass
+
+    def cause_of(self, adapter: str | None) -> None:
+        pass
+
+    def refused(self, replica: str, adapter: str, error: ErrorValue) -> None:
+        self._bar(replica, adapter)
+
+
+class Fleet:
+    """Replicas by name, and what the front end's event loop has still to do about their ends."""
+
+    def __init__(self, rule: str) -> None:
+        self.router = Router(rule, over=1.0)
+        self.lines: dict[str, Line] = {}
+        self.left: dict[str, Callable[[], None]] = {}  # the next step of a replica's end
+        self.flights = Flights(
+            self.router,
+            Events(),
+            lambda name: None if name is None else self.lines.get(name),  # type: ignore[arg-type, return-value]
+            Adapters(self._bar),  # type: ignore[arg-type]
+        )
+
+    def _bar(self, replica: str, adapter: str) -> None:
+        if replica in self.router.replicas:
+            self.flights.send(self.router.bar(replica, adapter))
+
+    def join(self, name: str) -> None:
+        self.lines[name] = Line(name)
+        self.flights.send(self.router.join(name, Room(max_batch_size=4, blocks=24)))
+
+    def drain(self, name: str, draining: bool) -> None:
+        self.flights.send(self.router.drain(name, draining))
+
+    def die(self, name: str) -> None:
+        """The line is lost, and the replica leaves in a later round of the event loop."""
+        line = self.lines[name]
+
+        def leave() -> None:
+            del self.lines[name], self.left[name]
+            self.flights.replica_left(name, "lost", died=True)
+
+        self.left[name] = leave
+        line.end()
+
+    def remove(self, name: str) -> None:
+        """An operator removes it: no client at first, then the line ends, then it leaves."""
+        line = self.lines.pop(name)
+
+        def leave() -> None:
+            del self.left[name]
+            self.flights.replica_left(name, "removed", died=False)
+
+        def end() -> None:
+            self.left[name] = leave
+            line.end()
+
+        self.left[name] = end
+
+
+class Order:
+    """One random order of events, some of which are frequent and others rare: each order differs in that too."""
+
+    def __init__(self, seed: int) -> None:
+        self.draws = random.Random(seed)
+        self.weights = [2 ** self.draws.uniform(-3, 3) for _ in EVENTS]
+        self.fleet = Fleet(self.draws.choice(["placed", "punica", "where_it_is"]))
+        self.flights = self.fleet.flights
+        self.asked: dict[str, Request] = {}
+        self.found: dict[str, list[RequestOutput]] = {}
+        self.abandoned: set[str] = set()
+        self.names = self.draws.choice(["ab", "abc"])
+        self.victim = "a"  # has most of the trouble for a time
+        self.recalled = 0
+
+    async def run(self) -> None:
+        for name in self.names:
+            self.fleet.join(name)
+        for _ in range(12):
+            self.ask()
+        for _ in range(NUM_EVENTS):
+            self.happen()
+            await asyncio.sleep(self.draws.choice([0.0] * 20 + [0.3]))
+        for _ in range(1000):
+            if not self.flights.open:
+                break
+            self.heal()
+            await asyncio.sleep(0.1)
+        for _ in range(10):  # messages of ended requests
+            self.heal()
+        self.check()
+
+    def happen(self) -> None:
+        draws, fleet = self.draws, self.fleet
+        if draws.random() < 0.1:
+            self.victim = draws.choice(self.names)
+        name = self.victim if draws.random() < 0.5 else draws.choice(self.names)
+        line, joined = fleet.lines.get(name), name in fleet.router.replicas
+        match draws.choices(EVENTS, self.weights)[0]:
+            case "ask":
+                self.ask()
+            case "cancel":
+                self.cancel_some(name)
+            case "abandon" if self.flights.open:
+                flight: Flight = self.flights.open[draws.choice(list(self.flights.open))]
+                self.abandoned.add(flight.request.request_id)
+                self.flights.abandon(flight)
+            case "take" if line and line.to_engine:
+                line.take()
+            case "step" if line:
+                line.step()
+            case "deliver" if line and line.to_front and line.cause is None:
+                line.deliver()
+            case "drain" if joined:
+                fleet.drain(name, True)
+            case "resume" if joined:
+                fleet.drain(name, False)
+            case "consolidate":
+                self.recalled += self.consolidate()
+            case "refuse":
+                self.flights.refuse()
+            case "die" if line and name not in fleet.left:
+                fleet.die(name)
+            case "remove" if line and name not in fleet.left and fleet.router.replicas[name].draining:
+                fleet.remove(name)
+            case "shrink" if line and name not in fleet.left:
+                fleet.drain(name, True)
+                self.cancel_some(name)
+                fleet.remove(name)
+                self.recalled += self.consolidate()
+            case "leave" if name in fleet.left:
+                fleet.left[name]()
+            case "join" if not joined and name not in fleet.left:
+                fleet.join(name)
+
+    def cancel_some(self, name: str) -> None:
+        """Cancel about half of the requests of a replica."""
+        for request_id in [each for each in self.flights.open if self.fleet.router.where(each) == name]:
+            if self.draws.random() < 0.5:
+                self.flights.cancel(request_id)
+
+    def consolidate(self) -> int:
+        """Returns the number of recalled requests."""
+        waited = self.fleet.router.num_waiting > 0
+        return waited * self.flights.consolidate()
+
+    def ask(self) -> None:
+        request_id = f"r{len(self.asked)}"
+        self.asked[request_id] = Request(
+            request_id=request_id,
+            prompt_ids=(1,) * self.draws.choice([1, 4, 16]),
+            sampling=SamplingParams(max_tokens=self.draws.randint(1, 6), seed=0),
+            adapter=self.draws.choice([None, None, BROKEN]),
+        )
+        self.found[request_id] = []
+        self.flights.add(self.asked[request_id], self.found[request_id].append)
+
+    def heal(self) -> None:
+        """All replicas serve and all messages arrive."""
+        for name in self.names:
+            while name in self.fleet.left:
+                self.fleet.left[name]()
+            if name not in self.fleet.router.replicas:
+                self.fleet.join(name)
+            self.fleet.drain(name, False)
+            line = self.fleet.lines[name]
+            while line.to_engine:
+                line.take()
+            line.step()
+            while line.to_front:
+                line.deliver()
+        self.flights.refuse()
+
+    def check(self) -> None:
+        assert not self.flights.open, "a request waits for ever"
+        self.fleet.router.check_integrity()
+        assert not self.fleet.router.num_waiting
+        assert not any(standing.holds for standing in self.fleet.router.replicas.values())
+        assert not any(line.running for line in self.fleet.lines.values()), "a request runs where none expects it"
+        for request_id, outputs in self.found.items():
+            tokens = [token for output in outputs for token in output.token_ids]
+            assert tokens == list(range(len(tokens)))
+            if request_id in self.abandoned:
+                continue
+            assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+            if (error := outputs[-1].error) is None:
+                assert len(tokens) == self.asked[request_id].sampling.max_tokens
+            else:
+                # An adapter that the only serving replica cannot load is refused while the others drain.
+                refused = ("bad_adapter", "over_capacity") if self.asked[request_id].adapter == BROKEN else ()
+                assert error.code in ("aborted", "step_failed", *refused), error
+
+
+@pytest.mark.slow
+def test_no_order_of_events_lets_a_request_wait_for_ever() -> None:
+    num_recalled = 0
+    for seed in range(NUM_ORDERS):
+        order: list[Order] = []
+
+        async def main(seed: int = seed, order: list[Order] = order) -> None:
+            order.append(Order(seed))
+            await order[0].run()
+
+        try:
+            run_virtually(main())
+        except Exception as error:
+            raise AssertionError(f"order {seed}: {error}") from error
+        num_recalled += order[0].recalled
+    assert num_recalled > NUM_ORDERS / 4  # the orders contain what they are to test
+
+
+def test_a_recall_that_ends_one_request_and_so_places_another() -> None:
+    """The replica that drains is being removed, and one of its requests was cancelled."""
+
+    async def main() -> None:
+        fleet = Fleet("placed")
+        found: dict[str, list[RequestOutput]] = {}
+
+        def ask(name: str, num_prompt: int) -> None:
+            request = Request(
+                request_id=name, prompt_ids=(1,) * num_prompt, sampling=SamplingParams(max_tokens=3, seed=0)
+            )
+            fleet.flights.add(request, found.setdefault(name, []).append)
+
+        fleet.join("a")
+        ask("older", 1)
+        ask("newer", 1)
+        fleet.join("b")
+        ask("on b", 10)
+        ask("large", 20)  # more than b has left
+        assert fleet.router.is_waiting("large") and fleet.router.where("newer") == "a"
+        fleet.drain("a", True)
+        fleet.flights.cancel("newer")
+        fleet.remove("a")
+        # Both are recalled: the newer one has b's last place, and ends at once, so the older one has it.
+        assert fleet.flights.consolidate() == 2
+        assert fleet.router.where("older") == "b" and found["newer"][-1].finish_reason == "cancelled"
+        while "a" in fleet.left:
+            fleet.left["a"]()
+        line = fleet.lines["b"]
+        for _ in range(12):
+            while line.to_engine:
+                line.take()
+            line.step()
+            while line.to_front:
+                line.deliver()
+            await asyncio.sleep(0.1)
+        assert {name: outputs[-1].finish_reason for name, outputs in found.items()} == {
+            "older": "length",
+            "newer": "cancelled",
+            "on b": "length",
+            "large": "length",
+        }
+
+    run_virtually(main())
