@@ -239,7 +239,7 @@ def test_a_damaged_file_is_not_shared_twice(tmp_path: Path, store: AdapterStore)
 def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path, store: AdapterStore) -> None:
     store.root.mkdir(parents=True)
     store.root.chmod(0o777)
-    with pytest.raises(BadAdapter, match="give it mode 0700"):
+    with pytest.raises(BadAdapter, match="belongs to another user there, or others may write to it"):
         received(store, write(tmp_path / "source"))
     assert contents(store) == set()
 

@@ -226,7 +226,7 @@ def test_limits_are_one_line_for_each_replica(tmp_path: Path, monkeypatch: pytes
             with pytest.raises(BadAdapter, match="replica 'a': its files have 500011 bytes, over the limit of 400000"):
                 await here.cluster.load_adapter("large", f"{HERE}/large")
             await here.cluster.register_adapters({f"x{number}": f"{HERE}/x{number}" for number in range(2)})
-            with pytest.raises(OverCapacity, match=r"replica 'a': .*/adapters has no room for 300523 bytes"):
+            with pytest.raises(OverCapacity, match=r"replica 'a': the folder of .* has no room for 300523 bytes"):
                 await here.cluster.load_adapter("x2", f"{HERE}/x2")
             await check_answers(here, "x1", versions[1], 1)
             await here.cluster.unload_adapter("x0")  # its files may go now

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,8 @@ from vlora.cluster.adapter_messages import FilesCall, FilesReply, Finish, Hold, 
 from vlora.cluster.adapter_store import AdapterStore, Busy, check_versions, default_root
 from vlora.errors import Aborted, OverCapacity, VLoraError
 from vlora.types import ErrorValue
+
+log = logging.getLogger("vlora.cluster")
 
 MAX_WAITING = 64  # messages; a front end sends few before it waits for the answers
 _CLOSE_S = 1.0
@@ -80,7 +83,8 @@ class AdapterReceiver:
         except Busy:
             return FilesReply(call_id=call.call_id, busy=True)
         except OSError as error:
-            why = OverCapacity(f"{error.filename or 'a received file'} cannot be written: {error.strerror}")
+            log.warning("received adapters: %s", error)
+            why = OverCapacity(f"its files cannot be written there: {error.strerror}")
             found = ErrorValue.of(why)
         except VLoraError as error:
             found = ErrorValue.of(error)

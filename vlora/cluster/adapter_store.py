@@ -27,6 +27,7 @@ DIGESTS = "digests.json"  # in each folder, so that a content with some of its f
 DIGESTS_BYTES = 512  # at most
 PART, LOCK, COMMON_LOCK = ".part", ".lock", "store.lock"
 MAX_INCOMING = 4  # contents that a process receives at a time
+_PLACE = "the folder of received adapters"  # in errors, which users of the adapter get too
 _VERSION = re.compile(r"[0-9a-f]{32}")
 _WAIT_S, _LOOK_S = 10.0, 0.02  # for the common lock, which is held while folders are counted and removed
 
@@ -177,7 +178,9 @@ class AdapterStore:
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = self.root.stat()
         if found.st_uid != os.getuid() or found.st_mode & 0o022:
-            raise BadAdapter(f"{self.root} belongs to another user, or others may write to it; give it mode 0700")
+            raise BadAdapter(
+                f"{_PLACE} belongs to another user there, or others may write to it; give it to the server, mode 0700"
+            )
 
     def _locked(self, version: str, how: int) -> int | None:
         """The descriptor of a content's lock; None if another process has it otherwise."""
@@ -189,7 +192,7 @@ class AdapterStore:
         ends_s = time.monotonic() + _WAIT_S
         while (lock := _lock(self.root / COMMON_LOCK, fcntl.LOCK_EX)) is None:
             if time.monotonic() > ends_s:
-                raise OverCapacity(f"another process has been using {self.root / COMMON_LOCK} for {_WAIT_S:g} s")
+                raise OverCapacity(f"another process has locked {_PLACE} for {_WAIT_S:g} s; its disk may hang")
             time.sleep(_LOOK_S)
         try:
             yield
@@ -210,7 +213,7 @@ class AdapterStore:
                 return
             if not unused:
                 raise OverCapacity(
-                    f"{self.root} has no room for {needed} bytes: adapters in use take {used} of at most {total_bytes} "
+                    f"{_PLACE} has no room for {needed} bytes: adapters in use take {used} of at most {total_bytes} "
                     f"(`shipped_gib` of the plan), and {free} are free on the disk"
                 )
             self._remove_unused(unused.pop(0))
