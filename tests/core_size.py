@@ -101,6 +101,7 @@ EXCLUDED: Mapping[str, tuple[str, ...]] = {
     "requests, checked before a step": ("vlora.engine.request_checks", "vlora.types.composition"),
     "the operator's adapter changes, which step only polls": ("vlora.engine.adapter_admin",),
     "the format of adapter files, read in another thread": (
+        "vlora.adapter_files",
         "vlora.lora.layer_reading",
         "vlora.lora.peft_format",
         "vlora.lora.peft_settings",

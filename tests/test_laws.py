@@ -19,6 +19,7 @@ BASE = {"vlora.errors", "vlora.types", "vlora.wording"}
 LEVEL_1 = BASE | {
     "atmm",
     "heads",
+    "vlora.adapter_files",
     "vlora.config",
     "vlora.lazy",
     "vlora.logging_format",
@@ -34,6 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "vlora.wording": set(),
     "vlora.plan_files": {"vlora.errors", "vlora.wording"},
     "vlora.types": {"vlora.errors"},
+    "vlora.adapter_files": set(),
     "vlora.confidence": set(),
     "vlora.lazy": set(),
     "vlora.logging_format": set(),
@@ -48,10 +50,25 @@ MAY_IMPORT: dict[str, set[str]] = {
     "vlora.models": LEVEL_2,
     "vlora.engine": LEVEL_3 | {"vlora.training"},
     "vlora.cluster": BASE
-    | {"vlora.config", "vlora.engine", "vlora.logging_format", "vlora.plan_files", "vlora.routing"},
+    | {
+        "vlora.adapter_files",
+        "vlora.config",
+        "vlora.engine",
+        "vlora.logging_format",
+        "vlora.plan_files",
+        "vlora.routing",
+    },
     "vlora.split": BASE | {"atmm", "vlora.config", "vlora.lazy", "vlora.models"},
     "vlora.training": LEVEL_2 | {"vlora.models", "vlora.plan_files"},
-    "vlora.learning": BASE | {"vlora.confidence", "vlora.lora", "vlora.plan_files", "vlora.threads", "vlora.training"},
+    "vlora.learning": BASE
+    | {
+        "vlora.adapter_files",
+        "vlora.confidence",
+        "vlora.lora",
+        "vlora.plan_files",
+        "vlora.threads",
+        "vlora.training",
+    },
     "vlora.server": LEVEL_3 | {"vlora.cluster", "vlora.engine", "vlora.client", "vlora.learning"},
     "vlora.simulator": BASE | {"vlora.config", "vlora.memory", "vlora.orchestrator", "vlora.routing"},
     "vlora.bench": LEVEL_3
@@ -87,6 +104,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {
         "atmm",
         "heads",
+        "vlora.adapter_files",
         "vlora.confidence",
         "vlora.config",
         "vlora.lora",

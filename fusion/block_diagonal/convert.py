@@ -21,16 +21,10 @@ from fusion.embedded import checkpoint_path
 from fusion.phases.plan_checked import check_plan
 from fusion.plan.plan_file import PlanFile
 from fusion.progress.progress import Progress
+from vlora.adapter_files import CONFIG_FILE, HEAD_FILES, WEIGHTS_FILE
 from vlora.errors import BadAdapter, BadConfig
 from vlora.lora import SiteShape
-from vlora.lora.peft_format import (
-    CONFIG_FILE,
-    HEAD_FILES,
-    WEIGHTS_FILE,
-    AdapterHeader,
-    read_config,
-    read_header,
-)
+from vlora.lora.peft_format import AdapterHeader, read_config, read_header
 from vlora.lora.peft_target import TargetHeader
 from vlora.models.hf_model import HFModel
 from vlora.models.loading import dummy_model

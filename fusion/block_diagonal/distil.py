@@ -23,9 +23,10 @@ from fusion.training.image_head import trainable_head
 from fusion.training.objectives import ForwardOutputs, HeadObjective
 from fusion.training.precision import mixed_precision
 from heads import TaskHead
+from vlora.adapter_files import WEIGHTS_FILE
 from vlora.config import EngineConfig
 from vlora.errors import BadAdapter, BadPlan
-from vlora.lora.peft_format import WEIGHTS_FILE, AdapterHeader
+from vlora.lora.peft_format import AdapterHeader
 from vlora.models import InputProcessor
 from vlora.models.loading import load_model
 

@@ -58,6 +58,7 @@ def test_several_replicas_need_ray_and_one_needs_an_engine() -> None:
         (("--replicas", "2", "--autoscale"), "--autoscale needs a --max-replicas above --replicas 2"),
         (("--scale-up-s", "nan"), "--scale-up-s is nan; set a number of seconds above 0"),
         (("--scale-down-s", "nan"), "--scale-down-s is nan; set a number of seconds above 0"),
+        (("--ship-adapters",), "--ship-adapters needs --cluster: replicas of one machine read the same files"),
         (("--routing-journal", "x"), "--routing-journal needs --replicas 2 or more: one engine has no router"),
     ):
         done = run("serve", *args, extra="serve")

@@ -10,8 +10,8 @@ from typing import Any
 from tests.cluster.running import SLEEPING
 from tests.cluster.sleeping_engine import SleepingEngine, version_of
 from vlora.cluster.door import Address
+from vlora.cluster.replica_client import ReplicaClient
 from vlora.engine.ipc import messages
-from vlora.engine.ipc.client import EngineClient
 from vlora.engine.ipc.load_reports import LoadReporter
 from vlora.engine.ipc.output_coalescer import OutputCoalescer
 from vlora.errors import BadAdapter, BadRequest, Disconnected, VLoraError
@@ -129,14 +129,14 @@ class LocalReplica:
         for line, data in kept:
             self._receive(line, data)
 
-    async def connect(self) -> EngineClient:
+    async def connect(self) -> ReplicaClient:
         if not self.alive:
             raise Disconnected("the process has ended")
         while self.hung:
             await asyncio.sleep(STEP_S)
         self._drop(self._line)
         self._line = line = _Line(self._receive)
-        return EngineClient(line, line, messages.Ready("", 1, 10_000, self.max_batch_size, 16, 1000))  # type: ignore[arg-type]
+        return ReplicaClient(line, line, messages.Ready("", 1, 10_000, self.max_batch_size, 16, 1000))  # type: ignore[arg-type]
 
     def _drop(self, line: _Line | None) -> None:
         """As a replica's process does with a lost front end."""
@@ -268,10 +268,10 @@ class _Line:
         await asyncio.wait({self.closed})
 
 
-def connecting(replicas: dict[int, LocalReplica]) -> Callable[..., Coroutine[Any, Any, EngineClient]]:
+def connecting(replicas: dict[int, LocalReplica]) -> Callable[..., Coroutine[Any, Any, ReplicaClient]]:
     """In place of `door.connect`. replicas: by port."""
 
-    async def connect(address: Address, *_: Any, **__: Any) -> EngineClient:
+    async def connect(address: Address, *_: Any, **__: Any) -> ReplicaClient:
         try:
             async with asyncio.timeout(0.5):
                 return await replicas[address.port].connect()

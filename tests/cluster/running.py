@@ -8,11 +8,13 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 from tests.cluster.sleeping_engine import COMMAND
+from vlora.cluster.adapter_sender import ShippingLimits
 from vlora.cluster.cluster import Cluster
 from vlora.cluster.door import Address
 from vlora.cluster.framing import pack
@@ -23,6 +25,7 @@ from vlora.routing import Router
 from vlora.types import Request, RequestOutput
 
 SECRET = b"a secret of more than 16 bytes"
+ROOT = str(Path(__file__).parents[2])
 QUICK = Health(beat_s=0.1, missed=4)
 SLEEPING = EngineConfig(model="sleeping", max_batch_size=8, block_size=16)
 
@@ -36,13 +39,21 @@ class ReplicaProcess:
         self.engine_pid = engine_pid
 
     @classmethod
-    async def start(cls, config: EngineConfig = SLEEPING, **settings: Any) -> ReplicaProcess:
+    async def start(
+        cls, config: EngineConfig = SLEEPING, *, machine: Path | None = None, **settings: Any
+    ) -> ReplicaProcess:
+        """machine: the process has this working directory, and its caches below it."""
+        environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))}
+        if machine is not None:
+            environ["XDG_CACHE_HOME"] = str(machine / "cache")
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             "vlora.cluster.replica",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
+            cwd=machine,
+            env=environ,
         )
         given = {"secret": SECRET, "command": COMMAND, **settings}
         assert process.stdin is not None and process.stdout is not None
@@ -110,11 +121,12 @@ async def running(
     health: Health = QUICK,
     rule: str = "placed",
     over: float = 1.5,
+    shipping: ShippingLimits | None = None,
     **settings: Any,
 ) -> AsyncIterator[Running]:
     """A cluster with replicas of these names."""
     router = Router(rule, over=over)
-    found = Running(Cluster(router, SECRET, health=health, absent_s=2.0), router)
+    found = Running(Cluster(router, SECRET, health=health, absent_s=2.0, shipping=shipping), router)
     try:
         await asyncio.gather(*(found.add(name, config, **settings) for name in names))
         yield found

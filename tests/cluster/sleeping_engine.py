@@ -18,6 +18,7 @@ from types import SimpleNamespace
 
 from msgspec.structs import replace
 
+from vlora.adapter_files import content_hash
 from vlora.config import EngineConfig
 from vlora.engine.ipc.worker import run
 from vlora.engine.snapshot import EngineLoad
@@ -202,10 +203,12 @@ class SleepingEngine:
             self.kept[name, before.version] = before
 
     def _read(self, name: str, path: str, wanted: str) -> AdapterStatus:
-        text = self.text_of(name, path)
-        if text is None:
+        if Path(path).is_dir():
+            version = content_hash(Path(path))
+        elif (text := self.text_of(name, path)) is not None:
+            version = version_of(text)
+        else:
             raise BadAdapter(f"{path}: there is no such file")
-        version = version_of(text)
         if wanted not in ("", version):
             raise BadAdapter(f"{path}: its content is {version}, but {wanted} was registered")
         return AdapterStatus(

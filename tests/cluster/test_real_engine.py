@@ -6,6 +6,7 @@ import asyncio
 import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -15,6 +16,7 @@ from tests.cluster.paced_engine import COMMAND
 from tests.cluster.running import Running, outputs_of, run, running
 from tests.embedded_cases import config, scores_of, tokens_of, write_adapters
 from vlora.client.values import Answer
+from vlora.cluster.adapter_sender import ShippingLimits
 from vlora.cluster.members import Health
 from vlora.config import ServerConfig
 from vlora.engine import LocalEngine
@@ -112,8 +114,13 @@ async def in_trouble(here: Running, trouble: Trouble, requests: list[Request]) -
     return found
 
 
-def test_answers_through_moves_deaths_and_pauses(tmp_path: Path) -> None:
-    folders = write_adapters(tmp_path)
+def test_answers_through_moves_deaths_and_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for machine in ("front", "b"):
+        (tmp_path / machine).mkdir()
+    monkeypatch.chdir(tmp_path / "front")
+    # A path that leads to other files on each machine: `b` has none, and gets them from the front end.
+    own = Path("/proc/self/cwd")
+    folders = {name: str(own / name) for name in write_adapters(tmp_path / "front")}
     cases = {**embedded_cases.cases(), "head": embedded_cases.head()}
     local = LocalEngine(config())
     local.engine.register_adapters(folders)
@@ -136,8 +143,11 @@ def test_answers_through_moves_deaths_and_pauses(tmp_path: Path) -> None:
         stopped = await choices(local, stop)
         assert 0 < len(stopped[0][0]) < len(plain[0][0])
         health = Health(beat_s=0.15, missed=4)
-        async with running("a", "b", config=config(), health=health, over=4.0, command=COMMAND) as here:
+        settings: dict[str, Any] = {"config": config(), "command": COMMAND}
+        async with running("a", health=health, over=4.0, shipping=ShippingLimits(), **settings) as here:
+            await here.add("b", machine=tmp_path / "b", **settings)
             await here.cluster.register_adapters(folders)
+            assert len(list(tmp_path.glob("b/cache/vlora/adapters/*/adapter_model.safetensors"))) == len(folders)
 
             def cut() -> None:
                 for name in ("a", "b"):

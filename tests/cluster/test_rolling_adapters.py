@@ -14,7 +14,8 @@ from tests.cluster.running import outputs_of
 from tests.cluster.sleeping_engine import expected
 from tests.cluster.test_cluster import asked, check
 from vlora.cluster import members
-from vlora.cluster.adapter_home import FIRST_PAUSE_S, AdapterHome
+from vlora.cluster.adapter_failure import FIRST_PAUSE_S
+from vlora.cluster.adapter_home import AdapterHome
 from vlora.cluster.adapter_state import AdapterState, DesiredAdapter
 from vlora.cluster.former_contents import MAX_FORMER
 from vlora.engine.ipc import messages

@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
+from vlora.adapter_files import content_hash
 from vlora.errors import AdapterChanged, BadAdapter, EngineDead, UnknownAdapter
-from vlora.lora.peft_format import content_hash
 from vlora.types import TrainingStatus
 
 

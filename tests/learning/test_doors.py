@@ -17,11 +17,11 @@ from tests.learning.scripted_model import write_content
 from tests.server.api import running_api
 from tests.server.running import png, running_server
 from tests.server.test_security import ADMIN, TOKENS, USER
+from vlora.adapter_files import content_hash
 from vlora.client import AsyncClient, Client
 from vlora.config import Token
 from vlora.errors import BadAdapter, BadRequest, Forbidden, OverCapacity
 from vlora.learning.plan import LearningEntry, LearningSettings
-from vlora.lora.peft_format import content_hash
 from vlora.server.frontend import FrontEnd
 from vlora.training.plan import TrainingSettings
 from vlora.types import TrainingStatus

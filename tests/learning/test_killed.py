@@ -12,9 +12,9 @@ import pytest
 
 from tests.learning.learners import School, questions, run, settle
 from tests.learning.scripted_model import write_content
+from vlora.adapter_files import content_hash
 from vlora.confidence import lower_bound
 from vlora.learning.trail import Trail
-from vlora.lora.peft_format import content_hash
 
 FILE_EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.utime", "shutil.copyfile"}
 SETTINGS = {"train_after": 18, "max_share": 1.0, "confidence": 0.6}

@@ -54,8 +54,9 @@ def status(client: Client, of_adapters: bool, as_json: bool) -> None:
         vlora cluster status --json
         vlora cluster status --adapters
 
-    An adapter is pending on a replica that is not as desired yet, registered until its content is read, then in the
-    memory of the host or of the device. A replica that has failed an adapter gets no requests of it, and tries again.
+    An adapter is pending on a replica that is not as desired yet, also while its files are sent there, registered until
+    its content is read, then in the memory of the host or of the device. A replica that has failed an adapter gets no
+    requests of it, and tries again.
     """
     with client:
         if of_adapters:

@@ -79,7 +79,8 @@ def join(address: str, token_file: Path, host: str, cpus: int | None, gpus: int 
     \b
         vlora cluster join 10.0.0.1:18870 --token-file cluster-token
 
-    Model and adapters must be on this machine as on the head. Versions of vlora, Ray and Python must be the head's.
+    The model must be on this machine as on the head, and so must the adapters, unless the plan has `ship_adapters`.
+    Versions of vlora, Ray and Python must be the head's.
     """
     from vlora.cluster.nodes.node import run_node
     from vlora.cluster.nodes.plan import parse_address

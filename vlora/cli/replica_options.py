@@ -30,6 +30,12 @@ _OPTIONS: tuple[tuple[str, Any, Any, str], ...] = (
         None,
         "Record routing in this file, up to 256 MiB, for `vlora simulate --replay`.",
     ),
+    (
+        "ship_adapters",
+        None,
+        False,
+        "With --cluster: send adapters' files to machines that lack them, as `ship_adapters: true` of the plan.",
+    ),
 )
 
 
@@ -43,6 +49,7 @@ class ReplicaOptions(NamedTuple):
     scale_down_s: float
     routing_rule: str
     routing_journal: str | None
+    ship_adapters: bool
 
     @property
     def several(self) -> bool:
@@ -100,6 +107,8 @@ def take_replica_options(
         if plan is not None and (most > 1 or cluster is not None):
             now = "--cluster" if cluster is not None else most
             raise BadConfig(f"{option} {plan} needs --replicas 1 (now {now}): one engine trains; serve it separately")
+    if given.ship_adapters and cluster is None:
+        raise BadConfig("--ship-adapters needs --cluster: replicas of one machine read the same files")
     if given.routing_journal is not None:
         if most == 1 and cluster is None:
             raise BadConfig("--routing-journal needs --replicas 2 or more: one engine has no router")

@@ -8,16 +8,17 @@ import logging
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping, Set
 from typing import Any, NamedTuple, TypeVar
 
+from vlora.cluster.adapter_failure import FIRST_PAUSE_S, Failure
+from vlora.cluster.adapter_sender import ReplicaFiles
 from vlora.cluster.adapter_state import DesiredAdapter
 from vlora.engine.ipc.client import EngineClient
-from vlora.errors import Aborted, EngineDead, UnknownAdapter, VLoraError
+from vlora.errors import Aborted, EngineDead, OverCapacity, UnknownAdapter, VLoraError
 from vlora.types import AdapterStatus, ErrorValue
 
 log = logging.getLogger("vlora.cluster")
 
 T = TypeVar("T")
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 ANSWER_S, STATUS_S = 300.0, 10.0  # of one call: the read of an adapter may take long
 _LEAST_S = 0.1  # between two rounds of retries
 BATCH = 64  # adapters in one call: the engine reads their headers between two steps
@@ -37,23 +38,6 @@ class Goal(NamedTuple):
     busy: Set[str]
 
 
-class Failure:
-    """Why a replica is not as desired with one adapter, and when that is tried again.
-
-    Attributes:
-        error: The replica's.
-        bars: Whether it gets no requests of the adapter because of it.
-        due_s: The time of the next attempt, in the loop's clock.
-        pause_s: The time between two attempts.
-    """
-
-    def __init__(self, error: ErrorValue, before: Failure | None, *, bars: bool) -> None:
-        self.error = error
-        self.bars = bars
-        self.pause_s: float = FIRST_PAUSE_S if before is None else min(LONGEST_PAUSE_S, 2 * before.pause_s)
-        self.due_s = asyncio.get_running_loop().time() + self.pause_s
-
-
 class AdapterHome:
     """One replica from its line's opening to its end. Calls are made one after another.
 
@@ -61,10 +45,16 @@ class AdapterHome:
         name: Of the replica.
         client: Its engine.
         failures: By adapter.
+        coming: Adapters that have failed because their files are not there yet, and are being sent.
     """
 
     def __init__(
-        self, name: str, client: EngineClient, goal: Callable[[], Goal], on_usable: Callable[[str, str, bool], None]
+        self,
+        name: str,
+        client: EngineClient,
+        goal: Callable[[], Goal],
+        on_usable: Callable[[str, str, bool], None],
+        files: ReplicaFiles | None = None,
     ) -> None:
         """Call nothing yet.
 
@@ -73,6 +63,7 @@ class AdapterHome:
             client: Its engine.
             goal: Returns the present goal. It may change while a call waits for the ones before it.
             on_usable: Called with the replica, an adapter, and whether requests of the adapter may be sent there.
+            files: Sends files that the replica's machine lacks; None: they have to be there.
         """
         self.name = name
         self._goal = goal
@@ -87,6 +78,11 @@ class AdapterHome:
         self._num_changes = 0  # by operators: under way, or waiting for the call before
         self._changed = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
+        self._files = files
+        self.coming: set[str] = set()
+        self._arrived: set[str] = set()  # adapters with files that were sent, and not registered yet
+        self._to_send = asyncio.Event()
+        self._sending: asyncio.Task[None] | None = None
 
     # -- changes by an operator; errors are raised --------------------------------------------------------------------
 
@@ -94,18 +90,21 @@ class AdapterHome:
         """Register folders, all or none."""
         async with self._change():
             await self._keep()
-            await self._register(adapters)
+            await self._register(adapters, {name: await self._sent(each) for name, each in adapters.items()})
+            await self._hold()
 
     async def load(self, name: str, wanted: DesiredAdapter) -> AdapterStatus:
         """Load a folder."""
         async with self._change():
             await self._keep()
+            path = await self._sent(wanted)
             try:
-                status = await self._answer(self.client.load_adapter(name, wanted.path, wanted.version))
+                status = await self._answer(self.client.load_adapter(name, path, wanted.version))
             except Aborted as error:
                 self.fail(name, ErrorValue.of(error))  # it may still take effect
                 raise
             self._apply({name: DesiredAdapter(wanted.path, status.version)})
+            await self._hold()
             return status
 
     async def unload(self, name: str, *, drain: bool) -> None:
@@ -113,6 +112,7 @@ class AdapterHome:
         async with self._change():
             await self._keep()
             await self._unload(name, drain=drain)
+            await self._hold()
 
     async def pin(self, name: str, pinned: bool) -> AdapterStatus:
         """Pin an adapter, or unpin it."""
@@ -158,7 +158,7 @@ class AdapterHome:
             for name, wanted in changed.items():
                 if self._is_pinned(name) and self._is_still(name, wanted):
                     await self._try(name, self._pin(name, False), bars=False)  # a pinned one cannot be replaced
-            plain = [name for name in changed if name not in self._unverified and name not in self.failures]
+            plain = [name for name in changed if name not in self._unverified and self._is_unread(name)]
             for first in range(0, len(plain), BATCH):
                 await self._try_register({name: changed[name] for name in plain[first : first + BATCH]})
             for name in changed.keys() - plain:
@@ -170,10 +170,14 @@ class AdapterHome:
             for name, wanted in due.items():
                 if self._is_pinned(name) not in (None, wanted.pinned) and self._is_still(name, wanted):
                     await self._try(name, self._pin(name, wanted.pinned), bars=False)
+            if self.is_settled:
+                await self._hold()
 
     def follow(self) -> None:
         """From now on, `sync` after each `wake`, and when a failed adapter is due, until `close`."""
         self._following = asyncio.create_task(self._follow(), name=f"vlora-adapters-{self.name}")
+        if self._files is not None:
+            self._sending = asyncio.create_task(self._send_files(self._files), name=f"vlora-files-{self.name}")
 
     def wake(self, changed: Iterable[str] = ()) -> None:
         """The desired state has changed. changed: adapters that are tried again at once if they have failed."""
@@ -194,6 +198,8 @@ class AdapterHome:
         if before is None or before.error != error:
             log.warning("replica %r is no home for adapter %r: %s", self.name, name, error.message)
         self.failures[name] = Failure(error, before, bars=bars)
+        self.coming.discard(name)
+        self._arrived.discard(name)
         if bars:
             self._applied.pop(name, None)
         self._on_usable(self.name, name, not bars)
@@ -208,17 +214,29 @@ class AdapterHome:
         applied = self._applied.get(name)
         return (applied is not None and applied.version == version) or version in self._held.get(name, ())
 
+    def progress(self, name: str) -> str:
+        """How far the files of an adapter are that are being sent."""
+        wanted = self._goal().adapters.get(name)
+        assert self._files is not None
+        return self._files.progress.get(wanted.version if wanted else "", "its files are to be sent")
+
     def close(self) -> None:
         """The replica is gone."""
-        if self._following is not None:
-            self._following.cancel()
+        for task in (self._following, self._sending):
+            if task is not None:
+                task.cancel()
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _due(self, desired: Mapping[str, DesiredAdapter]) -> list[str]:
         now = asyncio.get_running_loop().time()
         different = [name for name, wanted in desired.items() if self._applied.get(name) != wanted]
-        return [name for name in different if name not in self.failures or self.failures[name].due_s <= now]
+        ready = [name for name in different if name not in self.coming]
+        return [name for name in ready if name not in self.failures or self.failures[name].due_s <= now]
+
+    def _is_unread(self, name: str) -> bool:
+        """Whether an adapter has not failed before; only then its header suffices to try it."""
+        return name not in self.failures or name in self._arrived
 
     def _has_other_content(self, name: str, wanted: DesiredAdapter) -> bool:
         applied = self._applied.get(name)
@@ -238,13 +256,14 @@ class AdapterHome:
         """Forget failures that nothing is left to be done about, as of a pin that is not desired any more."""
         now = asyncio.get_running_loop().time()
         for name, failure in tuple(self.failures.items()):
-            if failure.due_s <= now and name not in due:
+            if failure.due_s <= now and name not in due and name not in self.coming:
                 self._forget_failure(name)
 
     async def _follow(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            due_s = min((failure.due_s for failure in self.failures.values()), default=None)
+            ready = [failure.due_s for name, failure in self.failures.items() if name not in self.coming]
+            due_s = min(ready, default=None)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(due_s):
                     await self._changed.wait()
@@ -284,8 +303,8 @@ class AdapterHome:
             self._held = await self._answer(self.client.keep_adapters(kept))
             self._kept = kept
 
-    async def _register(self, adapters: Mapping[str, DesiredAdapter]) -> None:
-        paths = {name: wanted.path for name, wanted in adapters.items()}
+    async def _register(self, adapters: Mapping[str, DesiredAdapter], paths: Mapping[str, str]) -> None:
+        """paths: On the replica's machine."""
         versions = {name: wanted.version for name, wanted in adapters.items() if wanted.version}
         pinned = {name: self._applied[name].pinned for name in adapters if name in self._applied}
         await self._answer(self.client.register_adapters(paths, versions))
@@ -295,11 +314,12 @@ class AdapterHome:
 
     async def _try_register(self, adapters: Mapping[str, DesiredAdapter]) -> None:
         """Register those that can be registered, of the ones that are still to be so."""
-        adapters = {name: wanted for name, wanted in adapters.items() if self._is_still(name, wanted)}
+        paths = await self._find({name: wanted for name, wanted in adapters.items() if self._is_still(name, wanted)})
+        adapters = {name: adapters[name] for name in paths if self._is_still(name, adapters[name])}
         if not adapters:
             return
         try:
-            await self._register(adapters)
+            await self._register(adapters, {name: paths[name] for name in adapters})
         except EngineDead:
             raise
         except VLoraError as error:
@@ -311,8 +331,75 @@ class AdapterHome:
                 self.fail(name, ErrorValue.of(error))
 
     async def _verify(self, name: str, wanted: DesiredAdapter) -> None:
-        status = await self._answer(self.client.load_adapter(name, wanted.path, wanted.version))
-        self._apply({name: DesiredAdapter(wanted.path, wanted.version, status.pinned)})
+        paths = await self._find({name: wanted})
+        if name in paths and self._is_still(name, wanted):
+            status = await self._answer(self.client.load_adapter(name, paths[name], wanted.version))
+            self._apply({name: DesiredAdapter(wanted.path, wanted.version, status.pinned)})
+
+    async def _find(self, adapters: Mapping[str, DesiredAdapter]) -> dict[str, str]:
+        """The folders of adapters on the replica's machine. Those that are not there are noted, or will be sent."""
+        found = {}
+        for name, wanted in adapters.items():
+            if self._files is None or not wanted.version:
+                found[name] = wanted.path
+                continue
+            try:
+                path = await self._files.find(wanted)
+            except EngineDead:
+                raise
+            except VLoraError as error:
+                self.fail(name, ErrorValue.of(error))
+                continue
+            if path is None:
+                self._await_files(name)
+            else:
+                found[name] = path
+        return found
+
+    def _await_files(self, name: str) -> None:
+        if name not in self.failures:
+            error = OverCapacity("its files are being sent there; try again later")
+            self.fail(name, ErrorValue.of(error))
+        self.coming.add(name)
+        self._to_send.set()
+
+    async def _send_files(self, files: ReplicaFiles) -> None:
+        """Send what is missing, one adapter after the other. Calls about adapters go on meanwhile."""
+        while True:
+            await self._to_send.wait()
+            self._to_send.clear()
+            for name in sorted(self.coming):
+                wanted = self._goal().adapters.get(name)
+                try:
+                    if wanted is not None and wanted.version and self._is_still(name, wanted):
+                        await files.send(wanted)
+                        self._arrived.add(name)
+                except EngineDead:
+                    return
+                except VLoraError as error:
+                    self.fail(name, ErrorValue.of(error))
+                    continue
+                self.coming.discard(name)
+                self.wake([name])
+
+    async def _sent(self, wanted: DesiredAdapter) -> str:
+        """The folder of an adapter on the replica's machine, after its files were sent if they were missing."""
+        if self._files is None or not wanted.version:
+            return wanted.path
+        return await self._files.send(wanted)
+
+    async def _hold(self) -> None:
+        """Name the received contents in use."""
+        if self._files is not None:
+            goal = self._goal()
+            kept = (version for versions in goal.kept.values() for version in versions)
+            used = (wanted.version for wanted in (*goal.adapters.values(), *self._applied.values()))
+            try:
+                await self._files.hold({*kept, *used})
+            except EngineDead:
+                raise
+            except VLoraError as error:  # it is sent again; nothing but room depends on it
+                log.warning("replica %r: %s", self.name, error)
 
     async def _unload(self, name: str, *, drain: bool) -> None:
         self._forget_failure(name)
@@ -342,5 +429,7 @@ class AdapterHome:
             self._forget_failure(name)
 
     def _forget_failure(self, name: str) -> None:
+        self.coming.discard(name)
+        self._arrived.discard(name)
         if self.failures.pop(name, None) is not None:
             self._on_usable(self.name, name, True)

@@ -33,7 +33,9 @@ def _unknown(adapter: str, replica: str, cause: str) -> AdapterPlace:
 def _place(adapter: str, home: AdapterHome, status: AdapterStatus | None) -> AdapterPlace:
     failure = home.failures.get(adapter)
     cause = "" if failure is None else failure.error.message
-    if failure is not None and failure.bars:
+    if adapter in home.coming:
+        state, cause = PENDING, home.progress(adapter)
+    elif failure is not None and failure.bars:
         state = FAILED
     elif status is None:
         state = PENDING

@@ -14,10 +14,11 @@ from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iter
 from typing import Any, TypeVar
 
 from vlora.cluster.adapter_home import AdapterHome, Goal
+from vlora.cluster.adapter_sender import AdapterSender, ReplicaFiles
 from vlora.cluster.adapter_state import AdapterState, DesiredAdapter
 from vlora.cluster.former_contents import FormerContents, parts_of
+from vlora.cluster.replica_client import ReplicaClient
 from vlora.cluster.summary import failed_status, merged_status
-from vlora.engine.ipc.client import EngineClient
 from vlora.errors import Aborted, BadRequest, EngineDead, UnknownAdapter, VLoraError, listed
 from vlora.types import AdapterStatus, ErrorValue
 
@@ -47,6 +48,7 @@ class ReplicatedAdapters:
         on_usable: Callable[[str, str, bool], None],
         on_lack: Callable[[str, str, str, bool], None],
         on_drain: Callable[[str, str], None],
+        sender: AdapterSender | None = None,
     ) -> None:
         """Begin without replicas. Call in a running event loop.
 
@@ -56,6 +58,7 @@ class ReplicatedAdapters:
             on_usable: Called with a replica, an adapter or composition, and whether it can be used there from now on.
             on_lack: Called with a replica, an adapter, a content hash, and whether the replica lacks that content.
             on_drain: Called with the name and content of an adapter that is unloaded once its requests have ended.
+            sender: Sends files that a replica's machine lacks; None: they have to be there.
         """
         self.state = state
         self.homes: dict[str, AdapterHome] = {}
@@ -63,6 +66,7 @@ class ReplicatedAdapters:
         self._tell_usable = on_usable
         self._on_lack = on_lack
         self._on_drain = on_drain
+        self._sender = sender
         self._compositions: dict[str, dict[str, ErrorValue]] = {}  # that replicas have refused, the oldest first
         self._compositions_timer: asyncio.TimerHandle | None = None
         self._changing = asyncio.Lock()
@@ -78,7 +82,7 @@ class ReplicatedAdapters:
 
     # -- replicas -----------------------------------------------------------------------------------------------------
 
-    async def join(self, name: str, engine: EngineClient, is_member: Callable[[], bool]) -> None:
+    async def join(self, name: str, engine: ReplicaClient, is_member: Callable[[], bool]) -> None:
         """Synchronize a new replica with the desired state; note what it cannot serve. Raises EngineDead.
 
         Args:
@@ -86,7 +90,9 @@ class ReplicatedAdapters:
             engine: Its engine.
             is_member: Whether it has not been removed meanwhile; another one may have its name by then.
         """
-        home = AdapterHome(name, engine, self._goal, self._usable)
+        await self._adopt_own()
+        files = None if self._sender is None else ReplicaFiles(self._sender, engine)
+        home = AdapterHome(name, engine, self._goal, self._usable, files)
         await home.read()
         while not home.is_settled:
             await home.sync()
@@ -166,13 +172,15 @@ class ReplicatedAdapters:
     def num_failed(self, replica: str) -> int:
         """The number of adapters that a replica cannot serve."""
         home = self.homes.get(replica)
-        return 0 if home is None else sum(failure.bars for failure in home.failures.values())
+        if home is None:
+            return 0
+        return sum(failure.bars for name, failure in home.failures.items() if name not in home.coming)
 
     # -- changes by operators -----------------------------------------------------------------------------------------
 
     async def register(self, paths: Mapping[str, str]) -> None:
         """Register folders on all replicas, all or none. Raises as `EngineInterface.register_adapters`."""
-        wanted = {name: DesiredAdapter(os.path.abspath(path)) for name, path in paths.items()}
+        wanted = {name: await self._wanted(path) for name, path in paths.items()}
         async with self._change(*paths) as homes:
             for name in paths.keys() & self.state.adapters.keys():
                 if former := self.state.adapters[name].version:
@@ -193,7 +201,7 @@ class ReplicatedAdapters:
 
         Requests continue with the content that they began with, wherever they are.
         """
-        path = os.path.abspath(path)  # a later server may start in another folder
+        own = await self._wanted(path)
         async with self._change(name) as homes:
             if name in self.state and self.state.adapters[name].pinned:
                 raise BadRequest(f"adapter {name!r} is pinned; unpin it before loading other content under its name")
@@ -202,8 +210,8 @@ class ReplicatedAdapters:
                 self.former.begin(name, former)
             found: list[AdapterStatus] = []
             for home in homes:
-                version = found[0].version if found else ""
-                status = await self._on(home, home.load(name, DesiredAdapter(path, version)))
+                version = found[0].version if found else own.version
+                status = await self._on(home, home.load(name, DesiredAdapter(own.path, version)))
                 if status is None:
                     continue
                 if not found and former not in (None, status.version):
@@ -212,7 +220,7 @@ class ReplicatedAdapters:
                 self._on_lack(home.name, name, status.version, False)
             if not found:
                 raise _no_replica()
-            await self.state.commit({name: DesiredAdapter(path, found[0].version)})
+            await self.state.commit({name: DesiredAdapter(own.path, found[0].version)})
             self.former.drop(name, found[0].version)
         return merged_status(found)
 
@@ -310,6 +318,25 @@ class ReplicatedAdapters:
                 self._wake(names)
                 for replica in tuple(self._compositions):
                     self._allow_compositions(replica, names)
+
+    async def _wanted(self, path: str) -> DesiredAdapter:
+        """A folder, with the content that it has at the front end if files are sent. Raises BadAdapter."""
+        path = os.path.abspath(path)  # a later server may start in another folder
+        content = None if self._sender is None else await self._sender.content_of(path)
+        return DesiredAdapter(path, "" if content is None else content.version)
+
+    async def _adopt_own(self) -> None:
+        """Where files are sent, the content of the front end counts if none has been read so far."""
+        for name, wanted in tuple(self.state.adapters.items()) if self._sender is not None else ():
+            if wanted.version:
+                continue
+            try:
+                own = await self._wanted(wanted.path)
+            except VLoraError as error:
+                log.warning("adapter %r: %s", name, error)
+                continue
+            if own.version and self.state.adapters.get(name) == wanted and name not in self._busy:
+                self._adopt(name, own.version)
 
     def _goal(self) -> Goal:
         return Goal(self.state.adapters, self.former.kept, self._busy)

@@ -12,12 +12,14 @@ import logging
 from collections.abc import AsyncIterator, Mapping
 
 from vlora.cluster.adapter_places import places_of
+from vlora.cluster.adapter_sender import AdapterSender, ShippingLimits
 from vlora.cluster.adapter_state import AdapterState, DesiredAdapter
 from vlora.cluster.adapters import ReplicatedAdapters
 from vlora.cluster.door import Address
 from vlora.cluster.flights import Flights
 from vlora.cluster.members import Health, Member, alive, clients
 from vlora.cluster.placement import LivePlacement
+from vlora.cluster.replica_client import ReplicaClient
 from vlora.cluster.status import Events, status_of
 from vlora.cluster.summary import merged_stats
 from vlora.engine.ipc.client import EngineClient
@@ -46,6 +48,7 @@ class Cluster:
         health: Health | None = None,
         absent_s: float = ABSENT_S,
         adapters: AdapterState | None = None,
+        shipping: ShippingLimits | None = None,
     ) -> None:
         """Begin without replicas. Call in a running event loop.
 
@@ -55,6 +58,7 @@ class Cluster:
             health: When a replica counts as dead.
             absent_s: How long requests wait while there is no replica.
             adapters: The desired adapters at first; the cluster closes it. None for an empty state without a file.
+            shipping: Send adapters' files to replicas whose machines lack them, within limits; None: do not.
         """
         self.members: dict[str, Member] = {}
         self._router = router
@@ -69,6 +73,7 @@ class Cluster:
             on_usable=self._adapter_usable,
             on_lack=self._adapter_lacking,
             on_drain=lambda name, version: self._flights.stay_with(name, version),
+            sender=None if shipping is None else AdapterSender(shipping),
         )
         self.events = Events()
         self._flights = Flights(router, self.events, self._client_of, self._adapters)
@@ -256,7 +261,7 @@ class Cluster:
             if name in self._router.replicas:
                 self._left(member, died=False)
 
-    async def _prepare(self, member: Member, client: EngineClient) -> None:
+    async def _prepare(self, member: Member, client: ReplicaClient) -> None:
         await self._adapters.join(member.name, client, lambda: self.members.get(member.name) is member)
 
     def _joined(self, member: Member) -> None:

@@ -22,7 +22,9 @@ from typing import Any
 
 import msgspec
 
-from vlora.cluster import claim, framing
+from vlora.cluster import adapter_messages, claim, framing
+from vlora.cluster.adapter_messages import Finish, Hold, Offer, Piece
+from vlora.cluster.adapter_receiver import AdapterReceiver
 from vlora.cluster.claim import RunningReplica
 from vlora.cluster.door import Address, Certificate, Door, Inbox
 from vlora.cluster.handshake import Hello
@@ -77,6 +79,7 @@ class Replica:
         self._ending: Counter[str] = Counter()  # requests of former front ends, by id, until their last output
         self._call_ids = itertools.count()
         self._door: Door | None = None
+        self._files = AdapterReceiver()
         self._alone_since: float | None = asyncio.get_running_loop().time()
         engine.on_message = self._from_engine
 
@@ -131,6 +134,7 @@ class Replica:
             self._door.close()
         if self._peer is not None:
             self._peer.transport.close()
+        await self._files.close()
         self._engine.close()
         if self._process.returncode is None:
             self._process.kill()
@@ -155,6 +159,7 @@ class Replica:
             peer.watching.cancel()
         if self._peer is peer:
             self._peer = None
+            self._files.front_end_left()
             self._alone_since = asyncio.get_running_loop().time()
             self._ending += peer.unfinished
             for request_id in peer.unfinished:
@@ -186,8 +191,11 @@ class Replica:
         if data == messages.PING:
             self._engine.send(data)
             return
-        message = messages.decode_to_engine(data)
+        message = adapter_messages.decode_to_replica(data)
         match message:
+            case Offer() | Piece() | Finish() | Hold():
+                self._files.receive(message, peer.transport.send)
+                return
             case messages.Start() | messages.Stop():
                 raise ValueError(f"a front end may not send {type(message).__name__} to a replica")
             case messages.Add():

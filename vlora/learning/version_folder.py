@@ -7,9 +7,9 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
+from vlora.adapter_files import CONFIG_FILE, HEAD_FILES, WEIGHTS_FILE, content_hash
 from vlora.errors import BadAdapter
 from vlora.learning.trail import sync_folder
-from vlora.lora.peft_format import CONFIG_FILE, HEAD_FILES, WEIGHTS_FILE, content_hash
 
 _PART = "incoming.part"
 

@@ -22,8 +22,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from vlora.adapter_files import CONFIG_FILE, HEAD_FILES, WEIGHTS_FILE
 from vlora.errors import BadAdapter, BadConfig
-from vlora.lora.peft_format import CONFIG_FILE, HEAD_FILES, WEIGHTS_FILE, read_config
+from vlora.lora.peft_format import read_config
 from vlora.lora.peft_settings import DESCRIPTION_AND_SELECTION, number_by_pattern, refuse_others
 
 _SETTINGS = frozenset(

@@ -9,10 +9,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from heads import TaskHead
+from vlora.adapter_files import WEIGHTS_FILE
 from vlora.errors import BadAdapter
 from vlora.lora.layer_reading import BaseLayers, can_be_undone, check_finite, read_layer
 from vlora.lora.layout import HostFactors, carve
-from vlora.lora.peft_format import WEIGHTS_FILE, AdapterHeader, registered_content
+from vlora.lora.peft_format import AdapterHeader, registered_content
 from vlora.parallel.adapter_sharding import FactorShape, dense
 
 _ROWS = torch.contiguous_format

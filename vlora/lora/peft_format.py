@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from heads import HeadSpec, TaskHead, load_heads
+from vlora.adapter_files import CONFIG_FILE, HEAD_FILES, WEIGHTS_FILE, content_hash
 from vlora.errors import BadAdapter
 from vlora.lora.fused_layers import read_targets
 from vlora.lora.layout import run_bytes
@@ -33,10 +33,6 @@ from vlora.lora.peft_target import (
 )
 from vlora.parallel.adapter_sharding import FactorShape, ShardingKind
 from vlora.wording import json_errors
-
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
-HEAD_FILES = ("heads.json", "heads.safetensors")
 
 _TENSOR = re.compile(
     r"^base_model\.model\.(?P<module>.+?)\."
@@ -175,19 +171,6 @@ def split_over_ranks(header: AdapterHeader, sites: Mapping[str, SiteShape]) -> A
         for target in header.targets
     )
     return dataclasses.replace(header, targets=targets)
-
-
-def content_hash(folder: Path) -> str:
-    """The version of an adapter's content: the hash of its files."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name in (CONFIG_FILE, WEIGHTS_FILE, *HEAD_FILES):
-        file = folder / name
-        if file.exists():
-            digest.update(name.encode())
-            with file.open("rb") as stream:
-                while piece := stream.read(2**20):
-                    digest.update(piece)
-    return digest.hexdigest()
 
 
 def registered_content(header: AdapterHeader) -> str:

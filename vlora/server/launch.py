@@ -195,6 +195,7 @@ async def _start_engine(
     max_replicas: int | None = None,
     routing_rule: str = "placed",
     routing_journal: str | None = None,
+    ship_adapters: bool = False,
     **scaling: Any,
 ) -> RestartedEngine:
     """Start one engine, several on a Ray of this machine, or those of several machines.
@@ -205,6 +206,7 @@ async def _start_engine(
         max_replicas: The limit of their number later; None: `replicas`.
         routing_rule: Which of them gets a request.
         routing_journal: File that records this.
+        ship_adapters: Send adapters' files to other machines that lack them.
         scaling: By the load, see `LocalCluster.start`.
     """
     if plan is None and max(replicas, max_replicas or 1) == 1:
@@ -220,6 +222,7 @@ async def _start_engine(
             journal=journal,
             adapters=adapters,
             rule=routing_rule,
+            ship_adapters=ship_adapters,
             announce=announce,
             command=own,
             **scaling,

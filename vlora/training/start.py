@@ -11,8 +11,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 
+from vlora.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from vlora.errors import BadPlan
-from vlora.lora.peft_format import CONFIG_FILE, WEIGHTS_FILE
 from vlora.training.adapter import PREFIX, LoraSettings
 
 _ENDS = ".lora_A.weight", ".lora_B.weight"

@@ -95,7 +95,8 @@ class AdapterPlace(msgspec.Struct, frozen=True, kw_only=True):
             while the replica is down.
         version: The hash of the content there; empty until it is read.
         pinned: Whether it stays on the device.
-        cause: Why it has failed, is not pinned as desired, or is not known; empty otherwise.
+        cause: Why it has failed, is not pinned as desired, or is not known, or how far its files are that are being
+            sent; empty otherwise.
     """
 
     adapter: str

@@ -6,6 +6,7 @@ The second machine is a network namespace, as root; otherwise another address of
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import importlib.util
 import json
 import os
@@ -26,7 +27,9 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 
-from tests.cluster.test_cluster import answer_mixed
+from tests.cluster.running import outputs_of
+from tests.cluster.test_cluster import answer_mixed, asked, check
+from tests.cluster.test_shipped_adapters import write
 from vlora.cluster.door import connect
 from vlora.cluster.members import Health
 from vlora.cluster.nodes.cluster import NodesCluster
@@ -126,6 +129,7 @@ class Machines:
         self.file.write_text(
             f"head: {network.head}:{first + 250}\ntoken_file: token\nray_ports: {first}-{first + 199}\n"
             f"door_ports: {first + 200}-{first + 249}\nmodel: model\nreplicas: {{number: 2, most: 3, gpus: 1}}\n"
+            "ship_adapters: true\n"
         )
         self.plan: ClusterPlan = read_cluster_plan(self.file)
         self.config = EngineConfig(model=str(tmp / "model"), max_batch_size=8, block_size=16, device="cuda")
@@ -208,6 +212,7 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
     tmp = tmp_path_factory.mktemp("machines")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(tmp))
+        patch.setenv("XDG_CACHE_HOME", str(tmp / "caches"))
         network = Network()
         try:
             found = Machines(tmp, network)
@@ -226,6 +231,25 @@ def test_each_machine_has_a_replica_and_answers_are_as_on_one_engine(machines: M
     ports = machines.plan.door_ports
     assert all(member.address.port in ports for member in machines.cluster.members.values())
     assert f"{machines.network.node} joins\n" in machines.head.log.read_text()
+
+
+def test_adapters_are_sent_to_the_machines(machines: Machines, tmp_path: Path) -> None:
+    """Their path leads to the files in the front end's process only."""
+    version = write(tmp_path)
+    opened = os.open(tmp_path, os.O_RDONLY)
+    number = fcntl.fcntl(opened, fcntl.F_DUPFD_CLOEXEC, 700)
+    try:
+        machines.run(machines.cluster.load_adapter("sent", f"/proc/self/fd/{number}"))
+        request = asked("sent", 10, adapter="sent")
+        check(request, machines.run(outputs_of(machines.cluster, request)), version)
+        places = machines.run(machines.cluster.adapter_places())
+        assert {(place.state, place.version) for place in places} == {("device", version)} and len(places) == 2
+        caches = machines.tmp / "caches" / "vlora" / "adapters"  # of both: they share a disk
+        assert [path.name for path in caches.iterdir() if path.is_dir()] == [version]
+        machines.run(machines.cluster.unload_adapter("sent"))
+    finally:
+        os.close(number)
+        os.close(opened)
 
 
 def test_connections_without_the_cluster_s_certificates_are_refused(machines: Machines) -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from vlora.cluster.door import Address
+from vlora.cluster.nodes.head import facts_of
 from vlora.cluster.nodes.plan import absolute_adapters, read_cluster_plan
-from vlora.errors import BadPlan
+from vlora.errors import BadConfig, BadPlan
 
 PLAN = """\
 head: 10.0.0.1:18870
@@ -45,6 +46,18 @@ def test_a_short_plan_has_defaults(tmp_path: Path) -> None:
     assert read_cluster_plan(written(other, text.replace("3", "4"))).digest != plan.digest
 
 
+def test_adapters_of_the_plan_may_be_sent(tmp_path: Path) -> None:
+    """Then they need not be on the head's machine, and machines that join are not asked for them."""
+    plan = read_cluster_plan(written(tmp_path, PLAN))
+    assert not plan.ship_adapters
+    with pytest.raises(BadConfig, match=r"adapter 'signs' of the plan: .*/adapters/signs has no adapter_config.json"):
+        facts_of(plan, "embedded", "10.0.0.1", lambda model: model)
+    sent = read_cluster_plan(written(tmp_path, PLAN + "ship_adapters: true\nshipped_gib: 2\n"))
+    assert sent.ship_adapters and sent.shipping == (2 << 30, 2 << 30) and sent.digest != plan.digest
+    assert plan.shipping == (4 << 30, 20 << 30)
+    assert facts_of(sent, "embedded", "10.0.0.1", lambda model: model).adapters == {}
+
+
 @pytest.mark.parametrize(
     ("before", "after", "line", "field", "message"),
     [
@@ -63,6 +76,15 @@ def test_a_short_plan_has_defaults(tmp_path: Path) -> None:
         ("21200-21299", "21100-21299", 1, "plan", "overlap"),
         ("10.0.0.1:18870", "10.0.0.1:21250", 1, "plan", "one of `door_ports`"),
         ("token_file: token\n", "", 1, "token_file", "missing"),
+        ("adapters:", "ship_adapters: 1\nadapters:", 6, "ship_adapters", "must be true or false"),
+        ("adapters:", "shipped_gib: 0\nadapters:", 6, "shipped_gib", "must be above 0"),
+        (
+            "adapters:",
+            "shipped_adapter_gib: 30\nadapters:",
+            1,
+            "plan",
+            "is 30, above the limit `shipped_gib` of all, 20",
+        ),
     ],
 )
 def test_an_invalid_plan_is_refused_with_line_and_field(

@@ -68,6 +68,7 @@ class NodesCluster(LocalCluster):
         journal: JournalFile | None = None,
         adapters: AdapterState | None = None,
         rule: str = "placed",
+        ship_adapters: bool = False,
         announce: Callable[[str], None] = lambda line: None,
         command: Sequence[str] = ("", *ENGINE_COMMAND[1:]),
         health: Health | None = None,
@@ -80,6 +81,7 @@ class NodesCluster(LocalCluster):
 
         Args:
             plan: That of the head.
+            ship_adapters: Send adapters' files to machines that lack them, also if the plan does not ask for it.
             command: Starts an engine process; the first word is empty for the Python of each machine.
 
         Raises:
@@ -103,7 +105,8 @@ class NodesCluster(LocalCluster):
                     "again after a change"
                 )
             scaling = ScalingSettings(number, most, scale_up_s, scale_down_s)
-            self = cls(config, rule, folder, health, hung_s, number, scaling, autoscale, journal, adapters)
+            shipping = plan.shipping if plan.ship_adapters or ship_adapters else None
+            self = cls(config, rule, folder, health, hung_s, number, scaling, autoscale, journal, adapters, shipping)
             self._entered = entered
         except BaseException:
             entered.close()

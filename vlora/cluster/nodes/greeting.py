@@ -42,7 +42,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
         ray_ports, door_ports: First and last.
         most: Of replicas.
         model: A folder, a hub name or `embedded`; `model_digest`: see `content`.
-        adapters: By name.
+        adapters: By name; none where files are sent to machines that lack them.
     """
 
     run: str

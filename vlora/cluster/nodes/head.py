@@ -48,10 +48,10 @@ def facts_of(plan: ClusterPlan, model: str, host: str, resolve: Callable[[str], 
         resolve: The path of a model here.
 
     Raises:
-        BadConfig: The model or an adapter is missing on this machine.
+        BadConfig: The model is missing on this machine, or an adapter where none are sent.
     """
     adapters = {}
-    for name, path in absolute_adapters(plan).items():
+    for name, path in () if plan.ship_adapters else absolute_adapters(plan).items():
         try:
             adapters[name] = Adapter(path, adapter_digest(path))
         except BadConfig as error:

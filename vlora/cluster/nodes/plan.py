@@ -11,6 +11,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from vlora.cluster.adapter_sender import ShippingLimits
 from vlora.cluster.door import Address
 from vlora.cluster.on_ray.settings import Ports
 from vlora.plan_files.fields import Number, PlanModel, PlanPath, Whole
@@ -19,6 +20,7 @@ from vlora.plan_files.reading import read_model
 _RANGE = re.compile(r"(\d{1,5})-(\d{1,5})")
 _MAX_PORT = 65_535
 _MAX_REPLICAS = 1000
+_ADAPTER_GIB = 4.0
 _UNSPECIFIED = ("0.0.0.0", "::")
 
 
@@ -105,7 +107,10 @@ class ClusterPlan(PlanModel):
         ray_ports: Of Ray, on every machine. Ray uses a part of them.
         door_ports: Of the replicas' doors, on every machine.
         model: A folder, a hub name or `embedded`, the same on every machine.
-        adapters: Name -> folder, the same on every machine.
+        adapters: Name -> folder, the same path on every machine.
+        ship_adapters: Send adapters' files to machines that lack them. Otherwise they must be on every machine.
+        shipped_gib: The limit of all files that were sent, on each machine.
+        shipped_adapter_gib: The limit of one adapter that is sent; None: 4, if `shipped_gib` allows it.
         replicas: Their number, and what each takes of a machine.
     """
 
@@ -115,6 +120,9 @@ class ClusterPlan(PlanModel):
     door_ports: PlanPorts = PortRange(20_300, 20_399)
     model: str = Field("embedded", min_length=1)
     adapters: dict[str, PlanPath] = Field(default_factory=dict)
+    ship_adapters: bool = Field(False, strict=True)
+    shipped_gib: Number = Field(20, gt=0, le=1e6)
+    shipped_adapter_gib: Number | None = Field(None, gt=0, le=1e6)
     replicas: ReplicasPlan
 
     @field_validator("adapters")
@@ -138,6 +146,20 @@ class ClusterPlan(PlanModel):
             if self.head.port in ports:
                 raise ValueError(f"the port of `head` is {self.head.port}, one of `{name}`; choose another one")
         return self
+
+    @model_validator(mode="after")
+    def _adapter_limit(self) -> ClusterPlan:
+        if (one := self.shipped_adapter_gib) is not None and one > self.shipped_gib:
+            raise ValueError(
+                f"`shipped_adapter_gib` is {one:g}, above the limit `shipped_gib` of all, {self.shipped_gib:g}"
+            )
+        return self
+
+    @property
+    def shipping(self) -> ShippingLimits:
+        """The limits of files that are sent, whether or not the plan asks for that."""
+        one = min(_ADAPTER_GIB, self.shipped_gib) if self.shipped_adapter_gib is None else self.shipped_adapter_gib
+        return ShippingLimits(int(one * 2**30), int(self.shipped_gib * 2**30))
 
     @property
     def digest(self) -> str:

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from vlora.cluster.adapter_sender import ShippingLimits
 from vlora.cluster.adapter_state import AdapterState
 from vlora.cluster.autoscaler import Autoscaler
 from vlora.cluster.cluster import Cluster
@@ -82,10 +83,11 @@ class LocalCluster(Cluster):
         automatic: bool,
         journal: JournalFile | None,
         adapters: AdapterState | None,
+        shipping: ShippingLimits | None = None,
     ) -> None:
         settings: dict[str, Any] = {"rule": rule, "weights": config.weights, "tenant_weights": config.tenant_weights}
         router = Router(**settings) if journal is None else RecordedRouter(journal.write, **settings).as_router
-        super().__init__(router, folder.secret(), health=health, adapters=adapters)
+        super().__init__(router, folder.secret(), health=health, adapters=adapters, shipping=shipping)
         self._journal = journal
         self.folder = folder
         self._log = LogPipe(folder.log_pipe)

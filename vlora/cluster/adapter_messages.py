@@ -1,0 +1,88 @@
+"""Messages about adapters' files, on the same line as those of the engine. The replica's process answers them.
+
+A front end offers a content. The replica answers with the folder in which it has it, or with the files that it lacks;
+then these follow in pieces.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from vlora.engine.ipc import messages
+from vlora.types import ErrorValue
+
+
+class ShippedFile(msgspec.Struct, frozen=True):
+    """One of `ADAPTER_FILES`. digest: hash of its content."""
+
+    name: str
+    size: int
+    digest: str
+
+
+class Offer(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Ask for the folder of a content. The replica holds the content from then on, until a `Hold` without it.
+
+    Attributes:
+        path: Where it may be on the replica's machine.
+        version: Its hash.
+        files: Its files; empty if the front end does not have them.
+        receive: Begin to receive the files that are missing.
+        adapter_bytes: The limit of one content that is received.
+        total_bytes: The limit of all received contents on the machine.
+    """
+
+    call_id: int
+    path: str
+    version: str
+    files: tuple[ShippedFile, ...]
+    receive: bool
+    adapter_bytes: int
+    total_bytes: int
+
+
+class Piece(msgspec.Struct, frozen=True, tag=True):
+    """The next bytes of a file that is missing. Files come in the order of the reply to the offer."""
+
+    call_id: int
+    version: str
+    name: str
+    data: bytes
+
+
+class Finish(msgspec.Struct, frozen=True, tag=True):
+    """All pieces were sent; or, if some were not, none follow."""
+
+    call_id: int
+    version: str
+
+
+class Hold(msgspec.Struct, frozen=True, tag=True):
+    """These received contents are in use, and no others: they may be removed when others need the room."""
+
+    call_id: int
+    versions: tuple[str, ...]
+
+
+FilesCall = Offer | Piece | Finish | Hold
+
+
+class FilesReply(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The answer to the call with that id.
+
+    Attributes:
+        path: The folder with the content; empty: it is not there.
+        missing: Names of the files that are to be sent.
+        busy: Another process of the machine is receiving this content.
+    """
+
+    call_id: int
+    path: str = ""
+    missing: tuple[str, ...] = ()
+    busy: bool = False
+    error: ErrorValue | None = None
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_replica = msgspec.msgpack.Decoder(messages.ToEngine | FilesCall).decode
+decode_from_replica = msgspec.msgpack.Decoder(messages.FromEngine | FilesReply).decode

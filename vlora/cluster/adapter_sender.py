@@ -1,0 +1,225 @@
+"""The front end's end of shipped adapters: sends replicas the files that their machines lack."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections import deque
+from collections.abc import AsyncIterator, Collection
+from pathlib import Path
+from typing import NamedTuple
+
+from vlora.adapter_files import ADAPTER_FILES, CONFIG_FILE, content_hash
+from vlora.cluster.adapter_incoming import digest_of
+from vlora.cluster.adapter_messages import FilesReply, Finish, Hold, Offer, Piece, ShippedFile
+from vlora.cluster.adapter_state import DesiredAdapter
+from vlora.cluster.replica_client import ReplicaClient
+from vlora.errors import Aborted, BadAdapter
+
+PIECE_BYTES = 128 << 10
+WINDOW = 4
+"""Pieces under way to a replica. A request waits behind them at most: 5 ms on a line of 1 Gbit/s."""
+
+MAX_AT_ONCE = 4  # adapters that are being sent
+ANSWER_S, BUSY_S, LOOK_S = 300.0, 60.0, 0.2  # of one message; for another process of the machine; between two looks
+_MAX_KNOWN = 4096  # contents
+
+
+class ShippingLimits(NamedTuple):
+    """adapter_bytes: of one adapter that is sent. total_bytes: of all received ones on a machine."""
+
+    adapter_bytes: int = 4 << 30
+    total_bytes: int = 20 << 30
+
+
+class AdapterContent(NamedTuple):
+    """The files of a folder. version: their hash."""
+
+    version: str
+    files: tuple[ShippedFile, ...]
+
+
+_Stamp = tuple[tuple[str, int, int, int], ...]
+
+
+class AdapterSender:
+    """Reads adapters of the front end's machine, each once until its files change."""
+
+    def __init__(self, limits: ShippingLimits) -> None:
+        self.limits = limits
+        self.sending = asyncio.Semaphore(MAX_AT_ONCE)
+        self._known: dict[str, tuple[_Stamp, AdapterContent]] = {}
+
+    async def content_of(self, path: str) -> AdapterContent | None:
+        """The content of a folder; None if there is no adapter. Raises BadAdapter if it cannot be read."""
+        return await asyncio.to_thread(self._read, path)
+
+    def _read(self, path: str) -> AdapterContent | None:
+        try:
+            stamp = _stamp_of(Path(path))
+            if not any(name == CONFIG_FILE for name, *_ in stamp):
+                return None
+            if (known := self._known.get(path)) is not None and known[0] == stamp:
+                return known[1]
+            files = tuple(ShippedFile(name, size, digest_of(Path(path, name))) for name, size, *_ in stamp)
+            found = AdapterContent(content_hash(Path(path)), files)
+        except OSError as error:
+            raise BadAdapter(f"{error.filename or path} cannot be read on the front end: {error.strerror}") from error
+        except ValueError as error:  # of a path with a null character
+            raise BadAdapter(f"{path!r} cannot be read on the front end: {error}") from error
+        while len(self._known) >= _MAX_KNOWN:
+            del self._known[next(iter(self._known))]
+        self._known[path] = stamp, found
+        return found
+
+
+class ReplicaFiles:
+    """The files of the adapters of one replica.
+
+    Attributes:
+        progress: How far contents are that are being sent.
+    """
+
+    def __init__(self, sender: AdapterSender, client: ReplicaClient) -> None:
+        self.progress: dict[str, str] = {}
+        self._sender = sender
+        self._client = client
+        self._received: set[str] = set()  # contents that the replica has in its store, as far as known
+        self._held: frozenset[str] | None = None  # another front end may have left some
+
+    async def find(self, wanted: DesiredAdapter) -> str | None:
+        """The folder of a content on the replica's machine; None if it has to be sent.
+
+        Raises:
+            BadAdapter: It is not there, and the front end does not have it either.
+            EngineDead: The replica is gone.
+        """
+        content = await self._content(wanted)
+        reply = await self._offer(wanted, content, receive=False)
+        if reply.path:
+            return self._found(wanted, reply.path)
+        if content is None:
+            raise BadAdapter(
+                f"{wanted.path}: content {wanted.version} is not on the replica's machine, and cannot be sent: it is "
+                "not in that folder of the front end either; load the adapter again to serve other content"
+            )
+        return None
+
+    async def send(self, wanted: DesiredAdapter) -> str:
+        """Send what the replica's machine lacks of a content. Returns the folder there.
+
+        Raises:
+            BadAdapter: It cannot be sent, or is over the limit of one adapter.
+            OverCapacity: The machine has no room for it.
+            Aborted: The machine does not answer, or another process there is receiving it for long.
+            EngineDead: The replica is gone.
+        """
+        ends_s = asyncio.get_running_loop().time() + BUSY_S
+        while True:
+            if (content := await self._content(wanted)) is None:
+                path = await self.find(wanted)
+                assert path is not None
+                return path
+            async with self._sender.sending:
+                reply = await self._offer(wanted, content, receive=True)
+                if not reply.busy:
+                    return self._found(wanted, reply.path or await self._send_files(wanted, content, reply.missing))
+            if asyncio.get_running_loop().time() > ends_s:
+                raise Aborted(
+                    f"another process of the machine has been receiving the adapter, or using a damaged copy, for "
+                    f"{BUSY_S:g} s; it is tried again"
+                )
+            await asyncio.sleep(LOOK_S)
+
+    async def hold(self, versions: Collection[str]) -> None:
+        """Let the machine remove received contents other than these when it needs the room. Raises EngineDead."""
+        held = frozenset(self._received & set(versions))
+        if held != self._held:
+            # At once: an offer that is answered meanwhile holds its own content.
+            self._held, self._received = held, set(held)
+            try:
+                await self._answer(self._client.call_files(Hold(self._client.next_file_id, tuple(sorted(held)))))
+            except BaseException:
+                self._held = None
+                raise
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    async def _content(self, wanted: DesiredAdapter) -> AdapterContent | None:
+        """The content at the front end, if it is the desired one."""
+        content = await self._sender.content_of(wanted.path)
+        return content if content is not None and content.version == wanted.version else None
+
+    def _found(self, wanted: DesiredAdapter, path: str) -> str:
+        if path != wanted.path:
+            self._received.add(wanted.version)
+        return path
+
+    async def _offer(self, wanted: DesiredAdapter, content: AdapterContent | None, *, receive: bool) -> FilesReply:
+        limits = self._sender.limits
+        offer = Offer(
+            call_id=self._client.next_file_id,
+            path=wanted.path,
+            version=wanted.version,
+            files=() if content is None else content.files,
+            receive=receive,
+            adapter_bytes=limits.adapter_bytes,
+            total_bytes=limits.total_bytes,
+        )
+        return await self._answer(self._client.call_files(offer))
+
+    async def _send_files(self, wanted: DesiredAdapter, content: AdapterContent, missing: tuple[str, ...]) -> str:
+        files = [file for file in content.files if file.name in missing]
+        total, sent = sum(file.size for file in files), 0
+        answers: deque[asyncio.Future[FilesReply]] = deque()
+        try:
+            for file in files:
+                async for data in pieces_of(Path(wanted.path, file.name), file.size):
+                    self.progress[wanted.version] = f"{sent / 1e6:.1f} of {total / 1e6:.1f} MB of its files were sent"
+                    call = Piece(self._client.next_file_id, wanted.version, file.name, data)
+                    answers.append(self._client.call_files(call))
+                    sent += len(data)
+                    if len(answers) >= WINDOW:
+                        await self._answer(answers.popleft())
+            while answers:
+                await self._answer(answers.popleft())
+        finally:
+            self.progress.pop(wanted.version, None)
+            # Also after an error, so that the replica drops what has arrived.
+            finish = self._client.call_files(Finish(self._client.next_file_id, wanted.version))
+        return (await self._answer(finish)).path
+
+    async def _answer(self, reply: asyncio.Future[FilesReply]) -> FilesReply:
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                found = await reply
+        except TimeoutError as error:
+            raise Aborted(f"it did not answer within {ANSWER_S:g} s; its disk may hang") from error
+        if found.error is not None:
+            raise found.error.to_exception()
+        return found
+
+
+async def pieces_of(path: Path, size: int) -> AsyncIterator[bytes]:
+    """The first bytes of a file. Raises BadAdapter if it cannot be read, or has fewer."""
+    try:
+        file = await asyncio.to_thread(path.open, "rb")
+        with file:
+            while size:
+                data = await asyncio.to_thread(file.read, min(PIECE_BYTES, size))
+                if not data:
+                    raise BadAdapter(f"{path} became shorter while it was sent")
+                size -= len(data)
+                yield data
+    except OSError as error:
+        raise BadAdapter(f"{path} cannot be read on the front end: {error.strerror}") from error
+
+
+def _stamp_of(folder: Path) -> _Stamp:
+    found = []
+    for name in ADAPTER_FILES:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            status = os.stat(folder / name)
+            found.append((name, status.st_size, status.st_mtime_ns, status.st_ino))
+    return tuple(found)

@@ -1,0 +1,336 @@
+"""Received adapters on the disk of a machine: a folder for each content, named by its hash.
+
+All replicas of a user on the machine share it. A content has a lock: shared while a replica uses it, exclusive while
+one receives it. The system releases locks at any end of a process. A content is received into a folder with another
+name, which is renamed once all files are on the disk and have the hash: a crash leaves nothing that is taken for whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from vlora.adapter_files import ADAPTER_FILES, CONFIG_FILE, content_hash
+from vlora.cluster.adapter_incoming import IncomingFiles, digest_of
+from vlora.cluster.adapter_messages import Offer, ShippedFile
+from vlora.errors import BadAdapter, BadRequest, OverCapacity
+
+DIGESTS = "digests.json"  # in each folder, so that a content with some of its files is not received in full
+DIGESTS_BYTES = 512  # at most
+PART, LOCK, COMMON_LOCK = ".part", ".lock", "store.lock"
+MAX_INCOMING = 4  # contents that a process receives at a time
+_PLACE = "the folder of received adapters"  # in errors, which users of the adapter get too
+_VERSION = re.compile(r"[0-9a-f]{32}")
+_WAIT_S, _LOOK_S = 10.0, 0.02  # for the common lock, which is held while folders are counted and removed
+
+
+class Busy(Exception):
+    """Another process is receiving the content."""
+
+
+def default_root(environ: Mapping[str, str]) -> Path:
+    """`$XDG_CACHE_HOME/vlora/adapters`, default `~/.cache/vlora/adapters`, as other caches. Raises BadRequest."""
+    if configured := environ.get("XDG_CACHE_HOME"):
+        return Path(configured) / "vlora" / "adapters"
+    try:
+        return Path.home() / ".cache" / "vlora" / "adapters"
+    except RuntimeError as error:
+        raise BadRequest("this user has no home folder for received adapters; set XDG_CACHE_HOME") from error
+
+
+class AdapterStore:
+    """One process's view of the folder. Belongs to one thread at a time.
+
+    Attributes:
+        root: The folder, which is made when something is received.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._held: dict[str, int] = {}  # descriptors of shared locks, by content
+        self._incoming: dict[str, IncomingFiles] = {}
+
+    def find(self, offer: Offer) -> str | None:
+        """The folder with a content; None if it is not on this machine.
+
+        Raises:
+            BadRequest: The offer is invalid.
+            Busy: Another process is receiving it.
+        """
+        check_offer(offer)
+        if offer.version in self._incoming:
+            raise Busy
+        local = Path(offer.path)
+        if _is_whole(local, offer):
+            return offer.path
+        folder = self.root / offer.version
+        if not (folder.is_dir() or self._part(offer.version).is_dir()):
+            return None
+        if offer.version not in self._held:
+            if (lock := self._locked(offer.version, fcntl.LOCK_SH)) is None:
+                raise Busy
+            self._held[offer.version] = lock
+        if _is_whole(folder, offer):
+            os.utime(folder)
+            return str(folder)
+        os.close(self._held.pop(offer.version))
+        return None
+
+    def begin(self, offer: Offer) -> tuple[str, ...]:
+        """Begin to receive a content that `find` has not found. Returns the names of the missing files.
+
+        Raises:
+            Busy: Another process is receiving it, or uses a damaged folder of it.
+            BadAdapter: It is over the limit of one adapter.
+            OverCapacity: There is no room for it.
+            OSError: The folder cannot be used.
+        """
+        needed = sum(file.size for file in offer.files)
+        if needed > offer.adapter_bytes:
+            raise BadAdapter(
+                f"its files have {needed} bytes, over the limit of {offer.adapter_bytes} for an adapter that is sent "
+                "(`shipped_adapter_gib` of the plan); copy them to this machine"
+            )
+        if len(self._incoming) >= MAX_INCOMING:
+            raise Busy
+        self._make_root()
+        with self._alone():
+            if (lock := self._locked(offer.version, fcntl.LOCK_EX)) is None:
+                raise Busy
+            try:
+                self._remove(offer.version)  # the remains of a crash, or a damaged folder
+                self._make_room(needed + DIGESTS_BYTES, offer.total_bytes)
+                incoming = IncomingFiles(self._part(offer.version), offer.files, lock)
+            except BaseException:
+                self._drop(offer.version, lock)
+                raise
+        self._incoming[offer.version] = incoming
+        try:
+            incoming.take_from(self._candidates(offer))
+        except BaseException:
+            self.abort(offer.version)
+            raise
+        return incoming.missing
+
+    def write(self, version: str, name: str, data: bytes) -> None:
+        """Append to a file that is missing. Raises BadRequest out of turn, BadAdapter for a wrong file, and OSError."""
+        if (incoming := self._incoming.get(version)) is None:
+            raise BadRequest("no content with this hash is being received")
+        incoming.write(name, data)
+
+    def finish(self, version: str) -> str:
+        """Check the content and put it in its place. Returns the folder. Raises as `write`."""
+        if (incoming := self._incoming.get(version)) is None:
+            raise BadRequest("no content with this hash is being received")
+        incoming.close()
+        part, folder = self._part(version), self.root / version
+        if (found := content_hash(part)) != version:
+            for source in incoming.sources:  # it may be damaged
+                (source / DIGESTS).unlink(missing_ok=True)
+            raise BadAdapter(f"the files that arrived have content {found} instead of {version}; they are dropped")
+        digests = {file.name: file.digest for file in incoming.files}
+        (part / DIGESTS).write_bytes(msgspec.json.encode(digests))
+        for path in (part / DIGESTS, part):
+            _synchronize(path)
+        with self._alone():  # no other process takes the lock while it becomes a shared one
+            os.rename(part, folder)
+            fcntl.flock(incoming.lock, fcntl.LOCK_SH)
+        _synchronize(self.root)
+        self._held[version] = incoming.lock
+        del self._incoming[version]
+        return str(folder)
+
+    def abort(self, version: str) -> None:
+        """Drop a content that is not received any more. Unknown ones are ignored."""
+        if (incoming := self._incoming.pop(version, None)) is not None:
+            incoming.discard()
+            self._drop(version, incoming.lock)
+
+    def abort_all(self) -> None:
+        """The front end is gone."""
+        for version in tuple(self._incoming):
+            self.abort(version)
+
+    def hold(self, versions: Collection[str]) -> None:
+        """These contents are in use, and no others."""
+        for version in self._held.keys() - set(versions):
+            os.close(self._held.pop(version))
+
+    def close(self) -> None:
+        """Use nothing any more."""
+        self.abort_all()
+        self.hold(())
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _part(self, version: str) -> Path:
+        return self.root / (version + PART)
+
+    def _make_root(self) -> None:
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = self.root.stat()
+        if found.st_uid != os.getuid() or found.st_mode & 0o022:
+            raise BadAdapter(
+                f"{_PLACE} belongs to another user there, or others may write to it; give it to the server, mode 0700"
+            )
+
+    def _locked(self, version: str, how: int) -> int | None:
+        """The descriptor of a content's lock; None if another process has it otherwise."""
+        return _lock(self.root / (version + LOCK), how)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Count and remove folders while no other process does."""
+        ends_s = time.monotonic() + _WAIT_S
+        while (lock := _lock(self.root / COMMON_LOCK, fcntl.LOCK_EX)) is None:
+            if time.monotonic() > ends_s:
+                raise OverCapacity(f"another process has locked {_PLACE} for {_WAIT_S:g} s; its disk may hang")
+            time.sleep(_LOOK_S)
+        try:
+            yield
+        finally:
+            os.close(lock)
+
+    def _make_room(self, needed: int, total_bytes: int) -> None:
+        """Remove the remains of crashes, then contents that no replica uses, the least recently used first.
+
+        Raises:
+            OverCapacity: The contents in use take too much room.
+        """
+        unused = sorted(self._folders(), key=_age)
+        while True:
+            used, free = self._num_bytes(), shutil.disk_usage(self.root).free
+            stale = bool(unused) and unused[0].suffix == PART
+            if not stale and used + needed <= total_bytes and needed <= free:
+                return
+            if not unused:
+                raise OverCapacity(
+                    f"{_PLACE} has no room for {needed} bytes: adapters in use take {used} of at most {total_bytes} "
+                    f"(`shipped_gib` of the plan), and {free} are free on the disk"
+                )
+            self._remove_unused(unused.pop(0))
+
+    def _remove_unused(self, folder: Path) -> None:
+        """Remove a folder and its lock, unless a process uses it."""
+        version = folder.name.removesuffix(PART)
+        if (lock := self._locked(version, fcntl.LOCK_EX)) is not None:
+            self._remove(folder.name)
+            self._drop(version, lock)
+
+    def _drop(self, version: str, lock: int) -> None:
+        """Remove a part that this process has locked alone, and the lock's file if there is no content."""
+        self._remove(version + PART)
+        if not (self.root / version).exists():
+            (self.root / (version + LOCK)).unlink(missing_ok=True)
+        os.close(lock)
+
+    def _folders(self) -> list[Path]:
+        """Of contents, and of parts."""
+        return [path for path in self.root.iterdir() if _VERSION.fullmatch(path.name.removesuffix(PART))]
+
+    def _num_bytes(self) -> int:
+        """Of all files, those in several folders once. A file that is being received counts in full."""
+        sizes: dict[int, int] = {}
+        for folder in self._folders():
+            with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
+                sizes |= {entry.inode(): entry.stat(follow_symlinks=False).st_size for entry in entries}
+        return sum(sizes.values())
+
+    def _remove(self, name: str) -> None:
+        """Remove a folder that this process has locked. It is renamed first, so that no part of it is taken for it."""
+        path = self.root / name
+        if name.endswith(PART):
+            shutil.rmtree(path, ignore_errors=True)
+            return
+        part = self._part(name)
+        shutil.rmtree(part, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(path, part)
+        shutil.rmtree(part, ignore_errors=True)
+
+    def _candidates(self, offer: Offer) -> Iterator[tuple[ShippedFile, Path, bool]]:
+        """Files on this machine that may be those of the offer, and whether they are received ones."""
+        for folder in self._folders():
+            try:
+                digests = msgspec.json.decode((folder / DIGESTS).read_bytes(), type=dict[str, str])
+            except (OSError, msgspec.MsgspecError):
+                continue
+            yield from (
+                (file, folder / file.name, True) for file in offer.files if digests.get(file.name) == file.digest
+            )
+        for file in offer.files:
+            local = Path(offer.path) / file.name
+            with contextlib.suppress(OSError):
+                if local.stat().st_size == file.size and digest_of(local) == file.digest:
+                    yield file, local, False
+
+
+def check_offer(offer: Offer) -> None:
+    """Raises BadRequest for names that are not those of an adapter's files, and for sizes that cannot be."""
+    if not _VERSION.fullmatch(offer.version):
+        raise BadRequest(f"{offer.version[:64]!r} is no hash of an adapter's content")
+    names = [file.name for file in offer.files]
+    if unknown := [name for name in names if name not in ADAPTER_FILES]:
+        raise BadRequest(f"{unknown[0][:64]!r} is no file of an adapter; those are {', '.join(ADAPTER_FILES)}")
+    if len({*names}) < len(names) or any(file.size < 0 for file in offer.files):
+        raise BadRequest("an adapter's files are offered twice, or with a negative size")
+
+
+def check_versions(versions: Sequence[str]) -> None:
+    """Raises BadRequest for values that are no hashes of contents."""
+    for version in versions:
+        if not _VERSION.fullmatch(version):
+            raise BadRequest(f"{version[:64]!r} is no hash of an adapter's content")
+
+
+def _is_whole(folder: Path, offer: Offer) -> bool:
+    """Whether a folder has a content. Sizes are compared before files are read."""
+    try:
+        if not (folder / CONFIG_FILE).is_file():
+            return False
+        sizes = {name: (folder / name).stat().st_size for name in ADAPTER_FILES if (folder / name).is_file()}
+        if offer.files and sizes != {file.name: file.size for file in offer.files}:
+            return False
+        return content_hash(folder) == offer.version
+    except OSError:
+        return False
+
+
+def _age(folder: Path) -> tuple[bool, float]:
+    """Parts first, then the least recently used."""
+    try:
+        return folder.suffix != PART, folder.stat().st_mtime
+    except FileNotFoundError:  # a part that another process has dropped
+        return False, 0.0
+
+
+def _lock(path: Path, how: int) -> int | None:
+    """The descriptor of a locked file; None if it is locked otherwise. With an exclusive lock it may be removed."""
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(file, how | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(file), os.stat(path)):
+                return file
+        except BlockingIOError:
+            os.close(file)
+            return None
+        except FileNotFoundError:  # removed since it was opened
+            pass
+        os.close(file)
+
+
+def _synchronize(path: Path) -> None:
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
