@@ -38,7 +38,7 @@ _LEAD_S = 0.2  # from a command to its beginning
 
 
 class Event(NamedTuple):
-    """What a client did between two times of a window, in seconds. kind: one of `KINDS`."""
+    """A client's work between two times of a window, in seconds. kind: one of `KINDS`."""
 
     kind: str
     start_s: float
@@ -52,7 +52,7 @@ class Event(NamedTuple):
 
 
 class Window(NamedTuple):
-    """What one way did. busy: the executor's processor time as a share of the window."""
+    """The events of one way. busy: the executor's processor time as a share of the window."""
 
     seconds: float
     events: Sequence[Event]
@@ -69,11 +69,11 @@ class Window(NamedTuple):
         counted = [event for event in self.events if event.kind == kind]
         return [round(sum(event.within(at, at + BIN_S) for event in counted) / BIN_S, 1) for at in bins]
 
-    def latency_ms(self) -> float:
-        """Mean time of a decoded token of a client, for all its rows."""
-        times = [event.end_s - event.start_s for event in self.events if event.kind == "decode"]
+    def latency_ms(self, kind: str = "decode") -> float:
+        """Mean time of a decoded token of a client, for all its rows; or of a prefill."""
+        times = [event.end_s - event.start_s for event in self.events if event.kind == kind]
         if not times:
-            raise RuntimeError(f"no token was decoded in {self.seconds:g} s; run the bench on a less loaded machine")
+            raise RuntimeError(f"no {kind} ended in {self.seconds:g} s; run the bench on a less loaded machine")
         return 1e3 * statistics.fmean(times)
 
     def phases(self) -> tuple[float, float]:
@@ -164,6 +164,7 @@ def rows_of(windows: Mapping[str, Sequence[Window]], mix: Mix) -> list[dict[str,
             "tokens a second": statistics.median(window.rate() for window in of_way),
             "latency ms": statistics.median(window.latency_ms() for window in of_way),
             "ratio": statistics.median(window.latency_ms() / first.latency_ms() for window, first in pairs),
+            "first token ms": statistics.median(window.latency_ms("prefill") for window in of_way),
             "prefill": statistics.median(window.phases()[0] for window in of_way),
             "generation": statistics.median(window.phases()[1] for window in of_way),
             "training": statistics.median(window.rate(("train",)) for window in of_way),

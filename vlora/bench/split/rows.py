@@ -1,4 +1,4 @@
-"""What the parts of the bench share: the extent of a run, the model, and the form of a row."""
+"""Shared by the parts of the bench: the extent of a run, the model, and the form of a row."""
 
 from __future__ import annotations
 
@@ -74,5 +74,5 @@ def write_checkpoint(folder: Path, num_layers: int) -> Path:
 def row(what: str, way: str, **values: Any) -> dict[str, Any]:
     """A row of the report."""
     names = ("clients", "executor MiB", "clients MiB", "all MiB", "CPU ms a token", "ratio", "tokens a second")
-    more = ("latency ms", "calls a product", "prefill", "generation", "training", "executor busy", "curves")
-    return {"what": what, "way": way} | dict.fromkeys((*names, *more)) | values
+    more = ("latency ms", "first token ms", "calls a product", "prefill", "generation", "training", "executor busy")
+    return {"what": what, "way": way} | dict.fromkeys((*names, *more, "curves")) | values
