@@ -10,7 +10,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from tests.example_counts import scaled
 from tests.split.running import Serving, serving, tiny
 from vlora.bench.split.base_process import WholeCallQueue
 from vlora.split.batching import Call, CallQueue
@@ -31,9 +34,17 @@ class Simulated(NamedTuple):
 DECODER, TRAINER = Simulated(DECODE_ROWS, 0.001), Simulated(TRAIN_ROWS, 0.002)
 
 
-def product_s(rows: int) -> float:
-    """4 ms to read the weights of a layer, and 0.2 ms of arithmetic for a row."""
-    return 0.004 + 0.0002 * rows
+class Product(NamedTuple):
+    """Seconds of a product: to read the weights of a layer, and of arithmetic for a row."""
+
+    read_s: float = 0.004
+    row_s: float = 0.0002
+
+    def took_s(self, rows: int) -> float:
+        return self.read_s + self.row_s * rows
+
+
+SLOW = Product()
 
 
 class Simulation(NamedTuple):
@@ -49,7 +60,9 @@ class Simulation(NamedTuple):
         return sum(client.rows * len(each) for client, each in zip(clients, self.passes, strict=True))
 
 
-def simulate(queue: CallQueue[int], clients: Sequence[Simulated], seconds: float) -> Simulation:
+def simulate(
+    queue: CallQueue[int], clients: Sequence[Simulated], seconds: float, product: Product = SLOW
+) -> Simulation:
     """Let clients start one after the other, and stop after `seconds`."""
     arrivals = [(0.003 * number, number) for number in range(len(clients))]
     done, begun = [0] * len(clients), [0.0] * len(clients)
@@ -71,7 +84,7 @@ def simulate(queue: CallQueue[int], clients: Sequence[Simulated], seconds: float
             wait_s, coming = queue.wait_s(now), arrivals[0][0] - now if arrivals else None
             now += min(each for each in (wait_s, coming) if each is not None) + 1e-9
             continue
-        took = product_s(sum(call.rows for call in batch))
+        took = product.took_s(sum(call.rows for call in batch))
         now, busy = now + took, busy + took
         queue.computed(batch, took, now)
         for call in batch:
@@ -97,6 +110,29 @@ def test_trainings_slow_decoding_by_at_most_their_share_of_the_clients() -> None
     assert eight > six
     decoders = simulate(CallQueue(), [DECODER] * 8, 60).rows_served([DECODER] * 8)
     assert mixed.rows_served(clients) > 1.05 * decoders
+
+
+@settings(max_examples=scaled(15))
+@given(
+    st.integers(1, 8),
+    st.integers(1, 3),
+    st.sampled_from([0.001, 0.004, 0.02]),
+    st.sampled_from([1, 2, 8]),
+    st.sampled_from([65, 128, 512, 1024]),
+    st.sampled_from([Product(read, row) for read in (0.001, 0.004) for row in (2e-6, 5e-5, 2e-4)]),
+)
+def test_the_slowdown_is_bounded_for_all_sizes(
+    decoders: int, trainers: int, own_s: float, rows: int, train_rows: int, product: Product
+) -> None:
+    decoding = [Simulated(rows, own_s)] * decoders
+    alone = simulate(CallQueue(), decoding, 5, product).mean_s(slice(decoders))
+    clients = decoding + [Simulated(train_rows, 0.002)] * trainers
+    queue: CallQueue[int] = CallQueue()
+    mixed = simulate(queue, clients, 5, product)
+    assert mixed.mean_s(slice(decoders)) <= 1.03 * (decoders + trainers) / decoders * alone
+    # Each training has at least half of an equal share of the time.
+    least = 0.5 * 5 / len(clients) / (product.row_s + product.read_s / 64)
+    assert all(queue.rows_served[number] >= least for number in range(decoders, len(clients)))
 
 
 def test_a_training_uses_the_time_that_slow_clients_leave() -> None:

@@ -151,10 +151,10 @@ _RATIO = "latency of a token, mixed to inference only"
 
 
 def _draw_mix(found: Found, canvas: Any) -> None:
-    left, right, facts = drawing.panels(canvas, 3, (2.2, 1.3, 0.7))
+    left, middle, right = drawing.panels(canvas, 3, (2.2, 1.2, 1))
     plots.throughput(left, found["rows"], mixed.MIXED)
-    plots.latency(right, found["rows"])
-    drawing.beside(facts, _MIX_FACTS, _mix_here(found))
+    plots.latency(middle, found["rows"])
+    plots.tokens(right, found["rows"])
 
 
 _MIX_FACTS = (Fact(_RATIO, 1.0, "x", f"section 4.4: the latency remains roughly the same at {TOKEN_S} s"),)
