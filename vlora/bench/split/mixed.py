@@ -1,7 +1,8 @@
 """Decoding clients with and without training ones on one executor: the paper's figures 22 and 23 in shape.
 
-Each way runs for a window of seconds: clients answer requests, each a prefill and then tokens, or train, one after the
-other. Rates count the tokens within the window; a training step that ends after it does not count. The ways run by
+In each way clients begin together: those of inference answer a number of requests, each a prefill and then tokens, and
+the others train meanwhile. The window that counts ends with the first client that has answered its requests, so that
+all of them are at work in it. A forward or backward pass of training that ends later does not count. The ways run by
 turns.
 """
 
@@ -43,7 +44,7 @@ class Event(NamedTuple):
     kind: str
     start_s: float
     end_s: float
-    tokens: int
+    tokens: float
 
     def within(self, first_s: float, last_s: float) -> float:
         """The tokens between two times, if they are spread evenly."""
@@ -52,7 +53,7 @@ class Event(NamedTuple):
 
 
 class Window(NamedTuple):
-    """The events of one way. busy: the executor's processor time as a share of the window."""
+    """The events of one way. busy: the executor's processor time as a share of it."""
 
     seconds: float
     events: Sequence[Event]
@@ -65,16 +66,14 @@ class Window(NamedTuple):
 
     def curve(self, kind: str) -> list[float]:
         """Tokens a second of each quarter of a second."""
-        bins = [BIN_S * number for number in range(round(self.seconds / BIN_S))]
+        bins = [BIN_S * number for number in range(int(self.seconds / BIN_S))]
         counted = [event for event in self.events if event.kind == kind]
         return [round(sum(event.within(at, at + BIN_S) for event in counted) / BIN_S, 1) for at in bins]
 
     def latency_ms(self, kind: str = "decode") -> float:
         """Mean time of a decoded token of a client, for all its rows; or of a prefill."""
-        times = [event.end_s - event.start_s for event in self.events if event.kind == kind]
-        if not times:
-            raise RuntimeError(f"no {kind} ended in {self.seconds:g} s; run the bench on a less loaded machine")
-        return 1e3 * statistics.fmean(times)
+        counted = [event for event in self.events if event.kind == kind and event.end_s <= self.seconds]
+        return 1e3 * statistics.fmean(event.end_s - event.start_s for event in counted)
 
     def phases(self) -> tuple[float, float]:
         """Tokens a second of inference, while a client is in prefill and while none is."""
@@ -98,19 +97,22 @@ def _union(spans: Sequence[tuple[float, float]], until: float) -> list[tuple[flo
     return found
 
 
-def window_of(answers: Iterable[Mapping[str, Any]], begin: float, seconds: float, busy_s: float) -> Window:
+def window_of(
+    inference: Iterable[Mapping[str, Any]], training: Iterable[Mapping[str, Any]], begin: float, busy: float
+) -> Window:
     """The window of clients' answers. begin: its time on the clients' clock."""
-    events = [
-        Event(kind, start - begin, end - begin, tokens)
-        for answer in answers
-        for kind, start, end, tokens in answer["events"]
-    ]
-    counted = [event for event in events if event.kind != "train" or event.end_s <= seconds]
-    return Window(seconds, counted, busy_s / seconds)
+    served = [_events(answer, begin) for answer in inference]
+    seconds = min(events[-1].end_s for events in served)
+    trained = [event for answer in training for event in _events(answer, begin) if event.end_s <= seconds]
+    return Window(seconds, [*(event for events in served for event in events), *trained], busy)
+
+
+def _events(answer: Mapping[str, Any], begin: float) -> list[Event]:
+    return [Event(kind, start - begin, end - begin, tokens) for kind, start, end, tokens in answer["events"]]
 
 
 def measure(checkpoint: Path, size: Size) -> list[dict[str, Any]]:
-    """Run all ways by turns; a shorter first turn does not count."""
+    """Run all ways by turns; a first turn of one request does not count."""
     mix = size.mix
     addresses = {policy: f"unix:{checkpoint.parent}/mixed{place}.sock" for place, policy in enumerate(_POLICIES)}
     windows: dict[str, list[Window]] = {way: [] for way in WAYS}
@@ -130,29 +132,30 @@ def measure(checkpoint: Path, size: Size) -> list[dict[str, Any]]:
         for turn in range(mix.rounds + 1):
             for way in WAYS:
                 place = _POLICIES.index(WHOLE_CALLS) if way == WHOLE else 0
-                seconds = mix.seconds if turn else mix.seconds / 4
                 served = inference if way == ALL else inference[: mix.inference - mix.training]
                 trained = training if way in (MIXED, WHOLE) else ()
-                window = _run(bases[place], place, served, trained, mix, seconds)
+                extent = mix if turn else mix._replace(requests=1)
+                stop = checkpoint.parent / f"stop-{turn}-{WAYS.index(way)}"
+                window = _run(bases[place], place, served, trained, extent, stop)
                 if turn:
                     windows[way].append(window)
     return rows_of(windows, mix)
 
 
 def _run(
-    base: Process, place: int, inference: Sequence[Process], training: Sequence[Process], mix: Mix, seconds: float
+    base: Process, place: int, inference: Sequence[Process], training: Sequence[Process], mix: Mix, stop: Path
 ) -> Window:
-    """One window of clients of an executor."""
+    """One window of clients of an executor. stop: a file that ends the trainings."""
     before, begin = base.cpu_s(), time.monotonic() + _LEAD_S
-    times = {"client": place, "begin": begin, "end": begin + seconds, "rows": ROWS, "length": mix.prompt}
-    served = [{"do": "infer", "tokens": mix.answer} | times] * len(inference)
-    trained = [{"do": "finetune"} | times] * len(training)
-    clients = [*inference, *training]
-    for client, command in zip(clients, [*served, *trained], strict=True):
-        client.send(**command)
-    time.sleep(max(0.0, begin + seconds - time.monotonic()))
-    busy_s = base.cpu_s() - before
-    return window_of([json.loads(client.read()) for client in clients], begin, seconds, busy_s)
+    shared = {"client": place, "begin": begin, "rows": ROWS, "length": mix.prompt}
+    for client in inference:
+        client.send(do="infer", tokens=mix.answer, requests=mix.requests, **shared)
+    for client in training:
+        client.send(do="finetune", until=str(stop), **shared)
+    served = [json.loads(client.read()) for client in inference]
+    busy = (base.cpu_s() - before) / (time.monotonic() - begin)
+    stop.touch()
+    return window_of(served, [json.loads(client.read()) for client in training], begin, busy)
 
 
 def rows_of(windows: Mapping[str, Sequence[Window]], mix: Mix) -> list[dict[str, Any]]:

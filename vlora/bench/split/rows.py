@@ -22,7 +22,7 @@ class Mix(NamedTuple):
         inference: Clients without training. training: of them are replaced by trainings.
         prompt: Tokens of a prompt, and of a row of a training step.
         answer: Tokens of an answer.
-        seconds: Of a window.
+        requests: Of each inference client in a window.
         rounds: Windows of each way.
     """
 
@@ -31,7 +31,7 @@ class Mix(NamedTuple):
     training: int
     prompt: int
     answer: int
-    seconds: float
+    requests: int
     rounds: int
 
 
@@ -52,7 +52,7 @@ FULL = Size(
     rounds=9,
     tokens=16,
     rows=(1, 1, 2, 4, 8, 16, 32, 64),
-    mix=Mix(layers=4, inference=8, training=2, prompt=64, answer=32, seconds=20.0, rounds=4),
+    mix=Mix(layers=4, inference=8, training=2, prompt=64, answer=64, requests=2, rounds=4),
 )
 QUICK = Size(
     layers=3,
@@ -60,7 +60,7 @@ QUICK = Size(
     rounds=3,
     tokens=8,
     rows=(1, 2, 16, 48),
-    mix=Mix(layers=2, inference=4, training=1, prompt=64, answer=16, seconds=5.0, rounds=1),
+    mix=Mix(layers=2, inference=4, training=1, prompt=64, answer=32, requests=2, rounds=1),
 )
 
 

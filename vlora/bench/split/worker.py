@@ -1,8 +1,8 @@
 """A client process that trains or decodes on command: `python -m vlora.bench.split.worker FOLDER ...`.
 
 Reads commands from standard input, one JSON object a line, and answers each with one, which has an event for each
-prefill, decoded token and training step. Without --base it has its own copy of the model; with several, a model for
-each.
+prefill, decoded token and half of a training step. Without --base it has its own copy of the model; with several, a
+model for each.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Client:
     """A model with an adapter, its optimizer, and a sequence that is being decoded.
 
     Attributes:
-        events: The kind, the begin and the end of what the present command did, and its number of tokens.
+        events: Kind, begin, end and number of tokens of each part of the present command.
     """
 
     def __init__(self, folder: str, dtype: str, base: str | None, seed: int) -> None:
@@ -46,17 +46,21 @@ class Client:
         self._optimizer = torch.optim.AdamW([p for p in self._model.parameters() if p.requires_grad], 1e-4)
         self._generator = torch.Generator().manual_seed(seed)
         self._out: Any = None
-        self.events: list[tuple[str, float, float, int]] = []
+        self.events: list[tuple[str, float, float, float]] = []
 
     def train(self, steps: int, rows: int, length: int) -> None:
         """Training steps."""
         for _ in range(steps):
             started = time.monotonic()
             ids = torch.randint(8, self._vocabulary, (rows, length), generator=self._generator)
-            self._forward(ids, labels=ids).loss.backward()
+            loss = self._forward(ids, labels=ids).loss
+            between = time.monotonic()
+            loss.backward()
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)
-            self.events.append(("train", started, time.monotonic(), rows * length))
+            # Forward and backward cost the executor the same, so each counts as half of the tokens.
+            half = rows * length / 2
+            self.events += [("train", started, between, half), ("train", between, time.monotonic(), half)]
 
     @torch.no_grad()
     def prefill(self, rows: int, length: int) -> None:
@@ -77,19 +81,18 @@ class Client:
             self._out = self._forward(ids, past_key_values=cache, use_cache=True, position_ids=places)
             self.events.append(("decode", started, time.monotonic(), rows))
 
-    def infer(self, begin: float, end: float, rows: int, length: int, tokens: int) -> None:
-        """Requests one after the other between two times of the monotonic clock, which is that of all processes."""
+    def infer(self, begin: float, requests: int, rows: int, length: int, tokens: int) -> None:
+        """Requests one after the other. begin: on the monotonic clock, which is that of all processes."""
         time.sleep(max(0.0, begin - time.monotonic()))
-        while time.monotonic() < end:
+        for _ in range(requests):
             self.prefill(rows, length)
-            for _ in range(tokens):
-                if time.monotonic() < end:
-                    self.decode(1)
+            self.decode(tokens)
 
-    def finetune(self, begin: float, end: float, rows: int, length: int) -> None:
-        """Training steps one after the other between two times."""
+    def finetune(self, begin: float, until: str, rows: int, length: int) -> None:
+        """Training steps one after the other, until a file exists, or the process that began this one has ended."""
+        parent = os.getppid()
         time.sleep(max(0.0, begin - time.monotonic()))
-        while time.monotonic() < end:
+        while not os.path.exists(until) and os.getppid() == parent:
             self.train(1, rows, length)
 
     def _forward(self, ids: torch.Tensor, **arguments: Any) -> Any:
