@@ -52,7 +52,7 @@ FULL = Size(
     rounds=9,
     tokens=16,
     rows=(1, 1, 2, 4, 8, 16, 32, 64),
-    mix=Mix(layers=4, inference=8, training=2, prompt=64, answer=64, requests=2, rounds=4),
+    mix=Mix(layers=4, inference=8, training=2, prompt=64, answer=64, requests=2, rounds=3),
 )
 QUICK = Size(
     layers=3,
