@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -170,6 +171,11 @@ def test_a_part_is_measured_by_itself_and_a_whole_run_resumes(monkeypatch: pytes
     assert calls == ["mixed", "memory", "mixed", "mixed"] and len(report.rows) == 2
     with pytest.raises(BadConfig, match=r"no part 'speeds' of `vlora bench split`; choose among memory, mixed"):
         split.run(True, None, ("speeds",))
+
+
+def test_every_part_takes_a_checkpoint_and_a_size() -> None:
+    for measure in split.PARTS.values():
+        inspect.signature(measure).bind(Path(), split.QUICK)
 
 
 def test_parts_belong_to_this_bench_only() -> None:

@@ -154,7 +154,7 @@ def test_a_training_alone_is_computed_in_whole_calls() -> None:
     queue.add(Call("decoding", 0, 1, 5.0))
     queue.computed(queue.next(5.0), 0.001, 5.0)
     queue.add(Call("training", 0, 1000, 5.5))
-    pieces = []
+    pieces: list[Call[str]] = []
     while len(queue):
         pieces += queue.next(5.5)
         queue.computed(pieces[-1:], 0.02, 5.5)

@@ -12,8 +12,8 @@ Among calls that do not wait, the client with the fewest rows served comes first
 But a product cannot be interrupted: small calls that come during one wait for its end. While clients with small calls
 are active, a large call is therefore computed in pieces, and each piece is followed by a pause of its client that pays
 for the small calls that waited for it: with n active clients, a piece of duration d that all of them waited for is
-followed by (n - 1) d. Each client thus delays the others by at most one n-th of the time, and one whose pieces nobody
-waits for has no pauses.
+followed by (n - 1) d. Each client thus delays the others by at most one n-th of the time, and one whose pieces delay no
+call has no pauses.
 
 Plain Python without a clock of its own.
 """

@@ -39,12 +39,13 @@ def draw(rows: Sequence[Row], folder: Path) -> None:
         _save(figure, folder / "table5.png")
     if _of(rows, mixed.WHAT):
         figure = pyplot.figure(figsize=(13, 6.4), layout="constrained")
-        left, right = figure.subfigures(1, 2, width_ratios=(1.7, 1))
-        for axis, way in zip(left.subplots(2, 1, sharey=True), (mixed.ALL, mixed.MIXED), strict=True):
-            throughput(axis, rows, way)
-        upper, lower = right.subplots(2, 1)
-        latency(upper, rows)
-        tokens(lower, rows)
+        grid = figure.subplots(2, 2, gridspec_kw={"width_ratios": (1.7, 1)})
+        for (left, _), way in zip(grid, (mixed.ALL, mixed.MIXED), strict=True):
+            throughput(left, rows, way)
+        grid[1][0].sharey(grid[0][0])
+        grid[0][0].autoscale(axis="y")
+        latency(grid[0][1], rows)
+        tokens(grid[1][1], rows)
         figure.suptitle("decoding beside training on one executor (Symbiosis, figures 22 and 23)")
         _save(figure, folder / "figures22-23.png")
 
@@ -130,13 +131,13 @@ def _clients(ways: Mapping[str, Row], way: str) -> str:
 def latency(axis: Any, rows: Sequence[Row]) -> None:
     """Latency of a token in each way beside the paper's, relative to inference only."""
     ways = {row["way"]: row for row in _of(rows, mixed.WHAT)}
-    papers: list[float | None] = [TOKEN_S, None, TOKEN_S, None]
-    ours = [ways[way]["latency ms"] / 1e3 for way in mixed.WAYS]
+    papers = {0: TOKEN_S, 2: TOKEN_S}  # it has no number of the others
+    ours = {place: ways[way]["latency ms"] / 1e3 for place, way in enumerate(mixed.WAYS)}
     names = _names(ways)
     for values, color, label, offset in ((papers, PAPER, "the paper", -0.2), (ours, HERE, "here", 0.2)):
-        heights = [0.0 if value is None else value / values[0] for value in values]
-        drawn = axis.bar([place + offset for place in range(len(names))], heights, 0.38, color=color, label=label)
-        axis.bar_label(drawn, ["" if value is None else f"{value:.2g} s" for value in values], fontsize=7)
+        heights = [value / values[0] for value in values.values()]
+        drawn = axis.bar([place + offset for place in values], heights, 0.38, color=color, label=label)
+        axis.bar_label(drawn, [f"{value:.2g} s" for value in values.values()], fontsize=7)
     axis.axhline(1.0, color="#888", linewidth=0.8)
     axis.set(title="latency of a token", ylabel="relative to inference only")
     axis.set_xticks(range(len(names)), names, fontsize=8)
