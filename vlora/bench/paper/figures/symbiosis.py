@@ -204,7 +204,7 @@ FIGURES: Sequence[Figure] = (
         title="throughput of inference clients over time",
         states="Throughput in prefill is visibly higher; the GPU remains under-utilized in generation.",
         caption="Each client answers requests of two sequences, one after the other (the paper: prompts of 512 tokens, "
-        f"here 64). A CPU has less to spare in generation than a GPU: its executor is busy. {_PROCESSES}",
+        f"here 64). {_PROCESSES}",
         model=f"{_MODEL}, float32",
         measure=_part("mixed"),
         draw=_draw_inference,
