@@ -35,6 +35,7 @@ WANTED = {
     "s-lora": [*(f"fig{n}" for n in (5, 6, 8, 9, 10, 11, 12)), "table3"],
     "punica": [f"fig{n}" for n in (1, 7, 8, 9, 10, 11)],
     "bd-lora": ["fig1", "fig10", "fig11"],
+    "symbiosis": [*(f"fig{n}" for n in (9, 10, 11, 13, 19, 21, 22, 23)), "table2", "table4", "table5"],
 }
 TINY = BenchModel("tiny", small_config, 2**26, all_policies=True)
 

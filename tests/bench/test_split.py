@@ -1,12 +1,35 @@
-"""`vlora bench split` without its processes: lockstep, and the goals of measured rows."""
+"""`vlora bench split` without its processes: lockstep, rows, goals, pictures, and a tiny run of clients in threads."""
 
 from __future__ import annotations
 
+import inspect
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
-from vlora.bench.split import split
+import pytest
+import torch
+from click.testing import CliRunner
+from PIL import Image
+
+from tests.split.running import serving, tiny
+from vlora.bench.paper import drawing
+from vlora.bench.paper.figures import symbiosis
+from vlora.bench.paper.measuring import Measuring, Setting
+from vlora.bench.scheduling.models import MODELS
+from vlora.bench.split import mixed, split
 from vlora.bench.split.base_process import POLICIES, LockstepQueue
+from vlora.bench.split.memory import WAYS
+from vlora.bench.split.mixed import Event, Window
+from vlora.bench.split.rows import Mix, row
+from vlora.bench.split.worker import Client
+from vlora.cli import cli
+from vlora.errors import BadConfig
 from vlora.split.batching import Call
+
+MIX = Mix(layers=1, inference=8, training=2, prompt=64, answer=4, requests=1, rounds=1)
 
 
 def test_lockstep_waits_for_every_client() -> None:
@@ -25,12 +48,17 @@ def test_lockstep_waits_for_every_client() -> None:
 
 
 def measured(clients: int, ratio: float, mib: float, latency: float) -> list[dict[str, Any]]:
-    rows = [split.row("memory", way, clients=clients, **{"all MiB": 100.0}) for way in split.WAYS]
-    rows[2]["all MiB"] = mib
+    """Rows of all parts but mixed."""
+    rows = [row("memory", way, clients=clients, **{"all MiB": 100.0, "clients MiB": 100.0}) for way in WAYS]
+    for each in rows:
+        each["executor MiB"] = 40.0 if each["way"].startswith("executor") else 0
+    rows[2]["all MiB"], rows[2]["clients MiB"] = mib, mib - 40.0
     for what in ("training, 128 tokens a step", "decoding, one row"):
-        rows += [split.row(what, "own copy", ratio=1.0), split.row(what, "one client", ratio=ratio)]
-    rows.append(split.row("decoding, one row each", "4 clients", ratio=ratio))
-    rows += [split.row("table 5", policy, **{"latency ms": 10.0}) for policy in POLICIES]
+        rows += [row(what, "own copy", ratio=1.0, **{"CPU ms a token": 1.0})]
+        rows += [row(what, "one client", ratio=ratio, **{"CPU ms a token": ratio})]
+    rows.append(row("decoding, one row each", "4 clients", ratio=ratio, **{"CPU ms a token": ratio}))
+    table = {"latency ms": 10.0, "tokens a second": 5.0, "calls a product": 2.0}
+    rows += [row("table 5", policy, clients=4, **table) for policy in POLICIES]
     rows[-len(POLICIES)]["latency ms"] = latency
     return rows
 
@@ -41,3 +69,173 @@ def test_goals_are_those_of_the_rows() -> None:
     missed = split.goals_of(measured(8, 1.6, 120.0, 11.0))
     assert not any(goal.holds for goal in missed)
     assert len(split.goals_of(measured(2, 0.7, 120.0, 9.0))) == 4, "memory of few clients is no goal"
+    assert split.goals_of([]) == []
+
+
+def test_rates_and_curves_spread_tokens_over_their_time() -> None:
+    events = [Event("prefill", -0.5, 0.5, 64), Event("decode", 0.5, 1.0, 2), Event("train", 0.0, 2.0, 128)]
+    window = Window(2.0, events, 0.5)
+    assert window.rate() == pytest.approx((32 + 2 + 128) / 2)
+    assert window.rate(("train",)) == pytest.approx(64)
+    assert window.curve("decode") == [0, 0, 4, 4, 0, 0, 0, 0]
+    assert window.curve("prefill") == [64, 64, 0, 0, 0, 0, 0, 0]
+    assert sum(window.curve("train")) * mixed.BIN_S == pytest.approx(128)
+
+
+def test_phases_are_told_apart_by_any_client_in_prefill() -> None:
+    events = [
+        Event("prefill", 0.0, 1.0, 64),
+        Event("prefill", 0.5, 1.5, 64),
+        Event("decode", 1.0, 2.0, 2),
+        Event("decode", 2.0, 3.0, 2),
+        Event("train", 0.0, 4.0, 1000),
+        Event("prefill", 3.5, 4.5, 64),
+    ]
+    prefill, generation = Window(4.0, events, 0.5).phases()
+    assert prefill == pytest.approx((128 + 1 + 32) / 2.0)
+    assert generation == pytest.approx((1 + 2) / 2.0)
+    assert Window(4.0, [Event("decode", 0.0, 4.0, 2)], 0.5).phases() == (0.0, pytest.approx(0.5))
+
+
+def test_a_window_ends_with_the_first_client_that_is_done() -> None:
+    quick = {"events": [["prefill", 10.0, 11.0, 128], ["decode", 11.0, 14.0, 2]]}
+    slow = {"events": [["prefill", 10.0, 13.0, 128], ["decode", 13.0, 15.0, 2]]}
+    training = {"events": [["train", 10.0, 13.0, 64], ["train", 13.0, 13.9, 64], ["train", 13.9, 14.1, 64]]}
+    window = mixed.window_of([slow, quick], [training], begin=10.0, busy=0.75)
+    assert window.seconds == pytest.approx(4) and window.busy == 0.75
+    assert window.rate(("train",)) == pytest.approx(128 / 4), "a pass that ends after the window counts"
+    assert window.rate(("decode",)) == pytest.approx((2 + 1) / 4)
+    assert window.latency_ms() == pytest.approx(3000) and window.latency_ms("prefill") == pytest.approx(2000)
+
+
+def windows(latencies: Mapping[str, Sequence[float]], trained: int) -> dict[str, list[Window]]:
+    """A window of each way and round: decoded tokens of a latency, in seconds, and training steps of 128 tokens."""
+    found: dict[str, list[Window]] = {}
+    for way in mixed.WAYS:
+        steps = [Event("train", number, number + 1.0, 128) for number in range(trained)] if "training" in way else []
+        prefill = Event("prefill", 0.0, 0.5, 128)
+        found[way] = [
+            Window(6.0, [prefill, *(Event("decode", 0.5, 0.5 + each, 2) for _ in range(4)), *steps], 0.9)
+            for each in latencies[way]
+        ]
+    return found
+
+
+LATENCIES = {
+    mixed.ALL: (1.0, 2.0, 1.5),
+    mixed.FEWER: (0.8, 1.6, 1.2),
+    mixed.MIXED: (1.1, 2.0, 1.5),
+    mixed.WHOLE: (3, 4, 5),
+}
+
+
+def test_ratios_are_those_of_a_round() -> None:
+    rows = {each["way"]: each for each in mixed.rows_of(windows(LATENCIES, trained=3), MIX)}
+    assert rows[mixed.ALL]["latency ms"] == pytest.approx(1500) and rows[mixed.ALL]["ratio"] == 1
+    assert rows[mixed.FEWER]["ratio"] == pytest.approx(0.8) and rows[mixed.FEWER]["clients"] == 6
+    assert rows[mixed.MIXED]["ratio"] == pytest.approx(1.0) and rows[mixed.MIXED]["first token ms"] == 500
+    assert rows[mixed.MIXED]["training"] == pytest.approx(64) and rows[mixed.ALL]["training"] == 0
+    assert rows[mixed.MIXED]["tokens a second"] == pytest.approx(rows[mixed.ALL]["tokens a second"] + 64)
+
+
+def test_the_mix_must_have_the_throughput_and_the_latency() -> None:
+    held = split.goals_of(mixed.rows_of(windows(LATENCIES, trained=3), MIX))
+    assert len(held) == 3 and all(goal.holds for goal in held)
+    slow = LATENCIES | {mixed.MIXED: (1.5, 3.0, 2.0)}
+    assert [goal.holds for goal in split.goals_of(mixed.rows_of(windows(slow, trained=3), MIX))] == [True, False, True]
+    useless = LATENCIES | {mixed.MIXED: (4.1, 4.2, 5.2)}
+    assert [goal.holds for goal in split.goals_of(mixed.rows_of(windows(useless, trained=3), MIX))][2] is False
+    fewer = windows(LATENCIES, trained=0)
+    fewer[mixed.MIXED] = [window._replace(events=window.events[:-1]) for window in fewer[mixed.MIXED]]
+    assert [goal.holds for goal in split.goals_of(mixed.rows_of(fewer, MIX))] == [False, True, True]
+
+
+def test_a_part_is_measured_by_itself_and_a_whole_run_resumes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    def part(name: str) -> Any:
+        def measure(checkpoint: Path, size: Any) -> list[dict[str, Any]]:
+            calls.append(name)
+            if len(calls) == 3:
+                raise KeyboardInterrupt
+            return [row(name, "way", clients=1)]
+
+        return measure
+
+    monkeypatch.setattr(split, "PARTS", {name: part(name) for name in ("memory", "mixed")})
+    monkeypatch.setattr(split, "write_checkpoint", lambda folder, layers: folder)
+    assert [each["what"] for each in split.run(True, None, ("mixed",)).rows] == ["mixed"]
+    with pytest.raises(KeyboardInterrupt):
+        split.run(True, tmp_path / "split.partial")
+    report = split.run(True, tmp_path / "split.partial")
+    assert calls == ["mixed", "memory", "mixed", "mixed"] and len(report.rows) == 2
+    with pytest.raises(BadConfig, match=r"no part 'speeds' of `vlora bench split`; choose among memory, mixed"):
+        split.run(True, None, ("speeds",))
+
+
+def test_every_part_takes_a_checkpoint_and_a_size() -> None:
+    for measure in split.PARTS.values():
+        inspect.signature(measure).bind(Path(), split.QUICK)
+
+
+def test_parts_belong_to_this_bench_only() -> None:
+    result = CliRunner().invoke(cli, ["bench", "step", "--part", "mixed"])
+    assert isinstance(result.exception, BadConfig) and "--part is valid for `vlora bench split` only" in str(
+        result.exception
+    )
+
+
+def drawable() -> list[dict[str, Any]]:
+    rows = measured(2, 0.9, 80.0, 9.0) + mixed.rows_of(windows(LATENCIES, trained=3), MIX)
+    sizes = {"executor MiB": 3.0, "clients MiB": 20.0, "all MiB": 23.0}
+    return [*rows, *(row("peak of training steps", way, clients=1, **sizes) for way in ("own copy", "one client"))]
+
+
+def test_pictures_are_drawn_for_the_parts_that_were_measured(tmp_path: Path) -> None:
+    split.draw(drawable(), tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["figures22-23.png", "memory.png", "table5.png"]
+    for path in tmp_path.iterdir():
+        with Image.open(path) as picture:
+            assert len(picture.convert("RGB").getcolors(2**24) or []) > 20
+    (tmp_path / "part").mkdir()
+    split.draw([each for each in drawable() if each["what"] == "table 5"], tmp_path / "part")
+    assert [path.name for path in (tmp_path / "part").iterdir()] == ["table5.png"]
+
+
+@pytest.mark.parametrize("figure", symbiosis.FIGURES, ids=lambda figure: figure.number)
+def test_figures_of_the_paper_are_drawn_beside_its_numbers(figure: Any, tmp_path: Path) -> None:
+    setting = Setting(True, torch.device("cpu"), MODELS["qwen2-0.5b"])
+    measuring = Measuring(setting, tmp_path / "measured", lambda _: None)
+    for part in split.PARTS:
+        measuring.once(f"split-{part}", drawable)
+    found = figure.measure(measuring)
+    assert set(figure.here(found)) == {fact.quantity for fact in figure.facts}
+    drawing.save(figure, found, setting, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+    if figure.number == "fig10":
+        # Two copies take 100 MiB; an executor of 40 leaves room for three clients of 20.
+        assert list(figure.here(found).values()) == [pytest.approx(1.5)]
+    if figure.number == "table5":
+        assert figure.here(found)["latency to lockstep's"] == pytest.approx(0.9)
+
+
+def test_clients_decode_and_train_in_a_window(tmp_path: Path) -> None:
+    model = tiny("qwen2_vl")
+    model.save_pretrained(tmp_path / "model")
+    with serving(model, tmp_path) as server:
+        clients = [Client(str(tmp_path / "model"), "float32", server.unix, seed) for seed in range(3)]
+        begin, stop = time.monotonic() + 0.05, tmp_path / "stop"
+        with ThreadPoolExecutor(3) as pool:
+            training = pool.submit(clients[2].finetune, begin, str(stop), 2, 64)
+            for job in [pool.submit(client.infer, begin, 3, 2, 8, 4) for client in clients[:2]]:
+                job.result()
+            stop.touch()
+            training.result()
+    first, second, trained = ({"events": client.events} for client in clients)
+    window = mixed.window_of([first, second], [trained], begin, 0.4)
+    assert all(event.start_s >= 0 for event in window.events)
+    assert window.rate() > window.rate(("decode", "prefill")) > 0 and window.latency_ms() > 0
+    kinds = [kind for kind, *_ in first["events"]]
+    assert kinds == ["prefill", *["decode"] * 4] * 3 and {kind for kind, *_ in trained["events"]} == {"train"}
+    assert [tokens for *_, tokens in first["events"][:2]] == [16, 2]
+    assert sum(tokens for *_, tokens in trained["events"]) % 128 == 0

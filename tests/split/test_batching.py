@@ -48,7 +48,7 @@ def test_calls_of_many_rows_are_computed_alone() -> None:
     calls = queue(join_rows=8)
     for client, rows in (("a", 8), ("b", 9), ("c", 1)):
         calls.add(Call(client, 0, rows, 0.0))
-    assert sorted(map(keys, iter(lambda: calls.next(0.0), ()))) == [["a", "c"], ["b"]]
+    assert sorted(map(keys, iter(lambda: calls.next(0.0), ()))) == [["a", "c"], ["b"], ["b"]]
 
 
 def test_a_client_ahead_waits_for_one_behind() -> None:
@@ -123,16 +123,17 @@ def test_a_client_that_leaves_takes_its_call_with_it() -> None:
 
 def test_clients_with_fewer_rows_come_first() -> None:
     calls = queue()
-    order = []
+    order, rows = [], {"a": 128, "b": 1}
     calls.add(Call("a", "big", 128, 0.0))
     calls.add(Call("b", "small", 1, 0.0))
     for step in range(40):
         (call,) = calls.next(float(step) / 10)
         order.append(call.client)
-        calls.add(dataclasses.replace(call, arrived=step / 10))
-    # Both always wait. A row costs both the same, and a call costs 16 rows more.
-    assert order.count("a") == pytest.approx(40 * 17 / (17 + 144), abs=1)
-    assert calls.rows_served == {"a": 128 * order.count("a"), "b": order.count("b"), "c": 0}
+        if call.client == "b" or call.first:
+            calls.add(dataclasses.replace(call, rows=rows[call.client], first=0, arrived=step / 10))
+    # Both always wait. A row costs both the same, and a product 16 rows more; large calls are computed in two.
+    assert order.count("a") == pytest.approx(40 * 17 / (17 + 80), abs=1)
+    assert calls.rows_served == {"a": 64 * order.count("a"), "b": order.count("b"), "c": 0}
 
 
 def test_a_late_client_gets_no_credit_for_its_absence() -> None:
@@ -153,11 +154,12 @@ def test_a_late_client_gets_no_credit_for_its_absence() -> None:
 
 @given(st.integers(0, 10_000))
 def test_every_call_is_computed_once_and_in_time(seed: int) -> None:
-    """Clients in closed loops over layers: none starves, none is in two batches, no call waits beyond the bound."""
+    """Clients in closed loops over layers: none starves, each row is computed once, no call waits beyond the bound."""
     draw = random.Random(seed)
     calls = queue(max_wait_s=0.005)
     now, free_at, done = 0.0, 0.0, {client: 0 for client in "abc"}
     rows = {client: draw.choice((1, 4, 100)) for client in "abc"}
+    computed = dict.fromkeys("abc", 0)
     arrivals = [(draw.random() / 100, client) for client in "abc"]
     heapq.heapify(arrivals)
     for _ in range(400):
@@ -178,8 +180,12 @@ def test_every_call_is_computed_once_and_in_time(seed: int) -> None:
         now += took
         calls.computed(batch, took, now)
         for call in batch:
-            done[call.client] += 1
-            heapq.heappush(arrivals, (now + draw.random() / 1000, call.client))
+            assert call.first == computed[call.client]
+            computed[call.client] += call.rows
+            if computed[call.client] == rows[call.client]:
+                computed[call.client] = 0
+                done[call.client] += 1
+                heapq.heappush(arrivals, (now + draw.random() / 1000, call.client))
     assert min(done.values()) > 3 and free_at == 0.0
 
 

@@ -62,7 +62,8 @@ class Report:
     def _print_table(self) -> None:
         console = Console(width=170)
         table = Table(title=self.title or f"vlora bench {self.bench}")
-        columns = [name for name in self.rows[0] if not _is_curve(name, self.rows)] if self.rows else []
+        names = self.rows[0] if self.rows else ()
+        columns = [name for name in names if not _is_curve(name, self.rows) and _has_values(name, self.rows)]
         for column in columns:
             table.add_column(column, justify="left" if isinstance(self.rows[0][column], str) else "right")
         for row in self.rows:
@@ -107,6 +108,10 @@ def version_of(distribution: str) -> str | None:
 def _is_curve(name: str, rows: Sequence[Mapping[str, Any]]) -> bool:
     """Whether a column holds sequences, which are for plots."""
     return any(isinstance(row[name], list) for row in rows)
+
+
+def _has_values(name: str, rows: Sequence[Mapping[str, Any]]) -> bool:
+    return any(row[name] is not None for row in rows)
 
 
 def _cell(value: Any) -> str:

@@ -177,6 +177,13 @@ def _replay(trace: str | None, journal: str, *, as_json: bool) -> None:
     help="Of `paper`: only this figure, such as v-lora:fig14 or s-lora:table3; may be repeated.",
 )
 @click.option(
+    "--part",
+    "parts",
+    multiple=True,
+    type=click.Choice(["memory", "peaks", "speed", "table5", "mixed"]),
+    help="Of `split`: only this part; may be repeated.",
+)
+@click.option(
     "--model",
     help="Of `policy` and `costs`: qwen2-0.5b (default), qwen2-vl-7b or llava-13b. Of `serve`: the base model's "
     "name at --url.",
@@ -197,6 +204,7 @@ def bench(
     latencies_us: tuple[int, ...],
     seeds: int | None,
     figures: tuple[str, ...],
+    parts: tuple[str, ...],
     model: str | None,
     device: str | None,
     quantize: str | None,
@@ -214,8 +222,9 @@ def bench(
         vlora bench policy --model qwen2-vl-7b --device cuda
         vlora bench serve --surface http --surface rpyc --concurrency 16 --requests 64 --popularity zipf
         vlora bench serve --url http://127.0.0.1:8000/v1 --model base --adapter-name signs --rate 2 --duration-s 60
+        vlora bench split --part mixed --out results
         vlora bench streams --out results    # cameras in real time; some ten minutes
-        vlora bench fusion --out results     # resumes an interrupted run, as do policy and teachers
+        vlora bench fusion --out results     # resumes an interrupted run, as do policy, split and teachers
         vlora bench paper --out figures      # the papers' figures beside ours; resumes
         vlora bench paper --out figures --figure v-lora:fig14 --quick
 
@@ -238,6 +247,8 @@ def bench(
         )
     if quantize is not None and name != "step":
         raise BadConfig(f"--quantize is valid for `vlora bench step` only, not for {name!r}; remove it")
+    if parts and name != "split":
+        raise BadConfig(f"--part is valid for `vlora bench split` only, not for {name!r}; remove it")
     if figures and name != "paper":
         raise BadConfig(f"--figure is valid for `vlora bench paper` only, not for {name!r}; remove it")
     if name == "paper":
@@ -257,6 +268,7 @@ def bench(
         with waiting(f"bench {name}"):
             more = on | given | ({"latencies_us": latencies_us} if latencies_us else {})
             more |= {"quantize": quantize} if quantize else {}
+            more |= {"parts": parts} if parts else {}
             holds = run(name, quick, out, only_json=as_json, **more)
         if name == "all":
             holds &= _bench_fusion(quick, out, as_json)

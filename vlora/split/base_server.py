@@ -7,6 +7,7 @@ threads. Greetings run in threads of their own, so that a slow one delays no oth
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import select
@@ -23,7 +24,7 @@ from vlora.errors import BadRequest
 from vlora.split import frames, transport
 from vlora.split.batching import Call, CallQueue
 from vlora.split.executor import BaseExecutor
-from vlora.split.frames import DTYPES, Direction, ReplyHead, Status
+from vlora.split.frames import DTYPES, CallHead, Direction, ReplyHead, Status
 from vlora.split.greeting import Greeter, Limits
 from vlora.split.peer import Peer, ReceivedCall
 
@@ -42,12 +43,21 @@ class _Listener(NamedTuple):
     greetings: threading.BoundedSemaphore
 
 
+@dataclasses.dataclass
+class _Pending:
+    """A call that is not answered yet. outputs: its results, once a piece of it was computed."""
+
+    head: CallHead
+    inputs: list[torch.Tensor]
+    outputs: list[torch.Tensor] | None = None
+
+
 class BaseServer:
     """Serves one executor to clients until it is stopped.
 
     Attributes:
         places: Free places of clients; a greeting takes one.
-        num_batches: Number of products so far.
+        num_batches: Number of products so far; several for a large call beside small ones.
         num_calls: Number of calls that they answered.
     """
 
@@ -63,7 +73,7 @@ class BaseServer:
         self._poll.register(self._wake, select.EPOLLIN)
         self._listeners: dict[int, _Listener] = {}
         self._peers: dict[int, Peer] = {}
-        self._inputs: dict[Peer, tuple[ReceivedCall, list[torch.Tensor]]] = {}
+        self._pending: dict[Peer, _Pending] = {}
         self._admitted: deque[Peer] = deque()
         self._closing = threading.Lock()
         self._closed = False
@@ -81,8 +91,11 @@ class BaseServer:
     def run(self, stopped: Callable[[], bool]) -> None:
         """Serve until `stopped` returns true, then close all connections."""
         checked = 0.0
+        batch: Sequence[Call[Peer]] = ()
         while not stopped():
             wait_s = self._queue.wait_s(time.monotonic())
+            if batch:
+                wait_s = 0.0  # the queue is to know which calls came during the product
             self._take(_TICK_S if wait_s is None else wait_s)
             now = time.monotonic()
             if batch := self._queue.next(now):
@@ -148,8 +161,8 @@ class BaseServer:
                 peer.flush(now)
                 self._watch(peer)
             if events & ~select.EPOLLOUT and (received := peer.read(now)) is not None:
-                self._inputs[peer] = received, self._checked(peer, received)
                 head = received.head
+                self._pending[peer] = _Pending(head, self._checked(peer, received))
                 self._queue.add(Call(peer, (head.direction, head.group, head.mask), head.rows, now))
         except BadRequest as error:
             self._refuse(peer, error)
@@ -174,7 +187,7 @@ class BaseServer:
         self._poll.unregister(descriptor)
         del self._peers[descriptor]
         self._queue.leave(peer)
-        self._inputs.pop(peer, None)
+        self._pending.pop(peer, None)
         peer.sock.close()
         self.places.release()
 
@@ -239,21 +252,35 @@ class BaseServer:
         ended = time.monotonic()
         self._queue.computed(batch, ended - started, ended)
         self.num_batches += 1
-        self.num_calls += len(batch)
         for call, answer in zip(batch, answers, strict=True):
-            self._answer(call.client, answer)
+            if call.first + call.rows == self._pending[call.client].head.rows:
+                self.num_calls += 1
+                self._answer(call.client, answer)
 
     def _products(self, batch: Sequence[Call[Peer]]) -> Sequence[Sequence[torch.Tensor]]:
-        """The results of each call."""
-        head = self._inputs[batch[0].client][0].head
+        """The results of each call; those of a piece are among the others of its call."""
         if len(batch) == 1:
-            peer = batch[0].client
-            places = self._output_places(peer, head)
-            return [self._executor.compute(head.direction, head.group, head.mask, self._inputs[peer][1], places)]
-        inputs = [torch.cat(parts) for parts in zip(*(self._inputs[call.client][1] for call in batch), strict=True)]
+            return [self._one_product(batch[0])]
+        head = self._pending[batch[0].client].head
+        given = [self._pending[call.client].inputs for call in batch]
+        inputs = [torch.cat(parts) for parts in zip(*given, strict=True)]
         made = self._executor.compute(head.direction, head.group, head.mask, inputs)
         rows = [call.rows for call in batch]
         return list(zip(*(each.split(rows) for each in made), strict=True))
+
+    def _one_product(self, call: Call[Peer]) -> Sequence[torch.Tensor]:
+        pending = self._pending[call.client]
+        head, inputs, places = pending.head, pending.inputs, self._output_places(call.client, pending.head)
+        if call.rows == head.rows:
+            return self._executor.compute(head.direction, head.group, head.mask, inputs, places)
+        if pending.outputs is None:
+            _, made = frames.widths(self._executor.groups[head.group], head.direction, head.mask)
+            pending.outputs = places or [torch.empty(head.rows, width, dtype=self._executor.dtype) for width in made]
+        rows = slice(call.first, call.first + call.rows)
+        self._executor.compute(
+            head.direction, head.group, head.mask, [x[rows] for x in inputs], [y[rows] for y in pending.outputs]
+        )
+        return pending.outputs
 
     def _output_places(self, peer: Peer, head: frames.CallHead) -> list[torch.Tensor] | None:
         """Where a client's results go in its shared memory."""
@@ -263,18 +290,18 @@ class BaseServer:
         return transport.carve(peer.slot[self._limits.half_bytes :], self._executor.dtype, head.rows, made)
 
     def _answer(self, peer: Peer, tensors: Sequence[torch.Tensor]) -> None:
-        received, _ = self._inputs.pop(peer)
+        head = self._pending.pop(peer).head
         peer.waits = False
-        places, now = self._output_places(peer, received.head), time.monotonic()
+        places, now = self._output_places(peer, head), time.monotonic()
         try:
             if places is None:
                 parts = [transport.as_bytes(each.cpu()) for each in tensors]
-                peer.write(now, ReplyHead(received.head.number, Status.OK, sum(map(len, parts))).pack(), *parts)
+                peer.write(now, ReplyHead(head.number, Status.OK, sum(map(len, parts))).pack(), *parts)
             else:
                 for place, each in zip(places, tensors, strict=True):
                     if place.data_ptr() != each.data_ptr():
                         place.copy_(each)
-                peer.write(now, ReplyHead(received.head.number, Status.OK, 0).pack())
+                peer.write(now, ReplyHead(head.number, Status.OK, 0).pack())
             if peer.has_unsent:
                 self._watch(peer)
         except OSError as error:

@@ -8,7 +8,14 @@ that are ahead thus wait for those behind, until they travel together; a client 
 never waits for a client with much larger calls, because that would slow it to the larger one's pace.
 
 Among calls that do not wait, the client with the fewest rows served comes first (virtual token counters, as in
-`vlora.orchestrator.fairness`). Plain Python without a clock of its own.
+`vlora.orchestrator.fairness`). So small calls, those of decoding, precede large ones, those of training and prefill.
+But a product cannot be interrupted: small calls that come during one wait for its end. While clients with small calls
+are active, a large call is therefore computed in pieces, and each piece is followed by a pause of its client that pays
+for the small calls that waited for it: with n active clients, a piece of duration d that all of them waited for is
+followed by (n - 1) d. Each client thus delays the others by at most one n-th of the time, and one whose pieces delay no
+call has no pauses.
+
+Plain Python without a clock of its own.
 """
 
 from __future__ import annotations
@@ -19,6 +26,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 C = TypeVar("C", bound=Hashable)  # a client
+K = TypeVar("K", bound=Hashable)
 Key = Hashable
 
 FIXED_ROWS = 16
@@ -27,17 +35,24 @@ _SIMILAR = 4  # a call waits for clients of at most so many times its rows
 _SMOOTHING = 0.25
 _MAX_IDLE, _MAX_OVERTAKEN = 2.0, 4.0  # maximum wait of a call, of an idle and of a busy executor
 _IDLE_S = 1.0  # longer than a client's own work between two calls
+_MAX_PAUSED_S = 10.0  # age of a call from which it has no more pauses; clients give up after a minute by default
 _MAX_KEYS = 4096  # distinct keys of one client; above, its way is forgotten
 
 
 @dataclasses.dataclass(frozen=True)
 class Call(Generic[C]):
-    """A call in the queue. arrived: seconds on the executor's clock."""
+    """A call in the queue, or a piece of it.
+
+    Attributes:
+        arrived: Seconds on the executor's clock.
+        first: Row of the client's call with which a piece begins.
+    """
 
     client: C
     key: Key
     rows: int
     arrived: float
+    first: int = 0
 
 
 @dataclasses.dataclass
@@ -51,6 +66,7 @@ class _Progress:
         key: The key of its last call.
         last_event: Time of its last call or answer.
         last_rows: Rows of its last call.
+        resumes: End of its pause.
         served: Its counter of rows, with fixed charges and the smallest counter of the others at its arrival.
         rows: Rows computed for it.
     """
@@ -61,6 +77,7 @@ class _Progress:
     key: Key = None
     last_event: float = 0.0
     last_rows: int = 0
+    resumes: float = 0.0
     served: float = 0.0
     rows: int = 0
 
@@ -73,8 +90,9 @@ class CallQueue(Generic[C]):
 
         Args:
             max_wait_s: Maximum time that a call waits for others; 0 computes together only what is there.
-            join_rows: Calls with more rows are computed by themselves: such products are bound by arithmetic, and
-                copying their rows together would only cost time.
+            join_rows: Calls with more rows are large. They are computed by themselves: such products are bound by
+                arithmetic, and copying their rows together would only cost time. A piece has at least about half as
+                many rows, and more if they take less than `max_wait_s`.
         """
         self._max_wait_s = max_wait_s
         self._join_rows = join_rows
@@ -83,6 +101,8 @@ class CallQueue(Generic[C]):
         self._num_joined = 0
         self._free_since = 0.0  # end of the last product
         self._alone_s: dict[tuple[Key, int], float] = {}  # seconds of a product, by key and rows' power of two
+        self._row_s: dict[Key, float] = {}  # seconds of a row of large calls
+        self._piece: tuple[Call[C], float] | None = None  # the last product, if large, and its duration
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -119,16 +139,21 @@ class CallQueue(Generic[C]):
         self._calls[call.client] = call
 
     def next(self, now: float) -> Sequence[Call[C]]:
-        """Remove and return the calls to compute together; empty if all calls are waiting for others."""
+        """Remove and return the calls to compute together; empty if all calls are waiting for others.
+
+        Of a large call this may be a piece: then the rest of the call remains. Calls that were added since `computed`
+        must be those that came during the product.
+        """
+        self._begin_pause(now)
         ready = [call for call in self._calls.values() if self._waits_until(call, now) <= now]
         if not ready:
             return ()
         first = min(ready, key=lambda call: (self._progress[call.client].served, call.arrived))
-        batch = [first]
-        if first.rows <= self._join_rows:
-            batch = [call for call in self._calls.values() if call.key == first.key and call.rows <= self._join_rows]
+        if self._is_large(first.client):
+            batch = [self._take_piece(first, now)]
+        else:
+            batch = [self._calls.pop(call.client) for call in self._small_calls() if call.key == first.key]
         for call in batch:
-            del self._calls[call.client]
             progress = self._progress[call.client]
             progress.served += call.rows + FIXED_ROWS / len(batch)
             progress.rows += call.rows
@@ -142,21 +167,58 @@ class CallQueue(Generic[C]):
 
     def computed(self, batch: Sequence[Call[C]], took_s: float, now: float) -> None:
         """Record the duration of a product, which bounds later waits, and that its calls are answered."""
-        place = batch[0].key, sum(call.rows for call in batch).bit_length()
-        before = self._alone_s.get(place, took_s)
+        key, rows = batch[0].key, sum(call.rows for call in batch)
         self._free_since = now
-        self._alone_s[place] = before + _SMOOTHING * (took_s - before)
+        _average(self._alone_s, (key, rows.bit_length()), took_s)
+        if batch[0].client in self._progress and self._is_large(batch[0].client):
+            _average(self._row_s, key, took_s / rows)
+            self._piece = batch[0], took_s
         for call in batch:
             if call.client in self._progress:
                 self._progress[call.client].last_event = now
 
-    def _alone(self, call: Call[C]) -> float:
-        """Seconds that a call of so many rows takes by itself; 0 if it is too large to be joined, or unknown."""
-        return self._alone_s.get((call.key, call.rows.bit_length()), 0.0) if call.rows <= self._join_rows else 0.0
+    def _is_large(self, client: C) -> bool:
+        return self._progress[client].last_rows > self._join_rows
+
+    def _small_calls(self) -> list[Call[C]]:
+        return [call for call in self._calls.values() if not self._is_large(call.client)]
+
+    def _active(self, now: float) -> list[C]:
+        """The clients that have a call, or had one lately."""
+        return [
+            client
+            for client, progress in self._progress.items()
+            if client in self._calls or (progress.step and now - progress.last_event <= _IDLE_S)
+        ]
+
+    def _take_piece(self, call: Call[C], now: float) -> Call[C]:
+        """Remove a large call, or as many rows of it as delay small calls by a bounded time."""
+        del self._calls[call.client]
+        if all(map(self._is_large, self._active(now))):
+            return call
+        most = max(self._join_rows, int(self._max_wait_s / self._row_s.get(call.key, math.inf)))
+        rows = math.ceil(call.rows / math.ceil(call.rows / most))  # pieces of equal size
+        if rows < call.rows:
+            rest = dataclasses.replace(call, rows=call.rows - rows, first=call.first + rows)
+            self._calls[call.client] = rest
+        return dataclasses.replace(call, rows=rows)
+
+    def _begin_pause(self, now: float) -> None:
+        """Let the client of the last product pay for the small calls that wait, if the product was a large one."""
+        if self._piece is None:
+            return
+        (call, took_s), self._piece = self._piece, None
+        active = self._active(now)
+        small = [client for client in active if not self._is_large(client)]
+        if call.client in self._progress and small and now - call.arrived < _MAX_PAUSED_S:
+            delayed = len(self._small_calls()) / len(small)
+            self._progress[call.client].resumes = self._free_since + delayed * took_s * (len(active) - 1)
 
     def _waits_until(self, call: Call[C], now: float) -> float:
-        """When a call is computed at the latest. A call of unknown duration does not wait."""
-        alone_s = self._alone(call)
+        """When a call is computed at the latest. A small call of unknown duration does not wait."""
+        if self._is_large(call.client):
+            return max(call.arrived, self._progress[call.client].resumes)
+        alone_s = self._alone_s.get((call.key, call.rows.bit_length()), 0.0)
         if alone_s == 0:
             return call.arrived
         coming_s = alone_s * sum(self._comes(call, other, now) for other in self._progress)
@@ -177,6 +239,12 @@ class CallQueue(Generic[C]):
         behind, ahead = _distance(ours, theirs.key), _distance(theirs, call.key)
         # Half a way apart, each is as far behind the other: the one that came first waits.
         return behind < ahead or (behind == ahead < math.inf and ours.order < theirs.order)
+
+
+def _average(averages: dict[K, float], key: K, value: float) -> None:
+    """Move an average towards a value."""
+    before = averages.get(key, value)
+    averages[key] = before + _SMOOTHING * (value - before)
 
 
 def _distance(client: _Progress, key: Key) -> float:

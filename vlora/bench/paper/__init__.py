@@ -1,4 +1,5 @@
-"""`vlora bench paper`: the figures of V-LoRA, S-LoRA, Punica and BD-LoRA, each drawn beside the paper's numbers.
+"""`vlora bench paper`: the figures of V-LoRA, S-LoRA, Punica, BD-LoRA and Symbiosis, each drawn beside the paper's
+numbers.
 
 Reading order: `figure.py` (what a figure is), `measuring.py` (the setting, and stored measurements), `measured`
 (measurements that figures share), `figures` (the figures by paper and subject), `registry.py`, `runner.py`, `page.py`.

@@ -11,7 +11,7 @@ import matplotlib
 from matplotlib import pyplot
 from matplotlib.figure import Figure as Canvas
 
-from vlora.bench.paper.figure import Fact, Figure, Found
+from vlora.bench.paper.figure import PAPERS, Fact, Figure, Found
 from vlora.bench.paper.measuring import Setting
 
 matplotlib.use("agg")
@@ -42,7 +42,7 @@ def save(figure: Figure, found: Found, setting: Setting, path: Path) -> None:
 
 
 def _name(figure: Figure) -> str:
-    paper = {"v-lora": "V-LoRA", "s-lora": "S-LoRA", "punica": "Punica", "bd-lora": "BD-LoRA"}[figure.paper]
+    paper = PAPERS[figure.paper].partition(":")[0]
     kind = "Figure" if figure.number.startswith("fig") else "Table"
     return f"{paper}, {kind} {figure.number.removeprefix('fig').removeprefix('table')}"
 

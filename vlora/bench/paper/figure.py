@@ -17,6 +17,7 @@ PAPERS = {
     "s-lora": "S-LoRA: Serving Thousands of Concurrent LoRA Adapters (MLSys 2024)",
     "punica": "Punica: Multi-Tenant LoRA Serving (MLSys 2024)",
     "bd-lora": "BD-LoRA: block-diagonal LoRA for tensor-parallel serving (2025)",
+    "symbiosis": "Symbiosis: Multi-Adapter Inference and Fine-Tuning (2025)",
 }
 
 

@@ -8,6 +8,7 @@ from vlora.bench.paper.figure import PAPERS, Figure
 from vlora.bench.paper.figures import (
     punica_operator,
     slora_serving,
+    symbiosis,
     tensor_parallel,
     throughput,
     vlora_accuracy,
@@ -30,6 +31,7 @@ def _order(figure: Figure) -> tuple[int, bool, int]:
 _MODULES = (
     punica_operator,
     slora_serving,
+    symbiosis,
     tensor_parallel,
     throughput,
     vlora_accuracy,

@@ -1,4 +1,4 @@
-"""A base executor with one of three ways to batch: `python -m vlora.bench.split.base_process FOLDER ADDRESS ...`.
+"""A base executor with one of four ways to batch: `python -m vlora.bench.split.base_process FOLDER ADDRESS ...`.
 
 Prints "ready", and at the end the number of products and of the calls that they answered, as JSON.
 """
@@ -15,13 +15,15 @@ import torch
 from vlora.split import transport
 from vlora.split.addresses import Address
 from vlora.split.base_server import BaseServer
-from vlora.split.batching import Call, CallQueue
+from vlora.split.batching import C, Call, CallQueue
 from vlora.split.executor import BaseExecutor
 from vlora.split.greeting import Greeter, Limits
 from vlora.split.loading import load_base
 from vlora.split.peer import Peer
 
 POLICIES = ("opportunistic", "no lockstep", "lockstep")
+"""Those of the paper's table 5."""
+WHOLE_CALLS = "opportunistic, whole calls"
 
 
 class LockstepQueue(CallQueue[Peer]):
@@ -58,22 +60,37 @@ class LockstepQueue(CallQueue[Peer]):
         pass
 
 
+class WholeCallQueue(CallQueue[C]):
+    """Large calls are neither cut into pieces nor followed by pauses."""
+
+    def _take_piece(self, call: Call[C], now: float) -> Call[C]:
+        return self._calls.pop(call.client)
+
+    def _begin_pause(self, now: float) -> None:
+        pass
+
+
+def _queue(policy: str) -> CallQueue[Peer]:
+    if policy == "lockstep":
+        return LockstepQueue()
+    if policy == WHOLE_CALLS:
+        return WholeCallQueue()
+    return CallQueue(max_wait_s=0.01 * (policy == "opportunistic"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder")
     parser.add_argument("address")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--policy", default="opportunistic", choices=POLICIES)
+    parser.add_argument("--policy", default="opportunistic", choices=(*POLICIES, WHOLE_CALLS))
     args = parser.parse_args()
     torch.set_num_threads(1)
     stopped: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
     executor = BaseExecutor(load_base(args.folder, args.dtype), name=args.folder)
-    queue: CallQueue[Peer] = (
-        LockstepQueue() if args.policy == "lockstep" else CallQueue(max_wait_s=0.01 * (args.policy == "opportunistic"))
-    )
     limits = Limits()
-    server = BaseServer(executor, queue, limits)
+    server = BaseServer(executor, _queue(args.policy), limits)
     greeter = Greeter(executor, limits, places=server.places)
     server.listen(transport.listen(Address.parse(args.address)), greeter)
     print("ready", flush=True)

@@ -84,7 +84,7 @@ def running(*processes: Process) -> Iterator[Sequence[Process]]:
             process.stop()
 
 
-def run_together(clients: Sequence[Process], commands: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
+def run_together(clients: Sequence[Process], commands: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Let every client carry out its command at the same time. Returns their answers."""
     for client, command in zip(clients, commands, strict=True):
         client.send(**command)

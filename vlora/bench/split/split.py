@@ -1,277 +1,110 @@
 """`vlora bench split`: what a base executor costs and saves, beside own copies of the model.
 
 Memory is the proportional set size (PSS) of all processes, after two training steps. Speed is the processor time of a
-token, of the client and of the executor together, in turns, so that other load on the machine cancels out.
+token, of the client and of the executor together, in turns, so that other load on the machine cancels out. Table 5 and
+figures 22 and 23 of the paper are in wall time: run them on an otherwise idle machine. Clients and executors are
+processes with one thread each.
 """
 
 from __future__ import annotations
 
-import json
-import statistics
+import functools
 import tempfile
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-from transformers import Qwen2VLForConditionalGeneration
+from vlora.bench.journal import Journal
+from vlora.bench.report import Goal, Report, environment
+from vlora.bench.split import mixed
+from vlora.bench.split.memory import memory, peaks
+from vlora.bench.split.rows import FULL, QUICK, Size, write_checkpoint
+from vlora.bench.split.speed import NUM_DECODERS, speed
+from vlora.bench.split.table5 import table_5
+from vlora.errors import BadConfig
 
-from vlora.bench.dummy import ranks_config
-from vlora.bench.report import Goal, Report
-from vlora.bench.split.base_process import POLICIES
-from vlora.bench.split.processes import Process, run_together, running
+GOES_ON = True
 
-TRAIN = {"do": "train", "steps": 1, "rows": 2, "length": 64}
-"""Training steps of 128 tokens."""
-
-
-class Size(NamedTuple):
-    """Extent of a run. clients: numbers of clients of the memory's measurement. rows: of table 5's clients."""
-
-    layers: int
-    clients: tuple[int, ...]
-    rounds: int
-    tokens: int
-    rows: tuple[int, ...]
-
-
-FULL = Size(layers=8, clients=(1, 2, 4, 8), rounds=9, tokens=16, rows=(1, 1, 2, 4, 8, 16, 32, 64))
-QUICK = Size(layers=3, clients=(1, 2), rounds=3, tokens=8, rows=(1, 2, 16, 48))
-NUM_DECODERS = 4
-
-WAYS = {
-    "executor and clients, float32": ("float32", True),
-    "copies that map one file, float32": ("float32", False),
-    "executor and clients, bfloat16": ("bfloat16", True),
-    "copies that cannot share, bfloat16": ("bfloat16", False),
+PARTS: Mapping[str, Callable[[Path, Size], list[dict[str, Any]]]] = {
+    "memory": memory,
+    "peaks": lambda checkpoint, _: peaks(checkpoint),
+    "speed": speed,
+    "table5": table_5,
+    "mixed": mixed.measure,
 }
-"""Ways to train k adapters: the type in which the float32 checkpoint is loaded, and whether there is an executor."""
+"""Parts of the bench, in their order."""
 
 
-def run(quick: bool) -> Report:
-    """Measure memory, speed and batching."""
+def run(quick: bool, partial: Path | None = None, parts: Sequence[str] = ()) -> Report:
+    """Measure memory, speed, batching, and decoding beside training.
+
+    Args:
+        quick: Fewer clients and repetitions, a smaller model.
+        partial: A file for finished parts until the run is complete; a run of the same commit on the same machine goes
+            on with it. Not used if `parts` are chosen.
+        parts: Names of `PARTS`; none for all.
+
+    Raises:
+        BadConfig: A part is unknown.
+    """
+    if unknown := sorted(set(parts) - PARTS.keys()):
+        raise BadConfig(f"no part {unknown[0]!r} of `vlora bench split`; choose among {', '.join(PARTS)}")
+    env = environment()
+    identity = {"quick": quick, **{name: env[name] for name in ("machine", "versions", "commit")}}
+    journal = Journal(None if parts else partial, identity)
     size = QUICK if quick else FULL
-    with tempfile.TemporaryDirectory(prefix="vlora-split-") as folder:
-        checkpoint = write_checkpoint(Path(folder), size.layers)
-        rows = [*memory(checkpoint, size), *peaks(checkpoint), *speed(checkpoint, size), *table_5(checkpoint, size)]
+    chosen = [part for part in PARTS if part in (parts or PARTS)]
+    rows = [row for part in chosen for row in journal.once(part, functools.partial(one, part, size))]
+    journal.close()
     return Report("split", rows, goals_of(rows))
 
 
-def write_checkpoint(folder: Path, num_layers: int) -> Path:
-    """A model of layers with 15 million parameters each, in float32."""
-    torch.manual_seed(0)
-    Qwen2VLForConditionalGeneration(ranks_config(num_layers)).save_pretrained(folder / "model")
-    return folder / "model"
+def draw(rows: Sequence[Mapping[str, Any]], folder: Path) -> None:
+    """Draw what the rows show, beside the paper's numbers."""
+    from vlora.bench.split import plots  # matplotlib is an extra
+
+    plots.draw(rows, folder)
 
 
-def row(what: str, way: str, **values: Any) -> dict[str, Any]:
-    """A row of the report."""
-    names = ("clients", "executor MiB", "clients MiB", "all MiB", "CPU ms a token", "ratio", "tokens a second")
-    return {"what": what, "way": way} | dict.fromkeys((*names, "latency ms", "calls a product")) | values
-
-
-def memory(checkpoint: Path, size: Size) -> list[dict[str, Any]]:
-    """PSS of executor and clients, for each number of clients."""
-    found = []
-    for place, (way, (dtype, split)) in enumerate(WAYS.items()):
-        address = f"unix:{checkpoint.parent}/memory{place}.sock"
-        bases = [Process("base_process", str(checkpoint), address, "--dtype", dtype)] if split else []
-        flags = ("--base", address) if split else ()
-        with running(*bases):
-            clients: list[Process] = []
-            try:
-                for k in size.clients:
-                    added = [
-                        Process("worker", str(checkpoint), "--dtype", dtype, "--seed", str(seed), *flags)
-                        for seed in range(len(clients), k)
-                    ]
-                    clients += added
-                    for client in added:
-                        client.ready()
-                    run_together(clients, [TRAIN | {"steps": 2}] * k)
-                    own, base = sum(c.pss_mib() for c in clients), sum(b.pss_mib() for b in bases)
-                    found.append(
-                        row(
-                            "memory",
-                            way,
-                            clients=k,
-                            **{"executor MiB": base, "clients MiB": own, "all MiB": own + base},
-                        )
-                    )
-            finally:
-                for client in clients:
-                    client.stop()
-    return found
-
-
-def peaks(checkpoint: Path) -> list[dict[str, Any]]:
-    """Memory that training steps of 512 tokens take beside the weights: mainly what backward needs of forward."""
-    address, steps = f"unix:{checkpoint.parent}/peaks.sock", TRAIN | {"rows": 4, "length": 128, "steps": 2}
-    found = []
-    with (
-        running(Process("base_process", str(checkpoint), address)) as bases,
-        running(Process("worker", str(checkpoint), "--base", address)) as clients,
-        running(Process("worker", str(checkpoint))) as own,
-    ):
-        for way, workers, executors in (("own copy", own, ()), ("one client", clients, bases)):
-            before = _private(workers, executors)
-            with ThreadPoolExecutor(1) as pool:
-                done = pool.submit(run_together, workers, [steps])
-                peak = before
-                while not done.done():
-                    peak = [max(pair) for pair in zip(peak, _private(workers, executors), strict=True)]
-                    time.sleep(0.002)
-                done.result()
-            client, base = (high - low for high, low in zip(peak, before, strict=True))
-            sizes = {"executor MiB": base, "clients MiB": client, "all MiB": client + base}
-            found.append(row("peak of training steps of 512 tokens", way, clients=1, **sizes))
-    return found
-
-
-def _private(workers: Sequence[Process], executors: Sequence[Process]) -> list[float]:
-    """Private memory of clients and of executors; shared memory counts for the clients."""
-    return [
-        sum(each.private_mib(shared=True) for each in workers),
-        sum(each.private_mib(shared=False) for each in executors),
-    ]
-
-
-def speed(checkpoint: Path, size: Size) -> list[dict[str, Any]]:
-    """Processor time of a token: an own copy, one client of an executor, and several that decode at once."""
-    address = f"unix:{checkpoint.parent}/speed.sock"
-    with (
-        running(Process("base_process", str(checkpoint), address)) as (base,),
-        running(*(Process("worker", str(checkpoint), "--base", address) for _ in range(NUM_DECODERS))) as clients,
-        running(Process("worker", str(checkpoint))) as own,
-    ):
-
-        def cpu_ms(workers: Sequence[Process], command: dict[str, Any]) -> float:
-            before = base.cpu_s()
-            answers = run_together(workers, [command] * len(workers))
-            total = base.cpu_s() - before + sum(answer["cpu_s"] for answer in answers)
-            return 1e3 * total / sum(answer["tokens"] for answer in answers)
-
-        prefill, decode = {"do": "prefill", "rows": 1, "length": 32}, {"do": "decode", "tokens": size.tokens}
-        for workers in (own, clients):
-            run_together(workers, [prefill] * len(workers))
-        return [
-            *_compared(
-                "training, 128 tokens a step",
-                {"own copy": lambda: cpu_ms(own, TRAIN), "one client": lambda: cpu_ms(clients[:1], TRAIN)},
-                size.rounds,
-            ),
-            *_compared(
-                "decoding, one row",
-                {"own copy": lambda: cpu_ms(own, decode), "one client": lambda: cpu_ms(clients[:1], decode)},
-                size.rounds,
-            ),
-            *_compared(
-                "decoding, one row each",
-                {
-                    "one client": lambda: cpu_ms(clients[:1], decode),
-                    f"{NUM_DECODERS} clients": lambda: cpu_ms(clients, decode),
-                },
-                size.rounds,
-            ),
-        ]
-
-
-def _compared(what: str, ways: dict[str, Callable[[], float]], rounds: int) -> list[dict[str, Any]]:
-    """Milliseconds of each way, and the median of the ratios to the first, by turns; one round does not count."""
-    found: dict[str, list[float]] = {way: [] for way in ways}
-    for turn in range(rounds + 1):
-        for way, call in ways.items():
-            measured = call()
-            if turn:
-                found[way].append(measured)
-    first = next(iter(found.values()))
-    return [
-        row(
-            what,
-            way,
-            clients=NUM_DECODERS if way.startswith(str(NUM_DECODERS)) else 1,
-            ratio=statistics.median(a / b for a, b in zip(values, first, strict=True)),
-            **{"CPU ms a token": statistics.median(values)},
-        )
-        for way, values in found.items()
-    ]
-
-
-def table_5(checkpoint: Path, size: Size) -> list[dict[str, Any]]:
-    """The paper's table 5 in shape: decoding clients of different batch sizes under three ways to batch."""
-    addresses = [f"unix:{checkpoint.parent}/policy{place}.sock" for place in range(len(POLICIES))]
-    bases = [
-        Process("base_process", str(checkpoint), address, "--policy", policy)
-        for policy, address in zip(POLICIES, addresses, strict=True)
-    ]
-    flags = [flag for address in addresses for flag in ("--base", address)]
-    walls: dict[str, list[float]] = {policy: [] for policy in POLICIES}
-    speeds: dict[str, list[float]] = {policy: [] for policy in POLICIES}
-    for base in bases:
-        base.ready()
-    try:
-        with running(*(Process("worker", str(checkpoint), *flags) for _ in size.rows)) as clients:
-            for turn in range(size.rounds + 1):
-                for place, policy in enumerate(POLICIES):
-                    if not turn:
-                        run_together(
-                            clients,
-                            [{"do": "prefill", "client": place, "rows": rows, "length": 8} for rows in size.rows],
-                        )
-                        continue
-                    command = {"do": "decode", "client": place, "tokens": size.tokens}
-                    answers = run_together(clients, [command] * len(clients))
-                    walls[policy].append(statistics.mean(a["wall_s"] for a in answers) / size.tokens)
-                    speeds[policy].append(sum(a["tokens"] for a in answers) / max(a["wall_s"] for a in answers))
-    finally:
-        stopped = [base.stop() for base in bases]
-    return [
-        row(
-            "table 5: clients of different batch sizes",
-            policy,
-            clients=len(size.rows),
-            **{
-                "tokens a second": statistics.median(speeds[policy]),
-                "latency ms": 1e3 * statistics.median(walls[policy]),
-                "calls a product": _calls_a_product(last),
-            },
-        )
-        for policy, last in zip(POLICIES, stopped, strict=True)
-    ]
-
-
-def _calls_a_product(printed: str) -> float:
-    counts = json.loads(printed.splitlines()[-1])
-    return float(counts["calls"] / counts["batches"])
+def one(part: str, size: Size) -> list[dict[str, Any]]:
+    """The rows of a part, on a model of its own."""
+    layers = size.mix.layers if part == "mixed" else size.layers
+    with tempfile.TemporaryDirectory(prefix="vlora-split-") as folder:
+        return PARTS[part](write_checkpoint(Path(folder), layers), size)
 
 
 def goals_of(rows: Sequence[dict[str, Any]]) -> list[Goal]:
-    """The goals of split execution."""
-    ratios = {(each["what"], each["way"]): each["ratio"] for each in rows if each["ratio"] is not None}
-    most = max(each["clients"] for each in rows if each["what"] == "memory")
+    """The goals of the parts that the rows are of."""
+    return [*_memory_goals(rows), *_speed_goals(rows), *_table_5_goals(rows), *mixed.goals_of(rows)]
+
+
+def _memory_goals(rows: Sequence[dict[str, Any]]) -> list[Goal]:
+    most = max((each["clients"] for each in rows if each["what"] == "memory"), default=0)
+    if most < FULL.clients[-1]:  # with fewer, the executor's own process takes more than it saves
+        return []
     whole = {each["way"]: each["all MiB"] for each in rows if each["what"] == "memory" and each["clients"] == most}
-    latency = {each["way"]: each["latency ms"] for each in rows if each["latency ms"] is not None}
-    goals = [
-        Goal(
-            "training of 128 tokens, CPU time beside an own copy",
-            ratios["training, 128 tokens a step", "one client"],
-            1.1,
-            True,
-        ),
-        Goal("decoding one row, CPU time beside an own copy", ratios["decoding, one row", "one client"], 1.5, True),
-        Goal(
+    share = whole["executor and clients, bfloat16"] / whole["copies that cannot share, bfloat16"]
+    return [Goal(f"memory of {most} clients beside copies that cannot share", share, 1.0, True)]
+
+
+def _speed_goals(rows: Sequence[dict[str, Any]]) -> list[Goal]:
+    ratios = {(each["what"], each["way"]): each["ratio"] for each in rows if each["CPU ms a token"] is not None}
+    wanted = (
+        ("training, 128 tokens a step", "one client", "training of 128 tokens, CPU time beside an own copy", 1.1),
+        ("decoding, one row", "one client", "decoding one row, CPU time beside an own copy", 1.5),
+        (
+            "decoding, one row each",
+            f"{NUM_DECODERS} clients",
             f"{NUM_DECODERS} decoding clients, CPU time a token beside one",
-            ratios["decoding, one row each", f"{NUM_DECODERS} clients"],
             0.8,
-            True,
         ),
-        Goal(
-            "latency of opportunistic batching beside lockstep", latency["opportunistic"] / latency["lockstep"], 1, True
-        ),
-    ]
-    if most >= FULL.clients[-1]:  # with fewer, the executor's own process takes more than it saves
-        share = whole["executor and clients, bfloat16"] / whole["copies that cannot share, bfloat16"]
-        goals.append(Goal(f"memory of {most} clients beside copies that cannot share", share, 1.0, True))
-    return goals
+    )
+    return [Goal(name, ratios[what, way], goal, True) for what, way, name, goal in wanted if (what, way) in ratios]
+
+
+def _table_5_goals(rows: Sequence[dict[str, Any]]) -> list[Goal]:
+    latency = {each["way"]: each["latency ms"] for each in rows if each["what"].startswith("table 5")}
+    if not latency:
+        return []
+    beside = latency["opportunistic"] / latency["lockstep"]
+    return [Goal("latency of opportunistic batching beside lockstep", beside, 1, True)]

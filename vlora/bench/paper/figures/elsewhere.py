@@ -6,6 +6,7 @@ from vlora.bench.paper.figure import Elsewhere
 
 _LARGE = "GPUs with several ranks over NCCL, and a checkpoint of Llama-3.1-70B (141 GB)"
 _TP = "vlora bench tp --out DIR"
+_SPLIT = "vlora base serve --device cuda, then vlora.split.connect in the clients (docs/split.md)"
 
 ELSEWHERE = (
     Elsewhere(
@@ -66,5 +67,46 @@ ELSEWHERE = (
         needs="GPUs, and the authors' load generator (LLMPerf)",
         command="vlora serve MODEL --tensor-parallel N, then vlora bench serve --url URL --model base "
         "--adapter-name NAME",
+    ),
+    Elsewhere(
+        paper="symbiosis",
+        number="fig11",
+        title="trainings on one GPU, latency and throughput beside copies (also figure 12)",
+        needs="a GPU that holds several copies of a model; here the processor time of one client is compared",
+        command="vlora bench split --part speed",
+    ),
+    Elsewhere(
+        paper="symbiosis",
+        number="fig13",
+        title="trainings with the executor and the clients on GPUs of their own (also figures 14 to 18)",
+        needs="two to eight GPUs, and checkpoints of Llama-2-13B, StarCoder2-15B and Gemma-2-27B",
+        command=_SPLIT,
+    ),
+    Elsewhere(
+        paper="symbiosis",
+        number="fig19",
+        title="clients on a CPU, the executor on a GPU, long contexts (also figure 20)",
+        needs="a GPU, and KV caches that exceed its memory",
+        command=_SPLIT,
+    ),
+    Elsewhere(
+        paper="symbiosis",
+        number="fig21",
+        title="noise over a network",
+        needs="two hosts; the processor time of noise is in docs/decisions/0077-split-execution.md",
+        command="vlora base serve --bind HOST:PORT, then vlora.split.connect with Noise (docs/split.md)",
+    ),
+    Elsewhere(
+        paper="symbiosis",
+        number="table2",
+        title="time of a training step by rank and adapted layers",
+        needs="a GPU, and a checkpoint of Llama-2-13B",
+        command=_SPLIT,
+    ),
+    Elsewhere(
+        paper="symbiosis",
+        number="table4",
+        title="prefill of small and large requests together in vLLM",
+        needs="a GPU and vLLM; its lockstep is that of table 5 here",
     ),
 )
