@@ -23,6 +23,7 @@ from vlora.cli import (  # noqa: F401  (they join their commands)
     serve,
     train,
     trainings,
+    tune,
 )
 from vlora.cli.group import cli
 from vlora.engine.host_resources import thread_waiting

@@ -1,0 +1,127 @@
+"""The command `tune`: measured choices of ATMM's strategies for this machine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+from vlora.cli.extras import needs
+from vlora.cli.group import cli
+from vlora.cli.progress import waiting
+from vlora.cli.server_flags import json_option, print_json
+from vlora.cli.settings import model_path
+from vlora.errors import BadConfig
+
+
+@cli.command()
+@click.option(
+    "--model", help="Folder or hub name of the model to tune for. Default: the shapes of the tables in the package."
+)
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+@click.option(
+    "--dtype",
+    "dtypes",
+    multiple=True,
+    type=click.Choice(["bfloat16", "float32", "float16"]),
+    default=["bfloat16", "float32"],
+    show_default=True,
+    help="May be repeated.",
+)
+@click.option("--minutes", type=click.FloatRange(min=0), help="Time limit. Default: 5 on a CPU, 30 on a GPU.")
+@click.option(
+    "--threads",
+    type=click.IntRange(min=1),
+    help="Threads to measure with on a CPU. Default: as `vlora serve`.",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="The table's file. Default: in the user's data folder, where the engine reads it.",
+)
+@click.option("--check", is_flag=True, help="Only verify the numerical results of every row of the table.")
+@click.option("--lint", is_flag=True, help="Only compile every kernel of the GPU's search space; needs no GPU.")
+@click.option(
+    "--build-cutlass",
+    is_flag=True,
+    help="Only build the grouped GEMM kernels for a later search on a GPU; needs nvcc, but no GPU.",
+)
+@click.option(
+    "--capability",
+    "capabilities",
+    multiple=True,
+    type=click.IntRange(min=80),
+    help="Compute capability to build for, 80 for 8.0; may be repeated. Default: the GPU's own, or 80 and 90.",
+)
+@json_option
+@needs("serve")
+def tune(
+    model: str | None,
+    device: str,
+    dtypes: tuple[str, ...],
+    minutes: float | None,
+    threads: int | None,
+    out: Path | None,
+    check: bool,
+    lint: bool,
+    build_cutlass: bool,
+    capabilities: tuple[int, ...],
+    as_json: bool,
+) -> None:
+    """Find the fastest way to add LoRA deltas on this machine for each shape, and store the result in a table.
+
+    \b
+        vlora tune
+        vlora tune --model Qwen/Qwen2-VL-7B-Instruct --device cuda --dtype bfloat16
+
+    The table is written to $XDG_DATA_HOME/vlora/tables (default ~/.local/share), one per processor and number of
+    threads; engines started later use it. An interrupted search resumes. --check without --out verifies the table in
+    use.
+    """
+    if capabilities and not build_cutlass:
+        raise BadConfig("--capability requires --build-cutlass; give both or neither")
+    if device == "cuda" and not (lint or build_cutlass):
+        import torch
+
+        if not torch.cuda.is_available():
+            raise BadConfig("device 'cuda' was requested, but torch finds no CUDA device")
+    from vlora import tune as tuning
+
+    messages: list[str] = []
+    report: Callable[[str], None] = messages.append if as_json else click.echo
+    if build_cutlass:
+        tuning.build_cutlass(capabilities or tuning.capabilities_here(), report)
+        sound = True
+    elif lint:
+        sound = tuning.lint(report)
+    else:
+        import torch
+
+        from atmm.tuning import tables
+        from atmm.tuning.search import SHAPES
+        from vlora.engine.host_resources import default_threads
+
+        torch.set_num_threads(threads or default_threads())
+        if not check:
+            found = tuning.tune(
+                SHAPES if model is None else tuning.shapes_of(model_path(model)),
+                device=device,
+                dtypes=dtypes,
+                minutes=minutes if minutes is not None else 30.0 if device == "cuda" else 5.0,
+                out=out,
+            )
+            if as_json:
+                print_json(found._asdict())
+            else:
+                click.echo(found)
+            return
+        with waiting("checking"):
+            table = tables.choose_table(device, torch.get_num_threads()).table
+            in_use = tables.path_for(device, torch.get_num_threads()) if table is None else table.path
+            sound = tuning.check(out or in_use, device, report)
+    if as_json:
+        print_json({"sound": sound, "told": messages})
+    if not sound:
+        sys.exit(1)
