@@ -64,6 +64,9 @@ def test_a_version_with_more_corrections_is_rolled_back() -> None:
     assert why_roll_back(before, by_one, None, max_share=1.0, confidence=0.95) is not None
     attacked = [*few, ServedCount("bad", 200, 200, 0)]
     assert why_roll_back(before, attacked, None, max_share=0.5, confidence=0.95) is None, "beside honest ones"
+    gone = [*before, ServedCount("bad", 1000, 900, 0)]
+    assert why_roll_back(gone, worse, None, max_share=0.5, confidence=0.95) is not None, "no answers of this version"
+    assert why_roll_back(before, [*few, ServedCount("new", 50, 50, 0)], None, max_share=1.0, confidence=0.95) is None
     hidden = [*before, ServedCount("bad", 1000, 900, 0)]
     assert why_roll_back(hidden, [*worse, ServedCount("bad", 9, 9, 0)], None, max_share=0.5, confidence=0.95) is None
 

@@ -76,7 +76,8 @@ def why_roll_back(
 
     The share of answers that are corrected to others is compared, since only a part of the answers is corrected, and
     wrong ones rather than right ones. It must be larger also without the corrections of any one token. The bound holds
-    however often it is looked at.
+    however often it is looked at. If some tokens asked both versions, only these count: a token that corrected many
+    answers of one version and did not ask the other one would hide a difference, or feign one.
 
     Args:
         before: Counts of the version before.
@@ -85,6 +86,9 @@ def why_roll_back(
         max_share: With 1, one token suffices.
         confidence: Of the bound.
     """
+    both = {one.tenant for one in before if one.answered} & {one.tenant for one in after if one.answered}
+    if both:
+        before, after = ([one for one in counts if one.tenant in both] for counts in (before, after))
     reason = _worse(before, after, evaluated, confidence)
     if reason is None or max_share == 1:
         return reason
