@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable
 
 from vlora.cluster.adapters import ReplicatedAdapters
@@ -75,6 +76,8 @@ class Flights:
         self._needs: dict[str, Need] = {}
         self._arrivals = itertools.count()
         self._suspects = Suspects()
+        self._placed: deque[str] = deque()  # requests that `send` has still to follow
+        self._is_sending = False
         self._loop = asyncio.get_running_loop()
 
     # -- callers ------------------------------------------------------------------------------------------------------
@@ -117,14 +120,24 @@ class Flights:
     # -- replicas -----------------------------------------------------------------------------------------------------
 
     def send(self, placed: Iterable[Placed]) -> None:
-        """Send requests to replicas, as the router has decided."""
-        for place in placed:
-            self.follow(place.need.request_id)
+        """Send requests to replicas, as the router has decided.
+
+        A request that ends here makes room for others. They are left to the outermost call, as any number may end.
+        """
+        self._placed.extend(place.need.request_id for place in placed)
+        if self._is_sending:
+            return
+        self._is_sending = True
+        try:
+            while self._placed:
+                self.follow(self._placed.popleft())
+        finally:
+            self._is_sending = False
 
     def follow(self, request_id: str) -> None:
         """Continue a request where the router has it: on its replica, on another one, or waiting.
 
-        A request may end here, so that the router places others, and those are followed at once. Therefore nothing is
+        A request may end here, so that the router places others, and those are followed too. Therefore nothing is
         remembered of a decision: each call, in any order and number, looks at the router's latest one. A request that
         has ended is ignored.
         """
