@@ -28,6 +28,7 @@ from vlora.cluster.on_ray.processes import Process
 from vlora.cluster.on_ray.reports import HeadReport, HeadSettings
 from vlora.cluster.on_ray.settings import RUN_VARIABLE, TOKEN_PATH_VARIABLE, Folder
 from vlora.cluster.on_ray.site import Site, write_site
+from vlora.errors import BadConfig
 
 pytestmark = [
     pytest.mark.slow,
@@ -131,6 +132,28 @@ def test_replicas_of_another_token_or_address_end(
 ) -> None:
     assert taken_over(folder, token, host) is None
     assert replica.poll() is not None and not os.path.exists(folder.path)
+
+
+def test_no_id_of_a_killed_process_is_in_a_locked_file(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process may have it by then, and `down` would end that one."""
+    found: list[list[int]] = []
+    monkeypatch.setattr(runs, "end_run", lambda folder: found.append([run.pid for run in runs.running()]))
+    left_by(NODE, folder)
+    with runs.registered(NODE, f"{HOST}:1"):
+        pass
+    left_by(NODE, folder)
+    runs.end_left()
+    assert found == [[os.getpid()], []]
+
+
+def test_a_head_does_not_start_while_down_ends_the_replicas(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(folder: Folder) -> None:
+        with pytest.raises(BadConfig, match=r"^`vlora cluster down` ends what an earlier head of .* start it again$"):
+            runs.registered(HEAD, f"{HOST}:1").__enter__()
+
+    monkeypatch.setattr(runs, "end_run", start)
+    left_by(HEAD, folder)
+    assert [run.kind for run in runs.end_left()] == [HEAD]
 
 
 def test_what_runs_is_not_ended_as_left(folder: Folder, replica: subprocess.Popen[bytes]) -> None:

@@ -34,6 +34,7 @@ class Run(msgspec.Struct, frozen=True):
 
     Attributes:
         address: Of the head.
+        pid: Of the process that has the lock; 0 while `end_left` has it.
         folder: Its files; None before it has any.
     """
 
@@ -72,10 +73,7 @@ class Entry:
 
     def note(self, folder: Folder | None) -> None:
         """Write the folder of the run."""
-        self._file.seek(0)
-        self._file.truncate()
-        self._file.write(msgspec.json.encode(msgspec.structs.replace(self._run, folder=folder)))
-        self._file.flush()
+        _write(self._file, msgspec.structs.replace(self._run, folder=folder))
 
 
 @contextlib.contextmanager
@@ -91,10 +89,15 @@ def registered(kind: str, address: str) -> Iterator[Entry]:
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b") as file:
         is_locked = _lock_soon(file.fileno())
         found = _read(file.read())
+        if not is_locked and found is not None and not found.pid:
+            raise BadConfig(
+                f"`vlora cluster down` ends what an earlier {kind} of {address} has left here; start it again"
+            )
         if not is_locked:
             by = f" (process {found.pid})" if found else ""
             raise BadConfig(f"a {kind} of {address} runs already on this machine{by}; `vlora cluster down` ends it")
         entry = Entry(file, kind, address)
+        entry.note(None if found is None else found.folder)  # first, as another process may have the former id by now
         if found is not None and found.folder is not None:
             if kind == HEAD and replica_processes(found.folder):
                 end_ray(found.folder)
@@ -120,7 +123,7 @@ def running() -> list[Run]:
     found = []
     for path in sorted(runs_folder().iterdir()):
         with path.open("rb") as file:
-            if not _lock(file.fileno(), fcntl.LOCK_SH) and (run := _read(file.read())):
+            if not _lock(file.fileno(), fcntl.LOCK_SH) and (run := _read(file.read())) and run.pid:
                 found.append(run)
     return sorted(found, key=lambda run: KINDS.index(run.kind))
 
@@ -144,11 +147,19 @@ def end_left() -> list[Run]:
         with path.open("r+b") as file:
             # With the lock, so that no later head takes the replicas over meanwhile.
             if _lock(file.fileno(), fcntl.LOCK_EX) and (run := _read(file.read())):
+                _write(file, msgspec.structs.replace(run, pid=0))  # another process may have the id by now
                 if run.folder is not None:
                     end_run(run.folder)
                 file.truncate(0)
                 found.append(run)
     return found
+
+
+def _write(file: BinaryIO, run: Run) -> None:
+    file.seek(0)
+    file.truncate()
+    file.write(msgspec.json.encode(run))
+    file.flush()
 
 
 def _read(data: bytes) -> Run | None:
