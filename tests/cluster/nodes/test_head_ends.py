@@ -134,6 +134,19 @@ def test_replicas_of_another_token_or_address_end(
     assert replica.poll() is not None and not os.path.exists(folder.path)
 
 
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_folder_that_others_may_change_is_not_taken_over(
+    is_link: bool, folder: Folder, replica: subprocess.Popen[bytes]
+) -> None:
+    if is_link:
+        os.rename(folder.path, f"{folder.path}.real")
+        os.symlink(f"{folder.path}.real", folder.path)
+    else:
+        os.chmod(folder.path, 0o770)
+    assert taken_over(folder, TOKEN, HOST) is None and replica.poll() is not None
+    assert not is_link or os.listdir(f"{folder.path}.real")  # what a link leads to is left alone
+
+
 def test_no_id_of_a_killed_process_is_in_a_locked_file(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process may have it by then, and `down` would end that one."""
     found: list[list[int]] = []

@@ -25,7 +25,7 @@ from vlora.cluster.on_ray import node_settings
 from vlora.cluster.on_ray.log_pipe import LogPipe
 from vlora.cluster.on_ray.own_processes import replica_processes
 from vlora.cluster.on_ray.processes import RayNode, RayStart
-from vlora.cluster.on_ray.settings import Folder, Ports, is_free
+from vlora.cluster.on_ray.settings import Folder, Ports, is_free, is_private
 from vlora.cluster.on_ray.site import Site
 from vlora.errors import BadConfig
 
@@ -112,12 +112,14 @@ def taken_over(former: Folder, token: bytes, host: str) -> str | None:
 
     Returns:
         The key of its machine, by which a front end finds the replicas; None if they were ended, since this head has
-        another token or address.
+        another token or address, or since another user may write to the folder: one may have made it again after a
+        program that removes old temporary files.
     """
     with contextlib.suppress(OSError, msgspec.MsgspecError):  # without files, if it was killed while it began
-        site = Site.of(former)
-        if site.host == host and former.secret() == derived(token, "doors").encode():
-            return site.key
+        if is_private(former.path) and former.secret() == derived(token, "doors").encode():
+            site = Site.of(former)
+            if site.host == host:
+                return site.key
     end_run(former)
     return None
 

@@ -20,7 +20,7 @@ from typing import BinaryIO
 import msgspec
 
 from vlora.cluster.on_ray.own_processes import end_all, end_ray, replica_processes
-from vlora.cluster.on_ray.settings import Folder
+from vlora.cluster.on_ray.settings import Folder, is_private
 from vlora.errors import BadConfig
 
 FRONT_END, NODE, HEAD = KINDS = ("front end", "node", "head")
@@ -49,10 +49,10 @@ def runs_folder() -> Path:
     folder = Path(tempfile.gettempdir()) / f"vlora-cluster-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
+        is_own = is_private(folder)
     except OSError as error:
         raise BadConfig(f"{folder} cannot be created: {error.strerror}; set TMPDIR to a folder of yours") from error
-    if found.st_uid != os.getuid() or found.st_mode & 0o077 or folder.is_symlink():
+    if not is_own:
         raise BadConfig(f"{folder} belongs to another user or can be used by others; remove it, or set TMPDIR")
     return folder
 

@@ -10,6 +10,7 @@ import re
 import secrets
 import shutil
 import socket
+import stat
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -152,6 +153,12 @@ def write_private(path: str, content: str) -> None:
     """Write a new file that only this user can read. Raises FileExistsError if it exists."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
         opened.write(content)
+
+
+def is_private(folder: str | Path) -> bool:
+    """Whether it is a folder that only this user can use. Raises OSError if there is none."""
+    found = os.lstat(folder)
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
 
 
 class Folder(NamedTuple):
