@@ -17,10 +17,11 @@ from tests.server.running import running_server
 from tests.server.test_console import CAMERAS, OPS, open_stream, send, state, wait_for
 from tests.server.test_security import ADMIN, TOKENS, USER
 from vlora.client import Client
+from vlora.config import Token
 from vlora.errors import BadAdapter, BadRequest, EngineDead, VLoraError
 from vlora.lora.peft_format import read_header
 from vlora.server.security.public_errors import error_for, named, without_places
-from vlora.types import AdapterStatus, ErrorValue, Request, RequestOutput
+from vlora.types import AdapterStatus, EngineStats, ErrorValue, Request, RequestOutput
 
 FOLDER = "/srv/my: adapters/signs"
 CAUSE = "no adapter_config.json; an adapter is a folder in PEFT's format"
@@ -159,6 +160,21 @@ def test_http_shows_paths_to_admins_only(token: str, message: str) -> None:
         fail(api.engine, after=3)
         text = api.call("POST", "/v1/chat/completions", asked | {"stream": True})[1]
         assert json.dumps(message)[1:-1] in text and (FOLDER in text) == (token == ADMIN)
+
+
+@pytest.mark.parametrize("tokens", [TOKENS, ()])
+def test_health_checks_show_no_places_where_there_are_tokens(tokens: tuple[Token, ...]) -> None:
+    """They need none. Without tokens the server is for its operator only."""
+
+    async def stats() -> EngineStats:
+        raise EngineDead("a: no connection to a replica at 10.0.0.2:7001; /srv/x: no such file")
+
+    with running_api(tokens=tokens) as api:
+        api.engine.stats = stats  # type: ignore[method-assign]
+        for path in ("/health", "/ready"):
+            status, answer = api._replace(token=None).call("GET", path)
+            assert status == 503 and ("10.0.0.2" in str(answer) or "/srv" in str(answer)) == (not tokens)
+            assert "no such file" in str(answer)
 
 
 def test_the_console_shows_paths_to_admins_only() -> None:
