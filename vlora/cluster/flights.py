@@ -183,11 +183,11 @@ class Flights:
             self._resubmit(flight, cause)
 
     def refuse(self, *, some_absent: bool = False) -> None:
-        """End the waiting requests that cannot be served, and those whose time has passed.
+        """End the waiting requests that cannot be served, and expired ones.
 
         Args:
-            some_absent: Some replicas have no line at present. An answer that began with a content that none of the
-                others has waits for them, for `LATE_S` at most. In the router it would hold up all other requests.
+            some_absent: Some replicas have no line at present. If none of the others has the content with which an
+                answer began, the answer waits for `LATE_S` at most, outside the router, where it would block others.
         """
         now = self._loop.time()
         if self._router.num_waiting:

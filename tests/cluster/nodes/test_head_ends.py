@@ -144,7 +144,7 @@ def test_a_folder_that_others_may_change_is_not_taken_over(
     else:
         os.chmod(folder.path, 0o770)
     assert taken_over(folder, TOKEN, HOST) is None and replica.poll() is not None
-    assert not is_link or os.listdir(f"{folder.path}.real")  # what a link leads to is left alone
+    assert not is_link or os.listdir(f"{folder.path}.real")  # the folder behind a link stays
 
 
 def test_no_id_of_a_killed_process_is_in_a_locked_file(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ OPEN_PATHS = frozenset({"/health", "/ready"}) | CONSOLE_FILES.keys()
 """Paths without a token: health checks of load balancers, and the console page, where the user enters the token."""
 
 _ANYONE = Token(name="anyone", secret=secrets.token_hex())
-"""The caller of an open path, who sees no more of errors than callers with a token that is no admin's."""
+"""The caller of an open path. It sees errors as callers with a user token do."""
 
 _FIELDS = 20_000  # allowance for the structure of a body, in addition to commas in its text
 
