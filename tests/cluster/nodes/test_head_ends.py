@@ -108,10 +108,23 @@ def test_the_next_head_finds_the_replicas_of_one_that_was_killed(
         assert taken_over(folder, TOKEN, HOST) == "vlora-1"
         (run,) = runs.running()
         assert run.folder == folder  # also if it is killed before it serves
-        entry.stays = True
     assert file.read_bytes() and not runs.running()
     assert [(run.kind, run.folder) for run in runs.end_left()] == [(HEAD, folder)]
     assert replica.poll() is not None and not os.path.exists(folder.path) and runs.end_left() == []
+
+
+def test_an_error_while_a_head_ends_leaves_its_replicas_to_the_next_one(
+    folder: Folder, replica: subprocess.Popen[bytes]
+) -> None:
+    """As that of its last line, if its output was a pipe to a program that Ctrl-C has ended too."""
+    with pytest.raises(BrokenPipeError), runs.registered(HEAD, f"{HOST}:1") as entry:
+        entry.note(folder)
+        raise BrokenPipeError
+    with runs.registered(HEAD, f"{HOST}:1") as entry:
+        assert entry.former == folder and replica.poll() is None
+        folder.remove()
+    with runs.registered(HEAD, f"{HOST}:1") as entry:
+        assert entry.former is None
 
 
 def test_a_killed_head_without_replicas_leaves_nothing(folder: Folder) -> None:

@@ -106,8 +106,8 @@ class NodesCluster(LocalCluster):
             self = cls(config, rule, folder, health, hung_s, number, scaling, autoscale, journal, adapters)
             self._entered = entered
         except BaseException:
-            entered.close()
             folder.remove()
+            entered.close()
             raise
         actors = {
             name: ActorSettings(

@@ -104,7 +104,7 @@ async def run_head(
                 announce(f"other machines join with: vlora cluster join {plan.head} --token-file {file}")
                 await stop.wait()
         finally:
-            entry.stays = await head.close()
+            await head.close()
 
 
 def taken_over(former: Folder, token: bytes, host: str) -> str | None:
@@ -157,8 +157,8 @@ class _Head:
         address = Address(host, self._plan.head.port)
         self._door = await HeadDoor.open(address, self._token, certificate, authority, self._known, self._announce)
 
-    async def close(self) -> bool:
-        """End Ray, and the replicas unless they are in use. Returns whether they serve on."""
+    async def close(self) -> None:
+        """End Ray, and the replicas unless they are in use: then the folder stays for the next head."""
         used = self._takes_over  # from a front end that has not come back since
         if self._door is not None:
             used = self._door.has_front_end or (used and not self._door.had_front_end)
@@ -167,7 +167,6 @@ class _Head:
         await close_run(self.ray, self.folder, self._log, keeps_replicas=used)
         if used:
             self._announce("the replicas on this machine serve on; `vlora cluster down` ends them")
-        return used
 
     def _known(self) -> Facts | None:
         return self._facts if self.ray.runs else None

@@ -62,18 +62,22 @@ class Entry:
 
     Attributes:
         former: The folder of an earlier head, if replicas of it serve on; None otherwise.
-        stays: Whether the file stays at the end, since replicas serve on.
     """
 
     def __init__(self, file: BinaryIO, kind: str, address: str) -> None:
         self.former: Folder | None = None
-        self.stays = False
         self._file = file
         self._run = Run(kind, address, os.getpid())
 
     def note(self, folder: Folder | None) -> None:
         """Write the folder of the run."""
-        _write(self._file, msgspec.structs.replace(self._run, folder=folder))
+        self._run = msgspec.structs.replace(self._run, folder=folder)
+        _write(self._file, self._run)
+
+    def end(self) -> None:
+        """Forget the run, unless its folder is left: replicas serve on, or an error has interrupted its end."""
+        if self._run.folder is None or not os.path.exists(self._run.folder.path):
+            self._file.truncate(0)
 
 
 @contextlib.contextmanager
@@ -108,8 +112,7 @@ def registered(kind: str, address: str) -> Iterator[Entry]:
         try:
             yield entry
         finally:
-            if not entry.stays:
-                file.truncate(0)
+            entry.end()
 
 
 def end_run(folder: Folder) -> None:
