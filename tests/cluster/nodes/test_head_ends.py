@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -84,6 +85,7 @@ def test_the_end_of_the_process_above_ends_ray_and_keeps_replicas_if_asked(
     keeps_replicas: bool, folder: Folder, replica: subprocess.Popen[bytes]
 ) -> None:
     settings = HeadSettings(folder, (sys.executable, "-c", RAY), keeps_replicas)
+    os.mkdir(folder.ray_folder)
     Path(folder.last_address).write_text("10.0.0.1:20000")  # of an earlier head
 
     async def main() -> None:
@@ -149,15 +151,18 @@ def test_replicas_of_another_token_or_address_end(
 
 @pytest.mark.parametrize("is_link", [False, True])
 def test_a_folder_that_others_may_change_is_not_taken_over(
-    is_link: bool, folder: Folder, replica: subprocess.Popen[bytes]
+    is_link: bool, folder: Folder, replica: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
+    real = tmp_path / "real"
     if is_link:
-        os.rename(folder.path, f"{folder.path}.real")
-        os.symlink(f"{folder.path}.real", folder.path)
+        shutil.move(folder.path, real)
+        os.symlink(real, folder.path)
     else:
         os.chmod(folder.path, 0o770)
     assert taken_over(folder, TOKEN, HOST) is None and replica.poll() is not None
-    assert not is_link or os.listdir(f"{folder.path}.real")  # the folder behind a link stays
+    if is_link:
+        os.unlink(folder.path)
+        assert os.listdir(real)  # the folder behind a link stays
 
 
 def test_no_id_of_a_killed_process_is_in_a_locked_file(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
