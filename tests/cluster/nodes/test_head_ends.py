@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from vlora.cluster.nodes.head import taken_over
 from vlora.cluster.nodes.runs import HEAD, NODE, Run, runs_folder
 from vlora.cluster.nodes.token import derived
 from vlora.cluster.on_ray.log_pipe import LogPipe, open_pipe
-from vlora.cluster.on_ray.own_processes import ray_processes
+from vlora.cluster.on_ray.own_processes import ray_processes, replica_processes
 from vlora.cluster.on_ray.processes import Process
 from vlora.cluster.on_ray.reports import HeadReport, HeadSettings
 from vlora.cluster.on_ray.settings import RUN_VARIABLE, TOKEN_PATH_VARIABLE, Folder
@@ -69,6 +70,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Folder]:
 def replica(folder: Folder) -> Iterator[subprocess.Popen[bytes]]:
     """A process that is marked as a replica of the folder's run."""
     with subprocess.Popen([sys.executable, "-c", SLEEP], env=os.environ | {RUN_VARIABLE: folder.path}) as process:
+        while not replica_processes(folder):  # its environment is visible shortly after its start
+            assert process.poll() is None
+            time.sleep(0.01)
         yield process
         process.kill()
 
