@@ -89,7 +89,9 @@ def test_the_end_of_the_process_above_ends_ray_and_keeps_replicas_if_asked(
     keeps_replicas: bool, folder: Folder, replica: subprocess.Popen[bytes]
 ) -> None:
     settings = HeadSettings(folder, (sys.executable, "-c", RAY), keeps_replicas)
-    os.mkdir(folder.ray_folder)
+    for number in range(12):  # the files of earlier ones
+        os.makedirs(f"{folder.ray_folder}/session_2026-01-01_00-00-{number:02}_1_1/logs")
+    os.symlink("session_2026-01-01_00-00-11_1_1", f"{folder.ray_folder}/session_latest")
     Path(folder.last_address).write_text("10.0.0.1:20000")  # of an earlier head
 
     async def main() -> None:
@@ -97,6 +99,8 @@ def test_the_end_of_the_process_above_ends_ray_and_keeps_replicas_if_asked(
         head = await Process.start("vlora.cluster.on_ray.head", settings, environ)
         assert (await framing.receive(head.output, HeadReport)).problem == ""
         assert not os.path.exists(folder.last_address)
+        kept = [f"session_2026-01-01_00-00-{number:02}_1_1" for number in (9, 10, 11)]
+        assert sorted(os.listdir(folder.ray_folder)) == [*kept, "session_latest"]
         await head.stop(10.0)
 
     asyncio.run(main())
