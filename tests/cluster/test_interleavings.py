@@ -394,3 +394,25 @@ def test_a_recall_that_ends_one_request_and_so_places_another() -> None:
         }
 
     run_virtually(main())
+
+
+def test_any_number_of_requests_may_end_while_a_replica_joins() -> None:
+    """Each one makes room for the next one, which has expired too."""
+
+    async def main() -> None:
+        fleet = Fleet("placed")
+        found: list[RequestOutput] = []
+        for number in range(600):
+            request = Request(
+                request_id=f"r{number}",
+                prompt_ids=(1,),
+                sampling=SamplingParams(max_tokens=3, seed=0),
+                max_latency_s=1.0,
+            )
+            fleet.flights.add(request, found.append)
+        await asyncio.sleep(1.1)
+        fleet.join("a")
+        assert not fleet.flights.open and not fleet.router.num_waiting
+        assert [output.error and output.error.code for output in found] == ["deadline_missed"] * 600
+
+    run_virtually(main())

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.in_process_cluster import V1, WithAdapter, on
+from tests.cluster.in_process_cluster import V1, V2, WithAdapter, on
 from tests.cluster.running import outputs_of
 from tests.cluster.test_cluster import asked, check
+from vlora.cluster.flights import LATE_S
+from vlora.errors import AdapterChanged
 from vlora.types import Request
 
 pytestmark = pytest.mark.slow
@@ -70,3 +72,40 @@ def test_a_replica_that_died_lacks_the_content(tmp_path: Path, monkeypatch: pyte
         assert await lacking(here, [first, *sorted({"a", "b", "c"} - {first.lower()})]) == {first.lower()}
 
     on(main, tmp_path, monkeypatch, names="abc", rule="least_loaded")
+
+
+@pytest.mark.parametrize("away_s", [2.0, None])
+def test_answers_wait_for_the_replica_that_has_their_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, away_s: float | None
+) -> None:
+    """It joins last, or does not: then they end after a bounded time. Other requests are served meanwhile."""
+
+    async def main(here: WithAdapter) -> None:
+        await here.load("1")
+        loop = asyncio.get_running_loop()
+        cut_s = 0.0
+
+        async def reload_and_cut() -> None:
+            nonlocal cut_s
+            await here.load("2")
+            here.replicas["a"].kill()
+            here.replicas["a"].start()
+            here.replicas["b"].cut()
+            here.replicas["b"].hung = True
+            cut_s = loop.time()
+            await asyncio.sleep(1.0)
+            assert here.router.replicas.keys() == {"a"}
+            check(asked("other", 20, adapter="x"), await outputs_of(here.cluster, asked("other", 20, adapter="x")), V2)
+            if away_s is not None:
+                loop.call_later(away_s - 1.0, here.replicas["b"].wake)
+
+        outputs = await outputs_of(here.cluster, REQUESTS[0], 5, reload_and_cut)
+        if away_s is not None:
+            check(REQUESTS[0], outputs, V1)
+            await here.check_idle()
+            return
+        error = outputs[-1].error
+        assert error is not None and error.code == AdapterChanged.code
+        assert LATE_S <= loop.time() - cut_s < LATE_S + 2.0
+
+    on(main, tmp_path, monkeypatch)

@@ -50,7 +50,7 @@ def test_the_paths_of_sockets_stay_short(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(tempfile, "tempdir", str(long))
     folder = Folder.create()
     folder.remove()
-    assert len(folder.path) <= 40
+    assert len(folder.ray_folder) <= 40
 
 
 @pytest.mark.parametrize("version", ["2.51.2", "1.13.0", "2.9"])

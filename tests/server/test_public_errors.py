@@ -17,10 +17,11 @@ from tests.server.running import running_server
 from tests.server.test_console import CAMERAS, OPS, open_stream, send, state, wait_for
 from tests.server.test_security import ADMIN, TOKENS, USER
 from vlora.client import Client
-from vlora.errors import BadAdapter, BadRequest, VLoraError
+from vlora.config import Token
+from vlora.errors import BadAdapter, BadRequest, EngineDead, VLoraError
 from vlora.lora.peft_format import read_header
-from vlora.server.security.public_errors import error_for, named, without_paths
-from vlora.types import AdapterStatus, ErrorValue, Request, RequestOutput
+from vlora.server.security.public_errors import error_for, named, without_places
+from vlora.types import AdapterStatus, EngineStats, ErrorValue, Request, RequestOutput
 
 FOLDER = "/srv/my: adapters/signs"
 CAUSE = "no adapter_config.json; an adapter is a folder in PEFT's format"
@@ -65,7 +66,7 @@ def test_errors_of_files_show_no_folder(folder: str, tmp_path: Path) -> None:
         message = error()
         assert str(path) in message  # the control
         for prefix in ("", "adapter 'x': ", "replica 'replica-0': ", "replica 'it\\'s': adapter \"y's\": "):
-            shown = without_paths(prefix + message)
+            shown = without_places(prefix + message)
             assert shown.startswith(prefix) and shown.endswith(cause) and "/" not in shown.removeprefix(prefix)
 
     check("no adapter_config.json; an adapter is a folder in PEFT's format")
@@ -90,11 +91,41 @@ def test_errors_of_files_show_no_folder(folder: str, tmp_path: Path) -> None:
             "layer 'visual.blocks.0' has shapes (3, 4) and/or (4, 3)",
         ),
         ("see https://a.example/b/c", "see https://a.example/b/c"),
+        ("see https://a.example/b: no file '/srv/a b/c'", "see https://a.example/b: no file 'c'"),
+        ("no file '/srv/a b/c'; see https://a.example/b/c", "no file 'c'; see https://a.example/b/c"),
         ("", ""),
     ],
 )
 def test_paths_within_a_message(message: str, shown: str) -> None:
-    assert without_paths(message) == shown
+    assert without_places(message) == shown
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        (
+            "no connection to a replica at 10.0.0.2:7001: [Errno 111] Connect call failed ('10.0.0.2', 7001)",
+            "no connection to a replica at [address]: [Errno 111] Connect call failed [address]",
+        ),
+        (
+            "a: [fe80::1%eth0]:7001 did not answer; b: gpu-a.example:7001 did not",
+            "a: [address] did not answer; b: [address] did not",
+        ),
+        ("Connect call failed ('::1', 7001, 0, 0)", "Connect call failed [address]"),
+        (
+            "the engine ended with code -9: runner.cpp:123, rank 1:2",
+            "the engine ended with code -9: runner.cpp:123, rank 1:2",
+        ),
+        ("adapter '10.0.0.2:7001': no such file", "adapter '10.0.0.2:7001': no such file"),
+    ],
+)
+def test_addresses_of_machines_are_not_shown(message: str, shown: str) -> None:
+    assert without_places(message) == shown
+    dead = EngineDead(message)
+    user, admin, _ = TOKENS
+    assert (
+        admin.admin and str(error_for(dead, user)) == shown and error_for(dead, admin) is error_for(dead, None) is dead
+    )
 
 
 def test_the_caller_s_own_words_stay() -> None:
@@ -129,6 +160,21 @@ def test_http_shows_paths_to_admins_only(token: str, message: str) -> None:
         fail(api.engine, after=3)
         text = api.call("POST", "/v1/chat/completions", asked | {"stream": True})[1]
         assert json.dumps(message)[1:-1] in text and (FOLDER in text) == (token == ADMIN)
+
+
+@pytest.mark.parametrize("tokens", [TOKENS, ()])
+def test_health_checks_show_no_places_where_there_are_tokens(tokens: tuple[Token, ...]) -> None:
+    """They need none. Without tokens the server is for its operator only."""
+
+    async def stats() -> EngineStats:
+        raise EngineDead("a: no connection to a replica at 10.0.0.2:7001; /srv/x: no such file")
+
+    with running_api(tokens=tokens) as api:
+        api.engine.stats = stats  # type: ignore[method-assign]
+        for path in ("/health", "/ready"):
+            status, answer = api._replace(token=None).call("GET", path)
+            assert status == 503 and ("10.0.0.2" in str(answer) or "/srv" in str(answer)) == (not tokens)
+            assert "no such file" in str(answer)
 
 
 def test_the_console_shows_paths_to_admins_only() -> None:

@@ -277,6 +277,7 @@ class Cluster:
         self._adapters.joined(member.name)
         if member.name not in self._drained:
             self._flights.send(self._router.drain(member.name, False))
+        self._flights.submit_held()
         self._placement.replicas_changed()
 
     def _set_drained(self, name: str, drained: bool) -> None:
@@ -339,7 +340,7 @@ class Cluster:
 
     def _tick(self) -> None:
         """Refuse what cannot be served, and place adapters and requests."""
-        self._flights.refuse()
+        self._flights.refuse(some_absent=len(clients(self.members)) < len(self.members))
         if any(standing.draining and standing.holds for standing in self._router.replicas.values()):
             self.consolidate()
         self._placement.tick()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable
 
 from vlora.cluster.adapters import ReplicatedAdapters
@@ -32,6 +33,7 @@ from vlora.types import ErrorValue, Request, RequestOutput
 log = logging.getLogger("vlora.cluster")
 
 MOVE_S = 0.25  # for the last tokens of a replica from which a request is moved
+LATE_S = 5.0  # for replicas without a line that may have the content with which an answer began
 MAX_DEATHS = 3  # of replicas under a request, before it counts as the cause
 _NO_CONTENT = (BadAdapter.code, UnknownAdapter.code, AdapterChanged.code)
 
@@ -75,6 +77,10 @@ class Flights:
         self._needs: dict[str, Need] = {}
         self._arrivals = itertools.count()
         self._suspects = Suspects()
+        self._placed: deque[str] = deque()  # requests that `send` has still to follow
+        self._is_sending = False
+        self._late: dict[str, float] = {}  # since when requests miss a content that an absent replica may have
+        self._held: set[str] = set()  # of these, the ones that are kept from the router meanwhile
         self._loop = asyncio.get_running_loop()
 
     # -- callers ------------------------------------------------------------------------------------------------------
@@ -117,14 +123,24 @@ class Flights:
     # -- replicas -----------------------------------------------------------------------------------------------------
 
     def send(self, placed: Iterable[Placed]) -> None:
-        """Send requests to replicas, as the router has decided."""
-        for place in placed:
-            self.follow(place.need.request_id)
+        """Send requests to replicas, as the router has decided.
+
+        A request that ends here makes room for others. They are left to the outermost call, as any number may end.
+        """
+        self._placed.extend(place.need.request_id for place in placed)
+        if self._is_sending:
+            return
+        self._is_sending = True
+        try:
+            while self._placed:
+                self.follow(self._placed.popleft())
+        finally:
+            self._is_sending = False
 
     def follow(self, request_id: str) -> None:
         """Continue a request where the router has it: on its replica, on another one, or waiting.
 
-        A request may end here, so that the router places others, and those are followed at once. Therefore nothing is
+        A request may end here, so that the router places others, and those are followed too. Therefore nothing is
         remembered of a decision: each call, in any order and number, looks at the router's latest one. A request that
         has ended is ignored.
         """
@@ -166,19 +182,40 @@ class Flights:
             flight.leave(None)
             self._resubmit(flight, cause)
 
-    def refuse(self) -> None:
-        """End the waiting requests that cannot be served, and those whose time has passed."""
+    def refuse(self, *, some_absent: bool = False) -> None:
+        """End the waiting requests that cannot be served, and expired ones.
+
+        Args:
+            some_absent: Some replicas have no line at present. If none of the others has the content with which an
+                answer began, the answer waits for `LATE_S` at most, outside the router, where it would block others.
+        """
+        now = self._loop.time()
         if self._router.num_waiting:
-            refused = self._router.refuse(self._loop.time())
+            refused = self._router.refuse(now)
             for refusal in refused.refusals:
-                flight = self.open.get(refusal.need.request_id)
-                if flight is not None:
+                request_id = refusal.need.request_id
+                flight = self.open.get(request_id)
+                if flight is None:
+                    continue
+                may_wait = refusal.reason == "content" and some_absent
+                if may_wait and now - self._late.setdefault(request_id, now) < LATE_S:
+                    self._held.add(request_id)
+                else:
                     cause = self._adapters.cause_of(refusal.need.adapter) if refusal.reason == "room" else None
                     self._fail(flight, cause or flight.refused(refusal.reason))
             self.send(refused.placed)
+        if not some_absent or any(now - self._late[request_id] >= LATE_S for request_id in self._held):
+            self.submit_held()
         for flight in tuple(self.open.values()):
             if flight.replica is None and flight.has_expired:
                 self._fail(flight, flight.deadline_missed())
+
+    def submit_held(self) -> None:
+        """Submit the answers again that wait for a content, as after a replica has joined."""
+        held, self._held = self._held, set()
+        for request_id in sorted(held):
+            if (flight := self.open.get(request_id)) is not None:  # one may end while the others are submitted
+                self._submit(flight)
 
     def stay_with(self, adapter: str, version: str) -> None:
         """Requests of an adapter, also those without a token so far, are answered with this content of it."""
@@ -302,6 +339,8 @@ class Flights:
         request_id = flight.request.request_id
         del self.open[request_id]
         self._needs.pop(request_id, None)
+        self._late.pop(request_id, None)
+        self._held.discard(request_id)
         self._adapters.former.request_ended(request_id)
         self._forget_lacking(flight)
         placed = self._router.ended(request_id)

@@ -6,9 +6,11 @@ import asyncio
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,11 +25,12 @@ from vlora.cluster.nodes.head import taken_over
 from vlora.cluster.nodes.runs import HEAD, NODE, Run, runs_folder
 from vlora.cluster.nodes.token import derived
 from vlora.cluster.on_ray.log_pipe import LogPipe, open_pipe
-from vlora.cluster.on_ray.own_processes import ray_processes
+from vlora.cluster.on_ray.own_processes import ray_processes, replica_processes
 from vlora.cluster.on_ray.processes import Process
 from vlora.cluster.on_ray.reports import HeadReport, HeadSettings
 from vlora.cluster.on_ray.settings import RUN_VARIABLE, TOKEN_PATH_VARIABLE, Folder
 from vlora.cluster.on_ray.site import Site, write_site
+from vlora.errors import BadConfig
 
 pytestmark = [
     pytest.mark.slow,
@@ -67,6 +70,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Folder]:
 def replica(folder: Folder) -> Iterator[subprocess.Popen[bytes]]:
     """A process that is marked as a replica of the folder's run."""
     with subprocess.Popen([sys.executable, "-c", SLEEP], env=os.environ | {RUN_VARIABLE: folder.path}) as process:
+        while not replica_processes(folder):  # its environment is visible shortly after its start
+            assert process.poll() is None
+            time.sleep(0.01)
         yield process
         process.kill()
 
@@ -83,6 +89,9 @@ def test_the_end_of_the_process_above_ends_ray_and_keeps_replicas_if_asked(
     keeps_replicas: bool, folder: Folder, replica: subprocess.Popen[bytes]
 ) -> None:
     settings = HeadSettings(folder, (sys.executable, "-c", RAY), keeps_replicas)
+    for number in range(12):  # the files of earlier ones
+        os.makedirs(f"{folder.ray_folder}/session_2026-01-01_00-00-{number:02}_1_1/logs")
+    os.symlink("session_2026-01-01_00-00-11_1_1", f"{folder.ray_folder}/session_latest")
     Path(folder.last_address).write_text("10.0.0.1:20000")  # of an earlier head
 
     async def main() -> None:
@@ -90,6 +99,8 @@ def test_the_end_of_the_process_above_ends_ray_and_keeps_replicas_if_asked(
         head = await Process.start("vlora.cluster.on_ray.head", settings, environ)
         assert (await framing.receive(head.output, HeadReport)).problem == ""
         assert not os.path.exists(folder.last_address)
+        kept = [f"session_2026-01-01_00-00-{number:02}_1_1" for number in (9, 10, 11)]
+        assert sorted(os.listdir(folder.ray_folder)) == [*kept, "session_latest"]
         await head.stop(10.0)
 
     asyncio.run(main())
@@ -107,10 +118,23 @@ def test_the_next_head_finds_the_replicas_of_one_that_was_killed(
         assert taken_over(folder, TOKEN, HOST) == "vlora-1"
         (run,) = runs.running()
         assert run.folder == folder  # also if it is killed before it serves
-        entry.stays = True
     assert file.read_bytes() and not runs.running()
     assert [(run.kind, run.folder) for run in runs.end_left()] == [(HEAD, folder)]
     assert replica.poll() is not None and not os.path.exists(folder.path) and runs.end_left() == []
+
+
+def test_an_error_while_a_head_ends_leaves_its_replicas_to_the_next_one(
+    folder: Folder, replica: subprocess.Popen[bytes]
+) -> None:
+    """As that of its last line, if its output was a pipe to a program that Ctrl-C has ended too."""
+    with pytest.raises(BrokenPipeError), runs.registered(HEAD, f"{HOST}:1") as entry:
+        entry.note(folder)
+        raise BrokenPipeError
+    with runs.registered(HEAD, f"{HOST}:1") as entry:
+        assert entry.former == folder and replica.poll() is None
+        folder.remove()
+    with runs.registered(HEAD, f"{HOST}:1") as entry:
+        assert entry.former is None
 
 
 def test_a_killed_head_without_replicas_leaves_nothing(folder: Folder) -> None:
@@ -131,6 +155,44 @@ def test_replicas_of_another_token_or_address_end(
 ) -> None:
     assert taken_over(folder, token, host) is None
     assert replica.poll() is not None and not os.path.exists(folder.path)
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_folder_that_others_may_change_is_not_taken_over(
+    is_link: bool, folder: Folder, replica: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    real = tmp_path / "real"
+    if is_link:
+        shutil.move(folder.path, real)
+        os.symlink(real, folder.path)
+    else:
+        os.chmod(folder.path, 0o770)
+    assert taken_over(folder, TOKEN, HOST) is None and replica.poll() is not None
+    if is_link:
+        os.unlink(folder.path)
+        assert os.listdir(real)  # the folder behind a link stays
+
+
+def test_no_id_of_a_killed_process_is_in_a_locked_file(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process may have it by then, and `down` would end that one."""
+    found: list[list[int]] = []
+    monkeypatch.setattr(runs, "end_run", lambda folder: found.append([run.pid for run in runs.running()]))
+    left_by(NODE, folder)
+    with runs.registered(NODE, f"{HOST}:1"):
+        pass
+    left_by(NODE, folder)
+    runs.end_left()
+    assert found == [[os.getpid()], []]
+
+
+def test_a_head_does_not_start_while_down_ends_the_replicas(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(folder: Folder) -> None:
+        with pytest.raises(BadConfig, match=r"^`vlora cluster down` ends what an earlier head of .* start it again$"):
+            runs.registered(HEAD, f"{HOST}:1").__enter__()
+
+    monkeypatch.setattr(runs, "end_run", start)
+    left_by(HEAD, folder)
+    assert [run.kind for run in runs.end_left()] == [HEAD]
 
 
 def test_what_runs_is_not_ended_as_left(folder: Folder, replica: subprocess.Popen[bytes]) -> None:

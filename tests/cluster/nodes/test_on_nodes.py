@@ -37,7 +37,7 @@ from vlora.cluster.nodes.plan import ClusterPlan, read_cluster_plan
 from vlora.cluster.nodes.runs import HEAD, running
 from vlora.cluster.on_ray import node_settings
 from vlora.cluster.on_ray.own_processes import ray_processes, replica_processes
-from vlora.cluster.on_ray.settings import Folder, is_free
+from vlora.cluster.on_ray.settings import Folder, is_free, is_private
 from vlora.config import EngineConfig
 from vlora.errors import BadConfig, Disconnected
 from vlora.types.replicas import SERVING
@@ -250,6 +250,14 @@ def test_adapters_are_sent_to_the_machines(machines: Machines, tmp_path: Path) -
     finally:
         os.close(number)
         os.close(opened)
+
+
+def test_no_other_user_can_change_the_files_of_a_run(machines: Machines) -> None:
+    """Ray gives its own folder to all users, also if it was there before."""
+    folders = [run.folder for run in running()]
+    assert len(folders) == 3
+    for folder in folders:
+        assert folder is not None and is_private(folder.path) and not is_private(folder.ray_folder)
 
 
 def test_connections_without_the_cluster_s_certificates_are_refused(machines: Machines) -> None:

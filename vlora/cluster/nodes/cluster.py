@@ -109,8 +109,8 @@ class NodesCluster(LocalCluster):
             self = cls(config, rule, folder, health, hung_s, number, scaling, autoscale, journal, adapters, shipping)
             self._entered = entered
         except BaseException:
-            entered.close()
             folder.remove()
+            entered.close()
             raise
         actors = {
             name: ActorSettings(

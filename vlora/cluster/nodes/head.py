@@ -25,7 +25,7 @@ from vlora.cluster.on_ray import node_settings
 from vlora.cluster.on_ray.log_pipe import LogPipe
 from vlora.cluster.on_ray.own_processes import replica_processes
 from vlora.cluster.on_ray.processes import RayNode, RayStart
-from vlora.cluster.on_ray.settings import Folder, Ports, is_free
+from vlora.cluster.on_ray.settings import Folder, Ports, is_free, is_private
 from vlora.cluster.on_ray.site import Site
 from vlora.errors import BadConfig
 
@@ -104,7 +104,7 @@ async def run_head(
                 announce(f"other machines join with: vlora cluster join {plan.head} --token-file {file}")
                 await stop.wait()
         finally:
-            entry.stays = await head.close()
+            await head.close()
 
 
 def taken_over(former: Folder, token: bytes, host: str) -> str | None:
@@ -112,12 +112,14 @@ def taken_over(former: Folder, token: bytes, host: str) -> str | None:
 
     Returns:
         The key of its machine, by which a front end finds the replicas; None if they were ended, since this head has
-        another token or address.
+        another token or address, or since another user may write to the folder: one may have made it again after a
+        program that removes old temporary files.
     """
     with contextlib.suppress(OSError, msgspec.MsgspecError):  # without files, if it was killed while it began
-        site = Site.of(former)
-        if site.host == host and former.secret() == derived(token, "doors").encode():
-            return site.key
+        if is_private(former.path) and former.secret() == derived(token, "doors").encode():
+            site = Site.of(former)
+            if site.host == host:
+                return site.key
     end_run(former)
     return None
 
@@ -155,8 +157,8 @@ class _Head:
         address = Address(host, self._plan.head.port)
         self._door = await HeadDoor.open(address, self._token, certificate, authority, self._known, self._announce)
 
-    async def close(self) -> bool:
-        """End Ray, and the replicas unless they are in use. Returns whether they serve on."""
+    async def close(self) -> None:
+        """End Ray, and the replicas unless they are in use: then the folder stays for the next head."""
         used = self._takes_over  # from a front end that has not come back since
         if self._door is not None:
             used = self._door.has_front_end or (used and not self._door.had_front_end)
@@ -165,7 +167,6 @@ class _Head:
         await close_run(self.ray, self.folder, self._log, keeps_replicas=used)
         if used:
             self._announce("the replicas on this machine serve on; `vlora cluster down` ends them")
-        return used
 
     def _known(self) -> Facts | None:
         return self._facts if self.ray.runs else None

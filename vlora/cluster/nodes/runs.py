@@ -20,7 +20,7 @@ from typing import BinaryIO
 import msgspec
 
 from vlora.cluster.on_ray.own_processes import end_all, end_ray, replica_processes
-from vlora.cluster.on_ray.settings import Folder
+from vlora.cluster.on_ray.settings import Folder, is_private
 from vlora.errors import BadConfig
 
 FRONT_END, NODE, HEAD = KINDS = ("front end", "node", "head")
@@ -34,6 +34,7 @@ class Run(msgspec.Struct, frozen=True):
 
     Attributes:
         address: Of the head.
+        pid: Of the process that has the lock; 0 while `end_left` has it.
         folder: Its files; None before it has any.
     """
 
@@ -48,10 +49,10 @@ def runs_folder() -> Path:
     folder = Path(tempfile.gettempdir()) / f"vlora-cluster-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
+        is_own = is_private(folder)
     except OSError as error:
         raise BadConfig(f"{folder} cannot be created: {error.strerror}; set TMPDIR to a folder of yours") from error
-    if found.st_uid != os.getuid() or found.st_mode & 0o077 or folder.is_symlink():
+    if not is_own:
         raise BadConfig(f"{folder} belongs to another user or can be used by others; remove it, or set TMPDIR")
     return folder
 
@@ -61,21 +62,22 @@ class Entry:
 
     Attributes:
         former: The folder of an earlier head, if replicas of it serve on; None otherwise.
-        stays: Whether the file stays at the end, since replicas serve on.
     """
 
     def __init__(self, file: BinaryIO, kind: str, address: str) -> None:
         self.former: Folder | None = None
-        self.stays = False
         self._file = file
         self._run = Run(kind, address, os.getpid())
 
     def note(self, folder: Folder | None) -> None:
         """Write the folder of the run."""
-        self._file.seek(0)
-        self._file.truncate()
-        self._file.write(msgspec.json.encode(msgspec.structs.replace(self._run, folder=folder)))
-        self._file.flush()
+        self._run = msgspec.structs.replace(self._run, folder=folder)
+        _write(self._file, self._run)
+
+    def end(self) -> None:
+        """Forget the run, unless its folder is left: replicas serve on, or an error has interrupted its end."""
+        if self._run.folder is None or not os.path.exists(self._run.folder.path):
+            self._file.truncate(0)
 
 
 @contextlib.contextmanager
@@ -91,10 +93,15 @@ def registered(kind: str, address: str) -> Iterator[Entry]:
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b") as file:
         is_locked = _lock_soon(file.fileno())
         found = _read(file.read())
+        if not is_locked and found is not None and not found.pid:
+            raise BadConfig(
+                f"`vlora cluster down` ends what an earlier {kind} of {address} has left here; start it again"
+            )
         if not is_locked:
             by = f" (process {found.pid})" if found else ""
             raise BadConfig(f"a {kind} of {address} runs already on this machine{by}; `vlora cluster down` ends it")
         entry = Entry(file, kind, address)
+        entry.note(None if found is None else found.folder)  # first, as another process may have the former id by now
         if found is not None and found.folder is not None:
             if kind == HEAD and replica_processes(found.folder):
                 end_ray(found.folder)
@@ -105,8 +112,7 @@ def registered(kind: str, address: str) -> Iterator[Entry]:
         try:
             yield entry
         finally:
-            if not entry.stays:
-                file.truncate(0)
+            entry.end()
 
 
 def end_run(folder: Folder) -> None:
@@ -120,7 +126,7 @@ def running() -> list[Run]:
     found = []
     for path in sorted(runs_folder().iterdir()):
         with path.open("rb") as file:
-            if not _lock(file.fileno(), fcntl.LOCK_SH) and (run := _read(file.read())):
+            if not _lock(file.fileno(), fcntl.LOCK_SH) and (run := _read(file.read())) and run.pid:
                 found.append(run)
     return sorted(found, key=lambda run: KINDS.index(run.kind))
 
@@ -144,11 +150,19 @@ def end_left() -> list[Run]:
         with path.open("r+b") as file:
             # With the lock, so that no later head takes the replicas over meanwhile.
             if _lock(file.fileno(), fcntl.LOCK_EX) and (run := _read(file.read())):
+                _write(file, msgspec.structs.replace(run, pid=0))  # another process may have the id by now
                 if run.folder is not None:
                     end_run(run.folder)
                 file.truncate(0)
                 found.append(run)
     return found
+
+
+def _write(file: BinaryIO, run: Run) -> None:
+    file.seek(0)
+    file.truncate()
+    file.write(msgspec.json.encode(run))
+    file.flush()
 
 
 def _read(data: bytes) -> Run | None:

@@ -11,12 +11,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
+from pathlib import Path
 from typing import IO
 
 import psutil
@@ -24,8 +26,10 @@ import psutil
 from vlora.cluster import framing
 from vlora.cluster.on_ray.own_processes import end_all, end_ray
 from vlora.cluster.on_ray.reports import HeadReport, HeadSettings
+from vlora.cluster.on_ray.settings import Folder
 
 _STARTED = "Ray runtime started"
+_SESSIONS = 3
 _STOP_S = 5.0
 _LOOK_S = 0.1
 _PARTS = ("gcs_server", "raylet")
@@ -47,6 +51,7 @@ def main() -> None:
     end_ray(settings.folder)  # of a head that was killed
     with contextlib.suppress(FileNotFoundError):
         os.unlink(settings.folder.last_address)
+    _remove_sessions(settings.folder)
     ray = subprocess.Popen(
         settings.command,
         stdin=subprocess.DEVNULL,
@@ -73,6 +78,12 @@ def main() -> None:
     else:
         end_ray(settings.folder)
     os._exit(0 if closed.is_set() else 1)
+
+
+def _remove_sessions(folder: Folder) -> None:
+    """Keep the logs of the latest starts of Ray only: it may be started again without end."""
+    for session in sorted(Path(folder.ray_folder).glob("session_[0-9]*"))[:-_SESSIONS]:  # their names have the time
+        shutil.rmtree(session, ignore_errors=True)
 
 
 def _end_with_parent() -> None:

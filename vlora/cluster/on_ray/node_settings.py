@@ -60,7 +60,7 @@ def start_command(
         "--block",
         f"--node-ip-address={host}",
         f"--node-name={name}",
-        f"--temp-dir={folder.path}",
+        f"--temp-dir={folder.ray_folder}",
         f"--num-cpus={resources.cpus}",
         f"--num-gpus={resources.gpus}",
         f"--object-store-memory={OBJECT_STORE_BYTES}",
@@ -77,7 +77,7 @@ def connection(folder: Folder, control: str, host: str) -> dict[str, Any]:
         "address": control,
         "namespace": NAMESPACE,
         "_node_ip_address": host,
-        "_temp_dir": folder.path,
+        "_temp_dir": folder.ray_folder,
         "log_to_driver": False,
         "configure_logging": False,
     }

@@ -10,6 +10,7 @@ import re
 import secrets
 import shutil
 import socket
+import stat
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -53,7 +54,7 @@ _ENVIRONMENT = {
 }
 _HEAD_PORTS = ("port", "dashboard-port")
 OBJECT_STORE_BYTES = 80 << 20  # near Ray's minimum: nothing is stored there
-_MAX_FOLDER_CHARS = 40  # Ray appends some 60 characters, and a path of a Unix socket has at most 107
+_MAX_FOLDER_CHARS = 36  # Ray's part has some 70 characters, and a path of a Unix socket has at most 107
 _TOKEN_BYTES = 32
 
 
@@ -154,8 +155,14 @@ def write_private(path: str, content: str) -> None:
         opened.write(content)
 
 
+def is_private(folder: str | Path) -> bool:
+    """Whether it is a folder that only this user can use. Raises OSError if there is none."""
+    found = os.lstat(folder)
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+
+
 class Folder(NamedTuple):
-    """The files of one run, readable for this user only: two secrets, and Ray's sockets and logs."""
+    """The files of one run, for this user only: two secrets, those of replicas, and Ray's sockets and logs."""
 
     path: str
 
@@ -185,6 +192,11 @@ class Folder(NamedTuple):
         return f"{self.path}/{name}"
 
     @property
+    def ray_folder(self) -> str:
+        """Ray's sockets and logs. Ray makes it, and lets all users write to it, which this folder prevents."""
+        return f"{self.path}/ray"
+
+    @property
     def ray_log(self) -> str:
         """Messages of Ray in the keeper."""
         return f"{self.path}/keeper.log"
@@ -199,7 +211,7 @@ class Folder(NamedTuple):
         """Written by Ray: the address of the control service. Ray does not start one there again while any process of
         this machine uses the former one, as the Ray of a front end does.
         """
-        return f"{self.path}/ray_current_cluster"
+        return f"{self.ray_folder}/ray_current_cluster"
 
     def secret(self) -> bytes:
         return Path(self.secret_file).read_bytes()
@@ -249,7 +261,7 @@ def start_command(folder: Folder, ports: Ports) -> list[str]:
         "--head",
         "--block",
         f"--node-ip-address={LOOPBACK}",
-        f"--temp-dir={folder.path}",
+        f"--temp-dir={folder.ray_folder}",
         f"--num-cpus={ports.num_replicas}",
         f"--object-store-memory={OBJECT_STORE_BYTES}",
         "--include-dashboard=false",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import secrets
 import urllib.parse
 
 from fastapi.security.utils import get_authorization_scheme_param
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vlora.config import LOOPBACK_HOSTS, ServerConfig
+from vlora.config import LOOPBACK_HOSTS, ServerConfig, Token
 from vlora.errors import BadRequest, Forbidden, OverCapacity, TooLarge, VLoraError
 from vlora.server.console.files import CONSOLE_FILES
 from vlora.server.http.errors import error_response
@@ -22,6 +23,9 @@ ADMIN_PATHS = (ADAPTER_PATHS, TRAINING_PATHS, CLUSTER_PATHS, LEARNING_PATHS)
 """Methods other than GET need an admin token."""
 OPEN_PATHS = frozenset({"/health", "/ready"}) | CONSOLE_FILES.keys()
 """Paths without a token: health checks of load balancers, and the console page, where the user enters the token."""
+
+_ANYONE = Token(name="anyone", secret=secrets.token_hex())
+"""The caller of an open path. It sees errors as callers with a user token do."""
 
 _FIELDS = 20_000  # allowance for the structure of a body, in addition to commas in its text
 
@@ -41,7 +45,9 @@ class _TokenCheck:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and scope["path"] in OPEN_PATHS:
+            scope.setdefault("state", {})["caller"] = _ANYONE
+        elif scope["type"] == "http":
             scheme, secret = get_authorization_scheme_param(Headers(scope=scope).get("authorization"))
             try:
                 changes = scope["path"].startswith(ADMIN_PATHS) and scope["method"] not in ("GET", "HEAD")

@@ -1,4 +1,4 @@
-"""Errors for callers without an admin token: the adapter and the cause, without paths of the server."""
+"""Errors for callers without an admin token: adapter and cause, without paths and addresses of the server."""
 
 from __future__ import annotations
 
@@ -17,11 +17,21 @@ _WITH_PATHS = frozenset(each.code for each in (BadAdapter, AdapterChanged, Engin
 """Codes of errors with causes of the server. Those about a request contain what the caller has sent."""
 
 _NAME = re.compile(r"""(?:adapter|replica) (?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"): """)
-_FOLDERS = re.compile(r"(?<![\w.:/])/(?=\S)(?:.*/)?", re.DOTALL)
+_URL = re.compile(r"\b\w+://\S*")
+_FOLDERS = re.compile(rf"(?<![\w.:/])/(?=\S)(?:(?:(?!{_URL.pattern}).)*/)?", re.DOTALL)
+_ADDRESSES = re.compile(
+    r"""
+    \('[^']*',\ \d+(?:,\ \d+)*\)                      # of Python's errors of connections
+    | \[[\da-fA-F.]*:[\da-fA-F:.]*(?:%\w+)?\](?::\d+)?
+    | \b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b
+    | (?<![\w./-])[a-zA-Z\d][\w.-]*:\d{4,5}\b          # four digits: the lines of source files mostly have fewer
+    """,
+    re.VERBOSE,
+)
 
 
-def without_paths(message: str) -> str:
-    """A message without folders of the server.
+def without_places(message: str) -> str:
+    """A message without folders and addresses of the server. URLs stay, except for addresses in them.
 
     Messages about files begin with the path and a colon, after the names of replica and adapter. A path may contain
     spaces and colons, so parts with a slash are removed up to a part without one. Of a path elsewhere the name of the
@@ -30,9 +40,9 @@ def without_paths(message: str) -> str:
     names = ""
     while (found := _NAME.match(message)) is not None:
         names, message = names + found[0], message[found.end() :]
-    while "/" in (parts := message.partition(": "))[0] and parts[1]:
+    while "/" in _URL.sub("", (parts := message.partition(": "))[0]) and parts[1]:
         message = parts[2]
-    return names + _FOLDERS.sub("", message)
+    return names + _ADDRESSES.sub("[address]", _FOLDERS.sub("", message))
 
 
 def named(error: ErrorValue, adapter: str | None) -> VLoraError:
@@ -46,7 +56,7 @@ def value_for(error: ErrorValue, caller: Token | None) -> ErrorValue:
     """The error that a caller may see. None: a caller on a server without tokens, an operator."""
     if is_admin(caller) or error.code not in _WITH_PATHS:
         return error
-    return ErrorValue(error.code, without_paths(error.message))
+    return ErrorValue(error.code, without_places(error.message))
 
 
 def error_for(error: VLoraError, caller: Token | None) -> VLoraError:
@@ -61,7 +71,7 @@ def statuses_for(statuses: Iterable[AdapterStatus], caller: Token | None) -> tup
     if is_admin(caller):
         return tuple(statuses)
     return tuple(
-        status if status.error is None else msgspec.structs.replace(status, error=without_paths(status.error))
+        status if status.error is None else msgspec.structs.replace(status, error=without_places(status.error))
         for status in statuses
     )
 
