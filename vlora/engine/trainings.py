@@ -216,8 +216,7 @@ class Trainings:
     def record_step(self, batch: Batch) -> None:
         """A step has served requests: the one that began last or, where steps run ahead, the one before."""
         now = self._clock()
-        shared_s = self._cost.costs.base_s if len(batch.items) < self._config.max_batch_size else 0.0
-        self.promise.served(now - self._marked_s, shared_s)
+        self.promise.served(now - self._marked_s, self._cost.costs.base_s, len(batch.items))
         self._marked_s = now
 
     def close(self) -> None:
