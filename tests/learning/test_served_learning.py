@@ -237,6 +237,26 @@ def test_the_queue_has_room_for_answers_of_other_tenants(
     serve(own, work)
 
 
+def test_an_answer_is_written_though_the_event_loop_is_busy(world: World, tmp_path: Path) -> None:
+    """The thread has written the answers before, and the loop has not seen it yet."""
+    own = fresh(world, tmp_path)
+
+    async def work(serving: Serving) -> None:
+        learning, learner = serving.learning, serving.learner
+        for number in range(2):
+            answer = AnsweredRequest(f"r{number}", None, learner.loaded, "what ?", "old", None)
+            learning.keep(NAME, answer, 0, lambda: None)
+            if number == 0:
+                await asyncio.sleep(0)
+                while learner._executor.submit(learner.store.size).result().records == 0:  # noqa: SLF001
+                    pass
+        for _ in range(2):
+            await learner.status()
+        assert (await learner.status()).num_records == 2
+
+    serve(own, work)
+
+
 def test_one_answer_that_cannot_be_written_drops_no_other(world: World, tmp_path: Path) -> None:
     own = fresh(world, tmp_path)
 

@@ -69,8 +69,8 @@ class Learning:
         self._queue: deque[_Queued] = deque()
         self._queued: Counter[str | None] = Counter()  # answers by tenant, until they are on disk
         self._queued_bytes: Counter[str | None] = Counter()
-        self._lock = threading.Lock()  # of the queue and its sizes
-        self._writing: asyncio.Future[None] | None = None
+        self._lock = threading.Lock()  # of the queue, its sizes, and whether it is being written
+        self._is_writing = False  # whether `_write` was called and will write what is queued now
         self._tasks: list[asyncio.Task[None]] = []
         self._warned_s = -float("inf")
         try:
@@ -137,8 +137,10 @@ class Learning:
             self._queue.append(_Queued(learner, answer, num_bytes, encode))
             self._queued[answer.tenant] += 1
             self._queued_bytes[answer.tenant] += num_bytes
-        if self._writing is None or self._writing.done():
-            self._writing = asyncio.ensure_future(self._in_thread(self._write))
+            begins, self._is_writing = not self._is_writing, True
+        if begins:
+            with contextlib.suppress(RuntimeError):  # closed
+                self._thread.submit(self._write)
 
     def _has_room(self, tenant: str | None, num_bytes: int) -> bool:
         """Whether the queue takes an answer. One tenant's answers leave room for those of others."""
@@ -149,8 +151,11 @@ class Learning:
 
     def _write(self) -> None:
         """Write all queued answers. Called in the thread."""
-        while self._queue:
+        while True:
             with self._lock:
+                if not self._queue:
+                    self._is_writing = False
+                    return
                 queued = list(self._queue)
                 self._queue.clear()
             for learner in {id(one.learner): one.learner for one in queued}.values():
