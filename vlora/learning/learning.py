@@ -69,7 +69,7 @@ class Learning:
         self._queue: deque[_Queued] = deque()
         self._queued: Counter[str | None] = Counter()  # answers by tenant, until they are on disk
         self._queued_bytes: Counter[str | None] = Counter()
-        self._lock = threading.Lock()  # of the queue, its sizes, and whether it is being written
+        self._lock = threading.Lock()  # of the queue, its sizes and writing, and `num_dropped`
         self._is_writing = False  # whether `_write` was called and will write what is queued now
         self._tasks: list[asyncio.Task[None]] = []
         self._warned_s = -float("inf")
@@ -167,18 +167,20 @@ class Learning:
                 self._queued, self._queued_bytes = +self._queued, +self._queued_bytes  # without tenants at 0
 
     def _keep(self, learner: Learner, queued: list[_Queued]) -> None:
-        answers = []
+        answers, num_dropped = [], 0
         for one in queued:
             try:
                 answers.append(one.answer._replace(image=one.encode()))
             except Exception as error:  # of one picture; the other answers are kept
-                learner.num_dropped += 1
+                num_dropped += 1
                 self._warn(f"an answer of adapter {learner.name!r} was not kept: {type(error).__name__}: {error}")
         try:
-            learner.num_dropped += learner.store.add(answers)
+            num_dropped += learner.store.add(answers)
         except Exception as error:  # the disk is full
-            learner.num_dropped += len(answers)
+            num_dropped += len(answers)
             self._warn(f"{len(answers)} answers of adapter {learner.name!r} were not kept: {error}")
+        with self._lock:  # the event loop counts those without room meanwhile
+            learner.num_dropped += num_dropped
 
     async def correct(self, request_id: str, label: str, by: Corrector) -> Correction:
         """Keep the right answer of a request. Returns once it is on disk.
