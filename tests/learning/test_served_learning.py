@@ -308,3 +308,28 @@ def test_a_pinned_adapter_remains_pinned_if_a_version_cannot_be_loaded(
         assert (status.version, status.pinned) == (first, True)
 
     serve(own, work)
+
+
+def test_a_pinned_adapter_that_is_unloaded_meanwhile_is_loaded_once(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second load would succeed without a pin, or repeat a long one that has failed."""
+    own = fresh(world, tmp_path)
+
+    async def work(serving: Serving) -> None:
+        adapters, model, calls = serving.front.adapters, serving.learner._model, 0  # noqa: SLF001
+        await adapters.pin(NAME, True)
+
+        async def unloaded(name: str, path: str) -> AdapterStatus:
+            nonlocal calls
+            calls += 1
+            await model.unload(name)
+            raise OverCapacity("there is no room")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(adapters, "replace", unloaded)
+            with pytest.raises(OverCapacity):
+                await model.load(NAME, other_version(own))
+        assert calls == 1
+
+    serve(own, work)
