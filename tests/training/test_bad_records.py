@@ -200,7 +200,7 @@ def test_a_plan_names_bad_records_before_its_training_begins(case: Case) -> None
 
 
 def test_the_check_of_a_plan_ends_after_some_time(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A training whose records were not looked at begins, and fails when one is used."""
+    """The training begins; a record that was not checked fails it later."""
     monkeypatch.setattr("vlora.training.samples.CHECK_S", -1.0)
     file = case.folder / write(case, "unchecked.jsonl", [*GOOD, BAD_IN_USE[0]])
     engine = case.engine()

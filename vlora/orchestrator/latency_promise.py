@@ -90,9 +90,9 @@ class LatencyPromise:
         """A step has served requests.
 
         Args:
-            seconds: That it took.
-            shared_s: What it would take for any number of them.
-            num_served: Their number; None: all. 0 if it has only encoded images.
+            seconds: Its duration.
+            shared_s: The part of the duration that does not depend on the number of requests.
+            num_served: Number of these requests; None: all. 0 for a step that only encodes images.
         """
         self._decay()
         if num_served is not None:
