@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import errno
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,28 +81,55 @@ def test_answers_that_come_late_do_not_change_an_evaluation(tmp_path: Path, shar
     with_learner(school, work)
 
 
+def unanswered(school: School, side: str, names: Sequence[str]) -> None:
+    """These questions are too much for one side, each time."""
+    answer = school.model.answer
+
+    async def late(question: str, image: bytes | None, *, adapter: str, version: str, label: str) -> str:
+        if adapter == side and question in names:
+            raise DeadlineMissed("the request was not answered within 120 s")
+        return await answer(question, image, adapter=adapter, version=version, label=label)
+
+    school.model.answer = late  # type: ignore[method-assign]
+
+
 @pytest.mark.parametrize("side", ["signs", "signs~candidate"])
-def test_an_item_that_one_version_does_not_answer_counts_for_neither(tmp_path: Path, side: str) -> None:
-    """One question of all takes too long on one side, each time."""
+def test_an_item_without_an_answer_never_helps_a_candidate(tmp_path: Path, side: str) -> None:
+    """It counts for neither if the present version does not answer; otherwise the candidate has it wrong."""
     school = School(tmp_path, settings={"train_after": 40})
 
     async def work(learner: Learner) -> None:
         school.record(learner, questions(40), "new")
-        answer, slow = school.model.answer, ""
-
-        async def late(question: str, image: bytes | None, *, adapter: str, version: str, label: str) -> str:
-            nonlocal slow
-            if adapter == side and slow in ("", question):
-                slow = question
-                raise DeadlineMissed("the request was not answered within 120 s")
-            return await answer(question, image, adapter=adapter, version=version, label=label)
-
-        school.model.answer = late  # type: ignore[method-assign]
+        slow = next(one.question for one in learner.store.labelled() if one.held_out)
+        unanswered(school, side, [slow])
         await settle(learner)
-        held_out = 39 - school.trail()[1]["details"]["records"]
-        assert live_of(school) == {"count": held_out, "present": 0, "candidate": held_out}
-        assert school.trail()[2]["details"]["left_out"] == 1
+        count = 40 - school.trail()[1]["details"]["records"]
+        details = school.trail()[2]["details"]
+        if side == "signs":
+            assert live_of(school) == {"count": count - 1, "present": 0, "candidate": count - 1}
+            assert details["left_out"] == 1 and "unanswered" not in details
+        else:
+            assert live_of(school) == {"count": count, "present": 0, "candidate": count - 1}
+            assert details["unanswered"] == 1 and "left_out" not in details
         assert school.pauses_s == [1, 2, 4, 8, 16]
+
+    with_learner(school, work)
+
+
+def test_a_candidate_that_fails_where_the_present_version_is_right_is_refused(tmp_path: Path) -> None:
+    """It is right in all that it answers: without those that it does not answer it would be better."""
+    trusted = {f"t{number}": "old" for number in range(40)}
+    school = School(tmp_path, trusted, settings={"train_after": 40})
+
+    async def work(learner: Learner) -> None:
+        school.record(learner, questions(40), "new")
+        better = write_content(tmp_path / "better", trusted, "new")
+        unanswered(school, "signs~candidate", ["t3", "t14", "t15"])
+        await learner.promote("ann", version=None, path=str(better), force=False)
+        await learner.advance()
+        (entry,) = (one for one in school.trail() if one["event"] == "evaluated")
+        assert entry["why"].startswith("on the operator's 40 records it has 37 right")
+        assert entry["details"]["unanswered"] == 3 and "promoted" not in school.events()
 
     with_learner(school, work)
 

@@ -8,6 +8,7 @@ import stat
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from tests.learning.scripted_model import nothing, write_content
 from vlora.errors import BadAdapter, BadConfig, BadRequest, OverCapacity
 from vlora.learning.learner import Learner
 from vlora.learning.live_store import Corrector
+from vlora.learning.trail import Entry, Event, Trail
 
 
 def test_corrections_make_a_better_version_which_is_promoted(tmp_path: Path) -> None:
@@ -383,6 +385,28 @@ def test_a_full_disk_leaves_no_part_of_a_training(tmp_path: Path, monkeypatch: p
         with pytest.raises(OSError):
             await learner.advance()
         assert not list((tmp_path / "own").glob("training-*")) and school.events() == ["imported"]
+        await settle(learner)
+        assert school.events()[-1] == "training_ended"
+
+    with_learner(school, work)
+
+
+def test_a_full_disk_leaves_no_training_without_a_line_in_the_trail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    school = School(tmp_path, settings={"train_after": 40})
+
+    async def work(learner: Learner) -> None:
+        school.record(learner, questions(40), "new")
+
+        def full(trail: Trail, event: Event, by: str, **fields: Any) -> Entry:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Trail, "append", full)
+            with pytest.raises(OSError):
+                await learner.advance()
+        assert not list((tmp_path / "own").glob("training-*"))
         await settle(learner)
         assert school.events()[-1] == "training_ended"
 

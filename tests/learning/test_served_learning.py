@@ -237,6 +237,26 @@ def test_the_queue_has_room_for_answers_of_other_tenants(
     serve(own, work)
 
 
+def test_an_answer_is_written_though_the_event_loop_is_busy(world: World, tmp_path: Path) -> None:
+    """The thread has written the answers before, and the loop has not seen it yet."""
+    own = fresh(world, tmp_path)
+
+    async def work(serving: Serving) -> None:
+        learning, learner = serving.learning, serving.learner
+        for number in range(2):
+            answer = AnsweredRequest(f"r{number}", None, learner.loaded, "what ?", "old", None)
+            learning.keep(NAME, answer, 0, lambda: None)
+            if number == 0:
+                await asyncio.sleep(0)
+                while learner._executor.submit(learner.store.size).result().records == 0:  # noqa: SLF001
+                    pass
+        for _ in range(2):
+            await learner.status()
+        assert (await learner.status()).num_records == 2
+
+    serve(own, work)
+
+
 def test_one_answer_that_cannot_be_written_drops_no_other(world: World, tmp_path: Path) -> None:
     own = fresh(world, tmp_path)
 
@@ -286,5 +306,30 @@ def test_a_pinned_adapter_remains_pinned_if_a_version_cannot_be_loaded(
                 await serving.learner.promote("ann", version=None, path=str(other_version(own)), force=True)
         (status,) = await front.adapters.list()
         assert (status.version, status.pinned) == (first, True)
+
+    serve(own, work)
+
+
+def test_a_pinned_adapter_that_is_unloaded_meanwhile_is_loaded_once(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second load would succeed without a pin, or repeat a long one that has failed."""
+    own = fresh(world, tmp_path)
+
+    async def work(serving: Serving) -> None:
+        adapters, model, calls = serving.front.adapters, serving.learner._model, 0  # noqa: SLF001
+        await adapters.pin(NAME, True)
+
+        async def unloaded(name: str, path: str) -> AdapterStatus:
+            nonlocal calls
+            calls += 1
+            await model.unload(name)
+            raise OverCapacity("there is no room")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(adapters, "replace", unloaded)
+            with pytest.raises(OverCapacity):
+                await model.load(NAME, other_version(own))
+        assert calls == 1
 
     serve(own, work)

@@ -63,10 +63,21 @@ def simulate(
     costs: Costs = ONE,
     num_requests: int = 3000,
     schedule: Schedule | None = None,
+    max_batch_size: int | None = None,
 ) -> Run:
-    """Serve random arrivals. slowdown: None runs no other work. schedule: decides instead of the promise."""
+    """Serve random arrivals.
+
+    Args:
+        load: Share of the capacity.
+        slowdown: None runs no other work.
+        piece_s: Of other work.
+        costs: Of the engine.
+        num_requests: That arrive.
+        schedule: Decides instead of the promise.
+        max_batch_size: As the promise knows it, where another limit is lower.
+    """
     now = 0.0
-    promise = LatencyPromise(slowdown or math.inf, lambda: now, costs.most)
+    promise = LatencyPromise(slowdown or math.inf, lambda: now, max_batch_size or costs.most)
     times = arrivals(load, costs, num_requests)
     left: dict[int, int] = {}  # steps of each request, the first ones run
     durations = [0.0] * num_requests
@@ -80,7 +91,7 @@ def simulate(
             running = list(left)[: costs.most]
             step_s = costs.shared_s + costs.own_s * len(running)
             now += step_s
-            promise.served(step_s, costs.shared_s if len(running) < costs.most else 0.0)
+            promise.served(step_s, costs.shared_s, len(running))
             for request in running:
                 left[request] -= 1
                 if not left[request]:
@@ -114,6 +125,45 @@ def test_requests_take_at_most_the_promised_time(costs: Costs, load: float, leas
     alone, beside = simulate(load, None, 0.0, costs), simulate(load, slowdown, 0.005, costs)
     assert 1 < beside.p99 / alone.p99 <= slowdown
     assert beside.other_s / beside.end_s > least
+
+
+@pytest.mark.parametrize(("load", "least"), [(0.3, 0.09), (0.6, 0.05), (0.9, 0.01)])
+@pytest.mark.parametrize("slowdown", [1.15, 1.5])
+def test_the_promise_holds_where_memory_limits_a_batch(load: float, least: float, slowdown: float) -> None:
+    """Of 256 requests that a step may serve it serves 32. Holds at each quantile, not only at the 99th percentile."""
+    alone = simulate(load, None, 0.0, BATCHED)
+    beside = simulate(load, slowdown, 0.005, BATCHED, max_batch_size=256)
+    for share in (0.05, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99):
+        before, after = (sorted(run.durations)[int(share * len(run.durations))] for run in (alone, beside))
+        assert after / before <= slowdown, share
+    assert beside.other_s / beside.end_s > least
+
+
+def test_a_batch_is_full_while_others_wait() -> None:
+    """A limit that memory sets is forgotten once no request has waited for some time."""
+    now = -100.0
+    promise = LatencyPromise(1.5, lambda: now, 16)
+    now = 0.0  # idle since long
+    promise.add("first")
+    now += 1.0
+    promise.served(1.0, 1.0, 1)
+    promise.release("first")
+    for name in ("a", "b", "c", "d"):
+        promise.add(name)
+    promise.served(0.1, 0.1, 2)
+    assert promise.utilization == 0 and promise.granted_s > 0, "the others have only just arrived"
+    promise.served(0.1, 0.1, 0)
+    assert promise.granted_s > 0, "images were encoded"
+    promise.served(0.1, 0.1, 2)
+    assert promise.granted_s == 0 and promise.utilization == pytest.approx(0.1 / QUIET_S, rel=0.01)
+    now += 1.0
+    for name in ("a", "b", "c"):
+        promise.release(name)
+    half = promise.granted_s
+    assert half > 0, "one of two places is empty"
+    now += QUIET_S
+    promise.served(0.1, 0.1, 1)
+    assert promise.granted_s > 1.5 * half
 
 
 def clairvoyant(alone: Run, times: list[float], costs: Costs, slowdown: float) -> Schedule:

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from tests.training.beside import Case, adapter_of, losses_of, settle
 from tests.training.test_training_folders import states, submit
 from vlora.errors import BadPlan
 from vlora.models.processing import InputProcessor
-from vlora.training import MicroStep, PackedTrainer
+from vlora.training import MicroStep, PackedTrainer, samples
 from vlora.training.plan import read_plan
 from vlora.training.record_order import RecordOrder
 from vlora.training.records import MAX_NAMED, Record, Records
@@ -124,7 +125,7 @@ def test_bad_records_are_set_aside_and_named_once(
 def test_a_training_with_bad_records_continues_with_the_same_bytes(
     case: Case, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As after kill -9: from a copy of its folder. Records that were set aside are not named again."""
+    """An engine that closes leaves the checkpoint. Records that were set aside are not named again."""
     data = write(case, "again.jsonl", mixed())
     whole, cut = plan(case, "whole", data), plan(case, "cut", data)
     engine = case.engine(whole)
@@ -198,6 +199,34 @@ def test_a_plan_names_bad_records_before_its_training_begins(case: Case) -> None
     engine.close()
 
 
+def test_the_check_of_a_plan_ends_after_some_time(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The training begins; a record that was not checked fails it later."""
+    monkeypatch.setattr("vlora.training.samples.CHECK_S", -1.0)
+    file = case.folder / write(case, "unchecked.jsonl", [*GOOD, BAD_IN_USE[0]])
+    engine = case.engine()
+    submit(engine, plan(case, "unchecked", file.name, bad_records="refuse", batch=10))
+    settle(engine.parts.trainings, engine)
+    (status,) = engine.parts.trainings.statuses()
+    assert status.state == "failed" and status.error is not None and status.error.startswith(f"{file}, line 10: ")
+    engine.close()
+
+
+def test_a_plan_names_the_bad_records_of_all_its_trainings(case: Case) -> None:
+    """Once each, though two trainings use the same file."""
+    file = case.folder / write(case, "one.jsonl", [*GOOD, BAD_IN_USE[0]])
+    other = case.folder / write(case, "other.jsonl", [*GOOD, BAD_IN_USE[3]])
+    written = case.plan("all", ["first", "second"], data=file.name)
+    entries = yaml.safe_load(written.read_text())
+    entries["trainings"] += [entries["trainings"][0] | {"name": "third", "data": other.name}]
+    written.write_text(yaml.safe_dump(entries))
+    engine = case.engine()
+    with pytest.raises(BadPlan) as found:
+        submit(engine, written)
+    named = str(found.value).splitlines()
+    assert [line.partition(": ")[0] for line in named[:-1]] == [f"{file}, line 10", f"{other}, line 10"]
+    engine.close()
+
+
 def test_lines_that_are_no_records_are_errors_of_the_plan(case: Case) -> None:
     rows: list[str | dict[str, Any]] = [*GOOD, *BAD_LINES, BAD_IN_USE[1]]
     file = case.folder / write(case, "lines.jsonl", rows)
@@ -259,6 +288,24 @@ def test_held_out_records_that_are_all_bad_leave_no_evaluation(case: Case) -> No
     assert (status.held_out_before, status.held_out_after) == (None, None)
     status = run(case, "some", [*GOOD, *held, {**GOOD[0], "split": "validation"}])
     assert status.num_bad == 2 and status.held_out_before is not None and status.held_out_after is not None
+
+
+def test_few_tracebacks_are_logged(
+    case: Case, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of errors that no record should have; each of the records has its line."""
+    prepare = samples.prepare
+
+    def broken(processor: InputProcessor, record: Record) -> samples.Prepared:
+        if record.question.startswith("broken"):
+            raise ValueError("an error of the tokenizer")
+        return prepare(processor, record)
+
+    monkeypatch.setattr(samples, "prepare", broken)
+    status = run(case, "tracebacks", [*GOOD, *({**GOOD[0], "question": f"broken {n}"} for n in range(9))])
+    assert (status.state, status.num_bad) == ("finished", 9)
+    found = [one for one in caplog.records if "broken" in one.getMessage() or "tokenizer" in one.getMessage()]
+    assert len(found) == 9 and sum(one.exc_info is not None for one in caplog.records) == 4
 
 
 def test_many_bad_records_are_counted_and_few_are_named(case: Case) -> None:

@@ -216,8 +216,7 @@ class Trainings:
     def record_step(self, batch: Batch) -> None:
         """A step has served requests: the one that began last or, where steps run ahead, the one before."""
         now = self._clock()
-        shared_s = self._cost.costs.base_s if len(batch.items) < self._config.max_batch_size else 0.0
-        self.promise.served(now - self._marked_s, shared_s)
+        self.promise.served(now - self._marked_s, self._cost.costs.base_s, len(batch.items))
         self._marked_s = now
 
     def close(self) -> None:
@@ -243,11 +242,11 @@ class Trainings:
         jobs: list[TrainingJob] = []
         try:
             for one, records in entries:
-                job = TrainingJob(one, records, Path(folder) / one.name, model)
-                jobs.append(job)
-                if checks and job.is_new and one.bad_records == "refuse":
-                    max_positions = self._device.hf_model.max_positions
-                    check_records(self.load_processor(), max_positions, (*records.train, *records.held_out))
+                jobs.append(TrainingJob(one, records, Path(folder) / one.name, model))
+            strict = [job.records for job in jobs if job.is_new and job.plan.bad_records == "refuse"]
+            if checks and strict:
+                checked = dict.fromkeys(one for part in strict for one in (*part.train, *part.held_out))
+                check_records(self.load_processor(), self._device.hf_model.max_positions, checked)
         except BaseException:
             for job in jobs:
                 job.release()

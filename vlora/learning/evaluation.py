@@ -91,10 +91,14 @@ class Interrupted(Exception):
 
 
 class RightAnswers(NamedTuple):
-    """found: for each version, which items it answers right. num_left_out: items without answers."""
+    """found: for each version, which items it answers right.
+
+    num_left_out: items without answers. num_unanswered: those that only the first version answers.
+    """
 
     found: list[list[bool]]
     num_left_out: int
+    num_unanswered: int
 
 
 async def right_answers(
@@ -105,43 +109,48 @@ async def right_answers(
     on_progress: Callable[[], Awaitable[None]],
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> RightAnswers:
-    """Which items each version answers right. Items that one of them does not answer are left out of all.
+    """Which items each version answers right. Items that the first one does not answer are left out of all.
 
-    A call that fails for another reason than its question is repeated, after a pause that doubles. An item that misses
-    its deadline each time is left out, up to `MAX_UNANSWERED` of them.
+    Those that another one does not answer are wrong for it, so that a version that fails cannot pass for a better one.
+    A call that fails for another reason than its question is repeated, after a pause that doubles. Up to
+    `MAX_UNANSWERED` of the items may miss their deadlines each time.
 
     Args:
         model: Asked one question at a time.
         items: Questions.
-        versions: To ask.
+        versions: To ask, the present one first.
         read: Returns an item's picture. Raises LookupError if the item does not exist any more.
         on_progress: Called after each item.
         sleep: Seconds.
 
     Raises:
         AdapterChanged: A version was replaced meanwhile.
-        Interrupted: The engine is dead or full for longer than the pauses, or too many items were left out.
+        Interrupted: The engine is dead or full for longer than the pauses, or too many items were not answered.
         VLoraError: The engine has failed.
     """
     found: list[list[bool]] = [[] for _ in versions]
-    num_late = 0
+    num_late = num_unanswered = 0
     for item in items:
+        right: list[bool] = []
         try:
             image = await read(item)
-            answers = [await _answer(model, item, image, version, sleep) for version in versions]
+            for version in versions:
+                right.append(same(item.label, await _answer(model, item, image, version, sleep)))
         except (AdapterChanged, UnknownAdapter):
             raise
         except _Unanswered as error:
             num_late += 1
             if num_late > max(1, MAX_UNANSWERED * len(items)):
                 raise Interrupted(f"{num_late} of {len(items)} questions were not answered: {error}") from error
-            answers = []
+            if right:
+                num_unanswered += 1
+                right += [False] * (len(versions) - len(right))
         except (BadRequest, LookupError, OSError):  # its picture is broken, or it is longer than the context
-            answers = []
-        for own, answer in zip(found, answers, strict=False):
-            own.append(same(item.label, answer))
+            right = []
+        for own, is_right in zip(found, right, strict=False):
+            own.append(is_right)
         await on_progress()
-    return RightAnswers(found, len(items) - len(found[0]))
+    return RightAnswers(found, len(items) - len(found[0]), num_unanswered)
 
 
 class _Unanswered(Exception):

@@ -12,7 +12,7 @@ import msgspec
 
 from vlora.errors import BadAdapter, DeadlineMissed, OverCapacity, UnknownAdapter
 from vlora.learning.decision import compare, confidence_of_look, why_not
-from vlora.learning.evaluation import Interrupted, Item, ServedModel, Version, right_answers
+from vlora.learning.evaluation import Interrupted, Item, RightAnswers, ServedModel, Version, right_answers
 from vlora.learning.live_store import LiveStore
 from vlora.learning.plan import LearningEntry
 from vlora.learning.selection import agreed, as_right, bounded, latest_of_each
@@ -65,22 +65,23 @@ class Evaluator:
         try:
             if await self._model.load(pair[1].adapter, candidate) != pair[1].version:
                 raise BadAdapter("its files were changed")
-            live, left_out = await self._answers(await self._in_thread(self._held_out), pair, confidence)
-            trusted, lost = await self._answers(self._entry.trusted, pair, confidence)
+            live, live_answers = await self._answers(await self._in_thread(self._held_out), pair, confidence)
+            trusted, trusted_answers = await self._answers(self._entry.trusted, pair, confidence)
         except (OverCapacity, DeadlineMissed, UnknownAdapter) as error:  # the last one: after the engine's restart
             raise Interrupted(f"{type(error).__name__}: {error}") from error
         details = {"live": msgspec.to_builtins(live)}
         if self._entry.trusted:
             details["trusted"] = msgspec.to_builtins(trusted)
-        if left_out + lost:
-            details["left_out"] = left_out + lost
+        if left_out := live_answers.num_left_out + trusted_answers.num_left_out:
+            details["left_out"] = left_out
+        if unanswered := live_answers.num_unanswered + trusted_answers.num_unanswered:
+            details["unanswered"] = unanswered
         operators = trusted if self._entry.trusted else None
         return Compared(details, why_not(live, operators, self._settings.max_trusted_loss, confidence))
 
     async def _answers(
         self, items: Sequence[Item], pair: Sequence[Version], confidence: float
-    ) -> tuple[Comparison, int]:
-        """The comparison, and how many questions have no answer of both versions."""
+    ) -> tuple[Comparison, RightAnswers]:
         count = 0
 
         async def count_one() -> None:
@@ -90,7 +91,7 @@ class Evaluator:
 
         answered = await right_answers(self._model, items, pair, self._image_of, count_one, self._sleep)
         present, candidate = answered.found
-        return compare(present, candidate, confidence), answered.num_left_out
+        return compare(present, candidate, confidence), answered
 
     def _held_out(self) -> list[Item]:
         settings = self._settings

@@ -254,9 +254,12 @@ class Learner:
         except BaseException:
             await self._in_thread(attempt.remove)  # the disk is full, perhaps
             raise
-        await self._versions.append(
-            "training", SERVER, before=start, details={"number": number, "trained_to": trained_to, "records": count}
-        )
+        details = {"number": number, "trained_to": trained_to, "records": count}
+        try:
+            await self._versions.append("training", SERVER, before=start, details=details)
+        except OSError:  # the trail is as before; of a call that is cancelled it has the line
+            await self._in_thread(attempt.remove)
+            raise
         self._attempt = attempt
 
     async def _follow(self, attempt: Attempt) -> None:

@@ -69,8 +69,8 @@ class Learning:
         self._queue: deque[_Queued] = deque()
         self._queued: Counter[str | None] = Counter()  # answers by tenant, until they are on disk
         self._queued_bytes: Counter[str | None] = Counter()
-        self._lock = threading.Lock()  # of the queue and its sizes
-        self._writing: asyncio.Future[None] | None = None
+        self._lock = threading.Lock()  # of the queue, its sizes and writing, and `num_dropped`
+        self._is_writing = False  # whether `_write` was called and will write what is queued now
         self._tasks: list[asyncio.Task[None]] = []
         self._warned_s = -float("inf")
         try:
@@ -137,8 +137,10 @@ class Learning:
             self._queue.append(_Queued(learner, answer, num_bytes, encode))
             self._queued[answer.tenant] += 1
             self._queued_bytes[answer.tenant] += num_bytes
-        if self._writing is None or self._writing.done():
-            self._writing = asyncio.ensure_future(self._in_thread(self._write))
+            begins, self._is_writing = not self._is_writing, True
+        if begins:
+            with contextlib.suppress(RuntimeError):  # closed
+                self._thread.submit(self._write)
 
     def _has_room(self, tenant: str | None, num_bytes: int) -> bool:
         """Whether the queue takes an answer. One tenant's answers leave room for those of others."""
@@ -149,8 +151,11 @@ class Learning:
 
     def _write(self) -> None:
         """Write all queued answers. Called in the thread."""
-        while self._queue:
+        while True:
             with self._lock:
+                if not self._queue:
+                    self._is_writing = False
+                    return
                 queued = list(self._queue)
                 self._queue.clear()
             for learner in {id(one.learner): one.learner for one in queued}.values():
@@ -162,18 +167,20 @@ class Learning:
                 self._queued, self._queued_bytes = +self._queued, +self._queued_bytes  # without tenants at 0
 
     def _keep(self, learner: Learner, queued: list[_Queued]) -> None:
-        answers = []
+        answers, num_dropped = [], 0
         for one in queued:
             try:
                 answers.append(one.answer._replace(image=one.encode()))
             except Exception as error:  # of one picture; the other answers are kept
-                learner.num_dropped += 1
+                num_dropped += 1
                 self._warn(f"an answer of adapter {learner.name!r} was not kept: {type(error).__name__}: {error}")
         try:
-            learner.num_dropped += learner.store.add(answers)
+            num_dropped += learner.store.add(answers)
         except Exception as error:  # the disk is full
-            learner.num_dropped += len(answers)
+            num_dropped += len(answers)
             self._warn(f"{len(answers)} answers of adapter {learner.name!r} were not kept: {error}")
+        with self._lock:  # the event loop counts those without room meanwhile
+            learner.num_dropped += num_dropped
 
     async def correct(self, request_id: str, label: str, by: Corrector) -> Correction:
         """Keep the right answer of a request. Returns once it is on disk.

@@ -7,6 +7,8 @@ steps a request, of a + b N seconds for N requests, and L arrivals a second, N i
 stretching steps by the factor f gives R = f n a / (1 - f u) with u = L n b: the share of time for the part of steps
 that grows with the requests. R is thus multiplied by f (1 - u) / (1 - f u), which is `slowdown` for
 f = slowdown / (1 + u (slowdown - 1)). Where requests wait for room in a batch, a is 0, and u is the share of steps.
+A batch is full with `max_batch_size` requests, or with fewer where memory or a step's tokens limit it: with as many as
+a step has served while others waited.
 
 A request that has just arrived has earned nothing, and on a busy engine there is always one. So a part of what a short
 request earns, (f - 1) times the duration that all but a few exceed, is granted at its arrival. The part is the share of
@@ -24,17 +26,18 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 QUIET_S = 10.0
-_WINDOW_S = 10.0  # time constant of the utilization
+_WINDOW_S = 10.0  # time constant of the utilization; so long is a batch known to be limited
 _SMOOTH = 0.05  # weight of the newest request in the usual duration
 _RECENT = 200  # requests with a known duration
 _SHORT = 0.05  # share of them that are shorter than a short request
 
 
 class _Arrival(NamedTuple):
-    """earned_s, spent_s: totals at a request's arrival. piece_s: of the piece that ran then. at_s: time."""
+    """earned_s, spent_s, num_steps: totals at a request's arrival. piece_s: of the piece that ran then. at_s: time."""
 
     earned_s: float
     spent_s: float
+    num_steps: int
     piece_s: float
     at_s: float
 
@@ -47,13 +50,16 @@ class LatencyPromise:
     """
 
     def __init__(self, slowdown: float, clock: Callable[[], float], max_batch_size: int) -> None:
-        """clock: seconds, monotonic. max_batch_size: requests that a step serves."""
+        """clock: seconds, monotonic. max_batch_size: requests that a step serves at most."""
         self.slowdown = slowdown
         self._clock = clock
         self._max_batch_size = max_batch_size
         self._earned = 0.0  # allowance of a request since the start of the engine
         self._spent = 0.0  # time of other work since then
+        self._num_steps = 0
         self._live: dict[str, _Arrival] = {}
+        self._num_older = 0  # of the live requests, those that were there in the last step
+        self._limit, self._limited_s = max_batch_size, -math.inf  # requests of a step beside which others waited; when
         self._recent_s: deque[float] = deque(maxlen=_RECENT)  # durations without other work
         self._short_s = 0.0
         self._piece_s = 0.0  # of the other work since the last step, during which a request may have arrived
@@ -65,13 +71,14 @@ class LatencyPromise:
 
     def add(self, request_id: str) -> None:
         """A request has arrived, possibly during the last piece."""
-        self._live[request_id] = _Arrival(self._earned, self._spent, self._piece_s, self._clock())
+        self._live[request_id] = _Arrival(self._earned, self._spent, self._num_steps, self._piece_s, self._clock())
 
     def release(self, request_id: str) -> None:
         """A request has ended; unknown ids are ignored."""
         arrived = self._live.pop(request_id, None)
         if arrived is None:
             return
+        self._num_older -= arrived.num_steps < self._num_steps
         self._last_s = self._clock()
         alone_s = max(0.0, self._last_s - arrived.at_s - (self._spent - arrived.spent_s))
         self._recent_s.append(alone_s)
@@ -79,13 +86,26 @@ class LatencyPromise:
         before = alone_s if self._usual_s is None else self._usual_s
         self._usual_s = before + _SMOOTH * (alone_s - before)
 
-    def served(self, seconds: float, shared_s: float = 0.0) -> None:
-        """A step has served the requests. shared_s: what it would take for any number of them."""
+    def served(self, seconds: float, shared_s: float = 0.0, num_served: int | None = None) -> None:
+        """A step has served requests.
+
+        Args:
+            seconds: Its duration.
+            shared_s: The part of the duration that does not depend on the number of requests.
+            num_served: Number of these requests; None: all. 0 for a step that only encodes images.
+        """
         self._decay()
+        if num_served is not None:
+            if 0 < num_served < self._num_older:
+                self._limit, self._limited_s = num_served, self._updated_s
+            if num_served >= self._full:
+                shared_s = 0.0
         self._busy += max(0.0, seconds - shared_s) / _WINDOW_S
         self._num_live += (len(self._live) - self._num_live) * (1 - math.exp(-seconds / _WINDOW_S))
         self._earned += (self._stretch - 1) * seconds
         self._piece_s = 0.0
+        self._num_steps += 1
+        self._num_older = len(self._live)
 
     def spent(self, seconds: float) -> None:
         """A piece of other work has run."""
@@ -146,7 +166,12 @@ class LatencyPromise:
         return max(0.0, self._last_s + QUIET_S - self._clock())
 
     def _empty_share(self, num_live: float) -> float:
-        return max(0.0, 1 - num_live / self._max_batch_size)
+        return max(0.0, 1 - num_live / self._full)
+
+    @property
+    def _full(self) -> int:
+        """Requests of a full batch."""
+        return self._limit if self._clock() - self._limited_s < _WINDOW_S else self._max_batch_size
 
     @property
     def _stretch(self) -> float:

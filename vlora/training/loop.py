@@ -16,6 +16,7 @@ from vlora.training.trainer import PackedTrainer
 
 log = logging.getLogger(__name__)
 
+_MAX_TRACEBACKS = 4  # of records, of which there may be millions
 _AHEAD = 16  # records that are prepared before they are used; each may have a large picture
 
 
@@ -89,6 +90,7 @@ class TrainingLoop:
         self._working: tuple[TrainingJob, ...] = ()  # in the last piece
         self._work = self._run()
         self._upcoming: Piece | None = None
+        self._num_tracebacks = 0
 
     def num_parameters(self, job: TrainingJob) -> int:
         """Raises BadConfig for targets that the model lacks."""
@@ -213,7 +215,9 @@ class TrainingLoop:
                 self._end(job, "failed", str(error))
                 return []
             except Exception as error:
-                log.exception("training %s: %s", job.name, record.place)
+                if self._num_tracebacks < _MAX_TRACEBACKS:
+                    self._num_tracebacks += 1
+                    log.exception("training %s: %s", job.name, record.place)
                 raise _BadRecord(f"{record.place}: {type(error).__name__}: {error}", place) from error
             num_tokens += len(sample.ids)
             if found and num_tokens > budget:

@@ -73,15 +73,17 @@ class EngineModel:
         """See `ServedModel`. A pinned adapter is pinned again."""
         if name not in self._adapters.learning:
             self._adapters.hidden.add(name)
+        is_pinned = False
         with contextlib.suppress(UnknownAdapter):
-            status = await self._adapters.current(name)
-            if status.pinned:
-                await self._engine.pin_adapter(name, False)
-                try:
-                    return (await self._adapters.replace(name, str(folder))).version
-                finally:  # the version before, if the other one cannot be loaded
-                    await self._engine.pin_adapter(name, True)
-        return (await self._adapters.replace(name, str(folder))).version
+            is_pinned = (await self._adapters.current(name)).pinned
+        if not is_pinned:
+            return (await self._adapters.replace(name, str(folder))).version
+        await self._engine.pin_adapter(name, False)
+        try:
+            return (await self._adapters.replace(name, str(folder))).version
+        finally:  # the version before, if the other one cannot be loaded
+            with contextlib.suppress(UnknownAdapter):  # it was unloaded meanwhile
+                await self._engine.pin_adapter(name, True)
 
     async def check(self, name: str) -> None:
         """See `ServedModel`."""
