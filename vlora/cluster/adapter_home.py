@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping, Set
 from typing import Any, NamedTuple, TypeVar
@@ -247,6 +248,11 @@ class AdapterHome:
         goal = self._goal()
         return goal.adapters.get(name) == wanted and (self._following is None or name not in goal.busy)
 
+    def _is_content(self, name: str, version: str) -> bool:
+        """Whether an adapter is still to have this content."""
+        wanted = self._goal().adapters.get(name)
+        return wanted is not None and wanted.version == version
+
     def _is_pinned(self, name: str) -> bool | None:
         """Whether an adapter was pinned; None if it has no content."""
         applied = self._applied.get(name)
@@ -370,15 +376,17 @@ class AdapterHome:
             self._to_send.clear()
             for name in sorted(self.coming):
                 wanted = self._goal().adapters.get(name)
+                is_wanted = functools.partial(self._is_content, name, "" if wanted is None else wanted.version)
                 try:
                     if wanted is not None and wanted.version and self._is_still(name, wanted):
-                        await files.send(wanted)
+                        await files.send(wanted, is_wanted)
                         self._arrived.add(name)
                 except EngineDead:
                     return
                 except VLoraError as error:
-                    self.fail(name, ErrorValue.of(error))
-                    continue
+                    if is_wanted():
+                        self.fail(name, ErrorValue.of(error))
+                        continue
                 self.coming.discard(name)
                 self.wake([name])
 
@@ -395,7 +403,7 @@ class AdapterHome:
             kept = (version for versions in goal.kept.values() for version in versions)
             used = (wanted.version for wanted in (*goal.adapters.values(), *self._applied.values()))
             try:
-                await self._files.hold({*kept, *used})
+                await self._files.hold({*kept, *used} - {""})
             except EngineDead:
                 raise
             except VLoraError as error:  # it is sent again; nothing but room depends on it
