@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from tests.cluster.running import Running, outputs_of, run, running
 from tests.cluster.test_cluster import asked, check
@@ -25,6 +26,7 @@ from vlora.cluster.adapter_messages import Hold, Offer, Piece, ShippedFile
 from vlora.cluster.adapter_sender import ShippingLimits
 from vlora.cluster.cluster import Cluster
 from vlora.errors import BadAdapter, OverCapacity
+from vlora.server.cluster_metrics import ClusterCollector
 from vlora.types.replicas import AdapterPlace
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")]
@@ -100,9 +102,14 @@ def test_a_replica_without_the_files_gets_them(tmp_path: Path, monkeypatch: pyte
                 assert "README.md" not in os.listdir(folder)
                 assert store(tmp_path, name).stat().st_mode & 0o777 == 0o700
             assert not store(tmp_path, "c").exists()
+            status = here.cluster.status()
+            sizes = [file.stat().st_size for file in (tmp_path / "front" / "signs").iterdir() if file.suffix != ".md"]
+            assert [each.num_shipped_bytes for each in status.replicas] == [sum(sizes), sum(sizes), 0]
+            metrics = CollectorRegistry()
+            metrics.register(ClusterCollector(lambda: status))
+            assert metrics.get_sample_value("vlora_shipped_bytes_total", {"replica": "b"}) == sum(sizes)
             newer = write(tmp_path / "front" / "newer", seed=2)
-            status = await here.cluster.load_adapter("signs", f"{HERE}/newer")
-            assert status.version == newer
+            assert (await here.cluster.load_adapter("signs", f"{HERE}/newer")).version == newer
             await check_answers(here, "signs", newer, 3)
 
     run(main())

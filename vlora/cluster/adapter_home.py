@@ -46,6 +46,7 @@ class AdapterHome:
         name: Of the replica.
         client: Its engine.
         failures: By adapter.
+        files: Sends files that the replica's machine lacks; None: they have to be there.
         coming: Adapters that have failed because their files are not there yet, and are being sent.
     """
 
@@ -64,7 +65,7 @@ class AdapterHome:
             client: Its engine.
             goal: Returns the present goal. It may change while a call waits for the ones before it.
             on_usable: Called with the replica, an adapter, and whether requests of the adapter may be sent there.
-            files: Sends files that the replica's machine lacks; None: they have to be there.
+            files: See the attribute.
         """
         self.name = name
         self._goal = goal
@@ -79,7 +80,7 @@ class AdapterHome:
         self._num_changes = 0  # by operators: under way, or waiting for the call before
         self._changed = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
-        self._files = files
+        self.files = files
         self.coming: set[str] = set()
         self._arrived: set[str] = set()  # adapters with files that were sent, and not registered yet
         self._to_send = asyncio.Event()
@@ -177,8 +178,8 @@ class AdapterHome:
     def follow(self) -> None:
         """From now on, `sync` after each `wake`, and when a failed adapter is due, until `close`."""
         self._following = asyncio.create_task(self._follow(), name=f"vlora-adapters-{self.name}")
-        if self._files is not None:
-            self._sending = asyncio.create_task(self._send_files(self._files), name=f"vlora-files-{self.name}")
+        if self.files is not None:
+            self._sending = asyncio.create_task(self._send_files(self.files), name=f"vlora-files-{self.name}")
 
     def wake(self, changed: Iterable[str] = ()) -> None:
         """The desired state has changed. changed: adapters that are tried again at once if they have failed."""
@@ -218,8 +219,8 @@ class AdapterHome:
     def progress(self, name: str) -> str:
         """How far the files of an adapter are that are being sent."""
         wanted = self._goal().adapters.get(name)
-        assert self._files is not None
-        return self._files.progress.get(wanted.version if wanted else "", "its files are to be sent")
+        assert self.files is not None
+        return self.files.progress.get(wanted.version if wanted else "", "its files are to be sent")
 
     def close(self) -> None:
         """The replica is gone."""
@@ -346,11 +347,11 @@ class AdapterHome:
         """The folders of adapters on the replica's machine. Those that are not there are noted, or will be sent."""
         found = {}
         for name, wanted in adapters.items():
-            if self._files is None or not wanted.version:
+            if self.files is None or not wanted.version:
                 found[name] = wanted.path
                 continue
             try:
-                path = await self._files.find(wanted)
+                path = await self.files.find(wanted)
             except EngineDead:
                 raise
             except VLoraError as error:
@@ -392,18 +393,18 @@ class AdapterHome:
 
     async def _sent(self, wanted: DesiredAdapter) -> str:
         """The folder of an adapter on the replica's machine, after its files were sent if they were missing."""
-        if self._files is None or not wanted.version:
+        if self.files is None or not wanted.version:
             return wanted.path
-        return await self._files.send(wanted)
+        return await self.files.send(wanted)
 
     async def _hold(self) -> None:
         """Name the received contents in use."""
-        if self._files is not None:
+        if self.files is not None:
             goal = self._goal()
             kept = (version for versions in goal.kept.values() for version in versions)
             used = (wanted.version for wanted in (*goal.adapters.values(), *self._applied.values()))
             try:
-                await self._files.hold({*kept, *used} - {""})
+                await self.files.hold({*kept, *used} - {""})
             except EngineDead:
                 raise
             except VLoraError as error:  # it is sent again; nothing but room depends on it

@@ -176,6 +176,11 @@ class ReplicatedAdapters:
             return 0
         return sum(failure.bars for name, failure in home.failures.items() if name not in home.coming)
 
+    def num_shipped_bytes(self, replica: str) -> int:
+        """See `ReplicaStatus`."""
+        home = self.homes.get(replica)
+        return 0 if home is None or home.files is None else home.files.num_bytes_sent
+
     # -- changes by operators -----------------------------------------------------------------------------------------
 
     async def register(self, paths: Mapping[str, str]) -> None:

@@ -41,4 +41,5 @@ def _replica(member: Member, router: Router, adapters: ReplicatedAdapters) -> Re
         cause="",
         num_requests=len(standing.holds),
         num_failed_adapters=adapters.num_failed(member.name),
+        num_shipped_bytes=adapters.num_shipped_bytes(member.name),
     )
