@@ -297,6 +297,29 @@ def test_content_that_the_front_end_has_no_more_is_named(tmp_path: Path, monkeyp
     run(main())
 
 
+def test_other_changes_do_not_wait_for_the_files_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        sent = Sent(monkeypatch)
+        write(tmp_path / "front" / "signs", size=1_000_000)
+        write(tmp_path / "front" / "other", seed=1, size=1000)
+        async with machines(tmp_path, monkeypatch, "a", "b") as here:
+            await here.cluster.register_adapters({"other": f"{HERE}/other"})
+            sent.pause_s = 1000.0
+            loading = asyncio.create_task(here.cluster.load_adapter("signs", f"{HERE}/signs"))
+            async with asyncio.timeout(10):
+                while sent.names.count("adapter_config.json") < 4:  # to both replicas at once
+                    await asyncio.sleep(0.01)
+                await here.cluster.pin_adapter("other", True)
+                await here.cluster.unload_adapter("other")
+            assert not loading.done()
+            loading.cancel()
+            await asyncio.wait({loading})
+            sent.pause_s = 0.0
+            await here.cluster.load_adapter("signs", f"{HERE}/signs")
+
+    run(main())
+
+
 def test_a_name_with_dots_is_refused_by_the_replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with machines(tmp_path, monkeypatch, "a") as here:

@@ -88,18 +88,25 @@ class AdapterHome:
 
     # -- changes by an operator; errors are raised --------------------------------------------------------------------
 
+    async def send(self, adapters: Iterable[DesiredAdapter]) -> list[str]:
+        """The folders of adapters on the replica's machine, after their files were sent if they were missing."""
+        if self.files is None:
+            return [wanted.path for wanted in adapters]
+        return [await self.files.send(wanted) if wanted.version else wanted.path for wanted in adapters]
+
     async def register(self, adapters: Mapping[str, DesiredAdapter]) -> None:
         """Register folders, all or none."""
         async with self._change():
             await self._keep()
-            await self._register(adapters, {name: await self._sent(each) for name, each in adapters.items()})
+            paths = await self.send(adapters.values())
+            await self._register(adapters, dict(zip(adapters, paths, strict=True)))
             await self._hold()
 
     async def load(self, name: str, wanted: DesiredAdapter) -> AdapterStatus:
         """Load a folder."""
         async with self._change():
             await self._keep()
-            path = await self._sent(wanted)
+            [path] = await self.send([wanted])
             try:
                 status = await self._answer(self.client.load_adapter(name, path, wanted.version))
             except Aborted as error:
@@ -390,12 +397,6 @@ class AdapterHome:
                         continue
                 self.coming.discard(name)
                 self.wake([name])
-
-    async def _sent(self, wanted: DesiredAdapter) -> str:
-        """The folder of an adapter on the replica's machine, after its files were sent if they were missing."""
-        if self.files is None or not wanted.version:
-            return wanted.path
-        return await self.files.send(wanted)
 
     async def _hold(self) -> None:
         """Name the received contents in use."""
