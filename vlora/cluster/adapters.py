@@ -332,9 +332,9 @@ class ReplicatedAdapters:
         homes = [] if self._sender is None else [self.homes[name] for name in sorted(self.homes)]
         calls = [self._on(home, home.send(adapters)) for home in homes]
         try:
-            for error in await asyncio.gather(*calls, return_exceptions=True):
-                if error is not None:
-                    raise error
+            for found in await asyncio.gather(*calls, return_exceptions=True):
+                if isinstance(found, BaseException):
+                    raise found
         except BaseException:
             self._wake()  # what has arrived is not in use
             raise
