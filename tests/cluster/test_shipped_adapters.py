@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from tests.cluster.running import Running, outputs_of, run, running
@@ -133,13 +134,16 @@ def test_without_shipping_the_files_are_missing(tmp_path: Path, monkeypatch: pyt
 
 
 class Sent:
-    """The pieces that the front end has sent. pause_s: between two of them. spoil: changes the bytes of each."""
+    """The pieces that the front end has sent.
+
+    pause_s: between two of them. stopped: none is sent meanwhile. spoil: changes the bytes of each.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.names: list[str] = []
         self.num_bytes = 0
         self.pause_s = 0.0
-        self.spoil = False
+        self.stopped = self.spoil = False
         read = adapter_sender.pieces_of
 
         async def pieces(path: Path, size: int) -> AsyncIterator[bytes]:
@@ -147,6 +151,8 @@ class Sent:
             async for data in read(path, size):
                 self.num_bytes += len(data)
                 await asyncio.sleep(self.pause_s)
+                while self.stopped:
+                    await asyncio.sleep(0.01)
                 yield bytes(len(data)) if self.spoil else data
 
         monkeypatch.setattr(adapter_sender, "pieces_of", pieces)
@@ -174,13 +180,13 @@ def test_replicas_of_one_machine_get_the_files_once(tmp_path: Path, monkeypatch:
 def test_a_replica_that_joins_serves_before_it_has_all_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         sent = Sent(monkeypatch)
-        version = write(tmp_path / "front" / "signs", size=2_000_000)
+        version = write(tmp_path / "front" / "signs", size=600_000)
         other = write(tmp_path / "front" / "other", seed=1)
         async with machines(tmp_path, monkeypatch, "a") as here:
             await here.cluster.register_adapters({"signs": f"{HERE}/signs"})
             write(tmp_path / "b" / "other", seed=1)
             await here.cluster.register_adapters({"other": f"{HERE}/other"})
-            sent.pause_s = 0.05
+            sent.stopped = True
             await here.add("b", machine=tmp_path / "b")
             here.router.drain("a")
             request = asked("other", 10, adapter="other")
@@ -190,10 +196,20 @@ def test_a_replica_that_joins_serves_before_it_has_all_files(tmp_path: Path, mon
             assert [each.num_failed_adapters for each in here.cluster.status().replicas] == [0, 0]
             here.router.drain("a", False)
             await here.cluster.remove("a")  # the only one that has the files
-            request = asked("early", 10, adapter="signs")
+            waiting = [asked(f"early {number}", 10, adapter="signs") for number in range(3)]
+            answers = [asyncio.create_task(outputs_of(here.cluster, request)) for request in waiting]
+            request = replace(asked("impatient", 10, adapter="signs"), max_ttft_s=0.3)
             error = (await outputs_of(here.cluster, request))[-1].error
-            assert error is not None and error.code == "over_capacity"
-            assert error.message == "replica 'b': its files are being sent there; try again later"
+            assert error is not None and error.code == "deadline_unreachable"
+            request = asked("another adapter", 10, adapter="other")  # it is not held up
+            check(request, await outputs_of(here.cluster, request), other)
+            assert (await places(here.cluster, "signs"))["b"].state == "pending"
+            await here.cluster.cancel("early 2")
+            assert (await answers.pop())[-1].finish_reason == "cancelled"
+            assert not any(answer.done() for answer in answers)
+            sent.stopped = False
+            for request, answer in zip(waiting[:2], await asyncio.gather(*answers), strict=True):
+                check(request, answer, version)
             await settled(here, "signs", "device", "b")
             request = asked("later", 10, adapter="signs")
             check(request, await outputs_of(here.cluster, request), version)
@@ -290,6 +306,9 @@ def test_content_that_the_front_end_has_no_more_is_named(tmp_path: Path, monkeyp
             write(tmp_path / "front" / "signs", seed=1)  # changed in place
             await here.add("b", machine=tmp_path / "b")
             found = await settled(here, "signs", "failed", "b")
+            await here.cluster.remove("a")
+            error = (await outputs_of(here.cluster, asked("r", 10, adapter="signs")))[-1].error
+            assert error is not None and "cannot be sent" in error.message  # so the request waits for nothing
             assert f"content {version} is not on the replica's machine, and cannot be sent" in found.cause
             with pytest.raises(BadAdapter, match="there is no such file"):  # on no machine
                 await here.cluster.load_adapter("none", f"{HERE}/none")
@@ -304,7 +323,7 @@ def test_other_changes_do_not_wait_for_the_files_of_one(tmp_path: Path, monkeypa
         write(tmp_path / "front" / "other", seed=1, size=1000)
         async with machines(tmp_path, monkeypatch, "a", "b") as here:
             await here.cluster.register_adapters({"other": f"{HERE}/other"})
-            sent.pause_s = 1000.0
+            sent.stopped = True
             loading = asyncio.create_task(here.cluster.load_adapter("signs", f"{HERE}/signs"))
             async with asyncio.timeout(10):
                 while sent.names.count("adapter_config.json") < 4:  # to both replicas at once
@@ -314,7 +333,7 @@ def test_other_changes_do_not_wait_for_the_files_of_one(tmp_path: Path, monkeypa
             assert not loading.done()
             loading.cancel()
             await asyncio.wait({loading})
-            sent.pause_s = 0.0
+            sent.stopped = False
             await here.cluster.load_adapter("signs", f"{HERE}/signs")
 
     run(main())

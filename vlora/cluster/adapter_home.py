@@ -223,6 +223,11 @@ class AdapterHome:
         applied = self._applied.get(name)
         return (applied is not None and applied.version == version) or version in self._held.get(name, ())
 
+    def awaits_files(self, names: Collection[str]) -> bool:
+        """Whether the replica can serve these adapters as soon as it has files that are being sent."""
+        barred = {name for name in names if name in self.failures and self.failures[name].bars}
+        return bool(barred) and barred <= self.coming | self._arrived
+
     def progress(self, name: str) -> str:
         """How far the files of an adapter are that are being sent."""
         wanted = self._goal().adapters.get(name)

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from vlora.cluster.adapters import ReplicatedAdapters
+from vlora.cluster.awaited_files import AwaitedFiles
 from vlora.cluster.flight import Flight
 from vlora.cluster.prefix_keys import prefix_keys
 from vlora.cluster.status import Events
@@ -75,6 +76,7 @@ class Flights:
         self._needs: dict[str, Need] = {}
         self._arrivals = itertools.count()
         self._suspects = Suspects()
+        self._awaited = AwaitedFiles(router, adapters)
         self._loop = asyncio.get_running_loop()
 
     # -- callers ------------------------------------------------------------------------------------------------------
@@ -167,12 +169,18 @@ class Flights:
             self._resubmit(flight, cause)
 
     def refuse(self) -> None:
-        """End the waiting requests that cannot be served, and those whose time has passed."""
+        """End the waiting requests that cannot be served, and those whose time has passed.
+
+        One whose adapter's files are being sent waits for them, within its bounds.
+        """
+        for request_id in self._awaited.take(self._loop.time()):
+            if (flight := self.open.get(request_id)) is not None:
+                self._submit(flight)
         if self._router.num_waiting:
             refused = self._router.refuse(self._loop.time())
             for refusal in refused.refusals:
                 flight = self.open.get(refusal.need.request_id)
-                if flight is not None:
+                if flight is not None and not (refusal.reason == "room" and self._awaited.add(refusal.need)):
                     cause = self._adapters.cause_of(refusal.need.adapter) if refusal.reason == "room" else None
                     self._fail(flight, cause or flight.refused(refusal.reason))
             self.send(refused.placed)
@@ -302,6 +310,7 @@ class Flights:
         request_id = flight.request.request_id
         del self.open[request_id]
         self._needs.pop(request_id, None)
+        self._awaited.remove(request_id)
         self._adapters.former.request_ended(request_id)
         self._forget_lacking(flight)
         placed = self._router.ended(request_id)
