@@ -1,4 +1,4 @@
-"""What the front end reads of adapters, and when it tells a replica which contents are in use."""
+"""The front end reads each adapter once until its files change, and tells replicas the contents in use."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def read(sender: AdapterSender, folder: Path) -> AdapterContent:
 
 
 class ScriptedClient:
-    """A replica whose answers are those of a function."""
+    """A replica that answers each call with the result of a function."""
 
     def __init__(self, answer: Callable[[FilesCall], FilesReply]) -> None:
         self.calls: list[FilesCall] = []

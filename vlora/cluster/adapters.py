@@ -336,7 +336,7 @@ class ReplicatedAdapters:
                 if isinstance(found, BaseException):
                     raise found
         except BaseException:
-            self._wake()  # what has arrived is not in use
+            self._wake()  # files that have arrived are not in use
             raise
 
     async def _adopt_own(self) -> None:
