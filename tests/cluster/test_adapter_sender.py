@@ -1,4 +1,4 @@
-"""The front end reads each adapter once until its files change, and tells replicas the contents in use."""
+"""Reads of adapters at the front end, and its messages about contents in use."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ class Flights:
     def refuse(self) -> None:
         """End the waiting requests that cannot be served, and those whose time has passed.
 
-        A request waits for its adapter's files within its bounds while they are being sent.
+        While an adapter's files are being sent, its requests wait, each within its bounds.
         """
         for request_id in self._awaited.take(self._loop.time()):
             if (flight := self.open.get(request_id)) is not None:
