@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import random
@@ -19,7 +20,8 @@ from msgspec.structs import replace
 
 from vlora.adapter_files import CONFIG_FILE, WEIGHTS_FILE, content_hash
 from vlora.cluster.adapter_incoming import digest_of
-from vlora.cluster.adapter_messages import Offer, ShippedFile
+from vlora.cluster.adapter_messages import FilesReply, Offer, ShippedFile, decode_from_replica
+from vlora.cluster.adapter_receiver import AdapterReceiver
 from vlora.cluster.adapter_store import AdapterStore, Busy, default_root
 from vlora.errors import BadAdapter, BadRequest, OverCapacity
 
@@ -191,6 +193,37 @@ def test_limits_of_one_adapter_and_of_all(tmp_path: Path, store: AdapterStore) -
     assert not {name for name in contents(store) if name.removesuffix(".lock") == Path(first).name}
 
 
+def test_what_was_used_last_is_removed_last(tmp_path: Path, store: AdapterStore) -> None:
+    room = 2 * (SIZE + 600)
+    first, second = (received(store, write(tmp_path / str(seed), seed), total_bytes=room) for seed in range(2))
+    os.utime(first, (1, 1))
+    os.utime(second, (2, 2))
+    store.hold([Path(first).name])
+    store.hold([])  # it was used until now
+    os.utime(second, (2, 2))
+    received(store, write(tmp_path / "2", 2), total_bytes=room)
+    assert Path(first).exists() and not Path(second).exists()
+
+
+def test_a_full_folder_is_counted_once(tmp_path: Path, store: AdapterStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = [received(store, write(tmp_path / str(seed), seed, 1)) for seed in range(20)]
+    store.hold([Path(folder).name for folder in folders[10:]])
+    num_scanned = 0
+    scan = os.scandir
+
+    def counting(folder: Any) -> Any:
+        nonlocal num_scanned
+        num_scanned += isinstance(folder, Path) and len(folder.name) == 32
+        return scan(folder)
+
+    monkeypatch.setattr("vlora.cluster.adapter_store.os.scandir", counting)
+    size = sum(path.stat().st_size for path in Path(folders[0]).iterdir())
+    with pytest.raises(OverCapacity, match=f"adapters in use take {10 * size} of"):
+        store.begin(offer_of(write(tmp_path / "next", 99), total_bytes=11 * size))
+    assert {path.name for path in store.root.iterdir() if path.is_dir()} == {Path(path).name for path in folders[10:]}
+    assert num_scanned == 20
+
+
 def test_two_processes_receive_a_content_once(tmp_path: Path, store: AdapterStore) -> None:
     other = AdapterStore(store.root)
     source = write(tmp_path / "source")
@@ -242,6 +275,27 @@ def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path, store: Ada
     with pytest.raises(BadAdapter, match="belongs to another user there, or others may write to it"):
         received(store, write(tmp_path / "source"))
     assert contents(store) == set()
+    store.root.chmod(0o700)
+    received(store, write(tmp_path / "source"))
+    store.root.chmod(0o777)  # they may have replaced a file after it was checked
+    with pytest.raises(BadAdapter, match="or others may write to it"):
+        store.find(offer_of(tmp_path / "source"))
+
+
+def test_an_unexpected_error_is_the_answer_of_one_call(tmp_path: Path) -> None:
+    async def main() -> None:
+        receiver = AdapterReceiver(tmp_path / "adapters")
+        answers: asyncio.Queue[bytes] = asyncio.Queue()
+        offer = offer_of(write(tmp_path / "source"))
+        receiver.receive(replace(offer, path="a null \0 character"), answers.put_nowait)
+        receiver.receive(offer, answers.put_nowait)
+        async with asyncio.timeout(5):
+            first, second = [decode_from_replica(await answers.get()) for _ in range(2)]
+        assert isinstance(first, FilesReply) and first.error is not None and "ValueError" in first.error.message
+        assert isinstance(second, FilesReply) and second.missing == (CONFIG_FILE, WEIGHTS_FILE)
+        await receiver.close()
+
+    asyncio.run(main())
 
 
 def test_the_folder_is_that_of_other_caches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
+from prometheus_client import CollectorRegistry
 
 from tests.cluster.running import Running, outputs_of, run, running
 from tests.cluster.test_cluster import asked, check
@@ -25,6 +27,7 @@ from vlora.cluster.adapter_messages import Hold, Offer, Piece, ShippedFile
 from vlora.cluster.adapter_sender import ShippingLimits
 from vlora.cluster.cluster import Cluster
 from vlora.errors import BadAdapter, OverCapacity
+from vlora.server.cluster_metrics import ClusterCollector
 from vlora.types.replicas import AdapterPlace
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")]
@@ -100,9 +103,14 @@ def test_a_replica_without_the_files_gets_them(tmp_path: Path, monkeypatch: pyte
                 assert "README.md" not in os.listdir(folder)
                 assert store(tmp_path, name).stat().st_mode & 0o777 == 0o700
             assert not store(tmp_path, "c").exists()
+            status = here.cluster.status()
+            sizes = [file.stat().st_size for file in (tmp_path / "front" / "signs").iterdir() if file.suffix != ".md"]
+            assert [each.num_shipped_bytes for each in status.replicas] == [sum(sizes), sum(sizes), 0]
+            metrics = CollectorRegistry()
+            metrics.register(ClusterCollector(lambda: status))
+            assert metrics.get_sample_value("vlora_shipped_bytes_total", {"replica": "b"}) == sum(sizes)
             newer = write(tmp_path / "front" / "newer", seed=2)
-            status = await here.cluster.load_adapter("signs", f"{HERE}/newer")
-            assert status.version == newer
+            assert (await here.cluster.load_adapter("signs", f"{HERE}/newer")).version == newer
             await check_answers(here, "signs", newer, 3)
 
     run(main())
@@ -126,13 +134,16 @@ def test_without_shipping_the_files_are_missing(tmp_path: Path, monkeypatch: pyt
 
 
 class Sent:
-    """The pieces that the front end has sent. pause_s: between two of them. spoil: changes the bytes of each."""
+    """The pieces that the front end has sent.
+
+    pause_s: between two of them. stopped: none is sent meanwhile. spoil: changes the bytes of each.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.names: list[str] = []
         self.num_bytes = 0
         self.pause_s = 0.0
-        self.spoil = False
+        self.stopped = self.spoil = False
         read = adapter_sender.pieces_of
 
         async def pieces(path: Path, size: int) -> AsyncIterator[bytes]:
@@ -140,6 +151,8 @@ class Sent:
             async for data in read(path, size):
                 self.num_bytes += len(data)
                 await asyncio.sleep(self.pause_s)
+                while self.stopped:
+                    await asyncio.sleep(0.01)
                 yield bytes(len(data)) if self.spoil else data
 
         monkeypatch.setattr(adapter_sender, "pieces_of", pieces)
@@ -167,13 +180,13 @@ def test_replicas_of_one_machine_get_the_files_once(tmp_path: Path, monkeypatch:
 def test_a_replica_that_joins_serves_before_it_has_all_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         sent = Sent(monkeypatch)
-        version = write(tmp_path / "front" / "signs", size=2_000_000)
+        version = write(tmp_path / "front" / "signs", size=600_000)
         other = write(tmp_path / "front" / "other", seed=1)
         async with machines(tmp_path, monkeypatch, "a") as here:
             await here.cluster.register_adapters({"signs": f"{HERE}/signs"})
             write(tmp_path / "b" / "other", seed=1)
             await here.cluster.register_adapters({"other": f"{HERE}/other"})
-            sent.pause_s = 0.05
+            sent.stopped = True
             await here.add("b", machine=tmp_path / "b")
             here.router.drain("a")
             request = asked("other", 10, adapter="other")
@@ -183,10 +196,20 @@ def test_a_replica_that_joins_serves_before_it_has_all_files(tmp_path: Path, mon
             assert [each.num_failed_adapters for each in here.cluster.status().replicas] == [0, 0]
             here.router.drain("a", False)
             await here.cluster.remove("a")  # the only one that has the files
-            request = asked("early", 10, adapter="signs")
+            waiting = [asked(f"early {number}", 10, adapter="signs") for number in range(3)]
+            answers = [asyncio.create_task(outputs_of(here.cluster, request)) for request in waiting]
+            request = replace(asked("impatient", 10, adapter="signs"), max_ttft_s=0.3)
             error = (await outputs_of(here.cluster, request))[-1].error
-            assert error is not None and error.code == "over_capacity"
-            assert error.message == "replica 'b': its files are being sent there; try again later"
+            assert error is not None and error.code == "deadline_unreachable"
+            request = asked("another adapter", 10, adapter="other")  # it is not held up
+            check(request, await outputs_of(here.cluster, request), other)
+            assert (await places(here.cluster, "signs"))["b"].state == "pending"
+            await here.cluster.cancel("early 2")
+            assert (await answers.pop())[-1].finish_reason == "cancelled"
+            assert not any(answer.done() for answer in answers)
+            sent.stopped = False
+            for request, answer in zip(waiting[:2], await asyncio.gather(*answers), strict=True):
+                check(request, answer, version)
             await settled(here, "signs", "device", "b")
             request = asked("later", 10, adapter="signs")
             check(request, await outputs_of(here.cluster, request), version)
@@ -283,9 +306,35 @@ def test_content_that_the_front_end_has_no_more_is_named(tmp_path: Path, monkeyp
             write(tmp_path / "front" / "signs", seed=1)  # changed in place
             await here.add("b", machine=tmp_path / "b")
             found = await settled(here, "signs", "failed", "b")
+            await here.cluster.remove("a")
+            error = (await outputs_of(here.cluster, asked("r", 10, adapter="signs")))[-1].error
+            assert error is not None and "cannot be sent" in error.message  # so the request waits for nothing
             assert f"content {version} is not on the replica's machine, and cannot be sent" in found.cause
             with pytest.raises(BadAdapter, match="there is no such file"):  # on no machine
                 await here.cluster.load_adapter("none", f"{HERE}/none")
+
+    run(main())
+
+
+def test_other_changes_do_not_wait_for_the_files_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        sent = Sent(monkeypatch)
+        write(tmp_path / "front" / "signs", size=1_000_000)
+        write(tmp_path / "front" / "other", seed=1, size=1000)
+        async with machines(tmp_path, monkeypatch, "a", "b") as here:
+            await here.cluster.register_adapters({"other": f"{HERE}/other"})
+            sent.stopped = True
+            loading = asyncio.create_task(here.cluster.load_adapter("signs", f"{HERE}/signs"))
+            async with asyncio.timeout(10):
+                while sent.names.count("adapter_config.json") < 4:  # to both replicas at once
+                    await asyncio.sleep(0.01)
+                await here.cluster.pin_adapter("other", True)
+                await here.cluster.unload_adapter("other")
+            assert not loading.done()
+            loading.cancel()
+            await asyncio.wait({loading})
+            sent.stopped = False
+            await here.cluster.load_adapter("signs", f"{HERE}/signs")
 
     run(main())
 

@@ -133,6 +133,7 @@ def test_replicas_serve_both_apis_and_end_with_the_server(folder: Path) -> None:
             'vlora_replica_requests{replica="replica-0"} 0.0',
             'vlora_replica_requests{replica="replica-1"} 0.0',
             'vlora_replica_failed_adapters{replica="replica-1"} 0.0',
+            'vlora_shipped_bytes_total{replica="replica-1"} 0.0',
             "vlora_cluster_waiting 0.0",
             "vlora_resubmitted_total 0.0",
             "vlora_replica_deaths_total 0.0",

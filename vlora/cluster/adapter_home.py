@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping, Set
 from typing import Any, NamedTuple, TypeVar
@@ -45,6 +46,7 @@ class AdapterHome:
         name: Of the replica.
         client: Its engine.
         failures: By adapter.
+        files: Sends files that the replica's machine lacks; None: they have to be there.
         coming: Adapters that have failed because their files are not there yet, and are being sent.
     """
 
@@ -63,7 +65,7 @@ class AdapterHome:
             client: Its engine.
             goal: Returns the present goal. It may change while a call waits for the ones before it.
             on_usable: Called with the replica, an adapter, and whether requests of the adapter may be sent there.
-            files: Sends files that the replica's machine lacks; None: they have to be there.
+            files: See the attribute.
         """
         self.name = name
         self._goal = goal
@@ -78,7 +80,7 @@ class AdapterHome:
         self._num_changes = 0  # by operators: under way, or waiting for the call before
         self._changed = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
-        self._files = files
+        self.files = files
         self.coming: set[str] = set()
         self._arrived: set[str] = set()  # adapters with files that were sent, and not registered yet
         self._to_send = asyncio.Event()
@@ -86,18 +88,25 @@ class AdapterHome:
 
     # -- changes by an operator; errors are raised --------------------------------------------------------------------
 
+    async def send(self, adapters: Iterable[DesiredAdapter]) -> list[str]:
+        """The folders of adapters on the replica's machine, after their files were sent if they were missing."""
+        if self.files is None:
+            return [wanted.path for wanted in adapters]
+        return [await self.files.send(wanted) if wanted.version else wanted.path for wanted in adapters]
+
     async def register(self, adapters: Mapping[str, DesiredAdapter]) -> None:
         """Register folders, all or none."""
         async with self._change():
             await self._keep()
-            await self._register(adapters, {name: await self._sent(each) for name, each in adapters.items()})
+            paths = await self.send(adapters.values())
+            await self._register(adapters, dict(zip(adapters, paths, strict=True)))
             await self._hold()
 
     async def load(self, name: str, wanted: DesiredAdapter) -> AdapterStatus:
         """Load a folder."""
         async with self._change():
             await self._keep()
-            path = await self._sent(wanted)
+            [path] = await self.send([wanted])
             try:
                 status = await self._answer(self.client.load_adapter(name, path, wanted.version))
             except Aborted as error:
@@ -176,8 +185,8 @@ class AdapterHome:
     def follow(self) -> None:
         """From now on, `sync` after each `wake`, and when a failed adapter is due, until `close`."""
         self._following = asyncio.create_task(self._follow(), name=f"vlora-adapters-{self.name}")
-        if self._files is not None:
-            self._sending = asyncio.create_task(self._send_files(self._files), name=f"vlora-files-{self.name}")
+        if self.files is not None:
+            self._sending = asyncio.create_task(self._send_files(self.files), name=f"vlora-files-{self.name}")
 
     def wake(self, changed: Iterable[str] = ()) -> None:
         """The desired state has changed. changed: adapters that are tried again at once if they have failed."""
@@ -214,11 +223,16 @@ class AdapterHome:
         applied = self._applied.get(name)
         return (applied is not None and applied.version == version) or version in self._held.get(name, ())
 
+    def awaits_files(self, names: Collection[str]) -> bool:
+        """Whether the replica can serve these adapters as soon as it has files that are being sent."""
+        barred = {name for name in names if name in self.failures and self.failures[name].bars}
+        return bool(barred) and barred <= self.coming | self._arrived
+
     def progress(self, name: str) -> str:
         """How far the files of an adapter are that are being sent."""
         wanted = self._goal().adapters.get(name)
-        assert self._files is not None
-        return self._files.progress.get(wanted.version if wanted else "", "its files are to be sent")
+        assert self.files is not None
+        return self.files.progress.get(wanted.version if wanted else "", "its files are to be sent")
 
     def close(self) -> None:
         """The replica is gone."""
@@ -246,6 +260,11 @@ class AdapterHome:
         """Whether an adapter is still to be so. A change may have come between, also one that this replica has made."""
         goal = self._goal()
         return goal.adapters.get(name) == wanted and (self._following is None or name not in goal.busy)
+
+    def _is_content(self, name: str, version: str) -> bool:
+        """Whether an adapter is still to have this content."""
+        wanted = self._goal().adapters.get(name)
+        return wanted is not None and wanted.version == version
 
     def _is_pinned(self, name: str) -> bool | None:
         """Whether an adapter was pinned; None if it has no content."""
@@ -340,11 +359,11 @@ class AdapterHome:
         """The folders of adapters on the replica's machine. Those that are not there are noted, or will be sent."""
         found = {}
         for name, wanted in adapters.items():
-            if self._files is None or not wanted.version:
+            if self.files is None or not wanted.version:
                 found[name] = wanted.path
                 continue
             try:
-                path = await self._files.find(wanted)
+                path = await self.files.find(wanted)
             except EngineDead:
                 raise
             except VLoraError as error:
@@ -370,32 +389,28 @@ class AdapterHome:
             self._to_send.clear()
             for name in sorted(self.coming):
                 wanted = self._goal().adapters.get(name)
+                is_wanted = functools.partial(self._is_content, name, "" if wanted is None else wanted.version)
                 try:
                     if wanted is not None and wanted.version and self._is_still(name, wanted):
-                        await files.send(wanted)
+                        await files.send(wanted, is_wanted)
                         self._arrived.add(name)
                 except EngineDead:
                     return
                 except VLoraError as error:
-                    self.fail(name, ErrorValue.of(error))
-                    continue
+                    if is_wanted():
+                        self.fail(name, ErrorValue.of(error))
+                        continue
                 self.coming.discard(name)
                 self.wake([name])
 
-    async def _sent(self, wanted: DesiredAdapter) -> str:
-        """The folder of an adapter on the replica's machine, after its files were sent if they were missing."""
-        if self._files is None or not wanted.version:
-            return wanted.path
-        return await self._files.send(wanted)
-
     async def _hold(self) -> None:
         """Name the received contents in use."""
-        if self._files is not None:
+        if self.files is not None:
             goal = self._goal()
             kept = (version for versions in goal.kept.values() for version in versions)
             used = (wanted.version for wanted in (*goal.adapters.values(), *self._applied.values()))
             try:
-                await self._files.hold({*kept, *used})
+                await self.files.hold({*kept, *used} - {""})
             except EngineDead:
                 raise
             except VLoraError as error:  # it is sent again; nothing but room depends on it

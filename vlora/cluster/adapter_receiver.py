@@ -88,8 +88,12 @@ class AdapterReceiver:
             found = ErrorValue.of(why)
         except VLoraError as error:
             found = ErrorValue.of(error)
+        except Exception as error:  # otherwise no later call would be answered
+            log.exception("received adapters")
+            found = ErrorValue.of(Aborted(f"internal error: {type(error).__name__}; the log of the replica has it"))
         if self._store is not None and not isinstance(call, Hold):
-            self._store.abort(call.version)
+            with contextlib.suppress(OSError):
+                self._store.abort(call.version)
         return FilesReply(call_id=call.call_id, error=found)
 
     def _abort_all(self) -> None:

@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import os
 from collections import deque
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from pathlib import Path
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 from vlora.adapter_files import ADAPTER_FILES, CONFIG_FILE, content_hash
 from vlora.cluster.adapter_incoming import digest_of
@@ -40,7 +41,7 @@ class AdapterContent(NamedTuple):
     files: tuple[ShippedFile, ...]
 
 
-_Stamp = tuple[tuple[str, int, int, int], ...]
+_Stamp = tuple[tuple[str, int, int, int, int], ...]
 
 
 class AdapterSender:
@@ -50,10 +51,13 @@ class AdapterSender:
         self.limits = limits
         self.sending = asyncio.Semaphore(MAX_AT_ONCE)
         self._known: dict[str, tuple[_Stamp, AdapterContent]] = {}
+        self._reading: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by path
 
     async def content_of(self, path: str) -> AdapterContent | None:
         """The content of a folder; None if there is no adapter. Raises BadAdapter if it cannot be read."""
-        return await asyncio.to_thread(self._read, path)
+        lock = self._reading.setdefault(path, asyncio.Lock())
+        async with lock:  # several replicas may ask for the same files at a time
+            return await asyncio.to_thread(self._read, path)
 
     def _read(self, path: str) -> AdapterContent | None:
         try:
@@ -64,6 +68,8 @@ class AdapterSender:
                 return known[1]
             files = tuple(ShippedFile(name, size, digest_of(Path(path, name))) for name, size, *_ in stamp)
             found = AdapterContent(content_hash(Path(path)), files)
+            if _stamp_of(Path(path)) != stamp:
+                raise BadAdapter(f"{path} was changed while it was read; try again once its files are complete")
         except OSError as error:
             raise BadAdapter(f"{error.filename or path} cannot be read on the front end: {error.strerror}") from error
         except ValueError as error:  # of a path with a null character
@@ -79,14 +85,15 @@ class ReplicaFiles:
 
     Attributes:
         progress: How far contents are that are being sent.
+        num_bytes_sent: Of all files.
     """
 
     def __init__(self, sender: AdapterSender, client: ReplicaClient) -> None:
         self.progress: dict[str, str] = {}
         self._sender = sender
         self._client = client
-        self._received: set[str] = set()  # contents that the replica has in its store, as far as known
-        self._held: frozenset[str] | None = None  # another front end may have left some
+        self.num_bytes_sent = 0
+        self._held: frozenset[str] | None = None  # None: the replica may hold others, as of another front end
 
     async def find(self, wanted: DesiredAdapter) -> str | None:
         """The folder of a content on the replica's machine; None if it has to be sent.
@@ -106,25 +113,32 @@ class ReplicaFiles:
             )
         return None
 
-    async def send(self, wanted: DesiredAdapter) -> str:
+    async def send(self, wanted: DesiredAdapter, is_wanted: Callable[[], bool] = lambda: True) -> str:
         """Send what the replica's machine lacks of a content. Returns the folder there.
+
+        Args:
+            wanted: The adapter with its content.
+            is_wanted: Returns whether to go on; called before each piece.
 
         Raises:
             BadAdapter: It cannot be sent, or is over the limit of one adapter.
             OverCapacity: The machine has no room for it.
-            Aborted: The machine does not answer, or another process there is receiving it for long.
+            Aborted: It is not wanted any more, the machine does not answer, or another process there is receiving it
+                for long.
             EngineDead: The replica is gone.
         """
         ends_s = asyncio.get_running_loop().time() + BUSY_S
         while True:
             if (content := await self._content(wanted)) is None:
-                path = await self.find(wanted)
-                assert path is not None
-                return path
+                if (path := await self.find(wanted)) is not None:
+                    return path
+                continue  # the front end has it again
             async with self._sender.sending:
                 reply = await self._offer(wanted, content, receive=True)
                 if not reply.busy:
-                    return self._found(wanted, reply.path or await self._send_files(wanted, content, reply.missing))
+                    return self._found(
+                        wanted, reply.path or await self._send_files(wanted, content, reply.missing, is_wanted)
+                    )
             if asyncio.get_running_loop().time() > ends_s:
                 raise Aborted(
                     f"another process of the machine has been receiving the adapter, or using a damaged copy, for "
@@ -134,10 +148,9 @@ class ReplicaFiles:
 
     async def hold(self, versions: Collection[str]) -> None:
         """Let the machine remove received contents other than these when it needs the room. Raises EngineDead."""
-        held = frozenset(self._received & set(versions))
+        held = frozenset(versions)
         if held != self._held:
-            # At once: an offer that is answered meanwhile holds its own content.
-            self._held, self._received = held, set(held)
+            self._held = held
             try:
                 await self._answer(self._client.call_files(Hold(self._client.next_file_id, tuple(sorted(held)))))
             except BaseException:
@@ -153,7 +166,7 @@ class ReplicaFiles:
 
     def _found(self, wanted: DesiredAdapter, path: str) -> str:
         if path != wanted.path:
-            self._received.add(wanted.version)
+            self._held = None
         return path
 
     async def _offer(self, wanted: DesiredAdapter, content: AdapterContent | None, *, receive: bool) -> FilesReply:
@@ -169,17 +182,22 @@ class ReplicaFiles:
         )
         return await self._answer(self._client.call_files(offer))
 
-    async def _send_files(self, wanted: DesiredAdapter, content: AdapterContent, missing: tuple[str, ...]) -> str:
+    async def _send_files(
+        self, wanted: DesiredAdapter, content: AdapterContent, missing: tuple[str, ...], is_wanted: Callable[[], bool]
+    ) -> str:
         files = [file for file in content.files if file.name in missing]
         total, sent = sum(file.size for file in files), 0
         answers: deque[asyncio.Future[FilesReply]] = deque()
         try:
             for file in files:
                 async for data in pieces_of(Path(wanted.path, file.name), file.size):
+                    if not is_wanted():
+                        raise Aborted("it is not wanted there any more")
                     self.progress[wanted.version] = f"{sent / 1e6:.1f} of {total / 1e6:.1f} MB of its files were sent"
                     call = Piece(self._client.next_file_id, wanted.version, file.name, data)
                     answers.append(self._client.call_files(call))
                     sent += len(data)
+                    self.num_bytes_sent += len(data)
                     if len(answers) >= WINDOW:
                         await self._answer(answers.popleft())
             while answers:
@@ -221,5 +239,6 @@ def _stamp_of(folder: Path) -> _Stamp:
     for name in ADAPTER_FILES:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             status = os.stat(folder / name)
-            found.append((name, status.st_size, status.st_mtime_ns, status.st_ino))
+            # Copies may keep the time of a change (mtime), but not that of the file (ctime).
+            found.append((name, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino))
     return tuple(found)

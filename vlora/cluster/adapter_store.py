@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import time
+from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -63,6 +64,7 @@ class AdapterStore:
 
         Raises:
             BadRequest: The offer is invalid.
+            BadAdapter: Others may write to the folder.
             Busy: Another process is receiving it.
         """
         check_offer(offer)
@@ -74,6 +76,7 @@ class AdapterStore:
         folder = self.root / offer.version
         if not (folder.is_dir() or self._part(offer.version).is_dir()):
             return None
+        self._check_root()
         if offer.version not in self._held:
             if (lock := self._locked(offer.version, fcntl.LOCK_SH)) is None:
                 raise Busy
@@ -162,6 +165,8 @@ class AdapterStore:
     def hold(self, versions: Collection[str]) -> None:
         """These contents are in use, and no others."""
         for version in self._held.keys() - set(versions):
+            with contextlib.suppress(OSError):  # the time of its last use, by which contents are removed
+                os.utime(self.root / version)
             os.close(self._held.pop(version))
 
     def close(self) -> None:
@@ -176,6 +181,9 @@ class AdapterStore:
 
     def _make_root(self) -> None:
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._check_root()
+
+    def _check_root(self) -> None:
         found = self.root.stat()
         if found.st_uid != os.getuid() or found.st_mode & 0o022:
             raise BadAdapter(
@@ -205,9 +213,12 @@ class AdapterStore:
         Raises:
             OverCapacity: The contents in use take too much room.
         """
-        unused = sorted(self._folders(), key=_age)
+        unused = deque(sorted(self._folders(), key=_age))
+        sizes = {folder: _sizes_of(folder) for folder in unused}  # once: there may be thousands of folders
+        num_folders = Counter(file for own in sizes.values() for file in own)  # that share a file
+        used = sum({file: size for own in sizes.values() for file, size in own.items()}.values())
         while True:
-            used, free = self._num_bytes(), shutil.disk_usage(self.root).free
+            free = shutil.disk_usage(self.root).free
             stale = bool(unused) and unused[0].suffix == PART
             if not stale and used + needed <= total_bytes and needed <= free:
                 return
@@ -216,33 +227,32 @@ class AdapterStore:
                     f"{_PLACE} has no room for {needed} bytes: adapters in use take {used} of at most {total_bytes} "
                     f"(`shipped_gib` of the plan), and {free} are free on the disk"
                 )
-            self._remove_unused(unused.pop(0))
+            folder = unused.popleft()
+            if self._remove_unused(folder):
+                num_folders.subtract(sizes[folder].keys())
+                used -= sum(size for file, size in sizes[folder].items() if not num_folders[file])
 
-    def _remove_unused(self, folder: Path) -> None:
-        """Remove a folder and its lock, unless a process uses it."""
+    def _remove_unused(self, folder: Path) -> bool:
+        """Remove a folder and its lock, unless a process uses it. Returns whether it is gone."""
         version = folder.name.removesuffix(PART)
-        if (lock := self._locked(version, fcntl.LOCK_EX)) is not None:
-            self._remove(folder.name)
-            self._drop(version, lock)
+        if (lock := self._locked(version, fcntl.LOCK_EX)) is None:
+            return False
+        self._remove(folder.name)
+        self._drop(version, lock)
+        return not folder.exists()
 
     def _drop(self, version: str, lock: int) -> None:
         """Remove a part that this process has locked alone, and the lock's file if there is no content."""
-        self._remove(version + PART)
-        if not (self.root / version).exists():
-            (self.root / (version + LOCK)).unlink(missing_ok=True)
-        os.close(lock)
+        try:
+            self._remove(version + PART)
+            if not (self.root / version).exists():
+                (self.root / (version + LOCK)).unlink(missing_ok=True)
+        finally:
+            os.close(lock)
 
     def _folders(self) -> list[Path]:
         """Of contents, and of parts."""
         return [path for path in self.root.iterdir() if _VERSION.fullmatch(path.name.removesuffix(PART))]
-
-    def _num_bytes(self) -> int:
-        """Of all files, those in several folders once. A file that is being received counts in full."""
-        sizes: dict[int, int] = {}
-        for folder in self._folders():
-            with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
-                sizes |= {entry.inode(): entry.stat(follow_symlinks=False).st_size for entry in entries}
-        return sum(sizes.values())
 
     def _remove(self, name: str) -> None:
         """Remove a folder that this process has locked. It is renamed first, so that no part of it is taken for it."""
@@ -304,6 +314,13 @@ def _is_whole(folder: Path, offer: Offer) -> bool:
         return False
 
 
+def _sizes_of(folder: Path) -> dict[int, int]:
+    """The size of each file by its inode. A file that is being received has its full size."""
+    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
+        return {entry.inode(): entry.stat(follow_symlinks=False).st_size for entry in entries}
+    return {}
+
+
 def _age(folder: Path) -> tuple[bool, float]:
     """Parts first, then the least recently used."""
     try:
@@ -325,6 +342,9 @@ def _lock(path: Path, how: int) -> int | None:
             return None
         except FileNotFoundError:  # removed since it was opened
             pass
+        except BaseException:  # of a file system without locks
+            os.close(file)
+            raise
         os.close(file)
 
 

@@ -181,6 +181,7 @@ class ReplicatedAdapters:
     async def register(self, paths: Mapping[str, str]) -> None:
         """Register folders on all replicas, all or none. Raises as `EngineInterface.register_adapters`."""
         wanted = {name: await self._wanted(path) for name, path in paths.items()}
+        await self._send(wanted.values())
         async with self._change(*paths) as homes:
             for name in paths.keys() & self.state.adapters.keys():
                 if former := self.state.adapters[name].version:
@@ -202,6 +203,7 @@ class ReplicatedAdapters:
         Requests continue with the content that they began with, wherever they are.
         """
         own = await self._wanted(path)
+        await self._send([own])
         async with self._change(name) as homes:
             if name in self.state and self.state.adapters[name].pinned:
                 raise BadRequest(f"adapter {name!r} is pinned; unpin it before loading other content under its name")
@@ -324,6 +326,18 @@ class ReplicatedAdapters:
         path = os.path.abspath(path)  # a later server may start in another folder
         content = None if self._sender is None else await self._sender.content_of(path)
         return DesiredAdapter(path, "" if content is None else content.version)
+
+    async def _send(self, adapters: Collection[DesiredAdapter]) -> None:
+        """Send the files of a change before it begins: that may take long, and no other change waits for it."""
+        homes = [] if self._sender is None else [self.homes[name] for name in sorted(self.homes)]
+        calls = [self._on(home, home.send(adapters)) for home in homes]
+        try:
+            for found in await asyncio.gather(*calls, return_exceptions=True):
+                if isinstance(found, BaseException):
+                    raise found
+        except BaseException:
+            self._wake()  # files that have arrived are not in use
+            raise
 
     async def _adopt_own(self) -> None:
         """Where files are sent, the content of the front end counts if none has been read so far."""

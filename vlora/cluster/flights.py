@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from vlora.cluster.adapters import ReplicatedAdapters
+from vlora.cluster.awaited_files import AwaitedFiles
 from vlora.cluster.flight import Flight
 from vlora.cluster.prefix_keys import prefix_keys
 from vlora.cluster.status import Events
@@ -81,6 +82,7 @@ class Flights:
         self._is_sending = False
         self._late: dict[str, float] = {}  # since when requests miss a content that an absent replica may have
         self._held: set[str] = set()  # of these, the ones that are kept from the router meanwhile
+        self._awaited = AwaitedFiles(router, adapters)
         self._loop = asyncio.get_running_loop()
 
     # -- callers ------------------------------------------------------------------------------------------------------
@@ -183,13 +185,18 @@ class Flights:
             self._resubmit(flight, cause)
 
     def refuse(self, *, some_absent: bool = False) -> None:
-        """End the waiting requests that cannot be served, and expired ones.
+        """End the waiting requests that cannot be served, and those whose time has passed.
+
+        While an adapter's files are being sent, its requests wait, each within its bounds.
 
         Args:
             some_absent: Some replicas have no line at present. If none of the others has the content with which an
                 answer began, the answer waits for `LATE_S` at most, outside the router, where it would block others.
         """
         now = self._loop.time()
+        for request_id in self._awaited.take(now):
+            if (flight := self.open.get(request_id)) is not None:
+                self._submit(flight)
         if self._router.num_waiting:
             refused = self._router.refuse(now)
             for refusal in refused.refusals:
@@ -200,7 +207,7 @@ class Flights:
                 may_wait = refusal.reason == "content" and some_absent
                 if may_wait and now - self._late.setdefault(request_id, now) < LATE_S:
                     self._held.add(request_id)
-                else:
+                elif not (refusal.reason == "room" and self._awaited.add(refusal.need)):
                     cause = self._adapters.cause_of(refusal.need.adapter) if refusal.reason == "room" else None
                     self._fail(flight, cause or flight.refused(refusal.reason))
             self.send(refused.placed)
@@ -341,6 +348,7 @@ class Flights:
         self._needs.pop(request_id, None)
         self._late.pop(request_id, None)
         self._held.discard(request_id)
+        self._awaited.remove(request_id)
         self._adapters.former.request_ended(request_id)
         self._forget_lacking(flight)
         placed = self._router.ended(request_id)

@@ -34,6 +34,7 @@ def _replica(member: Member, router: Router, adapters: ReplicatedAdapters) -> Re
     standing = router.replicas.get(member.name)
     if member.client is None or standing is None:
         return ReplicaStatus(name=member.name, state=DOWN, cause=member.cause, num_requests=0)
+    home = adapters.homes.get(member.name)
     state = DRAINING if standing.draining else SERVING
     return ReplicaStatus(
         name=member.name,
@@ -41,4 +42,5 @@ def _replica(member: Member, router: Router, adapters: ReplicatedAdapters) -> Re
         cause="",
         num_requests=len(standing.holds),
         num_failed_adapters=adapters.num_failed(member.name),
+        num_shipped_bytes=0 if home is None or home.files is None else home.files.num_bytes_sent,
     )

@@ -36,6 +36,12 @@ class ClusterCollector(Collector):
         for replica in status.replicas:
             family.add_metric([replica.name], replica.num_failed_adapters)
         yield family
+        shipped = CounterMetricFamily(
+            "vlora_shipped_bytes", "Bytes of adapters' files that were sent to a replica.", labels=["replica"]
+        )
+        for replica in status.replicas:
+            shipped.add_metric([replica.name], replica.num_shipped_bytes)
+        yield shipped
         yield GaugeMetricFamily(
             "vlora_cluster_waiting", "Requests that wait for a replica with room.", value=status.num_waiting
         )

@@ -27,6 +27,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
         cause: Why it is down; empty otherwise.
         num_requests: Unfinished requests there.
         num_failed_adapters: Adapters that it cannot serve.
+        num_shipped_bytes: Of adapters' files that were sent to it since its line was opened.
     """
 
     name: str
@@ -34,6 +35,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     cause: str
     num_requests: int
     num_failed_adapters: int = 0
+    num_shipped_bytes: int = 0
 
     def without_cause(self) -> ReplicaStatus:
         """See `ClusterStatus.without_causes`."""
