@@ -36,6 +36,7 @@ _SIMILAR = 4  # a call waits for clients of at most so many times its rows
 _SMOOTHING = 0.25
 _MAX_IDLE, _MAX_OVERTAKEN = 2.0, 4.0  # maximum wait of a call, of an idle and of a busy executor
 _IDLE_S = 1.0  # longer than a client's own work between two calls
+_MAX_CREDIT = 4096.0  # how far a counter may be behind: with more, clients that used little would stop others for long
 _MAX_PAUSED_S = 10.0  # age of a call from which it has no more pauses; clients give up after a minute by default
 _MAX_KEYS = 4096  # distinct keys of one client; above, its way is forgotten
 
@@ -135,6 +136,8 @@ class CallQueue(Generic[C]):
         waiting = [self._progress[client].served for client in self._calls]
         if waiting and call.arrived - progress.last_event > _IDLE_S:
             progress.served = max(progress.served, min(waiting))  # idle time earns no credit
+        most = max(self._progress[client].served for client in (*self._active(call.arrived), call.client))
+        progress.served = max(progress.served, most - _MAX_CREDIT)
         if len(progress.last_step) > _MAX_KEYS:
             progress.last_step.clear()
         progress.step += 1
