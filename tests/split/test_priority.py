@@ -7,7 +7,7 @@ import itertools
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -290,6 +290,23 @@ def test_a_client_that_leaves_within_a_call_is_forgotten() -> None:
     queue.computed(batch, 0.02, 0.02)
     queue.add(Call("b", 0, 1, 0.02))
     assert [call.client for call in queue.next(0.02)] == ["b"] and not len(queue)
+
+
+def test_the_executor_tells_the_queue_which_calls_are_backward(tmp_path: Path) -> None:
+    class Seen(CallQueue[Any]):
+        backward: ClassVar[list[bool]] = []
+
+        def add(self, call: Call[Any]) -> None:
+            self.backward.append(call.backward)
+            super().add(call)
+
+    with serving(tiny("qwen2_vl"), tmp_path, queue=Seen()) as server:
+        connection = BaseConnection(server.unix)
+        (first, *_) = connection.groups[0]
+        connection.call(Direction.FORWARD, 0, 1, [torch.zeros(1, first.d_in)])
+        connection.call(Direction.BACKWARD, 0, 1, [torch.zeros(1, first.width)])
+        connection.close()
+    assert Seen.backward == [False, True]
 
 
 @pytest.fixture
