@@ -193,7 +193,7 @@ class CallQueue(Generic[C]):
     def _precedence(self, client: C) -> int:
         """0 for small calls, 1 for large ones of inference, 2 for those of training; pieces let lower ones pass."""
         progress = self._progress[client]
-        # A training step makes its forward calls before its backward ones: the last step tells what they are.
+        # The forward calls of a training step precede its backward calls, so those of the step before count.
         trains = progress.step - progress.last_backward <= len(progress.last_step)
         return self._is_large(client) * (1 + trains)
 
