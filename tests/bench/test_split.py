@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner
@@ -164,11 +165,13 @@ def test_a_part_is_measured_by_itself_and_a_whole_run_resumes(monkeypatch: pytes
 
     monkeypatch.setattr(split, "PARTS", {name: part(name) for name in ("memory", "mixed")})
     monkeypatch.setattr(split, "write_checkpoint", lambda folder, layers: folder)
-    assert [each["what"] for each in split.run(True, None, ("mixed",)).rows] == ["mixed"]
+    part = split.run(True, None, ("mixed",))
+    assert [each["what"] for each in part.rows] == ["mixed"]
+    assert part.bench == "split-mixed", "it would replace the report of a whole run"
     with pytest.raises(KeyboardInterrupt):
         split.run(True, tmp_path / "split.partial")
     report = split.run(True, tmp_path / "split.partial")
-    assert calls == ["mixed", "memory", "mixed", "mixed"] and len(report.rows) == 2
+    assert calls == ["mixed", "memory", "mixed", "mixed"] and len(report.rows) == 2 and report.bench == "split"
     with pytest.raises(BadConfig, match=r"no part 'speeds' of `vlora bench split`; choose among memory, mixed"):
         split.run(True, None, ("speeds",))
 
@@ -176,6 +179,11 @@ def test_a_part_is_measured_by_itself_and_a_whole_run_resumes(monkeypatch: pytes
 def test_every_part_takes_a_checkpoint_and_a_size() -> None:
     for measure in split.PARTS.values():
         inspect.signature(measure).bind(Path(), split.QUICK)
+
+
+def test_the_command_offers_all_parts() -> None:
+    (option,) = (each for each in cli.commands["bench"].params if each.name == "parts")
+    assert isinstance(option.type, click.Choice) and list(option.type.choices) == list(split.PARTS)
 
 
 def test_parts_belong_to_this_bench_only() -> None:
