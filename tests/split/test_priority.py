@@ -334,3 +334,27 @@ def test_results_in_pieces_are_those_of_whole_calls(served: Serving, over: str, 
         torch.testing.assert_close(other, oracle, rtol=1e-5, atol=1e-5)
     training.close()
     decoding.close()
+
+
+@pytest.mark.parametrize("over", ["unix", "tcp"])
+def test_a_client_that_ends_within_its_call_stops_no_other(over: str, tmp_path: Path) -> None:
+    class Ending(CallQueue[Any]):
+        pieces = 0
+
+        def computed(self, batch: Sequence[Call[Any]], took_s: float, now: float) -> None:
+            super().computed(batch, took_s, now)
+            if batch[0].rows > 1:
+                self.pieces += 1
+                training.disconnect()
+
+    queue = Ending(max_wait_s=0.0)
+    with serving(tiny("qwen2_vl"), tmp_path, queue=queue) as served:
+        training, decoding = (BaseConnection(getattr(served, over)) for _ in range(2))
+        width = training.groups[0][0].d_in
+        decoding.call(Direction.FORWARD, 0, 1, [torch.zeros(1, width)])
+        training.send(Direction.FORWARD, 0, 1, [torch.zeros(300, width)])
+        for _ in range(20):
+            decoding.call(Direction.FORWARD, 0, 1, [torch.zeros(1, width)])
+        assert 0 < queue.pieces < 5 and not len(queue) and served.server.num_clients == 1
+        assert served.server.num_calls == 21, "the call of a lost client is not answered"
+        decoding.close()
