@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import itertools
+import os
+import signal
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +24,7 @@ from vlora.bench.paper import drawing
 from vlora.bench.paper.figures import symbiosis
 from vlora.bench.paper.measuring import Measuring, Setting
 from vlora.bench.scheduling.models import MODELS
-from vlora.bench.split import mixed, split
+from vlora.bench.split import base_process, mixed, split
 from vlora.bench.split.base_process import POLICIES, LockstepQueue
 from vlora.bench.split.memory import WAYS
 from vlora.bench.split.mixed import Event, Window
@@ -249,3 +253,14 @@ def test_clients_decode_and_train_in_a_window(tmp_path: Path) -> None:
     assert kinds == ["prefill", *["decode"] * 4] * 3 and {kind for kind, *_ in trained["events"]} == {"train"}
     assert [tokens for *_, tokens in first["events"][:2]] == [16, 2]
     assert sum(tokens for *_, tokens in trained["events"]) % 128 == 0
+
+
+def test_an_executor_ends_with_its_bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tiny("qwen2_vl").save_pretrained(tmp_path / "model")
+    parents = itertools.chain([7, 7, 7], itertools.repeat(1))
+    monkeypatch.setattr(os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    monkeypatch.setattr(sys, "argv", ["base_process", str(tmp_path / "model"), f"unix:{tmp_path}/base.sock"])
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    base_process.main()
+    assert next(parents) == 1
