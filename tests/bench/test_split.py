@@ -169,9 +169,9 @@ def test_a_part_is_measured_by_itself_and_a_whole_run_resumes(monkeypatch: pytes
 
     monkeypatch.setattr(split, "PARTS", {name: part(name) for name in ("memory", "mixed")})
     monkeypatch.setattr(split, "write_checkpoint", lambda folder, layers: folder)
-    part = split.run(True, None, ("mixed",))
-    assert [each["what"] for each in part.rows] == ["mixed"]
-    assert part.bench == "split-mixed", "it would replace the report of a whole run"
+    only = split.run(True, None, ("mixed",))
+    assert [each["what"] for each in only.rows] == ["mixed"]
+    assert only.bench == "split-mixed", "it would replace the report of a whole run"
     with pytest.raises(KeyboardInterrupt):
         split.run(True, tmp_path / "split.partial")
     report = split.run(True, tmp_path / "split.partial")
