@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import itertools
+import os
+import signal
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner
@@ -19,7 +24,7 @@ from vlora.bench.paper import drawing
 from vlora.bench.paper.figures import symbiosis
 from vlora.bench.paper.measuring import Measuring, Setting
 from vlora.bench.scheduling.models import MODELS
-from vlora.bench.split import mixed, split
+from vlora.bench.split import base_process, mixed, split
 from vlora.bench.split.base_process import POLICIES, LockstepQueue
 from vlora.bench.split.memory import WAYS
 from vlora.bench.split.mixed import Event, Window
@@ -164,11 +169,13 @@ def test_a_part_is_measured_by_itself_and_a_whole_run_resumes(monkeypatch: pytes
 
     monkeypatch.setattr(split, "PARTS", {name: part(name) for name in ("memory", "mixed")})
     monkeypatch.setattr(split, "write_checkpoint", lambda folder, layers: folder)
-    assert [each["what"] for each in split.run(True, None, ("mixed",)).rows] == ["mixed"]
+    only = split.run(True, None, ("mixed",))
+    assert [each["what"] for each in only.rows] == ["mixed"]
+    assert only.bench == "split-mixed", "it would replace the report of a whole run"
     with pytest.raises(KeyboardInterrupt):
         split.run(True, tmp_path / "split.partial")
     report = split.run(True, tmp_path / "split.partial")
-    assert calls == ["mixed", "memory", "mixed", "mixed"] and len(report.rows) == 2
+    assert calls == ["mixed", "memory", "mixed", "mixed"] and len(report.rows) == 2 and report.bench == "split"
     with pytest.raises(BadConfig, match=r"no part 'speeds' of `vlora bench split`; choose among memory, mixed"):
         split.run(True, None, ("speeds",))
 
@@ -176,6 +183,11 @@ def test_a_part_is_measured_by_itself_and_a_whole_run_resumes(monkeypatch: pytes
 def test_every_part_takes_a_checkpoint_and_a_size() -> None:
     for measure in split.PARTS.values():
         inspect.signature(measure).bind(Path(), split.QUICK)
+
+
+def test_the_command_offers_all_parts() -> None:
+    (option,) = (each for each in cli.commands["bench"].params if each.name == "parts")
+    assert isinstance(option.type, click.Choice) and list(option.type.choices) == list(split.PARTS)
 
 
 def test_parts_belong_to_this_bench_only() -> None:
@@ -213,8 +225,10 @@ def test_figures_of_the_paper_are_drawn_beside_its_numbers(figure: Any, tmp_path
     drawing.save(figure, found, setting, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 10_000
     if figure.number == "fig10":
-        # Two copies take 100 MiB; an executor of 40 leaves room for three clients of 20.
-        assert list(figure.here(found).values()) == [pytest.approx(1.5)]
+        assert list(figure.here(found).values()) == [None], "two copies are not compared with the paper's"
+        # Eight copies take 100 MiB; an executor of 40 leaves room for twelve clients of 5.
+        of_eight = {"rows": measured(8, 0.9, 80.0, 9.0)}
+        assert list(figure.here(of_eight).values()) == [pytest.approx(1.5)]
     if figure.number == "table5":
         assert figure.here(found)["latency to lockstep's"] == pytest.approx(0.9)
 
@@ -239,3 +253,14 @@ def test_clients_decode_and_train_in_a_window(tmp_path: Path) -> None:
     assert kinds == ["prefill", *["decode"] * 4] * 3 and {kind for kind, *_ in trained["events"]} == {"train"}
     assert [tokens for *_, tokens in first["events"][:2]] == [16, 2]
     assert sum(tokens for *_, tokens in trained["events"]) % 128 == 0
+
+
+def test_an_executor_ends_with_its_bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tiny("qwen2_vl").save_pretrained(tmp_path / "model")
+    parents = itertools.chain([7, 7, 7], itertools.repeat(1))
+    monkeypatch.setattr(os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    monkeypatch.setattr(sys, "argv", ["base_process", str(tmp_path / "model"), f"unix:{tmp_path}/base.sock"])
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    base_process.main()
+    assert next(parents) == 1

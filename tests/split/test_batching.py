@@ -152,6 +152,24 @@ def test_a_late_client_gets_no_credit_for_its_absence() -> None:
     assert served.index("later") > 0  # b and c had not been served, so "late" starts like them
 
 
+def test_a_client_that_used_much_is_not_stopped_for_long() -> None:
+    calls = queue()
+    for step in range(1000):
+        calls.add(Call("a", step % 2, 1000, 0.0))
+        calls.computed(calls.next(0.0), 0.01, 0.0)
+    calls.add(Call("b", 0, 1, 0.0))  # it was connected meanwhile
+    products = 0
+    while products < 5000:
+        (call,) = calls.next(0.0)
+        if call.client == "a":
+            break
+        products += 1
+        calls.add(Call("b", products % 2, 1, 0.0))
+        if products == 1:
+            calls.add(Call("a", 0, 1000, 0.0))
+    assert 200 < products <= 1 + 4096 / 17
+
+
 @given(st.integers(0, 10_000))
 def test_every_call_is_computed_once_and_in_time(seed: int) -> None:
     """Clients in closed loops over layers: none starves, each row is computed once, no call waits beyond the bound."""

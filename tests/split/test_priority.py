@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -25,13 +26,31 @@ DECODE_ROWS, TRAIN_ROWS = 2, 128
 
 
 class Simulated(NamedTuple):
-    """A client in a closed loop over layers. own_s: its own work between an answer and its next call."""
+    """A client in a closed loop over layers.
+
+    Attributes:
+        rows: Of its calls.
+        own_s: Its own work between an answer and its next call.
+        trains: Each second pass is backward, and so is the first: before that, the queue takes it for inference.
+        prompt: Rows of the calls of its first pass, and of each 17th one.
+    """
 
     rows: int
     own_s: float
+    trains: bool = False
+    prompt: int = 0
+
+    def call(self, number: int, done: int, now: float) -> Call[int]:
+        """Its call after as many as are done."""
+        at, layer = divmod(done, LAYERS)
+        backward = self.trains and at % 2 == 0
+        return Call(number, (backward, layer), self.rows_of(done), now, backward=backward)
+
+    def rows_of(self, done: int) -> int:
+        return self.prompt if self.prompt and done // LAYERS % 17 == 0 else self.rows
 
 
-DECODER, TRAINER = Simulated(DECODE_ROWS, 0.001), Simulated(TRAIN_ROWS, 0.002)
+DECODER, TRAINER = Simulated(DECODE_ROWS, 0.001), Simulated(TRAIN_ROWS, 0.002, trains=True)
 
 
 class Product(NamedTuple):
@@ -78,7 +97,7 @@ def simulate(
                 passes[number] += [at - begun[number]] if done[number] else []
                 begun[number] = at
             # The executor reads calls that come during a product at its end.
-            queue.add(Call(number, done[number] % LAYERS, clients[number].rows, now))
+            queue.add(clients[number].call(number, done[number], now))
         batch = queue.next(now)
         if not batch:
             wait_s, coming = queue.wait_s(now), arrivals[0][0] - now if arrivals else None
@@ -89,7 +108,7 @@ def simulate(
         queue.computed(batch, took, now)
         for call in batch:
             computed[call.client] += call.rows
-            if computed[call.client] == clients[call.client].rows:
+            if computed[call.client] == clients[call.client].rows_of(done[call.client]):
                 computed[call.client] = 0
                 done[call.client] += 1
                 heapq.heappush(arrivals, (now + clients[call.client].own_s, call.client))
@@ -126,13 +145,47 @@ def test_the_slowdown_is_bounded_for_all_sizes(
 ) -> None:
     decoding = [Simulated(rows, own_s)] * decoders
     alone = simulate(CallQueue(), decoding, 5, product).mean_s(slice(decoders))
-    clients = decoding + [Simulated(train_rows, 0.002)] * trainers
+    clients = decoding + [Simulated(train_rows, 0.002, trains=True)] * trainers
     queue: CallQueue[int] = CallQueue()
     mixed = simulate(queue, clients, 5, product)
     assert mixed.mean_s(slice(decoders)) <= 1.03 * (decoders + trainers) / decoders * alone
     # Each training has at least half of an equal share of the time.
     least = 0.5 * 5 / len(clients) / (product.row_s + product.read_s / 64)
     assert all(queue.rows_served[number] >= least for number in range(decoders, len(clients)))
+
+
+def test_prefills_have_no_pauses_beside_decoding_and_training() -> None:
+    clients = [DECODER._replace(prompt=TRAIN_ROWS), *[DECODER] * 5, TRAINER, TRAINER]
+    first_token_s = statistics.fmean(simulate(CallQueue(), clients, 60).passes[0][17::17])
+    # Alone it takes 12 times two pieces; with pauses for an equal share of the time, 8 times as long.
+    assert first_token_s < 4 * LAYERS * 2 * SLOW.took_s(64)
+
+
+def test_a_client_that_infers_after_a_training_has_no_pauses() -> None:
+    queue: CallQueue[str] = CallQueue()
+    for client in "ab":
+        queue.join(client)
+    times = itertools.count(0.1, 0.1)
+
+    def pauses(layer: int, backward: bool) -> bool:
+        now = next(times)
+        queue.add(Call("b", 0, 1, now))
+        queue.computed(queue.next(now), 0.001, now)
+        queue.add(Call("a", (layer, backward), 128, now, backward=backward))
+        queue.computed(queue.next(now), 0.02, now)
+        queue.add(Call("b", 0, 1, now))
+        queue.computed(queue.next(now), 0.001, now)
+        rest = queue.next(now)
+        if not rest:
+            (last,) = queue.next(now + 0.05)
+            assert last.first == 64
+        return not rest
+
+    # A pass is of two calls.
+    assert [pauses(layer, backward=False) for layer in (0, 1)] == [False, False]
+    assert [pauses(layer, backward=True) for layer in (1, 0)] == [True, True]
+    assert [pauses(layer, backward=False) for layer in (0, 1)] == [True, True], "the forward pass of the next step"
+    assert [pauses(layer, backward=False) for layer in (0, 1) * 2][2:] == [False, False]
 
 
 def test_a_training_uses_the_time_that_slow_clients_leave() -> None:
@@ -187,7 +240,7 @@ def test_a_pause_pays_for_the_calls_that_waited() -> None:
         for client in decoders:
             queue.add(Call(client, 0, 1, 0.0))
             queue.computed(queue.next(0.0), 0.001, 0.0)
-        queue.add(Call("a", 0, 128, 0.0))
+        queue.add(Call("a", 0, 128, 0.0, backward=True))
         (piece,) = queue.next(0.0)
         queue.computed([piece], 0.02, 0.02)
         for client in decoders[:waiting]:
@@ -205,7 +258,7 @@ def test_a_call_of_many_pieces_has_no_pauses_after_ten_seconds() -> None:
         queue.join(client)
     queue.add(Call("b", 0, 1, 0.0))
     queue.computed(queue.next(0.0), 0.001, 0.0)
-    queue.add(Call("a", 0, 64_000, 0.0))
+    queue.add(Call("a", 0, 64_000, 0.0, backward=True))
     queue.add(Call("b", 0, 1, 0.0))
     now, computed, later = 0.0, 0, []
     while computed < 64_000:
@@ -239,6 +292,23 @@ def test_a_client_that_leaves_within_a_call_is_forgotten() -> None:
     assert [call.client for call in queue.next(0.02)] == ["b"] and not len(queue)
 
 
+def test_the_executor_tells_the_queue_which_calls_are_backward(tmp_path: Path) -> None:
+    class Seen(CallQueue[Any]):
+        backward: ClassVar[list[bool]] = []
+
+        def add(self, call: Call[Any]) -> None:
+            self.backward.append(call.backward)
+            super().add(call)
+
+    with serving(tiny("qwen2_vl"), tmp_path, queue=Seen()) as server:
+        connection = BaseConnection(server.unix)
+        (first, *_) = connection.groups[0]
+        connection.call(Direction.FORWARD, 0, 1, [torch.zeros(1, first.d_in)])
+        connection.call(Direction.BACKWARD, 0, 1, [torch.zeros(1, first.width)])
+        connection.close()
+    assert Seen.backward == [False, True]
+
+
 @pytest.fixture
 def served(tmp_path: Path) -> Any:
     with serving(tiny("qwen2_vl"), tmp_path, queue=CallQueue(max_wait_s=0.0)) as server:  # pieces of 64 rows
@@ -264,3 +334,27 @@ def test_results_in_pieces_are_those_of_whole_calls(served: Serving, over: str, 
         torch.testing.assert_close(other, oracle, rtol=1e-5, atol=1e-5)
     training.close()
     decoding.close()
+
+
+@pytest.mark.parametrize("over", ["unix", "tcp"])
+def test_a_client_that_ends_within_its_call_stops_no_other(over: str, tmp_path: Path) -> None:
+    class Ending(CallQueue[Any]):
+        pieces = 0
+
+        def computed(self, batch: Sequence[Call[Any]], took_s: float, now: float) -> None:
+            super().computed(batch, took_s, now)
+            if batch[0].rows > 1:
+                self.pieces += 1
+                training.disconnect()
+
+    queue = Ending(max_wait_s=0.0)
+    with serving(tiny("qwen2_vl"), tmp_path, queue=queue) as served:
+        training, decoding = (BaseConnection(getattr(served, over)) for _ in range(2))
+        width = training.groups[0][0].d_in
+        decoding.call(Direction.FORWARD, 0, 1, [torch.zeros(1, width)])
+        training.send(Direction.FORWARD, 0, 1, [torch.zeros(300, width)])
+        for _ in range(20):
+            decoding.call(Direction.FORWARD, 0, 1, [torch.zeros(1, width)])
+        assert 0 < queue.pieces < 5 and not len(queue) and served.server.num_clients == 1
+        assert served.server.num_calls == 21, "the call of a lost client is not answered"
+        decoding.close()

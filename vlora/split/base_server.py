@@ -163,7 +163,8 @@ class BaseServer:
             if events & ~select.EPOLLOUT and (received := peer.read(now)) is not None:
                 head = received.head
                 self._pending[peer] = _Pending(head, self._checked(peer, received))
-                self._queue.add(Call(peer, (head.direction, head.group, head.mask), head.rows, now))
+                key, backward = (head.direction, head.group, head.mask), head.direction == Direction.BACKWARD
+                self._queue.add(Call(peer, key, head.rows, now, backward=backward))
         except BadRequest as error:
             self._refuse(peer, error)
         except OSError as error:

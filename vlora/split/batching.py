@@ -8,12 +8,13 @@ that are ahead thus wait for those behind, until they travel together; a client 
 never waits for a client with much larger calls, because that would slow it to the larger one's pace.
 
 Among calls that do not wait, the client with the fewest rows served comes first (virtual token counters, as in
-`vlora.orchestrator.fairness`). So small calls, those of decoding, precede large ones, those of training and prefill.
-But a product cannot be interrupted: small calls that come during one wait for its end. While clients with small calls
-are active, a large call is therefore computed in pieces, and each piece is followed by a pause of its client that pays
-for the small calls that waited for it: with n active clients, a piece of duration d that all of them waited for is
-followed by (n - 1) d. Each client thus delays the others by at most one n-th of the time, and one whose pieces delay no
-call has no pauses.
+`vlora.orchestrator.fairness`). So small calls, those of decoding, precede large ones, those of prefill and training.
+But a product cannot be interrupted: calls that come during one wait for its end. While clients with small calls are
+active, a large call is therefore computed in pieces, and a call of training also while others infer. Each piece of
+training is followed by a pause of its client that pays for the inference that waited for it: with n active clients, a
+piece of duration d that all calls of inference waited for is followed by (n - 1) d. Each training thus delays the
+others by at most one n-th of the time, and one whose pieces delay no call has no pauses. A client trains if one of its
+latest calls, as many as it has keys, was backward.
 
 Plain Python without a clock of its own.
 """
@@ -35,6 +36,7 @@ _SIMILAR = 4  # a call waits for clients of at most so many times its rows
 _SMOOTHING = 0.25
 _MAX_IDLE, _MAX_OVERTAKEN = 2.0, 4.0  # maximum wait of a call, of an idle and of a busy executor
 _IDLE_S = 1.0  # longer than a client's own work between two calls
+_MAX_CREDIT = 4096.0  # how far a counter may be behind: with more, clients that used little would stop others for long
 _MAX_PAUSED_S = 10.0  # age of a call from which it has no more pauses; clients give up after a minute by default
 _MAX_KEYS = 4096  # distinct keys of one client; above, its way is forgotten
 
@@ -46,6 +48,7 @@ class Call(Generic[C]):
     Attributes:
         arrived: Seconds on the executor's clock.
         first: Row of the client's call with which a piece begins.
+        backward: Whether it is of a backward pass.
     """
 
     client: C
@@ -53,6 +56,7 @@ class Call(Generic[C]):
     rows: int
     arrived: float
     first: int = 0
+    backward: bool = False
 
 
 @dataclasses.dataclass
@@ -66,6 +70,7 @@ class _Progress:
         key: The key of its last call.
         last_event: Time of its last call or answer.
         last_rows: Rows of its last call.
+        last_backward: The step of its last backward call.
         resumes: End of its pause.
         served: Its counter of rows, with fixed charges and the smallest counter of the others at its arrival.
         rows: Rows computed for it.
@@ -77,6 +82,7 @@ class _Progress:
     key: Key = None
     last_event: float = 0.0
     last_rows: int = 0
+    last_backward: float = -math.inf
     resumes: float = 0.0
     served: float = 0.0
     rows: int = 0
@@ -130,12 +136,16 @@ class CallQueue(Generic[C]):
         waiting = [self._progress[client].served for client in self._calls]
         if waiting and call.arrived - progress.last_event > _IDLE_S:
             progress.served = max(progress.served, min(waiting))  # idle time earns no credit
+        most = max(self._progress[client].served for client in (*self._active(call.arrived), call.client))
+        progress.served = max(progress.served, most - _MAX_CREDIT)
         if len(progress.last_step) > _MAX_KEYS:
             progress.last_step.clear()
         progress.step += 1
         progress.last_step[call.key] = progress.step
         progress.key, progress.last_event = call.key, call.arrived
         progress.last_rows = call.rows
+        if call.backward:
+            progress.last_backward = progress.step
         self._calls[call.client] = call
 
     def next(self, now: float) -> Sequence[Call[C]]:
@@ -180,6 +190,13 @@ class CallQueue(Generic[C]):
     def _is_large(self, client: C) -> bool:
         return self._progress[client].last_rows > self._join_rows
 
+    def _precedence(self, client: C) -> int:
+        """0 for small calls, 1 for large ones of inference, 2 for those of training; pieces let lower ones pass."""
+        progress = self._progress[client]
+        # The forward calls of a training step precede its backward calls, so those of the step before count.
+        trains = progress.step - progress.last_backward <= len(progress.last_step)
+        return self._is_large(client) * (1 + trains)
+
     def _small_calls(self) -> list[Call[C]]:
         return [call for call in self._calls.values() if not self._is_large(call.client)]
 
@@ -192,9 +209,10 @@ class CallQueue(Generic[C]):
         ]
 
     def _take_piece(self, call: Call[C], now: float) -> Call[C]:
-        """Remove a large call, or as many rows of it as delay small calls by a bounded time."""
+        """Remove a large call, or as many rows of it as delay calls that precede it by a bounded time."""
         del self._calls[call.client]
-        if all(map(self._is_large, self._active(now))):
+        precedence = self._precedence(call.client)
+        if all(self._precedence(client) >= precedence for client in self._active(now)):
             return call
         most = max(self._join_rows, int(self._max_wait_s / self._row_s.get(call.key, math.inf)))
         rows = math.ceil(call.rows / math.ceil(call.rows / most))  # pieces of equal size
@@ -204,14 +222,16 @@ class CallQueue(Generic[C]):
         return dataclasses.replace(call, rows=rows)
 
     def _begin_pause(self, now: float) -> None:
-        """Let the client of the last product pay for the small calls that wait, if the product was a large one."""
+        """Let a training pay for the calls of inference that wait, if the last product was one of its."""
         if self._piece is None:
             return
         (call, took_s), self._piece = self._piece, None
+        if call.client not in self._progress or self._precedence(call.client) < 2:
+            return
         active = self._active(now)
-        small = [client for client in active if not self._is_large(client)]
-        if call.client in self._progress and small and now - call.arrived < _MAX_PAUSED_S:
-            delayed = len(self._small_calls()) / len(small)
+        inference = [client for client in active if self._precedence(client) < 2]
+        if inference and now - call.arrived < _MAX_PAUSED_S:
+            delayed = sum(client in self._calls for client in inference) / len(inference)
             self._progress[call.client].resumes = self._free_since + delayed * took_s * (len(active) - 1)
 
     def _waits_until(self, call: Call[C], now: float) -> float:

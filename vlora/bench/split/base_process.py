@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 from collections.abc import Sequence
 
@@ -94,7 +95,8 @@ def main() -> None:
     greeter = Greeter(executor, limits, places=server.places)
     server.listen(transport.listen(Address.parse(args.address)), greeter)
     print("ready", flush=True)
-    server.run(lambda: bool(stopped))
+    parent = os.getppid()  # without the bench, nothing else would end this process
+    server.run(lambda: bool(stopped) or os.getppid() != parent)
     print(json.dumps({"batches": server.num_batches, "calls": server.num_calls}), flush=True)
 
 

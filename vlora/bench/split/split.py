@@ -56,7 +56,9 @@ def run(quick: bool, partial: Path | None = None, parts: Sequence[str] = ()) -> 
     chosen = [part for part in PARTS if part in (parts or PARTS)]
     rows = [row for part in chosen for row in journal.once(part, functools.partial(one, part, size))]
     journal.close()
-    return Report("split", rows, goals_of(rows))
+    # The report of a whole run may be in the same folder; that of a part must not replace it.
+    name = "-".join(("split", *chosen)) if parts else "split"
+    return Report(name, rows, goals_of(rows), " ".join(("vlora bench split", *(f"--part {part}" for part in parts))))
 
 
 def draw(rows: Sequence[Mapping[str, Any]], folder: Path) -> None:

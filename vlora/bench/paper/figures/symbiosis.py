@@ -72,9 +72,11 @@ _MEMORY_FACTS = (
 
 
 def _memory_here(found: Found) -> dict[str, float | None]:
-    """Clients that fit in the memory of the most copies that were measured, in bfloat16 that cannot be shared."""
+    """Clients that fit in the memory of eight copies in bfloat16 that cannot be shared; none with fewer copies."""
     rows = [row for row in found["rows"] if row["what"] == "memory" and "bfloat16" in row["way"]]
     most = max(row["clients"] for row in rows)
+    if most < FULL.clients[-1]:  # the executor's own process takes more than it saves
+        return {_FITTING: None}
     (copies,) = (row["all MiB"] for row in rows if row["clients"] == most and row["executor MiB"] == 0)
     (through,) = (row for row in rows if row["clients"] == most and row["executor MiB"])
     fitting = math.floor((copies - through["executor MiB"]) / (through["clients MiB"] / most))
@@ -189,7 +191,8 @@ FIGURES: Sequence[Figure] = (
         "that holds 2 independent trainings.",
         caption="PSS of all processes after two steps of 128 tokens. The paper's ratio beside that of copies in "
         "bfloat16 made from a float32 file, the only ones here that cannot share memory; most of a client's memory "
-        "here is Python and torch, and the base is small.",
+        "here is Python and torch, and the base is small. A quick run has no ratio: with fewer than "
+        f"{FULL.clients[-1]} trainings, the executor's own process takes more memory than it saves.",
         model=_MODEL,
         measure=_part("memory"),
         draw=_draw_memory,
