@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import pytest
 
@@ -124,12 +124,19 @@ class Line:
         )
 
 
+class Home:
+    """In place of an `AdapterHome` whose files are there."""
+
+    def awaits_files(self, names: Collection[str]) -> bool:
+        return False
+
+
 class Adapters:
     """In place of `ReplicatedAdapters`."""
 
     def __init__(self, bar: Callable[[str, str], None]) -> None:
         self._bar = bar
-        self.homes = ("a", "b", "c")
+        self.homes = dict.fromkeys("abc", Home())
         self.former = self
 
     def __contains__(self, adapter: object) -> bool:
