@@ -10,7 +10,7 @@ import pytest
 from tests.cluster.in_process_cluster import V1, V2, WithAdapter, on
 from tests.cluster.running import outputs_of
 from tests.cluster.test_cluster import asked, check
-from vlora.cluster.flights import LATE_S
+from vlora.cluster.held_requests import CONTENT_S
 from vlora.errors import AdapterChanged
 from vlora.types import Request
 
@@ -106,6 +106,6 @@ def test_answers_wait_for_the_replica_that_has_their_content(
             return
         error = outputs[-1].error
         assert error is not None and error.code == AdapterChanged.code
-        assert LATE_S <= loop.time() - cut_s < LATE_S + 2.0
+        assert CONTENT_S <= loop.time() - cut_s < CONTENT_S + 2.0
 
     on(main, tmp_path, monkeypatch)

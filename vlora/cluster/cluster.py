@@ -277,7 +277,7 @@ class Cluster:
         self._adapters.joined(member.name)
         if member.name not in self._drained:
             self._flights.send(self._router.drain(member.name, False))
-        self._flights.submit_held()
+        self._flights.submit_lacking()
         self._placement.replicas_changed()
 
     def _set_drained(self, name: str, drained: bool) -> None:

@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from vlora.cluster.adapters import ReplicatedAdapters
-from vlora.cluster.awaited_files import AwaitedFiles
 from vlora.cluster.flight import Flight
+from vlora.cluster.held_requests import HeldRequests
 from vlora.cluster.prefix_keys import prefix_keys
 from vlora.cluster.status import Events
 from vlora.cluster.suspects import Suspects
@@ -34,7 +34,6 @@ from vlora.types import ErrorValue, Request, RequestOutput
 log = logging.getLogger("vlora.cluster")
 
 MOVE_S = 0.25  # for the last tokens of a replica from which a request is moved
-LATE_S = 5.0  # for replicas without a line that may have the content with which an answer began
 MAX_DEATHS = 3  # of replicas under a request, before it counts as the cause
 _NO_CONTENT = (BadAdapter.code, UnknownAdapter.code, AdapterChanged.code)
 
@@ -80,10 +79,8 @@ class Flights:
         self._suspects = Suspects()
         self._placed: deque[str] = deque()  # requests that `send` has still to follow
         self._is_sending = False
-        self._late: dict[str, float] = {}  # since when requests miss a content that an absent replica may have
-        self._held: set[str] = set()  # of these, the ones that are kept from the router meanwhile
-        self._awaited = AwaitedFiles(router, adapters)
         self._loop = asyncio.get_running_loop()
+        self._held = HeldRequests(router, adapters, self._loop.time)
 
     # -- callers ------------------------------------------------------------------------------------------------------
 
@@ -185,44 +182,27 @@ class Flights:
             self._resubmit(flight, cause)
 
     def refuse(self, *, some_absent: bool = False) -> None:
-        """End the waiting requests that cannot be served, and those whose time has passed.
-
-        While an adapter's files are being sent, its requests wait, each within its bounds.
+        """End the requests that cannot be served, and expired ones.
 
         Args:
-            some_absent: Some replicas have no line at present. If none of the others has the content with which an
-                answer began, the answer waits for `LATE_S` at most, outside the router, where it would block others.
+            some_absent: Some replicas have no line at present.
         """
-        now = self._loop.time()
-        for request_id in self._awaited.take(now):
-            if (flight := self.open.get(request_id)) is not None:
-                self._submit(flight)
+        self._submit_again(self._held.take(some_absent=some_absent))
         if self._router.num_waiting:
-            refused = self._router.refuse(now)
+            refused = self._router.refuse(self._loop.time())
             for refusal in refused.refusals:
-                request_id = refusal.need.request_id
-                flight = self.open.get(request_id)
-                if flight is None:
-                    continue
-                may_wait = refusal.reason == "content" and some_absent
-                if may_wait and now - self._late.setdefault(request_id, now) < LATE_S:
-                    self._held.add(request_id)
-                elif not (refusal.reason == "room" and self._awaited.add(refusal.need)):
+                flight = self.open.get(refusal.need.request_id)
+                if flight is not None and not self._held.hold(refusal, some_absent=some_absent):
                     cause = self._adapters.cause_of(refusal.need.adapter) if refusal.reason == "room" else None
                     self._fail(flight, cause or flight.refused(refusal.reason))
             self.send(refused.placed)
-        if not some_absent or any(now - self._late[request_id] >= LATE_S for request_id in self._held):
-            self.submit_held()
         for flight in tuple(self.open.values()):
             if flight.replica is None and flight.has_expired:
                 self._fail(flight, flight.deadline_missed())
 
-    def submit_held(self) -> None:
-        """Submit the answers again that wait for a content, as after a replica has joined."""
-        held, self._held = self._held, set()
-        for request_id in sorted(held):
-            if (flight := self.open.get(request_id)) is not None:  # one may end while the others are submitted
-                self._submit(flight)
+    def submit_lacking(self) -> None:
+        """Submit the requests again that wait for a content: a replica has joined."""
+        self._submit_again(self._held.take_lacking())
 
     def stay_with(self, adapter: str, version: str) -> None:
         """Requests of an adapter, also those without a token so far, are answered with this content of it."""
@@ -270,6 +250,11 @@ class Flights:
 
     def _submit(self, flight: Flight) -> None:
         self.send(self._router.submit(self._need(flight)))
+
+    def _submit_again(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            if (flight := self.open.get(request_id)) is not None:  # one may end while others are submitted
+                self._submit(flight)
 
     def _resubmit(self, flight: Flight, cause: str) -> None:
         """Continue a request that is on no replica any more. cause: why it lost the last one."""
@@ -346,9 +331,7 @@ class Flights:
         request_id = flight.request.request_id
         del self.open[request_id]
         self._needs.pop(request_id, None)
-        self._late.pop(request_id, None)
-        self._held.discard(request_id)
-        self._awaited.remove(request_id)
+        self._held.forget(request_id)
         self._adapters.former.request_ended(request_id)
         self._forget_lacking(flight)
         placed = self._router.ended(request_id)
