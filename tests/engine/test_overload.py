@@ -64,6 +64,35 @@ def test_every_request_of_an_overload_is_answered_or_refused(adapter_folders: di
     local.engine.check_integrity()
 
 
+def test_a_refusal_does_not_wait_for_the_step_of_others(adapter_folders: dict[str, str]) -> None:
+    prompt = make_prompt(FAMILY, build_model(FAMILY), 0, num_images=1)
+    local = make_engine(adapter_folders)
+    for number in range(3):
+        local.run([ask(prompt, number)])  # the engine learns its step times
+    engine, steps_before = local.engine, []
+    sent: list[RequestOutput] = []
+
+    def send(outputs: tuple[RequestOutput, ...]) -> None:
+        sent.extend(outputs)
+        steps_before.append(sum(engine.stats().steps_by_mode.values()))
+
+    num_steps = sum(engine.stats().steps_by_mode.values())
+    engine.add(ask(prompt, 3))
+    engine.add(ask(prompt, 4, max_ttft_s=1e-9))
+    engine.send_early = send
+    returned = engine.step()
+    assert [output.request_id for output in sent] == ["r4"] and sent[0].error is not None
+    assert steps_before == [num_steps]  # before the step that computes the other request
+    assert all(output.request_id == "r3" for output in returned)
+    engine.send_early = None
+    engine.add(ask(prompt, 4))  # its id is free again
+    engine.add(ask(prompt, 5, max_ttft_s=1e-9))
+    assert "r5" in {output.request_id for output in engine.step()}  # without a receiver it is returned
+    while engine.has_work:
+        engine.step()
+    engine.check_integrity()
+
+
 def test_the_engine_s_bound_applies_to_requests_without_one(adapter_folders: dict[str, str]) -> None:
     prompt = make_prompt(FAMILY, build_model(FAMILY), 0, num_images=1)
     local = make_engine(adapter_folders, max_ttft_s=1e-5)

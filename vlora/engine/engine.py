@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Executor, Future
 
 from vlora.config import EngineConfig
@@ -19,7 +19,7 @@ class Engine:
     """Scheduler, memory and model of one replica. Not thread-safe: one thread owns it.
 
     Internally, an adapter is identified by its key (name and registration), never by its name alone: reloading a name
-    creates a new registration for new requests, while running requests finish on their original one.
+    creates a new registration for new requests, while running requests finish on their original one. Raises BadConfig.
 
     Args:
         config: The configuration.
@@ -29,7 +29,8 @@ class Engine:
         policy: Replaces the policy that `config` names.
         cost: Learns step times; None for an untrained one.
 
-    Raises BadConfig.
+    Attributes:
+        send_early: Gets outputs that are known before the model runs, such as refusals; None: `step` returns them.
     """
 
     def __init__(
@@ -46,13 +47,13 @@ class Engine:
         self.config, self.limits, self.num_threads = config, parts.device.limits, parts.num_threads
         self._scheduler, self._runner, self._steps = parts.scheduler, parts.runner, parts.steps
         self._hooks, self._loader, self._admin, self._monitor = parts.hooks, parts.loader, parts.admin, parts.monitor
+        self.send_early: Callable[[tuple[RequestOutput, ...]], None] | None = None
         self._key_of: dict[str, str | None] = {}  # of each unfinished request, the key of its adapter
 
     def step(self) -> tuple[RequestOutput, ...]:
-        """Schedule, run, record. Returns new outputs, those of one request in order.
+        """Schedule, run, record. Returns new outputs, those of one request in order. Raises EngineDead if a rank failed.
 
-        On a GPU it records the step that the last call launched, after it has launched the next one. Raises EngineDead
-        if another rank is dead, or if a step on several ranks failed.
+        On a GPU it records the step that the last call launched, after it has launched the next one.
         """
         self.check_ranks()
         self._admin.poll()
@@ -64,13 +65,13 @@ class Engine:
         batch = self._scheduler.schedule(self._loader.memory_view())
         outputs += self._scheduler.drain_outputs()
         if batch is not None or self._steps.pending:
+            if self.send_early is not None and outputs:
+                self.send_early(self._released(outputs))
+                outputs = []
             outputs += self._steps.run(batch)
         elif not outputs:
             self._loader.wait([future for pending in self._hooks.pending for future in pending()], self._admin.pending)
-        for output in outputs:
-            if output.finished:
-                self._release(output.request_id)
-        return tuple(outputs)
+        return self._released(outputs)
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -90,7 +91,7 @@ class Engine:
     def cancel(self, request_id: str) -> RequestOutput | None:
         """Cancel a request and return its last output; None if it is unknown or already finished."""
         output = self._scheduler.cancel(request_id)
-        self._release(request_id)
+        self._released(() if output is None else (output,))
         return output
 
     def version_of(self, request_id: str) -> str | None:
@@ -138,9 +139,9 @@ class Engine:
         key = self._admin.unload(name)
         if key is None:
             return ()
-        outputs = [] if drain else self._fail_users(key, Aborted(f"adapter {name!r} was unloaded"))
+        outputs = () if drain else self._fail_users(key, Aborted(f"adapter {name!r} was unloaded"))
         self._loader.retire(key)
-        return tuple(outputs)
+        return outputs
 
     def pin_adapter(self, name: str, pinned: bool) -> AdapterStatus:
         """Load an adapter onto the device and keep it resident, or allow it to be evicted again."""
@@ -181,20 +182,19 @@ class Engine:
 
     # -- internal -----------------------------------------------------------------------------------------------------
 
-    def _fail_users(self, key: str, error: VLoraError) -> list[RequestOutput]:
+    def _fail_users(self, key: str, error: VLoraError) -> tuple[RequestOutput, ...]:
         """End all requests of an adapter with an error."""
         value = ErrorValue.of(error)
         failed = [self._scheduler.fail(request_id, value) for request_id in tuple(self._loader.users.get(key, ()))]
-        outputs = [output for output in failed if output is not None]
-        for output in outputs:
-            self._release(output.request_id)
-        return outputs
+        return self._released(output for output in failed if output is not None)
 
-    def _release(self, request_id: str) -> None:
-        """Free what a request holds beside its KV blocks, which the scheduler has freed."""
-        self._runner.release(request_id)
-        for hook in self._hooks.on_release:
-            hook(request_id)
-        key = self._key_of.pop(request_id, None)
-        if key is not None:
-            self._loader.remove_user(key, request_id)
+    def _released(self, outputs: Iterable[RequestOutput]) -> tuple[RequestOutput, ...]:
+        """Free what ended requests hold beside their KV blocks, which the scheduler has freed. Returns the outputs."""
+        released = tuple(outputs)
+        for request_id in (output.request_id for output in released if output.finished):
+            self._runner.release(request_id)
+            for hook in self._hooks.on_release:
+                hook(request_id)
+            if (key := self._key_of.pop(request_id, None)) is not None:
+                self._loader.remove_user(key, request_id)
+        return released

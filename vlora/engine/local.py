@@ -173,11 +173,11 @@ class LocalEngine:
     def _loop(self) -> None:
         compute_with(self.engine.num_threads)
         launch_on(self.engine.parts.device.hf_model.device)
+        self.engine.send_early = self._deliver_all
         try:
             while self._take_calls(block=not (self.engine.has_work or self._trains())):
                 if self.engine.has_work:
-                    for output in self.engine.step():
-                        self._deliver(output)
+                    self._deliver_all(self.engine.step())
                     self._trains()
         except Exception as error:
             self._cause = f"the engine stopped: {type(error).__name__}: {error}"
@@ -209,6 +209,10 @@ class LocalEngine:
     def _cancel(self, request_id: str) -> None:
         output = self.engine.cancel(request_id)
         if output is not None:
+            self._deliver(output)
+
+    def _deliver_all(self, outputs: Iterable[RequestOutput]) -> None:
+        for output in outputs:
             self._deliver(output)
 
     def _deliver(self, output: RequestOutput) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Set
+from collections.abc import Collection, Iterable, Set
 
 from vlora.errors import DeadlineUnreachable
 from vlora.simulator.replica import Replica, ReplicaConfig
@@ -70,8 +70,22 @@ class ExactReplica:
         del self._jobs[request_id], self._sent_s[request_id]
 
     def advance(self) -> list[Job]:
-        now, ended = self.next_s, []
-        for output in self._pending:
+        now = self.next_s
+        ended, self._pending = self._end(self._pending, now), []
+        if not self._replica.scheduler.has_work:
+            self.next_s = IDLE_S
+            return ended
+        self._replica.wait_until(now)
+        early, self._pending, self.next_s = self._replica.step()
+        ended += self._end(early, now)
+        self._busy_s += self.next_s - now
+        self._batch_s += (self.next_s - now) * len(self._jobs)
+        return ended
+
+    def _end(self, outputs: Iterable[RequestOutput], now: float) -> list[Job]:
+        """The jobs of finished outputs."""
+        ended = []
+        for output in outputs:
             job = self._jobs.pop(output.request_id)
             if output.error is not None:
                 assert output.error.code == DeadlineUnreachable.code
@@ -80,15 +94,6 @@ class ExactReplica:
                 self._note_first(job, output)
             del self._sent_s[output.request_id]
             ended.append(job)
-        self._pending = []
-        if not self._replica.scheduler.has_work:
-            self.next_s = IDLE_S
-            return ended
-        self._replica.wait_until(now)
-        num_jobs = len(self._jobs)
-        self._pending, self.next_s = self._replica.step()
-        self._busy_s += self.next_s - now
-        self._batch_s += (self.next_s - now) * num_jobs
         return ended
 
     def free_blocks(self) -> int:

@@ -157,28 +157,29 @@ class Replica:
         """Step until the clock has reached `time_s` or all work is done. Returns finished outputs only."""
         finished: list[RequestOutput] = []
         while self.clock.now < time_s and self.scheduler.has_work:
-            outputs, next_s = self.step()
-            finished += outputs
+            early, outputs, next_s = self.step()
+            finished += (*early, *outputs)
             self.wait_until(min(time_s, next_s))
         return finished
 
-    def step(self) -> tuple[list[RequestOutput], float]:
+    def step(self) -> tuple[tuple[RequestOutput, ...], list[RequestOutput], float]:
         """Run the next step, or none if all work waits for adapter loads.
 
         Returns:
-            The finished outputs, and when the next step can be decided: at the present time, or when a load ends.
+            The outputs of requests that ended before the step, the finished ones of the step, and when the next step
+            can be decided: at the present time, or when a load ends.
         """
         batch = self.decide()
-        finished = list(self.scheduler.drain_outputs())
-        for output in finished:
+        early = self.scheduler.drain_outputs()
+        for output in early:
             self.contention.remove(output.request_id)
         if batch is not None:
-            finished += self.record(batch)
-        elif not finished:
-            load_end_s = self._loader.next_s
-            assert load_end_s is not None, "at least one adapter always fits"
-            return finished, load_end_s
-        return finished, self.clock.now
+            return early, self.record(batch), self.clock.now
+        if early:
+            return early, [], self.clock.now
+        load_end_s = self._loader.next_s
+        assert load_end_s is not None, "at least one adapter always fits"
+        return early, [], load_end_s
 
     def cancel(self, request_id: str) -> RequestOutput | None:
         """Cancel a request; None if it has ended."""

@@ -27,7 +27,7 @@ from vlora.errors import DeadlineUnreachable
 from vlora.models.loading import dummy_model
 from vlora.orchestrator import POLICIES, Costs
 from vlora.simulator import MEASURED, Arrival, ReplicaConfig, make_workload, read_costs, replay
-from vlora.types import Request, SamplingParams
+from vlora.types import Request, RequestOutput, SamplingParams
 
 _LOAD = 3.0
 _NO_BOUND_S = 1e9
@@ -181,6 +181,19 @@ def _drive(engine: Engine, arrivals: Sequence[Arrival], bound_s: float) -> _Over
     due = {str(number): arrival.time_s for number, arrival in enumerate(arrivals)}
     waiting = list(enumerate(arrivals))
     answered: set[str] = set()
+
+    def note(outputs: Sequence[RequestOutput]) -> None:
+        now = time.perf_counter() - started
+        for output in outputs:
+            since_due = now - due[output.request_id]
+            if output.error is not None:
+                assert output.error.code == DeadlineUnreachable.code, output.error
+                found.refusal_s.append(since_due)
+            elif output.request_id not in answered:
+                answered.add(output.request_id)
+                found.ttft_s.append(since_due)
+
+    engine.send_early = note
     while waiting or engine.has_work:
         now = time.perf_counter() - started
         while waiting and waiting[0][1].time_s <= now:
@@ -197,16 +210,7 @@ def _drive(engine: Engine, arrivals: Sequence[Arrival], bound_s: float) -> _Over
         if not engine.has_work:
             time.sleep(max(0.0, waiting[0][1].time_s - now))
             continue
-        outputs = engine.step()
-        now = time.perf_counter() - started
-        for output in outputs:
-            since_due = now - due[output.request_id]
-            if output.error is not None:
-                assert output.error.code == DeadlineUnreachable.code, output.error
-                found.refusal_s.append(since_due)
-            elif output.request_id not in answered:
-                answered.add(output.request_id)
-                found.ttft_s.append(since_due)
+        note(engine.step())
     found.completed = len(answered) / (time.perf_counter() - started)
     return found
 

@@ -107,6 +107,7 @@ class EngineWorker:
         transport.reply_at_once(messages.PING, self._pong)
         self._trainings = engine.parts.trainings
         self._trainings.wake = transport.wake
+        engine.send_early = self._send_outputs
         self._stopping = False
 
     def loop(self) -> None:
