@@ -46,7 +46,7 @@ def test_all_policies_answer_all_arrivals_on_the_engine() -> None:
         assert all(len(found) == 1 for found in (*point.latency_ms.values(), point.simulated))
         assert all(0.2 < ratio < 5 for ratio in (*point.ratios(), *point.simulated)), "both did the same work"
         assert point.best in POLICIES and point.best != "cost_based"
-        for goal in point.goals():
+        for goal in point.goals(saves=True):
             assert point.app in goal.name
 
 
@@ -138,8 +138,9 @@ def test_ratios_and_goals_of_a_point() -> None:
     point = EnginePoint("retrieval", 0.6, 1, 1.0, latency_ms, (0.75, 0.85, 0.86), ("merged_only",))
     assert point.ratio == 0.8 and point.floor == 0.5 and point.error == pytest.approx(0.05)
     assert point.best == "dlora", "a policy that broke the waiting bound does not compete"
-    to_baseline, to_best, simulated = point.goals()
-    assert to_baseline.holds and to_baseline.goal == 0.97
+    to_baseline, to_best, simulated = point.goals(saves=True)
+    assert to_baseline.holds and to_baseline.goal == pytest.approx(1 - 0.2 * 0.5 / 2)
+    assert [goal.name for goal in point.goals(saves=False)] == [to_best.name, simulated.name]
     assert to_best.value == 0.9 and to_best.goal == pytest.approx(1.0 + 1.0 - 0.875)
     assert simulated.value == pytest.approx(0.05) and simulated.goal == pytest.approx(0.2)
 

@@ -1,8 +1,9 @@
 """The effect of loading adapters on concurrent steps: p99 of a step with loads, and without.
 
 Eight requests decode continuously, on all cores. Windows with and without loads alternate: in the first kind, adapters
-of rank 64 are loaded one after another, as by a client that waits for each response; the second kind has no loads and
-the same number of steps, or at least a minimum.
+of rank 64 are loaded one after another, as by a client that waits for each response; a window without loads precedes
+it, and another one follows. Other work on the machine makes the p99 of the windows without loads differ
+among themselves; the goal allows as much more.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ _RANK = 64
 _BATCH = 8
 _PROMPT, _ANSWER = 32, 400  # tokens
 _WARM_UP = 50  # steps
-_ENOUGH = 200  # minimum steps of a window without loads
+_WINDOW = 100  # steps without loads before and after those with loads
 
 
 def run(quick: bool) -> Report:
     """Load adapters of a model with 60 million parameters in its layers, float32.
 
     Args:
-        quick: 20 loads instead of 100.
+        quick: 60 loads instead of 200.
     """
-    num_rounds = 2 if quick else 10
+    num_rounds = 6 if quick else 20
     config = EngineConfig(
         model="dummy", max_context=512, arena_bytes=2**30, max_batch_size=_BATCH, threads=default_threads()
     )
@@ -54,16 +55,21 @@ def run(quick: bool) -> Report:
         steps = _steps(engine)
         for _ in range(_WARM_UP):
             next(steps)
-        alone: list[float] = []
+        before: list[float] = []
         beside: list[float] = []
+        after: list[float] = []
         load_s: list[float] = []
         for number in range(num_rounds):
-            window = _load(engine, steps, {f"r{number}-{i}": path for i, path in enumerate(paths)}, load_s)
-            beside += window
-            alone += itertools.islice(steps, min(_ENOUGH, len(window)))
+            before += itertools.islice(steps, _WINDOW)
+            beside += _load(engine, steps, {f"r{number}-{i}": path for i, path in enumerate(paths)}, load_s)
+            after += itertools.islice(steps, _WINDOW)
         engine.close()
+    alone = [*before, *after]
     rows = [_row("no loads", alone), _row(f"{len(load_s)} loads of rank {_RANK}", beside)]
-    goals = [Goal("p99 of steps with loads / without", _p99(beside) / _p99(alone), 1.1, True)]
+    tails = sorted((_p99(before), _p99(after)))
+    differ = tails[1] / tails[0]
+    name = f"p99 of steps with loads / without; two halves of those without: {differ:.3f}"
+    goals = [Goal(name, _p99(beside) / _p99(alone), 1.1 * differ, True)]
     found = {"threads": engine.num_threads, "load_s": round(statistics.median(load_s), 3)}
     return Report("loading", rows, goals, found=found)
 

@@ -50,7 +50,7 @@ def run(quick: bool) -> Report:
     thread; and the drift of the weights in place, for a narrow layer.
     """
     torch.set_num_threads(1)
-    rounds = 3 if quick else 9
+    rounds = 7 if quick else 9
     rows: list[dict[str, Any]] = []
     goals: list[Goal] = []
     for rank, goal in ((8, 6.0), (64, 4.0)):

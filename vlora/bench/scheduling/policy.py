@@ -21,7 +21,7 @@ from vlora.bench.report import Goal, Report, environment
 from vlora.bench.scheduling.costs import costs_as_dict, measure_costs
 from vlora.bench.scheduling.fit import RANK
 from vlora.bench.scheduling.models import model_named
-from vlora.bench.scheduling.policy_engine import BASELINE, OURS, SKEWS, measure_policies
+from vlora.bench.scheduling.policy_engine import BASELINE, FLOOR, OURS, SKEWS, measure_policies, most
 from vlora.bench.scheduling.policy_plots import draw
 from vlora.bench.timing import thread_counts, threads
 from vlora.config import EngineConfig
@@ -66,7 +66,7 @@ def run(quick: bool, partial: Path | None = None, model: str = "qwen2-0.5b", dev
                 model_named(model),
                 RANK,
                 on,
-                skews=list(SKEWS)[:1] if quick else list(SKEWS),
+                skews=SKEWS[:1] if quick else SKEWS,
                 repeats=2 if quick else 3,
                 num_requests=12 if quick else 60,
                 once=journal.once,
@@ -81,13 +81,16 @@ def run(quick: bool, partial: Path | None = None, model: str = "qwen2-0.5b", dev
         ratios = [row["ours / best in bound"] for row in rows if row["app"] == app]
         name = f"{OURS} / best of those that kept the waiting bound, {app}, worst of {len(ratios)} cells"
         goals.append(Goal(name, max(ratios), 1.03, True))
-    skewed = [row[OURS] / row[BASELINE] for row in rows if row["skew"] >= 0.6 and row["load"] == 0.9]
-    goals.append(Goal(f"{OURS} / {BASELINE}, skew 0.6 and above, load 0.9, worst", max(skewed), 0.8, True))
+    skewed = [row for row in rows if row["app"] == "retrieval" and row["skew"] >= 0.6 and row["load"] == 0.9]
+    over = max(row[OURS] / row[BASELINE] / most(row["skew"], row[FLOOR] / row[BASELINE]) for row in skewed)
+    goals.append(
+        Goal(f"{OURS} / {BASELINE} over its limit, retrieval, skew 0.6 and above, load 0.9, worst", over, 1.0, True)
+    )
     algorithm1 = statistics.median(row[OURS] / row["algorithm1"] for row in rows)
     goals.append(Goal(f"{OURS} / algorithm1, median of all cells", algorithm1, 1.0, True))
     for policy in POLICIES:
         goals.append(Goal(f"a decision with 1,000 waiting, {policy}, ms", decision_ms(policy, costs), 2.0, True))
-    goals += itertools.chain.from_iterable(point.goals() for point in points)
+    goals += itertools.chain.from_iterable(point.goals(saves=not quick) for point in points)
     journal.close()
     return Report("policy", rows, goals, found={**fitted, "engine": [point.as_dict() for point in points]})
 
@@ -159,6 +162,10 @@ def _cell(
         for policy in policies
     }
     found = {policy: each.latency_ms for policy, each in replays.items()}
+    floor_ms = None
+    if app == "retrieval":  # video's requests are for heads, which adapters have
+        bare = tuple(arrival._replace(adapter=None) for arrival in arrivals)
+        floor_ms = _replay_cached(bare, ReplicaConfig(costs=costs, load_s=load_s, policy=BASELINE)).latency_ms
     best = min((policy for policy in found if policy != OURS), key=lambda policy: found[policy])
     unbounded = replays[UNBOUNDED]
     broken = unbounded.longest_wait_s > unbounded.wait_bound_s
@@ -171,6 +178,7 @@ def _cell(
         "adapters": num_adapters,
         "streams": num_streams,
         **found,
+        FLOOR: floor_ms,
         "best other": best,
         "ours / best other": found[OURS] / found[best],
         "ours / best in bound": found[OURS] / in_bound,
@@ -186,7 +194,7 @@ class _ReplayResult(NamedTuple):
     wait_bound_s: float
 
 
-@functools.lru_cache(maxsize=4 * len(POLICIES))
+@functools.lru_cache(maxsize=4 * (len(POLICIES) + 1))
 def _replay_cached(arrivals: tuple[Arrival, ...], config: ReplicaConfig) -> _ReplayResult:
     """Cached, because some cells share their traffic: with two adapters the hottest has at least half."""
     found = replay(arrivals, config)

@@ -75,16 +75,11 @@ def _wins(rows: Sequence[Row], path: Path) -> None:
             panel.text(*place, label, ha="center", va="center", fontsize=7)
         panel.set(title=f"{step[0]}, batch {step[1]}", xlabel="rank (of dense factors)")
         panel.set_xticks(range(len(ranks)), [str(rank) for rank in ranks])
-        panel.set_yticks(range(len(latencies)), [_latency_label(shown, latency) for latency in latencies], fontsize=8)
+        panel.set_yticks(range(len(latencies)), [f"+{latency} µs" for latency in latencies], fontsize=8)
         panel.set_xlim(-0.5, len(ranks) - 0.5)
         panel.set_ylim(-0.5, len(latencies) - 0.5)
-    figure.suptitle("The fastest kind, and those within 5 % of it; left: where slora is predicted to win")
+    figure.suptitle("The fastest kind, and those within 5 % of it")
     _save(figure, path)
-
-
-def _latency_label(rows: Sequence[Row], latency: int) -> str:
-    found = next(row["slora from rank"] for row in rows if row["latency us"] == latency)
-    return f"+{latency} µs\nslora: " + ("never" if found is None else f"rank > {found}")
 
 
 def _save(figure: Any, path: Path) -> None:
