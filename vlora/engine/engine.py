@@ -51,7 +51,7 @@ class Engine:
         self._key_of: dict[str, str | None] = {}  # of each unfinished request, the key of its adapter
 
     def step(self) -> tuple[RequestOutput, ...]:
-        """Schedule, run, record. Returns new outputs, those of one request in order. Raises EngineDead if a rank failed.
+        """Schedule, run, record. Returns new outputs, those of one request in order. Raises EngineDead if a rank died.
 
         On a GPU it records the step that the last call launched, after it has launched the next one.
         """
