@@ -26,7 +26,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (("--bind", "0.0.0.0:0"), "without authentication the server binds to loopback only"),
+        (("--bind", "0.0.0.0:0"), "without authentication a base model is served on loopback only"),
         (("--bind", "nowhere"), "write HOST:PORT or unix:PATH"),
         (("--shard", "3/2"), "--shard is '3/2'; write I/N"),
         (("--tls-cert", "a.pem"), "tls_cert and tls_key must be set together"),

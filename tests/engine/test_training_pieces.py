@@ -77,7 +77,8 @@ class Engine:
 
     def __init__(self, transport: Transport) -> None:
         self.log: list[str] = []
-        self.parts = SimpleNamespace(trainings=Trainings(transport, self.log))
+        trainings = Trainings(transport, self.log)
+        self.parts = SimpleNamespace(trainings=trainings, other_work=trainings)
         self.left: dict[str, int] = {}
 
     @property

@@ -31,7 +31,7 @@ class LocalEngine:
         self._streams: dict[str, Callable[[RequestOutput], None]] = {}
         self._thread: threading.Thread | None = None
         self._cause: str | None = None
-        self.engine.parts.trainings.wake = lambda: self._calls.put(_nothing)
+        self.engine.parts.other_work.wake = lambda: self._calls.put(_nothing)
 
     # -- synchronous --------------------------------------------------------------------------------------------------
 
@@ -174,11 +174,11 @@ class LocalEngine:
         compute_with(self.engine.num_threads)
         launch_on(self.engine.parts.device.hf_model.device)
         try:
-            while self._take_calls(block=not (self.engine.has_work or self._trains())):
+            while self._take_calls(block=not (self.engine.has_work or self._works())):
                 if self.engine.has_work:
                     for output in self.engine.step():
                         self._deliver(output)
-                    self._trains()
+                    self._works()
         except Exception as error:
             self._cause = f"the engine stopped: {type(error).__name__}: {error}"
             raise
@@ -190,15 +190,15 @@ class LocalEngine:
             for request_id in tuple(self._streams):
                 self._deliver(RequestOutput(request_id=request_id, finish_reason="error", error=value))
 
-    def _trains(self) -> bool:
-        """Run a piece of a training, unless a call waits. Returns whether not to wait for a call."""
-        return not self._calls.empty() or self.engine.parts.trainings.advance()
+    def _works(self) -> bool:
+        """Run a piece of other work, unless a call waits. Returns whether not to wait for a call."""
+        return not self._calls.empty() or self.engine.parts.other_work.advance()
 
     def _take_calls(self, *, block: bool) -> bool:
         """Run the pending calls; False if the engine is to stop."""
         while True:
             try:
-                call = self._calls.get(block, self.engine.parts.trainings.retry_s)
+                call = self._calls.get(block, self.engine.parts.other_work.retry_s)
             except queue.Empty:
                 return True
             if call is None:

@@ -22,7 +22,7 @@ from vlora.errors import BadConfig, EngineDead
 from vlora.server.frontend import FrontEnd
 from vlora.server.rpyc.server import RpycServer
 from vlora.server.security.access import Access
-from vlora.server.security.tls import server_context
+from vlora.tls import server_context
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -129,6 +129,8 @@ async def serve(
         with contextlib.suppress(EngineDead):  # the engine is restarting
             stats = await engine.stats()
             table, threads = stats.atmm_table, _threads(stats.num_threads, engine_config)
+        if (base := engine_config.serve_base) is not None:
+            announce(f"base model {base.name} on {', '.join(base.addresses)}")
         announce(f"ready: {rpyc}{web} | model {model} | {threads} | adapters: {names}")
         if table:
             announce(f"ATMM table: {table}")

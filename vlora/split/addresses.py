@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from vlora.config import LOOPBACK_HOSTS
 from vlora.errors import BadConfig
+
+log = logging.getLogger(__name__)
 
 
 class Address(NamedTuple):
@@ -38,3 +42,25 @@ class Address(NamedTuple):
     def is_local(self) -> bool:
         """Whether only processes of this machine can connect."""
         return bool(self.path) or self.host in LOOPBACK_HOSTS
+
+
+def secured(addresses: Sequence[str], *, has_tokens: bool, has_tls: bool) -> list[Address]:
+    """Read addresses to listen on. Warns about those that other machines can reach without TLS.
+
+    Raises:
+        BadConfig: An address is invalid, or other machines can reach it without a token.
+    """
+    found = [Address.parse(address) for address in addresses]
+    for text, address in zip(addresses, found, strict=True):
+        if address.is_local:
+            continue
+        if not has_tokens:
+            raise BadConfig(
+                f"address {text!r} is not on this machine; without authentication a base model is served on loopback "
+                f"only ({', '.join(LOOPBACK_HOSTS)}). Set tokens with --token-file or VLORA_TOKEN"
+            )
+        if not has_tls:
+            log.warning(
+                "TLS is off: activations sent to %s can be read on the network; set --tls-cert and --tls-key", text
+            )
+    return found

@@ -12,10 +12,10 @@ import ssl
 import threading
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 import msgspec
 
+from vlora.auth_rate_limit import AuthRateLimit
 from vlora.config import Token
 from vlora.errors import BadConfig, OverCapacity, Unauthorized, VLoraError
 from vlora.split import challenge, transport
@@ -45,16 +45,6 @@ class Limits:
     greeting_s: float = 10.0
 
 
-class RateLimit(Protocol):
-    """Limit on wrong tokens, such as `vlora.server.security.access.AuthRateLimit`."""
-
-    def check(self, peer: str) -> None:
-        """Raise OverCapacity for a peer that has to wait."""
-
-    def record_failure(self, peer: str) -> None:
-        """Count a wrong token of a peer."""
-
-
 class Greeter:
     """Admits clients. Thread-safe."""
 
@@ -65,7 +55,7 @@ class Greeter:
         *,
         tokens: Sequence[Token] = (),
         tls: ssl.SSLContext | None = None,
-        rate_limit: RateLimit | None = None,
+        rate_limit: AuthRateLimit | None = None,
         places: threading.Semaphore,
     ) -> None:
         """tls: for TCP; Unix sockets never use it. places: for clients; the server releases them."""

@@ -15,7 +15,7 @@ from vlora.config import EngineConfig
 from vlora.engine.interface import EngineInterface
 from vlora.engine.ipc.client import ENGINE_COMMAND, EngineClient
 from vlora.engine.snapshot import EngineSnapshot
-from vlora.errors import EngineDead, VLoraError
+from vlora.errors import BadConfig, EngineDead, VLoraError
 from vlora.types import AdapterStatus, EngineStats, Request, RequestOutput, TrainingStatus
 
 _MOST_STARTS = 5  # in a row that ended early
@@ -214,7 +214,14 @@ class SupervisedEngine:
     async def _start_again(self) -> EngineClient:
         # A plan that can no longer be read does not keep the engine from serving.
         config = dataclasses.replace(self._config, train=None)
-        engine = await EngineClient.start(config, command=self._command)
+        try:
+            engine = await EngineClient.start(config, command=self._command)
+        except BadConfig as error:
+            if config.serve_base is None:
+                raise
+            # Nor does an address that another process has taken meanwhile.
+            self._log(f"starting without --serve-base: {error}")
+            engine = await EngineClient.start(dataclasses.replace(config, serve_base=None), command=self._command)
         try:
             await self._restore(engine)
         except BaseException:

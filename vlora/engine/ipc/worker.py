@@ -106,7 +106,8 @@ class EngineWorker:
         self._started_s = time.monotonic()  # of the current step
         transport.reply_at_once(messages.PING, self._pong)
         self._trainings = engine.parts.trainings
-        self._trainings.wake = transport.wake
+        self._other_work = engine.parts.other_work
+        self._other_work.wake = transport.wake
         self._stopping = False
 
     def loop(self) -> None:
@@ -115,19 +116,19 @@ class EngineWorker:
         while not self._stopping:
             self._started_s = time.monotonic()
             if not self._engine.has_work or self._transport.has_message:
-                for message in self._messages(block=not (self._engine.has_work or self._trains())):
+                for message in self._messages(block=not (self._engine.has_work or self._works())):
                     self._handle(message)
                 if not self._engine.has_work:
                     self._engine.check_ranks()  # as each step does
             else:
                 self._send_outputs(self._engine.step())
-                self._trains()
+                self._works()
             self._reports.poll()
         self._send_outputs(self._engine.close())
 
-    def _trains(self) -> bool:
-        """Run a piece of a training, unless a message waits. Returns whether not to wait for a message."""
-        return self._transport.has_message or self._trainings.advance()
+    def _works(self) -> bool:
+        """Run a piece of other work, unless a message waits. Returns whether not to wait for a message."""
+        return self._transport.has_message or self._other_work.advance()
 
     def _pong(self) -> bytes:
         """Called by the transport's thread."""
@@ -135,7 +136,7 @@ class EngineWorker:
         return messages.encode(messages.Pong(step_s))
 
     def _messages(self, *, block: bool) -> Iterator[messages.ToEngine]:
-        limits = (self._reports.wait_s, self._trainings.retry_s) if block else ()
+        limits = (self._reports.wait_s, self._other_work.retry_s) if block else ()
         wait_s = min((limit for limit in limits if limit is not None), default=None)
         try:
             while not self._stopping and (data := self._transport.receive(block=block, timeout_s=wait_s)) is not None:
