@@ -115,12 +115,14 @@ def serve(
     docs/split.md). Without tokens the server binds to loopback only. --shard 1/2 and --shard 2/2 serve halves.
     """
     from vlora.server.security.tokens import read_tokens
-    from vlora.split.addresses import secured
+    from vlora.split.addresses import secured, warn_of_no_tls
 
     os.environ |= {LEVEL_VARIABLE: log_level, JSON_VARIABLE: ""}
     configure(os.environ)
     tokens = read_tokens(token_file, os.environ)
-    secured(addresses, has_tokens=bool(tokens), has_tls=tls_cert is not None)
+    listening = secured(addresses, has_tokens=bool(tokens))
+    if tls_cert is None:
+        warn_of_no_tls(listening)
     security = ServerConfig(tls_cert=tls_cert, tls_key=tls_key, tokens=tokens)
     part = _shard(shard)
     with waiting(f"loading {model}") as loaded, until_stopped() as stop:

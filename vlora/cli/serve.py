@@ -208,9 +208,9 @@ def serve(
 
 def _served_base(addresses: tuple[str, ...], name: str, server: ServerConfig) -> ServedBase:
     """The base model for clients, with the server's tokens and certificate. Raises BadConfig."""
-    from vlora.split.addresses import Address
+    from vlora.split.addresses import secured
 
-    parsed = [Address.parse(address) for address in addresses]  # an error is reported before the model loads
+    parsed = secured(addresses, has_tokens=bool(server.tokens))  # an error is reported before the model loads
     return ServedBase(
         # The engine's process has the same working directory; messages have the whole path.
         addresses=tuple(f"unix:{os.path.abspath(each.path)}" if each.path else str(each) for each in parsed),

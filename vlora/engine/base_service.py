@@ -20,7 +20,7 @@ from vlora.engine.device_runtime import DeviceRuntime
 from vlora.errors import BadConfig
 from vlora.orchestrator.latency_promise import LatencyPromise
 from vlora.split import transport
-from vlora.split.addresses import secured
+from vlora.split.addresses import secured, warn_of_no_tls
 from vlora.split.base_server import BaseServer
 from vlora.split.batching import CallQueue
 from vlora.split.greeting import Limits
@@ -57,13 +57,15 @@ class BaseService:
         self._server: BaseServer | None = None
         self._thread: threading.Thread | None = None
         self._listeners: list[socket.socket] = []
-        addresses = secured(settings.addresses, has_tokens=bool(settings.tokens), has_tls=settings.tls_cert is not None)
+        addresses = secured(settings.addresses, has_tokens=bool(settings.tokens))
         for address in addresses:
             if not address.path and address.port == 0:
                 raise BadConfig(
                     f"address {str(address)!r} has no port; choose one: clients find a restarted engine at the address "
                     "of the former one"
                 )
+        if self._tls is None:
+            warn_of_no_tls(addresses)
         try:
             self._listeners += map(transport.listen, addresses)
         except BaseException:
@@ -129,7 +131,7 @@ def listening(settings: ServedBase) -> Iterator[BaseService]:
         raise
 
 
-def base_layers(device: DeviceRuntime) -> dict[str, nn.Module]:
+def base_layers(device: DeviceRuntime) -> dict[str, nn.Linear]:
     """The frozen linear layers of the loaded model with W0, whatever is merged: views, no copies.
 
     The names and their order are those of transformers' model, so that the base is that of `vlora base serve`.
@@ -149,7 +151,7 @@ def base_layers(device: DeviceRuntime) -> dict[str, nn.Module]:
             "client's model names its layers otherwise"
         )
     layers = frozen_layers(hf_model.model, lambda module: isinstance(module, StoredLinear))
-    found: dict[str, nn.Module] = {}
+    found: dict[str, nn.Linear] = {}
     for name, layer in layers.items():
         assert isinstance(layer, StoredLinear)
         weight = slabs.entry(name) if name in slabs.slots else layer.weight.detach()

@@ -7,8 +7,6 @@ from typing import Protocol
 
 from vlora.orchestrator.latency_promise import LatencyPromise
 
-_MAX_AHEAD_S = 0.1  # more time than this is not made up for: one that could not run for long would stop the other
-
 
 class OtherWork(Protocol):
     """Work in pieces that cannot be interrupted. All calls come from the engine's thread, between two steps.
@@ -55,14 +53,15 @@ class WorkByTurns:
 
     def advance(self) -> bool:
         """See OtherWork."""
-        leading = int(self._ahead_s > 0)  # the index of the kind that comes first
-        for place in (leading, 1 - leading):
+        behind = int(self._ahead_s > 0)  # the index of the kind that has had less time
+        for place in (behind, 1 - behind):
             kind, before_s = self._kinds[place], self._promise.spent_s
             again = kind.advance()
-            ahead_s = self._ahead_s + (1, -1)[place] * (self._promise.spent_s - before_s)
-            self._ahead_s = min(_MAX_AHEAD_S, max(-_MAX_AHEAD_S, ahead_s))
+            self._ahead_s += (1, -1)[place] * (self._promise.spent_s - before_s)
             if again or (kind.waits and kind.fits_later):
                 return again
+            if place == behind:
+                self._ahead_s = 0.0  # it has no claim on the time in which it does nothing
         return False
 
     @property

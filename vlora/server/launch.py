@@ -129,11 +129,11 @@ async def serve(
         with contextlib.suppress(EngineDead):  # the engine is restarting
             stats = await engine.stats()
             table, threads = stats.atmm_table, _threads(stats.num_threads, engine_config)
-        if (base := engine_config.serve_base) is not None:
-            announce(f"base model {base.name} on {', '.join(base.addresses)}")
         announce(f"ready: {rpyc}{web} | model {model} | {threads} | adapters: {names}")
         if table:
             announce(f"ATMM table: {table}")
+        if (base := engine_config.serve_base) is not None:
+            announce(f"base model {base.name} on {', '.join(base.addresses)}")
         await stop.wait()
         stop.clear()
         await _first_done(asyncio.create_task(front_end.drain()), stop)

@@ -44,23 +44,26 @@ class Address(NamedTuple):
         return bool(self.path) or self.host in LOOPBACK_HOSTS
 
 
-def secured(addresses: Sequence[str], *, has_tokens: bool, has_tls: bool) -> list[Address]:
-    """Read addresses to listen on. Warns about those that other machines can reach without TLS.
+def secured(addresses: Sequence[str], *, has_tokens: bool) -> list[Address]:
+    """Read addresses to listen on.
 
     Raises:
         BadConfig: An address is invalid, or other machines can reach it without a token.
     """
     found = [Address.parse(address) for address in addresses]
-    for text, address in zip(addresses, found, strict=True):
-        if address.is_local:
-            continue
-        if not has_tokens:
+    for address in found:
+        if not has_tokens and not address.is_local:
             raise BadConfig(
-                f"address {text!r} is not on this machine; without authentication a base model is served on loopback "
-                f"only ({', '.join(LOOPBACK_HOSTS)}). Set tokens with --token-file or VLORA_TOKEN"
-            )
-        if not has_tls:
-            log.warning(
-                "TLS is off: activations sent to %s can be read on the network; set --tls-cert and --tls-key", text
+                f"address {str(address)!r} is not on this machine; without authentication a base model is served on "
+                f"loopback only ({', '.join(LOOPBACK_HOSTS)}). Set tokens with --token-file or VLORA_TOKEN"
             )
     return found
+
+
+def warn_of_no_tls(addresses: Sequence[Address]) -> None:
+    """Write a line to the log for each address that other machines can reach."""
+    for address in addresses:
+        if not address.is_local:
+            log.warning(
+                "TLS is off: activations sent to %s can be read on the network; set --tls-cert and --tls-key", address
+            )
