@@ -14,7 +14,7 @@ from torch import nn
 
 from atmm.stored_linear import StoredLinear
 from vlora.auth_rate_limit import AuthRateLimit
-from vlora.config import ServedBase
+from vlora.config import ServedBase, Token
 from vlora.engine.base_executor import EngineExecutor
 from vlora.engine.device_runtime import DeviceRuntime
 from vlora.errors import BadConfig
@@ -23,10 +23,9 @@ from vlora.split import transport
 from vlora.split.addresses import secured, warn_of_no_tls
 from vlora.split.base_server import BaseServer
 from vlora.split.batching import CallQueue
-from vlora.split.greeting import Limits
+from vlora.split.greeting import Greeter, Limits
 from vlora.split.layers import frozen_layers
 from vlora.split.peer import Peer
-from vlora.split.serving import make_server
 from vlora.threads import compute_alone
 from vlora.tls import server_context
 
@@ -44,6 +43,7 @@ class BaseService:
     """
 
     executor: EngineExecutor
+    _greeter: Greeter
 
     def __init__(self, settings: ServedBase) -> None:
         """Bind the addresses, so that one in use is reported before the model loads.
@@ -77,18 +77,24 @@ class BaseService:
         settings = self._settings
         self.executor = EngineExecutor(base_layers(device), name=settings.name, promise=promise, clock=clock)
         queue: CallQueue[Peer] = CallQueue()
-        self._server = make_server(
+        self._server = server = BaseServer(self.executor, queue, LIMITS)
+        self._greeter = Greeter(
             self.executor,
-            queue,
             LIMITS,
-            self._listeners,
             tokens=settings.tokens,
             tls=self._tls,
             rate_limit=AuthRateLimit(),
+            places=server.places,
         )
-        self._thread = threading.Thread(target=self._serve, args=(self._server,), name="vlora-base-server", daemon=True)
+        for sock in self._listeners:
+            server.listen(sock, self._greeter)
+        self._thread = threading.Thread(target=self._serve, args=(server,), name="vlora-base-server", daemon=True)
         self._thread.start()
         return self.executor
+
+    def replace_tokens(self, tokens: tuple[Token, ...]) -> None:
+        """Admit clients with these tokens from now on. Those that are connected remain."""
+        self._greeter.tokens = tokens
 
     @property
     def stats(self) -> Mapping[str, Any]:

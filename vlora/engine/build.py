@@ -75,7 +75,12 @@ class Hooks:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineParts:
-    """The parts of an engine, for its step loop, tests and benches. group: None on a single rank."""
+    """The parts of an engine, for its step loop, tests and benches.
+
+    Attributes:
+        base: None if no clients are served.
+        group: None on a single rank.
+    """
 
     num_threads: int
     device: DeviceRuntime
@@ -91,6 +96,7 @@ class EngineParts:
     versions: AdapterVersions
     trainings: Trainings
     other_work: OtherWork
+    base: BaseService | None
     steps: StepsInOrder | StepsAhead
     hooks: Hooks
     group: ProcessGroup | None
@@ -204,6 +210,7 @@ def build(
             versions=versions,
             trainings=trainings,
             other_work=other_work,
+            base=base,
             steps=steps,
             hooks=hooks,
             group=None if coordinator is None else coordinator.group,

@@ -78,7 +78,12 @@ def serve_base(
         executor = BaseExecutor(layers, name=settings.name, shard=settings.shard, device=device)
         del layers
         queue: CallQueue[Peer] = CallQueue(max_wait_s=settings.max_wait_s, join_rows=settings.join_rows)
-        server = make_server(executor, queue, settings.limits, listeners, tokens=tokens, tls=tls, rate_limit=rate_limit)
+        server = BaseServer(executor, queue, settings.limits)
+        greeter = Greeter(
+            executor, settings.limits, tokens=tokens, tls=tls, rate_limit=rate_limit, places=server.places
+        )
+        for sock in listeners:
+            server.listen(sock, greeter)
         index, number = settings.shard
         shard = f", shard {index + 1}/{number}" if number > 1 else ""
         bound = ", ".join(map(address_of, listeners))
@@ -90,24 +95,6 @@ def serve_base(
     finally:
         for sock in listeners:
             sock.close()
-
-
-def make_server(
-    executor: BaseExecutor,
-    queue: CallQueue[Peer],
-    limits: Limits,
-    listeners: Sequence[socket.socket],
-    *,
-    tokens: Sequence[Token],
-    tls: ssl.SSLContext | None,
-    rate_limit: AuthRateLimit | None,
-) -> BaseServer:
-    """A server that accepts the clients of these sockets when it runs."""
-    server = BaseServer(executor, queue, limits)
-    greeter = Greeter(executor, limits, tokens=tokens, tls=tls, rate_limit=rate_limit, places=server.places)
-    for sock in listeners:
-        server.listen(sock, greeter)
-    return server
 
 
 def address_of(sock: socket.socket) -> str:

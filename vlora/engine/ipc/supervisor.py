@@ -11,7 +11,7 @@ from typing import Protocol
 
 import msgspec
 
-from vlora.config import EngineConfig
+from vlora.config import EngineConfig, Token
 from vlora.engine.interface import EngineInterface
 from vlora.engine.ipc.client import ENGINE_COMMAND, EngineClient
 from vlora.engine.snapshot import EngineSnapshot
@@ -151,6 +151,14 @@ class SupervisedEngine:
         """See EngineInterface."""
         return await self._alive().cancel_training(name)
 
+    def replace_base_tokens(self, tokens: tuple[Token, ...]) -> None:
+        """Admit clients of the base model with these tokens from now on, also after a restart."""
+        if (base := self._config.serve_base) is None:
+            return
+        self._config = dataclasses.replace(self._config, serve_base=dataclasses.replace(base, tokens=tokens))
+        if self._engine is not None:
+            self._engine.replace_base_tokens(tokens)
+
     async def stats(self) -> EngineStats:
         """See EngineInterface. Counters restart with every process, except the number of restarts."""
         return msgspec.structs.replace(await self._alive().stats(), num_restarts=self._num_restarts)
@@ -208,6 +216,8 @@ class SupervisedEngine:
                     self._log(f"{died}; retrying")
             self._num_restarts += 1
             self._engine = engine
+            if (base := self._config.serve_base) is not None:
+                engine.replace_base_tokens(base.tokens)  # they may have been replaced while it started
             self._log("the engine is ready again")
             self._notify()
 

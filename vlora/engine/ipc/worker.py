@@ -164,6 +164,9 @@ class EngineWorker:
                 self._stopping = True
             case messages.WatchLoad():
                 self._reports.watch(message.every_s)
+            case messages.ReplaceBaseTokens():
+                if (base := self._engine.parts.base) is not None:
+                    base.replace_tokens(message.tokens)
             case messages.Ping():  # one that came before the loop began
                 self._transport.send(self._pong())
             case messages.Start():

@@ -36,6 +36,11 @@ class Access:
         self._rate_limit = AuthRateLimit() if rate_limit is None else rate_limit
 
     @property
+    def tokens(self) -> tuple[Token, ...]:
+        """The permitted tokens."""
+        return tuple(token for _, token in self._tokens)
+
+    @property
     def required(self) -> bool:
         """Whether authentication is required."""
         return bool(self._tokens)
