@@ -1,4 +1,4 @@
-"""A base executor whose products run in the engine's thread, in pieces of rows between two steps."""
+"""A base executor with products in the engine's thread, in pieces of rows between two steps."""
 
 from __future__ import annotations
 

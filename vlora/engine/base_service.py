@@ -1,4 +1,4 @@
-"""The engine's W0 as a base executor: a base server in a thread, whose products are work between two steps."""
+"""The engine's W0 as a base executor: a base server in a thread, with products between two steps."""
 
 from __future__ import annotations
 

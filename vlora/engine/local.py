@@ -31,7 +31,8 @@ class LocalEngine:
         self._streams: dict[str, Callable[[RequestOutput], None]] = {}
         self._thread: threading.Thread | None = None
         self._cause: str | None = None
-        self.engine.parts.other_work.wake = lambda: self._calls.put(_nothing)
+        self.engine.parts.other_work.wake = self._wake
+        self._may_sleep = True
 
     # -- synchronous --------------------------------------------------------------------------------------------------
 
@@ -175,10 +176,12 @@ class LocalEngine:
         launch_on(self.engine.parts.device.hf_model.device)
         try:
             while self._take_calls(block=not (self.engine.has_work or self._works())):
+                self._may_sleep = False
                 if self.engine.has_work:
                     for output in self.engine.step():
                         self._deliver(output)
                     self._works()
+                self._may_sleep = not self.engine.has_work  # before it looks for other work once more
         except Exception as error:
             self._cause = f"the engine stopped: {type(error).__name__}: {error}"
             raise
@@ -193,6 +196,11 @@ class LocalEngine:
     def _works(self) -> bool:
         """Run a piece of other work, unless a call waits. Returns whether not to wait for a call."""
         return not self._calls.empty() or self.engine.parts.other_work.advance()
+
+    def _wake(self) -> None:
+        """Let the loop look for other work. After a step it does so by itself, unless it finds a call."""
+        if self._may_sleep:
+            self._calls.put(_nothing)
 
     def _take_calls(self, *, block: bool) -> bool:
         """Run the pending calls; False if the engine is to stop."""

@@ -1,4 +1,4 @@
-"""What the engine does between two steps beside requests: trainings, and products for clients of the base model."""
+"""Work of the engine between two steps, beside requests: trainings, and products for clients of the base model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class WorkByTurns:
     """
 
     def __init__(self, first: SharedWork, second: SharedWork, promise: LatencyPromise) -> None:
-        """promise: what both charge with their pieces."""
+        """promise: both charge it with their pieces."""
         self.wake: Callable[[], None] = lambda: None
         self._kinds = (first, second)
         self._promise = promise

@@ -262,7 +262,7 @@ class BaseServer:
             for call in batch:
                 self._refuse(call.client, BadRequest(f"the product failed: {str(error).partition(chr(10))[0]}"))
             return
-        # Not the time that an executor waited for its thread: it says nothing about later products.
+        # Without the time that an executor waited for its thread, on which later products do not depend.
         self._queue.computed(batch, self._executor.busy_s - busy_s, time.monotonic())
         self.num_batches += 1
         for call, answer in zip(batch, answers, strict=True):

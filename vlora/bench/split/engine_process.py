@@ -4,8 +4,8 @@ Prints a line when it is ready. Each line of standard input is the arrival times
 JSON list; it is answered by their latencies and the duration of all. Between them the engine is idle.
 
 Seconds are those of the engine's clock: processor time of its thread, and the time in which it had nothing to do. So
-other load on the machine hardly counts, and waits for the interpreter's lock do not count either; the latencies in wall
-time, which have both, are in the answer too.
+other load on the machine counts little, and waits for the interpreter's lock do not count. The answer has each latency
+on this clock, then in wall time, then on this clock without the products for clients that ran meanwhile.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class EngineClock:
 class Server:
     """An engine and the loop of its thread."""
 
-    def __init__(self, folder: str, address: str | None) -> None:
+    def __init__(self, folder: str, address: str | None, dtype: str) -> None:
         """address: for clients of the base model."""
         base = None if address is None else ServedBase(addresses=(address,), name="bench")
         config = EngineConfig(
             model=folder,
-            dtype="float32",
+            dtype=dtype,
             threads=1,
             arena_bytes=256 << 20,
             switching="shadow",
@@ -98,17 +98,18 @@ class Server:
     def _serve(self, times: Sequence[float]) -> dict[str, Any]:
         began = self._clock()
         due = deque((began + each, _request(number)) for number, each in enumerate(times))
-        arrived: dict[str, tuple[float, float]] = {}  # on the engine's clock, and in wall time when it was seen
-        latencies: list[tuple[float, float]] = []
+        arrived: dict[str, tuple[float, float, float]] = {}  # on the engine's clock, in wall time, and time of products
+        latencies: list[tuple[float, float, float]] = []
+        promise = self._engine.parts.trainings.promise
         while due or self._engine.has_work:
             while due and due[0][0] <= self._clock():
                 when, request = due.popleft()
                 self._engine.add(request)
-                arrived[request.request_id] = when, time.perf_counter()
+                arrived[request.request_id] = when, time.perf_counter(), promise.spent_s
             if self._engine.has_work:
                 ended = [arrived[output.request_id] for output in self._engine.step() if output.finished]
-                now, wall = self._clock(), time.perf_counter()
-                latencies += [(now - clock_s, wall - wall_s) for clock_s, wall_s in ended]
+                now, wall, spent = self._clock(), time.perf_counter(), promise.spent_s
+                latencies += [(now - a, wall - b, now - a - (spent - c)) for a, b, c in ended]
                 self._work.advance()
             else:
                 self._idle(due[0][0] - self._clock())
@@ -125,9 +126,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder")
     parser.add_argument("--base")
+    parser.add_argument("--dtype", default="float32")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    server = Server(args.folder, args.base)
+    server = Server(args.folder, args.base, args.dtype)
     print(json.dumps({}), flush=True)
     server.run()
 

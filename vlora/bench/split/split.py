@@ -3,7 +3,7 @@
 Memory is the proportional set size (PSS) of all processes, after two training steps. Speed is the processor time of a
 token, of the client and of the executor together, in turns, so that other load on the machine cancels out. Table 5 and
 figures 22 and 23 of the paper are in wall time: run them on an otherwise idle machine. Clients and executors are
-processes with one thread each. The part "engine" is of a serving engine whose weights are the base.
+processes with one thread each. The part "engine" measures a serving engine that serves its weights.
 """
 
 from __future__ import annotations

@@ -107,7 +107,8 @@ class EngineWorker:
         transport.reply_at_once(messages.PING, self._pong)
         self._trainings = engine.parts.trainings
         self._other_work = engine.parts.other_work
-        self._other_work.wake = transport.wake
+        self._other_work.wake = self._wake
+        self._may_sleep = False
         self._stopping = False
 
     def loop(self) -> None:
@@ -116,8 +117,10 @@ class EngineWorker:
         while not self._stopping:
             self._started_s = time.monotonic()
             if not self._engine.has_work or self._transport.has_message:
+                self._may_sleep = True
                 for message in self._messages(block=not (self._engine.has_work or self._works())):
                     self._handle(message)
+                self._may_sleep = False
                 if not self._engine.has_work:
                     self._engine.check_ranks()  # as each step does
             else:
@@ -129,6 +132,11 @@ class EngineWorker:
     def _works(self) -> bool:
         """Run a piece of other work, unless a message waits. Returns whether not to wait for a message."""
         return self._transport.has_message or self._other_work.advance()
+
+    def _wake(self) -> None:
+        """Let the loop look for other work. After a step it does so by itself, unless it finds a message."""
+        if self._may_sleep:
+            self._transport.wake()
 
     def _pong(self) -> bytes:
         """Called by the transport's thread."""
