@@ -44,7 +44,7 @@ def _memory(checkpoint: Path) -> list[dict[str, Any]]:
 
     In float32, the type of the file, a base executor only maps it, as the client does; in bfloat16 it has a copy.
     """
-    found = []
+    found: list[dict[str, Any]] = []
     for dtype, way in itertools.product(DTYPES, (BOTH, OWN)):
         address = _address(checkpoint, f"memory{len(found)}")
         options = (str(checkpoint), "--dtype", dtype)
