@@ -19,7 +19,7 @@ from vlora.split.batching import FIXED_ROWS
 from vlora.split.executor import BaseExecutor
 from vlora.split.frames import Direction
 
-ROW_S, STEP_S, SLOWDOWN = 1e-3, 0.1, 1.5
+ROW_S, STEP_S, SLOWDOWN = 5e-4, 0.1, 1.5
 ROWS = 256
 
 
@@ -104,13 +104,20 @@ def case(monkeypatch: pytest.MonkeyPatch) -> Iterator[Case]:
     found.executor.close()
 
 
-def test_an_idle_engine_computes_a_whole_call_at_once(case: Case) -> None:
-    x = torch.randn(ROWS, 8)
+def test_an_idle_engine_computes_calls_at_once(case: Case) -> None:
+    """In few pieces: the first one has few rows, because its price is not known, and none takes over 0.2 s."""
+    x = torch.randn(6 * ROWS, 8)
     call = case.call(x)
-    assert case.executor.advance() and case.rows == [ROWS]
+    while case.left:
+        assert case.executor.advance()
     call.join()
     torch.testing.assert_close(call.y[0], case.layer(x).detach())
+    assert case.rows[0] == FIXED_ROWS and len(case.rows) < 7
+    assert max(case.rows[1:]) == pytest.approx(0.2 / ROW_S - FIXED_ROWS, abs=1)
     assert not case.executor.advance() and not case.executor.waits
+    call = case.call()
+    assert case.executor.advance() and case.rows[-1] == ROWS, "a call was cut without need"
+    call.join()
 
 
 def test_rows_run_beside_requests_only_with_room(case: Case) -> None:
@@ -137,14 +144,22 @@ def test_rows_run_beside_requests_only_with_room(case: Case) -> None:
 def test_without_the_promise_a_request_takes_too_long(case: Case) -> None:
     """Negative control of the test above."""
     case.promise.slowdown = math.inf
-    call = case.call()
-    assert case.serve("only", 2, case.executor.advance) > SLOWDOWN * 2 * STEP_S
+    call = case.call(torch.randn(3 * ROWS, 8))
+    while case.left > 2 * ROWS:
+        case.executor.advance()
+
+    def advance() -> None:
+        while case.left:
+            case.executor.advance()
+
+    assert case.serve("only", 2, advance) > SLOWDOWN * 2 * STEP_S
     call.join()
 
 
 def test_a_call_without_room_waits_until_the_engine_was_quiet(case: Case) -> None:
     call = case.call()
-    case.executor.advance()  # its price is known from now on
+    while case.left:
+        case.executor.advance()  # its price is known from now on
     call.join()
     for number in range(8):
         case.promise.add(str(number))
@@ -245,7 +260,8 @@ def test_an_error_of_a_product_reaches_the_call_alone(case: Case, monkeypatch: p
     assert isinstance(call.error, RuntimeError) and "KeyError: 'layer'" in str(call.error)
     monkeypatch.setattr(BaseExecutor, "compute", good)
     call = case.call()
-    assert case.executor.advance()
+    while case.left:
+        assert case.executor.advance()
     call.join()
     assert call.error is None
 

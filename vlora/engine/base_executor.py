@@ -17,6 +17,8 @@ from vlora.split.base_server import Stopped
 from vlora.split.batching import FIXED_ROWS
 from vlora.split.executor import BaseExecutor
 
+_LONGEST_S = 0.2  # of a piece, for the request that arrives during it
+
 
 class _Rows(NamedTuple):
     """Rows of one product. num_tokens: with `FIXED_ROWS`, the time of reading the weights."""
@@ -112,8 +114,9 @@ class EngineExecutor(BaseExecutor):
         error = self._compute_piece(product, slice(product.first, product.first + rows))
         seconds = self._clock() - before
         self._promise.spent(seconds)
-        self._prices.observe(_Rows(kind, rows + FIXED_ROWS), seconds)
-        self.num_rows += rows
+        if error is None:
+            self._prices.observe(_Rows(kind, rows + FIXED_ROWS), seconds)
+            self.num_rows += rows
         product.first += rows
         if error is not None or product.first == product.num_rows:
             self._product = None
@@ -147,19 +150,19 @@ class EngineExecutor(BaseExecutor):
     def _rows_now(self, kind: Hashable, left: int) -> int:
         """Rows of the next piece; 0 if the promise leaves no room for it."""
         room_s = self._promise.room_s
-        if math.isinf(room_s):
-            return left
         least = min(left, FIXED_ROWS)  # with fewer, most of the time would be for reading the weights
         row_s = self._prices.expected_s(_Rows(kind, 1))
         if row_s == 0:  # not known yet
             self.fits_later = True
             return least if room_s > 0 else 0
+        if math.isinf(room_s):
+            return min(left, max(least, int(_LONGEST_S / row_s) - FIXED_ROWS))
         price_s = row_s * (least + FIXED_ROWS)
         if price_s > room_s:
             self.fits_later = price_s <= self._promise.longest_s
             return 0
         # As micro-steps: half of what an idle engine may spend, as prices vary, and at most what requests leave.
-        usual_s = min(room_s, self._promise.usual_room_s / 2, self._promise.beside_room_s)
+        usual_s = min(room_s, self._promise.usual_room_s / 2, self._promise.beside_room_s, _LONGEST_S)
         return min(left, max(least, int(usual_s / row_s) - FIXED_ROWS))
 
     def _shapes(self, group: int, mask: int) -> tuple[tuple[int, int], ...]:
