@@ -210,6 +210,10 @@ def beside(case: Case, training: Training, advance: Callable[[], bool]) -> tuple
                 call = case.call()
 
     longest_s = max(case.serve(str(number), 20, between) for number in range(10))
+    while case.left:
+        case.clock.now += QUIET_S
+        case.executor.advance()
+    call.join()
     return case.promise.spent_s - before - (training.spent_s - trained), longest_s
 
 
@@ -217,7 +221,7 @@ def beside(case: Case, training: Training, advance: Callable[[], bool]) -> tuple
 def test_trainings_and_clients_share_what_requests_leave(case: Case, piece_s: float) -> None:
     """Each has about half of the time, whether its pieces are shorter or longer, and requests keep their promise."""
     training = Training(case, piece_s)
-    called_s, longest_s = beside(case, training, WorkByTurns(training, case.executor, case.promise).advance)
+    called_s, longest_s = beside(case, training, WorkByTurns(training, case.executor, case.promise, case.clock).advance)
     assert 0.4 < called_s / (called_s + training.spent_s) < 0.6
     assert longest_s <= SLOWDOWN * 20 * STEP_S
 
@@ -228,9 +232,25 @@ def test_without_turns_short_pieces_would_take_all_room(case: Case) -> None:
     assert called_s < 0.1 * training.spent_s
 
 
+class Unlucky(Training):
+    """Its piece seems to fit in a request, and never does."""
+
+    def advance(self) -> bool:
+        self.waits = self.fits_later = True
+        return False
+
+
+def test_a_piece_that_never_fits_stops_others_for_half_of_the_time(case: Case) -> None:
+    training = Unlucky(case, 0.02)
+    turns = WorkByTurns(training, case.executor, case.promise, case.clock)
+    alone_s, _ = beside(case, training, case.executor.advance)
+    called_s, longest_s = beside(case, training, turns.advance)
+    assert called_s > 0.4 * alone_s and longest_s <= SLOWDOWN * 20 * STEP_S
+
+
 def test_an_idle_kind_of_work_has_no_claim_on_the_time_of_its_absence(case: Case) -> None:
     training = Training(case, 0.01)
-    turns = WorkByTurns(training, case.executor, case.promise)
+    turns = WorkByTurns(training, case.executor, case.promise, case.clock)
     for _ in range(1000):
         assert turns.advance()
     assert training.spent_s == pytest.approx(10)

@@ -157,7 +157,8 @@ def build(
         trainings = Trainings(config, device=device, registry=registry, admin=admin, cost=cost, clock=clock)
         other_work: OtherWork = trainings
         if base is not None:
-            other_work = WorkByTurns(trainings, base.start(device, trainings.promise, clock), trainings.promise)
+            served = base.start(device, trainings.promise, clock)
+            other_work = WorkByTurns(trainings, served, trainings.promise, clock)
         monitor = Monitor(
             config,
             clock,

@@ -7,6 +7,9 @@ from typing import Protocol
 
 from vlora.orchestrator.latency_promise import LatencyPromise
 
+_HOLD_S = 1.0
+_MAX_AHEAD_S = 1.0  # of a kind that could not run for long, so that it does not stop the other one for as long
+
 
 class OtherWork(Protocol):
     """Work in pieces that cannot be interrupted. All calls come from the engine's thread, between two steps.
@@ -40,14 +43,18 @@ class SharedWork(OtherWork, Protocol):
 class WorkByTurns:
     """Two kinds of work, an `OtherWork`. While both have pieces, the one that has had less time comes first.
 
-    A piece that waits for room keeps the other kind from using it up, unless it cannot run beside requests at all.
+    A piece that waits for room keeps the other kind from using it up, unless it cannot run beside requests at all. It
+    does so for half of the time only, in every other second, because there may never be enough room for it.
     """
 
-    def __init__(self, first: SharedWork, second: SharedWork, promise: LatencyPromise) -> None:
-        """promise: both charge it with their pieces."""
+    def __init__(
+        self, first: SharedWork, second: SharedWork, promise: LatencyPromise, clock: Callable[[], float]
+    ) -> None:
+        """promise: both charge it with their pieces. clock: the engine's."""
         self.wake: Callable[[], None] = lambda: None
         self._kinds = (first, second)
         self._promise = promise
+        self._clock = clock
         self._ahead_s = 0.0  # time of the first kind beyond that of the second one
         first.wake = second.wake = self._wake
 
@@ -57,10 +64,11 @@ class WorkByTurns:
         for place in (behind, 1 - behind):
             kind, before_s = self._kinds[place], self._promise.spent_s
             again = kind.advance()
-            self._ahead_s += (1, -1)[place] * (self._promise.spent_s - before_s)
-            if again or (kind.waits and kind.fits_later):
+            ahead_s = self._ahead_s + (1, -1)[place] * (self._promise.spent_s - before_s)
+            self._ahead_s = min(_MAX_AHEAD_S, max(-_MAX_AHEAD_S, ahead_s))
+            if again or (kind.waits and kind.fits_later and self._clock() % (2 * _HOLD_S) < _HOLD_S):
                 return again
-            if place == behind:
+            if place == behind and not kind.waits:
                 self._ahead_s = 0.0  # it has no claim on the time in which it does nothing
         return False
 
