@@ -19,7 +19,8 @@ from tests.engine.served_base import config, plain_model, request, running, writ
 from tests.families import FAMILIES
 from tests.split.test_equality import WITHIN, apart, losses
 from tests.split.test_faults import GOOD, WRONG, admitted, all_of, until
-from vlora.config import Token
+from tests.training.beside import Alone, Case, losses_of
+from vlora.config import ServedBase, Token
 from vlora.engine import Engine, device_runtime
 from vlora.engine.base_service import base_layers
 from vlora.engine.ipc import messages
@@ -149,6 +150,19 @@ def test_clients_that_fail_harm_neither_requests_nor_other_clients(one: str, tmp
             assert engine.answers(PLAIN_REQUESTS) == expected
         until(lambda: engine.wait(engine.local.stats()).num_base_clients == 0)
     assert apart(found, plain) < WITHIN
+
+
+def test_a_client_and_a_training_of_the_engine_change_nothing_in_each_other(tmp_path: Path) -> None:
+    """Losses of the plan's training are bit for bit those of one alone, and those of the client are PEFT's."""
+    case, address = Case.make(tmp_path / "case"), f"unix:{tmp_path}/base.sock"
+    model = plain_model(case.model)
+    plain = losses("lora", "qwen2_vl", copy.deepcopy(model))
+    settings = case.config(train=str(case.plan("beside", ["first"])), serve_base=ServedBase(addresses=(address,)))
+    with running(settings) as engine:
+        with connect(address) as base:
+            assert apart(losses("lora", "qwen2_vl", base.wrap(copy.deepcopy(model))), plain) < WITHIN
+        until(lambda: engine.wait(engine.local.trainings())[0].state == "finished")
+    assert losses_of(case.folder / "beside" / "first") == Alone(case, ["first"]).losses["first"]
 
 
 def test_a_client_goes_on_with_the_next_engine_at_the_address(one: str, tmp_path: Path) -> None:
