@@ -20,11 +20,13 @@ LEVEL_1 = BASE | {
     "atmm",
     "heads",
     "vlora.adapter_files",
+    "vlora.auth_rate_limit",
     "vlora.config",
     "vlora.lazy",
     "vlora.logging_format",
     "vlora.parallel",
     "vlora.threads",
+    "vlora.tls",
 }
 LEVEL_2 = LEVEL_1 | {"vlora.lora", "vlora.memory"}
 LEVEL_3 = LEVEL_2 | {"vlora.orchestrator", "vlora.models"}
@@ -41,6 +43,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "vlora.logging_format": set(),
     "vlora.threads": set(),
     "vlora.config": BASE,
+    "vlora.auth_rate_limit": BASE,
+    "vlora.tls": BASE | {"vlora.config"},
     "vlora.parallel": BASE,
     "vlora.memory": LEVEL_1,
     "vlora.lora": LEVEL_1 | {"vlora.memory"},
@@ -48,7 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "vlora.routing": BASE | {"vlora.orchestrator"},
     "vlora.orchestrator": BASE | {"vlora.config", "vlora.memory"},
     "vlora.models": LEVEL_2,
-    "vlora.engine": LEVEL_3 | {"vlora.training"},
+    "vlora.engine": LEVEL_3 | {"vlora.training", "vlora.split"},
     "vlora.cluster": BASE
     | {
         "vlora.adapter_files",
@@ -58,7 +62,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "vlora.plan_files",
         "vlora.routing",
     },
-    "vlora.split": BASE | {"atmm", "vlora.config", "vlora.lazy", "vlora.models"},
+    "vlora.split": BASE | {"atmm", "vlora.auth_rate_limit", "vlora.config", "vlora.lazy", "vlora.models"},
     "vlora.training": LEVEL_2 | {"vlora.models", "vlora.plan_files"},
     "vlora.learning": BASE
     | {

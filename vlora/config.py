@@ -25,6 +25,54 @@ log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Token:
+    """An API token of one caller.
+
+    Args:
+        admin: Whether the caller may also load, unload and pin adapters.
+        expires: The time from which the token is rejected.
+
+    Raises:
+        BadConfig: A value is invalid. The message never contains the secret.
+    """
+
+    name: str
+    secret: str = dataclasses.field(repr=False)
+    admin: bool = False
+    expires: datetime.datetime | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.secret) < MIN_SECRET or not all("!" <= letter <= "~" for letter in self.secret):
+            raise BadConfig(
+                f"token {self.name!r} cannot be used: a token has at least {MIN_SECRET} characters, ASCII and no "
+                "spaces; generate one with 'openssl rand -hex 32'"
+            )
+        if self.expires is not None and self.expires.tzinfo is None:
+            raise BadConfig(f"expiry of token {self.name!r} has no time zone; use the form 2027-01-31T00:00:00Z")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServedBase:
+    """How an engine serves the base model's layers to clients of `vlora.split`.
+
+    Args:
+        addresses: HOST:PORT or unix:PATH of each listening socket.
+        name: The model's name, for clients' messages.
+        tokens: Tokens of the permitted clients. Without tokens only loopback and Unix sockets are possible.
+        tls_cert: PEM file of the certificate. With it, TCP accepts TLS connections only.
+        tls_key: PEM file of the certificate's private key.
+        tls_client_ca: PEM file of the authority that must have signed a client's certificate.
+    """
+
+    addresses: tuple[str, ...]
+    name: str = ""
+    tokens: tuple[Token, ...] = ()
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    tls_client_ca: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Settings of one engine. Defaults are defined here only; the command line reads them from this class.
 
@@ -66,8 +114,9 @@ class EngineConfig:
             name "*" stands for all other adapters. The default is auto: block-diagonal adapters as stored, all others
             replicated.
         train: Plan file of trainings that begin or continue at the start.
-        train_slowdown: How many times as long requests may take beside trainings (their 99th percentile). Infinity
-            lets trainings run at any time.
+        train_slowdown: How many times as long requests may take beside trainings and calls of `serve_base` (their 99th
+            percentile). Infinity lets both run at any time.
+        serve_base: Serve the weights to clients of `vlora.split`, too. None: not.
 
     Raises:
         BadConfig: A value is invalid.
@@ -101,6 +150,7 @@ class EngineConfig:
     sharding: tuple[str, ...] = ()
     train: str | None = None
     train_slowdown: float = 1.15
+    serve_base: ServedBase | None = None
 
     def __post_init__(self) -> None:
         if self.load_format not in ("auto", "dummy"):
@@ -150,6 +200,21 @@ class EngineConfig:
             )
         if self.vision_cache_bytes < 0:
             raise BadConfig(f"vision_cache_bytes is {self.vision_cache_bytes}; it must be 0 (off) or more")
+        if self.serve_base is not None:
+            self._check_served_base()
+
+    def _check_served_base(self) -> None:
+        for field, needed in (("tensor_parallel", 1), ("quantize", "none")):
+            if (value := getattr(self, field)) != needed:
+                raise BadConfig(
+                    f"serve_base needs whole layers in floating point: {field} {needed}, not {value}; or start "
+                    "`vlora base serve` as well, which loads the model again"
+                )
+        if self.switching == "in_place":
+            raise BadConfig(
+                "serve_base needs W0 in memory while an adapter is merged; start with --switching shadow, which needs "
+                "memory for a second copy of the weights"
+            )
 
     @property
     def weights(self) -> dict[str, float]:
@@ -215,33 +280,6 @@ def _parse_sharding(pairs: Sequence[str]) -> dict[str, str]:
             raise BadConfig(f"sharding sets {name!r} twice; remove one of the entries")
         found[name] = kind
     return found
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Token:
-    """An API token of one caller.
-
-    Args:
-        admin: Whether the caller may also load, unload and pin adapters.
-        expires: The time from which the token is rejected.
-
-    Raises:
-        BadConfig: A value is invalid. The message never contains the secret.
-    """
-
-    name: str
-    secret: str = dataclasses.field(repr=False)
-    admin: bool = False
-    expires: datetime.datetime | None = None
-
-    def __post_init__(self) -> None:
-        if len(self.secret) < MIN_SECRET or not all("!" <= letter <= "~" for letter in self.secret):
-            raise BadConfig(
-                f"token {self.name!r} cannot be used: a token has at least {MIN_SECRET} characters, ASCII and no "
-                "spaces; generate one with 'openssl rand -hex 32'"
-            )
-        if self.expires is not None and self.expires.tzinfo is None:
-            raise BadConfig(f"expiry of token {self.name!r} has no time zone; use the form 2027-01-31T00:00:00Z")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from vlora.bench.paper import drawing
 from vlora.bench.paper.figures import symbiosis
 from vlora.bench.paper.measuring import Measuring, Setting
 from vlora.bench.scheduling.models import MODELS
-from vlora.bench.split import base_process, mixed, split
+from vlora.bench.split import base_process, engine, mixed, split
 from vlora.bench.split.base_process import POLICIES, LockstepQueue
 from vlora.bench.split.memory import WAYS
 from vlora.bench.split.mixed import Event, Window
@@ -75,6 +75,26 @@ def test_goals_are_those_of_the_rows() -> None:
     assert not any(goal.holds for goal in missed)
     assert len(split.goals_of(measured(2, 0.7, 120.0, 9.0))) == 4, "memory of few clients is no goal"
     assert split.goals_of([]) == []
+
+
+def of_an_engine(share: float, ratio: float) -> list[dict[str, Any]]:
+    """Rows of the part of a serving engine."""
+    rows = []
+    for dtype in engine.DTYPES:
+        for way, mib in ((engine.BOTH, 100.0), (engine.OWN, 100.0 * share)):
+            rows.append(row(f"{engine.MEMORY}, {dtype}", way, clients=1, **{"executor MiB": mib}))
+    for what, first, second in (
+        (engine.TRAINING, engine.BOTH, engine.OWN),
+        (engine.SERVING, engine.ALONE, engine.BESIDE),
+    ):
+        rows += [row(what, first, ratio=1.0), row(what, second, ratio=ratio)]
+    return [each | {"CPU ms a token": None} for each in rows]
+
+
+def test_goals_of_a_serving_engine_are_those_of_its_rows() -> None:
+    held, missed = (split.goals_of(of_an_engine(*values)) for values in ((0.7, 1.05), (0.95, 1.2)))
+    assert len(held) == len(missed) == 4
+    assert all(goal.holds for goal in held) and not any(goal.holds for goal in missed)
 
 
 def test_rates_and_curves_spread_tokens_over_their_time() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.cli.conftest import Vlora
 from tests.split.running import tiny
 from tests.split.test_faults import base_process
 from vlora.split import connect
@@ -26,7 +27,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (("--bind", "0.0.0.0:0"), "without authentication the server binds to loopback only"),
+        (("--bind", "0.0.0.0:0"), "without authentication a base model is served on loopback only"),
         (("--bind", "nowhere"), "write HOST:PORT or unix:PATH"),
         (("--shard", "3/2"), "--shard is '3/2'; write I/N"),
         (("--tls-cert", "a.pem"), "tls_cert and tls_key must be set together"),
@@ -58,3 +59,19 @@ def test_it_serves_until_it_is_terminated(tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 130
     assert not (tmp_path / "base.sock").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ("nowhere", "address 'nowhere' is not valid; write HOST:PORT or unix:PATH"),
+        ("0.0.0.0:4711", "without authentication a base model is served on loopback only"),
+        ("unix:a.sock --replicas 2", "--serve-base unix:a.sock needs --replicas 1 (now 2): one engine listens"),
+        ("unix:a.sock --switching in_place", "serve_base needs W0 in memory while an adapter is merged"),
+        ("unix:a.sock --quantize int8", "quantize none, not int8"),
+        ("unix:a.sock --tensor-parallel 2", "tensor_parallel 1, not 2"),
+    ],
+)
+def test_a_server_that_cannot_serve_its_base_is_refused(vlora_command: Vlora, arguments: str, reason: str) -> None:
+    code, out, err = vlora_command("serve", "--rpyc-port", "0", "--serve-base", *arguments.split())
+    assert (code, out) == (2, "") and err.startswith("error: ") and reason in err and err.count("\n") == 1

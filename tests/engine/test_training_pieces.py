@@ -19,7 +19,10 @@ class Transport:
         self.blocked: list[float | None] = []
         self.sent: list[Any] = []
 
-    def wake(self) -> None: ...
+        self.num_wakes = 0
+
+    def wake(self) -> None:
+        self.num_wakes += 1
 
     def reply_at_once(self, message: bytes, make_reply: Any) -> None: ...
 
@@ -77,7 +80,8 @@ class Engine:
 
     def __init__(self, transport: Transport) -> None:
         self.log: list[str] = []
-        self.parts = SimpleNamespace(trainings=Trainings(transport, self.log))
+        trainings = Trainings(transport, self.log)
+        self.parts = SimpleNamespace(trainings=trainings, other_work=trainings)
         self.left: dict[str, int] = {}
 
     @property
@@ -90,6 +94,7 @@ class Engine:
 
     def step(self) -> tuple[RequestOutput, ...]:
         self.log.append("step")
+        self.parts.other_work.wake()  # as a client's call that comes during the step
         self.left = {name: count - 1 for name, count in self.left.items() if count > 1}
         return ()
 
@@ -114,3 +119,29 @@ def test_a_message_is_handled_after_the_piece_in_which_it_came() -> None:
     assert log.count("step") == 4 and log[-1] == "piece 20"
     between = log[log.index("add r5") : log.index("add r8")]
     assert between.count("step") == 2 and "piece 6" in between
+
+
+def test_work_that_comes_during_a_step_runs_after_it() -> None:
+    """A message that only wakes the loop would let a message, and thus another step, come first."""
+    transport = Transport()
+    engine = Engine(transport)
+    EngineWorker(engine, transport).loop()  # type: ignore[arg-type]
+    steps = [place for place, what in enumerate(engine.log) if what == "step"]
+    assert steps and all(engine.log[place + 1].startswith("piece") for place in steps if place + 1 < len(engine.log))
+    assert transport.num_wakes == 0
+
+
+def test_work_that_comes_while_the_engine_sleeps_wakes_it() -> None:
+    transport = Transport()
+    engine = Engine(transport)
+    work = engine.parts.other_work
+    inner = transport.receive
+
+    def receive(*, block: bool, timeout_s: float | None = None) -> bytes | None:
+        if block:
+            work.wake()
+        return inner(block=block, timeout_s=timeout_s)
+
+    transport.receive = receive  # type: ignore[method-assign]
+    EngineWorker(engine, transport).loop()  # type: ignore[arg-type]
+    assert transport.num_wakes == len(transport.blocked) == 2

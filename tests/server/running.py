@@ -19,7 +19,7 @@ from vlora.config import ServerConfig
 from vlora.server.frontend import FrontEnd
 from vlora.server.rpyc.server import RpycServer
 from vlora.server.security.access import Access
-from vlora.server.security.tls import server_context
+from vlora.tls import server_context
 
 
 class Running(NamedTuple):

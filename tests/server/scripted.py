@@ -233,7 +233,8 @@ class ScriptedEngine:
         self.running: dict[str, tuple[Request, list[int]]] = {}
         self.sampled: dict[str, int] = {}
         self.cancelled: list[str] = []
-        self.parts = SimpleNamespace(trainings=ScriptedTrainings())
+        trainings = ScriptedTrainings()
+        self.parts = SimpleNamespace(trainings=trainings, other_work=trainings)
         self._adapters: dict[str, AdapterStatus] = {}
         self.num_steps = 0
         self._num_finished = 0

@@ -24,6 +24,7 @@ from rpyc.core import consts
 from tests.server.api import Api, running_api
 from tests.server.running import png, running_server
 from tests.server.scripted import write_adapter
+from vlora.auth_rate_limit import MAX_PEERS, AuthRateLimit
 from vlora.client import Client
 from vlora.config import ServerConfig, Token
 from vlora.errors import BadConfig, Disconnected, Forbidden, OverCapacity, Unauthorized
@@ -31,9 +32,9 @@ from vlora.server.http import protocol as http_protocol
 from vlora.server.http import server as http_server
 from vlora.server.rpyc import server as rpyc_server
 from vlora.server.rpyc import service as rpyc_service
-from vlora.server.security.access import MAX_PEERS, Access, AuthRateLimit
-from vlora.server.security.tls import server_context
+from vlora.server.security.access import Access
 from vlora.server.security.tokens import read_tokens
+from vlora.tls import server_context
 
 ROOT = Path(__file__).parents[2]
 USER, ADMIN, EXPIRED = "user-token-0123456789", "admin-token-0123456789", "expired-token-0123456789"

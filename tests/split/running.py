@@ -22,6 +22,7 @@ from vlora.split.base_server import BaseServer
 from vlora.split.batching import CallQueue
 from vlora.split.executor import BaseExecutor
 from vlora.split.greeting import Greeter, Limits
+from vlora.split.layers import frozen_layers
 from vlora.split.serving import address_of
 
 MODELS = ("qwen2_vl", "llava", "gpt2")
@@ -74,7 +75,7 @@ def serving(
 ) -> Iterator[Serving]:
     """Serve a copy of a model until the block ends."""
     limits = limits or Limits()
-    executor = BaseExecutor(copy.deepcopy(model), name="tiny", shard=shard)
+    executor = BaseExecutor(frozen_layers(copy.deepcopy(model)), name="tiny", shard=shard)
     server = BaseServer(executor, CallQueue() if queue is None else queue, limits)
     greeter = Greeter(executor, limits, tokens=tokens, tls=tls, places=server.places)
     sockets = [

@@ -40,7 +40,8 @@ def served(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
 @pytest.mark.parametrize("family", MODELS)
 def test_products_equal_autograd(family: str) -> None:
     model = tiny(family)
-    executor, layers = BaseExecutor(model), frozen_layers(model)
+    layers = frozen_layers(model)
+    executor = BaseExecutor(layers)
     for index, group in enumerate(executor.groups):
         x = torch.randn(5, group[0].d_in, requires_grad=True)
         outputs = [layers[info.name](x) for info in group]
@@ -86,7 +87,7 @@ def test_one_call_for_layers_of_one_input(model: Any, served: Serving) -> None:
 
 
 def test_rows_of_several_clients_do_not_mix(model: Any) -> None:
-    executor = BaseExecutor(model)
+    executor = BaseExecutor(frozen_layers(model))
     rows = torch.randn(6, executor.groups[0][0].d_in)
     rows[2] = torch.nan
     (joined,) = executor.compute(Direction.FORWARD, 0, 1, [rows])
@@ -242,6 +243,6 @@ def test_groups_can_be_copied_and_saved_without_outputs() -> None:
 
 def test_models_without_such_layers_are_refused() -> None:
     with pytest.raises(BadConfig, match="no linear layers"):
-        BaseExecutor(nn.Sequential(nn.LayerNorm(4)), name="norms")
+        BaseExecutor(frozen_layers(nn.Sequential(nn.LayerNorm(4))), name="norms")
     with pytest.raises(BadConfig, match="bfloat16, float32"):
-        BaseExecutor(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).bfloat16()), name="mixed")
+        BaseExecutor(frozen_layers(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).bfloat16())), name="mixed")

@@ -16,14 +16,15 @@ import torch
 import trustme
 
 from tests.split.running import Serving, serving, tiny
+from vlora.auth_rate_limit import AuthRateLimit
 from vlora.config import Token
 from vlora.errors import BadConfig, Disconnected, OverCapacity, Unauthorized, VLoraError
-from vlora.server.security.access import AuthRateLimit
 from vlora.split import challenge, connect, transport
 from vlora.split.addresses import Address
 from vlora.split.executor import BaseExecutor
 from vlora.split.frames import NONCE_BYTES, Challenge, Direction, Hello, Proof, Welcome
 from vlora.split.greeting import Greeter, Limits
+from vlora.split.layers import frozen_layers
 
 SECRET, OTHER = "correct-horse-battery", "staple-staple-staple"
 TOKENS = (Token(name="a", secret=SECRET), Token(name="b", secret=OTHER))
@@ -103,12 +104,12 @@ class Impostor:
 
 @pytest.mark.parametrize("token_required", [False, True])
 def test_an_impostor_without_the_token_receives_nothing(token_required: bool, model: Any) -> None:
-    impostor = Impostor(BaseExecutor(model), token_required=token_required)
+    impostor = Impostor(BaseExecutor(frozen_layers(model)), token_required=token_required)
     with pytest.raises(Unauthorized, match=r"does not (ask for a token|know the token)"):
         connect(impostor.address, token=SECRET, patience_s=5.0).calls.call(Direction.FORWARD, 0, 1, [torch.ones(1, 64)])
     assert impostor.seen() == b""
     # It receives the calls of a client that has no token to check it by.
-    trusted = Impostor(BaseExecutor(model), token_required=False)
+    trusted = Impostor(BaseExecutor(frozen_layers(model)), token_required=False)
     with pytest.raises(Disconnected):
         connect(trusted.address, patience_s=0.2).calls.call(Direction.FORWARD, 0, 1, [torch.ones(1, 64)])
     assert trusted.seen() != b""

@@ -18,6 +18,7 @@ from vlora.split import Noise, connect
 from vlora.split.connection import LayerCalls
 from vlora.split.executor import BaseExecutor
 from vlora.split.frames import Direction
+from vlora.split.layers import frozen_layers
 from vlora.split.noise import NoisyCalls
 
 ATTEMPTS = 20
@@ -49,7 +50,7 @@ def model() -> Any:
 
 @pytest.fixture(scope="module")
 def executor(model: Any) -> BaseExecutor:
-    return BaseExecutor(model)
+    return BaseExecutor(frozen_layers(model))
 
 
 @pytest.fixture
@@ -196,7 +197,7 @@ def test_shards_can_have_a_second_executor(model: Any, tmp_path: Path) -> None:
         serving(model, folders[1]) as second,
         serving(changed, folders[2]) as other,
     ):
-        executor = BaseExecutor(model)
+        executor = BaseExecutor(frozen_layers(model))
         with connect(first.unix, last.unix, noise=Noise(scale=10.0, second=second.unix)) as base:
             for index, group in enumerate(base.calls.groups):
                 mask, inputs = (1 << len(group)) - 1, [torch.randn(ROWS, group[0].d_in)]

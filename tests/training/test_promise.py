@@ -9,7 +9,7 @@ import pytest
 
 from tests.training.beside import Alone, Case, losses_of, request, settle
 from vlora.engine import Engine
-from vlora.engine.trainings import PiecePrices
+from vlora.engine.piece_prices import PiecePrices
 from vlora.orchestrator.latency_promise import QUIET_S
 from vlora.training import LoraSettings, PackedTrainer, TrainableLora
 from vlora.training.loop import Piece

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections.abc import Callable
@@ -17,14 +16,12 @@ from vlora.cli.interrupt import until_stopped
 from vlora.cli.progress import waiting
 from vlora.cli.serve import served_name
 from vlora.cli.settings import EMBEDDED, model_path
-from vlora.config import DTYPES, LOOPBACK_HOSTS, ServerConfig
+from vlora.config import DTYPES, ServerConfig
 from vlora.errors import BadConfig
 from vlora.logging_format import JSON_VARIABLE, LEVEL_VARIABLE, LEVELS, configure
 
 if TYPE_CHECKING:
     from vlora.split.serving import ServeSettings
-
-log = logging.getLogger(__name__)
 
 DEFAULT_BIND = "127.0.0.1:18863"
 
@@ -118,11 +115,14 @@ def serve(
     docs/split.md). Without tokens the server binds to loopback only. --shard 1/2 and --shard 2/2 serve halves.
     """
     from vlora.server.security.tokens import read_tokens
+    from vlora.split.addresses import secured, warn_of_no_tls
 
     os.environ |= {LEVEL_VARIABLE: log_level, JSON_VARIABLE: ""}
     configure(os.environ)
     tokens = read_tokens(token_file, os.environ)
-    _check_addresses(addresses, bool(tokens), tls_cert is not None)
+    listening = secured(addresses, has_tokens=bool(tokens))
+    if tls_cert is None:
+        warn_of_no_tls(listening)
     security = ServerConfig(tls_cert=tls_cert, tls_key=tls_key, tokens=tokens)
     part = _shard(shard)
     with waiting(f"loading {model}") as loaded, until_stopped() as stop:
@@ -153,9 +153,9 @@ def _serve(
     stop: threading.Event,
 ) -> None:
     """Serve until stopped. loaded: called before the line that clients may connect."""
-    from vlora.server.security.access import AuthRateLimit
-    from vlora.server.security.tls import server_context
+    from vlora.auth_rate_limit import AuthRateLimit
     from vlora.split.serving import serve_base
+    from vlora.tls import server_context
 
     def announce(line: str) -> None:
         loaded()
@@ -170,24 +170,6 @@ def _serve(
         tls=server_context(security),
         rate_limit=AuthRateLimit(),
     )
-
-
-def _check_addresses(addresses: tuple[str, ...], has_tokens: bool, has_tls: bool) -> None:
-    """Raise BadConfig for an address that other machines can reach without a token; warn if they can without TLS."""
-    from vlora.split.addresses import Address
-
-    for address in addresses:
-        if Address.parse(address).is_local:
-            continue
-        if not has_tokens:
-            raise BadConfig(
-                f"--bind is {address!r}; without authentication the server binds to loopback only "
-                f"({', '.join(LOOPBACK_HOSTS)}). Set tokens with --token-file or VLORA_TOKEN"
-            )
-        if not has_tls:
-            log.warning(
-                "TLS is off: activations sent to %s can be read on the network; set --tls-cert and --tls-key", address
-            )
 
 
 def _shard(text: str | None) -> tuple[int, int]:

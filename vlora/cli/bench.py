@@ -179,7 +179,7 @@ def _replay(trace: str | None, journal: str, *, as_json: bool) -> None:
     "--part",
     "parts",
     multiple=True,
-    type=click.Choice(["memory", "peaks", "speed", "table5", "mixed"]),
+    type=click.Choice(["memory", "peaks", "speed", "table5", "mixed", "engine"]),
     help="Of `split`: only this part; may be repeated.",
 )
 @click.option(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
@@ -74,7 +75,11 @@ def replica_options(command: Any) -> Any:
 
 
 def take_replica_options(
-    settings: dict[str, Any], cluster: ClusterPlan | None = None, *, learn: str | None = None
+    settings: dict[str, Any],
+    cluster: ClusterPlan | None = None,
+    *,
+    learn: str | None = None,
+    serve_base: Sequence[str] = (),
 ) -> ReplicaOptions:
     """Remove the values of these options from all settings of the command, and return them, checked.
 
@@ -82,11 +87,12 @@ def take_replica_options(
         settings: By name.
         cluster: The plan of several machines, which has the number of replicas.
         learn: Plan of learning adapters, which are trained.
+        serve_base: Addresses at which the engine serves its weights.
 
     Raises:
         BadConfig: A number is below 1, over the limit, or none; several engines have a plan of trainings, as replicas
-            would train the same adapters in the same folder; Ray cannot be used, which is not imported; or an option
-            has no effect.
+            would train the same adapters in the same folder, or one address for their weights; Ray cannot be used,
+            which is not imported; or an option has no effect.
     """
     given = ReplicaOptions(**{name: settings.pop(name) for name, *_ in _OPTIONS})
     number, most = given.replicas, given.max_replicas
@@ -107,6 +113,12 @@ def take_replica_options(
         if plan is not None and (most > 1 or cluster is not None):
             now = "--cluster" if cluster is not None else most
             raise BadConfig(f"{option} {plan} needs --replicas 1 (now {now}): one engine trains; serve it separately")
+    if serve_base and (most > 1 or cluster is not None):
+        now = "--cluster" if cluster is not None else most
+        raise BadConfig(
+            f"--serve-base {serve_base[0]} needs --replicas 1 (now {now}): one engine listens at an address; start "
+            "`vlora base serve` as well"
+        )
     if given.ship_adapters and cluster is None:
         raise BadConfig("--ship-adapters needs --cluster: replicas of one machine read the same files")
     if given.routing_journal is not None:

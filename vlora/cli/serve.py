@@ -17,7 +17,7 @@ from vlora.cli.options import HeadedOption
 from vlora.cli.progress import waiting
 from vlora.cli.replica_options import replica_options, take_replica_options
 from vlora.cli.settings import EMBEDDED, config_flags, make_config, model_path
-from vlora.config import EngineConfig, ServerConfig
+from vlora.config import EngineConfig, ServedBase, ServerConfig
 from vlora.errors import BadAdapter, BadConfig
 from vlora.logging_format import JSON_VARIABLE, LEVEL_VARIABLE, LEVELS, configure
 
@@ -102,7 +102,7 @@ if TYPE_CHECKING:
     envvar=JSON_VARIABLE,
     help="Write the log as JSON lines.",
 )
-@config_flags(EngineConfig, skip=("model",))
+@config_flags(EngineConfig, skip=("model", "serve_base"))
 @config_flags(ServerConfig, skip=("tokens",))
 @click.option(
     "--learn",
@@ -110,6 +110,14 @@ if TYPE_CHECKING:
     heading="Training",
     metavar="PLAN",
     help="Plan file (YAML, see docs/training.md) of adapters that learn from corrections of their answers.",
+)
+@click.option(
+    "--serve-base",
+    cls=HeadedOption,
+    heading="Training",
+    multiple=True,
+    metavar="ADDRESS",
+    help="Serve the weights to clients of `vlora.split`, too, at HOST:PORT or unix:PATH; may be repeated.",
 )
 @needs("serve")
 def serve(
@@ -119,6 +127,7 @@ def serve(
     folder: Path | None,
     cluster_file: Path | None,
     learn: str | None,
+    serve_base: tuple[str, ...],
     adapter_state: Path | None,
     token_file: Path | None,
     log_level: str,
@@ -137,11 +146,11 @@ def serve(
     configure(os.environ)
     plan: ClusterPlan | None = None
     if cluster_file is None:
-        replicas = take_replica_options(settings, learn=learn)
+        replicas = take_replica_options(settings, learn=learn, serve_base=serve_base)
         named = named_adapters(adapters, folder)
     else:
         plan, model, named = read_cluster(cluster_file)
-        replicas = take_replica_options(settings, plan, learn=learn)
+        replicas = take_replica_options(settings, plan, learn=learn, serve_base=serve_base)
     if adapter_state is not None and not (plan or replicas.several):
         raise BadConfig(f"--adapter-state {adapter_state} is for replicas; start 2 or more with --replicas")
     model_name = served_name(model) if served_model_name is None else served_model_name
@@ -159,9 +168,14 @@ def serve(
         from vlora.learning.plan import read_learning_plan
 
         learning = read_learning_plan(os.path.abspath(os.path.expanduser(learn)))
-    engine_config = make_config(EngineConfig, settings, model=model_path(model))
     all_tokens = functools.partial(read_tokens, token_file, os.environ)
     server_config = make_config(ServerConfig, settings, tokens=all_tokens())
+    engine_config = make_config(
+        EngineConfig,
+        settings,
+        model=model_path(model),
+        serve_base=_served_base(serve_base, model_name, server_config) if serve_base else None,
+    )
     import asyncio
 
     from vlora.server.launch import serve as serve_until_stopped
@@ -190,6 +204,22 @@ def serve(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def _served_base(addresses: tuple[str, ...], name: str, server: ServerConfig) -> ServedBase:
+    """The base model for clients, with the server's tokens and certificate. Raises BadConfig."""
+    from vlora.split.addresses import secured
+
+    parsed = secured(addresses, has_tokens=bool(server.tokens))  # an error is reported before the model loads
+    return ServedBase(
+        # The engine's process has the same working directory; messages have the whole path.
+        addresses=tuple(f"unix:{os.path.abspath(each.path)}" if each.path else str(each) for each in parsed),
+        name=name,
+        tokens=server.tokens,
+        tls_cert=server.tls_cert,
+        tls_key=server.tls_key,
+        tls_client_ca=server.tls_client_ca,
+    )
 
 
 def served_name(model: str) -> str:

@@ -57,7 +57,8 @@ _SETTINGS = {
     },
     "Training": {
         "train": "Plan file (YAML, see docs/training.md) of adapters to train beside requests.",
-        "train_slowdown": "How many times as long requests may take beside trainings (99th percentile).",
+        "train_slowdown": "How many times as long requests may take beside trainings and clients of --serve-base (99th "
+        "percentile).",
     },
     "Memory": {
         "arena_bytes": "Memory for KV cache and adapters together. Default: by the model's needs and free memory.",

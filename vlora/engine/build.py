@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import atmm
 from vlora.config import EngineConfig
@@ -17,6 +17,7 @@ from vlora.engine.adapter_versions import AdapterVersions
 from vlora.engine.device_runtime import DeviceRuntime, facts_of, lay_out, set_threads, use_device
 from vlora.engine.grammar_cache import GrammarCache, GrammarHook
 from vlora.engine.monitor import Monitor
+from vlora.engine.other_work import OtherWork, WorkByTurns
 from vlora.engine.quantize import check_device, with_stored_format
 from vlora.engine.request_checks import RequestChecks
 from vlora.engine.steps_ahead import StepsAhead
@@ -45,6 +46,9 @@ from vlora.orchestrator.policies.base import Policy
 from vlora.parallel import ProcessGroup
 from vlora.types import Batch, Request, RequestOutput, StepResult
 
+if TYPE_CHECKING:
+    from vlora.engine.base_service import BaseService
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hooks:
@@ -71,7 +75,12 @@ class Hooks:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineParts:
-    """The parts of an engine, for its step loop, tests and benches. group: None on a single rank."""
+    """The parts of an engine, for its step loop, tests and benches.
+
+    Attributes:
+        base: None if no clients are served.
+        group: None on a single rank.
+    """
 
     num_threads: int
     device: DeviceRuntime
@@ -86,6 +95,8 @@ class EngineParts:
     monitor: Monitor
     versions: AdapterVersions
     trainings: Trainings
+    other_work: OtherWork
+    base: BaseService | None
     steps: StepsInOrder | StepsAhead
     hooks: Hooks
     group: ProcessGroup | None
@@ -117,7 +128,10 @@ def build(
         "num_threads": num_threads,
     }
     coordinator = _start_ranks(config, model)
-    with contextlib.nullcontext() if coordinator is None else coordinator.closing_on_error():
+    with (
+        contextlib.nullcontext() if coordinator is None else coordinator.closing_on_error(),
+        _listening(config) as base,
+    ):
         device, block_manager, adapter_cache = _build_device(config, model, executor, coordinator)
         runner = device.runner if coordinator is None else coordinator.distribute(device.runner)
         registry = _build_registry(config, device, executor, coordinator)
@@ -141,6 +155,10 @@ def build(
             several_ranks=coordinator is not None,
         )
         trainings = Trainings(config, device=device, registry=registry, admin=admin, cost=cost, clock=clock)
+        other_work: OtherWork = trainings
+        if base is not None:
+            served = base.start(device, trainings.promise, clock)
+            other_work = WorkByTurns(trainings, served, trainings.promise, clock)
         monitor = Monitor(
             config,
             clock,
@@ -152,11 +170,14 @@ def build(
             loader=loader,
             pinned=admin.pinned,
             trainings=trainings.statuses,
+            served_base=dict if base is None else lambda: base.stats,
             environment={**environment, "arena_basis": device.limits.arena_basis},
         )
         grammars = _build_grammars(config, device, executor)
         versions = AdapterVersions(admin.compositions, registry, scheduler, grammars.waits)
         hooks = _build_hooks(grammars, versions, scheduler, runner, monitor, trainings, coordinator)
+        if base is not None:
+            hooks = dataclasses.replace(hooks, on_close=(base.close, *hooks.on_close))
 
         def on_step(batch: Batch, result: StepResult) -> None:
             monitor.record_step(batch, result)
@@ -189,10 +210,21 @@ def build(
             monitor=monitor,
             versions=versions,
             trainings=trainings,
+            other_work=other_work,
+            base=base,
             steps=steps,
             hooks=hooks,
             group=None if coordinator is None else coordinator.group,
         )
+
+
+def _listening(config: EngineConfig) -> contextlib.AbstractContextManager[BaseService | None]:
+    """The service of the base model's layers, with its sockets, which close on an error."""
+    if config.serve_base is None:
+        return contextlib.nullcontext()
+    from vlora.engine.base_service import listening  # an engine without clients needs no part of `vlora.split`
+
+    return listening(config.serve_base)
 
 
 def _start_ranks(config: EngineConfig, model: object | None) -> TensorParallelCoordinator | None:

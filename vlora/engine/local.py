@@ -31,7 +31,8 @@ class LocalEngine:
         self._streams: dict[str, Callable[[RequestOutput], None]] = {}
         self._thread: threading.Thread | None = None
         self._cause: str | None = None
-        self.engine.parts.trainings.wake = lambda: self._calls.put(_nothing)
+        self.engine.parts.other_work.wake = self._wake
+        self._may_sleep = True
 
     # -- synchronous --------------------------------------------------------------------------------------------------
 
@@ -175,10 +176,12 @@ class LocalEngine:
         launch_on(self.engine.parts.device.hf_model.device)
         self.engine.send_early = self._deliver_all
         try:
-            while self._take_calls(block=not (self.engine.has_work or self._trains())):
+            while self._take_calls(block=not (self.engine.has_work or self._works())):
+                self._may_sleep = False
                 if self.engine.has_work:
                     self._deliver_all(self.engine.step())
-                    self._trains()
+                    self._works()
+                self._may_sleep = not self.engine.has_work  # before it looks for other work once more
         except Exception as error:
             self._cause = f"the engine stopped: {type(error).__name__}: {error}"
             raise
@@ -190,15 +193,20 @@ class LocalEngine:
             for request_id in tuple(self._streams):
                 self._deliver(RequestOutput(request_id=request_id, finish_reason="error", error=value))
 
-    def _trains(self) -> bool:
-        """Run a piece of a training, unless a call waits. Returns whether not to wait for a call."""
-        return not self._calls.empty() or self.engine.parts.trainings.advance()
+    def _works(self) -> bool:
+        """Run a piece of other work, unless a call waits. Returns whether not to wait for a call."""
+        return not self._calls.empty() or self.engine.parts.other_work.advance()
+
+    def _wake(self) -> None:
+        """Let the loop look for other work. After a step it does so by itself, unless it finds a call."""
+        if self._may_sleep:
+            self._calls.put(_nothing)
 
     def _take_calls(self, *, block: bool) -> bool:
         """Run the pending calls; False if the engine is to stop."""
         while True:
             try:
-                call = self._calls.get(block, self.engine.parts.trainings.retry_s)
+                call = self._calls.get(block, self.engine.parts.other_work.retry_s)
             except queue.Empty:
                 return True
             if call is None:

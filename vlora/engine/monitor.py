@@ -59,6 +59,7 @@ class Monitor:
         loader: AdapterLoader,
         pinned: Collection[str],
         trainings: Callable[[], tuple[TrainingStatus, ...]],
+        served_base: Callable[[], Mapping[str, Any]],
         environment: Mapping[str, Any],
     ) -> None:
         """Start without steps.
@@ -69,6 +70,7 @@ class Monitor:
             scheduler, device, block_manager, adapter_cache, registry, loader: The engine's parts.
             pinned: Names of the pinned adapters.
             trainings: The state of all trainings.
+            served_base: Fields of `EngineStats` for clients of the base model.
             environment: Fields of `EngineStats` that never change.
         """
         self._config = config
@@ -83,6 +85,7 @@ class Monitor:
         self._loader = loader
         self._pinned = pinned
         self._trainings = trainings
+        self._served_base = served_base
         self._environment = environment
         self._steps: deque[StepRecord] = deque(maxlen=MAX_STEPS)
         self._num_steps = 0
@@ -135,6 +138,7 @@ class Monitor:
             num_load_waits=loader.num_waits,
             load_wait_s=loader.wait_s,
             trainings=self._trainings(),
+            **self._served_base(),
             **self._environment,
         )
 

@@ -19,6 +19,7 @@ from vlora.config import EngineConfig
 from vlora.engine.adapter_admin import AdapterAdmin
 from vlora.engine.device_runtime import DeviceRuntime
 from vlora.engine.limits import free_room
+from vlora.engine.piece_prices import PiecePrices
 from vlora.errors import Aborted, BadConfig, BadRequest
 from vlora.lora import AdapterRegistry
 from vlora.models.processing import InputProcessor
@@ -34,27 +35,9 @@ from vlora.types import AdapterStatus, Batch, Request, RequestOutput, TrainingSt
 
 log = logging.getLogger(__name__)
 
-_RECENT = 64  # pieces of one kind
 MAX_ENDED = 64  # trainings that are still listed
 # Parameters, gradient and two moments in float32, the factors that lanes read, and two checkpoints.
 _PARAMETER_BYTES = 16 + 4 + 2 * 16
-_RARE = 0.05  # share of the pieces that take longer than expected
-
-
-class PiecePrices:
-    """Learns how long pieces take: by kind, those of a layer for each token of the micro-step."""
-
-    def __init__(self) -> None:
-        self._recent: dict[str, deque[float]] = {}
-
-    def observe(self, piece: Piece, seconds: float) -> None:
-        """Learn from a piece that took `seconds`."""
-        self._recent.setdefault(piece.kind, deque(maxlen=_RECENT)).append(seconds / max(1, piece.num_tokens))
-
-    def expected_s(self, piece: Piece) -> float:
-        """An upper bound for most pieces; 0 before the first one of its kind."""
-        recent = sorted(self._recent.get(piece.kind, (0.0,)))
-        return recent[int((1 - _RARE) * (len(recent) - 1))] * max(1, piece.num_tokens)
 
 
 class _Submission(NamedTuple):
@@ -72,7 +55,8 @@ class Trainings:
     steps of any mode.
 
     Attributes:
-        wake: Called from any thread when `advance` may have more to do; set by the step loop.
+        wake: See `OtherWork`.
+        waits: See `SharedWork`.
         promise: Notified of requests and steps.
         prices: Of the pieces so far.
         load_processor: Returns the model's processor; called in the training's thread.
@@ -106,7 +90,8 @@ class Trainings:
         self._reader = background_executor("vlora-training", patient=True)
         self._loop: TrainingLoop | None = None
         self._marked_s = 0.0  # when the present step began, or the previous one was recorded
-        self._waits = False  # whether the last piece did not run because of the promise
+        self.waits = False
+        self.fits_later = False
 
     # -- the operator's calls -----------------------------------------------------------------------------------------
 
@@ -173,22 +158,21 @@ class Trainings:
         except Exception as error:  # must not end the engine
             log.exception("trainings ended")
             loop.fail(f"internal error ({type(error).__name__}: {error}); see the engine's log")
-            self._loop, self._waits = None, False
+            self._loop, self.waits = None, False
             return False
 
     def _run_piece(self, loop: TrainingLoop) -> bool:
         """As `advance`."""
         piece = loop.upcoming
         if piece is None:
-            self._waits = False
+            self.waits = False
             return False
         loop.max_tokens = self._max_tokens()
         price_s = self.prices.expected_s(piece)
-        self._waits = price_s > self.promise.room_s
-        if self._waits:
-            # Requests have become shorter or more, or pieces longer.
-            longest_s = min(self.promise.usual_room_s, self.promise.usual_allowance_s)
-            return price_s > longest_s and loop.shrink()
+        self.waits = price_s > self.promise.room_s
+        if self.waits:
+            self.fits_later = price_s <= self.promise.longest_s
+            return not self.fits_later and loop.shrink()  # requests have become shorter or more, or pieces longer
         before = self._clock()
         loop.run_piece()
         if self._device.hf_model.device.type == "cuda":
@@ -202,7 +186,7 @@ class Trainings:
     @property
     def retry_s(self) -> float | None:
         """How long an idle engine may sleep before `advance` may run a piece; None until `wake` is called."""
-        return self.promise.quiet_in_s if self._waits else None
+        return self.promise.quiet_in_s if self.waits else None
 
     def add_request(self, request: Request) -> None:
         """A request was admitted."""
@@ -399,7 +383,7 @@ class Trainings:
         return int(room_s / token_s) if token_s else 0
 
     def _waiting(self) -> str | None:
-        if not self._waits or self._loop is None or (piece := self._loop.upcoming) is None:
+        if not self.waits or self._loop is None or (piece := self._loop.upcoming) is None:
             return None
         price_s, room_s = self.prices.expected_s(piece), self.promise.usual_room_s
         allowance_s = self.promise.usual_allowance_s

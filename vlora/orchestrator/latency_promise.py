@@ -161,6 +161,16 @@ class LatencyPromise:
         return math.inf if self._usual_s is None else (self.slowdown - 1) * self._usual_s
 
     @property
+    def longest_s(self) -> float:
+        """How long a piece may take at most that is to run before the engine has been idle for `QUIET_S`."""
+        return min(self.usual_room_s, self.usual_allowance_s)
+
+    @property
+    def spent_s(self) -> float:
+        """Time of other work since the start."""
+        return self._spent
+
+    @property
     def quiet_in_s(self) -> float:
         """How long the engine must remain idle until pieces may take any time."""
         return max(0.0, self._last_s + QUIET_S - self._clock())

@@ -22,7 +22,7 @@ from vlora.errors import BadConfig, EngineDead
 from vlora.server.frontend import FrontEnd
 from vlora.server.rpyc.server import RpycServer
 from vlora.server.security.access import Access
-from vlora.server.security.tls import server_context
+from vlora.tls import server_context
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -114,6 +114,9 @@ async def serve(
         if await _first_done(starting, stop) is None:
             return
         engine, front_end = starting.result()
+        if read_tokens is not None and isinstance(engine, SupervisedEngine):
+            engine.replace_base_tokens(access.tokens)  # they may have been reloaded while the engine started
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload, engine.replace_base_tokens)
         rpyc_server.start_in_thread(front_end, asyncio.get_running_loop(), model, access)
         if http_server is not None:
             http_server.start(make_app(front_end, model, access, rpyc_server))
@@ -132,6 +135,8 @@ async def serve(
         announce(f"ready: {rpyc}{web} | model {model} | {threads} | adapters: {names}")
         if table:
             announce(f"ATMM table: {table}")
+        if (base := engine_config.serve_base) is not None:
+            announce(f"base model {base.name} on {', '.join(base.addresses)}")
         await stop.wait()
         stop.clear()
         await _first_done(asyncio.create_task(front_end.drain()), stop)
@@ -286,11 +291,17 @@ async def _first_done(task: asyncio.Task[object], stop: asyncio.Event) -> asynci
 
 
 def _reload_tokens(
-    access: Access, config: ServerConfig, read_tokens: Callable[[], tuple[Token, ...]], announce: Callable[[str], None]
+    access: Access,
+    config: ServerConfig,
+    read_tokens: Callable[[], tuple[Token, ...]],
+    announce: Callable[[str], None],
+    on_reload: Callable[[tuple[Token, ...]], None] = lambda _: None,
 ) -> None:
+    """Read the tokens again, and pass them to `access` and to `on_reload`."""
     try:
         tokens = dataclasses.replace(config, tokens=read_tokens()).tokens  # checks all tokens together
         access.replace(tokens)
+        on_reload(tokens)
     except BadConfig as error:
         log.warning("tokens not reloaded: %s", error)
     else:

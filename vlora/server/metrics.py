@@ -302,6 +302,10 @@ class _EngineCollector(Collector):
         yield CounterMetricFamily("vlora_encode_seconds", "Time spent encoding images.", value=stats.encode_s)
         yield GaugeMetricFamily("vlora_vision_cache_bytes", "Cached image embeddings.", value=stats.vision_cache_bytes)
         yield from _trainings(stats.trainings)
+        yield GaugeMetricFamily("vlora_base_clients", "Clients of the base model.", value=stats.num_base_clients)
+        yield CounterMetricFamily("vlora_base_calls", "Their calls that were answered.", value=stats.num_base_calls)
+        yield CounterMetricFamily("vlora_base_rows", "Rows of products for them.", value=stats.num_base_rows)
+        yield CounterMetricFamily("vlora_base_seconds", "Time of the engine for them.", value=stats.base_s)
 
 
 def _trainings(trainings: Sequence[TrainingStatus]) -> Iterator[Metric]:

@@ -35,6 +35,10 @@ _FINE_S = 0.02  # epoll rounds waits up to milliseconds, select does not
 _TICK_S = 0.5  # how often a stop request and stalled peers are looked for
 
 
+class Stopped(Exception):
+    """Raised by an executor that computes no more: the server ends as if it had been stopped."""
+
+
 class _Listener(NamedTuple):
     """A listening socket. greetings: its free places of connections that are not authenticated yet."""
 
@@ -90,6 +94,19 @@ class BaseServer:
 
     def run(self, stopped: Callable[[], bool]) -> None:
         """Serve until `stopped` returns true, then close all connections."""
+        try:
+            with contextlib.suppress(Stopped):
+                self._run(stopped)
+        finally:
+            self._close()
+
+    def wake(self) -> None:
+        """Let `run` call `stopped` soon. May be called from any thread."""
+        with self._closing:
+            if not self._closed:
+                os.eventfd_write(self._wake, 1)
+
+    def _run(self, stopped: Callable[[], bool]) -> None:
         checked = 0.0
         batch: Sequence[Call[Peer]] = ()
         while not stopped():
@@ -103,7 +120,6 @@ class BaseServer:
             if now - checked > _TICK_S:
                 checked = now
                 self._drop_stalled(now)
-        self._close()
 
     # -- connections --------------------------------------------------------------------------------------------------
 
@@ -207,11 +223,7 @@ class BaseServer:
         for peer in (*self._peers.values(), *self._admitted):
             peer.sock.close()
         for listener in self._listeners.values():
-            name = listener.sock.getsockname()
-            listener.sock.close()
-            if isinstance(name, str):
-                with contextlib.suppress(OSError):
-                    os.unlink(name)
+            transport.close_listener(listener.sock)
         self._poll.close()
 
     # -- calls --------------------------------------------------------------------------------------------------------
@@ -243,15 +255,15 @@ class BaseServer:
 
     def _compute(self, batch: Sequence[Call[Peer]]) -> None:
         """Compute calls of one key, and answer them. Calls that fail, such as for lack of memory, are refused."""
-        started = time.monotonic()
+        busy_s = self._executor.busy_s
         try:
             answers = self._products(batch)
         except (RuntimeError, MemoryError) as error:
             for call in batch:
                 self._refuse(call.client, BadRequest(f"the product failed: {str(error).partition(chr(10))[0]}"))
             return
-        ended = time.monotonic()
-        self._queue.computed(batch, ended - started, ended)
+        # Without the time that an executor waited for its thread, on which later products do not depend.
+        self._queue.computed(batch, self._executor.busy_s - busy_s, time.monotonic())
         self.num_batches += 1
         for call, answer in zip(batch, answers, strict=True):
             if call.first + call.rows == self._pending[call.client].head.rows:

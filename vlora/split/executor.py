@@ -7,7 +7,8 @@ the weights only, so nothing of a forward pass is stored for its backward pass (
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 from atmm.matmul import choose, linear
 from vlora.errors import BadConfig
 from vlora.split.frames import DTYPES, Direction, Group
-from vlora.split.layers import bias_of, fingerprint, frozen_layers, groups_of, layer_info, weight_of
+from vlora.split.layers import bias_of, fingerprint, groups_of, layer_info, weight_of
 
 
 class _Weights(NamedTuple):
@@ -29,22 +30,28 @@ class BaseExecutor:
 
     Attributes:
         instance: Random bytes that identify this executor among others of the same base.
+        busy_s: Time of all products so far.
     """
 
     def __init__(
-        self, model: nn.Module, *, name: str = "", shard: tuple[int, int] = (0, 1), device: torch.device | None = None
+        self,
+        layers: Mapping[str, nn.Module],
+        *,
+        name: str = "",
+        shard: tuple[int, int] = (0, 1),
+        device: torch.device | None = None,
     ) -> None:
-        """Take the frozen layers of a model.
+        """Take frozen layers.
 
         Args:
+            layers: By name, in the model's order, as `frozen_layers`. Their weights are referenced, not copied.
             name: The model's name, for clients' messages.
             shard: Index and number of the executors that share the outputs of every layer.
             device: Where the products are computed; None leaves the weights where they are.
 
         Raises:
-            BadConfig: The model has no frozen linear layers, more than one type of them, or one that is not supported.
+            BadConfig: There are no layers, more than one type of them, or one that is not supported.
         """
-        layers = frozen_layers(model)
         if not layers:
             raise BadConfig(f"model {name!r} has no linear layers that a base executor could hold")
         dtypes = sorted({str(weight_of(layer).dtype).removeprefix("torch.") for layer in layers.values()})
@@ -67,6 +74,7 @@ class BaseExecutor:
         self.device = self._weights[0][0].weight.device
         self.fingerprint = fingerprint(self.groups, dtypes[0])
         self.instance = secrets.token_bytes(16)
+        self.busy_s = 0.0
 
     @property
     def num_layers(self) -> int:
@@ -102,6 +110,19 @@ class BaseExecutor:
         Returns:
             For each selected layer [rows, outputs], or for BACKWARD one gradient [rows, d_in].
         """
+        began = time.perf_counter()
+        made = self._products(direction, group, mask, inputs, out)
+        self.busy_s += time.perf_counter() - began
+        return made
+
+    def _products(
+        self,
+        direction: int,
+        group: int,
+        mask: int,
+        inputs: Sequence[torch.Tensor],
+        out: Sequence[torch.Tensor] | None,
+    ) -> Sequence[torch.Tensor]:
         layers = [layer for index, layer in enumerate(self._weights[group]) if mask >> index & 1]
         inputs = [each.to(self.device) for each in inputs]
         on_device = out if out is not None and out[0].device == self.device else None

@@ -12,10 +12,10 @@ import ssl
 import threading
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 import msgspec
 
+from vlora.auth_rate_limit import AuthRateLimit
 from vlora.config import Token
 from vlora.errors import BadConfig, OverCapacity, Unauthorized, VLoraError
 from vlora.split import challenge, transport
@@ -45,18 +45,12 @@ class Limits:
     greeting_s: float = 10.0
 
 
-class RateLimit(Protocol):
-    """Limit on wrong tokens, such as `vlora.server.security.access.AuthRateLimit`."""
-
-    def check(self, peer: str) -> None:
-        """Raise OverCapacity for a peer that has to wait."""
-
-    def record_failure(self, peer: str) -> None:
-        """Count a wrong token of a peer."""
-
-
 class Greeter:
-    """Admits clients. Thread-safe."""
+    """Admits clients. Thread-safe.
+
+    Attributes:
+        tokens: Of the permitted clients; none admits all. May be replaced at any time, for the next clients.
+    """
 
     def __init__(
         self,
@@ -65,13 +59,13 @@ class Greeter:
         *,
         tokens: Sequence[Token] = (),
         tls: ssl.SSLContext | None = None,
-        rate_limit: RateLimit | None = None,
+        rate_limit: AuthRateLimit | None = None,
         places: threading.Semaphore,
     ) -> None:
         """tls: for TCP; Unix sockets never use it. places: for clients; the server releases them."""
         self._executor = executor
         self._limits = limits
-        self._tokens = tokens
+        self.tokens = tokens
         self._tls = tls
         self._rate_limit = rate_limit
         self._places = places
@@ -103,7 +97,7 @@ class Greeter:
         limits, executor = self._limits, self._executor
         hello = transport.receive_message(sock, Hello, MAX_GREETING_BYTES, deadline)
         nonce = secrets.token_bytes(NONCE_BYTES)
-        transport.send_message(sock, Challenge(nonce, bool(self._tokens)))
+        transport.send_message(sock, Challenge(nonce, bool(self.tokens)))
         proof = transport.receive_message(sock, Proof, MAX_GREETING_BYTES, deadline)
         if hello.protocol != PROTOCOL:
             raise BadConfig(
@@ -153,10 +147,10 @@ class Greeter:
     def _authenticate(self, origin: str | None, proof: Proof, hello: Hello, nonce: bytes) -> Token | None:
         """The client's token. origin: where wrong tokens are counted; None for clients on this machine."""
         if self._rate_limit is None or origin is None:
-            return challenge.check(self._tokens, proof.digest, hello.nonce, nonce)
+            return challenge.check(self.tokens, proof.digest, hello.nonce, nonce)
         self._rate_limit.check(origin)
         try:
-            return challenge.check(self._tokens, proof.digest, hello.nonce, nonce)
+            return challenge.check(self.tokens, proof.digest, hello.nonce, nonce)
         except Unauthorized:
             if proof.digest:
                 self._rate_limit.record_failure(origin)

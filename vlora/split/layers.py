@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -22,13 +22,18 @@ model that calls them with different inputs still computes the same values.
 _SAMPLED_ROWS = 4
 
 
-def frozen_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The linear layers (`nn.Linear`, GPT-2's `Conv1D`) by name, without heads that share an embedding's weights."""
+def is_plain(module: nn.Module) -> bool:
+    """Whether a module is a linear layer of transformers: `nn.Linear`, or GPT-2's `Conv1D`."""
+    return type(module) in (nn.Linear, Conv1D)
+
+
+def frozen_layers(model: nn.Module, is_linear: Callable[[nn.Module], bool] = is_plain) -> dict[str, nn.Module]:
+    """The linear layers by name, without heads that share an embedding's weights."""
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     return {
         name: module
         for name, module in model.named_modules()
-        if type(module) in (nn.Linear, Conv1D) and id(module.weight) not in embeddings
+        if is_linear(module) and id(module.weight) not in embeddings
     }
 
 

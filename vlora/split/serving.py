@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from vlora.auth_rate_limit import AuthRateLimit
 from vlora.config import Token
 from vlora.errors import BadConfig
 from vlora.split import transport
@@ -16,8 +17,10 @@ from vlora.split.addresses import Address
 from vlora.split.base_server import BaseServer
 from vlora.split.batching import CallQueue
 from vlora.split.executor import BaseExecutor
-from vlora.split.greeting import Greeter, Limits, RateLimit
+from vlora.split.greeting import Greeter, Limits
+from vlora.split.layers import frozen_layers
 from vlora.split.loading import load_base
+from vlora.split.peer import Peer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +51,7 @@ def serve_base(
     stopped: Callable[[], bool],
     tokens: Sequence[Token] = (),
     tls: ssl.SSLContext | None = None,
-    rate_limit: RateLimit | None = None,
+    rate_limit: AuthRateLimit | None = None,
 ) -> None:
     """Serve until stopped.
 
@@ -70,17 +73,14 @@ def serve_base(
     try:
         listeners += [transport.listen(Address.parse(address)) for address in addresses]
         model = load_base(settings.model, settings.dtype)
-        executor = BaseExecutor(model, name=settings.name, shard=settings.shard, device=device)
+        layers = frozen_layers(model)
         del model  # embeddings and norms are the clients'
-        queue: CallQueue = CallQueue(max_wait_s=settings.max_wait_s, join_rows=settings.join_rows)
+        executor = BaseExecutor(layers, name=settings.name, shard=settings.shard, device=device)
+        del layers
+        queue: CallQueue[Peer] = CallQueue(max_wait_s=settings.max_wait_s, join_rows=settings.join_rows)
         server = BaseServer(executor, queue, settings.limits)
         greeter = Greeter(
-            executor,
-            settings.limits,
-            tokens=tokens,
-            tls=tls,
-            rate_limit=rate_limit,
-            places=server.places,
+            executor, settings.limits, tokens=tokens, tls=tls, rate_limit=rate_limit, places=server.places
         )
         for sock in listeners:
             server.listen(sock, greeter)

@@ -7,6 +7,7 @@ travels over TCP, with TLS where the executor has a certificate.
 from __future__ import annotations
 
 import array
+import contextlib
 import fcntl
 import mmap
 import os
@@ -46,6 +47,15 @@ def listen(address: Address) -> socket.socket:
         return sock
     except OSError as error:
         raise BadConfig(f"cannot listen on {address}: {error.strerror or error}; choose another address") from error
+
+
+def close_listener(sock: socket.socket) -> None:
+    """Close a listening socket and remove its file, if it has one."""
+    name = sock.getsockname()
+    sock.close()
+    if isinstance(name, str):
+        with contextlib.suppress(OSError):
+            os.unlink(name)
 
 
 def _remove_stale(address: Address) -> None:

@@ -71,6 +71,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_adapter_loads: adapter loads to the device. num_load_waits, load_wait_s: steps in which every request waited for
     an adapter to be read or loaded, and the total wait. num_threads: threads that compute a step, on each rank.
     arena_basis: how arena_bytes was determined. atmm_table: the table that selects kernels; empty without an engine.
+    num_base_clients to base_s: clients of the base model, and calls, rows and time of its products for them.
     cpu_kernels: "compiled", or "plain torch" without a working C++ compiler; empty on a GPU.
     """
 
@@ -119,3 +120,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_encoded_patches: float = 0.0
     encode_s: float = 0.0
     trainings: tuple[TrainingStatus, ...] = ()
+    num_base_clients: int = 0
+    num_base_calls: int = 0
+    num_base_rows: int = 0
+    base_s: float = 0.0

@@ -19,6 +19,7 @@ from vlora.split.base_server import BaseServer
 from vlora.split.batching import C, Call, CallQueue
 from vlora.split.executor import BaseExecutor
 from vlora.split.greeting import Greeter, Limits
+from vlora.split.layers import frozen_layers
 from vlora.split.loading import load_base
 from vlora.split.peer import Peer
 
@@ -89,7 +90,7 @@ def main() -> None:
     torch.set_num_threads(1)
     stopped: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
-    executor = BaseExecutor(load_base(args.folder, args.dtype), name=args.folder)
+    executor = BaseExecutor(frozen_layers(load_base(args.folder, args.dtype)), name=args.folder)
     limits = Limits()
     server = BaseServer(executor, _queue(args.policy), limits)
     greeter = Greeter(executor, limits, places=server.places)

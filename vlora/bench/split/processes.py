@@ -43,8 +43,21 @@ class Process:
 
     def send(self, **command: Any) -> None:
         """Send a command to a client, which answers with one line."""
+        self._write(command)
+
+    def answer(self) -> dict[str, Any]:
+        """The answer to a command."""
+        found: dict[str, Any] = json.loads(self.read())
+        return found
+
+    def request(self, message: Any) -> dict[str, Any]:
+        """Send a message to an engine, and wait for the answer."""
+        self._write(message)
+        return self.answer()
+
+    def _write(self, message: Any) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(command) + "\n")
+        self._process.stdin.write(json.dumps(message) + "\n")
         self._process.stdin.flush()
 
     def stop(self) -> str:
@@ -88,4 +101,4 @@ def run_together(clients: Sequence[Process], commands: Sequence[dict[str, Any]])
     """Let every client carry out its command at the same time. Returns their answers."""
     for client, command in zip(clients, commands, strict=True):
         client.send(**command)
-    return [json.loads(client.read()) for client in clients]
+    return [client.answer() for client in clients]

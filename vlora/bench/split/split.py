@@ -3,7 +3,7 @@
 Memory is the proportional set size (PSS) of all processes, after two training steps. Speed is the processor time of a
 token, of the client and of the executor together, in turns, so that other load on the machine cancels out. Table 5 and
 figures 22 and 23 of the paper are in wall time: run them on an otherwise idle machine. Clients and executors are
-processes with one thread each.
+processes with one thread each. The part "engine" measures a serving engine that serves its weights.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from vlora.bench.journal import Journal
 from vlora.bench.report import Goal, Report, environment
-from vlora.bench.split import mixed
+from vlora.bench.split import engine, mixed
 from vlora.bench.split.memory import memory, peaks
 from vlora.bench.split.rows import FULL, QUICK, Size, write_checkpoint
 from vlora.bench.split.speed import NUM_DECODERS, speed
@@ -31,6 +31,7 @@ PARTS: Mapping[str, Callable[[Path, Size], list[dict[str, Any]]]] = {
     "speed": speed,
     "table5": table_5,
     "mixed": mixed.measure,
+    "engine": engine.measure,
 }
 """Parts of the bench, in their order."""
 
@@ -77,7 +78,13 @@ def one(part: str, size: Size) -> list[dict[str, Any]]:
 
 def goals_of(rows: Sequence[dict[str, Any]]) -> list[Goal]:
     """The goals of the parts that the rows are of."""
-    return [*_memory_goals(rows), *_speed_goals(rows), *_table_5_goals(rows), *mixed.goals_of(rows)]
+    return [
+        *_memory_goals(rows),
+        *_speed_goals(rows),
+        *_table_5_goals(rows),
+        *mixed.goals_of(rows),
+        *engine.goals_of(rows),
+    ]
 
 
 def _memory_goals(rows: Sequence[dict[str, Any]]) -> list[Goal]:

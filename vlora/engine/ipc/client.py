@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from vlora.config import EngineConfig
+from vlora.config import EngineConfig, Token
 from vlora.engine.exit_status import describe_exit
 from vlora.engine.host_resources import thread_waiting
 from vlora.engine.ipc import messages
@@ -120,6 +120,11 @@ class EngineClient:
         """As `cancel`, without waiting for the event loop. A dead engine is ignored."""
         if self._cause is None:
             self._post(messages.Cancel(request_id))
+
+    def replace_base_tokens(self, tokens: tuple[Token, ...]) -> None:
+        """Admit clients of the base model with these tokens from now on. A dead engine is ignored."""
+        if self._cause is None:
+            self._post(messages.ReplaceBaseTokens(tokens))
 
     def abandon(self, request_id: str) -> None:
         """Cancel a request if it has not ended; it has no more outputs."""

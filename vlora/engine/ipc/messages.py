@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from vlora.config import EngineConfig
+from vlora.config import EngineConfig, Token
 from vlora.engine.snapshot import EngineLoad, EngineSnapshot
 from vlora.types import AdapterStatus, EngineStats, ErrorValue, Request, RequestOutput, TrainingStatus
 
@@ -86,6 +86,12 @@ class ListTrainings(msgspec.Struct, frozen=True, tag=True):
     call_id: int
 
 
+class ReplaceBaseTokens(msgspec.Struct, frozen=True, tag=True):
+    """Admit clients of the base model with these tokens from now on. It is not answered."""
+
+    tokens: tuple[Token, ...]
+
+
 class CancelTraining(msgspec.Struct, frozen=True, tag=True):
     call_id: int
     name: str
@@ -129,7 +135,7 @@ Call = (
 )
 """Calls that are answered by a Reply of the same call_id."""
 
-ToEngine = Start | Add | Cancel | Call | WatchLoad | Ping | Stop
+ToEngine = Start | Add | Cancel | Call | ReplaceBaseTokens | WatchLoad | Ping | Stop
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

@@ -11,11 +11,11 @@ from typing import Protocol
 
 import msgspec
 
-from vlora.config import EngineConfig
+from vlora.config import EngineConfig, Token
 from vlora.engine.interface import EngineInterface
 from vlora.engine.ipc.client import ENGINE_COMMAND, EngineClient
 from vlora.engine.snapshot import EngineSnapshot
-from vlora.errors import EngineDead, VLoraError
+from vlora.errors import BadConfig, EngineDead, VLoraError
 from vlora.types import AdapterStatus, EngineStats, Request, RequestOutput, TrainingStatus
 
 _MOST_STARTS = 5  # in a row that ended early
@@ -151,6 +151,14 @@ class SupervisedEngine:
         """See EngineInterface."""
         return await self._alive().cancel_training(name)
 
+    def replace_base_tokens(self, tokens: tuple[Token, ...]) -> None:
+        """Admit clients of the base model with these tokens from now on, also after a restart."""
+        if (base := self._config.serve_base) is None:
+            return
+        self._config = dataclasses.replace(self._config, serve_base=dataclasses.replace(base, tokens=tokens))
+        if self._engine is not None:
+            self._engine.replace_base_tokens(tokens)
+
     async def stats(self) -> EngineStats:
         """See EngineInterface. Counters restart with every process, except the number of restarts."""
         return msgspec.structs.replace(await self._alive().stats(), num_restarts=self._num_restarts)
@@ -208,13 +216,22 @@ class SupervisedEngine:
                     self._log(f"{died}; retrying")
             self._num_restarts += 1
             self._engine = engine
+            if (base := self._config.serve_base) is not None:
+                engine.replace_base_tokens(base.tokens)  # they may have been replaced while it started
             self._log("the engine is ready again")
             self._notify()
 
     async def _start_again(self) -> EngineClient:
         # A plan that can no longer be read does not keep the engine from serving.
         config = dataclasses.replace(self._config, train=None)
-        engine = await EngineClient.start(config, command=self._command)
+        try:
+            engine = await EngineClient.start(config, command=self._command)
+        except BadConfig as error:
+            if config.serve_base is None:
+                raise
+            # Nor does an address that another process has taken meanwhile.
+            self._log(f"starting without --serve-base: {error}")
+            engine = await EngineClient.start(dataclasses.replace(config, serve_base=None), command=self._command)
         try:
             await self._restore(engine)
         except BaseException:

@@ -106,8 +106,10 @@ class EngineWorker:
         self._started_s = time.monotonic()  # of the current step
         transport.reply_at_once(messages.PING, self._pong)
         self._trainings = engine.parts.trainings
-        self._trainings.wake = transport.wake
         engine.send_early = self._send_outputs
+        self._other_work = engine.parts.other_work
+        self._other_work.wake = self._wake
+        self._may_sleep = False
         self._stopping = False
 
     def loop(self) -> None:
@@ -116,19 +118,26 @@ class EngineWorker:
         while not self._stopping:
             self._started_s = time.monotonic()
             if not self._engine.has_work or self._transport.has_message:
-                for message in self._messages(block=not (self._engine.has_work or self._trains())):
+                self._may_sleep = True
+                for message in self._messages(block=not (self._engine.has_work or self._works())):
                     self._handle(message)
+                self._may_sleep = False
                 if not self._engine.has_work:
                     self._engine.check_ranks()  # as each step does
             else:
                 self._send_outputs(self._engine.step())
-                self._trains()
+                self._works()
             self._reports.poll()
         self._send_outputs(self._engine.close())
 
-    def _trains(self) -> bool:
-        """Run a piece of a training, unless a message waits. Returns whether not to wait for a message."""
-        return self._transport.has_message or self._trainings.advance()
+    def _works(self) -> bool:
+        """Run a piece of other work, unless a message waits. Returns whether not to wait for a message."""
+        return self._transport.has_message or self._other_work.advance()
+
+    def _wake(self) -> None:
+        """Let the loop look for other work. After a step it does so by itself, unless it finds a message."""
+        if self._may_sleep:
+            self._transport.wake()
 
     def _pong(self) -> bytes:
         """Called by the transport's thread."""
@@ -136,7 +145,7 @@ class EngineWorker:
         return messages.encode(messages.Pong(step_s))
 
     def _messages(self, *, block: bool) -> Iterator[messages.ToEngine]:
-        limits = (self._reports.wait_s, self._trainings.retry_s) if block else ()
+        limits = (self._reports.wait_s, self._other_work.retry_s) if block else ()
         wait_s = min((limit for limit in limits if limit is not None), default=None)
         try:
             while not self._stopping and (data := self._transport.receive(block=block, timeout_s=wait_s)) is not None:
@@ -164,6 +173,9 @@ class EngineWorker:
                 self._stopping = True
             case messages.WatchLoad():
                 self._reports.watch(message.every_s)
+            case messages.ReplaceBaseTokens():
+                if (base := self._engine.parts.base) is not None:
+                    base.replace_tokens(message.tokens)
             case messages.Ping():  # one that came before the loop began
                 self._transport.send(self._pong())
             case messages.Start():

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ssl
 
-from vlora.config import ServerConfig
+from vlora.config import ServedBase, ServerConfig
 from vlora.errors import BadConfig
 
 
-def server_context(config: ServerConfig) -> ssl.SSLContext | None:
-    """The TLS context of RPyC and HTTP; None without a certificate. Raises BadConfig for unusable files."""
+def server_context(config: ServerConfig | ServedBase) -> ssl.SSLContext | None:
+    """The TLS context of a listener; None without a certificate. Raises BadConfig for unusable files."""
     if config.tls_cert is None:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)

@@ -1,0 +1,295 @@
+"""Products for clients of the base keep the latency promise, and take turns with trainings; the clock is the test's."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from vlora.engine.base_executor import EngineExecutor
+from vlora.engine.other_work import WorkByTurns
+from vlora.orchestrator.latency_promise import QUIET_S, LatencyPromise
+from vlora.split.base_server import Stopped
+from vlora.split.batching import FIXED_ROWS
+from vlora.split.executor import BaseExecutor
+from vlora.split.frames import Direction
+
+ROW_S, STEP_S, SLOWDOWN = 5e-4, 0.1, 1.5
+ROWS = 256
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Case:
+    """An executor of one layer, in which a row takes `ROW_S` and the weights as long as `FIXED_ROWS` rows.
+
+    Attributes:
+        rows: Of each piece so far.
+        left: Rows of the present call that were not computed.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.clock = Clock()
+        self.promise = LatencyPromise(SLOWDOWN, self.clock, 4)
+        self.layer = nn.Linear(8, 6)
+        self.executor = EngineExecutor({"layer": self.layer}, name="one", promise=self.promise, clock=self.clock)
+        self.rows: list[int] = []
+        self.left = 0
+        inner = BaseExecutor.compute
+
+        def compute(executor: Any, direction: int, group: int, mask: int, inputs: Any, out: Any) -> Any:
+            self.rows.append(len(inputs[0]))
+            self.left -= len(inputs[0])
+            self.clock.now += ROW_S * (len(inputs[0]) + FIXED_ROWS)
+            return inner(executor, direction, group, mask, inputs, out)
+
+        monkeypatch.setattr(BaseExecutor, "compute", compute)
+
+    def call(self, x: torch.Tensor | None = None) -> Call:
+        """Hand a call to the executor, which has none."""
+        x = torch.randn(ROWS, 8) if x is None else x
+        self.left = len(x)
+        return Call(self.executor, x)
+
+    def serve(self, name: str, num_steps: int, between: Callable[[], object]) -> float:
+        """A request of so many steps, and other work after each of them. Returns its duration."""
+        began = self.clock.now
+        self.promise.add(name)
+        for _ in range(num_steps):
+            self.clock.now += STEP_S
+            self.promise.served(STEP_S, shared_s=STEP_S, num_served=1)
+            between()
+        self.promise.release(name)
+        return self.clock.now - began
+
+
+class Call:
+    """A call that waits in a thread of its own, as the base server's does."""
+
+    def __init__(self, executor: EngineExecutor, x: torch.Tensor) -> None:
+        self.error: BaseException | None = None
+        self.y: Sequence[torch.Tensor] = ()
+        handed = threading.Event()
+        executor.wake = handed.set
+
+        def compute() -> None:
+            try:
+                self.y = executor.compute(Direction.FORWARD, 0, 1, [x])
+            except (RuntimeError, Stopped) as error:
+                self.error = error
+
+        self._thread = threading.Thread(target=compute)
+        self._thread.start()
+        assert handed.wait(5)
+
+    def join(self) -> None:
+        self._thread.join(5)
+        assert not self._thread.is_alive()
+
+
+@pytest.fixture
+def case(monkeypatch: pytest.MonkeyPatch) -> Iterator[Case]:
+    found = Case(monkeypatch)
+    yield found
+    found.executor.close()
+
+
+def test_an_idle_engine_computes_calls_at_once(case: Case) -> None:
+    """In few pieces: the first one has few rows, because its price is not known, and none takes over 0.2 s."""
+    x = torch.randn(6 * ROWS, 8)
+    call = case.call(x)
+    while case.left:
+        assert case.executor.advance()
+    call.join()
+    torch.testing.assert_close(call.y[0], case.layer(x).detach())
+    assert case.rows[0] == FIXED_ROWS and len(case.rows) < 7
+    assert max(case.rows[1:]) == pytest.approx(0.2 / ROW_S - FIXED_ROWS, abs=1)
+    assert not case.executor.advance() and not case.executor.waits
+    call = case.call()
+    assert case.executor.advance() and case.rows[-1] == ROWS, "a call was cut without need"
+    call.join()
+
+
+def test_rows_run_beside_requests_only_with_room(case: Case) -> None:
+    """A call is cut into pieces, no piece takes more than there is room for, and requests stay within the promise."""
+    case.serve("first", 20, lambda: None)
+    x = torch.randn(3 * ROWS, 8)
+    call = case.call(x)
+
+    def advance() -> None:
+        room_s, before = case.promise.room_s, len(case.rows)
+        if not case.left:
+            return
+        if case.executor.advance():
+            assert before == 0 or ROW_S * (case.rows[before] + FIXED_ROWS) <= room_s
+        else:
+            assert case.executor.waits and case.executor.fits_later
+
+    assert case.serve("second", 20, advance) <= SLOWDOWN * 20 * STEP_S
+    assert len(case.rows) > 2 and sum(case.rows) == 3 * ROWS and min(case.rows[:-1]) >= FIXED_ROWS
+    call.join()
+    torch.testing.assert_close(call.y[0], case.layer(x).detach())
+
+
+def test_without_the_promise_a_request_takes_too_long(case: Case) -> None:
+    """Negative control of the test above."""
+    case.promise.slowdown = math.inf
+    call = case.call(torch.randn(3 * ROWS, 8))
+    while case.left > 2 * ROWS:
+        case.executor.advance()
+
+    def advance() -> None:
+        while case.left:
+            case.executor.advance()
+
+    assert case.serve("only", 2, advance) > SLOWDOWN * 2 * STEP_S
+    call.join()
+
+
+def test_a_call_without_room_waits_until_the_engine_was_quiet(case: Case) -> None:
+    call = case.call()
+    while case.left:
+        case.executor.advance()  # its price is known from now on
+    call.join()
+    for number in range(8):
+        case.promise.add(str(number))
+        case.clock.now += 0.01  # less time than a piece takes
+        case.promise.release(str(number))
+    before, call = len(case.rows), case.call()
+    assert not case.executor.advance()
+    assert case.executor.waits and not case.executor.fits_later and len(case.rows) == before
+    retry_s = case.executor.retry_s
+    assert retry_s is not None and 0 < retry_s <= QUIET_S
+    case.clock.now += retry_s
+    assert case.executor.advance() and case.rows[before:] == [ROWS]
+    call.join()
+    assert not case.executor.advance() and case.executor.retry_s is None
+
+
+class Training:
+    """Short pieces without end."""
+
+    def __init__(self, case: Case, piece_s: float) -> None:
+        self.wake: Callable[[], None] = lambda: None
+        self.waits = self.fits_later = False
+        self.retry_s: float | None = None
+        self.spent_s = 0.0
+        self._case, self._piece_s = case, piece_s
+
+    def advance(self) -> bool:
+        promise = self._case.promise
+        self.waits, self.fits_later = self._piece_s > promise.room_s, self._piece_s <= promise.longest_s
+        if not self.waits:
+            self._case.clock.now += self._piece_s
+            promise.spent(self._piece_s)
+            self.spent_s += self._piece_s
+        return not self.waits
+
+
+def beside(case: Case, training: Training, advance: Callable[[], bool]) -> tuple[float, float]:
+    """Time of clients' calls beside requests, one call after the other, and the longest request."""
+    case.serve("first", 20, lambda: None)
+    call = case.call()
+    before, trained = case.promise.spent_s, training.spent_s
+
+    def between() -> None:
+        nonlocal call
+        while advance():  # an engine runs one piece at most; this leaves no room unused
+            if not case.left:
+                call.join()
+                call = case.call()
+
+    longest_s = max(case.serve(str(number), 20, between) for number in range(10))
+    while case.left:
+        case.clock.now += QUIET_S
+        case.executor.advance()
+    call.join()
+    return case.promise.spent_s - before - (training.spent_s - trained), longest_s
+
+
+@pytest.mark.parametrize("piece_s", [1e-3, 0.02, 0.06])
+def test_trainings_and_clients_share_what_requests_leave(case: Case, piece_s: float) -> None:
+    """Each has about half of the time, whether its pieces are shorter or longer, and requests keep their promise."""
+    training = Training(case, piece_s)
+    called_s, longest_s = beside(case, training, WorkByTurns(training, case.executor, case.promise, case.clock).advance)
+    assert 0.4 < called_s / (called_s + training.spent_s) < 0.6
+    assert longest_s <= SLOWDOWN * 20 * STEP_S
+
+
+def test_without_turns_short_pieces_would_take_all_room(case: Case) -> None:
+    training = Training(case, 1e-3)
+    called_s, _ = beside(case, training, lambda: training.advance() or case.executor.advance())
+    assert called_s < 0.1 * training.spent_s
+
+
+class Unlucky(Training):
+    """Its piece seems to fit in a request, and never does."""
+
+    def advance(self) -> bool:
+        self.waits = self.fits_later = True
+        return False
+
+
+def test_a_piece_that_never_fits_stops_others_for_half_of_the_time(case: Case) -> None:
+    training = Unlucky(case, 0.02)
+    turns = WorkByTurns(training, case.executor, case.promise, case.clock)
+    alone_s, _ = beside(case, training, case.executor.advance)
+    called_s, longest_s = beside(case, training, turns.advance)
+    assert called_s > 0.4 * alone_s and longest_s <= SLOWDOWN * 20 * STEP_S
+
+
+def test_an_idle_kind_of_work_has_no_claim_on_the_time_of_its_absence(case: Case) -> None:
+    training = Training(case, 0.01)
+    turns = WorkByTurns(training, case.executor, case.promise, case.clock)
+    for _ in range(1000):
+        assert turns.advance()
+    assert training.spent_s == pytest.approx(10)
+    before_s, trained_s = case.promise.spent_s, training.spent_s
+    call = case.call()
+    for _ in range(10):
+        while case.left:
+            turns.advance()
+        call.join()
+        call = case.call()
+    trained_s = training.spent_s - trained_s
+    assert trained_s > 0.4 * (case.promise.spent_s - before_s), "trainings were stopped for long"
+    case.executor.close()
+    call.join()
+
+
+def test_an_error_of_a_product_reaches_the_call_alone(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = BaseExecutor.compute
+
+    def fails(*_: Any) -> None:
+        raise KeyError("layer")
+
+    monkeypatch.setattr(BaseExecutor, "compute", fails)
+    call = case.call()
+    assert case.executor.advance()
+    call.join()
+    assert isinstance(call.error, RuntimeError) and "KeyError: 'layer'" in str(call.error)
+    monkeypatch.setattr(BaseExecutor, "compute", good)
+    call = case.call()
+    while case.left:
+        assert case.executor.advance()
+    call.join()
+    assert call.error is None
+
+
+def test_a_call_ends_when_the_engine_closes(case: Case) -> None:
+    call = case.call()
+    case.executor.close()
+    call.join()
+    assert isinstance(call.error, Stopped)
+    with pytest.raises(Stopped):
+        case.executor.compute(Direction.FORWARD, 0, 1, [torch.zeros(1, 8)])

@@ -1,0 +1,261 @@
+"""Clients compute with the W0 that an engine has in memory, while it serves requests with merged weights."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+
+from tests.engine.served_base import config, plain_model, request, running, write_adapter, write_checkpoint
+from tests.families import FAMILIES
+from tests.split.test_equality import WITHIN, apart, losses
+from tests.split.test_faults import GOOD, WRONG, admitted, all_of, until
+from tests.training.beside import Alone, Case, losses_of
+from vlora.config import ServedBase, Token
+from vlora.engine import Engine, device_runtime
+from vlora.engine.base_service import base_layers
+from vlora.engine.ipc import messages
+from vlora.errors import BadConfig, Unauthorized
+from vlora.split import connect, transport
+from vlora.split.addresses import Address
+from vlora.split.executor import BaseExecutor
+from vlora.split.layers import frozen_layers
+from vlora.split.loading import load_base
+
+
+@pytest.fixture(scope="module", params=["qwen2_vl", "llava"])
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(family: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_checkpoint(tmp_path_factory.mktemp(family) / "model", family)
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: str) -> Any:
+    return plain_model(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def adapter(model: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_adapter(tmp_path_factory.mktemp("adapter") / "merged", model)
+
+
+ROOT = Path(__file__).parents[2]
+REQUESTS = [request(number, "merged" if number % 4 else None) for number in range(8)]
+PLAIN_REQUESTS = [request(number, None) for number in range(4)]
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def test_a_client_trains_on_w0_while_an_adapter_is_merged(
+    family: str, checkpoint: str, model: Any, adapter: str, tmp_path: Path
+) -> None:
+    plain = losses("lora", family, copy.deepcopy(model))
+    with running(config(checkpoint, policy="merged_only")) as engine:
+        engine.wait(engine.local.load_adapter("merged", adapter))
+        expected = engine.answers(REQUESTS)
+    address = f"unix:{tmp_path}/base.sock"
+    found: list[float] = []
+
+    def train() -> None:
+        with connect(address) as base:
+            found.extend(losses("lora", family, base.wrap(copy.deepcopy(model))))
+
+    with running(config(checkpoint, address, policy="merged_only", train_slowdown=2.0)) as engine:
+        engine.wait(engine.local.load_adapter("merged", adapter))
+        client = threading.Thread(target=train)
+        client.start()
+        rounds = 0
+        while client.is_alive():
+            assert engine.answers(REQUESTS) == expected
+            rounds += 1
+        stats = engine.wait(engine.local.stats())
+    assert apart(found, plain) < WITHIN
+    assert rounds > 1 and stats.steps_by_mode["merged"] > rounds, "nothing was merged meanwhile"
+    assert stats.num_base_calls > 0 and stats.num_base_rows > 0 and stats.base_s > 0
+    # A base with the merged weights would be noticed.
+    merged = PeftModel.from_pretrained(copy.deepcopy(model), adapter).merge_and_unload()
+    assert apart(losses("lora", family, merged.requires_grad_(False)), plain) > 1000 * WITHIN
+    assert not (tmp_path / "base.sock").exists()
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "qwen_vl"])
+def test_the_base_is_that_of_vlora_base_serve(family: str, tmp_path: Path) -> None:
+    """Names, groups and values; the weights are those of the engine's memory, also while an adapter is merged."""
+    folder = write_checkpoint(tmp_path / "model", family)
+    engine = Engine(config(folder))
+    device = engine.parts.device
+    layers = base_layers(device)
+    ours, theirs = BaseExecutor(layers), BaseExecutor(frozen_layers(load_base(folder, "float32")))
+    assert ours.groups == theirs.groups and ours.fingerprint == theirs.fingerprint
+    engine.load_adapter("merged", write_adapter(tmp_path / "adapter", plain_model(folder)))
+    engine.pin_adapter("merged", True)
+    own = {**device.hf_model.language_linears, **device.hf_model.vision_linears, "lm_head": device.hf_model.lm_head}
+    assert own.keys() == layers.keys()
+    assert all(layer.weight.data_ptr() == own[name].weight.data_ptr() for name, layer in layers.items())
+    before = {name: layer.weight.clone() for name, layer in layers.items()}
+    (key,) = device.pool.resident
+    device.switcher.switch(key)
+    changed = [name for name, layer in layers.items() if layer.weight.data_ptr() != own[name].weight.data_ptr()]
+    assert changed and all(name in device.slabs.slots for name in changed), "nothing was merged"
+    assert all(torch.equal(layer.weight, before[name]) for name, layer in layers.items())
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_checkpoint(tmp_path_factory.mktemp("one") / "model", "qwen2_vl")
+
+
+def test_clients_that_fail_harm_neither_requests_nor_other_clients(one: str, tmp_path: Path) -> None:
+    """Nonsense, half a call, and clients that leave while their calls are computed."""
+    model, address = plain_model(one), f"127.0.0.1:{free_port()}"
+    plain = losses("lora", "qwen2_vl", copy.deepcopy(model))
+    with running(config(one)) as engine:
+        expected = engine.answers(PLAIN_REQUESTS)
+    found: list[float] = []
+
+    def train() -> None:
+        with connect(address) as base:
+            found.extend(losses("lora", "qwen2_vl", base.wrap(copy.deepcopy(model))))
+
+    with running(config(one, address, train_slowdown=2.0)) as engine:
+        client = threading.Thread(target=train)
+        client.start()
+        while client.is_alive():
+            for head, reason in WRONG.values():
+                sock, _ = admitted(address)
+                sock.sendall(head.pack() + bytes(min(head.num_bytes, 256)))
+                assert reason in all_of(sock)[16:].decode()
+            for sent in (GOOD.pack()[:7], GOOD.pack() + bytes(256)):
+                sock, _ = admitted(address)
+                sock.sendall(sent)
+                sock.close()
+            assert engine.answers(PLAIN_REQUESTS) == expected
+        until(lambda: engine.wait(engine.local.stats()).num_base_clients == 0)
+    assert apart(found, plain) < WITHIN
+
+
+def test_a_client_and_a_training_of_the_engine_change_nothing_in_each_other(tmp_path: Path) -> None:
+    """Losses of the plan's training are bit for bit those of one alone, and those of the client are PEFT's."""
+    case, address = Case.make(tmp_path / "case"), f"unix:{tmp_path}/base.sock"
+    model = plain_model(case.model)
+    plain = losses("lora", "qwen2_vl", copy.deepcopy(model))
+    settings = case.config(train=str(case.plan("beside", ["first"])), serve_base=ServedBase(addresses=(address,)))
+    with running(settings) as engine:
+        with connect(address) as base:
+            assert apart(losses("lora", "qwen2_vl", base.wrap(copy.deepcopy(model))), plain) < WITHIN
+        until(lambda: engine.wait(engine.local.trainings())[0].state == "finished")
+    assert losses_of(case.folder / "beside" / "first") == Alone(case, ["first"]).losses["first"]
+
+
+def test_a_client_goes_on_with_the_next_engine_at_the_address(one: str, tmp_path: Path) -> None:
+    """Twice, at any call; the client knows of no engine."""
+    model, address = plain_model(one), f"unix:{tmp_path}/base.sock"
+    plain = losses("lora", "qwen2_vl", copy.deepcopy(model))
+    found: list[float] = []
+    repeated = []
+
+    def train() -> None:
+        with connect(address) as base:
+            found.extend(losses("lora", "qwen2_vl", base.wrap(copy.deepcopy(model))))
+            repeated.append(base.num_repeated)
+
+    client = threading.Thread(target=train)
+    for place in range(3):
+        with running(config(one, address)) as engine:
+            if not place:
+                client.start()
+            until(lambda: engine.wait(engine.local.stats()).num_base_calls > 20)
+            if place == 2:
+                client.join()
+    assert apart(found, plain) < WITHIN and repeated[0] >= 2
+
+
+def test_tokens_and_addresses_are_those_of_the_settings(one: str) -> None:
+    port = free_port()
+    token = Token(name="trainer", secret="s" * 16)
+    settings = config(one, f"127.0.0.1:{port}")
+    assert settings.serve_base is not None
+    settings = dataclasses.replace(settings, serve_base=dataclasses.replace(settings.serve_base, tokens=(token,)))
+    sent = messages.decode_to_engine(messages.encode(messages.Start(settings)))
+    assert isinstance(sent, messages.Start) and sent.config == settings and "s" * 16 not in repr(sent)
+    with running(sent.config):
+        with pytest.raises(Unauthorized, match="requires a token"):
+            connect(f"127.0.0.1:{port}")
+        with connect(f"127.0.0.1:{port}", token="s" * 16) as base:
+            assert base.calls.groups
+
+
+def test_an_engine_does_not_start_without_its_address(one: str, tmp_path: Path) -> None:
+    """One line each; no socket is left."""
+    free, taken = f"unix:{tmp_path}/free.sock", f"unix:{tmp_path}/taken.sock"
+    with transport.listen(Address.parse(taken)):
+        for addresses, reason in (
+            ((free, taken), "another process listens there; choose another path"),
+            ((free, "127.0.0.1:0"), "address '127.0.0.1:0' has no port; choose one"),
+            ((free, "0.0.0.0:4711"), "without authentication a base model is served on loopback only"),
+            ((free, "nowhere"), "write HOST:PORT or unix:PATH"),
+        ):
+            with pytest.raises(BadConfig, match=reason):
+                Engine(config(one, *addresses))
+            assert not (tmp_path / "free.sock").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"switching": "in_place"}, "start with --switching shadow"),
+        ({"quantize": "int8"}, "quantize none, not int8"),
+        ({"tensor_parallel": 2}, "tensor_parallel 1, not 2"),
+    ],
+    ids=["in place", "quantized", "ranks"],
+)
+def test_settings_without_w0_in_memory_are_refused(one: str, settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(BadConfig, match=reason) as raised:
+        config(one, "unix:base.sock", **settings)
+    assert "\n" not in str(raised.value)
+
+
+def test_an_engine_without_room_for_the_shadow_is_refused(
+    one: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_runtime, "shadow_fits", lambda *_: False)
+    with pytest.raises(BadConfig, match="serve_base needs W0 in memory while an adapter is merged"):
+        Engine(config(one, f"unix:{tmp_path}/base.sock", switching="auto"))
+    assert not (tmp_path / "base.sock").exists()
+
+
+def test_models_of_this_projects_code_are_refused(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", "qwen_vl")
+    with pytest.raises(BadConfig, match="serve_base is not possible with qwen_vl"):
+        Engine(config(folder, f"unix:{tmp_path}/base.sock"))
+    assert not (tmp_path / "base.sock").exists()
+
+
+def test_an_engine_without_clients_does_trainings_only(one: str) -> None:
+    engine = Engine(config(one))
+    assert engine.parts.other_work is engine.parts.trainings
+    engine.close()
+
+
+@pytest.mark.slow
+def test_an_engine_without_clients_loads_no_part_of_the_split() -> None:
+    code = "import sys, vlora.engine.local; assert not [name for name in sys.modules if name.startswith('vlora.split')]"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -1,0 +1,170 @@
+"""A base executor with products in the engine's thread, in pieces of rows between two steps."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from vlora.engine.piece_prices import PiecePrices
+from vlora.orchestrator.latency_promise import LatencyPromise
+from vlora.split import frames
+from vlora.split.base_server import Stopped
+from vlora.split.batching import FIXED_ROWS
+from vlora.split.executor import BaseExecutor
+
+_LONGEST_S = 0.2  # of a piece, for the request that arrives during it
+
+
+class _Rows(NamedTuple):
+    """Rows of one product. num_tokens: with `FIXED_ROWS`, the time of reading the weights."""
+
+    kind: Hashable
+    num_tokens: int
+
+
+class _Product:
+    """A product that the server's thread waits for. first: the row with which its next piece begins."""
+
+    def __init__(
+        self, direction: int, group: int, mask: int, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor]
+    ) -> None:
+        self.direction, self.group, self.mask = direction, group, mask
+        self.inputs, self.out = inputs, out
+        self.num_rows, self.first = len(inputs[0]), 0
+        self.error: Exception | None = None
+        self.done = threading.Event()
+
+    def end(self, error: Exception | None = None) -> None:
+        """Let `compute` return, or raise."""
+        self.error = error
+        self.done.set()
+
+
+class EngineExecutor(BaseExecutor):
+    """`compute` is called by the base server's thread, which waits; `advance` computes, as `SharedWork` of the engine.
+
+    The promise bounds pieces like those of trainings: rows are independent, so a product is cut where the room ends.
+
+    Attributes:
+        wake, waits, fits_later: See `SharedWork`.
+        num_rows: Rows so far.
+    """
+
+    def __init__(
+        self, layers: Mapping[str, nn.Module], *, name: str, promise: LatencyPromise, clock: Callable[[], float]
+    ) -> None:
+        """clock: the engine's."""
+        super().__init__(layers, name=name)
+        self.wake: Callable[[], None] = lambda: None
+        self.waits = False
+        self.fits_later = False
+        self.num_rows = 0
+        self._promise = promise
+        self._clock = clock
+        self._prices = PiecePrices()
+        self._handing = threading.Lock()
+        self._product: _Product | None = None
+        self._closed = False
+
+    # -- the server's thread ------------------------------------------------------------------------------------------
+
+    def compute(
+        self,
+        direction: int,
+        group: int,
+        mask: int,
+        inputs: Sequence[torch.Tensor],
+        out: Sequence[torch.Tensor] | None = None,
+    ) -> Sequence[torch.Tensor]:
+        """As `BaseExecutor.compute`, with results in host memory. Raises Stopped when the engine closes."""
+        if out is None:
+            _, widths = frames.widths(self.groups[group], direction, mask)
+            out = [torch.empty(len(inputs[0]), width, dtype=self.dtype) for width in widths]
+        product = _Product(direction, group, mask, inputs, out)
+        with self._handing:
+            if self._closed:
+                raise Stopped
+            assert self._product is None, "the server computes one product at a time"
+            self._product = product
+        self.wake()
+        product.done.wait()
+        if product.error is not None:
+            raise product.error
+        return out
+
+    # -- the engine's thread ------------------------------------------------------------------------------------------
+
+    def advance(self) -> bool:
+        """See OtherWork."""
+        product = self._product
+        self.waits = False
+        if product is None:
+            return False
+        kind = product.direction, self._shapes(product.group, product.mask)
+        rows = self._rows_now(kind, product.num_rows - product.first)
+        if not rows:
+            self.waits = True
+            return False
+        before = self._clock()
+        error = self._compute_piece(product, slice(product.first, product.first + rows))
+        seconds = self._clock() - before
+        self._promise.spent(seconds)
+        if error is None:
+            self._prices.observe(_Rows(kind, rows + FIXED_ROWS), seconds)
+            self.num_rows += rows
+        product.first += rows
+        if error is not None or product.first == product.num_rows:
+            self._product = None
+            product.end(error)
+        return True
+
+    @property
+    def retry_s(self) -> float | None:
+        """See OtherWork."""
+        return self._promise.quiet_in_s if self.waits else None
+
+    def close(self) -> None:
+        """End the product that is waited for, and refuse further ones."""
+        with self._handing:
+            self._closed = True
+            product, self._product = self._product, None
+        if product is not None:
+            product.end(Stopped())
+
+    def _compute_piece(self, product: _Product, rows: slice) -> Exception | None:
+        """Compute rows of a product. Returns the error for its clients, which must not end the engine."""
+        inputs, out = [x[rows] for x in product.inputs], [y[rows] for y in product.out]
+        try:
+            super().compute(product.direction, product.group, product.mask, inputs, out)
+        except (RuntimeError, MemoryError) as error:
+            return error
+        except Exception as error:
+            return RuntimeError(f"{type(error).__name__}: {error}")
+        return None
+
+    def _rows_now(self, kind: Hashable, left: int) -> int:
+        """Rows of the next piece; 0 if the promise leaves no room for it."""
+        room_s = self._promise.room_s
+        least = min(left, FIXED_ROWS)  # with fewer, most of the time would be for reading the weights
+        row_s = self._prices.expected_s(_Rows(kind, 1))
+        if row_s == 0:  # not known yet
+            self.fits_later = True
+            return least if room_s > 0 else 0
+        if math.isinf(room_s):
+            return min(left, max(least, int(_LONGEST_S / row_s) - FIXED_ROWS))
+        price_s = row_s * (least + FIXED_ROWS)
+        if price_s > room_s:
+            self.fits_later = price_s <= self._promise.longest_s
+            return 0
+        # As micro-steps: half of what an idle engine may spend, as prices vary, and at most what requests leave.
+        usual_s = min(room_s, self._promise.usual_room_s / 2, self._promise.beside_room_s, _LONGEST_S)
+        return min(left, max(least, int(usual_s / row_s) - FIXED_ROWS))
+
+    def _shapes(self, group: int, mask: int) -> tuple[tuple[int, int], ...]:
+        """Of the selected layers. Layers of one shape have one price."""
+        return tuple((each.d_in, each.d_out) for place, each in enumerate(self.groups[group]) if mask >> place & 1)
