@@ -42,26 +42,31 @@ from vlora.models.loading import dummy_model
 _CPU = torch.device("cpu")
 _MIB = 2**20
 _SWITCHES = 1000
+_LEAST_SPEEDUP = 3.5
 _DRIFT_RANKS = (8, 16, 32, 64)
 
 
 def run(quick: bool) -> Report:
     """Measure merge, restore, both in place, PEFT's merge and one copy, for a 0.5 B-parameter model in bfloat16, one
     thread; and the drift of the weights in place, for a narrow layer.
+
+    The floor is one copy of the weights. PEFT's merge takes 8 of them on the processors so far, a merge of rank 8 here
+    0.95 (with AMX) to 1.6 (without), one of rank 64, which is bound by arithmetic, 2.5 to 4.6.
     """
     torch.set_num_threads(1)
     rounds = 7 if quick else 9
     rows: list[dict[str, Any]] = []
     goals: list[Goal] = []
-    for rank, goal in ((8, 6.0), (64, 4.0)):
+    for rank, most_copies in ((8, 1.75), (64, 5.0)):
         calls, shadow_mib, in_place_mib = _calls(rank)
         seconds = interleaved(calls, rounds, warmup=1)
         speedup = median_ratio(seconds["PEFT merge"], seconds["merge"])
+        copies = median_ratio(seconds["merge"], seconds["copy"])
         rows.append(
             {
                 "rank": rank,
                 **{f"{name} ms": median_ms(seconds[name]) for name in ("merge", "back", "copy")},
-                "merge / copy": median_ratio(seconds["merge"], seconds["copy"]),
+                "merge / copy": copies,
                 **{f"{name} ms": median_ms(seconds[name]) for name in _IN_PLACE},
                 "shadow MiB": shadow_mib,
                 "in place MiB": in_place_mib,
@@ -70,7 +75,8 @@ def run(quick: bool) -> Report:
                 "PEFT / ours": speedup,
             }
         )
-        goals.append(Goal(f"PEFT merge_adapter / merge, rank {rank}", speedup, goal, False))
+        goals.append(Goal(f"PEFT merge_adapter / merge, rank {rank}", speedup, _LEAST_SPEEDUP, False))
+        goals.append(Goal(f"merge / one copy of the weights, rank {rank}", copies, most_copies, True))
         goals.append(Goal(f"going back to W0, rank {rank}, ms", median_ms(seconds["back"]), 1.0, True))
     num_switches = _SWITCHES // 10 if quick else _SWITCHES
     drift = drift_in_place(num_switches, _CPU)
