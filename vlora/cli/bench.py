@@ -20,6 +20,8 @@ from vlora.cli.settings import config_flags
 from vlora.config import EngineConfig
 from vlora.errors import BadConfig
 
+_ELSEWHERE = ("paper", "fusion", "bd", "activated", "retrieve")  # benches that are not of `vlora.bench`
+
 
 @cli.command()
 @click.argument("trace", required=False)
@@ -262,8 +264,11 @@ def bench(
     elif name == "retrieve":
         holds = bench_retrieve(quick, out, as_json)
     else:
+        from vlora.bench import BENCHES
         from vlora.bench import main as run
 
+        if name not in (*BENCHES, "all"):
+            raise BadConfig(f"no bench named {name!r}; choose one of {', '.join((*BENCHES, *_ELSEWHERE))} or all")
         with waiting(f"bench {name}"):
             more = on | given | ({"latencies_us": latencies_us} if latencies_us else {})
             more |= {"quantize": quantize} if quantize else {}
