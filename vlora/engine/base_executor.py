@@ -18,6 +18,7 @@ from vlora.split.batching import FIXED_ROWS
 from vlora.split.executor import BaseExecutor
 
 _LONGEST_S = 0.2  # of a piece, for the request that arrives during it
+_ATTEND_S = 0.2
 
 
 class _Rows(NamedTuple):
@@ -28,7 +29,12 @@ class _Rows(NamedTuple):
 
 
 class _Product:
-    """A product that the server's thread waits for. first: the row with which its next piece begins."""
+    """A product that the server's thread waits for.
+
+    Attributes:
+        first: The row with which its next piece begins.
+        is_wanted: Whether a client still waits for it.
+    """
 
     def __init__(
         self, direction: int, group: int, mask: int, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor]
@@ -36,6 +42,7 @@ class _Product:
         self.direction, self.group, self.mask = direction, group, mask
         self.inputs, self.out = inputs, out
         self.num_rows, self.first = len(inputs[0]), 0
+        self.is_wanted = True
         self.error: Exception | None = None
         self.done = threading.Event()
 
@@ -52,6 +59,7 @@ class EngineExecutor(BaseExecutor):
 
     Attributes:
         wake, waits, fits_later: See `SharedWork`.
+        attend: Called by the server's thread while a product waits. Returns whether a client still waits for it.
         num_rows: Rows so far.
     """
 
@@ -61,6 +69,7 @@ class EngineExecutor(BaseExecutor):
         """clock: the engine's."""
         super().__init__(layers, name=name)
         self.wake: Callable[[], None] = lambda: None
+        self.attend: Callable[[], bool] = lambda: True
         self.waits = False
         self.fits_later = False
         self.num_rows = 0
@@ -92,7 +101,10 @@ class EngineExecutor(BaseExecutor):
             assert self._product is None, "the server computes one product at a time"
             self._product = product
         self.wake()
-        product.done.wait()
+        while not product.done.wait(_ATTEND_S):
+            if product.is_wanted and not self.attend():
+                product.is_wanted = False
+                self.wake()
         if product.error is not None:
             raise product.error
         return out
@@ -104,6 +116,9 @@ class EngineExecutor(BaseExecutor):
         product = self._product
         self.waits = False
         if product is None:
+            return False
+        if not product.is_wanted:
+            self._end(product, RuntimeError("no client waits for it"))
             return False
         kind = product.direction, self._shapes(product.group, product.mask)
         rows = self._rows_now(kind, product.num_rows - product.first)
@@ -119,8 +134,7 @@ class EngineExecutor(BaseExecutor):
             self.num_rows += rows
         product.first += rows
         if error is not None or product.first == product.num_rows:
-            self._product = None
-            product.end(error)
+            self._end(product, error)
         return True
 
     @property
@@ -135,6 +149,10 @@ class EngineExecutor(BaseExecutor):
             product, self._product = self._product, None
         if product is not None:
             product.end(Stopped())
+
+    def _end(self, product: _Product, error: Exception | None) -> None:
+        self._product = None
+        product.end(error)
 
     def _compute_piece(self, product: _Product, rows: slice) -> Exception | None:
         """Compute rows of a product. Returns the error for its clients, which must not end the engine."""

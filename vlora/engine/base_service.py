@@ -78,6 +78,7 @@ class BaseService:
         self.executor = EngineExecutor(base_layers(device), name=settings.name, promise=promise, clock=clock)
         queue: CallQueue[Peer] = CallQueue()
         self._server = server = BaseServer(self.executor, queue, LIMITS)
+        self.executor.attend = server.attend
         self._greeter = Greeter(
             self.executor,
             LIMITS,
@@ -93,7 +94,7 @@ class BaseService:
         return self.executor
 
     def replace_tokens(self, tokens: tuple[Token, ...]) -> None:
-        """Admit clients with these tokens from now on. Those that are connected remain."""
+        """Admit clients with these tokens from now on. The connections of others close."""
         self._greeter.tokens = tokens
 
     @property

@@ -32,7 +32,8 @@ log = logging.getLogger(__name__)
 
 _MAX_GREETINGS = 32  # of one listener: peers over TCP must not keep clients of a Unix socket out
 _FINE_S = 0.02  # epoll rounds waits up to milliseconds, select does not
-_TICK_S = 0.5  # how often a stop request and stalled peers are looked for
+_GONE = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
+_TICK_S = 0.5  # how often stop requests, stalled peers and removed tokens are looked for
 
 
 class Stopped(Exception):
@@ -79,6 +80,7 @@ class BaseServer:
         self._peers: dict[int, Peer] = {}
         self._pending: dict[Peer, _Pending] = {}
         self._admitted: deque[Peer] = deque()
+        self._computed: Sequence[Call[Peer]] = ()  # of the present product
         self._closing = threading.Lock()
         self._closed = False
 
@@ -106,6 +108,20 @@ class BaseServer:
             if not self._closed:
                 os.eventfd_write(self._wake, 1)
 
+    def attend(self) -> bool:
+        """Admit clients during a product. An executor calls this in the server's thread while the product waits.
+
+        Returns:
+            Whether one of the product's clients is still connected.
+        """
+        gone: set[int] = set()
+        for descriptor, events in self._poll.poll(0):
+            if descriptor == self._wake or descriptor in self._listeners:
+                self._admit(descriptor)
+            elif events & _GONE:
+                gone.add(descriptor)
+        return any(call.client.sock.fileno() not in gone for call in self._computed)
+
     def _run(self, stopped: Callable[[], bool]) -> None:
         checked = 0.0
         batch: Sequence[Call[Peer]] = ()
@@ -119,7 +135,7 @@ class BaseServer:
                 self._compute(batch)
             if now - checked > _TICK_S:
                 checked = now
-                self._drop_stalled(now)
+                self._drop_unwanted(now)
 
     # -- connections --------------------------------------------------------------------------------------------------
 
@@ -128,13 +144,17 @@ class BaseServer:
             select.select([self._poll], [], [], timeout_s)
             timeout_s = 0
         for descriptor, events in self._poll.poll(timeout_s):
-            if descriptor == self._wake:
-                os.eventfd_read(self._wake)
-                self._add_admitted()
-            elif descriptor in self._listeners:
-                self._accept(self._listeners[descriptor])
+            if descriptor == self._wake or descriptor in self._listeners:
+                self._admit(descriptor)
             elif (peer := self._peers.get(descriptor)) is not None:
                 self._serve(peer, events)
+
+    def _admit(self, descriptor: int) -> None:
+        if descriptor == self._wake:
+            os.eventfd_read(self._wake)
+            self._add_admitted()
+        else:
+            self._accept(self._listeners[descriptor])
 
     def _accept(self, listener: _Listener) -> None:
         try:
@@ -208,9 +228,12 @@ class BaseServer:
         peer.sock.close()
         self.places.release()
 
-    def _drop_stalled(self, now: float) -> None:
+    def _drop_unwanted(self, now: float) -> None:
+        """Drop clients that have stalled, or whose tokens have expired or been removed."""
         for peer in list(self._peers.values()):
-            if peer.stalled_s(now) > self._limits.stall_s:
+            if not peer.is_permitted():
+                self._drop(peer, "its token has expired or been removed")
+            elif peer.stalled_s(now) > self._limits.stall_s:
                 self._drop(peer, f"a call or its reply was incomplete for {self._limits.stall_s:g} s")
 
     def _watch(self, peer: Peer) -> None:
@@ -256,6 +279,7 @@ class BaseServer:
     def _compute(self, batch: Sequence[Call[Peer]]) -> None:
         """Compute calls of one key, and answer them. Calls that fail, such as for lack of memory, are refused."""
         busy_s = self._executor.busy_s
+        self._computed = batch
         try:
             answers = self._products(batch)
         except (RuntimeError, MemoryError) as error:

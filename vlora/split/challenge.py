@@ -41,9 +41,13 @@ def check(tokens: Sequence[Token], digest: bytes, client_nonce: bytes, base_nonc
             found = token
     if found is None:
         raise Unauthorized("the token is not valid on this base executor")
-    if found.expires is not None and datetime.datetime.now(datetime.UTC) >= found.expires:
+    if found.expires is not None and has_expired(found):
         raise Unauthorized(f"the token expired at {found.expires.astimezone(datetime.UTC):%Y-%m-%d %H:%M} UTC")
     return found
+
+
+def has_expired(token: Token) -> bool:
+    return token.expires is not None and datetime.datetime.now(datetime.UTC) >= token.expires
 
 
 def knows(secret: str, digest: bytes, client_nonce: bytes, base_nonce: bytes) -> bool:

@@ -49,7 +49,7 @@ class Greeter:
     """Admits clients. Thread-safe.
 
     Attributes:
-        tokens: Of the permitted clients; none admits all. May be replaced at any time, for the next clients.
+        tokens: Of the permitted clients; none admits all. May be replaced at any time.
     """
 
     def __init__(
@@ -135,14 +135,18 @@ class Greeter:
         name = f"client {name!r} at {origin}" if not local else f"client {name!r}"
         if not (local and hello.shared_memory):
             transport.send_message(sock, welcome)
-            return Peer(sock, name, None, limits.half_bytes)
+            return Peer(sock, name, None, limits.half_bytes, lambda: self._permits(token))
         descriptor = transport.create_shared_memory(2 * limits.half_bytes)
         try:
             slot = transport.map_memory(descriptor, 2 * limits.half_bytes)
             transport.send_message(sock, welcome, (descriptor,))
         finally:
             os.close(descriptor)
-        return Peer(sock, name, slot, 0)
+        return Peer(sock, name, slot, 0, lambda: self._permits(token))
+
+    def _permits(self, token: Token | None) -> bool:
+        """Whether a client that was admitted with this token may stay."""
+        return token is None or (token in self.tokens and not challenge.has_expired(token))
 
     def _authenticate(self, origin: str | None, proof: Proof, hello: Hello, nonce: bytes) -> Token | None:
         """The client's token. origin: where wrong tokens are counted; None for clients on this machine."""

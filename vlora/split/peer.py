@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import ssl
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -32,15 +33,24 @@ class Peer:
         name: The client, for log lines and for fairness.
         slot: uint8 shared memory with two halves, for inputs and outputs; None if tensors travel on the connection.
         waits: Whether a call has been received and not been answered.
+        is_permitted: Returns whether its token still is.
     """
 
-    def __init__(self, sock: socket.socket, name: str, slot: torch.Tensor | None, max_body: int) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        name: str,
+        slot: torch.Tensor | None,
+        max_body: int,
+        is_permitted: Callable[[], bool] = lambda: True,
+    ) -> None:
         """max_body: maximum bytes of a call's tensors on the connection."""
         sock.setblocking(False)
         self.sock = sock
         self.name = name
         self.slot = slot
         self.waits = False
+        self.is_permitted = is_permitted
         self._max_body = max_body
         self._head = bytearray(CALL_BYTES)
         self._body: bytearray | None = None
