@@ -176,6 +176,31 @@ def test_a_call_without_room_waits_until_the_engine_was_quiet(case: Case) -> Non
     assert not case.executor.advance() and case.executor.retry_s is None
 
 
+def test_a_price_that_was_once_too_high_is_measured_again(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under load without a pause; the first piece of a kind took longer than any request leaves room for."""
+    case.serve("first", 20, lambda: None)
+    call, usual = case.call(), BaseExecutor.compute
+
+    def slow(*arguments: Any) -> Any:
+        case.clock.now += 5.0
+        return usual(*arguments)
+
+    monkeypatch.setattr(BaseExecutor, "compute", slow)
+    case.executor.advance()
+    monkeypatch.setattr(BaseExecutor, "compute", usual)
+    began, rows = case.clock.now, []
+
+    def advance() -> None:
+        case.executor.advance()
+        rows.append((case.clock.now - began, len(case.rows)))
+
+    for number in range(10):
+        case.serve(str(number), 20, advance)
+    assert {count for seconds, count in rows if seconds < QUIET_S} == {1}, "the promise was not kept"
+    assert not case.left
+    call.join()
+
+
 class Training:
     """Short pieces without end."""
 

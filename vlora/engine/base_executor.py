@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from vlora.engine.piece_prices import PiecePrices
-from vlora.orchestrator.latency_promise import LatencyPromise
+from vlora.orchestrator.latency_promise import QUIET_S, LatencyPromise
 from vlora.split import frames
 from vlora.split.base_server import Stopped
 from vlora.split.batching import FIXED_ROWS
@@ -34,6 +34,7 @@ class _Product:
     Attributes:
         first: The row with which its next piece begins.
         is_wanted: Whether a client still waits for it.
+        waits_since_s: When there was first no room for its next piece; None if there was.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class _Product:
         self.inputs, self.out = inputs, out
         self.num_rows, self.first = len(inputs[0]), 0
         self.is_wanted = True
+        self.waits_since_s: float | None = None
         self.error: Exception | None = None
         self.done = threading.Event()
 
@@ -121,10 +123,12 @@ class EngineExecutor(BaseExecutor):
             self._end(product, RuntimeError("no client waits for it"))
             return False
         kind = product.direction, self._shapes(product.group, product.mask)
-        rows = self._rows_now(kind, product.num_rows - product.first)
+        left = product.num_rows - product.first
+        rows = self._rows_now(kind, left) or self._rows_to_measure(product, kind, left)
         if not rows:
             self.waits = True
             return False
+        product.waits_since_s = None
         before = self._clock()
         error = self._compute_piece(product, slice(product.first, product.first + rows))
         seconds = self._clock() - before
@@ -182,6 +186,16 @@ class EngineExecutor(BaseExecutor):
         # As micro-steps: half of what an idle engine may spend, as prices vary, and at most what requests leave.
         usual_s = min(room_s, self._promise.usual_room_s / 2, self._promise.beside_room_s, _LONGEST_S)
         return min(left, max(least, int(usual_s / row_s) - FIXED_ROWS))
+
+    def _rows_to_measure(self, product: _Product, kind: Hashable, left: int) -> int:
+        """Rows of a piece without room that runs now and then nevertheless; 0 for none.
+
+        A price that was measured once may be too high by far, and would then never be measured again.
+        """
+        now_s = self._clock()
+        since_s = product.waits_since_s = now_s if product.waits_since_s is None else product.waits_since_s
+        doubtful = self._prices.num_measured(kind) == 1 and self._promise.room_s > 0
+        return min(left, FIXED_ROWS) if doubtful and now_s - since_s >= QUIET_S else 0
 
     def _shapes(self, group: int, mask: int) -> tuple[tuple[int, int], ...]:
         """Of the selected layers. Layers of one shape have one price."""

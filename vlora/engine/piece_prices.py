@@ -30,6 +30,10 @@ class PiecePrices:
         """Learn from a piece that took `seconds`."""
         self._recent.setdefault(piece.kind, deque(maxlen=_RECENT)).append(seconds / max(1, piece.num_tokens))
 
+    def num_measured(self, kind: Hashable) -> int:
+        """Pieces of a kind that the price is learned from."""
+        return len(self._recent.get(kind, ()))
+
     def expected_s(self, piece: Piece) -> float:
         """An upper bound for most pieces; 0 before the first one of its kind."""
         recent = sorted(self._recent.get(piece.kind, (0.0,)))
