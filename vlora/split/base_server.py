@@ -229,7 +229,7 @@ class BaseServer:
         self.places.release()
 
     def _drop_unwanted(self, now: float) -> None:
-        """Drop clients that have stalled, or whose tokens have expired or been removed."""
+        """Drop stalled clients, and those with a token that has expired or was removed."""
         for peer in list(self._peers.values()):
             if not peer.is_permitted():
                 self._drop(peer, "its token has expired or been removed")

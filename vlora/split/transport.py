@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
@@ -16,7 +17,7 @@ import ssl
 import stat
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -36,42 +37,58 @@ def listen(address: Address) -> socket.socket:
         if not address.path:
             family = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0][0]
             return socket.create_server((address.host, address.port), family=family)
-        _remove_stale(address)
-        sock = socket.socket(socket.AF_UNIX)
-        before = os.umask(0o177)
-        try:
-            sock.bind(address.path)
-        finally:
-            os.umask(before)
-        sock.listen()
+        with _folder_locked(address.path):
+            if not _remove_stale(address.path):
+                raise BadConfig(f"cannot listen on {address}: another process listens there; choose another path")
+            sock = socket.socket(socket.AF_UNIX)
+            before = os.umask(0o177)
+            try:
+                sock.bind(address.path)
+            finally:
+                os.umask(before)
+            sock.listen()
         return sock
     except OSError as error:
         raise BadConfig(f"cannot listen on {address}: {error.strerror or error}; choose another address") from error
 
 
 def close_listener(sock: socket.socket) -> None:
-    """Close a listening socket and remove its file, if it has one."""
+    """Close a listening socket and remove its file, if it has one that is not a successor's."""
     name = sock.getsockname()
     sock.close()
     if isinstance(name, str):
-        with contextlib.suppress(OSError):
-            os.unlink(name)
+        with contextlib.suppress(OSError), _folder_locked(name):
+            _remove_stale(name)
 
 
-def _remove_stale(address: Address) -> None:
-    """Remove the socket of a process that has died. Raises BadConfig if a process listens on it."""
+@contextlib.contextmanager
+def _folder_locked(path: str) -> Iterator[None]:
+    """Let one process at a time replace or remove sockets of a folder: two may find the same one stale."""
+    folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_CLOEXEC)
     try:
-        if not stat.S_ISSOCK(os.lstat(address.path).st_mode):
-            raise BadConfig(f"cannot listen on {address}: there is another file; choose another path")
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
+def _remove_stale(path: str) -> bool:
+    """Remove the socket of a process that has died. Returns whether the path is free. Raises OSError."""
+    try:
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise FileExistsError(errno.EEXIST, "there is another file")
     except FileNotFoundError:
-        return
+        return True
     with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)  # the other process may accept no connections at present
         try:
-            probe.connect(address.path)
+            probe.connect(path)
         except ConnectionRefusedError:
-            os.unlink(address.path)
-        else:
-            raise BadConfig(f"cannot listen on {address}: another process listens there; choose another path")
+            os.unlink(path)
+            return True
+        except BlockingIOError:
+            return False
+    return False
 
 
 def open_connection(address: Address, tls: ssl.SSLContext | None, timeout_s: float) -> socket.socket:
