@@ -73,7 +73,8 @@ class SleepingEngine:
 
     def __init__(self, config: EngineConfig) -> None:
         self.limits = SimpleNamespace(max_context=100_000)
-        self.parts = SimpleNamespace(trainings=SimpleNamespace(advance=lambda: False, retry_s=None))
+        no_work = SimpleNamespace(advance=lambda: False, retry_s=None)
+        self.parts = SimpleNamespace(trainings=no_work, other_work=no_work)
         self._config = config
         self._step_s = float(os.environ.get(STEP_VARIABLE, "0.004"))
         self._running: dict[str, _Running] = {}
