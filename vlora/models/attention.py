@@ -69,6 +69,15 @@ class StepAttention:
     last_queries: Sequence[Queries]
 
 
+def token_rows(states: torch.Tensor) -> torch.Tensor:
+    """Keys or values [1, heads, T, head_dim] as [T, heads * head_dim], with a last stride of 1.
+
+    With AMX, a projection of few rows is stored column by column.
+    """
+    rows = states.transpose(1, 2).reshape(states.shape[2], -1)
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
 def paged_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -87,7 +96,7 @@ def paged_attention(
     layer: int = module.layer_idx  # type: ignore[assignment]
     cache = vlora_step.cache.k[layer], vlora_step.cache.v[layer]
     q = query[0].transpose(0, 1)
-    new = key.transpose(1, 2).reshape(q.shape[0], -1), value.transpose(1, 2).reshape(q.shape[0], -1)
+    new = token_rows(key), token_rows(value)
     atmm.write_kv(*cache, *new, vlora_step.write_rows)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     scale = q.shape[2] ** -0.5 if scaling is None else scaling
