@@ -137,7 +137,7 @@ def _tables(counts: Sequence[int]) -> list[tuple[int, ...]]:
 def _engine(heads: Heads, num_layers: int, dtype: torch.dtype, device: torch.device, arena_bytes: int) -> Engine:
     text = LlamaConfig(
         vocab_size=128,
-        hidden_size=64,
+        hidden_size=16 * heads.num_heads,  # a multiple, as transformers checks
         intermediate_size=64,
         num_hidden_layers=num_layers,
         num_attention_heads=heads.num_heads,
