@@ -1,4 +1,4 @@
-"""Clients of an engine whose products wait, because requests leave no room; their places, greetings and tokens."""
+"""Products wait, because requests leave no room: their clients' places, greetings and tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OLD, NEW = (Token(name=name, secret=name * 16) for name in "on")
 
 
 class Waiting:
-    """A server whose engine is the test: it calls `executor.advance`.
+    """A server with the test as its engine, which calls `executor.advance`.
 
     Attributes:
         errors: Of calls, by group.

@@ -1,4 +1,4 @@
-"""Requests that wait outside the router's queue, whose first request would hold up all others."""
+"""Requests that wait outside the router's queue: in it the first request holds up all others."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ CONTENT_S = 5.0
 class HeldRequests:
     """Requests that the router has refused, but that may be served soon.
 
-    Those whose adapters' files are being sent wait within their own bounds; those with a content that no connected
-    replica has, for `CONTENT_S` while some replicas are absent. Each waits until it is taken or forgotten.
+    While files of its adapter are sent, a request waits within its own bounds. For a content that no connected replica
+    has, it waits for `CONTENT_S` while some replicas are absent. Each waits until it is taken or forgotten.
     """
 
     def __init__(self, router: Router, adapters: ReplicatedAdapters, clock: Callable[[], float]) -> None:
