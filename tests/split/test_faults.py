@@ -6,6 +6,7 @@ import contextlib
 import copy
 import logging
 import os
+import resource
 import select
 import signal
 import socket
@@ -25,7 +26,7 @@ from tests.split.running import Serving, serving, tiny
 from tests.split.test_equality import WITHIN, apart, losses
 from vlora.errors import BadConfig, BadRequest, Disconnected, OverCapacity
 from vlora.split import Base, connect, transport
-from vlora.split.addresses import Address
+from vlora.split.addresses import Address, secured
 from vlora.split.batching import Call, CallQueue
 from vlora.split.connection import BaseConnection
 from vlora.split.frames import (
@@ -358,6 +359,28 @@ def test_an_executor_killed_within_a_training_loses_nothing(
     assert apart(found, plain) < WITHIN
 
 
+@pytest.mark.slow
+def test_an_executor_without_free_descriptors_waits_for_some(checkpoint: Path, tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/base.sock"
+    with base_process(checkpoint, address) as process, connect(address):
+        open_files = len(os.listdir(f"/proc/{process.pid}/fd"))
+        _, hard = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (open_files, hard))
+        with transport.open_connection(Address.parse(address), None, 5.0) as waiting:
+            time.sleep(0.2)
+            before = cpu_seconds(process.pid)
+            time.sleep(1.5)
+            assert cpu_seconds(process.pid) - before < 0.5, "the server polls a connection that it cannot accept"
+            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (hard, hard))
+            transport.send_message(waiting, Hello(PROTOCOL, b"n" * 32, "", "raw", False))
+            transport.receive_message(waiting, Challenge, 4096, time.monotonic() + 5)
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def test_an_executor_that_is_gone_is_one_line(model: Any, tmp_path: Path) -> None:
     with serving(model, tmp_path) as served:
         base = connect(served.tcp, patience_s=0.3)
@@ -471,6 +494,8 @@ def test_addresses_that_cannot_be_used(tmp_path: Path, model: Any) -> None:
         with pytest.raises(BadConfig, match=r"write .*unix:PATH"):
             connect(address)
     (tmp_path / "file").write_text("")
+    with pytest.raises(BadConfig, match=r"'127\.0\.0\.1:7' is given twice"):
+        secured(["127.0.0.1:7", f"unix:{tmp_path}/one", "127.0.0.1:7"], has_tokens=False)
     with pytest.raises(BadConfig, match="another file"):
         transport.listen(Address.parse(f"unix:{tmp_path}/file"))
     with serving(model, tmp_path) as served, pytest.raises(BadConfig, match="another process listens there"):

@@ -48,10 +48,12 @@ def secured(addresses: Sequence[str], *, has_tokens: bool) -> list[Address]:
     """Read addresses to listen on.
 
     Raises:
-        BadConfig: An address is invalid, or other machines can reach it without a token.
+        BadConfig: An address is invalid or repeated, or other machines can reach it without a token.
     """
     found = [Address.parse(address) for address in addresses]
-    for address in found:
+    for place, address in enumerate(found):
+        if (address.path or address.port) and address in found[:place]:
+            raise BadConfig(f"address {str(address)!r} is given twice; listen on it once")
         if not has_tokens and not address.is_local:
             raise BadConfig(
                 f"address {str(address)!r} is not on this machine; without authentication a base model is served on "

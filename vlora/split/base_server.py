@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import logging
 import os
 import select
@@ -33,7 +34,8 @@ log = logging.getLogger(__name__)
 _MAX_GREETINGS = 32  # of one listener: peers over TCP must not keep clients of a Unix socket out
 _FINE_S = 0.02  # epoll rounds waits up to milliseconds, select does not
 _GONE = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
-_TICK_S = 0.5  # how often stop requests, stalled peers and removed tokens are looked for
+_TICK_S = 0.5  # how often stop requests, stalled peers, removed tokens and free resources are looked for
+_NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Stopped(Exception):
@@ -77,6 +79,7 @@ class BaseServer:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll.register(self._wake, select.EPOLLIN)
         self._listeners: dict[int, _Listener] = {}
+        self._paused: list[socket.socket] = []  # listeners that wait for free resources
         self._peers: dict[int, Peer] = {}
         self._pending: dict[Peer, _Pending] = {}
         self._admitted: deque[Peer] = deque()
@@ -136,6 +139,7 @@ class BaseServer:
             if now - checked > _TICK_S:
                 checked = now
                 self._drop_unwanted(now)
+                self._resume_listeners()
 
     # -- connections --------------------------------------------------------------------------------------------------
 
@@ -159,13 +163,32 @@ class BaseServer:
     def _accept(self, listener: _Listener) -> None:
         try:
             sock, _ = listener.sock.accept()
-        except OSError:  # it is gone already, or this process has too many files open
-            return
+        except OSError as error:
+            if error.errno in _NO_RESOURCES:
+                self._pause(listener.sock, error)
+            return  # otherwise the client is gone already
         if not listener.greetings.acquire(blocking=False):
             log.warning("a connection was closed: %d others are not authenticated yet", _MAX_GREETINGS)
             sock.close()
             return
-        threading.Thread(target=self._greet, args=(sock, listener), name="vlora-base-greeting", daemon=True).start()
+        thread = threading.Thread(target=self._greet, args=(sock, listener), name="vlora-base-greeting", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system's limit on threads
+            log.warning("a connection was closed: %s", error)
+            listener.greetings.release()
+            sock.close()
+
+    def _pause(self, sock: socket.socket, error: OSError) -> None:
+        """Accept nothing for a while: the connection stays in the kernel's queue, and each poll would report it."""
+        log.warning("no connection can be accepted at present: %s", error.strerror)
+        self._poll.unregister(sock)
+        self._paused.append(sock)
+
+    def _resume_listeners(self) -> None:
+        for sock in self._paused:
+            self._poll.register(sock, select.EPOLLIN)
+        self._paused.clear()
 
     def _greet(self, sock: socket.socket, listener: _Listener) -> None:
         try:
