@@ -55,10 +55,10 @@ FULL = Size(
     mix=Mix(layers=4, inference=8, training=2, prompt=64, answer=64, requests=2, rounds=3),
 )
 QUICK = Size(
-    layers=3,
+    layers=5,
     clients=(1, 2),
-    rounds=3,
-    tokens=8,
+    rounds=5,
+    tokens=16,
     rows=(1, 2, 16, 48),
     mix=Mix(layers=2, inference=4, training=1, prompt=64, answer=32, requests=2, rounds=1),
 )
