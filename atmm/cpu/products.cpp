@@ -60,7 +60,8 @@ inline Register load_register(const T* from) {
 }
 
 // Kinds of products of a row of weights with a row of x. `Weight` is the type in memory, `Input` the type of x that the
-// kernel reads, in groups of kGroup values. kTokens is the maximum number of tokens in a tile.
+// kernel reads, in groups of kGroup values. kTokens is the maximum number of tokens in a tile. kLongestSpread: see
+// `fetch_of`; widened bfloat16 was measured with all rows spread, on other processors (docs/decisions/0040).
 #if defined(__AVX512F__)
 constexpr bool kManyRegisters = true;
 #else
@@ -70,7 +71,7 @@ constexpr bool kManyRegisters = false;
 struct Float32 {
   using Weight = float;
   using Input = float;
-  static constexpr int64_t kGroup = kWidth, kTokens = kManyRegisters ? 6 : 4;
+  static constexpr int64_t kGroup = kWidth, kTokens = kManyRegisters ? 6 : 4, kLongestSpread = 4096;
 
   static void prepare(float* to, const float* from) { std::memcpy(to, from, kGroup * sizeof(float)); }
 
@@ -91,7 +92,7 @@ struct Float32 {
 struct Pairs {
   using Weight = BFloat16;
   using Input = BFloat16;
-  static constexpr int64_t kGroup = 2 * kWidth, kTokens = 4;
+  static constexpr int64_t kGroup = 2 * kWidth, kTokens = 4, kLongestSpread = 4096;
 
   static void prepare(BFloat16* to, const BFloat16* from) { std::memcpy(to, from, kGroup * sizeof(BFloat16)); }
 
@@ -121,7 +122,7 @@ bool multiplies_pairs_fast() {
 struct Widened {
   using Weight = BFloat16;
   using Input = float;
-  static constexpr int64_t kGroup = 2 * kWidth, kTokens = kManyRegisters ? 8 : 4;
+  static constexpr int64_t kGroup = 2 * kWidth, kTokens = kManyRegisters ? 8 : 4, kLongestSpread = INT64_MAX;
 
   static void prepare(float* to, const BFloat16* from) {
     const Bits pairs = load_register<Bits>(from), even = pairs << 16, odd = pairs & 0xffff0000u;
@@ -201,13 +202,21 @@ constexpr int64_t kCut = kManyRegisters ? 24 : 4;
 constexpr int64_t kMostStreams = streams_of(1);
 constexpr int64_t kAhead = 1024;  // prefetch distance in bytes of a single tile
 
-// The lines that a tile prefetches: `distance` bytes ahead in the streams first, first + step, ... If several tiles of
-// tokens read the same weights, each prefetches its part of the next rows, so that memory is read while all of them
-// compute.
+// The lines that a tile prefetches: `distance` bytes ahead in the streams of the bits of `streams`.
 struct Fetch {
-  int first, step;
+  unsigned streams;
   int64_t distance;
 };
+
+// What tile k of `num_tiles` that read the same weights prefetches. Each has a part of the next rows, so that memory is
+// read while all of them compute. Rows longer than `longest` would evict those in use from the L1 cache: the first tile
+// prefetches these rows, and the others read them from the cache.
+inline Fetch fetch_of(int64_t k, int64_t num_tiles, int64_t row, int64_t longest) {
+  if (row > longest) return {k ? 0u : ~0u, kAhead};
+  unsigned streams = 0;
+  for (int64_t r = k; r < kMostStreams; r += num_tiles) streams |= 1u << r;
+  return {streams, num_tiles == 1 ? kAhead : row};
+}
 
 // to[m * pitch + r * kBlock]: the products of R rows of weights, `stream` elements apart, with M rows of x.
 template <typename Kind, int R, int M>
@@ -219,8 +228,9 @@ inline void tile(float* to, int64_t pitch, const typename Kind::Weight* w, int64
   const int64_t whole = d_in / Kind::kGroup * Kind::kGroup;
   for (int64_t i = 0; i < whole; i += Kind::kGroup) {
     if (i % kPerLine == 0)
-      for (int r = fetch.first; r < R; r += fetch.step)
-        __builtin_prefetch(reinterpret_cast<const char*>(w + r * stream + i) + fetch.distance, 0, 3);
+      for (int r = 0; r < R; ++r)
+        if (fetch.streams >> r & 1)
+          __builtin_prefetch(reinterpret_cast<const char*>(w + r * stream + i) + fetch.distance, 0, 3);
     Kind::template multiply<R, M>(sums, w + i, stream, values + i, x_stride);
   }
   if (whole < d_in) {
@@ -256,7 +266,7 @@ void streams(const Layer<typename Kind::Weight>& layer, const Prepared<Kind>& x,
       const auto* w = layer.w + (first + block + o) * layer.w_stride;
       for (int64_t k = 0, t = 0; k < num_tiles; ++k) {
         const int64_t size = (num_tokens - t + num_tiles - k - 1) / (num_tiles - k);
-        const Fetch fetch{int(k), int(num_tiles), num_tiles == 1 ? kAhead : row};
+        const Fetch fetch = fetch_of(k, num_tiles, row, Kind::kLongestSpread);
         float* to = sums + t * pitch + o;
         const auto* values = x.values.get() + t * x.stride;
         if (size == M)
