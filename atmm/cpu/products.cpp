@@ -92,7 +92,7 @@ struct Float32 {
 struct Pairs {
   using Weight = BFloat16;
   using Input = BFloat16;
-  static constexpr int64_t kGroup = 2 * kWidth, kTokens = 4, kLongestSpread = 4096;
+  static constexpr int64_t kGroup = 2 * kWidth, kTokens = 6, kLongestSpread = 4096;
 
   static void prepare(BFloat16* to, const BFloat16* from) { std::memcpy(to, from, kGroup * sizeof(BFloat16)); }
 
