@@ -1,8 +1,9 @@
-"""The cost of a decode step, against the installed transformers and PEFT on the same shapes, and against memory
-bandwidth.
+"""The cost of a decode step, against the installed transformers and PEFT on the same shapes, and against its floor.
 
-Decode is memory-bound: every step reads all weights once (about 1 GB in bfloat16 here) and the KV cache of every
-request. Therefore its floor is the time to read the same number of bytes, measured in the same rounds. The baseline is
+Every step reads all weights once (about 1 GB in bfloat16 here) and the KV cache of every request, and computes with all
+weights for every request. On a CPU the arithmetic of a few requests takes as long as reading the weights. Therefore the
+same rounds measure the time to read as many bytes, and the time of as many operations in a large product of torch: the
+larger of both is the floor, their sum what a step takes that does not compute while it reads. The baseline is
 transformers' own model with sdpa attention and a DynamicCache, which reads the same weights.
 
 All cores and one thread are measured alternately in wall time: run the bench on an otherwise idle machine.
@@ -26,6 +27,7 @@ from transformers import DynamicCache
 import atmm
 from atmm import matmul
 from vlora.bench.dummy import half_billion_config, language_shapes, write_adapter
+from vlora.bench.engine.floor import DecodeWork, FloorTimes, StepWork, computing, reading
 from vlora.bench.engine.timed_engine import Step, TimedEngine
 from vlora.bench.report import Goal, Report
 from vlora.bench.timing import interleaved, median_ms, median_ratio, thread_counts, threads_label
@@ -36,6 +38,9 @@ _DTYPE = "bfloat16"
 _CONTEXT = 256  # tokens
 _WARMUP = 5  # rounds not counted; a set of adapters is packed after it has recurred a few times
 _MIXED_RANKS = (8, 16, 32, 64)
+_READING, _COMPUTING = "reading", "computing"
+_FLOOR_GOAL = 1.5  # attention, normalisation, sampling and the decisions of the engine included
+_MARGIN = 1.15  # of a ratio to another step over the ratio of their work
 _LONGEST = 256  # answer tokens: more than the steps of all its comparisons
 
 
@@ -46,12 +51,12 @@ def run(quick: bool, quantize: Quantize = "none") -> Report:
         quick: Fewer rounds, and no baseline that takes seconds per step.
         quantize: Compare quantized weights with bfloat16 instead.
     """
-    bench = _StepComparison(rounds=3 if quick else 7)
+    bench = _StepComparison(rounds=5 if quick else 9)
     if quantize != "none":
         return _compare_quantized(bench, quantize)
     plain = dummy_model(half_billion_config(vision="none"), _DTYPE, torch.device("cpu"), seed=0)
     shapes = language_shapes(plain)
-    weight_bytes = _weight_bytes(plain)
+    work = DecodeWork(plain, shapes, _CONTEXT)
     with tempfile.TemporaryDirectory() as folder:
         adapters = {
             f"r{rank}-{i}": write_adapter(Path(folder) / f"r{rank}-{i}", shapes, rank, seed=100 * rank + i)
@@ -63,46 +68,43 @@ def run(quick: bool, quantize: Quantize = "none") -> Report:
         second = _timed_engine(adapters, "unmerged_only", arena_bytes=7 * 2**30)
         merged = first.begin(["r16-0"] * 16)
         # From large to small batches: the remaining requests already have their context.
-        for batch, floor_goal, baseline_goal in ((16, 2.0, 0.5), (8, 1.5, None), (4, 1.5, 0.5), (1, 1.5, 0.6)):
+        for batch, baseline_goal in ((16, 0.5), (8, None), (4, 0.5), (1, 0.7)):
             first.keep(batch)
-            steps = {"merged": merged, "floor": _reading(weight_bytes + batch * _kv_bytes(plain))}
+            steps = {"merged": merged}
             if baseline_goal is not None and not (quick and batch > 4):
                 steps["transformers"] = _transformers_step(plain, batch)
-            goals = {"floor": floor_goal, "transformers": baseline_goal}
-            bench.compare(f"merged, batch {batch}", steps, goals, scales=True)
+            bench.compare(f"merged, batch {batch}", steps, {"merged": work(batch)}, {"transformers": baseline_goal})
             if batch == 4:
-                names = [f"r16-{i}" for i in range(4)]
-                steps = {"unmerged": second.begin(names), "merged": merged}
-                bench.compare("unmerged, 4 adapters of rank 16 in 4", steps, {"merged": 1.15}, scales=True)
-        for rank, goal in ((8, 1.2), (64, 1.45)):
+                steps = {"unmerged": second.begin([f"r16-{i}" for i in range(4)]), "merged": merged}
+                works = {"unmerged": work(4, [16] * 4), "merged": work(4)}
+                bench.compare("unmerged, 4 adapters of rank 16 in 4", steps, works)
+        for rank in (8, 64):
             merged = first.begin(["r16-0"] * 16)
             steps = {"unmerged": second.begin([f"r{rank}-{i}" for i in range(16)]), "merged": merged}
-            bytes_ratios = {"merged": 1 + 16 * _adapter_bytes(shapes, rank) / weight_bytes}
-            name = f"unmerged, 16 adapters of rank {rank} in 16"
-            bench.compare(name, steps, {"merged": goal}, scales=True, bytes_ratios=bytes_ratios)
-        _compare_mixed_ranks(bench, adapters, second, weight_bytes, _adapter_bytes(shapes, 1))
+            works = {"unmerged": work(16, [rank] * 16), "merged": work(16)}
+            bench.compare(f"unmerged, 16 adapters of rank {rank} in 16", steps, works)
+        _compare_mixed_ranks(bench, adapters, second, work)
         if atmm.load_kernels() and not quick:
             with _without_compiled_kernels():
                 names = [f"r8-{i}" for i in range(16)]
                 steps = {"unmerged, plain": second.begin(names), "merged, plain": merged}
-                bench.compare("unmerged, 16 adapters of rank 8 in 16, plain kernels", steps, {}, scales=False)
+                bench.compare("unmerged, 16 adapters of rank 8 in 16, plain kernels", steps)
         if not quick:
             # Last, because PEFT modifies the given model.
             steps = {"unmerged": second.begin([f"r8-{i}" for i in range(16)]), "PEFT": _peft_step(plain, 16, 8)}
-            bench.compare("unmerged, 16 adapters of rank 8 in 16", steps, {"PEFT": 0.4}, scales=False)
+            bench.compare("unmerged, 16 adapters of rank 8 in 16", steps, goals={"PEFT": 0.4})
     return Report("step", bench.rows, bench.goals)
 
 
 def _compare_mixed_ranks(
-    bench: _StepComparison, adapters: Mapping[str, str], padded: TimedEngine, weight_bytes: int, bytes_per_rank: int
+    bench: _StepComparison, adapters: Mapping[str, str], padded: TimedEngine, work: DecodeWork
 ) -> None:
     """Decode steps of sixteen adapters of S-LoRA's ranks (its setting S2), against the same number of equal ranks.
 
     Args:
         adapters: Folders by name, r{rank}-{number}.
         padded: An engine with adapters of the largest rank, which cost what the others cost if padded to it.
-        weight_bytes: Bytes that a step without adapters reads.
-        bytes_per_rank: Bytes of an adapter of rank 1.
+        work: The work of the steps.
     """
     names = [f"r{rank}-{number}" for number in range(4) for rank in _MIXED_RANKS]
     same, largest = ([f"r{rank}-{number}" for number in range(16)] for rank in (32, 64))
@@ -114,18 +116,12 @@ def _compare_mixed_ranks(
         "all of rank 32": equal.begin(same),
         "padded to rank 64": padded.begin(largest),
     }
-
-    def read_bytes(total_rank: int) -> int:
-        return weight_bytes + total_rank * bytes_per_rank
-
-    total = 4 * sum(_MIXED_RANKS)
-    bytes_ratios = {
-        "all of rank 32": read_bytes(total) / read_bytes(16 * 32),
-        "padded to rank 64": read_bytes(total) / read_bytes(16 * 64),
+    works = {
+        "mixed ranks": work(16, _MIXED_RANKS * 4),
+        "all of rank 32": work(16, [32] * 16),
+        "padded to rank 64": work(16, [64] * 16),
     }
-    goals = {"all of rank 32": 1.1, "padded to rank 64": 0.9}
-    name = "unmerged, 16 adapters of ranks 8, 16, 32 and 64 in 16"
-    bench.compare(name, steps, goals, scales=False, bytes_ratios=bytes_ratios)
+    bench.compare("unmerged, 16 adapters of ranks 8, 16, 32 and 64 in 16", steps, works)
 
 
 def _compare_quantized(bench: _StepComparison, quantize: Quantize) -> Report:
@@ -141,14 +137,14 @@ def _compare_quantized(bench: _StepComparison, quantize: Quantize) -> Report:
         quantized.keep(batch)
         plain.keep(batch)
         steps = {quantize: ours, _DTYPE: theirs}
-        bench.compare(f"{quantize}, batch {batch}", steps, {_DTYPE: goals[batch]}, scales=False)
+        bench.compare(f"{quantize}, batch {batch}", steps, goals={_DTYPE: goals[batch]})
     quantized.keep(0)
     plain.keep(0)
     prompts = {
         name: functools.partial(engine.prefill, [None], 512)
         for name, engine in ((quantize, quantized), (_DTYPE, plain))
     }
-    bench.compare(f"{quantize}, a prompt of 512 tokens", prompts, {_DTYPE: prompt_goal}, scales=False)
+    bench.compare(f"{quantize}, a prompt of 512 tokens", prompts, goals={_DTYPE: prompt_goal})
     own, whole = (engine.engine.parts.device.slabs.num_bytes for engine in (quantized, plain))
     size = Goal("bytes of the linear layers / bfloat16", own / whole, 0.33 if quantize == "int4" else 0.55, True)
     return Report("step", bench.rows, [*bench.goals, size])
@@ -167,20 +163,23 @@ class _StepComparison:
         self,
         name: str,
         steps: Mapping[str, Step],
-        goals: Mapping[str, float | None],
-        *,
-        scales: bool,
-        bytes_ratios: Mapping[str, float] | None = None,
+        works: Mapping[str, StepWork] | None = None,
+        goals: Mapping[str, float | None] | None = None,
     ) -> None:
-        """Time the first step against the others.
+        """Time the first step against its floor and against the others.
 
         Args:
-            goals: upper bounds of the ratio to each of the others.
-            scales: whether two threads must be faster than one.
-            bytes_ratios: bytes that the step reads relative to each other, the ratio of two memory-bound steps.
+            works: The work of the first step, if it has a floor. The work of another step is its goal: the first may
+                exceed the ratio of both by a small margin.
+            goals: Upper bounds of the ratio to each of the others without work.
         """
+        first, *others = steps
+        works, goals = works or {}, goals or {}
+        floor_steps = {_READING: reading(works[first]), _COMPUTING: computing(works[first])} if works else {}
         calls = {
-            (what, threads): _with_threads(threads, step) for threads in self._numbers for what, step in steps.items()
+            (what, threads): _with_threads(threads, step)
+            for threads in self._numbers
+            for what, step in {**steps, **floor_steps}.items()
         }
         keys = {f"{what} {threads}": (what, threads) for what, threads in calls}
         seconds = interleaved(
@@ -188,27 +187,44 @@ class _StepComparison:
         )
         found = {pair: seconds[key] for key, pair in keys.items()}
         torch.set_num_threads(self._numbers[0])
-        what, *others = steps
         for threads in self._numbers:
+            own, label = found[first, threads], threads_label(threads)
+            times = FloorTimes(works[first], found[_READING, threads], found[_COMPUTING, threads]) if works else None
+            if times is not None:
+                self._add_row(name, threads, own, "floor", times.floor())
+                self._add_row(name, threads, own, "bytes, then operations", times.in_turn())
+                ratio = median_ratio(own, times.in_turn())
+                self.goals.append(Goal(f"{name} / bytes, then operations, {label}", ratio, _FLOOR_GOAL, True))
             for other in others:
-                ratio = median_ratio(found[what, threads], found[other, threads])
-                self.rows.append(
-                    {
-                        "step": name,
-                        "threads": threads,
-                        "ms": median_ms(found[what, threads]),
-                        "baseline": other,
-                        "baseline ms": median_ms(found[other, threads]),
-                        "ratio": ratio,
-                        "bytes ratio": (bytes_ratios or {}).get(other),
-                    }
-                )
-                goal = goals.get(other)
+                ratio, goal = median_ratio(own, found[other, threads]), goals.get(other)
+                expected = None
+                if times is not None and other in works:
+                    expected = median_ratio(times.in_turn(), times.in_turn(works[other]))
+                    goal = _MARGIN * expected
+                self._add_row(name, threads, own, other, found[other, threads], expected)
                 if goal is not None:
-                    self.goals.append(Goal(f"{name} / {other}, {threads_label(threads)}", ratio, goal, True))
-        if scales and self._numbers[0] == 2:
-            ratio = median_ratio(found[what, 2], found[what, 1])
-            self.goals.append(Goal(f"{name}, two threads / one", ratio, 0.62, True))
+                    self.goals.append(Goal(f"{name} / {other}, {label}", ratio, goal, True))
+
+    def _add_row(
+        self,
+        name: str,
+        threads: int,
+        own: Sequence[float],
+        baseline: str,
+        theirs: Sequence[float],
+        expected: float | None = None,
+    ) -> None:
+        self.rows.append(
+            {
+                "step": name,
+                "threads": threads,
+                "ms": median_ms(own),
+                "baseline": baseline,
+                "baseline ms": median_ms(theirs),
+                "ratio": median_ratio(own, theirs),
+                "ratio of work": expected,
+            }
+        )
 
 
 def _with_threads(threads: int, step: Step) -> Step:
@@ -217,16 +233,6 @@ def _with_threads(threads: int, step: Step) -> Step:
         step()
 
     return call
-
-
-def _reading(num_bytes: int) -> Step:
-    """Reads this many bytes once, as fast as torch can."""
-    values = torch.ones(num_bytes // 4)
-
-    def step() -> None:
-        values.sum()
-
-    return step
 
 
 @contextmanager
@@ -247,23 +253,6 @@ def _without_compiled_kernels() -> Iterator[None]:
         if before is not None:
             os.environ["ATMM_COMPILED"] = before
         atmm.load_kernels.cache_clear()
-
-
-def _adapter_bytes(shapes: Mapping[str, tuple[int, int]], rank: int) -> int:
-    return sum(2 * rank * (d_out + d_in) for d_out, d_in in shapes.values())
-
-
-def _weight_bytes(model: Any) -> int:
-    """Bytes that a decode step reads of a model without adapters: layers, and the embedding as its output head."""
-    language = model.model.language_model
-    return sum(parameter.numel() * parameter.element_size() for parameter in language.parameters())
-
-
-def _kv_bytes(model: Any) -> int:
-    """KV bytes that a decode step reads for one request of the bench."""
-    text = model.config.text_config
-    width = text.hidden_size // text.num_attention_heads
-    return 2 * 2 * text.num_hidden_layers * text.num_key_value_heads * width * _CONTEXT
 
 
 def _timed_engine(
