@@ -129,18 +129,36 @@ std::unique_ptr<float[]> as_floats(const T* x, int64_t x_token, int64_t x_featur
   return floats;
 }
 
-// x: [tokens, d_in], contiguous.
+// Units [first, stop) of a piece of work that consists of `count` units.
+struct Part {
+  int64_t first, stop;
+};
+
+// The calling thread's part of a piece of work. The threads share a total cost equally; `before` is the cost of the
+// pieces before this one, `cost` its own. The bounds of a part are multiples of `unit`.
+Part own_part(int64_t count, int64_t unit, int64_t before, int64_t cost, int64_t total) {
+  const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+  const auto bound = [&](int64_t threads_before) {
+    const int64_t done = std::clamp<int64_t>(total * threads_before / threads - before, 0, cost);
+    return done == cost ? count : done * count / cost / unit * unit;
+  };
+  return {bound(thread), bound(thread + 1)};
+}
+
+// The calling thread's share of the hidden values of all lanes. x: [tokens, d_in], contiguous.
 template <typename T>
-void shrink(float* hidden, const float* x, const T* base, const Lane* lanes, const float* signs, int64_t num_lanes,
-            int64_t d_in) {
-#pragma omp parallel for schedule(static)
-  for (int64_t index = 0; index < num_lanes; ++index) {
+void shrink_share(float* hidden, const float* x, const T* base, const Lane* lanes, const float* signs,
+                  int64_t num_lanes, int64_t d_in) {
+  int64_t total = 0, before = 0;
+  for (int64_t index = 0; index < num_lanes; ++index) total += lanes[index].rank;
+  for (int64_t index = 0; index < num_lanes; before += lanes[index++].rank) {
     const Lane& lane = lanes[index];
+    const Part own = own_part(lane.rank, kRows, before, lane.rank, total);
     const float* first = x + lane.first_token * d_in;
     const T* a = lane.rows(base);
     float* to = hidden + lane.hidden;
-    for (int64_t r = 0; r < lane.rank; r += kRows) {
-      const int64_t stop = std::min(r + kRows, lane.rank);
+    for (int64_t r = own.first; r < own.stop; r += kRows) {
+      const int64_t stop = std::min(r + kRows, own.stop);
       for (int64_t row = r; row < stop; ++row)
         dots<1, 1>(to + row, lane.rank, signs[index], a + row * lane.stride, lane.stride, first, d_in,
                    coming(lanes, index, num_lanes, row, d_in, base));
@@ -199,38 +217,69 @@ void add(T* y, int64_t y_token, int64_t y_feature, const float* sums, int64_t pi
     }
 }
 
+// Lanes of one site with common tokens, computed together. y: of the first of the tokens and of the site's features.
+// following: the number of the site's lanes in memory from `lanes` on.
 template <typename T>
-void expand(T* y, int64_t y_token, int64_t y_feature, const float* hidden, const T* base,
-            const Lane* lanes, int64_t num_lanes, int64_t num_tokens, int64_t d_out) {
-  // Each thread reads contiguous pieces of rows; longer pieces are faster.
-  const int64_t share = (d_out + omp_get_max_threads() - 1) / omp_get_max_threads();
-  const int64_t block = whole<kLine<T>>(std::max(kBlock, std::min(share, kSums / num_tokens)));
-  const int64_t pitch = whole<kWidth>(std::min(block, d_out)) + kWidth;  // no power of two: avoids cache conflicts
-#pragma omp parallel
-  {
-    const std::unique_ptr<float[]> sums(new float[num_tokens * pitch]);
-#pragma omp for schedule(static)
-    for (int64_t first = 0; first < d_out; first += block) {
-      const int64_t width = std::min(block, d_out - first);
-      std::fill(sums.get(), sums.get() + num_tokens * pitch, 0.0f);
-      for (int64_t index = 0; index < num_lanes; ++index) {
-        const Lane& lane = lanes[index];
+struct Target {
+  T* y;
+  const Lane* lanes;
+  int64_t num_lanes, following, first_token, num_tokens, d_out;
+
+  int64_t cost() const {
+    int64_t rank = 0;
+    for (int64_t index = 0; index < num_lanes; ++index) rank += lanes[index].rank;
+    return rank * d_out;
+  }
+};
+
+// Adds one target for each lane, or a single one for all lanes if some of them have tokens in common.
+template <typename T>
+void add_targets(std::vector<Target<T>>* targets, T* y, int64_t y_token, const Lane* lanes, int64_t num_lanes,
+                 int64_t num_tokens, int64_t d_out) {
+  bool apart = true;
+  for (int64_t index = 1; index < num_lanes; ++index)
+    apart = apart && lanes[index - 1].first_token + lanes[index - 1].tokens <= lanes[index].first_token;
+  if (!apart) return targets->push_back({y, lanes, num_lanes, num_lanes, 0, num_tokens, d_out});
+  for (const Lane* lane = lanes; lane < lanes + num_lanes; ++lane)
+    targets->push_back({y + lane->first_token * y_token, lane, 1, lanes + num_lanes - lane, lane->first_token,
+                        lane->tokens, d_out});
+}
+
+// The calling thread's share of the deltas of all targets.
+template <typename T>
+void expand_share(const std::vector<Target<T>>& targets, int64_t y_token, int64_t y_feature, const float* hidden,
+                  const T* base) {
+  int64_t total = 0, before = 0, room = 0;
+  for (const Target<T>& target : targets) total += target.cost();
+  std::unique_ptr<float[]> sums;
+  for (const Target<T>& target : targets) {
+    const int64_t cost = target.cost();
+    const Part own = own_part(target.d_out, kLine<T>, before, cost, total);
+    before += cost;
+    const int64_t block = whole<kLine<T>>(std::max(kBlock, kSums / target.num_tokens));
+    for (int64_t first = own.first; first < own.stop; first += block) {
+      const int64_t width = std::min(block, own.stop - first);
+      const int64_t pitch = whole<kWidth>(width) + kWidth;  // no power of two: avoids cache conflicts
+      if (target.num_tokens * pitch > room) sums.reset(new float[room = target.num_tokens * pitch]);
+      std::fill(sums.get(), sums.get() + target.num_tokens * pitch, 0.0f);
+      for (int64_t index = 0; index < target.num_lanes; ++index) {
+        const Lane& lane = target.lanes[index];
         const T* rows = lane.rows(base) + first;
         for (int64_t t = 0; t < lane.tokens; ++t) {
-          float* to = sums.get() + (lane.first_token + t) * pitch;
+          float* to = sums.get() + (lane.first_token - target.first_token + t) * pitch;
           const float* weights = hidden + lane.hidden + t * lane.rank;
           int64_t k = 0;
           if (t == 0)
             for (; k < lane.rank; ++k)
               weigh_rows<1>(to, weights + k, rows + k * lane.stride, lane.stride, width,
-                            coming(lanes, index, num_lanes, k, width, base + first));
+                            coming(target.lanes, index, target.following, k, width, base + first));
           for (; k + kDeep <= lane.rank; k += kDeep)
             weigh_rows<kDeep>(to, weights + k, rows + k * lane.stride, lane.stride, width, Here());
           for (; k < lane.rank; ++k)
             weigh_rows<1>(to, weights + k, rows + k * lane.stride, lane.stride, width, Here());
         }
       }
-      add(y + first * y_feature, y_token, y_feature, sums.get(), pitch, num_tokens, width);
+      add(target.y + first * y_feature, y_token, y_feature, sums.get(), pitch, target.num_tokens, width);
     }
   }
 }
@@ -261,27 +310,31 @@ void deltas(T* y, int64_t y_token, int64_t y_feature, const T* x, int64_t x_toke
   const auto floats = as_floats(x, x_token, x_feature, num_tokens, d_in);
   std::vector<Lane> shrunk, expanded;
   std::vector<float> signs;
-  std::unique_ptr<float[]> hidden;
+  shrunk.reserve(num_sites * num_spans);
+  expanded.reserve(num_sites * num_spans);  // targets point to these
+  std::vector<Target<T>> targets;
   int64_t room = 0;
   for (const Site* site = sites; site < sites + num_sites; ++site) {
-    shrunk.clear();
-    expanded.clear();
-    signs.clear();
-    int64_t place = 0;
+    const int64_t before = expanded.size();
     for (int64_t index = 0; index < num_spans; ++index) {
       const Factors* factors = site->factors[index];
       if (!factors) continue;
       const Span& span = spans[index];
-      shrunk.push_back({span.first_token, span.tokens, int64_t(factors->a), factors->a_stride, factors->rank, place});
-      expanded.push_back({span.first_token, span.tokens, int64_t(factors->bt), factors->bt_stride, factors->rank, place});
+      const int64_t rank = factors->rank;
+      shrunk.push_back({span.first_token, span.tokens, int64_t(factors->a), factors->a_stride, rank, room});
+      expanded.push_back({span.first_token, span.tokens, int64_t(factors->bt), factors->bt_stride, rank, room});
       signs.push_back(span.sign);
-      place += span.tokens * factors->rank;
+      room += span.tokens * rank;
     }
-    if (place > room) hidden.reset(new float[room = place]);
-    const int64_t num_lanes = shrunk.size();
-    shrink<T>(hidden.get(), floats.get(), nullptr, shrunk.data(), signs.data(), num_lanes, d_in);
-    expand<T>(y + site->first_feature * y_feature, y_token, y_feature, hidden.get(), nullptr, expanded.data(),
-              num_lanes, num_tokens, site->d_out);
+    add_targets(&targets, y + site->first_feature * y_feature, y_token, expanded.data() + before,
+                expanded.size() - before, num_tokens, site->d_out);
+  }
+  const std::unique_ptr<float[]> hidden(new float[room]);
+#pragma omp parallel
+  {
+    shrink_share<T>(hidden.get(), floats.get(), nullptr, shrunk.data(), signs.data(), shrunk.size(), d_in);
+#pragma omp barrier
+    expand_share<T>(targets, y_token, y_feature, hidden.get(), nullptr);
   }
 }
 
@@ -293,11 +346,13 @@ void deltas(T* y, int64_t y_token, int64_t y_feature, const T* x, int64_t x_toke
                                      const atmm::Lane* lanes, const float* signs, int64_t num_lanes,                   \
                                      int64_t num_tokens, int64_t d_in) {                                               \
     const auto floats = atmm::as_floats(x, x_token, x_feature, num_tokens, d_in);                                      \
-    atmm::shrink(hidden, floats.get(), base, lanes, signs, num_lanes, d_in);                                           \
+    _Pragma("omp parallel") atmm::shrink_share(hidden, floats.get(), base, lanes, signs, num_lanes, d_in);             \
   }                                                                                                                    \
   extern "C" void atmm_expand_##TYPE(T* y, int64_t y_token, int64_t y_feature, const float* hidden, const T* base,     \
                                      const atmm::Lane* lanes, int64_t num_lanes, int64_t num_tokens, int64_t d_out) {  \
-    atmm::expand(y, y_token, y_feature, hidden, base, lanes, num_lanes, num_tokens, d_out);                            \
+    std::vector<atmm::Target<T>> targets;                                                                              \
+    atmm::add_targets(&targets, y, y_token, lanes, num_lanes, num_tokens, d_out);                                      \
+    _Pragma("omp parallel") atmm::expand_share(targets, y_token, y_feature, hidden, base);                             \
   }                                                                                                                    \
   extern "C" void atmm_deltas_##TYPE(T* y, int64_t y_token, int64_t y_feature, const T* x, int64_t x_token,            \
                                      int64_t x_feature, const atmm::Site* sites, int64_t num_sites,                    \

@@ -32,6 +32,8 @@ class Loop:
 
     def add_all(self, y: Tensor, x: Tensor, group: SiteGroup) -> None:
         """Add all sites of the group. y: [T, sum of d_out], the sites' outputs side by side."""
+        if not self._lanes:
+            return
         rows = y if self.adds_transposed or y.stride(1) == 1 else y.contiguous()
         column = 0
         for site in group.sites:
@@ -42,6 +44,8 @@ class Loop:
 
     def check(self, sites: Sequence[Site], x: Tensor) -> None:
         """Raises ValueError for factors of these sites that do not fit the sites or x."""
+        if not self._keys:
+            return
         for site in sites:
             for key in self._keys & site.factors.keys():
                 check_reads(site, key, site.factors[key], x)

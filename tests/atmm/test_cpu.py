@@ -141,6 +141,36 @@ def test_threads_share_the_work_and_change_no_bit() -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize(
+    "lanes",
+    (
+        pytest.param([Lane("c", 0, 1)], id="one lane"),
+        pytest.param([Lane("a", 0, 1), Lane("b", 1, 3), Lane("c", 3, 4)], id="apart"),
+        pytest.param([Lane("a", 0, 1), Lane("b", 1, 3), Lane("c", 0, 4, -1.0)], id="common tokens"),
+    ),
+)
+@pytest.mark.parametrize("packed", ("abc", ""))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_the_number_of_threads_changes_no_bit(lanes: list[Lane], packed: str, dtype: torch.dtype) -> None:
+    """Parts of an adapter's rows and of its features are computed by different threads."""
+    group = make_group({"a": 3, "b": 8, "c": 17}, d_in=96, dtype=dtype)
+    group.pack(packed)
+    x, outputs = make_input(4, group, dtype)
+    found = []
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3, 7):
+            torch.set_num_threads(count)
+            ys = [y.clone() for y in outputs]
+            plan = SegmentPlan(4, lanes, "compiled")
+            assert check_against_reference(group, plan, x, ys) > 1
+            found.append(ys)
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(one, other) for ys in found for one, other in zip(found[0], ys, strict=True))
+
+
+@needs_compiler
 @pytest.mark.parametrize("o, i", ((1, 1), (5, 16), (8, 33), (70, 96)))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 def test_merge_of_odd_shapes_equals_plain_torch(

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import atmm
 from atmm.grouped import Grouped
+from atmm.int8 import multiplies_int8
 from atmm.matmul import linear
 from atmm.quantized import QuantizedWeight, quantized_bytes
 from tests.atmm.test_quantized import quantized, random
@@ -23,6 +24,8 @@ KINDS = pytest.mark.parametrize(
     ids=lambda kind: f"{kind.name}-{kind.group}-{'symmetric' if kind.symmetric else 'offsets'}",
 )
 FOUR = Grouped(4, 32, symmetric=True)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+needs_kernel = pytest.mark.skipif(not multiplies_int8(), reason="needs a processor with products of bytes")
 
 
 def inputs_rounded(x: Tensor) -> Tensor:
@@ -58,8 +61,9 @@ def test_groups_of_32_weights_take_five_bits_each() -> None:
     assert held.shape == weight.shape and held[1].shape == (256, 512)
 
 
+@needs_kernel
 @KINDS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@DTYPES
 def test_products(kind: Grouped, dtype: torch.dtype) -> None:
     """Of few tokens and of many, with and without a bias, also for a part of the rows and strided inputs."""
     d_out, d_in = 70, 384
@@ -75,6 +79,7 @@ def test_products(kind: Grouped, dtype: torch.dtype) -> None:
         assert torch.allclose(got.double(), want, rtol=close, atol=close), num_tokens
 
 
+@needs_kernel
 @pytest.mark.parametrize("kind", [FOUR, Grouped(8, 32, symmetric=False)], ids=["int4", "int8"])
 def test_layers_with_a_part_of_a_block(kind: Grouped) -> None:
     """A register has 128 weights in four bits, 64 in eight."""
@@ -95,13 +100,18 @@ def test_a_large_input_costs_only_its_group_precision() -> None:
 
 
 @KINDS
-def test_products_without_the_kernel(kind: Grouped, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inputs are not rounded there."""
-    held, x, offset = quantized(random(70, 256), kind), random(13, 256, seed=1), random(70, seed=2)
+@DTYPES
+def test_products_without_the_kernel(kind: Grouped, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs are not rounded there, and weights only to the type of the inputs."""
+    held = quantized(random(70, 256), kind)
+    held = QuantizedWeight(held.values, held.scales, dtype, kind)
+    x, offset = random(13, 256, seed=1).to(dtype), random(70, seed=2).to(dtype)
     monkeypatch.setattr("atmm.grouped.library", lambda: None)
     monkeypatch.setattr("atmm.grouped.BLOCK", 256 * 9)
     want = x.double() @ held.float().double().t() + offset.double()
-    assert torch.allclose(linear(x, held, offset).double(), want, rtol=1e-4, atol=1e-4)
+    got = linear(x, held, offset)
+    assert got.dtype is dtype
+    assert (got.double() - want).norm() < (1e-5 if dtype is torch.float32 else 2**-8) * want.norm()
 
 
 @KINDS

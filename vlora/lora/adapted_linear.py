@@ -159,6 +159,7 @@ class Siblings:
         assert group is not None and [layer.site for layer in layers] == list(group.sites), "siblings form a site group"
         self._layers = layers
         self._group = group
+        self._widths = [layer.out_features for layer in layers]
         self._cached_input = CachedInput()
         self._plan: atmm.SegmentPlan | None = None
         self._outputs: dict[AdaptedLinear, torch.Tensor] = {}
@@ -178,19 +179,19 @@ class Siblings:
         x = input.reshape(-1, self._layers[0].in_features)
         joined = self._layers[0].joined
         y = linears(x, self._layers) if joined is None else joined.product(x)
-        widths = [layer.out_features for layer in self._layers]
         if plan is not None:
-            parts = y.split(widths, 1)
-            for layer, part in zip(self._layers, parts, strict=True):
+            special = any(layer.changes or layer.others for layer in self._layers)
+            parts = list(zip(self._layers, y.split(self._widths, 1), strict=True)) if special else []
+            for layer, part in parts:
                 if layer.changes:
                     undo_changes(part, layer.changes, layer.bias, plan)
             atmm.add_deltas(y, x, self._group, plan)
-            for layer, part in zip(self._layers, parts, strict=True):
+            for layer, part in parts:
                 for other in layer.others.values():
                     other.add(part, x, plan)
                 if layer.changes:
                     apply_changes(part, layer.changes, layer.bias, plan)
-        outputs = y.view(*input.shape[:-1], -1).split_with_sizes(widths, -1)
+        outputs = y.view(*input.shape[:-1], -1).split_with_sizes(self._widths, -1)
         self._outputs = dict(zip(self._layers, outputs, strict=True))
         self._plan = plan
         self._cached_input.set(input)

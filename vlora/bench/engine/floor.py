@@ -14,7 +14,7 @@ _SIDE = 2048  # of the product of the operations: large enough for the processor
 
 
 class StepWork(NamedTuple):
-    """What a step cannot do without. operations: a multiplication and an addition are two."""
+    """The least work of a step. operations: a multiplication and an addition are two."""
 
     num_bytes: int
     operations: int

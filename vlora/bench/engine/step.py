@@ -35,7 +35,7 @@ from vlora.config import EngineConfig, Quantize
 from vlora.models.loading import dummy_model
 
 _DTYPE = "bfloat16"
-_CONTEXT = 256  # tokens
+_CONTEXT, _QUICK_CONTEXT = 256, 64  # tokens; their KV is a small part of a step's bytes, but prompts take minutes
 _WARMUP = 5  # rounds not counted; a set of adapters is packed after it has recurred a few times
 _MIXED_RANKS = (8, 16, 32, 64)
 _READING, _COMPUTING = "reading", "computing"
@@ -51,12 +51,13 @@ def run(quick: bool, quantize: Quantize = "none") -> Report:
         quick: Fewer rounds, and no baseline that takes seconds per step.
         quantize: Compare quantized weights with bfloat16 instead.
     """
-    bench = _StepComparison(rounds=5 if quick else 9)
+    bench = _StepComparison(rounds=11 if quick else 15)
+    context = _QUICK_CONTEXT if quick else _CONTEXT
     if quantize != "none":
-        return _compare_quantized(bench, quantize)
+        return _compare_quantized(bench, quantize, context)
     plain = dummy_model(half_billion_config(vision="none"), _DTYPE, torch.device("cpu"), seed=0)
     shapes = language_shapes(plain)
-    work = DecodeWork(plain, shapes, _CONTEXT)
+    work = DecodeWork(plain, shapes, context)
     with tempfile.TemporaryDirectory() as folder:
         adapters = {
             f"r{rank}-{i}": write_adapter(Path(folder) / f"r{rank}-{i}", shapes, rank, seed=100 * rank + i)
@@ -64,15 +65,15 @@ def run(quick: bool, quantize: Quantize = "none") -> Report:
             for i in range(count)
         }
         # One engine each: requests of a shared one would be batched together.
-        first = _timed_engine({"r16-0": adapters["r16-0"]}, "merged_only", arena_bytes=2**30)
-        second = _timed_engine(adapters, "unmerged_only", arena_bytes=7 * 2**30)
+        first = _timed_engine({"r16-0": adapters["r16-0"]}, "merged_only", context, arena_bytes=2**30)
+        second = _timed_engine(adapters, "unmerged_only", context, arena_bytes=7 * 2**30)
         merged = first.begin(["r16-0"] * 16)
         # From large to small batches: the remaining requests already have their context.
         for batch, baseline_goal in ((16, 0.5), (8, None), (4, 0.5), (1, 0.7)):
             first.keep(batch)
             steps = {"merged": merged}
             if baseline_goal is not None and not (quick and batch > 4):
-                steps["transformers"] = _transformers_step(plain, batch)
+                steps["transformers"] = _transformers_step(plain, batch, context)
             bench.compare(f"merged, batch {batch}", steps, {"merged": work(batch)}, {"transformers": baseline_goal})
             if batch == 4:
                 steps = {"unmerged": second.begin([f"r16-{i}" for i in range(4)]), "merged": merged}
@@ -83,7 +84,7 @@ def run(quick: bool, quantize: Quantize = "none") -> Report:
             steps = {"unmerged": second.begin([f"r{rank}-{i}" for i in range(16)]), "merged": merged}
             works = {"unmerged": work(16, [rank] * 16), "merged": work(16)}
             bench.compare(f"unmerged, 16 adapters of rank {rank} in 16", steps, works)
-        _compare_mixed_ranks(bench, adapters, second, work)
+        _compare_mixed_ranks(bench, adapters, second, work, context)
         if atmm.load_kernels() and not quick:
             with _without_compiled_kernels():
                 names = [f"r8-{i}" for i in range(16)]
@@ -91,13 +92,16 @@ def run(quick: bool, quantize: Quantize = "none") -> Report:
                 bench.compare("unmerged, 16 adapters of rank 8 in 16, plain kernels", steps)
         if not quick:
             # Last, because PEFT modifies the given model.
-            steps = {"unmerged": second.begin([f"r8-{i}" for i in range(16)]), "PEFT": _peft_step(plain, 16, 8)}
+            steps = {
+                "unmerged": second.begin([f"r8-{i}" for i in range(16)]),
+                "PEFT": _peft_step(plain, 16, 8, context),
+            }
             bench.compare("unmerged, 16 adapters of rank 8 in 16", steps, goals={"PEFT": 0.4})
     return Report("step", bench.rows, bench.goals)
 
 
 def _compare_mixed_ranks(
-    bench: _StepComparison, adapters: Mapping[str, str], padded: TimedEngine, work: DecodeWork
+    bench: _StepComparison, adapters: Mapping[str, str], padded: TimedEngine, work: DecodeWork, context: int
 ) -> None:
     """Decode steps of sixteen adapters of S-LoRA's ranks (its setting S2), against the same number of equal ranks.
 
@@ -105,11 +109,13 @@ def _compare_mixed_ranks(
         adapters: Folders by name, r{rank}-{number}.
         padded: An engine with adapters of the largest rank, which cost what the others cost if padded to it.
         work: The work of the steps.
+        context: Tokens of each request.
     """
     names = [f"r{rank}-{number}" for number in range(4) for rank in _MIXED_RANKS]
     same, largest = ([f"r{rank}-{number}" for number in range(16)] for rank in (32, 64))
     mixed, equal = (
-        _timed_engine({name: adapters[name] for name in chosen}, "unmerged_only", 2 * 2**30) for chosen in (names, same)
+        _timed_engine({name: adapters[name] for name in chosen}, "unmerged_only", context, 2 * 2**30)
+        for chosen in (names, same)
     )
     steps = {
         "mixed ranks": mixed.begin(names),
@@ -124,14 +130,14 @@ def _compare_mixed_ranks(
     bench.compare("unmerged, 16 adapters of ranks 8, 16, 32 and 64 in 16", steps, works)
 
 
-def _compare_quantized(bench: _StepComparison, quantize: Quantize) -> Report:
+def _compare_quantized(bench: _StepComparison, quantize: Quantize, context: int) -> Report:
     """Decode steps and a prompt on quantized weights, each against the same in bfloat16.
 
     A prompt is bound by arithmetic, which int4 does in int8 after it has unpacked the weights. Its gain is in bytes.
     """
     goals: dict[int, float | None] = {16: None, 1: 1 / 2.3} if quantize == "int4" else {16: 1 / 1.7, 1: 1 / 1.7}
     prompt_goal = 1.0 if quantize == "int4" else 1 / 1.5
-    plain, quantized = (_timed_engine({}, "unmerged_only", 2**30, kind) for kind in ("none", quantize))
+    plain, quantized = (_timed_engine({}, "unmerged_only", context, 2**30, kind) for kind in ("none", quantize))
     ours, theirs = quantized.begin([None] * 16), plain.begin([None] * 16)
     for batch in (16, 1):
         quantized.keep(batch)
@@ -256,7 +262,7 @@ def _without_compiled_kernels() -> Iterator[None]:
 
 
 def _timed_engine(
-    adapters: Mapping[str, str], policy: str, arena_bytes: int, quantize: Quantize = "none"
+    adapters: Mapping[str, str], policy: str, context: int, arena_bytes: int, quantize: Quantize = "none"
 ) -> TimedEngine:
     settings = EngineConfig(
         model="dummy",
@@ -270,22 +276,22 @@ def _timed_engine(
         prefix_cache=False,  # each request of a batch reads its own KV
     )
     model = dummy_model(half_billion_config(vision="none"), _DTYPE, torch.device("cpu"), 0)
-    return TimedEngine(settings, model, adapters, context=_CONTEXT, longest=_LONGEST)
+    return TimedEngine(settings, model, adapters, context=context, longest=_LONGEST)
 
 
-def _filled_cache(config: Any, batch: int) -> DynamicCache:
+def _filled_cache(config: Any, batch: int, context: int) -> DynamicCache:
     """A cache as after reading the context: attention time does not depend on the values."""
     cache = DynamicCache(config=config)
     heads, width = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
     generator = torch.Generator().manual_seed(batch)
     for layer in range(config.num_hidden_layers):
-        keys, values = torch.randn(2, batch, heads, _CONTEXT, width, generator=generator).to(getattr(torch, _DTYPE))
+        keys, values = torch.randn(2, batch, heads, context, width, generator=generator).to(getattr(torch, _DTYPE))
         cache.update(keys, values, layer)
     return cache
 
 
-def _transformers_step(model: Any, batch: int, **extra: Any) -> Step:
-    cache = _filled_cache(model.config.text_config, batch)
+def _transformers_step(model: Any, batch: int, context: int, **extra: Any) -> Step:
+    cache = _filled_cache(model.config.text_config, batch, context)
     tokens = torch.full((batch, 1), 3)
 
     @torch.no_grad()
@@ -299,7 +305,7 @@ def _transformers_step(model: Any, batch: int, **extra: Any) -> Step:
     return step
 
 
-def _peft_step(plain: Any, batch: int, rank: int) -> Step:
+def _peft_step(plain: Any, batch: int, rank: int, context: int) -> Step:
     """PEFT's own mixed batch: one adapter per row through `adapter_names`."""
     targets = sorted({name.rpartition(".")[2] for name in language_shapes(plain)})
     peft = None
@@ -311,7 +317,7 @@ def _peft_step(plain: Any, batch: int, rank: int) -> Step:
             peft.add_adapter(f"a{i}", settings)
     assert peft is not None
     peft = peft.to(getattr(torch, _DTYPE)).eval()
-    return _transformers_step(peft, batch, adapter_names=[f"a{i}" for i in range(batch)])
+    return _transformers_step(peft, batch, context, adapter_names=[f"a{i}" for i in range(batch)])
 
 
 def _language_only(leaves: Sequence[str]) -> str:
