@@ -232,11 +232,12 @@ struct Target {
   }
 };
 
-// Adds one target for each lane, or a single one for all lanes if some of them have tokens in common.
+// Adds one target for each lane, or a single one for all lanes if some of them have tokens in common, or if one cache
+// line of y has several tokens: such outputs are written in squares of tokens and features, by one thread each.
 template <typename T>
 void add_targets(std::vector<Target<T>>* targets, T* y, int64_t y_token, const Lane* lanes, int64_t num_lanes,
                  int64_t num_tokens, int64_t d_out) {
-  bool apart = true;
+  bool apart = y_token != 1;
   for (int64_t index = 1; index < num_lanes; ++index)
     apart = apart && lanes[index - 1].first_token + lanes[index - 1].tokens <= lanes[index].first_token;
   if (!apart) return targets->push_back({y, lanes, num_lanes, num_lanes, 0, num_tokens, d_out});

@@ -3,8 +3,8 @@
 Every step reads all weights once (about 1 GB in bfloat16 here) and the KV cache of every request, and computes with all
 weights for every request. On a CPU the arithmetic of a few requests takes as long as reading the weights. Therefore the
 same rounds measure the time to read as many bytes, and the time of as many operations in a large product of torch: the
-larger of both is the floor, their sum what a step takes that does not compute while it reads. The baseline is
-transformers' own model with sdpa attention and a DynamicCache, which reads the same weights.
+larger of both is the floor, their sum the time of a step that reads and computes in turn. The baseline is transformers'
+own model with sdpa attention and a DynamicCache, which reads the same weights.
 
 All cores and one thread are measured alternately in wall time: run the bench on an otherwise idle machine.
 """
@@ -206,7 +206,7 @@ class _StepComparison:
                 expected = None
                 if times is not None and other in works:
                     expected = median_ratio(times.in_turn(), times.in_turn(works[other]))
-                    goal = _MARGIN * expected
+                    goal = round(_MARGIN * expected, 3)
                 self._add_row(name, threads, own, other, found[other, threads], expected)
                 if goal is not None:
                     self.goals.append(Goal(f"{name} / {other}, {label}", ratio, goal, True))
