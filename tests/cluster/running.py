@@ -157,4 +157,4 @@ async def outputs_of(
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 60))
+    asyncio.run(asyncio.wait_for(test, 240))  # several real engines take a minute on a slow machine
