@@ -96,7 +96,7 @@ def test_answers_stay_the_same_when_all_pages_move_between_steps(reference: Case
     answers = recorded.answer(reference.cases, NUM_TOKENS)
     for got, want in zip(answers, reference.answers, strict=True):
         assert_same(got, want)
-    assert len(counts) >= NUM_TOKENS and sum(counts) > 5 * len(counts)
+    assert len(counts) >= NUM_TOKENS and sum(counts) > 4 * len(counts)
     assert (recorded.engine.stats().num_preemptions > 0) == (memory == "scarce")
     # Cached prompt blocks moved as well, and are still found.
     again = recorded.answer(reference.cases, 2)

@@ -53,7 +53,8 @@ class Load(NamedTuple):
         ]
 
 
-MIXED, STREAMS = Load(64, 32, 256, 64), Load(32, 8, 256, 128)
+MIXED = Load(64, 32, 256, 64)
+STREAMS = Load(32, 8, 256, 512)  # the first one still decodes when the last one begins
 _SMALL_MIXED, _SMALL_STREAMS = Load(6, 3, 12, 4), Load(4, 2, 12, 6)
 
 
