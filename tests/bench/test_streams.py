@@ -14,7 +14,7 @@ from tests.server.running import Running, running_server
 from vlora.bench.serving import streams
 from vlora.bench.serving.server_process import ServerProcess
 from vlora.bench.serving.streams import draw
-from vlora.bench.serving.streams.cameras import Observed, Trial, observe
+from vlora.bench.serving.streams.cameras import Observed, Trial, num_lost, observe
 from vlora.bench.serving.streams.capacity import Capacity, largest
 from vlora.client import AsyncClient
 from vlora.client.aio_frame_stream import AsyncFrameStream
@@ -107,6 +107,39 @@ def test_a_lost_result_and_a_failed_answer_are_counted(monkeypatch: pytest.Monke
 
         monkeypatch.setattr(running.front_end, "ask_head", fail_one)
         assert observed(running, Trial(1, 20.0, 4, HEADS)).failed == 4, "one of two answers is an error"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "lost"),
+    [([0, 1, 2, 3], 0), ([0, 1, 2], 1), ([0, 2, 3], 3), ([0, 1, 2, 3, 3], 1), ([1, 0, 2, 3], 2), ([], 4)],
+)
+def test_results_out_of_order_and_surplus_ones_are_lost(numbers: list[int], lost: int) -> None:
+    assert num_lost(numbers, 4) == lost
+
+
+@pytest.mark.parametrize(("swallowed", "lost"), [(3, 0), (1, 2)])
+def test_a_stopped_camera_counts_its_frames(monkeypatch: pytest.MonkeyPatch, swallowed: int, lost: int) -> None:
+    """The result of one frame never arrives, so the stream does not end by itself."""
+    read = AsyncFrameStream.__anext__
+    ended = asyncio.Event()
+
+    async def swallow(stream: AsyncFrameStream) -> FrameResult:
+        try:
+            result = await read(stream)
+            return await read(stream) if result.number == swallowed else result
+        except StopAsyncIteration:
+            await ended.wait()
+            raise
+
+    monkeypatch.setattr(AsyncFrameStream, "__anext__", swallow)
+    with running_server({"cam": {"night": 1}, "zoo": {"night": 1}}) as running:
+
+        async def run() -> Observed:
+            async with AsyncClient(port=running.port) as client:
+                return await observe(client, Trial(1, 10.0, 4, HEADS), itertools.count(), patience_s=1.0)
+
+        found = asyncio.run(run())
+    assert (found.sent, found.cut, found.unanswered, found.lost) == (4, 1, 1, lost)
 
 
 def test_rows_of_a_server_that_answers_all_cameras(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,7 @@ def run(quick: bool) -> Report:
         "sent": totals.sent,
         "answered": totals.answered,
         "dropped": totals.dropped,
+        "unanswered when cameras were stopped": totals.unanswered,
         "seconds": round(time.monotonic() - began),
         "load average at the start": [round(each, 2) for each in load],
         "load average at the end": [round(each, 2) for each in os.getloadavg()],
@@ -98,7 +99,7 @@ async def measure(
             kinds: tuple[Kind, ...] = ("ordinary", "activated") if tasks > 1 else ("ordinary",)
             for kind in kinds:
                 heads = tuple((adapter_name(kind, number), HEAD) for number in range(tasks))
-                tokens = await _tokens_per_frame(client, heads, draws)
+                tokens = await _tokens_per_frame(client, heads, totals, draws)
                 rate = await _saturated(client, heads, draws)
                 for fps in _FPS_QUICK if quick else FPS:
                     frames = math.ceil(max(_SECONDS_QUICK if quick else _SECONDS, _DEADLINES / fps) * fps)
@@ -111,18 +112,23 @@ async def measure(
 
 async def _attempt(client: AsyncClient, trial: Trial, totals: Observed, draws: Iterator[int], cameras: int) -> Observed:
     observed = await observe(client, dataclasses.replace(trial, cameras=cameras), draws)
-    for name in ("sent", "dropped", "failed", "lost", "cut"):
-        setattr(totals, name, getattr(totals, name) + getattr(observed, name))
-    totals.latencies_s += observed.latencies_s
+    totals.add(observed)
     return observed
 
 
-async def _tokens_per_frame(client: AsyncClient, heads: tuple[tuple[str, str], ...], draws: Iterator[int]) -> float:
-    """Tokens computed for a frame: those that its heads do not share. Adapters are loaded before it is counted."""
+async def _tokens_per_frame(
+    client: AsyncClient, heads: tuple[tuple[str, str], ...], totals: Observed, draws: Iterator[int]
+) -> float:
+    """Tokens computed for a frame: those that its heads do not share. Adapters are loaded before it is counted.
+
+    The only frame of an idle server: without a result within a minute, it is lost.
+    """
     counted = []
     for _ in range(2):
         before = (await client.stats()).num_computed_tokens
         observed = await observe(client, Trial(1, 1.0, 1, heads), draws, patience_s=_LOADING_S)
+        observed.lost, observed.unanswered = observed.lost + observed.unanswered, 0
+        totals.add(observed)
         counted.append(((await client.stats()).num_computed_tokens - before) / max(1, observed.answered))
     return counted[-1]
 

@@ -45,8 +45,9 @@ class Observed:
         sent: Frames sent.
         dropped: Frames that a newer one replaced on the server.
         failed: Frames with an error, or with an error of one of their answers.
-        lost: Frames sent without exactly one result in order.
-        cut: Cameras that were so far behind that they were stopped; their unanswered frames count as nothing else.
+        lost: Frames sent without exactly one result in order, and results of no frame.
+        cut: Cameras that were so far behind that they were stopped.
+        unanswered: Frames that stopped cameras sent after the last one with a result; they are not `lost`.
     """
 
     latencies_s: list[float] = dataclasses.field(default_factory=list)
@@ -55,6 +56,7 @@ class Observed:
     failed: int = 0
     lost: int = 0
     cut: int = 0
+    unanswered: int = 0
 
     @property
     def answered(self) -> int:
@@ -64,6 +66,11 @@ class Observed:
         """A latency; infinite if nothing was answered."""
         found = percentile(self.latencies_s, percent)
         return float("inf") if found is None else found
+
+    def add(self, other: Observed) -> None:
+        """Add the observations of other cameras."""
+        for field in dataclasses.fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
     def missed(self, fps: float) -> str | None:
         """Why these cameras are not answered in real time; None if they are."""
@@ -111,15 +118,19 @@ async def _watch(
     loop = asyncio.get_running_loop()
     due = [first_s + number / trial.fps for number in range(len(pictures))]
 
+    sent = 0
+
     async def send() -> None:
+        nonlocal sent
         for at, picture in zip(due, pictures, strict=True):
             await asyncio.sleep(at - loop.time())
-            observed.sent += 1
+            sent += 1
             await stream.send(picture)
         await stream.end()
 
     sending = asyncio.create_task(send())
-    numbers = []
+    numbers: list[int] = []
+    expected = len(pictures)
     try:
         async for result in stream:
             now = loop.time()
@@ -132,9 +143,26 @@ async def _watch(
                 observed.latencies_s.append(now - due[result.number])
         await sending
     except VLoraError:
+        pass
+    except asyncio.CancelledError:
+        expected = min(sent, len(numbers))
+        observed.unanswered += sent - expected
+        raise
+    finally:
         sending.cancel()
-    expected = list(range(len(pictures)))
-    observed.lost += len(expected) - sum(got == number for got, number in zip(numbers, expected, strict=False))
+        observed.sent += sent
+        observed.lost += num_lost(numbers, expected)
+
+
+def num_lost(numbers: Sequence[int], expected: int) -> int:
+    """Frames without exactly one result in order, and results of no frame.
+
+    Args:
+        numbers: Of the results, in the order of their arrival.
+        expected: Number of frames, which are numbered from 0.
+    """
+    right = sum(got == number for got, number in zip(numbers, range(expected), strict=False))
+    return expected - right + max(0, len(numbers) - expected)
 
 
 def _picture(camera: int, number: int, seed: int) -> bytes:

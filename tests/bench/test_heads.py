@@ -1,0 +1,26 @@
+"""The goals of `vlora bench heads`."""
+
+from __future__ import annotations
+
+import pytest
+
+from vlora.bench.engine.heads import floor_of, goal_of
+
+
+@pytest.mark.parametrize("slow", [1.0, 3.0])
+def test_the_floor_is_products_beside_decoding(slow: float) -> None:
+    """A slow round affects all of its times."""
+    rounds = [1.0, slow, 1.0]
+    products, one_token, words = ([seconds * each for each in rounds] for seconds in (0.4, 0.5, 1.1))
+    assert floor_of(products, one_token, words) == pytest.approx(0.4 / (0.4 + 1.1 - 0.5))
+
+
+def test_the_floor_is_one_where_decoding_takes_no_time() -> None:
+    assert floor_of([0.4], [1.01], [1.0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("batch", "floor", "goal"), [(1, 0.25, 0.59), (8, 0.25, 0.8), (1, 0.6, 0.69), (8, 0.9, 1.0), (1, 1.0, 1.0)]
+)
+def test_a_head_never_may_take_longer_than_words(batch: int, floor: float, goal: float) -> None:
+    assert goal_of(batch, floor) == pytest.approx(goal)
