@@ -6,11 +6,11 @@ Each domain has an adapter of its own. Data, batches and initial factors are the
 from __future__ import annotations
 
 import dataclasses
-import json
+import functools
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from fusion.bench.result_store import ResultStore, origins
 from fusion.embedded import checkpoint_path
 from fusion.plan.plan_file import read_plan_file
 from fusion.plan.schema import LoraPlan, Plan, TrainingPlan
@@ -41,37 +42,37 @@ _PLAN = Path(__file__).parents[1] / "plans" / "small.yaml"
 
 
 class Activated(NamedTuple):
-    """rows: the table, one row per method. runs: one entry per method and domain."""
+    """rows: the table, one row per method. runs: one entry per method and domain. origins: of all runs."""
 
     rows: list[dict[str, Any]]
     runs: list[dict[str, Any]]
+    origins: list[dict[str, Any]]
 
 
-def compare_activated(quick: bool, folder: Path | None, say: Callable[[str], None]) -> Activated:
+def compare_activated(
+    quick: bool, folder: Path | None, say: Callable[[str], None], environment: Mapping[str, Any] | None = None
+) -> Activated:
     """Train every domain with every method.
 
     Args:
         quick: few samples, few steps: a smoke test without meaningful scores.
         folder: for stored results, from which a stopped benchmark continues.
+        say: receives lines about finished runs.
+        environment: of this run, as in `ResultStore`.
     """
     if folder is None:
         with tempfile.TemporaryDirectory() as temporary:
-            return compare_activated(quick, Path(temporary), say)
-    folder.mkdir(parents=True, exist_ok=True)
-    runs = []
+            return compare_activated(quick, Path(temporary), say, environment)
+    store = ResultStore(folder, environment or {})
+    runs = {}
     plan = read_plan_file(_PLAN).plan
     for domain in plan.domains:
         for number, method in enumerate(METHODS):
-            result = folder / f"{'quick-' if quick else ''}{domain.name}-{number}.json"
-            if not result.exists():
-                unfinished = result.with_suffix(".unfinished")
-                unfinished.write_text(json.dumps(measure(plan, domain.name, method, quick)) + "\n")
-                unfinished.replace(result)
-            runs.append(json.loads(result.read_text()))
-            say(
-                f"{domain.name}, {method}: {runs[-1]['test']:.3f}, {runs[-1]['spent']['cpu s']:.0f} s of processor time"
-            )
-    return Activated(_rows(runs), runs)
+            name = f"{'quick-' if quick else ''}{domain.name}-{number}"
+            run = runs[name] = store.once(name, functools.partial(measure, plan, domain.name, method, quick))
+            say(f"{domain.name}, {method}: {run['test']:.3f}, {run['spent']['cpu s']:.0f} s of processor time")
+    found = list(runs.values())
+    return Activated(_rows(found), found, origins(runs))
 
 
 def measure(small: Plan, name: str, method: str, quick: bool) -> dict[str, Any]:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import multiprocessing
 import os
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fusion.bench.domains import FAMILIES
 from fusion.bench.measuring import ALL, CONFIDENCE, DEFAULT, OPTIMUM, curve, table
+from fusion.bench.result_store import ResultStore, origins
 from fusion.packing.guided import BUDGET
+from fusion.training.parallel_jobs import end_with_parent
 from vlora.plan_files.run_lock import lock_folder
 
 _SEEDS = (0, 1, 2)
@@ -33,12 +35,15 @@ class JobGoal(NamedTuple):
 
 
 class BenchResult(NamedTuple):
-    """rows: the table, one row per seed and method. curves: test scores by the number of fused domains."""
+    """rows: the table, one row per seed and method. curves: test scores by the number of fused domains. origins: of all
+    results.
+    """
 
     rows: list[dict[str, Any]]
     goals: list[JobGoal]
     tables: list[dict[str, Any]]
     curves: list[dict[str, Any]]
+    origins: list[dict[str, Any]]
 
 
 class BenchJob(NamedTuple):
@@ -47,44 +52,75 @@ class BenchJob(NamedTuple):
     seed: int
     family: str
     quick: bool
-    folder: Path
 
     @property
-    def result(self) -> Path:
-        return self.folder / f"{'quick-' if self.quick else ''}{self.family or 'table'}-{self.seed}.json"
+    def name(self) -> str:
+        return f"{'quick-' if self.quick else ''}{self.family or 'table'}-{self.seed}"
 
 
-def run(quick: bool, folder: Path | None, say: Callable[[str], None]) -> BenchResult:
+def run(
+    quick: bool, folder: Path | None, say: Callable[[str], None], environment: Mapping[str, Any] | None = None
+) -> BenchResult:
     """Run all jobs, one process per core.
 
     Args:
         quick: a single seed, few samples, few steps: a smoke test without meaningful scores.
         folder: for stored results, from which a run continues.
+        say: receives lines about finished jobs.
+        environment: of this run, as in `ResultStore`.
+
+    Raises:
+        RuntimeError: A job failed or was killed; its own output is on stderr.
     """
     if folder is None:
         with tempfile.TemporaryDirectory() as temporary:
-            return run(quick, Path(temporary), say)
+            return run(quick, Path(temporary), say, environment)
     with lock_folder(folder):
-        return _run(quick, folder, say)
+        return _run(quick, ResultStore(folder, environment or {}), say)
 
 
-def _run(quick: bool, folder: Path, say: Callable[[str], None]) -> BenchResult:
+def _run(quick: bool, store: ResultStore, say: Callable[[str], None]) -> BenchResult:
     seeds = _SEEDS[:1] if quick else _SEEDS
-    tables = [BenchJob(seed, "", quick, folder) for seed in seeds]
-    curves = [BenchJob(seed, family, quick, folder) for family in FAMILIES for seed in seeds]
+    tables = [BenchJob(seed, "", quick) for seed in seeds]
+    curves = [BenchJob(seed, family, quick) for family in FAMILIES for seed in seeds]
     # Tables first, since they take longest.
-    missing = [job for job in (*tables, *curves) if not job.result.exists()]
-    cores = len(os.sched_getaffinity(0))
-    with ProcessPoolExecutor(min(cores, max(1, len(missing))), multiprocessing.get_context("spawn")) as pool:
-        for future in as_completed([pool.submit(run_job, job) for job in missing]):
-            say(future.result())
-    found = [[json.loads(job.result.read_text()) for job in jobs] for jobs in (tables, curves)]
-    rows = list(_rows(found[0]))
-    return BenchResult(rows, _goals(found[0]), *found)
+    every = (*tables, *curves)
+    _run_jobs([job for job in every if not store.has(job.name)], store, say)
+    found = {job.name: store.read(job.name) for job in every}
+    rows = [found[job.name] for job in tables]
+    return BenchResult(list(_rows(rows)), _goals(rows), rows, [found[job.name] for job in curves], origins(found))
 
 
-def run_job(job: BenchJob) -> str:
-    """Run a job; return a line with its duration."""
+def _run_jobs(jobs: Sequence[BenchJob], store: ResultStore, say: Callable[[str], None]) -> None:
+    """Run jobs in a process each, as many at once as there are cores. An interrupt ends those that run."""
+    context = multiprocessing.get_context("spawn")
+    waiting = list(reversed(jobs))
+    running: dict[int, tuple[BenchJob, BaseProcess]] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < len(os.sched_getaffinity(0)):
+                job = waiting.pop()
+                started = context.Process(target=run_job, args=(job, store, os.getpid()), daemon=True)
+                started.start()
+                running[started.sentinel] = job, started
+            for sentinel in wait(list(running)):
+                assert isinstance(sentinel, int)
+                job, process = running.pop(sentinel)
+                process.join()
+                if process.exitcode:
+                    raise RuntimeError(f"the job {job.name} ended with exit code {process.exitcode}")
+                spent = store.read(job.name)["spent"]
+                say(f"{job.name}: {spent['wall s']:.0f} s, {spent['cpu s']:.0f} s of processor time")
+    finally:
+        for _, left in running.values():
+            left.kill()
+            left.join()
+
+
+def run_job(job: BenchJob, store: ResultStore, parent: int) -> None:
+    """Run a job and store its result. parent: the process that this one ends with."""
+    if not end_with_parent(parent):
+        return
     import torch
     from transformers.utils.logging import disable_progress_bar
 
@@ -93,14 +129,10 @@ def run_job(job: BenchJob) -> str:
     logging.getLogger("vlora").setLevel(logging.WARNING)
     torch.set_num_threads(1)
     started, cpu = time.perf_counter(), time.process_time()
-    work = job.result.with_suffix("")
+    work = store.folder / job.name
     found = curve(job.family, job.seed, job.quick, work) if job.family else table(job.seed, job.quick, work)
-    spent = {"wall s": time.perf_counter() - started, "cpu s": time.process_time() - cpu}
-    temporary = job.result.with_suffix(".unfinished")
-    temporary.write_text(json.dumps({**found, "spent": spent}) + "\n")
-    temporary.replace(job.result)
-    return (
-        f"{job.family or 'table'}, seed {job.seed}: {spent['wall s']:.0f} s, {spent['cpu s']:.0f} s of processor time"
+    store.write(
+        job.name, {**found, "spent": {"wall s": time.perf_counter() - started, "cpu s": time.process_time() - cpu}}
     )
 
 

@@ -8,12 +8,12 @@ the paper, with an alpha that gives LoRA the scaling of the demonstration's plan
 from __future__ import annotations
 
 import dataclasses
-import json
+import functools
 import shutil
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, pstdev, stdev
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from fusion.bench.jobs import JobGoal
+from fusion.bench.result_store import ResultStore, origins
 from fusion.block_diagonal.blocks import num_parameters
 from fusion.embedded import checkpoint_path
 from fusion.plan.schema import DomainPlan, LoraPlan, Plan, TrainingPlan
@@ -45,36 +46,46 @@ _DOMAINS = {
 
 
 class Parity(NamedTuple):
-    """rows: the table, one row per method. runs: test accuracy by domain, one entry per method and seed."""
+    """rows: the table, one row per method. runs: test accuracy by domain, one entry per method and seed. origins: of
+    all runs.
+    """
 
     rows: list[dict[str, Any]]
     goals: list[JobGoal]
     runs: list[dict[str, Any]]
+    origins: list[dict[str, Any]]
 
 
-def compare(quick: bool, folder: Path | None, say: Callable[[str], None], num_seeds: int = NUM_SEEDS) -> Parity:
+def compare(
+    quick: bool,
+    folder: Path | None,
+    say: Callable[[str], None],
+    num_seeds: int = NUM_SEEDS,
+    environment: Mapping[str, Any] | None = None,
+) -> Parity:
     """Train every method for every seed.
 
     Args:
         quick: a single seed, few samples, few steps: a smoke test without meaningful scores.
         folder: for stored results, so that a stopped benchmark can be resumed or extended with more seeds.
+        say: receives lines about finished runs.
+        num_seeds: of each method.
+        environment: of this run, as in `ResultStore`.
     """
     if folder is None:
         with tempfile.TemporaryDirectory() as temporary:
-            return compare(quick, Path(temporary), say, num_seeds)
-    folder.mkdir(parents=True, exist_ok=True)
-    runs = []
+            return compare(quick, Path(temporary), say, num_seeds, environment)
+    store = ResultStore(folder, environment or {})
+    runs = {}
     for seed in range(1 if quick else num_seeds):
         for blocks in BLOCKS:
-            result = folder / f"{'quick-' if quick else ''}{blocks}-{seed}.json"
-            if not result.exists():
-                temporary_result = result.with_suffix(".unfinished")
-                temporary_result.write_text(json.dumps(measure(seed, blocks, quick, folder / "features")) + "\n")
-                temporary_result.replace(result)
-            runs.append(json.loads(result.read_text()))
-            say(f"{_name(blocks)}, seed {seed}: {runs[-1]['spent']['cpu s']:.0f} s of processor time")
+            name = f"{'quick-' if quick else ''}{blocks}-{seed}"
+            measuring = functools.partial(measure, seed, blocks, quick, folder / "features")
+            runs[name] = store.once(name, measuring)
+            say(f"{_name(blocks)}, seed {seed}: {runs[name]['spent']['cpu s']:.0f} s of processor time")
     shutil.rmtree(folder / "features", ignore_errors=True)  # much larger than the results, and quickly recomputed
-    return Parity(_rows(runs), _goals(runs), runs)
+    found = list(runs.values())
+    return Parity(_rows(found), _goals(found), found, origins(runs))
 
 
 def matched_rank(numbers: Callable[[LoraPlan], int], blocks: int) -> int:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 from transformers.utils.logging import disable_progress_bar
 
+from fusion.bench.result_store import ResultStore
 from fusion.data.samples import Sample, Splits
 from fusion.embedded import checkpoint_path
 from fusion.plan.schema import DomainPlan, LoraPlan, Plan, TrainingPlan
@@ -70,17 +71,26 @@ class Prepared(NamedTuple):
     collections: list[Collection]
     scores: dict[str, float]
     training_cpu_s: float
+    origin: dict[str, Any]
 
 
-def prepare(quick: bool, folder: Path, say: Callable[[str], None], seed: int = 0) -> Prepared:
+def prepare(
+    quick: bool, folder: Path, say: Callable[[str], None], environment: Mapping[str, Any], seed: int = 0
+) -> Prepared:
     """Train the adapter, and render the collections, in a folder from which a stopped benchmark continues.
 
     Args:
         quick: few samples, few steps and few videos: a smoke test without meaningful scores.
+        folder: of this bench, or of its quick run: both write the same files.
+        say: receives lines about progress.
+        environment: of this run, as in `ResultStore`.
+        seed: of the samples and the training.
     """
-    done = folder / f"{'quick-' if quick else ''}prepared-{seed}.json"
-    if done.exists():
-        return msgspec.json.decode(done.read_bytes(), type=Prepared)
+    prepared = ResultStore(folder, environment).once(f"prepared-{seed}", lambda: _prepare(quick, folder, say, seed))
+    return msgspec.convert(prepared, Prepared)
+
+
+def _prepare(quick: bool, folder: Path, say: Callable[[str], None], seed: int) -> dict[str, Any]:
     adapters = folder / f"adapters-{seed}"
     scores, seconds = train(quick, adapters / ADAPTER, seed, say)
     num_videos = 2 if quick else 12
@@ -93,11 +103,13 @@ def prepare(quick: bool, folder: Path, say: Callable[[str], None], seed: int = 0
         queries = render(videos, seed, num_videos)
         collections.append(Collection(name, str(videos), num_frames, base_caption, caption, queries))
         say(f"{name}: {num_videos} videos, {len(collections[-1].queries)} queries")
-    prepared = Prepared(checkpoint_path(), str(adapters), collections, scores, seconds)
-    unfinished = done.with_suffix(".unfinished")
-    unfinished.write_bytes(msgspec.json.encode(prepared))
-    unfinished.replace(done)
-    return prepared
+    return {
+        "base": checkpoint_path(),
+        "adapters": str(adapters),
+        "collections": msgspec.to_builtins(collections),
+        "scores": scores,
+        "training_cpu_s": seconds,
+    }
 
 
 def train(quick: bool, folder: Path, seed: int, say: Callable[[str], None]) -> tuple[dict[str, float], float]:

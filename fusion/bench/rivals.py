@@ -7,7 +7,7 @@ latencies are measured with the trained models.
 from __future__ import annotations
 
 import dataclasses
-import json
+import functools
 import shutil
 import time
 import warnings
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from fusion.bench.result_store import ResultStore
 from fusion.data.samples import Splits, Target
 from fusion.embedded import checkpoint_path
 from fusion.plan.schema import DomainPlan, Plan, TrainingPlan
@@ -49,42 +50,48 @@ _RESAMPLES = 100
 
 
 class Trained(NamedTuple):
-    """Stored results of one seed. folder: with `NAME.onnx` and the adapter `NAME/` of each domain."""
+    """Stored results of one seed. store: its folder has `NAME.onnx` and the adapter `NAME/` of each domain. results: by
+    method.
+    """
 
-    folder: Path
+    store: ResultStore
     found: dict[str, Any]
+    results: dict[str, dict[str, Any]]
 
 
-def train_rivals(seed: int, quick: bool, folder: Path, say: Callable[[str], None]) -> Trained:
+def train_rivals(
+    seed: int, quick: bool, folder: Path, say: Callable[[str], None], environment: Mapping[str, Any]
+) -> Trained:
     """Train all small models, an adapter per domain, and one for all domains, and score them on test data.
 
     Args:
         quick: few samples, few steps: a smoke test without meaningful scores.
         folder: for stored results; those of an earlier run are read.
+        say: receives lines about scores.
+        environment: of this run, as in `ResultStore`.
     """
-    folder = folder / f"{'quick-' if quick else ''}{seed}"
+    store = ResultStore(folder / f"{'quick-' if quick else ''}{seed}", environment)
+    results = {
+        method: store.once(method, functools.partial(train_method, method, seed, quick, store.folder, say))
+        for method in METHODS
+    }
     found: dict[str, Any] = {"seed": seed}
-    for method in METHODS:
-        for key, value in train_method(method, seed, quick, folder, say).items():
-            found.setdefault(key, {})[method] = value
-    shutil.rmtree(folder / "features", ignore_errors=True)
-    return Trained(folder, found)
+    for method, result in results.items():
+        for key, value in result.items():
+            if key != "origin":
+                found.setdefault(key, {})[method] = value
+    shutil.rmtree(store.folder / "features", ignore_errors=True)
+    return Trained(store, found, results)
 
 
 def train_method(method: str, seed: int, quick: bool, folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    """Train and score one of METHODS, or read its stored result."""
-    result = folder / f"{method}.json"
-    if not result.exists():
-        disable_progress_bar()
-        warnings.simplefilter("ignore")  # deprecation notes of third-party libraries
-        torch.set_num_threads(1)
-        folder.mkdir(parents=True, exist_ok=True)
-        unfinished = result.with_suffix(".unfinished")
-        job = _Job(seed, quick, folder, splits_of(seed, quick), say)
-        measured = job.small_models() if method == SMALL else job.adapters(fused=method == FUSED)
-        unfinished.write_text(json.dumps(measured) + "\n")
-        unfinished.replace(result)
-    return dict(json.loads(result.read_text()))
+    """Train and score one of METHODS."""
+    disable_progress_bar()
+    warnings.simplefilter("ignore")  # deprecation notes of third-party libraries
+    torch.set_num_threads(1)
+    folder.mkdir(parents=True, exist_ok=True)
+    job = _Job(seed, quick, folder, splits_of(seed, quick), say)
+    return job.small_models() if method == SMALL else job.adapters(fused=method == FUSED)
 
 
 def splits_of(seed: int, quick: bool) -> dict[str, Splits]:

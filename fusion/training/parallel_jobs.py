@@ -72,6 +72,16 @@ def run_in_parallel(jobs: Sequence[Job], at_once: int, watcher: Watcher) -> None
         raise
 
 
+def end_with_parent(parent: int) -> bool:
+    """Let the system end this process with its parent, also one that is killed. Returns whether the parent still lives.
+
+    A terminal also sends interrupts to this process; they are ignored, because the parent ends it.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return os.getppid() == parent
+
+
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
     """Compute with one thread, as forks do, so that results do not depend on which process computes them."""
@@ -93,12 +103,9 @@ def _signals_blocked() -> Iterator[None]:
 
 
 def _run(job: Job, watcher: Watcher, events: Connection, parent: int) -> None:
-    # Also end with a killed parent: a living fork keeps the run's folder locked and would block a resumed run.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
+    # A living fork of a killed parent would keep the run's folder locked and block a resumed run.
+    if not end_with_parent(parent):
         return
-    # A terminal also sends interrupts to forks; the parent ends them.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP)
     # Progress bars replace these with streams that take a lock, which a parent thread may have held at the fork.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from vlora.bench import save_report
 from vlora.bench.page import page
-from vlora.bench.report import Goal, Report
+from vlora.bench.report import Goal, Report, environment
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
@@ -22,6 +22,14 @@ def test_a_saved_report_is_added_to_the_page(tmp_path: Path) -> None:
     assert written.index("## first: ") < written.index("| speed, x | 2.5 | >= 2 |") < written.index("## second: ")
     assert "| lost | **3** | <= 0 |" in written
     assert "| late | 0 | <= 0 |" in written
+
+
+def test_results_of_earlier_runs_are_named(tmp_path: Path) -> None:
+    here = {name: environment()[name] for name in ("commit", "machine", "gpu", "versions")}
+    found = {"origins": [{**here, "results": ["a"]}, {**here, "commit": "0123456789abcdef", "results": ["b", "c"]}]}
+    save_report(Report("mixed", [], [Goal("lost", 0, 0, at_most=True)], found=found), None, tmp_path)
+    lines = [line for line in page(tmp_path).splitlines() if line.startswith("Measured before")]
+    assert lines == [f"Measured before, at commit 0123456789ab, {here['gpu'] or here['machine']}: b, c."]
 
 
 def test_reports_without_goals_are_left_out(tmp_path: Path) -> None:

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from fusion.bench import draw, jobs
 from fusion.bench.domains import FAMILIES, BenchDomain, Sizes
 from fusion.bench.measuring import ALL, ALONE, DEFAULT, JOINTLY, NAIVE, OPTIMUM, PACKED
 from fusion.bench.metering import Meter
+from fusion.bench.result_store import ResultStore
 from fusion.bench.small_models import score_small_model
 from fusion.bench.suite import SUITE, suspected
 from fusion.packing.algorithm import History, Score, TrainingResult
 from fusion.plan.tasks import METRICS
+from tests.fusion import bench_jobs
+from tests.fusion.bench_jobs import a_curve
 
 EVERY = {made.name: made for made in (*SUITE, *(made for family in FAMILIES.values() for made in family))}
 
@@ -135,16 +144,13 @@ def a_table(seed: int, packed: float) -> dict[str, Any]:
     }
 
 
-def a_curve(family: str, seed: int) -> dict[str, Any]:
-    return {"family": family, "seed": seed, "alone": {"a": 0.8, "b": 0.6}, "fused": [{"a": 0.8}, {"a": 0.4, "b": 0.6}]}
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
+    store = ResultStore(tmp_path, {"commit": "1f" * 20})
     for seed in (0, 1, 2):
-        (tmp_path / f"table-{seed}.json").write_text(json.dumps(a_table(seed, 0.81 if seed else 0.79)))
+        store.write(f"table-{seed}", a_table(seed, 0.81 if seed else 0.79))
         for family in FAMILIES:
-            (tmp_path / f"{family}-{seed}.json").write_text(json.dumps(a_curve(family, seed)))
+            store.write(f"{family}-{seed}", a_curve(family, seed))
     return tmp_path
 
 
@@ -168,14 +174,14 @@ def test_beyond_six_domains_the_lower_bound_stands_for_the_optimum(folder: Path)
     for seed in (0, 1, 2):
         table = a_table(seed, 0.81)
         del table["methods"][OPTIMUM]
-        (folder / f"table-{seed}.json").write_text(json.dumps(table))
+        ResultStore(folder, {}).write(f"table-{seed}", table)
     assert jobs.run(False, folder, pytest.fail).goals[0].value == 1
 
 
 def test_a_domain_that_misses_alone_is_not_counted(folder: Path) -> None:
     table = a_table(0, 0.79)
     table["missed alone"] = ["a"]
-    (folder / "table-0.json").write_text(json.dumps(table))
+    ResultStore(folder, {}).write("table-0", table)
     found = jobs.run(False, folder, pytest.fail)
     assert found.goals[2].value == 0 and "of 5" in found.goals[2].name
     assert next(row for row in found.rows if row["method"] == DEFAULT)["broken"] == 0
@@ -183,20 +189,55 @@ def test_a_domain_that_misses_alone_is_not_counted(folder: Path) -> None:
 
 def test_missing_results_are_measured_in_their_own_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "action-1.json").unlink()
-    measured: list[jobs.BenchJob] = []
-
-    def work(job: jobs.BenchJob) -> str:
-        measured.append(job)
-        job.result.write_text(json.dumps(a_curve(job.family, job.seed)))
-        return f"{job.family}, seed {job.seed}"
-
-    from concurrent.futures import ThreadPoolExecutor
-
-    monkeypatch.setattr(jobs, "ProcessPoolExecutor", lambda workers, context: ThreadPoolExecutor(workers))
-    monkeypatch.setattr(jobs, "run_job", work)
+    monkeypatch.setattr(jobs, "run_job", bench_jobs.quick_job)
     lines: list[str] = []
-    assert len(jobs.run(False, folder, lines.append).curves) == 12
-    assert [(job.family, job.seed) for job in measured] == [("action", 1)] and lines == ["action, seed 1"]
+    found = jobs.run(False, folder, lines.append, {"commit": "2e" * 20, "machine": "here"})
+    assert len(found.curves) == 12 and lines == ["action-1: 2 s, 1 s of processor time"]
+    before, now = found.origins
+    assert (before["commit"], before["machine"], len(before["results"])) == ("1f" * 20, None, 14)
+    assert (now["commit"], now["machine"], now["results"]) == ("2e" * 20, "here", ["action-1"])
+
+
+def test_a_job_that_fails_is_named_and_ends_the_others(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in (0, 1):
+        (folder / f"action-{seed}.json").unlink()
+    monkeypatch.setattr(jobs, "run_job", bench_jobs.failing_job)
+    with pytest.raises(RuntimeError, match="the job action-1 ended with exit code 3"):
+        jobs.run(False, folder, pytest.fail)
+    assert not any(is_alive(file) for file in folder.glob("*.pid"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # for a busy machine
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_no_job_outlives_the_bench(tmp_path: Path, number: signal.Signals) -> None:
+    bench = subprocess.Popen(
+        [sys.executable, "-m", "tests.fusion.bench_jobs", str(tmp_path)],
+        start_new_session=True,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait_until(lambda: bool(list(tmp_path.glob("*.pid"))) and all(f.read_text() for f in tmp_path.glob("*.pid")))
+        (os.killpg if number == signal.SIGINT else os.kill)(bench.pid, number)
+        assert bench.wait(30) != 0
+        wait_until(lambda: not any(is_alive(file) for file in tmp_path.glob("*.pid")))
+    finally:
+        os.killpg(bench.pid, signal.SIGKILL) if bench.poll() is None else None
+
+
+def is_alive(file: Path) -> bool:
+    """Whether the process whose number a file holds runs; one that nobody has waited for has ended all the same."""
+    try:
+        return psutil.Process(int(file.read_text())).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    ends_s = time.monotonic() + 240  # each process imports torch
+    while not condition():
+        assert time.monotonic() < ends_s
+        time.sleep(0.05)
 
 
 def test_plots_are_written(folder: Path, tmp_path: Path) -> None:

@@ -8,14 +8,14 @@ from pathlib import Path
 from click.testing import CliRunner
 
 from fusion.bench.activated import METHODS
+from fusion.bench.result_store import ResultStore
 from vlora.cli import cli
 
 DOMAINS = ("digits", "photos", "signs", "actions")
 
 
 def test_the_table_has_every_domain_by_method(tmp_path: Path) -> None:
-    work = tmp_path / "activated" / "work"
-    work.mkdir(parents=True)
+    store = ResultStore(tmp_path / "activated" / "work", {"commit": "1f" * 20})
     for place, domain in enumerate(DOMAINS):
         for number, method in enumerate(METHODS):
             run = {
@@ -25,7 +25,7 @@ def test_the_table_has_every_domain_by_method(tmp_path: Path) -> None:
                 "in words": number / 10,
                 "spent": {"cpu s": 1.0},
             }
-            (work / f"{domain}-{number}.json").write_text(json.dumps(run))
+            store.write(f"{domain}-{number}", run)
     result = CliRunner().invoke(cli, ["bench", "activated", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
     report = json.loads((tmp_path / "activated.json").read_text())
@@ -33,3 +33,5 @@ def test_the_table_has_every_domain_by_method(tmp_path: Path) -> None:
     last = report["rows"][2]
     assert [last[domain] for domain in DOMAINS] == [0.2, 0.3, 0.4, 0.5] and last["mean"] == 0.35
     assert last["mean in words"] == 0.2 and len(report["runs"]) == 12
+    [origin] = report["origins"]
+    assert origin["commit"] == "1f" * 20 and len(origin["results"]) == 12

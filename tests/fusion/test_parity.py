@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from fusion.bench import compare, parity
+from fusion.bench.result_store import ResultStore
 from fusion.plan.schema import LoraPlan
 from vlora.cli import cli
 from vlora.errors import BadConfig
@@ -45,7 +46,7 @@ def a_run(blocks: int, seed: int, digits: float) -> dict[str, Any]:
 def folder(tmp_path: Path) -> Path:
     for seed in (0, 1, 2):
         for blocks, digits in ((1, 0.9), (2, 0.9 + 0.1 * (seed - 1)), (4, 0.75)):
-            (tmp_path / f"{blocks}-{seed}.json").write_text(json.dumps(a_run(blocks, seed, digits)))
+            ResultStore(tmp_path, {}).write(f"{blocks}-{seed}", a_run(blocks, seed, digits))
     return tmp_path
 
 

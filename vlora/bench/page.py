@@ -35,6 +35,10 @@ def _section(name: str, report: Mapping[str, Any]) -> str:
         f"commit {(env['commit'] or 'unknown')[:12]}",
     ]
     lines = [f"\n## {report['bench']}: {env['gpu'] or env['machine']}", "", ", ".join(where), ""]
+    for origin in report.get("origins", ()):
+        if any(origin[key] != env[key] for key in ("commit", "machine", "gpu")):
+            at = f"commit {(origin['commit'] or 'unknown')[:12]}, {origin['gpu'] or origin['machine']}"
+            lines += [f"Measured before, at {at}: {', '.join(origin['results'])}.", ""]
     lines += ["| what | measured | promised |", "|---|---:|---:|"]
     for goal in report["goals"]:
         measured = f"{goal['value']:g}" if goal["holds"] else f"**{goal['value']:g}**"

@@ -303,15 +303,16 @@ def _bench_fusion(quick: bool, out: Path | None, only_json: bool) -> bool:
     """Run the bench of fusion here, because `vlora.bench` and `fusion` do not import each other."""
     from fusion.bench import draw, run
     from vlora.bench import require_matplotlib, save_report
-    from vlora.bench.report import Goal, Report
+    from vlora.bench.report import Goal, Report, environment
 
     if out is not None:
         require_matplotlib()
     work = None if out is None else out / "fusion" / "work"
     with waiting("bench fusion"):
-        found = run(quick, work, lambda text: click.echo(text, err=True))
+        found = run(quick, work, lambda text: click.echo(text, err=True), environment())
     goals = [Goal(*goal) for goal in found.goals]
-    report = Report("fusion", found.rows, goals, found={"tables": found.tables, "curves": found.curves})
+    stored = {"tables": found.tables, "curves": found.curves, "origins": found.origins}
+    report = Report("fusion", found.rows, goals, found=stored)
     report.print(only_json=only_json)
     if out is not None:
         save_report(report, lambda folder: draw(found.tables, found.curves, folder), out)
@@ -322,13 +323,13 @@ def _bench_bd(quick: bool, out: Path | None, seeds: int | None, only_json: bool)
     """As `_bench_fusion`, for block-diagonal adapters."""
     from fusion.bench import NUM_SEEDS, compare
     from vlora.bench import save_report
-    from vlora.bench.report import Goal, Report
+    from vlora.bench.report import Goal, Report, environment
 
     work = None if out is None else out / "bd" / "work"
     with waiting("bench bd"):
-        found = compare(quick, work, lambda text: click.echo(text, err=True), seeds or NUM_SEEDS)
+        found = compare(quick, work, lambda text: click.echo(text, err=True), seeds or NUM_SEEDS, environment())
     goals = [Goal(*goal) for goal in found.goals]
-    report = Report("bd", found.rows, goals, found={"runs": found.runs})
+    report = Report("bd", found.rows, goals, found={"runs": found.runs, "origins": found.origins})
     report.print(only_json=only_json)
     if out is not None:
         save_report(report, None, out)
@@ -339,12 +340,12 @@ def _bench_activated(quick: bool, out: Path | None, only_json: bool) -> None:
     """As `_bench_fusion`, for activated adapters. It has no goal."""
     from fusion.bench import compare_activated
     from vlora.bench import save_report
-    from vlora.bench.report import Report
+    from vlora.bench.report import Report, environment
 
     work = None if out is None else out / "activated" / "work"
     with waiting("bench activated"):
-        found = compare_activated(quick, work, lambda text: click.echo(text, err=True))
-    report = Report("activated", found.rows, [], found={"runs": found.runs})
+        found = compare_activated(quick, work, lambda text: click.echo(text, err=True), environment())
+    report = Report("activated", found.rows, [], found={"runs": found.runs, "origins": found.origins})
     report.print(only_json=only_json)
     if out is not None:
         save_report(report, None, out)

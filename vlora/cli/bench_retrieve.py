@@ -22,7 +22,7 @@ def bench_retrieve(quick: bool, out: Path | None, only_json: bool) -> bool:
     if out is not None:
         require_matplotlib()
     with tempfile.TemporaryDirectory() as temporary, waiting("bench retrieve"):
-        work = Path(temporary) if out is None else out / "retrieve" / "work"
+        work = Path(temporary) if out is None else out / "retrieve" / ("quick" if quick else "work")
         work.mkdir(parents=True, exist_ok=True)
         rows, found = _measure(quick, work)
         goals = [] if quick else [Goal(*goal) for goal in goals_of(rows)]
@@ -40,11 +40,13 @@ def _measure(quick: bool, work: Path) -> tuple[list[dict[str, Any]], dict[str, A
     """The rows, and further values for the JSON."""
     from apps.retrieval.measuring import measure
     from apps.server_process import serving
+    from fusion.bench.result_store import origins
     from fusion.bench.retrieval import ADAPTER, QUESTION, prepare
+    from vlora.bench.report import environment
 
     # In a process of its own, which gives the memory of the training back before the server starts.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        prepared = pool.submit(prepare, quick, work, _say).result()
+        prepared = pool.submit(prepare, quick, work, _say, environment()).result()
     rows: list[dict[str, Any]] = []
     with serving(prepared.base, Path(prepared.adapters), options=("--threads", "1")) as client:
         for collection in prepared.collections:
@@ -62,7 +64,8 @@ def _measure(quick: bool, work: Path) -> tuple[list[dict[str, Any]], dict[str, A
                 say=_say,
                 sheet=work / f"{collection.name}.png",
             )
-    return rows, {"adapter": {"test scores": prepared.scores, "training CPU s": prepared.training_cpu_s}}
+    trained = {"test scores": prepared.scores, "training CPU s": prepared.training_cpu_s}
+    return rows, {"adapter": trained, "origins": origins({"adapter": {"origin": prepared.origin}})}
 
 
 def _say(text: str) -> None:

@@ -8,7 +8,6 @@ one pass of the embedded model. All times are processor time of one thread, from
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import statistics
 import sys
@@ -22,6 +21,7 @@ import torch
 from PIL import Image
 from torch import nn
 
+from fusion.bench.result_store import origins
 from fusion.bench.rivals import DOMAINS, METHODS, SMALL, splits_of, train_rivals
 from fusion.data.samples import Sample, Splits
 from fusion.embedded import checkpoint_path
@@ -30,7 +30,7 @@ from fusion.rivals import SmallModel
 from fusion.teachers.onnx_detector import open_session
 from vlora.bench.dummy import half_billion_config, write_adapter
 from vlora.bench.engine.merge import MergeableModel
-from vlora.bench.report import Report
+from vlora.bench.report import Report, environment
 from vlora.bench.timing import interleaved, median_ms
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
@@ -67,24 +67,25 @@ def run(quick: bool, partial: Path | None = None) -> Report:
         with tempfile.TemporaryDirectory() as temporary:
             return run(quick, Path(temporary))
     torch.set_num_threads(1)
-    trained = [train_rivals(seed, quick, partial, _say) for seed in (_SEEDS[:1] if quick else _SEEDS)]
-    times = measure_times(trained[0].folder, quick)
+    here, seeds = environment(), _SEEDS[:1] if quick else _SEEDS
+    trained = [train_rivals(seed, quick, partial, _say, here) for seed in seeds]
+    store = trained[0].store
+    times = store.once("times", lambda: measure_times(store.folder, quick), here=True)
     found = [one.found for one in trained]
     rows = [_row(name, found, times["latencies"][name]) for name in DOMAINS]
-    return Report("teachers", rows, [], found={"switching": times["switching"], "runs": found})
+    results = {f"{method}, seed {one.found['seed']}": one.results[method] for one in trained for method in METHODS}
+    return Report(
+        "teachers", rows, [], found={"switching": times["switching"], "runs": found, "origins": origins(results)}
+    )
 
 
 def measure_times(folder: Path, quick: bool) -> dict[str, Any]:
-    """Latencies and the cost of switching, with the models of one seed, or their stored result."""
-    result = folder / "times.json"
-    if not result.exists():
-        torch.set_num_threads(1)
-        measured = {
-            "latencies": _latencies(folder, splits_of(0, quick), 5 if quick else 40),
-            "switching": _switching(folder, 3 if quick else 15),
-        }
-        result.write_text(json.dumps(measured) + "\n")
-    return dict(json.loads(result.read_text()))
+    """Latencies and the cost of switching, with the models of one seed."""
+    torch.set_num_threads(1)
+    return {
+        "latencies": _latencies(folder, splits_of(0, quick), 5 if quick else 40),
+        "switching": _switching(folder, 3 if quick else 15),
+    }
 
 
 def _say(text: str) -> None:
