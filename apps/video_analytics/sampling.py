@@ -9,6 +9,8 @@ from typing import NamedTuple
 import msgspec
 
 CHUNK_S = 1.0
+"""Length of a clip without `fps`, to the nearest frame; longer if that has fewer frames than the head reads."""
+
 SHOWN_FPS = 10.0
 """Maximum pictures per second kept for the annotated video."""
 
@@ -18,7 +20,8 @@ class Chunk(msgspec.Struct, frozen=True):
 
     start_s: from the beginning of the source. frames: JPEG, as many as the head reads. shown: JPEG, smaller and at most
     `SHOWN_FPS` per second, for the annotated video; or every frame of the video, for tracking. width: of `frames`, in
-    pixels. seconds: from its start to that of the next clip. shown_s: from one picture of `shown` to the next.
+    pixels. seconds: from its start to that of the next clip. shown_s: from one picture of `shown` to the next. read_s:
+    from its start to the end of the frame that completed it.
     """
 
     index: int
@@ -28,10 +31,11 @@ class Chunk(msgspec.Struct, frozen=True):
     width: int = 0
     seconds: float = CHUNK_S
     shown_s: float = 1 / SHOWN_FPS
+    read_s: float = 0.0
 
 
 class ClipShape(NamedTuple):
-    """The clip that a head reads: number of frames, `fps` of them per second; None spreads them over each second.
+    """The clip that a head reads: number of frames, `fps` of them per second; None spreads them over `CHUNK_S`.
 
     every_frame: keep every frame of the video as a smaller picture, for tracking; `fps` is then set.
     """
@@ -39,11 +43,6 @@ class ClipShape(NamedTuple):
     num_frames: int
     fps: float | None = None
     every_frame: bool = False
-
-    @property
-    def seconds(self) -> float:
-        """From the start of one clip to the start of the next."""
-        return CHUNK_S if self.fps is None else self.num_frames / self.fps
 
 
 class Frame:
@@ -76,18 +75,28 @@ class Sampler:
         self._shape = shape
         self._rate = rate
         self._keeps_shown = shown or shape.every_frame
+        num_frames, fps, _ = shape
+        self._length = max(num_frames, round(rate * CHUNK_S))  # frames of a clip without fps
+        self._seconds = self._length / rate if fps is None else num_frames / fps
         self._index = -1
         self._width = 0
+        self._first = self._end = 0  # indices in the video: of its first frame, and after its last
+        self._num_read = 0  # of the clip's frames, also those that are not wanted
+        self._reserve: Frame | None = None  # the clip's first frame that was decoded
         self._next_clip()
 
     def wants(self, index: int) -> bool:
         """Whether the video's frame with this index, from 0, has to be decoded."""
-        return index in self._places or index in self._shown_places
+        nothing_yet = index >= self._first and self._reserve is None
+        return nothing_yet or index in self._places or index in self._shown_places
 
     def add(self, index: int, frame: Frame | None) -> Chunk | None:
         """Add the next frame, or None if it is not wanted or cannot be decoded. Returns the clip that it completes, if
         any.
         """
+        self._num_read = index + 1 - self._first
+        if frame is not None and index >= self._first:
+            self._reserve = self._reserve or frame
         if frame is not None and index in self._places:
             self._frames.append(frame.jpeg)
             self._width = frame.width
@@ -96,31 +105,36 @@ class Sampler:
         return self.rest() if index + 1 == self._end else None
 
     def rest(self) -> Chunk | None:
-        """The unfinished clip, with frames repeated if it has too few; None if it has none. Starts the next clip."""
-        frames, shown, index = self._frames, self._shown, self._index
+        """The unfinished clip, with frames repeated if it has too few, or with its first frame if it has none of its
+        own; None if no frame was decoded. Starts the next clip.
+        """
+        frames, shown, index, width = self._frames, self._shown, self._index, self._width
+        if not frames and self._reserve is not None:
+            frames, width = [self._reserve.jpeg], self._reserve.width
+        shown_s = 1 / self._rate if self._shape.every_frame else self._seconds / max(1, len(self._shown_places))
+        read_s = max(0, self._num_read) / self._rate
         self._next_clip()
         if not frames:
             return None
-        seconds = self._shape.seconds
         chosen = tuple(frames[place] for place in spread(self._shape.num_frames, len(frames)))
-        shown_s = 1 / self._rate if self._shape.every_frame else seconds / max(1, len(shown))
-        return Chunk(index, index * seconds, chosen, tuple(shown), self._width, seconds, shown_s)
+        return Chunk(index, index * self._seconds, chosen, tuple(shown), width, self._seconds, shown_s, read_s)
 
     def _next_clip(self) -> None:
         self._index += 1
+        self._num_read = 0
         self._frames: list[bytes] = []
         self._shown: list[bytes] = []
+        self._reserve = None
         num_frames, fps, every_frame = self._shape
         if fps is None:
-            length = max(num_frames, round(self._rate * CHUNK_S))
-            first, self._end = self._index * length, (self._index + 1) * length
-            self._places = {first + place for place in spread(num_frames, length)}
+            self._first, self._end = self._index * self._length, (self._index + 1) * self._length
+            self._places = {self._first + place for place in spread(num_frames, self._length)}
         else:
-            first, self._end = self._place(0, fps), self._place(num_frames, fps)
+            self._first, self._end = self._place(0, fps), self._place(num_frames, fps)
             self._places = {self._place(number, fps) for number in range(num_frames)}
-        length = self._end - first
-        kept = length if every_frame else min(length, max(1, round(SHOWN_FPS * self._shape.seconds)))
-        self._shown_places = {first + place for place in spread(kept, length)} if self._keeps_shown else set()
+        length = self._end - self._first
+        kept = length if every_frame else min(length, max(1, round(SHOWN_FPS * self._seconds)))
+        self._shown_places = {self._first + place for place in spread(kept, length)} if self._keeps_shown else set()
         if not self._keeps_shown:
             self._end = max(self._places) + 1  # the clip is complete then
 

@@ -117,7 +117,7 @@ def read_clips(
         why = "the camera sends no more frames"
         try:
             for place, chunk in read_video(source, shapes, stop, shown, say if not any(indices) else _ignore):
-                start_s = time.monotonic() - began - chunk.seconds if source.live else chunk.start_s
+                start_s = time.monotonic() - began - chunk.read_s if source.live else chunk.start_s
                 yield place, msgspec.structs.replace(chunk, index=indices[place], start_s=max(0.0, start_s))
                 indices[place], pause_s = indices[place] + 1, FIRST_PAUSE_S
         except BadImage as error:

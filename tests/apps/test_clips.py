@@ -78,14 +78,16 @@ def count_openings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (ClipShape(3, 10), [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11], [12, 13, 14], [15, 16, 17], [18, 19, 20]]),
         (ClipShape(4, 2), [[0, 5, 10, 15], [20, 20, 20, 20]]),  # two seconds each
         (ClipShape(2), [[0, 9], [10, 19], [20, 20]]),  # a second each
-        (ClipShape(1), [[5], [15]]),
+        (ClipShape(1), [[5], [15], [20]]),
     ],
 )
 def test_a_clip_has_the_frames_of_its_rate(tmp_path: Path, shape: ClipShape, wanted: list[list[int]]) -> None:
     source = file_source(write_ramp(tmp_path / "ramp.mp4", 21))
     clips = [clip for _, clip in read_clips(source, [shape])]
     assert [numbers(clip) for clip in clips] == wanted
-    assert [clip.start_s for clip in clips] == pytest.approx([index * shape.seconds for index in range(len(clips))])
+    seconds = 1.0 if shape.fps is None else shape.num_frames / shape.fps
+    assert [clip.seconds for clip in clips] == [seconds] * len(clips)
+    assert [clip.start_s for clip in clips] == pytest.approx([index * seconds for index in range(len(clips))])
 
 
 @pytest.mark.parametrize("rate", [23.976, 25.0, 29.97, 59.94])
@@ -102,6 +104,59 @@ def test_at_any_rate_clips_follow_each_other_and_frames_their_time(rate: float, 
         assert 0 <= number / fps - index / rate < 1 / rate, "the last frame available at its time"
     shown = [int(picture) for clip in clips for picture in clip.shown]
     assert shown == sorted(set(shown)) and len(shown) <= 10 * (len(clips) * 4 / fps) + len(clips)
+
+
+@pytest.mark.parametrize(
+    ("rate", "num_frames", "length"), [(29.97, 2, 30), (12.5, 1, 12), (7.5, 4, 8), (0.5, 2, 2), (5.0, 8, 8)]
+)
+@pytest.mark.parametrize("shown", [False, True])
+def test_a_clip_without_a_rate_starts_with_its_first_frame(
+    rate: float, num_frames: int, length: int, shown: bool
+) -> None:
+    sampler = Sampler(ClipShape(num_frames), rate, shown)
+    clips = []
+    for index in range(40 * length + 1):
+        clip = sampler.add(index, place_of(str(index)) if sampler.wants(index) else None)
+        clips += [clip] if clip is not None else []
+    clips += [clip] if (clip := sampler.rest()) is not None else []
+    assert len(clips) == 41 and [clip.index for clip in clips] == list(range(41))
+    for clip in clips:
+        assert clip.start_s == pytest.approx(clip.index * length / rate)
+        assert clip.seconds == pytest.approx(length / rate)
+        assert clip.index * length <= int(clip.frames[0]) < (clip.index + 1) * length
+        if shown and clip.index < 40:
+            assert len(clip.shown) * clip.shown_s == pytest.approx(clip.seconds), "the video's speed"
+
+
+def test_a_cameras_clip_starts_when_its_first_frame_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an annotated video, a clip is complete with the last frame that the head reads."""
+    for shape, shown, read_s in ((ClipShape(1, 0.5), False, 0.1), (ClipShape(1), False, 0.6), (ClipShape(1), True, 1)):
+        sampler = Sampler(shape, 10, shown)
+        clips = [sampler.add(index, place_of("frame")) for index in range(41)]
+        found = [clip.read_s for clip in clips if clip is not None]
+        assert len(found) >= 3 and found == pytest.approx([read_s] * len(found))
+
+    def read(*_: object) -> Iterator[tuple[int, Chunk]]:
+        time.sleep(0.2)
+        yield 0, Chunk(0, 0.0, (b"frame",), seconds=2.0, read_s=0.1)
+
+    monkeypatch.setattr(sources_module, "read_video", read)
+    _, clip = next(read_clips(Source("camera-0", "0", "live"), [ClipShape(1)]))
+    assert 0.1 <= clip.start_s < 2
+
+
+@pytest.mark.parametrize("num_frames", [1, 4])
+@pytest.mark.parametrize("length", [1, 3, 14])
+def test_a_video_shorter_than_a_clip_is_one_clip(tmp_path: Path, num_frames: int, length: int) -> None:
+    source = file_source(write_ramp(tmp_path / "short.mp4", length, fps=30))
+    ((_, clip),) = read_clips(source, [ClipShape(num_frames)], shown=True)
+    assert clip.start_s == 0 and len(clip.frames) == num_frames and numbers(clip)[0] == 0 and clip.width == 64
+
+
+def test_a_clip_whose_frame_cannot_be_decoded_has_another_one() -> None:
+    sampler = Sampler(ClipShape(1), 10, shown=False)
+    clips = [sampler.add(index, None if index in (0, 5) else place_of(str(index))) for index in range(10)]
+    assert [clip.frames for clip in clips if clip is not None] == [(b"1",)]
 
 
 def test_heads_of_different_sizes_read_one_video_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
