@@ -50,7 +50,7 @@ def find_sources(addresses: Sequence[str]) -> list[Source]:
         if address.isdecimal():
             found.append(Source(f"camera-{address}", address, "live"))
         elif re.match(r"\w+://", address):
-            place = re.sub(r"^\w+://", "", _without_password(address))
+            place = re.sub(r"^\w+://", "", without_password(address))
             found.append(Source(re.sub(r"\W+", "-", place).strip("-")[:80] or "stream", address, "live"))
         elif os.path.isdir(address):
             found += _of_folder(Path(address))
@@ -60,7 +60,7 @@ def find_sources(addresses: Sequence[str]) -> list[Source]:
     return [source._replace(name=name) for source, name in zip(found, names, strict=True)]
 
 
-def _without_password(address: str) -> str:
+def without_password(address: str) -> str:
     """Remove a camera's password from the address, for file names and messages."""
     address = re.sub(r"^(\w+://)[^/]*@", r"\1", address)
     return re.sub(r"(?i)(?<=[?&])(pass\w*|pwd|token|secret|key|auth)=[^&]*&?", "", address).rstrip("?&")
@@ -138,7 +138,7 @@ def _ignore(text: str) -> None: ...
 def read_video(
     source: Source, shapes: Sequence[ClipShape], stop: threading.Event, shown: bool, say: Callable[[str], None]
 ) -> Iterator[tuple[int, Chunk]]:
-    message = f"cannot read video {_without_password(source.address)!r}"
+    message = f"cannot read video {without_password(source.address)!r}"
     _check_name(source.address, message)
     capture = cv2.VideoCapture(int(source.address) if source.address.isdecimal() else source.address)
     try:

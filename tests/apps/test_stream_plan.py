@@ -192,6 +192,13 @@ def test_the_summary_counts_what_is_asked_per_second(tmp_path: Path) -> None:
     ]
 
 
+def test_the_summary_has_no_password(tmp_path: Path) -> None:
+    text = CAMERA.replace("gate.mp4", "rtsp://admin:secret@cam/main?channel=1&password=secret")
+    summary = summarize(read_plan(plan(tmp_path, text)).plan)
+    assert summary.cameras[0].source == "rtsp://cam/main?channel=1"
+    assert next(lines(summary)) == "camera gate: rtsp://cam/main?channel=1"
+
+
 def test_tasks_of_one_rate_and_size_share_a_stream(client: Client, tmp_path: Path) -> None:
     (camera,) = read_plan(plan(tmp_path, FULL)).plan.cameras
     groups = camera_groups(camera, client.adapters())

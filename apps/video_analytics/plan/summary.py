@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import msgspec
 
 from apps.video_analytics.plan.schema import RATE, CameraPlan, Condition, EventPlan, StreamPlan, TaskPlan
+from apps.video_analytics.sources import without_password
 
 
 class TaskSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,7 +20,7 @@ class TaskSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CameraSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """A camera with its tasks, and its events in words."""
+    """A camera with its tasks, and its events in words. source: without password."""
 
     name: str
     source: str
@@ -41,7 +42,7 @@ def summarize(plan: StreamPlan) -> PlanSummary:
     cameras = tuple(
         CameraSummary(
             name=camera.name,
-            source=camera.source,
+            source=without_password(camera.source),
             tasks=tuple(_task(camera, task) for task in camera.tasks),
             events=tuple(map(_event, camera.events)),
         )
