@@ -43,7 +43,7 @@ def find_sources(addresses: Sequence[str]) -> list[Source]:
     """A source for each address: a file, a camera number, a URL; for a folder its videos, and its pictures as one
     source.
 
-    Raises BadImage for a folder with neither. Equal names are numbered.
+    Raises BadImage for a folder that has neither or cannot be read. Equal names are numbered.
     """
     found: list[Source] = []
     for address in addresses:
@@ -76,13 +76,21 @@ def unique_names(names: Sequence[str]) -> list[str]:
 
 
 def _of_folder(folder: Path) -> list[Source]:
-    files = sorted(path for path in folder.iterdir() if path.is_file())
+    files = _files(folder)
     found = [Source(path.stem, str(path), "file") for path in files if path.suffix.lower() in VIDEO_SUFFIXES]
     if any(path.suffix.lower() in PICTURE_SUFFIXES for path in files):
         found.append(Source(folder.resolve().name, str(folder), "pictures"))
     if not found:
         raise BadImage(f"folder {str(folder)!r} contains no video and no picture")
     return found
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files of a folder in order of their names. Raises BadImage."""
+    try:
+        return sorted(path for path in folder.iterdir() if path.is_file())
+    except OSError as error:
+        raise BadImage(f"cannot read folder {str(folder)!r}: {error.strerror}") from error
 
 
 def read_clips(
@@ -140,7 +148,10 @@ def read_video(
 ) -> Iterator[tuple[int, Chunk]]:
     message = f"cannot read video {without_password(source.address)!r}"
     _check_name(source.address, message)
-    capture = cv2.VideoCapture(int(source.address) if source.address.isdecimal() else source.address)
+    try:
+        capture = cv2.VideoCapture(int(source.address) if source.address.isdecimal() else source.address)
+    except cv2.error as error:  # a number that is no C int
+        raise BadImage(f"{message}: {_why_closed(source)}") from error
     try:
         if not capture.isOpened():
             raise BadImage(f"{message}: {_why_closed(source)}")
@@ -206,7 +217,8 @@ def _frame(picture: cv2.typing.MatLike) -> Frame:
 
 def _why_closed(source: Source) -> str:
     if source.address.isdecimal():
-        return "no camera has that number, or another program uses it"
+        path = f"; write ./{source.address} for the file or folder" if os.path.exists(source.address) else ""
+        return f"no camera has that number, or another program uses it{path}"
     if source.live:
         return "the address does not respond, or it is not a video that this machine can decode"
     if os.path.exists(source.address):
@@ -225,7 +237,7 @@ def _check_name(path: str, message: str) -> None:
 def _read_pictures(
     folder: Path, shapes: Sequence[ClipShape], stop: threading.Event, shown: bool
 ) -> Iterator[tuple[int, Chunk]]:
-    files = sorted(path for path in folder.iterdir() if path.suffix.lower() in PICTURE_SUFFIXES)
+    files = [path for path in _files(folder) if path.suffix.lower() in PICTURE_SUFFIXES]
     groups: list[list[tuple[bytes, bytes]]] = [[] for _ in shapes]  # each picture, and its preview
     indices = [0] * len(shapes)
     for number, path in enumerate(files, 1):
@@ -247,7 +259,10 @@ def _read_pictures(
 def read_picture(path: Path) -> cv2.typing.MatLike:
     """The decoded picture, BGR. Raises BadImage."""
     _check_name(str(path), f"cannot read picture {str(path)!r}")
-    picture = cv2.imread(str(path))
+    try:
+        picture = cv2.imread(str(path))
+    except cv2.error as error:
+        raise BadImage(f"cannot read picture {str(path)!r}: OpenCV requires {error.err}") from error
     if picture is None:
         raise BadImage(f"{str(path)!r} is not a picture that this machine can decode")
     return picture

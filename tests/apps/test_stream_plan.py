@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -114,6 +116,19 @@ def test_a_folder_is_one_source_or_refused(tmp_path: Path) -> None:
         read_plan(plan(tmp_path, CAMERA))
     (tmp_path / "gate.mp4" / "a.mp4").touch()
     assert read_plan(plan(tmp_path, CAMERA)).plan.cameras[0].source == str(tmp_path / "gate.mp4")
+
+
+def test_a_folder_that_cannot_be_read_is_named_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gate.mp4").mkdir()
+
+    def refuse(folder: str) -> list[str]:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), folder)
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    with pytest.raises(
+        BadPlan, match=r"line 3, field `cameras\[0\].source`: cannot read folder '.*': Permission denied$"
+    ):
+        read_plan(plan(tmp_path, CAMERA))
 
 
 def test_the_check_finds_missing_files_without_a_server(tmp_path: Path) -> None:

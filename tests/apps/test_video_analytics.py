@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import os
+import struct
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ import pytest
 from apps.opencv import quiet
 from apps.video_analytics import Chunk, ChunkResult, ClipShape, Source, analyse, find_sources, read_clips, run
 from apps.video_analytics import sources as sources_module
+from apps.video_analytics.sources import read_picture
 from tests.server.running import Running, png, running_server
 from tests.video_files import shades, write_video
 from vlora.client import Client, FrameStream
@@ -102,6 +106,7 @@ def test_a_folders_pictures_are_chunks_of_as_many_as_the_head_reads(tmp_path: Pa
     ("address", "why"),
     [
         ("99", "no camera has that number"),
+        ("20240101120000", "no camera has that number"),
         ("rtsp://127.0.0.1:1/main", "the address does not respond"),
         ("nowhere.mp4", "no such file or address"),
         (__file__, "not a video that this machine can decode"),
@@ -110,6 +115,36 @@ def test_a_folders_pictures_are_chunks_of_as_many_as_the_head_reads(tmp_path: Pa
 def test_errors_name_why_a_source_cannot_be_read(address: str, why: str) -> None:
     with pytest.raises(BadImage, match=why):
         next(clips_of(find_sources([address])[0], 1))
+
+
+def test_a_number_that_names_a_file_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "20240101120000").mkdir()
+    with pytest.raises(BadImage, match=r"; write \./20240101120000 for the file or folder$"):
+        next(clips_of(find_sources(["20240101120000"])[0], 1))
+
+
+def test_a_picture_above_opencvs_limits_is_an_error(tmp_path: Path) -> None:
+    parts = [(b"IHDR", struct.pack(">IIBBBBB", 40_000, 40_000, 8, 2, 0, 0, 0)), (b"IDAT", b""), (b"IEND", b"")]
+    chunks = [
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in parts
+    ]
+    (tmp_path / "huge.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunks))
+    with pytest.raises(BadImage, match=r"huge\.png': OpenCV requires pixels <= \w+$"):
+        read_picture(tmp_path / "huge.png")
+
+
+def test_a_folder_that_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Permissions do not hold for the user that runs the tests in a container."""
+
+    def refuse(folder: Path) -> Iterator[Path]:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(BadImage, match=r"cannot read folder '.*': Permission denied$"):
+        find_sources([str(tmp_path)])
+    with pytest.raises(BadImage, match=r"cannot read folder '.*': Permission denied$"):
+        next(clips_of(Source("pictures", str(tmp_path), "pictures"), 1))
 
 
 def test_a_file_name_that_is_not_utf8_is_an_error(tmp_path: Path) -> None:

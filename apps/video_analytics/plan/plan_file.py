@@ -97,7 +97,10 @@ def _check_camera(camera: CameraPlan, errors: PlanErrors) -> None:
 
 def _why_no_folder(folder: str) -> str | None:
     """Why a folder is not one source of frames."""
-    suffixes = [Path(name).suffix.lower() for name in os.listdir(folder)]
+    try:
+        suffixes = [Path(name).suffix.lower() for name in os.listdir(folder)]
+    except OSError as error:
+        return f"cannot read folder {folder!r}: {error.strerror}"
     videos = sum(suffix in VIDEO_SUFFIXES for suffix in suffixes)
     pictures = any(suffix in PICTURE_SUFFIXES for suffix in suffixes)
     if videos + pictures == 1:
