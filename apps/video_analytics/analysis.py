@@ -93,7 +93,7 @@ class Analysis:
             The number of answers by name.
 
         Raises:
-            VLoraError: after all sources have ended, the first error that ended one.
+            Exception: after all sources have ended, the first error that ended one; a VLoraError, or an internal one.
         """
         with ThreadPoolExecutor(len(jobs), thread_name_prefix="source") as threads:
             futures = [threads.submit(self._analyse, job, reports_end=len(jobs) > 1) for job in jobs]
@@ -103,9 +103,9 @@ class Analysis:
         """Analyse a source with every head and question. reports_end: print the error that ends it."""
         try:
             return self._answer_all(job)
-        except VLoraError as error:
+        except Exception as error:
             if reports_end:
-                self.print_line(f"{job.source.name} ended: {error}")
+                self.print_line(f"{job.source.name} ended: {_cause(error)}")
             raise
 
     def _answer_all(self, job: Job) -> dict[str, int]:
@@ -150,10 +150,17 @@ class Analysis:
                     recorded = [each.add(clip, result) for each, result in zip(recorders, results, strict=True)]
                     for result in recorded:
                         self.report_result(result)
-            except VLoraError as error:
+            except Exception as error:
                 # The other groups continue, of a camera for days. The end of the whole source is reported once, not for
                 # each group.
                 if not alone and error is not reader.error:
-                    self.print_line(f"{', '.join(names)} ended: {error}")
+                    self.print_line(f"{', '.join(names)} ended: {_cause(error)}")
                 raise
         return counts
+
+
+def _cause(error: Exception) -> str:
+    """An error in one line; its traceback is raised when all sources have ended."""
+    if isinstance(error, VLoraError):
+        return str(error)
+    return f"internal error ({type(error).__name__}: {' '.join(str(error).split())})"

@@ -244,13 +244,15 @@ def _read_pictures(
         if stop.is_set():
             return
         frame = _frame(read_picture(path))
-        for place, (group, (num_frames, *_)) in enumerate(zip(groups, shapes, strict=True)):
-            group.append((frame.jpeg, frame.small if shown else b""))
+        for place, (group, shape) in enumerate(zip(groups, shapes, strict=True)):
+            num_frames = shape.num_frames
+            keeps = shown or shape.every_frame
+            group.append((frame.jpeg, frame.small if keeps else b""))
             if len(group) == num_frames or number == len(files):
                 group += group[-1:] * (num_frames - len(group))
                 pictures, small = zip(*group, strict=True)
                 start_s, shown_s = indices[place] * CHUNK_S, CHUNK_S / len(pictures)
-                clip = Chunk(indices[place], start_s, pictures, small if shown else (), frame.width, shown_s=shown_s)
+                clip = Chunk(indices[place], start_s, pictures, small if keeps else (), frame.width, shown_s=shown_s)
                 yield place, clip
                 group.clear()
                 indices[place] += 1

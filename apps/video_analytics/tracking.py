@@ -117,6 +117,8 @@ class ObjectTracker:
             assert picture is not None, "pictures of a clip are JPEGs made here"
             now = picture.astype(np.uint8, copy=False)
             time_s = clip.start_s + place * clip.shown_s
+            if self._before is not None and self._before.shape != now.shape:
+                self._before = None  # a camera with another resolution, or pictures of several sizes
             scale = now.shape[1] / clip.width
             detects = place == 0 and result.answer is not None
             self._move(now, time_s, update=not detects)

@@ -6,7 +6,9 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import cv2
 import msgspec
+import numpy as np
 import pytest
 
 from apps.video_analytics import ClipShape, read_clips, tracking
@@ -137,6 +139,19 @@ def test_a_gap_of_clips_keeps_the_numbers(crossing: Path) -> None:
     assert len(frames) == 55
     ids, _ = numbers(CROSSING, frames)
     assert all(len(each) == 1 for each in ids.values()), ids
+
+
+def test_pictures_of_several_sizes_are_followed_without_flow(tmp_path: Path) -> None:
+    sizes = [(320, 240), (320, 240), (640, 480), (160, 120)]
+    for number, (width, height) in enumerate(sizes):
+        picture = np.random.default_rng(0).integers(0, 255, (height, width, 3), np.uint8)
+        cv2.imwrite(str(tmp_path / f"{number}.png"), picture)
+    tracker = ObjectTracker()
+    frames: list[TrackedFrame] = []
+    for _, clip in read_clips(file_source(tmp_path), [ClipShape(1, 2, every_frame=True)]):
+        frames += tracker.follow(clip, clip_result(head_answer((Mover(20, 20, 0, 0),), 0), clip.index, clip.start_s))
+    assert [(frame.width, frame.height) for frame in frames] == sizes
+    assert all(frame.boxes for frame in frames)
 
 
 def test_labels_are_followed_apart(tmp_path: Path) -> None:

@@ -397,6 +397,26 @@ def test_a_source_that_fails_does_not_end_the_others(client: Client, tmp_path: P
     assert len(lines) == 1 and lines[0].startswith("bad ended: cannot read video")
 
 
+def test_an_internal_error_ends_its_source_with_one_line(client: Client, tmp_path: Path) -> None:
+    sources = [file_source(write_video(tmp_path / f"{name}.mp4", shades(8))) for name in ("bad", "good")]
+    lines: list[str] = []
+    results: list[ChunkResult] = []
+
+    def on_result(result: ChunkResult) -> None:
+        if result.source == "bad":
+            raise ZeroDivisionError("division\n by zero")
+        results.append(result)
+
+    with pytest.raises(ZeroDivisionError):
+        run(client, sources, "cam", "night", on_result=on_result, say=lines.append)
+    assert lines == ["bad ended: internal error (ZeroDivisionError: division by zero)"]
+    assert [result.label for result in results] == labels(8)
+    lines.clear()
+    with pytest.raises(ZeroDivisionError):
+        run(client, sources[:1], "cam", ("night", "one"), on_result=on_result, say=lines.append)
+    assert sorted(line.partition(":")[0] for line in lines) == ["bad.night ended", "bad.one ended"]
+
+
 def test_messages_of_sources_appear_while_others_open_videos(
     client: Client, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
