@@ -112,7 +112,8 @@ def answer(
 ) -> Iterator[tuple[Chunk, tuple[ChunkResult, ...]]]:
     """Query a group about every clip read for it; yields each clip with the group's results, in order.
 
-    If a camera is faster than the server, newer clips replace older ones; no clip of a file is dropped. When `stop` is
+    If a camera is faster than the server, newer clips replace older ones, and a result with a problem stands for those
+    replaced at once; no clip of a file is dropped. When `stop` is
     set, no more clips are read, and clips already sent are still answered. If the server is unreachable or full, or has
     lost all heads of the group, their return is awaited (for a file up to `patience_s`), and clips without an answer
     are sent again; `say` is called once, and again when the reason changes.
@@ -138,7 +139,8 @@ def answer(
                     drop="newest" if source.live else "none",
                 ) as stream:
                     for pair in _answer_clips(stream, take, unanswered, source, group):
-                        lost_at, reported = None, ""
+                        if pair[0].problem is None:
+                            lost_at, reported = None, ""
                         yield pair
                     return
             except _RETRIED_ERRORS as error:
@@ -156,10 +158,10 @@ def _answer_clips(
     stream: FrameStream, take: _Take, unanswered: deque[Chunk], source: Source, group: Group
 ) -> Iterator[tuple[Chunk, tuple[ChunkResult, ...]]]:
     """The clips and results of a source through one stream. Chunks move through `unanswered`: its initial chunks are
-    sent first, and its final chunks have no answer.
+    sent first, and its final chunks have no answer. Chunks with a problem are not sent, and keep their place.
     """
     failed: list[Exception] = []
-    again = tuple(unanswered)
+    again = tuple(chunk for chunk in unanswered if chunk.problem is None)
     gone = threading.Event()
     room = threading.Semaphore(_MOST_UNREAD - len(again))
 
@@ -169,7 +171,10 @@ def _answer_clips(
                 stream.send(*chunk.frames)
             for chunk in iter(functools.partial(_take, take, gone, room, failed), None):
                 unanswered.append(chunk)
-                stream.send(*chunk.frames)
+                if chunk.problem is None:
+                    stream.send(*chunk.frames)
+                else:
+                    room.release()
             if not gone.is_set():
                 stream.end()
         except Exception as error:
@@ -182,6 +187,7 @@ def _answer_clips(
         for result in stream:
             if (error := _retried_error(result)) is not None:
                 raise error
+            yield from _unsent(unanswered, source, group)
             chunk = unanswered.popleft()
             room.release()
             answers = _in_order(group, result)
@@ -191,8 +197,17 @@ def _answer_clips(
         gone.set()
         stream.close()
         sender.join()
+    yield from _unsent(unanswered, source, group)
     if failed:
         raise failed[0]
+
+
+def _unsent(unanswered: deque[Chunk], source: Source, group: Group) -> Iterator[tuple[Chunk, tuple[ChunkResult, ...]]]:
+    """The results of the first chunks of `unanswered` that have a problem."""
+    while unanswered and unanswered[0].problem is not None:
+        chunk = unanswered.popleft()
+        result = FrameResult(number=chunk.index, latency_s=0.0, dropped=chunk.problem)
+        yield chunk, tuple(_chunk_result(source, chunk, result, asked, None) for asked in group.asked)
 
 
 def _retried_error(result: FrameResult) -> Exception | None:

@@ -21,7 +21,7 @@ class Chunk(msgspec.Struct, frozen=True):
     start_s: from the beginning of the source. frames: JPEG, as many as the head reads. shown: JPEG, smaller and at most
     `SHOWN_FPS` per second, for the annotated video; or every frame of the video, for tracking. width: of `frames`, in
     pixels. seconds: from its start to that of the next clip. shown_s: from one picture of `shown` to the next. read_s:
-    from its start to the end of the frame that completed it.
+    from its start to the end of the frame that completed it. problem: why it has no frames and is not answered.
     """
 
     index: int
@@ -32,6 +32,7 @@ class Chunk(msgspec.Struct, frozen=True):
     seconds: float = CHUNK_S
     shown_s: float = 1 / SHOWN_FPS
     read_s: float = 0.0
+    problem: str | None = None
 
 
 class ClipShape(NamedTuple):

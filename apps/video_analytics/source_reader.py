@@ -17,7 +17,7 @@ _STOP_S = 2.0
 
 class SourceReader:
     """Reads a source once for all heads. Each head takes its own clips. While one is behind, newer clips of a camera
-    replace its older ones, and reading of a file waits.
+    replace its older ones, and reading of a file waits. One clip with a `problem` stands for those replaced at once.
 
     Args:
         shapes: of the heads' clips.
@@ -43,6 +43,8 @@ class SourceReader:
         self._live = source.live
         self._stop = stop
         self._clips: list[queue.Queue[Chunk | Exception | None]] = [queue.Queue(_READ_AHEAD) for _ in shapes]
+        self._next_index = [0] * len(shapes)
+        self._behind_gap: list[Chunk | None] = [None] * len(shapes)  # clips to take after the problem before them
         self._left = [threading.Event() for _ in shapes]
         self._ended = [False] * len(shapes)
         clips = read_clips(source, shapes, stop=stop, shown=shown, say=say, wait_s=wait_s)
@@ -60,6 +62,9 @@ class SourceReader:
         """
         stopped_at: float | None = None
         while not (self._ended[head] or gone.is_set()):
+            if (behind := self._behind_gap[head]) is not None:
+                self._behind_gap[head] = None
+                return behind
             try:
                 clip = self._clips[head].get(timeout=0.1)
             except queue.Empty:
@@ -69,7 +74,12 @@ class SourceReader:
                     self._ended[head] = time.monotonic() - stopped_at > _STOP_S
                 continue
             if isinstance(clip, Chunk):
-                return clip
+                missing = clip.index - self._next_index[head]
+                self._next_index[head] = clip.index + 1
+                if not self._live or missing <= 0:
+                    return clip
+                self._behind_gap[head] = clip
+                return _replaced(clip, missing)
             self._ended[head] = True
             if clip is not None:
                 raise clip
@@ -101,3 +111,17 @@ class SourceReader:
                 if live:  # the head or the server is behind: only the newest clips are useful
                     with contextlib.suppress(queue.Empty):
                         self._clips[head].get_nowait()
+
+
+def _replaced(clip: Chunk, missing: int) -> Chunk:
+    """Stands for the clips before this one that are missing."""
+    one = "a newer clip replaced this one before it could be sent"
+    several = f"newer clips replaced {missing} clips before they could be sent"
+    seconds = missing * clip.seconds
+    return Chunk(
+        clip.index - missing,
+        max(0.0, clip.start_s - seconds),
+        (),
+        seconds=seconds,
+        problem=one if missing == 1 else several,
+    )

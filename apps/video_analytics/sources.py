@@ -105,15 +105,16 @@ def read_clips(
     """Cut a source into clips of several shapes at once: yields each clip with the index of its shape in `shapes`.
 
     The source is opened and decoded once. A last, shorter clip repeats frames if it has too few. In a folder, each clip
-    has as many pictures as its shape has frames. A lost camera is reopened, with pauses of up to 30 s, until `stop` is
-    set; `say` is called. The same applies for `wait_s` seconds to a camera that is not available at startup.
+    has as many pictures as its shape has frames; a picture that cannot be decoded is a clip with a `problem`. A lost
+    camera is reopened, with pauses of up to 30 s, until `stop` is set; `say` is called. The same applies for `wait_s`
+    seconds to a camera that is not available at startup.
 
     Args:
         shown: keep pictures for the annotated video.
 
     Raises:
-        BadImage: a file, or a camera at startup, cannot be opened or contains no frame; or a file has fewer frames per
-            second than a shape requires.
+        BadImage: a file, a folder, or a camera at startup, cannot be read or contains no frame; or a file has fewer
+            frames per second than a shape requires.
     """
     stop = stop or threading.Event()
     if source.kind == "pictures":
@@ -238,24 +239,45 @@ def _read_pictures(
     folder: Path, shapes: Sequence[ClipShape], stop: threading.Event, shown: bool
 ) -> Iterator[tuple[int, Chunk]]:
     files = [path for path in _files(folder) if path.suffix.lower() in PICTURE_SUFFIXES]
-    groups: list[list[tuple[bytes, bytes]]] = [[] for _ in shapes]  # each picture, and its preview
+    groups: list[list[_Picture]] = [[] for _ in shapes]
     indices = [0] * len(shapes)
-    for number, path in enumerate(files, 1):
+    num_decoded = 0
+    for path in files:
         if stop.is_set():
             return
-        frame = _frame(read_picture(path))
+        try:
+            frame = _frame(read_picture(path))
+        except BadImage as error:
+            for place, index in enumerate(indices):
+                yield place, Chunk(index, index * CHUNK_S, (), problem=str(error))
+            indices = [index + 1 for index in indices]
+            continue
+        num_decoded += 1
         for place, (group, shape) in enumerate(zip(groups, shapes, strict=True)):
-            num_frames = shape.num_frames
-            keeps = shown or shape.every_frame
-            group.append((frame.jpeg, frame.small if keeps else b""))
-            if len(group) == num_frames or number == len(files):
-                group += group[-1:] * (num_frames - len(group))
-                pictures, small = zip(*group, strict=True)
-                start_s, shown_s = indices[place] * CHUNK_S, CHUNK_S / len(pictures)
-                clip = Chunk(indices[place], start_s, pictures, small if keeps else (), frame.width, shown_s=shown_s)
-                yield place, clip
-                group.clear()
+            group.append(_Picture(frame.jpeg, frame.small if shown or shape.every_frame else None, frame.width))
+            if len(group) == shape.num_frames:
+                yield place, _clip_of_pictures(indices[place], group)
                 indices[place] += 1
+                group.clear()
+    for place, (group, shape) in enumerate(zip(groups, shapes, strict=True)):
+        if group:
+            yield place, _clip_of_pictures(indices[place], group + group[-1:] * (shape.num_frames - len(group)))
+    if not num_decoded:
+        raise BadImage(f"folder {str(folder)!r} contains no picture that can be decoded")
+
+
+class _Picture(NamedTuple):
+    """A picture of a folder. small: None if it is not kept."""
+
+    jpeg: bytes
+    small: bytes | None
+    width: int
+
+
+def _clip_of_pictures(index: int, group: Sequence[_Picture]) -> Chunk:
+    frames = tuple(picture.jpeg for picture in group)
+    small = tuple(picture.small for picture in group if picture.small is not None)
+    return Chunk(index, index * CHUNK_S, frames, small, group[-1].width, shown_s=CHUNK_S / len(group))
 
 
 def read_picture(path: Path) -> cv2.typing.MatLike:

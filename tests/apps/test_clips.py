@@ -231,8 +231,10 @@ def test_a_slow_head_does_not_hold_up_the_others_of_a_camera(monkeypatch: pytest
     reader, gone = fed(monkeypatch, "live", 20, pause_s=0.01), threading.Event()
     taken = [clip.index for clip in iter(lambda: reader.take(0, gone), None)]
     assert taken == list(range(20)), "the other head has taken no clip"
-    left = [clip.index for clip in iter(lambda: reader.take(1, gone), None)]
-    assert left and left[-1] == 19 and len(left) <= 3, "the newest clips are left"
+    gap, *left = iter(lambda: reader.take(1, gone), None)
+    assert [clip.index for clip in left] == [18, 19], "the newest clips are left"
+    assert (gap.index, gap.start_s, gap.seconds, gap.frames) == (0, 0.0, 18.0, ())
+    assert gap.problem == "newer clips replaced 18 clips before they could be sent"
     for head in range(2):
         reader.leave(head)
 

@@ -141,6 +141,27 @@ def test_a_gap_of_clips_keeps_the_numbers(crossing: Path) -> None:
     assert all(len(each) == 1 for each in ids.values()), ids
 
 
+def test_a_replaced_clip_is_a_gap(crossing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flow does not join the frames around it, also where the times of a camera's clips vary."""
+    flow = tracking.move
+    calls: list[None] = []
+
+    def counted(before: tracking.Grey, now: tracking.Grey, boxes: Sequence[Edges]) -> list[Edges | None]:
+        calls.append(None)
+        return flow(before, now, boxes)
+
+    monkeypatch.setattr(tracking, "move", counted)
+    tracker = ObjectTracker()
+    for _, clip in read_clips(file_source(crossing), [ClipShape(1, FPS / EVERY, every_frame=True)]):
+        if clip.index == 5:
+            clip = msgspec.structs.replace(clip, shown=(), frames=(), problem="replaced")
+            assert tracker.follow(clip, clip_result(None, clip.index, clip.start_s)) == []
+        elif clip.index < 7:
+            early = msgspec.structs.replace(clip, start_s=max(0.0, clip.start_s - 0.05 * (clip.index == 6)))
+            tracker.follow(early, clip_result(head_answer(CROSSING, clip.index * EVERY), clip.index))
+    assert len(calls) == 6 * EVERY - 2, "all frames but the first, and the first after the gap"
+
+
 def test_pictures_of_several_sizes_are_followed_without_flow(tmp_path: Path) -> None:
     sizes = [(320, 240), (320, 240), (640, 480), (160, 120)]
     for number, (width, height) in enumerate(sizes):

@@ -97,9 +97,32 @@ def test_a_folders_pictures_are_chunks_of_as_many_as_the_head_reads(tmp_path: Pa
     chunks = list(clips_of(source, 2, shown=True))
     assert [len(chunk.frames) for chunk in chunks] == [2, 2, 2] == [len(chunk.shown) for chunk in chunks]
     assert chunks[2].frames[0] == chunks[2].frames[1]  # the last is repeated
-    (tmp_path / "5.png").write_bytes(b"no picture")
-    with pytest.raises(BadImage, match=r"5\.png' is not a picture"):
-        list(clips_of(source, 2))
+
+
+def test_a_picture_that_cannot_be_decoded_is_skipped(client: Client, tmp_path: Path) -> None:
+    for place in range(33):
+        (tmp_path / f"{place:02}.png").write_bytes(b"no picture" if place < 30 or place == 31 else png(230))
+    source = file_source(tmp_path)
+    assert [clip.problem is None for clip in clips_of(source, 2)] == [False] * 31 + [True]
+    results: list[ChunkResult] = []
+    counts = run(client, [source], "cam", ("night", "one"), out=tmp_path / "out", on_result=results.append)
+    assert counts == {f"{source.name}.night": 1, f"{source.name}.one": 2}
+    one = [result for result in results if result.head == "one"]
+    assert [(result.index, result.label) for result in one if result.problem is None] == [(30, BRIGHT), (32, BRIGHT)]
+    assert [result.index for result in one] == list(range(33)), "each picture has its result, in order"
+    assert one[31].problem == f"'{tmp_path}/31.png' is not a picture that this machine can decode"
+    assert len((tmp_path / "out" / f"{source.name}.one.jsonl").read_text().splitlines()) == 33
+
+
+def test_a_folder_without_a_good_picture_is_an_error(client: Client, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"no picture")
+    results: list[ChunkResult] = []
+    with pytest.raises(BadImage, match=r"' contains no picture that can be decoded$"):
+        run(client, [file_source(tmp_path)], "cam", "night", on_result=results.append)
+    (result,) = results
+    assert result.problem is not None and result.problem.endswith(
+        "a.png' is not a picture that this machine can decode"
+    )
 
 
 @pytest.mark.parametrize(
@@ -153,9 +176,10 @@ def test_a_file_name_that_is_not_utf8_is_an_error(tmp_path: Path) -> None:
     folder.mkdir()
     for path in (tmp_path / "\udcff.mp4", folder / "\udcff.png"):
         path.write_bytes(png())
-    for source in (*find_sources([str(tmp_path)]), *find_sources([str(folder)])):
-        with pytest.raises(BadImage, match="its name is not UTF-8; rename it"):
-            next(clips_of(source, 1))
+    with pytest.raises(BadImage, match="its name is not UTF-8; rename it"):
+        next(clips_of(file_source(tmp_path), 1))
+    problem = next(clips_of(file_source(folder), 1)).problem
+    assert problem is not None and problem.endswith("its name is not UTF-8; rename it")
 
 
 def test_a_camera_that_is_lost_is_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,6 +380,23 @@ def test_seconds_refused_by_a_server_that_shuts_down_are_sent_again(
     pairs = list(analyse(client, video, "cam", "night", say=lines.append))
     assert [result.label for _, result in pairs] == labels(9) and not any(result.problem for _, result in pairs)
     assert set(lines) == {"street: not now; retrying"}
+
+
+def test_seconds_of_a_camera_that_are_replaced_have_a_result(
+    client: Client, server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def frames(*_: object, **__: object) -> Iterator[tuple[int, Chunk]]:
+        for index in range(100):
+            yield 0, Chunk(index, float(index), (png(), png()))
+
+    monkeypatch.setattr("apps.video_analytics.source_reader.read_clips", frames)
+    results = [result for _, result in analyse(client, Source("camera-0", "0", "live"), "cam", "night")]
+    assert [result.index for result in results] == sorted(result.index for result in results)
+    gaps = [result for result in results if result.problem is not None and "replaced" in result.problem]
+    following = [results[results.index(gap) + 1].index for gap in gaps]
+    missing = sum(after - gap.index for gap, after in zip(gaps, following, strict=True))
+    assert gaps and len(results) - len(gaps) + missing == 100, "each clip has a result, or is counted in one"
+    assert all(gap.label == "" and gap.answer is None and gap.start_s == gap.index for gap in gaps)
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
