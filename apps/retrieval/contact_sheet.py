@@ -28,7 +28,7 @@ def write_sheet(path: Path, query: str, hits: Sequence[Hit], frames: Sequence[Se
     """Write the sheet of these clips.
 
     Args:
-        frames: of each clip, JPEG.
+        frames: of each clip, JPEG; none of a clip that is no longer in the index.
 
     Raises:
         BadConfig: the file is not named .png, or cannot be written.
@@ -55,7 +55,8 @@ def draw_sheet(query: str, hits: Sequence[Hit], frames: Sequence[Sequence[bytes]
     for place, (hit, own) in enumerate(zip(hits, frames, strict=True)):
         left = _MARGIN + place % columns * width
         top = _LINE + 2 * _MARGIN + place // columns * height
-        _draw_frames(sheet[top : top + _CELL_HEIGHT, left : left + _CELL_WIDTH], own)
+        if own:
+            _draw_frames(sheet[top : top + _CELL_HEIGHT, left : left + _CELL_WIDTH], own)
         below = top + _CELL_HEIGHT
         cv2.rectangle(sheet, (left, below), (left + round(_CELL_WIDTH * hit.score), below + 3), _BAR, -1)
         time = "" if not hit.seconds else f"   {clock(hit.start_s)} - {clock(hit.start_s + hit.seconds)}"

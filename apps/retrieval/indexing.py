@@ -98,7 +98,7 @@ def update_index(
     """Add new files and files with changed content, and remove files of the given folders that no longer exist.
 
     Every clip is on the disk once it is described, so that a stopped update continues where it ended. A file that fails
-    does not end the others.
+    does not end the others. The index is locked against other updates meanwhile, and can be searched.
 
     Args:
         stop: when set, no more clips are read, and those sent are still answered.
@@ -106,10 +106,21 @@ def update_index(
 
     Raises:
         BadImage: a path cannot be found, see `find_media`.
-        BadConfig: an adapter of the index has changed.
+        BadConfig: an adapter of the index has changed, or another process updates the index.
         VLoraError: after all files, the first error of one; immediately, an error of the server.
     """
-    stop = stop or threading.Event()
+    with index.updating():
+        return _update_all(client, index, paths, stop or threading.Event(), on_clip, say)
+
+
+def _update_all(
+    client: Client,
+    index: RetrievalIndex,
+    paths: Sequence[str | Path],
+    stop: threading.Event,
+    on_clip: Callable[[IndexedClip], None],
+    say: Callable[[str], None],
+) -> IndexCounts:
     media = find_media(paths)
     settings = index.settings
     groups = find_groups(client, settings.adapters, settings.heads, settings.questions, settings.max_tokens)

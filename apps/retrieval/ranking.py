@@ -55,7 +55,8 @@ def search(
     stop: threading.Event | None = None,
     on_scored: Callable[[], None] = lambda: None,
 ) -> list[Hit]:
-    """Rank the clips of an index for a query, best first; clips that are no candidate are left out.
+    """Rank the clips of an index for a query, best first; clips that are no candidate are left out, and those that an
+    update removes meanwhile.
 
     Args:
         adapter: that answers; None is the base model.
@@ -149,6 +150,8 @@ def _scores(
             if stop is not None and stop.is_set():
                 break
             stored = index.frames(clip.id)
+            if not stored:  # an update has removed the clip meanwhile
+                continue
             frames = [stored[place] for place in spread(min(num_frames, len(stored)), len(stored))]
             under_way.append((clip, threads.submit(score, frames)))
             if len(under_way) >= CLIPS_AT_ONCE:

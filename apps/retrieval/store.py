@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,6 +14,7 @@ import msgspec
 
 from apps.retrieval.media import Clip, Fingerprint, Media
 from vlora.errors import BadConfig
+from vlora.plan_files.run_lock import lock_file
 
 FORMAT_VERSION = 1
 _COMMON = 1e-5  # BM25 of one term; FTS5 gives terms of more than half of the statements a weight of 1e-6
@@ -25,8 +27,8 @@ CREATE TABLE media (
     id INTEGER PRIMARY KEY, path TEXT UNIQUE NOT NULL, kind TEXT NOT NULL, size INTEGER NOT NULL,
     mtime_ns INTEGER NOT NULL, digest TEXT NOT NULL, complete INTEGER NOT NULL DEFAULT 0);
 CREATE TABLE clips (
-    id INTEGER PRIMARY KEY, media INTEGER NOT NULL REFERENCES media ON DELETE CASCADE, number INTEGER NOT NULL,
-    start_s REAL NOT NULL, seconds REAL NOT NULL, UNIQUE (media, number));
+    id INTEGER PRIMARY KEY AUTOINCREMENT, media INTEGER NOT NULL REFERENCES media ON DELETE CASCADE,
+    number INTEGER NOT NULL, start_s REAL NOT NULL, seconds REAL NOT NULL, UNIQUE (media, number));
 CREATE TABLE frames (
     clip INTEGER NOT NULL REFERENCES clips ON DELETE CASCADE, number INTEGER NOT NULL, jpeg BLOB NOT NULL,
     PRIMARY KEY (clip, number));
@@ -103,29 +105,28 @@ class RetrievalIndex:
             BadConfig: it is no index, of another version of the format, or damaged.
         """
         self.path = path
-        creates = settings is not None and not (path.exists() and path.stat().st_size)  # empty: creating was killed
-        if not creates:
-            _check_header(path)
+        if settings is not None and _is_absent(path):
+            with self.updating():
+                if _is_absent(path):
+                    self._create(settings)
+        _check_header(path)
         with self._errors():
             self._database = sqlite3.connect(path)
             try:
                 self._database.execute("PRAGMA foreign_keys = ON")
-                if creates:
-                    assert settings is not None
-                    self._create(settings)
                 self.settings = self._read_settings()
             except BaseException:
                 self._database.close()
                 raise
 
     def _create(self, settings: IndexSettings) -> None:
-        self._database.executescript(
-            f"BEGIN; PRAGMA application_id = {_APPLICATION_ID}; PRAGMA user_version = {FORMAT_VERSION}; {_SCHEMA}"
-            "COMMIT;"
-        )
-        with self._database:
-            self._write_fact("settings", msgspec.json.encode(settings))
-            self._write_fact("versions", b"{}")
+        with self._errors(), contextlib.closing(sqlite3.connect(self.path)) as database, database:
+            # One transaction: another process sees the index complete, or not at all.
+            database.executescript(
+                f"BEGIN; PRAGMA application_id = {_APPLICATION_ID}; PRAGMA user_version = {FORMAT_VERSION}; {_SCHEMA}"
+            )
+            facts = [("settings", msgspec.json.encode(settings)), ("versions", b"{}")]
+            database.executemany("INSERT INTO facts VALUES (?, ?)", facts)
 
     def _read_settings(self) -> IndexSettings:
         (application,) = self._database.execute("PRAGMA application_id").fetchone()
@@ -165,6 +166,17 @@ class RetrievalIndex:
         self._database.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, value))
 
     # -- writing -------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        """Lock the index for an update; it can still be searched.
+
+        Raises:
+            BadConfig: another process updates it.
+        """
+        real = Path(os.path.realpath(self.path))
+        with lock_file(real.with_name(f"{real.name}-lock"), f"index {str(self.path)!r}", "index"):
+            yield
 
     def find(self, path: Path) -> KnownMedia | None:
         """The file with this path, if the index has it."""
@@ -292,8 +304,22 @@ class RetrievalIndex:
             yield
         except sqlite3.OperationalError as error:
             raise BadConfig(f"cannot use index {str(self.path)!r}: {error}") from error
+        except sqlite3.IntegrityError as error:
+            raise BadConfig(
+                f"index {str(self.path)!r} was changed by another process during the update ({error}); index again"
+            ) from error
         except sqlite3.DatabaseError as error:
             raise self._damaged(error) from error
+
+
+def _is_absent(path: Path) -> bool:
+    """Whether there is no file, or an empty one: creating an index was killed. Raises BadConfig."""
+    try:
+        return path.stat().st_size == 0
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        raise BadConfig(f"cannot read index {str(path)!r}: {error.strerror}") from error
 
 
 def _check_header(path: Path) -> None:

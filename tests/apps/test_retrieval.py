@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any, cast
@@ -22,6 +24,7 @@ from tests.server.running import png
 from tests.video_files import write_video
 from vlora.client import Client, HeadResult
 from vlora.errors import BadConfig, BadImage, BadRequest, UnknownAdapter
+from vlora.plan_files.run_lock import lock_file
 from vlora.types import FoundBox
 
 ORDER = ("dim", "bright", "dark", "grey")
@@ -183,6 +186,64 @@ def test_files_that_are_no_index_are_errors(tmp_path: Path, videos: Path) -> Non
     (tmp_path / "garbled.sqlite").write_bytes(garbled)
     with pytest.raises(BadConfig, match="damaged"):
         RetrievalIndex(tmp_path / "garbled.sqlite")
+
+
+_UPDATE = """
+import sys
+from pathlib import Path
+from apps.retrieval import RetrievalIndex
+with RetrievalIndex(Path(sys.argv[1])) as index, index.updating():
+    print(flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_one_process_updates_an_index_at_a_time(videos: Path, tmp_path: Path) -> None:
+    scripted, path = ScriptedClient(), tmp_path / "x.sqlite"
+    with open_index(path, scripted) as index:
+        update_index(client_of(scripted), index, [videos / "a.mp4"])
+        command = [sys.executable, "-c", _UPDATE, str(path)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+            assert other.stdout is not None and other.stdout.readline()
+            with pytest.raises(BadConfig, match=rf"x\.sqlite' is in use by process {other.pid} .*wait for it, stop it"):
+                update_index(client_of(scripted), index, [videos])
+            assert len(search(client_of(scripted), index, "grey")) == 4, "it can be searched meanwhile"
+            other.kill()
+        assert update_index(client_of(scripted), index, [videos]).clips == 2
+
+
+def test_two_processes_create_one_index(tmp_path: Path) -> None:
+    scripted, path = ScriptedClient(), tmp_path / "x.sqlite"
+    settings = make_settings(client_of(scripted))
+    path.touch()
+    with lock_file(tmp_path / "x.sqlite-lock", "x", "index"), pytest.raises(BadConfig, match="is in use by process"):
+        RetrievalIndex(path, settings)
+    with RetrievalIndex(path, settings) as first, RetrievalIndex(path, settings) as second:
+        assert first.settings == second.settings == settings
+
+
+def test_changes_of_another_process_are_no_damage(tmp_path: Path) -> None:
+    with open_index(tmp_path / "x.sqlite", ScriptedClient()) as index:
+        media = index.begin(Media(tmp_path / "a.mp4", "video"), Fingerprint(1, 1, "x"))
+        index.add(media, Clip(0, 0.0, 1.0, ()), [])
+        with pytest.raises(BadConfig, match=r"changed by another process during the update .*; index again$"):
+            index.add(media, Clip(0, 0.0, 1.0, ()), [])
+
+
+def test_clips_that_an_update_removes_during_a_search_are_left_out(videos: Path, tmp_path: Path) -> None:
+    scripted, path = ScriptedClient(), tmp_path / "x.sqlite"
+    with open_index(path, scripted) as index, RetrievalIndex(path) as other:
+        update_index(client_of(scripted), index, [videos / "a.mp4", videos / "b.mp4"])
+        before = search(client_of(scripted), index, "dark")
+        clips = index.clips()
+        index.clips = lambda: clips  # type: ignore[method-assign]  # read before the update
+        write_video(videos / "b.mp4", [SHADES["bright"]])
+        update_index(client_of(scripted), other, [videos / "b.mp4"])
+        assert {hit.source for hit in search(client_of(scripted), index, "dark")} == {str(videos / "a.mp4")}
+        frames = [index.frames(hit.clip) for hit in before]
+        assert () in frames, "the new clip does not have the id of the removed one"
+        write_sheet(tmp_path / "sheet.png", "dark", before, frames)
+    assert (tmp_path / "sheet.png").exists()
 
 
 # -- ranking -----------------------------------------------------------------------------------------------------------

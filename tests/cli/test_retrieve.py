@@ -69,7 +69,7 @@ def test_wrong_input_is_one_clear_line(vlora_command: Vlora, address: str, video
         (("index", str(videos), "--out", index, "--frames", "2"), "was made with --frames 1, not 2"),
         (("index", str(videos), "--out", index, "--question", "what?"), "--question describe the image., not what?"),
         (("index", str(videos), "--out", str(tmp_path / "z.sqlite"), "--adapter", "zzz"), "'zzz'"),
-        (("index", str(videos), "--out", str(tmp_path / "no" / "z.sqlite")), "unable to open database file"),
+        (("index", str(videos), "--out", str(tmp_path / "no" / "z.sqlite")), "-lock cannot be created: No such file"),
         (("index", str(videos), "--out", str(tmp_path / "z.sqlite"), "--fps", "inf"), "--fps is inf"),
     ):
         code, out, err = vlora_command(*arguments, *at)

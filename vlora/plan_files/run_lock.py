@@ -1,4 +1,4 @@
-"""A lock on a run's folder: two processes would corrupt each other's features, trainings and adapters."""
+"""Locks on files and folders that two processes at once would corrupt, such as a run's features and adapters."""
 
 from __future__ import annotations
 
@@ -24,9 +24,26 @@ def lock_folder(folder: Path) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        holding = (folder / _FILE).open("a+")
     except OSError as error:
         raise BadConfig(f"{error.filename} cannot be created: {error.strerror}; choose another folder") from error
+    with lock_file(folder / _FILE, str(folder), "folder"):
+        yield
+
+
+@contextlib.contextmanager
+def lock_file(lock: Path, locked: str, kind: str) -> Iterator[None]:
+    """Create a file and lock it. The kernel releases the lock however this process ends.
+
+    Args:
+        locked, kind: in messages, what is in use and what to choose instead.
+
+    Raises:
+        BadConfig: the file cannot be created or locked, or another process, which the message names, has locked it.
+    """
+    try:
+        holding = lock.open("a+")
+    except OSError as error:
+        raise BadConfig(f"{lock} cannot be created: {error.strerror}; choose another {kind}") from error
     # The file is never removed: a process with the old file open and one with a new file would both hold a lock.
     with holding as file:
         try:
@@ -35,8 +52,10 @@ def lock_folder(folder: Path) -> Iterator[None]:
             file.seek(0)
             holder = file.read().strip() or "another process"
             raise BadConfig(
-                f"{folder} is in use by {holder}; wait for it, stop it, or choose another folder"
+                f"{locked} is in use by {holder}; wait for it, stop it, or choose another {kind}"
             ) from error
+        except OSError as error:  # a file system without locks
+            raise BadConfig(f"{lock} cannot be locked: {error.strerror}; choose another {kind}") from error
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S %z')}\n")
         file.flush()
