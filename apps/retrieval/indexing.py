@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from apps.retrieval.media import Clip, Media, find_media, fingerprint, read_media
-from apps.retrieval.store import IndexSettings, RetrievalIndex, Statement
+from apps.retrieval.store import IndexSettings, RetrievalIndex, Statement, check_settings
 from apps.video_analytics import ClipShape
 from apps.video_analytics.asked import Group, find_groups
 from vlora.client import Answer, Client, HeadResult
@@ -106,7 +106,8 @@ def update_index(
 
     Raises:
         BadImage: a path cannot be found, see `find_media`.
-        BadConfig: an adapter of the index has changed, or another process updates the index.
+        BadConfig: the server has another model than the index or another version of an adapter, or another process
+            updates the index.
         VLoraError: after all files, the first error of one; immediately, an error of the server.
     """
     with index.updating():
@@ -121,6 +122,7 @@ def _update_all(
     on_clip: Callable[[IndexedClip], None],
     say: Callable[[str], None],
 ) -> IndexCounts:
+    check_model(client, index)
     media = find_media(paths)
     settings = index.settings
     groups = find_groups(client, settings.adapters, settings.heads, settings.questions, settings.max_tokens)
@@ -148,6 +150,11 @@ def _update_all(
     if first_error is not None:
         raise first_error
     return counts
+
+
+def check_model(client: Client, index: RetrievalIndex) -> None:
+    """Raises BadConfig if the index was made with another model than the server's."""
+    check_settings(index, msgspec.structs.replace(index.settings, model=client.stats().model), [])
 
 
 def check_versions(client: Client, index: RetrievalIndex) -> None:
@@ -208,9 +215,9 @@ def _update(
     clips = (clip for clip in read_media(media, shape, settings.max_side, stop, say) if clip.number not in has)
     added = 0
     for clip, statements in _described(client, clips, groups, threads):
-        index.add(number, clip, statements)
         if not added:
             check_versions(client, index)  # the first answer has loaded the adapters
+        index.add(number, clip, statements)
         added += 1
         on_clip(IndexedClip(source=str(media.path), start_s=clip.start_s, statements=tuple(statements)))
     if not stop.is_set():

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import msgspec
 
-from apps.retrieval.indexing import CLIPS_AT_ONCE, check_versions
-from apps.retrieval.store import RetrievalIndex, Statement, StoredClip, check_settings
+from apps.retrieval.indexing import CLIPS_AT_ONCE, check_model, check_versions
+from apps.retrieval.store import RetrievalIndex, Statement, StoredClip
 from apps.video_analytics.asked import find_groups
 from apps.video_analytics.sampling import spread
 from vlora.client import Answer, Client
@@ -73,7 +73,7 @@ def search(
         UnknownAdapter: the server does not have the adapter.
     """
     asked = ask_for(query, question)
-    check_settings(index, msgspec.structs.replace(index.settings, model=client.stats().model), [])
+    check_model(client, index)
     if adapter is not None:
         find_groups(client, [adapter], [], [asked])
     check_versions(client, index)

@@ -59,13 +59,14 @@ class ScriptedClient:
 
     Captions name a picture's shade. A question "Is there SHADE?" is answered yes with a probability that falls with the
     distance to the shade. asked: questions with the number of frames, in the order they arrive. fails_at: the number of
-    the caption, from 0, that fails as a picture would.
+    the caption, from 0, that fails as a picture would. version_once_loaded: of the adapter after the first answer.
     """
 
     def __init__(self, model: str = "scripted", version: str = "v1") -> None:
         self.model, self.version = model, version
         self.asked: list[tuple[str, int]] = []
         self.fails_at: int | None = None
+        self.version_once_loaded: str | None = None
 
     def stats(self) -> Any:
         return SimpleNamespace(model=self.model)
@@ -91,6 +92,7 @@ class ScriptedClient:
 
     def ask_heads(self, frames: Sequence[bytes], heads: Sequence[tuple[str, str]]) -> tuple[HeadOutcome, ...]:
         self.asked += [(head, len(frames)) for _, head in heads]
+        self.version = self.version_once_loaded or self.version
         label = "night" if brightness(frames[0]) < 100 else "day"
         return tuple(
             HeadOutcome(

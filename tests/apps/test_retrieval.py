@@ -212,6 +212,21 @@ def test_one_process_updates_an_index_at_a_time(videos: Path, tmp_path: Path) ->
         assert update_index(client_of(scripted), index, [videos]).clips == 2
 
 
+def test_answers_of_another_model_or_version_are_not_added(videos: Path, tmp_path: Path) -> None:
+    scripted, other = ScriptedClient(), ScriptedClient(model="other")
+    with open_index(tmp_path / "x.sqlite", scripted, adapters=["cam"]) as index:
+        update_index(client_of(scripted), index, [videos / "b.mp4"])
+        (videos / "b.mp4").unlink()
+        with pytest.raises(BadConfig, match="was made with the model 'scripted'; the server has 'other'"):
+            update_index(client_of(other), index, [videos])
+        assert len(index.clips()) == 1 and not other.asked
+        reloaded = ScriptedClient()
+        reloaded.version_once_loaded = "v2"
+        with pytest.raises(BadConfig, match="version v1 of adapter 'cam'; the server has v2"):
+            update_index(client_of(reloaded), index, [videos / "a.mp4"])
+        assert reloaded.asked and len(index.clips()) == 1
+
+
 def test_two_processes_create_one_index(tmp_path: Path) -> None:
     scripted, path = ScriptedClient(), tmp_path / "x.sqlite"
     settings = make_settings(client_of(scripted))

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from apps.retrieval import RetrievalIndex
 from tests.cli.conftest import Vlora
 from tests.server.served import served
 from tests.video_files import write_video
@@ -114,6 +115,13 @@ def test_the_server_must_have_the_model_of_the_index(
         assert b'"model":"scripted"' in settings
         made_by_another = settings.replace(b"scripted", b"another")
         database.execute("UPDATE facts SET value = ? WHERE name = 'settings'", (made_by_another,))
-    for command in (("retrieve", "a car", "--index", index), ("index", str(videos), "--out", index)):
+    write_video(videos / "next.mp4", [90])
+    for command in (
+        ("retrieve", "a car", "--index", index),
+        ("retrieve", "a car", str(videos), "--index", index),
+        ("index", str(videos), "--out", index),
+    ):
         code, _, err = vlora_command(*command, *at)
         assert code == 2 and "was made with the model 'another'; the server has 'scripted'" in err
+    with RetrievalIndex(Path(index)) as made_with_another:
+        assert len(made_with_another.clips()) == 2, "no answer of this model was added"
