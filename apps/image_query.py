@@ -15,13 +15,14 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from apps.found_files import find_files
 from vlora.client import Client, HeadResult
 from vlora.errors import (
     BadImage,
@@ -50,22 +51,16 @@ class PictureAnswer(msgspec.Struct, frozen=True, kw_only=True):
     problem: str | None = None
 
 
-def find_pictures(paths: Sequence[str | Path]) -> list[Path]:
-    """The given files, and the pictures of the given folders in order of name. Raises BadImage for a path that does
-    not exist, and for a folder without a picture.
+def find_pictures(paths: Sequence[str | Path], on_error: Callable[[BadImage], None] = lambda error: None) -> list[Path]:
+    """The given files, and the pictures of the given folders in order of name.
+
+    Args:
+        on_error: called with the error of each folder in a given one that cannot be read.
+
+    Raises:
+        BadImage: a path does not exist or cannot be read, or a folder contains no picture.
     """
-    found: list[Path] = []
-    for path in map(Path, paths):
-        if path.is_dir():
-            inside = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
-            if not inside:
-                raise BadImage(f"folder {str(path)!r} contains no picture")
-            found += inside
-        elif path.is_file():
-            found.append(path)
-        else:
-            raise BadImage(f"no file or folder {str(path)!r}")
-    return found
+    return [file for path in paths for file in find_files(path, SUFFIXES, "no picture", on_error)]
 
 
 def ask_all(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from apps.retrieval.media import Clip, Media, find_media, fingerprint, read_media
+from apps.retrieval.media import Clip, Media, check_name, find_media, fingerprint, read_media
 from apps.retrieval.store import IndexSettings, RetrievalIndex, Statement, check_settings
 from apps.video_analytics import ClipShape
 from apps.video_analytics.asked import Group, find_groups
@@ -105,7 +106,7 @@ def update_index(
         on_clip: called with each added clip. say: called with the problems of files.
 
     Raises:
-        BadImage: a path cannot be found, see `find_media`.
+        BadImage: a path cannot be found, see `find_media`; files that no longer exist have been removed.
         BadConfig: the server has another model than the index or another version of an adapter, or another process
             updates the index.
         VLoraError: after all files, the first error of one; immediately, an error of the server.
@@ -123,14 +124,23 @@ def _update_all(
     say: Callable[[str], None],
 ) -> IndexCounts:
     check_model(client, index)
-    media = find_media(paths)
     settings = index.settings
     groups = find_groups(client, settings.adapters, settings.heads, settings.questions, settings.max_tokens)
     check_versions(client, index)
     removed = _vanished(index, paths)
     index.remove(removed)
-    counts = IndexCounts(0, 0, 0, len(removed), 0)
-    first_error: VLoraError | None = None
+    errors: list[VLoraError] = []
+    try:
+        media = find_media(paths, errors.append)
+    except BadImage:
+        if removed:
+            say(f"{index.path}: {len(removed)} files removed, which no longer exist")
+        raise
+    several = len(media) + len(errors) > 1
+    if several:
+        for error in errors:
+            say(str(error))
+    counts = IndexCounts(0, 0, 0, len(removed), len(errors))
     with ThreadPoolExecutor(CLIPS_AT_ONCE, thread_name_prefix="describe") as threads:
         for one in media:
             if stop.is_set():
@@ -138,17 +148,17 @@ def _update_all(
             try:
                 added = _update(client, index, one, groups, threads, stop, on_clip, say)
             except _OF_ONE_FILE as error:
-                first_error = first_error or error
-                counts = counts._replace(failed=counts.failed + 1)
-                if len(media) > 1:
+                errors.append(error)
+                counts = counts._replace(failed=len(errors))
+                if several:
                     say(str(error))
                 continue
             if added is None:
                 counts = counts._replace(unchanged=counts.unchanged + 1)
             else:
                 counts = counts._replace(clips=counts.clips + added, read=counts.read + 1)
-    if first_error is not None:
-        raise first_error
+    if errors:
+        raise errors[0]
     return counts
 
 
@@ -182,12 +192,22 @@ def _adapters_of(settings: IndexSettings) -> set[str]:
 
 
 def _vanished(index: RetrievalIndex, paths: Sequence[str | Path]) -> list[str]:
-    folders = [Path(path).absolute() for path in paths if Path(path).is_dir()]
+    folders = [Path(os.path.abspath(path)) for path in paths if os.path.isdir(path)]
     return [
         known
         for known in index.paths()
-        if any(Path(known).is_relative_to(folder) for folder in folders) and not Path(known).exists()
+        if any(Path(known).is_relative_to(folder) for folder in folders) and _is_gone(known)
     ]
+
+
+def _is_gone(path: str) -> bool:
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:  # it may exist in a folder that cannot be read
+        return False
+    return False
 
 
 def _update(
@@ -201,6 +221,7 @@ def _update(
     say: Callable[[str], None],
 ) -> int | None:
     """Add a file's clips that the index does not have. Returns their number; None if the file has not changed."""
+    check_name(media.path)
     known = index.find(media.path)
     now = fingerprint(media.path, None if known is None else known.fingerprint)
     identical = known is not None and known.fingerprint.digest == now.digest

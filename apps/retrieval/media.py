@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from apps.found_files import find_files
 from apps.opencv import cv2
 from apps.video_analytics import ClipShape, Source, read_clips
 from apps.video_analytics.sampling import spread
@@ -51,34 +52,31 @@ class Clip(NamedTuple):
         return [self.frames[place] for place in spread(num_frames, len(self.frames))]
 
 
-def find_media(paths: Sequence[str | Path]) -> list[Media]:
+def find_media(paths: Sequence[str | Path], on_error: Callable[[BadImage], None]) -> list[Media]:
     """The given files, and the videos and pictures of the given folders and their folders, each once, in order of name.
 
+    Args:
+        on_error: called with the error of each folder in a given one that cannot be read.
+
     Raises:
-        BadImage: a path does not exist or is a stream, or a folder contains no video and no picture.
+        BadImage: a path does not exist, cannot be read or is a stream, or a folder contains no video and no picture.
     """
     found: dict[Path, Media] = {}
     for given in paths:
         if re.match(r"\w+://", str(given)):
             raise BadImage(f"cannot index {str(given)!r}: an index is made of files; record the stream to a file first")
-        path = Path(os.path.abspath(given))
-        if path.is_dir():
-            inside = sorted(file for file in path.rglob("*") if _kind_of(file) is not None and file.is_file())
-            if not inside:
-                raise BadImage(f"folder {str(given)!r} contains no video and no picture")
-        elif path.is_file():
-            inside = [path]
-        else:
-            raise BadImage(f"no file or folder {str(given)!r}")
-        found |= {file: Media(file, _kind_of(file) or "video") for file in inside}
+        for file in find_files(given, VIDEO_SUFFIXES | PICTURE_SUFFIXES, "no video and no picture", on_error):
+            path = Path(os.path.abspath(file))
+            found[path] = Media(path, "picture" if path.suffix.lower() in PICTURE_SUFFIXES else "video")
     return list(found.values())
 
 
-def _kind_of(file: Path) -> Literal["video", "picture"] | None:
-    suffix = file.suffix.lower()
-    if suffix in VIDEO_SUFFIXES:
-        return "video"
-    return "picture" if suffix in PICTURE_SUFFIXES else None
+def check_name(path: Path) -> None:
+    """Raises BadImage for a path that is not UTF-8 text, which neither the index nor OpenCV accepts."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        raise BadImage(f"cannot index {str(path)!r}: its path is not UTF-8; rename it") from error
 
 
 def fingerprint(path: Path, known: Fingerprint | None) -> Fingerprint:

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from apps.image_query import AT_ONCE, ask_all, find_pictures
+from tests.apps.folders import refuse_to_list
 from tests.server.running import Running, png, running_server
 from vlora.client import Client
 from vlora.errors import BadImage, BadRequest, Disconnected, UnknownAdapter, UnknownHead
@@ -55,6 +56,15 @@ def test_a_file_name_that_is_not_utf8_can_be_written(server: Running, tmp_path: 
     )
 
 
+def test_a_folder_that_cannot_be_read_does_not_end_the_others(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_to_list(pictures / "deep", monkeypatch)
+    errors: list[BadImage] = []
+    assert len(find_pictures([pictures], errors.append)) == 30
+    assert [str(error) for error in errors] == [f"cannot read folder '{pictures / 'deep'}': Permission denied"]
+    with pytest.raises(BadImage, match=r"cannot read folder '.*deep': Permission denied"):
+        find_pictures([pictures / "deep"])
+
+
 def test_after_stop_no_more_requests_are_sent(server: Running, pictures: Path) -> None:
     stop = threading.Event()
     with Client(port=server.port) as client:
@@ -70,6 +80,8 @@ def test_queries_that_cannot_be_sent_are_errors(server: Running, pictures: Path,
     for path, message in (
         (tmp_path / "empty", "contains no picture"),
         (tmp_path / "nowhere", "no file or folder"),
+        (Path("/dev/null"), "no file or folder"),
+        (Path("what is shown ? " * 20), "cannot read 'what is shown .*': File name too long"),
     ):
         with pytest.raises(BadImage, match=message):
             find_pictures([path])

@@ -19,6 +19,7 @@ from apps.retrieval.indexing import statements_of_head
 from apps.retrieval.media import Clip, Fingerprint, Media, find_media
 from apps.retrieval.ranking import select_candidates
 from apps.retrieval.store import FORMAT_VERSION, Statement, StoredClip
+from tests.apps.folders import refuse_to_list
 from tests.apps.scripted_retrieval import SHADES, TIMINGS, ScriptedClient, answer_of
 from tests.server.running import png
 from tests.video_files import write_video
@@ -149,14 +150,50 @@ def test_a_file_without_frames_does_not_end_the_others(videos: Path, tmp_path: P
         assert len(index.clips()) == 6 and len(said) == 2
 
 
+def test_names_and_folders_that_cannot_be_read_do_not_end_the_others(
+    videos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (videos / "Z\udcfcrich.png").write_bytes(png(SHADES["bright"]))
+    (videos / "locked").mkdir()
+    refuse_to_list(videos / "locked", monkeypatch)
+    scripted = ScriptedClient()
+    said: list[str] = []
+    with open_index(tmp_path / "x.sqlite", scripted) as index:
+        with pytest.raises(BadImage, match=r"cannot read folder '.*locked': Permission denied"):
+            update_index(client_of(scripted), index, [videos], say=said.append)
+        assert len(index.clips()) == 6 and len(said) == 2
+        assert "Z\\udcfcrich.png': its path is not UTF-8; rename it" in said[1]
+        with pytest.raises(BadImage, match=r"cannot read folder '.*locked': Permission denied"):
+            update_index(client_of(scripted), index, [videos / "locked"], say=said.append)
+
+
+def test_deleted_files_are_removed_by_any_path_to_their_folder(
+    videos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted = ScriptedClient()
+    said: list[str] = []
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with open_index(tmp_path / "x.sqlite", scripted) as index:
+        update_index(client_of(scripted), index, ["../videos"])
+        (videos / "a.mp4").unlink()
+        assert update_index(client_of(scripted), index, ["../videos"]).removed == 1
+        (videos / "b.mp4").unlink()
+        (videos / "pictures" / "c.png").unlink()
+        with pytest.raises(BadImage, match="contains no video"):
+            update_index(client_of(scripted), index, ["../videos"], say=said.append)
+        assert index.clips() == [] and said == [f"{tmp_path / 'x.sqlite'}: 2 files removed, which no longer exist"]
+
+
 def test_paths_that_cannot_be_indexed_are_errors(tmp_path: Path) -> None:
     for path, message in (
         (str(tmp_path), "contains no video and no picture"),
         (str(tmp_path / "nowhere"), "no file or folder"),
         ("rtsp://camera/main", "made of files"),
+        ("x" * 256, "cannot read 'x+': File name too long"),
     ):
         with pytest.raises(BadImage, match=message):
-            find_media([path])
+            find_media([path], list[BadImage]().append)
 
 
 def test_files_that_are_no_index_are_errors(tmp_path: Path, videos: Path) -> None:
@@ -173,6 +210,8 @@ def test_files_that_are_no_index_are_errors(tmp_path: Path, videos: Path) -> Non
         old.execute(f"PRAGMA user_version = {FORMAT_VERSION + 1}")
     for name, message in (
         ("nowhere", "no index .* create it with vlora index"),
+        ("n" * 256, "cannot read index .*: File name too long"),
+        ("old.sqlite/x", "cannot read index .*: Not a directory"),
         ("text", "not an SQLite file"),
         ("other", "a database of another program"),
         ("short", "damaged"),
@@ -181,6 +220,9 @@ def test_files_that_are_no_index_are_errors(tmp_path: Path, videos: Path) -> Non
     ):
         with pytest.raises(BadConfig, match=message):
             RetrievalIndex(tmp_path / f"{name}.sqlite")
+        if "cannot read" in message:
+            with pytest.raises(BadConfig, match=message):
+                open_index(tmp_path / f"{name}.sqlite", scripted)
     garbled = bytearray(whole)
     garbled[4096 : len(whole)] = bytes(len(whole) - 4096)
     (tmp_path / "garbled.sqlite").write_bytes(garbled)

@@ -16,7 +16,7 @@ from vlora.cli.interrupt import INTERRUPTED, stopping, until_stopped
 from vlora.cli.progress import counting, waiting
 from vlora.cli.server_flags import json_option, print_json, server_option, wait_option
 from vlora.cli.stream_plan import is_plan, result_line, stream_plan
-from vlora.errors import BadRequest
+from vlora.errors import BadImage, BadRequest
 
 if TYPE_CHECKING:
     from apps.video_analytics import ChunkResult
@@ -164,16 +164,22 @@ def batch(
         vlora batch photos/ --question "What is this?" --out answers.jsonl
         vlora batch photos/ --adapter signs --head signs --json
 
-    An image that fails is reported and the command continues; the exit code is then 1.
+    An image or a folder inside that fails is reported and the command continues; the exit code is then 1.
     """
     import msgspec
 
     from apps.image_query import ask_all, find_pictures
     from apps.writing import writing
 
-    found = find_pictures(images)
-    sampling = {} if head is not None else {"max_tokens": max_tokens}
     num_problems = 0
+
+    def on_error(error: BadImage) -> None:
+        nonlocal num_problems
+        num_problems += 1
+        click.echo(str(error), err=True)
+
+    found = find_pictures(images, on_error)
+    sampling = {} if head is not None else {"max_tokens": max_tokens}
     with contextlib.ExitStack() as scope:
         scope.enter_context(client)
         stop = scope.enter_context(stopping())

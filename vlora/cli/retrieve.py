@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -211,7 +212,7 @@ def retrieve(
 def _index_to_search(client: Client, path: Path, videos: Sequence[str], adapter: str | None) -> RetrievalIndex:
     from apps.retrieval import RetrievalIndex
 
-    if not videos or path.exists():
+    if not videos or os.path.exists(path):
         return RetrievalIndex(path)
     return _open(client, path, {"adapters": () if adapter is None else (adapter,)}, ())
 
