@@ -282,6 +282,26 @@ def test_batch_answers_in_order_and_reports_bad_pictures(
     assert code == 2 and err == "error: give a question, or a head and the adapter it belongs to\n"
 
 
+def test_a_batch_that_cannot_ask_leaves_the_former_answers(
+    vlora_command: Vlora, address: str, image: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "answers.jsonl"
+    out.write_text("former\n")
+    bad = tmp_path / "0.png"
+    bad.write_bytes(b"")
+    to = ("--out", str(out), "--server")
+    for arguments in (
+        ("batch", image, *to, address),
+        ("batch", image, "--question", "say:x", *to, "127.0.0.1:1"),
+        ("batch", str(bad), image, "--question", "say:x", "--adapter", "zzz", *to, address),
+    ):
+        assert vlora_command(*arguments)[0] == 2 and out.read_text() == "former\n"
+    assert vlora_command("batch", str(bad), image, "--question", "say:x", *to, address)[0] == 1
+    assert [json.loads(line)["text"] for line in out.read_text().splitlines()] == ["", "x"]
+    assert vlora_command("batch", str(bad), "--question", "say:x", *to, address)[0] == 1
+    assert "image 1" in json.loads(out.read_text())["problem"], "a run in which every picture fails has its file too"
+
+
 def test_status_summarizes_a_server(vlora_command: Vlora, address: str) -> None:
     code, out, err = vlora_command("status", "--server", address)
     assert (code, err) == (0, "") and "0 running, 0 waiting" in out and out.count("\n") == 11

@@ -19,6 +19,7 @@ from vlora.cli.stream_plan import is_plan, result_line, stream_plan
 from vlora.errors import BadImage, BadRequest
 
 if TYPE_CHECKING:
+    from apps.image_query import PictureAnswer
     from apps.video_analytics import ChunkResult
     from vlora.client import Client
 
@@ -144,7 +145,10 @@ def stream(
 @click.option("--head", help="Task head to use instead of text generation.")
 @click.option("--max-tokens", type=int, default=128, show_default=True, help="Maximum number of answer tokens.")
 @click.option(
-    "-o", "--out", type=click.Path(dir_okay=False, path_type=Path), help="File for the answers, as JSON lines."
+    "-o",
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File for the answers, as JSON lines; an existing file is replaced at the first answer.",
 )
 @server_option
 @json_option
@@ -166,10 +170,7 @@ def batch(
 
     An image or a folder inside that fails is reported and the command continues; the exit code is then 1.
     """
-    import msgspec
-
     from apps.image_query import ask_all, find_pictures
-    from apps.writing import writing
 
     num_problems = 0
 
@@ -183,29 +184,60 @@ def batch(
     with contextlib.ExitStack() as scope:
         scope.enter_context(client)
         stop = scope.enter_context(stopping())
-        file: BinaryIO | None = None
-        if out is not None:
-            with writing(out):
-                file = scope.enter_context(out.open("wb", buffering=0))
+        file = None if out is None else scope.enter_context(contextlib.closing(_AnswerFile(out)))
         advance = scope.enter_context(counting("pictures", len(found)))
         for answer in ask_all(client, found, question=question, adapter=adapter, head=head, stop=stop, **sampling):
             advance()
             num_problems += answer.problem is not None
-            if out is not None and file is not None:
-                line = msgspec.json.encode(answer) + b"\n"
-                with writing(out):
-                    while line:
-                        line = line[file.write(line) :]
+            if file is not None:
+                file.add(answer)
             if as_json:
                 print_json(answer)
             elif answer.problem is not None:
                 click.echo(f"{answer.image}  {answer.problem}", err=True)
             elif file is None:
                 click.echo(f"{answer.image}  {answer.text}")
+        if file is not None:
+            file.write()
         if stop.is_set():
             sys.exit(INTERRUPTED)
     if num_problems:
         sys.exit(1)
+
+
+class _AnswerFile:
+    """A file of answers as JSON lines, each written at once.
+
+    It replaces an existing file at the first answer without a problem, so that a command that cannot ask, because of
+    its arguments or the server, leaves the former answers.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: BinaryIO | None = None
+        self._lines = b""
+
+    def add(self, answer: PictureAnswer) -> None:
+        import msgspec
+
+        self._lines += msgspec.json.encode(answer) + b"\n"
+        if self._file is not None or answer.problem is None:
+            self.write()
+
+    def write(self) -> None:
+        """Write the lines added so far. Raises BadConfig."""
+        from apps.writing import writing
+
+        with writing(self._path):
+            if self._lines and self._file is None:
+                self._file = self._path.open("wb", buffering=0)
+            while self._lines:
+                assert self._file is not None
+                self._lines = self._lines[self._file.write(self._lines) :]
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
 
 
 @cli.command()
