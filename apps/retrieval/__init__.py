@@ -11,7 +11,7 @@
             print(hit.score, hit.source, hit.start_s)
 """
 
-from apps.retrieval.contact_sheet import check_sheet_name, clock, write_sheet
+from apps.retrieval.contact_sheet import check_sheet, clock, write_sheet
 from apps.retrieval.indexing import IndexCounts, IndexedClip, make_settings, update_index
 from apps.retrieval.ranking import NUM_CANDIDATES, QUESTION, Hit, ask_for, search, vqa_score
 from apps.retrieval.store import IndexSettings, RetrievalIndex, Statement, check_settings
@@ -27,7 +27,7 @@ __all__ = [
     "Statement",
     "ask_for",
     "check_settings",
-    "check_sheet_name",
+    "check_sheet",
     "clock",
     "make_settings",
     "search",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,16 +34,20 @@ def write_sheet(path: Path, query: str, hits: Sequence[Hit], frames: Sequence[Se
     Raises:
         BadConfig: the file is not named .png, or cannot be written.
     """
-    check_sheet_name(path)
+    check_sheet(path)
     encoded = cv2.imencode(".png", draw_sheet(query, hits, frames))[1].tobytes()
     with writing(path):
         path.write_bytes(encoded)
 
 
-def check_sheet_name(path: Path) -> None:
-    """Raises BadConfig for a name that does not end in .png."""
+def check_sheet(path: Path) -> None:
+    """Raises BadConfig for a name that does not end in .png, and for a folder that cannot be written to."""
     if path.suffix.lower() != ".png":
         raise BadConfig(f"--sheet is {str(path)!r}; the contact sheet is a PNG, so give a name that ends in .png")
+    if not os.path.isdir(path.parent):
+        raise BadConfig(f"cannot write {str(path)!r}: its folder does not exist; create it, or give another path")
+    if not os.access(path if os.path.exists(path) else path.parent, os.W_OK):
+        raise BadConfig(f"cannot write {str(path)!r}: permission denied; give another path")
 
 
 def draw_sheet(query: str, hits: Sequence[Hit], frames: Sequence[Sequence[bytes]]) -> np.ndarray:

@@ -94,6 +94,7 @@ def update_index(
     *,
     stop: threading.Event | None = None,
     on_clip: Callable[[IndexedClip], None] = lambda clip: None,
+    on_failed: Callable[[VLoraError], None] | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> IndexCounts:
     """Add new files and files with changed content, and remove files of the given folders that no longer exist.
@@ -103,16 +104,18 @@ def update_index(
 
     Args:
         stop: when set, no more clips are read, and those sent are still answered.
-        on_clip: called with each added clip. say: called with the problems of files.
+        on_clip: called with each added clip. on_failed: called with the error of each file that fails, and none of them
+            is raised. say: called with the other problems of files, and without `on_failed` with these errors too.
 
     Raises:
         BadImage: a path cannot be found, see `find_media`; files that no longer exist have been removed.
         BadConfig: the server has another model than the index or another version of an adapter, or another process
             updates the index.
-        VLoraError: after all files, the first error of one; immediately, an error of the server.
+        VLoraError: after all files, the first error of one, unless `on_failed` is given; immediately, an error of the
+            server.
     """
     with index.updating():
-        return _update_all(client, index, paths, stop or threading.Event(), on_clip, say)
+        return _update_all(client, index, paths, stop or threading.Event(), on_clip, on_failed, say)
 
 
 def _update_all(
@@ -121,6 +124,7 @@ def _update_all(
     paths: Sequence[str | Path],
     stop: threading.Event,
     on_clip: Callable[[IndexedClip], None],
+    on_failed: Callable[[VLoraError], None] | None,
     say: Callable[[str], None],
 ) -> IndexCounts:
     check_model(client, index)
@@ -136,10 +140,10 @@ def _update_all(
         if removed:
             say(f"{index.path}: {len(removed)} files removed, which no longer exist")
         raise
-    several = len(media) + len(errors) > 1
-    if several:
-        for error in errors:
-            say(str(error))
+    alone = len(media) + len(errors) == 1  # then its error is raised and need not be reported before
+    report = on_failed or (lambda error: None if alone else say(str(error)))
+    for each in errors:
+        report(each)
     counts = IndexCounts(0, 0, 0, len(removed), len(errors))
     with ThreadPoolExecutor(CLIPS_AT_ONCE, thread_name_prefix="describe") as threads:
         for one in media:
@@ -150,14 +154,13 @@ def _update_all(
             except _OF_ONE_FILE as error:
                 errors.append(error)
                 counts = counts._replace(failed=len(errors))
-                if several:
-                    say(str(error))
+                report(error)
                 continue
             if added is None:
                 counts = counts._replace(unchanged=counts.unchanged + 1)
             else:
                 counts = counts._replace(clips=counts.clips + added, read=counts.read + 1)
-    if errors:
+    if errors and on_failed is None:
         raise errors[0]
     return counts
 

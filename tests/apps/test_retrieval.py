@@ -24,7 +24,7 @@ from tests.apps.scripted_retrieval import SHADES, TIMINGS, ScriptedClient, answe
 from tests.server.running import png
 from tests.video_files import write_video
 from vlora.client import Client, HeadResult
-from vlora.errors import BadConfig, BadImage, BadRequest, UnknownAdapter
+from vlora.errors import BadConfig, BadImage, BadRequest, UnknownAdapter, VLoraError
 from vlora.plan_files.run_lock import lock_file
 from vlora.types import FoundBox
 
@@ -148,6 +148,9 @@ def test_a_file_without_frames_does_not_end_the_others(videos: Path, tmp_path: P
         with pytest.raises(BadImage, match=r"0\.mp4"):
             update_index(client_of(scripted), index, [videos], say=said.append)
         assert len(index.clips()) == 6 and len(said) == 2
+        failed: list[VLoraError] = []
+        counts = update_index(client_of(scripted), index, [videos], on_failed=failed.append, say=said.append)
+        assert counts == (0, 0, 3, 0, 2) and len(failed) == 2 == len(said)
 
 
 def test_names_and_folders_that_cannot_be_read_do_not_end_the_others(

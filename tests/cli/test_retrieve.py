@@ -43,6 +43,28 @@ def test_retrieving_creates_the_index_and_updates_it(
     assert (code, len(out.splitlines()), err) == (0, 3, ""), "without videos, the whole index is searched as it is"
 
 
+def test_a_file_that_fails_does_not_end_the_search(
+    vlora_command: Vlora, address: str, videos: Path, tmp_path: Path
+) -> None:
+    (videos / "0.png").write_bytes(b"no picture")
+    at = ("--server", address, "--index", str(tmp_path / "x.sqlite"))
+    for added in (2, 0):
+        code, out, err = vlora_command("retrieve", "a car", str(videos), *at)
+        problem, counts = err.splitlines()
+        assert code == 1 and len(out.splitlines()) == 2
+        assert problem == f"'{videos / '0.png'}' is not a picture that this machine can decode"
+        assert f": {added} clips added" in counts and counts.endswith(" 0 removed, 1 failed")
+
+
+def test_results_are_printed_before_the_sheet_is_written(
+    vlora_command: Vlora, address: str, videos: Path, tmp_path: Path
+) -> None:
+    at = ("--server", address, "--index", str(tmp_path / "x.sqlite"))
+    sheet = tmp_path / ("x" * 252 + ".png")
+    code, out, err = vlora_command("retrieve", "a car", str(videos), "--sheet", str(sheet), *at)
+    assert code == 2 and len(out.splitlines()) == 2 and "File name too long" in err.splitlines()[-1]
+
+
 def test_indexing_prints_each_clip_as_json(vlora_command: Vlora, address: str, videos: Path, tmp_path: Path) -> None:
     flags = ("--out", str(tmp_path / "x.sqlite"), "--server", address, "--json")
     code, out, _ = vlora_command("index", str(videos), "--adapter", "cam", "--head", "day", *flags)
@@ -64,6 +86,7 @@ def test_wrong_input_is_one_clear_line(vlora_command: Vlora, address: str, video
         (("retrieve", "a car", "--index", index, "--adapter", "zzz"), "'zzz'"),
         (("retrieve", "a car", "--index", index, "--question", "is it?"), "write {} once"),
         (("retrieve", "a car", "--index", index, "--sheet", "a.jpg"), "ends in .png"),
+        (("retrieve", "a car", str(videos), "--index", index, "--sheet", "no/a.png"), "its folder does not exist"),
         (("retrieve", "a car", str(videos), "--index", "x" * 256), "cannot read index 'xxx"),
         (("retrieve", "a car", "x" * 256, "--index", index), "cannot read 'xxx"),
         (("index", str(videos), "--out", "x" * 256), "cannot read index 'xxx"),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from apps.retrieval import Hit, IndexedClip, RetrievalIndex
     from vlora.client import Client
+    from vlora.errors import VLoraError
 
 _SETTINGS = ("adapters", "heads", "questions", "num_frames", "fps", "max_tokens", "max_side")
 _WORDS_SHOWN = 48
@@ -100,8 +102,14 @@ def _open(client: Client, path: Path, settings: dict[str, Any], named: Sequence[
 
 
 def _update(
-    client: Client, opened: RetrievalIndex, videos: Sequence[str], stop: threading.Event, as_json: bool
-) -> None:
+    client: Client,
+    opened: RetrievalIndex,
+    videos: Sequence[str],
+    stop: threading.Event,
+    as_json: bool,
+    on_failed: Callable[[VLoraError], None] | None = None,
+) -> int:
+    """Update the index. Returns the number of files that failed."""
     from apps.retrieval import update_index
 
     def on_clip(clip: IndexedClip) -> None:
@@ -110,13 +118,22 @@ def _update(
 
     with waiting("indexing"):
         counts = update_index(
-            client, opened, videos, stop=stop, on_clip=on_clip, say=lambda text: click.echo(text, err=True)
+            client,
+            opened,
+            videos,
+            stop=stop,
+            on_clip=on_clip,
+            on_failed=on_failed,
+            say=lambda text: click.echo(text, err=True),
         )
     click.echo(
         f"{opened.path}: {counts.clips} clips added from {counts.read} files; {counts.unchanged} files unchanged, "
-        f"{counts.removed} removed" + ("; interrupted, run it again to continue" if stop.is_set() else ""),
+        f"{counts.removed} removed"
+        + (f", {counts.failed} failed" if counts.failed else "")
+        + ("; interrupted, run it again to continue" if stop.is_set() else ""),
         err=True,
     )
+    return counts.failed
 
 
 @cli.command()
@@ -180,16 +197,17 @@ def retrieve(
 
     With VIDEOS, the index is created or updated first, as `vlora index` does, and only they are searched; without, the
     whole index is. The words of the index select the candidates, and the model ranks them by the probability that it
-    answers yes.
+    answers yes. A file that cannot be read is reported, and the others are searched; the exit code is then 1.
     """
-    from apps.retrieval import ask_for, check_sheet_name, search, write_sheet
+    from apps.retrieval import ask_for, check_sheet, search, write_sheet
 
     ask_for(query, question)
     if sheet is not None:
-        check_sheet_name(sheet)
+        check_sheet(sheet)
+    num_failed = 0
     with client, until_stopped() as stop, _index_to_search(client, path, videos, adapter) as opened:
         if videos:
-            _update(client, opened, videos, stop, as_json=False)
+            num_failed = _update(client, opened, videos, stop, False, lambda error: click.echo(str(error), err=True))
         if not stop.is_set():
             with counting("candidates", min(candidates, len(opened.clips()))) as advance:
                 hits = search(
@@ -204,9 +222,11 @@ def retrieve(
                     stop=stop,
                     on_scored=advance,
                 )[:top]
+            _print_hits(hits, as_json)
             if sheet is not None:
                 write_sheet(sheet, query, hits, [opened.frames(hit.clip) for hit in hits])
-            _print_hits(hits, as_json)
+    if num_failed:
+        sys.exit(1)
 
 
 def _index_to_search(client: Client, path: Path, videos: Sequence[str], adapter: str | None) -> RetrievalIndex:
