@@ -108,7 +108,7 @@ def update_index(
             is raised. say: called with the other problems of files, and without `on_failed` with these errors too.
 
     Raises:
-        BadImage: a path cannot be found, see `find_media`; files that no longer exist have been removed.
+        BadImage: a path cannot be found or a folder contains no file, see `find_media`; nothing has been changed.
         BadConfig: the server has another model than the index or another version of an adapter, or another process
             updates the index.
         VLoraError: after all files, the first error of one, unless `on_failed` is given; immediately, an error of the
@@ -131,15 +131,10 @@ def _update_all(
     settings = index.settings
     groups = find_groups(client, settings.adapters, settings.heads, settings.questions, settings.max_tokens)
     check_versions(client, index)
-    removed = _vanished(index, paths)
-    index.remove(removed)
     errors: list[VLoraError] = []
-    try:
-        media = find_media(paths, errors.append)
-    except BadImage:
-        if removed:
-            say(f"{index.path}: {len(removed)} files removed, which no longer exist")
-        raise
+    media = find_media(paths, errors.append)
+    removed = _vanished(index, paths)  # not of a folder without any file, which may be a disk that is not mounted
+    index.remove(removed)
     alone = len(media) + len(errors) == 1  # then its error is raised and need not be reported before
     report = on_failed or (lambda error: None if alone else say(str(error)))
     for each in errors:

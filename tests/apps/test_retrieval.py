@@ -174,7 +174,6 @@ def test_deleted_files_are_removed_by_any_path_to_their_folder(
     videos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scripted = ScriptedClient()
-    said: list[str] = []
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     with open_index(tmp_path / "x.sqlite", scripted) as index:
@@ -184,8 +183,8 @@ def test_deleted_files_are_removed_by_any_path_to_their_folder(
         (videos / "b.mp4").unlink()
         (videos / "pictures" / "c.png").unlink()
         with pytest.raises(BadImage, match="contains no video"):
-            update_index(client_of(scripted), index, ["../videos"], say=said.append)
-        assert index.clips() == [] and said == [f"{tmp_path / 'x.sqlite'}: 2 files removed, which no longer exist"]
+            update_index(client_of(scripted), index, ["../videos"])
+        assert len(index.clips()) > 0, "the folder may be a disk that is not mounted"
 
 
 def test_paths_that_cannot_be_indexed_are_errors(tmp_path: Path) -> None:
