@@ -213,3 +213,31 @@ def test_measurements_record_their_setting(measuring: Measuring, tmp_path: Path)
     assert measuring.knows("something")
     other = Measuring(Setting(False, torch.device("cpu"), TINY), tmp_path / "measured", lambda _: None)
     assert not other.knows("something")
+
+
+def mixture(*decode: tuple[float, float, float]) -> Found:
+    """Measurements of figure 20 in which decode steps take these milliseconds: merged, mixed, unmerged."""
+    rows = [dict(zip(("merged", "mixed", "unmerged"), row, strict=True)) for row in decode]
+    prefill = [{"merged": 10.0, "mixed": 11.0, "unmerged": 12.0}] * len(decode)
+    return {"starving": [1, 4, 7, 10][: len(decode)], "prefill": prefill, "decode": rows}
+
+
+def test_the_share_that_the_mixed_mode_saves_counts_all_cells() -> None:
+    (saving,) = chosen(["v-lora:fig20"])
+    # The first cell is noise: unmerged steps are faster. The last one is beyond half of the batch.
+    found = mixture((10.0, 11.0, 9.0), (10.0, 11.0, 14.0), (10.0, 12.0, 15.0), (10.0, 99.0, 11.0))
+    here = {name.rpartition(", ")[2]: value for name, value in saving.here(found).items()}
+    assert here == {"prefill": pytest.approx(50.0), "decode": pytest.approx(50.0)}
+    assert all(goal.holds for goal in saving.goals(found))
+
+
+@pytest.mark.parametrize("unmerged", [9.0, 10.0])
+def test_unmerged_steps_without_extra_time_are_reported(unmerged: float, tmp_path: Path, measuring: Measuring) -> None:
+    (saving,) = chosen(["v-lora:fig20"])
+    found = mixture(*[(10.0, 10.0, unmerged)] * 3)
+    assert saving.here(found)["saved below half of the batch, decode"] is None
+    prefill, decode = saving.goals(found)
+    assert prefill.holds
+    assert not decode.holds
+    assert decode.value == pytest.approx(3 * (unmerged - 10.0))
+    drawing.save(saving, found, measuring.setting, tmp_path / "saving.png")

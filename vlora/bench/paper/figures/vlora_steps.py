@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -133,6 +132,7 @@ def _head_goals(found: Found) -> list[Goal]:
 # -- Figure 20 --------------------------------------------------------------------------------------------------------
 
 _BATCH = 16
+_LEAST_MS = 1e-3  # of extra time; of less, no share can be saved
 
 
 def _measure_mixture(measuring: Measuring) -> dict[str, Any]:
@@ -197,21 +197,36 @@ _MIXTURE_FACTS = tuple(
 )
 
 
-def _mixture_here(found: Found) -> dict[str, float | None]:
-    here: dict[str, float | None] = {}
+def _mixture_sums(found: Found) -> dict[str, tuple[float, float]]:
+    """Milliseconds more than merged by phase, of mixed and of unmerged steps: sums over all cells in which fewer than
+    half of the batch starve, because a single difference may be within the noise.
+    """
+    sums = {}
     for phase in ("prefill", "decode"):
-        saved = [
-            100 * (1 - (row["mixed"] - row["merged"]) / (row["unmerged"] - row["merged"]))
-            for count, row in zip(found["starving"], found[phase], strict=True)
-            if count < _BATCH / 2 and row["unmerged"] > row["merged"]
-        ]
-        here[f"saved below half of the batch, {phase}"] = statistics.fmean(saved) if saved else None
-    return here
+        cells = [row for count, row in zip(found["starving"], found[phase], strict=True) if count < _BATCH / 2]
+        mixed, unmerged = (sum(row[name] - row["merged"] for row in cells) for name in ("mixed", "unmerged"))
+        sums[phase] = mixed, unmerged
+    return sums
+
+
+def _mixture_here(found: Found) -> dict[str, float | None]:
+    return {
+        f"saved below half of the batch, {phase}": 100 * (1 - mixed / unmerged) if unmerged >= _LEAST_MS else None
+        for phase, (mixed, unmerged) in _mixture_sums(found).items()
+    }
 
 
 def _mixture_goals(found: Found) -> list[Goal]:
-    saved = [value for value in _mixture_here(found).values() if value is not None]
-    return [Goal("fig20: % of the extra time saved by the mixed mode, worse of both phases", min(saved), 0.0, False)]
+    """The share that is saved; for a phase without extra time, that it has none, which does not hold."""
+    here = _mixture_here(found)
+    goals = []
+    for phase, (_, unmerged) in _mixture_sums(found).items():
+        saved = here[f"saved below half of the batch, {phase}"]
+        if saved is None:
+            goals.append(Goal(f"fig20: ms more of unmerged than of merged steps, {phase}", unmerged, _LEAST_MS, False))
+        else:
+            goals.append(Goal(f"fig20: % of the extra time saved by the mixed mode, {phase}", saved, 0.0, False))
+    return goals
 
 
 # -- Table 2 ----------------------------------------------------------------------------------------------------------
@@ -298,7 +313,8 @@ FIGURES: Sequence[Figure] = (
         states="The mixed mode saves on average 62 % of the extra computation of unmerged inference while fewer than "
         "half of the batch starve.",
         caption="Steps of the engine with sixteen requests, of which some are for other adapters than the merged one; "
-        "in decoding the extra time is close to the noise of a step.",
+        "in decoding the extra time is close to the noise of a step. The share is of the sums over all cells in which "
+        "fewer than half of the batch starve.",
         measure=_measure_mixture,
         draw=_draw_mixture,
         facts=_MIXTURE_FACTS,
