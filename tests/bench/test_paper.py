@@ -18,16 +18,17 @@ from PIL import Image
 from vlora.bench.dummy import small_config
 from vlora.bench.paper import drawing, runner
 from vlora.bench.paper.figure import PAPERS, Fact, Figure, Found
-from vlora.bench.paper.figures import vlora_serving
+from vlora.bench.paper.figures import slora_serving, vlora_serving
 from vlora.bench.paper.figures.punica_operator import segments
 from vlora.bench.paper.measured import systems
-from vlora.bench.paper.measured.operators import OURS, mean_ratio, operator_seconds
+from vlora.bench.paper.measured.operators import EINSUM, OURS, mean_ratio, operator_seconds
 from vlora.bench.paper.measuring import Measuring, Setting
 from vlora.bench.paper.registry import ELSEWHERE, FIGURES, chosen
 from vlora.bench.scheduling.models import BenchModel
 from vlora.cli import cli
 from vlora.errors import BadConfig
 from vlora.orchestrator import Costs
+from vlora.simulator.workloads import Hottest
 
 # The figures that the benchmark is for; those of V-LoRA also have 22 and 23.
 WANTED = {
@@ -137,15 +138,19 @@ def test_the_page_has_the_picture_both_numbers_and_the_rest(calls: list[str], tm
         assert len(picture.convert("RGB").getcolors(2**24) or []) > 20
 
 
+def store_costs(measuring: Measuring) -> None:
+    """Measurements from which simulations are derived."""
+    costs = Costs(base_s=0.02, token_s=4e-4, lane_s=2e-4, adapter_s=1e-3, merge_s=0.05)
+    measuring.once("costs", lambda: {"costs": {**costs._asdict(), "load_s": 0.005}})
+    measuring.once("einsum-ratios", lambda: {"short": 3.0, "long": 2.0})
+    measuring.once("switching", lambda: {"merge": 50.0, "back": 0.1, "PEFT merge": 200.0, "PEFT unmerge": 200.0})
+
+
 def test_a_figure_of_costs_and_the_simulator_end_to_end(
     measuring: Measuring, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(vlora_serving, "num_requests", lambda quick: 8)
-    costs = Costs(base_s=0.02, token_s=4e-4, lane_s=2e-4, adapter_s=1e-3, merge_s=0.05)
-    value = {"costs": {**costs._asdict(), "load_s": 0.005}}
-    measuring.once("costs", lambda: value)
-    measuring.once("einsum-ratios", lambda: {"short": 3.0, "long": 2.0})
-    measuring.once("switching", lambda: {"merge": 50.0, "back": 0.1, "PEFT merge": 200.0, "PEFT unmerge": 200.0})
+    store_costs(measuring)
     (skewness,) = chosen(["v-lora:fig19"])
     found = measuring.once(skewness.key, lambda: skewness.measure(measuring))
     assert set(found["ms"]) == set(systems.systems(measuring))
@@ -241,3 +246,26 @@ def test_unmerged_steps_without_extra_time_are_reported(unmerged: float, tmp_pat
     assert not decode.holds
     assert decode.value == pytest.approx(3 * (unmerged - 10.0))
     drawing.save(saving, found, measuring.setting, tmp_path / "saving.png")
+
+
+def test_this_project_s_operator_is_not_compared_with_the_papers_systems() -> None:
+    (extra,) = chosen(["v-lora:fig6"])
+    ms = {OURS: 10.0, EINSUM: 40.0, "PEFT": 60.0}
+    here = extra.here({"rows": [{"requests": 2, "tokens": 128, "merged ms": 100.0, "extra ms": ms}]})
+    assert list(here.values()) == [pytest.approx(40.0), pytest.approx(60.0)]
+    assert set(here) == {fact.quantity for fact in extra.facts}
+
+
+def test_s_lora_s_throughput_is_of_unmerged_only_with_5_and_2000_adapters(
+    measuring: Measuring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = Hottest(rate=1.0, skew=0.5, **systems.RETRIEVAL)
+    arrivals = {number: list(few.arrivals(4, number, seed=0)) for number in (1, 5, 20, 200, 2000)}
+    monkeypatch.setattr(slora_serving, "_arrivals", lambda _, load, number: arrivals[number])
+    store_costs(measuring)
+    (numbers,) = chosen(["s-lora:fig5"])
+    found = numbers.measure(measuring)
+    assert found["adapters"] == [1, 5, 20, 200, 2000]
+    for place, row in enumerate(found["rows"][systems.UNMERGED]):
+        row["requests/s"] = 10.0 - place
+    assert numbers.here(found) == {numbers.facts[0].quantity: pytest.approx(100 * 6 / 9)}

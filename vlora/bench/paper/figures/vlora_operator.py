@@ -98,18 +98,24 @@ def _draw_extra(found: Found, canvas: Any) -> None:
 
 
 _EXTRA_FACTS = (
-    Fact("extra of the best operator", 40, "%", "caption of figure 6: 27-140 ms, 40-61 % of the base model's time"),
-    Fact("extra of the worst operator", 61, "%", "caption of figure 6: 27-140 ms, 40-61 % of the base model's time"),
+    Fact(
+        "extra of the best other operator", 40, "%", "caption of figure 6: 27-140 ms, 40-61 % of the base model's time"
+    ),
+    Fact(
+        "extra of the worst other operator", 61, "%", "caption of figure 6: 27-140 ms, 40-61 % of the base model's time"
+    ),
 )
 
 
 def _extra_here(found: Found) -> dict[str, float | None]:
+    """Of the other operators: the paper's numbers are of dLoRA, Punica and S-LoRA, without its own operator."""
     rows = found["rows"]
-    shares = {
-        name: 100 * statistics.fmean(row["extra ms"][name] / row["merged ms"] for row in rows)
+    shares = [
+        100 * statistics.fmean(row["extra ms"][name] / row["merged ms"] for row in rows)
         for name in rows[0]["extra ms"]
-    }
-    return {"extra of the best operator": min(shares.values()), "extra of the worst operator": max(shares.values())}
+        if name != OURS
+    ]
+    return {"extra of the best other operator": min(shares), "extra of the worst other operator": max(shares)}
 
 
 # -- Figures 17 and 18 ------------------------------------------------------------------------------------------------
@@ -372,7 +378,8 @@ FIGURES: Sequence[Figure] = (
         title="extra latency of unmerged inference",
         states="Unmerged inference takes 27-140 ms more than merged inference, 40-61 % of the base model's time.",
         caption="Prompts of several requests, each with its own adapter. This project's operator in the engine, "
-        f"unmerged less merged; other operators alone, summed over the model's sites ({_ON_CPU}).",
+        f"unmerged less merged; other operators alone, summed over the model's sites ({_ON_CPU}). Beside the paper's "
+        "numbers, which are of dLoRA, Punica and S-LoRA: the other operators, on a CPU a padded einsum and PEFT.",
         measure=_measure_extra,
         draw=_draw_extra,
         facts=_EXTRA_FACTS,
