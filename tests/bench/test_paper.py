@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from matplotlib.figure import Figure as Canvas
 from PIL import Image
 
 from vlora.bench.dummy import small_config
@@ -237,7 +238,7 @@ def test_the_share_that_the_mixed_mode_saves_counts_all_cells() -> None:
 
 
 @pytest.mark.parametrize("unmerged", [9.0, 10.0])
-def test_unmerged_steps_without_extra_time_are_reported(unmerged: float, tmp_path: Path, measuring: Measuring) -> None:
+def test_unmerged_steps_without_extra_time_are_reported(unmerged: float) -> None:
     (saving,) = chosen(["v-lora:fig20"])
     found = mixture(*[(10.0, 10.0, unmerged)] * 3)
     assert saving.here(found)["saved below half of the batch, decode"] is None
@@ -245,7 +246,7 @@ def test_unmerged_steps_without_extra_time_are_reported(unmerged: float, tmp_pat
     assert prefill.holds
     assert not decode.holds
     assert decode.value == pytest.approx(3 * (unmerged - 10.0))
-    drawing.save(saving, found, measuring.setting, tmp_path / "saving.png")
+    saving.draw(found, Canvas())
 
 
 def test_this_project_s_operator_is_not_compared_with_the_papers_systems() -> None:
@@ -269,3 +270,34 @@ def test_s_lora_s_throughput_is_of_unmerged_only_with_5_and_2000_adapters(
     for place, row in enumerate(found["rows"][systems.UNMERGED]):
         row["requests/s"] = 10.0 - place
     assert numbers.here(found) == {numbers.facts[0].quantity: pytest.approx(100 * 6 / 9)}
+
+
+@pytest.fixture
+def on_ranks() -> Found:
+    """Steps of two ranks: block-diagonal adapters are as fast as split ones, with a delay twice as fast."""
+    rows = [
+        {
+            "phase": phase,
+            "batch": batch,
+            "latency us": delay,
+            "rank": rank,
+            "base ms": 10.0,
+            "replicated / base": 1.0,
+            "slora / base": 2.0 if delay else 1.0,
+            "bd / base": 1.0,
+        }
+        for phase, batch in (("decode", 1), ("decode", 64), ("prefill", 1))
+        for delay in (0, 200)
+        for rank in (16, 64, 256)
+    ]
+    return {"rows": rows, "accuracy": [{"mean": 0.9}, {"mean": 0.8}]}
+
+
+@pytest.mark.parametrize("number", ["fig1", "fig10"])
+def test_numbers_beside_bd_lora_s_are_without_an_added_delay(number: str, on_ranks: Found) -> None:
+    (ranks,) = chosen([f"bd-lora:{number}"])
+    assert ranks.here(on_ranks) == {fact.quantity: pytest.approx(1.0) for fact in ranks.facts}
+    canvas = Canvas()
+    ranks.draw(on_ranks, canvas)
+    delayed = [axis.get_title() for axis in canvas.axes if "+200 µs" in axis.get_title()]
+    assert len(delayed) == (2 if number == "fig10" else 0)
