@@ -4,6 +4,7 @@ written.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from PIL import Image
 
 from vlora.bench.dummy import small_config
 from vlora.bench.paper import drawing, runner
+from vlora.bench.paper import measuring as measuring_module
 from vlora.bench.paper.figure import PAPERS, Fact, Figure, Found
 from vlora.bench.paper.figures import slora_serving, vlora_serving
 from vlora.bench.paper.figures.punica_operator import segments
@@ -25,7 +27,9 @@ from vlora.bench.paper.measured import systems
 from vlora.bench.paper.measured.operators import EINSUM, OURS, mean_ratio, operator_seconds
 from vlora.bench.paper.measuring import Measuring, Setting
 from vlora.bench.paper.registry import ELSEWHERE, FIGURES, chosen
+from vlora.bench.report import environment
 from vlora.bench.scheduling.models import BenchModel
+from vlora.bench.timing import threads
 from vlora.cli import cli
 from vlora.errors import BadConfig
 from vlora.orchestrator import Costs
@@ -301,3 +305,50 @@ def test_numbers_beside_bd_lora_s_are_without_an_added_delay(number: str, on_ran
     ranks.draw(on_ranks, canvas)
     delayed = [axis.get_title() for axis in canvas.axes if "+200 µs" in axis.get_title()]
     assert len(delayed) == (2 if number == "fig10" else 0)
+
+
+ON_CPU = {
+    *(f"v-lora:{number}" for number in ("fig4", "fig5", "fig15", "fig16", "table2")),
+    *(f"symbiosis:{number}" for number in ("fig9", "fig10", "fig22", "fig23", "table5")),
+}
+ON_RANKS = {"s-lora:fig8", "bd-lora:fig1", "bd-lora:fig10"}
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Setting:
+    """The setting of a machine with a GPU, where `vlora bench paper` can run as far as measurements are replaced."""
+    setting = Setting(True, torch.device("cuda"), TINY)
+    monkeypatch.setattr(Setting, "of", lambda quick, device: setting)
+    monkeypatch.setattr(measuring_module, "environment", lambda: environment() | {"gpu": "a GPU"})
+    return setting
+
+
+@pytest.mark.parametrize("num_gpus", [1, 2])
+def test_a_caption_names_the_device_that_its_figure_uses(
+    gpu: Setting, num_gpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    on_cpu = {figure.key for figure in FIGURES if "a GPU;" not in drawing.caption(figure, gpu)}
+    assert on_cpu == (ON_CPU | ON_RANKS if num_gpus == 1 else ON_CPU)
+    (heads,) = chosen(["v-lora:fig16"])
+    assert "one thread; the 0.5 B model" in drawing.caption(heads, gpu)
+
+
+@pytest.mark.parametrize(("runs_on", "num_threads"), [("cpu", 1), ("setting", 2)])
+def test_measurements_on_a_cpu_have_one_thread_beside_a_gpu(
+    gpu: Setting, runs_on: str, num_threads: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    counts = []
+
+    def measure(_: Measuring) -> dict[str, Any]:
+        counts.append(torch.get_num_threads())
+        return {"ms": [1.0, 4.0]}
+
+    only = dataclasses.replace(figure([], runs_on=runs_on), measure=measure)
+    monkeypatch.setattr(runner, "FIGURES", [only])
+    monkeypatch.setattr(runner, "chosen", lambda keys: [only])
+    monkeypatch.setattr(drawing, "save", lambda *_: None)
+    with threads(2):
+        runner.run(True, tmp_path, (), lambda _: None)
+        assert torch.get_num_threads() == 2
+    assert counts == [num_threads]

@@ -12,7 +12,7 @@ from matplotlib import pyplot
 from matplotlib.figure import Figure as Canvas
 
 from vlora.bench.paper.figure import PAPERS, Fact, Figure, Found
-from vlora.bench.paper.measuring import Setting
+from vlora.bench.paper.measuring import Setting, device_words
 
 matplotlib.use("agg")
 
@@ -24,21 +24,23 @@ _CAPTION_WIDTH = 17  # characters per inch
 def save(figure: Figure, found: Found, setting: Setting, path: Path) -> None:
     """Draw a figure with its title and a caption, and write it as PNG."""
     width, height = figure.size
-    kind = "Simulated with costs measured on" if figure.simulated else "Measured on"
-    caption = textwrap.fill(
-        f"{figure.caption} {kind}: {setting.machine}; {figure.model or setting.model_words}.",
-        int(width * _CAPTION_WIDTH / 1.12),
-    )
-    lines = caption.count("\n") + 1
+    text = textwrap.fill(caption(figure, setting), int(width * _CAPTION_WIDTH / 1.12))
+    lines = text.count("\n") + 1
     extra = 0.19 * lines + 0.12
     canvas = pyplot.figure(figsize=(width, height + extra), layout="constrained")
     bottom = extra / (height + extra)
     canvas.get_layout_engine().set(rect=(0, bottom, 1, 1 - bottom))  # type: ignore[union-attr,call-arg]
     figure.draw(found, canvas)
     canvas.suptitle(f"{_name(figure)}: {figure.title}", fontsize=12)
-    canvas.text(0.012, 0.012, caption, fontsize=8, color="#444", va="bottom", linespacing=1.25)
+    canvas.text(0.012, 0.012, text, fontsize=8, color="#444", va="bottom", linespacing=1.25)
     canvas.savefig(path, dpi=100)
     pyplot.close(canvas)
+
+
+def caption(figure: Figure, setting: Setting) -> str:
+    """The figure's caption with the device and the model."""
+    kind = "Simulated with costs measured on" if figure.simulated else "Measured on"
+    return f"{figure.caption} {kind}: {device_words(figure.device(setting))}; {figure.model or setting.model_words}."
 
 
 def _name(figure: Figure) -> str:

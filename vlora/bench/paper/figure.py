@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from vlora.bench.paper.measuring import Measuring
+import torch
+
+from vlora.bench.paper.measuring import Measuring, Setting
 from vlora.bench.report import Goal
 
 Found = Mapping[str, Any]
@@ -53,6 +55,8 @@ class Figure:
         facts: The paper's numbers.
         caption: What is measured here, and how it differs from the paper.
         model: What is measured, if it is not the setting's model.
+        runs_on: The setting's device, one thread of the CPU on every machine, or ranks: a CPU unless there are several
+            GPUs.
         simulated: Whether a figure's values come from the simulator with measured costs.
         measure: Returns the measurements.
         draw: Draws them on an empty matplotlib figure.
@@ -72,12 +76,18 @@ class Figure:
     here: Callable[[Found], Mapping[str, float | None]] = lambda _: {}
     goals: Callable[[Found], Sequence[Goal]] = _no_goals
     model: str | None = None
+    runs_on: Literal["setting", "cpu", "ranks"] = "setting"
     simulated: bool = False
     size: tuple[float, float] = (10.0, 4.6)
 
     @property
     def key(self) -> str:
         return f"{self.paper}:{self.number}"
+
+    def device(self, setting: Setting) -> torch.device:
+        """The device that `measure` uses."""
+        on_cpu = self.runs_on == "cpu" or (self.runs_on == "ranks" and torch.cuda.device_count() < 2)
+        return torch.device("cpu") if on_cpu else setting.device
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -48,12 +48,6 @@ class Setting:
         return 3 if self.quick else 9
 
     @property
-    def machine(self) -> str:
-        """The machine in words, for captions."""
-        env = environment()
-        return env["gpu"] or f"{env['machine'].partition(',')[0].removeprefix('x86_64 ')}, one thread"
-
-    @property
     def model_words(self) -> str:
         """The model in words, for captions."""
         return f"{self.model.name}, random weights, bfloat16, adapters of rank {RANK}"
@@ -67,6 +61,14 @@ class Setting:
             "model": self.model.name,
             **{name: env[name] for name in ("machine", "gpu", "versions")},
         }
+
+
+def device_words(device: torch.device) -> str:
+    """A device of this machine in words, for captions."""
+    env = environment()
+    if device.type == "cuda":
+        return str(env["gpu"])
+    return f"{env['machine'].partition(',')[0].removeprefix('x86_64 ')}, one thread"
 
 
 class Measuring:

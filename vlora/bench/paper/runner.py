@@ -41,10 +41,11 @@ def run(quick: bool, out: Path, keys: Sequence[str], say: Callable[[str], None])
     setting = Setting.of(quick, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     measuring = Measuring(setting, out / "measured", say)
     started, load = time.perf_counter(), os.getloadavg()[0]
-    with threads(1 if setting.device.type == "cpu" else torch.get_num_threads()):
+    with threads(_num_threads(setting.device)):
         for number, figure in enumerate(figures, start=1):
             say(f"{number} of {len(figures)}: {figure.key}, {figure.title}")
-            measuring.once(figure.key, functools.partial(figure.measure, measuring))
+            with threads(_num_threads(figure.device(setting))):
+                measuring.once(figure.key, functools.partial(figure.measure, measuring))
             gc.collect()
         # The page also has the figures of earlier runs in this setting.
         drawn = [
@@ -58,6 +59,11 @@ def run(quick: bool, out: Path, keys: Sequence[str], say: Callable[[str], None])
         report = _report(drawn, minutes, load, setting)
         write_page(out / "index.html", drawn, ELSEWHERE, report)
     return report
+
+
+def _num_threads(device: torch.device) -> int:
+    """On a CPU one, so that its CPU seconds are of one thread; with a GPU as many as torch has."""
+    return 1 if device.type == "cpu" else torch.get_num_threads()
 
 
 def _report(drawn: Sequence[Drawn], minutes: float, load: float, setting: Setting) -> Report:

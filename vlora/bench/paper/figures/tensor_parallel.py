@@ -207,8 +207,8 @@ def _communication_here(found: Found) -> dict[str, float | None]:
 
 _LAYERS = "layers of random bfloat16 values"
 _RANKS = (
-    "Two ranks of one thread on one machine (4 layers of hidden size 1024), wall time; the numbers beside the paper's "
-    "are without an added delay."
+    "Two ranks of one thread on one machine, or all GPUs if there are several (4 layers of hidden size 1024), wall "
+    "time; the numbers beside the paper's are without an added delay."
 )
 
 FIGURES: Sequence[Figure] = (
@@ -222,6 +222,7 @@ FIGURES: Sequence[Figure] = (
         "cores "
         "are not measured.",
         model=_LAYERS,
+        runs_on="ranks",
         measure=_shared,
         draw=_draw_communication,
         here=_communication_here,
@@ -233,11 +234,10 @@ FIGURES: Sequence[Figure] = (
         title="accuracy against the time of a request",
         states="For a certain downstream performance, BD-LoRA is 1.27 to 1.51 times as fast as S-LoRA (Llama-3.1-8B).",
         caption=f"{_RANKS} Numbers in the plot: ranks of a dense adapter with as many parameters. Accuracy: one seed "
-        "of "
-        "`vlora bench bd` (digits, photos, signs) at one rank each, on the embedded model; with --quick it is "
-        "trained for "
-        "few steps and says nothing.",
+        "of `vlora bench bd` (digits, photos, signs) at one rank each, on the embedded model and one CPU thread; "
+        "with --quick it is trained for few steps and says nothing.",
         model=_LAYERS,
+        runs_on="ranks",
         measure=_measure_trade_off,
         draw=_draw_trade_off,
         facts=_TRADE_FACTS,
@@ -252,6 +252,7 @@ FIGURES: Sequence[Figure] = (
         caption=f"{_RANKS} A plot whose title has a delay emulates a slower network by that delay in every collective. "
         "Prompts of 256 tokens instead of 1,024, answers of 128. The paper's values are those of its tables.",
         model=_LAYERS,
+        runs_on="ranks",
         measure=_shared,
         draw=_draw_grid,
         facts=_GRID_FACTS,

@@ -299,6 +299,7 @@ FIGURES: Sequence[Figure] = (
         caption="The 0.5 B model (8 of 24 layers with --quick) with its vision tower on frames of 64 tokens; the same "
         "prompt for both, though one for words may be longer. An answer of 5 tokens is figure 11's.",
         model="the 0.5 B model or its first layers, random weights, bfloat16",
+        runs_on="cpu",
         measure=_measure_heads,
         draw=_draw_heads,
         facts=_HEAD_FACTS,
@@ -329,6 +330,7 @@ FIGURES: Sequence[Figure] = (
         states="Three LMMs of 13 to 24 GB with 32 or 40 layers.",
         caption="The models that the benchmarks here measure; sizes are computed from their configurations, weights "
         "are random. Those of 7 B and 13 B need a GPU.",
+        runs_on="cpu",
         measure=_measure_models,
         draw=_draw_models,
         size=(10.0, 3.2),
