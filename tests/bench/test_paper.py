@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ from vlora.bench.paper.figure import PAPERS, Fact, Figure, Found
 from vlora.bench.paper.figures import slora_serving, vlora_serving
 from vlora.bench.paper.figures.punica_operator import segments
 from vlora.bench.paper.measured import systems
+from vlora.bench.paper.measured.machine_costs import machine_costs
 from vlora.bench.paper.measured.operators import EINSUM, OURS, mean_ratio, operator_seconds
 from vlora.bench.paper.measuring import Measuring, Setting
 from vlora.bench.paper.registry import ELSEWHERE, FIGURES, chosen
@@ -33,6 +35,7 @@ from vlora.bench.timing import threads
 from vlora.cli import cli
 from vlora.errors import BadConfig
 from vlora.orchestrator import Costs
+from vlora.simulator import read_costs
 from vlora.simulator.workloads import Hottest
 
 # The figures that the benchmark is for; those of V-LoRA also have 22 and 23.
@@ -352,3 +355,87 @@ def test_measurements_on_a_cpu_have_one_thread_beside_a_gpu(
         runner.run(True, tmp_path, (), lambda _: None)
         assert torch.get_num_threads() == 2
     assert counts == [num_threads]
+
+
+def test_a_derived_measurement_is_made_again_if_an_input_has_changed(measuring: Measuring, tmp_path: Path) -> None:
+    made = []
+    costs = {"s": 1.0}
+
+    def shared() -> Any:
+        return measuring.once("shared", lambda: dict(costs))
+
+    def derived() -> Any:
+        made.append("derived")
+        return {"twice": 2 * measuring.once("between", shared)["s"]}
+
+    def given() -> Any:
+        made.append("given")
+        return [1]
+
+    def measured() -> tuple[Any, Any]:
+        return measuring.once("derived", derived), measuring.once("given", given, inputs=("shared",))
+
+    assert measured() == measured() == ({"twice": 2.0}, [1])
+    assert made == ["derived", "given"]
+    assert list(measuring.origins("derived")) == ["derived", "between", "shared"]
+    costs["s"] = 3.0
+    (tmp_path / "measured" / "shared.json").unlink()
+    assert not measuring.knows("derived")
+    assert measured() == ({"twice": 6.0}, [1])
+    (tmp_path / "measured" / "shared.json").unlink()
+    assert measured() == ({"twice": 6.0}, [1])  # the same costs again
+    assert made == ["derived", "given"] * 2 + ["derived"]
+
+
+def test_measurements_of_another_commit_are_marked(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(drawing, "save", lambda *_: None)
+    monkeypatch.setattr(measuring_module, "environment", lambda: environment() | {"commit": "0123456789abcdef"})
+    monkeypatch.setattr(os, "getloadavg", lambda: (7.25, 0.0, 0.0))
+    runner.run(True, tmp_path, (), lambda _: None)
+    monkeypatch.setattr(os, "getloadavg", lambda: (1.5, 0.0, 0.0))
+    again = runner.run(True, tmp_path, (), lambda _: None).as_dict()
+    assert calls == ["measured"]
+    (origin,) = again["measured"]["v-lora:fig1"]["origins"].values()
+    assert (origin["commit"], origin["load"]) == ("0123456789abcdef", 7.25)
+    assert again["load at the start"] == 1.5
+    page = (tmp_path / "index.html").read_text()
+    assert re.search(r"At other commits:\s+v-lora:fig1 at 0123456789ab, load\s+7\.25\.", page)
+    monkeypatch.setattr(runner, "environment", lambda: environment() | {"commit": "0123456789abcdef"})
+    runner.run(True, tmp_path, (), lambda _: None)
+    assert "At other commits" not in (tmp_path / "index.html").read_text()
+
+
+def test_a_report_has_the_threads_of_its_measurements(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(drawing, "save", lambda *_: None)
+    with threads(2):
+        report = runner.run(True, tmp_path, (), lambda _: None)
+        assert report.as_dict()["env"]["threads"] == 1
+
+
+def test_the_simulator_reads_the_measured_costs(
+    calls: list[str], measuring: Measuring, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(drawing, "save", lambda *_: None)
+    monkeypatch.setattr(Setting, "of", lambda quick, device: measuring.setting)
+    runner.run(True, tmp_path, (), lambda _: None)
+    store_costs(measuring)
+    runner.run(True, tmp_path, (), lambda _: None)
+    (trace,) = (each for each in ELSEWHERE if each.key == "s-lora:fig7")
+    path = str(trace.command).rpartition(" --costs DIR/")[2]
+    assert read_costs(tmp_path / path) == machine_costs(measuring)
+
+
+def test_engine_latencies_are_derived_from_the_costs_that_set_the_rate(
+    measuring: Measuring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vlora_serving, "num_requests", lambda quick: 2)
+    monkeypatch.setattr(vlora_serving, "engine_latency_ms", lambda *_: 1.0)
+    monkeypatch.setattr(vlora_serving, "latency_ms", lambda *_: 1.0)
+    store_costs(measuring)
+    (rates,) = chosen(["v-lora:fig14"])
+    rates.measure(measuring)
+    assert "costs" in measuring.origins("engine-retrieval-cost_based")

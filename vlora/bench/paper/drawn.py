@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vlora.bench.paper.figure import Figure, Found
+from vlora.bench.paper.measuring import Origin
 from vlora.bench.report import Goal
 
 
@@ -15,12 +16,18 @@ class Drawn(NamedTuple):
     Attributes:
         figure: The figure.
         found: Its measurements.
-        seconds: Of measuring, in this run or in the one that stored them.
+        device: The device that it uses, in words.
+        origins: When its measurements were made, and those from which they were derived, by name.
     """
 
     figure: Figure
     found: Found
-    seconds: float
+    device: str
+    origins: Mapping[str, Origin]
+
+    @property
+    def own(self) -> Origin:
+        return self.origins[self.figure.key]
 
     @property
     def picture(self) -> str:
@@ -29,6 +36,10 @@ class Drawn(NamedTuple):
     @property
     def goals(self) -> Sequence[Goal]:
         return self.figure.goals(self.found)
+
+    def other_commits(self, commit: str | None) -> dict[str, Origin]:
+        """The origins at other commits than this one."""
+        return {name: origin for name, origin in self.origins.items() if origin.commit != commit}
 
     def rows(self) -> list[dict[str, Any]]:
         """Each of the paper's numbers beside the one measured here."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -71,9 +73,23 @@ def device_words(device: torch.device) -> str:
     return f"{env['machine'].partition(',')[0].removeprefix('x86_64 ')}, one thread"
 
 
+class Origin(NamedTuple):
+    """When a measurement was made.
+
+    Attributes:
+        commit: Of the code; None outside a checkout.
+        load: Of the machine at the start.
+        seconds: How long it took, including the shared ones that it needed first.
+    """
+
+    commit: str | None
+    load: float
+    seconds: float
+
+
 class Measuring:
     """Runs measurements once: each is stored under its name, and read again by figures that share it and by later runs
-    in the same setting.
+    in the same setting, unless a measurement from which it was derived has changed since.
 
     Args:
         setting: The setting.
@@ -86,39 +102,81 @@ class Measuring:
         self._folder = folder
         self._say = say
         self._identity = json.loads(json.dumps(setting.identity()))
+        self._running: list[dict[str, str | None]] = []  # inputs of the measurements in progress, innermost last
         folder.mkdir(parents=True, exist_ok=True)
 
-    def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """The measurement of this name, as JSON decodes it."""
-        path = self._path(name)
+    def once(self, name: str, make: Callable[[], Any], inputs: Sequence[str] = ()) -> Any:
+        """The measurement of this name, as JSON decodes it.
+
+        Args:
+            name: The name.
+            make: Returns the measurement. Those that it reads through this method are recorded as its inputs.
+            inputs: Further inputs: names of measurements from which arguments of `make` were derived.
+        """
         stored = self._stored(name)
         if stored is None:
-            started = time.perf_counter()
-            value = make()
-            seconds = round(time.perf_counter() - started, 1)
-            stored = {"of": self._identity, "commit": environment()["commit"], "seconds": seconds, "value": value}
-            written = path.with_suffix(".partial")
-            written.write_text(json.dumps(stored) + "\n")
-            written.replace(path)
-            stored = json.loads(path.read_text())
-            self._say(f"{name}: {seconds:g} s")
+            stored = self._measured(name, make, inputs)
+        if self._running:
+            self._running[-1][name] = _digest(stored["value"])
         return stored["value"]
 
     def knows(self, name: str) -> bool:
         """Whether `once` would read the measurement of this name."""
         return self._stored(name) is not None
 
-    def seconds(self, name: str) -> float:
-        """How long the measurement of this name took, including the shared ones that it needed first."""
+    def origins(self, name: str) -> dict[str, Origin]:
+        """Of a stored measurement, and then of those from which it was derived, by name."""
         stored = self._stored(name)
-        return float(stored["seconds"]) if stored else 0.0
+        if stored is None:
+            return {}
+        found = {name: Origin(stored["commit"], stored["load"], stored["seconds"])}
+        for each in stored["inputs"]:
+            found |= self.origins(each)
+        return found
+
+    def _measured(self, name: str, make: Callable[[], Any], inputs: Sequence[str]) -> dict[str, Any]:
+        """Make a measurement, store it, and return it as stored."""
+        started, load = time.perf_counter(), os.getloadavg()[0]
+        self._running.append({each: self._stored_digest(each) for each in inputs})
+        try:
+            value = make()
+        finally:
+            used = self._running.pop()
+        seconds = round(time.perf_counter() - started, 1)
+        stored = {
+            "of": self._identity,
+            "commit": environment()["commit"],
+            "load": round(load, 2),
+            "seconds": seconds,
+            "inputs": used,
+            "value": value,
+        }
+        path = self._path(name)
+        written = path.with_suffix(".partial")
+        written.write_text(json.dumps(stored) + "\n")
+        written.replace(path)
+        self._say(f"{name}: {seconds:g} s")
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{name.replace(':', '-')}.json"
 
     def _stored(self, name: str) -> dict[str, Any] | None:
+        """A stored measurement of this setting whose inputs are as they were when it was made."""
         stored = _read(self._path(name))
-        return stored if stored is not None and stored.get("of") == self._identity else None
+        if stored is None or stored["of"] != self._identity:
+            return None
+        same = all(self._stored_digest(each) == digest for each, digest in stored["inputs"].items())
+        return stored if same else None
+
+    def _stored_digest(self, name: str) -> str | None:
+        stored = self._stored(name)
+        return None if stored is None else _digest(stored["value"])
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -127,4 +185,7 @@ def _read(path: Path) -> dict[str, Any] | None:
         found = json.loads(path.read_text())
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) and {"of", "value", "seconds"} <= found.keys() else None
+    return found if isinstance(found, dict) and found.keys() >= _FIELDS else None
+
+
+_FIELDS = {"of", "commit", "load", "seconds", "inputs", "value"}

@@ -30,6 +30,7 @@ def write_page(path: Path, drawn: Sequence[Drawn], elsewhere: Sequence[Elsewhere
         undefined=StrictUndefined,
     )
     environment.filters["number"] = _number
+    environment.filters["commit"] = _commit
     stated = report.as_dict()
     path.write_text(
         environment.get_template("page.html.j2").render(
@@ -40,3 +41,7 @@ def write_page(path: Path, drawn: Sequence[Drawn], elsewhere: Sequence[Elsewhere
 
 def _number(value: float | None) -> str:
     return "n/a" if value is None else short(value)
+
+
+def _commit(commit: str | None) -> str:
+    return (commit or "unknown")[:12]

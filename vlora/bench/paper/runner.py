@@ -12,15 +12,16 @@ from pathlib import Path
 import torch
 
 from vlora.bench.paper.drawn import Drawn
-from vlora.bench.paper.measuring import Measuring, Setting
+from vlora.bench.paper.measured.machine_costs import SIMULATOR_COSTS, write_costs
+from vlora.bench.paper.measuring import Measuring, Setting, device_words
 from vlora.bench.paper.registry import ELSEWHERE, FIGURES, chosen
-from vlora.bench.report import Report
+from vlora.bench.report import Report, environment
 from vlora.bench.timing import threads
 
 
 def run(quick: bool, out: Path, keys: Sequence[str], say: Callable[[str], None]) -> Report:
     """Draw figures into a folder: PNG files, `index.html`, and measurements in `measured`, which a later run in the
-    same setting uses again.
+    same setting uses again. If costs are measured, they are also written for `vlora simulate --costs`.
 
     Args:
         quick: Fewer points and repetitions, a smaller model.
@@ -49,12 +50,19 @@ def run(quick: bool, out: Path, keys: Sequence[str], say: Callable[[str], None])
             gc.collect()
         # The page also has the figures of earlier runs in this setting.
         drawn = [
-            Drawn(figure, measuring.once(figure.key, dict), measuring.seconds(figure.key))
+            Drawn(
+                figure,
+                measuring.once(figure.key, dict),
+                device_words(figure.device(setting)),
+                measuring.origins(figure.key),
+            )
             for figure in FIGURES
             if measuring.knows(figure.key)
         ]
         for each in drawn:
             drawing.save(each.figure, each.found, setting, out / each.picture)
+        if measuring.knows("costs"):
+            write_costs(measuring, out / SIMULATOR_COSTS)
         minutes = (time.perf_counter() - started) / 60
         report = _report(drawn, minutes, load, setting)
         write_page(out / "index.html", drawn, ELSEWHERE, report)
@@ -69,6 +77,7 @@ def _num_threads(device: torch.device) -> int:
 def _report(drawn: Sequence[Drawn], minutes: float, load: float, setting: Setting) -> Report:
     rows = [row for each in drawn for row in each.rows()]
     found = {
+        "env": environment(),  # with the threads of the measurements
         "drawn": [each.figure.key for each in drawn],
         "elsewhere": {each.key: each.needs for each in ELSEWHERE},
         "model": setting.model.name,
@@ -76,5 +85,12 @@ def _report(drawn: Sequence[Drawn], minutes: float, load: float, setting: Settin
         "minutes": round(minutes, 2),
         "load at the start": round(load, 2),
         "of all figures": len(FIGURES),
+        "measured": {
+            each.figure.key: {
+                "device": each.device,
+                "origins": {name: origin._asdict() for name, origin in each.origins.items()},
+            }
+            for each in drawn
+        },
     }
     return Report("paper", rows, [goal for each in drawn for goal in each.goals], found=found)

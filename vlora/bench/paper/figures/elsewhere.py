@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vlora.bench.paper.figure import Elsewhere
+from vlora.bench.paper.measured.machine_costs import SIMULATOR_COSTS
 
 _LARGE = "GPUs with several ranks over NCCL, and a checkpoint of Llama-3.1-70B (141 GB)"
 _TP = "vlora bench tp --out DIR"
@@ -22,7 +23,7 @@ ELSEWHERE = (
         number="fig7",
         title="throughput on a real trace",
         needs="the trace of LMSYS Chatbot Arena; a CSV of it is replayed in the simulator",
-        command="vlora simulate TRACE.csv --adapters 26 --costs DIR/measured/costs.json",
+        command=f"vlora simulate TRACE.csv --adapters 26 --costs DIR/{SIMULATOR_COSTS}",
     ),
     Elsewhere(
         paper="punica",

@@ -83,7 +83,7 @@ def _measure_rates(measuring: Measuring) -> dict[str, Any]:
         clips = chunks(workload, 16 if quick else 24, NUM_ADAPTERS, _LOAD * full, heads)
         for app, its in (("retrieval", arrivals[: 20 if quick else 60]), ("video", clips)):
             measure = functools.partial(engine_latency_ms, measuring, policy, its, round(workload.patches**0.5))
-            ms = measuring.once(f"engine-{app}-{policy}", measure)
+            ms = measuring.once(f"engine-{app}-{policy}", measure, inputs=("costs",))  # by the rates of arrivals
             simulated = latency_ms(measuring, known[name], its)
             found["engine"].setdefault(app, {})[name] = {"ms": ms, "simulated ms": simulated}
     found["engine load"] = _LOAD

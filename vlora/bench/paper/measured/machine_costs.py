@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +20,9 @@ from vlora.lora.merge_shadow import ShadowSwitcher
 from vlora.models.loading import dummy_model
 from vlora.orchestrator import Costs
 
+SIMULATOR_COSTS = "measured/machine-costs.json"
+"""The file of costs for `vlora simulate`, in the folder of the figures."""
+
 _QUICK_BATCHES = ((1, 64), (4, 32), (8, 64), (16, 8), (32, 8))
 _SITE = Shape(896, (4864,))
 _DECODE, _PREFILL = (2,) * 8, (96, 64, 48, 48)  # segments of a step with short and of one with long lanes
@@ -25,8 +30,18 @@ _DECODE, _PREFILL = (2,) * 8, (96, 64, 48, 48)  # segments of a step with short 
 
 def machine_costs(measuring: Measuring) -> tuple[Costs, float]:
     """The fitted costs of a step of the setting's model, and the seconds to load an adapter."""
-    found = measuring.once("costs", lambda: _fitted(measuring.setting))["costs"]
+    found = _costs(measuring)["costs"]
     return Costs(**{name: found[name] for name in Costs._fields}), float(found["load_s"])
+
+
+def write_costs(measuring: Measuring, path: Path) -> None:
+    """Write the costs as `vlora simulate --costs` reads them."""
+    path.write_text(json.dumps(_costs(measuring)) + "\n")
+
+
+def _costs(measuring: Measuring) -> dict[str, Any]:
+    found: dict[str, Any] = measuring.once("costs", lambda: _fitted(measuring.setting))
+    return found
 
 
 def _fitted(setting: Setting) -> dict[str, Any]:
