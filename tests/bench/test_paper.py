@@ -36,7 +36,6 @@ from vlora.cli import cli
 from vlora.errors import BadConfig
 from vlora.orchestrator import Costs
 from vlora.simulator import read_costs
-from vlora.simulator.workloads import Hottest
 
 # The figures that the benchmark is for; those of V-LoRA also have 22 and 23.
 WANTED = {
@@ -267,9 +266,7 @@ def test_this_project_s_operator_is_not_compared_with_the_papers_systems() -> No
 def test_s_lora_s_throughput_is_of_unmerged_only_with_5_and_2000_adapters(
     measuring: Measuring, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    few = Hottest(rate=1.0, skew=0.5, **systems.RETRIEVAL)
-    arrivals = {number: list(few.arrivals(4, number, seed=0)) for number in (1, 5, 20, 200, 2000)}
-    monkeypatch.setattr(slora_serving, "_arrivals", lambda _, load, number: arrivals[number])
+    monkeypatch.setattr(slora_serving, "num_requests", lambda quick: 4)
     store_costs(measuring)
     (numbers,) = chosen(["s-lora:fig5"])
     found = numbers.measure(measuring)

@@ -21,12 +21,16 @@ _KV_TOKENS = 12_000  # for about 30 requests, as on S-LoRA's A10G (A.1)
 BMM = "bmm with padding (S-LoRA-bmm)"
 
 
+def num_requests(quick: bool) -> int:
+    return 120 if quick else 200
+
+
 def _arrivals(
     measuring: Measuring, load: float, num_adapters: int, *, cv: float = 1.0, alpha: float = 1.0
 ) -> list[Arrival]:
     """Requests at a share of the capacity of unmerged-only with 200 adapters."""
     rate = load * capacity(measuring, _MEAN, _MEAN, power_law(200, 1.0))
-    number = 120 if measuring.setting.quick else 200
+    number = num_requests(measuring.setting.quick)
     return list(Gamma(rate=rate, cv=cv, alpha=alpha, **_LENGTHS).arrivals(number, num_adapters, seed=0))
 
 
