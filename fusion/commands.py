@@ -19,7 +19,7 @@ from fusion.plan.plan_file import read_plan_file
 from fusion.plan.summary import as_json, print_summary
 from fusion.progress.progress import Progress
 from fusion.report.report import FusionReport
-from fusion.report.results import refuse_to_overwrite
+from fusion.report.results import refuse_foreign, refuse_to_overwrite
 from fusion.training.resume_hint import ResumeHint
 from vlora.errors import BadConfig
 from vlora.plan_files.run_lock import lock_folder
@@ -54,21 +54,22 @@ def fuse(
 
     Raises:
         BadPlan: the plan or its data cannot be used.
-        BadConfig: OUT contains the work of an earlier run and neither `resume` nor `restart` is given, or another
-            process uses OUT.
+        BadConfig: OUT contains the work of an earlier run and neither `resume` nor `restart` is given, or files that
+            no run wrote and this one would delete, or another process uses OUT.
     """
     if workers > 1 and not device.startswith("cpu"):
         raise BadConfig(f"workers is {workers}, but on {device} one process trains at a time; omit workers")
     if resume and restart:
         raise BadConfig("resume continues an earlier run and restart deletes it; give only one of the two")
     file, console, out = read_plan_file(plan_path), console or Console(), Path(out)
-    if out.exists() and not resume and not restart:
+    if out.exists():
         with lock_folder(out):
-            refuse_to_overwrite(out)
+            _check_folder(out, continues=resume or restart)
     hint = resume_hint or ResumeHint(out, restart=restart)
     with Progress(console) as progress:
         checked = check_plan(file, progress)
         with lock_folder(out):
+            _check_folder(out, continues=resume or restart)  # another run may have used it since
             started = time.perf_counter()
             data = prepare_data(checked, out, progress, device=device, resume=resume)
             base = score_base(data)
@@ -83,6 +84,12 @@ def fuse(
     if words := report.in_words():
         console.print(words, markup=False, highlight=False)
     return report
+
+
+def _check_folder(out: Path, *, continues: bool) -> None:
+    refuse_foreign(out)
+    if not continues:
+        refuse_to_overwrite(out)
 
 
 def explain(

@@ -1,31 +1,64 @@
-"""A run's results in its folder: adapters, test data and report, replaced together."""
+"""A run's results in its folder: adapters, test data and report, replaced together; files of others stay."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
+from fusion.training.resume_hint import UNFINISHED
 from vlora.errors import BadConfig
 
 _REPORT = "report.json"  # removed first and written last: if it exists, all other results are of the same run
 _NAMES = ("adapters", "test", "report.html", _REPORT)
+_STAGED = "results.unfinished"
+_REPLACED = "replaced.json"  # in the staged results: the report of the results that they replace
+# What a run writes into its other folders, by name.
+_TRAININGS = re.compile(rf"run\.json|[0-9a-f]{{24}}|{UNFINISHED}.*")
+_FEATURES = re.compile(r"[0-9a-f]{64}\.(safetensors|\d+)")
 
 
 @contextlib.contextmanager
 def replace_results(out: Path) -> Iterator[Path]:
-    """A folder for new results, which replace those in OUT when the block ends; if it raises, OUT does not change."""
-    staged = out / "results.unfinished"
+    """A folder for new results, which replace those in OUT when the block ends; if it raises, OUT does not change.
+
+    Raises BadConfig if OUT contains files in their place that no run wrote.
+    """
+    refuse_foreign(out)
+    staged = out / _STAGED
     shutil.rmtree(staged, ignore_errors=True)
     staged.mkdir(parents=True)
     yield staged
-    remove(out / _REPORT)
+    if (out / _REPORT).exists():
+        (out / _REPORT).rename(staged / _REPLACED)
     for name in _NAMES:
         remove(out / name)
         (staged / name).rename(out / name)
-    staged.rmdir()
+    shutil.rmtree(staged)
+
+
+def refuse_foreign(out: Path) -> None:
+    """Raise BadConfig if a run would delete something in OUT that no run wrote. Its reports name what it wrote."""
+    places = (out / _REPORT, out / _STAGED / _REPORT, out / _STAGED / _REPLACED)
+    reports = [report for place in places if (report := _read_report(place)) is not None]
+    found = [
+        *_others(out / "checkpoint", _TRAININGS),
+        *_others(out / "features", _FEATURES),
+        *_others(out / "adapters", _any_of(one["name"] for report in reports for one in report["adapters"])),
+        *_others(out / "test", _any_of(one["name"] for report in reports for one in report["domains"])),
+        *_others(out / _STAGED, _any_of((*_NAMES, _REPLACED))),
+        *(name for name in ("report.html", _REPORT) if not reports and (out / name).exists()),
+    ]
+    if found:
+        raise BadConfig(
+            f"{out} contains {', '.join(found)}, which `vlora fuse` did not write and would delete; choose another "
+            f"folder, or move {'it' if len(found) == 1 else 'them'}"
+        )
 
 
 def refuse_to_overwrite(out: Path) -> None:
@@ -52,3 +85,27 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def _read_report(file: Path) -> dict[str, Any] | None:
+    """A report's content; None for other files."""
+    try:
+        report = json.loads(file.read_bytes())
+        named = [one["name"] for key in ("adapters", "domains") for one in report[key]]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return report if all(isinstance(name, str) for name in named) else None
+
+
+def _any_of(names: Iterable[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, names)))
+
+
+def _others(folder: Path, own: re.Pattern[str]) -> list[str]:
+    """The folder, with a file as evidence, if it contains files whose names differ from a run's own."""
+    if folder.exists() and not folder.is_dir():
+        return [folder.name]
+    names = sorted(entry.name for entry in folder.glob("*"))
+    others = [name for name in names if not own.fullmatch(name)]
+    more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+    return [f"{folder.name}/ ({others[0]}{more})"] if others else []

@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from fusion import commands
 from fusion.commands import fuse
 from fusion.report import results
-from fusion.report.results import refuse_to_overwrite, replace_results
+from fusion.report.results import refuse_foreign, refuse_to_overwrite, replace_results
 from vlora.errors import BadConfig
 
+PLAN = "domains:\n  - {name: a, source: /nowhere, question: q, threshold: 0.5}\n"
 
-def write(folder: Path, content: str) -> None:
-    for name in ("adapters/signs", "test/signs"):
+
+def write(folder: Path, content: str, adapter: str = "signs") -> None:
+    for name in (f"adapters/{adapter}", "test/signs"):
         (folder / name).mkdir(parents=True)
         (folder / name / "file").write_text(content)
-    for name in ("report.html", "report.json"):
-        (folder / name).write_text(content)
+    (folder / "report.html").write_text(content)
+    report = {"adapters": [{"name": adapter}], "domains": [{"name": "signs"}], "content": content}
+    (folder / "report.json").write_text(json.dumps(report))
 
 
 def found(out: Path) -> set[str]:
-    return {file.read_text() for file in out.rglob("*") if file.is_file()}
+    files = {file for file in out.rglob("*") if file.is_file()}
+    reports = {file for file in files if file.name == "report.json"}
+    return {file.read_text() for file in files - reports} | {
+        json.loads(file.read_text())["content"] for file in reports
+    }
+
+
+def finish(out: Path, number: int) -> None:
+    """A training of a run that was stopped."""
+    folder = out / "checkpoint" / f"{number:024x}"
+    folder.mkdir(parents=True)
+    (folder / "trained.json").write_text("{}")
+    (out / "checkpoint" / "run.json").write_text("{}")
 
 
 def test_results_replace_those_of_an_earlier_run(tmp_path: Path) -> None:
@@ -66,21 +83,89 @@ def test_an_earlier_run_is_deleted_only_with_restart(tmp_path: Path) -> None:
     refuse_to_overwrite(tmp_path / "none")
     refuse_to_overwrite(tmp_path)
     for number, words in ((1, "1 finished training of"), (2, "2 finished trainings of")):
-        (tmp_path / "checkpoint" / str(number)).mkdir(parents=True)
-        (tmp_path / "checkpoint" / str(number) / "trained.json").write_text("{}")
+        finish(tmp_path, number)
         with pytest.raises(BadConfig, match=rf"{words} a run that was stopped; give --resume .* --restart"):
             refuse_to_overwrite(tmp_path)
-    (tmp_path / "report.json").write_text("{}")
+    write(tmp_path, "first")
     with pytest.raises(BadConfig, match=r"results of a run that finished on 20.*--restart to train everything again"):
         refuse_to_overwrite(tmp_path)
 
 
 def test_the_folder_is_checked_before_the_plans_data(tmp_path: Path) -> None:
     plan, out = tmp_path / "plan.yaml", tmp_path / "out"
-    plan.write_text("domains:\n  - {name: a, source: /nowhere, question: q, threshold: 0.5}\n")
+    plan.write_text(PLAN)
     write(out, "first")
     with pytest.raises(BadConfig, match="results of a run that finished"):
         fuse(plan, out)
     with pytest.raises(BadConfig, match="only one of the two"):
         fuse(plan, out, resume=True, restart=True)
     assert found(out) >= {"first"}
+
+
+def test_a_run_that_ended_while_the_plan_was_checked_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, out = tmp_path / "plan.yaml", tmp_path / "out"
+    plan.write_text(PLAN)
+    monkeypatch.setattr(commands, "check_plan", lambda *_: finish(out, 1))
+    with pytest.raises(BadConfig, match="1 finished training of a run that was stopped"):
+        fuse(plan, out)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "checkpoint/model.safetensors",
+        "features/own.npy",
+        "adapters/own/adapter_config.json",
+        "test/red/0.png",
+        "report.html",
+        "report.json",
+        "adapters",
+    ],
+)
+@pytest.mark.parametrize("option", ["", "resume", "restart"])
+def test_files_that_no_run_wrote_are_never_deleted(tmp_path: Path, name: str, option: str) -> None:
+    plan, file = tmp_path / "plan.yaml", tmp_path / name
+    plan.write_text(PLAN)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text('["mine"]')
+    words = rf"{tmp_path} contains {name.split('/')[0]}.*, which `vlora fuse` did not write"
+    with pytest.raises(BadConfig, match=words):
+        fuse(plan, tmp_path, resume=option == "resume", restart=option == "restart")
+    assert file.read_text() == '["mine"]'
+
+
+@pytest.mark.parametrize("name", ["adapters/own", "test/own", "checkpoint/own", "features/own"])
+def test_files_beside_those_of_a_run_are_never_deleted(tmp_path: Path, name: str) -> None:
+    write(tmp_path, "first")
+    finish(tmp_path, 1)
+    (tmp_path / "features").mkdir()
+    (tmp_path / "features" / f"{1:064x}.safetensors").touch()
+    refuse_foreign(tmp_path)
+    (tmp_path / name).touch()
+    with pytest.raises(BadConfig, match=rf" contains {name.replace('/', '/ .')}\), which"):
+        refuse_foreign(tmp_path)
+    with pytest.raises(BadConfig, match="did not write"), replace_results(tmp_path):
+        pass
+    assert (tmp_path / name).exists() and (tmp_path / "adapters" / "signs" / "file").exists()
+
+
+@pytest.mark.parametrize("stop_at", ["adapters", "test", "report.html"])
+def test_an_interrupted_replacement_can_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: str
+) -> None:
+    """The adapters of both runs, which may be mixed, have different names."""
+    write(tmp_path, "first", adapter="signs-digits")
+
+    def interrupted(path: Path, remove: Callable[[Path], None] = results.remove) -> None:
+        if path.name == stop_at:
+            raise KeyboardInterrupt
+        remove(path)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(results, "remove", interrupted)
+        with replace_results(tmp_path) as folder:
+            write(folder, "second")
+    refuse_foreign(tmp_path)
+    with replace_results(tmp_path) as folder:
+        write(folder, "third")
+    assert found(tmp_path) == {"third"}
