@@ -7,7 +7,7 @@ import functools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +28,7 @@ from fusion.training.image_head import HIDDEN_UNITS, ImageHead, stored_head
 from fusion.training.objectives import HeadObjective
 from fusion.training.scoring import Evaluator
 from heads import HeadSpec, save_heads
+from vlora.errors import BadPlan
 
 _WARM_UP_STEPS = 10
 _EVALUATIONS = 12  # on held-back samples within one training
@@ -245,6 +246,8 @@ class LoraTrainer:
                 with self.adapter.autocast():
                     loss = own.task.loss(outputs, head, [targets[id(sample)] for _, sample in batch])
                 loss.backward()
+                gradients = [parameter.grad for parameter in head.parameters() if parameter.grad is not None]
+                self._refuse_not_finite((domain,), step, float(loss.detach()), nn.utils.get_total_norm(gradients))
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
                 losses.append(float(loss.detach()))
@@ -271,7 +274,7 @@ class LoraTrainer:
                         break
                 for group in optimizer.param_groups:
                     group["lr"] = settings.learning_rate * _rate(step, done)
-                loss, size = self._step(optimizer, self._draw_batch(rng, job.rows(step)), size)
+                loss, size = self._step(optimizer, self._draw_batch(rng, job.rows(step)), size, step)
                 losses.append(loss)
                 if self.progress.watched and held_out.due and step + 1 < job.steps:
                     before = time.process_time()
@@ -296,19 +299,32 @@ class LoraTrainer:
     def _draw_batch(self, rng: np.random.Generator, rows: Sequence[str]) -> list[tuple[str, EncodedSample]]:
         return [pair for name, count in Counter(rows).items() for pair in self.draw(rng, name, count)]
 
-    def _step(self, optimizer: torch.optim.Optimizer, batch: Batch, size: int) -> tuple[float, int]:
+    def _step(self, optimizer: torch.optim.Optimizer, batch: Batch, size: int, step: int = 0) -> tuple[float, int]:
         """One optimizer step on a batch, in parts of `size` samples, or fewer if memory runs out. Returns the loss and
-        the size used."""
+        the size used. Raises BadPlan, and leaves the weights unchanged, if the loss is not finite."""
 
         def undo(at_once: int) -> None:
             optimizer.zero_grad(set_to_none=True)  # drop the gradients of earlier parts
             self.progress.say(f"out of memory: continuing with {at_once} samples at a time; gradients do not change")
 
         loss, size = halving(size, lambda at_once: self.backward(batch, at_once), undo)
-        nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
+        norm = nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
+        self._refuse_not_finite((name for name, _ in batch), step, loss, norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss, size
+
+    def _refuse_not_finite(self, domains: Iterable[str], step: int, loss: float, norm: torch.Tensor) -> None:
+        """Raise BadPlan if the loss or the norm of its gradient is not finite: the step would spoil every weight."""
+        if math.isfinite(loss) and math.isfinite(norm):
+            return
+        settings = self.plan.training
+        exact = ", or set `training.bfloat16: false`" if settings.bfloat16 else ""
+        raise BadPlan(
+            f"training {', '.join(dict.fromkeys(domains))}: step {step + 1} has a loss of {loss:g} and a gradient of "
+            f"norm {float(norm):g}, which must be finite; lower `training.learning_rate` (now "
+            f"{settings.learning_rate:g}){exact}"
+        )
 
     def _update(self, held_out: HeldOutScores) -> None:
         self.adapter.model.eval()

@@ -14,9 +14,11 @@ from transformers import AutoModelForImageTextToText
 from fusion.data.frames import Picture
 from fusion.data.samples import Sample, Splits
 from fusion.embedded.drawing import SIZE
-from fusion.plan.schema import LoraPlan
+from fusion.plan.schema import LoraPlan, TrainingPlan
 from fusion.training.accumulate import backward_in_parts, halving
+from fusion.training.checkpoint import Checkpoint, State
 from fusion.training.objectives import ForwardOutputs, HeadObjective
+from fusion.training.run_cache import RunCache
 from fusion.training.trainer import LoraTrainer
 from heads import Box, load_heads
 from tests.fusion.small import COLORS, StepsReported, color_splits, plan_of, trainer_of, write_base
@@ -116,6 +118,54 @@ def test_only_what_calibration_decides_keeps_samples_from_training(mixed: LoraTr
         drawn = {id(sample.ids) for _, sample in mixed.draw(np.random.default_rng(0), name, 500)}
         assert len(own.held_back) == len(own.train) // 10
         assert bool(drawn & {id(sample.ids) for sample in own.held_back}) == (not kept)
+
+
+def test_a_loss_that_is_not_finite_ends_a_training_of_which_nothing_is_stored(
+    mixed: LoraTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = mixed.adapter.snapshot()
+    monkeypatch.setattr(mixed, "plan", mixed.plan.model_copy(update={"training": TrainingPlan(steps=3, batch_size=4)}))
+    head, steps = mixed.domains["squares"].task, {"lora": 0, "head": 0}
+
+    def spoil(owner: object, what: str) -> None:
+        """The loss of the second step is not a number."""
+        loss_of = owner.loss  # type: ignore[attr-defined]
+
+        def loss(*arguments: object) -> torch.Tensor:
+            steps[what] += 1
+            return loss_of(*arguments) * (float("nan") if steps[what] == 2 else 1.0)  # type: ignore[no-any-return]
+
+        monkeypatch.setattr(owner, "loss", loss)
+
+    cache = RunCache(mixed, Checkpoint(tmp_path / "checkpoint", {}, resume=False), rehearsal=0.5)
+    spoil(mixed.adapter, "lora")
+    with pytest.raises(
+        BadPlan, match=r"^training colors: step 2 has a loss of nan .* `training.learning_rate` \(now 0.003\), or set"
+    ):
+        cache(("colors",))
+    spoil(head, "head")
+    with pytest.raises(BadPlan, match=r"^training squares: step 2 has a loss of nan "):
+        cache(("squares",))
+    assert all(bool(tensor.isfinite().all()) for tensor in mixed.adapter.snapshot().values())
+    assert [file.name for file in (tmp_path / "checkpoint").iterdir()] == ["run.json"]
+    forget(mixed, before)
+
+
+def test_a_gradient_that_is_not_finite_ends_a_training(mixed: LoraTrainer) -> None:
+    before, parameter = mixed.adapter.snapshot(), next(iter(mixed.adapter.lora.values()))
+    hook = parameter.register_hook(lambda gradient: gradient * float("inf"))
+    with pytest.raises(BadPlan, match=r"^training colors: step 1 has a loss of \d.* a gradient of norm (inf|nan)"):
+        mixed.train("colors", ())
+    hook.remove()
+    assert all(bool(tensor.isfinite().all()) for tensor in mixed.adapter.snapshot().values())
+    forget(mixed, before)
+
+
+def forget(trainer: LoraTrainer, state: State) -> None:
+    """Undo a training that has failed."""
+    trainer.adapter.model.zero_grad()
+    trainer.adapter.model.eval()
+    trainer.adapter.restore(state)
 
 
 class LimitedMemory:
