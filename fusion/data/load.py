@@ -95,7 +95,7 @@ def _load(domain: DomainPlan, plan: Plan, errors: PlanErrors, progress: Progress
             f"`training.patience` needs a tenth of the training samples held back, but none of these "
             f"{len(data.splits.train)} can be held back without splitting a group; add data, or remove patience"
         )
-    in_words = domain.head == WORDS and data.splits.labels
+    in_words = domain.head == WORDS and WORDS in HEADS[data.splits.task] and data.splits.labels
     return dataclasses.replace(data, splits=data.splits.in_words()) if in_words else data
 
 

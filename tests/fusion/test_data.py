@@ -230,6 +230,17 @@ def test_labels_may_be_answered_in_words(tmp_path: Path) -> None:
     assert splits.labels == () and {sample.target for sample in splits.validation} == {"cat", "dog"}
 
 
+@pytest.mark.parametrize(("task", "answers"), [("multi_label", ["a;b", "b"]), ("regression", ["1.5", "-2"])])
+def test_words_for_a_task_without_them_are_an_error_like_others(tmp_path: Path, task: str, answers: list[str]) -> None:
+    rows = [[picture(tmp_path / f"{number}.png", number).name, answers[number % 2]] for number in range(24)]
+    write_csv(tmp_path / "rows.csv", ["image", "answer"], rows)
+    (tmp_path / "boxes.json").write_text(json.dumps(coco(tmp_path)))
+    lines = f"task: {task}\nhead: words\ndata: {{format: questions, path: rows.csv}}"
+    errors = errors_of(write_plan(tmp_path, lines, f"{COCO}\nhead: words", "source: nowhere"))
+    assert [error.split("`")[1] for error in errors] == ["domains[0].head", "domains[1].head", "domains[2].source"]
+    assert f"is 'words'; the task {task!r} is answered by {task}" in errors[0]
+
+
 def test_16_bit_and_rotated_pictures_are_read_as_by_the_server(tmp_path: Path) -> None:
     from PIL import Image
 
