@@ -21,7 +21,7 @@ from fusion.data.tables import read_labelled_videos, read_questions
 from fusion.data.targets import labels_shown, targets_of
 from fusion.data.verify import check_parts, verify_items
 from fusion.plan.data_formats import Coco, DataPlan, ImageFolder, Questions, References, Unlabelled, VideoFolder
-from fusion.plan.schema import DomainPlan, Plan
+from fusion.plan.schema import DomainPlan, Plan, RelativeThreshold
 from fusion.plan.tasks import HEADS, METRICS, MIN_LABELS, WORDS
 from fusion.progress.progress import Progress
 from fusion.synthetic.sources import BUILT_IN, load_source
@@ -78,6 +78,7 @@ def load_domains(plan: Plan, errors: PlanErrors, progress: Progress | None = Non
 
 
 def _load(domain: DomainPlan, plan: Plan, errors: PlanErrors, progress: Progress) -> DomainData | None:
+    _check_margin(domain, plan, errors)
     if domain.source in BUILT_IN:
         splits = _load_built_in(domain, plan.seed, errors)
         data = None if splits is None else DomainData(splits)
@@ -197,6 +198,19 @@ def _check_overlap_targets(splits: Splits, errors: PlanErrors) -> None:
     if other := next((target for target in targets if box_of_words(target) is None), None):
         errors.add(
             f"is 'overlap', but the answer {other!r} is not a box in thousandths ([0, 250, 500, 1000])", "metric"
+        )
+
+
+def _check_margin(domain: DomainPlan, plan: Plan, errors: PlanErrors) -> None:
+    """Refuse a threshold that is the score alone, if the lower bound of that score has to meet it."""
+    threshold = domain.threshold
+    if plan.confidence is None or not isinstance(threshold, RelativeThreshold):
+        return
+    if threshold.relative_to == "alone" and threshold.minus == 0:
+        errors.add(
+            f"is the score alone with `minus: 0`, which the lower bound of that score at a confidence of "
+            f"{plan.confidence:g} cannot reach; set `minus` above 0, or `confidence: null`",
+            "threshold",
         )
 
 

@@ -26,11 +26,16 @@ def set_thresholds(data: DataReady, session: Session) -> Thresholds:
     alone = trained_alone(data.plan, data.teacher_scores)
     session.progress.expect(min_trainings(data.plan, alone))
     session.run_ahead([partial(session.cache, (name,)) for name in alone])
-    return Thresholds(thresholds_of(data.plan, session.cache, data.teacher_scores, session.progress.say))
+    counts = {name: len(domain.validation) for name, domain in data.domains.items()}
+    return Thresholds(thresholds_of(data.plan, session.cache, data.teacher_scores, counts, session.progress.say))
 
 
 def thresholds_of(
-    plan: Plan, train: Train, teacher_scores: Mapping[str, float], say: Callable[[str], None] = lambda _: None
+    plan: Plan,
+    train: Train,
+    teacher_scores: Mapping[str, float],
+    num_validation: Mapping[str, int],
+    say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, float]:
     """The value of each domain's threshold.
 
@@ -39,7 +44,9 @@ def thresholds_of(
 
     Args:
         teacher_scores: validation score of each domain's teacher.
-        say: called with a warning for each threshold of 0, which every adapter meets.
+        num_validation: number of validation samples of each domain.
+        say: called with a warning for each threshold of 0, which every adapter meets, and for each relative threshold
+            that the domain misses even alone.
     """
     thresholds = {}
     for domain in plan.domains:
@@ -47,12 +54,18 @@ def thresholds_of(
         value = threshold_before_training(domain, teacher_scores.get(name))
         if value is None:
             assert isinstance(wanted, RelativeThreshold) and wanted.relative_to == "alone", "the check ensures it"
-            alone = train((name,)).scores[name].value
-            value = max(0.0, alone - wanted.minus)
+            alone = train((name,)).scores[name]
+            value = max(0.0, alone.value - wanted.minus)
             if value == 0:
                 say(
-                    f"{name} reaches {alone:.3f} alone; minus {wanted.minus:g}, its threshold is 0, which every "
+                    f"{name} reaches {alone.value:.3f} alone; minus {wanted.minus:g}, its threshold is 0, which every "
                     "adapter meets; train it longer, or set a smaller `minus` or an absolute threshold"
+                )
+            elif alone.lower < value:
+                say(
+                    f"{name} reaches {alone.value:.3f} alone and misses its threshold of {value:.3f} (minus "
+                    f"{wanted.minus:g}), because the lower bound of {num_validation[name]} validation samples is "
+                    f"{alone.lower:.3f}; add validation samples, or set a larger `minus`"
                 )
         thresholds[name] = value
     return thresholds

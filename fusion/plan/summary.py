@@ -125,6 +125,11 @@ def _sample_size(domain: DomainSummary, confidence: float | None) -> str:
     """How many validation samples the domain's promise needs; empty without a confidence."""
     if confidence is None:
         return ""
+    if domain.better == 0:
+        return (
+            f"an adapter as good as its teacher passes in at most {1 - confidence:.0%} of runs at a confidence of "
+            f"{confidence:g} (warning: set `minus` above 0)"
+        )
     count = domain.counts["validation"]
     most = "" if domain.threshold is not None else "at most "
     needs = f"more than {MOST}" if domain.needs is None else f"{most}{domain.needs}"
@@ -163,8 +168,7 @@ def _domain(domain: DomainPlan, plan: Plan, data: DomainData) -> DomainSummary:
     splits = data.splits
     metric = domain.metric or METRICS[splits.task][0]
     value = threshold_before_training(domain, data.teacher_score)
-    better = domain.threshold.minus if isinstance(domain.threshold, RelativeThreshold) else 0.0
-    better = better or _BETTER
+    better = domain.threshold.minus if isinstance(domain.threshold, RelativeThreshold) else _BETTER
     return DomainSummary(
         name=domain.name,
         task=domain.task or splits.task,

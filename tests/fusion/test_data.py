@@ -400,6 +400,16 @@ def test_a_part_that_is_missing_or_empty(tmp_path: Path) -> None:
     assert "validation is empty" in error
 
 
+@pytest.mark.parametrize("threshold", ["{relative_to: alone}", "{relative_to: alone, minus: 0}"])
+def test_a_threshold_of_the_score_alone_is_refused_with_a_confidence(tmp_path: Path, threshold: str) -> None:
+    image_folder(tmp_path / "pictures", {"train": 2, "validation": 10, "test": 1})
+    lines = f"{IMAGES}\nthreshold: {threshold}"
+    (error,) = errors_of(write_plan(tmp_path, lines, more="confidence: 0.9\n"))
+    assert "`domains[0].threshold`: is the score alone with `minus: 0`" in error and "confidence of 0.9 cannot" in error
+    load(write_plan(tmp_path, lines, more="confidence: null\n"))
+    load(write_plan(tmp_path, f"{IMAGES}\nthreshold: {{relative_to: alone, minus: 0.1}}", more="confidence: 0.9\n"))
+
+
 def test_a_threshold_above_the_best_possible_bound_is_refused(tmp_path: Path) -> None:
     image_folder(tmp_path / "pictures", {"train": 2, "validation": 10, "test": 1})
     (error,) = errors_of(write_plan(tmp_path, f"{IMAGES}\nthreshold: 0.9", more="confidence: 0.95\n"))

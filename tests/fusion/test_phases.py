@@ -13,6 +13,7 @@ from fusion.phases.thresholds import thresholds_of
 from fusion.plan.schema import DomainPlan, Plan, RelativeThreshold
 
 ALONE = {"a": 0.95, "b": 0.7, "c": 0.85}
+COUNTS = dict.fromkeys(ALONE, 60)
 TURNS = {"a": 0.0, "b": 150.0, "c": 40.0}
 
 
@@ -44,10 +45,22 @@ def plan(*order: str, minus: float = 0.1, **more: Any) -> Plan:
 
 
 def test_a_relative_threshold_is_the_score_alone_minus_a_margin() -> None:
-    assert thresholds_of(plan(minus=0.05), train, {}) == pytest.approx({"a": 0.9, "b": 0.65, "c": 0.8})
+    assert thresholds_of(plan(minus=0.05), train, {}, COUNTS) == pytest.approx({"a": 0.9, "b": 0.65, "c": 0.8})
     lines: list[str] = []
-    assert thresholds_of(plan(minus=0.75), train, {}, lines.append)["b"] == 0.0
+    assert thresholds_of(plan(minus=0.75), train, {}, COUNTS, lines.append)["b"] == 0.0
     assert len(lines) == 1 and lines[0].startswith("b reaches 0.700 alone; minus 0.75, its threshold is 0")
+
+
+def test_a_bound_that_is_too_wide_for_the_margin_is_named() -> None:
+    lines: list[str] = []
+    thresholds_of(plan(minus=0.05), train, {}, COUNTS, lines.append)
+    assert not lines, "the bound is 0.02 below the score"
+    thresholds_of(plan(minus=0.01), train, {}, COUNTS, lines.append)
+    assert [line.split()[0] for line in lines] == ["a", "b", "c"]
+    assert lines[0].startswith(
+        "a reaches 0.950 alone and misses its threshold of 0.940 (minus 0.01), because the lower bound of 60 "
+        "validation samples is 0.930; add"
+    )
 
 
 def test_a_threshold_relative_to_a_teacher_needs_no_training() -> None:
@@ -57,7 +70,7 @@ def test_a_threshold_relative_to_a_teacher_needs_no_training() -> None:
     def never(adapter: Adapter) -> TrainingResult:
         raise AssertionError("trained")
 
-    assert thresholds_of(Plan(domains=domains), never, {"a": 0.85}) == pytest.approx({"a": 0.75})
+    assert thresholds_of(Plan(domains=domains), never, {"a": 0.85}, COUNTS) == pytest.approx({"a": 0.75})
 
 
 def test_candidate_orders_by_name() -> None:
@@ -72,7 +85,8 @@ def test_first_fit_uses_adapters_that_the_papers_variant_has_closed() -> None:
     def pack(packing: str, *order: str) -> list[Adapter]:
         made = plan(*order, packing=packing)
         cache: Any = train  # neither way of packing does more than call it
-        return list(packing_of(made, DOMAINS, thresholds_of(made, train, {}), cache, lambda line: None).adapters)
+        thresholds = thresholds_of(made, train, {}, COUNTS)
+        return list(packing_of(made, DOMAINS, thresholds, cache, lambda line: None).adapters)
 
     assert pack("naive") == [("a", "b"), ("c",)]
     assert pack("naive", "similarity") == [("a",), ("c", "b")]

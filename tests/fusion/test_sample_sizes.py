@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import math
 
 import numpy as np
 import pytest
+from rich.console import Console
 
+from fusion.data.load import DomainData
 from fusion.packing.bounds import score_with_bound
 from fusion.packing.sample_sizes import POWER, samples_needed
+from fusion.phases.plan_checked import PlanChecked
+from fusion.plan.estimate import Estimate
+from fusion.plan.lora_size import LoraSize
+from fusion.plan.schema import DomainPlan, Plan, RelativeThreshold
+from fusion.plan.summary import print_summary
+from fusion.teachers.labelling import TeacherResult
+from tests.fusion.small import color_splits
+from vlora.plan_files.errors import PlanText
 
 
 def passes(number: int, threshold: float, true: float) -> float:
@@ -43,3 +54,20 @@ def test_an_unknown_threshold_needs_the_most_samples() -> None:
     known = [samples_needed(threshold / 20, 0.05, 0.95) for threshold in range(1, 20)]
     assert most is not None and all(needed is not None and needed <= 1.01 * most for needed in known)
     assert samples_needed(None, 0.001, 0.95) is None
+
+
+@pytest.mark.parametrize(
+    ("minus", "promise"),
+    [
+        (0.1, "needs 82 validation samples at a confidence of 0.95, so that an adapter 0.1 above the threshold passes"),
+        (0.0, "an adapter as good as its teacher passes in at most 5% of runs at a confidence of 0.95 (warning: set"),
+    ],
+)
+def test_the_margin_of_a_relative_threshold_is_the_plans(minus: float, promise: str) -> None:
+    threshold = RelativeThreshold(relative_to="teacher", minus=minus)
+    plan = Plan(domains=(DomainPlan(name="a", source="made", question="what?", threshold=threshold),))
+    data = {"a": DomainData(color_splits(), TeacherResult("theirs", 0.8 + minus))}
+    printed = io.StringIO()
+    estimate = Estimate(1.0, 2.0, 0.1, 32, 1, 32, "cpu", 1)
+    print_summary(PlanChecked(plan, PlanText(), data, LoraSize(1, 1)), estimate, Console(file=printed))
+    assert f"promise   {promise}" in printed.getvalue()
