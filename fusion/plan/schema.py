@@ -179,6 +179,11 @@ class Plan(PlanModel):
                 f"`packing: {packing}` trains domains at once, without an order; remove `order`, or set "
                 "`packing: first_fit`"
             )
+        if "similarity" in order and (lora := info.data.get("lora")) is not None and lora.vision:
+            raise ValueError(
+                "`similarity` compares image features, which trainings change with `lora.vision: true`; choose another "
+                "order, or remove `vision`"
+            )
         return order
 
     @field_validator("training")

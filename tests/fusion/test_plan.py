@@ -90,6 +90,13 @@ def test_the_plan_that_ships() -> None:
         ("steps: 10", "batch_size: 1", 2, "training", "leaves no sample for the domains before it"),
         ("base: embedded", "packing: jointly\norder: random", 2, "order", "without an order"),
         (
+            "base: embedded",
+            "packing: first_fit\norder: [given, similarity]\nlora: {vision: true}",
+            2,
+            "order",
+            "`similarity` compares image features, which trainings change with `lora.vision: true`; choose",
+        ),
+        (
             "base: embedded\ntraining:",
             "packing: jointly\ntraining:\n  rehearsal: 0.3",
             2,
