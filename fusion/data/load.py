@@ -138,6 +138,8 @@ def _load_user_data(domain: DomainPlan, seed: int, errors: PlanErrors, progress:
     except OSError as error:
         here.add(f"{error.filename} cannot be read: {error.strerror}", "path")
         return None
+    if (domain.head or HEADS[task][0]) != WORDS:
+        _check_questions(domain, task, items, here)
     seen = verify_items(items, here, progress, domain.name)
     if here:
         return None
@@ -191,6 +193,18 @@ def _check_references(domain: DomainPlan, errors: PlanErrors) -> None:
         )
     if domain.metric is None:
         errors.add("has no `metric`; expressions are answered with boxes, so use `overlap`")
+
+
+def _check_questions(domain: DomainPlan, task: str, items: Sequence[Item], errors: PlanErrors) -> None:
+    """Refuse questions of samples that differ from the domain's, the only one that a served head is asked."""
+    words = f"`head: {WORDS}`, " if WORDS in HEADS[task] else ""
+    for item in items:
+        if item.question not in ("", domain.question):
+            errors.add(
+                f"{item.place}: the question {item.question!r} is not the domain's {domain.question!r}, which a head "
+                f"always answers; use {words}task vqa, or one domain per question",
+                "path",
+            )
 
 
 def _check_overlap_targets(splits: Splits, errors: PlanErrors) -> None:

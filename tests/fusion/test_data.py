@@ -198,7 +198,8 @@ def test_questions(
     rows = []
     for number in range(24):
         picture(tmp_path / "pictures" / f"{number}.png", number)
-        rows.append([f"{number}.png", f"question {number} ?", answers[number % 2]])
+        question = f"question {number} ?" if task == "vqa" else ("what is it ?", "")[number % 3 == 0]
+        rows.append([f"{number}.png", question, answers[number % 2]])
     if suffix == "csv":
         write_csv(tmp_path / "rows.csv", ["image", "question", "answer"], rows)
     else:
@@ -207,7 +208,21 @@ def test_questions(
     lines_ = f"task: {task}\ndata: {{format: questions, path: rows.{suffix}, images: pictures}}"
     splits = load(write_plan(tmp_path, lines_)).splits
     assert splits.labels == labels and {sample.target for sample in splits.train} == targets
-    assert splits.train[0].question == f"question {file_of(splits.train[0]).stem} ?"
+    if task == "vqa":
+        assert splits.train[0].question == f"question {file_of(splits.train[0]).stem} ?"
+
+
+@pytest.mark.parametrize("task", ("classification", "multi_label"))
+def test_a_head_answers_only_the_questions_of_its_domain(tmp_path: Path, task: str) -> None:
+    rows = [[str(picture(tmp_path / f"{n}.png", n).name), "what is it ?", ("cat", "dog")[n % 2]] for n in range(24)]
+    rows[3][1] = "what is that ?"
+    write_csv(tmp_path / "rows.csv", ["image", "question", "answer"], rows)
+    lines = f"task: {task}\ndata: {{format: questions, path: rows.csv}}"
+    (error,) = errors_of(write_plan(tmp_path, lines))
+    assert "rows.csv, line 5: the question 'what is that ?' is not the domain's 'what is it ?'" in error
+    assert ("use `head: words`, task vqa" in error) == (task == "classification") and "task vqa, or one" in error
+    if task == "classification":
+        assert load(write_plan(tmp_path, f"{lines}\nhead: words")).splits.task == "vqa"
 
 
 def test_groups_of_a_table_stay_together_and_its_parts_are_kept(tmp_path: Path) -> None:
