@@ -53,7 +53,8 @@ TrainTogether = Callable[[frozenset[str]], TrainingResult]
 class Step:
     """One training of a packing: `domains` jointly into the adapter `into` (empty: a new one).
 
-    broken: the domains that miss their thresholds, with their scores. kept: whether the training was kept.
+    broken: the domains that miss their thresholds, with their scores. kept: whether the training was kept; one that
+    breaks no threshold is rolled back where the merge of two adapters fails later.
     """
 
     domains: tuple[str, ...]

@@ -6,6 +6,7 @@ groups without measured conflicts, then one by one into an existing adapter, the
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -160,9 +161,17 @@ class _Search:
             before = list(self.adapters)
             others = [one for one in before if one is not small]
             if small in before and self._could_merge(small, others):
-                self.adapters = others
-                if not all(self._joins_any(name, self.adapters) for name in small.names):
+                self.adapters, first = others, len(self.steps)
+                unfit = next((name for name in small.names if not self._joins_any(name, self.adapters)), None)
+                if unfit is not None:
                     self.adapters = before
+                    self._undo(first, small.names, unfit)
+
+    def _undo(self, first: int, names: Adapter, unfit: str) -> None:
+        """Mark the joins from step `first` on as rolled back: `unfit` of these domains fits into no other adapter."""
+        if any(step.kept for step in self.steps[first:]):
+            self._say(f"undone: no other adapter takes {unfit}, so {_list(names)} stay together")
+        self.steps[first:] = [dataclasses.replace(step, kept=False) for step in self.steps[first:]]
 
     def _could_merge(self, small: _Held, others: Sequence[_Held]) -> bool:
         """Whether it is possible, as far as known, that all domains of an adapter find room in others."""
@@ -175,7 +184,7 @@ class _Search:
         """Whether all domains fit into one adapter, which is tried if it is affordable and has not failed."""
         if frozenset(self._domains) in self._failed or not self._affords(len(self._domains)):
             return False
-        trained, below = self._train(self._domains)
+        trained, below = self._train(self._domains, whole=True)
         if not below:
             self.adapters = [_Held(History(tuple(sorted(self._domains))), self._domains, trained)]
         return not below
@@ -199,17 +208,21 @@ class _Search:
         self.left += [name for one in groups if len(one) == 1 for name in one]
         self._groups += [one for one in groups if len(one) > 1]
 
-    def _train(self, group: Adapter) -> tuple[TrainingResult, dict[str, Score]]:
-        """Train a group jointly. Returns the result and the domains that miss their thresholds."""
+    def _train(self, group: Adapter, *, whole: bool = False) -> tuple[TrainingResult, dict[str, Score]]:
+        """Train a group jointly. Returns the result and the domains that miss their thresholds.
+
+        Args:
+            whole: the training is kept only if all of its domains meet their thresholds.
+        """
         trained = self._trainings.together(group)
         self.spent += len(group)
         below = below_threshold(trained.scores, self._thresholds)
-        self._record(group, (), trained, below, kept=len(below) < len(group))
+        stays = () if below and whole else tuple(name for name in group if name not in below)
+        self._record(group, (), trained, below, kept=bool(stays))
         if below:
-            stay = _list(name for name in group if name not in below) or "none"
             self._say(
                 f"{_list(group)} do not fit into one adapter, below threshold: "
-                f"{format_scores(below, self._thresholds)}; kept in it: {stay}"
+                f"{format_scores(below, self._thresholds)}; kept in it: {_list(stays) or 'none'}"
             )
         else:
             self._say(f"{_list(group)} in one adapter: {format_scores(trained.scores, self._thresholds)}")

@@ -66,9 +66,10 @@ def timeline_chart(
         ).text = f"{number}. {', '.join(step.domains)}: {values}; {step.seconds:.1f} s"
         _add(group, "rect", "block", x=left + 1, y=y, width=max(2.0, right - left - 2), height=_LANE - 16, rx=4)
         low = [name for name, bound in step.bounds.items() if bound < thresholds[name]]
+        outcome = "kept" if step.kept else "rolled back"
         lines = (
             f"{number}. {', '.join(step.domains)}",
-            "kept" if step.kept and not low else f"{'kept' if step.kept else 'rolled back'}: {', '.join(low)} too low",
+            f"{outcome}: {', '.join(low)} too low" if low else outcome,
         )
         for place, line in enumerate(lines):
             room = int((right - left - 10) / _LETTER)

@@ -71,7 +71,8 @@ class BrokenReport:
 
 @dataclasses.dataclass(frozen=True)
 class RollbackReport:
-    """`domains` did not fit with `into`, or with each other. broken: the domains below their threshold."""
+    """`domains` did not fit with `into`, or with each other. broken: the domains below their threshold; empty if
+    `domains` fitted, but another domain of their adapter did not, so that the merge was undone."""
 
     domains: tuple[str, ...]
     into: tuple[str, ...]

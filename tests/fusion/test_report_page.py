@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fusion.data.samples import Sample, Splits
-from fusion.report.charts import capacity_points, lanes_of
+from fusion.report.charts import capacity_points, lanes_of, timeline_chart
 from fusion.report.examples import Example, confusion_of, examples_of
 from fusion.report.page import page
 from fusion.report.report import BrokenReport, ConfusionReport, RollbackReport, StepReport
@@ -146,3 +146,9 @@ def test_boxes_are_drawn_where_they_are(frames: int) -> None:
     first, last = decoded(example.pictures[0]), decoded(example.pictures[-1])
     assert first[17:66, 17][:, 1].mean() > 120 and last[90:150, 84][:, 0].mean() > 150
     assert first[84:150, 84].max() < 60 if frames > 1 else first[84:150, 84].max() > 60
+
+
+def test_a_join_that_was_undone_breaks_no_threshold() -> None:
+    steps = (step("a", (), True, a=0.9), step("b", ("a",), False, a=0.9, b=0.9), step("b", ("a",), False, a=0.9, b=0.7))
+    drawn = timeline_chart(steps, (("a",), ("b",)), {"a": 0.8, "b": 0.8})
+    assert re.findall(r'class="second"[^>]*>([^<]*)<', drawn) == ["kept", "rolled back", "rolled back: b too low"]
