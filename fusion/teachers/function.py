@@ -69,6 +69,10 @@ def _answer(answer: Any) -> Answer:
 
 def _box(each: Any) -> NamedBox:
     box = NamedBox(*each)
+    if not (isinstance(box.label, str) and box.label):
+        raise ValueError(f"its box {each!r} has the label {box.label!r}; expected a name")
+    if not (isinstance(box.confidence, Real) and 0 <= box.confidence <= 1):
+        raise ValueError(f"its box {each!r} has the confidence {box.confidence!r}; expected 0 to 1")
     edges = [float(edge) for edge in box[1:5]]
     if (
         not all(math.isfinite(edge) and 0 <= edge <= 1 for edge in edges)

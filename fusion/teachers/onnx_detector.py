@@ -100,8 +100,8 @@ class OnnxDetector:
     def _input(self) -> tuple[int, int, bool, type]:
         """Height, width, whether there is a batch dimension, and the numbers' type."""
         inputs = self._session.get_inputs()
-        shown = ", ".join(f"{each.name} {each.type} {each.shape}" for each in inputs)
-        shape = list(inputs[0].shape)
+        shown = ", ".join(f"{each.name} {each.type} {each.shape}" for each in inputs) or "none"
+        shape = list(inputs[0].shape) if len(inputs) == 1 else []
         batched = len(shape) == 4
         if len(inputs) != 1 or inputs[0].type not in _TYPES or len(shape) not in (3, 4) or shape[-3] != 3:
             raise ValueError(

@@ -33,11 +33,11 @@ SIDE = 64
 def constant_model(
     file: Path,
     outputs: Mapping[str, np.ndarray],
-    shape: Sequence[int | str] = (1, 3, SIDE, SIDE),
+    shape: Sequence[int | str] | None = (1, 3, SIDE, SIDE),
     elements: int = onnx.TensorProto.FLOAT,
     names: str = "",
 ) -> Path:
-    """A model that returns the same outputs for every picture."""
+    """A model that returns the same outputs for every picture. shape: of its input; None for no input."""
     helper, numpy_helper = onnx.helper, onnx.numpy_helper
     nodes = [
         helper.make_node("Constant", [], [name], value=numpy_helper.from_array(values))
@@ -47,7 +47,8 @@ def constant_model(
         helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(values.dtype), values.shape)
         for name, values in outputs.items()
     ]
-    graph = helper.make_graph(nodes, "constant", [helper.make_tensor_value_info("images", elements, shape)], infos)
+    inputs = [] if shape is None else [helper.make_tensor_value_info("images", elements, shape)]
+    graph = helper.make_graph(nodes, "constant", inputs, infos)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     if names:
         helper.set_model_props(model, {"names": names, "task": "detect"})
@@ -326,6 +327,8 @@ def test_files_that_are_no_detectors_are_refused_in_one_line(tmp_path: Path) -> 
     outputs = drawn_outputs("anchor_free", 0)
     constant_model(tmp_path / "net.onnx", outputs, (1, SIDE, SIDE, 3), onnx.TensorProto.UINT8)
     assert "images tensor(uint8) [1, 64, 64, 3]; supported is one picture" in message()
+    constant_model(tmp_path / "net.onnx", outputs, None)
+    assert "has the input none; supported is one picture" in message()
     constant_model(tmp_path / "net.onnx", outputs, (8, 3, SIDE, SIDE))
     assert "takes 8 pictures at a time" in message()
     constant_model(tmp_path / "net.onnx", outputs, (1, 3, "height", "width"))
