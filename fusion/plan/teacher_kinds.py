@@ -36,9 +36,11 @@ class BuiltInTeacher(_Teacher):
 
 
 class _Detector(_Teacher):
-    """absent: the label of a picture without detections, for the task classification."""
+    """absent: the label of a picture without detections, for the task classification. only: the labels whose boxes
+    count; if empty, all of them. Counting and binary need it where the detector has several."""
 
     absent: str = "nothing"
+    only: tuple[str, ...] = Field((), min_length=1)
 
 
 class CascadeTeacher(_Detector):

@@ -90,12 +90,16 @@ def _find(
 ) -> Teacher:
     if task not in boxes.TASKS:
         raise ValueError(f"{detector.name} is a detector, which supports {', '.join(boxes.TASKS)}, not {task}")
-    return boxes.FromBoxes(detector, task, plan.min_confidence, plan.absent)
+    return boxes.FromBoxes(detector, task, plan.min_confidence, plan.absent, plan.only)
 
 
 def _pretrained(plan: TransformersTeacher, task: str) -> Teacher:
     found = load_pretrained(plan.path, plan.rename, plan.allow_code)
-    return _find(plan, found, task) if isinstance(found, PretrainedDetector) else found
+    if isinstance(found, PretrainedDetector):
+        return _find(plan, found, task)
+    if plan.only:
+        raise ValueError(f"{found.name} is a classifier, and `only` chooses boxes of a detector; remove it")
+    return found
 
 
 def _sizes(plan: OnnxTeacher | TorchTeacher) -> Preprocessing:

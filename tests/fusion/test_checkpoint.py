@@ -105,6 +105,12 @@ def test_a_changed_plan_or_changed_data_is_refused_by_name(tmp_path: Path) -> No
     assert Checkpoint(tmp_path, identity, resume=True).trained("a") == TRAINED
 
 
+def test_labels_that_a_teacher_does_not_choose_are_no_difference() -> None:
+    """`only` is newer than trainings that can be resumed."""
+    cascade = DomainPlan(name="a", source="x", question="q", threshold=0.5, teacher={"kind": "cascade"})  # type: ignore[arg-type]
+    assert not any("only" in field for field in identity_of(Plan(domains=(cascade,)), {}, "w", "p", "cpu"))
+
+
 def test_other_processing_of_pictures_is_another_base(tmp_path: Path) -> None:
     first, moved_copy = tmp_path / "first", tmp_path / "moved"
     build_processor().save_pretrained(str(first))

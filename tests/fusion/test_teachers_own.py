@@ -244,6 +244,7 @@ def test_a_pretrained_image_classifier(tmp_path: Path) -> None:
         pixels = torch.from_numpy(cv2.resize(sample.frames[0], (16, 16))).permute(2, 0, 1).float() / 127.5 - 1
         want = ("dark", "bright")[int(model(pixels[None]).logits.argmax())]
         assert sample.target == want
+    assert "a classifier, and `only`" in refused(tmp_path, "{kind: transformers, path: vit, only: [LABEL_A]}")
     assert "renames LABEL_X" in refused(tmp_path, "{kind: transformers, path: vit, rename: {LABEL_X: dark}}")
 
 
@@ -289,11 +290,12 @@ def test_a_pretrained_detector(tmp_path: Path) -> None:
     )
     YolosForObjectDetection(config).save_pretrained(tmp_path / "yolos")
     preprocessor(tmp_path / "yolos", "YolosImageProcessor", size={"height": 32, "width": 32}, do_pad=False)
-    data = teach(tmp_path, "{kind: transformers, path: yolos}", "counting")
+    data = teach(tmp_path, "{kind: transformers, path: yolos, only: [car, van]}", "counting")
     assert {sample.target for sample in data.splits.train} == {5}
-    strict = teach(tmp_path, "{kind: transformers, path: yolos, min_confidence: 1.0}", "counting")
+    strict = teach(tmp_path, "{kind: transformers, path: yolos, only: [car, van], min_confidence: 1.0}", "counting")
     assert strict.teacher_result is not None and strict.teacher_result.dropped_boxes == 100
     assert {sample.target for sample in strict.splits.train} == {0}
+    assert "would count boxes of all labels" in refused(tmp_path, "{kind: transformers, path: yolos}", "counting")
 
 
 def test_a_folder_without_a_model(tmp_path: Path) -> None:
@@ -484,6 +486,8 @@ def test_a_cascades_answers_for_other_tasks(task: str, with_face: object, withou
     assert [one.answer for one in teacher.label([[face()], [blank]])] == [with_face, without]
     with pytest.raises(BadPlan, match="not captioning"):
         opened({"kind": "cascade"}, "captioning")
+    with pytest.raises(BadPlan, match="`only` names cat"):
+        opened({"kind": "cascade", "only": ["cat"]}, task)
 
 
 def test_the_people_detector_finds_a_person() -> None:
@@ -505,16 +509,36 @@ def test_pictures_too_small_for_a_person_show_none(size: tuple[int, int]) -> Non
     assert found.answer == ()
 
 
+class Two:
+    """A detector that finds one box of each of its labels."""
+
+    name = "two"
+    labels: tuple[str, ...] = ("a", "b")
+
+    def find(self, frame: np.ndarray) -> list[NamedBox]:
+        return [NamedBox("a", 0, 0, 1, 1, 0.4), NamedBox("b", 0, 0, 1, 1, 0.8)]
+
+
 def test_unsure_boxes_are_dropped_and_counted() -> None:
-    class Two:
-        name = "two"
-        labels: tuple[str, ...] = ("a", "b")
-
-        def find(self, frame: np.ndarray) -> list[NamedBox]:
-            return [NamedBox("a", 0, 0, 1, 1, 0.4), NamedBox("b", 0, 0, 1, 1, 0.8)]
-
     (found,) = FromBoxes(Two(), "detection", 0.5, "").label([[np.zeros((1, 1, 3), np.uint8)]])
     assert found.answer == (NamedBox("b", 0, 0, 1, 1, 0.8),) and found.num_dropped == 1 and found.confidence == 0.8
+
+
+@pytest.mark.parametrize(
+    ("task", "answer"),
+    [("counting", "1"), ("binary", "yes"), ("multi_label", ("a",)), ("classification", "a")],
+)
+def test_only_the_labels_that_count_are_counted(task: str, answer: object) -> None:
+    teacher = FromBoxes(Two(), task, 0.1, "", ("a",))
+    (found,) = teacher.label([[np.zeros((1, 1, 3), np.uint8)]])
+    assert found.answer == answer and found.confidence == 0.4 and "b" not in teacher.labels
+    with pytest.raises(ValueError, match="`only` names c, which two lacks; it has a, b"):
+        FromBoxes(Two(), task, 0.1, "", ("a", "c"))
+    if task in ("counting", "binary"):
+        with pytest.raises(
+            ValueError, match=rf"{task} would count boxes of all labels of two \(a, b\); .*`only: \[a\]`"
+        ):
+            FromBoxes(Two(), task, 0.1, "")
 
 
 # -- teachers as a reference ------------------------------------------------------------------------------------------
