@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,12 +16,13 @@ from fusion.packing.training_counts import max_trainings, min_trainings, trained
 from fusion.plan.schema import Plan
 from fusion.training.domain import Domain
 from fusion.training.frozen_base import FrozenBase
-from fusion.training.trainer import LoraTrainer
+from fusion.training.trainer import HEAD_SAMPLES, HEAD_STEPS, LoraTrainer, StepTime
 from fusion.training.zero_shot import MAX_SAMPLES, answers_before_training
 
 _BUDGET_S = 4.0  # for measured steps of a whole batch
 _MOST_STEPS = 8
 _TRIES = 3  # steps of few samples; the fastest counts, since other processes may slow one down
+_HEAD_TRIES, _MOST_HEAD_SAMPLES = 4, 128  # measured steps of a head that trains by itself, and samples in each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +30,8 @@ class Estimate:
     """Approximate duration of a run in seconds.
 
     at_least_s: if every domain fits where it is tried first. at_most_s: if no domain fits anywhere. step_s: duration of
-    one step of batch_size samples. measured_steps: number of steps that step_s is the mean of. measured_samples:
+    one step of batch_size samples of the LoRA, or of a head if all domains have heads that train by themselves.
+    measured_steps: number of steps that step_s is the mean of. measured_samples:
     samples per measured step; fewer than batch_size if a full step takes too long to measure. threads: None on a GPU.
     """
 
@@ -51,6 +53,14 @@ class _Rates(NamedTuple):
     ask: Mapping[str, float]
 
 
+class _Measured(NamedTuple):
+    """A whole step's duration, from `steps` measured steps of `samples` samples."""
+
+    whole: StepTime
+    steps: int
+    samples: int
+
+
 def estimate(plan: Plan, data: Mapping[str, DomainData], base: FrozenBase) -> Estimate:
     """Measure training steps at the plan's batch shape, and encoding and scoring of a few samples of each domain.
 
@@ -63,44 +73,86 @@ def estimate(plan: Plan, data: Mapping[str, DomainData], base: FrozenBase) -> Es
     Raises:
         BadPlan: a sample cannot be encoded for the base model.
     """
-    rows = list(itertools.islice(itertools.cycle(data), plan.training.batch_size))
     rates, domains = _encode_few(plan, data, base, 1)
     trainer = LoraTrainer(base, domains, plan)
-    few = rows[: len(data)]
-    with base.progress.work("measuring steps", _MOST_STEPS, "steps") as update:
-        trainer.time_step(few)  # the first step of a process is slower than later ones
-        tried: list[float] = []
-        while len(tried) < _TRIES and sum(tried) < _BUDGET_S:
-            tried.append(trainer.time_step(few))
-        measured, samples = [min(tried)], len(few)
-        expected = measured[0] * len(rows) / samples + sum(rates[name] for name in rows)
-        if expected < _BUDGET_S:
-            rates, domains = _encode_few(plan, data, base, math.ceil(len(rows) / len(data)))
-            trainer.domains.update(domains)
-            measured, samples = [], len(rows)
-            while not measured or (len(measured) < _MOST_STEPS and sum(measured) + measured[-1] < _BUDGET_S):
-                measured.append(trainer.time_step(rows))
-                update(len(measured))
-    step_s = sum(measured) / len(measured) * len(rows) / samples
+    heads = [name for name in data if trainer.adapter.is_independent(name)]  # they are not in the LoRA's batches
+    rows = list(itertools.islice(itertools.cycle(name for name in data if name not in heads), plan.training.batch_size))
+    lora = _measure_steps(plan, data, base, trainer, rows, rates) if rows else None
+    alone = {name: _measure_head(plan, trainer, name) for name in heads}
+    shown = lora or next(iter(alone.values()))
+    training = [_training_s(plan, HEAD_STEPS * plan.training.steps, own.whole) for own in alone.values()]
+    if lora is not None:
+        training += [_training_s(plan, plan.training.steps, lora.whole)] * (len(data) - len(heads))
     score = {name: _score_s_per_sample(trainer, name) for name in trainer.domains}
     ask = {name: _decode_s_per_sample(domain) for name, domain in trainer.domains.items()}
-    once, one = _run_s(plan, data, step_s, _Rates(rates, score, ask))
+    once, validation = _run_s(plan, data, _Rates(rates, score, ask))
+    one = sum(training) / len(training) + validation
     teacher_scores = {name: own.teacher_score for name, own in data.items() if own.teacher_score is not None}
-    alone = trained_alone(plan, teacher_scores)
+    first = trained_alone(plan, teacher_scores)
     return Estimate(
-        at_least_s=once + one * min_trainings(plan, alone),
-        at_most_s=once + one * max_trainings(plan, alone),
-        step_s=step_s,
-        batch_size=len(rows),
-        measured_steps=len(measured),
-        measured_samples=samples,
+        at_least_s=once + one * min_trainings(plan, first),
+        at_most_s=once + one * max_trainings(plan, first),
+        step_s=shown.whole.wall_s,
+        batch_size=len(rows) or HEAD_SAMPLES * plan.training.batch_size,
+        measured_steps=shown.steps,
+        measured_samples=shown.samples,
         device=base.hf_model.device.type,
         threads=torch.get_num_threads() if base.hf_model.device.type == "cpu" else None,
     )
 
 
-def _run_s(plan: Plan, data: Mapping[str, DomainData], step_s: float, rates: _Rates) -> tuple[float, float]:
-    """Seconds of the work that a run does once, and of one training of one domain including its scoring."""
+def _measure_steps(
+    plan: Plan,
+    data: Mapping[str, DomainData],
+    base: FrozenBase,
+    trainer: LoraTrainer,
+    rows: Sequence[str],
+    rates: dict[str, float],
+) -> _Measured:
+    """Measure steps of the LoRA; encodes more samples for a whole batch and then updates `rates`."""
+    few = rows[: len(set(rows))]
+    with base.progress.work("measuring steps", _MOST_STEPS, "steps") as update:
+        trainer.time_step(few)  # the first step of a process is slower than later ones
+        tried: list[StepTime] = []
+        while len(tried) < _TRIES and _wall_s(tried) < _BUDGET_S:
+            tried.append(trainer.time_step(few))
+        measured, samples = [min(tried)], len(few)
+        expected = measured[0].wall_s * len(rows) / samples + sum(rates[name] for name in rows)
+        if expected < _BUDGET_S:
+            again, domains = _encode_few(plan, data, base, math.ceil(len(rows) / len(few)))
+            rates.update(again)
+            trainer.domains.update(domains)
+            measured, samples = [], len(rows)
+            while not measured or (len(measured) < _MOST_STEPS and _wall_s(measured) + measured[-1].wall_s < _BUDGET_S):
+                measured.append(trainer.time_step(rows))
+                update(len(measured))
+    share = len(rows) / samples / len(measured)
+    whole = StepTime(_wall_s(measured) * share, sum(each.cpu_s for each in measured) * share)
+    return _Measured(whole, len(measured), samples)
+
+
+def _measure_head(plan: Plan, trainer: LoraTrainer, name: str) -> _Measured:
+    count = HEAD_SAMPLES * plan.training.batch_size
+    samples = min(count, _MOST_HEAD_SAMPLES)
+    found = trainer.time_head_step(name, samples, _HEAD_TRIES)
+    share = count / samples
+    return _Measured(StepTime(found.wall_s * share, found.cpu_s * share), _HEAD_TRIES, samples)
+
+
+def _wall_s(steps: Sequence[StepTime]) -> float:
+    return sum(each.wall_s for each in steps)
+
+
+def _training_s(plan: Plan, steps: int, step: StepTime) -> float:
+    """Seconds of a training, within the processor time that the plan allows."""
+    whole = steps * step.wall_s
+    if plan.training.seconds is None or steps * step.cpu_s <= plan.training.seconds:
+        return whole
+    return plan.training.seconds * step.wall_s / step.cpu_s
+
+
+def _run_s(plan: Plan, data: Mapping[str, DomainData], rates: _Rates) -> tuple[float, float]:
+    """Seconds of the work that a run does once, and of the scoring after one training of one domain."""
     once, validation = 0.0, 0.0
     for name, own in data.items():
         splits = own.splits
@@ -108,12 +160,8 @@ def _run_s(plan: Plan, data: Mapping[str, DomainData], step_s: float, rates: _Ra
             once += rates.encode[name] * sum(map(len, splits.parts.values()))
         once += rates.ask[name] * min(MAX_SAMPLES, len(splits.test)) + rates.score[name] * len(splits.test)
         validation += rates.score[name] * len(splits.validation) / len(data)
-    training = plan.training.steps * step_s
-    if plan.training.seconds is not None:
-        training = min(training, plan.training.seconds)
     # In sequence, an adapter holds half of the domains on average and all are scored; jointly, each is scored once.
-    scored = 1.0 if plan.packing in ("guided", "jointly") else (len(data) + 1) / 2
-    return once, training + validation * scored
+    return once, validation * (1.0 if plan.packing in ("guided", "jointly") else (len(data) + 1) / 2)
 
 
 def _encode_few(

@@ -245,7 +245,7 @@ def _time(plan: Plan, estimate: Estimate) -> str:
 
 
 def _max_training_s(checked: PlanChecked) -> float | None:
-    """Seconds of training in the longest possible run; None if the plan sets no limit."""
+    """Processor seconds of training in the longest possible run; None if the plan sets no limit."""
     plan = checked.plan
     if plan.training.seconds is None:
         return None

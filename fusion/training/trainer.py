@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,7 +35,7 @@ _WARM_UP_STEPS = 10
 _EVALUATIONS = 12  # on held-back samples within one training
 _CURVE_POINTS = 24
 # A head over pictures' features is small and needs more steps and samples than a LoRA, at a fraction of their cost.
-_HEAD_STEPS, _HEAD_SAMPLES = 5, 4  # steps and samples per step, by those of the plan
+HEAD_STEPS, HEAD_SAMPLES = 5, 4  # steps and samples per step, by those of the plan
 _HEAD_DECAY = 1e-3
 _RECENT = 10  # steps in the mean loss for display
 
@@ -59,6 +60,13 @@ class _Job:
     @property
     def trains_lora(self) -> bool:
         return self.steps > 0
+
+
+class StepTime(NamedTuple):
+    """Duration of a training step. cpu_s: processor time of this process, which `training.seconds` limits."""
+
+    wall_s: float
+    cpu_s: float
 
 
 class LoraTrainer:
@@ -160,22 +168,31 @@ class LoraTrainer:
         """The domains whose answers depend on the LoRA: it trains on no others."""
         return [name for name in domains if not self.adapter.is_independent(name)]
 
-    def time_step(self, rows: Sequence[str]) -> float:
-        """Seconds of one step on a batch with samples of these domains. Changes the adapter and creates heads for all
+    def time_step(self, rows: Sequence[str]) -> StepTime:
+        """Duration of one step on a batch with samples of these domains. Changes the adapter and creates heads for all
         domains."""
         for name in self.domains:
             if name not in self.adapter.heads:
                 self.adapter.add_head(name)
         optimizer, rng = self._optimizer(), np.random.default_rng(self.adapter.seed("time"))
         self.adapter.model.train()
-        device = self.adapter.base.hf_model.device
-        began = time.perf_counter()
-        self._step(optimizer, self._draw_batch(rng, rows), len(rows))
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        took = time.perf_counter() - began
+        took = self._timed(lambda: self._step(optimizer, self._draw_batch(rng, rows), len(rows)))
         self.adapter.model.eval()
         return took
+
+    def time_head_step(self, domain: str, samples: int, steps: int) -> StepTime:
+        """Mean duration of a few steps of training an independent head by itself. Creates and changes the head."""
+        self.adapter.add_head(domain)
+        took = self._timed(lambda: self._train_image_head(domain, 0, samples=samples, steps=steps))
+        return StepTime(took.wall_s / steps, took.cpu_s / steps)
+
+    def _timed(self, work: Callable[[], object]) -> StepTime:
+        device = self.adapter.base.hf_model.device
+        began, cpu_began = time.perf_counter(), time.process_time()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return StepTime(time.perf_counter() - began, time.process_time() - cpu_began)
 
     def save(self, folder: Path, state: State) -> None:
         """Write an adapter in PEFT's format with its heads."""
@@ -223,11 +240,18 @@ class LoraTrainer:
         losses = [loss for name in independent for loss in self._train_image_head(name, int(not job.trains_lora))]
         return self._run_lora(job) if job.trains_lora else _curve(losses)
 
-    def _train_image_head(self, domain: str, trainings: int) -> list[float]:
-        """Train a head over pictures' features by itself; return its losses. trainings: as of `Progress.work`."""
+    def _train_image_head(
+        self, domain: str, trainings: int, *, samples: int | None = None, steps: int | None = None
+    ) -> list[float]:
+        """Train a head over pictures' features by itself; return its losses.
+
+        Args:
+            trainings: as of `Progress.work`.
+            samples: per step; those of a whole training by default, like `steps`.
+        """
         settings, own = self.plan.training, self.domains[domain]
         head = self.adapter.heads[domain]
-        steps, count = _HEAD_STEPS * settings.steps, _HEAD_SAMPLES * settings.batch_size
+        steps, count = steps or HEAD_STEPS * settings.steps, samples or HEAD_SAMPLES * settings.batch_size
         optimizer = torch.optim.AdamW(head.parameters(), settings.learning_rate, weight_decay=_HEAD_DECAY)
         rng = np.random.default_rng(self.adapter.seed(f"head alone {domain}"))
         targets = {id(sample): sample.learned for sample in own.others}
@@ -263,13 +287,14 @@ class LoraTrainer:
         losses: list[float] = []
         early = _EarlyStopping(settings.patience)
         held_out = HeldOutScores(self._held_out_score, job.adapter, self.progress.clock)
+        dependent = len(self._dependent(job.new))  # heads of the others have had their own time
         with self.progress.work(job.title, job.steps, "steps", trainings=len(job.new)) as update:
             self.adapter.model.train()
             started = time.process_time()
             for step in range(job.steps):
                 done = step / job.steps
                 if settings.seconds is not None:
-                    done = max(done, (time.process_time() - started) / (settings.seconds * len(job.new)))
+                    done = max(done, (time.process_time() - started) / (settings.seconds * dependent))
                     if done >= 1:
                         break
                 for group in optimizer.param_groups:

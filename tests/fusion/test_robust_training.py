@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -405,3 +406,19 @@ def test_all_held_domains_are_rehearsed_even_in_a_small_batch(base: str, monkeyp
         trainer.train(name, names[:place])
     last = seen[-6 * 4 :]
     assert last.count("d") == 12 and {last.count(name) for name in "abc"} == {4}
+
+
+def test_a_joint_training_has_the_time_of_the_domains_that_it_trains(
+    mixed: LoraTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head of squares trains by itself, in its own time."""
+    before, reported = mixed.adapter.snapshot(), StepsReported()
+    settings = mixed.plan.training.model_copy(update={"steps": 1000, "seconds": 10.0})
+    monkeypatch.setattr(mixed, "plan", mixed.plan.model_copy(update={"training": settings}))
+    monkeypatch.setattr(mixed, "progress", reported)
+    monkeypatch.setattr(mixed, "_train_image_head", lambda *_: [])
+    monkeypatch.setattr(mixed, "_step", lambda optimizer, batch, size, *_: (1.0, size))
+    monkeypatch.setattr("time.process_time", itertools.count().__next__)
+    mixed.train_together(("colors", "squares"))
+    assert reported.steps[-1] == 9  # the clock moves on by a second per step
+    mixed.adapter.restore(before)
