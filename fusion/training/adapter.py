@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -147,6 +148,21 @@ class TrainableAdapter:
 
     def autocast(self) -> torch.autocast:
         return mixed_precision(self.base.hf_model.device, self._bfloat16)
+
+    @contextlib.contextmanager
+    def recomputation(self) -> Iterator[None]:
+        """Recompute activations as in training, if the plan sets that, in a model that is otherwise in eval mode.
+
+        transformers looks at the mode of each layer with `gradient_checkpointing`; dropout is in the layers' parts.
+        """
+        layers = [layer for layer in self.model.modules() if getattr(layer, "gradient_checkpointing", False)]
+        for layer in layers:
+            layer.training = True
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.training = False
 
     def seed(self, what: str) -> int:
         """A seed for random draws, from the plan's seed and what is drawn."""

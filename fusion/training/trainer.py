@@ -154,7 +154,10 @@ class LoraTrainer:
             for parameter in self.adapter.parameters.values():
                 parameter.grad = None
 
-        with self.progress.work("measuring conflicts", len(domains), "domains") as update:
+        with (
+            self.progress.work("measuring conflicts", len(domains), "domains") as update,
+            self.adapter.recomputation(),
+        ):
             for count, domain in enumerate(domains, 1):
                 rng = np.random.default_rng(self.adapter.seed(f"gradient {domain}"))
                 batch = self.draw(rng, domain, batches * self.plan.training.batch_size)

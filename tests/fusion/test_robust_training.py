@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.utils.checkpoint
 from peft import PeftModel
 from transformers import AutoModelForImageTextToText
 
@@ -91,6 +92,28 @@ def test_activations_computed_twice_give_the_same_gradient(mixed: LoraTrainer) -
         mixed.adapter.model.eval()
     for name, wanted in kept.items():
         assert torch.allclose(again[name], wanted, rtol=1e-4, atol=1e-7), name
+
+
+def test_conflicts_are_measured_without_keeping_activations(mixed: LoraTrainer) -> None:
+    """In eval mode, in which transformers recomputes nothing by itself."""
+    recomputed: list[object] = []
+
+    def checkpoint(call: Callable[..., object], *inputs: object) -> object:
+        recomputed.append(call)
+        return torch.utils.checkpoint.checkpoint(call, *inputs, use_reentrant=False)
+
+    mixed.adapter.model.zero_grad()  # of earlier tests
+    kept, model = mixed.gradients(("colors",), 1), mixed.adapter.base.model
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in model.modules():
+        if getattr(layer, "gradient_checkpointing", False):
+            layer._gradient_checkpointing_func = checkpoint  # noqa: SLF001
+    try:
+        again = mixed.gradients(("colors",), 1)
+    finally:
+        model.gradient_checkpointing_disable()
+    assert recomputed and not any(module.training for module in mixed.adapter.model.modules())
+    assert torch.equal(again["colors"], kept["colors"])
 
 
 def test_boxes_are_scored_as_they_are_served(mixed: LoraTrainer, tmp_path: Path) -> None:
