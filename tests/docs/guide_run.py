@@ -42,7 +42,7 @@ def run_guide(guide: str, folder: Path, log: str, variables: dict[str, str] | No
         start_new_session=True,
     )
     try:
-        printed, errors = process.communicate(timeout=120)
+        printed, errors = process.communicate(timeout=240)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # servers of a run that failed
