@@ -36,8 +36,8 @@ class BuiltInTeacher(_Teacher):
 
 
 class _Detector(_Teacher):
-    """absent: the label of a picture without detections, for the task classification. only: the labels whose boxes
-    count; if empty, all of them. Counting and binary need it where the detector has several."""
+    """absent: the label of a picture without detections, for the task classification. only: the labels of boxes that
+    count; if empty, all of them. Counting and binary need it where the detector has several labels."""
 
     absent: str = "nothing"
     only: tuple[str, ...] = Field((), min_length=1)

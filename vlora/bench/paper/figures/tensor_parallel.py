@@ -249,7 +249,7 @@ FIGURES: Sequence[Figure] = (
         number="fig10",
         title="throughput by adapter size, batch 1 and 64 (also tables 9 and 10)",
         states="BD-LoRA has the highest throughput in almost all settings, most at large ranks and batches.",
-        caption=f"{_RANKS} A plot whose title has a delay emulates a slower network by that delay in every collective. "
+        caption=f"{_RANKS} A delay in a plot's title is added to every collective, as of a slower network. "
         "Prompts of 256 tokens instead of 1,024, answers of 128. The paper's values are those of its tables.",
         model=_LAYERS,
         runs_on="ranks",
