@@ -439,8 +439,7 @@ def test_a_joint_training_has_the_time_of_the_domains_that_it_trains(
     settings = mixed.plan.training.model_copy(update={"steps": 1000, "seconds": 10.0})
     monkeypatch.setattr(mixed, "plan", mixed.plan.model_copy(update={"training": settings}))
     monkeypatch.setattr(mixed, "progress", reported)
-    monkeypatch.setattr(mixed, "_train_image_head", lambda *_: [])
-    monkeypatch.setattr(mixed, "_step", lambda optimizer, batch, size, *_: (1.0, size))
+    monkeypatch.setattr(mixed, "backward", lambda batch, at_once: 1.0)
     monkeypatch.setattr("time.process_time", itertools.count().__next__)
     mixed.train_together(("colors", "squares"))
     assert reported.steps[-1] == 9  # the clock moves on by a second per step
