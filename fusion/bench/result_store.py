@@ -29,8 +29,8 @@ class ResultStore:
         return self._file(name).exists()
 
     def read(self, name: str) -> dict[str, Any]:
-        """A stored result, with its `origin`."""
-        return dict(json.loads(self._file(name).read_text()))
+        """A stored result, with its `origin`; that of a result of an earlier version is unknown."""
+        return {"origin": dict.fromkeys(_ORIGIN), **json.loads(self._file(name).read_text())}
 
     def write(self, name: str, result: Mapping[str, Any]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -71,7 +71,7 @@ class Prepared(NamedTuple):
     collections: list[Collection]
     scores: dict[str, float]
     training_cpu_s: float
-    origin: dict[str, Any]
+    origin: dict[str, Any] | None = None
 
 
 def prepare(
@@ -86,11 +86,14 @@ def prepare(
         environment: of this run, as in `ResultStore`.
         seed: of the samples and the training.
     """
-    prepared = ResultStore(folder, environment).once(f"prepared-{seed}", lambda: _prepare(quick, folder, say, seed))
-    return msgspec.convert(prepared, Prepared)
+    found = ResultStore(folder, environment).once(
+        f"prepared-{seed}", lambda: make_prepared(quick, folder, say, seed)._asdict()
+    )
+    return Prepared(**{**found, "collections": msgspec.convert(found["collections"], list[Collection])})
 
 
-def _prepare(quick: bool, folder: Path, say: Callable[[str], None], seed: int) -> dict[str, Any]:
+def make_prepared(quick: bool, folder: Path, say: Callable[[str], None], seed: int) -> Prepared:
+    """As `prepare`, without the stored result."""
     adapters = folder / f"adapters-{seed}"
     scores, seconds = train(quick, adapters / ADAPTER, seed, say)
     num_videos = 2 if quick else 12
@@ -103,13 +106,7 @@ def _prepare(quick: bool, folder: Path, say: Callable[[str], None], seed: int) -
         queries = render(videos, seed, num_videos)
         collections.append(Collection(name, str(videos), num_frames, base_caption, caption, queries))
         say(f"{name}: {num_videos} videos, {len(collections[-1].queries)} queries")
-    return {
-        "base": checkpoint_path(),
-        "adapters": str(adapters),
-        "collections": msgspec.to_builtins(collections),
-        "scores": scores,
-        "training_cpu_s": seconds,
-    }
+    return Prepared(checkpoint_path(), str(adapters), collections, scores, seconds)
 
 
 def train(quick: bool, folder: Path, seed: int, say: Callable[[str], None]) -> tuple[dict[str, float], float]:
