@@ -124,7 +124,7 @@ def test_streams_of_videos_need_the_extra_for_videos_only(address: str, video: s
 def test_retrieval_needs_the_extra_for_videos_only(address: str, video: str, tmp_path: Path) -> None:  # noqa: F811
     flags = ("--index", str(tmp_path / "x.sqlite"), "--server", address)
     done = run("retrieve", "a car", video, *flags, extra="video")
-    assert done.returncode == 0 and len(done.stdout.splitlines()) == 3, done.stderr
+    assert done.returncode == 0 and len(done.stdout.splitlines()) == 4, done.stderr
     without = run("retrieve", "a car", video, *flags)
     assert without.returncode == 2 and "pip install 'vlora[video]'" in without.stderr
 

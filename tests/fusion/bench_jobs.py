@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -38,5 +39,6 @@ def endless_job(job: BenchJob, store: ResultStore, parent: int) -> None:
 if __name__ == "__main__":
     from tests.fusion import bench_jobs
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
     jobs.run_job = bench_jobs.endless_job
     jobs.run(True, Path(sys.argv[1]), print)

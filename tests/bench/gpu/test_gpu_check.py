@@ -67,8 +67,8 @@ def test_every_stage_runs_without_a_servers_packages(tmp_path: Path, without_oth
     assert all(record["ok"] for record in found.values())
     assert found["oracle"]["result"]["passed"] > 0
     costs, load_s = read_costs(tmp_path / "costs.json")
-    assert costs.token_s > 0
-    assert load_s >= 0  # a difference of two times: 0 where a busy machine hides it
+    # The other costs are fitted, and loading is a difference of two times: 0 where a busy machine hides them.
+    assert costs.base_s > 0 and min(costs) >= 0 and load_s >= 0
 
 
 def test_a_missing_gpu_is_one_error_line(tmp_path: Path) -> None:
