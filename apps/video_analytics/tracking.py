@@ -111,7 +111,7 @@ class ObjectTracker:
     def follow(self, clip: Chunk, result: ChunkResult) -> list[TrackedFrame]:
         """The objects in each frame of a clip. Its first frame is the one that `result` is about."""
         if not clip.shown:
-            return []  # a clip with a problem, whose frames are a gap
+            return []  # a clip with a problem: the next one begins after a gap
         self._skip_gap(clip)
         frames = []
         for place, encoded in enumerate(clip.shown):

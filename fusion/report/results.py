@@ -18,7 +18,7 @@ _REPORT = "report.json"  # removed first and written last: if it exists, all oth
 _NAMES = ("adapters", "test", "report.html", _REPORT)
 _STAGED = "results.unfinished"
 _REPLACED = "replaced.json"  # in the staged results: the report of the results that they replace
-# What a run writes into its other folders, by name.
+# Names of files and folders in a run's other folders.
 _TRAININGS = re.compile(rf"run\.json|[0-9a-f]{{24}}|{UNFINISHED}.*")
 _FEATURES = re.compile(r"[0-9a-f]{64}\.(safetensors|\d+)")
 
@@ -102,7 +102,7 @@ def _any_of(names: Iterable[str]) -> re.Pattern[str]:
 
 
 def _others(folder: Path, own: re.Pattern[str]) -> list[str]:
-    """The folder, with a file as evidence, if it contains files whose names differ from a run's own."""
+    """The folder, with a file as evidence, if it contains names that no run writes."""
     if folder.exists() and not folder.is_dir():
         return [folder.name]
     names = sorted(entry.name for entry in folder.glob("*"))

@@ -24,6 +24,7 @@ from msgspec.structs import replace
 from tests.cluster.running import SLEEPING, outputs_of
 from tests.cluster.sleeping_engine import COMMAND
 from tests.cluster.test_cluster import answer_mixed, asked, check
+from tests.processes import is_alive
 from vlora.cluster.members import Health
 from vlora.cluster.on_ray import settings
 from vlora.cluster.on_ray.cluster import LocalCluster
@@ -42,14 +43,6 @@ T = TypeVar("T")
 
 NAMES = ("replica-0", "replica-1")
 WAIT_S = 40.0
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process runs. A process that has ended may remain as a zombie."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def own_processes(folder: Folder) -> list[psutil.Process]:

@@ -32,7 +32,9 @@ def failing_job(job: BenchJob, store: ResultStore, parent: int) -> None:
 
 def endless_job(job: BenchJob, store: ResultStore, parent: int) -> None:
     end_with_parent(parent)
-    (store.folder / f"{job.name}.pid").write_text(str(os.getpid()))
+    unfinished = store.folder / job.name
+    unfinished.write_text(str(os.getpid()))
+    unfinished.rename(unfinished.with_suffix(".pid"))
     time.sleep(600)
 
 

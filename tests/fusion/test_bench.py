@@ -6,13 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
 from fusion.bench import draw, jobs
@@ -26,6 +23,7 @@ from fusion.packing.algorithm import History, Score, TrainingResult
 from fusion.plan.tasks import METRICS
 from tests.fusion import bench_jobs
 from tests.fusion.bench_jobs import a_curve
+from tests.processes import is_alive, until
 
 EVERY = {made.name: made for made in (*SUITE, *(made for family in FAMILIES.values() for made in family))}
 
@@ -204,7 +202,7 @@ def test_a_job_that_fails_is_named_and_ends_the_others(folder: Path, monkeypatch
     monkeypatch.setattr(jobs, "run_job", bench_jobs.failing_job)
     with pytest.raises(RuntimeError, match="the job action-1 ended with exit code 3"):
         jobs.run(False, folder, pytest.fail)
-    assert not any(is_alive(file) for file in folder.glob("*.pid"))
+    assert not alive_jobs(folder)
 
 
 @pytest.mark.slow
@@ -217,27 +215,17 @@ def test_no_job_outlives_the_bench(tmp_path: Path, number: signal.Signals) -> No
         stderr=subprocess.DEVNULL,
     )
     try:
-        wait_until(lambda: bool(list(tmp_path.glob("*.pid"))) and all(f.read_text() for f in tmp_path.glob("*.pid")))
+        until(lambda: bool(alive_jobs(tmp_path)), 240)  # each process imports torch
         (os.killpg if number == signal.SIGINT else os.kill)(bench.pid, number)
         assert bench.wait(30) != 0
-        wait_until(lambda: not any(is_alive(file) for file in tmp_path.glob("*.pid")))
+        until(lambda: not alive_jobs(tmp_path))
     finally:
         os.killpg(bench.pid, signal.SIGKILL) if bench.poll() is None else None
 
 
-def is_alive(file: Path) -> bool:
-    """Whether the process whose number a file holds runs; one that nobody has waited for has ended all the same."""
-    try:
-        return psutil.Process(int(file.read_text())).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    ends_s = time.monotonic() + 240  # each process imports torch
-    while not condition():
-        assert time.monotonic() < ends_s
-        time.sleep(0.05)
+def alive_jobs(folder: Path) -> list[int]:
+    """Process ids of the jobs that have begun and still run."""
+    return [pid for file in folder.glob("*.pid") if is_alive(pid := int(file.read_text()))]
 
 
 def test_plots_are_written(folder: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import io
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -25,15 +25,9 @@ from fusion.training.parallel_jobs import Job, one_thread, run_in_parallel
 from fusion.training.run_cache import RunCache
 from fusion.training.trainer import LoraTrainer
 from tests.fusion.small import color_splits, plan_of, trainer_of, write_base
+from tests.processes import until
 from vlora.cli import cli
 from vlora.errors import BadConfig
-
-
-def until(condition: Callable[[], bool], seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_jobs_run_two_at_a_time_and_their_failures_are_ignored(tmp_path: Path) -> None:

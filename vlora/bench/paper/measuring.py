@@ -163,7 +163,7 @@ class Measuring:
         return self._folder / f"{name.replace(':', '-')}.json"
 
     def _stored(self, name: str) -> dict[str, Any] | None:
-        """A stored measurement of this setting whose inputs are as they were when it was made."""
+        """A stored measurement of this setting, unless one of its inputs has changed since."""
         stored = _read(self._path(name))
         if stored is None or stored["of"] != self._identity:
             return None
