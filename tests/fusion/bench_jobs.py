@@ -31,7 +31,8 @@ def failing_job(job: BenchJob, store: ResultStore, parent: int) -> None:
 
 
 def endless_job(job: BenchJob, store: ResultStore, parent: int) -> None:
-    end_with_parent(parent)
+    if not end_with_parent(parent):  # as a job that starts after the parent's end
+        return
     unfinished = store.folder / job.name
     unfinished.write_text(str(os.getpid()))
     unfinished.rename(unfinished.with_suffix(".pid"))

@@ -236,6 +236,7 @@ class ScriptedEngine:
         trainings = ScriptedTrainings()
         self.parts = SimpleNamespace(trainings=trainings, other_work=trainings)
         self._adapters: dict[str, AdapterStatus] = {}
+        self._paths: dict[str, str] = {}
         self.num_steps = 0
         self._num_finished = 0
 
@@ -324,6 +325,7 @@ class ScriptedEngine:
             )
             for head, frames in json.loads(file.read_text()).get("heads", {}).items()
         )
+        self._paths[name] = path
         self._adapters[name] = AdapterStatus(
             name=name,
             version=self.version_in(Path(path)),
@@ -348,6 +350,8 @@ class ScriptedEngine:
     def pin_adapter(self, name: str, pinned: bool) -> AdapterStatus:
         if name not in self._adapters:
             raise UnknownAdapter(f"no adapter named {name!r}")
+        if pinned and not self._adapters[name].loaded:
+            self.load_adapter(name, self._paths[name])
         self._adapters[name] = msgspec.structs.replace(self._adapters[name], pinned=pinned, resident=pinned)
         return self._adapters[name]
 
