@@ -9,9 +9,10 @@ Every request encodes frames of its own with the model's vision tower: no embedd
 one of ViT-B's width and depth (98 million parameters), and Qwen2-VL's (665 million), which all its sizes have.
 
 A head cannot cost less than the tower and the prompt, which text needs too. The floor of the ratio is P / (P + D): P is
-the time of their matrix products alone, with the model's own weights, each read once as in a pass, and D is what the
-text takes longer than a text of one token. Neither depends on the head. A goal below the floor cannot be met by any
-head; there the head may take `_OVER_FLOOR` of it, and never more than the text.
+the time of their matrix products alone, with the model's own weights, each read once as in a pass, in the type that the
+CPU multiplies fastest, and D is what the text takes longer than a text of one token. Neither depends on the head. A
+goal below the floor cannot be met by any head; there the head may take `_OVER_FLOOR` of it, and never more than the
+text.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import functools
 import itertools
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from fusion.embedded.processor import build_tokenizer
 from fusion.synthetic.road_signs import ACTIONS
 from heads import HeadSpec, TaskHead, save_heads
 from vlora.bench.dummy import half_billion_config, language_shapes, real_tower_config, write_adapter
+from vlora.bench.engine.floor import product_dtype
 from vlora.bench.engine.head_accuracy import compare
 from vlora.bench.report import Goal, Report
 from vlora.bench.timing import interleaved, median_ms, median_ratio
@@ -105,17 +107,21 @@ def latency_rows(quick: bool) -> list[dict[str, Any]]:
         quick: The model's first eight layers, fewer shapes and rounds.
     """
     num_layers = 8 if quick else 24
-    towers = {"ViT-B": (half_billion_config, (1, 4) if quick else (1, 4, 6)), "Qwen2-VL": (real_tower_config, (1,))}
+    small, large = ([(1, 1), (8, 1)], [(1, 1)]) if quick else (itertools.product(_GOALS, (1, 4, 6)), [(1, 1), (8, 1)])
+    towers = {"ViT-B": (half_billion_config, small), "Qwen2-VL": (real_tower_config, large)}
     rows: list[dict[str, Any]] = []
-    for tower, (config_of, frames) in towers.items():
-        rows += _measure_tower(tower, _HeadEngine(config_of(num_layers)), frames, 1 if quick else 5)
+    for tower, (config_of, shapes) in towers.items():
+        rows += _measure_tower(tower, _HeadEngine(config_of(num_layers)), shapes, 1 if quick else 5)
     return rows
 
 
-def _measure_tower(tower: str, engine: _HeadEngine, frame_counts: Sequence[int], rounds: int) -> list[dict[str, Any]]:
+def _measure_tower(
+    tower: str, engine: _HeadEngine, shapes: Iterable[tuple[int, int]], rounds: int
+) -> list[dict[str, Any]]:
+    """shapes: of batches, and frames per request."""
     own_answer = median_answer_tokens()
     rows: list[dict[str, Any]] = []
-    for batch, frames in itertools.product(_GOALS, frame_counts):
+    for batch, frames in shapes:
         calls: dict[str, Callable[[], object]] = {"head": lambda b=batch, f=frames: engine.ask(b, f, 0)}  # type: ignore[misc]
         for tokens in sorted({1, own_answer, _PAPER_ANSWER}):
             calls[f"{tokens} tokens"] = lambda b=batch, f=frames, t=tokens: engine.ask(b, f, t)  # type: ignore[misc]
@@ -228,7 +234,7 @@ class _HeadEngine:
 
 @functools.cache
 def _input(rows: int, columns: int) -> torch.Tensor:
-    return torch.randn(rows, columns, dtype=torch.bfloat16)
+    return torch.randn(rows, columns, dtype=product_dtype())
 
 
 def _weights(model: torch.nn.Module, last_layer: int) -> list[tuple[str, torch.Tensor]]:
@@ -239,7 +245,7 @@ def _weights(model: torch.nn.Module, last_layer: int) -> list[tuple[str, torch.T
         computes_few = f".layers.{last_layer}." in name and not name.endswith(("k_proj", "v_proj"))
         if isinstance(layer, torch.nn.Linear) and not name.endswith("lm_head") and not computes_few:
             part = "language" if "language_model" in name else "merger" if "merger" in name else "tower"
-            found.append((part, layer.weight.detach()))
+            found.append((part, layer.weight.detach().to(product_dtype())))
     return found
 
 
