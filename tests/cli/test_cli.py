@@ -267,6 +267,7 @@ def test_heads_of_several_adapters_and_questions_answer_together(
         (["serve", "--host", "0.0.0.0"], "host is '0.0.0.0'; without authentication"),
         (["serve", "--model", "./nowhere"], "--model is './nowhere'; there is no such folder"),
         (["bench", "zzz"], "no bench named 'zzz'; choose one of "),
+        (["bench", "memory", "--quick", "--out", "/proc/x"], "--out: the folder '/proc/x' cannot be created: "),
         (
             ["bench", "step", "--model", "llava-13b"],
             "are valid for `vlora bench policy` and `costs` only, not for 'step'",

@@ -252,6 +252,11 @@ def bench(
         raise BadConfig(f"--part is valid for `vlora bench split` only, not for {name!r}; remove it")
     if figures and name != "paper":
         raise BadConfig(f"--figure is valid for `vlora bench paper` only, not for {name!r}; remove it")
+    if out is not None:
+        try:
+            out.mkdir(parents=True, exist_ok=True)  # before a bench of minutes or hours
+        except OSError as error:
+            raise BadConfig(f"--out: the folder {str(out)!r} cannot be created: {error.strerror}") from error
     if name == "paper":
         holds = _bench_paper(quick, out, figures, as_json)
     elif name == "fusion":

@@ -118,7 +118,7 @@ def latency_rows(quick: bool) -> list[dict[str, Any]]:
 def _measure_tower(
     tower: str, engine: _HeadEngine, shapes: Iterable[tuple[int, int]], rounds: int
 ) -> list[dict[str, Any]]:
-    """shapes: of batches, and frames per request."""
+    """Args: shapes: batch size and frames per request of each row."""
     own_answer = median_answer_tokens()
     rows: list[dict[str, Any]] = []
     for batch, frames in shapes:
