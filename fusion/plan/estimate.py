@@ -13,10 +13,11 @@ import torch
 
 from fusion.data.load import DomainData
 from fusion.packing.training_counts import max_trainings, min_trainings, trained_alone
+from fusion.plan.image_heads import HEAD_SAMPLES, HEAD_STEPS
 from fusion.plan.schema import Plan
 from fusion.training.domain import Domain
 from fusion.training.frozen_base import FrozenBase
-from fusion.training.trainer import HEAD_SAMPLES, HEAD_STEPS, LoraTrainer, StepTime
+from fusion.training.trainer import LoraTrainer, StepTime
 from fusion.training.zero_shot import MAX_SAMPLES, answers_before_training
 
 _BUDGET_S = 4.0  # for measured steps of a whole batch

@@ -17,6 +17,7 @@ from fusion.packing.sample_sizes import MOST, POWER, samples_needed
 from fusion.packing.training_counts import max_trainings, trained_alone
 from fusion.phases.plan_checked import PlanChecked
 from fusion.plan.estimate import Estimate
+from fusion.plan.image_heads import head_training, trains_by_itself
 from fusion.plan.schema import DomainPlan, LoraPlan, Plan, RelativeThreshold
 from fusion.plan.tasks import HEADS, MEANS, METRIC_DESCRIPTIONS, METRICS, WORDS
 from fusion.progress.display import duration
@@ -88,7 +89,8 @@ def as_json(checked: PlanChecked, estimate: Estimate) -> str:
 
 def print_summary(checked: PlanChecked, estimate: Estimate, console: Console) -> None:
     """Print the summary in readable form."""
-    for domain in summarize(checked):
+    domains = summarize(checked)
+    for domain in domains:
         kind = f"{domain.task}, answered by {_answered(domain)}, on {domain.real_or_synthetic} pixels"
         rows = {
             "question": domain.question,
@@ -100,18 +102,13 @@ def print_summary(checked: PlanChecked, estimate: Estimate, console: Console) ->
             "teacher": _teacher(domain.teacher),
         }
         _block(console, f"{domain.name}: {kind}", rows)
-    plan, size, training = checked.plan, checked.size, checked.plan.training
+    plan, size = checked.plan, checked.size
     where = "language model and vision side" if plan.lora.vision else "language model"
     in_order = "" if plan.packing in ("guided", "jointly") else f"order {' and '.join(plan.order)}, "
     rows = {
         "adapter": f"{_kind(plan.lora)}, on "
         f"{size.layers} layers of the {where}: {size.parameters:,} parameters, {size.num_bytes / 1e6:.1f} MB",
-        "training": f"{training.steps} steps of {training.batch_size} samples per domain"
-        + (
-            ", all domains of an adapter at once"
-            if plan.packing == "jointly"
-            else f"; where a domain joins an adapter, {training.rehearsal:.0%} of each batch rehearses those in it"
-        ),
+        "training": _training(plan, domains),
         "packing": f"{plan.packing}, {in_order}seed {plan.seed}, decided by "
         + (f"lower bounds at a confidence of {plan.confidence:g}" if plan.confidence else "the score itself"),
         "time": _time(plan, estimate),
@@ -119,6 +116,21 @@ def print_summary(checked: PlanChecked, estimate: Estimate, console: Console) ->
     _block(
         console, f"run: {len(plan.domains)} domain{'s' * (len(plan.domains) > 1)} on {plan.base}{_rounded(plan)}", rows
     )
+
+
+def _training(plan: Plan, domains: Sequence[DomainSummary]) -> str:
+    training = plan.training
+    apart = [domain.name for domain in domains if trains_by_itself(domain.task, vision=plan.lora.vision)]
+    heads = f"{head_training(training.steps, training.batch_size)} for the head of {', of '.join(apart)}, by itself"
+    if len(apart) == len(domains):
+        return heads
+    together = (
+        ", all domains of an adapter at once"
+        if plan.packing == "jointly"
+        else f"; where a domain joins an adapter, {training.rehearsal:.0%} of each batch rehearses those in it"
+    )
+    text = f"{training.steps} steps of {training.batch_size} samples per domain{together}"
+    return f"{text}; {heads}" if apart else text
 
 
 def _sample_size(domain: DomainSummary, confidence: float | None) -> str:

@@ -10,6 +10,8 @@ from typing import Any
 
 from rich.table import Table
 
+from fusion.plan.image_heads import head_training, trains_by_itself
+
 
 @dataclasses.dataclass(frozen=True)
 class DomainReport:
@@ -188,7 +190,7 @@ one fusion run (seed {report.seed}).
 {rows}
 
 Rank {lora["rank"]}{blocks}, alpha {lora["alpha"]}{", rank-stabilised" if lora["rslora"] else ""}, on {layers}{vision}.
-{_how_trained(report.plan, adapter)}
+{_how_trained(report, adapter)}
 
 `peft.PeftModel.from_pretrained(base, FOLDER)` loads the adapter; `vlora serve --adapter NAME=FOLDER` serves it with its
 task heads (`heads.safetensors`), if it has any.
@@ -199,8 +201,21 @@ def _rounded(plan: Mapping[str, Any]) -> str:
     return "" if plan["quantize"] == "none" else f" (with its weights in {plan['quantize']})"
 
 
-def _how_trained(plan: Mapping[str, Any], adapter: AdapterReport) -> str:
-    training = plan["training"]
+def _how_trained(report: FusionReport, adapter: AdapterReport) -> str:
+    """The training of the LoRA, and of the heads that train by themselves."""
+    training, vision = report.plan["training"], report.plan["lora"]["vision"]
+    history = (*adapter.together, *adapter.joined)
+    apart = [d.name for d in report.domains if d.name in history and trains_by_itself(d.task, vision=vision)]
+    if not apart:
+        return _lora_training(training, adapter)
+    own = head_training(training["steps"], training["batch_size"])
+    heads = f"The head of {', of '.join(apart)} was trained by itself, for at most {own}."
+    if len(apart) == len(history):
+        return f"{heads}\nThe LoRA was not trained: without the vision side, it does not change what such a head reads."
+    return f"{_lora_training(training, adapter)}\n{heads}"
+
+
+def _lora_training(training: Mapping[str, Any], adapter: AdapterReport) -> str:
     steps = f"{training['steps']} steps of {training['batch_size']} samples"
     if len((*adapter.together, *adapter.joined)) == 1:
         return f"Trained for at most {steps}."

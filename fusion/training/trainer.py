@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from fusion.packing.algorithm import Adapter
+from fusion.plan.image_heads import HEAD_SAMPLES, HEAD_STEPS
 from fusion.plan.schema import Plan
 from fusion.progress.progress import Progress
 from fusion.training.accumulate import backward_in_parts, halving
@@ -34,8 +35,6 @@ from vlora.errors import BadPlan
 _WARM_UP_STEPS = 10
 _EVALUATIONS = 12  # on held-back samples within one training
 _CURVE_POINTS = 24
-# A head over pictures' features is small and needs more steps and samples than a LoRA, at a fraction of their cost.
-HEAD_STEPS, HEAD_SAMPLES = 5, 4  # steps and samples per step, by those of the plan
 _HEAD_DECAY = 1e-3
 _RECENT = 10  # steps in the mean loss for display
 

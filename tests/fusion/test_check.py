@@ -18,6 +18,7 @@ from fusion.plan.schema import LoraPlan, Plan
 from fusion.plan.summary import summarize
 from fusion.teachers.labelling import threshold_before_training
 from tests.fusion.made import picture, write_plan
+from tests.fusion.mixed_plan import write_mixed_plan
 from vlora.cli import cli, main
 from vlora.errors import BadPlan
 from vlora.plan_files.errors import PlanErrors, PlanText
@@ -95,6 +96,12 @@ def test_the_summary_names_joint_training(tmp_path: Path) -> None:
     code, output = run(str(write_plan(tmp_path, lines, more="packing: jointly\ntraining: {seconds: 60}\n")), "--check")
     assert code == 0 and "all domains of an adapter at once" in output and "packing   jointly, seed 0" in output
     assert "rehears" not in output and "order" not in output
+
+
+def test_the_summary_names_heads_that_train_by_themselves(tmp_path: Path) -> None:
+    code, output = run(str(write_mixed_plan(tmp_path / "plan", "qwen2_5_vl")), "--check")
+    assert code == 0 and "60 steps of 12 samples per domain; where" in output
+    assert "rehearses those in it; 300 steps of 48 samples for the head of squares, by itself" in output
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,10 @@ from fusion.data.samples import Splits
 from fusion.packing.training_counts import max_trainings, min_trainings
 from fusion.phases.data_ready import load_frozen_base
 from fusion.plan.estimate import estimate
+from fusion.plan.image_heads import HEAD_SAMPLES, HEAD_STEPS
 from fusion.plan.schema import Plan
 from fusion.progress.progress import Progress
-from fusion.training.trainer import HEAD_SAMPLES, HEAD_STEPS, LoraTrainer, StepTime
+from fusion.training.trainer import LoraTrainer, StepTime
 from tests.fusion.small import color_splits, plan_of, write_base
 from tests.fusion.test_robust_training import boxes
 
