@@ -60,10 +60,10 @@ def _base() -> FrozenBase:
     return FrozenBase(load_model(EngineConfig(model=path, dtype="float32")), InputProcessor.from_pretrained(path))
 
 
-def _plan(sources: Sequence[str], steps: int) -> Plan:
+def _plan(sources: Sequence[str], steps: int, batch_size: int = 32) -> Plan:
     return Plan(
         lora=LoraPlan(rank=8, alpha=16),
-        training=TrainingPlan(steps=steps),
+        training=TrainingPlan(steps=steps, batch_size=batch_size),
         domains=tuple(
             DomainPlan(name=source, source=source, question=_QUESTIONS[source], threshold=0.5) for source in sources
         ),
@@ -165,7 +165,8 @@ def _measure_fused(measuring: Measuring) -> dict[str, Any]:
     for family, sources in _FAMILIES.items():
         own = sources[:3] if quick else sources
         base = _base()
-        plan = _plan(own, 30 if quick else 120)
+        # 21 single-domain trainings: with larger batches they would take most of a whole run's time.
+        plan = _plan(own, 30 if quick else 120, batch_size=16)
         domains = _domains(plan, base, quick)
         trainer = LoraTrainer(base, domains, plan)
         fused = []
