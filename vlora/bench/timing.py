@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,6 +55,7 @@ def interleaved(
     rounds: int,
     warmup: int = 2,
     clock: Callable[[], float] = time.process_time,
+    limit_s: float = math.inf,
 ) -> dict[str, list[float]]:
     """Time each candidate `rounds` times, in turn A B C A B C ...
 
@@ -63,16 +65,22 @@ def interleaved(
         warmup: Rounds that do not count.
         clock: CPU seconds by default; `time.perf_counter` for candidates with several threads, because idle threads
             spin.
+        limit_s: After this many seconds of all calls, the next round is the last one, or none if one counts already.
+            Calls that take long need few rounds, since disturbances average out within each.
 
     Returns:
         Seconds of each round, by candidate.
     """
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    began = clock()
     for turn in range(warmup + rounds):
+        late = clock() - began > limit_s
+        if late and all(seconds.values()):
+            break
         for name, call in candidates.items():
             started = clock()
             call()
-            if turn >= warmup:
+            if late or turn >= warmup:
                 seconds[name].append(clock() - started)
     return seconds
 

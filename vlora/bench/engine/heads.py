@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import statistics
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -100,23 +101,24 @@ def floor_of(products: Sequence[float], one_token: Sequence[float], words: Seque
     return least / (least + max(0.0, 1 - median_ratio(one_token, words)))
 
 
-def latency_rows(quick: bool) -> list[dict[str, Any]]:
+def latency_rows(quick: bool, limit_s: float = math.inf) -> list[dict[str, Any]]:
     """Milliseconds of a head and of text, by tower, batch, frames and length of the text; torch has one thread.
 
     Args:
         quick: The model's first eight layers, fewer shapes and rounds.
+        limit_s: Of each tower and shape, as in `interleaved`.
     """
     num_layers = 8 if quick else 24
     small, large = ([(1, 1), (8, 1)], [(1, 1)]) if quick else (itertools.product(_GOALS, (1, 4, 6)), [(1, 1), (8, 1)])
     towers = {"ViT-B": (half_billion_config, small), "Qwen2-VL": (real_tower_config, large)}
     rows: list[dict[str, Any]] = []
     for tower, (config_of, shapes) in towers.items():
-        rows += _measure_tower(tower, _HeadEngine(config_of(num_layers)), shapes, 1 if quick else 5)
+        rows += _measure_tower(tower, _HeadEngine(config_of(num_layers)), shapes, 1 if quick else 5, limit_s)
     return rows
 
 
 def _measure_tower(
-    tower: str, engine: _HeadEngine, shapes: Iterable[tuple[int, int]], rounds: int
+    tower: str, engine: _HeadEngine, shapes: Iterable[tuple[int, int]], rounds: int, limit_s: float
 ) -> list[dict[str, Any]]:
     """Args: shapes: batch size and frames per request of each row."""
     own_answer = median_answer_tokens()
@@ -126,7 +128,7 @@ def _measure_tower(
         for tokens in sorted({1, own_answer, _PAPER_ANSWER}):
             calls[f"{tokens} tokens"] = lambda b=batch, f=frames, t=tokens: engine.ask(b, f, t)  # type: ignore[misc]
         calls["products"] = lambda b=batch, f=frames: engine.multiply(b, f)  # type: ignore[misc]
-        seconds = interleaved(calls, rounds, warmup=1)
+        seconds = interleaved(calls, rounds, warmup=1, limit_s=limit_s)
         for tokens in (own_answer, _PAPER_ANSWER):
             words = seconds[f"{tokens} tokens"]
             ratio = median_ratio(seconds["head"], words)

@@ -11,7 +11,7 @@ from vlora.bench.paper.figure import Fact, Figure, Found
 from vlora.bench.paper.figures.punica_operator import segments
 from vlora.bench.paper.measured.closed_loop import ANSWER, PROMPT, engine_rate, peft_rate
 from vlora.bench.paper.measured.engine_steps import adapter_folders, engine_in_mode
-from vlora.bench.paper.measuring import Measuring
+from vlora.bench.paper.measuring import LIMIT_S, Measuring
 from vlora.bench.report import Goal
 from vlora.bench.timing import interleaved, median_ms, work_seconds
 from vlora.simulator.popularity import power_law
@@ -113,7 +113,7 @@ def _measure_batching(measuring: Measuring) -> dict[str, Any]:
         for batch in batches:
             names: list[str | None] = [None] * batch
             prefill = {"ms": lambda own=names, e=engine, n=length: e.prefill(own, n * len(own))}
-            taken = interleaved(prefill, 1 if setting.quick else 3, warmup=0, clock=clock)["ms"]
+            taken = interleaved(prefill, 1 if setting.quick else 3, warmup=0, clock=clock, limit_s=LIMIT_S)["ms"]
             found["prefill"][str(length)].append(median_ms(taken))
             step = engine.begin(names)
             found["decode"][str(length)].append(
@@ -152,7 +152,7 @@ def _batching_goals(found: Found) -> list[Goal]:
 def _measure_layers(measuring: Measuring) -> dict[str, Any]:
     setting = measuring.setting
     batches = (1, 8, 32)
-    lengths = (64,) if setting.quick else (512, 1024)
+    lengths = (64,) if setting.quick else (128, 512)
     found: dict[str, Any] = {"batches": list(batches), "lengths": list(lengths), "ms": {}}
     layers = setting.model.config().text_config.num_hidden_layers
     clock = work_seconds(setting.device)
@@ -243,7 +243,7 @@ FIGURES: Sequence[Figure] = (
         states="The latency of a layer grows by 72 % from batch 1 to 32 and is the same for all popularity patterns.",
         caption="Decode steps of the engine divided by its layers, adapters of rank 16, unmerged; sequences of 64 "
         "tokens "
-        "with --quick, else 512 and 1,024.",
+        "with --quick, else 128 and 512.",
         measure=_measure_layers,
         draw=_draw_layers,
         facts=_LAYER_FACTS,

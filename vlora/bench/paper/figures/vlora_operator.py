@@ -34,7 +34,7 @@ from vlora.bench.paper.measured.operators import (
     operator_seconds,
     sites_of_a_layer,
 )
-from vlora.bench.paper.measuring import RANK, Measuring, Setting
+from vlora.bench.paper.measuring import LIMIT_S, RANK, Measuring, Setting
 from vlora.bench.report import Goal
 from vlora.bench.timing import interleaved, median_ms, work_seconds
 from vlora.models.loading import dummy_model
@@ -53,6 +53,7 @@ def _measure_extra(measuring: Measuring) -> dict[str, Any]:
     setting = measuring.setting
     cases = ((2, 128), (3, 256), (4, 256)) if setting.quick else ((2, 128), (3, 256), (4, 256), (4, 512), (4, 1024))
     most = max(number * tokens for number, tokens in cases)
+    clock = work_seconds(setting.device)
     rows = []
     with adapter_folders(setting.model, 4) as folders:
         engines = {
@@ -65,7 +66,7 @@ def _measure_extra(measuring: Measuring) -> dict[str, Any]:
                 "merged": lambda n=number, t=tokens: engines[True].prefill(["a0"] * n, n * t),
                 "unmerged": lambda own=names, t=tokens: engines[False].prefill(own, len(own) * t),
             }
-            seconds = interleaved(calls, setting.rounds, warmup=1, clock=work_seconds(setting.device))
+            seconds = interleaved(calls, setting.rounds, warmup=1, clock=clock, limit_s=LIMIT_S)
             base = median_ms(seconds["merged"])
             extra = {OURS: median_ms(seconds["unmerged"]) - base} | _operators_alone(setting, number, tokens)
             rows.append({"requests": number, "tokens": tokens, "merged ms": base, "extra ms": extra})

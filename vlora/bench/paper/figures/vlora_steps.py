@@ -13,7 +13,7 @@ from vlora.bench.paper import drawing
 from vlora.bench.paper.figure import Fact, Figure, Found
 from vlora.bench.paper.measured.engine_steps import adapter_folders, engine_in_mode
 from vlora.bench.paper.measured.machine_costs import switch_times
-from vlora.bench.paper.measuring import QUICK_MODEL, RANK, Measuring
+from vlora.bench.paper.measuring import LIMIT_S, QUICK_MODEL, RANK, Measuring
 from vlora.bench.report import Goal
 from vlora.bench.scheduling.models import MODELS
 from vlora.bench.timing import interleaved, median_ms, work_seconds
@@ -36,7 +36,7 @@ def _measure_slots(measuring: Measuring) -> dict[str, Any]:
             "merged": lambda: engines[True].prefill(["a0"] * 3, 3 * _TOKENS),
             "unmerged": lambda: engines[False].prefill(list(folders), 4 * _TOKENS),
         }
-        seconds = interleaved(calls, setting.rounds, warmup=1, clock=work_seconds(setting.device))
+        seconds = interleaved(calls, setting.rounds, warmup=1, clock=work_seconds(setting.device), limit_s=LIMIT_S)
     return {"ms": {name: median_ms(taken) for name, taken in seconds.items()}, "switch ms": switch_times(measuring)}
 
 
@@ -92,7 +92,7 @@ def _switch_goals(found: Found) -> list[Goal]:
 
 
 def _measure_heads(measuring: Measuring) -> dict[str, Any]:
-    return {"rows": latency_rows(measuring.setting.quick)}
+    return {"rows": latency_rows(measuring.setting.quick, LIMIT_S)}
 
 
 def _draw_heads(found: Found, canvas: Any) -> None:
@@ -154,7 +154,7 @@ def _measure_mixture(measuring: Measuring) -> dict[str, Any]:
                 "mixed": functools.partial(engines[True].prefill, mix, 32 * _BATCH),
                 "unmerged": functools.partial(engines[False].prefill, mix, 32 * _BATCH),
             }
-            seconds = interleaved(prompts, 2 * setting.rounds + 1, warmup=1, clock=clock)
+            seconds = interleaved(prompts, 2 * setting.rounds + 1, warmup=1, clock=clock, limit_s=LIMIT_S)
             found["prefill"].append({name: median_ms(taken) for name, taken in seconds.items()})
             found["decode"].append(_decode_ms(engines, mix, 4 * setting.rounds, clock))
     return found
