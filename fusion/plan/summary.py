@@ -121,7 +121,8 @@ def print_summary(checked: PlanChecked, estimate: Estimate, console: Console) ->
 def _training(plan: Plan, domains: Sequence[DomainSummary]) -> str:
     training = plan.training
     apart = [domain.name for domain in domains if trains_by_itself(domain.task, vision=plan.lora.vision)]
-    heads = f"{head_training(training.steps, training.batch_size)} for the head of {', of '.join(apart)}, by itself"
+    steps = head_training(training.steps, training.batch_size)
+    heads = f"{steps} for each head that trains by itself ({', '.join(apart)})"
     if len(apart) == len(domains):
         return heads
     together = (

@@ -204,15 +204,21 @@ def _rounded(plan: Mapping[str, Any]) -> str:
 def _how_trained(report: FusionReport, adapter: AdapterReport) -> str:
     """The training of the LoRA, and of the heads that train by themselves."""
     training, vision = report.plan["training"], report.plan["lora"]["vision"]
-    history = (*adapter.together, *adapter.joined)
-    apart = [d.name for d in report.domains if d.name in history and trains_by_itself(d.task, vision=vision)]
-    if not apart:
-        return _lora_training(training, adapter)
-    own = head_training(training["steps"], training["batch_size"])
-    heads = f"The head of {', of '.join(apart)} was trained by itself, for at most {own}."
-    if len(apart) == len(history):
-        return f"{heads}\nThe LoRA was not trained: without the vision side, it does not change what such a head reads."
-    return f"{_lora_training(training, adapter)}\n{heads}"
+    apart = {domain.name for domain in report.domains if trains_by_itself(domain.task, vision=vision)}
+    together, joined = ([n for n in names if n not in apart] for names in (adapter.together, adapter.joined))
+    if not together:  # the first domain that joined was the LoRA's first
+        together, joined = joined[:1], joined[1:]
+    heads = [name for name in adapter.domains if name in apart]
+    lines = []
+    if together:
+        own = dataclasses.replace(adapter, together=tuple(together), joined=tuple(joined))
+        lines.append(_lora_training(training, own))
+    if heads:
+        steps = head_training(training["steps"], training["batch_size"])
+        lines.append(f"Heads that were trained by themselves, for at most {steps} each: {', '.join(heads)}.")
+    if not together:
+        lines.append("The LoRA was not trained: without the vision side, it does not change what such a head reads.")
+    return "\n".join(lines)
 
 
 def _lora_training(training: Mapping[str, Any], adapter: AdapterReport) -> str:
@@ -224,9 +230,8 @@ def _lora_training(training: Mapping[str, Any], adapter: AdapterReport) -> str:
         order = ", ".join((*adapter.together, *adapter.joined))
         return f"Trained for at most {steps} per domain, one after the other: {order};\n{rehearsed}"
     other = [name for name in adapter.together if name not in adapter.domains]
-    card = (
-        f"Trained on {'all of its domains' if not (other or adapter.joined) else ', '.join(adapter.together)} at once"
-    )
+    names = ", ".join(adapter.together)
+    card = f"Trained on {'all of its domains' if set(adapter.together) == set(adapter.domains) else names} at once"
     card += f", for at most {steps} each."
     if other:
         card += f"\nOf these, {', '.join(other)} did not stay in the adapter."

@@ -13,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from fusion.block_diagonal.blocks import block_config, scaled_alpha, undivided
+from fusion.plan.image_heads import trains_by_itself
 from fusion.plan.schema import Plan
 from fusion.training.activation import pass_offsets
 from fusion.training.checkpoint import State
@@ -101,7 +102,8 @@ class TrainableAdapter:
 
         Such a domain takes no part in the training of the LoRA, and other domains cannot displace it.
         """
-        return self._reads_images(domain) and not self.base.train_vision
+        task = self.domains[domain].task
+        return isinstance(task, HeadObjective) and trains_by_itself(task.task.kind, vision=self.base.train_vision)
 
     def _reads_images(self, domain: str) -> bool:
         task = self.domains[domain].task

@@ -101,7 +101,7 @@ def test_the_summary_names_joint_training(tmp_path: Path) -> None:
 def test_the_summary_names_heads_that_train_by_themselves(tmp_path: Path) -> None:
     code, output = run(str(write_mixed_plan(tmp_path / "plan", "qwen2_5_vl")), "--check")
     assert code == 0 and "60 steps of 12 samples per domain; where" in output
-    assert "rehearses those in it; 300 steps of 48 samples for the head of squares, by itself" in output
+    assert "rehearses those in it; 300 steps of 48 samples for each head that trains by itself (squares)" in output
 
 
 @pytest.mark.parametrize(

@@ -85,12 +85,18 @@ def test_an_adapters_card_describes_heads_that_train_by_themselves() -> None:
     made = report()
     boxes = dataclasses.replace(made, domains=(made.domains[0], dataclasses.replace(made.domains[1], task="detection")))
     alone = model_card(boxes, boxes.adapters[1])
-    assert "The head of digits was trained by itself, for at most 1500 steps of 128 samples.\nThe LoRA was not" in alone
-    assert "300 steps" not in alone and "by itself" not in model_card(boxes, boxes.adapters[0])
-    both = model_card(boxes, AdapterReport("signs-digits", ("signs", "digits"), ("signs", "digits"), ()))
-    assert "300 steps of 32 samples each.\nThe head of digits was trained by itself" in both
+    assert "by themselves, for at most 1500 steps of 128 samples each: digits.\nThe LoRA was not" in alone
+    assert "300 steps" not in alone and "by themselves" not in model_card(boxes, boxes.adapters[0])
+    both = AdapterReport("signs-digits", ("signs", "digits"), ("signs", "digits"), ())
+    for history in (both, dataclasses.replace(both, together=("digits",), joined=("signs",))):
+        card = model_card(boxes, history)
+        assert "Trained for at most 300 steps of 32 samples.\nHeads that were trained by themselves" in card
+    three = dataclasses.replace(both, domains=("signs", "digits", "photos"), together=("signs", "digits", "photos"))
+    assert "Trained on signs, photos at once, for at most 300 steps of 32 samples each.\nHeads" in model_card(
+        boxes, three
+    )
     boxes.plan["lora"]["vision"] = True
-    assert "by itself" not in model_card(boxes, boxes.adapters[1])
+    assert "by themselves" not in model_card(boxes, boxes.adapters[1])
 
 
 def test_the_table_has_bounds_if_a_confidence_is_set_and_cuts_nothing() -> None:

@@ -65,8 +65,8 @@ def interleaved(
         warmup: Rounds that do not count.
         clock: CPU seconds by default; `time.perf_counter` for candidates with several threads, because idle threads
             spin.
-        limit_s: After this many seconds of all calls, the next round is the last one, or none if one counts already.
-            Calls that take long need few rounds, since disturbances average out within each.
+        limit_s: After this many seconds, warm-up included, no round begins, unless none counts yet: then the next one
+            counts and is the last. Long calls need few rounds, since disturbances average out within each.
 
     Returns:
         Seconds of each round, by candidate.
