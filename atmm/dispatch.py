@@ -14,6 +14,7 @@ import torch
 
 from atmm.batch_stats import BatchStats
 from atmm.cpu.lanes import serves
+from atmm.processor import prefers_float32
 from atmm.strategies.hybrid import divides
 from atmm.strategies.registry import reads_in_place, served
 from atmm.tuning.buckets import Bucket
@@ -54,13 +55,16 @@ def rule(stats: BatchStats, transposed: bool = False) -> str:
 
     A GPU uses the Triton kernels with their usual tiling: they need two launches for all lanes, the others two or more
     per adapter. On a CPU, thin batches use the compiled kernels, and batches with short and long lanes use them for the
-    short lanes. All others use the strategy with the smallest estimate.
+    short lanes, and for long ones where products of the factors' type are slow. All others use the strategy with the
+    smallest estimate.
     """
     layout = stats.layout
     if layout.device.type == "cuda" and reads_in_place(layout.device, layout.dtype):
         return "tiled"
     if is_thin(stats.num_tokens, layout.device, layout.dtype):
         return "compiled"
+    if prefers_float32(layout.dtype, layout.device):
+        return "divided"  # the others multiply in the factors' type
     if divides(stats.lanes) and serves(layout.device, layout.dtype):
         return "divided"
     if transposed and max(layout.widths) <= _WIDEST_TRANSPOSED:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from atmm.layers import Factors, Site, check_reads
 from atmm.segments import SegmentPlan
+from atmm.widened import add_product, widened
 
 
 def delta_gradients(dx: Tensor | None, g: Tensor, x: Tensor, site: Site, plan: SegmentPlan) -> dict[str, Factors]:
@@ -28,7 +29,8 @@ def delta_gradients(dx: Tensor | None, g: Tensor, x: Tensor, site: Site, plan: S
         plan: the lanes of the forward pass.
 
     Returns:
-        The gradients of the factors of each adapter with a lane, by key: [r, d_in] and [r, d_out].
+        The gradients of the factors of each adapter with a lane, by key: [r, d_in] and [r, d_out]; in float32 where
+        products of the factors' type are slower.
 
     Raises:
         ValueError: if a tensor does not fit the plan or the site; raised before anything is computed.
@@ -39,12 +41,11 @@ def delta_gradients(dx: Tensor | None, g: Tensor, x: Tensor, site: Site, plan: S
         factors = site.factors.get(key)
         if factors is None:
             continue
-        a, bt = factors
-        own, gradient = x[start:stop], g[start:stop]
+        a, bt, own, gradient = widened(*factors, x[start:stop], g[start:stop])
         slope = F.linear(gradient, bt)
         hidden = F.linear(own, a)
         if dx is not None:
-            dx[start:stop].addmm_(slope, a, alpha=sign)
+            add_product(dx[start:stop], slope, a, alpha=sign)
         if key in found:
             found[key].a.addmm_(slope.t(), own, alpha=sign)
             found[key].bt.addmm_(hidden.t(), gradient, alpha=sign)

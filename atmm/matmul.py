@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atmm.cpu.products import Weights, multiplies, product, row_product
-from atmm.processor import multiplies_bfloat16, prefers_weight_left
+from atmm.processor import prefers_float32, prefers_weight_left
 from atmm.quantized import QuantizedWeight, StoredWeight
 
 Method = Literal["rows", "left", "float32", "library"]
@@ -65,6 +65,24 @@ def linears(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
     """Outputs of layers that read one input x [T, d_in], side by side: [T, sum of d_out]."""
     weights = [Weights(layer.weight, layer.bias) for layer in layers]
     return METHODS[choose(len(x), weights[0].weight)](x, weights)
+
+
+def add_input_gradient(dx: Tensor, g: Tensor, weight: Tensor) -> None:
+    """Add `g W` to dx [T, d_in], in place: the gradient of a layer's input.
+
+    Args:
+        dx: [T, d_in].
+        g: [T, d_out], the gradient of the layer's output.
+        weight: [d_out, d_in].
+    """
+    if not prefers_float32(weight.dtype, weight.device):
+        dx.addmm_(g, weight)
+        return
+    sums = torch.zeros(dx.shape, dtype=torch.float32)
+    num_rows = max(1, BLOCK // weight.shape[1])
+    for part, block in zip(g.float().split(num_rows, 1), weight.split(num_rows), strict=True):
+        sums.addmm_(part, block.float())
+    dx.add_(sums)
 
 
 def patch_products(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -118,7 +136,7 @@ def key_of(num_rows: int, weight: Tensor) -> Key:
 
 def methods(num_rows: int, weight: Tensor) -> list[Method]:
     """The methods that can multiply this many rows with this weight on the CPU, except those known to be far slower."""
-    slow = _is_slow(weight.dtype)
+    slow = prefers_float32(weight.dtype, weight.device)
     found: list[Method] = []
     if multiplies(weight):
         found.append("rows")
@@ -135,14 +153,9 @@ def rule(num_rows: int, weight: Tensor) -> Method:
     """The method for a weight on the CPU without measurements."""
     if prefers_weight_left(num_rows, weight.dtype, weight.device):
         return "left"
-    if num_rows <= _most_thin(weight.dtype) and multiplies(weight):
+    if num_rows <= _most_thin(weight) and multiplies(weight):
         return "rows"
-    return "float32" if _is_slow(weight.dtype) and num_rows > 1 else "library"
-
-
-def _is_slow(dtype: torch.dtype) -> bool:
-    """Whether products of this type are slower than in float32."""
-    return dtype is torch.bfloat16 and not multiplies_bfloat16()
+    return "float32" if num_rows > 1 and prefers_float32(weight.dtype, weight.device) else "library"
 
 
 class ThinBatches(NamedTuple):
@@ -161,13 +174,13 @@ def thin_batches(weight: Tensor) -> ThinBatches:
     """The batches for which the rule computes products with this weight by "rows"."""
     if weight.device.type != "cpu" or not multiplies(weight) or prefers_weight_left(1, weight.dtype, weight.device):
         return ThinBatches()
-    return ThinBatches(_HIDDEN, _most_thin(weight.dtype))
+    return ThinBatches(_HIDDEN, _most_thin(weight))
 
 
-def _most_thin(dtype: torch.dtype) -> int:
-    if _is_slow(dtype):
+def _most_thin(weight: Tensor) -> int:
+    if prefers_float32(weight.dtype, weight.device):
         return _THIN_WITHOUT_BFLOAT16
-    return _THIN_BFLOAT16 if dtype is torch.bfloat16 else _THIN_FLOAT32
+    return _THIN_BFLOAT16 if weight.dtype is torch.bfloat16 else _THIN_FLOAT32
 
 
 def _library(x: Tensor, layers: Sequence[Weights]) -> Tensor:

@@ -44,6 +44,11 @@ def multiplies_bfloat16() -> bool:
     return "amx_bf16" in flags() or vendor() != "GenuineIntel"
 
 
+def prefers_float32(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether torch multiplies tensors of this type more slowly than the same tensors converted to float32."""
+    return dtype is torch.bfloat16 and device.type == "cpu" and not multiplies_bfloat16()
+
+
 def prefers_weight_left(num_rows: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether `weight x^T` is faster than `x weight^T` for this many rows. The result is then transposed.
 

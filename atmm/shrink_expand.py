@@ -17,6 +17,7 @@ from atmm.cpu import library
 from atmm.cpu.table import Rows, hidden_places, lane_table
 from atmm.dispatch import is_thin
 from atmm.segments import Lane
+from atmm.widened import add_product, widened
 
 
 def hidden_dtype(num_tokens: int, device: torch.device, dtype: torch.dtype) -> torch.dtype:
@@ -62,9 +63,9 @@ class Shrink:
         """The flat hidden values in `hidden_dtype`; x: [num_tokens, d_in]. Raises ValueError if x does not fit."""
         _check(x, self._num_tokens, self._kind)
         if not is_thin(self._num_tokens, x.device, x.dtype):
-            hidden = [F.linear(x[lane.start : lane.stop], a) for lane, a in self._parts]
+            hidden = [F.linear(*widened(x[lane.start : lane.stop], a)) for lane, a in self._parts]
             signed = [part if lane.sign > 0 else -part for part, (lane, _) in zip(hidden, self._parts, strict=True)]
-            return torch.cat([part.view(-1) for part in signed])
+            return torch.cat([part.view(-1) for part in signed]).to(x.dtype)
         if self._tables is None:
             signs = torch.tensor([lane.sign for lane, _ in self._parts], dtype=torch.float32)
             self._tables = _Table((*part, place) for part, place in zip(self._parts, self.places, strict=True)), signs
@@ -97,7 +98,8 @@ class Expand:
             for lane, bt, places in self._parts:
                 shape = lane.stop - lane.start, bt.shape[0] // len(places)
                 shares = [hidden[place : place + shape[0] * shape[1]].view(shape) for place in places]
-                y[lane.start : lane.stop].addmm_(shares[0] if len(shares) == 1 else torch.cat(shares, 1), bt)
+                share = shares[0] if len(shares) == 1 else torch.cat(shares, 1)
+                add_product(y[lane.start : lane.stop], *widened(share, bt))
             return
         if self._table is None:
             self._table = _Table(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from atmm.cpu.lanes import Scattered, serves
 from atmm.layers import Packed, Site, SiteGroup
+from atmm.processor import prefers_float32
 from atmm.segments import Lane
 from atmm.strategies.loop import Loop
 
@@ -51,9 +52,9 @@ def longest_short_lane(device: torch.device, dtype: torch.dtype) -> int:
 def gains_from_copies(lanes: Sequence[Lane], device: torch.device, dtype: torch.dtype) -> bool:
     """Whether packed copies could speed up these lanes: several long lanes can then share products.
 
-    Never on a GPU, where the kernels read factors in place.
+    Never on a GPU, where the kernels read factors in place, nor where the shared products are slow.
     """
-    if device.type == "cuda":
+    if device.type == "cuda" or prefers_float32(dtype, device):
         return False
     return not serves(device, dtype) or sum(map(_is_long, lanes)) > 1
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from atmm.layers import Factors, Packed, Site, SiteGroup, check_reads
-from atmm.processor import multiplies_bfloat16
 from atmm.segments import Lane
+from atmm.widened import add_product, widened
 
 
 class Loop:
@@ -53,12 +52,8 @@ class Loop:
 
 def _add_lane(y: Tensor, x: Tensor, factors: Factors, sign: float) -> None:
     """Add one lane's delta to y [T, d_out], in place."""
-    if x.dtype is torch.bfloat16 and x.device.type == "cpu" and not multiplies_bfloat16():
-        # In float32, a product including the conversions takes a fifth to a twentieth of the time.
-        hidden = F.linear(x.float(), factors.a.float())
-        y.add_(torch.mm(hidden, factors.bt.float()), alpha=sign)
-    else:
-        y.addmm_(F.linear(x, factors.a), factors.bt, alpha=sign)
+    x, a, bt = widened(x, *factors)
+    add_product(y, F.linear(x, a), bt, alpha=sign)
 
 
 class Unpacked:

@@ -133,12 +133,29 @@ def test_the_table_is_skipped_if_unused_adapters_are_packed(monkeypatch: pytest.
 )
 @pytest.mark.usefixtures("plain")
 def test_the_rule_prefers_few_calls_for_decoding_and_no_waste_for_prefill(
-    num_tokens: int, ranks: dict, lengths: dict, expected: set[str]
+    num_tokens: int, ranks: dict, lengths: dict, expected: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(processor, "multiplies_bfloat16", lambda: True)
     group = make_group(ranks, d_in=896, d_outs=(4864, 4864), dtype=torch.bfloat16)
     group.pack(ranks)
     assert group.packed is not None
     assert dispatch.rule(BatchStats(SegmentPlan(num_tokens, segments(lengths)), group.packed.layout)) in expected
+
+
+@pytest.mark.parametrize("lengths", ((512,), (64, 64, 64, 64), (300, 2, 2, 2)), ids=str)
+def test_where_bfloat16_products_are_slow_long_lanes_are_multiplied_in_float32(
+    lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every other strategy multiplies in the factors' type, which then takes up to 15 times as long."""
+    monkeypatch.setattr(processor, "multiplies_bfloat16", lambda: False)
+    ranks = dict.fromkeys("abcd"[: len(lengths)], 64)
+    plan = SegmentPlan(sum(lengths), segments(dict(zip(ranks, lengths, strict=True))))
+    for dtype in (torch.bfloat16, torch.float32):
+        group = make_group(ranks, d_in=896, d_outs=(128,), dtype=dtype)
+        group.pack(ranks)
+        assert group.packed is not None
+        in_float32 = dispatch.rule(BatchStats(plan, group.packed.layout)) == "divided"
+        assert in_float32 == (dtype is torch.bfloat16 or len(set(lengths)) > 1)
 
 
 def test_a_strategy_is_chosen_once_per_class_of_sites_and_plan(monkeypatch: pytest.MonkeyPatch) -> None:

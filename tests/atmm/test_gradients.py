@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atmm import Factors, Lane, SegmentPlan, Site, reference
+from atmm import Factors, Lane, SegmentPlan, Site, processor, reference
 from atmm.gradients import delta_gradients
 from tests.example_counts import scaled
 
@@ -100,3 +100,21 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
         delta_gradients(dx, x, x, site, plan)
     with pytest.raises(ValueError, match=r"x is torch.bfloat16"):
         delta_gradients(dx, g, x.bfloat16(), site, plan)
+
+
+def test_where_bfloat16_products_are_slow_gradients_are_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processor, "multiplies_bfloat16", lambda: False)
+    site, given = make_site(), values(70)
+    for key, factors in site.factors.items():
+        site.factors[key] = Factors(*(each.bfloat16() for each in factors))
+    dx, g, x = (each.bfloat16() for each in given)
+    plan = SegmentPlan(70, [Lane("a", 0, 30), Lane("b", 30, 70), Lane("b", 10, 20, -1.0)])
+    expected_dx, expected = reference.delta_gradients(g, x, site, plan)
+    before = dx.double()
+    found = delta_gradients(dx, g, x, site, plan)
+    # dx is rounded once per lane that adds to it.
+    assert (dx.double() - before - expected_dx).abs().max() <= 2 * 2**-8 * dx.double().abs().max()
+    for key, factors in found.items():
+        assert factors.a.dtype is torch.float32
+        assert_near(factors.a, expected[key].a)
+        assert_near(factors.bt, expected[key].bt)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from atmm import Factors, Lane, SegmentPlan, add_delta, add_deltas, gains_from_copies
+from atmm import Factors, Lane, SegmentPlan, add_delta, add_deltas, gains_from_copies, processor
 from atmm.batch_stats import BatchStats
 from atmm.dispatch import rule
 from atmm.strategies import loop
@@ -131,11 +131,17 @@ def test_the_rule_selects_divided_for_packed_short_and_long_lanes() -> None:
 
 
 @needs_compiler
-def test_copies_are_for_several_long_lanes() -> None:
+@pytest.mark.parametrize("fast", (True, False))
+def test_copies_are_for_several_long_lanes_in_a_type_with_fast_products(
+    fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processor, "multiplies_bfloat16", lambda: fast)
     cpu, meta = torch.device("cpu"), torch.device("meta")
     decoding = segments({f"a{place}": 1 for place in range(64)})
     beside_a_prompt = [*decoding, Lane("b", 64, 164)]
     assert not gains_from_copies(decoding, cpu, torch.bfloat16)
     assert not gains_from_copies(beside_a_prompt, cpu, torch.bfloat16)
-    assert gains_from_copies([*beside_a_prompt, Lane("c", 164, 164 + SHORT + 1)], cpu, torch.bfloat16)
+    prompts = [*beside_a_prompt, Lane("c", 164, 164 + SHORT + 1)]
+    assert gains_from_copies(prompts, cpu, torch.bfloat16) == fast
+    assert gains_from_copies(prompts, cpu, torch.float32)
     assert gains_from_copies(decoding, meta, torch.bfloat16)  # no compiled kernels on this device

@@ -91,7 +91,7 @@ def test_every_choice_gives_the_product(
     dtype: torch.dtype, tiles: bool, emulated: bool, kernels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processor, "flags", lambda: frozenset(["amx_bf16"] if tiles else []))
-    monkeypatch.setattr(matmul, "multiplies_bfloat16", lambda: not emulated)
+    monkeypatch.setattr(processor, "multiplies_bfloat16", lambda: not emulated)
     monkeypatch.setattr(matmul, "BLOCK", 100)  # several blocks per weight
     if not kernels:
         monkeypatch.setattr(matmul, "multiplies", lambda weight: False)
@@ -120,6 +120,18 @@ def test_an_empty_batch_has_an_empty_product() -> None:
     with torch.inference_mode():
         layer = nn.Linear(5, 3)
         assert matmul.linear(torch.empty(0, 5), layer.weight, layer.bias).shape == (0, 3)
+
+
+@pytest.mark.parametrize("fast", (True, False))
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_the_gradient_of_an_input_is_added(dtype: torch.dtype, fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processor, "multiplies_bfloat16", lambda: fast)
+    monkeypatch.setattr(matmul, "BLOCK", 100)  # several blocks per weight
+    for num_rows in (0, 1, 60):
+        dx, g, weight = (torch.randn(shape).to(dtype) for shape in ((num_rows, 30), (num_rows, 17), (17, 30)))
+        wanted = dx.double() + g.double() @ weight.double()
+        matmul.add_input_gradient(dx, g, weight)
+        torch.testing.assert_close(dx.double(), wanted, rtol=torch.finfo(dtype).eps, atol=1e-5)
 
 
 def test_autograd_follows_the_product() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from atmm import matmul
+from atmm import matmul, processor
 from atmm.cpu.products import Weights
 from atmm.tuning import matmul_choice
 from atmm.tuning.contention import Contention
@@ -45,7 +45,7 @@ def isolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(matmul_choice, "LARGE", 1)
     monkeypatch.setattr(matmul, "multiplies", lambda weight: True)
     monkeypatch.setattr(matmul, "prefers_weight_left", lambda *given: False)
-    monkeypatch.setattr(matmul, "multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr(processor, "multiplies_bfloat16", lambda: False)
     monkeypatch.setattr(Contention, "disturbs", lambda self: False)
     yield
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atmm import Lane, SegmentPlan, reference
+from atmm import Lane, SegmentPlan, processor, reference
 from atmm.shrink_expand import Expand, ExpandPart, Shrink, ShrinkPart, hidden_dtype
 from tests.atmm.cases import bound, make_group, make_input
 from tests.example_counts import scaled
@@ -32,11 +34,17 @@ def plans(draw: st.DrawFn) -> SegmentPlan:
     num_shares=st.sampled_from([1, 2, 4]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     transposed=st.booleans(),
+    fast=st.booleans(),
 )
 def test_shrink_and_expand_give_the_delta(
-    plan: SegmentPlan, num_shares: int, dtype: torch.dtype, transposed: bool
+    plan: SegmentPlan, num_shares: int, dtype: torch.dtype, transposed: bool, fast: bool
 ) -> None:
     """Each share of the rank rows has separate hidden values, which are stored share after share."""
+    with mock.patch.object(processor, "multiplies_bfloat16", lambda: fast):
+        check_shares(plan, num_shares, dtype, transposed)
+
+
+def check_shares(plan: SegmentPlan, num_shares: int, dtype: torch.dtype, transposed: bool) -> None:
     group = make_group(RANKS, d_in=37, d_outs=(40, 16), dtype=dtype, missing=[("b", 1)])
     x, outputs = make_input(plan.num_tokens, group, dtype)
     if transposed:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from atmm.matmul import choose, linear
+from atmm.matmul import add_input_gradient, choose, linear
 from vlora.errors import BadConfig
 from vlora.split.frames import DTYPES, Direction, Group
 from vlora.split.layers import bias_of, fingerprint, groups_of, layer_info, weight_of
@@ -128,9 +128,9 @@ class BaseExecutor:
         on_device = out if out is not None and out[0].device == self.device else None
         if direction == Direction.BACKWARD:
             dx = inputs[0].new_empty(len(inputs[0]), layers[0].weight.shape[1]) if on_device is None else on_device[0]
-            torch.mm(inputs[0], layers[0].weight, out=dx)
-            for dy, layer in zip(inputs[1:], layers[1:], strict=True):
-                dx.addmm_(dy, layer.weight)
+            dx.zero_()
+            for dy, layer in zip(inputs, layers, strict=True):
+                add_input_gradient(dx, dy, layer.weight)
             made: Sequence[torch.Tensor] = [dx]
         else:
             (x,) = inputs

@@ -16,7 +16,8 @@ from transformers import AttentionInterface
 
 import atmm
 from atmm.gradients import delta_gradients
-from atmm.matmul import linear
+from atmm.matmul import add_input_gradient, linear
+from atmm.widened import widened
 from vlora.lora.adapted_linear import AdaptedLinear
 from vlora.training.adapter import TrainedFactors
 from vlora.training.batch import PackedBatch
@@ -74,7 +75,10 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         layer: TrainedLinear = ctx.layer
         g = gradient.reshape(-1, gradient.shape[-1])
-        dx = torch.mm(g, layer.weight) if ctx.needs_input_grad[0] else None
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = g.new_zeros(len(g), layer.weight.shape[1])
+            add_input_gradient(dx, g, layer.weight)
         found: list[torch.Tensor | None] = []
         if ctx.keys:
             (rows,) = ctx.saved_tensors
@@ -170,6 +174,8 @@ def packed_attention(
     assert packed_batch is not None, "training calls the decoder layers with their batch"
     heads, kv_heads, head_dim = query.shape[1], key.shape[1], query.shape[3]
     scale = head_dim**-0.5 if scaling is None else scaling
+    dtype = query.dtype
+    query, key, value = widened(query, key, value)
     results = []
     for start, stop in packed_batch.spans:
         n = stop - start
@@ -181,4 +187,4 @@ def packed_attention(
         shares = torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype)
         attended = torch.matmul(shares.view(kv_heads, -1, n), v).view(heads, n, head_dim)
         results.append(attended.transpose(0, 1))
-    return (results[0] if len(results) == 1 else torch.cat(results))[None], None
+    return (results[0] if len(results) == 1 else torch.cat(results))[None].to(dtype), None

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from atmm.matmul import linear
+from atmm.matmul import add_input_gradient, linear
 
 MAX_LOGITS = 2**24
 """Logits in memory at a time: 64 MiB. Products of fewer tokens are less efficient: 64 take a tenth longer than 128."""
@@ -67,5 +67,5 @@ class TokenLosses:
             del logits
             for first in range(0, num_words, self._block):
                 words = slice(first, first + self._block)
-                self.slopes[rows].addmm_(slope[:, words].to(hidden.dtype), self._weight[words])
+                add_input_gradient(self.slopes[rows], slope[:, words].to(hidden.dtype), self._weight[words])
                 yield

@@ -1,0 +1,25 @@
+"""Plain products in the type in which torch is fastest."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from atmm.processor import prefers_float32
+
+
+def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors as they are, or in float32 if torch's products of their type are slower (docs/decisions/0040).
+
+    Args:
+        tensors: of one dtype, on one device.
+    """
+    return tuple(each.float() for each in tensors) if prefers_float32(tensors[0].dtype, tensors[0].device) else tensors
+
+
+def add_product(y: Tensor, u: Tensor, v: Tensor, *, alpha: float = 1.0) -> None:
+    """Add `alpha * u v` to y, in place; u and v may be widened."""
+    if u.dtype is y.dtype:
+        y.addmm_(u, v, alpha=alpha)
+    else:
+        y.add_(torch.mm(u, v), alpha=alpha)
