@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from atmm.batch_stats import BatchStats
@@ -18,14 +17,17 @@ from atmm.cpu import library
 from atmm.cpu.lanes import Scattered, serves
 from atmm.dispatch import choose, measured
 from atmm.layers import HeadRows, Packed, Site, SiteGroup
+from atmm.matmul import linear
 from atmm.places import FactorTable
+from atmm.processor import prefers_float32
 from atmm.segments import SegmentPlan, Strategy, check_not_capturing
 from atmm.strategies.hybrid import Hybrid
 from atmm.strategies.loop import Loop, Unpacked
 from atmm.strategies.registry import NEED_NO_COPY, STRATEGIES, known, lies_transposed, prepare, prepare_tiled
+from atmm.widened import widened
 
-# Ranks up to which one compiled pass over the weights is faster than torch's two passes with faster arithmetic
-# (docs/decisions/0008).
+# Ranks up to which one compiled pass over the weights is faster than torch's two passes with faster arithmetic, where
+# its arithmetic is faster (docs/decisions/0008).
 _COMPILED_RANKS = 32
 
 
@@ -106,7 +108,8 @@ def merge(out: Tensor, base: Tensor, a: Tensor, bt: Tensor, scale: float = 1.0) 
     check_merge(out, base, a, bt)
     n, rank = a.shape[:2]
     o, i = base.shape[1:]
-    kernels = library() if out.device.type == "cpu" and rank <= _COMPILED_RANKS else None
+    compiled = rank <= _COMPILED_RANKS or prefers_float32(out.dtype, out.device)
+    kernels = library() if out.device.type == "cpu" and compiled else None
     if kernels is not None and out.dtype in kernels.merge and all(t.stride(2) == 1 for t in (out, base, a, bt)):
         matrices = [part for t in (out, base, a, bt) for part in (t.data_ptr(), t.stride(0), t.stride(1))]
         kernels.merge[out.dtype](*matrices, scale, n, rank, o, i)
@@ -122,7 +125,11 @@ def merge(out: Tensor, base: Tensor, a: Tensor, bt: Tensor, scale: float = 1.0) 
         # Out of place, torch first copies the base and then multiplies into the copy. Layer by layer, the copy is still
         # in the cache.
         for layer in range(n):
-            torch.addmm(base[layer], b[layer], a[layer], alpha=scale, out=out[layer])
+            parts = widened(base[layer], b[layer], a[layer])
+            if parts[0].dtype is out.dtype:
+                torch.addmm(*parts, alpha=scale, out=out[layer])
+            else:
+                out[layer] = torch.addmm(*parts, alpha=scale)
     else:
         torch.baddbmm(base, b, a, alpha=scale, out=out)
 
@@ -140,7 +147,7 @@ def head_logits(h: Tensor, rows: Sequence[HeadRows]) -> list[Tensor]:
     check_heads(h, rows)
     logits = []
     for head in rows:
-        logits.append(F.linear(h.index_select(0, head.index).to(head.weight.dtype), head.weight, head.bias))
+        logits.append(linear(h.index_select(0, head.index).to(head.weight.dtype), head.weight, head.bias))
     return logits
 
 

@@ -1,4 +1,5 @@
 // out = base + scale * bt^T a for n layers in one pass: every weight is read and written once.
+#include <algorithm>
 #include <memory>
 #include <type_traits>
 
@@ -7,10 +8,17 @@
 namespace atmm {
 namespace {
 
-// Rows, and vectors per row, computed side by side: a value of A is read once for all rows, and eight sums hide the
-// latency of a multiply-add.
+// Rows, and registers per row, computed side by side: a value of A is read once for all rows, and the sums hide the
+// latency of a multiply-add (docs/decisions/0092).
+#if defined(__AVX512F__)
 constexpr int64_t kRows = 4;
+#else
+constexpr int64_t kRows = 6;
+#endif
 constexpr int64_t kColumns = 2;
+constexpr int64_t kPanel = kColumns * kWidth;
+// Values of A that are read again for every block of rows, 128 KiB: they stay in the second-level cache.
+constexpr int64_t kCached = 32 * 1024;
 // Prefetch distance in elements of base: without prefetching, each block stalls on memory.
 constexpr int64_t kAhead = 256;
 
@@ -22,39 +30,37 @@ struct Matrices {  // n matrices with contiguous rows; strides in elements
   T* row(int64_t matrix, int64_t row) const { return data + matrix * stride + row * row_stride; }
 };
 
-// R rows of one layer. a: [rank, d_in], b: [R, rank], scale included.
+// R rows of one layer, `count` of their columns. a: a panel of kPanel columns after the other, [rank, kPanel] each,
+// zeros behind the last column. b: [rank, R], scale included.
 template <int64_t R, bool Streamed, typename T>
 void merge_rows(T* out, int64_t out_stride, const T* base, int64_t base_stride, const float* a, const float* b,
-                int64_t rank, int64_t d_in) {
+                int64_t rank, int64_t count) {
   int64_t i = 0;
-  const auto block = [&](auto columns) {
-    constexpr int64_t C = decltype(columns)::value;
-    Floats sums[R][C];
-    for (int64_t r = 0; r < R; ++r)
-      for (int64_t c = 0; c < C; ++c) {
-        const T* from = base + r * base_stride + i + c * kWidth;
-        __builtin_prefetch(from + kAhead);
-        sums[r][c] = load(from);
+  for (; i + kPanel <= count; i += kPanel, a += rank * kPanel) {
+    Floats sums[R][kColumns];
+    UNROLLED for (int64_t r = 0; r < R; ++r) UNROLLED for (int64_t c = 0; c < kColumns; ++c) {
+      const T* from = base + r * base_stride + i + c * kWidth;
+      __builtin_prefetch(from + kAhead);
+      sums[r][c] = load(from);
+    }
+    for (int64_t k = 0; k < rank; ++k) {
+      Floats values[kColumns];
+      UNROLLED for (int64_t c = 0; c < kColumns; ++c) values[c] = load(a + k * kPanel + c * kWidth);
+      UNROLLED for (int64_t r = 0; r < R; ++r) {
+        const float factor = b[k * R + r];
+        UNROLLED for (int64_t c = 0; c < kColumns; ++c) sums[r][c] += values[c] * factor;
       }
-    for (int64_t k = 0; k < rank; ++k)
-      for (int64_t c = 0; c < C; ++c) {
-        const Floats values = load(a + k * d_in + i + c * kWidth);
-        for (int64_t r = 0; r < R; ++r) sums[r][c] += values * b[r * rank + k];
-      }
-    for (int64_t r = 0; r < R; ++r)
-      for (int64_t c = 0; c < C; ++c) {
-        T* to = out + r * out_stride + i + c * kWidth;
-        Streamed ? stream(to, sums[r][c]) : store(to, sums[r][c]);
-      }
-    i += C * kWidth;
-  };
-  while (i + kColumns * kWidth <= d_in) block(std::integral_constant<int64_t, kColumns>());
-  while (i + kWidth <= d_in) block(std::integral_constant<int64_t, 1>());
-  for (; i < d_in; ++i)
+    }
+    UNROLLED for (int64_t r = 0; r < R; ++r) UNROLLED for (int64_t c = 0; c < kColumns; ++c) {
+      T* to = out + r * out_stride + i + c * kWidth;
+      Streamed ? stream(to, sums[r][c]) : store(to, sums[r][c]);
+    }
+  }
+  for (int64_t column = 0; i + column < count; ++column)
     for (int64_t r = 0; r < R; ++r) {
-      float sum = load_one(base + r * base_stride + i);
-      for (int64_t k = 0; k < rank; ++k) sum += b[r * rank + k] * a[k * d_in + i];
-      store_one(out + r * out_stride + i, sum);
+      float sum = load_one(base + r * base_stride + i + column);
+      for (int64_t k = 0; k < rank; ++k) sum += b[k * R + r] * a[k * kPanel + column];
+      store_one(out + r * out_stride + i + column, sum);
     }
 }
 
@@ -64,29 +70,38 @@ void merge(Matrices<T> out, Matrices<const T> base, Matrices<const T> a, Matrice
   const auto whole_lines = [](int64_t elements) { return elements * sizeof(T) % 64 == 0; };
   const bool streamed =
       reinterpret_cast<uintptr_t>(out.data) % 64 == 0 && whole_lines(out.stride) && whole_lines(out.row_stride);
-  const std::unique_ptr<float[]> a_floats(new float[rank * d_in]);
-  for (int64_t layer = 0; layer < n; ++layer) {
-    for (int64_t k = 0; k < rank; ++k)
-      for (int64_t i = 0; i < d_in; ++i) a_floats[k * d_in + i] = load_one(a.row(layer, k) + i);
+  const int64_t width = std::max<int64_t>(1, kCached / (kPanel * std::max<int64_t>(1, rank))) * kPanel;
+  const std::unique_ptr<float[]> panels(new float[rank * std::min(width, (d_in + kPanel - 1) / kPanel * kPanel)]);
 #pragma omp parallel
-    {
-      const std::unique_ptr<float[]> b(new float[kRows * rank]);
+  {
+    const std::unique_ptr<float[]> b(new float[kRows * rank]);
+    for (int64_t layer = 0; layer < n; ++layer)
+      for (int64_t left = 0; left < d_in; left += width) {
+        const int64_t count = std::min(width, d_in - left);
 #pragma omp for schedule(static)
-      for (int64_t first = 0; first < d_out; first += kRows) {
-        const int64_t rows = d_out - first < kRows ? d_out - first : kRows;
-        for (int64_t r = 0; r < rows; ++r)
-          for (int64_t k = 0; k < rank; ++k) b[r * rank + k] = scale * load_one(bt.row(layer, k) + first + r);
-        const auto merge_block = [&](auto kernel, int64_t r) {
-          kernel(out.row(layer, first + r), out.row_stride, base.row(layer, first + r), base.row_stride, a_floats.get(),
-                 b.get() + r * rank, rank, d_in);
-        };
-        if (rows == kRows)
-          merge_block(streamed ? merge_rows<kRows, true, T> : merge_rows<kRows, false, T>, 0);
-        else
-          for (int64_t r = 0; r < rows; ++r) merge_block(merge_rows<1, false, T>, r);
+        for (int64_t first = 0; first < count; first += kPanel)
+          for (int64_t k = 0; k < rank; ++k) {
+            const T* from = a.row(layer, k) + left + first;
+            float* to = panels.get() + first * rank + k * kPanel;
+            for (int64_t i = 0; i < kPanel; ++i) to[i] = first + i < count ? load_one(from + i) : 0.0f;
+          }
+#pragma omp for schedule(static)
+        for (int64_t first = 0; first < d_out; first += kRows) {
+          const int64_t rows = std::min(kRows, d_out - first);
+          const auto merge_block = [&](auto kernel, int64_t r, int64_t together) {
+            for (int64_t k = 0; k < rank; ++k)
+              for (int64_t j = 0; j < together; ++j)
+                b[k * together + j] = scale * load_one(bt.row(layer, k) + first + r + j);
+            kernel(out.row(layer, first + r) + left, out.row_stride, base.row(layer, first + r) + left, base.row_stride,
+                   panels.get(), b.get(), rank, count);
+          };
+          if (rows == kRows)
+            merge_block(streamed ? merge_rows<kRows, true, T> : merge_rows<kRows, false, T>, 0, kRows);
+          else
+            for (int64_t r = 0; r < rows; ++r) merge_block(merge_rows<1, false, T>, r, 1);
+        }
       }
-      fence();
-    }
+    fence();
   }
 }
 

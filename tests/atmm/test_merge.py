@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from atmm import merge, reference
+from atmm import merge, processor, reference
 
 
 @pytest.fixture(params=("compiled", "plain"), autouse=True)
@@ -14,6 +14,12 @@ def twin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     """Run every test with the compiled kernels, and as on a machine without a compiler."""
     if request.param == "plain":
         monkeypatch.setattr("atmm.operator.library", lambda: None)
+
+
+@pytest.fixture(params=("bfloat16", "no bfloat16"), autouse=True)
+def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run every test as on a processor with bfloat16 instructions, and as on one without."""
+    monkeypatch.setattr(processor, "multiplies_bfloat16", lambda: request.param == "bfloat16")
 
 
 def weights(dtype: torch.dtype, rank: int = 8, n: int = 3, o: int = 70, i: int = 40) -> tuple[Tensor, Tensor, Tensor]:
@@ -36,10 +42,11 @@ def test_merge_agrees_with_the_reference(dtype: torch.dtype, rank: int) -> None:
         assert (expected - base.double()).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("rank", (1, 8, 64))
+@pytest.mark.parametrize(("rank", "d_in"), ((1, 40), (8, 40), (64, 40), (20, 5000), (300, 321)))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
-def test_merge_rounds_once(dtype: torch.dtype, rank: int) -> None:
-    base, a, bt = weights(dtype, rank)
+def test_merge_rounds_once(dtype: torch.dtype, rank: int, d_in: int) -> None:
+    """Wide layers of high rank are merged in blocks of columns."""
+    base, a, bt = weights(dtype, rank, i=d_in)
     out = torch.empty_like(base)
     merge(out, base, a, bt)
     expected = reference.merge(base, a, bt)
