@@ -334,7 +334,7 @@ def test_a_caption_names_the_device_that_its_figure_uses(
     assert "one thread; the 0.5 B model" in drawing.caption(heads, gpu)
 
 
-@pytest.mark.parametrize(("runs_on", "num_threads"), [("cpu", 1), ("setting", 2)])
+@pytest.mark.parametrize(("runs_on", "num_threads"), [("cpu", 1), ("cores", 2), ("setting", 2)])
 def test_measurements_on_a_cpu_have_one_thread_beside_a_gpu(
     gpu: Setting, runs_on: str, num_threads: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ from matplotlib import pyplot
 from matplotlib.figure import Figure as Canvas
 
 from vlora.bench.paper.figure import PAPERS, Fact, Figure, Found
-from vlora.bench.paper.measuring import Setting, device_words
+from vlora.bench.paper.measuring import Setting
 
 matplotlib.use("agg")
 
@@ -40,7 +40,7 @@ def save(figure: Figure, found: Found, setting: Setting, path: Path) -> None:
 def caption(figure: Figure, setting: Setting) -> str:
     """The figure's caption with the device and the model."""
     kind = "Simulated with costs measured on" if figure.simulated else "Measured on"
-    return f"{figure.caption} {kind}: {device_words(figure.device(setting))}; {figure.model or setting.model_words}."
+    return f"{figure.caption} {kind}: {figure.device_words(setting)}; {figure.model or setting.model_words}."
 
 
 def _name(figure: Figure) -> str:

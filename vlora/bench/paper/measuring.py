@@ -68,12 +68,13 @@ class Setting:
         }
 
 
-def device_words(device: torch.device) -> str:
-    """A device of this machine in words, for captions."""
+def device_words(device: torch.device, *, one_thread: bool) -> str:
+    """A device of this machine in words, for captions; one_thread: of a CPU, whether to say so."""
     env = environment()
     if device.type == "cuda":
         return str(env["gpu"])
-    return f"{env['machine'].partition(',')[0].removeprefix('x86_64 ')}, one thread"
+    name = str(env["machine"]).partition(",")[0].removeprefix("x86_64 ")
+    return f"{name}, one thread" if one_thread else name
 
 
 class Origin(NamedTuple):

@@ -13,7 +13,7 @@ import torch
 
 from vlora.bench.paper.drawn import Drawn
 from vlora.bench.paper.measured.machine_costs import SIMULATOR_COSTS, write_costs
-from vlora.bench.paper.measuring import Measuring, Setting, device_words
+from vlora.bench.paper.measuring import Measuring, Setting
 from vlora.bench.paper.registry import ELSEWHERE, FIGURES, chosen
 from vlora.bench.report import Report, environment
 from vlora.bench.timing import threads
@@ -42,10 +42,11 @@ def run(quick: bool, out: Path, keys: Sequence[str], say: Callable[[str], None])
     setting = Setting.of(quick, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     measuring = Measuring(setting, out / "measured", say)
     started, load = time.perf_counter(), os.getloadavg()[0]
-    with threads(_num_threads(setting.device)):
+    available = torch.get_num_threads()
+    with threads(1 if setting.device.type == "cpu" else available):  # stated as those of all measurements
         for number, figure in enumerate(figures, start=1):
             say(f"{number} of {len(figures)}: {figure.key}, {figure.title}")
-            with threads(_num_threads(figure.device(setting))):
+            with threads(figure.num_threads(setting, available)):
                 measuring.once(figure.key, functools.partial(figure.measure, measuring))
             gc.collect()
         # The page also has the figures of earlier runs in this setting.
@@ -53,7 +54,7 @@ def run(quick: bool, out: Path, keys: Sequence[str], say: Callable[[str], None])
             Drawn(
                 figure,
                 measuring.once(figure.key, dict),
-                device_words(figure.device(setting)),
+                figure.device_words(setting),
                 measuring.origins(figure.key),
             )
             for figure in FIGURES
@@ -67,11 +68,6 @@ def run(quick: bool, out: Path, keys: Sequence[str], say: Callable[[str], None])
         report = _report(drawn, minutes, load, setting)
         write_page(out / "index.html", drawn, ELSEWHERE, report)
     return report
-
-
-def _num_threads(device: torch.device) -> int:
-    """On a CPU one, so that its CPU seconds are of one thread; with a GPU as many as torch has."""
-    return 1 if device.type == "cpu" else torch.get_num_threads()
 
 
 def _report(drawn: Sequence[Drawn], minutes: float, load: float, setting: Setting) -> Report:

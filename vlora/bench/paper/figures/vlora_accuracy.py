@@ -234,7 +234,7 @@ FIGURES: Sequence[Figure] = (
         states="Adapters improve Qwen-VL by 45.2 % (AID), 24.5 % (Aircraft) and 62.2 % (UCF101).",
         caption=f"{_MODEL} The score without an adapter is of its answers in words.",
         model=_EMBEDDED,
-        runs_on="cpu",
+        runs_on="cores",
         measure=_shared_tasks,
         draw=_draw_gains,
         facts=_GAIN_FACTS,
@@ -250,7 +250,7 @@ FIGURES: Sequence[Figure] = (
         caption=f"{_MODEL} Domains are trained jointly, with as many steps per domain as for one alone; above 100 % an "
         "adapter alone has not converged in its steps, as with --quick, which then says nothing about capacity.",
         model=_EMBEDDED,
-        runs_on="cpu",
+        runs_on="cores",
         measure=_measure_fused,
         draw=_draw_fused,
         facts=_FUSED_FACTS,
@@ -267,7 +267,7 @@ FIGURES: Sequence[Figure] = (
         "(video), "
         "trained on the same data; there is none for questions and references. More in `vlora bench fusion`.",
         model=_EMBEDDED,
-        runs_on="cpu",
+        runs_on="cores",
         measure=_shared_tasks,
         draw=_draw_tasks,
     ),
