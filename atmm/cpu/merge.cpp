@@ -22,6 +22,9 @@ constexpr int64_t kCached = 32 * 1024;
 // Prefetch distance in elements of base: without prefetching, each block stalls on memory.
 constexpr int64_t kAhead = 256;
 
+// How many of `left` values one register holds.
+inline int64_t in_register(int64_t left) { return std::clamp<int64_t>(left, 0, kWidth); }
+
 template <typename T>
 struct Matrices {  // n matrices with contiguous rows; strides in elements
   T* data;
@@ -31,17 +34,18 @@ struct Matrices {  // n matrices with contiguous rows; strides in elements
 };
 
 // R rows of one layer, `count` of their columns. a: a panel of kPanel columns after the other, [rank, kPanel] each,
-// zeros behind the last column. b: [rank, R], scale included.
+// zeros behind the last column. b: [rank, R], scale included. Behind the last column the next R rows are prefetched.
 template <int64_t R, bool Streamed, typename T>
 void merge_rows(T* out, int64_t out_stride, const T* base, int64_t base_stride, const float* a, const float* b,
                 int64_t rank, int64_t count) {
-  int64_t i = 0;
-  for (; i + kPanel <= count; i += kPanel, a += rank * kPanel) {
+  const auto panel = [&](auto whole, int64_t i) {
+    const int64_t left = count - i;
+    const T* const next = base + i + kAhead + (i + kAhead < count ? 0 : R * base_stride - count);
     Floats sums[R][kColumns];
     UNROLLED for (int64_t r = 0; r < R; ++r) UNROLLED for (int64_t c = 0; c < kColumns; ++c) {
       const T* from = base + r * base_stride + i + c * kWidth;
-      __builtin_prefetch(from + kAhead);
-      sums[r][c] = load(from);
+      __builtin_prefetch(next + r * base_stride + c * kWidth);
+      sums[r][c] = whole ? load(from) : load(from, in_register(left - c * kWidth));
     }
     for (int64_t k = 0; k < rank; ++k) {
       Floats values[kColumns];
@@ -53,15 +57,18 @@ void merge_rows(T* out, int64_t out_stride, const T* base, int64_t base_stride, 
     }
     UNROLLED for (int64_t r = 0; r < R; ++r) UNROLLED for (int64_t c = 0; c < kColumns; ++c) {
       T* to = out + r * out_stride + i + c * kWidth;
-      Streamed ? stream(to, sums[r][c]) : store(to, sums[r][c]);
+      if (!whole)
+        store(to, sums[r][c], in_register(left - c * kWidth));
+      else if (Streamed)
+        stream(to, sums[r][c]);
+      else
+        store(to, sums[r][c]);
     }
-  }
-  for (int64_t column = 0; i + column < count; ++column)
-    for (int64_t r = 0; r < R; ++r) {
-      float sum = load_one(base + r * base_stride + i + column);
-      for (int64_t k = 0; k < rank; ++k) sum += b[k * R + r] * a[k * kPanel + column];
-      store_one(out + r * out_stride + i + column, sum);
-    }
+    a += rank * kPanel;
+  };
+  int64_t i = 0;
+  for (; i + kPanel <= count; i += kPanel) panel(std::true_type(), i);
+  if (i < count) panel(std::false_type(), i);
 }
 
 template <typename T>
@@ -95,10 +102,13 @@ void merge(Matrices<T> out, Matrices<const T> base, Matrices<const T> a, Matrice
             kernel(out.row(layer, first + r) + left, out.row_stride, base.row(layer, first + r) + left, base.row_stride,
                    panels.get(), b.get(), rank, count);
           };
-          if (rows == kRows)
-            merge_block(streamed ? merge_rows<kRows, true, T> : merge_rows<kRows, false, T>, 0, kRows);
-          else
-            for (int64_t r = 0; r < rows; ++r) merge_block(merge_rows<1, false, T>, r, 1);
+          int64_t r = 0;
+          if (rows == kRows) {
+            merge_block(streamed ? merge_rows<kRows, true, T> : merge_rows<kRows, false, T>, r, kRows);
+            r = kRows;
+          }
+          for (; r + 2 <= rows; r += 2) merge_block(merge_rows<2, false, T>, r, 2);
+          if (r < rows) merge_block(merge_rows<1, false, T>, r, 1);
         }
       }
     fence();

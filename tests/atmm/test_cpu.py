@@ -121,7 +121,7 @@ def test_adapters_of_another_dtype_are_refused() -> None:
 def test_threads_share_the_work_and_change_no_bit() -> None:
     group = make_group({"a": 8, "b": 16}, d_in=96, dtype=torch.bfloat16)
     group.pack("ab")
-    base, a, bt = torch.randn(2, 75, 96), torch.randn(2, 8, 96), torch.randn(2, 8, 75)
+    base, a, bt = torch.randn(2, 75, 5120), torch.randn(2, 20, 5120), torch.randn(2, 20, 75)  # blocks of columns
     found = []
     threads = torch.get_num_threads()
     try:

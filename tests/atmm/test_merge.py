@@ -59,9 +59,10 @@ def test_merge_rounds_once(dtype: torch.dtype, rank: int, d_in: int) -> None:
     assert (error <= best * (1 + 1e-2) + 1e-7).all()
 
 
+@pytest.mark.parametrize(("rank", "d_in"), ((8, 40), (20, 5120)))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-def test_merge_in_place_gives_the_same_bits(dtype: torch.dtype) -> None:
-    base, a, bt = weights(dtype)
+def test_merge_in_place_gives_the_same_bits(dtype: torch.dtype, rank: int, d_in: int) -> None:
+    base, a, bt = weights(dtype, rank, i=d_in)
     out = torch.empty_like(base)
     merge(out, base, a, bt)
     merge(base, base, a, bt)
@@ -81,6 +82,13 @@ def test_merge_takes_strided_views_and_writes_nothing_else(dtype: torch.dtype) -
     assert torch.allclose(wide_out[1:4, 5:75, 16:56].float(), plain.float(), rtol=2**-7, atol=1e-5)
     wide_out[1:4, 5:75, 16:56] = 0
     assert (wide_out == 0).all()
+
+
+def test_a_delta_of_rank_0_gives_the_base() -> None:
+    base, a, bt = weights(torch.bfloat16, 0)
+    out = torch.empty_like(base)
+    merge(out, base, a, bt)
+    assert torch.equal(out, base)
 
 
 def test_merge_does_not_change_base_and_factors() -> None:
