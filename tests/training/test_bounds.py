@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from atmm import processor
 from tests.training.beside import Case, losses_of, settle
 from tests.training.test_training_folders import states, submit
 from vlora.engine.limits import Room
@@ -129,9 +130,13 @@ def test_few_records_are_prepared_before_they_are_used(case: Case, monkeypatch: 
 
 
 @pytest.mark.parametrize("length", [10, 300])
-def test_the_estimate_of_a_micro_step_bounds_what_autograd_keeps(case: Case, length: int) -> None:
+@pytest.mark.parametrize(("dtype", "fast"), [("float32", True), ("bfloat16", True), ("bfloat16", False)])
+def test_the_estimate_of_a_micro_step_bounds_what_autograd_keeps(
+    case: Case, dtype: str, fast: bool, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And is at most a third above it, without what it adds for one layer at a time and for logits."""
-    hf_model = HFModel(load_model(case.config()))
+    monkeypatch.setattr(processor, "multiplies_bfloat16", lambda: fast)
+    hf_model = HFModel(load_model(case.config(dtype=dtype)))
     trainer = PackedTrainer(hf_model)
     trainer.add("first", LoraSettings(targets=("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj")))
     ids = torch.arange(length) % 100 + 4
@@ -150,7 +155,8 @@ def test_the_estimate_of_a_micro_step_bounds_what_autograd_keeps(case: Case, len
     found = sum(each.untyped_storage().nbytes() for place, each in kept.items() if place not in weights)
     more = trainer.step_bytes([length] * 2, recompute=False) - trainer.step_bytes([length] * 2, recompute=True)
     assert found <= trainer.step_bytes([length] * 2, recompute=False)
-    assert found <= more + hf_model.num_layers * 2 * length * hf_model.embed.embedding_dim * 4 <= found * 4 / 3
+    size = hf_model.dtype.itemsize
+    assert found <= more + hf_model.num_layers * 2 * length * hf_model.embed.embedding_dim * size <= found * 4 / 3
 
 
 @pytest.mark.parametrize("share", [1.0, 0.6, 0.3])

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from atmm.processor import prefers_float32
 from vlora.errors import BadConfig, BadRequest
 from vlora.models.hf_model import HFModel
 from vlora.training.adapter import LoraSettings, TrainableLora
@@ -82,12 +83,20 @@ class PackedTrainer:
         """Memory for the activations of a micro-step, at most. lengths: tokens of its samples.
 
         Autograd keeps the inputs or outputs of all linear layers, which stand for those of the operations between them
-        too, and the attention's shares in float32 and in the model's dtype.
+        too, and the attention's shares in float32 and in the model's dtype. In 16 bits the norms keep their inputs in
+        float32, and so does the attention with queries, keys and values where it is computed in float32.
         """
         size, num_tokens = self._hf_model.dtype.itemsize, sum(lengths)
-        heads, num_layers = self._hf_model.text_model.config.num_attention_heads, len(self._layers)
-        shares = heads * sum(length * length for length in lengths) * (4 if size == 4 else 4 + size)
+        widened = prefers_float32(self._hf_model.dtype, self._hf_model.device)
+        config, num_layers = self._hf_model.text_model.config, len(self._layers)
+        heads = config.num_attention_heads
+        shares = heads * sum(length * length for length in lengths) * (4 if size == 4 or widened else 4 + size)
         linears = size * num_tokens * sum(own.site.d_in + own.site.d_out for own in self._linears.values())
+        if size < 4:
+            linears += 4 * num_tokens * num_layers * 2 * config.hidden_size
+        if widened:
+            head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+            linears += 4 * num_tokens * num_layers * (heads + 2 * config.num_key_value_heads) * head_dim
         largest = linears // num_layers + 3 * shares  # while one layer is computed, forward or backward
         words = self._hf_model.lm_head.out_features
         logits = 3 * 4 * min(num_tokens * words, max(MAX_LOGITS, words))
