@@ -330,6 +330,7 @@ def test_a_caption_names_the_device_that_its_figure_uses(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     on_cpu = {figure.key for figure in FIGURES if "a GPU;" not in drawing.caption(figure, gpu)}
     assert on_cpu == (ON_CPU | ON_RANKS if num_gpus == 1 else ON_CPU)
+    assert "one thread" not in drawing.caption(chosen(["v-lora:fig4"])[0], gpu)
     (heads,) = chosen(["v-lora:fig16"])
     assert "one thread; the 0.5 B model" in drawing.caption(heads, gpu)
 

@@ -43,7 +43,7 @@ def run(quick: bool, out: Path, keys: Sequence[str], say: Callable[[str], None])
     measuring = Measuring(setting, out / "measured", say)
     started, load = time.perf_counter(), os.getloadavg()[0]
     available = torch.get_num_threads()
-    with threads(1 if setting.device.type == "cpu" else available):  # stated as those of all measurements
+    with threads(1 if setting.device.type == "cpu" else available):  # the report states them, as those of all times
         for number, figure in enumerate(figures, start=1):
             say(f"{number} of {len(figures)}: {figure.key}, {figure.title}")
             with threads(figure.num_threads(setting, available)):
@@ -73,7 +73,7 @@ def run(quick: bool, out: Path, keys: Sequence[str], say: Callable[[str], None])
 def _report(drawn: Sequence[Drawn], minutes: float, load: float, setting: Setting) -> Report:
     rows = [row for each in drawn for row in each.rows()]
     found = {
-        "env": environment(),  # with the threads of the measurements
+        "env": environment(),
         "drawn": [each.figure.key for each in drawn],
         "elsewhere": {each.key: each.needs for each in ELSEWHERE},
         "model": setting.model.name,
