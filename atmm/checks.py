@@ -80,9 +80,10 @@ def check_heads(h: Tensor, rows: Sequence[HeadRows]) -> None:
                 f"rows[{place}].weight is {tuple(weight.shape)} on {weight.device}; h has {h.shape[1]} features on "
                 f"{h.device}, give [c, {h.shape[1]}] on that device"
             )
-        if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype):
+        if bias is not None and (bias.shape, bias.dtype, bias.device) != (weight.shape[:1], weight.dtype, h.device):
             raise ValueError(
-                f"rows[{place}].bias is {tuple(bias.shape)} in {bias.dtype}; give [{len(weight)}] in {weight.dtype}"
+                f"rows[{place}].bias is {tuple(bias.shape)} in {bias.dtype} on {bias.device}; give [{len(weight)}] in "
+                f"{weight.dtype} on {h.device}"
             )
         if index.dim() != 1 or index.dtype != torch.int64 or index.device != h.device:
             raise ValueError(

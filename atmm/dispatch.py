@@ -55,8 +55,8 @@ def rule(stats: BatchStats, transposed: bool = False) -> str:
 
     A GPU uses the Triton kernels with their usual tiling: they need two launches for all lanes, the others two or more
     per adapter. On a CPU, thin batches use the compiled kernels, and batches with short and long lanes use them for the
-    short lanes, and for long ones where products of the factors' type are slow. All others use the strategy with the
-    smallest estimate.
+    short lanes. Where products of the factors' type are slow, so do all wider batches, and multiply long lanes in
+    float32. All others use the strategy with the smallest estimate.
     """
     layout = stats.layout
     if layout.device.type == "cuda" and reads_in_place(layout.device, layout.dtype):
@@ -64,7 +64,7 @@ def rule(stats: BatchStats, transposed: bool = False) -> str:
     if is_thin(stats.num_tokens, layout.device, layout.dtype):
         return "compiled"
     if prefers_float32(layout.dtype, layout.device):
-        return "divided"  # the others multiply in the factors' type
+        return "divided"  # strategies on packed copies multiply in the factors' type
     if divides(stats.lanes) and serves(layout.device, layout.dtype):
         return "divided"
     if transposed and max(layout.widths) <= _WIDEST_TRANSPOSED:

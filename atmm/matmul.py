@@ -67,22 +67,23 @@ def linears(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
     return METHODS[choose(len(x), weights[0].weight)](x, weights)
 
 
-def add_input_gradient(dx: Tensor, g: Tensor, weight: Tensor) -> None:
-    """Add `g W` to dx [T, d_in], in place: the gradient of a layer's input.
+def add_input_gradient(dx: Tensor, g: Tensor, weight: Tensor, *, beta: int = 1) -> None:
+    """`dx = beta * dx + g W`, in place: the gradient of a layer's input.
 
     Args:
         dx: [T, d_in].
         g: [T, d_out], the gradient of the layer's output.
         weight: [d_out, d_in].
+        beta: 1 adds to dx; 0 replaces its values, which are not read.
     """
     if not prefers_float32(weight.dtype, weight.device):
-        dx.addmm_(g, weight)
+        dx.addmm_(g, weight, beta=beta)
         return
-    sums = torch.zeros(dx.shape, dtype=torch.float32)
+    sums = dx.float() if beta else torch.zeros(dx.shape, dtype=torch.float32)
     num_rows = max(1, BLOCK // weight.shape[1])
     for part, block in zip(g.float().split(num_rows, 1), weight.split(num_rows), strict=True):
         sums.addmm_(part, block.float())
-    dx.add_(sums)
+    dx.copy_(sums)
 
 
 def patch_products(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

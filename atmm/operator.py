@@ -26,8 +26,8 @@ from atmm.strategies.loop import Loop, Unpacked
 from atmm.strategies.registry import NEED_NO_COPY, STRATEGIES, known, lies_transposed, prepare, prepare_tiled
 from atmm.widened import widened
 
-# Ranks up to which one compiled pass over the weights is faster than torch's two passes with faster arithmetic, where
-# its arithmetic is faster (docs/decisions/0008).
+# The highest rank at which one compiled pass over the weights is faster than torch's two with instructions for bfloat16
+# (docs/decisions/0008). On processors without such instructions the compiled pass serves every rank.
 _COMPILED_RANKS = 32
 
 
@@ -147,7 +147,8 @@ def head_logits(h: Tensor, rows: Sequence[HeadRows]) -> list[Tensor]:
     check_heads(h, rows)
     logits = []
     for head in rows:
-        logits.append(linear(h.index_select(0, head.index).to(head.weight.dtype), head.weight, head.bias))
+        bias = None if head.bias is None else head.bias.contiguous()
+        logits.append(linear(h.index_select(0, head.index).to(head.weight.dtype), head.weight, bias))
     return logits
 
 

@@ -9,7 +9,7 @@ from atmm.processor import prefers_float32
 
 
 def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors as they are, or in float32 if torch's products of their type are slower (docs/decisions/0040).
+    """The tensors as they are, or in float32 if torch's products of their type are slower (docs/decisions/0092).
 
     Args:
         tensors: of one dtype, on one device.

@@ -13,7 +13,7 @@ from atmm.widened import add_product, widened
 
 
 class Loop:
-    """Segment loop of `addmm_`. The factors must have been checked before, by packing or by `check`."""
+    """Two products per lane. The factors must have been checked before, by packing or by `check`."""
 
     refill = None
 

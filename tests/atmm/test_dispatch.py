@@ -17,6 +17,7 @@ from atmm.layers import Layout
 from atmm.tuning import tables
 from atmm.tuning.buckets import DEVICE_TYPES, DTYPES, Bucket, Evenness
 from tests.atmm.cases import check_against_reference, make_group, make_input, segments
+from tests.atmm.test_cpu import needs_compiler
 
 BUCKETS = st.builds(
     Bucket,
@@ -142,11 +143,12 @@ def test_the_rule_prefers_few_calls_for_decoding_and_no_waste_for_prefill(
     assert dispatch.rule(BatchStats(SegmentPlan(num_tokens, segments(lengths)), group.packed.layout)) in expected
 
 
+@needs_compiler
 @pytest.mark.parametrize("lengths", ((512,), (64, 64, 64, 64), (300, 2, 2, 2)), ids=str)
 def test_where_bfloat16_products_are_slow_long_lanes_are_multiplied_in_float32(
     lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every other strategy multiplies in the factors' type, which then takes up to 15 times as long."""
+    """Strategies on packed copies multiply in the factors' type, which then takes up to 15 times as long."""
     monkeypatch.setattr(processor, "multiplies_bfloat16", lambda: False)
     ranks = dict.fromkeys("abcd"[: len(lengths)], 64)
     plan = SegmentPlan(sum(lengths), segments(dict(zip(ranks, lengths, strict=True))))

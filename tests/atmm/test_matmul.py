@@ -130,8 +130,11 @@ def test_the_gradient_of_an_input_is_added(dtype: torch.dtype, fast: bool, monke
     for num_rows in (0, 1, 60):
         dx, g, weight = (torch.randn(shape).to(dtype) for shape in ((num_rows, 30), (num_rows, 17), (17, 30)))
         wanted = dx.double() + g.double() @ weight.double()
+        unset = torch.full_like(dx, torch.nan)
+        matmul.add_input_gradient(unset, g, weight, beta=0)
         matmul.add_input_gradient(dx, g, weight)
-        torch.testing.assert_close(dx.double(), wanted, rtol=torch.finfo(dtype).eps, atol=1e-5)
+        for found, expected_sum in ((dx, wanted), (unset, g.double() @ weight.double())):
+            torch.testing.assert_close(found.double(), expected_sum, rtol=torch.finfo(dtype).eps, atol=1e-5)
 
 
 def test_autograd_follows_the_product() -> None:

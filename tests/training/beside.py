@@ -93,8 +93,8 @@ class Case:
         return Engine(self.config(train=None if train is None else str(train), **settings))
 
 
-def request(name: str, adapter: str | None, num_tokens: int = 6) -> Request:
-    ids = tuple(random.Random(name).choices(range(4, 150), k=7))
+def request(name: str, adapter: str | None, num_tokens: int = 6, num_prompt: int = 7) -> Request:
+    ids = tuple(random.Random(name).choices(range(4, 150), k=num_prompt))
     sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
     return Request(request_id=name, prompt_ids=ids, adapter=adapter, sampling=sampling)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import atmm
 from atmm.matmul import linear
+from atmm.widened import widened
 from vlora.parallel import LinearShard
 from vlora.parallel.adapter_sharding import FactorShape
 
@@ -78,7 +79,7 @@ class OwnLayer:
                 out[place] = F.embedding(ids[place], self._weights[row.adapter])
             elif row.adapter in self._factors:
                 a, bt = self._factors[row.adapter]
-                out[place] += bt[:, ids[place]].t() @ a
+                out[place] += torch.mm(*widened(bt[:, ids[place]].t(), a))
             elif row.adapter in self._tokens:
                 tokens, weights = self._tokens[row.adapter]
                 equal = ids[place, None] == tokens
@@ -99,8 +100,8 @@ class OwnLayer:
             if adapter in self._weights:
                 out[start:stop] = linear(x[start:stop], self._weights[adapter], None)
             elif adapter in self._factors:
-                a, bt = self._factors[adapter]
-                out[start:stop] += x[start:stop] @ a.t() @ bt
+                own, a, bt = widened(x[start:stop], *self._factors[adapter])
+                out[start:stop] += own @ a.t() @ bt
             elif adapter in self._tokens:
                 tokens, weights = self._tokens[adapter]
                 out[start:stop, tokens] = linear(x[start:stop], weights, None).to(out.dtype)

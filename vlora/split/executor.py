@@ -128,9 +128,8 @@ class BaseExecutor:
         on_device = out if out is not None and out[0].device == self.device else None
         if direction == Direction.BACKWARD:
             dx = inputs[0].new_empty(len(inputs[0]), layers[0].weight.shape[1]) if on_device is None else on_device[0]
-            dx.zero_()
-            for dy, layer in zip(inputs, layers, strict=True):
-                add_input_gradient(dx, dy, layer.weight)
+            for number, (dy, layer) in enumerate(zip(inputs, layers, strict=True)):
+                add_input_gradient(dx, dy, layer.weight, beta=min(number, 1))
             made: Sequence[torch.Tensor] = [dx]
         else:
             (x,) = inputs

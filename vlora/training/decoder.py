@@ -77,8 +77,8 @@ class _Product(torch.autograd.Function):
         g = gradient.reshape(-1, gradient.shape[-1])
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = g.new_zeros(len(g), layer.weight.shape[1])
-            add_input_gradient(dx, g, layer.weight)
+            dx = g.new_empty(len(g), layer.weight.shape[1])
+            add_input_gradient(dx, g, layer.weight, beta=0)
         found: list[torch.Tensor | None] = []
         if ctx.keys:
             (rows,) = ctx.saved_tensors
