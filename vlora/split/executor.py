@@ -129,7 +129,7 @@ class BaseExecutor:
         if direction == Direction.BACKWARD:
             dx = inputs[0].new_empty(len(inputs[0]), layers[0].weight.shape[1]) if on_device is None else on_device[0]
             for number, (dy, layer) in enumerate(zip(inputs, layers, strict=True)):
-                add_input_gradient(dx, dy, layer.weight, beta=min(number, 1))
+                add_input_gradient(dx, dy, layer.weight, beta=int(number > 0))
             made: Sequence[torch.Tensor] = [dx]
         else:
             (x,) = inputs
