@@ -123,6 +123,10 @@ def test_merges_that_do_not_fit(bad: str) -> None:
         (HeadRows(torch.zeros(3, 11), None, torch.tensor([0])), r"rows\[1\]\.weight is \(3, 11\).*\[c, 12\]"),
         (HeadRows(torch.zeros(3, 12), torch.zeros(4), torch.tensor([0])), r"rows\[1\]\.bias is \(4,\)"),
         (
+            HeadRows(torch.zeros(3, 12), torch.zeros(3, device="meta"), torch.tensor([0])),
+            r"rows\[1\]\.bias is \(3,\) .* on meta; give \[3\] .* on cpu",
+        ),
+        (
             HeadRows(torch.zeros(3, 12), None, torch.tensor([2, 7])),
             r"rows\[1\]\.index ranges from 2 to 7; h has rows 0 to 6",
         ),

@@ -36,3 +36,13 @@ def test_logits_have_the_weights_precision() -> None:
 
 def test_no_heads_give_no_logits() -> None:
     assert head_logits(torch.randn(8, 32), []) == []
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_a_bias_may_have_any_stride(dtype: torch.dtype) -> None:
+    h, weight, index = torch.randn(8, 32, dtype=dtype), torch.randn(5, 32, dtype=dtype), torch.tensor([1, 6])
+    bias = torch.randn(5, 3, dtype=dtype)[:, 1]
+    [logits] = head_logits(h, [HeadRows(weight, bias, index)])
+    assert torch.equal(logits, head_logits(h, [HeadRows(weight, bias.contiguous(), index)])[0])
+    [expected] = reference.head_logits(h, [HeadRows(weight, bias, index)])
+    assert torch.allclose(logits.double(), expected, atol=0.2 if dtype == torch.bfloat16 else 1e-4)
