@@ -436,4 +436,4 @@ def test_engine_latencies_are_derived_from_the_costs_that_set_the_rate(
     store_costs(measuring)
     (rates,) = chosen(["v-lora:fig14"])
     rates.measure(measuring)
-    assert "costs" in measuring.origins("engine-retrieval-cost_based")
+    assert "costs" in measuring.origins("engine-retrieval-cost_based-2")
