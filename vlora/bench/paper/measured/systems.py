@@ -106,6 +106,7 @@ def engine_latency_ms(measuring: Measuring, policy: str, arrivals: Sequence[Arri
     setting = measuring.setting
     with tempfile.TemporaryDirectory() as folder:
         worker = Worker(setting.model, RANK, setting.device, policy, side, Path(folder))
+    # A GPU also captures a graph for each batch size; on a CPU a request takes up to a minute.
     first = arrivals[: 2 if setting.device.type == "cpu" else 16]
     drive({policy: worker}, [arrival._replace(time_s=0.0) for arrival in first])
     return average_token_latency_ms(drive({policy: worker}, arrivals)[policy].finished)
