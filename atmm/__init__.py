@@ -10,7 +10,7 @@ from atmm.flash_attention import flash, serves_flash
 from atmm.layers import Factors, HeadRows, Site, SiteGroup
 from atmm.matmul import thin_batches
 from atmm.merge_quantized import merge_quantized
-from atmm.operator import add_delta, add_deltas, head_logits, merge
+from atmm.operator import add_delta, add_deltas, begin_deltas, head_logits, merge
 from atmm.places import FactorTable
 from atmm.pointwise import gate_product, rms_norm, rotate, serves_norm, serves_pointwise, serves_rotation, write_kv
 from atmm.segments import Lane, SegmentPlan
@@ -33,6 +33,7 @@ __all__ = [
     "add_deltas",
     "attend",
     "attend_chunk",
+    "begin_deltas",
     "compile_ahead",
     "compile_merges",
     "compile_quantized_merges",

@@ -7,6 +7,7 @@ the results.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from atmm.checks import check_heads, check_merge, check_tokens
 from atmm.cpu import library
 from atmm.cpu.lanes import Scattered, serves
 from atmm.dispatch import choose, measured
-from atmm.layers import HeadRows, Packed, Site, SiteGroup
+from atmm.layers import HeadRows, Layout, Packed, Site, SiteGroup
 from atmm.matmul import linear
 from atmm.places import FactorTable
 from atmm.processor import prefers_float32
@@ -90,6 +91,26 @@ def add_deltas(y: Tensor, x: Tensor, group: SiteGroup, plan: SegmentPlan) -> Non
         column += site.d_out
 
 
+def begin_deltas(x: Tensor, site: Site, plan: SegmentPlan | None) -> None:
+    """Start the shrink of the deltas that the next call for this input adds, beside the product with W0 (V-LoRA section
+    4.3.1 computes them one after the other).
+
+    The call is optional, and has an effect in captured steps only: there a second stream costs the host nothing. x must
+    not be written before the deltas are added.
+
+    Args:
+        x: [T, d_in], as for `add_delta`.
+        site: a layer of the group that reads x.
+        plan: the lanes; None: nothing is added.
+    """
+    if plan is None or plan.room is None or x.shape != (plan.num_tokens, site.d_in):
+        return
+    packed = None if site.group is None else site.group.packed
+    strategy = plan.prepared.get(_class_of(packed, x, site))
+    if strategy is not None and strategy.begin is not None:
+        strategy.begin(x, site, packed)
+
+
 def merge(out: Tensor, base: Tensor, a: Tensor, bt: Tensor, scale: float = 1.0) -> None:
     """Write `base + scale * bt^T a` into `out` for n layers at once. The sum is rounded once, from the accumulator.
 
@@ -154,13 +175,18 @@ def head_logits(h: Tensor, rows: Sequence[HeadRows]) -> list[Tensor]:
 
 def _strategy(plan: SegmentPlan, packed: Packed | None, x: Tensor, y: Tensor, site: Site) -> Strategy:
     """The strategy for this plan and class of sites; prepared at the first call."""
-    sites = packed.layout if packed is not None else site.placed or (x.device, x.dtype)
+    sites = _class_of(packed, x, site)
     strategy = plan.prepared.get(sites)
     if strategy is None:
         check_not_capturing(x.device)
         in_place = strategy_in_place(plan, site) if packed is None and site.placed is not None else None
         strategy = plan.prepared[sites] = in_place or _prepare(plan, packed, x, y, site)
     return strategy
+
+
+def _class_of(packed: Packed | None, x: Tensor, site: Site) -> Layout | tuple[Any, ...]:
+    """The key of a plan's prepared strategies."""
+    return packed.layout if packed is not None else site.placed or (x.device, x.dtype)
 
 
 def strategy_in_place(plan: SegmentPlan, site: Site) -> Strategy | None:

@@ -36,6 +36,13 @@ class Strategy(Protocol):
         """
 
     @property
+    def begin(self) -> Callable[[Tensor, Site, Packed | None], None] | None:
+        """`begin(x, site, packed)` starts what the site's group needs of x, beside the caller's next work.
+
+        None if a strategy has no such part.
+        """
+
+    @property
     def refill(self) -> Callable[[SegmentPlan], None] | None:
         """`refill(plan)` loads the current lanes of a plan with room into the same addresses.
 

@@ -2,9 +2,33 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import nn
 
 from atmm.quantized import QuantizedWeight, StoredWeight
+
+
+class HeldWeight(NamedTuple):
+    """A weight [d_out, d_in] in the form in which a layer holds it.
+
+    parameter: the weight, or the values of a quantized one. quantized: None if it is not quantized.
+    """
+
+    parameter: nn.Parameter
+    quantized: QuantizedWeight | None
+
+    @classmethod
+    def of(cls, weight: StoredWeight) -> HeldWeight:
+        """References the weight, without a copy."""
+        if isinstance(weight, QuantizedWeight):
+            return cls(nn.Parameter(weight.values, requires_grad=False), weight)
+        return cls(nn.Parameter(weight, requires_grad=False), None)
+
+    @property
+    def stored(self) -> StoredWeight:
+        """The weight that products use."""
+        return self.parameter if self.quantized is None else self.quantized
 
 
 class StoredLinear(nn.Linear):
@@ -20,11 +44,11 @@ class StoredLinear(nn.Linear):
         """The weight [d_out, d_in] that products use."""
         return self.weight if self.quantized is None else self.quantized
 
-    def hold(self, weight: StoredWeight) -> None:
-        """Use another weight, which is referenced, not copied. A layer with a quantized weight keeps to that kind."""
-        if isinstance(weight, QuantizedWeight):
-            self.quantized, weight = weight, weight.values
-        if weight.dtype is self.weight.dtype:
-            self.weight.data = weight
-        else:
-            self.weight = nn.Parameter(weight, requires_grad=False)
+    def hold(self, weight: HeldWeight) -> None:
+        """Use another weight.
+
+        A switch calls this for every layer of the model, so it writes what `nn.Module.__setattr__` would write, without
+        its checks.
+        """
+        self._parameters["weight"] = weight.parameter
+        self.__dict__["quantized"] = weight.quantized

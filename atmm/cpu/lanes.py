@@ -24,6 +24,7 @@ class Compiled(SharedShrink):
 
     adds_transposed = True
     add_all = None
+    begin = None
     refill = None
 
     __slots__ = ("_expand", "_hidden", "_lanes", "_num_tokens", "_shrink", "_shrink_lanes", "_signs")
@@ -87,6 +88,7 @@ class Scattered:
     """
 
     adds_transposed = True
+    begin = None
     refill = None
 
     def __init__(self, lanes: Sequence[Lane]) -> None:

@@ -41,6 +41,7 @@ class Grouped(SharedShrink):
     """
 
     adds_transposed = False
+    begin = None
     refill = None
 
     __slots__ = (

@@ -25,6 +25,7 @@ class Hybrid:
     Requires `atmm.cpu.lanes.serves`.
     """
 
+    begin = None
     refill = None
 
     def __init__(self, lanes: Sequence[Lane]) -> None:

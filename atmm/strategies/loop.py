@@ -15,6 +15,7 @@ from atmm.widened import add_product, widened
 class Loop:
     """Two products per lane. The factors must have been checked before, by packing or by `check`."""
 
+    begin = None
     refill = None
 
     def __init__(self, lanes: Sequence[Lane]) -> None:
@@ -60,6 +61,7 @@ class Unpacked:
     """`Loop` for plans with unpacked adapters: checks the factors at every call."""
 
     adds_transposed = False
+    begin = None
     refill = None
 
     def __init__(self, lanes: Sequence[Lane]) -> None:

@@ -50,6 +50,7 @@ class Batched:
 
     adds_transposed = False
     add_all = None
+    begin = None
     refill = None
 
     def __init__(self, stats: BatchStats) -> None:
@@ -89,6 +90,7 @@ class Stacked(SharedShrink):
 
     adds_transposed = True
     add_all = None
+    begin = None
     refill = None
 
     __slots__ = ("_alpha", "_bits", "_columns", "_keep", "_signs", "_thin")
@@ -162,6 +164,7 @@ class Gathered(SharedShrink):
 
     adds_transposed = True
     add_all = None
+    begin = None
     refill = None
 
     __slots__ = ("_alpha", "_bags", "_num_columns", "_own", "_parts", "_signs")

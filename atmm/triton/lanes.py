@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from atmm.layers import ROW_ALIGNMENT, Packed, Site, SiteGroup
 from atmm.places import Places, PlaceSource
 from atmm.segments import SegmentPlan
 from atmm.strategies.shared_shrink import CachedInput
+from atmm.triton.branch import Branch
 from atmm.triton.handles import Handle, handle
 from atmm.triton.plan import tiles_of
 from atmm.triton.tiling import Tiling, block_r, shrink_programs, usual
@@ -57,6 +58,7 @@ class InPlace:
     """Base of strategies that read factors in place, through a table of places."""
 
     adds_transposed = False
+    begin: Callable[[Tensor, Site, Packed | None], None] | None = None
 
     def __init__(self, plan: SegmentPlan, stats: BatchStats, source: PlaceSource, blocks: Blocks) -> None:
         tiling = blocks.tiling
@@ -122,7 +124,7 @@ class InPlace:
 
 
 class Tiled(InPlace):
-    """Shrink and expand in one launch each. Sites called one by one share the shrink of the first."""
+    """Shrink and expand in one launch each. Sites called one by one share the shrink of the first, or of `begin`."""
 
     def __init__(self, plan: SegmentPlan, stats: BatchStats, source: PlaceSource, blocks: Blocks) -> None:
         super().__init__(plan, stats, source, blocks)
@@ -145,6 +147,13 @@ class Tiled(InPlace):
         self._shrunk = CachedInput()  # the input of the hidden values, until every site has used them
         self._shrunk_places: Places | None = None
         self._unused: set[int] = set()
+        self._branch = Branch(layout.device)
+
+    def begin(self, x: Tensor, site: Site, packed: Packed | None) -> None:
+        """Shrink x for all sites, beside the work that the caller launches next."""
+        self._tiles.update()
+        with self._branch.begun():
+            self._shrink(x, self._source.at(site, packed))
 
     def _writing(self, divisor: int, blocks: Blocks) -> Handle:
         tiling, rows, max_rank = blocks
@@ -159,31 +168,32 @@ class Tiled(InPlace):
         )  # fmt: skip
 
     def _add(self, y: Tensor, x: Tensor, places: Places, site: int | None) -> None:
-        if site is None or not self._is_shrunk(x, places, site):
+        self._branch.join()
+        sites = self._live if site is None else {site}
+        if not self._is_shrunk(x, places, sites):
             self._shrink(x, places)
-            if site is not None:
-                self._unused = set(self._live)
-                self._shrunk_places = places
-                self._shrunk.set(x)
+        self._unused -= sites
+        if not self._unused:
+            self._shrunk_places = None
+            self._shrunk.clear()
         rows = self._tiles.sizes.hidden_rows
         hidden = self._hidden
         if site is not None:
-            self._unused.discard(site)
-            if not self._unused:
-                self._shrunk_places = None
-                self._shrunk.clear()
             hidden, places = hidden[:, site * rows :], places.of_site(site)
         kernel, programs, column = self._launch(site)
         strides = y.stride(0), hidden.stride(0), hidden.stride(1), places.rows.stride(0)
         kernel(programs, (y, hidden, places.origin, places.rows), (column, *strides, rows), self._tiles.expand)
 
-    def _is_shrunk(self, x: Tensor, places: Places, site: int) -> bool:
+    def _is_shrunk(self, x: Tensor, places: Places, sites: Set[int]) -> bool:
         held = self._shrunk_places
         if held is None or held.origin is not places.origin or held.rows is not places.rows:
             return False
-        return site in self._unused and self._shrunk.matches(x)
+        return sites <= self._unused and self._shrunk.matches(x)
 
     def _shrink(self, x: Tensor, places: Places) -> None:
+        self._unused = set(self._live)
+        self._shrunk_places = places
+        self._shrunk.set(x)
         if x.stride(1) != 1:
             x = x.contiguous()
         hidden = self._hidden

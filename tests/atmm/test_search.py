@@ -128,7 +128,7 @@ def test_a_wrong_strategy_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
 
     class Lazy:
         adds_transposed = True
-        add_all = refill = None
+        add_all = begin = refill = None
 
         def __init__(self, plan: SegmentPlan, stats: BatchStats) -> None: ...
         def __call__(self, *_: object) -> None: ...

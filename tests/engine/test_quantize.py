@@ -177,7 +177,7 @@ def test_weights_and_merged_weights_have_two_addresses(local: LocalEngine, tmp_p
 
     def addresses() -> list[int]:
         weights: list[Any] = [linear.stored for linear in device.slabs.linears.values()]
-        weights += [joined.weight for joined, _, _ in device.slabs.groups]
+        weights += [joined.weight for _, joined, _, _ in device.slabs.groups]
         return [tensor.data_ptr() for weight in weights for tensor in (weight.values, weight.scales)]
 
     base = addresses()

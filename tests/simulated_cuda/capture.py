@@ -43,6 +43,24 @@ class Capture:
         self._again: list[Callable[[], object]] = []
         self._allocated: dict[int, int] = {}  # numbers by address of the storage
         self._results: list[torch.Tensor] = []
+        self._branches: set[Any] = set()  # streams that have waited for the captured one
+        self._unjoined: set[Any] = set()  # those of them for which it has not waited since their last work
+
+    def wait(self, stream: Any, other: Any) -> None:
+        """`stream` waits for `other`, which makes it a branch of the graph if `other` is part of it."""
+        if other is self.stream or other in self._branches:
+            if stream is not self.stream:
+                self._branches.add(stream)
+                self._unjoined.add(stream)
+            self._unjoined.discard(other)
+
+    def issue(self, name: str, stream: Any) -> None:
+        """Raises CaptureError if the stream is not part of the graph."""
+        if stream is self.stream:
+            return
+        if stream not in self._branches:
+            raise CaptureError(f"{name} was issued to another stream than those that are captured")
+        self._unjoined.add(stream)
 
     def allocate(self, tensors: Iterable[torch.Tensor]) -> None:
         """Memory of new tensors on the device, given by their host tensors."""
@@ -59,10 +77,12 @@ class Capture:
             self._again.append(again)
 
     def end(self) -> None:
-        """A capture computes nothing: results become undefined."""
+        """A capture computes nothing: results become undefined. Raises CaptureError for a branch without an end."""
         for tensor in self._results:
             if tensor.is_floating_point():
                 tensor.fill_(torch.nan)
+        if self._unjoined:
+            raise CaptureError("the captured stream has not waited for a branch")
 
     def replay(self) -> None:
         for again in self._again:
@@ -110,5 +130,5 @@ def check(kind: Kind, name: str, stream: Any) -> None:
     own = capture.thread == threading.get_ident()
     if (own or capture.others) and kind in (*HOST_WAITS, Kind.H2D_ASYNC, Kind.D2H_ASYNC):
         raise CaptureError(f"{kind} ({name}) is not permitted during the capture of a CUDA graph")
-    if own and stream is not capture.stream:
-        raise CaptureError(f"{name} was issued to another stream than the one that is captured")
+    if own:
+        capture.issue(name, stream)

@@ -42,6 +42,8 @@ class Stream:
 
     def wait_stream(self, stream: Stream) -> None:
         """Later work of this stream waits for the other stream, the host does not."""
+        if (captured := capture.current()) is not None:
+            captured.wait(self, stream)
 
     def query(self) -> bool:
         return not pinned.is_pending(self, self.issued)

@@ -17,6 +17,7 @@ import transformers
 
 import atmm
 from atmm.quantized import quantized_empty
+from atmm.stored_linear import HeldWeight
 from vlora.config import EngineConfig
 from vlora.engine.limits import Limits, compute_limits, free_room, shadow_fits
 from vlora.engine.quantize import format_of
@@ -107,7 +108,7 @@ def lay_out(config: EngineConfig, hf_model: HFModel, group: ProcessGroup | None,
         hf_model.move(device)
         if config.quantize_head:
             head = hf_model.lm_head  # with tied embeddings the parameter stays theirs
-            head.hold(allocate(head.weight.shape, head.weight.dtype, device).copy_(head.weight.data))
+            head.hold(HeldWeight.of(allocate(head.weight.shape, head.weight.dtype, device).copy_(head.weight.data)))
     if on_gpu:
         # The memory of the weights before their copy into slabs: torch keeps it, and the driver counts it as used.
         torch.cuda.empty_cache()

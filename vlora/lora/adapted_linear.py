@@ -77,15 +77,10 @@ class LaneScope:
             return plan
         scaled = self._scaled.get(num_rows)
         if scaled is None:
-            total = plan.num_tokens
-            scaled = atmm.SegmentPlan(
-                num_rows,
-                [
-                    lane._replace(start=lane.start * num_rows // total, stop=lane.stop * num_rows // total)
-                    for lane in plan.lanes
-                ],
-            )
-            self._scaled[num_rows] = scaled
+            units = plan.num_tokens
+            ends = ((lane, lane.start * num_rows // units, lane.stop * num_rows // units) for lane in plan.lanes)
+            lanes = [lane._replace(start=start, stop=stop) for lane, start, stop in ends]
+            scaled = self._scaled[num_rows] = atmm.SegmentPlan(num_rows, lanes)
         return scaled
 
 
@@ -140,9 +135,11 @@ class AdaptedLinear(StoredLinear):
             return self.siblings.output(self, input, plan)
         if self.changes and plan is not None:
             input = changed_inputs(input, self.changes, plan)
+        x = input.reshape(num_rows, self.in_features)
+        atmm.begin_deltas(x, self.site, plan)
         y = linear(input, self.stored, self.bias)
         if plan is not None:
-            self.add_deltas(y.view(num_rows, self.out_features), input.reshape(num_rows, self.in_features), plan)
+            self.add_deltas(y.view(num_rows, self.out_features), x, plan)
         return y
 
 
@@ -178,6 +175,7 @@ class Siblings:
     def _compute(self, input: torch.Tensor, plan: atmm.SegmentPlan | None) -> None:
         x = input.reshape(-1, self._layers[0].in_features)
         joined = self._layers[0].joined
+        atmm.begin_deltas(x, self._group.sites[0], plan)
         y = linears(x, self._layers) if joined is None else joined.product(x)
         if plan is not None:
             special = any(layer.changes or layer.others for layer in self._layers)

@@ -10,6 +10,7 @@ from torch import nn
 
 from atmm.matmul import linear
 from atmm.quantized import StoredWeight
+from atmm.stored_linear import HeldWeight
 
 
 class JoinedWeights:
@@ -36,6 +37,10 @@ class JoinedWeights:
             for layer, part in zip(layers, self.bias.split(heights), strict=True):
                 if layer.bias is not None:
                     layer.bias.data = part
+
+    def hold(self, weight: HeldWeight) -> None:
+        """Use another weight, as `StoredLinear.hold`."""
+        self.weight = weight.stored
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """The layers' outputs for x [T, in], side by side: [T, sum of out]."""

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 from vlora.lora.adapter_pool import AdapterPool
 from vlora.lora.merge import merge_layers, merge_runs
+from vlora.lora.slab_layout import held_weights
 from vlora.lora.weight_slabs import WeightSlabs
 
 
@@ -32,6 +33,9 @@ class ShadowSwitcher:
         # requests and distort the cost model's measurement of a merge.
         self._joined = [slabs.allocate(w0.shape, w0.dtype, w0.device).copy_(w0) for w0 in slabs.joined]
         self._shadow = slabs.split(self._joined)
+        layers = ((name, slabs.linears[name], *slot) for name, slot in slabs.slots.items())
+        self._weights = held_weights(layers, slabs.base, self._shadow)
+        self._weights += held_weights(slabs.groups, slabs.joined, self._joined)
         self._shadow_key: str | None = None
         self._dirty: frozenset[str] = frozenset()  # layers with another value than W0 in the shadow
         self.merged_key: str | None = None
@@ -55,11 +59,8 @@ class ShadowSwitcher:
 
     def _show(self, *, merged: bool) -> None:
         wanted = frozenset() if not merged else self._slabs.slots.keys() if self._complete else self._dirty
-        for name, linear in self._slabs.linears.items():
-            slab, index = self._slabs.slots[name]
-            linear.hold((self._shadow if name in wanted else self._slabs.base)[slab][index])
-        for weights, kind, index in self._slabs.groups:
-            weights.weight = (self._joined if wanted else self._slabs.joined)[kind][index]
+        for name, holder, w0, shadow in self._weights:
+            holder.hold(shadow if name in wanted else w0)
 
     def forget(self, key: str) -> None:
         """Invalidates the shadow's content if it belongs to the adapter."""

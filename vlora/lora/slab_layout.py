@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from atmm.quantized import Allocate, StoredWeight
+from atmm.stored_linear import HeldWeight
 from vlora.lora.adapted_linear import AdaptedLinear
 
 # Layers that read the same input tensor: one shrink can serve all of them.
@@ -55,8 +57,31 @@ def moved(groups: Sequence[Sequence[AdaptedLinear]], allocate: Allocate) -> Stor
     for number, layers in enumerate(groups):
         for layer, rows in zip(layers, slab[number].split(heights), strict=True):
             # Freeing the module's own storage now keeps the peak at one extra layer, not one extra model.
-            layer.hold(rows.copy_(layer.weight.data if layer.quantized is None else layer.quantized))
+            layer.hold(HeldWeight.of(rows.copy_(layer.weight.data if layer.quantized is None else layer.quantized)))
     return slab
+
+
+class _Holder(Protocol):
+    def hold(self, weight: HeldWeight) -> None: ...
+
+
+def held_weights(
+    holders: Iterable[tuple[str, _Holder, int, int]], base: Sequence[Any], shadow: Sequence[Any]
+) -> list[tuple[str, _Holder, HeldWeight, HeldWeight]]:
+    """The weights between which a switch chooses, made before it.
+
+    Args:
+        holders: A layer's name, what holds its weight, and the place of the weight: the slab and the entry in it.
+        base: W0 by slab.
+        shadow: Merged weights by slab.
+
+    Returns:
+        The name, the holder, its W0 and its merged weight.
+    """
+    return [
+        (name, holder, HeldWeight.of(base[slab][entry]), HeldWeight.of(shadow[slab][entry]))
+        for name, holder, slab, entry in holders
+    ]
 
 
 def _type_then_layer(name: str) -> tuple[str, int]:

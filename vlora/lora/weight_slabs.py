@@ -34,7 +34,7 @@ class WeightSlabs:
         joined: W0 in its memory, [groups, sum of out, in]: tensors or instances of `QuantizedWeight`. Equal to `base`
             if no layers are joined.
         base: W0 by slab, [layers, out, in], as views of `joined` with contiguous rows.
-        groups: the joined layers' weights, with their places in `joined`: the tensor and the entry in it.
+        groups: the joined layers: the first one's name, their weights, and their place in `joined`: tensor and entry.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class WeightSlabs:
         self.slots: dict[str, SlabSlot] = {}
         self.joined: list[Any] = []
         self.base: list[Any] = []
-        self.groups: list[tuple[JoinedWeights, int, int]] = []
+        self.groups: list[tuple[str, JoinedWeights, int, int]] = []
         self._heights: list[list[int]] = []
         for kind, groups in enumerate(groups_by_shape(linears, join=join)):
             layers = [[linears[name] for name in names] for names in groups]
@@ -61,7 +61,7 @@ class WeightSlabs:
             self.base += self.joined[-1].split(self._heights[-1], 1)
             for entry, members in enumerate(layers if len(layers[0]) > 1 else ()):
                 weights = JoinedWeights(members, self.joined[-1][entry])
-                self.groups.append((weights, kind, entry))
+                self.groups.append((groups[entry][0], weights, kind, entry))
                 for layer in members:
                     layer.joined = weights
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from atmm import Factors, FactorTable, Lane, SegmentPlan, SiteGroup, add_deltas, reference
+from atmm import Factors, FactorTable, Lane, SegmentPlan, SiteGroup, add_deltas, begin_deltas, reference
 from atmm.fp8 import Fp8
 from atmm.quantized import QuantizedWeight
 from atmm.triton import kernels
@@ -195,6 +195,41 @@ def test_a_captured_graph_uses_the_current_lanes(strategy: str, monkeypatch: pyt
             right = reference.add_delta(old, x, site, plan)
             assert ((new.double() - right).abs() <= bound(old, x, site, plan)).all()
         assert torch.equal(y, before) == (not lanes)
+
+
+@pytest.mark.parametrize("check", (check_against_reference, check_group_against_reference))
+def test_a_shrink_that_began_early_is_used_once_and_for_its_input_only(
+    check: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = make_group({"a": 4, "b": 17})
+    group.pack("ab")
+    plan = SegmentPlan(12, segments({"a": 5, "b": 7}), "tiled", room=3)
+    x, outputs = make_input(12, group, torch.float32)
+    both = 1 + (len(group.sites) if check is check_against_reference else 1)  # a shrink, and an expand per call
+
+    def num_launched(begun: torch.Tensor | None) -> int:
+        with capturing(monkeypatch) as captured:
+            if begun is not None:
+                begin_deltas(begun, group.sites[0], plan)
+            check(group, plan, x, outputs)
+        return len(captured)
+
+    assert num_launched(x) == both  # the plan is not prepared yet, so nothing begins
+    assert num_launched(x) == both
+    assert num_launched(None) == both
+    assert num_launched(x.flip(0)) == both + 1
+    assert num_launched(x[:3]) == both  # not an input of the plan
+
+
+def test_a_plan_without_room_begins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = make_group({"a": 4})
+    group.pack("a")
+    plan = SegmentPlan(12, segments({"a": 5}), "tiled")
+    x, outputs = make_input(12, group, torch.float32)
+    check_against_reference(group, plan, x, outputs)
+    with capturing(monkeypatch) as captured:
+        begin_deltas(x, group.sites[0], plan)
+    assert not captured
 
 
 @settings(max_examples=12, phases=(Phase.explicit, Phase.generate))

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+import atmm
 from atmm.fp8 import CAPABILITY, Fp8
-from atmm.quantized import quantized_empty
+from atmm.quantized import Allocate, quantized_empty
 from vlora.bench.engine.merge import MergeableModel, drift_in_place
 from vlora.bench.gpu import models
 from vlora.bench.gpu.context import Context
@@ -37,7 +38,7 @@ def run(context: Context) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     goals: list[Goal] = []
     with torch.no_grad():
-        switcher = ShadowSwitcher(model.slabs, model.pool, complete=context.on_gpu)
+        switcher = _switcher(context, model)
         keys = model.load([rank for rank in _RANKS for _ in range(2)])
         for place, rank in enumerate(_RANKS):
             row = _switches(context, switcher, keys[2 * place : 2 * place + 2])
@@ -50,7 +51,7 @@ def run(context: Context) -> dict[str, Any]:
             del model, switcher  # its memory is needed
             eight_bits = quantized_empty(Fp8(), context.device, empty)
             model = MergeableModel(models.config_of(context), context.device, arena_bytes, eight_bits)
-            switcher = ShadowSwitcher(model.slabs, model.pool, complete=context.on_gpu)
+            switcher = _switcher(context, model, eight_bits)
             row = _switches(context, switcher, model.load([_RANKS[0]] * 2))
             rows.append({"rank": _RANKS[0], "format": "fp8", **_against_copy(row, model, bytes_per_s)})
     if context.on_gpu:
@@ -70,6 +71,19 @@ def run(context: Context) -> dict[str, Any]:
         "weight_bytes": weight_bytes,
         "copy_bytes_per_s": bytes_per_s,
     }
+
+
+def _switcher(context: Context, model: MergeableModel, eight_bits: Allocate | None = None) -> ShadowSwitcher:
+    """The model's switcher, with kernels that are compiled before the first switch, as by an engine.
+
+    eight_bits: makes the slabs if they are quantized.
+    """
+    shapes, dtype = model.slabs.shapes, model.hf_model.dtype
+    if context.device.type == "cuda" and eight_bits is None:
+        atmm.compile_merges(shapes, dtype, context.device)
+    elif eight_bits is not None:
+        atmm.compile_quantized_merges(shapes, eight_bits, dtype, context.device)
+    return ShadowSwitcher(model.slabs, model.pool, complete=context.on_gpu)
 
 
 def _switches(context: Context, switcher: ShadowSwitcher, keys: Sequence[str]) -> dict[str, float]:
