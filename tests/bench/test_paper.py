@@ -431,7 +431,7 @@ def test_engine_latencies_are_derived_from_the_costs_that_set_the_rate(
     measuring: Measuring, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vlora_serving, "num_requests", lambda quick: 2)
-    monkeypatch.setattr(vlora_serving, "engine_latency_ms", lambda *_: 1.0)
+    monkeypatch.setattr(vlora_serving, "on_engine", lambda *_: {"ms": 1.0, "busy s": 1.0})
     monkeypatch.setattr(vlora_serving, "latency_ms", lambda *_: 1.0)
     store_costs(measuring)
     (rates,) = chosen(["v-lora:fig14"])

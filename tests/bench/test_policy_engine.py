@@ -157,6 +157,7 @@ def test_the_clock_runs_with_its_engine_and_skips_idle_time() -> None:
     assert clock() == 10
     clock.skip_to(3)
     assert clock() == 10
+    assert clock.busy_s == 2
 
 
 def test_average_token_latency_counts_all_tokens() -> None:

@@ -56,7 +56,8 @@ class Figure:
         caption: What is measured here, and how it differs from the paper.
         model: What is measured, if it is not the setting's model.
         runs_on: The setting's device; one thread of the CPU on every machine; all its cores, for scores that depend on
-            no time; or ranks: a CPU unless there are several GPUs.
+            no time; processes of one thread of the CPU, in wall time; or ranks, also in wall time: on a CPU unless
+            there are several GPUs.
         simulated: Whether a figure's values come from the simulator with measured costs.
         measure: Returns the measurements.
         draw: Draws them on an empty matplotlib figure.
@@ -76,7 +77,7 @@ class Figure:
     here: Callable[[Found], Mapping[str, float | None]] = lambda _: {}
     goals: Callable[[Found], Sequence[Goal]] = _no_goals
     model: str | None = None
-    runs_on: Literal["setting", "cpu", "cores", "ranks"] = "setting"
+    runs_on: Literal["setting", "cpu", "cores", "processes", "ranks"] = "setting"
     simulated: bool = False
     size: tuple[float, float] = (10.0, 4.6)
 
@@ -86,13 +87,18 @@ class Figure:
 
     def device(self, setting: Setting) -> torch.device:
         """The device that `measure` uses."""
-        on_cpu = self.runs_on in ("cpu", "cores") or (self.runs_on == "ranks" and torch.cuda.device_count() < 2)
+        on_cpu = self.runs_on in ("cpu", "cores", "processes")
+        on_cpu = on_cpu or (self.runs_on == "ranks" and torch.cuda.device_count() < 2)
         return torch.device("cpu") if on_cpu else setting.device
 
     def num_threads(self, setting: Setting, available: int) -> int:
         """torch's threads for `measure`: on a CPU one, so that its CPU seconds are of one thread."""
         one = self.device(setting).type == "cpu" and self.runs_on != "cores"
         return 1 if one else available
+
+    def needs_machine(self, setting: Setting) -> bool:
+        """Whether other measurements would disturb `measure`: it uses a GPU or all cores, or is in wall time."""
+        return self.device(setting).type != "cpu" or self.runs_on in ("cores", "processes", "ranks")
 
     def device_words(self, setting: Setting) -> str:
         """The device of `measure` in words, for captions."""

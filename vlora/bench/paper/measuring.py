@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -92,8 +94,8 @@ class Origin(NamedTuple):
 
 
 class Measuring:
-    """Runs measurements once: each is stored under its name, and read again by figures that share it and by later runs
-    in the same setting, unless a measurement from which it was derived has changed since.
+    """Runs measurements once: each is stored under its name, and read again by figures that share it, by other
+    processes and by later runs in the same setting, unless a measurement from which it was derived has changed since.
 
     Args:
         setting: The setting.
@@ -119,7 +121,8 @@ class Measuring:
         """
         stored = self._stored(name)
         if stored is None:
-            stored = self._measured(name, make, inputs)
+            with self._locked(name):  # another process may have measured it meanwhile
+                stored = self._stored(name) or self._measured(name, make, inputs)
         if self._running:
             self._running[-1][name] = _digest(stored["value"])
         return stored["value"]
@@ -162,6 +165,15 @@ class Measuring:
         self._say(f"{name}: {seconds:g} s")
         found: dict[str, Any] = json.loads(path.read_text())
         return found
+
+    @contextlib.contextmanager
+    def _locked(self, name: str) -> Iterator[None]:
+        """Context in which no other process measures this. Measurements are derived in one direction, so that no two
+        processes wait for each other.
+        """
+        with self._path(name).with_suffix(".lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{name.replace(':', '-')}.json"

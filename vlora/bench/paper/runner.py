@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import functools
 import gc
+import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
 
 from vlora.bench.paper.drawn import Drawn
+from vlora.bench.paper.figure import Figure
 from vlora.bench.paper.measured.machine_costs import SIMULATOR_COSTS, write_costs
 from vlora.bench.paper.measuring import Measuring, Setting
 from vlora.bench.paper.registry import ELSEWHERE, FIGURES, chosen
 from vlora.bench.report import Report, environment
 from vlora.bench.timing import threads
+from vlora.engine.host_resources import default_threads
+
+_PROCESSES = 2  # more of them compete for caches and memory, of which each uses several GiB
 
 
 def run(quick: bool, out: Path, keys: Sequence[str], say: Callable[[str], None]) -> Report:
@@ -39,16 +46,19 @@ def run(quick: bool, out: Path, keys: Sequence[str], say: Callable[[str], None])
     from vlora.bench.paper.page import write_page
 
     figures = chosen(keys)
-    setting = Setting.of(quick, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    measuring = Measuring(setting, out / "measured", say)
+    measuring = _measuring(quick, out, say)
+    setting = measuring.setting
     started, load = time.perf_counter(), os.getloadavg()[0]
     available = torch.get_num_threads()
     with threads(1 if setting.device.type == "cpu" else available):  # the report states them, as those of all times
-        for number, figure in enumerate(figures, start=1):
-            say(f"{number} of {len(figures)}: {figure.key}, {figure.title}")
-            with threads(figure.num_threads(setting, available)):
-                measuring.once(figure.key, functools.partial(figure.measure, measuring))
-            gc.collect()
+        beside = [each for each in figures if not each.needs_machine(setting)]
+        _measure_side_by_side([each for each in beside if not measuring.knows(each.key)], quick, out, say)
+        for figure in figures:
+            if figure not in beside:
+                say(f"{figure.key}, {figure.title}")
+                with threads(figure.num_threads(setting, available)):
+                    measuring.once(figure.key, functools.partial(figure.measure, measuring))
+                gc.collect()
         # The page also has the figures of earlier runs in this setting.
         drawn = [
             Drawn(
@@ -68,6 +78,35 @@ def run(quick: bool, out: Path, keys: Sequence[str], say: Callable[[str], None])
         report = _report(drawn, minutes, load, setting)
         write_page(out / "index.html", drawn, ELSEWHERE, report)
     return report
+
+
+def _measure_side_by_side(figures: Sequence[Figure], quick: bool, out: Path, say: Callable[[str], None]) -> None:
+    """Measure figures of one thread each, in CPU seconds, in processes of their own."""
+    processes = min(len(figures), default_threads(), _PROCESSES)
+    if processes < 2:
+        for figure in figures:
+            say(f"{figure.key}, {figure.title}")
+            _measure(figure.key, quick, out)
+        return
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        running = {pool.submit(_measure, figure.key, quick, out): figure for figure in figures}
+        for number, done in enumerate(as_completed(running), start=1):
+            done.result()
+            say(f"{number} of {len(figures)}: {running[done].key}, {running[done].title}")
+
+
+def _measure(key: str, quick: bool, out: Path) -> None:
+    """Measure a figure with one thread, in any process."""
+    (figure,) = chosen([key])
+    with threads(1):
+        measuring = _measuring(quick, out, functools.partial(print, file=sys.stderr, flush=True))
+        measuring.once(key, functools.partial(figure.measure, measuring))
+    gc.collect()
+
+
+def _measuring(quick: bool, out: Path, say: Callable[[str], None]) -> Measuring:
+    setting = Setting.of(quick, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return Measuring(setting, out / "measured", say)
 
 
 def _report(drawn: Sequence[Drawn], minutes: float, load: float, setting: Setting) -> Report:

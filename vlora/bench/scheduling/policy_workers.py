@@ -39,7 +39,7 @@ class WorkClock:
 
     def __init__(self, seconds: Callable[[], float]) -> None:
         self._seconds = seconds
-        self._before_s = 0.0
+        self._before_s = self._idle_s = 0.0
         self._since_s: float | None = None
 
     def __call__(self) -> float:
@@ -56,7 +56,14 @@ class WorkClock:
             self._before_s, self._since_s = self(), None
 
     def skip_to(self, now_s: float) -> None:
-        self._before_s += max(0.0, now_s - self())
+        idle_s = max(0.0, now_s - self())
+        self._before_s += idle_s
+        self._idle_s += idle_s
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of work so far."""
+        return self() - self._idle_s
 
 
 class Worker:

@@ -179,7 +179,7 @@ FIGURES: Sequence[Figure] = (
         caption="Private memory during steps of 512 tokens, LoRA of rank 8. PEFT's frozen linear layers store no "
         f"inputs either, so there is nothing to save here. {_PROCESSES}",
         model=f"{_MODEL}, float32",
-        runs_on="cpu",
+        runs_on="processes",
         measure=_part("peaks"),
         draw=_draw_peaks,
         size=(8.0, 4.0),
@@ -195,7 +195,7 @@ FIGURES: Sequence[Figure] = (
         "here is Python and torch, and the base is small. A quick run has no ratio: with fewer than "
         f"{FULL.clients[-1]} trainings, the executor's own process takes more memory than it saves.",
         model=_MODEL,
-        runs_on="cpu",
+        runs_on="processes",
         measure=_part("memory"),
         draw=_draw_memory,
         facts=_MEMORY_FACTS,
@@ -211,7 +211,7 @@ FIGURES: Sequence[Figure] = (
         caption="Each client answers requests of two sequences, one after the other (the paper: prompts of 512 tokens, "
         f"here 64). {_PROCESSES}",
         model=f"{_MODEL}, float32",
-        runs_on="cpu",
+        runs_on="processes",
         measure=_part("mixed"),
         draw=_draw_inference,
         goals=_inference_goals,
@@ -227,7 +227,7 @@ FIGURES: Sequence[Figure] = (
         "operating system, because all clients share the processors here. Whole calls: without the executor's pieces "
         f"and pauses of large calls. {_PROCESSES}",
         model=f"{_MODEL}, float32",
-        runs_on="cpu",
+        runs_on="processes",
         measure=_part("mixed"),
         draw=_draw_mix,
         facts=_MIX_FACTS,
@@ -243,7 +243,7 @@ FIGURES: Sequence[Figure] = (
         caption="Clients that decode with different batch sizes; the ratios are opportunistic batching's, and calls a "
         f"product those to no lockstep's. The paper has batch sizes up to 256. {_PROCESSES}",
         model=f"{_MODEL}, float32",
-        runs_on="cpu",
+        runs_on="processes",
         measure=_part("table5"),
         draw=_draw_table_5,
         facts=_TABLE_FACTS,

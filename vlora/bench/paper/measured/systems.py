@@ -70,6 +70,12 @@ def latency_ms(measuring: Measuring, system: System, arrivals: Sequence[Arrival]
     return 1e3 * replayed(measuring, system, arrivals, **settings).average_token_latency_s
 
 
+def on_simulator(measuring: Measuring, system: System, arrivals: Sequence[Arrival]) -> dict[str, float]:
+    """As `on_engine`, of a replay on one replica."""
+    measures = replayed(measuring, system, arrivals)
+    return {"ms": 1e3 * measures.average_token_latency_s, "busy s": measures.active_s}
+
+
 def capacity(measuring: Measuring, prompt: int, answer: int, shares: Sequence[float]) -> float:
     """Requests per second of unmerged-only with full batches."""
     costs, _ = machine_costs(measuring)
@@ -94,8 +100,9 @@ def chunks(workload: Video, number: int, num_adapters: int, rate: float, heads: 
     ]
 
 
-def engine_latency_ms(measuring: Measuring, policy: str, arrivals: Sequence[Arrival], side: int) -> float:
-    """Average token latency of these arrivals on the engine, after a warm-up with some of them at once.
+def on_engine(measuring: Measuring, policy: str, arrivals: Sequence[Arrival], side: int) -> dict[str, float]:
+    """Average token latency of these arrivals on the engine, after a warm-up with some of them at once, and the seconds
+    in which it had requests.
 
     Args:
         measuring: Its setting has the model and the device.
@@ -109,4 +116,6 @@ def engine_latency_ms(measuring: Measuring, policy: str, arrivals: Sequence[Arri
     # A GPU also captures a graph for each batch size; on a CPU a request takes up to a minute.
     first = arrivals[: 2 if setting.device.type == "cpu" else 16]
     drive({policy: worker}, [arrival._replace(time_s=0.0) for arrival in first])
-    return average_token_latency_ms(drive({policy: worker}, arrivals)[policy].finished)
+    before_s = worker.clock.busy_s
+    found = drive({policy: worker}, arrivals)[policy].finished
+    return {"ms": average_token_latency_ms(found), "busy s": worker.clock.busy_s - before_s}
