@@ -95,8 +95,8 @@ def begin_deltas(x: Tensor, site: Site, plan: SegmentPlan | None) -> None:
     """Start the shrink of the deltas that the next call for this input adds, beside the product with W0 (V-LoRA section
     4.3.1 computes them one after the other).
 
-    The call is optional, and has an effect in captured steps only: there a second stream costs the host nothing. x must
-    not be written before the deltas are added.
+    The call is optional, and has an effect for plans with room only: in a captured graph a second stream costs the host
+    nothing. x must not be written before the deltas are added.
 
     Args:
         x: [T, d_in], as for `add_delta`.

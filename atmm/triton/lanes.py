@@ -151,9 +151,11 @@ class Tiled(InPlace):
 
     def begin(self, x: Tensor, site: Site, packed: Packed | None) -> None:
         """Shrink x for all sites, beside the work that the caller launches next."""
-        self._tiles.update()
-        with self._branch.begun():
-            self._shrink(x, self._source.at(site, packed))
+        places = self._source.at(site, packed)
+        if not self._is_shrunk(x, places, {site.index}):
+            self._tiles.update()
+            with self._branch.begun():
+                self._shrink(x, places)
 
     def _writing(self, divisor: int, blocks: Blocks) -> Handle:
         tiling, rows, max_rank = blocks

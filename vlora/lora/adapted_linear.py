@@ -135,7 +135,7 @@ class AdaptedLinear(StoredLinear):
             return self.siblings.output(self, input, plan)
         if self.changes and plan is not None:
             input = changed_inputs(input, self.changes, plan)
-        x = input.reshape(num_rows, self.in_features)
+        x = input if plan is None else input.reshape(num_rows, self.in_features)
         atmm.begin_deltas(x, self.site, plan)
         y = linear(input, self.stored, self.bias)
         if plan is not None:

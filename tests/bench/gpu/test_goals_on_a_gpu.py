@@ -167,3 +167,8 @@ def test_a_graph_is_captured_after_a_first_call_and_timed_alone(monkeypatch: pyt
     assert done == [*first, "evict", "event", "replay", "event"]
     timed()
     assert done == [*first, *["evict", "event", "replay", "event"] * 2]
+
+
+def test_kernels_that_overlap_count_once() -> None:
+    assert profiling.covered([]) == 0
+    assert profiling.covered([(4.0, 5.0), (0.0, 2.0), (1.0, 3.0), (1.5, 1.75), (3.0, 3.5)]) == 4.5

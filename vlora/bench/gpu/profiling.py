@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ class Profile(NamedTuple):
     Attributes:
         launches: Kernels; on a CPU, where there are none, operators.
         copies: Copies and fills of device memory; none on a CPU.
-        busy_s: Sum of the kernels' and copies' seconds.
+        busy_s: Seconds with a kernel or a copy, or with several at once.
         top: The most expensive kernels or operators: name, count, and microseconds of all calls.
     """
 
@@ -42,17 +43,28 @@ def profiled(context: Context, call: Callable[[], object]) -> Profile:
     wanted = DeviceType.CUDA if context.on_gpu else DeviceType.CPU
     counts: Counter[str] = Counter()
     micros: Counter[str] = Counter()
+    spans: list[tuple[float, float]] = []
     num_copies = 0
     for event in recorded.events() or ():
         if event.device_type != wanted or event.cpu_parent is not None:
             continue
         counts[event.name] += 1
         micros[event.name] += event.time_range.elapsed_us()
+        spans.append((event.time_range.start, event.time_range.end))
         num_copies += event.name.startswith(("Memcpy", "Memset"))
     top = [
         {"name": name[:160], "count": counts[name], "us": round(total, 1)} for name, total in micros.most_common(_ROWS)
     ]
-    return Profile(counts.total() - num_copies, num_copies, micros.total() / 1e6, top)
+    return Profile(counts.total() - num_copies, num_copies, covered(spans) / 1e6, top)
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """The length of the union of spans, each from its start to its end."""
+    total, reached = 0.0, -math.inf
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
 
 
 def memory_gib(context: Context) -> float | None:
