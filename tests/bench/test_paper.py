@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import multiprocessing
 import os
 import re
 from collections.abc import Iterator
@@ -73,7 +74,7 @@ def test_a_paper_s_numbers_have_a_source_and_a_unit() -> None:
         assert [other.quantity for other in figure.facts].count(fact.quantity) == 1, figure.key
 
 
-def figure(calls: list[str], **settings: Any) -> Figure:
+def figure(calls: list[str], number: str = "fig1", **settings: Any) -> Figure:
     """A figure that counts its measurements."""
 
     def measure(_: Measuring) -> dict[str, Any]:
@@ -87,7 +88,7 @@ def figure(calls: list[str], **settings: Any) -> Figure:
 
     return Figure(
         paper="v-lora",
-        number="fig1",
+        number=number,
         title="a <title>",
         states="Something is faster.",
         caption="A test.",
@@ -166,6 +167,38 @@ def test_a_figure_of_costs_and_the_simulator_end_to_end(
     assert found["ms"][systems.DLORA][-1] > found["ms"][systems.OURS][-1]
     drawing.save(skewness, found, measuring.setting, tmp_path / "skewness.png")
     assert (tmp_path / "skewness.png").stat().st_size > 10_000
+
+
+def test_figures_of_one_thread_are_measured_by_two_processes(
+    measuring: Measuring, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(runner, "default_threads", lambda: 4)
+    setting = Setting.of(True, torch.device("cpu"))
+    store_costs(Measuring(setting, tmp_path / "measured", lambda _: None))
+    said: list[str] = []
+    report = runner.run(True, tmp_path, ("v-lora:table3", "v-lora:table2"), said.append)
+    assert report.as_dict()["drawn"] == ["v-lora:table2", "v-lora:table3"]
+    assert {line.partition(",")[0].partition(": ")[2] for line in said} == {"v-lora:table2", "v-lora:table3"}
+    assert (tmp_path / "index.html").exists()
+
+
+def test_a_figure_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(runner, "default_threads", lambda: 4)
+    unknown = [figure([], number=number) for number in ("fig98", "fig99")]
+    monkeypatch.setattr(runner, "chosen", lambda keys: unknown)  # not in the other processes
+    with pytest.raises(BadConfig, match="fig9"):
+        runner.run(True, tmp_path, (), lambda _: None)
+    assert not multiprocessing.active_children()
+
+
+def test_values_of_another_form_are_not_read(calls: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(drawing, "save", lambda *_: None)
+    runner.run(True, tmp_path, (), lambda _: None)
+    changed = figure(calls, revision=2)
+    monkeypatch.setattr(runner, "FIGURES", [changed])
+    monkeypatch.setattr(runner, "chosen", lambda keys: [changed])
+    runner.run(True, tmp_path, (), lambda _: None)
+    assert len(calls) == 2
 
 
 def test_dlora_s_lanes_and_switches_cost_as_much_more_as_measured(measuring: Measuring) -> None:

@@ -27,7 +27,7 @@ class Drawn(NamedTuple):
 
     @property
     def own(self) -> Origin:
-        return self.origins[self.figure.key]
+        return self.origins[self.figure.stored]
 
     @property
     def picture(self) -> str:

@@ -64,6 +64,7 @@ class Figure:
         here: Values by the quantity of a fact; None where a machine has no counterpart.
         goals: Claims of the paper that must hold here.
         size: Width and height in inches.
+        revision: Raised when `measure` returns another form, so that values stored before are not read.
     """
 
     paper: str
@@ -80,10 +81,16 @@ class Figure:
     runs_on: Literal["setting", "cpu", "cores", "processes", "ranks"] = "setting"
     simulated: bool = False
     size: tuple[float, float] = (10.0, 4.6)
+    revision: int = 1
 
     @property
     def key(self) -> str:
         return f"{self.paper}:{self.number}"
+
+    @property
+    def stored(self) -> str:
+        """The name of its measurement."""
+        return self.key if self.revision == 1 else f"{self.key}-{self.revision}"
 
     def device(self, setting: Setting) -> torch.device:
         """The device that `measure` uses."""

@@ -52,23 +52,23 @@ def run(quick: bool, out: Path, keys: Sequence[str], say: Callable[[str], None])
     available = torch.get_num_threads()
     with threads(1 if setting.device.type == "cpu" else available):  # the report states them, as those of all times
         beside = [each for each in figures if not each.needs_machine(setting)]
-        _measure_side_by_side([each for each in beside if not measuring.knows(each.key)], quick, out, say)
+        _measure_side_by_side([each for each in beside if not measuring.knows(each.stored)], quick, out, say)
         for figure in figures:
             if figure not in beside:
                 say(f"{figure.key}, {figure.title}")
                 with threads(figure.num_threads(setting, available)):
-                    measuring.once(figure.key, functools.partial(figure.measure, measuring))
+                    measuring.once(figure.stored, functools.partial(figure.measure, measuring))
                 gc.collect()
         # The page also has the figures of earlier runs in this setting.
         drawn = [
             Drawn(
                 figure,
-                measuring.once(figure.key, dict),
+                measuring.once(figure.stored, dict),
                 figure.device_words(setting),
-                measuring.origins(figure.key),
+                measuring.origins(figure.stored),
             )
             for figure in FIGURES
-            if measuring.knows(figure.key)
+            if measuring.knows(figure.stored)
         ]
         for each in drawn:
             drawing.save(each.figure, each.found, setting, out / each.picture)
@@ -81,7 +81,7 @@ def run(quick: bool, out: Path, keys: Sequence[str], say: Callable[[str], None])
 
 
 def _measure_side_by_side(figures: Sequence[Figure], quick: bool, out: Path, say: Callable[[str], None]) -> None:
-    """Measure figures of one thread each, in CPU seconds, in processes of their own."""
+    """Measure figures of one thread each, in CPU seconds, in processes of their own. If one fails, the others end."""
     processes = min(len(figures), default_threads(), _PROCESSES)
     if processes < 2:
         for figure in figures:
@@ -89,10 +89,17 @@ def _measure_side_by_side(figures: Sequence[Figure], quick: bool, out: Path, say
             _measure(figure.key, quick, out)
         return
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        running = {pool.submit(_measure, figure.key, quick, out): figure for figure in figures}
-        for number, done in enumerate(as_completed(running), start=1):
-            done.result()
-            say(f"{number} of {len(figures)}: {running[done].key}, {running[done].title}")
+        try:
+            running = {pool.submit(_measure, figure.key, quick, out): figure for figure in figures}
+            for number, done in enumerate(as_completed(running), start=1):
+                done.result()
+                say(f"{number} of {len(figures)}: {running[done].key}, {running[done].title}")
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():
+                process.terminate()
+                process.join()
+            raise
 
 
 def _measure(key: str, quick: bool, out: Path) -> None:
@@ -100,7 +107,7 @@ def _measure(key: str, quick: bool, out: Path) -> None:
     (figure,) = chosen([key])
     with threads(1):
         measuring = _measuring(quick, out, functools.partial(print, file=sys.stderr, flush=True))
-        measuring.once(key, functools.partial(figure.measure, measuring))
+        measuring.once(figure.stored, functools.partial(figure.measure, measuring))
     gc.collect()
 
 
