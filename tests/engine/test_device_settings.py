@@ -168,11 +168,12 @@ def test_the_thread_of_a_local_engine_launches_on_its_device(chosen: list[tuple[
 def test_unused_memory_of_loaded_weights_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device allocator as torch's: the storage of freed weights stays reserved, which the driver counts as used."""
     hf_model = HFModel(build_model("qwen2_vl"))
-    weights = [linear.weight for linear in hf_model.language_linears.values()]
+    linears = hf_model.language_linears.values()
     free, reserved = 2**26, 2**30
 
     def empty_cache() -> None:
         nonlocal free, reserved
+        weights = [linear.weight for linear in linears]
         if all(weight.untyped_storage().nbytes() > weight.nbytes for weight in weights):  # all are parts of slabs
             free, reserved = free + reserved, 0
 
