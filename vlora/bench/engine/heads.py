@@ -220,6 +220,7 @@ class _HeadEngine:
 
     def factors(self, batch: int, frames: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Inputs and weights of the matrix products of tower and language model's layers for `batch` prompts."""
+        _input.cache_clear()  # those of another shape take gigabytes
         tokens = {"language": batch * self.prompt_len(frames), "tower": batch * frames * _SIDE**2}
         tokens["merger"] = tokens["tower"] // 4
         return [(_input(tokens[part], weight.shape[1]), weight) for part, weight in self._weights]

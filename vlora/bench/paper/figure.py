@@ -55,9 +55,9 @@ class Figure:
         facts: The paper's numbers.
         caption: What is measured here, and how it differs from the paper.
         model: What is measured, if it is not the setting's model.
-        runs_on: The setting's device; one thread of the CPU on every machine; all its cores, for scores that depend on
-            no time; processes of one thread of the CPU, in wall time; or ranks, also in wall time: on a CPU unless
-            there are several GPUs.
+        runs_on: The setting's device; one thread of the CPU on every machine, with most of its memory; all its cores,
+            for scores that depend on no time; processes of one thread of the CPU, in wall time; or ranks, also in wall
+            time: on a CPU unless there are several GPUs.
         simulated: Whether a figure's values come from the simulator with measured costs.
         measure: Returns the measurements.
         draw: Draws them on an empty matplotlib figure.
@@ -104,8 +104,8 @@ class Figure:
         return 1 if one else available
 
     def needs_machine(self, setting: Setting) -> bool:
-        """Whether other measurements would disturb `measure`: it uses a GPU or all cores, or is in wall time."""
-        return self.device(setting).type != "cpu" or self.runs_on in ("cores", "processes", "ranks")
+        """Whether `measure` runs alone: it uses a GPU, all cores or most of the memory, or is in wall time."""
+        return setting.device.type != "cpu" or self.runs_on != "setting"
 
     def device_words(self, setting: Setting) -> str:
         """The device of `measure` in words, for captions."""
