@@ -105,7 +105,7 @@ def _draw_rates(found: Found, canvas: Any) -> None:
         )
         points = found["engine"][app]
         longer = [f"{each['measured']['busy s'] / each['simulated']['busy s']:.2f}" for each in points.values()]
-        labels = {"measured": f"engine, {' and '.join(longer)} x the seconds of", "simulated": "the same simulated"}
+        labels = {"measured": f"engine: {' and '.join(longer)} of the seconds", "simulated": "simulator, same requests"}
         for number, (name, point) in enumerate(points.items()):
             color = drawing.LINES[_SHOWN.index(name)]
             for kind, fill in (("measured", color), ("simulated", "none")):
@@ -171,8 +171,10 @@ def _draw_skews(found: Found, canvas: Any, facts: Sequence[Fact], here: Mapping[
     left, right = drawing.panels(canvas, 2)
     groups = [f"{100 * skew:g}%" for skew in found["skews"]]
     drawing.bars(left, groups, found["ms"], xlabel="share of the hottest adapter", ylabel="average token latency, ms")
+    left.set_yscale("log")  # dLoRA's may be tens of times the others'
+    left.set_ylim(top=6 * left.get_ylim()[1])  # room for the legend
+    drawing.log_values(left)
     left.legend(fontsize=7, loc="upper left", ncols=2)
-    left.margins(y=0.35)
     drawing.beside(right, facts, here, ylabel="% lower average token latency")
 
 
@@ -227,12 +229,13 @@ def _measure_adapters(measuring: Measuring) -> dict[str, Any]:
 
 def _draw_adapters(found: Found, canvas: Any) -> None:
     (axis,) = drawing.panels(canvas, 1)
-    drawing.lines(
-        axis, found["ms"], found["adapters"], xlabel="adapters", ylabel="average token latency, ms", ylim=(0, None)
-    )
+    drawing.lines(axis, found["ms"], found["adapters"], xlabel="adapters", ylabel="average token latency, ms")
     drawing.ticks(axis, found["adapters"])
+    axis.set_yscale("log")
+    axis.set_ylim(bottom=axis.get_ylim()[0] / 2, top=4 * axis.get_ylim()[1])  # room for the words
+    drawing.log_values(axis)
     axis.axvline(32, color="#999", linestyle=":")
-    axis.text(32, axis.get_ylim()[1] * 0.03, " memory holds 32", fontsize=8, color="#666")
+    axis.text(32, axis.get_ylim()[0] * 1.1, " memory holds 32", fontsize=8, color="#666")
 
 
 # -- Figure 21, table 3 -----------------------------------------------------------------------------------------------
