@@ -103,7 +103,7 @@ class Figure:
         one = self.device(setting).type == "cpu" and self.runs_on != "cores"
         return 1 if one else available
 
-    def needs_machine(self, setting: Setting) -> bool:
+    def runs_alone(self, setting: Setting) -> bool:
         """Whether `measure` runs alone: it uses a GPU, all cores or most of the memory, or is in wall time."""
         return setting.device.type != "cpu" or self.runs_on != "setting"
 

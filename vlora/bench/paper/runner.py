@@ -51,10 +51,10 @@ def run(quick: bool, out: Path, keys: Sequence[str], say: Callable[[str], None])
     started, load = time.perf_counter(), os.getloadavg()[0]
     available = torch.get_num_threads()
     with threads(1 if setting.device.type == "cpu" else available):  # the report states them, as those of all times
-        beside = [each for each in figures if not each.needs_machine(setting)]
+        beside = [each for each in figures if not each.runs_alone(setting)]
         _measure_side_by_side([each for each in beside if not measuring.knows(each.stored)], quick, out, say)
         for figure in figures:
-            if figure not in beside:
+            if figure.runs_alone(setting):
                 say(f"{figure.key}, {figure.title}")
                 with threads(figure.num_threads(setting, available)):
                     measuring.once(figure.stored, functools.partial(figure.measure, measuring))
