@@ -9,6 +9,10 @@ import json
 import multiprocessing
 import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,13 +23,15 @@ from click.testing import CliRunner
 from matplotlib.figure import Figure as Canvas
 from PIL import Image
 
+from atmm.layers import Site
+from atmm.tuning.search import Shape
 from vlora.bench.dummy import small_config
 from vlora.bench.paper import drawing, runner
 from vlora.bench.paper import measuring as measuring_module
 from vlora.bench.paper.figure import PAPERS, Fact, Figure, Found
 from vlora.bench.paper.figures import slora_serving, vlora_serving
 from vlora.bench.paper.figures.punica_operator import segments
-from vlora.bench.paper.measured import systems
+from vlora.bench.paper.measured import operators, systems
 from vlora.bench.paper.measured.machine_costs import machine_costs
 from vlora.bench.paper.measured.operators import EINSUM, OURS, mean_ratio, operator_seconds
 from vlora.bench.paper.measuring import Measuring, Setting
@@ -34,6 +40,7 @@ from vlora.bench.report import environment
 from vlora.bench.scheduling.models import BenchModel
 from vlora.bench.timing import threads
 from vlora.cli import cli
+from vlora.engine.host_resources import default_threads
 from vlora.errors import BadConfig
 from vlora.orchestrator import Costs
 from vlora.simulator import read_costs
@@ -191,6 +198,39 @@ def test_a_figure_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch, tm
     assert not multiprocessing.active_children()
 
 
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(default_threads() < 2, reason="figures are measured by one process")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_processes_of_figures_end_with_the_command(number: int, tmp_path: Path) -> None:
+    figures = ("--figure", "punica:fig1", "--figure", "punica:fig10")
+    command = (sys.executable, "-m", "vlora.cli", "bench", "paper", "--quick", "--out", str(tmp_path), *figures)
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
+        while len(list((tmp_path / "measured").glob("*.lock"))) < 2:  # both measure
+            assert running.poll() is None
+            time.sleep(0.1)
+        processes = children_of(running.pid)
+        running.send_signal(number)
+        _, errors = running.communicate(timeout=60)
+    assert len(processes) > 2  # those of figures, and multiprocessing's resource tracker
+    if number == signal.SIGTERM:
+        assert running.returncode == 128 + number
+        assert f"terminated: measurements so far are in {tmp_path / 'measured'}" in errors
+    until = time.monotonic() + 30
+    while any(map(alive, processes)):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
 def test_values_of_another_form_are_not_read(calls: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(drawing, "save", lambda *_: None)
     runner.run(True, tmp_path, (), lambda _: None)
@@ -211,9 +251,24 @@ def test_dlora_s_lanes_and_switches_cost_as_much_more_as_measured(measuring: Mea
     assert (slower.merge_s, slower.back_s, slower.base_s) == (8.0, 6.0, 0.02)
 
 
-def test_every_operator_is_timed_in_every_round(measuring: Measuring) -> None:
-    from atmm.tuning.search import Shape
+@pytest.mark.parametrize(("slow", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
+def test_other_operators_have_the_type_that_is_faster_here(
+    slow: bool, dtype: torch.dtype, measuring: Measuring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring_module, "prefers_float32", lambda *_: slow)
+    inputs: dict[str, torch.dtype] = {}
 
+    def noted(site: Site, plan: object, rank: int, x: torch.Tensor, y: torch.Tensor) -> tuple[Any, list[torch.Tensor]]:
+        assert {factor.dtype for pair in site.factors.values() for factor in pair} == {x.dtype} == {y.dtype}
+        inputs["x"] = x.dtype
+        return {}, []
+
+    monkeypatch.setattr(operators, "baselines", noted)
+    operator_seconds(measuring.setting, Shape(48, (40,)), 8, [3, 2], rounds=1)
+    assert inputs["x"] is dtype
+
+
+def test_every_operator_is_timed_in_every_round(measuring: Measuring) -> None:
     seconds = operator_seconds(measuring.setting, Shape(48, (40,)), 8, [3, 2, 1], rounds=2)
     assert len(seconds) == 5
     assert {len(taken) for taken in seconds.values()} == {2}

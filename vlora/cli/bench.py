@@ -14,6 +14,7 @@ from vlora.cli.bench_serve import OPTION_NAMES, serve_options
 from vlora.cli.cluster_options import cluster_options, take_cluster_settings
 from vlora.cli.extras import needs
 from vlora.cli.group import cli
+from vlora.cli.interrupt import ends_with
 from vlora.cli.progress import waiting
 from vlora.cli.server_flags import json_option, print_json
 from vlora.cli.settings import config_flags
@@ -297,7 +298,8 @@ def _bench_paper(quick: bool, out: Path | None, figures: tuple[str, ...], only_j
     require_matplotlib()
     from vlora.bench.paper import run
 
-    with waiting("bench paper"):
+    stored = f"measurements so far are in {out / 'measured'}; the same command continues"
+    with waiting("bench paper"), ends_with(lambda: stored):
         report = run(quick, out, figures, lambda text: click.echo(text, err=True))
     report.print(only_json=only_json)
     save_report(report, None, out)

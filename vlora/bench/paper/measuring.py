@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from atmm.processor import prefers_float32
 from vlora.bench.dummy import served_config
 from vlora.bench.report import environment
 from vlora.bench.scheduling.models import MODELS, BenchModel
@@ -55,6 +56,11 @@ class Setting:
         return 3 if self.quick else 9
 
     @property
+    def baseline_dtype(self) -> str:
+        """Of other operators and of PEFT: the faster of bfloat16 and float32, which their users would choose."""
+        return "float32" if prefers_float32(torch.bfloat16, self.device) else "bfloat16"
+
+    @property
     def model_words(self) -> str:
         """The model in words, for captions."""
         return f"{self.model.name}, random weights, bfloat16, adapters of rank {RANK}"
@@ -68,6 +74,10 @@ class Setting:
             "model": self.model.name,
             **{name: env[name] for name in ("machine", "gpu", "versions")},
         }
+
+
+BASELINE_TYPE = "Other operators and PEFT have float32 values on processors without fast bfloat16 products."
+"""Of captions."""
 
 
 def device_words(device: torch.device, *, one_thread: bool) -> str:

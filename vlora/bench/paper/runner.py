@@ -6,7 +6,9 @@ import functools
 import gc
 import multiprocessing
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -88,7 +90,7 @@ def _measure_side_by_side(figures: Sequence[Figure], quick: bool, out: Path, say
             say(f"{figure.key}, {figure.title}")
             _measure(figure.key, quick, out)
         return
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _end_with_parent) as pool:
         try:
             running = {pool.submit(_measure, figure.key, quick, out): figure for figure in figures}
             for number, done in enumerate(as_completed(running), start=1):
@@ -100,6 +102,19 @@ def _measure_side_by_side(figures: Sequence[Figure], quick: bool, out: Path, say
                 process.terminate()
                 process.join()
             raise
+
+
+def _end_with_parent() -> None:
+    """Begin a process of measurements: it ignores Ctrl-C, which its parent handles, and ends when its parent does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _measure(key: str, quick: bool, out: Path) -> None:

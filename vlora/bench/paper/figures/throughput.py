@@ -11,7 +11,7 @@ from vlora.bench.paper.figure import Fact, Figure, Found
 from vlora.bench.paper.figures.punica_operator import segments
 from vlora.bench.paper.measured.closed_loop import ANSWER, PROMPT, engine_rate, peft_rate
 from vlora.bench.paper.measured.engine_steps import adapter_folders, engine_in_mode
-from vlora.bench.paper.measuring import LIMIT_S, Measuring
+from vlora.bench.paper.measuring import BASELINE_TYPE, LIMIT_S, Measuring
 from vlora.bench.report import Goal
 from vlora.bench.timing import interleaved, median_ms, work_seconds
 from vlora.simulator.popularity import power_law
@@ -211,8 +211,8 @@ FIGURES: Sequence[Figure] = (
         "with "
         "more; vLLM-packed runs out of memory.",
         caption=f"{_QUEUE} Adapters of rank 8, power-law popularity. PEFT batches the requests of one adapter and "
-        "switches "
-        "between batches. vLLM-packed needs a GPU; 1,000 and more adapters are in `vlora bench memory`.",
+        f"switches between batches. {BASELINE_TYPE} vLLM-packed needs a GPU; 1,000 and more adapters are in `vlora "
+        "bench memory`.",
         measure=_measure_many,
         draw=_draw_many,
         facts=_MANY_FACTS,
@@ -256,7 +256,7 @@ FIGURES: Sequence[Figure] = (
         title="text generation by popularity",
         states="Punica generates 1044 tok/s (7B) and 693 tok/s (13B) regardless of popularity; others deteriorate with "
         "several adapters.",
-        caption=f"{_QUEUE} Adapters of rank 16; the baseline batches requests of one adapter only.",
+        caption=f"{_QUEUE} Adapters of rank 16; the baseline batches requests of one adapter only. {BASELINE_TYPE}",
         measure=_measure_patterns,
         draw=_draw_patterns,
         facts=_PATTERN_FACTS,

@@ -34,7 +34,7 @@ from vlora.bench.paper.measured.operators import (
     operator_seconds,
     sites_of_a_layer,
 )
-from vlora.bench.paper.measuring import LIMIT_S, RANK, Measuring, Setting
+from vlora.bench.paper.measuring import BASELINE_TYPE, LIMIT_S, RANK, Measuring, Setting
 from vlora.bench.report import Goal
 from vlora.bench.timing import interleaved, median_ms, work_seconds
 from vlora.models.loading import dummy_model
@@ -380,7 +380,8 @@ FIGURES: Sequence[Figure] = (
         states="Unmerged inference takes 27-140 ms more than merged inference, 40-61 % of the base model's time.",
         caption="Prompts of several requests, each with its own adapter. This project's operator in the engine, "
         f"unmerged less merged; other operators alone, summed over the model's sites ({_ON_CPU}). Beside the paper's "
-        "numbers, which are of dLoRA, Punica and S-LoRA: the other operators, on a CPU a padded einsum and PEFT.",
+        "numbers, which are of dLoRA, Punica and S-LoRA: the other operators, on a CPU a padded einsum and PEFT. "
+        f"{BASELINE_TYPE}",
         measure=_measure_extra,
         draw=_draw_extra,
         facts=_EXTRA_FACTS,
@@ -405,7 +406,7 @@ FIGURES: Sequence[Figure] = (
         number="fig17",
         title="latency of operators by tokens",
         states="ATMM has the lowest average latency at every number of tokens.",
-        caption=f"One layer's site, four adapters, factors in memory; {_ON_CPU}.",
+        caption=f"One layer's site, four adapters, factors in memory; {_ON_CPU}. {BASELINE_TYPE}",
         model=_SITES,
         measure=_shared_cells,
         draw=_draw_latency,

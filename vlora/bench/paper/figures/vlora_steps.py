@@ -13,7 +13,7 @@ from vlora.bench.paper import drawing
 from vlora.bench.paper.figure import Fact, Figure, Found
 from vlora.bench.paper.measured.engine_steps import adapter_folders, engine_in_mode
 from vlora.bench.paper.measured.machine_costs import switch_times
-from vlora.bench.paper.measuring import LIMIT_S, QUICK_MODEL, RANK, Measuring
+from vlora.bench.paper.measuring import BASELINE_TYPE, LIMIT_S, QUICK_MODEL, RANK, Measuring
 from vlora.bench.report import Goal
 from vlora.bench.scheduling.models import MODELS
 from vlora.bench.timing import interleaved, median_ms, work_seconds
@@ -283,7 +283,7 @@ FIGURES: Sequence[Figure] = (
         states="dLoRA's switch alone takes 53 ms, 64 % of merged inference of three 256-token requests; V-LoRA's takes "
         "less than 10 ms.",
         caption=f"Prefills of 256 tokens each, adapters of rank {RANK}; dLoRA's way is PEFT's merge_adapter: a product "
-        "and an addition per layer. Merging here is bound by reading and writing all weights once.",
+        f"and an addition per layer. {BASELINE_TYPE} Merging here is bound by reading and writing all weights once.",
         measure=_measure_slots,
         draw=_draw_slots,
         facts=_SWITCH_FACTS,

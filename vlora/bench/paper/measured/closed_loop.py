@@ -70,7 +70,7 @@ def peft_rate(setting: Setting, requests: Sequence[int], rank: int) -> float:
     """As `engine_rate`, for PEFT: the queue's first request decides the adapter, up to 32 requests for it are one
     batch, and a batch ends with its last token (S-LoRA 7.1; Punica 7 without the cost of switching).
     """
-    model = dummy_model(setting.model.config(), "bfloat16", setting.device, seed=0)
+    model = dummy_model(setting.model.config(), setting.baseline_dtype, setting.device, seed=0)
     kinds = sorted({name.rpartition(".")[2] for name in language_shapes(model)})
     adapted = LoraConfig(
         r=rank, lora_alpha=rank, target_modules=rf".*language_model.*\.({'|'.join(kinds)})", init_lora_weights=False
@@ -78,7 +78,7 @@ def peft_rate(setting: Setting, requests: Sequence[int], rank: int) -> float:
     peft: Any = get_peft_model(model, adapted, adapter_name="a0")  # type: ignore[arg-type]
     for adapter in sorted(set(requests) - {0}):
         peft.add_adapter(f"a{adapter}", adapted)
-    peft = peft.to(torch.bfloat16).eval()
+    peft = peft.to(getattr(torch, setting.baseline_dtype)).eval()
     clock = work_seconds(setting.device)
     _answer(peft, 1)
     queue = list(requests)

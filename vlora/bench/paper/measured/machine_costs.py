@@ -97,7 +97,8 @@ def _switch_times(setting: Setting) -> dict[str, float]:
         target_modules=rf".*language_model.*\.({'|'.join(kinds)})",
         init_lora_weights=False,
     )
-    peft = get_peft_model(dummy_model(config, "bfloat16", setting.device, seed=0), adapted).to(torch.bfloat16)
+    plain = dummy_model(config, setting.baseline_dtype, setting.device, seed=0)
+    peft = get_peft_model(plain, adapted).to(getattr(torch, setting.baseline_dtype))
     turn = [0]
 
     def merge() -> None:

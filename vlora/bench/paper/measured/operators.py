@@ -29,7 +29,7 @@ LOOP, PEFT = "loop (Punica's baseline)", "PEFT"
 SGMV, BGMV, MBGMM = "SGMV tiling (Punica)", "BGMV tiling (Punica)", "MBGMM tiling (S-LoRA)"
 _ON_CPU = {"padded einsum": EINSUM, "gather and bmm": GATHER, "plain loop": LOOP, "PEFT layer": PEFT}
 _ON_GPU = {"sgmv": SGMV, "bgmv": BGMV, "mbgmm": MBGMM}
-_DTYPE = "bfloat16"
+_DTYPE = "bfloat16"  # of this operator
 
 Seconds = dict[str, list[float]]
 
@@ -49,7 +49,7 @@ def operator_seconds(
     """Time this operator and the others, with factors in memory.
 
     Args:
-        setting: Its device is used; on a CPU, torch's threads, and CPU seconds if there is one.
+        setting: Its device and the others' type are used; on a CPU, torch's threads, and CPU seconds if there is one.
         shape: One site.
         rank: Of all adapters.
         segments: Tokens of each adapter.
@@ -62,9 +62,10 @@ def operator_seconds(
     torch.manual_seed(0)
     case = Case(shape, rank, _DTYPE, len(segments), sum(segments), True)
     with torch.inference_mode():
-        calls, read = _on_gpu(case, segments) if setting.device.type == "cuda" else _on_cpu(case, segments)
+        on_gpu = setting.device.type == "cuda"
+        calls, read = _on_gpu(case, segments) if on_gpu else _on_cpu(case, segments, setting.baseline_dtype)
         chosen = {name: call for name, call in calls.items() if name == OURS or not only or name in only}
-        if setting.device.type == "cuda":
+        if on_gpu:
             return timed_rounds({name: _replayed(call) for name, call in chosen.items()}, rounds)
         clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
         caches = DeviceCaches("cpu", getattr(torch, _DTYPE))
@@ -76,16 +77,16 @@ def operator_seconds(
 Calls = dict[str, Callable[[], object]]
 
 
-def _on_cpu(case: Case, segments: Sequence[int]) -> tuple[Calls, list[torch.Tensor]]:
+def _on_cpu(case: Case, segments: Sequence[int], others_dtype: str) -> tuple[Calls, list[torch.Tensor]]:
     atmm.load_kernels()
-    group = case.group("cpu")
-    (site,) = group.sites
+    group, theirs = case.group("cpu"), case._replace(dtype=others_dtype)
+    (site,), (their_site,) = group.sites, theirs.group("cpu").sites
     assert group.packed is not None
-    x, (y,) = case.input("cpu")
+    (x, (y,)), (their_x, _) = case.input("cpu"), theirs.input("cpu")
     plan = SegmentPlan(case.num_tokens, lanes_of(segments))
     chosen = choose(BatchStats(plan, group.packed.layout), comes_transposed(x))
     ours = SegmentPlan(case.num_tokens, lanes_of(segments), chosen)
-    others, read = baselines(site, plan, case.rank, x, x.new_zeros(case.num_tokens, site.d_out))
+    others, read = baselines(their_site, plan, case.rank, their_x, their_x.new_zeros(case.num_tokens, site.d_out))
     calls: Calls = {OURS: functools.partial(atmm.add_delta, y, x, site, ours)}
     return calls | {_ON_CPU[name]: call for name, call in others.items()}, [*factors_of(group), *read]
 
