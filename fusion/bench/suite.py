@@ -1,4 +1,4 @@
-"""The table's domains, in which one adapter's capacity is a limit. Only digits are real; the others are rendered.
+"""The table's domains, which do not all fit into one adapter. Only digits are real; the others are rendered.
 
 Two groups contradict each other: their prompts are equal word for word, and so are the distributions of their pictures,
 but each expects other words, as two customers with different names for things do. For any adapter, the shares of
