@@ -7,6 +7,8 @@ from torch import Tensor
 
 from atmm.processor import prefers_float32
 
+_ROWS, _SUMS = 128, 2**17  # at most, of a block: half a MiB of sums, as large as a core's cache
+
 
 def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors as they are, or in float32 if torch's products of their type are slower (docs/decisions/0092).
@@ -18,8 +20,16 @@ def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def add_product(y: Tensor, u: Tensor, v: Tensor, *, alpha: float = 1.0) -> None:
-    """Add `alpha * u v` to y, in place; u and v may be widened."""
+    """Add `alpha * u v` to y, in place; u and v may be widened. Their product is then added in blocks: as a whole it
+    would pass through memory twice, in pages that the system clears first.
+    """
     if u.dtype is y.dtype:
         y.addmm_(u, v, alpha=alpha)
-    else:
+        return
+    if y.numel() <= _SUMS:
         y.add_(torch.mm(u, v), alpha=alpha)
+        return
+    columns = _SUMS // min(len(y), _ROWS)
+    for rows, left in zip(y.split(_ROWS), u.split(_ROWS), strict=True):
+        for block, right in zip(rows.split(columns, 1), v.split(columns, 1), strict=True):
+            block.add_(torch.mm(left, right), alpha=alpha)

@@ -11,8 +11,8 @@ one of ViT-B's width and depth (98 million parameters), and Qwen2-VL's (665 mill
 A head cannot cost less than the tower and the prompt, which text needs too. The floor of the ratio is P / (P + D): P is
 the time of their matrix products alone, with the model's own weights, each read once as in a pass, in the type that the
 CPU multiplies fastest, and D is what the text takes longer than a text of one token. Neither depends on the head. A
-goal below the floor cannot be met by any head; there the head may take `_OVER_FLOOR` of it, and never more than the
-text.
+goal below the floor cannot be met by any head; there the head may take `_OVER_FLOOR` of it, and no more than the text
+but for the noise of a comparison: where four decoding steps take a hundredth of the prompt, the two are equal.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ _GOALS = {1: 0.59, 8: 0.8}
 """By batch size: the paper's smallest saving, and what is left of it where decoding steps share their weights."""
 _LIMIT_S = 180  # of each tower and shape: eight requests of six frames take minutes a call where products are slow
 _OVER_FLOOR = 1.15  # attention, norms, activations, and preparation of the pixels
+_NOISE = 1.05  # of the ratio of two calls of up to a minute each, on a shared machine
 
 
 def run(quick: bool) -> Report:
@@ -92,7 +93,7 @@ def run(quick: bool) -> Report:
 def goal_of(batch: int, floor: float) -> float:
     """The largest ratio of a head to words, given its floor."""
     goal = _GOALS[batch]
-    return goal if floor < goal else min(1.0, _OVER_FLOOR * floor)
+    return goal if floor < goal else min(_NOISE, _OVER_FLOOR * floor)
 
 
 def floor_of(products: Sequence[float], one_token: Sequence[float], words: Sequence[float]) -> float:
