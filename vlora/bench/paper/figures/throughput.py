@@ -109,7 +109,7 @@ def _measure_batching(measuring: Measuring) -> dict[str, Any]:
     found: dict[str, Any] = {"batches": list(batches), "lengths": list(lengths), "prefill": {}, "decode": {}}
     clock = work_seconds(setting.device)
     for length in lengths:
-        engine = engine_in_mode(setting, {}, merging=False, context=length, longest=60)
+        engine = engine_in_mode(setting, {}, merging=False, context=length, longest=120)
         found["prefill"][str(length)], found["decode"][str(length)] = [], []
         for batch in batches:
             names: list[str | None] = [None] * batch
