@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import pytest
 
+from vlora.bench.engine import heads
 from vlora.bench.engine.heads import floor_of, goal_of
 
 
@@ -24,3 +27,32 @@ def test_the_floor_is_one_where_decoding_takes_no_time() -> None:
 )
 def test_a_head_may_take_longer_than_words_by_noise_only(batch: int, floor: float, goal: float) -> None:
     assert goal_of(batch, floor) == pytest.approx(goal)
+
+
+@pytest.mark.parametrize(("limit_s", "measured"), [(100.0, [1, 4, 8]), (5.0, [1, 4]), (0.5, [1])])
+def test_shapes_after_one_that_takes_too_long_are_left_out(
+    limit_s: float, measured: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Engine:
+        batch = 0
+
+        def ask(self, batch: int, frames: int, answer_tokens: int) -> None:
+            self.batch = batch
+
+        def factors(self, batch: int, frames: int) -> list[object]:
+            return []
+
+        def prompt_len(self, frames: int) -> int:
+            return 1
+
+    engine = Engine()
+
+    def timed(calls: Mapping[str, Callable[[], object]], *_: object, **__: object) -> dict[str, list[float]]:
+        for call in calls.values():
+            call()
+        return {name: [engine.batch / 2] for name in calls}
+
+    monkeypatch.setattr(heads, "interleaved", timed)
+    shapes = [(batch, 1) for batch in (1, 4, 8)]
+    rows = heads.measure_tower("tower", engine, shapes, 1, limit_s)  # type: ignore[arg-type]
+    assert list(dict.fromkeys(row["batch"] for row in rows)) == measured

@@ -299,7 +299,8 @@ FIGURES: Sequence[Figure] = (
         title="task head against answers in words",
         states="A task head takes 41-63 % less time than the language modelling head.",
         caption="The 0.5 B model (8 of 24 layers with --quick) with its vision tower on frames of 64 tokens; the same "
-        "prompt for both, though one for words may be longer. An answer of 5 tokens is figure 11's.",
+        "prompt for both, though one for words may be longer. An answer of 5 tokens is figure 11's. Shapes larger than "
+        "one whose calls take a minute together are left out.",
         model="the 0.5 B model or its first layers, random weights, bfloat16",
         runs_on="cpu",
         measure=_measure_heads,
