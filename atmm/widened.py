@@ -7,7 +7,7 @@ from torch import Tensor
 
 from atmm.processor import prefers_float32
 
-_ROWS, _SUMS = 128, 2**17  # at most, of a block: half a MiB of sums, as large as a core's cache
+BLOCK_ROWS, BLOCK_SUMS = 128, 2**17  # at most, of a block: half a MiB of sums, as large as a core's cache
 
 
 def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -26,10 +26,10 @@ def add_product(y: Tensor, u: Tensor, v: Tensor, *, alpha: float = 1.0) -> None:
     if u.dtype is y.dtype:
         y.addmm_(u, v, alpha=alpha)
         return
-    if y.numel() <= _SUMS:
+    if y.numel() <= BLOCK_SUMS:
         y.add_(torch.mm(u, v), alpha=alpha)
         return
-    columns = _SUMS // min(len(y), _ROWS)
-    for rows, left in zip(y.split(_ROWS), u.split(_ROWS), strict=True):
+    columns = BLOCK_SUMS // min(len(y), BLOCK_ROWS)
+    for rows, left in zip(y.split(BLOCK_ROWS), u.split(BLOCK_ROWS), strict=True):
         for block, right in zip(rows.split(columns, 1), v.split(columns, 1), strict=True):
             block.add_(torch.mm(left, right), alpha=alpha)

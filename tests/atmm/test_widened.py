@@ -13,8 +13,8 @@ from atmm import widened
 def test_a_product_in_blocks_is_added_to_every_value_once(
     rows: int, columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(widened, "_ROWS", 16)
-    monkeypatch.setattr(widened, "_SUMS", 200)
+    monkeypatch.setattr(widened, "BLOCK_ROWS", 16)
+    monkeypatch.setattr(widened, "BLOCK_SUMS", 200)
     generator = torch.Generator().manual_seed(rows)
     u, v = torch.randn(rows, 6, generator=generator), torch.randn(6, columns, generator=generator)
     around = torch.randn(rows, columns + 4, generator=generator).to(dtype)
