@@ -69,7 +69,7 @@ def _many_goals(found: Found) -> list[Goal]:
 def _measure_patterns(measuring: Measuring) -> dict[str, Any]:
     """Answer tokens per second by popularity pattern."""
     setting = measuring.setting
-    count = 32 if setting.quick else 96
+    count = 32 if setting.quick else 48
     found: dict[str, Any] = {"patterns": list(PATTERNS), "here": [], "PEFT": []}
     for pattern in PATTERNS:
         requests = [place for place, number in enumerate(segments(pattern, count)) for _ in range(number)]
