@@ -99,7 +99,7 @@ def _shared_tasks(measuring: Measuring) -> dict[str, Any]:
 def _measure_tasks(quick: bool) -> dict[str, Any]:
     """Test scores by task, of the model before training and with an adapter."""
     base = _base()
-    plan = _plan(list(_TASKS.values()), 40 if quick else 160)
+    plan = _plan(list(_TASKS.values()), 40 if quick else 160, batch_size=32 if quick else 16)
     domains = _domains(plan, base, quick)
     before = {name: score_before_training(domain) for name, domain in domains.items()}
     trainer = LoraTrainer(base, domains, plan)
