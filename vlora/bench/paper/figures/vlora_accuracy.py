@@ -127,7 +127,7 @@ def _measure_rivals(measuring: Measuring) -> dict[str, Any]:
         if answers is not None:
             targets = [sample.target for sample in splits.test]
             small = 100 * float(objective_of(splits).metric(answers, targets))
-        rows[task] = {"small model": small, **scores}
+        rows[task] = {**scores, "small model": small}
     return {"tasks": rows}
 
 
