@@ -20,8 +20,8 @@ def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def add_product(y: Tensor, u: Tensor, v: Tensor, *, alpha: float = 1.0) -> None:
-    """Add `alpha * u v` to y, in place; u and v may be widened. Their product is then added in blocks: as a whole it
-    would pass through memory twice, in pages that the system clears first.
+    """Add `alpha * u v` to y, in place; u and v may be widened. Their product is then added in blocks, because as a
+    whole it would leave the cache between product and addition, and might occupy new pages in every call.
     """
     if u.dtype is y.dtype:
         y.addmm_(u, v, alpha=alpha)

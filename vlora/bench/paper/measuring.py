@@ -77,7 +77,7 @@ class Setting:
 
 
 BASELINE_TYPE = "Other operators and PEFT have float32 values on processors without fast bfloat16 products."
-"""Of captions."""
+"""A sentence of captions: `Setting.baseline_dtype` in words."""
 
 
 def device_words(device: torch.device, *, one_thread: bool) -> str:
