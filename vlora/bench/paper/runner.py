@@ -97,10 +97,8 @@ def _measure_side_by_side(figures: Sequence[Figure], quick: bool, out: Path, say
                 done.result()
                 say(f"{number} of {len(figures)}: {running[done].key}, {running[done].title}")
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
             for process in multiprocessing.active_children():
-                process.terminate()
-                process.join()
+                process.terminate()  # leaving the pool waits for its end
             raise
 
 
