@@ -29,12 +29,16 @@ def test_a_head_may_take_longer_than_words_by_noise_only(batch: int, floor: floa
     assert goal_of(batch, floor) == pytest.approx(goal)
 
 
+@pytest.mark.parametrize("has_products", [True, False])
 @pytest.mark.parametrize(("limit_s", "measured"), [(100.0, [1, 4, 8]), (5.0, [1, 4]), (0.5, [1])])
 def test_shapes_after_one_that_takes_too_long_are_left_out(
-    limit_s: float, measured: list[int], monkeypatch: pytest.MonkeyPatch
+    limit_s: float, measured: list[int], has_products: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Engine:
         batch = 0
+
+        def __init__(self) -> None:
+            self.has_products = has_products
 
         def ask(self, batch: int, frames: int, answer_tokens: int) -> None:
             self.batch = batch
@@ -56,3 +60,4 @@ def test_shapes_after_one_that_takes_too_long_are_left_out(
     shapes = [(batch, 1) for batch in (1, 4, 8)]
     rows = heads.measure_tower("tower", engine, shapes, 1, limit_s)  # type: ignore[arg-type]
     assert list(dict.fromkeys(row["batch"] for row in rows)) == measured
+    assert [row["floor"] for row in rows] == [1.0 if has_products else None] * len(rows)

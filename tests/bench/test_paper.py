@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,46 @@ def test_figures_of_one_thread_are_measured_by_two_processes(
     assert report.as_dict()["drawn"] == ["v-lora:fig21", "v-lora:table3"]
     assert {line.partition(",")[0].partition(": ")[2] for line in said} == {"v-lora:fig21", "v-lora:table3"}
     assert (tmp_path / "index.html").exists()
+
+
+def test_the_longest_figures_begin_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    submitted: list[str] = []
+
+    class Pool:
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def __enter__(self) -> Pool:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def submit(self, measure: object, key: str, *_: object) -> Future[None]:
+            submitted.append(key)
+            done: Future[None] = Future()
+            done.set_result(None)
+            return done
+
+    monkeypatch.setattr(runner, "default_threads", lambda: 4)
+    monkeypatch.setattr(runner, "ProcessPoolExecutor", Pool)
+    lengths = {"fig97": 2.0, "fig98": 1.0, "fig99": 3.0}
+    made = [figure([], number=number, minutes=minutes) for number, minutes in lengths.items()]
+    monkeypatch.setattr(runner, "chosen", lambda keys: made)
+    runner.run(True, tmp_path, (), lambda _: None)
+    assert submitted == ["v-lora:fig99", "v-lora:fig97", "v-lora:fig98"]
+
+
+@pytest.mark.parametrize(
+    ("runs_on", "alone"), [("setting", False), ("cpu", False), ("cores", False), ("processes", True), ("ranks", True)]
+)
+def test_figures_run_alone_if_they_are_in_wall_time_or_beside_a_gpu(runs_on: str, alone: bool, gpu: Setting) -> None:
+    own = figure([], runs_on=runs_on)
+    assert own.runs_alone(gpu)
+    on_cpu = dataclasses.replace(gpu, device=torch.device("cpu"))
+    assert own.runs_alone(on_cpu) == alone
+    assert own.num_threads(on_cpu, 2) == 1
+    assert own.device_words(on_cpu).endswith(", one thread")
 
 
 def test_a_figure_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def run(quick: bool) -> Report:
         quick: The model's first eight layers, fewer shapes and rounds, less training.
     """
     torch.set_num_threads(1)
-    rows = latency_rows(quick, _LIMIT_S)
+    rows = latency_rows(quick, _LIMIT_S, with_floor=True)
     goals = [
         Goal(
             f"head / words of 5 tokens, {row['tower']}, batch {row['batch']}, {row['frames']} frames (floor "
@@ -102,20 +102,24 @@ def floor_of(products: Sequence[float], one_token: Sequence[float], words: Seque
     return least / (least + max(0.0, 1 - median_ratio(one_token, words)))
 
 
-def latency_rows(quick: bool, limit_s: float) -> list[dict[str, Any]]:
+def latency_rows(quick: bool, limit_s: float, *, with_floor: bool) -> list[dict[str, Any]]:
     """Milliseconds of a head and of text, by tower, batch, frames and length of the text; torch has one thread.
 
     Args:
         quick: The model's first eight layers, fewer shapes and rounds.
         limit_s: Of each tower and shape, as in `interleaved`. Shapes larger than one whose round takes longer are left
             out.
+        with_floor: Whether rows have the floor of their ratio, for which a text of one token and the matrix products
+            are timed too, the latter with copies of all weights.
     """
     num_layers = 8 if quick else 24
     small, large = ([(1, 1), (8, 1)], [(1, 1)]) if quick else (itertools.product(_GOALS, (1, 4, 6)), [(1, 1), (8, 1)])
     towers = {"ViT-B": (half_billion_config, small), "Qwen2-VL": (real_tower_config, large)}
     rows: list[dict[str, Any]] = []
     for tower, (config_of, shapes) in towers.items():
-        rows += measure_tower(tower, HeadEngine(config_of(num_layers)), shapes, 1 if quick else 5, limit_s)
+        engine = HeadEngine(config_of(num_layers), with_products=with_floor)
+        rows += measure_tower(tower, engine, shapes, 1 if quick else 5, limit_s)
+        del engine  # before the next one is built
     return rows
 
 
@@ -126,7 +130,7 @@ def measure_tower(
 
     Args:
         tower: Its name.
-        engine: With the tower.
+        engine: With the tower; rows have a floor if it has products.
         shapes: Batch size and frames per request, smallest first.
         rounds: Of the calls of a shape, at most.
         limit_s: As in `latency_rows`.
@@ -135,14 +139,16 @@ def measure_tower(
     rows: list[dict[str, Any]] = []
     for place, (batch, frames) in enumerate(shapes):
         calls: dict[str, Callable[[], object]] = {"head": lambda b=batch, f=frames: engine.ask(b, f, 0)}  # type: ignore[misc]
-        for tokens in sorted({1, own_answer, _PAPER_ANSWER}):
+        for tokens in sorted({own_answer, _PAPER_ANSWER} | ({1} if engine.has_products else set())):
             calls[f"{tokens} tokens"] = lambda b=batch, f=frames, t=tokens: engine.ask(b, f, t)  # type: ignore[misc]
-        calls["products"] = functools.partial(_multiply, engine.factors(batch, frames))
+        if engine.has_products:
+            calls["products"] = functools.partial(_multiply, engine.factors(batch, frames))
         # The first shape is the smallest: the others need no warm-up, which would take as long as a round.
         seconds = interleaved(calls, rounds, warmup=int(place == 0), limit_s=limit_s)
         for tokens in (own_answer, _PAPER_ANSWER):
             words = seconds[f"{tokens} tokens"]
             ratio = median_ratio(seconds["head"], words)
+            floor = floor_of(seconds["products"], seconds["1 tokens"], words) if engine.has_products else None
             rows.append(
                 {
                     "tower": tower,
@@ -153,7 +159,7 @@ def measure_tower(
                     "head ms": median_ms(seconds["head"]),
                     "words ms": median_ms(words),
                     "ratio": ratio,
-                    "floor": floor_of(seconds["products"], seconds["1 tokens"], words),
+                    "floor": floor,
                     "less %": 100 * (1 - ratio),
                     "rounds": len(words),
                 }
@@ -173,11 +179,16 @@ def median_answer_tokens() -> int:
 
 
 class HeadEngine:
-    """An engine with one adapter that has a head of ten actions."""
+    """An engine with one adapter that has a head of ten actions.
 
-    def __init__(self, model_config: Any) -> None:
+    Attributes:
+        has_products: Whether `factors` has copies of the model's weights.
+    """
+
+    def __init__(self, model_config: Any, *, with_products: bool) -> None:
         model = dummy_model(model_config, "bfloat16", torch.device("cpu"), seed=0)
-        self._weights = _weights(model, model_config.text_config.num_hidden_layers - 1)
+        self.has_products = with_products
+        self._weights = _weights(model, model_config.text_config.num_hidden_layers - 1) if with_products else []
         self._image_id: int = model_config.image_token_id
         self._local = LocalEngine(
             EngineConfig(

@@ -19,6 +19,7 @@ matplotlib.use("agg")
 HERE, PAPER = "#1f6f9f", "#d98c3f"
 LINES = ("#1f6f9f", "#2f9e63", "#c0504d", "#8064a2", "#7f7f7f", "#c8a415", "#17a2b8", "#e377c2")
 _CAPTION_WIDTH = 17  # characters per inch
+_LEVEL_LABELS = 15  # of bars in a panel; those of more are upright, because they would overlap
 
 
 def save(figure: Figure, found: Found, setting: Setting, path: Path) -> None:
@@ -71,12 +72,13 @@ def lines(axis: Any, curves: Mapping[str, Sequence[float]], across: Sequence[flo
 def bars(axis: Any, groups: Sequence[str], series: Mapping[str, Sequence[float | None]], **settings: Any) -> None:
     """Grouped bars, each with its value."""
     width = 0.8 / len(series)
+    upright = len(groups) * len(series) > _LEVEL_LABELS
     for place, (name, values) in enumerate(series.items()):
         at = [number + width * (place - (len(series) - 1) / 2) for number in range(len(groups))]
         shown = [0.0 if value is None else value for value in values]
         drawn = axis.bar(at, shown, width * 0.94, color=LINES[place % len(LINES)], label=name)
         labels = ["" if value is None else short(value) for value in values]
-        axis.bar_label(drawn, labels, fontsize=7, padding=1)
+        axis.bar_label(drawn, labels, fontsize=7, padding=1, rotation=90 if upright else 0)
     _finish_bars(axis, groups, settings)
 
 

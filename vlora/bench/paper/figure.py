@@ -55,9 +55,11 @@ class Figure:
         facts: The paper's numbers.
         caption: What is measured here, and how it differs from the paper.
         model: What is measured, if it is not the setting's model.
-        runs_on: The setting's device; one thread of the CPU on every machine, with most of its memory; all its cores,
-            for scores that depend on no time; processes of one thread of the CPU, in wall time; or ranks, also in wall
-            time: on a CPU unless there are several GPUs.
+        runs_on: The setting's device; one thread of the CPU on every machine; its cores, for scores that depend on no
+            time: all beside a GPU, otherwise one thread beside other figures; processes of one thread of the CPU, in
+            wall time; or ranks, also in wall time: on a CPU unless there are several GPUs.
+        minutes: Roughly, of `measure` on one thread of a CPU, with what it shares with no longer figure. The longest
+            begin first, so that processes end together.
         simulated: Whether a figure's values come from the simulator with measured costs.
         measure: Returns the measurements.
         draw: Draws them on an empty matplotlib figure.
@@ -80,6 +82,7 @@ class Figure:
     model: str | None = None
     runs_on: Literal["setting", "cpu", "cores", "processes", "ranks"] = "setting"
     simulated: bool = False
+    minutes: float = 1.0
     size: tuple[float, float] = (10.0, 4.6)
     revision: int = 1
 
@@ -100,16 +103,19 @@ class Figure:
 
     def num_threads(self, setting: Setting, available: int) -> int:
         """torch's threads for `measure`: on a CPU one, so that its CPU seconds are of one thread."""
-        one = self.device(setting).type == "cpu" and self.runs_on != "cores"
-        return 1 if one else available
+        return 1 if self._has_one_thread(setting) else available
 
     def runs_alone(self, setting: Setting) -> bool:
-        """Whether `measure` runs alone: it uses a GPU, all cores or most of the memory, or is in wall time."""
-        return setting.device.type != "cpu" or self.runs_on != "setting"
+        """Whether `measure` runs alone: on a machine with a GPU, and in wall time."""
+        return setting.device.type != "cpu" or self.runs_on in ("processes", "ranks")
 
     def device_words(self, setting: Setting) -> str:
         """The device of `measure` in words, for captions."""
-        return device_words(self.device(setting), one_thread=self.runs_on != "cores")
+        return device_words(self.device(setting), one_thread=self._has_one_thread(setting))
+
+    def _has_one_thread(self, setting: Setting) -> bool:
+        all_cores = self.runs_on == "cores" and setting.device.type != "cpu"
+        return self.device(setting).type == "cpu" and not all_cores
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -92,7 +92,8 @@ def _measure_side_by_side(figures: Sequence[Figure], quick: bool, out: Path, say
         return
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _end_with_parent) as pool:
         try:
-            running = {pool.submit(_measure, figure.key, quick, out): figure for figure in figures}
+            longest_first = sorted(figures, key=lambda figure: -figure.minutes)
+            running = {pool.submit(_measure, figure.key, quick, out): figure for figure in longest_first}
             for number, done in enumerate(as_completed(running), start=1):
                 done.result()
                 say(f"{number} of {len(figures)}: {running[done].key}, {running[done].title}")

@@ -21,7 +21,7 @@ WAYS = {
 
 
 def memory(checkpoint: Path, size: Size) -> list[dict[str, Any]]:
-    """PSS of executor and clients, for each number of clients."""
+    """PSS of executor and clients after a training step of each, for each number of clients."""
     found = []
     for place, (way, (dtype, split)) in enumerate(WAYS.items()):
         address = f"unix:{checkpoint.parent}/memory{place}.sock"
@@ -38,7 +38,7 @@ def memory(checkpoint: Path, size: Size) -> list[dict[str, Any]]:
                     clients += added
                     for client in added:
                         client.ready()
-                    run_together(clients, [TRAIN | {"steps": 2}] * k)
+                    run_together(clients, [TRAIN] * k)
                     own, base = sum(c.pss_mib() for c in clients), sum(b.pss_mib() for b in bases)
                     found.append(
                         row(

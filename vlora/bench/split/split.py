@@ -1,8 +1,8 @@
 """`vlora bench split`: what a base executor costs and saves, beside own copies of the model.
 
-Memory is the proportional set size (PSS) of all processes, after two training steps. Speed is the processor time of a
-token, of the client and of the executor together, in turns, so that other load on the machine cancels out. Table 5 and
-figures 22 and 23 of the paper are in wall time: run them on an otherwise idle machine. Clients and executors are
+Memory is the proportional set size (PSS) of all processes, after a training step of each. Speed is the processor time
+of a token, of the client and of the executor together, in turns, so that other load on the machine cancels out. Table 5
+and figures 22 and 23 of the paper are in wall time: run them on an otherwise idle machine. Clients and executors are
 processes with one thread each. The part "engine" measures a serving engine that serves its weights.
 """
 

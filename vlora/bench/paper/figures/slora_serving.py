@@ -294,6 +294,7 @@ FIGURES: Sequence[Figure] = (
     Figure(
         paper="s-lora",
         number="fig11",
+        minutes=3,
         title="clusters of adapters, by alpha",
         states="The impact of the number of clusters is not significant but observable (no numbers in the text).",
         caption=_CLUSTERS,
@@ -305,6 +306,7 @@ FIGURES: Sequence[Figure] = (
     Figure(
         paper="s-lora",
         number="fig12",
+        minutes=2,
         title="clusters of adapters, by cv",
         states="As figure 11, more so for a large cv (no numbers in the text).",
         caption=_CLUSTERS,

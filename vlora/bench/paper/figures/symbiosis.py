@@ -15,9 +15,12 @@ from vlora.bench.split import mixed, plots, split
 from vlora.bench.split.published import FITTING_CLIENTS, FITTING_COPIES, TABLE_5, TOKEN_S
 from vlora.bench.split.rows import FULL, QUICK, Size
 
+_SIZE = FULL._replace(clients=(1, 4, 8), rounds=5, mix=FULL.mix._replace(rounds=2))
+"""Fewer numbers of clients and rounds than in the bench, so that all figures together take less than two hours."""
+
 
 def _size(quick: bool) -> Size:
-    return QUICK if quick else FULL
+    return QUICK if quick else _SIZE
 
 
 def _measure(part: str, measuring: Measuring) -> dict[str, Any]:
@@ -75,7 +78,7 @@ def _memory_here(found: Found) -> dict[str, float | None]:
     """Clients that fit in the memory of eight copies in bfloat16 that cannot be shared; none with fewer copies."""
     rows = [row for row in found["rows"] if row["what"] == "memory" and "bfloat16" in row["way"]]
     most = max(row["clients"] for row in rows)
-    if most < FULL.clients[-1]:  # the executor's own process takes more than it saves
+    if most < _SIZE.clients[-1]:  # the executor's own process takes more than it saves
         return {_FITTING: None}
     (copies,) = (row["all MiB"] for row in rows if row["clients"] == most and row["executor MiB"] == 0)
     (through,) = (row for row in rows if row["clients"] == most and row["executor MiB"])
@@ -190,10 +193,10 @@ FIGURES: Sequence[Figure] = (
         title="memory by trainings",
         states="The executor's memory is constant, that of clients grows linearly; 5 clients and the base fit on a GPU "
         "that holds 2 independent trainings.",
-        caption="PSS of all processes after two steps of 128 tokens. The paper's ratio beside that of copies in "
+        caption="PSS of all processes after a step of 128 tokens of each. The paper's ratio beside that of copies in "
         "bfloat16 made from a float32 file, the only ones here that cannot share memory; most of a client's memory "
         "here is Python and torch, and the base is small. A quick run has no ratio: with fewer than "
-        f"{FULL.clients[-1]} trainings, the executor's own process takes more memory than it saves.",
+        f"{_SIZE.clients[-1]} trainings, the executor's own process takes more memory than it saves.",
         model=_MODEL,
         runs_on="processes",
         measure=_part("memory"),

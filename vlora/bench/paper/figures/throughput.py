@@ -25,7 +25,7 @@ _PAPER_RATES = {5: (8.05, 0.88), 100: (7.99, 0.25)}  # S-LoRA and PEFT, setting 
 
 def _measure_many(measuring: Measuring) -> dict[str, Any]:
     setting = measuring.setting
-    count = 32 if setting.quick else 96
+    count = 32 if setting.quick else 64
     ours, peft = [], []
     for number in _PAPER_RATES:
         requests = random.Random(0).choices(range(number), power_law(number, 1.0), k=count)
@@ -69,7 +69,7 @@ def _many_goals(found: Found) -> list[Goal]:
 def _measure_patterns(measuring: Measuring) -> dict[str, Any]:
     """Answer tokens per second by popularity pattern."""
     setting = measuring.setting
-    count = 32 if setting.quick else 48
+    count = 32
     found: dict[str, Any] = {"patterns": list(PATTERNS), "here": [], "PEFT": []}
     for pattern in PATTERNS:
         requests = [place for place, number in enumerate(segments(pattern, count)) for _ in range(number)]
@@ -173,7 +173,7 @@ def _measure_layers(measuring: Measuring) -> dict[str, Any]:
                 for batch in batches:
                     counts = enumerate(segments(pattern, batch))
                     step = engine.begin([f"a{place}" for place, number in counts for _ in range(number)])
-                    taken = interleaved({"ms": step}, 3 * setting.rounds, warmup=4, clock=clock)["ms"]
+                    taken = interleaved({"ms": step}, 2 * setting.rounds, warmup=4, clock=clock)["ms"]
                     by_pattern[pattern].append(median_ms(taken) / layers)
                     engine.keep(0)
             found["ms"][str(length)] = by_pattern
@@ -215,6 +215,7 @@ FIGURES: Sequence[Figure] = (
     Figure(
         paper="s-lora",
         number="table3",
+        minutes=9,
         title="throughput against PEFT",
         states="S-LoRA keeps its throughput up to 2,000 adapters; PEFT reaches a ninth of it with 5 adapters, less "
         "with "
@@ -232,6 +233,7 @@ FIGURES: Sequence[Figure] = (
     Figure(
         paper="punica",
         number="fig1",
+        minutes=10,
         title="batching in prefill and decode",
         states="A decode step takes 11 to 13 ms (short) or 17 to 34 ms (long) with batch 1 to 32; prefill is "
         "proportional.",
@@ -247,6 +249,7 @@ FIGURES: Sequence[Figure] = (
     Figure(
         paper="punica",
         number="fig10",
+        minutes=6,
         title="latency of a layer by popularity",
         states="The latency of a layer grows by 72 % from batch 1 to 32 and is the same for all popularity patterns.",
         caption="Decode steps of the engine divided by its layers, on a CPU six, adapters of rank 16, unmerged; "
@@ -260,6 +263,7 @@ FIGURES: Sequence[Figure] = (
     Figure(
         paper="punica",
         number="fig11",
+        minutes=9,
         title="text generation by popularity",
         states="Punica generates 1044 tok/s (7B) and 693 tok/s (13B) regardless of popularity; others deteriorate with "
         "several adapters.",

@@ -269,6 +269,7 @@ FIGURES: Sequence[Figure] = (
     Figure(
         paper="v-lora",
         number="fig5",
+        minutes=20,
         title="accuracy by the number of fused domains",
         states="Six classification models fused into one adapter keep over 95 %, six video models lose much; the trend "
         "depends on the task.",
@@ -285,6 +286,7 @@ FIGURES: Sequence[Figure] = (
     Figure(
         paper="v-lora",
         number="fig15",
+        minutes=13,
         title="small models against the model with adapters",
         states="With adapters the LMM is close to the small models or better: 4.3-5 % better in visual questions and "
         "captions, 24.5-62.2 % better than without in detection and video.",

@@ -378,6 +378,7 @@ FIGURES: Sequence[Figure] = (
     Figure(
         paper="v-lora",
         number="fig6",
+        minutes=10,
         title="extra latency of unmerged inference",
         states="Unmerged inference takes 27-140 ms more than merged inference, 40-61 % of the base model's time.",
         caption="Prompts of several requests, each with its own adapter. This project's operator in the engine, "
@@ -393,6 +394,7 @@ FIGURES: Sequence[Figure] = (
     Figure(
         paper="v-lora",
         number="fig12",
+        minutes=3,
         title="tilings of table 1, and the strategies here",
         states="Small tiles read memory more often on a large input; large tiles leave multiprocessors idle on a small "
         "one.",
@@ -406,6 +408,7 @@ FIGURES: Sequence[Figure] = (
     Figure(
         paper="v-lora",
         number="fig17",
+        minutes=2,
         title="latency of operators by tokens",
         states="ATMM has the lowest average latency at every number of tokens.",
         caption=f"One layer's site, four adapters, factors in memory; {_ON_CPU}. {BASELINE_TYPE}",

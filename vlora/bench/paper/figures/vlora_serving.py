@@ -321,6 +321,7 @@ FIGURES = (
     Figure(
         paper="v-lora",
         number="fig14",
+        minutes=33,
         title="average token latency by request rate, two applications",
         states="V-LoRA has the lowest average token latency for both applications on three models; the text compares "
         "per application, and attributes the figures to the systems in this order.",

@@ -114,7 +114,7 @@ def on_engine(measuring: Measuring, policy: str, arrivals: Sequence[Arrival], si
     with tempfile.TemporaryDirectory() as folder:
         worker = Worker(setting.model, RANK, setting.device, policy, side, Path(folder))
     # A GPU also captures a graph for each batch size; on a CPU a request takes up to a minute.
-    first = arrivals[: 2 if setting.device.type == "cpu" else 16]
+    first = arrivals[: 1 if setting.device.type == "cpu" else 16]
     drive({policy: worker}, [arrival._replace(time_s=0.0) for arrival in first])
     before_s = worker.clock.busy_s
     found = drive({policy: worker}, arrivals)[policy].finished
