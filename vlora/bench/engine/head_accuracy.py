@@ -51,15 +51,16 @@ def compare(quick: bool) -> list[dict[str, Any]]:
     config = EngineConfig(model=checkpoint_path(), dtype="float32")
     processor = InputProcessor.from_pretrained(checkpoint_path())
     base = FrozenBase(load_model(config), processor)
+    trainer = LoraTrainer(
+        base, {own.name: Domain(own, load_source(own.name, plan.seed), base) for own in domains}, plan
+    )
     found = []
-    for own in domains:
-        domain = Domain(own, load_source(own.name, plan.seed), base)
-        trainer = LoraTrainer(base, {own.name: domain}, plan)
+    for name, domain in trainer.domains.items():
         trainer.adapter.reset()
-        trainer.train(own.name, ())
+        trainer.train(name, ())
         with tempfile.TemporaryDirectory() as folder:
-            trainer.save(Path(folder) / own.name, trainer.adapter.snapshot())
-            found.append(_measure_accuracy(config, processor, domain, Path(folder) / own.name))
+            trainer.save(Path(folder) / name, trainer.adapter.snapshot())
+            found.append(_measure_accuracy(config, processor, domain, Path(folder) / name))
     return found
 
 
