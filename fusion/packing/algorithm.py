@@ -98,7 +98,8 @@ class Packing:
 
     @property
     def rollbacks(self) -> tuple[Step, ...]:
-        return tuple(step for step in self.steps if not step.kept)
+        """Trainings that were not kept, or of which only the domains that meet their thresholds stay."""
+        return tuple(step for step in self.steps if not step.kept or (step.broken and len(step.trained.scores) > 1))
 
     @property
     def rank(self) -> tuple[int, int, float]:

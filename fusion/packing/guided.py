@@ -70,6 +70,7 @@ def pack_guided(
     *,
     trained_alone: Collection[str] = (),
     say: Callable[[str], None] = lambda _: None,
+    run_ahead: Callable[[Sequence[Adapter]], None] = lambda _: None,
 ) -> Packing:
     """Pack domains at a cost of at most `BUDGET` single-domain trainings per domain.
 
@@ -78,9 +79,10 @@ def pack_guided(
 
     Args:
         trained_alone: domains whose single-domain trainings exist already and cost nothing.
+        run_ahead: may train these groups in parallel; each is then looked up by `together`.
     """
     search = _Search(domains, thresholds, trainings, trained_alone, say)
-    search.train_groups()
+    search.train_groups(run_ahead)
     search.join_the_rest()
     search.merge()
     adapters = {one.names: one.trained for one in search.in_order()}
@@ -118,7 +120,7 @@ class _Search:
     def in_order(self) -> list[_Held]:
         return sorted(self.adapters, key=lambda one: self._domains.index(one.names[0]))
 
-    def train_groups(self) -> None:
+    def train_groups(self, run_ahead: Callable[[Sequence[Adapter]], None]) -> None:
         """Train all domains jointly, then those that missed their thresholds, in groups, while that is affordable.
 
         Where single-domain trainings are still to be paid, a failed training of all domains would leave the budget for
@@ -132,6 +134,8 @@ class _Search:
         halves = [first] if starts_with_all(len(first), paid) else [first[0::2], first[1::2]]
         groups = [group for group in halves if len(group) > 1]
         self.left += [name for group in halves if len(group) == 1 for name in group]
+        if len(groups) > 1:
+            run_ahead(groups)
         for group, below in [(group, self._train_group(group)) for group in groups]:
             self._divide(group, below)
         while self._groups:

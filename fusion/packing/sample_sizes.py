@@ -1,4 +1,4 @@
-"""Number of validation samples that a promise needs at a confidence."""
+"""Number of validation samples that a threshold needs at a confidence."""
 
 from __future__ import annotations
 

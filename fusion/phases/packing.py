@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 from fusion.packing.algorithm import Packing, Train, pack, pack_best, pack_in_sequence
@@ -54,17 +54,17 @@ def packing_of(
     """Pack domains as a plan says.
 
     Args:
-        run_ahead: may run the trainings of several candidate orders, or of both parts of a split set, in parallel.
-            Losing orders are then not abandoned early.
+        run_ahead: may run the trainings of several candidate orders, of both halves that `guided` begins with, or of
+            both parts of a set that `jointly` divides, in parallel. Losing orders are then not abandoned early.
         alone: domains that were trained alone for their thresholds.
     """
+
+    def both(parts: Iterable[Collection[str]]) -> None:
+        run_ahead([partial(cache.together, part) for part in parts])
+
     if plan.packing == "guided":
-        return pack_guided(tuple(domains), thresholds, cache, trained_alone=alone, say=say)
+        return pack_guided(tuple(domains), thresholds, cache, trained_alone=alone, say=say, run_ahead=both)
     if plan.packing == "jointly":
-
-        def both(parts: Sequence[frozenset[str]]) -> None:
-            run_ahead([partial(cache.together, part) for part in parts])
-
         return pack_jointly(tuple(domains), thresholds, cache.together, say=say, run_ahead=both)
     orders = list(dict.fromkeys(orders_of(plan, domains, cache)))
     if len(orders) > 1:

@@ -136,6 +136,7 @@ def make_report(
                 step.domains,
                 step.into,
                 {name: BrokenReport(*score, thresholds.values[name]) for name, score in step.broken.items()},
+                tuple(name for name in step.domains if step.kept and name not in step.broken),
             )
             for step in packing.rollbacks
         ),

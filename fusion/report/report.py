@@ -73,12 +73,14 @@ class BrokenReport:
 
 @dataclasses.dataclass(frozen=True)
 class RollbackReport:
-    """`domains` did not fit with `into`, or with each other. broken: the domains below their threshold; empty if
-    `domains` fitted, but another domain of their adapter did not, so that the merge was undone."""
+    """`domains` did not all fit with `into`, or with each other. broken: the domains below their threshold; empty if
+    `domains` fitted, but another domain of their adapter did not, so that the merge was undone. stayed: those of
+    `domains` that were kept in the adapter."""
 
     domains: tuple[str, ...]
     into: tuple[str, ...]
     broken: dict[str, BrokenReport]
+    stayed: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -120,6 +120,26 @@ def conflicting(names: str, *groups: str, **more: object) -> World:
     return World(dict.fromkeys(names, 0.9), {frozenset(group): group for group in groups}, **more)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("paid", "ahead"), [(True, []), (False, [[tuple("aceg"), tuple("bdfh")]])])
+def test_both_halves_may_be_trained_in_parallel(paid: bool, ahead: list[list[tuple[str, ...]]]) -> None:
+    world = conflicting("abcdefgh", "ab", paid=paid)
+    names = tuple(world.skill)
+    found: list[list[tuple[str, ...]]] = []
+    thresholds = dict.fromkeys(names, THRESHOLD)
+    alone = names if paid else ()
+    pack_guided(names, thresholds, world, trained_alone=alone, run_ahead=lambda groups: found.append(list(groups)))
+    assert found == ahead
+
+
+def test_a_joint_training_of_which_a_part_stays_is_a_rollback() -> None:
+    packing = pack(conflicting("abc", "ab"))
+    first = packing.rollbacks[0]
+    assert first.kept and first.domains == ("a", "b", "c")
+    assert first.broken.keys() == {"a", "b"}
+    alone = World({"a": THRESHOLD - 0.1}, {})
+    assert not pack(alone).rollbacks and pack(alone).missed.keys() == {"a"}
+
+
 @pytest.mark.parametrize(("paid", "spent"), [(True, 8), (False, 16)])
 def test_domains_that_fit_share_one_adapter(paid: bool, spent: float) -> None:
     """Two halves and all of them, or all of them at once if a failure would not use up the budget."""

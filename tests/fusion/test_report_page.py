@@ -60,7 +60,11 @@ def test_the_page_shows_the_report() -> None:
     made = dataclasses.replace(
         made,
         domains=(first, dataclasses.replace(second, after=0.7)),
-        rollbacks=(RollbackReport(("digits",), ("signs",), {"digits": BrokenReport(0.75, 0.71, 0.8)}),),
+        rollbacks=(
+            RollbackReport(("digits",), ("signs",), {"digits": BrokenReport(0.75, 0.71, 0.8)}),
+            RollbackReport(("digits", "signs"), (), {"signs": BrokenReport(0.74, 0.7, 0.8)}, ("digits",)),
+            RollbackReport(("digits",), ("signs",), {}),
+        ),
         confusions=(ConfusionReport("signs", ("stop", "go"), ((9, 1), (0, 10))),),
     )
     shown = Page(page(made, {}))
@@ -71,6 +75,9 @@ def test_the_page_shows_the_report() -> None:
     assert ["signs", "0.900", "0.900", ""] in shown.rows and ["digits", "", "0.900", "0.900"] in shown.rows
     low = [tag for tag, attributes in shown.tags if tag == "td" and attributes.get("class") == "low"]
     assert len(low) == 2  # both bounds were 0.75 in the step that was rolled back
+    assert ["digits", "signs", "digits", "0.750", "0.710", "0.800", "none"] in shown.rows
+    assert ["digits, signs", "each other", "signs", "0.740", "0.700", "0.800", "digits"] in shown.rows
+    assert ["digits", "signs", "none; another domain of their adapter did not fit", "none"] in shown.rows
     assert ["stop", "9", "1"] in shown.rows and ["go", "", "10"] in shown.rows
     links = [attributes["href"] for tag, attributes in shown.tags if tag == "a"]
     assert links == [f"adapters/{name}/{file}" for name in ("signs", "digits") for file in ("", "README.md")]
