@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fusion.bench.domains import FAMILIES, BenchDomain, Sizes
 from fusion.bench.metering import Meter
-from fusion.bench.small_models import score_small_model
+from fusion.bench.small_models import SmallScores, score_small_model
 from fusion.bench.suite import QUICK, SUITE, suspected
+from fusion.data.samples import Splits
 from fusion.embedded import checkpoint_path
 from fusion.packing.algorithm import Adapter, Packing, by_value, pack_best, pack_in_sequence
 from fusion.packing.guided import pack_guided
@@ -33,7 +34,7 @@ ALONE, ALL, DEFAULT = "one adapter per domain", "all in one", "guided (default)"
 NAIVE, PACKED, JOINTLY = "naive (V-LoRA 4.2.1)", "first fit", "jointly"
 OPTIMUM = "exhaustive optimum"
 CONFIDENCE = 0.95
-_MINUS = 0.1  # the rule for all thresholds: a small model's validation score, minus ten points
+_MINUS = 0.1
 _REHEARSAL = 0.5
 _DEMO = LoraPlan(rank=16, alpha=32)  # as the demonstration's plan, and so are its steps
 _DEMO_STEPS = 100
@@ -49,7 +50,7 @@ class Bench:
         sizes: Sizes,
         steps: int,
         folder: Path,
-        lora: LoraPlan,
+        lora: LoraPlan = _DEMO,
     ) -> None:
         self.plan = Plan(
             seed=seed,
@@ -96,15 +97,28 @@ class Bench:
         }
 
 
+def extent(quick: bool) -> tuple[tuple[BenchDomain, ...], Sizes, int]:
+    """The domains of the table, their samples, and the steps of a training."""
+    return (QUICK, Sizes(120, 60, 60), 6) if quick else (SUITE, Sizes(1000, 640, 500), _DEMO_STEPS)
+
+
+def small_scores(splits: Mapping[str, Splits]) -> dict[str, SmallScores]:
+    """By domain: those of a small model that is trained on it."""
+    return {name: score_small_model(own, METRICS[own.task][0]) for name, own in splits.items()}
+
+
+def thresholds_of(small: Mapping[str, SmallScores]) -> dict[str, float]:
+    """By domain: the small model's validation score, minus ten points."""
+    return {name: max(0.0, score.validation - _MINUS) for name, score in small.items()}
+
+
 def table(seed: int, quick: bool, folder: Path) -> dict[str, Any]:
     """Adapters, costs and test scores per method of creating adapters."""
-    made = QUICK if quick else SUITE
-    sizes, steps = (Sizes(120, 60, 60), 6) if quick else (Sizes(1000, 640, 500), _DEMO_STEPS)
-    bench = Bench(made, seed, sizes, steps, folder, _DEMO)
+    made, sizes, steps = extent(quick)
+    bench = Bench(made, seed, sizes, steps, folder)
     names = tuple(bench.domains)
-    # Before any adapter is trained.
-    small = {name: score_small_model(splits, METRICS[splits.task][0]) for name, splits in bench.splits.items()}
-    thresholds = {name: max(0.0, score.validation - _MINUS) for name, score in small.items()}
+    small = small_scores(bench.splits)  # before any adapter is trained
+    thresholds = thresholds_of(small)
     methods: dict[str, dict[str, Any]] = {}
 
     def measure(method: str, adapters: Collection[Collection[str]], tested: dict[str, float], meter: Meter) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
 
 from fusion.packing.algorithm import Adapter, History, TrainingResult
@@ -12,14 +13,14 @@ from fusion.training.run_cache import RunCache
 class Meter:
     """A `RunCache` that counts the distinct trainings that are requested.
 
-    trainings: in single-domain trainings, measured conflicts included. seconds: of trainings and their scoring, without
-    conflicts.
+    trainings: in single-domain trainings, measured conflicts included. seconds: of trainings with their scoring, and of
+    measuring conflicts.
     """
 
     def __init__(self, cache: RunCache) -> None:
         self._cache = cache
         self._found: dict[object, tuple[int, float]] = {}
-        self._conflicts = 0.0
+        self._conflicts = self._conflict_s = 0.0
 
     @property
     def trainings(self) -> float:
@@ -27,7 +28,7 @@ class Meter:
 
     @property
     def seconds(self) -> float:
-        return sum(seconds for _, seconds in self._found.values())
+        return self._conflict_s + sum(seconds for _, seconds in self._found.values())
 
     def __call__(self, adapter: Adapter) -> TrainingResult:
         return self._count(adapter, 1, self._cache(adapter))
@@ -47,7 +48,10 @@ class Meter:
 
     def conflicts(self, history: History, domains: Collection[str]) -> Conflicts:
         self._conflicts += self.conflict_cost * len(domains)
-        return self._cache.conflicts(history, domains)
+        started = time.perf_counter()
+        found = self._cache.conflicts(history, domains)
+        self._conflict_s += time.perf_counter() - started
+        return found
 
     def _count(self, key: object, count: int, found: TrainingResult) -> TrainingResult:
         self._found[key] = (count, found.seconds)

@@ -11,13 +11,20 @@ from fusion.bench.domains import FAMILIES
 from fusion.bench.measuring import ALONE, DEFAULT
 
 
-def draw(tables: Sequence[dict[str, Any]], curves: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Write capacity.png (figure 5), small_models.png (figure 15) and methods.png (adapters and cost of each method).
-    Bars: one standard deviation over seeds."""
+def draw(
+    tables: Sequence[dict[str, Any]],
+    curves: Sequence[dict[str, Any]],
+    parts: Sequence[dict[str, Any]],
+    folder: Path,
+) -> None:
+    """Write capacity.png (figure 5), small_models.png (figure 15), methods.png (adapters and cost of each method) and
+    growth.png (cost by the number of domains: of parts of the suite, and of all of it). Bars: one standard deviation
+    over seeds."""
     folder.mkdir(parents=True, exist_ok=True)
     _capacity(curves, folder / "capacity.png")
     _small_models(tables, folder / "small_models.png")
     _methods(tables, folder / "methods.png")
+    _growth(tables, parts, folder / "growth.png")
 
 
 def _capacity(curves: Sequence[dict[str, Any]], path: Path) -> None:
@@ -84,6 +91,28 @@ def _methods(tables: Sequence[dict[str, Any]], path: Path) -> None:
         panel.set(xlabel=label)
         panel.grid(alpha=0.3, axis="x")
     panels[0].invert_yaxis()
+    _save(figure, path)
+
+
+def _growth(tables: Sequence[dict[str, Any]], parts: Sequence[dict[str, Any]], path: Path) -> None:
+    """Seconds of the default's trainings and of one adapter per domain, with the number of adapters of the former."""
+    pyplot = _pyplot()
+    whole = tables[0]
+    default, alone = (whole["methods"][method] for method in (DEFAULT, ALONE))
+    points = [(len(part["domains"]), part["training s"], part["alone s"], part["adapters"]) for part in parts]
+    points.append((len(whole["thresholds"]), default["training s"], alone["training s"], default["adapters"]))
+    numbers, seconds, of_alone, adapters = zip(*points, strict=True)
+    figure, panel = pyplot.subplots(figsize=(6, 4))
+    panel.plot(numbers, seconds, marker="o", label="packed by default")
+    panel.plot(numbers, of_alone, marker="o", label="one adapter per domain")
+    for number, at, count in zip(numbers, seconds, adapters, strict=True):
+        panel.annotate(
+            f"{count} adapter{'s' * (count > 1)}", (number, at), (-4, 6), textcoords="offset points", ha="right"
+        )
+    panel.set(xlabel="domains", ylabel="seconds of training", xlim=(0, None), ylim=(0, None))
+    panel.set_xticks(numbers)
+    panel.legend(fontsize=8)
+    panel.grid(alpha=0.3)
     _save(figure, path)
 
 

@@ -21,7 +21,7 @@ def a_curve(family: str, seed: int) -> dict[str, Any]:
 
 def quick_job(job: BenchJob, store: ResultStore, parent: int) -> None:
     assert os.getpid() != parent
-    store.write(job.name, {**a_curve(job.family, job.seed), "spent": {"wall s": 2.0, "cpu s": 1.0}})
+    store.write(job.name, {**a_curve(job.kind, job.seed), "spent": {"wall s": 2.0, "cpu s": 1.0}})
 
 
 def failing_job(job: BenchJob, store: ResultStore, parent: int) -> None:

@@ -117,7 +117,7 @@ def test_a_training_is_counted_once_in_single_domain_trainings() -> None:
         meter.join(History(("a", "b", "c")), ("a",), "b")
     assert meter.trainings == 1 + 1 + 3 + 1 and meter.seconds == 2 * 4
     meter.conflicts(History(("a", "b")), ["a", "b"])
-    assert meter.trainings == 7 and meter.seconds == 8
+    assert meter.trainings == 7 and 8 < meter.seconds < 9
 
 
 def a_table(seed: int, packed: float) -> dict[str, Any]:
@@ -149,7 +149,30 @@ def folder(tmp_path: Path) -> Path:
         store.write(f"table-{seed}", a_table(seed, 0.81 if seed else 0.79))
         for family in FAMILIES:
             store.write(f"{family}-{seed}", a_curve(family, seed))
+    store.write("growth-0", {"seed": 0, "rows": PARTS})
     return tmp_path
+
+
+PARTS = [
+    {
+        "domains": ["a", "b"],
+        "adapters": 2,
+        "lower bound": 1,
+        "optimum": None,
+        "trainings": 3.0,
+        "training s": 60.0,
+        "alone s": 40.0,
+    },
+    {
+        "domains": ["a", "b", "c"],
+        "adapters": 3,
+        "lower bound": 1,
+        "optimum": 2,
+        "trainings": 5.7,
+        "training s": 115.0,
+        "alone s": 60.0,
+    },
+]
 
 
 def test_missed_thresholds_are_counted_on_test_data(folder: Path) -> None:
@@ -163,7 +186,7 @@ def test_missed_thresholds_are_counted_on_test_data(folder: Path) -> None:
     ]
     assert [row["a"] for row in found.rows if row["method"] == "(threshold)"] == [0.8] * 3
     more, cost, broken, all_in_one = found.goals
-    assert (more.value, cost.value, broken.value, all_in_one.value) == (2, 1.75, 1, 1)
+    assert (more.value, cost.value, broken.value, all_in_one.value) == (2, pytest.approx(1.9), 1, 1)
     assert (more.goal, cost.goal, all_in_one.goal, all_in_one.at_most) == (1, 2, 1, False)
     assert broken.goal == pytest.approx(0.3) and "of 6 at 0.95" in broken.name
 
@@ -192,7 +215,7 @@ def test_missing_results_are_measured_in_their_own_process(folder: Path, monkeyp
     found = jobs.run(False, folder, lines.append, {"commit": "2e" * 20, "machine": "here"})
     assert len(found.curves) == 12 and lines == ["action-1: 2 s, 1 s of processor time"]
     before, now = found.origins
-    assert (before["commit"], before["machine"], len(before["results"])) == ("1f" * 20, None, 14)
+    assert (before["commit"], before["machine"], len(before["results"])) == ("1f" * 20, None, 15)
     assert (now["commit"], now["machine"], now["results"]) == ("2e" * 20, "here", ["action-1"])
 
 
@@ -233,7 +256,7 @@ def test_plots_are_written(folder: Path, tmp_path: Path) -> None:
     import cv2
 
     found = jobs.run(False, folder, pytest.fail)
-    draw(found.tables, found.curves, tmp_path / "pictures")
-    for name in ("capacity", "small_models", "methods"):
+    draw(found.tables, found.curves, found.growth, tmp_path / "pictures")
+    for name in ("capacity", "small_models", "methods", "growth"):
         picture = cv2.imread(str(tmp_path / "pictures" / f"{name}.png"))
         assert picture is not None and picture.std() > 10

@@ -318,11 +318,11 @@ def _bench_fusion(quick: bool, out: Path | None, only_json: bool) -> bool:
     with waiting("bench fusion"):
         found = run(quick, work, lambda text: click.echo(text, err=True), environment())
     goals = [Goal(*goal) for goal in found.goals]
-    stored = {"tables": found.tables, "curves": found.curves, "origins": found.origins}
+    stored = {"tables": found.tables, "curves": found.curves, "growth": found.growth, "origins": found.origins}
     report = Report("fusion", found.rows, goals, found=stored)
     report.print(only_json=only_json)
     if out is not None:
-        save_report(report, lambda folder: draw(found.tables, found.curves, folder), out)
+        save_report(report, lambda folder: draw(found.tables, found.curves, found.growth, folder), out)
     return all(goal.holds for goal in goals)
 
 
