@@ -33,7 +33,7 @@ _BETTER = 0.05  # what an adapter exceeds an absolute threshold by, for the numb
 class DomainSummary:
     """Summary of one domain.
 
-    counts: number of samples per part. needs: number of validation samples that the promise needs
+    counts: number of samples per part. needs: number of validation samples that the threshold needs
     (`fusion.packing.sample_sizes`); None without a confidence, or if it is too large to be computed. better: by how
     much an adapter must exceed the threshold for that. classes: per label, the number of samples with it, per part.
     answers: number of distinct training answers. threshold: its value if known before training, else None.
@@ -47,7 +47,7 @@ class DomainSummary:
     head: str
     metric: str
     threshold: float | None
-    promise: str
+    rule: str
     counts: dict[str, int]
     needs: int | None
     better: float
@@ -96,9 +96,9 @@ def print_summary(checked: PlanChecked, estimate: Estimate, console: Console) ->
             "question": domain.question,
             "samples": ", ".join(f"{count} {part}" for part, count in domain.counts.items())
             + f", {_frames(domain)} each",
-            "promise": _sample_size(domain, checked.plan.confidence),
+            "power": _sample_size(domain, checked.plan.confidence),
             "classes" if domain.classes else "answers": _shown(domain),
-            "threshold": domain.promise,
+            "threshold": domain.rule,
             "teacher": _teacher(domain.teacher),
         }
         _block(console, f"{domain.name}: {kind}", rows)
@@ -135,7 +135,7 @@ def _training(plan: Plan, domains: Sequence[DomainSummary]) -> str:
 
 
 def _sample_size(domain: DomainSummary, confidence: float | None) -> str:
-    """How many validation samples the domain's promise needs; empty without a confidence."""
+    """How many validation samples the domain's threshold needs; empty without a confidence."""
     if confidence is None:
         return ""
     if domain.better == 0:
@@ -190,7 +190,7 @@ def _domain(domain: DomainPlan, plan: Plan, data: DomainData) -> DomainSummary:
         head=domain.head or HEADS[splits.task][0],
         metric=metric,
         threshold=value,
-        promise=_threshold(domain, plan, data, metric, value),
+        rule=_threshold(domain, plan, data, metric, value),
         counts={name: len(part) for name, part in splits.parts.items()},
         needs=None if plan.confidence is None else samples_needed(value, better, plan.confidence),
         better=better,

@@ -82,7 +82,7 @@ class SmallModel:
         self._detector: OnnxDetector | None = None
         if splits.task == "detection":
             settings = DetectorSettings(minimum=_SCORE, labels=splits.labels)
-            self._detector = OnnxDetector(file, settings)
+            self._detector = OnnxDetector(file, settings, threads=threads)
         else:
             self._session: Any = open_session(file, threads)
 

@@ -42,11 +42,14 @@ class OnnxDetector:
 
     Raises ValueError for a file that onnxruntime cannot run, an input that is not a picture, or outputs of no known
     layout.
+
+    Args:
+        threads: number of threads; None for torch's.
     """
 
-    def __init__(self, file: Path, settings: DetectorSettings) -> None:
+    def __init__(self, file: Path, settings: DetectorSettings, *, threads: int | None = None) -> None:
         self._file, self._settings = file, settings
-        self._session = open_session(file)
+        self._session = open_session(file, threads)
         self._height, self._width, self._batched, self._type = self._input()
         self.labels = settings.labels or self._names()
         self.layout = recognise(self._run(self._placed(_GREY)), len(self.labels), settings.layout)
@@ -57,9 +60,10 @@ class OnnxDetector:
     def find(self, frame: np.ndarray) -> list[NamedBox]:
         placed = self._placed(frame)
         found = raw_boxes(self.layout, self._run(placed), self._settings.minimum)
-        if len(found.classes) and not 0 <= int(found.classes.min()) <= int(found.classes.max()) < len(self.labels):
+        unknown = found.classes[(found.classes < 0) | (found.classes >= len(self.labels))]
+        if len(unknown):
             raise ValueError(
-                f"a box has class {int(found.classes.max())}, but `labels` has {len(self.labels)}: classes 0 to "
+                f"a box has class {int(unknown[0])}, but `labels` has {len(self.labels)}: classes 0 to "
                 f"{len(self.labels) - 1}; list all of the model's labels in order, its background class included"
             )
         scale = [self._width, self._height] * 2 if self._settings.shares else [1.0] * 4

@@ -75,7 +75,10 @@ class OnnxClassifier:
         except cv2.error as error:
             raise ValueError(f"{file} cannot be run by OpenCV: {error.err or error}") from error
         if outputs.shape != (len(labels),):
-            raise ValueError(f"{file} gives outputs of the shape {outputs.shape} for {len(labels)} labels")
+            raise ValueError(
+                f"{file} gives outputs of the shape {outputs.shape} for {len(labels)} labels; a detector is "
+                "`kind: onnx_detector`"
+            )
 
     def label(self, clips: Sequence[Clip]) -> list[Labelled]:
         return [classify(np.stack([self._run(frame) for frame in clip]), self.labels) for clip in clips]

@@ -75,7 +75,7 @@ def test_a_plan_is_summarized_as_text(tmp_path: Path) -> None:
         "28 train, 6 validation, 6 test, one picture each",
         "cat 14 / 3 / 3",
         "share of samples answered correctly) of at least 0.500",
-        "promise   needs 620 validation samples at a confidence of 0.95, so that an adapter 0.05 above the threshold "
+        "power     needs 620 validation samples at a confidence of 0.95, so that an adapter 0.05 above the threshold "
         "passes in 80% of runs; there are 6 (warning: too few",
         "time      about ",
         " measured on this machine (cpu, ",
@@ -87,7 +87,7 @@ def test_without_a_confidence_no_sample_size_is_named(tmp_path: Path) -> None:
     animals(tmp_path)
     lines = "data: {format: image_folder, path: pictures}"
     code, output = run(str(write_plan(tmp_path, lines, more="confidence: null\n")), "--check")
-    assert code == 0 and "promise" not in output and "decided by the score itself" in output
+    assert code == 0 and "power" not in output and "decided by the score itself" in output
 
 
 def test_the_summary_names_joint_training(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_a_threshold_relative_to_a_teacher_becomes_a_number(tmp_path: Path) -> N
     (summary,) = summarize(checked)
     assert (
         summary.threshold == teacher_result.score - 0.1
-        and f"its teacher's {teacher_result.score:.3f} minus 0.1" in summary.promise
+        and f"its teacher's {teacher_result.score:.3f} minus 0.1" in summary.rule
     )
     # No person has 128 pixels, so about half of the answers are correct.
     unfit = "source: lfw-faces\nthreshold: {relative_to: teacher, minus: 0.9}\nteacher: {kind: hog, absent: no face}"

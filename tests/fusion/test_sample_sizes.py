@@ -57,17 +57,17 @@ def test_an_unknown_threshold_needs_the_most_samples() -> None:
 
 
 @pytest.mark.parametrize(
-    ("minus", "promise"),
+    ("minus", "power"),
     [
         (0.1, "needs 82 validation samples at a confidence of 0.95, so that an adapter 0.1 above the threshold passes"),
         (0.0, "an adapter as good as its teacher passes in at most 5% of runs at a confidence of 0.95 (warning: set"),
     ],
 )
-def test_the_margin_of_a_relative_threshold_is_the_plans(minus: float, promise: str) -> None:
+def test_the_margin_of_a_relative_threshold_is_the_plans(minus: float, power: str) -> None:
     threshold = RelativeThreshold(relative_to="teacher", minus=minus)
     plan = Plan(domains=(DomainPlan(name="a", source="made", question="what?", threshold=threshold),))
     data = {"a": DomainData(color_splits(), TeacherResult("theirs", 0.8 + minus))}
     printed = io.StringIO()
     estimate = Estimate(1.0, 2.0, 0.1, 32, 1, 32, "cpu", 1)
     print_summary(PlanChecked(plan, PlanText(), data, LoraSize(1, 1)), estimate, Console(file=printed))
-    assert f"promise   {promise}" in printed.getvalue()
+    assert f"power     {power}" in printed.getvalue()
