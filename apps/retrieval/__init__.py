@@ -13,7 +13,7 @@
 
 from apps.retrieval.contact_sheet import check_sheet, clock, write_sheet
 from apps.retrieval.indexing import IndexCounts, IndexedClip, make_settings, update_index
-from apps.retrieval.ranking import NUM_CANDIDATES, QUESTION, Hit, ask_for, search, vqa_score
+from apps.retrieval.ranking import NUM_CANDIDATES, QUESTION, Hit, ask_for, clips_inside, search, vqa_score
 from apps.retrieval.store import IndexSettings, RetrievalIndex, Statement, check_settings
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "ask_for",
     "check_settings",
     "check_sheet",
+    "clips_inside",
     "clock",
     "make_settings",
     "search",

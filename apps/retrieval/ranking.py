@@ -77,7 +77,7 @@ def search(
     if adapter is not None:
         find_groups(client, [adapter], [], [asked])
     check_versions(client, index)
-    clips = _inside(index.clips(), inside)
+    clips = clips_inside(index.clips(), inside)
     if not clips:
         raise BadConfig(
             f"index {str(index.path)!r} contains no clip{' of these files' if inside else ''}; index videos"
@@ -167,7 +167,8 @@ def _frames_read(client: Client, adapter: str | None, most: int) -> int:
     return min(most, max((head.num_frames for head in heads), default=1))
 
 
-def _inside(clips: Sequence[StoredClip], paths: Sequence[str | Path]) -> list[StoredClip]:
+def clips_inside(clips: Sequence[StoredClip], paths: Sequence[str | Path]) -> list[StoredClip]:
+    """The clips of files, and of the files in folders, that `paths` name; without paths all."""
     if not paths:
         return list(clips)
     allowed = [Path(os.path.abspath(path)) for path in paths]

@@ -54,6 +54,28 @@ def test_a_file_that_fails_does_not_end_the_search(
         assert code == 1 and len(out.splitlines()) == 2
         assert problem == f"'{videos / '0.png'}' is not a picture that this machine can decode"
         assert f": {added} clips added" in counts and counts.endswith(" 0 removed, 1 failed")
+    code, out, err = vlora_command("index", str(videos), "--server", address, "--out", str(tmp_path / "x.sqlite"))
+    assert (code, out) == (1, "") and err.splitlines() == [problem, counts]
+
+
+def test_an_index_whose_creation_was_killed_is_created_again(
+    vlora_command: Vlora, address: str, videos: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "x.sqlite").touch()
+    at = ("--server", address, "--index", str(tmp_path / "x.sqlite"))
+    code, out, _ = vlora_command("retrieve", "a car", str(videos), *at)
+    assert code == 0 and len(out.splitlines()) == 2
+
+
+def test_an_adapter_that_does_not_describe_the_index_is_noted(
+    vlora_command: Vlora, address: str, videos: Path, tmp_path: Path
+) -> None:
+    at = ("--server", address, "--index", str(tmp_path / "x.sqlite"))
+    assert "note:" not in vlora_command("retrieve", "a car", str(videos), *at)[2]
+    code, _, err = vlora_command("retrieve", "a car", str(videos), "--adapter", "signs", *at)
+    note = err.splitlines()[0]
+    assert code == 0 and note.startswith("note: new clips are described by the base model, as the others in index ")
+    assert note.endswith("give another --index for descriptions by signs")
 
 
 def test_results_are_printed_before_the_sheet_is_written(
@@ -99,6 +121,7 @@ def test_wrong_input_is_one_clear_line(vlora_command: Vlora, address: str, video
         (("index", str(videos), "--out", str(tmp_path / "z.sqlite"), "--adapter", "zzz"), "'zzz'"),
         (("index", str(videos), "--out", str(tmp_path / "no" / "z.sqlite")), "-lock cannot be created: No such file"),
         (("index", str(videos), "--out", str(tmp_path / "z.sqlite"), "--fps", "inf"), "--fps is inf"),
+        (("index", str(videos), "-a", "cam", "-a", "cam"), "--adapter 'cam' is given more than once; give it once"),
     ):
         code, out, err = vlora_command(*arguments, *at)
         # The tests have imported OpenCV before apps.opencv could disable FFmpeg's own output.

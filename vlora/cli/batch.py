@@ -14,6 +14,7 @@ from vlora.cli.extras import needs
 from vlora.cli.group import cli
 from vlora.cli.interrupt import INTERRUPTED, stopping, until_stopped
 from vlora.cli.progress import counting, waiting
+from vlora.cli.repeated_flags import check_given_once
 from vlora.cli.server_flags import json_option, print_json, server_option, wait_option
 from vlora.cli.stream_plan import is_plan, result_line, stream_plan
 from vlora.errors import BadImage, BadRequest
@@ -98,9 +99,7 @@ def stream(
         raise BadRequest("--check is for a plan; give a .yaml file, or remove --check")
     from apps.video_analytics import find_sources, run
 
-    for flag, values in (("--head", heads), ("--adapter", adapters), ("--question", questions)):
-        if repeated := [value for value in dict.fromkeys(values) if values.count(value) > 1]:
-            raise BadRequest(f"{flag} {repeated[0]!r} is given more than once; give it once")
+    check_given_once({"--head": heads, "--adapter": adapters, "--question": questions})
     if not heads and not questions:
         raise BadRequest("nothing is asked; give at least one --head or --question")
     if fps is not None and not math.isfinite(fps):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from vlora.cli.extras import needs
 from vlora.cli.group import cli
 from vlora.cli.interrupt import until_stopped
 from vlora.cli.progress import counting, waiting
+from vlora.cli.repeated_flags import check_given_once
 from vlora.cli.server_flags import json_option, print_json, server_option
 from vlora.errors import BadRequest
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from apps.retrieval import Hit, IndexedClip, RetrievalIndex
     from vlora.client import Client
-    from vlora.errors import VLoraError
 
 _SETTINGS = ("adapters", "heads", "questions", "num_frames", "fps", "max_tokens", "max_side")
 _WORDS_SHOWN = 48
@@ -78,13 +77,16 @@ def index(
 
     Each clip is stored with its frames and with what heads and questions say about it. A second run reads new and
     changed files only, removes those that are gone, and continues after Ctrl-C. A file that cannot be read is reported,
-    and the others are indexed.
+    and the others are indexed; the exit code is then 1.
     """
     if settings["fps"] is not None and not math.isfinite(settings["fps"]):
         raise BadRequest(f"--fps is {settings['fps']}; it must be a number above 0")
+    check_given_once({f"--{name[:-1]}": settings[name] for name in ("heads", "adapters", "questions")})
     named = [name for name in _SETTINGS if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
     with client, until_stopped() as stop, _open(client, out, settings, named) as opened:
-        _update(client, opened, videos, stop, as_json)
+        num_failed = _update(client, opened, videos, stop, as_json)
+    if num_failed:
+        sys.exit(1)
 
 
 def _open(client: Client, path: Path, settings: dict[str, Any], named: Sequence[str]) -> RetrievalIndex:
@@ -107,7 +109,6 @@ def _update(
     videos: Sequence[str],
     stop: threading.Event,
     as_json: bool,
-    on_failed: Callable[[VLoraError], None] | None = None,
 ) -> int:
     """Update the index. Returns the number of files that failed."""
     from apps.retrieval import update_index
@@ -123,7 +124,7 @@ def _update(
             videos,
             stop=stop,
             on_clip=on_clip,
-            on_failed=on_failed,
+            on_failed=lambda error: click.echo(str(error), err=True),
             say=lambda text: click.echo(text, err=True),
         )
     click.echo(
@@ -199,7 +200,7 @@ def retrieve(
     whole index is. The words of the index select the candidates, and the model ranks them by the probability that it
     answers yes. A file that cannot be read is reported, and the others are searched; the exit code is then 1.
     """
-    from apps.retrieval import ask_for, check_sheet, search, write_sheet
+    from apps.retrieval import ask_for, check_sheet, clips_inside, search, write_sheet
 
     ask_for(query, question)
     if sheet is not None:
@@ -207,9 +208,9 @@ def retrieve(
     num_failed = 0
     with client, until_stopped() as stop, _index_to_search(client, path, videos, adapter) as opened:
         if videos:
-            num_failed = _update(client, opened, videos, stop, False, lambda error: click.echo(str(error), err=True))
+            num_failed = _update(client, opened, videos, stop, as_json=False)
         if not stop.is_set():
-            with counting("candidates", min(candidates, len(opened.clips()))) as advance:
+            with counting("candidates", min(candidates, len(clips_inside(opened.clips(), videos)))) as advance:
                 hits = search(
                     client,
                     opened,
@@ -232,9 +233,17 @@ def retrieve(
 def _index_to_search(client: Client, path: Path, videos: Sequence[str], adapter: str | None) -> RetrievalIndex:
     from apps.retrieval import RetrievalIndex
 
-    if not videos or os.path.exists(path):
+    if not videos:
         return RetrievalIndex(path)
-    return _open(client, path, {"adapters": () if adapter is None else (adapter,)}, ())
+    opened = _open(client, path, {"adapters": () if adapter is None else (adapter,)}, ())
+    if adapter is not None and adapter not in opened.settings.adapters:
+        described = ", ".join(opened.settings.adapters) or "the base model"
+        click.echo(
+            f"note: new clips are described by {described}, as the others in index {str(path)!r}; give another --index "
+            f"for descriptions by {adapter}",
+            err=True,
+        )
+    return opened
 
 
 def _print_hits(hits: Sequence[Hit], as_json: bool) -> None:
