@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
+from vlora.bench.dummy import small_config
 from vlora.bench.engine import heads
 from vlora.bench.engine.heads import floor_of, goal_of
 
@@ -13,13 +14,16 @@ from vlora.bench.engine.heads import floor_of, goal_of
 @pytest.mark.parametrize("slow", [1.0, 3.0])
 def test_the_floor_is_products_beside_decoding(slow: float) -> None:
     """A slow round affects all of its times."""
-    rounds = [1.0, slow, 1.0]
-    products, one_token, words = ([seconds * each for each in rounds] for seconds in (0.4, 0.5, 1.1))
-    assert floor_of(products, one_token, words) == pytest.approx(0.4 / (0.4 + 1.1 - 0.5))
+    products, decoding = ([seconds * each for each in (1.0, slow, 1.0)] for seconds in (0.4, 0.6))
+    assert floor_of(products, decoding) == pytest.approx(0.4)
 
 
-def test_the_floor_is_one_where_decoding_takes_no_time() -> None:
-    assert floor_of([0.4], [1.01], [1.0]) == 1
+def test_decoding_is_timed_within_a_call() -> None:
+    engine = heads.HeadEngine(small_config(), with_products=True)
+    assert engine.ask(2, 1, 0) == 0.0 == engine.ask(2, 1, 1)
+    few, many = engine.ask(2, 1, 2), engine.ask(2, 1, 30)
+    assert 0.0 < few < many
+    assert len(engine.factors(2, 1)) > 0
 
 
 @pytest.mark.parametrize(
@@ -40,8 +44,9 @@ def test_shapes_after_one_that_takes_too_long_are_left_out(
         def __init__(self) -> None:
             self.has_products = has_products
 
-        def ask(self, batch: int, frames: int, answer_tokens: int) -> None:
+        def ask(self, batch: int, frames: int, answer_tokens: int) -> float:
             self.batch = batch
+            return 0.0
 
         def factors(self, batch: int, frames: int) -> list[object]:
             return []

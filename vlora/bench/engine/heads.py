@@ -10,9 +10,10 @@ one of ViT-B's width and depth (98 million parameters), and Qwen2-VL's (665 mill
 
 A head cannot cost less than the tower and the prompt, which text needs too. The floor of the ratio is P / (P + D): P is
 the time of their matrix products alone, with the model's own weights, each read once as in a pass, in the type that the
-CPU multiplies fastest, and D is what the text takes longer than a text of one token. Neither depends on the head. A
-goal below the floor cannot be met by any head; there the head may take `_OVER_FLOOR` of it, and no more than the text
-but for the noise of a comparison: where four decoding steps take a hundredth of the prompt, the two are equal.
+CPU multiplies fastest, and D is the time of the text's decoding steps, of the same calls. Neither depends on the head.
+A measured ratio may be below its floor by the noise of whole calls, of which decoding may be a hundredth. A goal below
+the floor cannot be met by any head; there the head may take `_OVER_FLOOR` of it, and no more than the text but for the
+noise of a comparison: where four decoding steps take a hundredth of the prompt, the two are equal.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import functools
 import itertools
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -96,10 +98,10 @@ def goal_of(batch: int, floor: float) -> float:
     return goal if floor < goal else min(_NOISE, _OVER_FLOOR * floor)
 
 
-def floor_of(products: Sequence[float], one_token: Sequence[float], words: Sequence[float]) -> float:
-    """The least ratio of a head to words: P / (P + D) of the module's docstring; seconds of the same rounds each."""
-    least = median_ratio(products, words)
-    return least / (least + max(0.0, 1 - median_ratio(one_token, words)))
+def floor_of(products: Sequence[float], decoding: Sequence[float]) -> float:
+    """The least ratio of a head to words: P / (P + D) of the module's docstring, from seconds of several rounds."""
+    products_s = statistics.median(products)
+    return products_s / (products_s + statistics.median(decoding))
 
 
 def latency_rows(quick: bool, limit_s: float, *, with_floor: bool) -> list[dict[str, Any]]:
@@ -109,8 +111,8 @@ def latency_rows(quick: bool, limit_s: float, *, with_floor: bool) -> list[dict[
         quick: The model's first eight layers, fewer shapes and rounds.
         limit_s: Of each tower and shape, as in `interleaved`. Shapes larger than one whose round takes longer are left
             out.
-        with_floor: Whether rows have the floor of their ratio, for which a text of one token and the matrix products
-            are timed too, the latter with copies of all weights.
+        with_floor: Whether rows have the floor of their ratio, for which the matrix products are timed too, with
+            copies of all weights.
     """
     num_layers = 8 if quick else 24
     small, large = ([(1, 1), (8, 1)], [(1, 1)]) if quick else (itertools.product(_GOALS, (1, 4, 6)), [(1, 1), (8, 1)])
@@ -138,17 +140,19 @@ def measure_tower(
     own_answer = median_answer_tokens()
     rows: list[dict[str, Any]] = []
     for place, (batch, frames) in enumerate(shapes):
-        calls: dict[str, Callable[[], object]] = {"head": lambda b=batch, f=frames: engine.ask(b, f, 0)}  # type: ignore[misc]
-        for tokens in sorted({own_answer, _PAPER_ANSWER} | ({1} if engine.has_products else set())):
-            calls[f"{tokens} tokens"] = lambda b=batch, f=frames, t=tokens: engine.ask(b, f, t)  # type: ignore[misc]
+        decoding: dict[int, list[float]] = {own_answer: [], _PAPER_ANSWER: []}
+        ask = functools.partial(engine.ask, batch, frames)
+        calls: dict[str, Callable[[], object]] = {"head": functools.partial(ask, 0)}
+        for tokens, decode_s in decoding.items():
+            calls[f"{tokens} tokens"] = functools.partial(_answer, ask, tokens, decode_s)
         if engine.has_products:
             calls["products"] = functools.partial(_multiply, engine.factors(batch, frames))
         # The first shape is the smallest: the others need no warm-up, which would take as long as a round.
         seconds = interleaved(calls, rounds, warmup=int(place == 0), limit_s=limit_s)
-        for tokens in (own_answer, _PAPER_ANSWER):
+        for tokens, decode_s in decoding.items():
             words = seconds[f"{tokens} tokens"]
             ratio = median_ratio(seconds["head"], words)
-            floor = floor_of(seconds["products"], seconds["1 tokens"], words) if engine.has_products else None
+            floor = floor_of(seconds["products"], decode_s) if engine.has_products else None
             rows.append(
                 {
                     "tower": tower,
@@ -158,6 +162,7 @@ def measure_tower(
                     "answer tokens": tokens,
                     "head ms": median_ms(seconds["head"]),
                     "words ms": median_ms(words),
+                    "decoding ms": median_ms(decode_s),
                     "ratio": ratio,
                     "floor": floor,
                     "less %": 100 * (1 - ratio),
@@ -167,6 +172,10 @@ def measure_tower(
         if sum(map(statistics.median, seconds.values())) > limit_s:
             break
     return rows
+
+
+def _answer(ask: Callable[[int], float], tokens: int, decode_s: list[float]) -> None:
+    decode_s.append(ask(tokens))
 
 
 def median_answer_tokens() -> int:
@@ -224,8 +233,12 @@ class HeadEngine:
     def prompt_len(self, frames: int) -> int:
         return len(self._prompt(frames))
 
-    def ask(self, batch: int, frames: int, answer_tokens: int) -> None:
-        """Run `batch` concurrent requests to completion; 0 answer tokens query the head."""
+    def ask(self, batch: int, frames: int, answer_tokens: int) -> float:
+        """Run `batch` concurrent requests to completion; 0 answer tokens query the head.
+
+        Returns:
+            CPU seconds of the steps after the one with the first tokens.
+        """
         requests = [
             Request(
                 request_id=str(next(self._numbers)),
@@ -237,9 +250,18 @@ class HeadEngine:
             )
             for place in range(batch)
         ]
-        outputs = self._local.run(requests)
+        outputs: dict[str, list[RequestOutput]] = {request.request_id: [] for request in requests}
+        engine, decode_s = self._local.engine, 0.0
+        for request in requests:
+            engine.add(request)
+        while engine.has_work:
+            decoding, started = all(outputs.values()), time.process_time()
+            for output in engine.step():
+                outputs[output.request_id].append(output)
+            decode_s += decoding * (time.process_time() - started)
         for request in requests:
             _check(outputs[request.request_id], answer_tokens)
+        return decode_s
 
     def factors(self, batch: int, frames: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Inputs and weights of the matrix products of tower and language model's layers for `batch` prompts."""

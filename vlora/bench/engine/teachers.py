@@ -93,7 +93,9 @@ def _say(text: str) -> None:
 
 
 def _row(name: str, found: Sequence[dict[str, Any]], latency: dict[str, float]) -> dict[str, Any]:
-    """A domain's mean scores over seeds with their standard errors by resampling test samples, and its latencies."""
+    """A domain's mean scores over seeds, its latencies, and the standard errors of the scores: the larger of that by
+    resampling test samples and that between seeds.
+    """
     row: dict[str, Any] = {
         "domain": name,
         "metric": found[0]["metric"][SMALL][name],
@@ -102,10 +104,9 @@ def _row(name: str, found: Sequence[dict[str, Any]], latency: dict[str, float]) 
     for method in METHODS:
         own = [one["test"][method][name] for one in found]
         errors = [one["standard error"][method][name] for one in found]
-        row |= {
-            method: statistics.mean(own),
-            f"{method} +-": math.sqrt(sum(error**2 for error in errors)) / len(errors),
-        }
+        sampling = math.sqrt(sum(error**2 for error in errors)) / len(errors)
+        between = statistics.stdev(own) / math.sqrt(len(own)) if len(own) > 1 else 0.0
+        row |= {method: statistics.mean(own), f"{method} +-": max(sampling, between)}
     return row | {f"{kind} ms": value for kind, value in latency.items()}
 
 
