@@ -100,7 +100,7 @@ async def measure(
             for kind in kinds:
                 heads = tuple((adapter_name(kind, number), HEAD) for number in range(tasks))
                 tokens = await _tokens_per_frame(client, heads, totals, draws)
-                rate = await _saturated(client, heads, draws)
+                rate = await _saturated(client, heads, totals, draws)
                 for fps in _FPS_QUICK if quick else FPS:
                     frames = math.ceil(max(_SECONDS_QUICK if quick else _SECONDS, _DEADLINES / fps) * fps)
                     attempt = functools.partial(_attempt, client, Trial(1, fps, frames, heads), totals, draws)
@@ -133,10 +133,13 @@ async def _tokens_per_frame(
     return counted[-1]
 
 
-async def _saturated(client: AsyncClient, heads: tuple[tuple[str, str], ...], draws: Iterator[int]) -> float:
+async def _saturated(
+    client: AsyncClient, heads: tuple[tuple[str, str], ...], totals: Observed, draws: Iterator[int]
+) -> float:
     """Frames per second of a few cameras that send much faster than they are answered: a first guess."""
     started = time.perf_counter()
     observed = await observe(client, Trial(4, 20.0, _WARM_FRAMES, heads), draws)
+    totals.add(observed)
     return max(1.0, observed.answered / (time.perf_counter() - started))
 
 
