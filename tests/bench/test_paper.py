@@ -51,7 +51,7 @@ WANTED = {
     "v-lora": [*(f"fig{n}" for n in (3, 4, 5, 6, 7, 12, *range(14, 24))), "table1", "table2", "table3"],
     "s-lora": [*(f"fig{n}" for n in (5, 6, 8, 9, 10, 11, 12)), "table3"],
     "punica": [f"fig{n}" for n in (1, 7, 8, 9, 10, 11)],
-    "bd-lora": ["fig1", "fig10", "fig11"],
+    "bd-lora": [f"fig{n}" for n in (1, 10, 11, 12, 16, 19, 23, 24)],
     "symbiosis": [*(f"fig{n}" for n in (9, 10, 11, 13, 19, 21, 22, 23)), "table2", "table4", "table5"],
 }
 TINY = BenchModel("tiny", small_config, 2**26, all_policies=True)
@@ -59,7 +59,7 @@ TINY = BenchModel("tiny", small_config, 2**26, all_policies=True)
 
 @pytest.fixture
 def measuring(tmp_path: Path) -> Measuring:
-    return Measuring(Setting(True, torch.device("cpu"), TINY), tmp_path / "measured", lambda _: None)
+    return Measuring(Setting(True, torch.device("cpu"), TINY), tmp_path / "measured" / "quick", lambda _: None)
 
 
 def test_each_figure_is_drawn_or_listed_with_what_it_needs() -> None:
@@ -133,8 +133,11 @@ def test_a_stored_measurement_is_not_made_again(
     again = runner.run(True, tmp_path, (), lambda _: None)
     assert calls == ["measured"]
     assert first.rows == again.rows
+    assert [each.as_dict()["measured before"] for each in (first, again)] == [0, 1]
     runner.run(False, tmp_path, (), lambda _: None)  # another setting
     assert len(calls) == 2
+    runner.run(True, tmp_path, (), lambda _: None)
+    assert len(calls) == 2, "the full run replaced no quick measurement"
     stored = tmp_path / "measured" / "v-lora-fig1.json"
     stored.write_text(stored.read_text()[:20])  # as of a full disk
     runner.run(False, tmp_path, (), lambda _: None)
@@ -182,7 +185,7 @@ def test_figures_of_one_thread_are_measured_by_two_processes(
 ) -> None:
     monkeypatch.setattr(runner, "default_threads", lambda: 4)
     setting = Setting.of(True, torch.device("cpu"))
-    store_costs(Measuring(setting, tmp_path / "measured", lambda _: None))
+    store_costs(Measuring(setting, tmp_path / "measured" / "quick", lambda _: None))
     said: list[str] = []
     report = runner.run(True, tmp_path, ("v-lora:table3", "v-lora:fig21"), said.append)
     assert report.as_dict()["drawn"] == ["v-lora:fig21", "v-lora:table3"]
@@ -256,7 +259,7 @@ def test_processes_of_figures_end_with_the_command(number: int, tmp_path: Path) 
     figures = ("--figure", "punica:fig1", "--figure", "punica:fig10")
     command = (sys.executable, "-m", "vlora.cli", "bench", "paper", "--quick", "--out", str(tmp_path), *figures)
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
-        while len(list((tmp_path / "measured").glob("*.lock"))) < 2:  # both measure
+        while len(list((tmp_path / "measured" / "quick").glob("*.lock"))) < 2:  # both measure
             assert running.poll() is None
             time.sleep(0.1)
         processes = children_of(running.pid)
@@ -329,7 +332,7 @@ def test_segments_follow_punica_s_popularity(batch: int) -> None:
 def test_an_unknown_figure_and_one_of_another_machine_are_refused() -> None:
     with pytest.raises(BadConfig, match=r"no figure 'v-lora:fig99'; choose among v-lora:fig4"):
         chosen(["v-lora:fig99"])
-    with pytest.raises(BadConfig, match=r"punica:fig13 .* is not drawn here; it needs 16 GPUs"):
+    with pytest.raises(BadConfig, match=r"punica:fig13 .* is not drawn by this command; it needs 16 GPUs"):
         chosen(["punica:fig13"])
 
 
@@ -348,11 +351,11 @@ def test_the_command_checks_its_options(arguments: list[str], message: str) -> N
 
 def test_measurements_record_their_setting(measuring: Measuring, tmp_path: Path) -> None:
     measuring.once("something", lambda: [1, 2])
-    stored = json.loads((tmp_path / "measured" / "something.json").read_text())
+    stored = json.loads((tmp_path / "measured" / "quick" / "something.json").read_text())
     assert stored["value"] == [1, 2]
     assert stored["of"]["model"] == "tiny"
     assert measuring.knows("something")
-    other = Measuring(Setting(False, torch.device("cpu"), TINY), tmp_path / "measured", lambda _: None)
+    other = Measuring(Setting(False, torch.device("cpu"), TINY), tmp_path / "measured" / "quick", lambda _: None)
     assert not other.knows("something")
 
 
@@ -506,10 +509,10 @@ def test_a_derived_measurement_is_made_again_if_an_input_has_changed(measuring: 
     assert made == ["derived", "given"]
     assert list(measuring.origins("derived")) == ["derived", "between", "shared"]
     costs["s"] = 3.0
-    (tmp_path / "measured" / "shared.json").unlink()
+    (tmp_path / "measured" / "quick" / "shared.json").unlink()
     assert not measuring.knows("derived")
     assert measured() == ({"twice": 6.0}, [1])
-    (tmp_path / "measured" / "shared.json").unlink()
+    (tmp_path / "measured" / "quick" / "shared.json").unlink()
     assert measured() == ({"twice": 6.0}, [1])  # the same costs again
     assert made == ["derived", "given"] * 2 + ["derived"]
 

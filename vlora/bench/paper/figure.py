@@ -55,9 +55,9 @@ class Figure:
         facts: The paper's numbers.
         caption: What is measured here, and how it differs from the paper.
         model: What is measured, if it is not the setting's model.
-        runs_on: The setting's device; one thread of the CPU on every machine; its cores, for scores that depend on no
-            time: all beside a GPU, otherwise one thread beside other figures; processes of one thread of the CPU, in
-            wall time; or ranks, also in wall time: on a CPU unless there are several GPUs.
+        runs_on: "setting": the setting's device. "cpu": one thread of the CPU on every machine. "cores": for scores,
+            which depend on no time; all cores of the CPU on a machine with a GPU, one thread otherwise. "processes":
+            of one thread of the CPU each, in wall time. "ranks": in wall time, on a CPU unless there are several GPUs.
         minutes: Roughly, of `measure` on one thread of a CPU, with what it shares with no longer figure. The longest
             begin first, so that processes end together.
         simulated: Whether a figure's values come from the simulator with measured costs.

@@ -56,7 +56,7 @@ def chosen(keys: Sequence[str]) -> list[Figure]:
     for key in keys:
         if key in others:
             each = others[key]
-            raise BadConfig(f"{key} ({each.title}) is not drawn here; it needs {each.needs}")
+            raise BadConfig(f"{key} ({each.title}) is not drawn by this command; it needs {each.needs}")
         if key not in known:
             raise BadConfig(f"no figure {key!r}; choose among {', '.join(known)}")
     return [figure for figure in FIGURES if not keys or figure.key in keys]

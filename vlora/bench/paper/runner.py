@@ -29,8 +29,9 @@ _PROCESSES = 2  # more of them compete for caches and memory, of which each uses
 
 
 def run(quick: bool, out: Path, keys: Sequence[str], say: Callable[[str], None]) -> Report:
-    """Draw figures into a folder: PNG files, `index.html`, and measurements in `measured`, which a later run in the
-    same setting uses again. If costs are measured, they are also written for `vlora simulate --costs`.
+    """Draw figures into a folder: PNG files, `index.html`, and measurements in `measured` (those of quick runs in its
+    folder `quick`), which a later run in the same setting uses again. If costs are measured, they are also written for
+    `vlora simulate --costs`.
 
     Args:
         quick: Fewer points and repetitions, a smaller model.
@@ -51,6 +52,7 @@ def run(quick: bool, out: Path, keys: Sequence[str], say: Callable[[str], None])
     measuring = _measuring(quick, out, say)
     setting = measuring.setting
     started, load = time.perf_counter(), os.getloadavg()[0]
+    num_before = sum(measuring.knows(each.stored) for each in figures)
     available = torch.get_num_threads()
     with threads(1 if setting.device.type == "cpu" else available):  # the report states them, as those of all times
         beside = [each for each in figures if not each.runs_alone(setting)]
@@ -77,7 +79,7 @@ def run(quick: bool, out: Path, keys: Sequence[str], say: Callable[[str], None])
         if measuring.knows("costs"):
             write_costs(measuring, out / SIMULATOR_COSTS)
         minutes = (time.perf_counter() - started) / 60
-        report = _report(drawn, minutes, load, setting)
+        report = _report(drawn, minutes, num_before, load, setting)
         write_page(out / "index.html", drawn, ELSEWHERE, report)
     return report
 
@@ -127,10 +129,11 @@ def _measure(key: str, quick: bool, out: Path) -> None:
 
 def _measuring(quick: bool, out: Path, say: Callable[[str], None]) -> Measuring:
     setting = Setting.of(quick, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    return Measuring(setting, out / "measured", say)
+    # In a folder of their own, quick measurements do not replace those of a full run.
+    return Measuring(setting, out / "measured" / "quick" if quick else out / "measured", say)
 
 
-def _report(drawn: Sequence[Drawn], minutes: float, load: float, setting: Setting) -> Report:
+def _report(drawn: Sequence[Drawn], minutes: float, num_before: int, load: float, setting: Setting) -> Report:
     rows = [row for each in drawn for row in each.rows()]
     found = {
         "env": environment(),
@@ -139,6 +142,7 @@ def _report(drawn: Sequence[Drawn], minutes: float, load: float, setting: Settin
         "model": setting.model.name,
         "quick": setting.quick,
         "minutes": round(minutes, 2),
+        "measured before": num_before,
         "load at the start": round(load, 2),
         "of all figures": len(FIGURES),
         "measured": {

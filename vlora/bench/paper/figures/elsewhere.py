@@ -49,6 +49,13 @@ ELSEWHERE = (
     ),
     Elsewhere(
         paper="bd-lora",
+        number="fig12",
+        title="throughput with prompts of 4,096 tokens, and with answers of 1,024 (figure 14)",
+        needs="several GPUs; the benchmark of ranks has steps after prompts of 256 tokens, as figure 10 here",
+        command=_TP,
+    ),
+    Elsewhere(
+        paper="bd-lora",
         number="fig16",
         title="two, four and eight ranks (also figures 17 and 18)",
         needs="2, 4 and 8 GPUs; on a CPU more ranks than cores measure the scheduler of the operating system",
@@ -68,6 +75,13 @@ ELSEWHERE = (
         needs="GPUs, and the authors' load generator (LLMPerf)",
         command="vlora serve MODEL --tensor-parallel N, then vlora bench serve --url URL --model base "
         "--adapter-name NAME",
+    ),
+    Elsewhere(
+        paper="bd-lora",
+        number="fig24",
+        title="throughput on GPUs without NVLink (also figure 25)",
+        needs="eight A10G; figure 10 here has a slower network in its plots with an added delay",
+        command=_TP,
     ),
     Elsewhere(
         paper="symbiosis",

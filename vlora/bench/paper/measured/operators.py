@@ -79,14 +79,14 @@ Calls = dict[str, Callable[[], object]]
 
 def _on_cpu(case: Case, segments: Sequence[int], others_dtype: str) -> tuple[Calls, list[torch.Tensor]]:
     atmm.load_kernels()
-    group, theirs = case.group("cpu"), case._replace(dtype=others_dtype)
-    (site,), (their_site,) = group.sites, theirs.group("cpu").sites
+    group, other_case = case.group("cpu"), case._replace(dtype=others_dtype)
+    (site,), (other_site,) = group.sites, other_case.group("cpu").sites
     assert group.packed is not None
-    (x, (y,)), (their_x, _) = case.input("cpu"), theirs.input("cpu")
+    (x, (y,)), (other_x, _) = case.input("cpu"), other_case.input("cpu")
     plan = SegmentPlan(case.num_tokens, lanes_of(segments))
     chosen = choose(BatchStats(plan, group.packed.layout), comes_transposed(x))
     ours = SegmentPlan(case.num_tokens, lanes_of(segments), chosen)
-    others, read = baselines(their_site, plan, case.rank, their_x, their_x.new_zeros(case.num_tokens, site.d_out))
+    others, read = baselines(other_site, plan, case.rank, other_x, other_x.new_zeros(case.num_tokens, site.d_out))
     calls: Calls = {OURS: functools.partial(atmm.add_delta, y, x, site, ours)}
     return calls | {_ON_CPU[name]: call for name, call in others.items()}, [*factors_of(group), *read]
 
