@@ -396,8 +396,7 @@ FIGURES: Sequence[Figure] = (
         number="fig12",
         minutes=3,
         title="tilings of table 1, and the strategies here",
-        states="Small tiles read memory more often on a large input; large tiles leave multiprocessors idle on a small "
-        "one.",
+        states="Small tiles read memory more often on a large input; large ones leave multiprocessors idle on a small.",
         caption="Left: the paper's thread-block tiles on the output, computed from its configurations (an "
         "illustration). Right: the operator's strategies on the same inputs; with --quick Input 2 has 1,024 rows.",
         model=_SITES,
@@ -408,7 +407,6 @@ FIGURES: Sequence[Figure] = (
     Figure(
         paper="v-lora",
         number="fig17",
-        minutes=2,
         title="latency of operators by tokens",
         states="ATMM has the lowest average latency at every number of tokens.",
         caption=f"One layer's site, four adapters, factors in memory; {_ON_CPU}. {BASELINE_TYPE}",
