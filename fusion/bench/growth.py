@@ -1,4 +1,4 @@
-"""What packing costs by the number of domains: the default beside one adapter per domain, and the fewest adapters."""
+"""The cost of packing by the number of domains: the default beside one adapter per domain, and the fewest adapters."""
 
 from __future__ import annotations
 
