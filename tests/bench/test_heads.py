@@ -16,6 +16,7 @@ def test_the_floor_is_products_beside_decoding(slow: float) -> None:
     """A slow round affects all of its times."""
     products, decoding = ([seconds * each for each in (1.0, slow, 1.0)] for seconds in (0.4, 0.6))
     assert floor_of(products, decoding) == pytest.approx(0.4)
+    assert floor_of(products, [-0.01]) == 1, "decoding that is within the noise"
 
 
 def test_decoding_is_timed_within_a_call() -> None:

@@ -10,10 +10,12 @@ one of ViT-B's width and depth (98 million parameters), and Qwen2-VL's (665 mill
 
 A head cannot cost less than the tower and the prompt, which text needs too. The floor of the ratio is P / (P + D): P is
 the time of their matrix products alone, with the model's own weights, each read once as in a pass, in the type that the
-CPU multiplies fastest, and D is the time of the text's decoding steps, of the same calls. Neither depends on the head.
-A measured ratio may be below its floor by the noise of whole calls, of which decoding may be a hundredth. A goal below
-the floor cannot be met by any head; there the head may take `_OVER_FLOOR` of it, and no more than the text but for the
-noise of a comparison: where four decoding steps take a hundredth of the prompt, the two are equal.
+CPU multiplies fastest, and D is the time of the text's decoding. Neither depends on the head. D of one request is timed
+within its calls. Requests of a batch also decode in the steps that encode others' frames; their D is what the text
+takes longer than one of one token, with the noise of whole calls. A measured ratio may be below its floor by the noise
+of whole calls, of which decoding may be a hundredth. A goal below the floor cannot be met by any head; there the head
+may take `_OVER_FLOOR` of it, and no more than the text but for the noise of a comparison: where four decoding steps
+take a hundredth of the prompt, the two are equal.
 """
 
 from __future__ import annotations
@@ -101,7 +103,7 @@ def goal_of(batch: int, floor: float) -> float:
 def floor_of(products: Sequence[float], decoding: Sequence[float]) -> float:
     """The least ratio of a head to words: P / (P + D) of the module's docstring, from seconds of several rounds."""
     products_s = statistics.median(products)
-    return products_s / (products_s + statistics.median(decoding))
+    return products_s / (products_s + max(0.0, statistics.median(decoding)))
 
 
 def latency_rows(quick: bool, limit_s: float, *, with_floor: bool) -> list[dict[str, Any]]:
@@ -145,12 +147,16 @@ def measure_tower(
         calls: dict[str, Callable[[], object]] = {"head": functools.partial(ask, 0)}
         for tokens, decode_s in decoding.items():
             calls[f"{tokens} tokens"] = functools.partial(_answer, ask, tokens, decode_s)
+        if engine.has_products and batch > 1:
+            calls["1 token"] = functools.partial(ask, 1)
         if engine.has_products:
             calls["products"] = functools.partial(_multiply, engine.factors(batch, frames))
         # The first shape is the smallest: the others need no warm-up, which would take as long as a round.
         seconds = interleaved(calls, rounds, warmup=int(place == 0), limit_s=limit_s)
         for tokens, decode_s in decoding.items():
             words = seconds[f"{tokens} tokens"]
+            if "1 token" in calls:
+                decode_s = [more - one for more, one in zip(words, seconds["1 token"], strict=True)]
             ratio = median_ratio(seconds["head"], words)
             floor = floor_of(seconds["products"], decode_s) if engine.has_products else None
             rows.append(
@@ -162,7 +168,7 @@ def measure_tower(
                     "answer tokens": tokens,
                     "head ms": median_ms(seconds["head"]),
                     "words ms": median_ms(words),
-                    "decoding ms": median_ms(decode_s),
+                    "decoding ms": None if floor is None else median_ms(decode_s),
                     "ratio": ratio,
                     "floor": floor,
                     "less %": 100 * (1 - ratio),
