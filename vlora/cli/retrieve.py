@@ -81,7 +81,9 @@ def index(
     """
     if settings["fps"] is not None and not math.isfinite(settings["fps"]):
         raise BadRequest(f"--fps is {settings['fps']}; it must be a number above 0")
-    check_given_once({f"--{name[:-1]}": settings[name] for name in ("heads", "adapters", "questions")})
+    check_given_once(
+        {"--head": settings["heads"], "--adapter": settings["adapters"], "--question": settings["questions"]}
+    )
     named = [name for name in _SETTINGS if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
     with client, until_stopped() as stop, _open(client, out, settings, named) as opened:
         num_failed = _update(client, opened, videos, stop, as_json)

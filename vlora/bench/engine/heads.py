@@ -147,10 +147,10 @@ def measure_tower(
         calls: dict[str, Callable[[], object]] = {"head": functools.partial(ask, 0)}
         for tokens, decode_s in decoding.items():
             calls[f"{tokens} tokens"] = functools.partial(_answer, ask, tokens, decode_s)
-        if engine.has_products and batch > 1:
-            calls["1 token"] = functools.partial(ask, 1)
         if engine.has_products:
             calls["products"] = functools.partial(_multiply, engine.factors(batch, frames))
+            if batch > 1:
+                calls["1 token"] = functools.partial(ask, 1)
         # The first shape is the smallest: the others need no warm-up, which would take as long as a round.
         seconds = interleaved(calls, rounds, warmup=int(place == 0), limit_s=limit_s)
         for tokens, decode_s in decoding.items():

@@ -58,8 +58,8 @@ class Figure:
         runs_on: "setting": the setting's device. "cpu": one thread of the CPU on every machine. "cores": for scores,
             which depend on no time; all cores of the CPU on a machine with a GPU, one thread otherwise. "processes":
             of one thread of the CPU each, in wall time. "ranks": in wall time, on a CPU unless there are several GPUs.
-        minutes: Roughly, of `measure` on one thread of a CPU, with what it shares with no longer figure. The longest
-            begin first, so that processes end together.
+        minutes: Rough duration of `measure` on one thread of a CPU; a measurement that figures share counts for the
+            longest of them. The longest figures begin first, so that processes end together.
         simulated: Whether a figure's values come from the simulator with measured costs.
         measure: Returns the measurements.
         draw: Draws them on an empty matplotlib figure.

@@ -92,7 +92,7 @@ def _switch_goals(found: Found) -> list[Goal]:
 # -- Figure 16 --------------------------------------------------------------------------------------------------------
 
 
-_HEADS_LIMIT_S = 40.0  # as `LIMIT_S`: seven shapes
+_HEADS_LIMIT_S = 40.0  # as `LIMIT_S`; with it, all shapes together take about ten minutes
 
 
 def _measure_heads(measuring: Measuring) -> dict[str, Any]:
