@@ -14,9 +14,9 @@ from fusion.packing.orders import at_random
 
 
 def growth(seed: int, quick: bool, folder: Path) -> dict[str, Any]:
-    """Pack a part of the suite's domains, by their number; each part contains the smaller ones."""
+    """Pack parts of the suite's domains and all of them, by their number; each part contains the smaller ones."""
     made, sizes, steps = extent(quick)
-    numbers = (2, 3) if quick else (3, 6, 9)
+    numbers = (2, 3) if quick else (3, 6, 9, len(made))
     bench = Bench(made, seed, sizes, steps, folder)
     thresholds = thresholds_of(small_scores(bench.splits))
     order = at_random(tuple(bench.domains), seed)

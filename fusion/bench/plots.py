@@ -18,13 +18,12 @@ def draw(
     folder: Path,
 ) -> None:
     """Write capacity.png (figure 5), small_models.png (figure 15), methods.png (adapters and cost of each method) and
-    growth.png (cost by the number of domains: of parts of the suite, and of all of it). Bars: one standard deviation
-    over seeds."""
+    growth.png (cost by the number of domains; parts: of the suite). Bars: one standard deviation over seeds."""
     folder.mkdir(parents=True, exist_ok=True)
     _capacity(curves, folder / "capacity.png")
     _small_models(tables, folder / "small_models.png")
     _methods(tables, folder / "methods.png")
-    _growth(tables, parts, folder / "growth.png")
+    _growth(parts, folder / "growth.png")
 
 
 def _capacity(curves: Sequence[dict[str, Any]], path: Path) -> None:
@@ -94,13 +93,10 @@ def _methods(tables: Sequence[dict[str, Any]], path: Path) -> None:
     _save(figure, path)
 
 
-def _growth(tables: Sequence[dict[str, Any]], parts: Sequence[dict[str, Any]], path: Path) -> None:
+def _growth(parts: Sequence[dict[str, Any]], path: Path) -> None:
     """Seconds of the default's trainings and of one adapter per domain, with the number of adapters of the former."""
     pyplot = _pyplot()
-    whole = tables[0]
-    default, alone = (whole["methods"][method] for method in (DEFAULT, ALONE))
     points = [(len(part["domains"]), part["training s"], part["alone s"], part["adapters"]) for part in parts]
-    points.append((len(whole["thresholds"]), default["training s"], alone["training s"], default["adapters"]))
     numbers, seconds, of_alone, adapters = zip(*points, strict=True)
     figure, panel = pyplot.subplots(figsize=(6, 4))
     panel.plot(numbers, seconds, marker="o", label="packed by default")
