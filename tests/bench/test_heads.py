@@ -34,6 +34,26 @@ def test_a_head_may_take_longer_than_words_by_noise_only(batch: int, floor: floa
     assert goal_of(batch, floor) == pytest.approx(goal)
 
 
+def test_warm_up_is_no_decoding() -> None:
+    class Engine:
+        has_products = True
+
+        def __init__(self) -> None:
+            self.decode_s = iter((900.0, 900.0))
+
+        def ask(self, batch: int, frames: int, answer_tokens: int) -> float:
+            return next(self.decode_s, 1.0) if answer_tokens else 0.0
+
+        def factors(self, batch: int, frames: int) -> list[object]:
+            return []
+
+        def prompt_len(self, frames: int) -> int:
+            return 1
+
+    rows = heads.measure_tower("tower", Engine(), [(1, 1), (1, 4)], 1, 100.0)  # type: ignore[arg-type]
+    assert [row["decoding ms"] for row in rows] == [1000.0] * 4
+
+
 @pytest.mark.parametrize("has_products", [True, False])
 @pytest.mark.parametrize(("limit_s", "measured"), [(100.0, [1, 4, 8]), (5.0, [1, 4]), (0.5, [1])])
 def test_shapes_after_one_that_takes_too_long_are_left_out(

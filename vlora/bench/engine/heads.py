@@ -153,10 +153,9 @@ def measure_tower(
                 calls["1 token"] = functools.partial(ask, 1)
         # The first shape is the smallest: the others need no warm-up, which would take as long as a round.
         seconds = interleaved(calls, rounds, warmup=int(place == 0), limit_s=limit_s)
-        for tokens, decode_s in decoding.items():
+        for tokens, within in decoding.items():
             words = seconds[f"{tokens} tokens"]
-            if "1 token" in calls:
-                decode_s = [more - one for more, one in zip(words, seconds["1 token"], strict=True)]
+            decode_s = _decoding(words, within, seconds.get("1 token"))
             ratio = median_ratio(seconds["head"], words)
             floor = floor_of(seconds["products"], decode_s) if engine.has_products else None
             rows.append(
@@ -182,6 +181,19 @@ def measure_tower(
 
 def _answer(ask: Callable[[int], float], tokens: int, decode_s: list[float]) -> None:
     decode_s.append(ask(tokens))
+
+
+def _decoding(words: Sequence[float], within: Sequence[float], of_one: Sequence[float] | None) -> Sequence[float]:
+    """Seconds of decoding in each round that counts.
+
+    Args:
+        words: Seconds of the calls, of the rounds that count.
+        within: Seconds of decoding within the calls, warm-up rounds included.
+        of_one: Seconds of calls with answers of one token, if decoding is what words take longer.
+    """
+    if of_one is None:
+        return within[-len(words) :]
+    return [more - one for more, one in zip(words, of_one, strict=True)]
 
 
 def median_answer_tokens() -> int:
