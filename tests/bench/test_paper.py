@@ -191,6 +191,8 @@ def test_figures_of_one_thread_are_measured_by_two_processes(
     assert report.as_dict()["drawn"] == ["v-lora:fig21", "v-lora:table3"]
     assert {line.partition(",")[0].partition(": ")[2] for line in said} == {"v-lora:fig21", "v-lora:table3"}
     assert (tmp_path / "index.html").exists()
+    assert (tmp_path / "measured" / "quick" / "machine-costs.json").exists()
+    assert not (tmp_path / "measured" / "machine-costs.json").exists(), "those of a full run are not replaced"
 
 
 def test_the_longest_figures_begin_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -268,7 +270,7 @@ def test_processes_of_figures_end_with_the_command(number: int, tmp_path: Path) 
     assert len(processes) > 2  # those of figures, and multiprocessing's resource tracker
     if number == signal.SIGTERM:
         assert running.returncode == 128 + number
-        assert f"terminated: measurements so far are in {tmp_path / 'measured'}" in errors
+        assert f"terminated: measurements so far are in {tmp_path / 'measured' / 'quick'};" in errors
     until = time.monotonic() + 30
     while any(map(alive, processes)):
         assert time.monotonic() < until

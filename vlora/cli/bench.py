@@ -296,9 +296,9 @@ def _bench_paper(quick: bool, out: Path | None, figures: tuple[str, ...], only_j
     if out is None:
         raise BadConfig("vlora bench paper draws into a folder; give --out DIR")
     require_matplotlib()
-    from vlora.bench.paper import run
+    from vlora.bench.paper import measurements_folder, run
 
-    stored = f"measurements so far are in {out / 'measured'}; the same command continues"
+    stored = f"measurements so far are in {measurements_folder(quick, out)}; the same command continues"
     with waiting("bench paper"), ends_with(lambda: stored):
         report = run(quick, out, figures, lambda text: click.echo(text, err=True))
     report.print(only_json=only_json)

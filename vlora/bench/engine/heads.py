@@ -183,7 +183,7 @@ def _answer(ask: Callable[[int], float], tokens: int, decode_s: list[float]) -> 
     decode_s.append(ask(tokens))
 
 
-def _decoding(words: Sequence[float], within: Sequence[float], of_one: Sequence[float] | None) -> Sequence[float]:
+def _decoding(words: list[float], within: list[float], of_one: list[float] | None) -> list[float]:
     """Seconds of decoding in each round that counts.
 
     Args:

@@ -5,6 +5,6 @@ Reading order: `figure.py` (what a figure is), `measuring.py` (the setting, and 
 (measurements that figures share), `figures` (the figures by paper and subject), `registry.py`, `runner.py`, `page.py`.
 """
 
-from vlora.bench.paper.runner import run
+from vlora.bench.paper.runner import measurements_folder, run
 
-__all__ = ["run"]
+__all__ = ["measurements_folder", "run"]

@@ -19,7 +19,7 @@ matplotlib.use("agg")
 HERE, PAPER = "#1f6f9f", "#d98c3f"
 LINES = ("#1f6f9f", "#2f9e63", "#c0504d", "#8064a2", "#7f7f7f", "#c8a415", "#17a2b8", "#e377c2")
 _CAPTION_WIDTH = 17  # characters per inch
-_LEVEL_LABELS = 15  # of bars in a panel; those of more are upright, because they would overlap
+_MAX_HORIZONTAL_LABELS = 15  # of the bars of a panel; more would overlap, so they are vertical
 
 
 def save(figure: Figure, found: Found, setting: Setting, path: Path) -> None:
@@ -72,7 +72,7 @@ def lines(axis: Any, curves: Mapping[str, Sequence[float]], across: Sequence[flo
 def bars(axis: Any, groups: Sequence[str], series: Mapping[str, Sequence[float | None]], **settings: Any) -> None:
     """Grouped bars, each with its value."""
     width = 0.8 / len(series)
-    upright = len(groups) * len(series) > _LEVEL_LABELS
+    upright = len(groups) * len(series) > _MAX_HORIZONTAL_LABELS
     for place, (name, values) in enumerate(series.items()):
         at = [number + width * (place - (len(series) - 1) / 2) for number in range(len(groups))]
         shown = [0.0 if value is None else value for value in values]

@@ -106,7 +106,7 @@ class Figure:
         return 1 if self._has_one_thread(setting) else available
 
     def runs_alone(self, setting: Setting) -> bool:
-        """Whether `measure` runs alone: on a machine with a GPU, and in wall time."""
+        """Whether `measure` runs alone: if the machine has a GPU, or if it measures wall time."""
         return setting.device.type != "cpu" or self.runs_on in ("processes", "ranks")
 
     def device_words(self, setting: Setting) -> str:

@@ -115,7 +115,7 @@ class Measuring:
 
     def __init__(self, setting: Setting, folder: Path, say: Callable[[str], None]) -> None:
         self.setting = setting
-        self._folder = folder
+        self.folder = folder
         self._say = say
         self._identity = json.loads(json.dumps(setting.identity()))
         self._running: list[dict[str, str | None]] = []  # inputs of the measurements in progress, innermost last
@@ -186,7 +186,7 @@ class Measuring:
             yield
 
     def _path(self, name: str) -> Path:
-        return self._folder / f"{name.replace(':', '-')}.json"
+        return self.folder / f"{name.replace(':', '-')}.json"
 
     def _stored(self, name: str) -> dict[str, Any] | None:
         """A stored measurement of this setting, unless one of its inputs has changed since."""

@@ -18,7 +18,7 @@ import torch
 
 from vlora.bench.paper.drawn import Drawn
 from vlora.bench.paper.figure import Figure
-from vlora.bench.paper.measured.machine_costs import SIMULATOR_COSTS, write_costs
+from vlora.bench.paper.measured.machine_costs import write_costs
 from vlora.bench.paper.measuring import Measuring, Setting
 from vlora.bench.paper.registry import ELSEWHERE, FIGURES, chosen
 from vlora.bench.report import Report, environment
@@ -29,9 +29,8 @@ _PROCESSES = 2  # more of them compete for caches and memory, of which each uses
 
 
 def run(quick: bool, out: Path, keys: Sequence[str], say: Callable[[str], None]) -> Report:
-    """Draw figures into a folder: PNG files, `index.html`, and measurements in `measured` (those of quick runs in its
-    folder `quick`), which a later run in the same setting uses again. If costs are measured, they are also written for
-    `vlora simulate --costs`.
+    """Draw figures into a folder: PNG files, `index.html`, and measurements in `measurements_folder`, which a later run
+    in the same setting uses again. If costs are measured, they are also written there for `vlora simulate --costs`.
 
     Args:
         quick: Fewer points and repetitions, a smaller model.
@@ -77,7 +76,7 @@ def run(quick: bool, out: Path, keys: Sequence[str], say: Callable[[str], None])
         for each in drawn:
             drawing.save(each.figure, each.found, setting, out / each.picture)
         if measuring.knows("costs"):
-            write_costs(measuring, out / SIMULATOR_COSTS)
+            write_costs(measuring)
         minutes = (time.perf_counter() - started) / 60
         report = _report(drawn, minutes, num_before, load, setting)
         write_page(out / "index.html", drawn, ELSEWHERE, report)
@@ -127,10 +126,14 @@ def _measure(key: str, quick: bool, out: Path) -> None:
     gc.collect()
 
 
+def measurements_folder(quick: bool, out: Path) -> Path:
+    """The folder of measurements. Quick ones have their own, so that they do not replace those of a full run."""
+    return out / "measured" / "quick" if quick else out / "measured"
+
+
 def _measuring(quick: bool, out: Path, say: Callable[[str], None]) -> Measuring:
     setting = Setting.of(quick, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    # In a folder of their own, quick measurements do not replace those of a full run.
-    return Measuring(setting, out / "measured" / "quick" if quick else out / "measured", say)
+    return Measuring(setting, measurements_folder(quick, out), say)
 
 
 def _report(drawn: Sequence[Drawn], minutes: float, num_before: int, load: float, setting: Setting) -> Report:

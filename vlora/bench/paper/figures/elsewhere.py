@@ -23,7 +23,7 @@ ELSEWHERE = (
         number="fig7",
         title="throughput on a real trace",
         needs="the trace of LMSYS Chatbot Arena; a CSV of it is replayed in the simulator",
-        command=f"vlora simulate TRACE.csv --adapters 26 --costs DIR/{SIMULATOR_COSTS}",
+        command=f"vlora simulate TRACE.csv --adapters 26 --costs DIR/measured/{SIMULATOR_COSTS}",
     ),
     Elsewhere(
         paper="punica",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +19,8 @@ from vlora.lora.merge_shadow import ShadowSwitcher
 from vlora.models.loading import dummy_model
 from vlora.orchestrator import Costs
 
-SIMULATOR_COSTS = "measured/machine-costs.json"
-"""The file of costs for `vlora simulate`, in the folder of the figures."""
+SIMULATOR_COSTS = "machine-costs.json"
+"""The file of costs for `vlora simulate`, in the folder of the measurements."""
 
 _QUICK_BATCHES = ((1, 64), (4, 32), (8, 64), (16, 8), (32, 8))
 _SITE = Shape(896, (4864,))
@@ -34,9 +33,9 @@ def machine_costs(measuring: Measuring) -> tuple[Costs, float]:
     return Costs(**{name: found[name] for name in Costs._fields}), float(found["load_s"])
 
 
-def write_costs(measuring: Measuring, path: Path) -> None:
+def write_costs(measuring: Measuring) -> None:
     """Write the costs as `vlora simulate --costs` reads them."""
-    path.write_text(json.dumps(_costs(measuring)) + "\n")
+    (measuring.folder / SIMULATOR_COSTS).write_text(json.dumps(_costs(measuring)) + "\n")
 
 
 def _costs(measuring: Measuring) -> dict[str, Any]:
