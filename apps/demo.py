@@ -271,10 +271,16 @@ def _table(result: dict[str, Any]) -> Table:
     return table
 
 
+def _outcomes(rollbacks: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """Numbers of trainings that were not kept, and, if there are any, of those of which a part was."""
+    partly = sum(bool(rollback["stayed"]) for rollback in rollbacks)
+    return {"rolled back": len(rollbacks) - partly} | ({"partly kept": partly} if partly else {})
+
+
 def _print_totals(result: dict[str, Any], console: Console) -> None:
     say = {
         "adapters made": f"{len(result['adapters'])} for {len(result['domains'])} domains, "
-        f"{len(result['rollbacks'])} rolled back",
+        + ", ".join(f"{count} {outcome}" for outcome, count in _outcomes(result["rollbacks"]).items()),
         "requests per mode": ", ".join(f"{mode} {count}" for mode, count in result["served"].items()),
         "switches": str(result["switches"]),
     }

@@ -63,6 +63,11 @@ class Step:
     broken: Mapping[str, Score]
     kept: bool
 
+    @property
+    def removed(self) -> tuple[str, ...]:
+        """The domains that leave the adapter of a kept training, because they miss their thresholds beside others."""
+        return tuple(self.broken) if self.kept and len(self.trained.scores) > 1 else ()
+
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
@@ -99,7 +104,7 @@ class Packing:
     @property
     def rollbacks(self) -> tuple[Step, ...]:
         """Trainings that were not kept, or of which only the domains that meet their thresholds stay."""
-        return tuple(step for step in self.steps if not step.kept or (step.broken and len(step.trained.scores) > 1))
+        return tuple(step for step in self.steps if not step.kept or step.removed)
 
     @property
     def rank(self) -> tuple[int, int, float]:

@@ -136,7 +136,7 @@ def make_report(
                 step.domains,
                 step.into,
                 {name: BrokenReport(*score, thresholds.values[name]) for name, score in step.broken.items()},
-                tuple(name for name in step.domains if step.kept and name not in step.broken),
+                tuple(name for name in step.domains if step.kept and name not in step.removed),
             )
             for step in packing.rollbacks
         ),
@@ -175,6 +175,7 @@ def timeline(packing: Packing) -> tuple[StepReport, ...]:
                 values={name: score.value for name, score in scores.items()},
                 bounds={name: score.lower for name, score in scores.items()},
                 losses=step.trained.losses,
+                removed=step.removed,
             )
         )
         begin += step.trained.seconds

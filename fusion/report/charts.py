@@ -59,14 +59,14 @@ def timeline_chart(
         _text(svg, 0, y + 28, f"adapter {lane + 1}", "name")
     for number, (step, lane) in enumerate(zip(steps, lanes, strict=True), 1):
         left, right, y = x_of(step.begin), x_of(step.begin + step.seconds), _TOP + lane * _LANE
-        group = _add(svg, "g", "kept" if step.kept else "rolled-back")
+        outcome = outcome_of(step)
+        group = _add(svg, "g", outcome.replace(" ", "-"))
         values = ", ".join(f"{name} {value:.3f}" for name, value in step.values.items())
         ElementTree.SubElement(
             group, "title"
         ).text = f"{number}. {', '.join(step.domains)}: {values}; {step.seconds:.1f} s"
         _add(group, "rect", "block", x=left + 1, y=y, width=max(2.0, right - left - 2), height=_LANE - 16, rx=4)
         low = [name for name, bound in step.bounds.items() if bound < thresholds[name]]
-        outcome = "kept" if step.kept else "rolled back"
         lines = (
             f"{number}. {', '.join(step.domains)}",
             f"{outcome}: {', '.join(low)} too low" if low else outcome,
@@ -78,6 +78,13 @@ def timeline_chart(
     for seconds in _ticks(total):
         _text(svg, x_of(seconds), bottom + 16, f"{seconds:g} s", "tick")
     return _markup(svg)
+
+
+def outcome_of(step: StepReport) -> str:
+    """In words, whether a training was kept."""
+    if not step.kept:
+        return "rolled back"
+    return "partly kept" if step.removed else "kept"
 
 
 class CapacityPoint(NamedTuple):
@@ -93,7 +100,8 @@ def capacity_points(steps: Sequence[StepReport]) -> dict[str, list[CapacityPoint
     points: dict[str, list[CapacityPoint]] = {}
     for step in steps:
         for name, value in step.values.items():
-            points.setdefault(name, []).append(CapacityPoint(len(step.into) + len(step.domains), value, step.kept))
+            kept = step.kept and name not in step.removed
+            points.setdefault(name, []).append(CapacityPoint(len(step.into) + len(step.domains), value, kept))
     return points
 
 

@@ -88,7 +88,8 @@ class StepReport:
     """One training in the order of packing: `domains` into the adapter that held `into`, and whether it was kept.
 
     begin, seconds: within the run's training time. values, bounds: of every domain in the adapter after the training,
-    by name; over all steps they form the accuracy matrix. losses: from start to end of the training.
+    by name; over all steps they form the accuracy matrix. losses: from start to end of the training. removed: the
+    domains that were below their threshold and left the adapter, where the others stayed.
     """
 
     domains: tuple[str, ...]
@@ -99,6 +100,7 @@ class StepReport:
     values: dict[str, float]
     bounds: dict[str, float]
     losses: tuple[float, ...]
+    removed: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

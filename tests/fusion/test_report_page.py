@@ -155,6 +155,19 @@ def test_boxes_are_drawn_where_they_are(frames: int) -> None:
     assert first[84:150, 84].max() < 60 if frames > 1 else first[84:150, 84].max() > 60
 
 
+def test_domains_that_leave_a_kept_training_were_not_kept() -> None:
+    values = {"a": 0.9, "b": 0.4, "c": 0.9}
+    joint = StepReport(tuple("abc"), (), True, 0.0, 1.0, values, values, (1.0,), removed=("b",))
+    drawn = timeline_chart([joint], [("a", "c")], dict.fromkeys("abc", 0.8))
+    assert re.findall(r'class="second"[^>]*>([^<]*)<', drawn) == ["partly kept: b too low"]
+    assert 'class="partly-kept"' in drawn
+    points = capacity_points([joint])
+    assert {name: own[0].kept for name, own in points.items()} == {"a": True, "b": False, "c": True}
+    rollback = RollbackReport(tuple("abc"), (), {"b": BrokenReport(0.4, 0.3, 0.8)}, ("a", "c"))
+    shown = page(dataclasses.replace(report(), rollbacks=(rollback,)), {})
+    assert "0 rolled back" in shown and "1 partly kept" in shown
+
+
 def test_a_join_that_was_undone_breaks_no_threshold() -> None:
     steps = (step("a", (), True, a=0.9), step("b", ("a",), False, a=0.9, b=0.9), step("b", ("a",), False, a=0.9, b=0.7))
     drawn = timeline_chart(steps, (("a",), ("b",)), {"a": 0.8, "b": 0.8})
