@@ -12,7 +12,7 @@
 """
 
 from apps.retrieval.contact_sheet import check_sheet, clock, write_sheet
-from apps.retrieval.indexing import IndexCounts, IndexedClip, make_settings, update_index
+from apps.retrieval.indexing import IndexCounts, IndexedClip, describing_adapters, make_settings, update_index
 from apps.retrieval.ranking import NUM_CANDIDATES, QUESTION, Hit, ask_for, clips_inside, search, vqa_score
 from apps.retrieval.store import IndexSettings, RetrievalIndex, Statement, check_settings
 
@@ -30,6 +30,7 @@ __all__ = [
     "check_sheet",
     "clips_inside",
     "clock",
+    "describing_adapters",
     "make_settings",
     "search",
     "update_index",

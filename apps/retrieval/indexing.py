@@ -104,16 +104,15 @@ def update_index(
 
     Args:
         stop: when set, no more clips are read, and those sent are still answered.
-        on_clip: called with each added clip. on_failed: called with the error of each file that fails, and none of them
-            is raised, except that of a file given alone. say: called with the other problems of files, and without
+        on_clip: called with each added clip. on_failed: called with the error of each file that fails, which is then
+            not raised; what it raises ends the update. say: called with the other problems of files, and without
             `on_failed` with these errors too.
 
     Raises:
         BadImage: a path cannot be found or a folder contains no file, see `find_media`; nothing has been changed.
         BadConfig: the server has another model than the index or another version of an adapter, or another process
             updates the index.
-        VLoraError: the error of a file given alone; after all files, the first error of one, unless `on_failed` is
-            given; immediately, an error of the server.
+        VLoraError: without `on_failed`, after all files, the first error of one; immediately, an error of the server.
     """
     with index.updating():
         return _update_all(client, index, paths, stop or threading.Event(), on_clip, on_failed, say)
@@ -136,8 +135,7 @@ def _update_all(
     media = find_media(paths, errors.append)
     removed = _vanished(index, paths)  # not of a folder without any file, which may be a disk that is not mounted
     index.remove(removed)
-    alone = len(media) + len(errors) == 1  # then its error is raised and need not be reported before
-    report = (lambda error: None) if alone else on_failed or (lambda error: say(str(error)))
+    report = on_failed or (lambda error: say(str(error)))
     for each in errors:
         report(each)
     counts = IndexCounts(0, 0, 0, len(removed), len(errors))
@@ -156,7 +154,7 @@ def _update_all(
                 counts = counts._replace(unchanged=counts.unchanged + 1)
             else:
                 counts = counts._replace(clips=counts.clips + added, read=counts.read + 1)
-    if errors and (alone or on_failed is None):
+    if errors and on_failed is None:
         raise errors[0]
     return counts
 
@@ -172,7 +170,7 @@ def check_versions(client: Client, index: RetrievalIndex) -> None:
     Raises:
         BadConfig: the server has another version of one than the index.
     """
-    owners = {part.adapter for name in _adapters_of(index.settings) for part in composed_of(name)}
+    owners = {part.adapter for name in describing_adapters(index.settings) for part in composed_of(name)}
     served: dict[str, AdapterStatus] = {status.name: status for status in client.adapters()}
     versions = {name: served[name].version for name in owners if name in served and served[name].version}
     known = index.versions
@@ -186,7 +184,8 @@ def check_versions(client: Client, index: RetrievalIndex) -> None:
         index.add_versions(versions)
 
 
-def _adapters_of(settings: IndexSettings) -> set[str]:
+def describing_adapters(settings: IndexSettings) -> set[str]:
+    """The adapters that describe the clips of an index, in words or by heads."""
     return {*settings.adapters, *(head.rpartition("/")[0] for head in settings.heads)}
 
 

@@ -151,6 +151,8 @@ def test_a_file_without_frames_does_not_end_the_others(videos: Path, tmp_path: P
         failed: list[VLoraError] = []
         counts = update_index(client_of(scripted), index, [videos], on_failed=failed.append, say=said.append)
         assert counts == (0, 0, 3, 0, 2) and len(failed) == 2 == len(said)
+        alone = update_index(client_of(scripted), index, [videos / "0.mp4"], on_failed=failed.append)
+        assert alone == (0, 0, 0, 0, 1) and len(failed) == 3
 
 
 def test_names_and_folders_that_cannot_be_read_do_not_end_the_others(

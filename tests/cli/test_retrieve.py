@@ -58,6 +58,16 @@ def test_a_file_that_fails_does_not_end_the_search(
     assert (code, out) == (1, "") and err.splitlines() == [problem, counts]
 
 
+def test_a_folder_with_one_file_is_treated_as_other_folders(vlora_command: Vlora, address: str, tmp_path: Path) -> None:
+    (tmp_path / "videos").mkdir()
+    (tmp_path / "videos" / "0.png").write_bytes(b"no picture")
+    at, index = ("--server", address), str(tmp_path / "x.sqlite")
+    code, _, err = vlora_command("index", str(tmp_path / "videos"), "--out", index, *at)
+    assert code == 1 and err.splitlines()[-1].endswith(" 0 removed, 1 failed")
+    code, _, err = vlora_command("index", str(tmp_path / "videos" / "0.png"), "--out", index, *at)
+    assert code == 2 and len(err.splitlines()) == 1 and err.startswith("error: ")
+
+
 def test_an_index_whose_creation_was_killed_is_created_again(
     vlora_command: Vlora, address: str, videos: Path, tmp_path: Path
 ) -> None:
@@ -76,6 +86,18 @@ def test_an_adapter_that_does_not_describe_the_index_is_noted(
     note = err.splitlines()[0]
     assert code == 0 and note.startswith("note: new clips are described by the base model, as the others in index ")
     assert note.endswith("give another --index for descriptions by signs")
+
+
+def test_an_adapter_describes_an_index_by_its_heads(
+    vlora_command: Vlora, address: str, videos: Path, tmp_path: Path
+) -> None:
+    index = str(tmp_path / "x.sqlite")
+    assert vlora_command("index", str(videos), "--head", "cam/day", "--out", index, "--server", address)[0] == 0
+    at = ("--server", address, "--index", index)
+    code, _, err = vlora_command("retrieve", "a car", str(videos), "--adapter", "cam", *at)
+    assert code == 0 and "note:" not in err
+    note = vlora_command("retrieve", "a car", str(videos), "--adapter", "signs", *at)[2].splitlines()[0]
+    assert note.startswith("note: new clips are described by cam, ")
 
 
 def test_results_are_printed_before_the_sheet_is_written(

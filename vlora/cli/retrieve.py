@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from apps.retrieval import Hit, IndexedClip, RetrievalIndex
     from vlora.client import Client
+    from vlora.errors import VLoraError
 
 _SETTINGS = ("adapters", "heads", "questions", "num_frames", "fps", "max_tokens", "max_side")
 _WORDS_SHOWN = 48
@@ -77,7 +79,7 @@ def index(
 
     Each clip is stored with its frames and with what heads and questions say about it. A second run reads new and
     changed files only, removes those that are gone, and continues after Ctrl-C. A file that cannot be read is reported,
-    and the others are indexed; the exit code is then 1.
+    and the others are indexed; the exit code is then 1. If it is the only one given, the command ends with its error.
     """
     if settings["fps"] is not None and not math.isfinite(settings["fps"]):
         raise BadRequest(f"--fps is {settings['fps']}; it must be a number above 0")
@@ -86,7 +88,7 @@ def index(
     )
     named = [name for name in _SETTINGS if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
     with client, until_stopped() as stop, _open(client, out, settings, named) as opened:
-        num_failed = _update(client, opened, videos, stop, as_json)
+        num_failed = _update(client, opened, videos, stop, as_json=as_json)
     if num_failed:
         sys.exit(1)
 
@@ -110,10 +112,22 @@ def _update(
     opened: RetrievalIndex,
     videos: Sequence[str],
     stop: threading.Event,
-    as_json: bool,
+    *,
+    as_json: bool = False,
 ) -> int:
-    """Update the index. Returns the number of files that failed."""
+    """Update the index. Returns the number of files that failed.
+
+    Raises:
+        VLoraError: The only file failed.
+    """
     from apps.retrieval import update_index
+
+    is_only_file = len(videos) == 1 and not os.path.isdir(videos[0])
+
+    def on_failed(error: VLoraError) -> None:
+        if is_only_file:
+            raise error
+        click.echo(str(error), err=True)
 
     def on_clip(clip: IndexedClip) -> None:
         if as_json:
@@ -126,7 +140,7 @@ def _update(
             videos,
             stop=stop,
             on_clip=on_clip,
-            on_failed=lambda error: click.echo(str(error), err=True),
+            on_failed=on_failed,
             say=lambda text: click.echo(text, err=True),
         )
     click.echo(
@@ -200,7 +214,8 @@ def retrieve(
 
     With VIDEOS, the index is created or updated first, as `vlora index` does, and only they are searched; without, the
     whole index is. The words of the index select the candidates, and the model ranks them by the probability that it
-    answers yes. A file that cannot be read is reported, and the others are searched; the exit code is then 1.
+    answers yes. A file that cannot be read is reported, and the others are searched; the exit code is then 1. If it is
+    the only one given, the command ends with its error.
     """
     from apps.retrieval import ask_for, check_sheet, clips_inside, search, write_sheet
 
@@ -210,7 +225,7 @@ def retrieve(
     num_failed = 0
     with client, until_stopped() as stop, _index_to_search(client, path, videos, adapter) as opened:
         if videos:
-            num_failed = _update(client, opened, videos, stop, as_json=False)
+            num_failed = _update(client, opened, videos, stop)
         if not stop.is_set():
             with counting("candidates", min(candidates, len(clips_inside(opened.clips(), videos)))) as advance:
                 hits = search(
@@ -233,13 +248,14 @@ def retrieve(
 
 
 def _index_to_search(client: Client, path: Path, videos: Sequence[str], adapter: str | None) -> RetrievalIndex:
-    from apps.retrieval import RetrievalIndex
+    from apps.retrieval import RetrievalIndex, describing_adapters
 
     if not videos:
         return RetrievalIndex(path)
     opened = _open(client, path, {"adapters": () if adapter is None else (adapter,)}, ())
-    if adapter is not None and adapter not in opened.settings.adapters:
-        described = ", ".join(opened.settings.adapters) or "the base model"
+    describing = describing_adapters(opened.settings)
+    if adapter is not None and adapter not in describing:
+        described = ", ".join(sorted(describing)) or "the base model"
         click.echo(
             f"note: new clips are described by {described}, as the others in index {str(path)!r}; give another --index "
             f"for descriptions by {adapter}",
