@@ -9,7 +9,7 @@ from fusion.bench.measuring import Bench, extent, small_scores, thresholds_of
 from fusion.bench.metering import Meter
 from fusion.bench.suite import suspected
 from fusion.packing.guided import pack_guided
-from fusion.packing.oracle import MAX_DOMAINS, Oracle
+from fusion.packing.oracle import Oracle
 from fusion.packing.orders import at_random
 
 
@@ -31,13 +31,13 @@ def growth(seed: int, quick: bool, folder: Path) -> dict[str, Any]:
         packing = pack_guided(names, own, meter)
         oracle = Oracle(names, own, bench.rehearsing.together)
         bound = oracle.bound(suspected(made))
-        few = len(names) - len(bound.missed) <= MAX_DOMAINS
+        optimum = oracle.optimum_of_few()
         rows.append(
             {
                 "domains": list(names),
                 "adapters": len(packing.adapters),
                 "lower bound": bound.adapters,
-                "optimum": len(oracle.optimum().adapters) if few else None,
+                "optimum": None if optimum is None else len(optimum.adapters),
                 "trainings": meter.trainings,
                 "training s": meter.seconds,
                 "alone s": alone.seconds,

@@ -49,7 +49,7 @@ class BenchResult(NamedTuple):
 
 
 class BenchJob(NamedTuple):
-    """One measurement. kind: the table, costs by the number of domains, or a family of domains, of which curves are."""
+    """One measurement. kind: "table", "growth", or the family of domains whose curves are measured."""
 
     seed: int
     kind: str

@@ -15,7 +15,7 @@ from fusion.embedded import checkpoint_path
 from fusion.packing.algorithm import Adapter, Packing, by_value, pack_best, pack_in_sequence
 from fusion.packing.guided import pack_guided
 from fusion.packing.joint import pack_jointly
-from fusion.packing.oracle import MAX_DOMAINS, Oracle
+from fusion.packing.oracle import Oracle
 from fusion.packing.orders import at_random
 from fusion.phases.packing import orders_of
 from fusion.plan.schema import DomainPlan, LoraPlan, Plan, TrainingPlan
@@ -151,8 +151,7 @@ def table(seed: int, quick: bool, folder: Path) -> dict[str, Any]:
     meter = Meter(bench.rehearsing)
     oracle = Oracle(names, thresholds, meter.together)
     bound = oracle.bound(suspected(made))
-    if len(names) - len(bound.missed) <= MAX_DOMAINS:
-        optimum = oracle.optimum()
+    if (optimum := oracle.optimum_of_few()) is not None:
         measure(OPTIMUM, optimum.adapters, bench.tested_together(optimum.adapters), meter)
     return {
         "seed": seed,

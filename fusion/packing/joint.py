@@ -29,7 +29,7 @@ def pack_jointly(
     its threshold even alone is reported, and its adapter takes no other domain.
 
     Args:
-        ahead: called with both parts of a set as soon as it is split; both will be trained.
+        run_ahead: called with both parts of a set as soon as it is split; both will be trained.
     """
     found = _TrainedSets(thresholds, train, say)
     waiting = [frozenset(domains)]

@@ -71,6 +71,11 @@ class Oracle:
                 return Optimum((*partition, *alone), missed, len(self._keeps))
         raise AssertionError("each domain alone is a partition, and all of these keep their thresholds alone")
 
+    def optimum_of_few(self) -> Optimum | None:
+        """`optimum`, or None if more than `MAX_DOMAINS` domains meet their thresholds alone."""
+        _, others = self._alone()
+        return self.optimum() if len(others) <= MAX_DOMAINS else None
+
     def keeps(self, together: frozenset[str]) -> bool:
         """Whether every domain's lower bound meets its threshold in one adapter of these domains."""
         if together not in self._keeps:

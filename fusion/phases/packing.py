@@ -9,7 +9,7 @@ from functools import partial
 from fusion.packing.algorithm import Packing, Train, pack, pack_best, pack_in_sequence
 from fusion.packing.guided import pack_guided
 from fusion.packing.joint import pack_jointly
-from fusion.packing.oracle import MAX_DOMAINS, Bound, Optimum, Oracle
+from fusion.packing.oracle import Bound, Optimum, Oracle
 from fusion.packing.orders import at_random, by_similarity, hardest_first
 from fusion.packing.training_counts import trained_alone
 from fusion.phases.data_ready import DataReady
@@ -59,13 +59,13 @@ def packing_of(
         alone: domains that were trained alone for their thresholds.
     """
 
-    def both(parts: Iterable[Collection[str]]) -> None:
+    def train_ahead(parts: Iterable[Collection[str]]) -> None:
         run_ahead([partial(cache.together, part) for part in parts])
 
     if plan.packing == "guided":
-        return pack_guided(tuple(domains), thresholds, cache, trained_alone=alone, say=say, run_ahead=both)
+        return pack_guided(tuple(domains), thresholds, cache, trained_alone=alone, say=say, run_ahead=train_ahead)
     if plan.packing == "jointly":
-        return pack_jointly(tuple(domains), thresholds, cache.together, say=say, run_ahead=both)
+        return pack_jointly(tuple(domains), thresholds, cache.together, say=say, run_ahead=train_ahead)
     orders = list(dict.fromkeys(orders_of(plan, domains, cache)))
     if len(orders) > 1:
         pack_one = pack if plan.packing == "first_fit" else pack_in_sequence
@@ -96,6 +96,4 @@ def orders_of(plan: Plan, domains: Mapping[str, Domain], train: Train) -> list[t
 def find_optimum(thresholds: Thresholds, session: Session) -> OracleResult:
     """Run the oracle: it trains every domain and every pair jointly, and up to every set for at most six domains."""
     oracle = Oracle(tuple(thresholds.values), thresholds.values, session.cache.together)
-    bound = oracle.bound()
-    few = len(thresholds.values) - len(bound.missed) <= MAX_DOMAINS
-    return OracleResult(bound, oracle.optimum() if few else None)
+    return OracleResult(oracle.bound(), oracle.optimum_of_few())

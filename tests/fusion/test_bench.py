@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -12,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusion.bench import draw, jobs
+from fusion.bench import draw, growth, jobs
 from fusion.bench.domains import FAMILIES, BenchDomain, Sizes
 from fusion.bench.measuring import ALL, ALONE, DEFAULT, JOINTLY, NAIVE, OPTIMUM, PACKED
 from fusion.bench.metering import Meter
 from fusion.bench.result_store import ResultStore
-from fusion.bench.small_models import score_small_model
+from fusion.bench.small_models import SmallScores, score_small_model
 from fusion.bench.suite import SUITE, suspected
 from fusion.packing.algorithm import History, Score, TrainingResult
 from fusion.plan.tasks import METRICS
@@ -118,6 +119,48 @@ def test_a_training_is_counted_once_in_single_domain_trainings() -> None:
     assert meter.trainings == 1 + 1 + 3 + 1 and meter.seconds == 2 * 4
     meter.conflicts(History(("a", "b")), ["a", "b"])
     assert meter.trainings == 7 and 8 < meter.seconds < 9
+
+
+class Contradicting(Stored):
+    """Contradicting domains miss their thresholds in one adapter."""
+
+    conflict_cost = 0.02
+
+    def __call__(self, adapter: Any) -> TrainingResult:
+        pairs = [pair for pair in suspected(SUITE) if set(pair) <= set(adapter)]
+        low = {name for pair in pairs for name in pair}
+        return TrainingResult({name: Score(*[0.1 if name in low else 1.0] * 2) for name in adapter}, 2.0)
+
+    together = __call__
+
+    def conflicts(self, history: History, domains: Any) -> dict[frozenset[str], float]:
+        return {frozenset(pair): 0.5 for pair in suspected(SUITE) if set(pair) <= set(domains)}
+
+
+def test_growth_packs_parts_of_the_suite_that_contain_each_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Bench:
+        splits = None
+        rehearsing = Contradicting()
+
+        def __init__(self, made: Any, *_: object) -> None:
+            self.domains = {one.name: one for one in made}
+
+    monkeypatch.setattr(growth, "Bench", Bench)
+    monkeypatch.setattr(growth, "small_scores", lambda _: {made.name: SmallScores(0.9, 0.9) for made in SUITE})
+    rows = jobs.BenchJob(0, "growth", False).measure(tmp_path)["rows"]
+    parts = [set(row["domains"]) for row in rows]
+    assert [len(part) for part in parts] == [3, 6, 9, 12]
+    assert all(part < larger for part, larger in itertools.pairwise(parts))
+    assert [row["alone s"] for row in rows] == [6, 12, 18, 24]
+    *_, nine, whole = rows
+    assert nine["optimum"] is None is whole["optimum"] and whole["lower bound"] == 3
+    for row, part in zip(rows, parts, strict=True):
+        groups = [part & {"things", "paints", "captions"}, part & {"places", "mirrored"}]
+        least = max(1, *map(len, groups))
+        assert row["lower bound"] == least and (row["optimum"] or least) == least <= row["adapters"] <= least + 1
+        assert len(part) <= row["trainings"] <= 2 * len(part)
 
 
 def a_table(seed: int, packed: float) -> dict[str, Any]:
