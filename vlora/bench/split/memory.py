@@ -21,7 +21,7 @@ WAYS = {
 
 
 def memory(checkpoint: Path, size: Size) -> list[dict[str, Any]]:
-    """PSS of executor and clients after a training step of each, for each number of clients."""
+    """PSS of executor and clients for each number of clients, after one further training step of every client."""
     found = []
     for place, (way, (dtype, split)) in enumerate(WAYS.items()):
         address = f"unix:{checkpoint.parent}/memory{place}.sock"

@@ -1,9 +1,9 @@
 """`vlora bench split`: what a base executor costs and saves, beside own copies of the model.
 
-Memory is the proportional set size (PSS) of all processes, after a training step of each. Speed is the processor time
-of a token, of the client and of the executor together, in turns, so that other load on the machine cancels out. Table 5
-and figures 22 and 23 of the paper are in wall time: run them on an otherwise idle machine. Clients and executors are
-processes with one thread each. The part "engine" measures a serving engine that serves its weights.
+Memory is the proportional set size (PSS) of all processes, after one further training step of every client. Speed is
+the processor time of a token, of the client and of the executor together, in turns, so that other load on the machine
+cancels out. Table 5 and figures 22 and 23 of the paper are in wall time: run them on an otherwise idle machine. Clients
+and executors are processes with one thread each. The part "engine" measures a serving engine that serves its weights.
 """
 
 from __future__ import annotations
