@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from heads.calibration import sigmoid_temperature
+from heads.f1 import F1Counts, f1_of
 from heads.task import Answer, Grid, Value, check_labels, check_positive, check_share, label_ids, share_equal
 
 
@@ -65,9 +66,11 @@ class Binary:
 
     def metrics(self, found: Sequence[Value], wanted: Sequence[Value]) -> dict[str, float]:
         """f1: of the positive label; 1 if there are neither positive answers nor positive labels."""
-        positives = sum(map(bool, found)) + sum(map(bool, wanted))
-        both = sum(bool(one and other) for one, other in zip(found, wanted, strict=True))
-        return {"accuracy": share_equal(found, wanted), "f1": 2 * both / positives if positives else 1.0}
+        return {"accuracy": share_equal(found, wanted), "f1": f1_of(self.f1_counts(found, wanted))}
+
+    def f1_counts(self, found: Sequence[Value], wanted: Sequence[Value]) -> list[F1Counts]:
+        pairs = zip(found, wanted, strict=True)
+        return [(2 * bool(one and other), bool(one) + bool(other)) for one, other in pairs]
 
     def right(self, found: Value, wanted: Value) -> bool:
         return found == wanted

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from heads.f1 import F1Counts
+
 
 class Box(NamedTuple):
     """One object: its label index and its edges, as fractions (0 to 1) of the image's width and height.
@@ -83,15 +85,14 @@ def suppress(boxes: Sequence[Box], overlap: float) -> list[Box]:
     return sorted(kept, key=lambda box: -box.score)
 
 
-def f1(found: Sequence[Sequence[Box]], wanted: Sequence[Sequence[Box]], overlap: float = 0.5) -> float:
-    """F1 over all samples; 1 if there are neither labelled nor predicted boxes.
+def f1_counts(found: Sequence[Sequence[Box]], wanted: Sequence[Sequence[Box]], overlap: float = 0.5) -> list[F1Counts]:
+    """The counts of each sample for `f1_of`.
 
     A predicted box is correct if it matches an unmatched labelled box of its label with at least `overlap` IoU. Boxes
     of higher score are matched first.
     """
-    right = sum(sum(_takes(ours, truth, overlap)) for ours, truth in zip(found, wanted, strict=True))
-    total = sum(map(len, found)) + sum(map(len, wanted))
-    return 2 * right / total if total else 1.0
+    pairs = zip(found, wanted, strict=True)
+    return [(2 * sum(_takes(ours, truth, overlap)), len(ours) + len(truth)) for ours, truth in pairs]
 
 
 def mean_average_precision(

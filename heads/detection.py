@@ -9,14 +9,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
 
-from heads.boxes import Box, f1, mean_average_precision, suppress
+from heads.boxes import Box, f1_counts, mean_average_precision, suppress
 from heads.calibration import softmax_temperature
+from heads.f1 import F1Counts, f1_of
 from heads.task import Answer, Grid, Value, check_labels, check_positive, check_share
 
 _NOTHING_WEIGHT = 0.4  # most tokens contain no centre
@@ -85,11 +86,14 @@ class Detection:
     def metrics(self, found: Sequence[Value], wanted: Sequence[Value]) -> dict[str, float]:
         """f1 and map (mean average precision), both at an overlap of 0.5."""
         ours, truth = ([boxes_of(value) for value in values] for values in (found, wanted))
-        return {"f1": f1(self._sure(ours), truth), "map": mean_average_precision(ours, truth)}
+        return {"f1": f1_of(self.f1_counts(found, wanted)), "map": mean_average_precision(ours, truth)}
+
+    def f1_counts(self, found: Sequence[Value], wanted: Sequence[Value]) -> list[F1Counts]:
+        return f1_counts(self._sure(map(boxes_of, found)), list(map(boxes_of, wanted)))
 
     def right(self, found: Value, wanted: Value) -> bool:
         """Whether all objects are found, without false positives."""
-        return f1(self._sure([boxes_of(found)]), [boxes_of(wanted)]) == 1.0
+        return f1_of(self.f1_counts([found], [wanted])) == 1.0
 
     def calibrated(
         self, logits: Sequence[torch.Tensor], values: Sequence[Value], grids: Sequence[Sequence[Grid]]
@@ -101,7 +105,7 @@ class Detection:
         together = torch.cat(list(logits))[:, :-4]
         return dataclasses.replace(self, temperature=softmax_temperature(together, classes.to(together.device)))
 
-    def _sure(self, found: Sequence[Sequence[Box]]) -> list[list[Box]]:
+    def _sure(self, found: Iterable[Sequence[Box]]) -> list[list[Box]]:
         return [[box for box in boxes if box.score >= self.threshold] for boxes in found]
 
     def _targets(self, values: Sequence[Value], grids: Sequence[Sequence[Grid]]) -> tuple[torch.Tensor, torch.Tensor]:

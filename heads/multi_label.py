@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from heads.calibration import sigmoid_temperature
+from heads.f1 import F1Counts, f1_of
 from heads.task import Answer, Grid, Value, check_labels, check_positive, check_share
 
 
@@ -70,11 +71,12 @@ class MultiLabel:
     def metrics(self, found: Sequence[Value], wanted: Sequence[Value]) -> dict[str, float]:
         """f1: micro F1 over all labels of all samples; 1 if `found` and `wanted` have no labels. accuracy: share of the
         samples with all labels correct."""
-        ours, truth = ([_chosen(value) for value in values] for values in (found, wanted))
-        both = sum(len(one & other) for one, other in zip(ours, truth, strict=True))
-        total = sum(map(len, ours)) + sum(map(len, truth))
-        right = sum(one == other for one, other in zip(ours, truth, strict=True))
-        return {"f1": 2 * both / total if total else 1.0, "accuracy": right / len(truth)}
+        right = sum(map(self.right, found, wanted))
+        return {"f1": f1_of(self.f1_counts(found, wanted)), "accuracy": right / len(wanted)}
+
+    def f1_counts(self, found: Sequence[Value], wanted: Sequence[Value]) -> list[F1Counts]:
+        pairs = [(_chosen(one), _chosen(other)) for one, other in zip(found, wanted, strict=True)]
+        return [(2 * len(one & other), len(one) + len(other)) for one, other in pairs]
 
     def right(self, found: Value, wanted: Value) -> bool:
         return _chosen(found) == _chosen(wanted)

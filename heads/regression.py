@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self
 import torch
 import torch.nn.functional as F
 
+from heads.f1 import F1Counts
 from heads.task import Answer, Grid, Value, check_labels, check_positive
 
 _TOLERANCE = 0.25  # default tolerance, as a fraction of the standard deviation of the training values
@@ -106,6 +107,9 @@ class Regression:
         ]
         right = sum(self.right(ours, truth) for ours, truth in zip(found, wanted, strict=True))
         return {"within": right / len(wanted), "mae": sum(errors) / len(errors)}
+
+    def f1_counts(self, found: Sequence[Value], wanted: Sequence[Value]) -> list[F1Counts]:
+        return []
 
     def right(self, found: Value, wanted: Value) -> bool:
         count = len(self.labels)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol, Self
 import torch
 
 from heads.boxes import Box
+from heads.f1 import F1Counts
 
 Value = int | float | str | tuple[Box, ...] | tuple[int, ...] | tuple[float, ...]
 """The label or answer of a sample: a label id or a count (int), a tuple of label ids, one or several numbers, or boxes.
@@ -85,6 +86,9 @@ class Task(Protocol):
 
     def metrics(self, found: Sequence[Value], wanted: Sequence[Value]) -> dict[str, float]:
         """All metrics of metric_names, by name. Requires at least one sample."""
+
+    def f1_counts(self, found: Sequence[Value], wanted: Sequence[Value]) -> list[F1Counts]:
+        """The counts of each sample from which `f1_of` computes the metric f1; empty if the task has no such f1."""
 
     def right(self, found: Value, wanted: Value) -> bool:
         """Whether one answer is correct; `confidence` estimates the probability of this."""

@@ -8,6 +8,7 @@ from typing import TypeVar
 import numpy as np
 
 from fusion.packing.algorithm import Score
+from heads.f1 import F1Counts, f1_of
 from vlora.confidence import lower_bound
 
 _RESAMPLES = 400
@@ -21,6 +22,7 @@ def score_with_bound(
     *,
     mean: bool,
     confidence: float,
+    counts: Sequence[F1Counts] = (),
     seed: int = 0,
 ) -> Score:
     """A metric over samples, with the bound that its true value exceeds with probability `confidence`.
@@ -30,9 +32,13 @@ def score_with_bound(
 
     Args:
         mean: whether the metric is the mean of its values on single samples.
+        counts: of each sample, if the metric is `f1_of` counts; then resampled samples are not compared again.
         seed: for resampling.
     """
     count = len(targets)
+    if counts:
+        known = np.array(counts)
+        return _resampled(lambda rows: f1_of([known[rows].sum(0)]), f1_of(counts), count, confidence, seed)
     if not mean:
 
         def of(rows: np.ndarray) -> float:

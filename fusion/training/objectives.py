@@ -13,6 +13,7 @@ from fusion.plan.tasks import METRICS
 from fusion.training.image_head import ImageHead
 from fusion.training.text_metrics import overlap, token_f1
 from heads import TASKS, Grid, Task
+from heads.f1 import F1Counts
 
 _OF_WORDS: dict[str, Callable[[str, str], float]] = {"token_f1": token_f1, "overlap": overlap}  # (answer, target)
 _WORDS_WEIGHT = 1.0  # of the language model's loss relative to a head's; with less, other heads displace words
@@ -83,6 +84,9 @@ class Objective(Protocol):
     def metric(self, answers: Sequence[object], targets: Sequence[Target]) -> float:
         """Score of the answers by `metric_name`, 0 to 1. Needs at least one sample."""
 
+    def f1_counts(self, answers: Sequence[object], targets: Sequence[Target]) -> list[F1Counts]:
+        """The counts of each sample from which `f1_of` computes the metric; empty if it is not such an F1."""
+
     def calibrated(self, batches: Sequence[ForwardOutputs], head: nn.Module | None, targets: Sequence[Target]) -> Self:
         """A copy with a head calibrated on samples that took no part in training."""
 
@@ -110,6 +114,9 @@ class HeadObjective:
 
     def metric(self, answers: Sequence[object], targets: Sequence[Target]) -> float:
         return self.task.metrics(answers, targets)[self.metric_name]  # type: ignore[arg-type]
+
+    def f1_counts(self, answers: Sequence[object], targets: Sequence[Target]) -> list[F1Counts]:
+        return self.task.f1_counts(answers, targets) if self.metric_name == "f1" else []  # type: ignore[arg-type]
 
     def calibrated(self, batches: Sequence[ForwardOutputs], head: nn.Module | None, targets: Sequence[Target]) -> Self:
         logits = [row for outputs in batches for row in self.logits(outputs, head)]
@@ -155,6 +162,9 @@ class WordsObjective:
             worth = _OF_WORDS[self.metric_name]
             return sum(worth(str(answer), str(target)) for answer, target in pairs) / len(pairs)
         return sum(answer == target for answer, target in pairs) / len(pairs)
+
+    def f1_counts(self, answers: Sequence[object], targets: Sequence[Target]) -> list[F1Counts]:
+        return []
 
     def calibrated(self, batches: Sequence[ForwardOutputs], head: nn.Module | None, targets: Sequence[Target]) -> Self:
         return self

@@ -56,8 +56,15 @@ class Evaluator:
             value = task.metric(answers, targets)
             return Score(value, value)
         seed = self.adapter.seed(f"bound {domain}")
-        mean = task.metric_name in MEANS
-        return score_with_bound(task.metric, answers, targets, mean=mean, confidence=self._confidence, seed=seed)
+        return score_with_bound(
+            task.metric,
+            answers,
+            targets,
+            mean=task.metric_name in MEANS,
+            confidence=self._confidence,
+            counts=task.f1_counts(answers, targets),
+            seed=seed,
+        )
 
     @torch.no_grad()
     def accuracy_in_words(self, domain: str, samples: Sequence[EncodedSample]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -101,6 +102,51 @@ def test_a_resampled_bound_has_its_nominal_coverage(task: str, name: str, draw: 
         answers, targets = draw(rng, number)
         held += score_with_bound(metric, answers, targets, mean=name in MEANS, confidence=0.9, seed=turn).lower <= truth
     assert held >= binom.ppf(1e-3, turns, 0.9), held
+
+
+def several(right: float) -> Draw:
+    """Up to three labels per sample; each is recognized with probability `right`."""
+
+    def draw(rng: np.random.Generator, number: int) -> tuple[list[object], list[Target]]:
+        truth = rng.random((number, 3)) < 0.3
+        answers = np.where(rng.random((number, 3)) < right, truth, ~truth)
+        of = [[tuple(np.flatnonzero(row).tolist()) for row in rows] for rows in (answers, truth)]
+        return list(of[0]), list(of[1])
+
+    return draw
+
+
+def yes_or_no(right: float) -> Draw:
+    def draw(rng: np.random.Generator, number: int) -> tuple[list[object], list[Target]]:
+        truth = rng.random(number) < 0.3
+        return np.where(rng.random(number) < right, truth, ~truth).astype(int).tolist(), truth.astype(int).tolist()
+
+    return draw
+
+
+@pytest.mark.parametrize(
+    ("task", "draw"), [("detection", boxes(0.7)), ("multi_label", several(0.8)), ("binary", yes_or_no(0.8))]
+)
+def test_a_bound_by_counts_is_that_of_the_metric(task: str, draw: Draw) -> None:
+    chosen = ("no", "yes") if task == "binary" else ("a", "b", "c")
+    objective = objective_of(Splits(task, chosen, (), (), (), real=True), "f1")
+    answers, targets = draw(np.random.default_rng(3), 50)
+    bound = functools.partial(score_with_bound, answers=answers, targets=targets, mean=False, confidence=0.9, seed=5)
+    by_metric = bound(objective.metric)
+    counts = objective.f1_counts(answers, targets)
+    assert by_metric.lower < by_metric.value < 1 and len(counts) == 50
+    assert bound(share, counts=counts) == by_metric
+
+
+def test_other_metrics_have_no_counts() -> None:
+    for task, name in (
+        ("detection", "map"),
+        ("multi_label", "accuracy"),
+        ("classification", "f1"),
+        ("vqa", "token_f1"),
+    ):
+        labels = () if task == "vqa" else ("a", "b")
+        assert objective_of(Splits(task, labels, (), (), (), real=True), name).f1_counts([0], [0]) == []
 
 
 @pytest.mark.parametrize(("task", "name", "right"), [("detection", "map", (HERE,)), ("classification", "f1", 1)])

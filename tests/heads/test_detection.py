@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from heads import Box, detection
-from heads.boxes import f1, iou, mean_average_precision
+from heads.boxes import f1_counts, iou, mean_average_precision
+from heads.f1 import f1_of
 
 GRID = (6, 6)
+
+
+def f1(found: Sequence[Sequence[Box]], wanted: Sequence[Sequence[Box]], overlap: float = 0.5) -> float:
+    return f1_of(f1_counts(found, wanted, overlap))
+
 
 _random_boxes = st.lists(
     st.builds(
