@@ -105,7 +105,7 @@ def _growth(parts: Sequence[dict[str, Any]], path: Path) -> None:
         panel.annotate(
             f"{count} adapter{'s' * (count > 1)}", (number, at), (-4, 6), textcoords="offset points", ha="right"
         )
-    panel.set(xlabel="domains", ylabel="seconds of training", xlim=(0, None), ylim=(0, None))
+    panel.set(xlabel="domains", ylabel="seconds of training", xlim=(0, None), ylim=(0, 1.1 * max(*seconds, *of_alone)))
     panel.set_xticks(numbers)
     panel.legend(fontsize=8)
     panel.grid(alpha=0.3)
