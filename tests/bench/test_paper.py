@@ -557,8 +557,9 @@ def test_the_simulator_reads_the_measured_costs(
     store_costs(measuring)
     runner.run(True, tmp_path, (), lambda _: None)
     (trace,) = (each for each in ELSEWHERE if each.key == "s-lora:fig7")
-    path = str(trace.command).rpartition(" --costs DIR/")[2]
-    assert read_costs(tmp_path / path) == machine_costs(measuring)
+    path = Path(str(trace.command).rpartition(" --costs ")[2])
+    assert path.parent == runner.measurements_folder(False, Path("DIR"))
+    assert read_costs(runner.measurements_folder(True, tmp_path) / path.name) == machine_costs(measuring)
 
 
 def test_engine_latencies_are_derived_from_the_costs_that_set_the_rate(
