@@ -49,7 +49,7 @@ class BenchResult(NamedTuple):
 
 
 class BenchJob(NamedTuple):
-    """One measurement. kind: "table", "growth", or the family of domains whose curves are measured."""
+    """One measurement. kind: "table", "growth", or the name of the family of domains that a curve is of."""
 
     seed: int
     kind: str
