@@ -184,7 +184,7 @@ def test_bad_videos_are_refused(folder: Path) -> None:
     processor = InputProcessor.from_pretrained(str(folder))
     prompt = processor.ask("what is shown ?", ["video"])
     with pytest.raises(BadRequest, match=r"2 video markers .* but 1 videos were sent"):
-        processor.encode(processor.ask("what is <video> ?", ["video"]), [clip(2)])
+        processor.encode(processor.ask("what is shown ?", ["video", "video"]), [clip(2)])
     with pytest.raises(BadRequest, match=r"0 image markers .* but 1 images were sent"):
         processor.encode(prompt, [clip(2), clip(1).frames[0]])
     mixed = Clip([clip(1).frames[0], clip(1, (8, 8)).frames[0]], (0, 1))

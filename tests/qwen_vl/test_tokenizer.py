@@ -119,8 +119,10 @@ class TestPrompts:
 
     def test_a_template_of_the_checkpoint_is_used(self, tmp_path: Path) -> None:
         small.write_checkpoint(tmp_path / "model")
-        (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages[0]['role'] }}!")
-        assert InputProcessor.from_pretrained(str(tmp_path / "model")).chat("What?") == "user!"
+        part = "{% if part.type == 'image' %}<img><imgpad></img>{% else %}{{ part.text }}!{% endif %}"
+        template = f"{{% for part in messages[0].content %}}{part}{{% endfor %}}"
+        (tmp_path / "model" / "chat_template.jinja").write_text(template)
+        assert InputProcessor.from_pretrained(str(tmp_path / "model")).chat("What?") == "What?!"
 
     def test_boxes_stay_in_an_answer(self, chat: InputProcessor) -> None:
         answer = "<ref>the dog</ref><box>(1,2),(3,4)</box><|im_end|>"

@@ -13,26 +13,25 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jinja2
-import jinja2.meta
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
-
-# Imported from its own module: without torchvision, older versions export a placeholder that raises an error.
-from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from vlora.errors import BadConfig, BadImage, BadRequest
 from vlora.models.families import family_of, placeholder_count
-from vlora.models.pretrained import from_pretrained
+from vlora.models.processor_files import check_parts, read_parts
 from vlora.models.vision.images import Clip, Region
-from vlora.models.vision.videos import VideoProcessor, video_settings
+from vlora.models.vision.videos import VideoProcessor
 from vlora.types import TensorValue, VisionInput
 
 if TYPE_CHECKING:
     from PIL import Image
+    from transformers import PreTrainedTokenizerBase
 
 _IMAGE_FIELDS = ("pixel_values", "image_grid_thw", "image_sizes", "batch_num_images")
+
+# Private-use characters around a marker that a user typed, from the template to the tokenizer.
+_TYPED, _TYPED_END = "\U000f0000", "\U000f0001"
+_PROBE_TOOL = {"type": "function", "function": {"name": "probe", "description": "", "parameters": {"type": "object"}}}
 
 
 class EncodedPrompt(NamedTuple):
@@ -74,6 +73,11 @@ class InputProcessor:
         self.family = family_of(config)
         self.image_token_id: int = config.image_token_id
         self.image_token: str = tokenizer.convert_ids_to_tokens([self.image_token_id])[0]
+        ids = [self.image_token_id, getattr(config, "video_token_id", None)]
+        markers = [str(tokenizer.convert_ids_to_tokens([one])[0]) for one in ids if one is not None]
+        self._markers = re.compile("|".join(map(re.escape, markers)))
+        self._typed_markers = re.compile(f"{_TYPED}({self._markers.pattern}){_TYPED_END}|[{_TYPED}{_TYPED_END}]")
+        self._as_text = {marker: _ids_as_text(tokenizer, marker) for marker in markers}
         self._tokenize = _short_way(tokenizer)
         self._video_settings = video_settings or {}
 
@@ -82,16 +86,13 @@ class InputProcessor:
         """Load from a folder or hub name.
 
         Raises:
-            BadConfig: A part of the model cannot be loaded.
+            BadConfig: A part of the model is missing or broken, or belongs to another model.
             UnsupportedModel: The model's family is not supported.
         """
-        try:
-            config = from_pretrained(AutoConfig, path)
-            tokenizer = from_pretrained(AutoTokenizer, path)
-            image_processor = from_pretrained(AutoImageProcessor, path)
-        except (OSError, ValueError) as error:
-            raise BadConfig(f"cannot load tokenizer and image processor from {path!r}: {error}") from error
-        return cls(config, tokenizer, image_processor, video_settings(path))
+        parts = read_parts(path)
+        processor = cls(*parts)
+        check_parts(processor, path)
+        return processor
 
     def chat(self, question: str, num_images: int = 0) -> str:
         """Apply the chat template to one user turn: images first, then the question, then the generation prompt."""
@@ -115,14 +116,15 @@ class InputProcessor:
 
     @functools.cached_property
     def takes_tools(self) -> bool:
-        """Whether the chat template supports tools, tool calls and their results."""
-        if self.tokenizer.chat_template is None:
+        """Whether the chat template writes tools."""
+        turn = {"role": "user", "content": [{"type": "text", "text": "question"}]}
+        try:
+            return "probe" in self.template([turn], [_PROBE_TOOL])
+        except (BadConfig, BadRequest):
             return False
-        template: str = self.tokenizer.get_chat_template(tools=[{}])
-        return "tools" in jinja2.meta.find_undeclared_variables(jinja2.Environment().parse(template))
 
     def template(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """Apply the chat template to a whole conversation.
+        """Apply the chat template to a whole conversation. Markers of images and videos in its texts stay text.
 
         Args:
             messages: Messages with content entries {"type": "image"}, {"type": "video"} or {"type": "text", ...}.
@@ -134,11 +136,20 @@ class InputProcessor:
         if self.tokenizer.chat_template is None:
             raise BadConfig("the tokenizer has no chat template; add chat_template.jinja to the model folder")
         try:
-            turns: Any = list(messages)
-            declared: Any = list(tools) or None
+            turns: Any = self.as_text(list(messages))
+            declared: Any = self.as_text(list(tools)) or None
             return str(self.tokenizer.apply_chat_template(turns, declared, tokenize=False, add_generation_prompt=True))
         except Exception as error:  # jinja raises its own classes, and templates raise through it
             raise BadRequest(f"the model's chat template rejects these messages: {error}") from error
+
+    def as_text(self, value: Any) -> Any:
+        """A text, or all texts of a list or mapping, in which typed markers of images and videos are text: they stand
+        for no image and become ordinary tokens, as with `sanitize_control_tokens` of transformers."""
+        if isinstance(value, str):
+            return self._markers.sub(rf"{_TYPED}\g<0>{_TYPED_END}", value)
+        if isinstance(value, Mapping):
+            return {name: self.as_text(one) for name, one in value.items()}
+        return [self.as_text(one) for one in value] if isinstance(value, list | tuple) else value
 
     def encode(self, prompt: str, images: Sequence[Image.Image | Clip] = ()) -> EncodedPrompt:
         """Tokenize a prompt (after the chat template) and process its images and videos.
@@ -176,10 +187,7 @@ class InputProcessor:
             item, placeholders = next(following[kind])
             vision.append(item)
             text += placeholders + piece
-        # Templates include the beginning-of-text token; the tokenizer would add a second one.
-        bos = self.tokenizer.bos_token
-        special = not (bos is not None and text.startswith(bos))
-        return EncodedPrompt(tuple(self._tokenize(text, special)), tuple(vision), images.shown)
+        return EncodedPrompt(tuple(self._ids(text)), tuple(vision), images.shown)
 
     def as_given(self, token_ids: Sequence[int]) -> EncodedPrompt:
         """A prompt given as token ids, without images."""
@@ -194,6 +202,24 @@ class InputProcessor:
         text = str(self.tokenizer.decode([token_id], skip_special_tokens=False))
         # Decoders of this kind strip the leading space of a text.
         return " " + text if raw is not None and raw.startswith("\u2581") and not text.startswith(" ") else text
+
+    def _ids(self, text: str) -> Sequence[int]:
+        """The token ids of a text whose typed markers are enclosed by `as_text`."""
+        # Templates include the beginning-of-text token; the tokenizer would add a second one.
+        bos = self.tokenizer.bos_token
+        special = not (bos is not None and text.startswith(bos))
+        if _TYPED not in text:
+            return self._tokenize(text, special)
+        first, *rest = self._typed_markers.split(text)
+        ids = list(self._tokenize(first, special))
+        # After a line end, because some tokenizers add a space to the start of a text.
+        line_end = list(self._tokenize("\n", False))
+        for marker, piece in zip(rest[::2], rest[1::2], strict=True):
+            ids += self._as_text.get(marker, ())
+            following = list(self._tokenize(f"\n{piece}", False))
+            joined = following[: len(line_end)] != line_end
+            ids += self._tokenize(piece, False) if joined else following[len(line_end) :]
+        return ids
 
     def _split(self, prompt: str, counts: Mapping[str, int]) -> tuple[list[str], list[str]]:
         """The kinds of the markers of images and videos in a prompt, and the texts around them.
@@ -211,7 +237,7 @@ class InputProcessor:
         if counts.get("video"):
             kinds[self._videos.token] = "video"
             prompt = self._videos.bare(prompt)
-        parts = re.split(f"({'|'.join(map(re.escape, kinds))})", prompt)
+        parts = re.split(f"(?<!{_TYPED})({'|'.join(map(re.escape, kinds))})", prompt)
         marks, pieces = parts[1::2], parts[::2]
         for mark, kind in kinds.items():
             found, count = marks.count(mark), counts.get(kind, 0)
@@ -270,6 +296,20 @@ def _short_way(tokenizer: PreTrainedTokenizerBase) -> Callable[[str, bool], Sequ
     backend.no_padding()
     backend.encode_special_tokens = tokenizer.split_special_tokens
     return lambda text, special: backend.encode(text, add_special_tokens=special).ids  # type: ignore[no-any-return]
+
+
+def _ids_as_text(tokenizer: PreTrainedTokenizerBase, marker: str) -> list[int]:
+    """The token ids of a special token's name as ordinary text within a text."""
+
+    def ids(text: str) -> list[int]:
+        return list(tokenizer.encode(f"\n{text}", add_special_tokens=False, split_special_tokens=True))
+
+    line_end = ids("")
+    for parts in ([marker], list(marker)):  # some added tokens are found in any text
+        found = [token for part in parts for token in ids(part)[len(line_end) :]]
+        if tokenizer.convert_tokens_to_ids(marker) not in found:
+            return found
+    return []
 
 
 def vision_input(kind: str, fields: Mapping[str, torch.Tensor], num_tokens: int) -> VisionInput:

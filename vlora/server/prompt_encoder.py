@@ -136,7 +136,7 @@ class PromptEncoder:
             case PromptTokens():
                 return self._processor.as_given(prompt.token_ids)
             case PlainText():
-                return self._processor.encode_processed(prompt.text, images)
+                return self._processor.encode_processed(self._processor.as_text(prompt.text), images)
             case str():
                 text = self._processor.ask(prompt, [item.kind for item in images.vision])
             case Conversation():

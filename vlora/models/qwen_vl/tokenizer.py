@@ -73,7 +73,7 @@ class QwenVLTokenizer:
 
     @classmethod
     def from_pretrained(cls, model: str | os.PathLike[str], **options: Any) -> PreTrainedTokenizerFast:
-        """Read a tokenizer from a folder or hub name, with a chat template if the checkpoint has one of its own.
+        """Read a tokenizer from a folder or hub name, with the chat template of its model.
 
         options: have no effect.
 
@@ -90,7 +90,6 @@ class QwenVLTokenizer:
                 f"{file} gives {IMAGE_PAD} the id {found}, but visual.image_start_id of config.json gives it "
                 f"{expected}; they belong to different checkpoints, or the vocabulary is truncated"
             )
-        own = _read_text(model, "chat_template.jinja")
         generation = json.loads(_read_text(model, "generation_config.json") or "{}")
         raw = isinstance(generation, dict) and generation.get("chat_format") == "raw"
         return PreTrainedTokenizerFast(
@@ -98,7 +97,7 @@ class QwenVLTokenizer:
             eos_token=END_OF_TEXT if raw else TURN_END,
             pad_token=END_OF_TEXT,
             clean_up_tokenization_spaces=False,
-            chat_template=own or (RAW_TEMPLATE if raw else CHAT_TEMPLATE),
+            chat_template=RAW_TEMPLATE if raw else CHAT_TEMPLATE,
         )
 
 
