@@ -65,6 +65,7 @@ def _lines(found: ModelCheck) -> list[tuple[str, str]]:
     quantized = f", the text model's linear layers in {found.quantize}" if found.quantize != "none" else ""
     lines = [
         ("family", f"{found.model_type}, for images{' and videos' * found.video}"),
+        ("chat", f"tools {'as the chat template writes them' if found.takes_tools else 'in the system message'}"),
         (
             "text model",
             f"{found.text_model}: {found.num_layers} layers, hidden size {found.hidden_size}, {found.num_heads} heads, "

@@ -12,14 +12,11 @@ from vlora.config import EngineConfig
 from vlora.engine.limits import Room, compute_limits, free_room, shadow_fits
 from vlora.engine.quantize import format_of, with_stored_format
 from vlora.errors import BadConfig
-from vlora.lora.base_weights import broken_files, checkpoint_files, pickled_files
 from vlora.lora.layout import run_bytes
 from vlora.memory.arena import PAGE_BYTES, pages_for
 from vlora.models.hf_model import HFModel
-from vlora.models.loading import device_of, dummy_model, named_device, read_config
+from vlora.models.loading import check_weights, device_of, dummy_model, named_device, read_config
 from vlora.models.processing import InputProcessor
-from vlora.models.stored_groups import GroupedFiles
-from vlora.models.stored_quantized import stored_groups
 from vlora.parallel.adapter_sharding import FactorShape
 
 
@@ -31,6 +28,7 @@ class ModelCheck:
         model_type: The family.
         text_model: Type of the language model.
         video: Whether videos are accepted beside images.
+        takes_tools: Whether the chat template writes tools; otherwise they are described in the system message.
         num_layers: Layers of the language model, as are the next three.
         hidden_size: Values of a hidden state.
         num_heads: Attention heads.
@@ -57,6 +55,7 @@ class ModelCheck:
     model_type: str
     text_model: str
     video: bool
+    takes_tools: bool
     num_layers: int
     hidden_size: int
     num_heads: int
@@ -96,16 +95,15 @@ def check_model(config: EngineConfig, *, adapter_rank: int, memory_bytes: int | 
     """
     config = with_stored_format(config)
     model_config = read_config(config.model)
-    InputProcessor.from_pretrained(config.model)
+    takes_tools = InputProcessor.from_pretrained(config.model).takes_tools
     hf_model = HFModel(dummy_model(model_config, config.dtype, torch.device("meta"), config.seed))
     parameters = list(hf_model.model.parameters())
     weight_bytes = sum(tensor.nbytes for tensor in itertools.chain(parameters, hf_model.model.buffers()))
     memory = _memory(config, memory_bytes)
-    num_files, problems = _read_files(config.model) if config.load_format == "auto" else (0, [])
-    groups = stored_groups(model_config)
-    if groups is not None and config.load_format == "auto" and not problems:
+    num_files, problems = 0, []
+    if config.load_format == "auto":
         try:
-            GroupedFiles(groups, checkpoint_files(config.model)).check(hf_model.language_linears)
+            num_files = check_weights(config, hf_model.model, hf_model.language_linears)
         except BadConfig as error:
             problems.append(str(error))
     targets = [layer.weight for layer in hf_model.language_linears.values()]
@@ -148,6 +146,7 @@ def check_model(config: EngineConfig, *, adapter_rank: int, memory_bytes: int | 
         model_type=hf_model.family.model_type,
         text_model=text.model_type,
         video=hf_model.family.video,
+        takes_tools=takes_tools,
         num_layers=hf_model.num_layers,
         hidden_size=hf_model.hidden_size,
         num_heads=text.num_attention_heads,
@@ -181,13 +180,3 @@ def _memory(config: EngineConfig, memory_bytes: int | None) -> Room:
             raise BadConfig(f"{error}; to check for another machine, give the memory of its device") from error
         return free_room(config, device)
     return Room(named_device(config).type, memory_bytes)
-
-
-def _read_files(model: str) -> tuple[int, list[str]]:
-    """The number of files with weights, and which of them are missing or incomplete."""
-    try:
-        files = checkpoint_files(model) or pickled_files(model)
-    except (OSError, ValueError) as error:
-        return 0, [f"the index of its weights cannot be read: {error}"]
-    problems = [] if files else ["its weights are not on this machine"]
-    return len(files), problems + broken_files(files)

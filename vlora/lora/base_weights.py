@@ -10,7 +10,7 @@ import pickle
 import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Protocol
 
 import torch
@@ -124,7 +124,7 @@ def broken_files(files: Iterable[str]) -> list[str]:
     problems: list[str] = []
     for file in files:
         try:
-            _read_header(file)
+            stored_tensors(file)
         except FileNotFoundError:
             problems.append(f"{os.path.basename(file)}, a file of its weights, is missing")
         except (OSError, ValueError, SafetensorError) as error:
@@ -132,16 +132,31 @@ def broken_files(files: Iterable[str]) -> list[str]:
     return problems
 
 
-def _read_header(file: str) -> None:
+def stored_tensors(file: str) -> dict[str, torch.Tensor]:
+    """The tensors of a file by name, mapped: values are read on access. Raises OSError, ValueError, SafetensorError."""
     if file.endswith(".safetensors"):
-        with safe_open(file, framework="pt"):
-            return
+        with safe_open(file, framework="pt") as opened:
+            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
     try:
-        torch.load(file, map_location="meta", weights_only=True, mmap=zipfile.is_zipfile(file))
+        found: dict[str, torch.Tensor] = torch.load(
+            file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)
+        )
     except (FileNotFoundError, PermissionError):
         raise
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:  # with advice for torch's callers
         raise ValueError("it is truncated, or torch.save has not written it") from error
+    return found
+
+
+def floating_dtype(files: Iterable[str]) -> torch.dtype:
+    """The type of the first tensor in floating point of at least 16 bits, as transformers determines a dtype without
+    one in config.json; float32 if there is none."""
+    for file in files:
+        with suppress(OSError, ValueError, SafetensorError):
+            for tensor in stored_tensors(file).values():
+                if tensor.is_floating_point() and tensor.dtype.itemsize >= 2:
+                    return tensor.dtype
+    return torch.float32
 
 
 def _files(model: str, whole: str, index: str) -> list[str]:

@@ -44,10 +44,9 @@ FAMILIES = {
 
 def family_of(config: Any) -> Family:
     """The family of a transformers config. Raises UnsupportedModel with the reason."""
-    model_type = getattr(config, "model_type", None)
-    family = FAMILIES.get(str(model_type))
+    family = FAMILIES.get(str(getattr(config, "model_type", None)))
     if family is None:
-        raise unsupported_family(model_type, FAMILIES)
+        raise unsupported_family(config, FAMILIES)
     refuse_unsupported_parts(config, family.mrope, own_tower=family.mrope or family.queries)
     return family
 

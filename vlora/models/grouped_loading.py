@@ -14,14 +14,14 @@ from vlora.models.stored_groups import GroupedFiles, GroupedForm
 from vlora.models.stored_quantized import language_linears
 
 
-def load_grouped(name: str, config: Any, form: GroupedForm, dtype: str | torch.dtype, *, keep: bool) -> Any:
+def load_grouped(name: str, config: Any, form: GroupedForm, dtype: torch.dtype, *, keep: bool) -> Any:
     """Load a transformers model on the host. Everything is checked before anything is loaded.
 
     Args:
         name: A folder or hub name.
         config: Its transformers config, without `quantization_config`.
         form: How its weights are stored.
-        dtype: The type of the other weights and of products, or "auto".
+        dtype: The type of the other weights and of products.
         keep: Whether the language model's linear layers have the stored values, as `quantized` of `StoredLinear`, and a
             `weight` of zeros without memory. Otherwise they have restored weights.
 
@@ -34,16 +34,15 @@ def load_grouped(name: str, config: Any, form: GroupedForm, dtype: str | torch.d
     linears = language_linears(skeleton)
     files = GroupedFiles(form, checkpoint_files(name))
     files.check(linears)
-    chosen = dtype if isinstance(dtype, torch.dtype) else config.dtype or torch.float32
     # transformers takes tensors in place of a name, and then does not read its generation config.
-    tensors = files.tensors(linears, chosen)
-    model = load_complete(type(skeleton), None, config=config, state_dict=tensors, dtype=chosen)
+    tensors = files.tensors(linears, dtype)
+    model = load_complete(type(skeleton), None, config=config, state_dict=tensors, dtype=dtype)
     with contextlib.suppress(OSError):  # there is none
         model.generation_config = from_pretrained(GenerationConfig, name)
     for layer, linear in language_linears(model).items():
-        held = files.weight(layer, chosen)
+        held = files.weight(layer, dtype)
         if keep:
             linear.quantized = held
         else:
-            linear.weight.data = held.float().to(chosen)
+            linear.weight.data = held.float().to(dtype)
     return model

@@ -5,20 +5,25 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import os
 import pickle
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from vlora.config import EngineConfig
 from vlora.errors import BadConfig, VLoraError
-from vlora.lora.base_weights import broken_files, checkpoint_files, pickled_files
+from vlora.lora.base_weights import broken_files, checkpoint_files, floating_dtype, pickled_files, stored_tensors
 from vlora.models.families import family_of
 from vlora.models.grouped_loading import load_grouped
 from vlora.models.pretrained import from_pretrained, load_complete
+from vlora.models.stored_groups import GroupedFiles
 from vlora.models.stored_quantized import restore_stored, scales_expected, stored_format, stored_groups
 from vlora.models.supported import max_positions
 
@@ -42,11 +47,8 @@ def load_model(config: EngineConfig, rank: int = 0) -> Any:
     _warn_of_shorter_context(model_config.text_config)
     if config.load_format == "dummy":
         return dummy_model(model_config, config.dtype, device, config.seed)
-    dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
-    stored = stored_format(model_config)
-    plain = copy.copy(model_config)
-    if stored != "none":
-        del plain.quantization_config  # the values are loaded as they are
+    dtype = model_config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+    stored, plain = stored_format(model_config), _without_format(model_config)
     keep, groups = config.quantize == stored, stored_groups(model_config)
     try:
         if groups is not None:
@@ -62,6 +64,72 @@ def load_model(config: EngineConfig, rank: int = 0) -> Any:
         restore_stored(model, checkpoint_files(config.model), stored, keep=keep)
     fits = config.tensor_parallel == 1 and config.quantize == "none"
     return _ready(model, device if fits else torch.device("cpu"))
+
+
+def check_weights(config: EngineConfig, skeleton: Any, linears: Mapping[str, torch.nn.Linear]) -> int:
+    """Load the weights of a checkpoint without their values, so that transformers itself finds what is missing.
+
+    Args:
+        config: With the model and its dtype.
+        skeleton: As from `dummy_model`.
+        linears: The linear layers of its language model.
+
+    Returns:
+        The number of files.
+
+    Raises:
+        BadConfig: A file is missing or broken, or tensors are missing or have other shapes than the configuration.
+        UnsupportedModel: The weights are stored in another form.
+    """
+    try:
+        files = checkpoint_files(config.model) or pickled_files(config.model)
+    except (OSError, ValueError) as error:
+        raise BadConfig(f"the index of its weights cannot be read: {error}") from error
+    if problems := broken_files(files) if files else ["its weights are not on this machine"]:
+        raise BadConfig("; ".join(problems))
+    groups = stored_groups(skeleton.config)
+    if groups is None:
+        tensors = {name: tensor for file in files for name, tensor in stored_tensors(file).items()}
+    else:
+        grouped = GroupedFiles(groups, files)
+        grouped.check(linears)
+        tensors = grouped.tensors(linears, torch.bfloat16)
+    with _without_values() as mode:
+        values = {name: mode.from_tensor(tensor) for name, tensor in tensors.items()}
+        load_complete(type(skeleton), None, config=_without_format(skeleton.config), state_dict=values)
+    return len(files)
+
+
+class _EqualShapes(TorchFunctionMode):
+    """Compares tensors without values by their shapes: an output head with the embeddings that it may be tied to."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0].shape == args[1].shape if func is torch.equal else func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _without_values() -> Iterator[FakeTensorMode]:
+    """Context in which transformers loads tensors of shapes only, and does not report what is missing."""
+    report, threads = logging.getLogger("transformers.modeling_utils"), "HF_DEACTIVATE_ASYNC_LOAD"
+    before = report.disabled, os.environ.get(threads)
+    report.disabled, os.environ[threads] = True, "1"  # values would be real in transformers' threads
+    try:
+        with _EqualShapes(), FakeTensorMode() as mode:
+            yield mode
+    finally:
+        report.disabled = before[0]
+        if before[1] is None:
+            del os.environ[threads]
+        else:
+            os.environ[threads] = before[1]
+
+
+def _without_format(model_config: Any) -> Any:
+    """The config of a checkpoint that is stored quantized, whose stored values are loaded as they are."""
+    plain = copy.copy(model_config)
+    if getattr(plain, "quantization_config", None) is not None:
+        del plain.quantization_config
+    return plain
 
 
 def _reason(model: str, error: Exception) -> str:
@@ -85,7 +153,8 @@ def _warn_of_shorter_context(text: Any) -> None:
 
 
 def read_config(model: str) -> Any:
-    """The transformers config of a folder or hub name. Raises BadConfig, UnsupportedModel."""
+    """The transformers config of a folder or hub name, with the dtype of the weights. Raises BadConfig,
+    UnsupportedModel."""
     try:
         model_config = from_pretrained(AutoConfig, model)
     except (OSError, ValueError) as error:
@@ -95,6 +164,9 @@ def read_config(model: str) -> Any:
     except Exception as error:  # transformers checks fields with errors of several types, or not at all
         raise BadConfig(f"cannot load model {model!r}: its config.json is not valid: {error}") from error
     family_of(model_config)
+    if model_config.dtype is None:  # some checkpoints have it for the text model only, or not at all
+        own = getattr(model_config.text_config, "dtype", None)
+        model_config.dtype = own or floating_dtype(checkpoint_files(model) or pickled_files(model))
     return model_config
 
 

@@ -41,18 +41,26 @@ def from_pretrained(kind: Any, model: str | Path | None, **options: Any) -> Any:
 
 
 def load_complete(kind: Any, model: str | Path | None, **options: Any) -> Any:
-    """Load a model as `from_pretrained`, but not with random weights in the place of missing ones.
+    """Load a model as `from_pretrained`, but not with random weights in the place of missing or other ones.
 
     Raises:
-        BadConfig: Tensors of the model are missing, for which transformers only warns; or as `from_pretrained`.
+        BadConfig: Tensors of the model are missing, for which transformers only warns, or have other shapes; or as
+            `from_pretrained`.
     """
-    loaded, found = from_pretrained(kind, model, output_loading_info=True, **options)
-    if missing := sorted(found["missing_keys"]):
-        others = f" and {len(missing) - 1} other tensors" if len(missing) > 1 else ""
-        name = loaded.config.name_or_path
+    name = str(options["config"].name_or_path if model is None else model)
+    loaded, found = from_pretrained(kind, model, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+    wrong = [
+        *(f"lack {tensor}" for tensor in sorted(found["missing_keys"])),
+        *(
+            f"have {tensor} with the shape {list(stored)}, the configuration has {list(own)}"
+            for tensor, stored, own in sorted(found["mismatched_keys"])
+        ),
+    ]
+    if wrong:
+        more = f" and {len(wrong) - 1} other faults of this kind" * (len(wrong) > 1)
         raise BadConfig(
-            f"cannot load the weights of {name!r}: its files lack {missing[0]}{others}; the checkpoint is incomplete, "
-            "or its config.json is of another model: copy or download it again"
+            f"cannot load the weights of {name!r}: its files {wrong[0]}{more}; the checkpoint is "
+            "incomplete, or its config.json is of another model: copy or download it again"
         )
     return loaded
 

@@ -30,12 +30,25 @@ _WHY_NOT = {
     "mllama": "it reads images through cross-attention layers",
     "qwen3_5": "it has linear-attention layers",
 }
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "moe_intermediate_size")
 
 
-def unsupported_family(model_type: object, families: Iterable[str]) -> UnsupportedModel:
-    """The error for a model type that is not among the supported families."""
-    why = _WHY_NOT.get(str(model_type), "its attention has not been checked against this engine")
+def unsupported_family(config: Any, families: Iterable[str]) -> UnsupportedModel:
+    """The error for a config whose model type is not among the supported families."""
+    model_type = getattr(config, "model_type", None)
+    text = getattr(config, "text_config", config)
+    why = _WHY_NOT.get(str(model_type)) or _experts(text) or "its layers have not been checked against this engine"
     return UnsupportedModel(f"model type {model_type!r} is not supported: {why}. Supported: {', '.join(families)}")
+
+
+def _experts(text: Any) -> str:
+    """Why a text model with experts is not supported; empty for one without."""
+    field = next((name for name in _EXPERTS if getattr(text, name, None)), None)
+    return (
+        ""
+        if field is None
+        else (f"it is a mixture of experts ({field} {getattr(text, field)}), and only dense layers are implemented")
+    )
 
 
 def refuse_unsupported_parts(config: Any, mrope: bool, own_tower: bool) -> None:
@@ -49,9 +62,10 @@ def refuse_unsupported_parts(config: Any, mrope: bool, own_tower: bool) -> None:
     family, text = config.model_type, config.text_config
     stored_format(config)
     if text.model_type not in TEXT_MODELS:
+        why = _experts(text)
         raise UnsupportedModel(
-            f"{family} with a text model of type {text.model_type!r} is not supported; supported text models: "
-            f"{', '.join(sorted(TEXT_MODELS))}"
+            f"{family} with a text model of type {text.model_type!r} is not supported{f': {why}' * bool(why)}; "
+            f"supported text models: {', '.join(sorted(TEXT_MODELS))}"
         )
     layer_types = getattr(text, "layer_types", None) or ()
     windowed = [kind for kind in layer_types if kind != "full_attention"]
