@@ -133,7 +133,7 @@ def test_broken_checkpoints_are_named(folder: Path, vlora_command: Vlora) -> Non
         json.dumps({"metadata": {}, "weight_map": {"a": "b.safetensors"}})
     )
     code, out, _ = vlora_command("check", str(folder))
-    assert code == 1 and "problem     b.safetensors, a file of its weights, is missing" in out
+    assert code == 1 and "problem     b.safetensors, a file of its weights, is missing; download it" in out
 
 
 def test_models_that_are_not_served_are_one_line(folder: Path, vlora_command: Vlora) -> None:

@@ -95,7 +95,7 @@ def check_model(config: EngineConfig, *, adapter_rank: int, memory_bytes: int | 
     """
     config = with_stored_format(config)
     model_config = read_config(config.model)
-    takes_tools = InputProcessor.from_pretrained(config.model).takes_tools
+    processor = InputProcessor.from_pretrained(config.model)
     hf_model = HFModel(dummy_model(model_config, config.dtype, torch.device("meta"), config.seed))
     parameters = list(hf_model.model.parameters())
     weight_bytes = sum(tensor.nbytes for tensor in itertools.chain(parameters, hf_model.model.buffers()))
@@ -145,8 +145,8 @@ def check_model(config: EngineConfig, *, adapter_rank: int, memory_bytes: int | 
     return ModelCheck(
         model_type=hf_model.family.model_type,
         text_model=text.model_type,
-        video=hf_model.family.video,
-        takes_tools=takes_tools,
+        video=processor.takes_videos,
+        takes_tools=processor.takes_tools,
         num_layers=hf_model.num_layers,
         hidden_size=hf_model.hidden_size,
         num_heads=text.num_attention_heads,

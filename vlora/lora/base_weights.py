@@ -126,9 +126,11 @@ def broken_files(files: Iterable[str]) -> list[str]:
         try:
             stored_tensors(file)
         except FileNotFoundError:
-            problems.append(f"{os.path.basename(file)}, a file of its weights, is missing")
+            problems.append(f"{os.path.basename(file)}, a file of its weights, is missing; download it")
         except (OSError, ValueError, SafetensorError) as error:
-            problems.append(f"{os.path.basename(file)}, a file of its weights, cannot be read: {error}")
+            problems.append(
+                f"{os.path.basename(file)}, a file of its weights, cannot be read: {error}; download it again"
+            )
     return problems
 
 

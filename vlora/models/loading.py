@@ -15,7 +15,8 @@ import torch
 from safetensors import SafetensorError
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig
+from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
 from vlora.config import EngineConfig
 from vlora.errors import BadConfig, VLoraError
@@ -164,6 +165,17 @@ def read_config(model: str) -> Any:
     except Exception as error:  # transformers checks fields with errors of several types, or not at all
         raise BadConfig(f"cannot load model {model!r}: its config.json is not valid: {error}") from error
     family_of(model_config)
+    settings = cached_file(
+        model,
+        GENERATION_CONFIG_NAME,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    try:  # transformers goes on without the file, and so without the tokens that end an answer
+        if settings is not None:
+            from_pretrained(GenerationConfig, model)
+    except Exception as error:
+        raise BadConfig(f"cannot read {settings}: {error}; copy or download it again") from error
     if model_config.dtype is None:  # some checkpoints have it for the text model only, or not at all
         own = getattr(model_config.text_config, "dtype", None)
         model_config.dtype = own or floating_dtype(checkpoint_files(model) or pickled_files(model))

@@ -12,6 +12,8 @@ from transformers.utils import logging
 
 from vlora.errors import BadConfig
 
+_POINTER, _POINTER_BYTES = b"version https://git-lfs", 1024
+
 
 def from_pretrained(kind: Any, model: str | Path | None, **options: Any) -> Any:
     """Load an object from a folder or hub name.
@@ -27,6 +29,7 @@ def from_pretrained(kind: Any, model: str | Path | None, **options: Any) -> Any:
     if not sys.stderr.isatty():
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # for terminals only
     if model is not None:
+        _refuse_pointers(Path(model))
         kind = _own_class(kind, model)
     try:
         # Always explicit: by default transformers prompts on the terminal and runs the code if the user agrees.
@@ -38,6 +41,15 @@ def from_pretrained(kind: Any, model: str | Path | None, **options: Any) -> Any:
             f"{str(model)!r} needs custom code (auto_map) for {kind.__name__}, and code from a checkpoint is never "
             "run here; use a checkpoint that transformers supports itself"
         ) from error
+
+
+def _refuse_pointers(folder: Path) -> None:
+    """Raises BadConfig for a clone without the files that Git LFS stores, of which some would be read as others."""
+    for file in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if file.is_file() and file.stat().st_size < _POINTER_BYTES:
+            with file.open("rb") as opened:
+                if opened.read(len(_POINTER)) == _POINTER:
+                    raise BadConfig(f"{file} is a pointer of Git LFS, not the file; run `git lfs pull` in its folder")
 
 
 def load_complete(kind: Any, model: str | Path | None, **options: Any) -> Any:

@@ -20,7 +20,7 @@ from vlora.errors import BadConfig, BadImage, BadRequest
 from vlora.models.families import family_of, placeholder_count
 from vlora.models.processor_files import check_parts, read_parts
 from vlora.models.vision.images import Clip, Region
-from vlora.models.vision.videos import VideoProcessor
+from vlora.models.vision.videos import VIDEO_FAMILIES, VideoProcessor
 from vlora.types import TensorValue, VisionInput
 
 if TYPE_CHECKING:
@@ -107,6 +107,11 @@ class InputProcessor:
     def _videos(self) -> VideoProcessor:
         """Raises BadRequest if the family takes no videos."""
         return VideoProcessor(self.config, self.tokenizer, self.image_processor, self._video_settings)
+
+    @property
+    def takes_videos(self) -> bool:
+        """Whether prompts may have videos. Other families take their frames as images."""
+        return self.config.model_type in VIDEO_FAMILIES
 
     @functools.cached_property
     def special_tokens(self) -> tuple[str, ...]:

@@ -107,7 +107,11 @@ def check_parts(processor: InputProcessor, path: str) -> None:
             elif question not in text:
                 problem = "leaves out the text of a message's parts"
             elif (count := text.count(processor.image_token)) != 1:
-                problem = f"writes {processor.image_token} {count} times for one picture"
+                problem = (
+                    f"writes {processor.image_token} {count} times for one picture, which is token "
+                    f"{processor.image_token_id} of the tokenizer and the model's token for images; template or "
+                    "tokenizer may be another model's"
+                )
     if problem:
         raise BadConfig(
             f"the chat template of {path!r} {problem}; copy this model's template for pictures into "

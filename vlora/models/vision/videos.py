@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SIDES = {"qwen2_vl": 28, "qwen2_5_vl": 28, "qwen3_vl": 32}  # of the tokens that transformers' default limits count
+VIDEO_FAMILIES = frozenset(_SIDES)
 _MIN_TOKENS, _MAX_TOKENS = 128, 768
 _MAX_VIDEO_TOKENS = {"qwen2_vl": 128_000, "qwen2_5_vl": 128_000, "qwen3_vl": 768}
 _MAX_RATIO = 200  # of the sides of a frame
@@ -63,7 +64,7 @@ class VideoProcessor:
         self, config: Any, tokenizer: PreTrainedTokenizerBase, image_processor: Any, settings: Mapping[str, Any]
     ) -> None:
         model_type = config.model_type
-        if model_type not in _SIDES:
+        if model_type not in VIDEO_FAMILIES:
             raise BadRequest(f"a {model_type} model takes no videos here; send their frames as images")
         ids = [config.video_token_id, config.vision_start_token_id, config.vision_end_token_id]
         tokens: list[str] = list(tokenizer.convert_ids_to_tokens(ids))
