@@ -6,20 +6,23 @@ import json
 import math
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 
 from fusion.embedded import checkpoint_path
 from fusion.embedded.model import build_model
 from tests.cli.conftest import Vlora
 from vlora.config import EngineConfig, Quantize
 from vlora.engine import LocalEngine
-from vlora.errors import OverCapacity
+from vlora.errors import BadConfig, OverCapacity
 from vlora.memory.arena import PAGE_BYTES
-from vlora.models.loading import dummy_model, read_config
+from vlora.models import InputProcessor
+from vlora.models.loading import dummy_model, load_model, read_config
 
 ARENA = 24 * 2**20
 LINEARS = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
@@ -134,6 +137,76 @@ def test_broken_checkpoints_are_named(folder: Path, vlora_command: Vlora) -> Non
     )
     code, out, _ = vlora_command("check", str(folder))
     assert code == 1 and "problem     b.safetensors, a file of its weights, is missing; download it" in out
+
+
+def change(file: Path, **fields: object) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+def without(file: Path, part: str, **more: torch.Tensor) -> None:
+    """Rewrite weights without the tensors with `part` in their name, and with more."""
+    kept = {name: tensor for name, tensor in load_file(file).items() if part not in name}
+    save_file(kept | more, file, {"format": "pt"})
+
+
+LAYER = "model.language_model.layers.1.mlp.up_proj"
+STORED = "language_model.model.layers.1.mlp.up_proj"
+
+
+@pytest.mark.parametrize(
+    ("breakage", "named"),
+    [
+        (lambda folder: without(folder / "model.safetensors", STORED), f"its files lack {LAYER}.weight; the"),
+        (
+            lambda folder: without(
+                folder / "model.safetensors", "no tensor", **{f"{LAYER}.weight_scale": torch.ones(1)}
+            ),
+            f"has {LAYER}.weight_scale, a tensor of weights that are stored quantized, but its config.json has no",
+        ),
+        (
+            lambda folder: without(
+                folder / "model.safetensors", f"{STORED}.weight", **{f"{STORED}.weight": torch.ones(3, 2)}
+            ),
+            f"its files have {LAYER}.weight with the shape [3, 2], the configuration has [",
+        ),
+        (
+            lambda folder: (folder / "preprocessor_config.json").write_text(
+                "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n"
+            ),
+            "preprocessor_config.json is a pointer of Git LFS, not the file; run `git lfs pull`",
+        ),
+        (lambda folder: (folder / "generation_config.json").write_text("{"), "generation_config.json: "),
+        (lambda folder: (folder / "tokenizer.json").write_text("{"), "(tokenizer.json, tokenizer_config.json, or"),
+        (
+            lambda folder: (folder / "chat_template.jinja").write_text(
+                "{% for m in messages %}{{ m.content }}{% endfor %}"
+            ),
+            "takes text only: it prints a message's parts as a list; copy this model's template for pictures into",
+        ),
+        (
+            lambda folder: (folder / "chat_template.jinja").write_text("{{ 'a' + messages[0].content }}"),
+            "takes no pictures (the model's chat template rejects these messages: can only concatenate str",
+        ),
+        (
+            lambda folder: change(
+                folder / "processor_config.json",
+                image_processor={"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 7},
+            ),
+            "does not fit the vision tower of this llava model: it makes pixel_values of shape",
+        ),
+    ],
+    ids=["tensor", "scales", "shape", "pointer", "end tokens", "tokenizer", "text", "no list", "patches"],
+)
+def test_a_broken_part_is_named_by_check_and_by_an_engine_or_a_front_end(
+    breakage: Callable[[Path], object], named: str, folder: Path, vlora_command: Vlora
+) -> None:
+    breakage(folder)
+    code, out, error = vlora_command("check", str(folder))
+    assert code in (1, 2) and named in out + error
+    with pytest.raises(BadConfig) as refused:
+        load_model(EngineConfig(model=str(folder)))
+        InputProcessor.from_pretrained(str(folder))
+    assert named in str(refused.value)
 
 
 def test_models_that_are_not_served_are_one_line(folder: Path, vlora_command: Vlora) -> None:

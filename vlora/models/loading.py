@@ -25,7 +25,7 @@ from vlora.models.families import family_of
 from vlora.models.grouped_loading import load_grouped
 from vlora.models.pretrained import from_pretrained, load_complete
 from vlora.models.stored_groups import GroupedFiles
-from vlora.models.stored_quantized import restore_stored, scales_expected, stored_format, stored_groups
+from vlora.models.stored_quantized import refuse_unmarked, restore_stored, scales_expected, stored_format, stored_groups
 from vlora.models.supported import max_positions
 
 log = logging.getLogger(__name__)
@@ -55,6 +55,8 @@ def load_model(config: EngineConfig, rank: int = 0) -> Any:
         if groups is not None:
             model = load_grouped(config.model, plain, groups, dtype, keep=keep)
         else:
+            if stored == "none":
+                refuse_unmarked(name for file in _weight_files(config.model) for name in stored_tensors(file))
             with contextlib.nullcontext() if stored == "none" else scales_expected():
                 model = load_complete(AutoModelForImageTextToText, config.model, dtype=dtype, config=plain)
     except (OSError, ValueError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
@@ -83,7 +85,7 @@ def check_weights(config: EngineConfig, skeleton: Any, linears: Mapping[str, tor
         UnsupportedModel: The weights are stored in another form.
     """
     try:
-        files = checkpoint_files(config.model) or pickled_files(config.model)
+        files = _weight_files(config.model)
     except (OSError, ValueError) as error:
         raise BadConfig(f"the index of its weights cannot be read: {error}") from error
     if problems := broken_files(files) if files else ["its weights are not on this machine"]:
@@ -91,6 +93,8 @@ def check_weights(config: EngineConfig, skeleton: Any, linears: Mapping[str, tor
     groups = stored_groups(skeleton.config)
     if groups is None:
         tensors = {name: tensor for file in files for name, tensor in stored_tensors(file).items()}
+        if stored_format(skeleton.config) == "none":
+            refuse_unmarked(tensors)
     else:
         grouped = GroupedFiles(groups, files)
         grouped.check(linears)
@@ -133,10 +137,14 @@ def _without_format(model_config: Any) -> Any:
     return plain
 
 
+def _weight_files(model: str) -> list[str]:
+    return checkpoint_files(model) or pickled_files(model)
+
+
 def _reason(model: str, error: Exception) -> str:
     """Why weights cannot be loaded: the first broken file, or the error if its cause is none."""
     with contextlib.suppress(OSError, ValueError):
-        if broken := broken_files(checkpoint_files(model) or pickled_files(model)):
+        if broken := broken_files(_weight_files(model)):
             return broken[0]
     return str(error)
 
@@ -164,6 +172,9 @@ def read_config(model: str) -> Any:
         raise
     except Exception as error:  # transformers checks fields with errors of several types, or not at all
         raise BadConfig(f"cannot load model {model!r}: its config.json is not valid: {error}") from error
+    older = getattr(model_config, "compression_config", None)  # the field's name in early compressed-tensors
+    if older is not None and getattr(model_config, "quantization_config", None) is None:
+        model_config.quantization_config = older
     family_of(model_config)
     settings = cached_file(
         model,
@@ -178,7 +189,7 @@ def read_config(model: str) -> Any:
         raise BadConfig(f"cannot read {settings}: {error}; copy or download it again") from error
     if model_config.dtype is None:  # some checkpoints have it for the text model only, or not at all
         own = getattr(model_config.text_config, "dtype", None)
-        model_config.dtype = own or floating_dtype(checkpoint_files(model) or pickled_files(model))
+        model_config.dtype = own or floating_dtype(_weight_files(model))
     return model_config
 
 

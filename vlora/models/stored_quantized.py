@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +31,10 @@ _TYPES: Mapping[tuple[object, object], Quantize] = {
     ("int-quantized", "int"): "int8",
 }
 _SCALE = ".weight_scale"
+# Of compressed-tensors, GPTQ, AWQ, bitsandbytes, block-wise fp8 and ModelOpt.
+_QUANTIZED = re.compile(
+    r"\.(qweight|qzeros|scales|g_idx|weight_(packed|scale|scale_inv|zero_point)|input_scale|SCB|weight\.(absmax|quant_\w+))$"
+)
 
 
 def stored_format(config: Any) -> Quantize:
@@ -85,6 +90,21 @@ def stored_groups(config: Any) -> GroupedForm | None:
         return grouped_form(stored) if isinstance(stored, dict) else None
     except UnsupportedForm as error:
         raise _unsupported(config, str(error)) from error
+
+
+def refuse_unmarked(names: Iterable[str]) -> None:
+    """Refuse tensors of quantized weights in a checkpoint whose config does not say how they are stored.
+
+    transformers would ignore scales, and take values for weights.
+
+    Raises:
+        BadConfig: One of the tensors' names is of a quantized weight.
+    """
+    if found := next(filter(_QUANTIZED.search, names), None):
+        raise BadConfig(
+            f"the checkpoint has {found}, a tensor of weights that are stored quantized, but its config.json has no "
+            "quantization_config; copy config.json of the quantized model, or use the checkpoint in bfloat16"
+        )
 
 
 @contextlib.contextmanager
