@@ -131,7 +131,7 @@ def test_broken_checkpoints_are_named(folder: Path, vlora_command: Vlora) -> Non
     assert code == 1 and "problem     model.safetensors, a file of its weights, cannot be read: " in out
     weights.unlink()
     code, out, _ = vlora_command("check", str(folder))
-    assert code == 1 and "problem     its weights are not on this machine\n" in out
+    assert code == 1 and "problem     its weights are not on this machine: there is no model.safetensors" in out
     (folder / "model.safetensors.index.json").write_text(
         json.dumps({"metadata": {}, "weight_map": {"a": "b.safetensors"}})
     )

@@ -87,8 +87,15 @@ def check_weights(config: EngineConfig, skeleton: Any, linears: Mapping[str, tor
     try:
         files = _weight_files(config.model)
     except (OSError, ValueError) as error:
-        raise BadConfig(f"the index of its weights cannot be read: {error}") from error
-    if problems := broken_files(files) if files else ["its weights are not on this machine"]:
+        raise BadConfig(f"the index of its weights (*.index.json) is broken: {error}; download it again") from error
+    if (
+        problems := broken_files(files)
+        if files
+        else [
+            "its weights are not on this machine: there is no model.safetensors, and no model.safetensors.index.json "
+            "that names its parts; download them"
+        ]
+    ):
         raise BadConfig("; ".join(problems))
     groups = stored_groups(skeleton.config)
     if groups is None:
@@ -167,11 +174,14 @@ def read_config(model: str) -> Any:
     try:
         model_config = from_pretrained(AutoConfig, model)
     except (OSError, ValueError) as error:
-        raise BadConfig(f"cannot load model {model!r}: {error}{_HUB_HINT * (not Path(model).is_dir())}") from error
+        hint = "; copy or download config.json again" if Path(model).is_dir() else _HUB_HINT
+        raise BadConfig(f"cannot load model {model!r}: {error}{hint}") from error
     except VLoraError:
         raise
     except Exception as error:  # transformers checks fields with errors of several types, or not at all
-        raise BadConfig(f"cannot load model {model!r}: its config.json is not valid: {error}") from error
+        raise BadConfig(
+            f"cannot load model {model!r}: its config.json is not valid: {error}; copy or download it again"
+        ) from error
     older = getattr(model_config, "compression_config", None)  # the field's name in early compressed-tensors
     if older is not None and getattr(model_config, "quantization_config", None) is None:
         model_config.quantization_config = older

@@ -90,8 +90,10 @@ class QwenVLTokenizer:
                 f"{file} gives {IMAGE_PAD} the id {found}, but visual.image_start_id of config.json gives it "
                 f"{expected}; they belong to different checkpoints, or the vocabulary is truncated"
             )
-        generation = json.loads(_read_text(model, "generation_config.json") or "{}")
-        raw = isinstance(generation, dict) and generation.get("chat_format") == "raw"
+        try:
+            raw = json.loads(_read_text(model, "generation_config.json") or "{}").get("chat_format") == "raw"
+        except (ValueError, AttributeError) as error:
+            raise BadConfig(f"cannot read generation_config.json of {str(model)!r}: {error}; copy it again") from error
         return PreTrainedTokenizerFast(
             tokenizer_object=tokenizer,
             eos_token=END_OF_TEXT if raw else TURN_END,
