@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "heads": set(),
     "vlora.errors": set(),
     "vlora.wording": set(),
-    "vlora.plan_files": {"vlora.errors", "vlora.wording"},
+    "vlora.plan_files": BASE,
     "vlora.types": {"vlora.errors"},
     "vlora.adapter_files": set(),
     "vlora.confidence": set(),

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Literal, get_args
 
 from vlora.errors import BadConfig
+from vlora.types.adapter_names import OTHER
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 MIN_SECRET = 16
@@ -42,6 +43,8 @@ class Token:
     expires: datetime.datetime | None = None
 
     def __post_init__(self) -> None:
+        if self.name == OTHER:
+            raise BadConfig(f"token {self.name!r} has the label of all other tokens in metrics; give it another name")
         if len(self.secret) < MIN_SECRET or not all("!" <= letter <= "~" for letter in self.secret):
             raise BadConfig(
                 f"token {self.name!r} cannot be used: a token has at least {MIN_SECRET} characters, ASCII and no "

@@ -11,7 +11,7 @@ from fusion.plan.names import next_to_plan
 from fusion.plan.tasks import Head, Metric, Task
 from fusion.plan.teacher_kinds import TeacherPlan
 from vlora.config import Quantize
-from vlora.plan_files.fields import Number, PlanModel, Whole
+from vlora.plan_files.fields import AdapterName, Number, PlanModel, Whole
 
 _MOST_ORDERS = 64
 Packer = Literal["guided", "naive", "first_fit", "jointly"]
@@ -111,7 +111,7 @@ class DomainPlan(PlanModel):
     the model to compare with.
     """
 
-    name: str = Field(max_length=100, pattern=r"^[A-Za-z0-9_-]+$")  # also used as a folder name
+    name: AdapterName = Field(max_length=100, pattern=r"^[A-Za-z0-9_-]+$")  # of folders, and of an adapter of its own
     task: Task | None = None
     source: str | None = None
     data: DataPlan | None = None

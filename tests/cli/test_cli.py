@@ -124,15 +124,15 @@ def test_adapters_are_loaded_pinned_and_unloaded(vlora_command: Vlora, tmp_path:
         server = ("--server", f"127.0.0.1:{running.port}")
         code, out, _ = vlora_command("adapters", "load", "signs", os.path.relpath(folder), *server)
         assert code == 0 and out.splitlines()[0] == "signs  rank 8  0.0 MiB  mergeable"
-        code, out, _ = vlora_command("adapters", "load", "other", folder, "--json", *server)
-        assert code == 0 and json.loads(out)["name"] == "other"
+        code, out, _ = vlora_command("adapters", "load", "lights", folder, "--json", *server)
+        assert code == 0 and json.loads(out)["name"] == "lights"
         code, out, _ = vlora_command("adapters", "pin", "signs", *server)
         assert code == 0 and out.splitlines()[0].endswith("  pinned")
         code, out, _ = vlora_command("adapters", "list", "--json", *server)
         assert [json.loads(line)["pinned"] for line in out.splitlines()] == [False, True]
         code, out, _ = vlora_command("adapters", "unpin", "signs", *server)
         assert code == 0 and not out.splitlines()[0].endswith("  pinned")
-        assert vlora_command("adapters", "unload", "other", "--drain", *server) == (0, "other  unloaded\n", "")
+        assert vlora_command("adapters", "unload", "lights", "--drain", *server) == (0, "lights  unloaded\n", "")
         assert vlora_command("adapters", "unload", "signs", "--json", *server)[1] == '{"name":"signs","drain":false}\n'
         assert vlora_command("adapters", "list", *server) == (0, "no adapters\n", "")
         for command in (("unload", "signs"), ("pin", "signs"), ("load", "signs", str(tmp_path / "nothing"))):

@@ -102,7 +102,7 @@ def test_unloading_ends_the_loads_and_pins_before_it_and_none_after(
     engine = make_engine(background).engine
     engine.load_adapter("old", adapter_folders["narrow4"])
     before = [engine.load_in_background("old", adapter_folders["wide8"]), engine.pin_in_background("old")]
-    other = engine.load_in_background("other", adapter_folders["wide8"])
+    other = engine.load_in_background("second", adapter_folders["wide8"])
     engine.unload_adapter("old")
     for call in before:
         assert isinstance(error_of(call), Aborted) and "adapter 'old' was unloaded" in str(error_of(call))
@@ -113,7 +113,7 @@ def test_unloading_ends_the_loads_and_pins_before_it_and_none_after(
         engine.unload_adapter("fresh")
     after = engine.load_in_background("fresh", adapter_folders["wide8"])
     settle(engine, background)
-    assert other.result().loaded and after.result().loaded and names(engine) == {"fresh", "other"}
+    assert other.result().loaded and after.result().loaded and names(engine) == {"fresh", "second"}
     assert engine.parts.registry.num_known == 2 and engine.stats().adapter_bytes == 0
 
 

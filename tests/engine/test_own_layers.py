@@ -97,4 +97,4 @@ def test_another_base_model_is_refused(reference: CaseReference, tmp_path: Path)
         build_model(reference.family, seed=7), LoraConfig(r=4, target_modules=["embed_tokens"]), tmp_path
     )
     with pytest.raises(Exception, match="is not this base model's weight"):
-        RecordingEngine(reference, None).engine.load_adapter("other", other)
+        RecordingEngine(reference, None).engine.load_adapter("second", other)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from vlora.adapter_files import CONFIG_FILE
 from vlora.cli.cluster_plan import read_cluster
 from vlora.cli.extras import needs
 from vlora.cli.group import cli
@@ -20,6 +21,7 @@ from vlora.cli.settings import EMBEDDED, config_flags, make_config, model_path
 from vlora.config import EngineConfig, ServedBase, ServerConfig
 from vlora.errors import BadAdapter, BadConfig
 from vlora.logging_format import JSON_VARIABLE, LEVEL_VARIABLE, LEVELS, configure
+from vlora.types.adapter_names import name_problem
 
 if TYPE_CHECKING:
     from vlora.cluster.nodes.plan import ClusterPlan
@@ -230,19 +232,25 @@ def served_name(model: str) -> str:
 
 def named_adapters(pairs: tuple[str, ...], folder: Path | None) -> dict[str, str]:
     """Name -> absolute path. Raises BadConfig for malformed or duplicate pairs, BadAdapter for a folder without
-    adapters.
+    adapters or a name that none may have.
     """
     found: dict[str, str] = {}
     if folder is not None:
-        for config in sorted(folder.glob("*/adapter_config.json")):
-            found[config.parent.name] = str(config.parent.resolve())
+        # Not resolved: a volume of Kubernetes replaces the folder behind a link, and its hidden folders hold the same.
+        configs = sorted(folder.glob(f"[!.]*/{CONFIG_FILE}"))
+        found = {config.parent.name: os.path.abspath(config.parent) for config in configs}
         if not found:
-            raise BadAdapter(f"{folder}: contains no folder with an adapter_config.json")
+            itself = (
+                f"; it is an adapter itself: use --adapter NAME={folder}" if (folder / CONFIG_FILE).is_file() else ""
+            )
+            raise BadAdapter(f"{folder}: contains no folder with an {CONFIG_FILE}{itself}")
     for pair in pairs:
         name, equals, path = pair.partition("=")
         if not (name and equals and path):
             raise BadConfig(f"--adapter is {pair!r}; write NAME=PATH")
         if name in found:
             raise BadConfig(f"adapter {name!r} is given twice: {found[name]} and {path}")
-        found[name] = str(Path(path).resolve())
+        found[name] = os.path.abspath(path)
+    for problem in filter(None, map(name_problem, found)):
+        raise BadAdapter(problem)
     return found

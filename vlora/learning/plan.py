@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 
 from vlora.learning.evaluation import Item
 from vlora.plan_files.errors import PlanErrors
-from vlora.plan_files.fields import Number, PlanModel, PlanPath, Whole, check_names
+from vlora.plan_files.fields import AdapterName, Number, PlanModel, PlanPath, Whole, check_names
 from vlora.plan_files.reading import read_model
 from vlora.training.plan import TrainingSettings, check_file
 from vlora.training.records import Record, read_records
@@ -41,7 +41,7 @@ class LearningSettings(PlanModel):
         max_versions: Contents on disk.
     """
 
-    name: str = Field(pattern=NAME)
+    name: AdapterName = Field(pattern=NAME)
     training: TrainingSettings
     data: PlanPath | None = None
     trusted: PlanPath | None = None

@@ -21,11 +21,10 @@ from vlora.lora.peft_format import AdapterHeader, read_header, split_over_ranks
 from vlora.lora.peft_target import SiteShape
 from vlora.parallel.adapter_sharding import ShardingKind
 from vlora.threads import background_executor
-from vlora.types import is_composed
+from vlora.types.adapter_names import MAX_NAME, name_problem
 
 log = logging.getLogger(__name__)
 
-MAX_NAME = 128
 _MAX_READS = 8  # running or queued: few, so that the order of reads follows the current demand
 
 
@@ -330,18 +329,8 @@ class AdapterRegistry:
         return load_adapter(registration.key, header, self._dtype, self._measure, self._base_layers)
 
     def _registration(self, name: str, path: str, version: str) -> Registration:
-        if (
-            not 0 < len(name) <= MAX_NAME
-            or name != name.strip()
-            or name.startswith(".")
-            or not name.isprintable()
-            or any(letter in name for letter in "@/\\")
-            or is_composed(name)
-        ):
-            raise BadAdapter(
-                f"adapter name {name[:MAX_NAME]!r} is invalid: a name has 1 to {MAX_NAME} printable characters, no @, "
-                "+, * or slash, no space at either end, and no dot at the beginning"
-            )
+        if (problem := name_problem(name)) is not None:
+            raise BadAdapter(problem)
         if "\0" in path:
             raise BadAdapter(f"adapter {name!r}: a path cannot contain a null byte")
         header = read_header(Path(path), self._sites, self._hidden_size).expecting(version)

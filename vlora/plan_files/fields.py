@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationInfo
 
+from vlora.types.adapter_names import name_problem
 from vlora.wording.shown import shown
 
 
@@ -19,6 +20,16 @@ def _in_plan_folder(path: Path, info: ValidationInfo) -> Path:
 
 
 PlanPath = Annotated[Path, AfterValidator(_in_plan_folder)]
+
+
+def _usable_name(name: str) -> str:
+    if (problem := name_problem(name)) is not None:
+        raise ValueError(problem)
+    return name
+
+
+AdapterName = Annotated[str, AfterValidator(_usable_name)]
+"""A name under which an adapter will be served."""
 
 
 def _not_a_switch(value: Any) -> Any:

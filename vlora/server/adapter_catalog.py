@@ -12,11 +12,11 @@ from vlora.engine.interface import EngineInterface
 from vlora.errors import BadAdapter, BadRequest, UnknownAdapter, UnknownHead, listed
 from vlora.server.metrics import Metrics
 from vlora.types import AdapterStatus, HeadSummary, TrainingStatus, composed_of, is_composed
+from vlora.types.adapter_names import MAX_NAME, name_problem
 
 T = TypeVar("T")
 
 ERROR_S = 1.0  # for which the cached status of an adapter that failed is used
-_SHOWN = 128  # characters of an unknown name, which may be as long as a message
 
 
 class AdapterCatalog:
@@ -63,7 +63,7 @@ class AdapterCatalog:
         """The adapter's cached status. Raises UnknownAdapter with the available names, also for compositions."""
         if is_composed(name):
             raise UnknownAdapter(
-                f"adapter {name[:_SHOWN]!r} is a composition; a task head belongs to one adapter: name that one",
+                f"adapter {name[:MAX_NAME]!r} is a composition; a task head belongs to one adapter: name that one",
                 field="adapter",
             )
         if self._statuses is None or name not in self._statuses or self._may_have_recovered(name):
@@ -71,7 +71,7 @@ class AdapterCatalog:
         assert self._statuses is not None
         if name not in self._statuses:
             known = listed(self._statuses)
-            raise UnknownAdapter(f"no adapter named {name[:_SHOWN]!r}; registered: {known}", field="adapter")
+            raise UnknownAdapter(f"no adapter named {name[:MAX_NAME]!r}; registered: {known}", field="adapter")
         return self._statuses[name]
 
     async def current(self, name: str) -> AdapterStatus:
@@ -79,7 +79,7 @@ class AdapterCatalog:
         for status in await self._engine.adapters():
             if status.name == name:
                 return status
-        raise UnknownAdapter(f"no adapter named {name[:_SHOWN]!r} is registered", field="adapter")
+        raise UnknownAdapter(f"no adapter named {name[:MAX_NAME]!r} is registered", field="adapter")
 
     async def find_head(self, adapter: str, head: str) -> HeadSummary:
         """Raises UnknownAdapter or UnknownHead, each with the available names."""
@@ -97,7 +97,7 @@ class AdapterCatalog:
             if any(summary.name == head for summary in other.heads)
         ]
         hint = f"; head {head!r} belongs to adapter {listed(owners)}" if owners else ""
-        raise UnknownHead(f"adapter {status.name!r} has no head {head[:_SHOWN]!r}; its heads: {known}{hint}")
+        raise UnknownHead(f"adapter {status.name!r} has no head {head[:MAX_NAME]!r}; its heads: {known}{hint}")
 
     def invalidate(self) -> None:
         """Discard the cached statuses."""
@@ -178,8 +178,10 @@ class AdapterCatalog:
                 "server without it in the plan of --learn to load or unload it"
             )
         if name in self.hidden:
-            raise UnknownAdapter(f"no adapter named {name[:_SHOWN]!r}", field="adapter")
+            raise UnknownAdapter(f"no adapter named {name[:MAX_NAME]!r}", field="adapter")
 
     def _check_name(self, name: str) -> None:
         if name == self._model:
             raise BadAdapter(f"{name!r} is the base model's name; choose another name for the adapter")
+        if (problem := name_problem(name)) is not None:
+            raise BadAdapter(problem)

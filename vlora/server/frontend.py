@@ -33,7 +33,7 @@ from vlora.server.head_results import in_pixels
 from vlora.server.interleave import interleave
 from vlora.server.internal_errors import to_vlora_error
 from vlora.server.learning.served_model import EngineModel
-from vlora.server.metrics import BASE, Metrics
+from vlora.server.metrics import Metrics
 from vlora.server.prompt_encoder import Images, PromptEncoder, SharedImages
 from vlora.server.prompts import (
     Image,
@@ -49,6 +49,7 @@ from vlora.server.security.message_budget import ByteBudget
 from vlora.server.security.public_errors import named
 from vlora.server.streams.registry import StreamRegistry
 from vlora.types import EngineStats, ErrorValue, Request, RequestOutput, SamplingParams, adapter_name
+from vlora.types.adapter_names import BASE
 
 if TYPE_CHECKING:
     from vlora.learning.learning import Learning

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-OTHER = "other"
+from vlora.types.adapter_names import OTHER
+
 _DECAY_EVERY = 4096  # requests
 _CLEARLY = 2.0  # a name needs this many times the requests of a slot's name, so that similar names do not alternate
 

@@ -11,8 +11,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from vlora.errors import error_codes
-from vlora.server.label_slots import OTHER, LabelSlots
+from vlora.server.label_slots import LabelSlots
 from vlora.types import AdapterStatus, EngineStats, Mode, Request, TrainingStatus, is_composed
+from vlora.types.adapter_names import BASE, COMPOSED, OTHER, UNKNOWN
 from vlora.types.training import TrainingState
 
 _FIRST_TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -23,8 +24,6 @@ _REQUEST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 MAX_ADAPTERS = 64
 MAX_TENANTS = 64
 MAX_TRAININGS = 64
-BASE, UNKNOWN, COMPOSED = "base", "unknown", "composed"
-"""Label values of requests without an adapter, with an unknown adapter, and with a composition of adapters."""
 
 _OUTCOMES = ("ok", "cancelled", *error_codes())
 

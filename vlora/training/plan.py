@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 
 from vlora.errors import BadPlan
 from vlora.plan_files.errors import PlanErrors
-from vlora.plan_files.fields import Number, PlanModel, PlanPath, Whole, check_names
+from vlora.plan_files.fields import AdapterName, Number, PlanModel, PlanPath, Whole, check_names
 from vlora.plan_files.reading import read_model
 from vlora.training.records import Records, read_records, unreadable
 
@@ -53,7 +53,7 @@ class TrainingPlan(TrainingSettings):
         bad_records: Refuse: a record that cannot be used is an error. Skip: it is set aside, unless more than half are.
     """
 
-    name: str = Field(pattern=NAME)
+    name: AdapterName = Field(pattern=NAME)
     data: PlanPath
     question: str | None = Field(None, min_length=1)
     held_out: Number = Field(0.1, ge=0, lt=1)

@@ -5,16 +5,15 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from vlora.cluster.adapter_sender import ShippingLimits
 from vlora.cluster.door import Address
 from vlora.cluster.on_ray.settings import Ports
-from vlora.plan_files.fields import Number, PlanModel, PlanPath, Whole
+from vlora.plan_files.fields import AdapterName, Number, PlanModel, PlanPath, Whole
 from vlora.plan_files.reading import read_model
 
 _RANGE = re.compile(r"(\d{1,5})-(\d{1,5})")
@@ -119,18 +118,11 @@ class ClusterPlan(PlanModel):
     ray_ports: PlanPorts = PortRange(20_000, 20_299)
     door_ports: PlanPorts = PortRange(20_300, 20_399)
     model: str = Field("embedded", min_length=1)
-    adapters: dict[str, PlanPath] = Field(default_factory=dict)
+    adapters: dict[AdapterName, PlanPath] = Field(default_factory=dict)
     ship_adapters: bool = Field(False, strict=True)
     shipped_gib: Number = Field(20, gt=0, le=1e6)
     shipped_adapter_gib: Number | None = Field(None, gt=0, le=1e6)
     replicas: ReplicasPlan
-
-    @field_validator("adapters")
-    @classmethod
-    def _named(cls, adapters: Mapping[str, Path]) -> Mapping[str, Path]:
-        if any(not name.strip() for name in adapters):
-            raise ValueError("an adapter has no name")
-        return adapters
 
     @model_validator(mode="after")
     def _ports_suffice(self) -> ClusterPlan:

@@ -1,0 +1,133 @@
+"""Names that adapters may have, at every entry: those that are confused with others are refused with the reason."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import unicodedata
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from fusion.plan.schema import DomainPlan
+from vlora.cli.serve import named_adapters
+from vlora.cluster.nodes.plan import ClusterPlan
+from vlora.config import Token
+from vlora.errors import BadAdapter, BadConfig
+from vlora.learning.plan import LearningSettings
+from vlora.lora import AdapterRegistry
+from vlora.plan_files.fields import PlanModel
+from vlora.server.adapter_catalog import AdapterCatalog
+from vlora.server.metrics import Metrics
+from vlora.training.plan import TrainingPlan
+from vlora.types.adapter_names import name_problem
+
+FORM = "a name has 1 to 128 printable characters, no @, +, * or slash"
+LABEL = "metrics count other requests under the label"
+ALIKE = "it has characters that look like others; write"
+
+NAMES: dict[str, str | None] = {
+    "base": LABEL,
+    "other": LABEL,
+    "composed": LABEL,
+    "unknown": LABEL,
+    "": FORM,
+    " ": FORM,
+    " a": FORM,
+    "a ": FORM,
+    "x" * 128: None,
+    "x" * 129: FORM,
+    ".": FORM,
+    "..": FORM,
+    ".hidden": FORM,
+    "..data": FORM,
+    "a/b": FORM,
+    "../a": FORM,
+    "a\\b": FORM,
+    "a@b": FORM,
+    "a+b": FORM,
+    "0.5*a": FORM,
+    "*": FORM,
+    "a\nb": FORM,
+    "a\x00": FORM,
+    "a\u200bb": FORM,  # without width
+    "\u202eab": FORM,  # written from right to left
+    "a\u00a0b": FORM,  # a space that does not break
+    "a\ud800": FORM,
+    "\uff42ase": ALIKE,  # a wide b
+    "\u2170": ALIKE,  # the number i
+    "cafe\u0301": ALIKE,  # as macOS writes names of files
+    "caf\u00e9": None,
+    "\u8eca": None,
+    "Base": None,  # labels of metrics have a case
+    "default": None,
+    "none": None,
+    "lost": None,
+    "a b": None,
+    "a:b": None,
+    "a=b": None,
+    "0.7": None,
+    "-": None,
+    "checkpoint-500": None,
+}
+
+
+@pytest.mark.parametrize("name", NAMES, ids=ascii)
+def test_each_name_is_accepted_or_refused_with_its_reason(name: str) -> None:
+    problem, want = name_problem(name), NAMES[name]
+    assert (problem is None) == (want is None) and (want or "") in (problem or "")
+    if want == ALIKE:
+        assert problem is not None and repr(unicodedata.normalize("NFKC", name)) in problem
+
+
+def in_catalog(name: str, folder: Path) -> None:
+    catalog = AdapterCatalog(None, Metrics(), "model")  # type: ignore[arg-type]
+    asyncio.run(catalog.load(name, str(folder)))
+
+
+def in_registry(name: str, folder: Path) -> None:
+    AdapterRegistry({}, None, 64).register({name: str(folder)})  # type: ignore[arg-type]
+
+
+def on_command_line(name: str, folder: Path) -> None:
+    named_adapters((f"{name}={folder}",), None)
+
+
+def in_folder(name: str, folder: Path) -> None:
+    (folder / name).mkdir()
+    (folder / name / "adapter_config.json").write_text("{}")
+    named_adapters((), folder)
+
+
+def in_plans(name: str, folder: Path) -> None:
+    named = {"name": name}
+    plans: list[tuple[type[PlanModel], dict[str, Any]]] = [
+        (DomainPlan, named),
+        (TrainingPlan, named),
+        (LearningSettings, named),
+        (ClusterPlan, {"adapters": {name: "folder"}}),
+    ]
+    reasons = []
+    for plan, fields in plans:
+        with pytest.raises(ValidationError) as caught:  # of this and of the missing fields
+            plan.model_validate(fields)
+        reasons += [str(error["msg"]) for error in caught.value.errors() if name in (*error["loc"], error["input"])]
+    assert len(reasons) == len(plans) and len(set(reasons)) == 1
+    raise BadAdapter(reasons[0])
+
+
+@pytest.mark.parametrize("entry", [in_catalog, in_registry, on_command_line, in_folder, in_plans])
+@pytest.mark.parametrize("name", ["base", "other", "composed", "unknown"])
+def test_labels_of_metrics_are_refused_at_every_entry(
+    entry: Callable[[str, Path], None], name: str, tmp_path: Path
+) -> None:
+    with pytest.raises(BadAdapter, match=re.escape(f"{LABEL} {name!r}")):
+        entry(name, tmp_path)
+
+
+def test_a_token_is_not_named_as_all_others_in_metrics() -> None:
+    with pytest.raises(BadConfig, match="token 'other' has the label of all other tokens in metrics"):
+        Token(name="other", secret="0123456789abcdef")
