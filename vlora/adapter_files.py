@@ -1,13 +1,41 @@
-"""The files of an adapter's folder that engines read, and the hash of their content. Loads without torch."""
+"""The files of an adapter's folder: those that engines read, the hash of their content, and other weights beside them.
+
+Loads without torch.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import os
+import re
 from pathlib import Path
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 HEAD_FILES = ("heads.json", "heads.safetensors")
 ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE, *HEAD_FILES)  # in the order of the hash
+
+_WEIGHTS = re.compile(r".+\.(safetensors|bin|pt|pth|ckpt|npy|npz|gguf|h5|msgpack|pkl|pickle)", re.IGNORECASE)
+# Of transformers, accelerate, DeepSpeed and torchtune; `pytorch_model_fsdp` is a copy of the adapter too.
+_TRAINING_STATE = re.compile(
+    r"(optim|(lr_)?scheduler|(grad_)?scaler|sampler|dl_state_dict|rng_state|random_states|custom_checkpoint|recipe_state"
+    r"|train(ing|er)_(args|state)|pytorch_model_fsdp|.*_(optim|model)_states\.).*"
+)
+_OWN = frozenset((*ADAPTER_FILES, "adapter_model.bin", "adapter_model.pt"))  # the latter: copies of the first
+
+
+def other_weights(folder: Path) -> str:
+    """What is wrong with a folder with weights that neither PEFT nor an engine loads; empty if there are none.
+
+    Ignored are the state of the training, hidden files and all folders. Raises OSError.
+    """
+    names = sorted(name for name in os.listdir(folder) if _WEIGHTS.fullmatch(name) and name not in _OWN)
+    for name in names:
+        if name[0] != "." and not _TRAINING_STATE.match(name) and not (folder / name).is_dir():
+            return (
+                f"{name} has weights that PEFT does not load with the adapter, whose answers would lack them; merge "
+                "them into the base model, or remove the file if the adapter was trained without them"
+            )
+    return ""
 
 
 def content_hash(folder: Path) -> str:

@@ -267,7 +267,7 @@ def test_distillation_reduces_the_distance_on_unseen_data(base: str, tmp_path: P
     plan.write_text(plan.read_text().replace(labels, ""))
     with pytest.raises(BadPlan, match=r"has the labels blue, green, red, the adapter's head red, green, blue"):
         convert(tmp_path / "colors", tmp_path / "more", blocks=4, data=read_plan_file(plan))
-    plan.write_text(plan.read_text().replace("name: colors", "name: other"))
-    with pytest.raises(BadPlan, match=r"none of the plan's domains \(other\) has a head in .*, which has colors"):
+    plan.write_text(plan.read_text().replace("name: colors", "name: hues"))
+    with pytest.raises(BadPlan, match=r"none of the plan's domains \(hues\) has a head in .*, which has colors"):
         convert(tmp_path / "colors", tmp_path / "more", blocks=4, data=read_plan_file(plan))
     assert not (tmp_path / "more").exists() and not (tmp_path / "more.unfinished").exists()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
-from vlora.adapter_files import ADAPTER_FILES, CONFIG_FILE, content_hash
+from vlora.adapter_files import ADAPTER_FILES, CONFIG_FILE, content_hash, other_weights
 from vlora.cluster.adapter_incoming import digest_of
 from vlora.cluster.adapter_messages import FilesReply, Finish, Hold, Offer, Piece, ShippedFile
 from vlora.cluster.adapter_state import DesiredAdapter
@@ -68,6 +68,8 @@ class AdapterSender:
                 return known[1]
             files = tuple(ShippedFile(name, size, digest_of(Path(path, name))) for name, size, *_ in stamp)
             found = AdapterContent(content_hash(Path(path)), files)
+            if problem := other_weights(Path(path)):
+                raise BadAdapter(f"{path}: {problem}")
             if _stamp_of(Path(path)) != stamp:
                 raise BadAdapter(f"{path} was changed while it was read; try again once its files are complete")
         except OSError as error:

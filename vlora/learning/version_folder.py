@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
-from vlora.adapter_files import CONFIG_FILE, HEAD_FILES, WEIGHTS_FILE, content_hash
+from vlora.adapter_files import CONFIG_FILE, HEAD_FILES, WEIGHTS_FILE, content_hash, other_weights
 from vlora.errors import BadAdapter
 from vlora.learning.trail import sync_folder
 
@@ -43,6 +43,8 @@ class VersionFolder:
             raise BadAdapter(f"{source} has no {missing[0]}; an adapter is a folder in PEFT's format")
         if headed := [name for name in HEAD_FILES if (source / name).exists()]:
             raise BadAdapter(f"{source} has task heads ({headed[0]}), which later versions would lack; it cannot learn")
+        if problem := other_weights(source):
+            raise BadAdapter(f"{source}: {problem}")
         try:
             self._remove(part)
             part.mkdir()

@@ -18,8 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from heads import HeadSpec, TaskHead, load_heads
-from vlora.adapter_files import CONFIG_FILE, HEAD_FILES, WEIGHTS_FILE, content_hash
-from vlora.errors import BadAdapter
+from vlora.adapter_files import CONFIG_FILE, HEAD_FILES, WEIGHTS_FILE, content_hash, other_weights
+from vlora.errors import BadAdapter, listed
 from vlora.lora.fused_layers import read_targets
 from vlora.lora.layout import run_bytes
 from vlora.lora.peft_settings import invocation_of, refuse_unsupported
@@ -34,6 +34,10 @@ from vlora.lora.peft_target import (
 from vlora.parallel.adapter_sharding import FactorShape, ShardingKind
 from vlora.wording import json_errors
 
+_POINTER = b"version https://git-lfs"
+# In names of tensors that were saved while the model was wrapped: no layer of a model has these names.
+_WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+_NAMED = re.compile(r"(\.lora_(?:embedding_)?[AB])\.default(?=\.(?:weight|bias)$|$)")
 _TENSOR = re.compile(
     r"^base_model\.model\.(?P<module>.+?)\."
     r"(?P<part>lora_A\.weight|lora_B\.weight|lora_B\.bias|lora_magnitude_vector|(base_layer\.)?bias"
@@ -117,14 +121,15 @@ def read_header(
     shapes = _read_shapes(path / WEIGHTS_FILE)
     layers: dict[str, dict[str, str]] = {}
     for tensor in shapes:
-        match = _TENSOR.match(tensor)
+        match = _TENSOR.match(_plain_name(tensor))
         if match is None:
             shared = next((name for name in SHARED_LAYERS if f".{name}." in tensor), None)
             if shared is not None:
                 raise BadAdapter(f"{path}: tensor {tensor!r} belongs to the {SHARED_LAYERS[shared]}{NOT_ADAPTED}")
             raise BadAdapter(f"{path}: tensor {tensor!r} is not a LoRA factor of a linear layer; it is not supported")
         part = "bias" if match["part"] == "base_layer.bias" else match["part"].removeprefix("token_adapter.")
-        layers.setdefault(match["module"], {})[part] = tensor
+        if (twin := layers.setdefault(match["module"], {}).setdefault(part, tensor)) != tensor:
+            raise BadAdapter(f"{path}: {twin!r} and {tensor!r} are the same tensor of {match['module']!r}")
     if not layers:
         raise BadAdapter(f"{path}: {WEIGHTS_FILE} contains no LoRA factors")
     stored = [
@@ -184,6 +189,11 @@ def registered_content(header: AdapterHeader) -> str:
     return found
 
 
+def _plain_name(tensor: str) -> str:
+    """A tensor's name without those of modules around the model and its layers, nor PEFT's of the adapter."""
+    return _NAMED.sub(r"\1", _WRAPPERS.sub("", tensor).removeprefix("module."))
+
+
 def last_place(prompt_ids: tuple[int, ...], invocation: tuple[int, ...]) -> int | None:
     """The last index at which invocation tokens begin, as PEFT's `calculate_alora_offsets`; None without them."""
     places = range(len(prompt_ids) - len(invocation), -1, -1)
@@ -210,9 +220,11 @@ def read_config(path: Path) -> dict[str, Any]:
     """An adapter's configuration, as stored in the folder. Raises BadAdapter if it is missing or malformed."""
     file = path / CONFIG_FILE
     try:
+        _check_file(file)
         config = json.loads(file.read_text())
-    except FileNotFoundError as error:
-        raise BadAdapter(f"{path}: no {CONFIG_FILE}; an adapter is a folder in PEFT's format") from error
+        problem = other_weights(path)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise BadAdapter(f"{path}: no {CONFIG_FILE}; {_without_config(path)}") from error
     except OSError as error:
         raise BadAdapter(f"{file}: cannot read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -220,16 +232,39 @@ def read_config(path: Path) -> dict[str, Any]:
         raise BadAdapter(f"{file}: is not JSON: {why}") from error
     if not isinstance(config, dict):
         raise BadAdapter(f"{file}: contains {type(config).__name__}; expected an object")
+    if problem:
+        raise BadAdapter(f"{path}: {problem}")
     return config
 
 
+def _without_config(path: Path) -> str:
+    """What a path is that is no adapter."""
+    if not path.is_dir():
+        return "it is a file; give the path of its folder" if path.exists() else "there is no such folder"
+    if nested := sorted(file.parent.name for file in path.glob(f"*/{CONFIG_FILE}")):
+        return f"it is a folder of adapters: give the path of one of them ({listed(nested)})"
+    if any(path.glob("model*.safetensors")) or any(path.glob("pytorch_model*.bin")):
+        return "it has the weights of a whole model: serve it with --model, or save the adapter alone"
+    return "an adapter is a folder in PEFT's format"
+
+
+def _check_file(file: Path) -> None:
+    """Raises BadAdapter for a file that stands for another one, which is missing. Raises OSError."""
+    if file.is_symlink() and not file.exists():
+        raise BadAdapter(f"{file}: is a link to {file.readlink()}, which does not exist")
+    with file.open("rb") as stream:
+        if stream.read(len(_POINTER)) == _POINTER:
+            raise BadAdapter(f"{file}: is a pointer of Git LFS, not the file; run `git lfs pull` in its repository")
+
+
 def _read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    if not file.exists():
-        raise BadAdapter(
-            f"{file.parent}: no {WEIGHTS_FILE}; pickled weights (.bin) are not supported, save as safetensors"
-        )
     try:
+        _check_file(file)
         with safe_open(file, framework="pt") as tensors:
             return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    except FileNotFoundError as error:
+        raise BadAdapter(
+            f"{file.parent}: no {WEIGHTS_FILE}; pickled weights (.bin) are not supported, save as safetensors"
+        ) from error
     except (SafetensorError, OSError) as error:
         raise BadAdapter(f"{file}: cannot be read as safetensors ({error}); the file may be truncated") from error

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 
-from vlora.adapter_files import CONFIG_FILE, WEIGHTS_FILE
+from vlora.adapter_files import CONFIG_FILE, WEIGHTS_FILE, other_weights
 from vlora.errors import BadPlan
 from vlora.training.adapter import PREFIX, LoraSettings
 
@@ -32,6 +32,8 @@ def read_start(folder: Path, settings: LoraSettings, name: str) -> Start:
         BadPlan: It cannot be read, or has another rank or scale.
     """
     try:
+        if problem := other_weights(folder):
+            raise ValueError(problem)
         text, weights = (folder / CONFIG_FILE).read_bytes(), (folder / WEIGHTS_FILE).read_bytes()
         config = json.loads(text)
         found = config["r"], config["lora_alpha"], config.get("use_rslora", False)
