@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Literal, get_args
 
 from vlora.errors import BadConfig
-from vlora.types.adapter_names import OTHER
+from vlora.types.composition import OTHER
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 MIN_SECRET = 16

@@ -95,7 +95,10 @@ def only(*names: str) -> Callable[[Path], None]:
 
 
 def content(name: str, body: bytes) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).write_bytes(body) and None
+    def make(folder: Path) -> None:
+        (folder / name).write_bytes(body)
+
+    return make
 
 
 def both(*makers: Callable[[Path], Any]) -> Callable[[Path], None]:
@@ -201,9 +204,11 @@ TRAINER = (
 )
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt")
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1000\n"
-PEFT_03 = ("base_model_name_or_path", "bias", "fan_in_fan_out", "inference_mode", "init_lora_weights", "lora_alpha")
-PEFT_03 += ("layers_pattern", "layers_to_transform", "lora_dropout", "modules_to_save", "peft_type", "r", "revision")
-PEFT_03 += ("target_modules", "task_type")
+PEFT_03 = (
+    *("base_model_name_or_path", "bias", "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern"),
+    *("layers_to_transform", "lora_alpha", "lora_dropout", "modules_to_save", "peft_type", "r", "revision"),
+    *("target_modules", "task_type"),
+)
 
 ROWS = (
     Row("`save_pretrained` of PEFT", lambda _: None),
@@ -326,7 +331,7 @@ class World:
             warnings.simplefilter("ignore")
             loaded = PeftModel.from_pretrained(copy.deepcopy(self.model), str(folder))
         return {
-            name.removeprefix("base_model.model."): layer.get_delta_weight("default")
+            name.removeprefix("base_model.model."): layer.get_delta_weight("default")  # type: ignore[attr-defined]
             for name, layer in loaded.named_modules()
             if isinstance(layer, LoraLayer)
         }

@@ -28,7 +28,7 @@ class Listing:
 def test_requests_of_a_failed_adapter_do_not_list_all_adapters_each(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         engine = Listing()
-        catalog = AdapterCatalog(engine, Metrics(), "base")  # type: ignore[arg-type]
+        catalog = AdapterCatalog(engine, Metrics(), "base", None)  # type: ignore[arg-type]
         monkeypatch.setattr(adapter_catalog, "ERROR_S", 1000.0)
         for _ in range(100):
             assert (await catalog.get("signs")).error == "broken"

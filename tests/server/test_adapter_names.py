@@ -23,7 +23,7 @@ from vlora.plan_files.fields import PlanModel
 from vlora.server.adapter_catalog import AdapterCatalog
 from vlora.server.metrics import Metrics
 from vlora.training.plan import TrainingPlan
-from vlora.types.adapter_names import name_problem
+from vlora.types.composition import name_problem
 
 FORM = "a name has 1 to 128 printable characters, no @, +, * or slash"
 LABEL = "metrics count other requests under the label"
@@ -84,7 +84,7 @@ def test_each_name_is_accepted_or_refused_with_its_reason(name: str) -> None:
 
 
 def in_catalog(name: str, folder: Path) -> None:
-    catalog = AdapterCatalog(None, Metrics(), "model")  # type: ignore[arg-type]
+    catalog = AdapterCatalog(None, Metrics(), "model", None)  # type: ignore[arg-type]
     asyncio.run(catalog.load(name, str(folder)))
 
 

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlora.server.label_slots import LabelSlots
-from vlora.server.metrics import MAX_ADAPTERS, MAX_TENANTS, Metrics
+from vlora.server.metrics import MAX_ADAPTERS, MAX_TENANTS, LabelSlots, Metrics
 from vlora.simulator.sample_requests import make_request
-from vlora.types.adapter_names import OTHER
+from vlora.types.composition import OTHER
 
 
 def test_names_beyond_the_limit_count_as_other_until_they_are_busier() -> None:

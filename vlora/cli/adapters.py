@@ -139,6 +139,8 @@ def _show(adapter: AdapterStatus, *, as_json: bool) -> None:
         merge = f"cannot be served: {adapter.error}" if adapter.error else "read at first use"
     pinned = "  pinned" if adapter.pinned else ""
     click.echo(f"{adapter.name}  rank {adapter.rank}  {adapter.num_bytes / 2**20:.1f} MiB  {merge}{pinned}")
+    for warning in adapter.warnings:
+        click.echo(f"  warning: {warning}")
     for head in adapter.heads:
         frames = f"{head.num_frames} frame{'s' * (head.num_frames != 1)}"
         click.echo(f"  head {head.name}  {head.task} over {frames}: {', '.join(head.labels)}")

@@ -21,7 +21,7 @@ from vlora.cli.settings import EMBEDDED, config_flags, make_config, model_path
 from vlora.config import EngineConfig, ServedBase, ServerConfig
 from vlora.errors import BadAdapter, BadConfig
 from vlora.logging_format import JSON_VARIABLE, LEVEL_VARIABLE, LEVELS, configure
-from vlora.types.adapter_names import name_problem
+from vlora.types.composition import name_problem
 
 if TYPE_CHECKING:
     from vlora.cluster.nodes.plan import ClusterPlan

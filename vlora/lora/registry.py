@@ -21,7 +21,7 @@ from vlora.lora.peft_format import AdapterHeader, read_header, split_over_ranks
 from vlora.lora.peft_target import SiteShape
 from vlora.parallel.adapter_sharding import ShardingKind
 from vlora.threads import background_executor
-from vlora.types.adapter_names import MAX_NAME, name_problem
+from vlora.types.composition import MAX_NAME, name_problem
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationInfo
 
-from vlora.types.adapter_names import name_problem
+from vlora.types.composition import name_problem
 from vlora.wording.shown import shown
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from vlora.config import ServerConfig
 from vlora.errors import BadRequest, DeadlineMissed, OverCapacity, VLoraError
 from vlora.server.metrics import Metrics
-from vlora.types.adapter_names import UNKNOWN
+from vlora.types.composition import UNKNOWN
 
 log = logging.getLogger("vlora.server.frontend")  # the documented name: operators select the lines by it
 

@@ -6,13 +6,20 @@ import asyncio
 import math
 import time
 from collections.abc import Coroutine, Mapping
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
 
 from vlora.engine.interface import EngineInterface
 from vlora.errors import BadAdapter, BadRequest, UnknownAdapter, UnknownHead, listed
+from vlora.server.adapter_prompts import prompt_warnings
 from vlora.server.metrics import Metrics
 from vlora.types import AdapterStatus, HeadSummary, TrainingStatus, composed_of, is_composed
-from vlora.types.adapter_names import MAX_NAME, name_problem
+from vlora.types.composition import MAX_NAME, name_problem
+
+if TYPE_CHECKING:
+    from vlora.models.processing import InputProcessor
 
 T = TypeVar("T")
 
@@ -27,11 +34,13 @@ class AdapterCatalog:
         hidden: Names of versions under evaluation, for no caller.
     """
 
-    def __init__(self, engine: EngineInterface, metrics: Metrics, model: str) -> None:
-        """model: the base model's name; no adapter may have this name."""
+    def __init__(self, engine: EngineInterface, metrics: Metrics, model: str, processor: InputProcessor) -> None:
+        """model: the base model's name; no adapter may have this name. processor: makes the prompts of all adapters."""
         self._engine = engine
         self._metrics = metrics
         self._model = model
+        self._processor = processor
+        self._warnings: dict[str, tuple[str, ...]] = {}  # by adapter, of its folder
         self.learning: frozenset[str] = frozenset()
         self.hidden: set[str] = set()
         self._statuses: dict[str, AdapterStatus] | None = None
@@ -42,7 +51,8 @@ class AdapterCatalog:
 
     async def list(self) -> tuple[AdapterStatus, ...]:
         """Every registered adapter, with its current status."""
-        statuses = tuple(status for status in await self._engine.adapters() if status.name not in self.hidden)
+        found = await self._engine.adapters()
+        statuses = tuple(self._with_warnings(status) for status in found if status.name not in self.hidden)
         self._statuses = {status.name: status for status in statuses}
         self._listed_s = time.monotonic()
         self._metrics.expect(self._statuses)
@@ -110,6 +120,7 @@ class AdapterCatalog:
         for name in paths:
             self._check_name(name)
         await self._engine.register_adapters(paths)
+        await asyncio.to_thread(self._compare, paths)
         self.invalidate()
 
     async def load(self, name: str, path: str) -> AdapterStatus:
@@ -120,16 +131,17 @@ class AdapterCatalog:
 
     async def replace(self, name: str, path: str) -> AdapterStatus:
         """As `load`, for learning adapters and versions under evaluation too."""
-        return await self._complete(self._engine.load_adapter(name, path))
+        return await self._complete(self._load(name, path))
 
     async def unload(self, name: str, drain: bool = False) -> None:
         """Remove an adapter and cancel its requests, or with `drain` let them finish. Raises UnknownAdapter."""
         self._check_changeable(name)
         await self._complete(self._engine.unload_adapter(name, drain))
+        self._warnings.pop(name, None)
 
     async def pin(self, name: str, pinned: bool) -> AdapterStatus:
         """Pin an adapter on the device, or unpin it. Raises UnknownAdapter; OverCapacity when there is no room."""
-        return await self._complete(self._engine.pin_adapter(name, pinned))
+        return self._with_warnings(await self._complete(self._engine.pin_adapter(name, pinned)))
 
     # -- trainings ----------------------------------------------------------------------------------------------------
 
@@ -146,6 +158,18 @@ class AdapterCatalog:
         return await self._engine.cancel_training(name)
 
     # -- internal -----------------------------------------------------------------------------------------------------
+
+    async def _load(self, name: str, path: str) -> AdapterStatus:
+        status = await self._engine.load_adapter(name, path)
+        await asyncio.to_thread(self._compare, {name: path})
+        return self._with_warnings(status)
+
+    def _compare(self, paths: Mapping[str, str]) -> None:
+        for name, path in paths.items():
+            self._warnings[name] = prompt_warnings(name, Path(path), self._processor)
+
+    def _with_warnings(self, status: AdapterStatus) -> AdapterStatus:
+        return msgspec.structs.replace(status, warnings=self._warnings.get(status.name, ()))
 
     def _may_have_recovered(self, name: str) -> bool:
         """Whether a cached error is old: replicas try again, and to list all adapters for each request is too much."""

@@ -49,7 +49,7 @@ from vlora.server.security.message_budget import ByteBudget
 from vlora.server.security.public_errors import named
 from vlora.server.streams.registry import StreamRegistry
 from vlora.types import EngineStats, ErrorValue, Request, RequestOutput, SamplingParams, adapter_name
-from vlora.types.adapter_names import BASE
+from vlora.types.composition import BASE
 
 if TYPE_CHECKING:
     from vlora.learning.learning import Learning
@@ -86,7 +86,7 @@ class FrontEnd:
         self._processor = processor
         self._encoder = PromptEncoder(processor, config)
         self.metrics = Metrics(model, importlib.metadata.version("vlora"))
-        self.adapters = AdapterCatalog(engine, self.metrics, model)
+        self.adapters = AdapterCatalog(engine, self.metrics, model, processor)
         self.streams = StreamRegistry(self, config, self.metrics)
         self.message_budget = ByteBudget(config.max_held_bytes)
         self._requests = ActiveRequests(config, self.metrics)

@@ -1,12 +1,13 @@
-"""Compositions: several adapters on one request, each with a weight, and how they are written.
+"""Names of adapters, and compositions: several adapters on one request, each with a weight, and how they are written.
 
-The text is `a+b`, or `0.7*a+0.3*b` with weights. The delta of a composition is the weighted sum of the adapters'
-deltas. Names of adapters therefore contain neither `+` nor `*`.
+The text of a composition is `a+b`, or `0.7*a+0.3*b` with weights; names of adapters therefore contain neither `+` nor
+`*`. The delta of a composition is the weighted sum of the adapters' deltas.
 """
 
 from __future__ import annotations
 
 import math
+import unicodedata
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -17,7 +18,12 @@ MAX_WEIGHT = 100.0
 RESERVED = "+*"
 """Characters that no adapter's name contains."""
 
-_SHOWN = 128  # characters of a text, which may be as long as a message
+MAX_NAME = 128
+BASE, UNKNOWN, COMPOSED, OTHER = "base", "unknown", "composed", "other"
+"""Label values of metrics: for requests without an adapter, with an unknown adapter and with a composition, and for the
+names beyond a limit."""
+
+_SHOWN = MAX_NAME  # characters of a text, which may be as long as a message
 
 
 class WeightedName(NamedTuple):
@@ -25,6 +31,27 @@ class WeightedName(NamedTuple):
 
     adapter: str
     weight: float
+
+
+def name_problem(name: str) -> str | None:
+    """Why no adapter may have this name; None if one may."""
+    shown = f"adapter name {name[:MAX_NAME]!r} is invalid"
+    if (
+        not 0 < len(name) <= MAX_NAME
+        or name != name.strip()
+        or name.startswith(".")
+        or not name.isprintable()
+        or any(letter in name for letter in "@/\\" + RESERVED)
+    ):
+        return (
+            f"{shown}: a name has 1 to {MAX_NAME} printable characters, no @, +, * or slash, no space at either end, "
+            "and no dot at the beginning"
+        )
+    if (plain := unicodedata.normalize("NFKC", name)) != name:
+        return f"{shown}: it has characters that look like others; write {plain!r}"
+    if name in (BASE, UNKNOWN, COMPOSED, OTHER):
+        return f"{shown}: metrics count other requests under the label {name!r}; choose another name"
+    return None
 
 
 def is_composed(name: str) -> bool:

@@ -35,6 +35,7 @@ class AdapterStatus(msgspec.Struct, frozen=True, kw_only=True):
     pinned: an operator keeps it on the device. sharding: its sharding on several ranks (replicated, slora, bd). loaded:
     its content was read, at load or at first use; until then version is empty, merge_fidelity 0 and mergeable False.
     error: why it cannot be served, after reading failed. num_loads: number of loads of this content to the device.
+    warnings: how the prompts that it is served with differ from those of its training.
     """
 
     name: str
@@ -51,6 +52,7 @@ class AdapterStatus(msgspec.Struct, frozen=True, kw_only=True):
     loaded: bool = True
     error: str | None = None
     num_loads: int = 0
+    warnings: tuple[str, ...] = ()
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,160 @@
+"""What trainers put beside an adapter that changes its prompts: a copy of the base model's files is silent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AddedToken
+
+from tests.families import build_model
+from tests.processors import image_processor, tokenizer
+from vlora.cluster.summary import failed_status
+from vlora.models.processing import InputProcessor
+from vlora.server.adapter_catalog import AdapterCatalog
+from vlora.server.adapter_prompts import prompt_warnings
+from vlora.server.metrics import Metrics
+from vlora.types import AdapterStatus
+
+TEMPLATE, TOKENS, IMAGES = "another chat template", "other tokens", "image processor has another"
+OWN = "{{ 'Q: ' + messages[0].content[0].text + ' A:' }}"
+
+
+@pytest.fixture(scope="module")
+def processor() -> InputProcessor:
+    return InputProcessor(build_model("qwen2_vl").config, tokenizer(), image_processor("qwen2_vl"))
+
+
+def text_of(name: str, text: Callable[[InputProcessor], str]) -> Callable[[InputProcessor, Path], Any]:
+    return lambda base, folder: (folder / name).write_text(text(base))
+
+
+def json_of(name: str, value: Callable[[InputProcessor], Any]) -> Callable[[InputProcessor, Path], Any]:
+    return text_of(name, lambda base: json.dumps(value(base)))
+
+
+def copied(base: InputProcessor, folder: Path) -> None:
+    """As trainers save it."""
+    base.tokenizer.save_pretrained(folder)
+    base.image_processor.save_pretrained(folder)
+
+
+def with_tokens(base: InputProcessor, folder: Path) -> None:
+    copied(base, folder)
+    tokens = type(base.tokenizer).from_pretrained(folder)
+    tokens.add_tokens([AddedToken("<action>"), AddedToken("<stop>", special=True)])
+    tokens.save_pretrained(folder)
+
+
+def template(base: InputProcessor) -> str:
+    return str(base.tokenizer.chat_template)
+
+
+def pixels(base: InputProcessor) -> dict[str, Any]:
+    fields = json.loads(base.image_processor.to_json_string())
+    return fields | {"size": {"shortest_edge": 16, "longest_edge": 32 * 32}}
+
+
+FOLDERS: dict[str, tuple[Callable[[InputProcessor, Path], Any], str | None]] = {
+    "nothing": (lambda base, folder: None, None),
+    "a copy": (copied, None),
+    "a copy of the template": (text_of("chat_template.jinja", template), None),
+    "with a line end": (text_of("chat_template.jinja", lambda base: template(base) + "\n"), None),
+    "in the tokenizer's": (json_of("tokenizer_config.json", lambda base: {"chat_template": template(base)}), None),
+    "among several": (
+        json_of(
+            "tokenizer_config.json",
+            lambda base: {
+                "chat_template": [
+                    {"name": "tool_use", "template": OWN},
+                    {"name": "default", "template": template(base)},
+                ]
+            },
+        ),
+        None,
+    ),
+    "another template": (text_of("chat_template.jinja", lambda _: OWN), TEMPLATE),
+    "another in the tokenizer's": (json_of("tokenizer_config.json", lambda _: {"chat_template": OWN}), TEMPLATE),
+    "another in the processor's": (json_of("chat_template.json", lambda _: {"chat_template": OWN}), TEMPLATE),
+    "another of several": (
+        json_of("tokenizer_config.json", lambda _: {"chat_template": [{"name": "default", "template": OWN}]}),
+        TEMPLATE,
+    ),
+    "further tokens": (with_tokens, f"{TOKENS} than the base model's: '<action>', '<stop>'"),
+    "further tokens of before": (json_of("added_tokens.json", lambda _: {"<s>": 1, "<action>": 9}), "'<action>'"),
+    "moved tokens": (
+        json_of("tokenizer_config.json", lambda _: {"added_tokens_decoder": {"1": {"content": "</s>"}}}),
+        f"{TOKENS} than the base model's: '</s>'",
+    ),
+    "other pictures": (json_of("preprocessor_config.json", pixels), f"{IMAGES} size"),
+    "other pictures of a processor": (
+        json_of("processor_config.json", lambda base: {"image_processor": pixels(base)}),
+        f"{IMAGES} size",
+    ),
+    "no JSON": (text_of("tokenizer_config.json", lambda _: "{"), "cannot be compared with the base model's"),
+    "no text": (lambda _, folder: (folder / "chat_template.jinja").write_bytes(b"\xff"), "cannot be compared"),
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_difference_is_reported_and_a_copy_is_not(
+    name: str, processor: InputProcessor, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make, want = FOLDERS[name]
+    make(processor, tmp_path)
+    with caplog.at_level(logging.WARNING):
+        found = prompt_warnings("signs", tmp_path, processor)
+    assert len(found) == (want is not None) and all(want is not None and want in each for each in found)
+    assert [record.getMessage() for record in caplog.records] == [f"adapter 'signs': {each}" for each in found]
+
+
+class Engine:
+    """Accepts every adapter."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    async def adapters(self) -> tuple[AdapterStatus, ...]:
+        return tuple(failed_status(name, "") for name in self.names)
+
+    async def register_adapters(self, paths: dict[str, str]) -> None:
+        self.names += paths
+
+    async def load_adapter(self, name: str, path: str) -> AdapterStatus:
+        self.names.append(name)
+        return failed_status(name, "")
+
+    async def pin_adapter(self, name: str, pinned: bool) -> AdapterStatus:
+        return failed_status(name, "")
+
+    async def unload_adapter(self, name: str, drain: bool) -> None:
+        self.names.remove(name)
+
+
+def test_answers_to_a_load_and_lists_have_the_warnings(processor: InputProcessor, tmp_path: Path) -> None:
+    plain, own = tmp_path / "plain", tmp_path / "own"
+    plain.mkdir()
+    own.mkdir()
+    (own / "chat_template.jinja").write_text(OWN)
+
+    async def main() -> None:
+        catalog = AdapterCatalog(Engine(), Metrics(), "model", processor)  # type: ignore[arg-type]
+
+        async def warned() -> list[str]:
+            return [status.name for status in await catalog.list() if TEMPLATE in "".join(status.warnings)]
+
+        await catalog.register({"a": str(own), "b": str(plain)})
+        assert await warned() == ["a"]
+        assert TEMPLATE in (await catalog.load("c", str(own))).warnings[0]
+        assert TEMPLATE in (await catalog.pin("c", True)).warnings[0]
+        assert await warned() == ["a", "c"]
+        await catalog.unload("c")
+        assert not (await catalog.load("c", str(plain))).warnings
+        assert await warned() == ["a"]
+
+    asyncio.run(main())
