@@ -6,6 +6,7 @@ it.
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import shutil
@@ -23,10 +24,15 @@ from safetensors.torch import load_file, save_file
 from tests.families import build_model
 from tests.lora.made_adapters import factors_of
 from tests.oracle import save_adapter
-from vlora.errors import BadAdapter
+from vlora.cluster.adapter_sender import AdapterSender, ShippingLimits
+from vlora.errors import BadAdapter, BadPlan
+from vlora.learning.version_folder import VersionFolder
 from vlora.lora import AdapterRegistry, SiteShape
+from vlora.lora.dense_to_lora import convert
 from vlora.lora.peft_format import read_header
 from vlora.models.hf_model import HFModel
+from vlora.training.adapter import LoraSettings
+from vlora.training.start import read_start
 
 PAGE = Path(__file__).parents[2] / "docs" / "adapters.md"
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -369,6 +375,36 @@ def test_a_folder_is_read_as_peft_does_or_refused_with_the_reason(row: Row, worl
         with pytest.raises(BadAdapter) as caught:
             world.of_ours(folder)
         assert row.refused in str(caught.value) and str(folder) in str(caught.value)
+
+
+def converted(world: World, folder: Path) -> None:
+    convert(folder, folder.with_name("out"), 4)
+
+
+def registered(world: World, folder: Path) -> None:
+    AdapterRegistry(world.sites, torch.float32, 64).register({"a": str(folder)})
+
+
+def sent(world: World, folder: Path) -> None:
+    asyncio.run(AdapterSender(ShippingLimits()).content_of(str(folder)))
+
+
+def learning(world: World, folder: Path) -> None:
+    VersionFolder(folder.with_name("versions")).add(folder)
+
+
+def trained_on(world: World, folder: Path) -> None:
+    read_start(folder, LoraSettings(), "a")
+
+
+@pytest.mark.parametrize("read", [converted, registered, sent, learning, trained_on])
+def test_other_weights_are_refused_wherever_a_folder_is_read(
+    read: Callable[[World, Path], None], world: World, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(world.plain, tmp_path / "adapter"))
+    add("vit.safetensors")(folder)
+    with pytest.raises((BadAdapter, BadPlan), match=rf"{folder}.*vit\.safetensors {BESIDE}"):
+        read(world, folder)
 
 
 def test_the_page_has_the_table() -> None:

@@ -113,6 +113,21 @@ def test_a_difference_is_reported_and_a_copy_is_not(
     assert [record.getMessage() for record in caplog.records] == [f"adapter 'signs': {each}" for each in found]
 
 
+def test_a_copy_of_the_tokenizer_s_template_is_silent_where_the_processor_has_another(
+    processor: InputProcessor, tmp_path: Path
+) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    tokens = tokenizer()
+    for folder in (base, adapter):
+        tokens.save_pretrained(folder)
+    tokens = type(tokens).from_pretrained(base)
+    tokens.chat_template = OWN  # the processor's
+    used = InputProcessor(processor.config, tokens, processor.image_processor)
+    assert prompt_warnings("signs", adapter, used) == ()
+    (adapter / "chat_template.jinja").write_text("a third")
+    assert len(prompt_warnings("signs", adapter, used)) == 1
+
+
 class Engine:
     """Accepts every adapter."""
 

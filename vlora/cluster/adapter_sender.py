@@ -64,12 +64,12 @@ class AdapterSender:
             stamp = _stamp_of(Path(path))
             if not any(name == CONFIG_FILE for name, *_ in stamp):
                 return None
+            if problem := other_weights(Path(path)):
+                raise BadAdapter(f"{path}: {problem}")
             if (known := self._known.get(path)) is not None and known[0] == stamp:
                 return known[1]
             files = tuple(ShippedFile(name, size, digest_of(Path(path, name))) for name, size, *_ in stamp)
             found = AdapterContent(content_hash(Path(path)), files)
-            if problem := other_weights(Path(path)):
-                raise BadAdapter(f"{path}: {problem}")
             if _stamp_of(Path(path)) != stamp:
                 raise BadAdapter(f"{path} was changed while it was read; try again once its files are complete")
         except OSError as error:

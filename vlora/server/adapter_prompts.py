@@ -55,7 +55,7 @@ def _differences(folder: Path, processor: InputProcessor) -> Iterator[str]:
         template = own.read_text(encoding="utf-8")
     if isinstance(template, list):
         template = {each["name"]: each["template"] for each in template}.get("default")
-    if template is not None and _same_lines(template) != _same_lines(processor.tokenizer.chat_template):
+    if template is not None and _same_lines(template) not in _templates(processor):
         yield (
             "its folder has another chat template than the base model, whose template is used; an adapter that was "
             "trained with its own answers worse: train it with the base model's, or put its own into the model's folder"
@@ -75,6 +75,15 @@ def _differences(folder: Path, processor: InputProcessor) -> Iterator[str]:
         made, used = type(ours).from_dict(fields).to_dict(), ours.to_dict()
         if differing := [key for key in used if not key.endswith(("_type", "_class")) and made.get(key) != used[key]]:
             yield f"its image processor has another {listed(differing)} than the base model's, which is used"
+
+
+def _templates(processor: InputProcessor) -> Iterator[str]:
+    """The template that is used, then the tokenizer's own: trainers that save the tokenizer alone write that one."""
+    yield _same_lines(processor.tokenizer.chat_template)
+    if place := processor.tokenizer.name_or_path:
+        from vlora.models.pretrained import from_pretrained  # imports transformers, as the processor does
+
+        yield _same_lines(from_pretrained(type(processor.tokenizer), place).chat_template)
 
 
 def _same_lines(template: Any) -> str:
