@@ -249,9 +249,12 @@ def _without_config(path: Path) -> str:
 
 
 def _check_file(file: Path) -> None:
-    """Raises BadAdapter for a file that stands for another one, which is missing. Raises OSError."""
-    if file.is_symlink() and not file.exists():
-        raise BadAdapter(f"{file}: is a link to {file.readlink()}, which does not exist")
+    """Raises BadAdapter for what is no file, or stands for another one, which is missing. Raises OSError."""
+    if not file.exists():
+        if file.is_symlink():
+            raise BadAdapter(f"{file}: is a link to {file.readlink()}, which does not exist")
+    elif not file.is_file():
+        raise BadAdapter(f"{file}: is not a file")
     with file.open("rb") as stream:
         if stream.read(len(_POINTER)) == _POINTER:
             raise BadAdapter(f"{file}: is a pointer of Git LFS, not the file; run `git lfs pull` in its repository")
@@ -266,5 +269,7 @@ def _read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
         raise BadAdapter(
             f"{file.parent}: no {WEIGHTS_FILE}; pickled weights (.bin) are not supported, save as safetensors"
         ) from error
-    except (SafetensorError, OSError) as error:
+    except OSError as error:
+        raise BadAdapter(f"{file}: cannot read: {error.strerror or error}") from error
+    except SafetensorError as error:
         raise BadAdapter(f"{file}: cannot be read as safetensors ({error}); the file may be truncated") from error

@@ -93,7 +93,6 @@ def _same_lines(template: Any) -> str:
 
 def _read(file: Path, kind: Any) -> Any:
     """A JSON file's content; an empty one if there is no file."""
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=kind)
-    except (FileNotFoundError, NotADirectoryError):
+    if not file.is_file():
         return kind() if isinstance(kind, type) else {}
+    return msgspec.json.decode(file.read_bytes(), type=kind)
