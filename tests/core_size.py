@@ -57,7 +57,6 @@ EXCLUDED: Mapping[str, tuple[str, ...]] = {
         "vlora.parallel",
         "vlora.models.sharding",
         "vlora.lora.sharded",
-        "vlora.lora.block_diagonal",
     ),
     "other forms of adapters than LoRA": (
         "vlora.lora.composition",

@@ -27,7 +27,7 @@ from vlora.training.plan import TrainingSettings
 from vlora.types import TrainingStatus
 
 OTHER = "other-token-0123456789"
-ALL = (*TOKENS, Token(name="other", secret=OTHER))
+ALL = (*TOKENS, Token(name="second", secret=OTHER))
 SETTINGS = LearningSettings(name="signs", training=TrainingSettings(steps=1), train_after=None)
 
 

@@ -26,7 +26,7 @@ from tests.lora.made_adapters import factors_of
 from tests.oracle import save_adapter
 from vlora.cluster.adapter_sender import AdapterSender, ShippingLimits
 from vlora.errors import BadAdapter, BadPlan
-from vlora.learning.version_folder import VersionFolder
+from vlora.learning.versions import VersionFolder
 from vlora.lora import AdapterRegistry, SiteShape
 from vlora.lora.dense_to_lora import convert
 from vlora.lora.peft_format import read_header

@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Mapping
 
-from vlora.cluster.adapter_places import places_of
+from vlora.cluster.adapter_home import AdapterHome
 from vlora.cluster.adapter_sender import AdapterSender, ShippingLimits
 from vlora.cluster.adapter_state import AdapterState, DesiredAdapter
 from vlora.cluster.adapters import ReplicatedAdapters
@@ -28,7 +28,7 @@ from vlora.engine.snapshot import EngineLoad, EngineSnapshot
 from vlora.errors import Aborted, BadRequest, EngineDead, UnknownReplica
 from vlora.routing import Report, Room, Router
 from vlora.types import AdapterStatus, EngineStats, Request, RequestOutput, TrainingStatus
-from vlora.types.replicas import AdapterPlace, ClusterStatus
+from vlora.types.replicas import DEVICE, FAILED, HOST, PENDING, REGISTERED, UNKNOWN, AdapterPlace, ClusterStatus
 
 log = logging.getLogger("vlora.cluster")
 
@@ -198,7 +198,7 @@ class Cluster:
 
     async def adapter_places(self) -> tuple[AdapterPlace, ...]:
         """Every adapter on every replica."""
-        return await places_of(self._adapters, self.members)
+        return await _places_of(self._adapters, self.members)
 
     async def train(self, plan: str, *, reopen: bool = True) -> tuple[TrainingStatus, ...]:
         """Raises BadRequest: replicas would train the same adapters in the same folder."""
@@ -351,3 +351,39 @@ class Cluster:
             except EngineDead as error:
                 self._cause = str(error)
                 self._flights.fail_all(error)
+
+
+async def _places_of(adapters: ReplicatedAdapters, members: Mapping[str, Member]) -> tuple[AdapterPlace, ...]:
+    """Where each desired adapter is on each replica, by adapter and then by replica."""
+    by_replica = await adapters.by_replica()
+    found = []
+    for replica, member in sorted(members.items()):
+        home, own = adapters.homes.get(replica), by_replica.get(replica)
+        if home is None or own is None:
+            cause = member.cause if home is None else "it does not answer"
+            found += [_unknown(adapter, replica, cause) for adapter in adapters.state.adapters]
+            continue
+        statuses = {status.name: status for status in own}
+        found += [_place(adapter, home, statuses.get(adapter)) for adapter in adapters.state.adapters]
+    return tuple(sorted(found, key=lambda each: (each.adapter, each.replica)))
+
+
+def _unknown(adapter: str, replica: str, cause: str) -> AdapterPlace:
+    return AdapterPlace(adapter=adapter, replica=replica, state=UNKNOWN, version="", pinned=False, cause=cause)
+
+
+def _place(adapter: str, home: AdapterHome, status: AdapterStatus | None) -> AdapterPlace:
+    failure = home.failures.get(adapter)
+    cause = "" if failure is None else failure.error.message
+    if adapter in home.coming:
+        state, cause = PENDING, home.progress(adapter)
+    elif failure is not None and failure.bars:
+        state = FAILED
+    elif status is None:
+        state = PENDING
+    elif status.error is not None:
+        state, cause = FAILED, status.error
+    else:
+        state = DEVICE if status.resident else HOST if status.loaded else REGISTERED
+    version, pinned = ("", False) if status is None else (status.version, status.pinned)
+    return AdapterPlace(adapter=adapter, replica=home.name, state=state, version=version, pinned=pinned, cause=cause)

@@ -16,7 +16,6 @@ from vlora.cluster.flight import Flight
 from vlora.cluster.held_requests import HeldRequests
 from vlora.cluster.prefix_keys import prefix_keys
 from vlora.cluster.status import Events
-from vlora.cluster.suspects import Suspects
 from vlora.engine.ipc.client import EngineClient
 from vlora.errors import (
     Aborted,
@@ -36,6 +35,27 @@ log = logging.getLogger("vlora.cluster")
 MOVE_S = 0.25  # for the last tokens of a replica from which a request is moved
 MAX_DEATHS = 3  # of replicas under a request, before it counts as the cause
 _NO_CONTENT = (BadAdapter.code, UnknownAdapter.code, AdapterChanged.code)
+
+
+class _Suspects:
+    """Ids of requests that may be the cause of deaths, in order. The first one runs, so a death finds the cause."""
+
+    def __init__(self) -> None:
+        self._ids: list[str] = []
+
+    def add(self, request_id: str) -> bool:
+        """Add a request, unless it is a suspect already. Returns whether it may run now."""
+        if request_id not in self._ids:
+            self._ids.append(request_id)
+        return self._ids[0] == request_id
+
+    def remove(self, request_id: str) -> str | None:
+        """Remove a request that has ended, if it is a suspect. Returns the one that may run now."""
+        if request_id not in self._ids:
+            return None
+        was_first = self._ids[0] == request_id
+        self._ids.remove(request_id)
+        return self._ids[0] if was_first and self._ids else None
 
 
 class Flights:
@@ -76,7 +96,7 @@ class Flights:
         self._adapters = adapters
         self._needs: dict[str, Need] = {}
         self._arrivals = itertools.count()
-        self._suspects = Suspects()
+        self._suspects = _Suspects()
         self._placed: deque[str] = deque()  # requests that `send` has still to follow
         self._is_sending = False
         self._loop = asyncio.get_running_loop()

@@ -23,8 +23,7 @@ from vlora.learning.live_store import Labelled, LiveStore
 from vlora.learning.plan import LearningEntry
 from vlora.learning.selection import agreed, bounded
 from vlora.learning.trail import SERVER
-from vlora.learning.version_status import describe, origin_of
-from vlora.learning.versions import Versions
+from vlora.learning.versions import Versions, describe, origin_of
 from vlora.plan_files.run_lock import lock_folder
 from vlora.types.learning import Comparison, LearningStatus
 

@@ -4,19 +4,101 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import shutil
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
+from vlora.adapter_files import CONFIG_FILE, HEAD_FILES, WEIGHTS_FILE, content_hash, other_weights
 from vlora.errors import AdapterChanged, BadAdapter, BadConfig, BadRequest, VLoraError
 from vlora.learning.evaluation import ServedModel
-from vlora.learning.trail import SERVER, Event, Served, Trail
-from vlora.learning.version_folder import VersionFolder
+from vlora.learning.live_store import LiveStore
+from vlora.learning.trail import SERVER, Event, Served, Trail, sync_folder
+from vlora.types.learning import AdapterVersion, Comparison, VersionState
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+_PART = "incoming.part"
+
+
+class VersionFolder:
+    """A bounded number of contents of an adapter, in folders named by their hashes.
+
+    A folder appears as a whole, with its files on disk, or not at all.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """folder: It is created."""
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._remove(folder / _PART)
+
+    @property
+    def versions(self) -> list[str]:
+        """The hashes, by time."""
+        found = [one for one in self._folder.iterdir() if one.is_dir() and one.name != _PART]
+        return [one.name for one in sorted(found, key=lambda one: one.stat().st_mtime_ns)]
+
+    def path(self, version: str) -> Path:
+        return self._folder / version
+
+    def add(self, source: Path) -> str:
+        """Copy an adapter's files. Returns the hash of what was copied.
+
+        Raises:
+            BadAdapter: The files cannot be copied, or there are task heads.
+        """
+        part = self._folder / _PART
+        if missing := [name for name in (CONFIG_FILE, WEIGHTS_FILE) if not (source / name).is_file()]:
+            raise BadAdapter(f"{source} has no {missing[0]}; an adapter is a folder in PEFT's format")
+        if headed := [name for name in HEAD_FILES if (source / name).exists()]:
+            raise BadAdapter(f"{source} has task heads ({headed[0]}), which later versions would lack; it cannot learn")
+        if problem := other_weights(source):
+            raise BadAdapter(f"{source}: {problem}")
+        try:
+            self._remove(part)
+            part.mkdir()
+            for name in (CONFIG_FILE, WEIGHTS_FILE):
+                shutil.copyfile(source / name, part / name)
+                _sync_file(part / name)
+            sync_folder(part)
+            version = content_hash(part)
+            if self.path(version).is_dir() and self.is_intact(version):
+                os.utime(self.path(version))
+                self._remove(part)
+            else:
+                self._remove(self.path(version))
+                part.rename(self.path(version))
+            sync_folder(self._folder)
+        except OSError as error:
+            raise BadAdapter(f"the adapter in {source} cannot be copied to {self._folder}: {error}") from error
+        return version
+
+    def is_intact(self, version: str) -> bool:
+        """Whether the files have the content of their name."""
+        try:
+            return self.path(version).is_dir() and content_hash(self.path(version)) == version
+        except OSError:
+            return False
+
+    def prune(self, kept: Collection[str], most: int) -> None:
+        """Remove the oldest contents above `most`, but none of `kept`."""
+        others = [one for one in self.versions if one not in kept]
+        for version in others[: max(0, len(others) + len(kept) - most)]:
+            self._remove(self.path(version))
+
+    def _remove(self, folder: Path) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sync_file(file: Path) -> None:
+    with file.open("rb") as opened:
+        os.fsync(opened.fileno())
 
 
 class Versions:
@@ -167,3 +249,45 @@ class Versions:
         loop = asyncio.get_running_loop()
         if not await loop.run_in_executor(self._executor, self.files.is_intact, version):
             raise BadRequest(f"version {version[:12]} of adapter {self.name!r} is damaged; choose another one")
+
+
+def describe(served: Served, trail: Trail, versions: Sequence[str], store: LiveStore) -> tuple[AdapterVersion, ...]:
+    """The versions on disk for operators, newest first. versions: oldest first."""
+    return tuple(_describe(served, trail, one, store) for one in reversed(versions))
+
+
+def origin_of(trail: Trail, version: str) -> str:
+    """Where a version comes from: a training, or a folder."""
+    for entry in trail.entries:
+        if entry.version == version:
+            return str(entry.details.get("origin") or entry.why)
+    return "unknown"
+
+
+def _describe(served: Served, trail: Trail, version: str, store: LiveStore) -> AdapterVersion:
+    evaluated = trail.last(version, "evaluated")
+    began = trail.last(version, "imported", "promoted", "rolled_back")
+    state: VersionState = "kept"
+    if version == served.version:
+        state = "present"
+    elif version in served.before[-1:]:
+        state = "previous"
+    elif began is None and evaluated is not None:
+        state = "refused"
+    details = {} if evaluated is None else evaluated.details
+    counts = store.served(version)
+    last = began or evaluated
+    return AdapterVersion(
+        version=version,
+        state=state,
+        since=0.0 if last is None else last.at,
+        origin=origin_of(trail, version),
+        live=_comparison(details.get("live")),
+        trusted=_comparison(details.get("trusted")),
+        num_answers=sum(one.answered for one in counts),
+        num_wrong=sum(one.wrong for one in counts),
+    )
+
+
+def _comparison(fields: object) -> Comparison | None:
+    return None if fields is None else msgspec.convert(fields, Comparison)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import re
 from collections.abc import Mapping
@@ -20,15 +21,18 @@ from safetensors import SafetensorError, safe_open
 from heads import HeadSpec, TaskHead, load_heads
 from vlora.adapter_files import CONFIG_FILE, HEAD_FILES, WEIGHTS_FILE, content_hash, other_weights
 from vlora.errors import BadAdapter, listed
-from vlora.lora.fused_layers import read_targets
 from vlora.lora.layout import run_bytes
+from vlora.lora.legacy_names import fused_sites
 from vlora.lora.peft_settings import invocation_of, refuse_unsupported
 from vlora.lora.peft_target import (
     NOT_ADAPTED,
+    ROWS,
     SHARED_LAYERS,
+    Part,
     SiteShape,
     StoredLayer,
     TargetHeader,
+    read_target,
     with_tied_tokens,
 )
 from vlora.parallel.adapter_sharding import FactorShape, ShardingKind
@@ -43,6 +47,9 @@ _TENSOR = re.compile(
     r"(?P<part>lora_A\.weight|lora_B\.weight|lora_B\.bias|lora_magnitude_vector|(base_layer\.)?bias"
     r"|lora_embedding_A|lora_embedding_B|(base_layer\.)?weight|ia3_l|(token_adapter\.)?trainable_tokens_delta)$"
 )
+
+# Tensors of a layer with a row per output; so has IA3's vector, unless it is over inputs.
+_BY_OUTPUT = frozenset(("lora_B.weight", *ROWS))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +142,7 @@ def read_header(
     stored = [
         target
         for module, parts in sorted(layers.items())
-        for target in read_targets(StoredLayer(path, config, module, parts, shapes, sites))
+        for target in _read_targets(StoredLayer(path, config, module, parts, shapes, sites))
     ]
     if config.get("trainable_token_indices") is not None and not any(target.is_of_tokens for target in stored):
         raise BadAdapter(f"{path}: trainable_token_indices is set, but {WEIGHTS_FILE} has no weights of tokens")
@@ -161,6 +168,43 @@ def read_header(
             "embedding; activated adapters may have plain LoRA only"
         )
     return header if sharding == "replicated" else split_over_ranks(header, sites)
+
+
+def _read_targets(layer: StoredLayer) -> tuple[TargetHeader, ...]:
+    """Check one layer of an adapter's file. Raises BadAdapter with the reason if it cannot be served.
+
+    Qwen-VL's published code computes queries, keys and values by one layer, `c_attn`. Its outputs are those of q_proj,
+    k_proj and v_proj, one below the other, so each of these gets the whole A and its own rows of B, exactly.
+
+    Returns:
+        A header for each of the base model's layers that it is.
+    """
+    path, config, module, parts, shapes, sites = layer
+    names = fused_sites(module, sites)
+    if not names:
+        return (read_target(layer),)
+    ends = tuple(itertools.accumulate(sites[name].d_out for name in names))
+    by_output = {
+        parts[part] for part in parts if part in _BY_OUTPUT or (part == "ia3_l" and shapes[parts[part]][-1:] == (1,))
+    }
+    for tensor in by_output:
+        if shapes[tensor][:1] != ends[-1:]:
+            raise BadAdapter(
+                f"{path}: tensor {tensor!r} has shape {shapes[tensor]}, but this base model's {module!r} has "
+                f"{ends[-1]} outputs; the adapter was made for another model"
+            )
+    headers: list[TargetHeader] = []
+    for name, start, stop in zip(names, (0, *ends), ends, strict=False):
+        own = {
+            tensor: (stop - start, *shapes[tensor][1:]) if tensor in by_output else shapes[tensor]
+            for tensor in parts.values()
+        }
+        site = dataclasses.replace(sites[name], part=Part(name, start, stop))
+        header = read_target(StoredLayer(path, config, module, parts, own, {module: site}))
+        if header.blocks is not None:
+            raise BadAdapter(f"{path}: use_bdlora is not supported for {module!r}, which is several layers here")
+        headers.append(header)
+    return tuple(headers)
 
 
 def split_over_ranks(header: AdapterHeader, sites: Mapping[str, SiteShape]) -> AdapterHeader:
