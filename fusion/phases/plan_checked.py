@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from fusion.data.load import DomainData, load_domains
-from fusion.plan.families import refuse_heads
 from fusion.plan.lora_size import LoraSize, lora_size, shapes_of
 from fusion.plan.plan_file import PlanFile
 from fusion.plan.schema import Plan
 from fusion.progress.progress import Progress
+from heads import TASKS
+from vlora.models.vision.token_grids import why_no_grid
 from vlora.plan_files.errors import PlanErrors, PlanText
 
 
@@ -44,7 +46,25 @@ def check_plan(file: PlanFile, progress: Progress | None = None) -> PlanChecked:
     size = None if model is None else lora_size(plan, model, errors)
     data = load_domains(plan, errors, progress)
     if model is not None:
-        refuse_heads(plan, {name: own.splits.task for name, own in data.items()}, model.config, errors)
+        _refuse_heads(plan, {name: own.splits.task for name, own in data.items()}, model.config, errors)
     errors.raise_if_any()
     assert size is not None, "a missing size has been reported as an error"
     return PlanChecked(plan, file.text, data, size)
+
+
+def _refuse_heads(plan: Plan, tasks: Mapping[str, str], config: Any, errors: PlanErrors) -> None:
+    """Report each domain with a head that needs a grid of image tokens, if those of this base model form no grid.
+
+    Args:
+        tasks: task by domain name; a domain that is missing here is not checked.
+    """
+    why = why_no_grid(config)
+    if why is None:
+        return
+    for place, domain in enumerate(plan.domains):
+        task = TASKS.get(tasks.get(domain.name, ""))
+        if task is not None and task.reads_images:
+            errors.inside("domains", place).add(
+                f"{task.kind} cannot be trained on {plan.base}: its head reads image tokens as a grid, but {why}; "
+                "choose another base, or another task"
+            )

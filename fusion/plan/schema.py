@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
 from fusion.plan.data_formats import DataPlan, Unlabelled
-from fusion.plan.names import next_to_plan
 from fusion.plan.tasks import Head, Metric, Task
 from fusion.plan.teacher_kinds import TeacherPlan
+from fusion.synthetic.sources import BUILT_IN
 from vlora.config import Quantize
 from vlora.plan_files.fields import AdapterName, Number, PlanModel, Whole
 
@@ -125,7 +126,7 @@ class DomainPlan(PlanModel):
     @field_validator("source")
     @classmethod
     def _folder_from_plan(cls, source: str | None, info: ValidationInfo) -> str | None:
-        return next_to_plan(source, info) if source else source
+        return _next_to_plan(source, info) if source else source
 
     @model_validator(mode="after")
     def _fits(self) -> DomainPlan:
@@ -168,7 +169,7 @@ class Plan(PlanModel):
     @field_validator("base")
     @classmethod
     def _folder_from_plan(cls, base: str, info: ValidationInfo) -> str:
-        return next_to_plan(base, info)
+        return _next_to_plan(base, info)
 
     # A field that the plan sets is applied or refused. A default is not checked here.
     @field_validator("order")
@@ -203,3 +204,11 @@ class Plan(PlanModel):
                 raise ValueError(f"two domains are named {domain.name!r}; names must be unique")
             seen.add(domain.name)
         return self
+
+
+def _next_to_plan(name: str, info: ValidationInfo) -> str:
+    """The full path of a folder next to the plan file; any other name unchanged."""
+    folder = (info.context or {}).get("folder")
+    if folder is None or name == "embedded" or name in BUILT_IN or not os.path.isdir(folder / name):
+        return name
+    return str(folder / name)

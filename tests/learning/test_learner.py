@@ -183,7 +183,7 @@ def test_promotion_and_rollback_by_hand(tmp_path: Path) -> None:
             await learner.promote("ben", version=first[:6], path=None, force=False)
         with pytest.raises(BadRequest, match="no version begins with 'xyz' in adapter 'signs'; on disk: "):
             await learner.roll_back("ben", "xyz")
-        with pytest.raises(BadAdapter, match=r"has no adapter_config\.json; an adapter is a folder in PEFT's format"):
+        with pytest.raises(BadAdapter, match=r"no adapter_config\.json; it is a folder of adapters"):
             await learner.promote("ben", version=None, path=str(tmp_path), force=True)
         await learner.promote("ben", version=second, path=None, force=True)
         assert learner.loaded == second

@@ -14,11 +14,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from vlora.adapter_files import CONFIG_FILE, HEAD_FILES, WEIGHTS_FILE, content_hash, other_weights
+from vlora.adapter_files import CONFIG_FILE, HEAD_FILES, WEIGHTS_FILE, content_hash
 from vlora.errors import AdapterChanged, BadAdapter, BadConfig, BadRequest, VLoraError
 from vlora.learning.evaluation import ServedModel
 from vlora.learning.live_store import LiveStore
 from vlora.learning.trail import SERVER, Event, Served, Trail, sync_folder
+from vlora.lora.peft_format import read_config
 from vlora.types.learning import AdapterVersion, Comparison, VersionState
 
 log = logging.getLogger(__name__)
@@ -54,12 +55,9 @@ class VersionFolder:
             BadAdapter: The files cannot be copied, or there are task heads.
         """
         part = self._folder / _PART
-        if missing := [name for name in (CONFIG_FILE, WEIGHTS_FILE) if not (source / name).is_file()]:
-            raise BadAdapter(f"{source} has no {missing[0]}; an adapter is a folder in PEFT's format")
+        read_config(source)
         if headed := [name for name in HEAD_FILES if (source / name).exists()]:
             raise BadAdapter(f"{source} has task heads ({headed[0]}), which later versions would lack; it cannot learn")
-        if problem := other_weights(source):
-            raise BadAdapter(f"{source}: {problem}")
         try:
             self._remove(part)
             part.mkdir()
