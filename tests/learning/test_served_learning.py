@@ -119,8 +119,8 @@ def test_an_adapter_without_the_setting_is_not_kept(world: World, tmp_path: Path
     own = fresh(world, tmp_path)
 
     async def work(serving: Serving) -> None:
-        await serving.front.adapters.load("other", str(own.initial))
-        answer = await serving.ask("what is shown ?", adapter="other")
+        await serving.front.adapters.load("second", str(own.initial))
+        answer = await serving.ask("what is shown ?", adapter="second")
         with pytest.raises(BadRequest, match="no answer with id"):
             await serving.learning.correct(answer.request_id, "red", ADMIN)
         assert (await serving.learner.status()).num_records == 0

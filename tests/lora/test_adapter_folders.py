@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from tests.families import build_model
 from tests.lora.made_adapters import factors_of
 from tests.oracle import save_adapter
+from vlora.adapter_files import other_weights
 from vlora.cluster.adapter_sender import AdapterSender, ShippingLimits
 from vlora.errors import BadAdapter, BadPlan
 from vlora.learning.versions import VersionFolder
@@ -204,6 +205,14 @@ def old_and_new(found: Tensors) -> Tensors:
     }
 
 
+def of_two(found: Tensors) -> Tensors:
+    return {
+        name.replace(".weight", f".{adapter}.weight"): each + 1 * (adapter == "signs")
+        for name, each in found.items()
+        for adapter in ("default", "signs")
+    }
+
+
 TRAINER = (
     *("optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state.pth", "rng_state_1.pth", "training_args.bin"),
     *("trainer_state.json", "README.md", "all_results.json", "trainer_log.jsonl", "runs/events.out"),
@@ -284,8 +293,8 @@ ROWS = (
         "the same with another name than `default`",
         rename(lambda name: name.replace(".weight", ".signs.weight")),
         "nothing",
-        "lora_A.signs.weight'",
     ),
+    Row("the same of two adapters", tensors(of_two), refused="are the same tensor of"),
     Row("one layer under its present name and one of before transformers 5", tensors(old_and_new), "all", "same layer"),
     Row(
         "a tensor that is of no adapter",
@@ -375,6 +384,42 @@ def test_a_folder_is_read_as_peft_does_or_refused_with_the_reason(row: Row, worl
         with pytest.raises(BadAdapter) as caught:
             world.of_ours(folder)
         assert row.refused in str(caught.value) and str(folder) in str(caught.value)
+
+
+OTHER_WEIGHTS = (
+    *("v_head.bin", "mm_projector.bin", "resampler.pt", "ema_weights.pth", "Vit.Safetensors", "weights.npz", "a.ckpt"),
+    *("model.safetensors", "pytorch_model.bin", "model-00001-of-00002.safetensors", "ft-model-00001.safetensors"),
+    *(
+        "adapters.safetensors",
+        "adapter.gguf",
+        "adapter_0.pt",
+        "flax_model.msgpack",
+        "patch_predictor.pt",
+        "tf_model.h5",
+    ),
+)
+NO_WEIGHTS = (
+    *(
+        "optimizer.pt",
+        "optimizer.bin",
+        "optimizer_1.bin",
+        "scheduler.pt",
+        "lr_scheduler.bin",
+        "scaler.pt",
+        "sampler.bin",
+    ),
+    *("rng_state.pth", "rng_state_7.pth", "random_states_0.pkl", "custom_checkpoint_0.pkl", "training_args.bin"),
+    *("training_state.pt", "pytorch_model_fsdp.bin", "pytorch_model_fsdp_rank0.bin", "dl_state_dict.bin"),
+    *("zero_pp_rank_0_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt", "recipe_state.pt", "latest"),
+    *("adapter_model.bin", "adapter_model.pt", "heads.safetensors", ".hidden.bin", "vocab.json", "tokenizer.model"),
+)
+
+
+@pytest.mark.parametrize("name", [*OTHER_WEIGHTS, *NO_WEIGHTS])
+def test_names_tell_other_weights_from_the_state_of_a_training(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).touch()
+    (tmp_path / f"folder-{name}").mkdir()
+    assert other_weights(tmp_path).startswith(f"{name} has weights") == (name in OTHER_WEIGHTS)
 
 
 def converted(world: World, folder: Path) -> None:

@@ -41,7 +41,7 @@ from vlora.wording import json_errors
 _POINTER = b"version https://git-lfs"
 # In names of tensors that were saved while the model was wrapped: no layer of a model has these names.
 _WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-_NAMED = re.compile(r"(\.lora_(?:embedding_)?[AB])\.default(?=\.(?:weight|bias)$|$)")
+_NAMED = re.compile(r"(\.lora_(?:embedding_)?[AB])\.(?!weight$|bias$)\w+(?=\.(?:weight|bias)$|$)")
 _TENSOR = re.compile(
     r"^base_model\.model\.(?P<module>.+?)\."
     r"(?P<part>lora_A\.weight|lora_B\.weight|lora_B\.bias|lora_magnitude_vector|(base_layer\.)?bias"
