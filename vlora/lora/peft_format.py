@@ -170,43 +170,6 @@ def read_header(
     return header if sharding == "replicated" else split_over_ranks(header, sites)
 
 
-def _read_targets(layer: StoredLayer) -> tuple[TargetHeader, ...]:
-    """Check one layer of an adapter's file. Raises BadAdapter with the reason if it cannot be served.
-
-    Qwen-VL's published code computes queries, keys and values by one layer, `c_attn`. Its outputs are those of q_proj,
-    k_proj and v_proj, one below the other, so each of these gets the whole A and its own rows of B, exactly.
-
-    Returns:
-        A header for each of the base model's layers that it is.
-    """
-    path, config, module, parts, shapes, sites = layer
-    names = fused_sites(module, sites)
-    if not names:
-        return (read_target(layer),)
-    ends = tuple(itertools.accumulate(sites[name].d_out for name in names))
-    by_output = {
-        parts[part] for part in parts if part in _BY_OUTPUT or (part == "ia3_l" and shapes[parts[part]][-1:] == (1,))
-    }
-    for tensor in by_output:
-        if shapes[tensor][:1] != ends[-1:]:
-            raise BadAdapter(
-                f"{path}: tensor {tensor!r} has shape {shapes[tensor]}, but this base model's {module!r} has "
-                f"{ends[-1]} outputs; the adapter was made for another model"
-            )
-    headers: list[TargetHeader] = []
-    for name, start, stop in zip(names, (0, *ends), ends, strict=False):
-        own = {
-            tensor: (stop - start, *shapes[tensor][1:]) if tensor in by_output else shapes[tensor]
-            for tensor in parts.values()
-        }
-        site = dataclasses.replace(sites[name], part=Part(name, start, stop))
-        header = read_target(StoredLayer(path, config, module, parts, own, {module: site}))
-        if header.blocks is not None:
-            raise BadAdapter(f"{path}: use_bdlora is not supported for {module!r}, which is several layers here")
-        headers.append(header)
-    return tuple(headers)
-
-
 def split_over_ranks(header: AdapterHeader, sites: Mapping[str, SiteShape]) -> AdapterHeader:
     """The same adapter with both factors of every layer split (S-LoRA), if the layer is split and its shape divides.
 
@@ -242,6 +205,43 @@ def last_place(prompt_ids: tuple[int, ...], invocation: tuple[int, ...]) -> int 
     """The last index at which invocation tokens begin, as PEFT's `calculate_alora_offsets`; None without them."""
     places = range(len(prompt_ids) - len(invocation), -1, -1)
     return next((at for at in places if prompt_ids[at : at + len(invocation)] == invocation), None)
+
+
+def _read_targets(layer: StoredLayer) -> tuple[TargetHeader, ...]:
+    """Check one layer of an adapter's file. Raises BadAdapter with the reason if it cannot be served.
+
+    Qwen-VL's published code computes queries, keys and values by one layer, `c_attn`. Its outputs are those of q_proj,
+    k_proj and v_proj, one below the other, so each of these gets the whole A and its own rows of B, exactly.
+
+    Returns:
+        A header for each of the base model's layers that it is.
+    """
+    path, config, module, parts, shapes, sites = layer
+    names = fused_sites(module, sites)
+    if not names:
+        return (read_target(layer),)
+    ends = tuple(itertools.accumulate(sites[name].d_out for name in names))
+    by_output = {
+        parts[part] for part in parts if part in _BY_OUTPUT or (part == "ia3_l" and shapes[parts[part]][-1:] == (1,))
+    }
+    for tensor in by_output:
+        if shapes[tensor][:1] != ends[-1:]:
+            raise BadAdapter(
+                f"{path}: tensor {tensor!r} has shape {shapes[tensor]}, but this base model's {module!r} has "
+                f"{ends[-1]} outputs; the adapter was made for another model"
+            )
+    headers: list[TargetHeader] = []
+    for name, start, stop in zip(names, (0, *ends), ends, strict=False):
+        own = {
+            tensor: (stop - start, *shapes[tensor][1:]) if tensor in by_output else shapes[tensor]
+            for tensor in parts.values()
+        }
+        site = dataclasses.replace(sites[name], part=Part(name, start, stop))
+        header = read_target(StoredLayer(path, config, module, parts, own, {module: site}))
+        if header.blocks is not None:
+            raise BadAdapter(f"{path}: use_bdlora is not supported for {module!r}, which is several layers here")
+        headers.append(header)
+    return tuple(headers)
 
 
 def _heads(path: Path, hidden_size: int) -> dict[str, TaskHead]:
