@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -399,6 +399,26 @@ def test_idle_time_earns_no_credit() -> None:
         shares.remove(tracked)
     late = [add_request("c", "c@1"), add_request("a", "a@3")]
     assert [t.request_id for t in scheduling_order(late[::-1], [shares])] == ["c", "a"], "a's service is remembered"
+
+
+@pytest.mark.parametrize("name_of", [adapter_of, tenant_of])
+@pytest.mark.parametrize(("own", "others", "expected"), [(100, 1000, 1000), (1000, 100, 1000), (0, 1000, 1000)])
+def test_a_name_that_returns_starts_beside_the_others(
+    name_of: Callable[[TrackedRequest], str | None], own: int, others: int, expected: int
+) -> None:
+    """A name that idled keeps its counter, and starts at the lowest counter of the others if its own is lower."""
+    shares = FairShares({"*": 1.0}, name_of)
+    idler, other, returned = (
+        TrackedRequest(make_request(request_id, f"{name}@1", tenant=name), 0.0, None)
+        for request_id, name in (("a1", "a"), ("b1", "b"), ("a2", "a"))
+    )
+    shares.add(idler)
+    shares.add(other)
+    shares.count_service(idler, own)
+    shares.remove(idler)
+    shares.count_service(other, others)
+    shares.add(returned)
+    assert shares.starts([returned, other]) == [expected, others]
 
 
 def test_fair_shares_protect_an_adapter_from_a_flood_of_another() -> None:

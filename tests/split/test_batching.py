@@ -152,6 +152,21 @@ def test_a_late_client_gets_no_credit_for_its_absence() -> None:
     assert served.index("later") > 0  # b and c had not been served, so "late" starts like them
 
 
+def test_a_client_that_returns_gets_no_credit_for_its_idle_time() -> None:
+    calls = queue()
+    for step in range(40):
+        calls.add(Call("a", 0, 64, float(step)))
+        calls.next(float(step))
+    calls.add(Call("a", 0, 64, 40.0))
+    calls.add(Call("b", 1, 64, 40.0))
+    served = []
+    for _ in range(8):
+        (call,) = calls.next(40.0)
+        served.append(call.client)
+        calls.add(dataclasses.replace(call, first=0))
+    assert served.count("a") == served.count("b") == 4
+
+
 def test_a_client_that_used_much_is_not_stopped_for_long() -> None:
     calls = queue()
     for step in range(1000):
