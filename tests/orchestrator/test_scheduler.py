@@ -428,13 +428,12 @@ def test_preempted_requests_enter_before_new_ones() -> None:
 
 
 @pytest.mark.usefixtures("no_kv_admission")
-def test_the_oldest_preempts_a_protected_request_that_is_not_ready() -> None:
+def test_the_oldest_ready_request_preempts_an_older_protected_one_that_is_not_ready() -> None:
     simulation = tight(Script("x", "y", "x", "y"), 3, max_step_tokens=8)
-    simulation.add(make_request("y", prompt=10, max_tokens=2), make_request("x", "a", prompt=10, max_tokens=2))
-    here, gone = (MemoryView(resident=frozenset(names), mergeable=frozenset()) for names in ("a", ""))
-    for view, preempted in ((here, ()), (here, ("x",)), (here, ()), (gone, ())):
-        batch = simulation.scheduler.schedule(view)
-        assert batch is not None and batch.preempted == preempted
+    simulation.add(make_request("x", "a", prompt=10, max_tokens=2), make_request("y", prompt=10, max_tokens=2))
+    for resident, preempted in (("a", ""), ("", "x"), ("a", "y"), ("", "x")):  # x cannot run without its adapter
+        batch = simulation.scheduler.schedule(MemoryView(resident=frozenset(resident), mergeable=frozenset()))
+        assert batch is not None and batch.preempted == tuple(preempted)
         simulation.scheduler.record(batch, simulation.machine.run(batch))
 
 
