@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import threading
 from collections.abc import Set
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
@@ -123,6 +125,41 @@ def test_other_ranks_pack_what_rank_0_packs() -> None:
     pool.evict("c@1")
     assert not check_packed(layers, pool.resident) and not check_packed(layers_there, there.pool.resident)
     assert there.pool.resident == pool.resident == {"a@1", "b@1", "d@1"}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_pages_are_freed_only_after_a_running_copy(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """Otherwise the copy would write over the pages of their next owner."""
+    events: list[str] = []
+    running, freed = threading.Event(), threading.Event()
+    arena = Arena(NUM_PAGES, torch.device("cpu"))
+    adapter_cache = AdapterCache(PageAllocator(NUM_PAGES, 2, copy=arena.copy), MAX_PAGES)
+
+    def free(key: str) -> None:
+        events.append(f"freed {key}")
+        if key == "a@1":
+            freed.set()
+        AdapterCache.free(adapter_cache, key)
+
+    def copy(source: torch.Tensor, target: torch.Tensor) -> None:
+        running.set()
+        freed.wait(0.1)  # long enough for an eviction that does not wait
+        events.append("copied")
+        if fails:
+            raise RuntimeError("copy failed")
+
+    monkeypatch.setattr(adapter_cache, "free", free)
+    layers = linears()
+    with ThreadPoolExecutor(1) as background:
+        transfer = HostTransfer(background)
+        monkeypatch.setattr(transfer, "start", functools.partial(background.submit, copy))
+        pool = AdapterPool(arena, adapter_cache, transfer, layers, {}, tuple(layers))
+        assert pool.load(ADAPTERS["a"]) and pool.load(ADAPTERS["b"])
+        running.wait()
+        pool.evict("b@1")  # its copy is queued
+        pool.evict("a@1")
+        assert events == ["freed b@1", "copied", "freed a@1"]
+    assert not pool.loading and adapter_cache.num_pages == 0 and not pool.collect()
 
 
 def test_adapters_of_this_module_have_the_expected_sizes() -> None:
