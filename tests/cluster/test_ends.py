@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from msgspec.structs import replace
 
 from tests.cluster.in_process import run_virtually
 from tests.cluster.in_process_cluster import cluster_of
 from tests.cluster.running import outputs_of
+from tests.cluster.sleeping_engine import SleepingEngine
 from tests.cluster.test_cluster import asked, check
 from vlora.cluster import members
-from vlora.errors import BadRequest, Disconnected
+from vlora.errors import BadRequest, DeadlineUnreachable, Disconnected
+from vlora.types import Request
 
 
 def test_a_suspect_continues_when_its_replica_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,6 +84,50 @@ def test_the_latency_bound_also_ends_an_answer_that_waits(monkeypatch: pytest.Mo
             error = (await answer)[-1].error
             assert error is not None and error.code == "deadline_missed"
             assert 3.0 < loop.time() - began_s < 3.3
+
+    run_virtually(main())
+
+
+@pytest.mark.parametrize("at_s", [1.0, 5.0])
+@pytest.mark.parametrize("how", ["drained", "died", "all died"])
+def test_a_request_that_moves_is_not_refused_for_its_first_token_again(
+    monkeypatch: pytest.MonkeyPatch, how: str, at_s: float
+) -> None:
+    """The replicas refuse whatever they would have to answer first within 3 s, and compute no token for 2 s."""
+    bounds: list[float | None] = []
+    add, step = SleepingEngine.add, SleepingEngine.step
+
+    def refusing(self: SleepingEngine, request: Request) -> None:
+        bounds.append(request.max_ttft_s)
+        if request.max_ttft_s is not None and request.max_ttft_s < 3.0:
+            raise DeadlineUnreachable("the deadline cannot be met")
+        add(self, request)
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(SleepingEngine, "add", refusing)
+        monkeypatch.setattr(
+            SleepingEngine, "step", lambda engine: step(engine) if loop.time() > began_s + at_s + 2.0 else ()
+        )
+        async with cluster_of(monkeypatch, 2) as here:
+            began_s = loop.time()
+            request = replace(asked("r", 5), max_ttft_s=3.5)
+            answer = asyncio.create_task(outputs_of(here.cluster, request))
+            await asyncio.sleep(at_s)
+            first = here.where("r")
+            if how == "drained":
+                await here.cluster.drain(first, 0.4)
+            else:
+                for name in [first] if how == "died" else "ab":
+                    here.replicas[name].kill()
+                await asyncio.sleep(0.5)
+                for replica in here.replicas.values():
+                    replica.start()
+            timings = check(request, await asyncio.wait_for(answer, 60)).timings
+            assert timings is not None and timings.num_moves + timings.num_deaths == 1
+            assert bounds[0] is not None and 3.0 < bounds[0] <= 3.5 and len(bounds) == 2
+            late = await outputs_of(here.cluster, replace(asked("late", 5), max_ttft_s=1.0))
+            assert late[-1].error is not None and late[-1].error.code == "deadline_unreachable", "the first time it is"
 
     run_virtually(main())
 

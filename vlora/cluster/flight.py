@@ -70,6 +70,12 @@ class Flight:
             self._version, self._stays = version, True
 
     @property
+    def answer_by(self) -> float | None:
+        """When the first answer is due; None without a bound, and after the first attempt, since it was accepted."""
+        bounds = [bound for bound in (self.request.max_ttft_s, self.request.max_latency_s) if bound is not None]
+        return self.began_s + min(bounds) if bounds and not self._attempt else None
+
+    @property
     def attempt_id(self) -> str:
         """The request id of the current attempt."""
         return self.request.request_id if self._attempt <= 1 else f"{self.request.request_id}#{self._attempt}"

@@ -245,7 +245,6 @@ class Flights:
 
     def _need(self, flight: Flight) -> Need:
         request = flight.request
-        first_s = [bound for bound in (request.max_ttft_s, request.max_latency_s) if bound is not None]
         old = self._needs.get(request.request_id)
         need = self._needs[request.request_id] = Need(
             request_id=request.request_id,
@@ -254,7 +253,7 @@ class Flights:
             arrival=next(self._arrivals) if old is None else old.arrival,
             priority=request.priority,
             tenant=request.tenant,
-            answer_by=flight.began_s + min(first_s) if first_s and not flight.tokens else None,
+            answer_by=flight.answer_by,
             returned=old is not None,
             prefix=self._prefix(request) if old is None else old.prefix,
             version=flight.version,
