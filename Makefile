@@ -8,7 +8,7 @@ VENV := .venv
 STAMP := $(VENV)/.installed
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: install demo test test-all test-fast console-test lint bench gpu clean
+.PHONY: install demo test test-all test-gpu-sim test-touched test-release test-fast console-test lint bench gpu clean
 
 install: $(STAMP)
 
@@ -32,9 +32,27 @@ PYTEST = PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -q -n $(WORKERS) 
 test: install
 	$(PYTEST)
 
-# With the tests that repeat others for more model families (the mark `exhaustive`).
+# With the tests that repeat others for more model families, forms, moments and sizes (the mark `exhaustive`).
 test-all: install
 	$(PYTEST) --exhaustive
+
+# Kernels in Triton's interpreter, the simulated GPU, compiled GPU kernels (the mark `gpu_sim`).
+test-gpu-sim: install
+	$(PYTEST) --gpu-sim --exhaustive -m gpu_sim
+
+# The tests that only these two run, of the packages that differ from the last full run (tests/touched.py), as many as
+# begin within LIMIT_S seconds. Exit code 5 of pytest: there are none.
+LIMIT_S ?= 150
+test-touched: install
+	@set -e; folders=$$($(VENV)/bin/python -m tests.touched); echo "touched: $${folders:-nothing}"; \
+	if [ -n "$$folders" ]; then \
+		$(PYTEST) --gpu-sim --exhaustive -m "gpu_sim or exhaustive" --stop-after $(LIMIT_S) $$folders || test $$? = 5; \
+	fi
+
+# Before a release: all tiers, and their result in tests/full_run.json.
+test-release: install
+	bash -o pipefail -c '$(PYTEST) --gpu-sim --exhaustive | tee $(VENV)/full-run.txt'
+	$(VENV)/bin/python -m tests.touched --record "$$(tail -n 1 $(VENV)/full-run.txt)"
 
 # For the edit loop: without the tests marked as slow, and with fewer hypothesis examples (tests/conftest.py).
 test-fast: install

@@ -13,6 +13,9 @@ import gc
 import logging
 import os
 import sys
+import time
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,10 +43,11 @@ if TYPE_CHECKING:
     from tests.server.running import Running
     from vlora.client import Client
 
-# The examples are the same in every run and have no deadline, so results do not depend on the machine. The fast tier
-# draws fewer of them (`pytest_configure`). `pytest --hypothesis-profile explore` searches for new examples.
+# The examples are the same in every run and have no deadline, so results do not depend on the machine. `make test` and
+# `make test-fast` draw fewer (`pytest_configure`). `pytest --hypothesis-profile explore` searches for new examples.
 _UNHURRIED = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.register_profile("steady", _UNHURRIED, derandomize=True, database=None)
+hypothesis.settings.register_profile("usual", _UNHURRIED, derandomize=True, database=None, max_examples=40)
 hypothesis.settings.register_profile("fast", _UNHURRIED, derandomize=True, database=None, max_examples=20)
 hypothesis.settings.register_profile("explore", _UNHURRIED, print_blob=True)
 hypothesis.settings.load_profile("steady")
@@ -67,15 +71,22 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return workers if workers > 1 else 0
 
 
+_TIERS = ("exhaustive", "gpu_sim")
+"""Marks of tests that `make test` leaves out. A test with both needs both options."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="device of the oracle tests: cpu, cuda or simulated-cuda")
-    parser.addoption("--exhaustive", action="store_true", help="also run the tests that are marked as exhaustive")
+    for tier in _TIERS:
+        option = f"--{tier.replace('_', '-')}"
+        parser.addoption(option, action="store_true", help=f"also run the tests that are marked as {tier}")
+    parser.addoption("--stop-after", type=float, metavar="SECONDS", help="skip the tests that have not begun by then")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Set the device of the oracle tests, and the number of hypothesis examples."""
-    if "not slow" in config.option.markexpr and config.getoption("--hypothesis-profile") is None:
-        hypothesis.settings.load_profile("fast")
+    if config.getoption("--hypothesis-profile") is None and not config.option.exhaustive:
+        hypothesis.settings.load_profile("fast" if "not slow" in config.option.markexpr else "usual")
     name = config.getoption("--device")
     if name == "simulated-cuda":
         name = "cuda"
@@ -102,19 +113,40 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out exhaustive tests, and mark tests that run once per model family as slow for all families except one."""
-    if not config.option.exhaustive:
-        left_out = [item for item in items if item.get_closest_marker("exhaustive")]
-        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
-        config.hook.pytest_deselected(items=left_out)
-    families = sys.modules.get("tests.families")  # imports transformers; not every run collects tests that need it
-    if "slow" not in config.option.markexpr or families is None:
-        return
-    others = set(families.FAMILIES) - {"qwen2_vl"}
+    """Mark tests that repeat others for more model families, and leave out those of tiers that are not asked for."""
+    cells: dict[tuple[str, str], dict[str, pytest.Item]] = {}  # an oracle test and its other parameters: its families
     for item in items:
-        call = getattr(item, "callspec", None)
-        if call is not None and others.intersection(call.id.split("-")):
+        family = _family_of(item)
+        if family not in (None, _FIRST_FAMILY):
             item.add_marker(pytest.mark.slow)
+            if device.name == "cpu" and item.get_closest_marker("gpu") and not item.get_closest_marker("exhaustive"):
+                cells.setdefault((str(item.path), item.nodeid.replace(family, "")), {})[family] = item
+    # Each oracle test runs for the first family and one other. The others take turns within a module, so that each form
+    # of adapters meets the families in many of its tests.
+    turns: Counter[str] = Counter()
+    for (path, _), families in cells.items():
+        turn = zlib.crc32(Path(path).name.encode()) + turns[path]
+        turns[path] += 1
+        for place, item in enumerate(families.values()):
+            if place != turn % len(families):
+                item.add_marker(pytest.mark.exhaustive)
+    for tier in _TIERS:
+        if not config.getoption(tier):
+            left_out = [item for item in items if item.get_closest_marker(tier)]
+            items[:] = [item for item in items if not item.get_closest_marker(tier)]
+            config.hook.pytest_deselected(items=left_out)
+
+
+_FIRST_FAMILY = "qwen2_vl"
+
+
+def _family_of(item: pytest.Item) -> str | None:
+    """The model family among a test's parameters."""
+    families = sys.modules.get("tests.families")  # imports transformers; not every run collects tests that need it
+    call = getattr(item, "callspec", None)
+    if families is None or call is None:
+        return None
+    return next((word for word in call.id.split("-") if word in families.FAMILIES), None)
 
 
 def pytest_collection_finish() -> None:
@@ -125,6 +157,17 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # extension modules report what is not collected at the end as leaks
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests after `--stop-after`, so that a run of as many tests as possible has a bound."""
+    limit_s = item.config.option.stop_after
+    if limit_s is not None and time.monotonic() - _STARTED_S > limit_s:
+        pytest.skip("left to a full run by --stop-after")
+
+
+_STARTED_S = time.monotonic()
 
 
 @pytest.fixture(scope="session", autouse=True)

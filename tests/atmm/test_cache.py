@@ -18,7 +18,8 @@ import torch
 from atmm import cache, cpu, matmul
 from atmm.tuning import matmul_choice, tables
 from atmm.tuning.contention import Contention
-from tests.atmm.test_cpu import fresh as fresh  # a fixture
+from tests.atmm.test_cpu import copying_compiler as copying_compiler  # a fixture
+from tests.atmm.test_cpu import fresh as fresh
 from tests.atmm.test_cpu import needs_compiler
 from vlora import tune
 from vlora.errors import BadConfig
@@ -64,11 +65,12 @@ def test_a_user_without_a_home_folder_uses_packaged_tables(
     assert "skipped a folder of ATMM tables: this user has no home folder" in caplog.text
 
 
-@pytest.mark.slow
+@needs_compiler
 @pytest.mark.usefixtures("unwritable")
 def test_measured_products_are_used_without_a_cache_folder(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    copying_compiler: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setenv("CXX", str(copying_compiler))
     monkeypatch.setattr(matmul, "measured", {})
     monkeypatch.setattr(matmul_choice, "LARGE", 1)
     monkeypatch.setattr(matmul_choice, "MEASURED_ROWS", (1,))
@@ -113,7 +115,7 @@ def test_kernels_are_compiled_in_a_temporary_folder_without_a_cache(
 
 @needs_compiler
 @pytest.mark.slow
-def test_a_process_without_a_home_folder_uses_compiled_kernels() -> None:
+def test_a_process_without_a_home_folder_uses_compiled_kernels(copying_compiler: Path) -> None:
     code = (
         "import os, pwd\n"
         "def no_entry(user): raise KeyError(user)\n"
@@ -122,6 +124,7 @@ def test_a_process_without_a_home_folder_uses_compiled_kernels() -> None:
         "print(atmm.load_kernels() is not None)\n"
     )
     environment = {name: value for name, value in os.environ.items() if name != "HOME" and not name.startswith("XDG_")}
+    environment["CXX"] = str(copying_compiler)
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
     )

@@ -17,6 +17,17 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
 
 
+# One check of each kind of kernel, which `make test` runs.
+_SAMPLE = (
+    "check_tiled.py::test_every_kind_of_batch[tiled-mixed mode-torch.float32]",
+    "check_tiled.py::test_every_kind_of_batch[tiled m32 n128 k64 s0 p2-mixed mode-torch.float32]",
+    "check_tiled.py::test_factors_are_read_in_place_at_every_layer[None-decode-torch.float32]",
+    "check_tiled.py::test_merge[torch.float32-8-70-40]",
+    "check_tiled.py::test_a_merge_into_eight_bits_rounds_the_exact_sum[torch.float32-8-70-40]",
+    "check_decode.py::test_a_padding_row_reads_one_token_only",
+    "check_decode.py::test_other_block_sizes[8-torch.float32]",
+    "check_pointwise.py",
+)
 # Checks share a process, which takes seconds to start.
 _INTERPRETED = (
     ("check_tiled.py", "check_decode.py", "check_pointwise.py", "check_compiling.py"),
@@ -24,6 +35,11 @@ _INTERPRETED = (
 )
 
 
+def test_one_kernel_of_each_kind_agrees_with_the_reference_in_the_interpreter() -> None:
+    _passes([f"interpreted/{check}" for check in _SAMPLE], {"TRITON_INTERPRET": "1"})
+
+
+@pytest.mark.gpu_sim
 @pytest.mark.timeout(1200)  # for a busy machine; an idle one takes about a minute
 @pytest.mark.parametrize("checks", _INTERPRETED, ids=("kernels", "bench and engine"))
 def test_kernels_agree_with_the_reference_in_the_interpreter(checks: tuple[str, ...]) -> None:
@@ -31,6 +47,7 @@ def test_kernels_agree_with_the_reference_in_the_interpreter(checks: tuple[str, 
     _passes([f"interpreted/{check}" for check in checks], {"TRITON_INTERPRET": "1"})
 
 
+@pytest.mark.gpu_sim
 def test_compiled_kernels_are_launched_without_recompiling() -> None:
     # A process has one driver, and the driver of this test has no GPU.
     _passes(["check_handles.py"], {})
@@ -49,6 +66,7 @@ def _passes(checks: Sequence[str], environment: Mapping[str, str]) -> None:
     assert " passed" in done.stdout
 
 
+@pytest.mark.gpu_sim
 @pytest.mark.parametrize("capability", (80, 90))
 def test_kernels_compile_ahead_without_spilling(capability: int) -> None:
     from atmm.triton.lint import compilations, inspect, sample
@@ -59,6 +77,7 @@ def test_kernels_compile_ahead_without_spilling(capability: int) -> None:
             assert not facts.faults, (kernel, facts)
 
 
+@pytest.mark.gpu_sim
 @pytest.mark.parametrize(
     ("name", "warps", "itemsize", "changed", "words"),
     (
@@ -79,6 +98,7 @@ def test_kernels_with_narrow_loads_or_spills_are_found(
     assert any(words in fault for fault in facts.faults), facts
 
 
+@pytest.mark.gpu_sim
 @pytest.mark.parametrize(
     ("capability", "changed", "words"),
     (
@@ -95,6 +115,7 @@ def test_decode_kernels_with_faults_are_found(capability: int, changed: dict[str
     assert any(words in fault for fault in facts.faults), facts
 
 
+@pytest.mark.gpu_sim
 @pytest.mark.parametrize("capability", (80, 90))
 def test_kernels_with_too_much_shared_memory_are_found(capability: int) -> None:
     from atmm.triton.lint import inspect, kernels_of

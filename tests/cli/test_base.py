@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,13 +13,6 @@ from tests.split.running import tiny
 from tests.split.test_faults import base_process
 from vlora.split import connect
 from vlora.split.frames import Direction
-
-ROOT = Path(__file__).parents[2]
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "vlora.cli", "base", "serve", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
 @pytest.mark.parametrize(
@@ -36,13 +27,11 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         (("/nowhere",), "MODEL is '/nowhere'; there is no such folder"),
     ],
 )
-@pytest.mark.slow
-def test_a_wrong_setting_is_one_line(arguments: tuple[str, ...], reason: str) -> None:
+def test_a_wrong_setting_is_one_line(vlora_command: Vlora, arguments: tuple[str, ...], reason: str) -> None:
     if not any(each.startswith("--bind") for each in arguments):
         arguments = (*arguments, "--bind", "127.0.0.1:0")
-    done = run(*arguments)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("error: ") and reason in done.stderr and done.stderr.count("\n") == 1
+    code, out, err = vlora_command("base", "serve", *arguments)
+    assert (code, out) == (2, "") and err.startswith("error: ") and reason in err and err.count("\n") == 1
 
 
 @pytest.mark.slow

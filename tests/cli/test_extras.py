@@ -153,6 +153,7 @@ def test_other_commands_name_the_extra_in_one_line(arguments: str, extra: str) -
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_client_alone_works_in_a_fresh_environment(tmp_path: Path, address: str, image: str) -> None:
     source = tmp_path / "source"  # pip leaves its build folder next to the sources

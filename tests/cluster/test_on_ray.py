@@ -35,7 +35,7 @@ from vlora.types import RequestOutput
 from vlora.types.replicas import DRAINING, SERVING, ClusterStatus
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.exhaustive,  # tests/server/test_serve_replicas.py is `make test`'s start of Ray
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
 ]
 

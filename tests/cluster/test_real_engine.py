@@ -114,6 +114,7 @@ async def in_trouble(here: Running, trouble: Trouble, requests: list[Request]) -
     return found
 
 
+@pytest.mark.exhaustive
 def test_answers_through_moves_deaths_and_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for machine in ("front", "b"):
         (tmp_path / machine).mkdir()

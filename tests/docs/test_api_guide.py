@@ -73,6 +73,7 @@ def test_a_server_that_died_is_told_of() -> None:
     assert done.stderr.startswith("## 1\n## 2\n")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not all(map(shutil.which, ("bash", "curl", "openssl"))), reason="the guide uses curl and openssl")
 def test_every_snippet_runs(folder: Path) -> None:
     text = GUIDE.read_text()

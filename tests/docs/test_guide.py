@@ -16,6 +16,7 @@ from tests.docs.test_api_guide import folder as folder  # a fixture
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not all(map(shutil.which, ("bash", "curl"))), reason="the guide uses bash and curl")
 def test_every_snippet_runs(folder: Path) -> None:
     shutil.rmtree(folder / "out")  # the guide makes its own

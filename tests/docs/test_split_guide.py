@@ -13,6 +13,7 @@ from tests.docs.guide_run import run_guide
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(shutil.which("bash") is None, reason="the guide uses bash")
 def test_every_snippet_runs(tmp_path: Path) -> None:
     printed = run_guide("split.md", tmp_path, "base.log")

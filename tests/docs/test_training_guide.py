@@ -14,6 +14,7 @@ from tests.docs.test_api_guide import free_port
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(shutil.which("bash") is None, reason="the guide uses bash")
 def test_every_snippet_runs(tmp_path: Path) -> None:
     port = free_port()

@@ -24,6 +24,7 @@ def counts(folder: Path, kind: str) -> dict[str, int]:
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_engine_creates_no_second_openmp_pool(tmp_path: Path) -> None:
     found = counts(tmp_path, "bounded")
@@ -31,6 +32,7 @@ def test_the_engine_creates_no_second_openmp_pool(tmp_path: Path) -> None:
     assert set(found.values()) == {found["base model"]}, found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_count_shows_a_second_pool(tmp_path: Path) -> None:
     found = counts(tmp_path, "unbounded")

@@ -206,6 +206,7 @@ def test_an_answer_continues_on_the_content_it_began_with(
             local.engine.check_integrity()
 
 
+@pytest.mark.exhaustive
 def test_answers_continue_over_the_wire(
     folders: dict[str, str], cases: dict[str, Request], whole: dict[str, list[RequestOutput]]
 ) -> None:

@@ -255,6 +255,7 @@ def test_an_engine_without_clients_does_trainings_only(one: str) -> None:
     engine.close()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_an_engine_without_clients_loads_no_part_of_the_split() -> None:
     code = "import sys, vlora.engine.local; assert not [name for name in sys.modules if name.startswith('vlora.split')]"

@@ -44,6 +44,7 @@ def test_minimal_engine_answers_with_the_adapter_and_without_it(capsys: pytest.C
     assert {mode for mode, _ in steps} <= {"merged", "unmerged", "mixed"} and sum(int(num) for _, num in steps) >= 3
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_an_adapter_trained_with_plain_peft_is_served(tmp_path: Path) -> None:
     losses = train_adapter_with_peft.train(tmp_path)

@@ -67,6 +67,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Published:
     return Published(folder / "model", "qwen_vl", adapters, cases, answers, unadapted)
 
 
+@pytest.mark.exhaustive
 def test_the_adapters_change_every_answer(published: Published) -> None:
     for (adapter, _), (_, with_it), (_, without) in zip(
         published.cases, published.answers, published.unadapted, strict=True

@@ -39,8 +39,7 @@ ROOT = Path(__file__).parents[2]
 EMBEDDED = "embedded"  # the small LLaVA that ships with the package
 SERVED = (
     EMBEDDED,
-    "qwen2_5_vl",
-    *(pytest.param(family, marks=pytest.mark.exhaustive) for family in ("qwen2_vl", "qwen3_vl")),
+    *(pytest.param(family, marks=pytest.mark.exhaustive) for family in ("qwen2_5_vl", "qwen2_vl", "qwen3_vl")),
 )
 QUESTION = "what digit is shown ?"
 ADAPTERS = {"small": (4, 1), "large": (16, 2)}  # name -> rank, frames of its head

@@ -159,6 +159,7 @@ def test_replicas_serve_both_apis_and_end_with_the_server(folder: Path) -> None:
         process.communicate()
 
 
+@pytest.mark.exhaustive
 def test_a_killed_server_leaves_nothing_running_but_its_adapters_state(folder: Path) -> None:
     for name in ("given", "loaded", "unloaded"):
         (folder / name).mkdir()
@@ -210,6 +211,7 @@ def test_a_killed_server_leaves_nothing_running_but_its_adapters_state(folder: P
         process.communicate()
 
 
+@pytest.mark.exhaustive
 def test_an_engine_that_cannot_start_is_one_line_and_exit_code_2(folder: Path) -> None:
     process = serve(folder, "--model", "broken")
     out, err = process.communicate(timeout=60)

@@ -31,7 +31,13 @@ TIMES = (0.0, 0.5, 1.0, 1.5, 2.0)
 NUM_TOKENS = 6
 
 
-@pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava"])
+SERVED = (
+    "qwen2_5_vl",
+    *(pytest.param(family, marks=pytest.mark.exhaustive) for family in ("qwen2_vl", "qwen3_vl", "llava")),
+)
+
+
+@pytest.fixture(scope="module", params=SERVED)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
     write_checkpoint(folder, request.param)

@@ -70,7 +70,7 @@ def make_front_end(folder: Path) -> FrontEnd:
     return FrontEnd(engine, InputProcessor.from_pretrained(str(folder / "model")), ServerConfig())
 
 
-@pytest.mark.parametrize("activated", [True, False])
+@pytest.mark.parametrize("activated", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_a_frame_is_encoded_once_and_its_kv_shared(tmp_path: Path, activated: bool) -> None:
     paths = write(tmp_path, activated=activated)
     heads = tuple((name, "letter") for name in paths)

@@ -16,13 +16,21 @@ LEFT = f"{FAST} and (chunks or evicted)"
 SELECTED = " or ".join([LEFT, *(family for family in FAMILIES if family != FAST)])
 
 
+@pytest.mark.slow
+def test_modes_that_change_give_the_reference_answers() -> None:
+    """What `make test` runs on the simulated device: every mode of one family."""
+    passes(f"{ANSWERS}::test_modes_change_in_the_middle_of_requests[{FAST}]")
+
+
+@pytest.mark.gpu_sim
+@pytest.mark.timeout(600)
 def test_one_family_gives_the_reference_answers_within_the_limits_of_a_step() -> None:
     """Qwen2-VL in every mode, and the counts of launches, copies and synchronizations."""
     passes(ANSWERS, "tests/simulated_cuda/check_steps.py", "-m", "not slow")
 
 
 # Families share a process, and modules share one: to start one takes as long as a third of a family's tests.
-@pytest.mark.slow
+@pytest.mark.gpu_sim
 @pytest.mark.timeout(600)
 def test_every_family_gives_the_reference_answers_in_every_mode() -> None:
     """Unmerged, merged and mixed, mode switches, chunked prompts, preemption, adapters loaded by threads, video.
@@ -33,14 +41,14 @@ def test_every_family_gives_the_reference_answers_in_every_mode() -> None:
     passes(ANSWERS, "-k", f"({SELECTED}) and not ({' or '.join(alike)})")
 
 
-@pytest.mark.slow
+@pytest.mark.gpu_sim
 @pytest.mark.timeout(600)
 def test_two_ranks_give_the_reference_answers_in_every_mode() -> None:
     """A process and a device per rank; adapters replicated, split by rank and block-diagonal; a head."""
     passes("tests/parallel/test_same_answers.py", "-k", "qwen2_vl-2 and not packed")
 
 
-@pytest.mark.slow
+@pytest.mark.gpu_sim
 @pytest.mark.timeout(600)
 def test_other_oracle_tests_and_their_negative_controls() -> None:
     modules = ("heads", "relocation", "in_place_answers", "swap", "negative_controls")
@@ -49,7 +57,7 @@ def test_other_oracle_tests_and_their_negative_controls() -> None:
     passes(*files, "-k", "negative_controls or qwen2_5_vl or not (qwen or llava)")
 
 
-@pytest.mark.slow
+@pytest.mark.gpu_sim
 @pytest.mark.timeout(600)
 def test_own_layers_and_compositions_in_every_mode() -> None:
     """No decode graph serves a merged adapter that has an output head of its own."""

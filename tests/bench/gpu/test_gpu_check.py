@@ -43,6 +43,7 @@ def without_others(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+@pytest.mark.gpu_sim
 @pytest.mark.timeout(1200)  # for a busy machine
 def test_every_stage_runs_without_a_servers_packages(tmp_path: Path, without_others: str) -> None:
     assert {"rpyc", "fastapi", "uvicorn", "greenlet", "scipy", "pytest", "PIL", "cv2"} <= others()

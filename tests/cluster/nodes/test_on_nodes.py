@@ -43,7 +43,7 @@ from vlora.errors import BadConfig, Disconnected
 from vlora.types.replicas import SERVING
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.exhaustive,  # tests/server/test_serve_replicas.py is `make test`'s start of Ray
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
     pytest.mark.skipif(sys.platform != "linux", reason="only Linux has all of 127.0.0.0/8"),
 ]
@@ -290,7 +290,6 @@ def test_a_second_front_end_is_refused(machines: Machines) -> None:
         machines.run(machines.join())
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_replicas_serve_on_without_a_head_and_the_next_one_finds_them(
     machines: Machines, number: signal.Signals
@@ -310,7 +309,6 @@ def test_replicas_serve_on_without_a_head_and_the_next_one_finds_them(
     assert set(machines.answer_all()) == {0}
 
 
-@pytest.mark.exhaustive
 def test_a_head_starts_its_ray_again_beside_that_of_a_front_end(machines: Machines) -> None:
     """The front end's Ray, on the same machine, still uses the address of the former one."""
     names, pids = machines.hosts(), dict(machines.cluster.pids)
@@ -366,7 +364,6 @@ def test_a_killed_replica_stays_on_its_machine(machines: Machines) -> None:
     assert machines.on(machines.network.node) == ["replica-2"]
 
 
-@pytest.mark.exhaustive
 def test_a_machine_without_a_network_loses_no_request(machines: Machines) -> None:
     """No end is notified of the cut. Its replica ends by itself, and is started again when the network is back."""
     if not machines.network.has_namespace:

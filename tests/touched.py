@@ -1,0 +1,70 @@
+"""Which tests of the tiers that `make test` leaves out a change needs: `python -m tests.touched` prints their folders.
+
+A change is what differs from the commit of the last full run of all tiers, which `full_run.json` names. First come the
+folders of the changed packages, then those of packages that may import them, the lowest levels first.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from tests.test_laws import MAY_IMPORT
+
+ROOT = Path(__file__).parent.parent
+RECORD = Path(__file__).with_name("full_run.json")
+_ALSO = {
+    "tests/simulated_cuda": {"atmm", "vlora.models", "vlora.lora", "vlora.memory", "vlora.engine"},
+    "tests/qwen_vl": {"vlora.models"},
+}
+"""Packages with tests in another folder than the one of their name."""
+
+
+def git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+
+
+def changed_files() -> list[str]:
+    """Files that differ from the last full run; from the commit before HEAD if that one is not in the history."""
+    recorded = json.loads(RECORD.read_text())["commit"]
+    for base in (recorded, "HEAD~1"):
+        if subprocess.run(
+            ["git", "merge-base", "--is-ancestor", base, "HEAD"], cwd=ROOT, capture_output=True
+        ).returncode:
+            continue
+        return git("diff", "--name-only", base).splitlines()
+    return []
+
+
+def folders_for(files: Iterable[str]) -> list[str]:
+    """The folders of tests to run for changed files, most important first."""
+    paths = [Path(file).with_suffix("").parts for file in files]
+    tests = {"/".join(parts[:2]) for parts in paths if parts[0] == "tests"}
+    packages = {name for parts in paths for name in (".".join(parts[:2]), parts[0]) if name in MAY_IMPORT}
+    packages |= {name for name in MAY_IMPORT if _folder(name) in tests}
+    importers = {name for name, imported in MAY_IMPORT.items() if imported & packages} - packages
+    found = [folder for folder, tested in _ALSO.items() if folder in tests or tested & packages]
+    found += map(_folder, (*sorted(packages), *sorted(importers, key=lambda name: (len(MAY_IMPORT[name]), name))))
+    return [folder for folder in dict.fromkeys(found) if (ROOT / folder).is_dir()]
+
+
+def _folder(package: str) -> str:
+    return f"tests/{package.rpartition('.')[2]}"
+
+
+def record(result: str) -> None:
+    """Record a full run of all tiers on the present commit. result: the last line of pytest's output."""
+    assert not git("status", "--porcelain", "--untracked-files=no"), "the run was not of a commit: files are changed"
+    facts = {"commit": git("rev-parse", "HEAD").strip(), "date": str(datetime.date.today()), "result": result.strip()}
+    RECORD.write_text(json.dumps(facts, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--record"]:
+        record(sys.argv[2])
+    else:
+        print(*folders_for(changed_files()))
