@@ -22,6 +22,12 @@ $(STAMP): pyproject.toml
 demo: install
 	$(VENV)/bin/vlora demo --out demo
 
+# The CPU kernels are compiled once before the workers start, which would each compile them.
+KERNELS := $(VENV)/.kernels
+$(KERNELS): $(STAMP) $(wildcard atmm/cpu/*.*)
+	$(VENV)/bin/python -c "import atmm; atmm.load_kernels()"
+	touch $@
+
 # One worker process per core (tests/conftest.py); `make test WORKERS=0` runs all in one process.
 WORKERS ?= auto
 # Bytecode is cached even where the environment turns that off: otherwise each worker, and each process that a test
@@ -29,33 +35,33 @@ WORKERS ?= auto
 PYTEST = PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal \
 	--durations 30 --durations-min 8
 
-test: install
+test: install $(KERNELS)
 	$(PYTEST)
 
 # With the tests that repeat others for more model families, forms, moments and sizes (the mark `exhaustive`).
-test-all: install
+test-all: install $(KERNELS)
 	$(PYTEST) --exhaustive
 
 # Kernels in Triton's interpreter, the simulated GPU, compiled GPU kernels (the mark `gpu_sim`).
-test-gpu-sim: install
+test-gpu-sim: install $(KERNELS)
 	$(PYTEST) --gpu-sim --exhaustive -m gpu_sim
 
 # The tests that only these two run, of the packages that differ from the last full run (tests/touched.py), as many as
 # begin within LIMIT_S seconds. Exit code 5 of pytest: there are none.
 LIMIT_S ?= 150
-test-touched: install
+test-touched: install $(KERNELS)
 	@set -e; folders=$$($(VENV)/bin/python -m tests.touched); echo "touched: $${folders:-nothing}"; \
 	if [ -n "$$folders" ]; then \
 		$(PYTEST) --gpu-sim --exhaustive -m "gpu_sim or exhaustive" --stop-after $(LIMIT_S) $$folders || test $$? = 5; \
 	fi
 
 # Before a release: all tiers, and their result in tests/full_run.json.
-test-release: install
+test-release: install $(KERNELS)
 	bash -o pipefail -c '$(PYTEST) --gpu-sim --exhaustive | tee $(VENV)/full-run.txt'
 	$(VENV)/bin/python -m tests.touched --record "$$(tail -n 1 $(VENV)/full-run.txt)"
 
 # For the edit loop: without the tests marked as slow, and with fewer hypothesis examples (tests/conftest.py).
-test-fast: install
+test-fast: install $(KERNELS)
 	$(PYTEST) -m "not slow"
 
 # The console's page in a real browser, which is a system package (Debian and Ubuntu: apt-get install chromium).

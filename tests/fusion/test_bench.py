@@ -273,7 +273,7 @@ def test_a_job_that_fails_is_named_and_ends_the_others(folder: Path, monkeypatch
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # for a busy machine
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive), signal.SIGTERM])
 def test_no_job_outlives_the_bench(tmp_path: Path, number: signal.Signals) -> None:
     bench = subprocess.Popen(
         [sys.executable, "-m", "tests.fusion.bench_jobs", str(tmp_path)],

@@ -55,6 +55,7 @@ def test_contradictory_domains_force_a_rollback(trainings: RunCache) -> None:
     assert len(naive.adapters) == 2 and len(naive.rollbacks) == 1
 
 
+@pytest.mark.exhaustive
 def test_joint_packing_separates_contradictory_domains(trainings: RunCache) -> None:
     packing = pack_jointly(("colors", "copy", "contrary"), THRESHOLDS, trainings.together)
     assert list(packing.adapters) == [("colors", "copy"), ("contrary",)]

@@ -50,6 +50,7 @@ def test_a_resumed_run_gives_the_same_weights(whole: Path, tmp_path: Path) -> No
     assert any(not torch.equal(fresh[name], first[name]) for name in first)
 
 
+@pytest.mark.exhaustive
 def test_the_checkpoint_loads_in_transformers(whole: Path) -> None:
     processor = AutoProcessor.from_pretrained(whole)
     model = AutoModelForImageTextToText.from_pretrained(whole)

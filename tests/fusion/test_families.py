@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from pathlib import Path
@@ -79,8 +80,17 @@ def loss_of_transformers(model: object, processor: InputProcessor, sample: Sampl
     return float(-chosen[torch.arange(len(answer)), torch.tensor(answer)].mean())
 
 
-@pytest.mark.parametrize("num_frames", [1, 2])
-@pytest.mark.parametrize("family", FAMILIES)
+def each_family_once(name: str, *values: int) -> pytest.MarkDecorator:
+    """Every family with every value of a parameter. All but one value of each family are exhaustive."""
+    pairs = itertools.product(enumerate(FAMILIES), enumerate(values))
+    cells = [
+        pytest.param(family, value, marks=[pytest.mark.exhaustive] * ((row + column) % len(values) > 0))
+        for (row, family), (column, value) in pairs
+    ]
+    return pytest.mark.parametrize(("family", name), cells)
+
+
+@each_family_once("num_frames", 1, 2)
 def test_a_family_has_the_loss_of_transformers(family: str, num_frames: int) -> None:
     model, splits = build_model(family), clips(num_frames)
     base = FrozenBase(model, processor_of(family, model.config))
@@ -95,8 +105,7 @@ def test_a_family_has_the_loss_of_transformers(family: str, num_frames: int) -> 
     assert len({round(loss, 3) for loss in expected}) == len(expected)  # otherwise the comparison is meaningless
 
 
-@pytest.mark.parametrize("vision", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family_once("vision", False, True)
 def test_training_a_family_reaches_every_layer_it_adapts(family: str, vision: bool) -> None:
     model = build_model(family)
     base = FrozenBase(model, processor_of(family, model.config), train_vision=vision)

@@ -108,8 +108,12 @@ def num_trained(out: Path) -> int:
     ("packing", "trainings"),
     [
         ("first_fit", 6),  # four to pack; one more alone and one together for the oracle
-        ("guided", 5),  # all at once, the one that misses alone; both others alone and together for the oracle
-        ("jointly", 5),  # all at once, the two that fit together, the other one; two more alone for the oracle
+        pytest.param(
+            "guided", 5, marks=pytest.mark.exhaustive
+        ),  # all at once, the one that misses alone; both others alone and together for the oracle
+        pytest.param(
+            "jointly", 5, marks=pytest.mark.exhaustive
+        ),  # all at once, the two that fit together, the other one; two more alone for the oracle
     ],
 )
 def test_a_run_killed_at_any_moment_gives_the_same_adapters(made: Path, packing: str, trainings: int) -> None:
