@@ -7,8 +7,11 @@ from collections.abc import Callable
 
 import psutil
 
+PATIENCE_S = 60.0
+"""Upper limit for what other threads and processes do at once on an idle machine; only failures take so long."""
 
-def until(condition: Callable[[], bool], seconds: float = 60) -> None:
+
+def until(condition: Callable[[], bool], seconds: float = PATIENCE_S) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end

@@ -41,6 +41,7 @@ def collect(marker: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.gpu_sim
 @pytest.mark.slow
 def test_gpu_tests_collect_without_the_libraries_of_the_server() -> None:
     found = collect("gpu")
@@ -49,6 +50,7 @@ def test_gpu_tests_collect_without_the_libraries_of_the_server() -> None:
         assert f"tests/{name}.py::" in found.stdout
 
 
+@pytest.mark.gpu_sim
 @pytest.mark.slow
 def test_other_tests_do_not_collect_without_them() -> None:
     """Negative control: the libraries are missing in the subprocess."""

@@ -85,6 +85,7 @@ def test_first_text_and_end_of_a_stream() -> None:
         assert each.first_s is not None and 0.2 <= each.first_s <= each.whole_s - 0.15
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_direct_requests_run_on_the_serving_engine() -> None:
     question = "is there a red disc in this picture"

@@ -31,6 +31,7 @@ def _one_thread() -> Iterator[None]:
         yield
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_all_policies_answer_all_arrivals_on_the_engine() -> None:
     costs = Costs(base_s=0.01, token_s=1e-4, lane_s=2e-3, long_lane_s=1e-4, merge_s=0.01, short_lane=8, patch_s=1e-4)
@@ -58,6 +59,7 @@ def test_video_is_pictures_for_a_head_at_the_given_rate() -> None:
     assert arrivals[-1].time_s == pytest.approx(80 / 4.0, rel=0.1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_capacity_is_that_of_a_full_batch() -> None:
     """With a clock that counts steps: a request keeps its place for as many steps as its answer has tokens, sixteen in
@@ -79,6 +81,7 @@ def test_capacity_is_that_of_a_full_batch() -> None:
     assert not worker.engine.has_work, "running requests were cancelled"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_parallel_engines_are_at_the_same_arrivals() -> None:
     """A tenfold slowdown of the machine for a second affects every engine: with a clock in which every step takes its

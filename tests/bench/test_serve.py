@@ -313,6 +313,7 @@ def test_answers_are_compared_up_to_a_tie() -> None:
     assert compare(words, [1.0, 1.0, NEAR_TIE / 2, 1.0], "a x y z") == (1, None, True)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_batch_of_the_baseline_equals_single_requests(files: ModelFiles) -> None:
     """Prompts of several lengths, padded on the left; adapters and the base model in one batch."""
@@ -340,6 +341,7 @@ def server(files: ModelFiles) -> Iterator[Any]:
         yield found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("surface", ["http", "rpyc"])
 def test_answers_of_another_adapter_are_detected_as_wrong(files: ModelFiles, server: Any, surface: str) -> None:
@@ -351,6 +353,7 @@ def test_answers_of_another_adapter_are_detected_as_wrong(files: ModelFiles, ser
     assert len(swapped["wrong"]) >= 4
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_complete_quick_run() -> None:
     settings = dataclasses.asdict(TINY) | {"answer_tokens": 4}

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.processes import PATIENCE_S
 from tests.split.test_faults import until
 from vlora.config import Token
 from vlora.engine.base_executor import EngineExecutor
@@ -66,14 +67,14 @@ class Waiting:
         thread = threading.Thread(target=run)
         self.woken.clear()
         thread.start()
-        assert self.woken.wait(5)
+        assert self.woken.wait(PATIENCE_S)
         return thread
 
     def close(self) -> None:
         self.executor.close()
         self._stop.set()
         self.server.wake()
-        self._thread.join(5)
+        self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
 
 
@@ -97,7 +98,7 @@ def test_a_client_is_admitted_while_the_product_of_another_waits(waiting: Waitin
         connect(waiting.address, patience_s=2.0).close()
         assert not waiting.errors, "the product did not wait"
         until(waiting.executor.advance)
-        call.join(5)
+        call.join(PATIENCE_S)
         assert waiting.errors == {0: None}
 
 
@@ -106,16 +107,16 @@ def test_a_product_that_nobody_waits_for_is_not_computed(waiting: Waiting) -> No
     first = connect(waiting.address, patience_s=0.5)
     call = waiting.call(first, 0)
     waiting.woken.clear()
-    call.join(5)
+    call.join(PATIENCE_S)
     assert isinstance(waiting.errors[0], Disconnected)
-    assert waiting.woken.wait(5), "an engine that sleeps would not look"
+    assert waiting.woken.wait(PATIENCE_S), "an engine that sleeps would not look"
     assert not waiting.executor.advance() and waiting.executor.num_rows == 0
     first.close()
     until(lambda: waiting.server.num_clients == 0)
     with connect(waiting.address) as second:
         call = waiting.call(second, 1)
         until(waiting.executor.advance)
-        call.join(5)
+        call.join(PATIENCE_S)
     assert waiting.errors[1] is None and waiting.executor.num_rows == 4
 
 
@@ -130,7 +131,7 @@ def test_a_removed_token_closes_its_connections(guarded: Waiting) -> None:
             old.calls.call(Direction.FORWARD, 0, 1, [torch.ones(4, 8)])
         call = guarded.call(new, 1)
         until(guarded.executor.advance)
-        call.join(5)
+        call.join(PATIENCE_S)
     assert guarded.errors == {1: None}
 
 

@@ -38,6 +38,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(900)  # for a busy machine
 def test_a_resumed_run_gives_the_same_weights(whole: Path, tmp_path: Path) -> None:
     trainer = Trainer(tmp_path, Budget(STEPS, None), torch.device("cpu"), 0)
     for _ in range(2):  # one step of each stage

@@ -19,6 +19,7 @@ LATENCY_S = 0.005
 NUM_LAYERS = 4
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_injected_latency_is_paid_for_each_collective(tmp_path: Path) -> None:
     model_config: Any = small_config()

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.processes import PATIENCE_S
 from tests.server.scripted import ByteProcessor, ScriptedInterface, write_adapter
 from vlora.config import ServerConfig
 from vlora.server.frontend import FrontEnd
@@ -69,7 +70,7 @@ class Api(NamedTuple):
         return self.call("POST", "/v1/chat/completions", body)
 
     def idle(self) -> bool:
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + PATIENCE_S
         while self.engine.engine.running and time.monotonic() < deadline:
             time.sleep(0.01)
         return not self.engine.engine.running
@@ -106,7 +107,7 @@ def running_api(
 
     thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
     thread.start()
-    made = started.result(10)
+    made = started.result(PATIENCE_S)
     try:
         with tempfile.TemporaryDirectory() as folder:
             for name, heads in (adapters or {}).items():
@@ -114,7 +115,7 @@ def running_api(
             yield made
     finally:
         made.loop.call_soon_threadsafe(stopping.set)
-        thread.join(10)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive()
 
 

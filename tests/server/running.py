@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
+from tests.processes import PATIENCE_S
 from tests.server.scripted import ByteProcessor, ScriptedInterface, write_adapter
 from vlora.config import ServerConfig
 from vlora.server.frontend import FrontEnd
@@ -29,7 +30,7 @@ class Running(NamedTuple):
     loop: asyncio.AbstractEventLoop
 
     def on_loop(self, coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(10)
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(PATIENCE_S)
 
 
 @contextmanager
@@ -61,7 +62,7 @@ def running_server(
 
     thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
     thread.start()
-    running = started.result(10)
+    running = started.result(PATIENCE_S)
     try:
         with tempfile.TemporaryDirectory() as folder:
             for name, heads in (adapters or {}).items():
@@ -69,7 +70,7 @@ def running_server(
             yield running
     finally:
         running.loop.call_soon_threadsafe(stopping.set)
-        thread.join(10)
+        thread.join(PATIENCE_S)
 
 
 def png(brightness: int = 200, size: tuple[int, int] = (8, 8), kind: str = "PNG", mode: str = "RGB") -> bytes:

@@ -115,7 +115,7 @@ def test_scores_do_not_depend_on_piece_boundaries(answer: str, cuts: list[int]) 
 def test_long_stop_strings_cost_little_per_token() -> None:
     stops = [f"{'x' * 990}{each}" for each in range(16)]
     held = StopFilter(stops)
-    started = time.perf_counter()
+    started = time.thread_time()
     assert held.feed("x" * 900) == "" and all(held.feed("x") == "" for _ in range(90))
-    assert time.perf_counter() - started < 0.2
+    assert time.thread_time() - started < 0.2
     assert held.feed("y") == "x" * 990 + "y"

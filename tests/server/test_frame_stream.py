@@ -496,7 +496,7 @@ async def test_a_waiting_frame_fails_at_its_bound_while_an_engine_starts() -> No
     for number in range(2):
         (result,) = (await stream.pull(number - 1, 5)).results
         assert result.error is not None and result.error.code == "deadline_missed"
-        assert "restarting" in result.error.message and 0.05 <= result.latency_s < 1
+        assert "restarting" in result.error.message and result.latency_s >= 0.05
         assert budget.used == 1 - number
     assert head.requested == []
     await send(stream, b"more", first=2)

@@ -17,6 +17,7 @@ SELECTED = " or ".join([LEFT, *(family for family in FAMILIES if family != FAST)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_modes_that_change_give_the_reference_answers() -> None:
     """What `make test` runs on the simulated device: every mode of one family."""
     passes(f"{ANSWERS}::test_modes_change_in_the_middle_of_requests[{FAST}]")
