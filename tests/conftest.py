@@ -12,6 +12,7 @@ import functools
 import gc
 import logging
 import os
+import re
 import sys
 import time
 import zlib
@@ -114,18 +115,23 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark tests that repeat others for more model families, and leave out those of tiers that are not asked for."""
-    cells: dict[tuple[str, str], dict[str, pytest.Item]] = {}  # an oracle test and its other parameters: its families
+    cells: dict[tuple[Path, str], dict[str, pytest.Item]] = {}  # an oracle test and its other parameters: its families
     for item in items:
         family = _family_of(item)
-        if family not in (None, _FIRST_FAMILY):
-            item.add_marker(pytest.mark.slow)
-            if device.name == "cpu" and item.get_closest_marker("gpu") and not item.get_closest_marker("exhaustive"):
-                cells.setdefault((str(item.path), item.nodeid.replace(family, "")), {})[family] = item
+        if family is None or family == _FIRST_FAMILY:
+            continue
+        item.add_marker(pytest.mark.slow)
+        if (
+            device.name == "cpu"
+            and item.nodeid.startswith("tests/engine/")
+            and not item.get_closest_marker("exhaustive")
+        ):
+            cells.setdefault((item.path, item.name.replace(family, "")), {})[family] = item
     # Each oracle test runs for the first family and one other. The others take turns within a module, so that each form
     # of adapters meets the families in many of its tests.
-    turns: Counter[str] = Counter()
+    turns: Counter[Path] = Counter()
     for (path, _), families in cells.items():
-        turn = zlib.crc32(Path(path).name.encode()) + turns[path]
+        turn = zlib.crc32(path.name.encode()) + turns[path]
         turns[path] += 1
         for place, item in enumerate(families.values()):
             if place != turn % len(families):
@@ -146,7 +152,7 @@ def _family_of(item: pytest.Item) -> str | None:
     call = getattr(item, "callspec", None)
     if families is None or call is None:
         return None
-    return next((word for word in call.id.split("-") if word in families.FAMILIES), None)
+    return next((word for word in re.findall(r"\w+", call.id) if word in families.FAMILIES), None)
 
 
 def pytest_collection_finish() -> None:
