@@ -69,6 +69,14 @@ def test_adapters_and_their_versions_have_different_keys() -> None:
     assert len(set(made)) == 4
 
 
+def test_keys_depend_on_the_token_where_the_adapter_begins() -> None:
+    base = keys(make_request(*range(12)))
+    made = [keys(make_request(*range(12), adapter="a@1", begin=begin)) for begin in range(12)]
+    for place, key in enumerate(base):
+        assert all(found[place] == key for begin, found in enumerate(made) if begin >= 4 * (place + 1))
+        assert len({found[place] for found in made[: 4 * (place + 1)]} - {key}) == 4 * (place + 1)
+
+
 def test_keys_depend_on_the_content_of_placeholders() -> None:
     def shown(*items: tuple[str, str, int], tokens: tuple[int, ...] = (1, IMAGE, IMAGE, IMAGE) * 2) -> list[Key]:
         return keys(make_request(*tokens, shown=items))

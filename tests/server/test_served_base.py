@@ -49,6 +49,7 @@ def supervised(config: EngineConfig, test: Any) -> list[str]:
     return logged
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_client_goes_on_after_kill_9_of_the_engine(tmp_path: Path) -> None:
     """And tokens that were replaced before are those of the next engine."""
