@@ -117,18 +117,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark tests that repeat others for more model families, and leave out those of tiers that are not asked for."""
     cells: dict[tuple[Path, str], dict[str, pytest.Item]] = {}  # an oracle test and its other parameters: its families
     for item in items:
-        family = _family_of(item)
-        if family is None or family == _FIRST_FAMILY:
+        family, in_turn = _family_of(item), item.get_closest_marker("slow") is not None
+        if family is None:
             continue
-        item.add_marker(pytest.mark.slow)
-        if (
-            device.name == "cpu"
-            and item.nodeid.startswith("tests/engine/")
-            and not item.get_closest_marker("exhaustive")
-        ):
+        if family != _FIRST_FAMILY:
+            item.add_marker(pytest.mark.slow)
+            in_turn = True
+        oracle = item.nodeid.startswith("tests/engine/") and device.name == "cpu"
+        if oracle and in_turn and not item.get_closest_marker("exhaustive"):
             cells.setdefault((item.path, item.name.replace(family, "")), {})[family] = item
-    # Each oracle test runs for the first family and one other. The others take turns within a module, so that each form
-    # of adapters meets the families in many of its tests.
+    # Of an oracle test one family runs, beside the first one if that is fast. Families take turns within a module, so
+    # that each form of adapters meets each of them in some of its tests.
     turns: Counter[Path] = Counter()
     for (path, _), families in cells.items():
         turn = zlib.crc32(path.name.encode()) + turns[path]

@@ -26,6 +26,7 @@ class Guess:
         return [() if isinstance(sample.target, tuple) else 0 for sample in samples]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_every_domain_and_goal_is_in_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_base(tmp_path)
