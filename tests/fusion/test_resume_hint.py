@@ -75,6 +75,7 @@ def trained(out: Path) -> dict[Path, int]:
     return {file: file.stat().st_mtime_ns for file in found if not file.parent.name.startswith(UNFINISHED)}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code", "word", "options"),
