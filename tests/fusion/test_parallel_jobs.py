@@ -88,6 +88,7 @@ def trainings(plan: Plan, folder: Path) -> RunCache:
     return RunCache(trainer, Checkpoint(folder / "checkpoint", {}, resume=True), rehearsal=0.5)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_parallel_orders_give_the_packing_and_adapters_of_sequential_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

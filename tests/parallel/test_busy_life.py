@@ -44,6 +44,7 @@ def recorded(family: Family) -> Iterator[RecordingEngine]:
     made.engine.close()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_kv_admission")
 def test_finished_answers_are_correct_under_mixed_load(family: Family, recorded: RecordingEngine) -> None:

@@ -97,6 +97,7 @@ def config(folder: Path, **settings: object) -> EngineConfig:
     return EngineConfig(model=str(folder / "model"), **settings)  # type: ignore[arg-type]
 
 
+@pytest.mark.exhaustive
 def test_one_of_four_ranks_is_killed_under_load_and_then_rank_0(folder: Path) -> None:
     log: list[str] = []
     others = set(children())  # other tests' fork server stays for later tests
