@@ -105,12 +105,12 @@ def test_a_request_that_moves_is_not_refused_for_its_first_token_again(
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
+        began_s = loop.time()
         monkeypatch.setattr(SleepingEngine, "add", refusing)
         monkeypatch.setattr(
             SleepingEngine, "step", lambda engine: step(engine) if loop.time() > began_s + at_s + 2.0 else ()
         )
         async with cluster_of(monkeypatch, 2) as here:
-            began_s = loop.time()
             request = replace(asked("r", 5), max_ttft_s=3.5)
             answer = asyncio.create_task(outputs_of(here.cluster, request))
             await asyncio.sleep(at_s)

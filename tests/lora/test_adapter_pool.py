@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import threading
 from collections.abc import Set
@@ -152,7 +151,7 @@ def test_pages_are_freed_only_after_a_running_copy(monkeypatch: pytest.MonkeyPat
     layers = linears()
     with ThreadPoolExecutor(1) as background:
         transfer = HostTransfer(background)
-        monkeypatch.setattr(transfer, "start", functools.partial(background.submit, copy))
+        monkeypatch.setattr(transfer, "start", lambda *views: background.submit(copy, *views))
         pool = AdapterPool(arena, adapter_cache, transfer, layers, {}, tuple(layers))
         assert pool.load(ADAPTERS["a"]) and pool.load(ADAPTERS["b"])
         running.wait()
