@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from vlora.errors import BadConfig, BadImage, BadRequest
+from vlora.errors import BadConfig, BadImage, BadRequest, VLoraError
 from vlora.models.families import family_of, placeholder_count
-from vlora.models.processor_files import check_parts, read_parts
+from vlora.models.processor_files import TEMPLATE_FILES, read_parts
 from vlora.models.vision.images import Clip, Region
 from vlora.models.vision.videos import VIDEO_FAMILIES, VideoProcessor
 from vlora.types import TensorValue, VisionInput
@@ -89,9 +89,8 @@ class InputProcessor:
             BadConfig: A part of the model is missing or broken, or belongs to another model.
             UnsupportedModel: The model's family is not supported.
         """
-        parts = read_parts(path)
-        processor = cls(*parts)
-        check_parts(processor, path)
+        processor = cls(*read_parts(path))
+        processor._check(path)
         return processor
 
     def chat(self, question: str, num_images: int = 0) -> str:
@@ -155,6 +154,72 @@ class InputProcessor:
         if isinstance(value, Mapping):
             return {name: self.as_text(one) for name, one in value.items()}
         return [self.as_text(one) for one in value] if isinstance(value, list | tuple) else value
+
+    def _check(self, path: str) -> None:
+        """Check that the parts belong to one model, with a question about a picture.
+
+        Raises:
+            BadConfig: They do not; the message names the part.
+        """
+        from PIL import Image  # an engine without a front end needs no Pillow
+
+        rows = self.config.text_config.vocab_size
+        copy_tokenizer = "copy tokenizer.json and tokenizer_config.json of this model"
+        if len(self.tokenizer) > rows or self.image_token is None:
+            raise BadConfig(
+                f"the tokenizer of {path!r} belongs to another model: it has {len(self.tokenizer)} tokens, the model's "
+                f"embeddings have {rows} rows, and token {self.image_token_id} stands for images; {copy_tokenizer}"
+            )
+        question, text = "question", ""
+        try:
+            text = self.chat(question, 1)
+        except BadConfig:
+            problem = "is missing"
+        except BadRequest as error:
+            problem = f"takes no pictures ({error})"
+        else:
+            count = text.count(self.image_token)
+            if "'type'" in text or '"type"' in text:
+                problem = "takes text only: it prints a message's parts as a list"
+            elif question not in text:
+                problem = "leaves out the text of a message's parts"
+            elif count != 1:
+                problem = (
+                    f"writes {self.image_token} {count} times for one picture, which is token {self.image_token_id} of "
+                    "the tokenizer and the model's token for images; template or tokenizer may be another model's"
+                )
+            else:
+                problem = ""
+        if problem:
+            raise BadConfig(
+                f"the chat template of {path!r} {problem}; copy this model's template for pictures into "
+                f"chat_template.jinja (looked for in {TEMPLATE_FILES}, then tokenizer_config.json)"
+            )
+        try:
+            encoded = self.encode(text, [Image.new("RGB", (64, 48))])
+            shape = encoded.vision[0].fields["pixel_values"].shape
+            problem = "" if self._fits(shape) else f"it makes pixel_values of shape {list(shape)} of a picture"
+        except (VLoraError, KeyError, AttributeError, IndexError) as error:
+            problem = f"{type(error).__name__}: {error}"
+        if problem:
+            raise BadConfig(
+                f"the image processor of {path!r} ({type(self.image_processor).__name__}) does not fit the vision "
+                f"tower of this {self.config.model_type} model: {problem}; copy preprocessor_config.json or "
+                "processor_config.json of this model"
+            )
+        if encoded.prompt_ids.count(self.image_token_id) != encoded.vision[0].num_tokens:
+            raise BadConfig(
+                f"the tokenizer of {path!r} does not read {self.image_token} as token {self.image_token_id}, which "
+                f"stands for images; {copy_tokenizer}"
+            )
+
+    def _fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether pixel values of this shape are the vision tower's input."""
+        vision = self.config.vision_config
+        if not self.family.mrope:
+            return shape[-2:] == (vision.image_size, vision.image_size) and (len(shape) == 5) == self.family.tiles
+        values = 3 * vision.temporal_patch_size * vision.patch_size**2
+        return shape[1:] == (values,) and bool(self.image_processor.merge_size == vision.spatial_merge_size)
 
     def encode(self, prompt: str, images: Sequence[Image.Image | Clip] = ()) -> EncodedPrompt:
         """Tokenize a prompt (after the chat template) and process its images and videos.

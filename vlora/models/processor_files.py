@@ -1,5 +1,4 @@
-"""The files of a checkpoint that turn prompts and pictures into inputs: where each part is found, and whether the parts
-belong together.
+"""The files of a checkpoint that turn prompts and pictures into inputs: where each part is found.
 
 transformers' own processors need torchvision, so their parts are loaded one by one, from the places where transformers
 looks for them.
@@ -9,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from transformers import AutoConfig, AutoTokenizer
 from transformers.image_processing_base import ImageProcessingMixin
@@ -18,19 +17,16 @@ from transformers.image_processing_base import ImageProcessingMixin
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.processing_utils import ProcessorMixin
 
-from vlora.errors import BadConfig, BadRequest, VLoraError
+from vlora.errors import BadConfig, VLoraError
 from vlora.models.pretrained import from_pretrained
 from vlora.models.vision.videos import video_settings
-
-if TYPE_CHECKING:
-    from vlora.models.processing import InputProcessor
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 _MAX_REASON = 300  # characters of an error of transformers, which may list all model types
-_TEMPLATE_FILES = "processor_config.json, chat_template.json, chat_template.jinja"
+TEMPLATE_FILES = "processor_config.json, chat_template.json, chat_template.jinja"
 
 
 class ProcessorParts(NamedTuple):
@@ -63,7 +59,7 @@ def read_parts(path: str) -> ProcessorParts:
         "preprocessor_config.json or processor_config.json",
         lambda: from_pretrained(AutoImageProcessor, path, config=config),
     )
-    stored = _part(path, "chat template", _TEMPLATE_FILES, lambda: ProcessorMixin.get_processor_dict(path)[0])
+    stored = _part(path, "chat template", TEMPLATE_FILES, lambda: ProcessorMixin.get_processor_dict(path)[0])
     template = stored.get("chat_template")
     if isinstance(template, dict):
         template = template.get("default")
@@ -74,75 +70,6 @@ def read_parts(path: str) -> ProcessorParts:
     )
     _warn_of_another_type(path, image_processor)
     return ProcessorParts(config, tokenizer, image_processor, videos)
-
-
-def check_parts(processor: InputProcessor, path: str) -> None:
-    """Check that the parts belong to one model, with a question about a picture.
-
-    Raises:
-        BadConfig: They do not; the message names the part.
-    """
-    from PIL import Image  # an engine without a front end needs no Pillow
-
-    config, tokenizer = processor.config, processor.tokenizer
-    rows = config.text_config.vocab_size
-    if len(tokenizer) > rows or processor.image_token is None:
-        raise BadConfig(
-            f"the tokenizer of {path!r} belongs to another model: it has {len(tokenizer)} tokens, the model's "
-            f"embeddings have {rows} rows, and token {processor.image_token_id} stands for images; copy tokenizer.json "
-            "and tokenizer_config.json of this model"
-        )
-    question = "question"
-    problem = ""
-    if tokenizer.chat_template is None:
-        problem = "is missing"
-    else:
-        try:
-            text = processor.chat(question, 1)
-        except BadRequest as error:
-            problem = f"takes no pictures ({error})"
-        else:
-            if "'type'" in text or '"type"' in text:
-                problem = "takes text only: it prints a message's parts as a list"
-            elif question not in text:
-                problem = "leaves out the text of a message's parts"
-            elif (count := text.count(processor.image_token)) != 1:
-                problem = (
-                    f"writes {processor.image_token} {count} times for one picture, which is token "
-                    f"{processor.image_token_id} of the tokenizer and the model's token for images; template or "
-                    "tokenizer may be another model's"
-                )
-    if problem:
-        raise BadConfig(
-            f"the chat template of {path!r} {problem}; copy this model's template for pictures into "
-            f"chat_template.jinja (looked for in {_TEMPLATE_FILES}, then tokenizer_config.json)"
-        )
-    try:
-        encoded = processor.encode(text, [Image.new("RGB", (64, 48))])
-        shape = encoded.vision[0].fields["pixel_values"].shape
-        problem = "" if _fits(processor, shape) else f"it makes pixel_values of shape {list(shape)} of a picture"
-    except (VLoraError, KeyError, AttributeError, IndexError) as error:
-        problem = f"{type(error).__name__}: {error}"
-    if problem:
-        raise BadConfig(
-            f"the image processor of {path!r} ({type(processor.image_processor).__name__}) does not fit the vision "
-            f"tower of this {config.model_type} model: {problem}; copy preprocessor_config.json or "
-            "processor_config.json of this model"
-        )
-    if encoded.prompt_ids.count(processor.image_token_id) != encoded.vision[0].num_tokens:
-        raise BadConfig(
-            f"the tokenizer of {path!r} does not read {processor.image_token} as token {processor.image_token_id}, "
-            "which stands for images; copy tokenizer.json and tokenizer_config.json of this model"
-        )
-
-
-def _fits(processor: InputProcessor, shape: tuple[int, ...]) -> bool:
-    """Whether pixel values of this shape are the vision tower's input."""
-    vision = processor.config.vision_config
-    if not processor.family.mrope:
-        return shape[-2:] == (vision.image_size, vision.image_size) and (len(shape) == 5) == processor.family.tiles
-    values = 3 * vision.temporal_patch_size * vision.patch_size**2
-    return shape[1:] == (values,) and processor.image_processor.merge_size == vision.spatial_merge_size
 
 
 def _part(path: str, name: str, files: str, read: Callable[[], T]) -> T:
