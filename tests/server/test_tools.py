@@ -45,6 +45,7 @@ def in_grammar(text: str, choice: Any = "auto", parallel: bool = True) -> bool:
     return all(matcher.consume_token(byte) for byte in text.encode()) and matcher.is_accepting()
 
 
+DEEP = '{"items": ' * 400 + "{}" + "}" * 400
 ONLY_STOP = {"type": "function", "function": {"name": "stop"}}
 
 
@@ -69,6 +70,29 @@ def test_calls_follow_the_declared_schema(text: str, auto: bool, one: bool, requ
     assert in_grammar(text, parallel=False) == one
     assert in_grammar(text, "required") == required
     assert in_grammar(text, ONLY_STOP) == named
+
+
+@pytest.mark.parametrize(
+    ("parameters", "empty"),
+    [
+        ({}, True),
+        (None, True),
+        ({"type": "object"}, True),
+        ({"type": "object", "properties": {}}, True),
+        ({"$schema": "https://json-schema.org/draft/2020-12/schema", "description": "none"}, True),
+        ({"type": "object", "additionalProperties": {"type": "integer"}}, False),
+        ({"anyOf": [{"type": "object"}]}, False),
+        ({"required": ["a"]}, False),
+    ],
+)
+def test_a_function_without_parameters_takes_no_arguments(parameters: Any, empty: bool) -> None:
+    function = {"name": "now"} | ({} if parameters == {} else {"parameters": parameters})
+    for declared in (function, {"name": "now", "parameters": parameters}):
+        tool = Tool.model_validate({"type": "function", "function": declared})
+        matcher = LLMatcher(BYTES, call_grammar([tool], "required", False), log_level=0)
+        assert matcher.validate_tokens(list(call("now", a=1).encode())) == len(call("now", a=1)) or empty
+        assert not empty or matcher.validate_tokens(list(call("now").encode())) == len(call("now"))
+        assert not empty or matcher.validate_tokens(list(call("now", a=1).encode())) < len(call("now", a=1))
 
 
 def test_wrong_tools_are_refused() -> None:
@@ -226,6 +250,23 @@ def test_tool_results_are_in_the_prompt(api: Api) -> None:
                 ]
             },
             "arguments of the call of 'f' are not a JSON object",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": DEEP}}]},
+                    {"role": "user", "content": "x"},
+                ]
+            },
+            "more than 100 levels of nested arrays and objects in the arguments",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": json.loads(DEEP)}}]},
+            "tools: more than 100 levels",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
+            "tools.0.function.parameters: has type 'array'; arguments are an object",
         ),
     ],
 )

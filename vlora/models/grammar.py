@@ -6,7 +6,9 @@ the limits below bound the cost of a malicious grammar.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ _LIMITS: dict[str, Any] = {
     "max_grammar_size": 100_000,
     "verbose_errors": False,
 }
+_STACK_BYTES = 1 << 28  # four times what a chain in MAX_GRAMMAR_CHARS takes; reserved, not used
 _MOST_REASON = 300  # characters
 _UNFORCED = '%llguidance {"no_forcing": true}\n'
 
@@ -56,7 +59,14 @@ class GrammarCompiler:
             ) from error
         if self._tokenizer is None:
             self._tokenizer = self._read_tokenizer()
-        matcher = LLMatcher(self._tokenizer, self._preamble + grammar, log_level=0, limits=LLParserLimits(**_LIMITS))
+        # The library calls itself for each rule and $ref in a row, and a stack overflow ends the process.
+        stack_bytes = threading.stack_size(_STACK_BYTES)
+        with ThreadPoolExecutor(1) as deep:
+            compiling = deep.submit(
+                LLMatcher, self._tokenizer, self._preamble + grammar, log_level=0, limits=LLParserLimits(**_LIMITS)
+            )
+            threading.stack_size(stack_bytes)
+        matcher = compiling.result()
         if matcher.is_error():
             raise BadRequest(f"the grammar cannot be used: {_reason(matcher)}")
         return Grammar(matcher, self._num_tokens, self._never_first)

@@ -7,34 +7,38 @@ from collections.abc import Mapping
 from typing import Any
 
 from vlora.errors import BadRequest
+from vlora.server.http.json_schema import grammar_schema
 from vlora.types import MAX_GRAMMAR_CHARS
 
 # One line, with at most one space between JSON tokens: with free whitespace a model may fill max_tokens with it.
-# Word-level tokenizers put a space before every word.
-_RULES = {"whitespace_pattern": " ?", "lenient": False, "coerce_one_of": False}
+# Word-level tokenizers put a space before every word. With \uXXXX a name could be written in two ways, and the library
+# would accept the second one as another property.
+_RULES = {
+    "whitespace_pattern": " ?",
+    "lenient": False,
+    "coerce_one_of": False,
+    "json_allowed_escapes": 'nrbtf\\"',
+}
 _KNOWN = {"name", "description", "schema", "strict"}
-_COMBINED = {"allOf", "if", "then", "else", "not", "dependentSchemas", "unevaluatedProperties", "$dynamicRef"}
-_OPEN = {"additionalProperties", "patternProperties", "propertyNames", "minProperties", "anyOf", "oneOf", "$ref"}
-_OF_NAMES = {"properties", "$defs", "definitions"}  # these map names to schemas; their keys are not keywords
 
 
 def json_grammar(kind: str, json_schema: dict[str, Any] | None) -> str | None:
-    """The grammar of `response_format`'s type; None for text. Raises BadRequest for an invalid form.
-
-    The schema itself is checked when the grammar is compiled.
-    """
+    """The grammar of `response_format`'s type; None for text. Raises BadRequest for an invalid form or schema."""
     if kind != "json_schema" and json_schema is not None:
         raise _invalid(f"json_schema was given with type {kind!r}; set type to 'json_schema'")
     if kind == "text":
         return None
     schema = {"type": "object"} if kind == "json_object" else _schema(json_schema)
     # Allow a space before the value, because word-level tokenizers put one before every word.
-    return checked_size(f"start: / ?/ value\nvalue: {json_value(schema)}", "response_format")
+    return checked_size(f"start: / ?/ value\nvalue: {json_value(schema, 'response_format')}", "response_format")
 
 
-def json_value(schema: Mapping[str, Any]) -> str:
-    """The right side of a grammar rule for a value of this schema; objects have only the properties that it names."""
-    return f"%json {json.dumps({**closed(schema), 'x-guidance': _RULES})}"
+def json_value(schema: Mapping[str, Any], field: str) -> str:
+    """The right side of a grammar rule for a value of this schema; objects have only the properties that it names.
+
+    Raises BadRequest, with the field's name, for a schema that the grammar cannot follow exactly.
+    """
+    return f"%json {json.dumps({**grammar_schema(schema, field), 'x-guidance': _RULES})}"
 
 
 def checked_size(grammar: str, field: str) -> str:
@@ -58,40 +62,3 @@ def _schema(json_schema: dict[str, Any] | None) -> dict[str, Any]:
 
 def _invalid(why: str) -> BadRequest:
     return BadRequest(f"response_format: {why}", field="response_format")
-
-
-def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the schema in which objects allow only the properties that they name.
-
-    Clients omit `additionalProperties` and mean that there are none (pydantic's schemas do so); a model that invents
-    more properties fills max_tokens with them. An object that defines its other properties stays unchanged. So does a
-    schema that combines several schemas for one value, because closing could make it unsatisfiable.
-    """
-    return dict(schema) if _combines(schema) else _closed(schema)
-
-
-def _combines(value: Any, names: bool = False) -> bool:
-    if isinstance(value, Mapping):
-        if not names and not _COMBINED.isdisjoint(value):
-            return True
-        return any(_combines(each, not names and key in _OF_NAMES) for key, each in value.items())
-    return isinstance(value, list) and any(map(_combines, value))
-
-
-def _closed(value: Any, names: bool = False) -> Any:
-    if isinstance(value, list):
-        return [_closed(each) for each in value]
-    if not isinstance(value, Mapping):
-        return value
-    found = {
-        key: each
-        if not names and key in ("enum", "const", "default", "examples")
-        else _closed(each, not names and key in _OF_NAMES)
-        for key, each in value.items()
-    }
-    properties = value.get("properties")
-    if not names and isinstance(properties, Mapping) and _OPEN.isdisjoint(value):
-        required = value.get("required", [])
-        if isinstance(required, list) and all(name in properties for name in required):
-            found["additionalProperties"] = False
-    return found

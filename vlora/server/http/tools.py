@@ -11,9 +11,10 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, field_validator
 
 from vlora.errors import BadRequest
+from vlora.server.http.json_schema import DESCRIBE_PROPERTIES, check_depth
 from vlora.server.http.response_format import checked_size, json_value
 from vlora.server.http.sampling_fields import StrictModel
 
@@ -29,8 +30,18 @@ class Function(StrictModel):
 
     name: Name
     description: str = ""
-    parameters: dict[str, Any] = Field(default_factory=lambda: {"type": "object"})
+    parameters: dict[str, Any] = Field(default_factory=lambda: {"type": "object", "properties": {}})
     strict: bool = False
+
+    @field_validator("parameters")
+    @classmethod
+    def check_parameters(cls, parameters: dict[str, Any]) -> dict[str, Any]:
+        """A schema that names no properties is an empty list of parameters, as in OpenAI's API."""
+        kind = parameters.get("type", "object")
+        if kind != "object":
+            raise ValueError(f"has type {str(kind)[:64]!r}; arguments are an object")
+        named: dict[str, Any] = {"properties": {}} if DESCRIBE_PROPERTIES.isdisjoint(parameters) else {}
+        return {"type": "object", **named, **parameters}
 
 
 class Tool(StrictModel):
@@ -78,6 +89,7 @@ class ToolCall(StrictModel):
                 f"arguments of the call of {self.function.name[:64]!r} are not a JSON object; send them unchanged",
                 field="messages",
             )
+        check_depth(arguments, "the arguments of a call", "messages")
         return {"type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
 
@@ -124,7 +136,7 @@ def call_grammar(tools: Sequence[Tool], choice: Choice, parallel: bool) -> str:
         head = f'{{"name": {json.dumps(tool.function.name)}, "arguments": '
         lines += [
             f'call_{i}: {json.dumps(head)} arguments_{i} "}}"',
-            f"arguments_{i}: {json_value({'type': 'object', **tool.function.parameters})}",
+            f"arguments_{i}: {json_value(tool.function.parameters, 'tools')}",
         ]
     return checked_size("\n".join(line for line in lines if line), "tools")
 

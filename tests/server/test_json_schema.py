@@ -1,0 +1,300 @@
+"""Grammars of JSON schemas: every answer matches its schema, and other schemas are refused by name."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import warnings
+from typing import Any, Literal
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
+from pydantic import BaseModel
+
+from tests.example_counts import scaled
+from vlora.errors import BadRequest
+from vlora.server.http.json_schema import MAX_DEPTH, grammar_schema
+from vlora.server.http.response_format import json_grammar
+
+BYTES = LLTokenizer("byte")
+
+
+def matcher(schema: dict[str, Any]) -> LLMatcher:
+    """Raises BadRequest for a schema that this project or the library refuses."""
+    made = LLMatcher(BYTES, json_grammar("json_schema", {"name": "x", "schema": schema}), log_level=0)
+    if made.is_error():
+        raise BadRequest(made.get_error())
+    return made
+
+
+def accepts(schema: dict[str, Any], text: str) -> bool:
+    return ends(matcher(schema), text)
+
+
+def ends(grammar: LLMatcher, text: str) -> bool:
+    cursor = grammar.deep_copy()
+    return all(cursor.consume_token(byte) for byte in text.encode()) and cursor.is_accepting()
+
+
+def sample(grammar: LLMatcher, source: random.Random) -> str | None:
+    """An answer of a random model that prefers to end; None if it does not."""
+    cursor, text = grammar.deep_copy(), b""
+    for _ in range(150):
+        bits = np.unpackbits(np.frombuffer(cursor.compute_bitmask(), np.uint8), bitorder="little")
+        allowed = np.flatnonzero(bits[:256])
+        if cursor.is_accepting() and (not len(allowed) or source.random() < 0.5):
+            return text.decode()
+        if not len(allowed):
+            return None
+        closing = [byte for byte in allowed if byte in b'"]}']
+        byte = int(source.choice(closing if closing and source.random() < 0.4 else list(allowed)))
+        cursor.consume_token(byte)
+        text += bytes([byte])
+    return None
+
+
+def check(schema: dict[str, Any], texts: list[str], source: random.Random) -> None:
+    """All answers of the grammar match the schema, and so do those of these texts that it accepts."""
+    grammar, oracle = matcher(schema), jsonschema.Draft202012Validator(schema)
+    for text in [*texts, *(sample(grammar, source) for _ in range(4))]:
+        if text is not None and ends(grammar, text):
+            assert oracle.is_valid(json.loads(text)), (schema, text)
+
+
+def object_of(**keywords: Any) -> dict[str, Any]:
+    return {"type": "object", **keywords}
+
+
+# -- bounds -----------------------------------------------------------------------------------------------------------
+
+NUMBERS = st.sampled_from(
+    [0, -0.0, 0.5, 1, -1, 3, 3.5, 1e-7, 0.1, 0.3, 99, 1e15, 2**53 + 1, 2**63, 1e17, 5e-324, 1e-20, -0.001, -123.456]
+) | st.floats(-1e4, 1e4)
+BOUNDS = st.fixed_dictionaries(
+    {"type": st.sampled_from(["number", "integer", ["integer", "null"]])},
+    optional={
+        **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), NUMBERS),
+        "multipleOf": st.sampled_from([1, 3, 10, 0.5, 2.5]),
+    },
+)
+
+
+@given(BOUNDS, st.integers(0, 2**20))
+@settings(max_examples=scaled(40), deadline=None)
+def test_numbers_are_within_their_bounds(schema: dict[str, Any], seed: int) -> None:
+    near = []
+    for bound in (value for value in schema.values() if isinstance(value, int | float)):
+        shown = f"{bound:.20f}".rstrip("0").rstrip(".")
+        near += [
+            shown,
+            f"{bound:.25f}",
+            f"{bound:.0f}",
+            f"{shown}{'' if '.' in shown else '.'}{'0' * 15}1",
+            f"-{shown}",
+        ]
+    try:
+        check(schema, [*near, "0", "-0", "0.0", "1", "1.0", "null"], random.Random(seed))
+    except BadRequest as error:
+        assert "Unsatisfiable" in str(error) or "numbers up to" in str(error) or "float range" in str(error), error
+
+
+@pytest.mark.parametrize(
+    ("schema", "accepted"),
+    [
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, ["0.5", "0.000001"]),
+        ({"type": "number", "minimum": -0.5, "exclusiveMaximum": 0}, ["-0.5", "-0.1"]),
+        ({"type": "number", "exclusiveMinimum": 3, "exclusiveMaximum": 3.5}, ["3.1", "3.49990"]),
+        ({"type": "integer", "exclusiveMinimum": 3, "maximum": 2**63 - 1}, ["4", "1000"]),
+        ({"enum": [0.1, 1e20 / 1e3, -5, "é\n", None, True, [1, {"a": 2}]]}, ["0.1", "-5", "null", '[1, {"a": 2}]']),
+    ],
+)
+def test_what_is_rewritten_is_kept(schema: dict[str, Any], accepted: list[str]) -> None:
+    check(schema, ["0", "-0", "0.0", "3", "3.0", "3.5", *accepted], random.Random(0))
+    assert all(accepts(schema, text) for text in accepted)
+
+
+# -- other keywords ---------------------------------------------------------------------------------------------------
+
+PATTERNS = [
+    r"^\S+$", r"^\W$", r"^\D\d$", r"[^\w\s]", r"^[\W]$", r"^[^\W]$", "^[[:alpha:]]", "^[a&&b]$", "^[^[]$", "^(a|b)c?$",
+    "^a$|^b", "(?i)^k+$", "(?s)^.$", "^.$", r"^\u0061\x62$", r"\.", "a{2,}?b", r"^\p{Lu}$", "^[a-z_][a-z0-9_]*$", "é",
+]  # fmt: skip
+TEXTS = [
+    "a",
+    "b",
+    "é",
+    "٣",
+    "a٣",
+    "\x85",
+    "\ufeff",
+    "\u2028",
+    "\u212a",
+    "a\n",
+    "&",
+    "[",
+    ":]",
+    "A",
+    "ac",
+    "k",
+    "aab",
+    "_",
+]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_patterns_mean_what_they_mean_in_python(pattern: str) -> None:
+    texts = [json.dumps(text, ensure_ascii=False) for text in TEXTS]
+    names = object_of(patternProperties={pattern: {"type": "integer"}}, additionalProperties={"type": "string"})
+    with warnings.catch_warnings(action="ignore"):
+        if pattern == r"^\p{Lu}$":  # not Python's
+            assert accepts({"type": "string", "pattern": pattern}, '"A"')
+            return
+        check({"type": "string", "pattern": pattern}, [*texts, r'"\u001c"'], random.Random(1))
+        check(names, [f"{{{text}: {value}}}" for text in texts for value in ('"x"', "1")], random.Random(1))
+
+
+DATE = {"type": "string", "format": "date"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "accepted", "others"),
+    [
+        # A name has one spelling, so another one is no additional property.
+        (
+            object_of(properties={"a": {"type": "integer"}}, additionalProperties={"type": "string"}),
+            ['{"a": 1}', '{"b": "x"}'],
+            [r'{"\u0061": "x"}', r'{"a": 1, "\u0061": "x"}'],
+        ),
+        ({"type": "array", "uniqueItems": False, "items": True}, ["[1, 1]"], []),
+        ({"type": "array", "items": [{"type": "integer"}], "additionalItems": False}, ["[1]"], ['["a"]', "[1, 2]"]),
+        ({"type": "array", "prefixItems": [{"type": "integer"}], "additionalItems": False}, ["[1, 2]"], ['["a"]']),
+        # Alternatives that exclude each other, also behind references, as pydantic writes them.
+        (
+            {
+                "oneOf": [{"$ref": "#/$defs/a~1b"}, {"$ref": "#/$defs/c%20d"}],
+                "$defs": {
+                    "a/b": object_of(properties={"k": {"const": 1}, "v": {}}, required=["k"]),
+                    "c d": object_of(properties={"k": {"enum": [2, 3]}}, required=["k"]),
+                },
+            },
+            ['{"k": 1, "v": 0}', '{"k": 3}'],
+            ['{"k": 3, "v": 0}', '{"k": 4}', "{}"],
+        ),
+        ({"oneOf": [{"type": "integer"}, {"type": ["string", "null"]}]}, ["1", "null"], ["true"]),
+        (DATE, ['"2024-02-29"', '"2000-02-29"', '"0001-01-31"'], ['"2023-02-29"', '"1900-02-29"', '"0000-01-01"']),
+        ({**DATE, "pattern": "^2"}, ['"2024-02-29"'], ['"1999-01-01"', '"2023-02-29"']),
+        ({"$defs": {"n": object_of(properties={"n": {"$ref": "#/$defs/n"}})}, "$ref": "#/$defs/n"}, ['{"n": {}}'], []),
+        (object_of(minProperties=1, additionalProperties={"type": "integer"}), ['{"a": 1}'], ["{}"]),
+    ],
+)
+def test_what_a_grammar_accepts(schema: dict[str, Any], accepted: list[str], others: list[str]) -> None:
+    grammar = matcher(schema)
+    assert [text for text in [*accepted, *others] if ends(grammar, text)] == accepted
+    if not isinstance(schema.get("items"), list):
+        check(schema, accepted, random.Random(2))
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "null"}
+    for _ in range(depth - 1):
+        schema = {"items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        (nested(MAX_DEPTH + 1), "more than 100 levels of nested arrays and objects in the schema"),
+        (nested(5000), "more than 100 levels"),
+        ({"$ref": "#"}, r"a cycle of \$ref that describes no value: # -> #"),
+        (
+            {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+            "cycle.*(#/.defs/a -> #/.defs/b -> #/.defs/a|#/.defs/b -> #/.defs/a -> #/.defs/b)",
+        ),
+        ({"anyOf": [{"type": "null"}, {"$ref": "#"}]}, "cycle.*# -> #"),
+        (object_of(properties={"a": {"$ref": "#/$defs/b"}}), "'#/properties/a' refers to '#/.defs/b', which does not"),
+        ({"$ref": "http://e.example/s.json"}, "another document, 'http://e.example/s.json'; none is fetched"),
+        ({"multipleOf": 0.1}, "multipleOf 0.1; it must be above 0 and exact in binary"),
+        ({"multipleOf": 0}, "multipleOf 0;"),
+        ({"minimum": 0, "exclusiveMinimum": True}, "exclusiveMinimum' is True, which is not valid"),
+        ({"type": "number", "minimum": 1e19}, r"has ..minimum.: 1e\+19.; numbers up to 1e\+18"),
+        ({"const": 2**53 + 1}, "number 9007199254740993; the grammar takes 15 digits"),
+        ({"enum": [0.30000000000000004]}, "number 0.30000000000000004"),
+        ({"enum": [{"a\x01": 1}]}, "control character"),
+        (object_of(minProperties=2), "minProperties 2, but a grammar cannot count different names"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "alternatives 0 and 1 that one value may match"),
+        (
+            {"oneOf": [object_of(properties={"a": {}}, required=["a"]), object_of(properties={"b": {}})]},
+            "alternatives 0 and 1",
+        ),
+        ({"type": "string", "pattern": "^a*+a$"}, "with a possessive repeat, which is not supported"),
+        ({"type": "string", "pattern": "(?!a)b"}, "with a assert not"),
+        ({"type": "string", "pattern": r"\bcat\b"}, r"with \\b or \\B"),
+        (object_of(patternProperties={f"^{n}$": {} for n in range(33)}), "33 patternProperties; at most 32"),
+        ({"not": {"type": "string"}}, "Unimplemented keys.*not"),
+        ({"required": [1]}, "'#/required' is .1., which is not valid in JSON Schema"),
+        ({"properties": {"a": 5}}, "'#/properties/a' is 5; a schema is an object, true or false"),
+    ],
+)  # fmt: skip
+def test_other_schemas_are_refused_by_name(schema: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadRequest, match=message):
+        matcher(schema)
+
+
+# -- objects ----------------------------------------------------------------------------------------------------------
+
+
+class Wheel(BaseModel):
+    size: int
+
+
+class Car(BaseModel):
+    kind: Literal["car", "bus"]
+    wheels: list[Wheel]
+    additionalProperties: bool = True  # a property's name, not a keyword
+
+
+def test_a_pydantic_model_has_its_own_properties_only() -> None:
+    schema = Car.model_json_schema()
+    assert "additionalProperties" not in schema
+    assert accepts(schema, '{"kind": "car", "wheels": [{"size": 3}]}')
+    assert not accepts(schema, '{"kind": "car", "wheels": [], "colour": "red"}')
+    assert not accepts(schema, '{"kind": "car", "wheels": [{"size": 3, "x": 1}]}'), "nested objects as well"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object"},
+        {"type": "object", "additionalProperties": {"type": "integer"}, "properties": {"a": {}}},
+        {"type": "object", "properties": {"a": {}}, "patternProperties": {"^x": {}}},
+        {"type": "object", "properties": {"a": {}}, "required": ["b"]},  # satisfiable only by an additional property
+        {"type": "object", "properties": {"a": {}}, "minProperties": 1},
+        {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]},
+        {"$defs": {"base": {"properties": {"a": {}}}}, "allOf": [{"$ref": "#/$defs/base"}, {"properties": {"b": {}}}]},
+        {"properties": {"a": {}}, "$ref": "#/$defs/base", "$defs": {"base": {"type": "object"}}},
+        {"properties": {"a": {}}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        {"enum": [{"properties": {"a": 1}}]},
+        {"type": "object", "properties": {}, "not": {"required": ["a"]}},
+    ],
+)
+def test_schemas_that_define_other_properties_stay_unchanged(schema: dict[str, Any]) -> None:
+    before = copy.deepcopy(schema)
+    assert grammar_schema(schema, "tools") == before == schema
+
+
+def test_a_property_named_like_a_keyword_is_closed_too() -> None:
+    schema = {"type": "object", "properties": {"allOf": {"type": "object", "properties": {"$ref": {}}}}}
+    found = grammar_schema(schema, "tools")
+    assert found["additionalProperties"] is False
+    assert found["properties"]["allOf"]["additionalProperties"] is False
+
+
+def test_every_alternative_is_closed_by_itself() -> None:
+    schema = {"anyOf": [{"type": "object", "properties": {"a": {"type": "integer"}}}, {"type": "null"}]}
+    assert accepts(schema, '{"a": 1}') and accepts(schema, "null") and not accepts(schema, '{"a": 1, "b": 2}')
