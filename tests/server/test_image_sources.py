@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import http.server
 import os
 import threading
@@ -22,6 +23,8 @@ from vlora.server.media.image_sources import ImageSources
 
 PICTURE = png()
 LOCAL = ("127.0.0.1",)
+CONTENT = bytes(range(247, 256)) + b"\0"
+BASE64 = base64.b64encode(CONTENT).decode()  # with + and / and padding
 
 
 class Site(NamedTuple):
@@ -201,12 +204,59 @@ def test_the_checked_address_is_used_for_the_connection(site: Site, monkeypatch:
         ("picture.png", "unsupported URL"),
         ("", "unsupported URL"),
         ("data:image/png,raw", "invalid data URL"),
+        ("data:image/png;base64;charset=utf-8,QUJD", "invalid data URL"),
+        ("data:image/png;base64", "invalid data URL"),
     ],
 )
 def test_invalid_urls_are_refused_and_not_repeated(url: str, message: str) -> None:
     with pytest.raises(BadRequest, match=message) as caught:
         read(url, image_hosts=LOCAL)
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"data:image/png;base64,{BASE64}",
+        f"DATA:image/png;BASE64,{BASE64}",
+        f"data:;base64,{BASE64}",  # no media type, and one of no image: the bytes decide
+        f"data:text/plain;base64,{BASE64}",
+        f"data:image/png;charset=utf-8;base64,{BASE64}",
+        f"data:image/png; base64 ,{BASE64}",
+        f"data:image/png;base\n64,{BASE64}",
+        f" \ndata:image/png;base64,{BASE64}\n",  # the URL parser strips blanks and removes line ends
+        "data:image/png;base64," + "\r\n".join(BASE64),
+        "data:image/png;base64," + " \t\n\f\r".join(BASE64),
+        f"data:image/png;base64,{BASE64.rstrip('=')}",
+        f"data:image/png;base64,{BASE64.replace('+', '%2B').replace('/', '%2F').replace('=', '%3d')}",
+        f"data:image/png;base64,{BASE64.replace('A', '%41%0A%20')}",
+        f"data:image/png;base64,{BASE64[:-3]}P==",  # bits after the last byte are dropped
+        f"data:image/png;base64,{BASE64}#fragment",
+        "data:image/png," + "".join(f"%{byte:02X}" for byte in CONTENT),
+    ],
+)
+def test_data_urls_are_read_as_browsers_read_them(url: str) -> None:
+    """By the data URL processor of the Fetch standard, with the forgiving base64 of the Infra standard."""
+    assert read(url) == [CONTENT]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (BASE64.replace("+", "-"), r"it has '-' at index \d+; use \+ and / in place of - and _"),
+        (BASE64.rstrip("=") + "=", "it has '=' at index 14; padding is complete or absent"),
+        (BASE64 + "====", "'=' at index"),
+        ("QQ==QQ==", "'=' at index 2"),
+        (BASE64[:5], "5 characters cannot be decoded; it may be truncated"),
+        ("QU*D", r"it has '\*' at index 2"),
+        ("QUéD", "index 2"),
+        ("QU\udc80D", "index 2"),
+        ("QU%ZZD", "it has '%' at index 2"),
+    ],
+)
+def test_what_browsers_do_not_decode_is_refused(text: str, message: str) -> None:
+    with pytest.raises(BadImage, match=f"image 1 is not base64: .*{message}"):
+        read(f"data:image/png;base64,{text}")
 
 
 def test_nothing_is_fetched_or_read_unless_the_operator_allows_it(site: Site, tmp_path: Path) -> None:

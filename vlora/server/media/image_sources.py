@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import binascii
 import ipaddress
 import os
+import re
 import socket
 import stat
 import urllib.parse
@@ -22,6 +22,7 @@ from vlora.server.media.image_decoding import RawImage, check_number
 
 ANY_PUBLIC_HOST = "*"
 
+_CONTROLS = "".join(map(chr, range(33)))
 _MAX_REDIRECTS = 3
 FETCH_S = 10.0
 _MAX_CONNECTIONS = 16
@@ -67,6 +68,7 @@ class ImageSources:
             await self._client.aclose()
 
     async def _read_url(self, url: str, number: int) -> bytes:
+        url = url.strip(_CONTROLS)  # as browsers do
         match url.partition(":")[0].lower():
             case "data":
                 return await asyncio.to_thread(_data_url, url, number)
@@ -186,13 +188,26 @@ class ImageSources:
 
 
 def _data_url(url: str, number: int) -> bytes:
+    """The content of a data URL, as browsers read it: the Fetch standard's processor with its forgiving base64."""
     head, comma, data = url.partition(",")
-    if not (comma and head.lower().endswith(";base64")):
+    is_base64 = re.search(r"; *base64\s*$", re.sub(r"[\t\n\r]", "", head), re.IGNORECASE) is not None
+    if not comma or not (is_base64 or "%" in data):  # without percent signs there is text, and no picture
         raise BadRequest(f"image {number}: invalid data URL; the format is data:image/png;base64,...")
-    try:
-        return base64.b64decode(data, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise BadImage(f"image {number} is not base64: {error}") from error
+    body = data.partition("#")[0].encode(errors="replace")
+    body = urllib.parse.unquote_to_bytes(body) if b"%" in body else body
+    if not is_base64:
+        return body
+    body = body.translate(None, b"\t\n\f\r ")
+    if len(body) % 4 == 0:
+        body = body.removesuffix(b"=").removesuffix(b"=")
+    wrong = re.search(rb"[^A-Za-z0-9+/]", body)
+    if wrong is not None:
+        found, place = wrong.group().decode("latin-1"), wrong.start()
+        why = "use + and / in place of - and _" if found in "-_" else "padding is complete or absent" * (found == "=")
+        raise BadImage(f"image {number} is not base64: it has {found!r} at index {place}{why and '; '}{why}")
+    if len(body) % 4 == 1:
+        raise BadImage(f"image {number} is not base64: {len(body)} characters cannot be decoded; it may be truncated")
+    return binascii.a2b_base64(body + b"=" * (-len(body) % 4))
 
 
 def _parse(url: str, number: int) -> httpx.URL:
