@@ -152,6 +152,9 @@ class ByteProcessor:
     def token_text(self, token_id: int) -> str:
         return {EOS: "<eos>", IMAGE: "<image>"}.get(token_id) or bytes([token_id]).decode(errors="replace")
 
+    def token_bytes(self, token_id: int) -> bytes | None:
+        return bytes([token_id]) if token_id < 256 else None
+
     def _vision(self, image: Image.Image) -> VisionInput:
         assert image.mode == "RGB"
         mean = image.convert("L").resize((1, 1), Image.Resampling.BOX).getpixel((0, 0))

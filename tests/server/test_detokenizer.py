@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from vlora.server.detokenizer import AnswerText, Detokenizer, StopFilter
+from vlora.models.processing import InputProcessor
+from vlora.models.qwen_vl.tokenizer import build
+from vlora.server.detokenizer import AnswerText, Detokenizer, Piece, StopFilter
+from vlora.server.http.text_completions import TextResponseBuilder
 from vlora.types import TokenScore
 
 
@@ -119,3 +126,62 @@ def test_long_stop_strings_cost_little_per_token() -> None:
     assert held.feed("x" * 900) == "" and all(held.feed("x") == "" for _ in range(90))
     assert time.thread_time() - started < 0.2
     assert held.feed("y") == "x" * 990 + "y"
+
+
+# -- bytes of tokens --------------------------------------------------------------------------------------------------
+
+
+def byte_level() -> Tokenizer:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({each: number for number, each in enumerate([*letters, "Ġthe"])}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    return made
+
+
+def sentence_pieces() -> Tokenizer:
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "\u2581\u2581", *"athe"]
+    made = Tokenizer(
+        models.BPE(
+            {each: number for number, each in enumerate(dict.fromkeys(pieces))},
+            [("\u2581", "\u2581")],
+            byte_fallback=True,
+            unk_token="<unk>",
+        )
+    )
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return made
+
+
+def tiktoken() -> Tokenizer:
+    return build({bytes([byte]): byte for byte in range(256)} | {b" t": 256, "日".encode()[:2]: 257})
+
+
+@pytest.mark.parametrize("answer", ["日本😊", "the  é\n", " a", "\ufffd the", "a"])
+@pytest.mark.parametrize("kind", [byte_level, sentence_pieces, tiktoken])
+def test_the_bytes_of_the_tokens_are_those_of_the_text(kind: Callable[[], Tokenizer], answer: str) -> None:
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=kind(), eos_token="<end>", additional_special_tokens=["<mark>"]
+    )
+    processor = object.__new__(InputProcessor)
+    processor.tokenizer = tokenizer
+    special = tokenizer.convert_tokens_to_ids("<mark>")
+    ids = [special, *tokenizer(answer, add_special_tokens=False)["input_ids"], special, tokenizer.eos_token_id]
+    text = AnswerText(processor.decode, processor.token_text, (), 0, processor.token_bytes)
+    for token_id in ids:
+        text.feed([token_id], [TokenScore(-1.0, ((token_id, -1.0),))])
+    text.finish()
+    assert text.text == answer == b"".join(token.data or b"" for token in text.logprobs).decode()
+    assert text.logprobs[0].token == "<mark>" and text.logprobs[0].data is None is text.logprobs[0].top_data[0]
+    builder = TextResponseBuilder({}, 1, [""], logprobs=True, counts=False)
+    offsets = builder.piece(0, Piece(text.text, text.logprobs))
+    starts = [
+        answer.encode()[:end].decode(errors="ignore")
+        for end in itertools.accumulate((len(token.data or b"") for token in text.logprobs[:-1]), initial=0)
+    ]
+    assert json.loads(offsets.removeprefix(b"data: "))["choices"][0]["logprobs"]["text_offset"] == list(
+        map(len, starts)
+    )

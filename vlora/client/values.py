@@ -36,11 +36,16 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
     first.
 
     Natural logarithms of the model's own distribution, before temperature and filters.
+
+    data, top_data: the bytes that the tokens add to the answer; a token may be a part of a character. None for special
+    tokens, which are shown by name.
     """
 
     token: str
     logprob: float
     top: tuple[tuple[str, float], ...]
+    data: bytes | None = None
+    top_data: tuple[bytes | None, ...] = ()
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,6 +19,7 @@ import torch
 from vlora.errors import BadConfig, BadImage, BadRequest, VLoraError
 from vlora.models.families import family_of, placeholder_count
 from vlora.models.processor_files import TEMPLATE_FILES, read_parts
+from vlora.models.qwen_vl.tokenizer import byte_letters
 from vlora.models.vision.images import Clip, Region
 from vlora.models.vision.videos import VIDEO_FAMILIES, VideoProcessor
 from vlora.types import TensorValue, VisionInput
@@ -269,9 +270,26 @@ class InputProcessor:
     def token_text(self, token_id: int) -> str:
         """The text of one token. Special tokens are shown by name, partial characters as the replacement character."""
         raw = self.tokenizer.convert_ids_to_tokens([token_id])[0]
-        text = str(self.tokenizer.decode([token_id], skip_special_tokens=False))
-        # Decoders of this kind strip the leading space of a text.
-        return " " + text if raw is not None and raw.startswith("\u2581") and not text.startswith(" ") else text
+        if raw is not None and raw.startswith("\u2581"):  # decoders of this kind strip the first space of a text
+            return str(raw.replace("\u2581", " "))
+        return str(self.tokenizer.decode([token_id], skip_special_tokens=False))
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """What a token adds to the bytes of an answer; None for a special token, which answers do not contain."""
+        if token_id in self._special_ids:
+            return None
+        text = self.token_text(token_id)
+        if "\N{REPLACEMENT CHARACTER}" not in text:
+            return text.encode()
+        raw: str = self.tokenizer.convert_ids_to_tokens([token_id])[0]
+        if re.fullmatch("<0x[0-9A-F]{2}>", raw):
+            return bytes([int(raw[3:5], 16)])
+        letters = byte_letters()
+        return bytes(letters.index(each) for each in raw) if set(raw) <= set(letters) else text.encode()
+
+    @functools.cached_property
+    def _special_ids(self) -> frozenset[int]:
+        return frozenset(token_id for token_id, one in self.tokenizer.added_tokens_decoder.items() if one.special)
 
     def _ids(self, text: str) -> Sequence[int]:
         """The token ids of a text whose typed markers are enclosed by `as_text`."""

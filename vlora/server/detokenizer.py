@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from vlora.client.values import TokenLogprob
 from vlora.types import TokenScore
 
@@ -104,6 +106,7 @@ class AnswerText:
 
     Args:
         token_text: Decodes a single token, as logprobs show it.
+        token_bytes: The bytes of a token in an answer; None for one that answers do not contain.
         min_tokens: Stop strings are ignored in the text of this many first tokens.
     """
 
@@ -113,11 +116,13 @@ class AnswerText:
         token_text: Callable[[int], str],
         stop: Sequence[str],
         min_tokens: int = 0,
+        token_bytes: Callable[[int], bytes | None] = lambda _: None,
     ) -> None:
         self._unsearched = min_tokens
         self._detokenizer = Detokenizer(decode)
         self._filter = StopFilter(stop)
         self._token_text = token_text
+        self._token_bytes = token_bytes
         self._pieces: list[Piece] = []
         self._decoded = 0  # characters decoded
         self._released = 0  # characters released
@@ -163,11 +168,26 @@ class AnswerText:
         tokens = []
         while self._waiting and self._waiting[0][0] < self._released:
             tokens.append(self._waiting.popleft()[1])
+        if text and not self._pieces:
+            _strip_first_space(tokens, text)
         piece = Piece(text, tuple(tokens))
         if text:
             self._pieces.append(piece)
         return piece
 
     def _to_logprob(self, token_id: int, score: TokenScore) -> TokenLogprob:
-        top = tuple((self._token_text(other), logprob) for other, logprob in score.top)
-        return TokenLogprob(token=self._token_text(token_id), logprob=score.logprob, top=top)
+        others = [other for other, _ in score.top]
+        return TokenLogprob(
+            token=self._token_text(token_id),
+            logprob=score.logprob,
+            top=tuple((self._token_text(other), logprob) for other, logprob in score.top),
+            data=self._token_bytes(token_id),
+            top_data=tuple(map(self._token_bytes, others)),
+        )
+
+
+def _strip_first_space(tokens: list[TokenLogprob], text: str) -> None:
+    """Remove the space before the first word that decoders of SentencePiece drop from a text."""
+    if b"".join(token.data or b"" for token in tokens).startswith(f" {text}".encode()):
+        place, data = next((place, token.data) for place, token in enumerate(tokens) if token.data)
+        tokens[place] = msgspec.structs.replace(tokens[place], token=tokens[place].token[1:], data=data[1:])

@@ -375,7 +375,10 @@ class FrontEnd:
     async def _answer(self, request: Request, clock: RequestClock) -> AsyncGenerator[Piece | Answer, None]:
         """Yield one request's pieces, then its Answer. Raises the request's error."""
         sampling = request.sampling
-        text = AnswerText(self._processor.decode, self._processor.token_text, sampling.stop, sampling.min_tokens)
+        processor = self._processor
+        text = AnswerText(
+            processor.decode, processor.token_text, sampling.stop, sampling.min_tokens, processor.token_bytes
+        )
         num_tokens = 0
         submitted_s, first_s = clock.elapsed_s, 0.0
         async with contextlib.aclosing(self._outputs(request, clock)) as outputs:

@@ -124,7 +124,7 @@ def read_ranks(file: Path) -> dict[bytes, int]:
 
 def build(ranks: dict[bytes, int]) -> Tokenizer:
     """The tokenizer of a vocabulary without its special tokens."""
-    letters = _byte_letters()
+    letters = byte_letters()
 
     def shown(token: bytes) -> str:
         return "".join(letters[byte] for byte in token)
@@ -154,7 +154,7 @@ def _pairs(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
         yield from sorted(found, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
 
 
-def _byte_letters() -> list[str]:
+def byte_letters() -> list[str]:
     """The letter that stands for each byte in a vocabulary of `ByteLevel`: itself, or one from 256 on."""
     kept = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = itertools.count(256)

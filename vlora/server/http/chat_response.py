@@ -96,7 +96,10 @@ class ChatResponseBuilder:
         if not self._logprobs:
             return None
         content = [
-            {**_score(token.token, token.logprob), "top_logprobs": [_score(*other) for other in token.top]}
+            {
+                **_score(token.token, token.logprob, token.data),
+                "top_logprobs": [_score(*other, data) for other, data in zip(token.top, token.top_data, strict=True)],
+            }
             for token in tokens
         ]
         return {"content": content, "refusal": None}
@@ -155,7 +158,5 @@ def finite(logprob: float) -> float:
     return max(logprob, _LEAST_LOGPROB)
 
 
-def _score(token: str, logprob: float) -> dict[str, Any]:
-    # The bytes of a partial character cannot be derived from its text.
-    data = None if "\N{REPLACEMENT CHARACTER}" in token else list(token.encode())
-    return {"token": token, "logprob": finite(logprob), "bytes": data}
+def _score(token: str, logprob: float, data: bytes | None) -> dict[str, Any]:
+    return {"token": token, "logprob": finite(logprob), "bytes": None if data is None else list(data)}

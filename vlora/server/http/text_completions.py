@@ -152,11 +152,17 @@ class TextResponseBuilder:
     def _scores(self, index: int, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
         offsets = []
         for token in tokens:
-            offsets.append(self._offsets[index])
-            self._offsets[index] += len(token.token)
+            data = token.data or b""
+            offsets.append(max(0, self._offsets[index] - _num_later(data[:1])))
+            self._offsets[index] += len(data) - _num_later(data)
         return {
             "tokens": [token.token for token in tokens],
             "token_logprobs": [finite(token.logprob) for token in tokens],
             "top_logprobs": [{text: finite(logprob) for text, logprob in token.top} for token in tokens],
             "text_offset": offsets,
         }
+
+
+def _num_later(data: bytes) -> int:
+    """How many of these bytes continue a character of UTF-8."""
+    return sum(byte & 0xC0 == 0x80 for byte in data)
