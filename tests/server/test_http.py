@@ -438,6 +438,7 @@ def test_fields_without_effect_are_accepted_and_unknown_ones_refused(api: Api) -
             "param": name,
         }
     assert "logprobs to true" in api.chat("say:x", top_logprobs=2)[1]["error"]["message"]
+    assert api.chat("say:x", top_logprobs=0)[0] == 200
     assert api.chat("say:x", logprobs=True, top_logprobs=21)[1]["error"]["param"] == "top_logprobs"
 
 

@@ -74,6 +74,7 @@ def test_a_stream_has_running_token_counts(api: Api) -> None:
         ({"prompt": []}, "prompt has 0 entries; send 1 to 64", "prompt"),
         ({"prompt": ["a"] * 65}, "prompt has 65 entries; send 1 to 64", "prompt"),
         ({"prompt": [1, "a"]}, "prompt has 1; send a text, a list of texts, token ids", "prompt"),
+        ({"prompt": 5}, "prompt has 5; send a text, a list of texts, token ids", "prompt"),
         ({"prompt": {"a": 1}}, "prompt has {'a': 1}; send", "prompt"),
         ({"prompt": [[1, True]]}, "prompt has [1, True]; send", "prompt"),
         ({"prompt": [5], "echo": True}, "echo is supported for text prompts only", "echo"),

@@ -251,14 +251,17 @@ def test_tool_results_are_in_the_prompt(api: Api) -> None:
             },
             "arguments of the call of 'f' are not a JSON object",
         ),
-        (
-            {
-                "messages": [
-                    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": DEEP}}]},
-                    {"role": "user", "content": "x"},
-                ]
-            },
-            "more than 100 levels of nested arrays and objects in the arguments",
+        *(
+            (
+                {
+                    "messages": [
+                        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]},
+                        {"role": "user", "content": "x"},
+                    ]
+                },
+                "messages: more than 100 levels of nested arrays and objects in the arguments of a call",
+            )
+            for arguments in (DEEP, "[" * 100_000)
         ),
         (
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": json.loads(DEEP)}}]},

@@ -109,7 +109,7 @@ class ChatRequest(SamplingFields):
     @field_validator("top_logprobs")
     @classmethod
     def check_logprobs(cls, top_logprobs: int | None, fields: ValidationInfo) -> int | None:
-        if top_logprobs is not None and not fields.data.get("logprobs"):
+        if top_logprobs and not fields.data.get("logprobs"):
             raise ValueError("requires logprobs; set logprobs to true")
         return top_logprobs
 

@@ -58,7 +58,11 @@ def check_depth(value: Any, what: str, field: str) -> None:
         level = [inner for each in level for _, inner in _inner(each)]
         if not level:
             return
-    raise BadRequest(
+    raise too_deep(what, field)
+
+
+def too_deep(what: str, field: str) -> BadRequest:
+    return BadRequest(
         f"{field}: more than {MAX_DEPTH} levels of nested arrays and objects in {what}, which is the limit", field=field
     )
 

@@ -22,7 +22,7 @@ DEFAULT_TOKENS = 16  # as in OpenAI's API
 def _read_prompts(value: Any) -> list[PlainText | PromptTokens]:
     """Parse the prompt. Raises BadRequest when it is neither texts nor token ids."""
     prompts = value if isinstance(value, list) else [value]
-    if prompts and all(_is_token(each) for each in prompts):
+    if prompts and prompts is value and all(_is_token(each) for each in prompts):
         return [PromptTokens(tuple(prompts))]
     if not 0 < len(prompts) <= MAX_PROMPTS:
         raise BadRequest(f"prompt has {len(prompts)} entries; send 1 to {MAX_PROMPTS}", field="prompt")

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, StringConstraints, field_validator
 
 from vlora.errors import BadRequest
-from vlora.server.http.json_schema import DESCRIBE_PROPERTIES, check_depth
+from vlora.server.http.json_schema import DESCRIBE_PROPERTIES, check_depth, too_deep
 from vlora.server.http.response_format import checked_size, json_value
 from vlora.server.http.sampling_fields import StrictModel
 
@@ -82,7 +82,9 @@ class ToolCall(StrictModel):
         """The call for a chat template. Raises BadRequest when the arguments are not a JSON object."""
         try:
             arguments = json.loads(self.function.arguments or "{}")
-        except (ValueError, RecursionError):
+        except RecursionError as error:
+            raise too_deep("the arguments of a call", "messages") from error
+        except ValueError:
             arguments = None
         if not isinstance(arguments, dict):
             raise BadRequest(
