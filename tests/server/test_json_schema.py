@@ -18,8 +18,8 @@ from pydantic import BaseModel
 
 from tests.example_counts import scaled
 from vlora.errors import BadRequest
-from vlora.server.http.json_schema import MAX_DEPTH, grammar_schema
 from vlora.server.http.response_format import json_grammar
+from vlora.server.http.schemas.json_schema import MAX_DEPTH, grammar_schema
 
 BYTES = LLTokenizer("byte")
 
@@ -108,6 +108,8 @@ def test_numbers_are_within_their_bounds(schema: dict[str, Any], seed: int) -> N
     [
         ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, ["0.5", "0.000001"]),
         ({"type": "number", "minimum": -0.5, "exclusiveMaximum": 0}, ["-0.5", "-0.1"]),
+        ({"type": "number", "minimum": 0.1, "maximum": 0.3}, ["0.1", "0.3", "0.2999"]),
+        ({"type": "number", "minimum": -1e-7, "maximum": 2**60}, ["-0.0000001", "0", "1000.5"]),
         ({"type": "number", "exclusiveMinimum": 3, "exclusiveMaximum": 3.5}, ["3.1", "3.49990"]),
         ({"type": "integer", "exclusiveMinimum": 3, "maximum": 2**63 - 1}, ["4", "1000"]),
         ({"enum": [0.1, 1e20 / 1e3, -5, "é\n", None, True, [1, {"a": 2}]]}, ["0.1", "-5", "null", '[1, {"a": 2}]']),
@@ -170,7 +172,7 @@ DATE = {"type": "string", "format": "date"}
             ['{"a": 1}', '{"b": "x"}'],
             [r'{"\u0061": "x"}', r'{"a": 1, "\u0061": "x"}'],
         ),
-        ({"type": "array", "uniqueItems": False, "items": True}, ["[1, 1]"], []),
+        ({"type": "array", "uniqueItems": False, "items": True, "examples": [{"minimum": "a"}, 1]}, ["[1, 1]"], []),
         ({"type": "array", "items": [{"type": "integer"}], "additionalItems": False}, ["[1]"], ['["a"]', "[1, 2]"]),
         ({"type": "array", "prefixItems": [{"type": "integer"}], "additionalItems": False}, ["[1, 2]"], ['["a"]']),
         # Alternatives that exclude each other, also behind references, as pydantic writes them.
@@ -232,8 +234,19 @@ def nested(depth: int) -> dict[str, Any]:
             {"oneOf": [object_of(properties={"a": {}}, required=["a"]), object_of(properties={"b": {}})]},
             "alternatives 0 and 1",
         ),
+        ({"oneOf": [{"const": number} for number in range(101)]}, "101 alternatives; at most 100"),
+        (
+            {
+                "oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}],
+                "$defs": {
+                    name: object_of(properties={"n": {"$ref": f"#/$defs/{name}"}}, required=["n"]) for name in "ab"
+                },
+            },
+            "alternatives 0 and 1",
+        ),
+        ({"enum": ["x" * 70_000]}, "the schemas have 70"),
         ({"type": "string", "pattern": "^a*+a$"}, "with a possessive repeat, which is not supported"),
-        ({"type": "string", "pattern": "(?!a)b"}, "with a assert not"),
+        ({"type": "string", "pattern": "(?!a)b"}, "with a lookaround"),
         ({"type": "string", "pattern": r"\bcat\b"}, r"with \\b or \\B"),
         (object_of(patternProperties={f"^{n}$": {} for n in range(33)}), "33 patternProperties; at most 32"),
         ({"not": {"type": "string"}}, "Unimplemented keys.*not"),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vlora.errors import BadRequest
-from vlora.server.http.json_schema import grammar_schema
+from vlora.server.http.schemas.json_schema import check_depth, grammar_schema
 from vlora.types import MAX_GRAMMAR_CHARS
 
 # One line, with at most one space between JSON tokens: with free whitespace a model may fill max_tokens with it.
@@ -36,8 +36,10 @@ def json_grammar(kind: str, json_schema: dict[str, Any] | None) -> str | None:
 def json_value(schema: Mapping[str, Any], field: str) -> str:
     """The right side of a grammar rule for a value of this schema; objects have only the properties that it names.
 
-    Raises BadRequest, with the field's name, for a schema that the grammar cannot follow exactly.
+    Raises BadRequest, with the field's name, for a schema that is too long or that the grammar cannot follow exactly.
     """
+    check_depth(schema, "the schema", field)
+    checked_size(json.dumps(schema), field)
     return f"%json {json.dumps({**grammar_schema(schema, field), 'x-guidance': _RULES})}"
 
 

@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, StringConstraints, field_validator
 
 from vlora.errors import BadRequest
-from vlora.server.http.json_schema import DESCRIBE_PROPERTIES, check_depth, too_deep
 from vlora.server.http.response_format import checked_size, json_value
 from vlora.server.http.sampling_fields import StrictModel
+from vlora.server.http.schemas.json_schema import DESCRIBE_PROPERTIES, check_depth, too_deep
 
 MAX_TOOLS = 128
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"

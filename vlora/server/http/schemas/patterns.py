@@ -69,6 +69,10 @@ def _written(items: Iterable[Any], of_names: bool) -> str:
                 text += r"\n?$" if of_names and str(value) == "AT_END" else "$"
             case "AT":
                 raise ValueError(r"\b or \B")
+            case "ASSERT" | "ASSERT_NOT":
+                raise ValueError("a lookaround")
+            case "GROUPREF" | "GROUPREF_EXISTS":
+                raise ValueError("a reference to a group")
             case other:
                 raise ValueError(f"a {other.lower().replace('_', ' ')}")
     return text

@@ -18,7 +18,7 @@ from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 from vlora.errors import BadRequest
-from vlora.server.http.schema_patterns import translated
+from vlora.server.http.schemas.patterns import translated
 
 MAX_DEPTH = 100
 """Nested arrays and objects in a schema, or in the arguments of a call."""
@@ -27,7 +27,9 @@ _MOST_NAME_PATTERNS = 32  # in one object; the library compares each pair
 # The library keeps bounds in 64-bit integers, and reads up to this many digits and decimal places exactly.
 _LARGEST, _SMALLEST, _DIGITS = 1e18, Decimal("1e-18"), 15
 _EXACT = 2**53  # floats represent all integers up to this one
-_MOST_DIVISORS = 2**32  # product of all; the library multiplies in 32 bits
+_MOST_DIVISORS = 2**32  # product of all, as decimals without a point; the library multiplies in 32 bits
+_MOST_ALTERNATIVES = 100  # of a oneOf; each pair is compared
+_MOST_COMPARED = 8  # levels of properties
 _SHOWN = 100  # characters
 
 _COMBINED = {"allOf", "if", "then", "else", "not", "dependentSchemas", "unevaluatedProperties", "$dynamicRef"}
@@ -36,16 +38,16 @@ _OF_NAMES = {"properties", "patternProperties", "$defs", "definitions"}  # from 
 DESCRIBE_PROPERTIES = frozenset(_COMBINED | _OPEN | {"properties", "required", "enum", "const"})
 """Keywords of a schema that describes the properties of an object."""
 
-_NO_SCHEMAS = {"enum", "const", "default", "examples"}
+_NO_SCHEMAS = {"enum", "const", "default", "examples", "example"}
 _BOUNDS = (("minimum", "exclusiveMinimum", 1), ("maximum", "exclusiveMaximum", -1))
 _TYPES = {"null": (type(None),), "boolean": (bool,), "number": (int, float), "string": (str,), "array": (list,)}
 _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 
 # The library's own dates include 29 February of every year and the year 0.
+_YEAR, _LEAP = "(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])", "(?:0[48]|[2468][048]|[13579][26])"
 _DATE = (
-    "(?:(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
-    "|02-(?:0[1-9]|1[0-9]|2[0-8]))|(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
-    "-02-29)"
+    f"(?:{_YEAR}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+    f"|02-(?:0[1-9]|1[0-9]|2[0-8]))|(?:[0-9]{{2}}{_LEAP}|{_LEAP}00)-02-29)"
 )
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 _FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
@@ -76,12 +78,12 @@ def grammar_schema(schema: Mapping[str, Any], field: str) -> dict[str, Any]:
     make it unsatisfiable.
 
     Args:
+        schema: After `check_depth`.
         field: The request's field, for errors.
 
     Raises:
-        BadRequest: The schema is nested too deeply, or cannot be followed exactly.
+        BadRequest: The schema cannot be followed exactly.
     """
-    check_depth(schema, "the schema", field)
     return _Rewriting(schema, field).schema
 
 
@@ -159,16 +161,20 @@ class _Rewriting:
         found: dict[str, Any] = {}
         for key, value in node.items():
             here = f"{place}/{key}"
-            if key in ("const", "enum"):
-                self._check_value(value, here)
-                found[key] = value
+            if key in _NO_SCHEMAS:
+                if key in ("const", "enum"):
+                    self._check_value(value, here)
+                    found[key] = value
             elif key in _OF_NAMES and isinstance(value, Mapping):
                 found[key] = {name: self._schema(each, f"{here}/{name}") for name, each in value.items()}
-            elif isinstance(value, Mapping) and key not in _NO_SCHEMAS:
+            elif isinstance(value, Mapping):
                 found[key] = self._schema(value, here)
-            elif isinstance(value, list) and any(isinstance(each, Mapping) for each in value):
-                found[key] = [self._schema(each, f"{here}/{number}") for number, each in enumerate(value)]
-            elif key not in _NO_SCHEMAS and (key, value) != ("uniqueItems", False):
+            elif isinstance(value, list):
+                found[key] = [
+                    self._schema(each, f"{here}/{number}") if isinstance(each, Mapping) else each
+                    for number, each in enumerate(value)
+                ]
+            elif (key, value) != ("uniqueItems", False):
                 found[key] = value
         found.pop("$schema", None)
         if "oneOf" in node:
@@ -191,6 +197,10 @@ class _Rewriting:
 
     def _check_alternatives(self, options: Sequence[Any], place: str) -> None:
         """Alternatives of which a value matches one at most are the library's anyOf; others are refused."""
+        if len(options) > _MOST_ALTERNATIVES:
+            raise self._refused(
+                f"{place}/oneOf", f"has {len(options)} alternatives; at most {_MOST_ALTERNATIVES} are allowed"
+            )
         for (first, one), (second, other) in itertools.combinations(enumerate(options), 2):
             if not self._disjoint(one, other):
                 raise self._refused(
@@ -199,30 +209,28 @@ class _Rewriting:
                     "required property with different constants",
                 )
 
-    def _disjoint(self, one: Any, other: Any) -> bool:
+    def _disjoint(self, one: Any, other: Any, depth: int = 0) -> bool:
         """Whether evidently no value matches both."""
         one, other = self._resolved(one), self._resolved(other)
         if one is False or other is False:
             return True
-        if not (isinstance(one, Mapping) and isinstance(other, Mapping)):
+        if depth == _MOST_COMPARED or not (isinstance(one, Mapping) and isinstance(other, Mapping)):
             return False
         types = _types(one) & _types(other)
         if types != {"object"}:
             values = _constants(one), _constants(other)
             return not types or (None not in values and not values[0] & values[1])  # type: ignore[operator]
-        return any(
-            self._excluded(one, other, name) or self._excluded(other, one, name) or self._differ(one, other, name)
-            for name in {*one.get("required", ()), *other.get("required", ())}
-        )
-
-    def _differ(self, one: Mapping[str, Any], other: Mapping[str, Any], name: str) -> bool:
-        inner = [each.get("properties", {}).get(name) for each in (one, other)]
-        return None not in inner and self._disjoint(*inner)
-
-    def _excluded(self, one: Mapping[str, Any], other: Mapping[str, Any], name: str) -> bool:
-        """Whether `one` requires a property that `other` does not allow."""
-        named = name in other.get("properties", ()) or "patternProperties" in other
-        return name in one.get("required", ()) and not named and other.get("additionalProperties") is False
+        for mine, others in ((one, other), (other, one)):
+            theirs = others.get("properties", {})
+            for name in mine.get("required", ()):
+                if name in theirs:
+                    inner = mine.get("properties", {}).get(name, True)
+                    found = self._disjoint(inner, theirs[name], depth + 1)
+                else:
+                    found = "patternProperties" not in others and others.get("additionalProperties") is False
+                if found:
+                    return True
+        return False
 
     def _rewrite_items(self, found: dict[str, Any]) -> None:
         """The form of older drafts becomes today's."""
@@ -254,7 +262,7 @@ class _Rewriting:
                 "validators disagree on the multiples of others. Use a smaller unit, or a string with a pattern",
             )
         self._divisors.add(exact)
-        if math.prod(each.numerator * each.denominator**4 for each in self._divisors) >= _MOST_DIVISORS:
+        if math.prod(each.numerator * each.denominator**6 for each in self._divisors) >= _MOST_DIVISORS:
             raise self._refused(place, "has multipleOf of too many digits together with the others of the schema")
         return _LARGEST if isinstance(divisor, int) else _EXACT / exact.denominator
 
@@ -358,7 +366,7 @@ def _within(bound: float, inward: int, exclusive: bool) -> float:
     if limit.is_integer():
         return limit
     rounding = Context(prec=_DIGITS, rounding=ROUND_CEILING if inward > 0 else ROUND_FLOOR)
-    rounded = rounding.create_decimal_from_float(limit)
+    rounded = rounding.plus(Decimal(repr(limit)))
     return float(rounded.quantize(_SMALLEST, context=rounding) if abs(limit) < 1e-3 else rounded)
 
 

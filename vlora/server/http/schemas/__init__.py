@@ -1,0 +1,1 @@
+"""JSON schemas of requests, in a form that the grammar library follows exactly."""
