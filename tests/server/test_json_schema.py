@@ -26,7 +26,7 @@ BYTES = LLTokenizer("byte")
 
 def matcher(schema: dict[str, Any]) -> LLMatcher:
     """Raises BadRequest for a schema that this project or the library refuses."""
-    made = LLMatcher(BYTES, json_grammar("json_schema", {"name": "x", "schema": schema}), log_level=0)
+    made = LLMatcher(BYTES, json_grammar("json_schema", {"name": "x", "schema": schema}) or "", log_level=0)
     if made.is_error():
         raise BadRequest(made.get_error())
     return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
@@ -107,6 +108,7 @@ class TextResponseBuilder:
         self._logprobs = logprobs
         self._counts = RunningCounts() if counts else None
         self._offsets = [0] * (num_choices * len(echoed))
+        self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in self._offsets]
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         choices = [
@@ -152,17 +154,14 @@ class TextResponseBuilder:
     def _scores(self, index: int, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
         offsets = []
         for token in tokens:
-            data = token.data or b""
-            offsets.append(max(0, self._offsets[index] - _num_later(data[:1])))
-            self._offsets[index] += len(data) - _num_later(data)
+            data, decoder = token.data or b"", self._decoders[index]
+            # A token within a character starts where the character does, and one after half of a character behind it.
+            behind = decoder.getstate()[0] and data and data[0] & 0xC0 != 0x80
+            offsets.append(self._offsets[index] + bool(behind))
+            self._offsets[index] += len(decoder.decode(data))
         return {
             "tokens": [token.token for token in tokens],
             "token_logprobs": [finite(token.logprob) for token in tokens],
             "top_logprobs": [{text: finite(logprob) for text, logprob in token.top} for token in tokens],
             "text_offset": offsets,
         }
-
-
-def _num_later(data: bytes) -> int:
-    """How many of these bytes continue a character of UTF-8."""
-    return sum(byte & 0xC0 == 0x80 for byte in data)
