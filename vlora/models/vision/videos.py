@@ -35,13 +35,16 @@ class ProcessedClip(NamedTuple):
 
 
 def video_settings(path: str) -> dict[str, Any]:
-    """Settings of a checkpoint's video processor; empty if it has none."""
+    """Settings of a checkpoint's video processor; empty if it has none. Raises OSError for a broken file."""
     # Imported here, because the module is slow to import.
+    from transformers.utils import VIDEO_PROCESSOR_NAME, cached_file
     from transformers.video_processing_utils import BaseVideoProcessor
 
     try:
         settings, _ = BaseVideoProcessor.get_video_processor_dict(path)
     except OSError:
+        if cached_file(path, VIDEO_PROCESSOR_NAME, _raise_exceptions_for_missing_entries=False) is not None:
+            raise
         return {}
     return dict(settings)
 
