@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.example_counts import scaled
+from vlora.engine.piece_prices import PiecePrices
 from vlora.orchestrator import CostModel, Costs, StepSize, TokenThresholds
+from vlora.orchestrator.cost_model import measured_s
+from vlora.orchestrator.encoder_budget import encode_budget
+from vlora.orchestrator.latency_promise import LatencyPromise
+from vlora.split.batching import Call, CallQueue
+from vlora.training.loop import Piece
 from vlora.types import Batch, BatchItem, Mode
 
 TRUE = Costs(
@@ -205,15 +211,26 @@ sizes = st.builds(
 )
 
 
-@settings(max_examples=scaled(60))
-@given(samples=st.lists(st.tuples(sizes, st.floats(1e-5, 100)), max_size=40), predicted=sizes, more=st.integers(1, 600))
+# Clocks that have not advanced, were set, or stood still; and sizes of which several are alike or proportional.
+times = st.floats(1e-5, 100) | st.sampled_from([0.0, -3.0, 5e-324, 1e-19, 1e-9, 1e9, math.inf])
+alike = st.sampled_from(
+    [step(100, (100,)), step(1, (), 99), step(2, (), 198), step(512), step(4), step(1, (1,), 10**6)]
+)
+
+
+@settings(max_examples=scaled(100))
+@given(samples=st.lists(st.tuples(sizes | alike, times), max_size=40), predicted=sizes, more=st.integers(1, 600))
 def test_estimates_are_nonnegative_and_grow_with_the_step(
     samples: list[tuple[StepSize, float]], predicted: StepSize, more: int
 ) -> None:
     """Growth in tokens, context, a further lane, or a token in a lane that stays short or long."""
     cost = CostModel(TokenThresholds(short_lane=8, hidden_tokens=8, thin_tokens=32))
+    seen = []
     for size, seconds in samples:
         cost.observe_step(size, seconds)
+        seen.append(measured_s(seconds))
+        for known, _ in samples[: len(seen)]:
+            assert min(seen) / 64.1 <= cost.costs.step_s(known) <= 8.1 * max(seen), "within a factor of what was seen"
         estimate = cost.costs.step_s(predicted)
         assert 0 <= estimate < math.inf
         lanes = predicted.lanes
@@ -233,3 +250,32 @@ def test_switch_costs_are_an_exponential_average() -> None:
     for _ in range(20):
         cost.observe_switch(0.3)
     assert 0.29 < cost.switch_s < 0.3
+
+
+@pytest.mark.parametrize("seconds", [[0.0], [-5.0, 1.0], [1e-19, 1e9]])
+def test_whoever_divides_by_a_learned_time_stays_finite(seconds: list[float]) -> None:
+    cost, prices, calls = CostModel(), PiecePrices(), CallQueue[str](join_rows=1)
+    now = at_s = 0.0
+    promise = LatencyPromise(2.0, lambda: now, 4)
+    for client in ("a", "b"):
+        calls.join(client)
+    for each in seconds:
+        cost.observe_encoding(100, each)
+        cost.observe_encoding(0, each)
+        cost.observe_switch(each)
+        prices.observe(Piece("layer", 7), each)
+        promise.add("r")
+        now += -1e5 if each < 0 else min(each, 1e5)
+        promise.served(each)
+        promise.spent(each)
+        promise.release("r")
+        for client, rows in (("a", 9), ("b", 1)):  # a's call is cut into pieces
+            calls.add(Call(client, "key", rows, at_s))
+        while len(calls):
+            at_s += 1.0
+            batch = calls.next(at_s)
+            assert 0 < sum(call.rows for call in batch) <= 9
+            calls.computed(batch, each, at_s)
+        assert 0 <= cost.costs.patch_s < 1e5 and 0 <= cost.switch_s <= 1e5
+        assert 1 <= encode_budget(None, cost.costs, 0.5) < 1e9 and 0 < prices.expected_s(Piece("layer", 7)) <= 1e5
+        assert 0 <= promise.usual_room_s <= 1e6 and 0 <= promise.utilization <= 1

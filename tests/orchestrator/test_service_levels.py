@@ -15,7 +15,7 @@ from vlora.orchestrator import POLICIES, Costs, make_policy
 from vlora.orchestrator.admission.early_abort import Admission
 from vlora.orchestrator.fairness import FairShares, adapter_of, scheduling_order, tenant_of
 from vlora.orchestrator.request_state import TrackedRequest
-from vlora.simulator.checked_replica import CheckedReplica, CheckedReplicaConfig
+from vlora.simulator.checked_replica import SMALL_COSTS, CheckedReplica, CheckedReplicaConfig
 from vlora.simulator.sample_requests import make_request
 from vlora.types import Request
 
@@ -52,7 +52,7 @@ def first_answer_s(simulation: CheckedReplica, request_id: str) -> float:
 class Minibatch:
     """S-LoRA's model of the machine: a number of free slots, and a fixed prefill time."""
 
-    has_pending_answer = True
+    num_pending = 1
 
     def __init__(self, num_places: int, prefill_s: float) -> None:
         self.num_places = num_places
@@ -183,6 +183,50 @@ def test_admission_recovers_after_one_slow_step(only_first: bool) -> None:
     ends = [ended(simulation, request.request_id) for request in requests]
     assert ends[0] == "deadline_unreachable"
     assert ends[200:] == ["length"] * 200
+
+
+@settings(max_examples=scaled(20))
+@given(
+    history=st.lists(
+        st.tuples(st.sampled_from([1, 4, 40, 100, 300]), st.booleans(), st.sampled_from([1e-4, 1.0, 30.0])),
+        min_size=1,
+        max_size=8,
+    ),
+    repeats=st.integers(1, 5),
+    bounds=st.lists(st.sampled_from([3, 100]), min_size=20, max_size=20),
+)
+def test_an_idle_machine_refuses_no_bound_far_above_anything_measured(
+    history: list[tuple[int, bool, float]], repeats: int, bounds: list[int]
+) -> None:
+    """Prompts with and without a cached prefix, alike or not, on a machine whose speed changes."""
+    simulation, longest_s, machine = box(max_step_tokens=32, block_size=2), 1.0, SMALL_COSTS
+    for number, ((prompt, is_repeated, slow), bound) in enumerate(zip(history * repeats, bounds, strict=False)):
+        simulation.machine.costs = machine._replace(base_s=0.01 * slow, token_s=0.001 * slow)
+        tokens = (
+            tuple(range(1, prompt + 1)) if is_repeated else tuple(1 + (7 * number + i) % 900 for i in range(prompt))
+        )
+        name, start_s = f"r{number}", simulation.clock.now
+        simulation.add(make_request(name, prompt=tokens, max_tokens=1, max_ttft_s=bound * longest_s))
+        simulation.run()
+        if bound > 8:
+            assert ended(simulation, name) == "length", simulation.outputs[name][-1].error
+        took_s = simulation.clock.now - start_s
+        longest_s = took_s if number == 0 else max(longest_s, took_s)
+
+
+def test_periods_without_admission_predict_no_endless_wait() -> None:
+    """An average of admissions that has almost vanished is not the rate at which a later burst is admitted."""
+    admission = Admission([])
+    for number in range(402):
+        for place in range(4 if number in (0, 401) else 1):
+            request = make_request(f"r{number}" + "x" * place, max_ttft_s=1e4)
+            admission.add(TrackedRequest(request, float(number), None))
+        if number in (0, 401):
+            decision = admission.decide(float(number), Minibatch(1, 0.01))  # type: ignore[arg-type]
+        else:
+            decision = admission.decide(float(number), Minibatch(0, 0.01))  # type: ignore[arg-type]
+            admission.remove(f"r{number}")
+        assert not decision.refused
 
 
 def test_requests_outside_can_be_cancelled_and_load_no_adapter() -> None:

@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Hashable
 from typing import Protocol
 
+from vlora.orchestrator.cost_model import measured_s
+
 _RECENT = 64  # pieces of one kind
 _RARE = 0.05  # share of the pieces that take longer than expected
 
@@ -28,7 +30,9 @@ class PiecePrices:
 
     def observe(self, piece: Piece, seconds: float) -> None:
         """Learn from a piece that took `seconds`."""
-        self._recent.setdefault(piece.kind, deque(maxlen=_RECENT)).append(seconds / max(1, piece.num_tokens))
+        self._recent.setdefault(piece.kind, deque(maxlen=_RECENT)).append(
+            measured_s(seconds) / max(1, piece.num_tokens)
+        )
 
     def num_measured(self, kind: Hashable) -> int:
         """Pieces of a kind that the price is learned from."""

@@ -17,6 +17,10 @@ _SWEEPS = 4  # per sample; few suffice, since the fit starts from the last one
 # running several requests of one adapter unmerged; merged steps would not separate these costs.
 _SWEEP_ORDER = (7, 6, 4, 3, 1, 2, 0, 5)
 _FORGOTTEN = 1e-12  # a feature decayed below this keeps its coefficient
+# Least share of a step's time that does not depend on its contents. While all steps are alike, their time may be
+# attributed to anything, and a step with little of that would be predicted to take no time at all.
+_LEAST_BASE = 1 / 64
+_LEAST_S, _MOST_S = 1e-6, 1e5  # of a measured time: sums of squares and quotients of such times are finite
 
 
 class TokenThresholds(NamedTuple):
@@ -198,8 +202,10 @@ class CostModel:
     absolute error would be dominated by steps with prompts, and by steps that another process has interrupted. The
     normal equations decay exponentially and are solved by coordinate descent from the last solution.
 
-    Estimates cannot be negative, and a step is never predicted to be cheaper than one with a subset of its lanes, or
-    with shorter lanes of the same class. Before the first sample every estimate is 0.
+    Estimates are bounded by what was measured: each is at most the longest measured time per unit of its feature, and
+    no step is predicted to take less than 1/64 of the best constant prediction. A step is never predicted to be cheaper
+    than one with a subset of its lanes, or with shorter lanes of the same class. Before the first sample every estimate
+    is 0.
     """
 
     def __init__(self, thresholds: TokenThresholds = _ALIKE) -> None:
@@ -246,7 +252,8 @@ class CostModel:
             self.observe_step(StepSize.of(batch)._replace(num_patches=0.0), result.step_s - encode_s)
 
     def observe_step(self, size: StepSize, seconds: float) -> None:
-        """Learn from a step that took `seconds`, above 0, switching excluded."""
+        """Learn from a step that took `seconds`, switching excluded."""
+        seconds = measured_s(seconds)
         features = [
             feature * scale / seconds
             for feature, scale in zip(size.features(self._thresholds), FEATURE_SCALES, strict=True)
@@ -255,18 +262,20 @@ class CostModel:
         for i, (row, feature) in enumerate(zip(self._gram, features, strict=True)):
             row[:] = [_FORGET * old + feature * other for old, other in zip(row, features, strict=True)]
             moment[i] = _FORGET * moment[i] + feature
+        least = [_LEAST_BASE * moment[0] / self._gram[0][0], *[0.0] * (_NUM - 1)]
         for _ in range(_SWEEPS):
             for i in _SWEEP_ORDER:
                 row = self._gram[i]
                 if row[i] > _FORGOTTEN:
-                    weights[i] = max(0.0, weights[i] + (moment[i] - sum(map(mul, row, weights))) / row[i])
+                    weights[i] = max(least[i], weights[i] + (moment[i] - sum(map(mul, row, weights))) / row[i])
         self._expect()
 
     def observe_encoding(self, num_patches: float, seconds: float) -> None:
         """Learn from the encoding of `num_patches` patches in `seconds`."""
-        self._patches = _FORGET * self._patches + num_patches
-        self._encode_s = _FORGET * self._encode_s + seconds
-        self._expect()
+        if num_patches > 0:
+            self._patches = _FORGET * self._patches + num_patches
+            self._encode_s = _FORGET * self._encode_s + measured_s(seconds)
+            self._expect()
 
     def observe_switch(self, seconds: float) -> None:
         """Learn from a merge that took `seconds`."""
@@ -285,7 +294,13 @@ class CostModel:
 
 
 def _smoothed(average: float | None, newest: float) -> float:
+    newest = measured_s(newest)
     return newest if average is None else (1 - _SMOOTH) * average + _SMOOTH * newest
+
+
+def measured_s(seconds: float) -> float:
+    """A measured time as estimates use it. Differences of a clock may be 0, and negative where the clock was set."""
+    return min(max(_LEAST_S, seconds), _MOST_S)
 
 
 # Feature scales: typical values are near 1, so that the descent is well conditioned.

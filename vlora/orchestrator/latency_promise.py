@@ -95,6 +95,7 @@ class LatencyPromise:
             num_served: Number of these requests; None: all. 0 for a step that only encodes images.
         """
         self._decay()
+        seconds = max(0.0, seconds)
         if num_served is not None:
             if 0 < num_served < self._num_older:
                 self._limit, self._limited_s = num_served, self._updated_s
@@ -109,8 +110,8 @@ class LatencyPromise:
 
     def spent(self, seconds: float) -> None:
         """A piece of other work has run."""
-        self._spent += seconds
-        self._piece_s = seconds
+        self._piece_s = max(0.0, seconds)
+        self._spent += self._piece_s
 
     @property
     def utilization(self) -> float:
@@ -191,6 +192,6 @@ class LatencyPromise:
         return self.slowdown / (1 + self.utilization * (self.slowdown - 1))
 
     def _decay(self) -> None:
-        now = self._clock()
+        now = max(self._updated_s, self._clock())
         self._busy *= math.exp((self._updated_s - now) / _WINDOW_S)
         self._updated_s = now

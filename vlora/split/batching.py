@@ -37,6 +37,7 @@ _SMOOTHING = 0.25
 _MAX_IDLE, _MAX_OVERTAKEN = 2.0, 4.0  # maximum wait of a call, of an idle and of a busy executor
 _IDLE_S = 1.0  # longer than a client's own work between two calls
 _MAX_CREDIT = 4096.0  # how far a counter may be behind: with more, clients that used little would stop others for long
+_LEAST_S = 1e-6  # of a measured product: a clock may not have advanced
 _MAX_PAUSED_S = 10.0  # age of a call from which it has no more pauses; clients give up after a minute by default
 _MAX_KEYS = 4096  # distinct keys of one client; above, its way is forgotten
 
@@ -178,6 +179,7 @@ class CallQueue(Generic[C]):
     def computed(self, batch: Sequence[Call[C]], took_s: float, now: float) -> None:
         """Record the duration of a product, which bounds later waits, and that its calls are answered."""
         key, rows = batch[0].key, sum(call.rows for call in batch)
+        took_s = max(_LEAST_S, took_s)
         self._free_since = now
         _average(self._alone_s, (key, rows.bit_length()), took_s)
         if batch[0].client in self._progress and self._is_large(batch[0].client):

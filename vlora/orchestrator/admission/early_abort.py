@@ -7,10 +7,12 @@ never refused.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from vlora.orchestrator.admission.load import Load
+from vlora.orchestrator.cost_model import measured_s
 from vlora.orchestrator.fairness import FairShares, scheduling_order
 from vlora.orchestrator.request_state import TrackedRequest
 
@@ -18,7 +20,9 @@ _SMOOTH = 0.1  # weight of the newest period in the moving averages of rates
 # Mean and deviation of measured over predicted times, as in TCP's retransmission timer (RFC 6298). It is a mean
 # absolute deviation: 2.5 are two standard deviations of normal ratios, so 2 % of the admitted are late.
 _MEAN, _DEVIATION, _DEVIATIONS = 1 / 8, 1 / 4, 2.5
-_RELAX = 1 / 32  # fraction of the margin dropped per period while no first answer can correct it
+_FAR = 8.0  # no measured ratio counts as more, and no prediction exceeds so many times the longest first answer
+_RELAX = 1 / 32  # fraction of the longest first answer dropped per period while no first answer can correct predictions
+_LEAST_RATE = 1 / 64  # admissions per period: an average of many periods without any would fall towards 0
 
 
 class AdmissionDecision(NamedTuple):
@@ -46,10 +50,11 @@ class Admission:
     4. A remaining request is refused as well if, at the current rate, it would be admitted too late.
 
     S-LoRA's rule is 1 to 3, with the longest prefill seen as the expected time. Here the expected time is the cost
-    model's prediction, multiplied by the recent ratio of measured to predicted first-answer times. No ratio is measured
-    while all requests are refused, so one exceptionally slow step could block admission permanently. Therefore the
-    margin then shrinks a little in each period, until a request is admitted and its first answer gives a new
-    measurement.
+    model's prediction, multiplied by the recent ratio of measured to predicted first-answer times. A prediction may
+    extrapolate far from what was measured. It is therefore limited to a multiple of the longest first answer so far,
+    for the request and for each one ahead of it. Nothing is measured while all requests are refused, so one
+    exceptionally slow step could block admission permanently. Therefore the limit then shrinks a little in each period,
+    until a request is admitted and its first answer gives a new measurement.
     """
 
     def __init__(self, shares: Sequence[FairShares]) -> None:
@@ -60,6 +65,7 @@ class Admission:
         self._entries = _Average()  # admitted per period, over periods that left some waiting
         self._period_s = _Average()
         self._full_since: float | None = None
+        self._longest_s = 0.0  # first answer; 0 before any
         self._trust = {False: _Trust(), True: _Trust()}  # for requests without (False) and with images (True)
 
     def __len__(self) -> int:
@@ -87,9 +93,10 @@ class Admission:
         return self._entries.known and self._arrivals.value > self._entries.value
 
     def observe(self, tracked: TrackedRequest, seconds: float) -> None:
-        """Update the prediction margin from a measured first answer."""
+        """Update the limit and the margin of predictions from a measured first answer."""
+        self._longest_s = max(self._longest_s, measured_s(seconds))
         if tracked.expected_s > 0:
-            self._trust[bool(tracked.request.vision)].observe(seconds / tracked.expected_s)
+            self._trust[bool(tracked.request.vision)].observe(measured_s(seconds) / tracked.expected_s)
 
     def end_idle_period(self) -> None:
         """End a period in which no request waits."""
@@ -104,14 +111,14 @@ class Admission:
             self._period_s.add(now - self._full_since)
         text_margin, image_margin = (self._trust[shown].margin for shown in (False, True))
         refused: list[tuple[TrackedRequest, float]] = []
-        first_answer_s = load.first_answer_s
+        first_answer_s, limit_s = load.first_answer_s, _FAR * (self._longest_s or math.inf)
 
         def in_time(tracked: TrackedRequest, wait_s: float = 0.0) -> bool:
             answer_by = tracked.answer_by
             if answer_by is None:
                 return True
             margin = image_margin if tracked.request.vision else text_margin
-            needed_s = wait_s + margin * first_answer_s(tracked)
+            needed_s = wait_s + min(margin * first_answer_s(tracked), limit_s * (1 + load.num_pending))
             if now + needed_s <= answer_by:
                 return True
             refused.append((tracked, needed_s))
@@ -138,14 +145,13 @@ class Admission:
         if left:
             self._entries.add(len(admitted))
         self._full_since = now if left else None
-        entry_s = self._period_s.value / self._entries.value if self._entries.value else 0.0
+        entry_s = self._period_s.value / max(self._entries.value, _LEAST_RATE) if self._entries.value else 0.0
         if admitted or entry_s:  # otherwise nothing has changed since the first check
             num_ahead = 0
             for tracked in left:
                 num_ahead += in_time(tracked, num_ahead * entry_s)
-        if refused and not admitted and not load.has_pending_answer:
-            for trust in self._trust.values():
-                trust.relax()
+        if refused and not admitted and not load.num_pending:
+            self._longest_s *= 1 - _RELAX
         for tracked in admitted:
             del self._waiting[tracked.request_id]
         return AdmissionDecision(admitted, refused)
@@ -165,14 +171,9 @@ class _Trust:
 
     def observe(self, ratio: float) -> None:
         """Update from a first answer; `ratio` is measured over predicted time."""
-        error = ratio - self._slowness
+        error = min(max(1 / _FAR, ratio), _FAR) - self._slowness
         self._scatter += _DEVIATION * (abs(error) - self._scatter)
         self._slowness += _MEAN * error
-
-    def relax(self) -> None:
-        """Reduce the margin a little while no measurement corrects it."""
-        self._slowness *= 1 - _RELAX
-        self._scatter *= 1 - _RELAX
 
 
 class _Average:

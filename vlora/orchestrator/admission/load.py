@@ -17,6 +17,9 @@ class Load:
 
     Requests without a deadline are always admitted, so they take no places here. Their prompts do not delay a request
     that is about to miss its deadline either: it starves, and starving requests run first.
+
+    Attributes:
+        num_pending: admitted requests whose first answer will show how accurate predictions are.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class Load:
         self._num_accepted = len(accepted)
         bounded = accepted if all_wait_outside else [t for t in accepted if t.answer_by is not None]
         self._num_bounded = len(bounded)
+        self.num_pending = 0
         self._due = 0  # tokens until all requests with a deadline have a first answer
         self._due_unseen = 0  # of these, tokens of requests with images to encode
         self._due_patches = 0.0
@@ -64,6 +68,7 @@ class Load:
         self._encode_share = encode_share
         for tracked in bounded:
             if tracked.first_answer_s is None:
+                self.num_pending += 1
                 self._due += tracked.new_tokens
                 patches = patches_left(tracked)
                 self._due_patches += patches
@@ -82,11 +87,6 @@ class Load:
         self._resident = resident
         self._most_adapters = max_adapters
         self._needed = {t.adapter for t in accepted if t.adapter is not None}
-
-    @property
-    def has_pending_answer(self) -> bool:
-        """Whether a running request's first answer will show how accurate predictions are."""
-        return self._due > 0
 
     def has_room(self, tracked: TrackedRequest) -> bool:
         """Whether the next step has a batch slot, budget tokens, KV blocks and encoding time for the request."""
@@ -133,6 +133,7 @@ class Load:
         """Add an admitted request to the load."""
         self._num_accepted += 1
         self._num_bounded += 1
+        self.num_pending += 1
         self._due += tracked.new_tokens
         patches = self._patches_left(tracked)
         self._due_patches += patches
