@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -117,6 +117,29 @@ def test_scores_do_not_depend_on_piece_boundaries(answer: str, cuts: list[int]) 
         text.feed(tokens, [TokenScore(0.0, ())] * len(tokens))
     text.finish()
     assert "".join(token.token for token in text.logprobs) == text.text
+
+
+@given(
+    st.lists(st.sampled_from([b"a", b"end", "é".encode(), "€".encode(), "😀".encode(), b"\xc3", b"\xff"]), max_size=9),
+    st.lists(st.text("aend é€😀\ufffd".replace(" ", ""), min_size=1, max_size=3), max_size=3),
+    st.integers(0, 20),
+    st.lists(st.integers(0, 40)),
+    st.booleans(),
+)
+@example([b"end", "é".encode(), b"a"], ["end"], 4, [], False)
+def test_min_tokens_holds_for_any_chunks(
+    parts: list[bytes], stop: list[str], min_tokens: int, cuts: list[int], scored: bool
+) -> None:
+    data = b"".join(parts)
+
+    def read(chunks: Sequence[Sequence[int]], scored: bool) -> tuple[str, bool]:
+        answer = AnswerText(decode, name, stop, min_tokens)
+        for tokens in chunks:
+            answer.feed(tokens, [TokenScore(-1.0, ())] * len(tokens) if scored else ())
+        answer.finish()
+        return answer.text, answer.stopped
+
+    assert read(cut(data, cuts), scored) == read([[token] for token in data], False)
 
 
 def test_long_stop_strings_cost_little_per_token() -> None:

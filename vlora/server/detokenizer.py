@@ -145,19 +145,18 @@ class AnswerText:
 
     def feed(self, token_ids: Sequence[int], scores: Sequence[TokenScore] = ()) -> Piece:
         """The newly released text, possibly empty. scores: empty, or one per token."""
-        if not scores:
-            early, later = token_ids[: self._unsearched], token_ids[self._unsearched :]
-            self._unsearched -= len(early)
-            text = self._detokenizer.feed(early) if early else ""
-            return self._release(text + (self._filter.feed(self._detokenizer.feed(later)) if later else ""))
         text = ""
-        for token_id, score in zip(token_ids, scores, strict=True):
-            self._waiting.append((self._decoded, self._to_logprob(token_id, score)))
+        # Without scores, the tokens in whose text stop strings are searched are decoded together.
+        num_single = len(token_ids) if scores else self._unsearched
+        single, later = token_ids[:num_single], token_ids[num_single:]
+        for token_id, score in zip(single, scores or [None] * len(single), strict=True):
+            if score is not None:
+                self._waiting.append((self._decoded, self._to_logprob(token_id, score)))
             decoded = self._detokenizer.feed((token_id,))
             self._decoded += len(decoded)
             text += decoded if self._unsearched else self._filter.feed(decoded)
             self._unsearched = max(0, self._unsearched - 1)
-        return self._release(text)
+        return self._release(text + (self._filter.feed(self._detokenizer.feed(later)) if later else ""))
 
     def finish(self) -> Piece:
         """Release the held text at the end of the answer."""
