@@ -35,19 +35,19 @@ def drawn(
 
 
 def distribution(logits: torch.Tensor, params: SamplingParams) -> list[float]:
-    """The probability of every token [vocab], by the definition: sort, then top-k, min-p and top-p, one by one.
+    """The probability of every token [vocab], by the definition: sort, then top-k, top-p and min-p, one by one.
 
     Equally likely tokens are sorted by id.
     """
-    values = [float(logit) / params.temperature for logit in logits]
+    largest = float(logits.max())
+    values = [(float(logit) - largest) / params.temperature for logit in logits]
     order = sorted(range(len(values)), key=lambda token: (-values[token], token))
     order = order[: params.top_k or len(order)]
     masses = [math.exp(values[token] - values[order[0]]) for token in order]
-    masses = [mass if mass >= params.min_p * masses[0] else 0.0 for mass in masses]
     total = math.fsum(masses)
     probabilities = [0.0] * len(values)
     for place, token in enumerate(order):
-        if math.fsum(masses[:place]) < params.top_p * total:
+        if math.fsum(masses[:place]) < params.top_p * total and masses[place] >= params.min_p:
             probabilities[token] = masses[place]
     kept = math.fsum(probabilities)
     return [probability / kept for probability in probabilities]
@@ -65,9 +65,9 @@ logits_with_ties = st.lists(st.sampled_from([-math.inf, -3.0, -1.0, -0.0, 0.0, 0
 logits_at_random = st.lists(st.floats(-20, 20, width=32), min_size=2, max_size=40)
 filters = st.fixed_dictionaries(
     {
-        "temperature": st.sampled_from([0.01, 0.7, 1.0, 5.0]),
+        "temperature": st.sampled_from([5e-324, 1e-308, 0.01, 0.7, 1.0, 5.0, 1e308]),
         "top_k": st.one_of(st.just(0), st.integers(1, 12)),
-        "top_p": st.one_of(st.just(1.0), st.floats(0.01, 1.0), st.sampled_from([0.25, 0.5, 0.75])),
+        "top_p": st.one_of(st.just(1.0), st.floats(0.01, 1.0), st.sampled_from([5e-324, 0.25, 0.5, 0.75])),
         "min_p": st.one_of(st.just(0.0), st.floats(0.0, 1.0), st.just(1.0)),
     }
 )

@@ -7,16 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers.generation.logits_process import (
-    MinNewTokensLengthLogitsProcessor,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-)
+from transformers import GenerationConfig, GenerationMixin
+from transformers.generation.logits_process import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
+from tests.example_counts import scaled
+from tests.simulated_cuda import simulated_cuda
 from vlora.errors import BadRequest
-from vlora.models.sampling import Written, adjusted, sample
+from vlora.models import sampling
+from vlora.models.gpu.draw import draw_table
+from vlora.models.sampling import Written, adjusted
 from vlora.types import MAX_BIASED_TOKENS, SamplingParams
 
 VOCAB = 12
@@ -94,31 +95,54 @@ def test_rows_do_not_change_each_other() -> None:
     assert adjusted(logits[:2], [SamplingParams()] * 2, written[:2], EOS).data_ptr() == logits.data_ptr()
 
 
-@given(st.integers(0, 99), st.floats(0.01, 1), st.floats(0.2, 4))
-def test_min_p_keeps_the_same_tokens_as_transformers(seed: int, min_p: float, temperature: float) -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@settings(max_examples=scaled(40))
+@given(
+    seed=st.integers(0, 99),
+    temperature=st.sampled_from([0.3, 1.0, 4.0]),
+    top_k=st.integers(0, VOCAB),
+    top_p=st.just(1.0) | st.floats(0.01, 1),
+    min_p=st.just(0.0) | st.floats(0.01, 1),
+)
+def test_all_filters_together_keep_the_tokens_that_transformers_keeps(
+    device: str, seed: int, temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    """In the order in which its generation applies them."""
+    filters = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     logits = logits_of(seed)
-    left = MinPLogitsWarper(min_p)(torch.LongTensor([[0]]), logits.double() / temperature)
-    params = SamplingParams(temperature=temperature, min_p=min_p)
-    drawn = {int(sample(logits, [params], [0], [place])) for place in range(200)}
-    assert drawn <= set((left[0] > -torch.inf).nonzero().flatten().tolist())
-    if min_p == 1:
-        assert drawn == {int(logits.argmax())}
+    warpers = GenerationMixin()._get_logits_processor(GenerationConfig(do_sample=True, **filters))  # noqa: SLF001
+    wanted = warpers(torch.LongTensor([[0]]), logits.double()).softmax(-1)[0]
+    params = [SamplingParams(**filters)] * 64  # type: ignore[arg-type]
+    uniforms = [(place + 0.5) / 64 for place in range(64)]
+    rows = logits.expand(64, -1).contiguous()
+    with simulated_cuda(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "uniform", lambda seed, place: uniforms[place])
+        table = torch.from_numpy(draw_table(params, uniforms)).to(device)
+        drawn = sampling.sample(rows.to(device), params, [0] * 64, range(64), table).tolist()
+    assert drawn == torch.searchsorted(wanted.cumsum(0), torch.tensor(uniforms).double()).tolist()
 
 
-def test_min_p_is_applied_before_top_p() -> None:
-    """top_p applies to the probabilities that min_p keeps: 0.5 and 0.3 of 0.8 are 0.625 and 0.375."""
-    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
-    both = SamplingParams(temperature=1.0, min_p=0.4, top_p=0.6)
-    assert {sample(logits, [both], [0], [place]).item() for place in range(100)} == {0}
-    top_p_alone = SamplingParams(temperature=1.0, top_p=0.6)
-    assert {sample(logits, [top_p_alone], [0], [place]).item() for place in range(100)} == {0, 1}
+@pytest.mark.parametrize("penalty", [5e-324, 1e-300, 1e-9, 1e9, 1e300])
+def test_an_extreme_repetition_penalty_leaves_numbers(penalty: float) -> None:
+    """The only allowed token remains allowed, whatever it is multiplied by."""
+    for own in (-3.0, -0.0, 0.0, 1e-30, 3.0, -1e38, 1e38):
+        logits = torch.tensor([[-torch.inf, own, -torch.inf]])
+        for bias in ((), ((1, 100.0),), ((1, -100.0),)):
+            params = SamplingParams(temperature=1.0, repetition_penalty=penalty, logit_bias=bias)
+            found = alone(logits, params, [0, 1, 2], [])
+            assert found.isfinite().tolist() == [[False, True, False]] and found[0, 0] == -torch.inf
+            assert int(sampling.sample(found, [params], [0], [0])) == 1
 
 
 @pytest.mark.parametrize(
     "fields, field",
     [
         ({"min_p": 1.5}, "min_p"),
-        ({"min_p": float("nan")}, "min_p"),
+        *(({name: float("nan")}, name) for name in ("temperature", "top_p", "min_p", "repetition_penalty")),
+        *(({name: float("inf")}, name) for name in ("temperature", "top_p", "min_p", "frequency_penalty")),
+        ({"temperature": -1e-308}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"logit_bias": ((1, float("nan")),)}, "logit_bias"),
         ({"repetition_penalty": 0.0}, "repetition_penalty"),
         ({"repetition_penalty": float("inf")}, "repetition_penalty"),
         ({"frequency_penalty": 2.5}, "frequency_penalty"),

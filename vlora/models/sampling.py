@@ -15,6 +15,7 @@ import torch
 from vlora.models.gpu.draw import draw
 from vlora.types import SamplingParams, TokenScore
 
+_LARGEST = torch.finfo(torch.float32).max
 _FEW = 64  # tokens among which those that top-p keeps are searched first; then 64 times as many
 
 
@@ -71,22 +72,23 @@ def token_scores(
 
 
 def _draw(logits: np.ndarray, params: SamplingParams, number: float) -> int:
-    """Invert the cumulative distribution, in the order of token ids, of the tokens that top-k, min-p and top-p keep.
+    """Invert the cumulative distribution, in the order of token ids, of the tokens that top-k, top-p and min-p keep.
 
-    logits: float32 [vocab]. Of equally likely tokens at a filter's border, those with smaller ids are kept. Tokens that
-    a grammar forbids have no mass.
+    logits: float32 [vocab]. The order of the filters is that of transformers. Of equally likely tokens at a filter's
+    border, those with smaller ids are kept. Tokens that a grammar forbids have no mass.
     """
     ids: np.ndarray | None = None  # of the kept tokens, ascending; None: all
     if 0 < params.top_k < len(logits):
         ids = _largest(logits, params.top_k)
-    values = torch.from_numpy(logits if ids is None else logits[ids]).double().div_(params.temperature)
-    masses = values.sub_(values.max()).exp_().numpy()
+        logits = logits[ids]
+    values = torch.from_numpy(logits).double()
+    masses = values.sub_(values.max()).div_(params.temperature).exp_().numpy()  # finite for any temperature
+    if params.top_p < 1:
+        heaviest = _heaviest(logits, masses, params.top_p * masses.sum())
+        masses, ids = masses[heaviest], heaviest if ids is None else ids[heaviest]
     if params.min_p:
         likely = np.flatnonzero(~(masses < params.min_p))  # the largest mass is 1; NaN stays
         masses, ids = masses[likely], likely if ids is None else ids[likely]
-    if params.top_p < 1:
-        heaviest = _heaviest(masses, params.top_p * masses.sum())
-        masses, ids = masses[heaviest], heaviest if ids is None else ids[heaviest]
     cumulative = torch.from_numpy(masses).cumsum(0).numpy()
     place = np.searchsorted(cumulative, number * cumulative[-1], side="right")
     place = min(place, np.searchsorted(cumulative, cumulative[-1]))  # the product may round to the total
@@ -103,15 +105,15 @@ def _largest(values: np.ndarray, count: int) -> np.ndarray:
     return ids[~equal | (np.cumsum(equal) <= count - np.count_nonzero(~equal))]
 
 
-def _heaviest(masses: np.ndarray, limit: float) -> np.ndarray:
-    """The ids, ascending, of tokens preceded by less than `limit`: by heavier ones, and equal ones with smaller ids."""
+def _heaviest(logits: np.ndarray, masses: np.ndarray, limit: float) -> np.ndarray:
+    """The ids, ascending, of tokens preceded by less than `limit`: by larger ones, and equal ones with smaller ids."""
     count = _FEW
     while count < len(masses):
-        candidates = _largest(masses, count)
+        candidates = _largest(logits, count)
         if masses[candidates].sum() >= limit:
-            return candidates[_heaviest(masses[candidates], limit)]
+            return candidates[_heaviest(logits[candidates], masses[candidates], limit)]
         count *= _FEW
-    order = np.argsort(-masses, kind="stable")
+    order = np.argsort(-logits, kind="stable")
     cumulative = masses[order].cumsum()
     return np.sort(order[~(cumulative - masses[order] >= limit)])
 
@@ -172,8 +174,10 @@ def _adjust(logits: torch.Tensor, params: SamplingParams, written: Written, eos_
         logits.index_add_(0, _ids(ids, logits), torch.tensor(bias, dtype=logits.dtype, device=logits.device))
     if params.repetition_penalty != 1:
         seen = _ids(written.tokens, logits).unique()
-        own = logits[seen]
-        logits[seen] = torch.where(own > 0, own / params.repetition_penalty, own * params.repetition_penalty)
+        own = logits[seen].double()
+        penalized = torch.where(own > 0, own / params.repetition_penalty, own * params.repetition_penalty)
+        # Finite, so that a token remains if all others are forbidden.
+        logits[seen] = torch.where(own.isinf(), own, penalized.clamp(-_LARGEST, _LARGEST)).to(logits.dtype)
     if written.answer and (params.frequency_penalty or params.presence_penalty):
         seen, counts = _ids(written.answer, logits).unique(return_counts=True)
         logits[seen] -= params.frequency_penalty * counts + params.presence_penalty

@@ -34,8 +34,8 @@ def draw(logits: torch.Tensor, params: Sequence[SamplingParams], table: torch.Te
     """
     sampled = table[_TEMPERATURE] > 0
     temperature = torch.where(sampled, table[_TEMPERATURE], 1.0)[:, None]
-    values = logits.double() / temperature
-    masses = (values - values.amax(-1, keepdim=True)).exp()
+    values = logits.double()
+    masses = ((values - values.amax(-1, keepdim=True)) / temperature).exp()  # finite for any temperature
     num_tokens = logits.shape[1]
     counts = [min(own.top_k or num_tokens, num_tokens) for own in params if own.temperature > 0]
     filtered_by_mass = any(own.top_p < 1 for own in params if own.temperature > 0)
@@ -43,12 +43,12 @@ def draw(logits: torch.Tensor, params: Sequence[SamplingParams], table: torch.Te
     if order is not None and min(counts) < num_tokens:
         most = torch.where(table[_TOP_K] > 0, table[_TOP_K], num_tokens).clamp(max=num_tokens)[:, None]
         masses = torch.where(_first(order, torch.ones_like(masses), most), masses, 0.0)
-    if any(own.min_p for own in params if own.temperature > 0):
-        masses = torch.where(masses >= table[_MIN_P][:, None], masses, 0.0)  # the largest is 1
     if order is not None and filtered_by_mass:
         top_p = table[_TOP_P][:, None]
         kept = _first(order, masses, top_p * masses.sum(-1, keepdim=True))
         masses = torch.where(kept | (top_p >= 1), masses, 0.0)
+    if any(own.min_p for own in params if own.temperature > 0):
+        masses = torch.where(masses >= table[_MIN_P][:, None], masses, 0.0)  # the largest is 1
     cumulative = masses.cumsum(-1)
     total = cumulative[:, -1:].contiguous()
     places = torch.searchsorted(cumulative, table[_UNIFORM][:, None] * total, right=True)
