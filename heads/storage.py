@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save_file
 
 from heads.spec import HeadSpec, TaskHead
 
@@ -59,7 +59,7 @@ def load_heads(folder: Path | str) -> dict[str, TaskHead]:
     if version not in _READ:
         raise ValueError(f"{file}: format is {version!r}, this version reads {', '.join(map(str, _READ))}")
     try:
-        tensors = load_file(str(folder / WEIGHTS_FILE))
+        tensors = load((folder / WEIGHTS_FILE).read_bytes())  # a mapped file could change, or end the process
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{folder / WEIGHTS_FILE}: cannot be read ({error})") from error
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):

@@ -5,9 +5,12 @@ Loads without torch.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -38,13 +41,23 @@ def other_weights(folder: Path) -> str:
     return ""
 
 
-def content_hash(folder: Path) -> str:
-    """The version of an adapter's content: the hash of its files. Raises OSError."""
+@contextlib.contextmanager
+def private_copy(file: Path) -> Iterator[Path]:
+    """A copy of a file in memory. Mapping a file that another process truncates would end this process (SIGBUS)."""
+    with open(os.memfd_create(file.name), "w+b") as copy:
+        with file.open("rb") as source:
+            shutil.copyfileobj(source, copy, 2**20)
+        copy.flush()
+        yield Path(f"/proc/self/fd/{copy.fileno()}")
+
+
+def content_hash(folder: Path, weights: Path | None = None) -> str:
+    """The version of an adapter's content: the hash of its files. weights: a copy of its weights. Raises OSError."""
     digest = hashlib.blake2b(digest_size=16)
     for file in (folder / name for name in ADAPTER_FILES):
         if file.exists():
             digest.update(file.name.encode())
-            with file.open("rb") as stream:
+            with (weights if weights is not None and file.name == WEIGHTS_FILE else file).open("rb") as stream:
                 while piece := stream.read(2**20):
                     digest.update(piece)
     return digest.hexdigest()

@@ -94,7 +94,9 @@ class AdapterLoader:
         for failed in self._registry.collect():
             yield failed.key, BadAdapter(failed.error or "")
         for key, error in self._pool.collect().items():
-            yield key, StepFailed(f"its adapter could not be loaded onto the device: {error}")
+            raised = BadAdapter if isinstance(error, BadAdapter) else StepFailed
+            name = self._registry.known(key).name
+            yield key, raised(f"adapter {name!r} could not be loaded onto the device: {error}")
 
     @property
     def available(self) -> frozenset[str]:

@@ -24,7 +24,7 @@ from vlora.engine.quantize import format_of
 from vlora.errors import BadConfig
 from vlora.lora.adapter_pool import AdapterPool, OtherRanks
 from vlora.lora.base_layers import LoadedBaseLayers
-from vlora.lora.base_weights import BaseWeights, CheckpointBaseWeights, CopiedBaseWeights, checkpoint_files
+from vlora.lora.base_weights import BaseWeights, CheckpointBaseWeights, CopiedBaseWeights, checkpoint_files, copy_mapped
 from vlora.lora.merge import ModeSwitcher
 from vlora.lora.merge_fidelity import MergeFidelity
 from vlora.lora.merge_in_place import InPlaceSwitcher
@@ -109,6 +109,7 @@ def lay_out(config: EngineConfig, hf_model: HFModel, group: ProcessGroup | None,
         if config.quantize_head:
             head = hf_model.lm_head  # with tied embeddings the parameter stays theirs
             head.hold(HeldWeight.of(allocate(head.weight.shape, head.weight.dtype, device).copy_(head.weight.data)))
+    copy_mapped(hf_model.model)
     if on_gpu:
         # The memory of the weights before their copy into slabs: torch keeps it, and the driver counts it as used.
         torch.cuda.empty_cache()

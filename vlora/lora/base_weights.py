@@ -5,16 +5,22 @@ The system can reclaim mapped pages at any time, since their content is read aga
 
 from __future__ import annotations
 
+import bisect
+import contextlib
+import itertools
+import math
 import os
 import pickle
 import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from typing import Protocol
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 from transformers.utils import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
@@ -24,7 +30,7 @@ from transformers.utils import (
 )
 from transformers.utils.hub import get_checkpoint_shard_files
 
-from vlora.errors import BadConfig
+from vlora.errors import BadConfig, EngineDead
 from vlora.lora.legacy_names import decoder_layers
 from vlora.lora.weight_slabs import WeightSlabs
 
@@ -34,6 +40,43 @@ class BaseWeights(Protocol):
 
     def weight(self, name: str) -> torch.Tensor:
         """W0 of a layer, [out, in], on the CPU in the model's dtype. Read-only."""
+
+
+def copy_mapped(model: nn.Module) -> None:
+    """Copy parameters and buffers in mapped files into memory of the process, so that they do not follow the files."""
+    ranges = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, *_, where = line.split(maxsplit=5)
+        if where.startswith("/"):
+            first, stop = addresses.split("-")
+            ranges.append((int(first, 16), int(stop, 16)))
+    for tensor in itertools.chain(model.parameters(), model.buffers()):
+        place = bisect.bisect_right(ranges, (tensor.data_ptr(), math.inf)) - 1
+        if tensor.device.type == "cpu" and place >= 0 and tensor.data_ptr() < ranges[place][1]:
+            tensor.data = tensor.data.clone()
+
+
+class _Stamp(NamedTuple):
+    """A file's identity and the state of its content."""
+
+    file: str
+    place: tuple[int, int]
+    content: tuple[int, int]
+
+    @classmethod
+    def of(cls, file: str) -> _Stamp:
+        found = os.stat(file)
+        return cls(file, (found.st_dev, found.st_ino), (found.st_size, found.st_mtime_ns))
+
+    def check(self) -> None:
+        """Raises EngineDead if the mapped file was written to. A removed or replaced one remains mapped."""
+        with contextlib.suppress(OSError):
+            now = _Stamp.of(self.file)
+            if now.place == self.place and now.content != self.content:
+                raise EngineDead(
+                    f"{self.file} was written to, and in_place switching restores weights from it; restore it and "
+                    "start again (replace files of a served checkpoint by renaming others over them)"
+                )
 
 
 class CheckpointBaseWeights:
@@ -57,6 +100,7 @@ class CheckpointBaseWeights:
         by_tail: dict[str, list[torch.Tensor]] = {}
         for name, tensor in _mapped(files):
             by_tail.setdefault(tail(name), []).append(tensor)
+        self._stamps = [_Stamp.of(file) for file in files]  # before the comparison with the loaded weights
         self._dtype = slabs.base[0].dtype
         self._tensors: dict[str, torch.Tensor] = {}
         for name in slabs.slots:
@@ -72,6 +116,8 @@ class CheckpointBaseWeights:
             self._tensors[name] = found
 
     def weight(self, name: str) -> torch.Tensor:
+        for stamp in self._stamps:
+            stamp.check()
         return self._tensors[name].to(self._dtype)
 
 

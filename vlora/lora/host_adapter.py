@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from heads import TaskHead
-from vlora.adapter_files import WEIGHTS_FILE
+from vlora.adapter_files import WEIGHTS_FILE, private_copy
 from vlora.errors import BadAdapter
 from vlora.lora.layer_reading import BaseLayers, can_be_undone, check_finite, read_layer
 from vlora.lora.layout import HostFactors, carve
@@ -60,8 +60,8 @@ def load_adapter(
     factors = carve(run, shapes, dtype)
     merged: dict[str, HostFactors] = {}
     try:
-        version = registered_content(header)
-        with safe_open(file, framework="pt") as tensors:
+        with private_copy(file) as copy, safe_open(copy, framework="pt") as tensors:
+            version = registered_content(header, copy)
             for target in header.targets:
                 a, b, kept = read_layer(file, target, tensors, base_layers)
                 for to, part in zip(factors[target.site], kept, strict=True):

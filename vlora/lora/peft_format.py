@@ -185,9 +185,9 @@ def split_over_ranks(header: AdapterHeader, sites: Mapping[str, SiteShape]) -> A
     return dataclasses.replace(header, targets=targets)
 
 
-def registered_content(header: AdapterHeader) -> str:
-    """The hash of a folder's content. Raises BadAdapter if the header names another one."""
-    found = content_hash(header.path)
+def registered_content(header: AdapterHeader, weights: Path) -> str:
+    """The hash of a folder's content with these weights. Raises BadAdapter if the header names another one."""
+    found = content_hash(header.path, weights)
     if header.version not in ("", found):
         raise BadAdapter(
             f"{header.path}: its content is {found}, but {header.version} was registered; copy the files of the "

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 import atmm
 from atmm.matmul import linear
-from vlora.errors import StepFailed
+from vlora.errors import EngineDead, StepFailed
 from vlora.lora.adapter_pool import AdapterPool
 from vlora.lora.merge import ModeSwitcher
 from vlora.memory.arena import PAGE_BYTES, Arena
@@ -115,6 +115,8 @@ class ModelRunner:
         try:
             with torch.no_grad():
                 switched = self._switcher.switch(batch.merged_adapter)
+        except EngineDead:
+            raise  # the base weights are lost
         except Exception as error:
             log.exception("switch failed")
             raise StepFailed(

@@ -13,7 +13,7 @@ from multiprocessing.process import BaseProcess
 
 from vlora.engine.exit_status import describe_exit
 from vlora.engine.tensor_parallel import messages
-from vlora.errors import EngineDead, StepFailed, VLoraError
+from vlora.errors import BadAdapter, EngineDead, StepFailed, VLoraError
 from vlora.parallel import CollectiveFailed
 from vlora.types import ErrorValue
 
@@ -26,7 +26,7 @@ class _PendingRead:
 
     done: Future[None]
     missing: set[int]
-    error: StepFailed | None = None
+    error: BadAdapter | StepFailed | None = None
 
 
 class RankReports:
@@ -122,7 +122,8 @@ class RankReports:
                 return
             read.missing.discard(rank)
             if error is not None:
-                read.error = read.error or StepFailed(f"rank {rank}: {error.message}")
+                raised = BadAdapter if error.code == BadAdapter.code else StepFailed
+                read.error = read.error or raised(f"rank {rank}: {error.message}")
             if read.missing:
                 return  # after a failure too: later reports would be attributed to the next attempt
             del self._reads[key]

@@ -219,7 +219,5 @@ class TensorParallelWorker:
     def _read_folder(self, folder: messages.AdapterFolder) -> HostAdapter:
         hf_model = self._device.hf_model
         header = read_header(Path(folder.path), self._sites, hf_model.hidden_size, folder.sharding)
-        adapter = load_adapter(folder.key, header, hf_model.dtype, lambda _: 1.0, self._device.base_layers)
-        if adapter.version != folder.version:
-            raise BadAdapter(f"{folder.path}: the files changed while they were read; load the adapter again")
-        return adapter
+        header = header.expecting(folder.version)
+        return load_adapter(folder.key, header, hf_model.dtype, lambda _: 1.0, self._device.base_layers)
