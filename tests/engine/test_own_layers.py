@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
+import torch
 from peft import LoraConfig
+from safetensors.torch import load_file, save_file
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import rename_source_key
 
 from tests.engine.test_relocation import shuffled
 from tests.families import EACH_FAMILY, LANGUAGE_LINEARS, build_model
 from tests.harness import FixedModes, RecordingEngine, run_engine
 from tests.oracle import save_adapter
 from tests.references import NUM_TOKENS, TOLERANCE, CaseReference, assert_same
+from vlora.config import EngineConfig
+from vlora.engine import LocalEngine
+from vlora.errors import BadAdapter
 from vlora.lora.own_layers import OwnLayer, ReplacedOutputs
 from vlora.types import Mode
 
 pytestmark = pytest.mark.gpu
 
 CASES = (("head", 1), ("both", 1), (None, 1), ("plain", 0), ("factors", 1), ("head", 0), ("projector", 1))
+OLD_NAMES = {
+    "lm_head": ("language_model.lm_head", "model.lm_head", "model.language_model.lm_head"),
+    "model.language_model.embed_tokens": (
+        "model.embed_tokens",
+        "language_model.model.embed_tokens",
+        "language_model.embed_tokens",
+        "model.language_model.model.embed_tokens",
+    ),
+}
 PLAN = [(Mode.MIXED, "head"), (Mode.UNMERGED, None), (Mode.MIXED, "plain"), (Mode.MIXED, "factors")]
 
 
@@ -98,3 +115,34 @@ def test_another_base_model_is_refused(reference: CaseReference, tmp_path: Path)
     )
     with pytest.raises(Exception, match="is not this base model's weight"):
         RecordingEngine(reference, None).engine.load_adapter("second", other)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "llava_next", "llava_onevision"])
+def test_names_of_shared_layers_from_before_transformers_5(family: str, tmp_path: Path) -> None:
+    """They are read where transformers renames them in this family, else refused with the present name."""
+    model = build_model(family)
+    local = LocalEngine(EngineConfig(model="tiny", arena_bytes=2**26, threads=1), model=copy.deepcopy(model))
+    renamings = get_model_conversion_mapping(model)
+    for current, names in OLD_NAMES.items():
+        leaf = current.rpartition(".")[2]
+        for kind in ("target_modules", "modules_to_save"):
+            layers = {"target_modules": ["q_proj"]}
+            layers[kind] = [*layers.get(kind, ()), leaf]
+            config = LoraConfig(r=4, **layers)  # type: ignore[arg-type]
+            folder = Path(save_adapter(model, config, tmp_path / f"{kind} {leaf}"))
+            status = local.engine.load_adapter("a", str(folder))
+            wanted = local.engine.parts.registry.get("a").content.run
+            file = folder / "adapter_model.safetensors"
+            tensors = load_file(file)
+            for name in names:
+                saved = {key.replace(f".model.{current}.", f".model.{name}."): value for key, value in tensors.items()}
+                save_file(saved, file)
+                renamed = rename_source_key(f"{name}.weight", renamings, [])[0]
+                if renamed == f"{current}.weight":
+                    local.engine.load_adapter("a", str(folder))
+                    assert local.engine.adapters()[0].version != status.version
+                    assert torch.equal(local.engine.parts.registry.get("a").content.run, wanted)
+                else:
+                    with pytest.raises(BadAdapter, match=f"no layer '{name}', its .* is '{current}'"):
+                        local.engine.load_adapter("a", str(folder))
+    local.engine.close()

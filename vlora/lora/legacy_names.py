@@ -25,6 +25,16 @@ _TOWER = (
     (r"\.vision_tower\.", ".vision_tower.vision_model."),
 )
 
+# Output head and token embedding: (a module by which the family is known, pattern, current name). As in transformers,
+# they are renamed only in the families that had these names.
+_LLAVA, _EMBEDDING = "model.multi_modal_projector.linear_1", "model.language_model.embed_tokens"
+_SHARED = (
+    (_LLAVA, r"language_model\.lm_head", "lm_head"),
+    (_LLAVA, r"language_model\.(model\.)?embed_tokens", _EMBEDDING),
+    (_EMBEDDING, r"model\.language_model\.model\.embed_tokens", _EMBEDDING),
+    ("model.visual.merger.mlp.0", r"model\.embed_tokens", _EMBEDDING),
+)
+
 # Qwen-VL's published code: the names of its decoder's layers are those of Qwen's text models too.
 _QWEN_VL_LAYER = re.compile(r"^transformer\.h\.(?P<number>\d+)\.(?P<leaf>\w+\.\w+)$")
 _QWEN_VL_LEAVES = {
@@ -58,6 +68,9 @@ def _candidates(name: str, known: Container[str]) -> Iterator[str]:
     if _RESAMPLER in known:
         yield from (re.sub(pattern, target, name) for pattern, target in _QWEN_VL_OTHERS)
         yield from layers if len(layers := decoder_layers(name)) == 1 else ()
+    yield from (target for family, old, target in _SHARED if re.fullmatch(old, name) and family in known)
+    if name.endswith((".lm_head", ".embed_tokens")):
+        return
     renamed = [re.sub(pattern, target, name) for pattern, target in _RENAMES if re.match(pattern, name)]
     yield from renamed
     for candidate in (name, *renamed):

@@ -25,7 +25,6 @@ from vlora.lora.layout import run_bytes
 from vlora.lora.legacy_names import fused_sites
 from vlora.lora.peft_settings import invocation_of, refuse_unsupported
 from vlora.lora.peft_target import (
-    NOT_ADAPTED,
     ROWS,
     SHARED_LAYERS,
     Part,
@@ -132,7 +131,9 @@ def read_header(
         if match is None:
             shared = next((name for name in SHARED_LAYERS if f".{name}." in tensor), None)
             if shared is not None:
-                raise BadAdapter(f"{path}: tensor {tensor!r} belongs to the {SHARED_LAYERS[shared]}{NOT_ADAPTED}")
+                raise BadAdapter(
+                    f"{path}: tensor {tensor!r} belongs to the {SHARED_LAYERS[shared]}, which does not support it"
+                )
             raise BadAdapter(f"{path}: tensor {tensor!r} is not a LoRA factor of a linear layer; it is not supported")
         part = "bias" if match["part"] == "base_layer.bias" else match["part"].removeprefix("token_adapter.")
         if (twin := layers.setdefault(match["module"], {}).setdefault(part, tensor)) != tensor:

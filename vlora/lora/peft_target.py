@@ -17,7 +17,6 @@ from vlora.parallel.layer_sharding import ROW_PARALLEL, LinearShard
 
 # Layers that all adapters share.
 SHARED_LAYERS = {"lm_head": "output head", "embed_tokens": "token embedding"}
-NOT_ADAPTED = "; adapters on it are not supported"
 
 TOKENS = "trainable_tokens_delta"  # PEFT's name; it has weights, not their changes
 
@@ -249,7 +248,7 @@ def with_tied_tokens(targets: Sequence[TargetHeader], sites: Mapping[str, SiteSh
 def _replaced(layer: StoredLayer) -> TargetHeader:
     """A layer with a weight of its own. Raises BadAdapter if the layer cannot have one."""
     path, config, module, parts, shapes, sites = layer
-    site = resolve(module, sites)
+    site = _known(path, module, sites)
     if site is None or not (sites[site].own or sites[site].vision):
         raise BadAdapter(
             f"{path}: tensor {parts['weight']!r} (modules_to_save) is not supported: {module!r} is neither the output "
@@ -276,7 +275,7 @@ def _embedding(layer: StoredLayer) -> TargetHeader:
     """LoRA on the token embedding: delta = (s B A)^T, with A [r, vocabulary] and B [hidden, r]."""
     path, config, module, parts, shapes, sites = layer
     sides = ("lora_embedding_B", "lora_embedding_A")
-    site = resolve(module, sites)
+    site = _known(path, module, sites)
     fits = set(sides) <= set(parts) <= {*sides, "base_layer.weight"}
     if site is None or not sites[site].own or not fits:
         raise BadAdapter(
@@ -298,13 +297,22 @@ def _check_own(path: Path, config: Mapping[str, Any], module: str, expected: Sit
 
 def _site(path: Path, module: str, sites: Mapping[str, SiteShape]) -> str:
     """The base model's name of a layer. Raises BadAdapter if it is not adaptable."""
-    site = resolve(module, sites)
+    site = _known(path, module, sites)
     if site is None:
-        shared = SHARED_LAYERS.get(module.rpartition(".")[2])
         raise BadAdapter(
             f"{path}: the base model has no adaptable linear layer {module!r}; the adapter was made for another model"
-            if shared is None
-            else f"{path}: layer {module!r} is the {shared}{NOT_ADAPTED}"
+        )
+    return site
+
+
+def _known(path: Path, module: str, sites: Mapping[str, SiteShape]) -> str | None:
+    """As `resolve`. Raises BadAdapter for an output head or token embedding under a name that this model never had."""
+    site, leaf = resolve(module, sites), module.rpartition(".")[2]
+    current = next((name for name in sites if name.rpartition(".")[2] == leaf and leaf in SHARED_LAYERS), None)
+    if site is None and current is not None:
+        raise BadAdapter(
+            f"{path}: the base model has no layer {module!r}, its {SHARED_LAYERS[leaf]} is {current!r}; rename the "
+            "adapter's tensors if it was made for this model"
         )
     return site
 
