@@ -110,7 +110,8 @@ def test_all_filters_together_keep_the_tokens_that_transformers_keeps(
     """In the order in which its generation applies them."""
     filters = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     logits = logits_of(seed)
-    warpers = GenerationMixin()._get_logits_processor(GenerationConfig(do_sample=True, **filters))  # noqa: SLF001
+    mixin: Any = GenerationMixin()
+    warpers = mixin._get_logits_processor(GenerationConfig(do_sample=True, **filters))  # noqa: SLF001
     wanted = warpers(torch.LongTensor([[0]]), logits.double()).softmax(-1)[0]
     params = [SamplingParams(**filters)] * 64  # type: ignore[arg-type]
     uniforms = [(place + 0.5) / 64 for place in range(64)]

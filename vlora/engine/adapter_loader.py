@@ -94,9 +94,8 @@ class AdapterLoader:
         for failed in self._registry.collect():
             yield failed.key, BadAdapter(failed.error or "")
         for key, error in self._pool.collect().items():
-            raised = BadAdapter if isinstance(error, BadAdapter) else StepFailed
-            name = self._registry.known(key).name
-            yield key, raised(f"adapter {name!r} could not be loaded onto the device: {error}")
+            kind, name = type(error) if isinstance(error, BadAdapter) else StepFailed, self._registry.known(key).name
+            yield key, kind(f"adapter {name!r} could not be loaded onto the device: {error}")
 
     @property
     def available(self) -> frozenset[str]:

@@ -51,8 +51,10 @@ def copy_mapped(model: nn.Module) -> None:
             first, stop = addresses.split("-")
             ranges.append((int(first, 16), int(stop, 16)))
     for tensor in itertools.chain(model.parameters(), model.buffers()):
+        if tensor.device.type != "cpu":
+            continue
         place = bisect.bisect_right(ranges, (tensor.data_ptr(), math.inf)) - 1
-        if tensor.device.type == "cpu" and place >= 0 and tensor.data_ptr() < ranges[place][1]:
+        if place >= 0 and tensor.data_ptr() < ranges[place][1]:
             tensor.data = tensor.data.clone()
 
 

@@ -171,6 +171,25 @@ def read_header(
     return header if sharding == "replicated" else split_over_ranks(header, sites)
 
 
+def read_again(
+    name: str, before: AdapterHeader, sites: Mapping[str, SiteShape], hidden_size: int, sharding: ShardingKind
+) -> AdapterHeader:
+    """The header of a registered folder, whose files must stay as they are now until the factors are read.
+
+    Raises BadAdapter if layers, ranks or heads have changed, or as `read_header`.
+    """
+    try:
+        version = before.version or content_hash(before.path)
+    except OSError as error:
+        raise BadAdapter(f"{before.path}: cannot be read: {error}") from error
+    header = read_header(before.path, sites, hidden_size, sharding)
+    if not header.has_same_content(before):
+        raise BadAdapter(
+            f"{header.path}: its layers, ranks or heads changed since it was registered as {name!r}; load it again"
+        )
+    return header.expecting(version)
+
+
 def split_over_ranks(header: AdapterHeader, sites: Mapping[str, SiteShape]) -> AdapterHeader:
     """The same adapter with both factors of every layer split (S-LoRA), if the layer is split and its shape divides.
 

@@ -13,12 +13,11 @@ from typing import NamedTuple
 
 import torch
 
-from vlora.adapter_files import content_hash
 from vlora.errors import BadAdapter, UnknownAdapter, listed
 from vlora.lora.composition import ComposedHeader, check_composable, compose, composed_header
 from vlora.lora.host_adapter import HostAdapter, Measure, load_adapter
 from vlora.lora.layer_reading import BaseLayers
-from vlora.lora.peft_format import AdapterHeader, read_header, split_over_ranks
+from vlora.lora.peft_format import AdapterHeader, read_again, read_header, split_over_ranks
 from vlora.lora.peft_target import SiteShape
 from vlora.parallel.adapter_sharding import ShardingKind
 from vlora.threads import background_executor
@@ -319,18 +318,8 @@ class AdapterRegistry:
         if registration.parts:
             parts = [(part.registration.content, part.weight) for part in registration.parts]
             return compose(registration.key, parts, self._sites, self._measure)
-        before = registration.folder_header
-        try:
-            version = before.version or content_hash(before.path)  # of the files that the header is read from
-        except OSError as error:
-            raise BadAdapter(f"{before.path}: cannot be read: {error}") from error
-        header = read_header(before.path, self._sites, self._hidden_size, registration.sharding)
-        if not header.has_same_content(before):
-            raise BadAdapter(
-                f"{header.path}: its layers, ranks or heads changed since it was registered as {registration.name!r}; "
-                "load it again"
-            )
-        header = header.expecting(version)
+        name, before, sharding = registration.name, registration.folder_header, registration.sharding
+        header = read_again(name, before, self._sites, self._hidden_size, sharding)
         return load_adapter(registration.key, header, self._dtype, self._measure, self._base_layers)
 
     def _registration(self, name: str, path: str, version: str) -> Registration:

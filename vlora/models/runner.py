@@ -112,17 +112,9 @@ class ModelRunner:
             StepFailed: The switch or the forward pass failed. All requests of the batch, and no others, are lost.
         """
         start = self._clock.mark()
-        try:
-            with torch.no_grad():
-                switched = self._switcher.switch(batch.merged_adapter)
-        except EngineDead:
-            raise  # the base weights are lost
-        except Exception as error:
-            log.exception("switch failed")
-            raise StepFailed(
-                f"switching the weights to {batch.merged_adapter or 'the base model'} failed: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+        what = f"switching the weights to {batch.merged_adapter or 'the base model'} failed"
+        with _failing_its_batch(what), torch.no_grad():
+            switched = self._switcher.switch(batch.merged_adapter)
         ready = self._clock.mark()
         with torch.inference_mode():
             encoded, errors = (None, {}) if batch.encode is None else self._images.advance(batch.encode)
@@ -202,12 +194,12 @@ class ModelRunner:
 
 
 @contextlib.contextmanager
-def _failing_its_batch() -> Iterator[None]:
+def _failing_its_batch(what: str = "the batch failed inside the model") -> Iterator[None]:
     """Any error fails only its batch; the engine continues."""
     try:
         yield
-    except CollectiveFailed:
+    except (CollectiveFailed, EngineDead):
         raise  # not an error of this batch
     except Exception as error:
         log.exception("step failed")
-        raise StepFailed(f"the batch failed inside the model: {type(error).__name__}: {error}") from error
+        raise StepFailed(f"{what}: {type(error).__name__}: {error}") from error

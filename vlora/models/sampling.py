@@ -15,7 +15,6 @@ import torch
 from vlora.models.gpu.draw import draw
 from vlora.types import SamplingParams, TokenScore
 
-_LARGEST = torch.finfo(torch.float32).max
 _FEW = 64  # tokens among which those that top-p keeps are searched first; then 64 times as many
 
 
@@ -177,7 +176,7 @@ def _adjust(logits: torch.Tensor, params: SamplingParams, written: Written, eos_
         own = logits[seen].double()
         penalized = torch.where(own > 0, own / params.repetition_penalty, own * params.repetition_penalty)
         # Finite, so that a token remains if all others are forbidden.
-        logits[seen] = torch.where(own.isinf(), own, penalized.clamp(-_LARGEST, _LARGEST)).to(logits.dtype)
+        logits[seen] = torch.where(own.isinf(), own, penalized.clamp(-3e38, 3e38)).to(logits.dtype)
     if written.answer and (params.frequency_penalty or params.presence_penalty):
         seen, counts = _ids(written.answer, logits).unique(return_counts=True)
         logits[seen] -= params.frequency_penalty * counts + params.presence_penalty

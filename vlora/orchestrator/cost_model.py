@@ -17,10 +17,8 @@ _SWEEPS = 4  # per sample; few suffice, since the fit starts from the last one
 # running several requests of one adapter unmerged; merged steps would not separate these costs.
 _SWEEP_ORDER = (7, 6, 4, 3, 1, 2, 0, 5)
 _FORGOTTEN = 1e-12  # a feature decayed below this keeps its coefficient
-# Least share of a step's time that does not depend on its contents. While all steps are alike, their time may be
-# attributed to anything, and a step with little of that would be predicted to take no time at all.
-_LEAST_BASE = 1 / 64
-_LEAST_S, _MOST_S = 1e-6, 1e5  # of a measured time: sums of squares and quotients of such times are finite
+_LEAST_BASE = 1 / 64  # of a step's time does not depend on its contents, also if all steps so far were alike
+_LEAST_S, _MOST_S = 1e-6, 1e5  # of a measured time, so that squares and quotients are finite
 
 
 class TokenThresholds(NamedTuple):
@@ -202,10 +200,9 @@ class CostModel:
     absolute error would be dominated by steps with prompts, and by steps that another process has interrupted. The
     normal equations decay exponentially and are solved by coordinate descent from the last solution.
 
-    Estimates are bounded by what was measured: each is at most the longest measured time per unit of its feature, and
-    no step is predicted to take less than 1/64 of the best constant prediction. A step is never predicted to be cheaper
-    than one with a subset of its lanes, or with shorter lanes of the same class. Before the first sample every estimate
-    is 0.
+    Estimates are between 0 and the longest measured time per unit of their feature. A step is predicted to take at
+    least 1/64 of the best constant prediction, and no less than one with a subset of its lanes, or with shorter lanes
+    of the same class. Before the first sample every estimate is 0.
     """
 
     def __init__(self, thresholds: TokenThresholds = _ALIKE) -> None:
@@ -299,7 +296,7 @@ def _smoothed(average: float | None, newest: float) -> float:
 
 
 def measured_s(seconds: float) -> float:
-    """A measured time as estimates use it. Differences of a clock may be 0, and negative where the clock was set."""
+    """A measured time as estimates use it: differences of a clock may be 0 or negative."""
     return min(max(_LEAST_S, seconds), _MOST_S)
 
 

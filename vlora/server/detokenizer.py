@@ -149,7 +149,8 @@ class AnswerText:
         # Without scores, the tokens in whose text stop strings are searched are decoded together.
         num_single = len(token_ids) if scores else self._unsearched
         single, later = token_ids[:num_single], token_ids[num_single:]
-        for token_id, score in zip(single, scores or [None] * len(single), strict=True):
+        given: Sequence[TokenScore | None] = scores or [None] * len(single)
+        for token_id, score in zip(single, given, strict=True):
             if score is not None:
                 self._waiting.append((self._decoded, self._to_logprob(token_id, score)))
             decoded = self._detokenizer.feed((token_id,))

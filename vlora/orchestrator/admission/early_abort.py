@@ -21,7 +21,7 @@ _SMOOTH = 0.1  # weight of the newest period in the moving averages of rates
 # absolute deviation: 2.5 are two standard deviations of normal ratios, so 2 % of the admitted are late.
 _MEAN, _DEVIATION, _DEVIATIONS = 1 / 8, 1 / 4, 2.5
 _FAR = 8.0  # no measured ratio counts as more, and no prediction exceeds so many times the longest first answer
-_RELAX = 1 / 32  # fraction of the longest first answer dropped per period while no first answer can correct predictions
+_RELAX = 1 / 32  # fraction of that longest time dropped per period while no first answer can correct it
 _LEAST_RATE = 1 / 64  # admissions per period: an average of many periods without any would fall towards 0
 
 
@@ -50,11 +50,10 @@ class Admission:
     4. A remaining request is refused as well if, at the current rate, it would be admitted too late.
 
     S-LoRA's rule is 1 to 3, with the longest prefill seen as the expected time. Here the expected time is the cost
-    model's prediction, multiplied by the recent ratio of measured to predicted first-answer times. A prediction may
-    extrapolate far from what was measured. It is therefore limited to a multiple of the longest first answer so far,
-    for the request and for each one ahead of it. Nothing is measured while all requests are refused, so one
-    exceptionally slow step could block admission permanently. Therefore the limit then shrinks a little in each period,
-    until a request is admitted and its first answer gives a new measurement.
+    model's prediction, multiplied by the recent ratio of measured to predicted first-answer times, and at most a
+    multiple of the longest first answer so far, for the request and each one ahead of it. Nothing is measured while all
+    requests are refused, so one exceptionally slow step could block admission permanently. The limit then shrinks a
+    little in each period, until a request is admitted and its first answer gives a new measurement.
     """
 
     def __init__(self, shares: Sequence[FairShares]) -> None:

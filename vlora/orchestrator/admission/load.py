@@ -17,9 +17,6 @@ class Load:
 
     Requests without a deadline are always admitted, so they take no places here. Their prompts do not delay a request
     that is about to miss its deadline either: it starves, and starving requests run first.
-
-    Attributes:
-        num_pending: admitted requests whose first answer will show how accurate predictions are.
     """
 
     def __init__(
@@ -60,7 +57,7 @@ class Load:
         self._num_accepted = len(accepted)
         bounded = accepted if all_wait_outside else [t for t in accepted if t.answer_by is not None]
         self._num_bounded = len(bounded)
-        self.num_pending = 0
+        self.num_pending = 0  # requests whose first answer will show how accurate predictions are
         self._due = 0  # tokens until all requests with a deadline have a first answer
         self._due_unseen = 0  # of these, tokens of requests with images to encode
         self._due_patches = 0.0
