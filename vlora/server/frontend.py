@@ -375,10 +375,8 @@ class FrontEnd:
     async def _answer(self, request: Request, clock: RequestClock) -> AsyncGenerator[Piece | Answer, None]:
         """Yield one request's pieces, then its Answer. Raises the request's error."""
         sampling = request.sampling
-        processor = self._processor
-        text = AnswerText(
-            processor.decode, processor.token_text, sampling.stop, sampling.min_tokens, processor.token_bytes
-        )
+        own = self._processor
+        text = AnswerText(own.decode, own.token_text, sampling.stop, sampling.min_tokens, own.token_bytes)
         num_tokens = 0
         submitted_s, first_s = clock.elapsed_s, 0.0
         async with contextlib.aclosing(self._outputs(request, clock)) as outputs:
