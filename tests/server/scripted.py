@@ -123,6 +123,9 @@ class ByteProcessor:
     def ask(self, question: str, kinds: Sequence[str]) -> str:
         return "\0" * len(kinds) + question
 
+    def as_text(self, text: str) -> str:
+        return text
+
     def template(self, messages: Sequence[dict[str, Any]]) -> str:
         parts = []
         for message in messages:

@@ -69,8 +69,9 @@ def test_errors_of_files_show_no_folder(folder: str, tmp_path: Path) -> None:
             shown = without_places(prefix + message)
             assert shown.startswith(prefix) and shown.endswith(cause) and "/" not in shown.removeprefix(prefix)
 
-    check("no adapter_config.json; an adapter is a folder in PEFT's format")
+    check("no adapter_config.json; there is no such folder")
     path.mkdir(parents=True)
+    check("no adapter_config.json; an adapter is a folder in PEFT's format")
     (path / "adapter_config.json").write_text("{")
     check(error().rpartition(": is not JSON: ")[2])
     (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4}))
