@@ -60,12 +60,12 @@ def defined(node: ast.stmt) -> str | None:
     return target.id if isinstance(target, ast.Name) else None
 
 
-def find(module: str, name: str) -> tuple[ast.stmt, ast.stmt | None]:
-    """The definition of a module's name, and the statement after it; imports are followed."""
+def find(module: str, name: str) -> tuple[ast.stmt, ast.stmt | None, str]:
+    """The definition of a module's name, the statement after it, and its module; imports are followed."""
     tree = parse(module)
     for node, after in zip(tree.body, [*tree.body[1:], None], strict=True):
         if defined(node) == name:
-            return node, after
+            return node, after, module
     for imported in (part for part in ast.walk(tree) if isinstance(part, ast.ImportFrom)):
         for alias in imported.names:
             if name == (alias.asname or alias.name):
@@ -73,12 +73,13 @@ def find(module: str, name: str) -> tuple[ast.stmt, ast.stmt | None]:
     raise LookupError(f"{module} defines no {name}")
 
 
-def definition(node: ast.stmt, after: ast.stmt | None) -> Iterator[str]:
+def definition(node: ast.stmt, after: ast.stmt | None, module: str) -> Iterator[str]:
     """Code and docstring of a function or constant; of a class, those of its public methods too."""
     if isinstance(node, ast.ClassDef):
         bases = ", ".join(map(ast.unparse, [*node.bases, *node.keywords]))
-        fields = [ast.unparse(part) for part in node.body if isinstance(part, ast.Assign | ast.AnnAssign)]
-        methods = [part for part in node.body if isinstance(part, FUNCTION)]
+        parts = [part for part in node.body if not as_method(part, module)]
+        fields = [ast.unparse(part) for part in parts if isinstance(part, ast.Assign | ast.AnnAssign)]
+        methods = [method for part in node.body if (method := as_method(part, module))]
         inside = [*(f for f in fields if f[0] != "_"), *(signature(m) for m in methods if m.name == "__init__")]
         yield code(f"class {node.name}({bases}):" if bases else f"class {node.name}:", *inside)
         yield prose(node)
@@ -97,6 +98,40 @@ def definition(node: ast.stmt, after: ast.stmt | None) -> Iterator[str]:
         yield code(text if len(text) <= WIDTH else f"{text[: WIDTH - 4]} ...")
         if isinstance(after, ast.Expr):
             yield prose(ast.Module([after], []))
+
+
+def as_method(node: ast.stmt, module: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    """A method of a class as its callers see it, also one that a private function of the module makes: of the function
+    below it (`@_asks`), or of another class's method (`generate = _awaited(Client.generate)`). None if it is neither.
+    """
+    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and node.value.args:
+        maker, method = node.value.func, node.value.args[0]
+        if not isinstance(maker, ast.Name) or not isinstance(method, ast.Attribute):
+            return None
+        owner, _, source = find(module, ast.unparse(method.value))
+        assert isinstance(owner, ast.ClassDef)
+        made = next(part for part in owner.body if isinstance(part, FUNCTION) and part.name == method.attr)
+        made = as_method(made, source) or made
+        doc = ast.Expr(ast.Constant(f"As `{ast.unparse(method)}`."))
+        made = ast.AsyncFunctionDef(str(defined(node)), made.args, [doc], [], made.returns, lineno=0)
+    elif isinstance(node, FUNCTION):
+        makers = [part for part in node.decorator_list if ast.unparse(part).startswith("_")]
+        if not makers:
+            return node
+        maker = makers[0]
+        made = type(node)(node.name, node.args, node.body, [], node.returns, lineno=0)
+        if isinstance(made.returns, ast.Subscript):
+            made.returns = made.returns.slice  # T of Call[T]
+    else:
+        return None
+    function, *_ = find(module, ast.unparse(maker))
+    assert isinstance(function, FUNCTION) and isinstance(function.returns, ast.Subscript)
+    returns = function.returns.slice.elts[-1]  # type: ignore[attr-defined]  # R of Callable[Concatenate[Client, P], R]
+    if ast.unparse(returns).startswith("Coroutine"):
+        returns = returns.slice.elts[-1]
+    if ast.unparse(returns) != "T":
+        made.returns = returns
+    return made
 
 
 def signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import socket
 import struct
 import subprocess
@@ -379,3 +380,15 @@ def _forward(source: socket.socket, sink: socket.socket) -> None:
             sink.sendall(data)
     with contextlib.suppress(OSError):
         sink.shutdown(socket.SHUT_WR)
+
+
+def test_both_clients_have_the_same_calls_with_signatures_and_docstrings() -> None:
+    calls = {name for name, value in vars(Client).items() if callable(value) and not name.startswith("_")}
+    assert calls - {"connection"} == {name for name in vars(AsyncClient) if not name.startswith("_")}
+    for name in calls - {"connection", "close"}:
+        blocking, awaited = getattr(Client, name), getattr(AsyncClient, name)
+        signature = inspect.signature(blocking)
+        assert next(iter(signature.parameters)) == "self" and "Call[" not in signature.return_annotation
+        assert signature.parameters == inspect.signature(awaited).parameters
+        assert blocking.__doc__ and awaited.__doc__
+        assert inspect.iscoroutinefunction(awaited) or (name == "stream" and inspect.isasyncgenfunction(awaited))

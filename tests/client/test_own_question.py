@@ -9,7 +9,7 @@ import pytest
 from tests.server.running import running_server
 from tests.server.scripted import write_adapter
 from vlora.client import AsyncClient, Client
-from vlora.client.own_question import head_of_question
+from vlora.client.calls import head_of_question
 from vlora.types import AdapterStatus, HeadSummary
 
 

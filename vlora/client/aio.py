@@ -4,85 +4,60 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
+import functools
 import ssl
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-from vlora.client import calls
 from vlora.client.aio_frame_stream import AsyncFrameStream
-from vlora.client.calls import Adapter, Call, Image, Visual
+from vlora.client.calls import Call, head_of_question
 from vlora.client.connection import ServerConnection
-from vlora.client.own_question import head_of_question
-from vlora.client.sync import TIMEOUT_S, Client, abandon
-from vlora.client.values import (
-    DEFAULT_HOST,
-    DEFAULT_PORT,
-    Answer,
-    HeadOutcome,
-    HeadResult,
-    StreamOptions,
-    StreamPart,
-    TextQuestion,
-)
+from vlora.client.frame_stream import FrameStream
+from vlora.client.sync import TIMEOUT_S, Client, TextStream, abandon
+from vlora.client.values import DEFAULT_HOST, DEFAULT_PORT, Answer, StreamPart
 from vlora.errors import DeadlineMissed, VLoraError
-from vlora.types import AdapterStatus, EngineStats, TrainingStatus
-from vlora.types.learning import Correction, LearningStatus
-from vlora.types.replicas import AdapterPlace, ClusterStatus
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class AsyncClient:
-    """As `Client`. Cancelling a task that awaits an answer cancels the request on the server."""
+def _awaited(
+    method: Callable[Concatenate[Client, P], T],
+) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]]:
+    """The asyncio form of a method of `Client` that waits for a value: sends the same call and awaits it."""
+    make: Callable[..., Call[T]] = method.__wrapped__  # type: ignore[attr-defined]
 
-    def __init__(
-        self,
-        host: str = DEFAULT_HOST,
-        port: int = DEFAULT_PORT,
-        *,
-        timeout_s: float = TIMEOUT_S,
-        token: str | None = None,
-        tls: ssl.SSLContext | None = None,
-    ) -> None:
-        self._client = Client(host, port, timeout_s=timeout_s, token=token, tls=tls)
-        self._timeout_s = timeout_s
+    @functools.wraps(make)
+    async def ask(self: AsyncClient, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self._wait(make(self, *args, **kwargs))
 
-    async def generate(
-        self,
-        question: str,
-        images: Sequence[Visual] = (),
-        adapter: Adapter | None = None,
-        *,
-        max_latency_s: float | None = None,
-        max_ttft_s: float | None = None,
-        priority: int = 0,
-        **sampling: Any,
-    ) -> Answer:
-        """As `Client.generate`."""
+    return ask
+
+
+def _opened(
+    method: Callable[Concatenate[Client, P], FrameStream],
+) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, AsyncFrameStream]]:
+    """The asyncio form of `Client.open_stream`."""
+    make: Callable[..., Call[str]] = method.__wrapped__  # type: ignore[attr-defined]
+
+    @functools.wraps(make)
+    async def open_stream(self: AsyncClient, *args: P.args, **kwargs: P.kwargs) -> AsyncFrameStream:
+        return AsyncFrameStream(await self._wait(make(self, *args, **kwargs)), self._wait, self._timeout_s)
+
+    return open_stream
+
+
+def _streamed(
+    method: Callable[Concatenate[Client, P], TextStream],
+) -> Callable[Concatenate[AsyncClient, P], AsyncIterator[str | Answer]]:
+    """The asyncio form of `Client.stream`: yields pieces of text as they arrive, then the complete Answer."""
+    make: Callable[..., Call[StreamPart]] = method.__wrapped__  # type: ignore[attr-defined]
+
+    @functools.wraps(make)
+    async def stream(self: AsyncClient, *args: P.args, **kwargs: P.kwargs) -> AsyncIterator[str | Answer]:
         connection = await self._connection()
-        call_id = connection.new_id()
-        call = calls.generate(call_id, question, images, adapter, max_latency_s, max_ttft_s, priority, sampling)
-        return await self._wait(connection, call, call_id)
-
-    async def stream(
-        self,
-        question: str,
-        images: Sequence[Visual] = (),
-        adapter: Adapter | None = None,
-        *,
-        max_latency_s: float | None = None,
-        max_ttft_s: float | None = None,
-        priority: int = 0,
-        **sampling: Any,
-    ) -> AsyncIterator[str | Answer]:
-        """Yields pieces of text as they arrive, then the complete Answer. Closing the iterator early cancels the
-        request.
-        """
-        connection = await self._connection()
-        call_id = connection.new_id()
-        call = calls.stream(call_id, question, images, adapter, max_latency_s, max_ttft_s, priority, sampling)
+        call = connection.numbered(make(self, *args, **kwargs))
         arrived: asyncio.Queue[StreamPart | Future[StreamPart]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -113,143 +88,52 @@ class AsyncClient:
             raise DeadlineMissed(f"no response from the server within {self._timeout_s:g} s") from error
         finally:
             if not finished:
-                abandon(connection, call_id)
+                abandon(connection, call)
 
-    async def ask_head(
-        self,
-        images: Sequence[Image],
-        adapter: str,
-        head: str,
-        *,
-        max_latency_s: float | None = None,
-        priority: int = 0,
-    ) -> HeadResult:
-        """As `Client.ask_head`."""
-        connection = await self._connection()
-        call_id = connection.new_id()
-        return await self._wait(
-            connection, calls.ask_head(call_id, images, adapter, head, max_latency_s, priority), call_id
-        )
+    return stream
 
-    async def ask_heads(
+
+class AsyncClient:
+    """As `Client`. Cancelling a task that awaits an answer cancels the request on the server."""
+
+    def __init__(
         self,
-        images: Sequence[Image],
-        heads: Sequence[tuple[str, str]],
+        host: str = DEFAULT_HOST,
+        port: int = DEFAULT_PORT,
         *,
-        max_latency_s: float | None = None,
-        priority: int = 0,
-    ) -> tuple[HeadOutcome, ...]:
-        """As `Client.ask_heads`."""
-        connection = await self._connection()
-        call_id = connection.new_id()
-        return await self._wait(connection, calls.ask_heads(call_id, images, heads, max_latency_s, priority), call_id)
+        timeout_s: float = TIMEOUT_S,
+        token: str | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._client = Client(host, port, timeout_s=timeout_s, token=token, tls=tls)
+        self._timeout_s = timeout_s
+
+    generate = _awaited(Client.generate)
+    stream = _streamed(Client.stream)
+    ask_head = _awaited(Client.ask_head)
+    ask_heads = _awaited(Client.ask_heads)
+    open_stream = _opened(Client.open_stream)
+    adapters = _awaited(Client.adapters)
+    load_adapter = _awaited(Client.load_adapter)
+    unload_adapter = _awaited(Client.unload_adapter)
+    pin_adapter = _awaited(Client.pin_adapter)
+    train = _awaited(Client.train)
+    trainings = _awaited(Client.trainings)
+    cancel_training = _awaited(Client.cancel_training)
+    correct = _awaited(Client.correct)
+    learning = _awaited(Client.learning)
+    promote = _awaited(Client.promote)
+    roll_back = _awaited(Client.roll_back)
+    stats = _awaited(Client.stats)
+    cluster = _awaited(Client.cluster)
+    cluster_adapters = _awaited(Client.cluster_adapters)
+    drain_replica = _awaited(Client.drain_replica)
+    resume_replica = _awaited(Client.resume_replica)
+    scale = _awaited(Client.scale)
 
     async def head_of(self, question: str, adapter: str | None, num_images: int = 1) -> str | None:
         """As `Client.head_of`."""
         return None if adapter is None else head_of_question(await self.adapters(), question, num_images, adapter)
-
-    async def open_stream(
-        self,
-        *,
-        adapter: str | None = None,
-        head: str | None = None,
-        heads: Sequence[tuple[str, str]] = (),
-        questions: Sequence[TextQuestion] = (),
-        max_latency_s: float | None = None,
-        fps: float | None = None,
-        drop: Literal["newest", "none"] = "newest",
-        priority: int = 0,
-    ) -> AsyncFrameStream:
-        """As `Client.open_stream`."""
-        options = StreamOptions(
-            heads=calls.stream_heads(adapter, head, heads),
-            questions=calls.stream_questions(questions),
-            max_latency_s=max_latency_s,
-            fps=fps,
-            drop=drop,
-            priority=priority,
-        )
-        stream_id = await self._wait(await self._connection(), calls.open_frames(options))
-
-        async def ask(call: Call[Any]) -> Any:
-            return await self._wait(await self._connection(), call)
-
-        return AsyncFrameStream(stream_id, ask, self._timeout_s)
-
-    async def adapters(self) -> tuple[AdapterStatus, ...]:
-        """As `Client.adapters`."""
-        return await self._wait(await self._connection(), calls.adapters())
-
-    async def load_adapter(self, name: str, path: str | os.PathLike[str]) -> AdapterStatus:
-        """As `Client.load_adapter`."""
-        return await self._wait(await self._connection(), calls.load_adapter(name, path))
-
-    async def unload_adapter(self, name: str, *, drain: bool = False) -> None:
-        """As `Client.unload_adapter`."""
-        await self._wait(await self._connection(), calls.unload_adapter(name, drain))
-
-    async def pin_adapter(self, name: str, pinned: bool = True) -> AdapterStatus:
-        """As `Client.pin_adapter`."""
-        return await self._wait(await self._connection(), calls.pin_adapter(name, pinned))
-
-    async def train(self, plan: str | os.PathLike[str]) -> tuple[TrainingStatus, ...]:
-        """As `Client.train`."""
-        return await self._wait(await self._connection(), calls.train(plan))
-
-    async def trainings(self) -> tuple[TrainingStatus, ...]:
-        """As `Client.trainings`."""
-        return await self._wait(await self._connection(), calls.trainings())
-
-    async def cancel_training(self, name: str) -> TrainingStatus:
-        """As `Client.cancel_training`."""
-        return await self._wait(await self._connection(), calls.cancel_training(name))
-
-    async def correct(self, answer: Answer | str, label: str) -> Correction:
-        """As `Client.correct`."""
-        return await self._wait(await self._connection(), calls.correct(answer, label))
-
-    async def learning(self) -> tuple[LearningStatus, ...]:
-        """As `Client.learning`."""
-        return await self._wait(await self._connection(), calls.learning())
-
-    async def promote(
-        self,
-        name: str,
-        *,
-        version: str | None = None,
-        path: str | os.PathLike[str] | None = None,
-        force: bool = False,
-    ) -> LearningStatus:
-        """As `Client.promote`."""
-        return await self._wait(await self._connection(), calls.promote(name, version, path, force))
-
-    async def roll_back(self, name: str, version: str | None = None) -> LearningStatus:
-        """As `Client.roll_back`."""
-        return await self._wait(await self._connection(), calls.roll_back(name, version))
-
-    async def stats(self) -> EngineStats:
-        """As `Client.stats`."""
-        return await self._wait(await self._connection(), calls.stats())
-
-    async def cluster(self) -> ClusterStatus:
-        """As `Client.cluster`."""
-        return await self._wait(await self._connection(), calls.cluster())
-
-    async def cluster_adapters(self) -> tuple[AdapterPlace, ...]:
-        """As `Client.cluster_adapters`."""
-        return await self._wait(await self._connection(), calls.cluster_adapters())
-
-    async def drain_replica(self, name: str, *, wait_s: float = 5.0) -> bool:
-        """As `Client.drain_replica`."""
-        return await self._wait(await self._connection(), calls.drain_replica(name, wait_s))
-
-    async def resume_replica(self, name: str) -> None:
-        """As `Client.resume_replica`."""
-        await self._wait(await self._connection(), calls.resume_replica(name))
-
-    async def scale(self, number: int | Literal["auto"], *, wait_s: float = 5.0) -> bool:
-        """As `Client.scale`."""
-        return await self._wait(await self._connection(), calls.scale(number, wait_s))
 
     async def close(self) -> None:
         """As `Client.close`."""
@@ -278,16 +162,16 @@ class AsyncClient:
                 await sent
             raise
 
-    async def _wait(self, connection: ServerConnection, call: Call[T], call_id: int | None = None) -> T:
+    async def _wait(self, call: Call[T]) -> T:
+        connection = await self._connection()
+        call = connection.numbered(call)
         try:
             future = await self._send(connection, call)
             async with asyncio.timeout(self._timeout_s):
                 return await asyncio.wrap_future(future)
         except TimeoutError as error:
-            if call_id is not None:
-                abandon(connection, call_id)
+            abandon(connection, call)
             raise DeadlineMissed(f"no answer from the server within {self._timeout_s:g} s") from error
         except asyncio.CancelledError:
-            if call_id is not None:
-                abandon(connection, call_id)
+            abandon(connection, call)
             raise

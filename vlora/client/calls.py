@@ -1,29 +1,15 @@
-"""The client's calls as data: the blocking and the asyncio client share every call and differ only in how they wait."""
+"""The client's calls as data, and the arguments that are made from images, questions and heads."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
-import msgspec
-
-from vlora.client.values import (
-    Answer,
-    FrameResults,
-    HeadOutcome,
-    HeadResult,
-    StreamOptions,
-    StreamPart,
-    TextQuestion,
-    sampling_pairs,
-    sampling_params,
-)
+from vlora.client.values import FrameResults, TextQuestion, sampling_pairs, sampling_params
 from vlora.errors import BadImage, BadRequest
-from vlora.types import AdapterStatus, EngineStats, TrainingStatus, adapter_name
-from vlora.types.learning import Correction, LearningStatus
-from vlora.types.replicas import AdapterPlace, ClusterStatus
+from vlora.types import AdapterStatus, adapter_name
 from vlora.types.video import Video
 
 T = TypeVar("T")
@@ -43,65 +29,15 @@ Adapter = str | Mapping[str, float]
 
 
 class Call(NamedTuple, Generic[T]):
-    """One exposed method and its arguments. num_bytes: the size of the images in the message."""
+    """One exposed method and its arguments. num_bytes: the size of the images in the message. cancellable: a request,
+    of which `ServerConnection.numbered` makes a number the first argument.
+    """
 
     name: str
     args: tuple[Any, ...]
     returns: type[T]
     num_bytes: int = 0
-
-
-def generate(
-    call_id: int,
-    question: str,
-    images: Sequence[Visual],
-    adapter: Adapter | None,
-    max_latency_s: float | None,
-    max_ttft_s: float | None,
-    priority: int,
-    sampling: Mapping[str, Any],
-) -> Call[Answer]:
-    args, num_bytes = _text_args(call_id, question, images, adapter, max_latency_s, max_ttft_s, priority, sampling)
-    return Call("generate", args, Answer, num_bytes)
-
-
-def stream(
-    call_id: int,
-    question: str,
-    images: Sequence[Visual],
-    adapter: Adapter | None,
-    max_latency_s: float | None,
-    max_ttft_s: float | None,
-    priority: int,
-    sampling: Mapping[str, Any],
-) -> Call[StreamPart]:
-    args, num_bytes = _text_args(call_id, question, images, adapter, max_latency_s, max_ttft_s, priority, sampling)
-    return Call("stream", args, StreamPart, num_bytes)
-
-
-def cancel(call_id: int) -> Call[None]:
-    return Call("cancel", (call_id,), type(None))
-
-
-def ask_head(
-    call_id: int, images: Sequence[Image], adapter: str, head: str, max_latency_s: float | None, priority: int
-) -> Call[HeadResult]:
-    encoded = read_images(images)
-    args = (call_id, encoded, adapter, head, max_latency_s, priority)
-    return Call("ask_head", args, HeadResult, sum(map(len, encoded)))
-
-
-def ask_heads(
-    call_id: int,
-    images: Sequence[Image],
-    heads: Sequence[tuple[str, str]],
-    max_latency_s: float | None,
-    priority: int,
-) -> Call[tuple[HeadOutcome, ...]]:
-    encoded = read_images(images)
-    pairs = tuple((adapter, head) for adapter, head in heads)
-    args = (call_id, encoded, pairs, max_latency_s, priority)
-    return Call("ask_heads", args, tuple[HeadOutcome, ...], sum(map(len, encoded)))
+    cancellable: bool = False
 
 
 def stream_heads(
@@ -117,17 +53,11 @@ def stream_heads(
         raise BadRequest("heads must be pairs of an adapter and one of its heads") from error
 
 
-def stream_questions(questions: Sequence[TextQuestion]) -> tuple[TextQuestion, ...]:
-    """The questions of a stream. Raises BadRequest for values that are not questions."""
+def stream_questions(questions: Sequence[TextQuestion]) -> tuple[tuple[Any, ...], ...]:
+    """The questions of a stream, as RPyC sends them: not as subclasses of tuple. Raises BadRequest for other values."""
     if isinstance(questions, str) or not all(isinstance(each, TextQuestion) for each in questions):
         raise BadRequest("questions must be values of vlora.client.TextQuestion")
-    return tuple(questions)
-
-
-def open_frames(options: StreamOptions) -> Call[str]:
-    heads, questions, *others = msgspec.structs.astuple(options)
-    # RPyC sends no subclasses of tuple.
-    return Call("open_frames", (heads, tuple(map(tuple, questions)), *others), str)
+    return tuple(map(tuple, questions))
 
 
 def send_frame(stream_id: str, number: int, images: tuple[Any, ...], wait_s: float) -> Call[bool]:
@@ -147,72 +77,22 @@ def close_frames(stream_id: str) -> Call[None]:
     return Call("close_frames", (stream_id,), type(None))
 
 
-def adapters() -> Call[tuple[AdapterStatus, ...]]:
-    return Call("adapters", (), tuple[AdapterStatus, ...])
+def head_of_question(
+    statuses: Iterable[AdapterStatus], question: str, num_images: int, adapter: str | None
+) -> str | None:
+    """Name of the adapter's only head for this question and number of images; None if there is none, or several.
 
-
-def load_adapter(name: str, path: str | os.PathLike[str]) -> Call[AdapterStatus]:
-    return Call("load_adapter", (name, os.fspath(path)), AdapterStatus)
-
-
-def unload_adapter(name: str, drain: bool) -> Call[None]:
-    return Call("unload_adapter", (name, drain), type(None))
-
-
-def pin_adapter(name: str, pinned: bool) -> Call[AdapterStatus]:
-    return Call("pin_adapter", (name, pinned), AdapterStatus)
-
-
-def train(plan: str | os.PathLike[str]) -> Call[tuple[TrainingStatus, ...]]:
-    return Call("train", (os.fspath(plan),), tuple[TrainingStatus, ...])
-
-
-def trainings() -> Call[tuple[TrainingStatus, ...]]:
-    return Call("trainings", (), tuple[TrainingStatus, ...])
-
-
-def cancel_training(name: str) -> Call[TrainingStatus]:
-    return Call("cancel_training", (name,), TrainingStatus)
-
-
-def correct(answer: Answer | str, label: str) -> Call[Correction]:
-    return Call("correct", (answer if isinstance(answer, str) else answer.request_id, label), Correction)
-
-
-def learning() -> Call[tuple[LearningStatus, ...]]:
-    return Call("learning", (), tuple[LearningStatus, ...])
-
-
-def promote(name: str, version: str | None, path: str | os.PathLike[str] | None, force: bool) -> Call[LearningStatus]:
-    return Call("promote", (name, version, None if path is None else os.fspath(path), force), LearningStatus)
-
-
-def roll_back(name: str, version: str | None) -> Call[LearningStatus]:
-    return Call("roll_back", (name, version), LearningStatus)
-
-
-def stats() -> Call[EngineStats]:
-    return Call("stats", (), EngineStats)
-
-
-def cluster() -> Call[ClusterStatus]:
-    return Call("cluster", (), ClusterStatus)
-
-
-def cluster_adapters() -> Call[tuple[AdapterPlace, ...]]:
-    return Call("cluster_adapters", (), tuple[AdapterPlace, ...])
-
-
-def drain_replica(name: str, wait_s: float) -> Call[bool]:
-    return Call("drain_replica", (name, wait_s), bool)
-
-
-def scale(number: int | Literal["auto"], wait_s: float) -> Call[bool]:
-    return Call("scale", (number, wait_s), bool)
-
-
-def resume_replica(name: str) -> Call[None]:
-    return Call("resume_replica", (name,), type(None))
+    Questions are compared without regard to whitespace. An empty question stands for the adapter's own question.
+    """
+    words = question.split()
+    heads = [
+        head.name
+        for status in statuses
+        if status.name == adapter
+        for head in status.heads
+        if head.num_frames == num_images and words in ([], head.prompt.split())
+    ]
+    return heads[0] if len(heads) == 1 else None
 
 
 def read_images(images: Sequence[Image]) -> tuple[bytes, ...]:
@@ -257,8 +137,7 @@ def _read_raw(image: FrameImage) -> bytes | tuple[bytes, int, int]:
     return view.tobytes(), view.shape[0], view.shape[1]
 
 
-def _text_args(
-    call_id: int,
+def text_args(
     question: str,
     images: Sequence[Visual],
     adapter: Adapter | None,
@@ -267,13 +146,14 @@ def _text_args(
     priority: int,
     sampling: Mapping[str, Any],
 ) -> tuple[tuple[Any, ...], int]:
+    """Arguments of a request for text, and the size of its images."""
     encoded = tuple(_read_visual(one) for one in images)
     options = dict(sampling)
     if isinstance(options.get("stop"), str):
         options["stop"] = (options["stop"],)
     pairs = sampling_pairs(sampling_params(options))
     name = adapter_name(adapter) if isinstance(adapter, Mapping) else adapter
-    args = (call_id, question, encoded, name, pairs, max_latency_s, max_ttft_s, priority)
+    args = (question, encoded, name, pairs, max_latency_s, max_ttft_s, priority)
     return args, sum(map(_num_bytes, encoded))
 
 

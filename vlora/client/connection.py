@@ -66,9 +66,9 @@ class ServerConnection:
     def closed(self) -> bool:
         return not self._reader.is_alive()
 
-    def new_id(self) -> int:
-        """A number for a cancellable request; unique on this connection."""
-        return next(self._call_ids)
+    def numbered(self, call: Call[T]) -> Call[T]:
+        """The call with a number that is unique on this connection, if it can be cancelled by it."""
+        return call._replace(args=(next(self._call_ids), *call.args)) if call.cancellable else call
 
     def start(self, call: Call[T], on_value: Callable[[T], bool] | None = None) -> Future[T]:
         """Send a call; its future receives the value or the typed error. Does not wait for the answer.

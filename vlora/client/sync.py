@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import queue
 import ssl
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar
 
 from vlora.client import calls
-from vlora.client.calls import Adapter, Call, Image, Visual
+from vlora.client.calls import Adapter, Call, Image, Visual, head_of_question
 from vlora.client.connection import ServerConnection
 from vlora.client.frame_stream import FrameStream
-from vlora.client.own_question import head_of_question
 from vlora.client.values import (
     DEFAULT_HOST,
     DEFAULT_PORT,
     Answer,
     HeadOutcome,
     HeadResult,
-    StreamOptions,
     StreamPart,
     TextQuestion,
 )
@@ -31,9 +30,43 @@ from vlora.types import AdapterStatus, EngineStats, TrainingStatus
 from vlora.types.learning import Correction, LearningStatus
 from vlora.types.replicas import AdapterPlace, ClusterStatus
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 TIMEOUT_S = 150.0  # above the server's own limit, so that the server's more specific error arrives first
+
+
+def _asks(make: Callable[Concatenate[Client, P], Call[T]]) -> Callable[Concatenate[Client, P], T]:
+    """The method that sends a call and waits for its value. `AsyncClient` awaits the same call (`__wrapped__`)."""
+    make.__annotations__["return"] = make.__annotations__["return"].removeprefix("Call[").removesuffix("]")
+
+    @functools.wraps(make)
+    def ask(self: Client, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._wait(make(self, *args, **kwargs))
+
+    return ask
+
+
+def _streams(make: Callable[Concatenate[Client, P], Call[StreamPart]]) -> Callable[Concatenate[Client, P], TextStream]:
+    """The method that sends a call and returns the stream of its values."""
+    make.__annotations__["return"] = "TextStream"
+
+    @functools.wraps(make)
+    def stream(self: Client, *args: P.args, **kwargs: P.kwargs) -> TextStream:
+        return TextStream(_parts(self.connection(), make(self, *args, **kwargs), self._timeout_s))
+
+    return stream
+
+
+def _opens(make: Callable[Concatenate[Client, P], Call[str]]) -> Callable[Concatenate[Client, P], FrameStream]:
+    """The method that sends a call and returns the stream of frames that it opened."""
+    make.__annotations__["return"] = "FrameStream"
+
+    @functools.wraps(make)
+    def open_stream(self: Client, *args: P.args, **kwargs: P.kwargs) -> FrameStream:
+        return FrameStream(self._wait(make(self, *args, **kwargs)), self._wait, self._timeout_s)
+
+    return open_stream
 
 
 class Client:
@@ -70,6 +103,7 @@ class Client:
         self._lock = threading.Lock()
         self._live: ServerConnection | None = None
 
+    @_asks
     def generate(
         self,
         question: str,
@@ -80,7 +114,7 @@ class Client:
         max_ttft_s: float | None = None,
         priority: int = 0,
         **sampling: Any,
-    ) -> Answer:
+    ) -> Call[Answer]:
         """Generate a text answer to a question, optionally about images and videos (`vlora.client.Video`).
 
         Args:
@@ -91,14 +125,10 @@ class Client:
                 request immediately (DeadlineUnreachable).
             priority: from -10 to 10; waiting requests of higher priority are scheduled first.
         """
-        connection = self.connection()
-        call_id = connection.new_id()
-        return self._wait(
-            connection,
-            calls.generate(call_id, question, images, adapter, max_latency_s, max_ttft_s, priority, sampling),
-            call_id,
-        )
+        args, num_bytes = calls.text_args(question, images, adapter, max_latency_s, max_ttft_s, priority, sampling)
+        return Call("generate", args, Answer, num_bytes, cancellable=True)
 
+    @_streams
     def stream(
         self,
         question: str,
@@ -109,13 +139,15 @@ class Client:
         max_ttft_s: float | None = None,
         priority: int = 0,
         **sampling: Any,
-    ) -> TextStream:
-        """As `generate`, but yields pieces of text as they arrive. Leaving the stream early cancels the request."""
-        connection = self.connection()
-        call_id = connection.new_id()
-        call = calls.stream(call_id, question, images, adapter, max_latency_s, max_ttft_s, priority, sampling)
-        return TextStream(_parts(connection, call, call_id, self._timeout_s))
+    ) -> Call[StreamPart]:
+        """As `generate`, but yields pieces of text as they arrive; `AsyncClient` yields the complete Answer last.
 
+        Leaving the stream early cancels the request.
+        """
+        args, num_bytes = calls.text_args(question, images, adapter, max_latency_s, max_ttft_s, priority, sampling)
+        return Call("stream", args, StreamPart, num_bytes, cancellable=True)
+
+    @_asks
     def ask_head(
         self,
         images: Sequence[Image],
@@ -124,12 +156,13 @@ class Client:
         *,
         max_latency_s: float | None = None,
         priority: int = 0,
-    ) -> HeadResult:
+    ) -> Call[HeadResult]:
         """Query a task head, which answers in one pass and has a fixed question; images: as many as it has frames."""
-        connection = self.connection()
-        call_id = connection.new_id()
-        return self._wait(connection, calls.ask_head(call_id, images, adapter, head, max_latency_s, priority), call_id)
+        encoded = calls.read_images(images)
+        args = (encoded, adapter, head, max_latency_s, priority)
+        return Call("ask_head", args, HeadResult, sum(map(len, encoded)), cancellable=True)
 
+    @_asks
     def ask_heads(
         self,
         images: Sequence[Image],
@@ -137,7 +170,7 @@ class Client:
         *,
         max_latency_s: float | None = None,
         priority: int = 0,
-    ) -> tuple[HeadOutcome, ...]:
+    ) -> Call[tuple[HeadOutcome, ...]]:
         """Query several task heads about the same images in one request.
 
         The images are sent, read and encoded once for all adapters that do not change the vision side. Activated
@@ -152,9 +185,9 @@ class Client:
         Returns:
             For each pair, in order, its answer or its error: a head that fails does not affect the others.
         """
-        connection = self.connection()
-        call_id = connection.new_id()
-        return self._wait(connection, calls.ask_heads(call_id, images, heads, max_latency_s, priority), call_id)
+        encoded = calls.read_images(images)
+        args = (encoded, tuple((adapter, head) for adapter, head in heads), max_latency_s, priority)
+        return Call("ask_heads", args, tuple[HeadOutcome, ...], sum(map(len, encoded)), cancellable=True)
 
     def head_of(self, question: str, adapter: str | None, num_images: int = 1) -> str | None:
         """Name of the adapter's only head for this question and number of images, or for its own question if empty;
@@ -163,6 +196,7 @@ class Client:
         """
         return None if adapter is None else head_of_question(self.adapters(), question, num_images, adapter)
 
+    @_opens
     def open_stream(
         self,
         *,
@@ -174,7 +208,7 @@ class Client:
         fps: float | None = None,
         drop: Literal["newest", "none"] = "newest",
         priority: int = 0,
-    ) -> FrameStream:
+    ) -> Call[str]:
         """Open a stream of frames, each of which one or several heads and questions answer; results are in order.
 
         The images of a frame are sent and read once, and encoded once for all adapters that do not change the vision
@@ -196,54 +230,54 @@ class Client:
                 images.
             OverCapacity: the server has too many streams.
         """
-        options = StreamOptions(
-            heads=calls.stream_heads(adapter, head, heads),
-            questions=calls.stream_questions(questions),
-            max_latency_s=max_latency_s,
-            fps=fps,
-            drop=drop,
-            priority=priority,
-        )
-        stream_id = self._wait(self.connection(), calls.open_frames(options))
-        return FrameStream(stream_id, lambda call: self._wait(self.connection(), call), self._timeout_s)
+        pairs = calls.stream_heads(adapter, head, heads)
+        return Call("open_frames", (pairs, calls.stream_questions(questions), max_latency_s, fps, drop, priority), str)
 
-    def adapters(self) -> tuple[AdapterStatus, ...]:
+    @_asks
+    def adapters(self) -> Call[tuple[AdapterStatus, ...]]:
         """Every adapter of the server, with its heads."""
-        return self._wait(self.connection(), calls.adapters())
+        return Call("adapters", (), tuple[AdapterStatus, ...])
 
-    def load_adapter(self, name: str, path: str | os.PathLike[str]) -> AdapterStatus:
+    @_asks
+    def load_adapter(self, name: str, path: str | os.PathLike[str]) -> Call[AdapterStatus]:
         """Register an adapter folder of the server's file system under a name. Raises BadAdapter with the cause."""
-        return self._wait(self.connection(), calls.load_adapter(name, path))
+        return Call("load_adapter", (name, os.fspath(path)), AdapterStatus)
 
-    def unload_adapter(self, name: str, *, drain: bool = False) -> None:
+    @_asks
+    def unload_adapter(self, name: str, *, drain: bool = False) -> Call[None]:
         """Unregister an adapter: new requests for it are rejected immediately. Raises UnknownAdapter.
 
         Its running requests are cancelled; with `drain` they finish, and its memory is freed after the last of them.
         """
-        self._wait(self.connection(), calls.unload_adapter(name, drain))
+        return Call("unload_adapter", (name, drain), type(None))
 
-    def pin_adapter(self, name: str, pinned: bool = True) -> AdapterStatus:
+    @_asks
+    def pin_adapter(self, name: str, pinned: bool = True) -> Call[AdapterStatus]:
         """Keep an adapter on the server's device, or allow its eviction. Raises UnknownAdapter, OverCapacity."""
-        return self._wait(self.connection(), calls.pin_adapter(name, pinned))
+        return Call("pin_adapter", (name, pinned), AdapterStatus)
 
-    def train(self, plan: str | os.PathLike[str]) -> tuple[TrainingStatus, ...]:
+    @_asks
+    def train(self, plan: str | os.PathLike[str]) -> Call[tuple[TrainingStatus, ...]]:
         """Begin or continue the trainings of a plan file of the server's file system.
 
         Raises:
             BadPlan: The plan or its data cannot be used.
             BadRequest: The engine cannot train, the model lacks a target, or the name of a training is in use.
         """
-        return self._wait(self.connection(), calls.train(plan))
+        return Call("train", (os.fspath(plan),), tuple[TrainingStatus, ...])
 
-    def trainings(self) -> tuple[TrainingStatus, ...]:
+    @_asks
+    def trainings(self) -> Call[tuple[TrainingStatus, ...]]:
         """Every training since the server's engine started."""
-        return self._wait(self.connection(), calls.trainings())
+        return Call("trainings", (), tuple[TrainingStatus, ...])
 
-    def cancel_training(self, name: str) -> TrainingStatus:
+    @_asks
+    def cancel_training(self, name: str) -> Call[TrainingStatus]:
         """End a training; `train` with its plan continues it. Raises BadRequest if it is not running."""
-        return self._wait(self.connection(), calls.cancel_training(name))
+        return Call("cancel_training", (name,), TrainingStatus)
 
-    def correct(self, answer: Answer | str, label: str) -> Correction:
+    @_asks
+    def correct(self, answer: Answer | str, label: str) -> Call[Correction]:
         """Send the right answer of a request, for the training of the adapter that answered.
 
         Returns once the server has it on disk. A later correction of the same answer replaces it.
@@ -255,12 +289,14 @@ class Client:
         Raises:
             BadRequest: The answer is not kept (any longer), or the label is empty.
         """
-        return self._wait(self.connection(), calls.correct(answer, label))
+        return Call("correct", (answer if isinstance(answer, str) else answer.request_id, label), Correction)
 
-    def learning(self) -> tuple[LearningStatus, ...]:
+    @_asks
+    def learning(self) -> Call[tuple[LearningStatus, ...]]:
         """The adapters that learn, with their versions."""
-        return self._wait(self.connection(), calls.learning())
+        return Call("learning", (), tuple[LearningStatus, ...])
 
+    @_asks
     def promote(
         self,
         name: str,
@@ -268,7 +304,7 @@ class Client:
         version: str | None = None,
         path: str | os.PathLike[str] | None = None,
         force: bool = False,
-    ) -> LearningStatus:
+    ) -> Call[LearningStatus]:
         """Evaluate a version of a learning adapter in the background, and serve it if it is better.
 
         Args:
@@ -281,25 +317,30 @@ class Client:
             BadRequest: The adapter does not learn, or there is no such version.
             BadAdapter: The folder cannot be served.
         """
-        return self._wait(self.connection(), calls.promote(name, version, path, force))
+        return Call("promote", (name, version, None if path is None else os.fspath(path), force), LearningStatus)
 
-    def roll_back(self, name: str, version: str | None = None) -> LearningStatus:
+    @_asks
+    def roll_back(self, name: str, version: str | None = None) -> Call[LearningStatus]:
         """Serve an earlier version of a learning adapter. version: its first digits suffice; None: the one before."""
-        return self._wait(self.connection(), calls.roll_back(name, version))
+        return Call("roll_back", (name, version), LearningStatus)
 
-    def stats(self) -> EngineStats:
+    @_asks
+    def stats(self) -> Call[EngineStats]:
         """Counters of the engine since its start."""
-        return self._wait(self.connection(), calls.stats())
+        return Call("stats", (), EngineStats)
 
-    def cluster(self) -> ClusterStatus:
+    @_asks
+    def cluster(self) -> Call[ClusterStatus]:
         """The server's replicas. Raises UnknownReplica if it has one engine."""
-        return self._wait(self.connection(), calls.cluster())
+        return Call("cluster", (), ClusterStatus)
 
-    def cluster_adapters(self) -> tuple[AdapterPlace, ...]:
+    @_asks
+    def cluster_adapters(self) -> Call[tuple[AdapterPlace, ...]]:
         """Where each adapter is, replica by replica, and why one cannot be used. Raises BadRequest for one engine."""
-        return self._wait(self.connection(), calls.cluster_adapters())
+        return Call("cluster_adapters", (), tuple[AdapterPlace, ...])
 
-    def drain_replica(self, name: str, *, wait_s: float = 5.0) -> bool:
+    @_asks
+    def drain_replica(self, name: str, *, wait_s: float = 5.0) -> Call[bool]:
         """Move a replica's requests to others, and send it no further ones until `resume_replica`.
 
         While no replica has room, a few of them wait at a time, with precedence over others. Raises UnknownReplica if
@@ -311,13 +352,15 @@ class Client:
         Returns:
             Whether it has no requests left; it is drained in both cases.
         """
-        return self._wait(self.connection(), calls.drain_replica(name, wait_s))
+        return Call("drain_replica", (name, wait_s), bool)
 
-    def resume_replica(self, name: str) -> None:
+    @_asks
+    def resume_replica(self, name: str) -> Call[None]:
         """Send requests to a drained replica again. Raises UnknownReplica if there is none."""
-        self._wait(self.connection(), calls.resume_replica(name))
+        return Call("resume_replica", (name,), type(None))
 
-    def scale(self, number: int | Literal["auto"], *, wait_s: float = 5.0) -> bool:
+    @_asks
+    def scale(self, number: int | Literal["auto"], *, wait_s: float = 5.0) -> Call[bool]:
         """Have another number of replicas: start further ones, or drain the last ones and then end them.
 
         Raises BadRequest for a number over the server's limit.
@@ -329,7 +372,7 @@ class Client:
         Returns:
             Whether it is done. If not, starts go on, but what drains is ended by another call only.
         """
-        return self._wait(self.connection(), calls.scale(number, wait_s))
+        return Call("scale", (number, wait_s), bool)
 
     def close(self) -> None:
         """Close the connection; the server cancels the connection's running requests."""
@@ -351,14 +394,15 @@ class Client:
                 self._live = ServerConnection(self._host, self._port, self._token, self._tls)
             return self._live
 
-    def _wait(self, connection: ServerConnection, call: Call[T], call_id: int | None = None) -> T:
-        """Wait for a call. call_id: the request to cancel on the server if the wait is abandoned."""
+    def _wait(self, call: Call[T]) -> T:
+        """The value of a call. Abandoning the wait cancels the request on the server."""
+        connection = self.connection()
+        call = connection.numbered(call)
         future = connection.start(call)
         try:
             return connection.wait(future, self._timeout_s)
         except (DeadlineMissed, KeyboardInterrupt):
-            if call_id is not None:
-                abandon(connection, call_id)
+            abandon(connection, call)
             raise
 
 
@@ -388,10 +432,9 @@ class TextStream(Iterator[str]):
         self.close()
 
 
-def _parts(
-    connection: ServerConnection, call: Call[StreamPart], call_id: int, timeout_s: float
-) -> Iterator[str | Answer]:
+def _parts(connection: ServerConnection, call: Call[StreamPart], timeout_s: float) -> Iterator[str | Answer]:
     """Yields once after the request is sent, then its text, then its answer. Leaving earlier cancels the request."""
+    call = connection.numbered(call)
     arrived: queue.SimpleQueue[StreamPart | Future[StreamPart]] = queue.SimpleQueue()
 
     def on_value(part: StreamPart) -> bool:
@@ -415,10 +458,11 @@ def _parts(
         raise DeadlineMissed(f"no response from the server within {timeout_s:g} s") from error
     finally:
         if not future.done():
-            abandon(connection, call_id)
+            abandon(connection, call)
 
 
-def abandon(connection: ServerConnection, call_id: int) -> None:
+def abandon(connection: ServerConnection, call: Call[Any]) -> None:
     """Cancel an abandoned request on the server; without a connection the server cancels it itself."""
-    with contextlib.suppress(VLoraError):
-        connection.start(calls.cancel(call_id))
+    if call.cancellable:
+        with contextlib.suppress(VLoraError):
+            connection.start(Call("cancel", call.args[:1], type(None)))
