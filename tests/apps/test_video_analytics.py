@@ -276,7 +276,7 @@ def test_a_server_that_stays_away_is_given_up(server: Running, tmp_path: Path, m
 def test_a_server_that_is_not_there_yet_is_waited_for(
     client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.modules["vlora.client.waiting"], "PAUSE_S", 0.01)
+    monkeypatch.setattr(sys.modules["vlora.client.sync"], "PAUSE_S", 0.01)
     sources = [file_source(write_video(tmp_path / "street.mp4", shades(2)))]
     answered_stats = client.stats
     tries: list[int] = []

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from tests.orchestrator.checked_replica import SMALL_COSTS, CheckedReplica, CheckedReplicaConfig
+from tests.orchestrator.sample_requests import IMAGE_TOKEN, expected_tokens, make_request
 from vlora.orchestrator import POLICIES, make_policy
 from vlora.orchestrator.encoder_budget import EncodeQueue
 from vlora.orchestrator.request_state import TrackedRequest
-from vlora.simulator.checked_replica import SMALL_COSTS, CheckedReplica, CheckedReplicaConfig
-from vlora.simulator.sample_requests import IMAGE_TOKEN, expected_tokens, make_request
 from vlora.types import Encoded, Request, RequestStatus
 
 

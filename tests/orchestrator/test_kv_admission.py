@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.example_counts import scaled
+from tests.orchestrator.checked_replica import SMALL_COSTS, CheckedReplica, CheckedReplicaConfig
+from tests.orchestrator.sample_requests import expected_tokens, make_request
 from tests.orchestrator.test_properties import all_resident, assert_answered, every_policy, longest_over_bound
 from vlora.memory.block_manager import BlockManager
 from vlora.memory.page_allocator import PageAllocator
@@ -15,8 +17,6 @@ from vlora.memory.written_blocks import WrittenBlocks
 from vlora.orchestrator import POLICIES
 from vlora.orchestrator.admission.kv_admission import AnswerLengths, KvAdmission
 from vlora.orchestrator.request_state import TrackedRequest
-from vlora.simulator.checked_replica import SMALL_COSTS, CheckedReplica, CheckedReplicaConfig
-from vlora.simulator.sample_requests import expected_tokens, make_request
 from vlora.types import Request
 
 ADAPTERS = {"a": 2, "b": 2, "c": 2}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
+from tests.orchestrator.checked_replica import CheckedReplica, CheckedReplicaConfig
+from tests.orchestrator.sample_requests import make_request
 from vlora.orchestrator import Costs
-from vlora.simulator.checked_replica import CheckedReplica, CheckedReplicaConfig
-from vlora.simulator.sample_requests import make_request
 from vlora.types import Batch, Mode
 
 CAMERAS = {"traffic": 2, "parking": 2, "gate": 2, "yard": 2}

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from tests.orchestrator.checked_replica import CheckedReplica
+from tests.orchestrator.sample_requests import IMAGE_TOKEN, make_request, sampled_token
 from tests.orchestrator.test_scheduler import Script, box, last, shares
 from vlora.orchestrator import Candidate, Decision, PolicyState, request_state
-from vlora.simulator.checked_replica import CheckedReplica
-from vlora.simulator.sample_requests import IMAGE_TOKEN, make_request, sampled_token
 from vlora.types import Batch
 
 

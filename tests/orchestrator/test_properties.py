@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.example_counts import scaled
+from tests.orchestrator.checked_replica import SMALL_COSTS, CheckedReplica, CheckedReplicaConfig
+from tests.orchestrator.sample_requests import IMAGE_TOKEN, expected_tokens, make_request
 from vlora.errors import PromptTooLong
 from vlora.orchestrator import POLICIES, make_policy
-from vlora.simulator.checked_replica import SMALL_COSTS, CheckedReplica, CheckedReplicaConfig
-from vlora.simulator.sample_requests import IMAGE_TOKEN, expected_tokens, make_request
 from vlora.types import Mode, Request
 
 ADAPTERS = {"a": 2, "b": 5, "c": 3, "d": 4}

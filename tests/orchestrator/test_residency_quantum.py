@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.example_counts import scaled
+from tests.orchestrator.checked_replica import CheckedReplica, CheckedReplicaConfig
+from tests.orchestrator.sample_requests import make_request
 from vlora.orchestrator import POLICIES, Costs, make_policy
 from vlora.orchestrator.residency_quantum import ResidencyQuantum
-from vlora.simulator.checked_replica import CheckedReplica, CheckedReplicaConfig
-from vlora.simulator.sample_requests import make_request
 from vlora.types import MemoryView
 
 

@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given, settings
 
 from tests.example_counts import scaled
+from tests.orchestrator import checked_replica
+from tests.orchestrator.checked_replica import CheckedReplica, CheckedReplicaConfig
 from tests.orchestrator.test_properties import Arrivals, admitted, crowd, every_policy, loads, machines
 from vlora.orchestrator import POLICIES, Candidate, CostModel, Costs, budgets, make_policy, scheduler
 from vlora.orchestrator.adapter_prefetch import MemoryDemand
@@ -18,8 +20,6 @@ from vlora.orchestrator.cost_model import FEATURE_SCALES
 from vlora.orchestrator.credits import Credits
 from vlora.orchestrator.encoder_budget import SHARE
 from vlora.orchestrator.request_state import TrackedRequest
-from vlora.simulator import checked_replica
-from vlora.simulator.checked_replica import CheckedReplica, CheckedReplicaConfig
 from vlora.types import RequestStatus
 
 

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
+from tests.orchestrator.checked_replica import CheckedReplica, CheckedReplicaConfig
+from tests.orchestrator.sample_requests import EOS, make_request, sampled_token
 from vlora.errors import PromptTooLong
 from vlora.orchestrator import Candidate, CostModel, Costs, Decision, PolicyState, StepSize
 from vlora.orchestrator.request_state import TrackedRequest
-from vlora.simulator.checked_replica import CheckedReplica, CheckedReplicaConfig
-from vlora.simulator.sample_requests import EOS, make_request, sampled_token
 from vlora.types import Batch, ErrorValue, MemoryView, Mode, RequestOutput
 
 NOTHING = MemoryView(resident=frozenset(), mergeable=frozenset())

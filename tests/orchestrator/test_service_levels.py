@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.example_counts import scaled
+from tests.orchestrator.checked_replica import SMALL_COSTS, CheckedReplica, CheckedReplicaConfig
+from tests.orchestrator.sample_requests import make_request
 from vlora.orchestrator import POLICIES, Costs, make_policy
 from vlora.orchestrator.admission.early_abort import Admission
 from vlora.orchestrator.fairness import FairShares, adapter_of, scheduling_order, tenant_of
 from vlora.orchestrator.request_state import TrackedRequest
-from vlora.simulator.checked_replica import SMALL_COSTS, CheckedReplica, CheckedReplicaConfig
-from vlora.simulator.sample_requests import make_request
 from vlora.types import Request
 
 PLAIN = Costs(base_s=1.0, merge_s=0.5, patch_s=0.0005)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.orchestrator.sample_requests import make_request
 from vlora.server.metrics import MAX_ADAPTERS, MAX_TENANTS, LabelSlots, Metrics
-from vlora.simulator.sample_requests import make_request
 from vlora.types.composition import OTHER
 
 

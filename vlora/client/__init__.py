@@ -3,9 +3,9 @@
 from vlora.client.aio import AsyncClient
 from vlora.client.aio_frame_stream import AsyncFrameStream
 from vlora.client.frame_stream import FrameStream
-from vlora.client.sync import Client, TextStream
+from vlora.client.sync import Client, wait_for_server
+from vlora.client.text_stream import TextStream
 from vlora.client.values import Answer, FrameAnswer, FrameResult, HeadResult, TextQuestion
-from vlora.client.waiting import wait_for_server
 from vlora.types.video import Video
 
 __all__ = [

@@ -14,7 +14,8 @@ from vlora.client.aio_frame_stream import AsyncFrameStream
 from vlora.client.calls import Call, head_of_question
 from vlora.client.connection import ServerConnection
 from vlora.client.frame_stream import FrameStream
-from vlora.client.sync import TIMEOUT_S, Client, TextStream, abandon
+from vlora.client.sync import TIMEOUT_S, Client
+from vlora.client.text_stream import TextStream
 from vlora.client.values import DEFAULT_HOST, DEFAULT_PORT, Answer, StreamPart
 from vlora.errors import DeadlineMissed, VLoraError
 
@@ -88,7 +89,7 @@ def _streamed(
             raise DeadlineMissed(f"no response from the server within {self._timeout_s:g} s") from error
         finally:
             if not finished:
-                abandon(connection, call)
+                connection.abandon(call)
 
     return stream
 
@@ -170,8 +171,8 @@ class AsyncClient:
             async with asyncio.timeout(self._timeout_s):
                 return await asyncio.wrap_future(future)
         except TimeoutError as error:
-            abandon(connection, call)
+            connection.abandon(call)
             raise DeadlineMissed(f"no answer from the server within {self._timeout_s:g} s") from error
         except asyncio.CancelledError:
-            abandon(connection, call)
+            connection.abandon(call)
             raise

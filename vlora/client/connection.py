@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import ssl
 import threading
@@ -100,6 +101,12 @@ class ServerConnection:
             return future.result(timeout_s)
         except TimeoutError as error:
             raise DeadlineMissed(f"no answer from {self._address} within {timeout_s:g} s") from error
+
+    def abandon(self, call: Call[Any]) -> None:
+        """Cancel an abandoned request on the server; without a connection the server cancels it itself."""
+        if call.cancellable:
+            with contextlib.suppress(VLoraError):
+                self.start(Call("cancel", call.args[:1], type(None)))
 
     def close(self) -> None:
         """Close the connection; the server cancels the connection's running calls."""

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
-import queue
 import ssl
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar
 
 from vlora.client import calls
 from vlora.client.calls import Adapter, Call, Image, Visual, head_of_question
 from vlora.client.connection import ServerConnection
 from vlora.client.frame_stream import FrameStream
+from vlora.client.text_stream import TextStream
 from vlora.client.values import (
     DEFAULT_HOST,
     DEFAULT_PORT,
@@ -25,7 +24,7 @@ from vlora.client.values import (
     StreamPart,
     TextQuestion,
 )
-from vlora.errors import DeadlineMissed, VLoraError
+from vlora.errors import DeadlineMissed, Disconnected, EngineDead
 from vlora.types import AdapterStatus, EngineStats, TrainingStatus
 from vlora.types.learning import Correction, LearningStatus
 from vlora.types.replicas import AdapterPlace, ClusterStatus
@@ -53,7 +52,7 @@ def _streams(make: Callable[Concatenate[Client, P], Call[StreamPart]]) -> Callab
 
     @functools.wraps(make)
     def stream(self: Client, *args: P.args, **kwargs: P.kwargs) -> TextStream:
-        return TextStream(_parts(self.connection(), make(self, *args, **kwargs), self._timeout_s))
+        return TextStream(self.connection(), make(self, *args, **kwargs), self._timeout_s)
 
     return stream
 
@@ -402,67 +401,34 @@ class Client:
         try:
             return connection.wait(future, self._timeout_s)
         except (DeadlineMissed, KeyboardInterrupt):
-            abandon(connection, call)
+            connection.abandon(call)
             raise
 
 
-class TextStream(Iterator[str]):
-    """Pieces of an answer's text; `answer` is set after the last piece."""
-
-    def __init__(self, parts: Iterator[str | Answer]) -> None:
-        self._parts = parts
-        next(parts)  # yields once without text after the request is sent
-        self.answer: Answer | None = None
-
-    def __next__(self) -> str:
-        part = next(self._parts)
-        if isinstance(part, Answer):
-            self.answer = part
-            raise StopIteration
-        return part
-
-    def close(self) -> None:
-        """Cancel the rest of the answer."""
-        self._parts.close()  # type: ignore[attr-defined]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+PAUSE_S = 0.5
 
 
-def _parts(connection: ServerConnection, call: Call[StreamPart], timeout_s: float) -> Iterator[str | Answer]:
-    """Yields once after the request is sent, then its text, then its answer. Leaving earlier cancels the request."""
-    call = connection.numbered(call)
-    arrived: queue.SimpleQueue[StreamPart | Future[StreamPart]] = queue.SimpleQueue()
+def wait_for_server(
+    client: Client,
+    wait_s: float,
+    stop: threading.Event | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> None:
+    """Return once the server answers; after `wait_s` seconds, or when `stop` is set, raise Disconnected or EngineDead.
 
-    def on_value(part: StreamPart) -> bool:
-        if part.answer is None:
-            arrived.put(part)
-        return part.answer is None
-
-    future = connection.start(call, on_value)
-    future.add_done_callback(arrived.put)
-    try:
-        yield ""
-        while True:
-            part = arrived.get(timeout=timeout_s)
-            if isinstance(part, Future):
-                break
-            yield part.text
-        answer = part.result().answer
-        assert answer is not None
-        yield answer
-    except queue.Empty as error:
-        raise DeadlineMissed(f"no response from the server within {timeout_s:g} s") from error
-    finally:
-        if not future.done():
-            abandon(connection, call)
-
-
-def abandon(connection: ServerConnection, call: Call[Any]) -> None:
-    """Cancel an abandoned request on the server; without a connection the server cancels it itself."""
-    if call.cancellable:
-        with contextlib.suppress(VLoraError):
-            connection.start(Call("cancel", call.args[:1], type(None)))
+    say is called once, with the reason for waiting.
+    """
+    stop = stop or threading.Event()
+    deadline = time.monotonic() + wait_s
+    reported = False
+    while True:
+        try:
+            client.stats()
+            return
+        except (Disconnected, EngineDead) as error:
+            if stop.is_set() or time.monotonic() >= deadline:
+                raise
+            if not reported:
+                say(f"{error}; waiting for it")
+                reported = True
+            stop.wait(min(PAUSE_S, max(0.0, deadline - time.monotonic())))

@@ -2,18 +2,14 @@
 
 Reading order: `arrivals.py` (requests), `popularity.py`, `workloads.py` and `traces.py` (their sources), `machine.py`
 (the cost of a step), `replica.py` (one simulated engine), `replay.py` (the simulation), `measures.py`.
-
-`CheckedReplica` runs a few requests (`make_request`) and checks every step and every answer: for tests of a policy.
 """
 
 from vlora.simulator.arrivals import Arrival
-from vlora.simulator.checked_replica import CheckedReplica, CheckedReplicaConfig
 from vlora.simulator.cluster import ClusterConfig
 from vlora.simulator.machine import MEASURED, read_costs
 from vlora.simulator.measures import Measures
 from vlora.simulator.replay import replay
 from vlora.simulator.replica import ReplicaConfig
-from vlora.simulator.sample_requests import make_request
 from vlora.simulator.traces import read_trace
 from vlora.simulator.workloads import WORKLOADS, make_workload
 
@@ -21,12 +17,9 @@ __all__ = [
     "MEASURED",
     "WORKLOADS",
     "Arrival",
-    "CheckedReplica",
-    "CheckedReplicaConfig",
     "ClusterConfig",
     "Measures",
     "ReplicaConfig",
-    "make_request",
     "make_workload",
     "read_costs",
     "read_trace",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from tests.orchestrator.checked_machine import CheckedMachine
+from tests.orchestrator.sample_requests import EOS, IMAGE_TOKEN
 from vlora.memory.adapter_cache import AdapterCache
 from vlora.memory.block_manager import BlockManager
 from vlora.memory.page_allocator import PageAllocator
@@ -21,10 +23,8 @@ from vlora.orchestrator import (
     evict_for_kv,
     load_needed_adapters,
 )
-from vlora.simulator.checked_machine import CheckedMachine
 from vlora.simulator.loader import Loader
 from vlora.simulator.machine import Clock
-from vlora.simulator.sample_requests import EOS, IMAGE_TOKEN
 from vlora.types import Batch, MemoryView, Request, RequestOutput
 
 SMALL_COSTS = Costs(

@@ -9,9 +9,9 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from tests.orchestrator.sample_requests import IMAGE_TOKEN, sampled_token
 from vlora.orchestrator import Costs
 from vlora.simulator.machine import Clock, Machine
-from vlora.simulator.sample_requests import IMAGE_TOKEN, sampled_token
 from vlora.types import (
     Batch,
     BatchItem,
