@@ -19,9 +19,8 @@ from apps.video_analytics import ChunkResult, ClipShape, read_clips
 from apps.video_analytics.plan.event_questions import EventResult
 from apps.video_analytics.plan.events import EventWatch, Happened, holds
 from apps.video_analytics.plan.plan_file import check_server, check_sources, read_plan
-from apps.video_analytics.plan.run_plan import PlanCounts, camera_groups, run_plan
+from apps.video_analytics.plan.run_plan import PlanCounts, camera_groups, lines, run_plan, summarize
 from apps.video_analytics.plan.schema import Condition, EventPlan
-from apps.video_analytics.plan.summary import lines, summarize
 from apps.video_analytics.tracking import ObjectTracker
 from tests.apps.moving_objects import FPS, HEIGHT, SIDE, WIDTH, Mover, clip_result, head_answer, write_movers
 from tests.apps.test_video_analytics import file_source, labels

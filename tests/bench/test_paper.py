@@ -36,7 +36,7 @@ from vlora.bench.paper.measured import operators, systems
 from vlora.bench.paper.measured.machine_costs import machine_costs
 from vlora.bench.paper.measured.operators import EINSUM, OURS, mean_ratio, operator_seconds
 from vlora.bench.paper.measuring import Measuring, Setting
-from vlora.bench.paper.registry import ELSEWHERE, FIGURES, chosen
+from vlora.bench.paper.runner import ELSEWHERE, FIGURES, chosen
 from vlora.bench.report import environment
 from vlora.bench.scheduling.models import BenchModel
 from vlora.bench.timing import threads

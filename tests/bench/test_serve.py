@@ -22,9 +22,16 @@ from hypothesis import strategies as st
 
 from vlora.bench.dummy import small_served_config
 from vlora.bench.serving import serve
-from vlora.bench.serving.serve.answers import NEAR_TIE, compare
 from vlora.bench.serving.serve.baseline import Baseline, prepare
-from vlora.bench.serving.serve.comparison import CASES, ModelFiles, check_answers, serving, write_model_files
+from vlora.bench.serving.serve.comparison import (
+    CASES,
+    NEAR_TIE,
+    ModelFiles,
+    check_answers,
+    compare,
+    serving,
+    write_model_files,
+)
 from vlora.bench.serving.serve.load import drive
 from vlora.bench.serving.serve.measurements import LoadRun, ObservedAnswer, percentile, row
 from vlora.bench.serving.serve.surfaces import ChatCompletions, EventReader

@@ -26,9 +26,9 @@ from vlora.bench.paper.measuring import Measuring, Setting
 from vlora.bench.scheduling.models import MODELS
 from vlora.bench.split import base_process, engine, mixed, split
 from vlora.bench.split.base_process import POLICIES, LockstepQueue
-from vlora.bench.split.memory import WAYS
 from vlora.bench.split.mixed import Event, Window
 from vlora.bench.split.rows import Mix, row
+from vlora.bench.split.split import WAYS
 from vlora.bench.split.worker import Client
 from vlora.cli import cli
 from vlora.errors import BadConfig

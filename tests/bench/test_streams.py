@@ -13,9 +13,8 @@ import pytest
 from tests.server.running import Running, running_server
 from vlora.bench.serving import streams
 from vlora.bench.serving.server_process import ServerProcess
-from vlora.bench.serving.streams import draw
+from vlora.bench.serving.streams import Capacity, draw, largest
 from vlora.bench.serving.streams.cameras import Observed, Trial, num_lost, observe
-from vlora.bench.serving.streams.capacity import Capacity, largest
 from vlora.client import AsyncClient
 from vlora.client.aio_frame_stream import AsyncFrameStream
 from vlora.client.values import FrameResult

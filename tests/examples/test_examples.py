@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from apps.video_analytics.plan.plan_file import check_server, read_plan
-from apps.video_analytics.plan.summary import summarize
+from apps.video_analytics.plan.run_plan import summarize
 from examples import ask_over_http, minimal_engine, stream_camera, train_adapter_with_peft, two_adapters_one_image
 from fusion.embedded import checkpoint_path
 from tests.server.api import running_api

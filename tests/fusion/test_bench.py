@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusion.bench import draw, growth, jobs
+from fusion.bench import draw, jobs
 from fusion.bench.domains import FAMILIES, BenchDomain, Sizes
-from fusion.bench.measuring import ALL, ALONE, DEFAULT, JOINTLY, NAIVE, OPTIMUM, PACKED
+from fusion.bench.measuring import ALL, ALONE, DEFAULT, JOINTLY, NAIVE, OPTIMUM, PACKED, SmallScores, score_small_model
 from fusion.bench.metering import Meter
 from fusion.bench.result_store import ResultStore
-from fusion.bench.small_models import SmallScores, score_small_model
 from fusion.bench.suite import SUITE, suspected
 from fusion.packing.algorithm import History, Score, TrainingResult
 from fusion.plan.tasks import METRICS
@@ -147,8 +146,8 @@ def test_growth_packs_parts_of_the_suite_that_contain_each_other(
         def __init__(self, made: Any, *_: object) -> None:
             self.domains = {one.name: one for one in made}
 
-    monkeypatch.setattr(growth, "Bench", Bench)
-    monkeypatch.setattr(growth, "small_scores", lambda _: {made.name: SmallScores(0.9, 0.9) for made in SUITE})
+    monkeypatch.setattr(jobs, "Bench", Bench)
+    monkeypatch.setattr(jobs, "small_scores", lambda _: {made.name: SmallScores(0.9, 0.9) for made in SUITE})
     rows = jobs.BenchJob(0, "growth", False).measure(tmp_path)["rows"]
     parts = [set(row["domains"]) for row in rows]
     assert [len(part) for part in parts] == [3, 6, 9, 12]

@@ -23,8 +23,8 @@ from vlora.orchestrator import (
     evict_for_kv,
     load_needed_adapters,
 )
-from vlora.simulator.loader import Loader
 from vlora.simulator.machine import Clock
+from vlora.simulator.replica import Loader
 from vlora.types import Batch, MemoryView, Request, RequestOutput
 
 SMALL_COSTS = Costs(

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.example_counts import scaled
-from vlora.bench.cluster.exact_placement import makespan, reactive_exact
+from vlora.bench.cluster.decisions import makespan, reactive_exact
 from vlora.routing import Group, MoveCosts, proactive, reactive
 from vlora.simulator.popularity import power_law
 

@@ -14,9 +14,9 @@ from vlora.orchestrator.policies.base import Candidate, PolicyState
 from vlora.orchestrator.policies.cost_based import CostBased
 from vlora.simulator.arrivals import Arrival
 from vlora.simulator.machine import read_costs
-from vlora.simulator.replay import replay
 from vlora.simulator.replica import Replica, ReplicaConfig
 from vlora.simulator.workloads import make_workload
+from vlora.simulator.world import replay
 from vlora.types import Mode
 
 SHADOW = Costs(base_s=0.1, token_s=0.001, lane_s=0.0045, long_lane_s=0.0005, merge_s=0.2, short_lane=8)

@@ -7,15 +7,48 @@ import gc
 import importlib
 import importlib.util
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlora.bench.page import write_page
 from vlora.errors import BadConfig
 
 if TYPE_CHECKING:
     from vlora.bench.report import Report
+
+_HEAD = """# What was measured
+
+`vlora bench --out` writes this page from the reports beside it: each promise as it stood when that bench last ran.
+Bold is what falls short.
+"""
+
+
+def page(folder: Path) -> str:
+    """Markdown: a section for each report in `*.json` that has goals, in order of the file names."""
+    reports = {path.name: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    return _HEAD + "".join(_section(name, report) for name, report in reports.items() if report.get("goals"))
+
+
+def _section(name: str, report: Mapping[str, Any]) -> str:
+    env = report["env"]
+    versions = [f"{package} {version}" for package, version in env["versions"].items() if package != "vlora"]
+    where = [
+        f"[{name}]({name})",
+        f"threads: {env['threads']}",
+        *versions,
+        f"commit {(env['commit'] or 'unknown')[:12]}",
+    ]
+    lines = [f"\n## {report['bench']}: {env['gpu'] or env['machine']}", "", ", ".join(where), ""]
+    for origin in report.get("origins", ()):
+        if any(origin[key] != env[key] for key in ("commit", "machine", "gpu")):
+            at = f"commit {(origin['commit'] or 'unknown')[:12]}, {origin['gpu'] or origin['machine']}"
+            lines += [f"Measured before, at {at}: {', '.join(origin['results'])}.", ""]
+    lines += ["| what | measured | promised |", "|---|---:|---:|"]
+    for goal in report["goals"]:
+        measured = f"{goal['value']:g}" if goal["holds"] else f"**{goal['value']:g}**"
+        lines.append(f"| {goal['name']} | {measured} | {goal['goal']} |")
+    return "\n".join(lines) + "\n"
+
 
 BENCHES = {
     "step": "engine.step",
@@ -71,11 +104,8 @@ def main(name: str, quick: bool = False, out: Path | None = None, *, only_json: 
             report = bench.run(quick, out / f"{each}.partial", **settings)
         else:
             report = bench.run(quick, **settings)
-        report.print(only_json=only_json)
-        if out is not None:
-            draw = getattr(bench, "draw", None)
-            save_report(report, None if draw is None else functools.partial(draw, report.rows), out)
-        holds &= all(goal.holds for goal in report.goals)
+        draw = getattr(bench, "draw", None)
+        holds &= finish(report, None if draw is None else functools.partial(draw, report.rows), out, only_json)
         gc.collect()
     return holds
 
@@ -90,12 +120,19 @@ def require_matplotlib() -> None:
         raise BadConfig("--out needs matplotlib for its pictures; pip install 'vlora[bench]'")
 
 
-def save_report(report: Report, draw: Callable[[Path], None] | None, out: Path) -> None:
-    """Write OUT/NAME.json, the folder's page and, if the bench has plots, the plots into OUT/NAME."""
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"{report.bench}.json").write_text(json.dumps(report.as_dict()) + "\n")
-    write_page(out)
-    if draw is not None:
-        pictures = out / report.bench
-        pictures.mkdir(exist_ok=True)
-        draw(pictures)
+def finish(report: Report, draw: Callable[[Path], None] | None, out: Path | None, only_json: bool = False) -> bool:
+    """Print a report; with `out`, write OUT/NAME.json, the folder's page and, if the bench has plots, OUT/NAME/*.png.
+
+    Returns:
+        Whether its goals are met.
+    """
+    report.print(only_json=only_json)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / f"{report.bench}.json").write_text(json.dumps(report.as_dict()) + "\n")
+        (out / "README.md").write_text(page(out))
+        if draw is not None:
+            pictures = out / report.bench
+            pictures.mkdir(exist_ok=True)
+            draw(pictures)
+    return all(goal.holds for goal in report.goals)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
-from vlora.cli.bench_retrieve import bench_retrieve
 from vlora.cli.bench_serve import OPTION_NAMES, serve_options
 from vlora.cli.cluster_options import cluster_options, take_cluster_settings
 from vlora.cli.extras import needs
@@ -20,8 +23,6 @@ from vlora.cli.server_flags import json_option, print_json
 from vlora.cli.settings import config_flags
 from vlora.config import EngineConfig
 from vlora.errors import BadConfig
-
-_ELSEWHERE = ("paper", "fusion", "bd", "activated", "retrieve")  # benches that are not of `vlora.bench`
 
 
 @cli.command()
@@ -238,8 +239,6 @@ def bench(
     if given and name != "serve":
         flags = ", ".join(f"--{OPTION_NAMES.get(each, each.replace('_', '-'))}" for each in given)
         raise BadConfig(f"{flags}: valid for `vlora bench serve` only, not for {name!r}; remove them")
-    if latencies_us and name != "tp":
-        raise BadConfig(f"--latency-us is valid for `vlora bench tp` only, not for {name!r}; remove it")
     if seeds is not None and (name != "bd" or quick):
         raise BadConfig("--seeds is valid for `vlora bench bd` without --quick only (--quick uses one seed); remove it")
     on: dict[str, Any] = {key: value for key, value in (("model", model), ("device", device)) if value is not None}
@@ -247,28 +246,24 @@ def bench(
         raise BadConfig(
             f"--model and --device are valid for `vlora bench policy` and `costs` only, not for {name!r}; remove them"
         )
-    if quantize is not None and name != "step":
-        raise BadConfig(f"--quantize is valid for `vlora bench step` only, not for {name!r}; remove it")
-    if parts and name != "split":
-        raise BadConfig(f"--part is valid for `vlora bench split` only, not for {name!r}; remove it")
-    if figures and name != "paper":
-        raise BadConfig(f"--figure is valid for `vlora bench paper` only, not for {name!r}; remove it")
+    own = {
+        "tp": ("--latency-us", "latencies_us", latencies_us),
+        "step": ("--quantize", "quantize", quantize),
+        "split": ("--part", "parts", parts),
+        "paper": ("--figure", "figures", figures),
+    }
+    for of, (flag, setting, value) in own.items():
+        if value and name != of:
+            raise BadConfig(f"{flag} is valid for `vlora bench {of}` only, not for {name!r}; remove it")
+        if value:
+            on[setting] = value
     if out is not None:
         try:
             out.mkdir(parents=True, exist_ok=True)  # before a bench of minutes or hours
         except OSError as error:
             raise BadConfig(f"--out: the folder {str(out)!r} cannot be created: {error.strerror}") from error
-    if name == "paper":
-        holds = _bench_paper(quick, out, figures, as_json)
-    elif name == "fusion":
-        holds = _bench_fusion(quick, out, as_json)
-    elif name == "bd":
-        holds = _bench_bd(quick, out, seeds, as_json)
-    elif name == "activated":
-        _bench_activated(quick, out, as_json)
-        holds = True
-    elif name == "retrieve":
-        holds = bench_retrieve(quick, out, as_json)
+    if name in _ELSEWHERE:
+        holds = _ELSEWHERE[name](quick, out, as_json, **on | ({"seeds": seeds} if seeds else {}))
     else:
         from vlora.bench import BENCHES
         from vlora.bench import main as run
@@ -276,22 +271,16 @@ def bench(
         if name not in (*BENCHES, "all"):
             raise BadConfig(f"no bench named {name!r}; choose one of {', '.join((*BENCHES, *_ELSEWHERE))} or all")
         with waiting(f"bench {name}"):
-            more = on | given | ({"latencies_us": latencies_us} if latencies_us else {})
-            more |= {"quantize": quantize} if quantize else {}
-            more |= {"parts": parts} if parts else {}
-            holds = run(name, quick, out, only_json=as_json, **more)
+            holds = run(name, quick, out, only_json=as_json, **on, **given)
         if name == "all":
-            holds &= _bench_fusion(quick, out, as_json)
-            holds &= _bench_bd(quick, out, None, as_json)
-            _bench_activated(quick, out, as_json)
-            holds &= bench_retrieve(quick, out, as_json)
+            holds &= all([_ELSEWHERE[each](quick, out, as_json) for each in _ELSEWHERE if each != "paper"])
     if not holds:
         sys.exit(1)
 
 
-def _bench_paper(quick: bool, out: Path | None, figures: tuple[str, ...], only_json: bool) -> bool:
+def _bench_paper(quick: bool, out: Path | None, only_json: bool, figures: tuple[str, ...] = ()) -> bool:
     """Draw the papers' figures into a folder."""
-    from vlora.bench import require_matplotlib, save_report
+    from vlora.bench import finish, require_matplotlib
 
     if out is None:
         raise BadConfig("vlora bench paper draws into a folder; give --out DIR")
@@ -300,59 +289,117 @@ def _bench_paper(quick: bool, out: Path | None, figures: tuple[str, ...], only_j
 
     stored = f"measurements so far are in {measurements_folder(quick, out)}; the same command continues"
     with waiting("bench paper"), ends_with(lambda: stored):
-        report = run(quick, out, figures, lambda text: click.echo(text, err=True))
-    report.print(only_json=only_json)
-    save_report(report, None, out)
-    return all(goal.holds for goal in report.goals)
+        report = run(quick, out, figures, _say)
+    return finish(report, None, out, only_json)
 
 
 def _bench_fusion(quick: bool, out: Path | None, only_json: bool) -> bool:
     """Run the bench of fusion here, because `vlora.bench` and `fusion` do not import each other."""
     from fusion.bench import draw, run
-    from vlora.bench import require_matplotlib, save_report
+    from vlora.bench import finish, require_matplotlib
     from vlora.bench.report import Goal, Report, environment
 
     if out is not None:
         require_matplotlib()
-    work = None if out is None else out / "fusion" / "work"
     with waiting("bench fusion"):
-        found = run(quick, work, lambda text: click.echo(text, err=True), environment())
-    goals = [Goal(*goal) for goal in found.goals]
+        found = run(quick, _work("fusion", out), _say, environment())
     stored = {"tables": found.tables, "curves": found.curves, "growth": found.growth, "origins": found.origins}
-    report = Report("fusion", found.rows, goals, found=stored)
-    report.print(only_json=only_json)
-    if out is not None:
-        save_report(report, lambda folder: draw(found.tables, found.curves, found.growth, folder), out)
-    return all(goal.holds for goal in goals)
+    report = Report("fusion", found.rows, [Goal(*goal) for goal in found.goals], found=stored)
+    return finish(report, lambda folder: draw(found.tables, found.curves, found.growth, folder), out, only_json)
 
 
-def _bench_bd(quick: bool, out: Path | None, seeds: int | None, only_json: bool) -> bool:
+def _bench_bd(quick: bool, out: Path | None, only_json: bool, seeds: int | None = None) -> bool:
     """As `_bench_fusion`, for block-diagonal adapters."""
     from fusion.bench import NUM_SEEDS, compare
-    from vlora.bench import save_report
+    from vlora.bench import finish
     from vlora.bench.report import Goal, Report, environment
 
-    work = None if out is None else out / "bd" / "work"
     with waiting("bench bd"):
-        found = compare(quick, work, lambda text: click.echo(text, err=True), seeds or NUM_SEEDS, environment())
+        found = compare(quick, _work("bd", out), _say, seeds or NUM_SEEDS, environment())
     goals = [Goal(*goal) for goal in found.goals]
-    report = Report("bd", found.rows, goals, found={"runs": found.runs, "origins": found.origins})
-    report.print(only_json=only_json)
-    if out is not None:
-        save_report(report, None, out)
-    return all(goal.holds for goal in goals)
+    return finish(
+        Report("bd", found.rows, goals, found={"runs": found.runs, "origins": found.origins}), None, out, only_json
+    )
 
 
-def _bench_activated(quick: bool, out: Path | None, only_json: bool) -> None:
+def _bench_activated(quick: bool, out: Path | None, only_json: bool) -> bool:
     """As `_bench_fusion`, for activated adapters. It has no goal."""
     from fusion.bench import compare_activated
-    from vlora.bench import save_report
+    from vlora.bench import finish
     from vlora.bench.report import Report, environment
 
-    work = None if out is None else out / "activated" / "work"
     with waiting("bench activated"):
-        found = compare_activated(quick, work, lambda text: click.echo(text, err=True), environment())
+        found = compare_activated(quick, _work("activated", out), _say, environment())
     report = Report("activated", found.rows, [], found={"runs": found.runs, "origins": found.origins})
-    report.print(only_json=only_json)
+    return finish(report, None, out, only_json)
+
+
+def _bench_retrieve(quick: bool, out: Path | None, only_json: bool) -> bool:
+    """Run the bench here, because neither `fusion` nor `apps` imports the other. Returns whether its goals are met."""
+    from apps.retrieval.measuring import goals_of
+    from vlora.bench import finish, require_matplotlib
+    from vlora.bench.report import Goal, Report
+
     if out is not None:
-        save_report(report, None, out)
+        require_matplotlib()
+    with tempfile.TemporaryDirectory() as temporary, waiting("bench retrieve"):
+        work = Path(temporary) if out is None else out / "retrieve" / ("quick" if quick else "work")
+        work.mkdir(parents=True, exist_ok=True)
+        rows, found = _measure_retrieval(quick, work)
+        goals = [] if quick else [Goal(*goal) for goal in goals_of(rows)]
+        report = Report("retrieve", rows, goals, found=found)
+        if out is not None:
+            for sheet in work.glob("*.png"):
+                sheet.replace(out / "retrieve" / sheet.name)
+    return finish(report, None, out, only_json)
+
+
+def _measure_retrieval(quick: bool, work: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The rows, and further values for the JSON."""
+    from apps.retrieval.measuring import measure
+    from apps.server_process import serving
+    from fusion.bench.result_store import origins
+    from fusion.bench.retrieval import ADAPTER, QUESTION, prepare
+    from vlora.bench.report import environment
+
+    # In a process of its own, which gives the memory of the training back before the server starts.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        prepared = pool.submit(prepare, quick, work, _say, environment()).result()
+    rows: list[dict[str, Any]] = []
+    with serving(prepared.base, Path(prepared.adapters), options=("--threads", "1")) as client:
+        for collection in prepared.collections:
+            rows += measure(
+                client,
+                Path(collection.folder),
+                work,
+                collection.queries,
+                name=collection.name,
+                adapter=ADAPTER,
+                num_frames=collection.num_frames,
+                base_caption=collection.base_caption,
+                caption=collection.caption,
+                question=QUESTION,
+                say=_say,
+                sheet=work / f"{collection.name}.png",
+            )
+    trained = {"test scores": prepared.scores, "training CPU s": prepared.training_cpu_s}
+    return rows, {"adapter": trained, "origins": origins({"adapter": {"origin": prepared.origin}})}
+
+
+def _say(text: str) -> None:
+    click.echo(text, err=True)
+
+
+def _work(name: str, out: Path | None) -> Path | None:
+    """The folder of a resumable bench's intermediate results."""
+    return None if out is None else out / name / "work"
+
+
+_ELSEWHERE: dict[str, Callable[..., bool]] = {
+    "paper": _bench_paper,
+    "fusion": _bench_fusion,
+    "bd": _bench_bd,
+    "activated": _bench_activated,
+    "retrieve": _bench_retrieve,
+}
+"""Benches that are not of `vlora.bench`, in the order of "all", which does not include `paper`."""

@@ -64,7 +64,7 @@ def stream_plan(
     """
     require("plans")
     from apps.video_analytics.plan.plan_file import check_sources, read_plan
-    from apps.video_analytics.plan.summary import lines, summarize
+    from apps.video_analytics.plan.run_plan import lines, summarize
 
     if len(sources) > 1:
         raise BadRequest("a plan has its own cameras; give one plan and no other source")

@@ -13,10 +13,10 @@ from vlora.routing.journal import Replayed, replay_file
 from vlora.simulator.arrivals import Arrival
 from vlora.simulator.cluster import ClusterConfig
 from vlora.simulator.machine import MEASURED, read_costs
-from vlora.simulator.replay import replay
 from vlora.simulator.replica import ReplicaConfig
 from vlora.simulator.traces import read_trace
 from vlora.simulator.workloads import Lengths, among_tenants, make_workload
+from vlora.simulator.world import replay
 
 _NUM_REQUESTS = 1000  # of a workload, which is unbounded
 _MOST_EXACT = 16  # replicas of which each step is simulated by default

@@ -373,3 +373,11 @@ class World:
 @functools.lru_cache(maxsize=4096)
 def _keys(adapter: str | None, prefix: str, number: int) -> tuple[bytes, ...]:
     return tuple(f"{adapter}\0{prefix}\0{place}".encode() for place in range(number))
+
+
+_ONE = ClusterConfig()
+
+
+def replay(arrivals: Iterable[Arrival], config: ReplicaConfig, cluster: ClusterConfig = _ONE) -> Measures:
+    """Run all arrivals on replicas with these resources and settings, by default on one."""
+    return World(config, cluster).run(arrivals)

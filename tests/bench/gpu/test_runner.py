@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from vlora.bench import page
 from vlora.bench.gpu import process, record, runner
 from vlora.bench.gpu.plan import STAGES, Stage, chosen
-from vlora.bench.page import page
 from vlora.bench.report import Goal
 from vlora.errors import BadConfig
 

@@ -2,7 +2,7 @@
 numbers.
 
 Reading order: `figure.py` (what a figure is), `measuring.py` (the setting, and stored measurements), `measured`
-(measurements that figures share), `figures` (the figures by paper and subject), `registry.py`, `runner.py`, `page.py`.
+(measurements that figures share), `figures` (the figures by paper and subject), `runner.py`.
 """
 
 from vlora.bench.paper.runner import measurements_folder, run

@@ -10,20 +10,149 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from vlora.bench.paper.drawn import Drawn
-from vlora.bench.paper.figure import Figure
+from vlora.bench.paper import drawing
+from vlora.bench.paper.figure import PAPERS, Elsewhere, Figure, Found
+from vlora.bench.paper.figures import (
+    punica_operator,
+    slora_serving,
+    symbiosis,
+    tensor_parallel,
+    throughput,
+    vlora_accuracy,
+    vlora_operator,
+    vlora_serving,
+    vlora_steps,
+)
+from vlora.bench.paper.figures.elsewhere import ELSEWHERE
 from vlora.bench.paper.measured.machine_costs import write_costs
-from vlora.bench.paper.measuring import Measuring, Setting
-from vlora.bench.paper.registry import ELSEWHERE, FIGURES, chosen
-from vlora.bench.report import Report, environment
+from vlora.bench.paper.measuring import Measuring, Origin, Setting
+from vlora.bench.report import Goal, Report, environment
 from vlora.bench.timing import threads
 from vlora.engine.host_resources import default_threads
+from vlora.errors import BadConfig
+
+
+class Drawn(NamedTuple):
+    """One figure with its measurements.
+
+    Attributes:
+        figure: The figure.
+        found: Its measurements.
+        device: The device that it uses, in words.
+        origins: When its measurements were made, and those from which they were derived, by name.
+    """
+
+    figure: Figure
+    found: Found
+    device: str
+    origins: Mapping[str, Origin]
+
+    @property
+    def own(self) -> Origin:
+        return self.origins[self.figure.stored]
+
+    @property
+    def picture(self) -> str:
+        return f"{self.figure.paper}-{self.figure.number}.png"
+
+    @property
+    def goals(self) -> Sequence[Goal]:
+        return self.figure.goals(self.found)
+
+    def other_commits(self, commit: str | None) -> dict[str, Origin]:
+        """The origins at other commits than this one."""
+        return {name: origin for name, origin in self.origins.items() if origin.commit != commit}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Each of the paper's numbers beside the one measured here."""
+        here = self.figure.here(self.found)
+        return [
+            {
+                "figure": self.figure.key,
+                "quantity": fact.quantity,
+                "unit": fact.unit,
+                "paper": fact.value,
+                "here": here.get(fact.quantity),
+                "simulated": self.figure.simulated,
+                "source": fact.source,
+            }
+            for fact in self.figure.facts
+        ]
+
+
+def write_page(path: Path, drawn: Sequence[Drawn], elsewhere: Sequence[Elsewhere], report: Report) -> None:
+    """Write the page.
+
+    Args:
+        path: The file; pictures are in the same folder.
+        drawn: The figures of this run.
+        elsewhere: Those that need another machine.
+        report: For the machine and the time.
+    """
+    templates = Environment(
+        loader=PackageLoader("vlora.bench.paper", "."),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
+    templates.filters["number"] = lambda value: "n/a" if value is None else drawing.short(value)
+    templates.filters["commit"] = lambda commit: (commit or "unknown")[:12]
+    stated = report.as_dict()
+    path.write_text(
+        templates.get_template("page.html.j2").render(
+            papers=PAPERS, drawn=drawn, elsewhere=elsewhere, env=stated["env"], found=report.found
+        )
+    )
+
+
+def _order(figure: Figure) -> tuple[int, bool, int]:
+    """By paper, figures before tables, then by number."""
+    digits = figure.number.lstrip("figtable")
+    return list(PAPERS).index(figure.paper), figure.number.startswith("table"), int(digits)
+
+
+_MODULES = (
+    punica_operator,
+    slora_serving,
+    symbiosis,
+    tensor_parallel,
+    throughput,
+    vlora_accuracy,
+    vlora_operator,
+    vlora_serving,
+    vlora_steps,
+)
+FIGURES: Sequence[Figure] = sorted((figure for module in _MODULES for figure in module.FIGURES), key=_order)
+
+
+def chosen(keys: Sequence[str]) -> list[Figure]:
+    """The figures with these keys in the order of the page.
+
+    Args:
+        keys: Keys of figures, such as "v-lora:fig14"; none for all.
+
+    Raises:
+        BadConfig: A key is unknown, or the figure needs another machine.
+    """
+    known = {figure.key: figure for figure in FIGURES}
+    others = {each.key: each for each in ELSEWHERE}
+    for key in keys:
+        if key in others:
+            each = others[key]
+            raise BadConfig(f"{key} ({each.title}) is not drawn by this command; it needs {each.needs}")
+        if key not in known:
+            raise BadConfig(f"no figure {key!r}; choose among {', '.join(known)}")
+    return [figure for figure in FIGURES if not keys or figure.key in keys]
+
 
 _PROCESSES = 2  # more of them compete for caches and memory, of which each uses several GiB
 
@@ -44,9 +173,6 @@ def run(quick: bool, out: Path, keys: Sequence[str], say: Callable[[str], None])
     Raises:
         BadConfig: A figure is unknown.
     """
-    from vlora.bench.paper import drawing  # matplotlib is an extra
-    from vlora.bench.paper.page import write_page
-
     figures = chosen(keys)
     measuring = _measuring(quick, out, say)
     setting = measuring.setting

@@ -9,19 +9,209 @@ and executors are processes with one thread each. The part "engine" measures a s
 from __future__ import annotations
 
 import functools
+import json
+import statistics
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from vlora.bench.journal import Journal
 from vlora.bench.report import Goal, Report, environment
 from vlora.bench.split import engine, mixed
-from vlora.bench.split.memory import memory, peaks
-from vlora.bench.split.rows import FULL, QUICK, Size, write_checkpoint
-from vlora.bench.split.speed import NUM_DECODERS, speed
-from vlora.bench.split.table5 import table_5
+from vlora.bench.split.base_process import POLICIES
+from vlora.bench.split.processes import Process, run_together, running
+from vlora.bench.split.rows import FULL, QUICK, TRAIN, Size, row, write_checkpoint
 from vlora.errors import BadConfig
+
+WAYS = {
+    "executor and clients, float32": ("float32", True),
+    "copies that map one file, float32": ("float32", False),
+    "executor and clients, bfloat16": ("bfloat16", True),
+    "copies that cannot share, bfloat16": ("bfloat16", False),
+}
+"""Ways to train k adapters: the type in which the float32 checkpoint is loaded, and whether there is an executor."""
+
+
+def memory(checkpoint: Path, size: Size) -> list[dict[str, Any]]:
+    """PSS of executor and clients for each number of clients, after one further training step of every client."""
+    found = []
+    for place, (way, (dtype, split)) in enumerate(WAYS.items()):
+        address = f"unix:{checkpoint.parent}/memory{place}.sock"
+        bases = [Process("base_process", str(checkpoint), address, "--dtype", dtype)] if split else []
+        flags = ("--base", address) if split else ()
+        with running(*bases):
+            clients: list[Process] = []
+            try:
+                for k in size.clients:
+                    added = [
+                        Process("worker", str(checkpoint), "--dtype", dtype, "--seed", str(seed), *flags)
+                        for seed in range(len(clients), k)
+                    ]
+                    clients += added
+                    for client in added:
+                        client.ready()
+                    run_together(clients, [TRAIN] * k)
+                    own, base = sum(c.pss_mib() for c in clients), sum(b.pss_mib() for b in bases)
+                    found.append(
+                        row(
+                            "memory",
+                            way,
+                            clients=k,
+                            **{"executor MiB": base, "clients MiB": own, "all MiB": own + base},
+                        )
+                    )
+            finally:
+                for client in clients:
+                    client.stop()
+    return found
+
+
+def peaks(checkpoint: Path) -> list[dict[str, Any]]:
+    """Memory that training steps of 512 tokens take beside the weights: mainly what backward needs of forward."""
+    address, steps = f"unix:{checkpoint.parent}/peaks.sock", TRAIN | {"rows": 4, "length": 128, "steps": 2}
+    found = []
+    with (
+        running(Process("base_process", str(checkpoint), address)) as bases,
+        running(Process("worker", str(checkpoint), "--base", address)) as clients,
+        running(Process("worker", str(checkpoint))) as own,
+    ):
+        for way, workers, executors in (("own copy", own, ()), ("one client", clients, bases)):
+            before = _private(workers, executors)
+            with ThreadPoolExecutor(1) as pool:
+                done = pool.submit(run_together, workers, [steps])
+                peak = before
+                while not done.done():
+                    peak = [max(pair) for pair in zip(peak, _private(workers, executors), strict=True)]
+                    time.sleep(0.002)
+                done.result()
+            client, base = (high - low for high, low in zip(peak, before, strict=True))
+            sizes = {"executor MiB": base, "clients MiB": client, "all MiB": client + base}
+            found.append(row("peak of training steps of 512 tokens", way, clients=1, **sizes))
+    return found
+
+
+def _private(workers: Sequence[Process], executors: Sequence[Process]) -> list[float]:
+    """Private memory of clients and of executors; shared memory counts for the clients."""
+    return [
+        sum(each.private_mib(shared=True) for each in workers),
+        sum(each.private_mib(shared=False) for each in executors),
+    ]
+
+
+NUM_DECODERS = 4
+
+
+def speed(checkpoint: Path, size: Size) -> list[dict[str, Any]]:
+    """Processor time of a token: an own copy, one client of an executor, and several that decode at once."""
+    address = f"unix:{checkpoint.parent}/speed.sock"
+    with (
+        running(Process("base_process", str(checkpoint), address)) as (base,),
+        running(*(Process("worker", str(checkpoint), "--base", address) for _ in range(NUM_DECODERS))) as clients,
+        running(Process("worker", str(checkpoint))) as own,
+    ):
+
+        def cpu_ms(workers: Sequence[Process], command: dict[str, Any]) -> float:
+            before = base.cpu_s()
+            answers = run_together(workers, [command] * len(workers))
+            total = base.cpu_s() - before + sum(answer["cpu_s"] for answer in answers)
+            return 1e3 * total / sum(answer["tokens"] for answer in answers)
+
+        prefill, decode = {"do": "prefill", "rows": 1, "length": 32}, {"do": "decode", "tokens": size.tokens}
+        for workers in (own, clients):
+            run_together(workers, [prefill] * len(workers))
+        return [
+            *_compared(
+                "training, 128 tokens a step",
+                {"own copy": lambda: cpu_ms(own, TRAIN), "one client": lambda: cpu_ms(clients[:1], TRAIN)},
+                size.rounds,
+            ),
+            *_compared(
+                "decoding, one row",
+                {"own copy": lambda: cpu_ms(own, decode), "one client": lambda: cpu_ms(clients[:1], decode)},
+                size.rounds,
+            ),
+            *_compared(
+                "decoding, one row each",
+                {
+                    "one client": lambda: cpu_ms(clients[:1], decode),
+                    f"{NUM_DECODERS} clients": lambda: cpu_ms(clients, decode),
+                },
+                size.rounds,
+            ),
+        ]
+
+
+def _compared(what: str, ways: dict[str, Callable[[], float]], rounds: int) -> list[dict[str, Any]]:
+    """Milliseconds of each way, and the median of the ratios to the first, by turns; one round does not count."""
+    found: dict[str, list[float]] = {way: [] for way in ways}
+    for turn in range(rounds + 1):
+        for way, call in ways.items():
+            measured = call()
+            if turn:
+                found[way].append(measured)
+    first = next(iter(found.values()))
+    return [
+        row(
+            what,
+            way,
+            clients=NUM_DECODERS if way.startswith(str(NUM_DECODERS)) else 1,
+            ratio=statistics.median(a / b for a, b in zip(values, first, strict=True)),
+            **{"CPU ms a token": statistics.median(values)},
+        )
+        for way, values in found.items()
+    ]
+
+
+def table_5(checkpoint: Path, size: Size) -> list[dict[str, Any]]:
+    """The paper's table 5 in shape: decoding clients of different batch sizes under three ways to batch."""
+    addresses = [f"unix:{checkpoint.parent}/policy{place}.sock" for place in range(len(POLICIES))]
+    bases = [
+        Process("base_process", str(checkpoint), address, "--policy", policy)
+        for policy, address in zip(POLICIES, addresses, strict=True)
+    ]
+    flags = [flag for address in addresses for flag in ("--base", address)]
+    walls: dict[str, list[float]] = {policy: [] for policy in POLICIES}
+    speeds: dict[str, list[float]] = {policy: [] for policy in POLICIES}
+    for base in bases:
+        base.ready()
+    try:
+        with running(*(Process("worker", str(checkpoint), *flags) for _ in size.rows)) as clients:
+            for turn in range(size.rounds + 1):
+                for place, policy in enumerate(POLICIES):
+                    if not turn:
+                        run_together(
+                            clients,
+                            [{"do": "prefill", "client": place, "rows": rows, "length": 8} for rows in size.rows],
+                        )
+                        continue
+                    command = {"do": "decode", "client": place, "tokens": size.tokens}
+                    answers = run_together(clients, [command] * len(clients))
+                    walls[policy].append(statistics.mean(a["wall_s"] for a in answers) / size.tokens)
+                    speeds[policy].append(sum(a["tokens"] for a in answers) / max(a["wall_s"] for a in answers))
+    finally:
+        stopped = [base.stop() for base in bases]
+    return [
+        row(
+            "table 5: clients of different batch sizes",
+            policy,
+            clients=len(size.rows),
+            **{
+                "tokens a second": statistics.median(speeds[policy]),
+                "latency ms": 1e3 * statistics.median(walls[policy]),
+                "calls a product": _calls_a_product(last),
+            },
+        )
+        for policy, last in zip(POLICIES, stopped, strict=True)
+    ]
+
+
+def _calls_a_product(printed: str) -> float:
+    counts = json.loads(printed.splitlines()[-1])
+    return float(counts["calls"] / counts["batches"])
+
 
 GOES_ON = True
 

@@ -16,17 +16,63 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vlora.bench.report import Goal, Report
 from vlora.bench.serving.server_process import ServerProcess, launched_server
-from vlora.bench.serving.streams.adapters import HEAD, Kind, adapter_name, write_adapters
-from vlora.bench.serving.streams.cameras import Observed, Trial, observe
-from vlora.bench.serving.streams.capacity import Capacity, largest
+from vlora.bench.serving.streams.cameras import HEAD, Kind, Observed, Trial, adapter_name, observe, write_adapters
 from vlora.client import AsyncClient
 from vlora.engine.host_resources import default_threads
+
+_RESOLUTION = 0.06  # of the number of cameras
+_STEP = 1.25
+
+
+class Capacity(NamedTuple):
+    """The result of a search.
+
+    Attributes:
+        cameras: The largest number that passed; 0 if one camera did not.
+        passed: Observations of these; None if `cameras` is 0.
+        above: The smallest number that did not pass; None if the largest possible number passed.
+        refused: Observations of that number.
+    """
+
+    cameras: int
+    passed: Observed | None
+    above: int | None
+    refused: Observed | None
+
+
+async def largest(attempt: Callable[[int], Awaitable[Observed]], fps: float, guess: int, most: int) -> Capacity:
+    """Find the largest number of cameras without a miss: from a guess in growing steps to a bracket, then by bisection.
+
+    Args:
+        attempt: Runs a number of cameras.
+        fps: Frames per second of each camera.
+        guess: The number to begin with.
+        most: The number at which the search ends.
+    """
+    low, high = 0, most + 1
+    passed: Observed | None = None
+    refused: Observed | None = None
+    trying = max(1, min(guess, most))
+    while high - low > max(1, int(_RESOLUTION * low)):
+        observed = await attempt(trying)
+        if observed.missed(fps) is None:
+            low, passed = trying, observed
+        else:
+            high, refused = trying, observed
+        if refused is None:
+            trying = min(most, max(low + 1, math.ceil(low * _STEP)))
+        elif passed is None:
+            trying = max(1, math.floor(high / _STEP))
+        else:
+            trying = (low + high) // 2
+    return Capacity(low, passed, None if refused is None else high, refused)
+
 
 FPS, _FPS_QUICK = (5.0, 2.0, 1.0), (5.0,)
 TASKS, _TASKS_QUICK = (1, 2, 4), (1, 4)
