@@ -21,13 +21,13 @@ from fusion.bench.measuring import (
     DEFAULT,
     OPTIMUM,
     Bench,
+    Meter,
     curve,
     extent,
     small_scores,
     table,
     thresholds_of,
 )
-from fusion.bench.metering import Meter
 from fusion.bench.result_store import ResultStore, origins
 from fusion.bench.suite import suspected
 from fusion.packing.guided import BUDGET, pack_guided

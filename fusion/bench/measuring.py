@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,12 +12,11 @@ import torch
 from torch import nn
 
 from fusion.bench.domains import FAMILIES, BenchDomain, Sizes
-from fusion.bench.metering import Meter
 from fusion.bench.suite import QUICK, SUITE, suspected
 from fusion.data.samples import Sample, Splits
 from fusion.embedded import checkpoint_path
-from fusion.packing.algorithm import Adapter, Packing, by_value, pack_best, pack_in_sequence
-from fusion.packing.guided import pack_guided
+from fusion.packing.algorithm import Adapter, History, Packing, TrainingResult, by_value, pack_best, pack_in_sequence
+from fusion.packing.guided import Conflicts, pack_guided
 from fusion.packing.joint import pack_jointly
 from fusion.packing.oracle import Oracle
 from fusion.packing.orders import at_random
@@ -33,6 +33,55 @@ from heads import TASKS, Grid, Task
 from vlora.config import EngineConfig
 from vlora.models import InputProcessor
 from vlora.models.loading import load_model
+
+
+class Meter:
+    """A `RunCache` that counts the distinct trainings that are requested.
+
+    trainings: in single-domain trainings, measured conflicts included. seconds: of trainings with their scoring, and of
+    measuring conflicts.
+    """
+
+    def __init__(self, cache: RunCache) -> None:
+        self._cache = cache
+        self._found: dict[object, tuple[int, float]] = {}
+        self._conflicts = self._conflict_s = 0.0
+
+    @property
+    def trainings(self) -> float:
+        return self._conflicts + sum(count for count, _ in self._found.values())
+
+    @property
+    def seconds(self) -> float:
+        return self._conflict_s + sum(seconds for _, seconds in self._found.values())
+
+    def __call__(self, adapter: Adapter) -> TrainingResult:
+        return self._count(adapter, 1, self._cache(adapter))
+
+    def together(self, domains: Collection[str]) -> TrainingResult:
+        names = tuple(sorted(domains))
+        # A single domain is the same training as in sequence.
+        key: object = names if len(names) == 1 else frozenset(names)
+        return self._count(key, len(names), self._cache.together(names))
+
+    def join(self, before: History, beside: Adapter, domain: str) -> TrainingResult:
+        return self._count((before, beside, domain), 1, self._cache.join(before, beside, domain))
+
+    @property
+    def conflict_cost(self) -> float:
+        return self._cache.conflict_cost
+
+    def conflicts(self, history: History, domains: Collection[str]) -> Conflicts:
+        self._conflicts += self.conflict_cost * len(domains)
+        started = time.perf_counter()
+        found = self._cache.conflicts(history, domains)
+        self._conflict_s += time.perf_counter() - started
+        return found
+
+    def _count(self, key: object, count: int, found: TrainingResult) -> TrainingResult:
+        self._found[key] = (count, found.seconds)
+        return found
+
 
 _GRID: Grid = (6, 6)
 _WIDTHS = (16, 32, 48, 64)  # channels of the four strided convolutions

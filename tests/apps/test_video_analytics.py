@@ -261,7 +261,7 @@ def unreachable() -> ServerConnection:
 
 def test_a_server_that_stays_away_is_given_up(server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("apps.video_analytics.answers.PAUSE_S", 0.05)
-    monkeypatch.setattr("vlora.client.stream_state.RETRY_S", 0.2)
+    monkeypatch.setattr("vlora.client.frame_stream.RETRY_S", 0.2)
     video = write_video(tmp_path / "street.mp4", shades(30))
     with Client(port=server.port) as client:
         answers = analyse(client, file_source(video), "cam", "night", patience_s=0.2)
@@ -303,7 +303,7 @@ def test_a_server_that_is_not_there_yet_is_waited_for(
 
 def test_a_camera_waits_for_its_server_until_stop_is_set(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("apps.video_analytics.answers.PAUSE_S", 0.02)
-    monkeypatch.setattr("vlora.client.stream_state.RETRY_S", 0.05)
+    monkeypatch.setattr("vlora.client.frame_stream.RETRY_S", 0.05)
 
     def frames(source: Source, shapes: object, *, stop: threading.Event, **_: object) -> Iterator[tuple[int, Chunk]]:
         while not stop.wait(0.01):

@@ -9,8 +9,7 @@ import pytest
 
 from vlora.bench.cluster import consolidation, decisions, growing, placing, scale
 from vlora.bench.cluster.plots import draw
-from vlora.bench.cluster.rows import row
-from vlora.bench.cluster.traffic import drifting, rising_and_falling
+from vlora.bench.cluster.rows import drifting, rising_and_falling, row
 from vlora.routing import RULES
 from vlora.simulator.measures import Sample
 

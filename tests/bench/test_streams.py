@@ -16,7 +16,7 @@ from vlora.bench.serving.server_process import ServerProcess
 from vlora.bench.serving.streams import Capacity, draw, largest
 from vlora.bench.serving.streams.cameras import Observed, Trial, num_lost, observe
 from vlora.client import AsyncClient
-from vlora.client.aio_frame_stream import AsyncFrameStream
+from vlora.client.frame_stream import AsyncFrameStream
 from vlora.client.values import FrameResult
 
 FPS = 2.0

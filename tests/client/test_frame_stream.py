@@ -20,9 +20,9 @@ from rpyc.core import consts
 
 from tests.server.running import Running, png, running_server
 from tests.server.scripted import write_adapter
-from vlora.client import AsyncClient, Client, FrameResult, FrameStream, TextQuestion, stream_state
+from vlora.client import AsyncClient, Client, FrameResult, FrameStream, TextQuestion, frame_stream
 from vlora.client.calls import Call
-from vlora.client.stream_state import ReconnectBackoff
+from vlora.client.frame_stream import ReconnectBackoff
 from vlora.config import ServerConfig, Token
 from vlora.errors import (
     BadImage,
@@ -248,7 +248,7 @@ def test_a_broken_connection_loses_and_repeats_no_result(client: Client) -> None
 def test_reconnection_is_tried_until_the_stream_has_expired(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ServerConfig().stream_keep_s == 30
     now = 0.0
-    monkeypatch.setattr(stream_state.time, "monotonic", lambda: now)
+    monkeypatch.setattr(frame_stream.time, "monotonic", lambda: now)
     retry, error = ReconnectBackoff(), Disconnected("gone")
     now = 20.0  # the call was held before its connection broke
     pauses = []

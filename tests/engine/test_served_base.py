@@ -29,7 +29,7 @@ from vlora.split import connect, transport
 from vlora.split.addresses import Address
 from vlora.split.executor import BaseExecutor
 from vlora.split.layers import frozen_layers
-from vlora.split.loading import load_base
+from vlora.split.serving import load_base
 
 
 @pytest.fixture(scope="module", params=["qwen2_vl", "llava"])

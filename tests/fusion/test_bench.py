@@ -15,8 +15,18 @@ import pytest
 
 from fusion.bench import draw, jobs
 from fusion.bench.domains import FAMILIES, BenchDomain, Sizes
-from fusion.bench.measuring import ALL, ALONE, DEFAULT, JOINTLY, NAIVE, OPTIMUM, PACKED, SmallScores, score_small_model
-from fusion.bench.metering import Meter
+from fusion.bench.measuring import (
+    ALL,
+    ALONE,
+    DEFAULT,
+    JOINTLY,
+    NAIVE,
+    OPTIMUM,
+    PACKED,
+    Meter,
+    SmallScores,
+    score_small_model,
+)
 from fusion.bench.result_store import ResultStore
 from fusion.bench.suite import SUITE, suspected
 from fusion.packing.algorithm import History, Score, TrainingResult

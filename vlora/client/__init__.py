@@ -1,8 +1,7 @@
 """The client library: blocking and asyncio, without torch, numpy or transformers."""
 
 from vlora.client.aio import AsyncClient
-from vlora.client.aio_frame_stream import AsyncFrameStream
-from vlora.client.frame_stream import FrameStream
+from vlora.client.frame_stream import AsyncFrameStream, FrameStream
 from vlora.client.sync import Client, wait_for_server
 from vlora.client.text_stream import TextStream
 from vlora.client.values import Answer, FrameAnswer, FrameResult, HeadResult, TextQuestion

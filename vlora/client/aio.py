@@ -10,10 +10,9 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-from vlora.client.aio_frame_stream import AsyncFrameStream
 from vlora.client.calls import Call, head_of_question
 from vlora.client.connection import ServerConnection
-from vlora.client.frame_stream import FrameStream
+from vlora.client.frame_stream import AsyncFrameStream, FrameStream
 from vlora.client.sync import TIMEOUT_S, Client
 from vlora.client.text_stream import TextStream
 from vlora.client.values import DEFAULT_HOST, DEFAULT_PORT, Answer, StreamPart

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vlora.bench.cluster.rows import Row, simulated
-from vlora.bench.cluster.traffic import gpu_replica, rising_and_falling
+from vlora.bench.cluster.rows import Row, gpu_replica, rising_and_falling, simulated
 from vlora.bench.report import Goal
 from vlora.simulator import ClusterConfig
 from vlora.simulator.measures import Sample

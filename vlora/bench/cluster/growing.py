@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vlora.bench.cluster.rows import Row, simulated
-from vlora.bench.cluster.traffic import GPU, gpu_replica
+from vlora.bench.cluster.rows import GPU, Row, gpu_replica, simulated
 from vlora.bench.report import Goal
 from vlora.bench.scheduling.policy import full_batch_capacity
 from vlora.simulator import ClusterConfig, ReplicaConfig, make_workload

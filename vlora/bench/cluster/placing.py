@@ -6,8 +6,7 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 
-from vlora.bench.cluster.rows import Row, simulated
-from vlora.bench.cluster.traffic import drifting, gpu_replica
+from vlora.bench.cluster.rows import Row, drifting, gpu_replica, simulated
 from vlora.bench.report import Goal
 from vlora.routing import RULES
 from vlora.simulator import ClusterConfig

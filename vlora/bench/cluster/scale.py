@@ -11,8 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from vlora.bench.cluster.rows import Row, simulated
-from vlora.bench.cluster.traffic import gpu_replica
+from vlora.bench.cluster.rows import Row, gpu_replica, simulated
 from vlora.simulator import ClusterConfig, make_workload
 
 PART = "scale"

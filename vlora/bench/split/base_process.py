@@ -20,8 +20,8 @@ from vlora.split.batching import C, Call, CallQueue
 from vlora.split.executor import BaseExecutor
 from vlora.split.greeting import Greeter, Limits
 from vlora.split.layers import frozen_layers
-from vlora.split.loading import load_base
 from vlora.split.peer import Peer
+from vlora.split.serving import load_base
 
 POLICIES = ("opportunistic", "no lockstep", "lockstep")
 """Those of the paper's table 5."""
