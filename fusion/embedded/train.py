@@ -42,9 +42,8 @@ from fusion.embedded import world
 from fusion.embedded.conversations import IGNORED, Conversations, TokenRows
 from fusion.embedded.evaluate import accuracy_by_skill, as_pixels, format_accuracy
 from fusion.embedded.model import IMAGE_TOKENS, build_model
-from fusion.embedded.probes import Probes, normed
+from fusion.embedded.probes import Probes, gist, normed, patch_spectra
 from fusion.embedded.processor import build_processor
-from fusion.embedded.spectra import gist, patch_spectra
 from fusion.embedded.unlearned_words import learned_tokens, separate_unlearned
 from fusion.training.precision import mixed_precision
 

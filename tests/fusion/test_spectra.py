@@ -10,7 +10,7 @@ import torch
 
 from fusion.embedded.drawing import SIZE
 from fusion.embedded.evaluate import as_pixels
-from fusion.embedded.spectra import DIRECTIONS, GIST_FEATURES, PATCH_FEATURES, SCALES, gist, patch_spectra
+from fusion.embedded.probes import DIRECTIONS, GIST_FEATURES, PATCH_FEATURES, SCALES, gist, patch_spectra
 from fusion.embedded.world import texture
 
 PATCH = 16

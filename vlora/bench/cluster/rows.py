@@ -2,6 +2,8 @@
 
 N: replicas. active: replicas with requests, on average; batch: the requests of one of these. ttft: time to first token.
 us: CPU time of a decision or plan. share: see the part.
+
+The machine and the arrivals follow the papers' descriptions.
 """
 
 from __future__ import annotations

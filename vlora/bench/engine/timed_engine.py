@@ -9,8 +9,30 @@ import torch
 from vlora.config import EngineConfig
 from vlora.engine import Engine
 from vlora.memory.host_to_device import Inline
+from vlora.orchestrator import Candidate, Decision, PolicyState
 from vlora.orchestrator.policies.base import Policy
-from vlora.types import Request, SamplingParams
+from vlora.types import Mode, Request, SamplingParams
+
+
+class FixedModePolicy:
+    """A policy with a fixed plan: all ready requests, over W0 or over the first request's merged weights.
+
+    Attributes:
+        merging: Whether the weights are merged. The mode is then merged if all requests use that adapter, else mixed;
+            otherwise it is unmerged.
+    """
+
+    def __init__(self) -> None:
+        self.merging = False
+
+    def decide(self, ready: Sequence[Candidate], state: PolicyState) -> Decision:
+        order = tuple(c.request_id for c in ready[: state.max_batch_size])
+        if not self.merging:
+            return Decision(Mode.UNMERGED, None, order)
+        merged = ready[0].adapter
+        alone = all(c.adapter == merged for c in ready)
+        return Decision(Mode.MERGED if alone else Mode.MIXED, merged, order)
+
 
 Step = Callable[[], None]
 

@@ -16,8 +16,8 @@ import msgspec
 import torch
 
 from vlora.bench.dummy import dummy_picture, half_billion_config
-from vlora.bench.recording_cost_model import RecordingCostModel
 from vlora.bench.report import Goal, Report
+from vlora.bench.scheduling.fit import RecordingCostModel
 from vlora.config import EngineConfig
 from vlora.engine import Engine
 from vlora.memory.host_to_device import Inline

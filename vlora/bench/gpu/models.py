@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vlora.bench.dummy import language_shapes, small_config, write_adapter
-from vlora.bench.engine.fixed_mode import FixedModePolicy
-from vlora.bench.engine.timed_engine import TimedEngine
+from vlora.bench.engine.timed_engine import FixedModePolicy, TimedEngine
 from vlora.bench.gpu.context import Context
 from vlora.bench.scheduling.models import model_named
 from vlora.config import EngineConfig, Quantize

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from vlora.bench.dummy import dummy_picture, language_shapes, write_adapter
-from vlora.bench.engine.fixed_mode import FixedModePolicy
-from vlora.bench.recording_cost_model import RecordingCostModel
+from vlora.bench.engine.timed_engine import FixedModePolicy
 from vlora.bench.scheduling.models import BenchModel
 from vlora.bench.timing import work_seconds
 from vlora.config import EngineConfig
@@ -23,8 +22,34 @@ from vlora.engine import Engine
 from vlora.engine.build import token_thresholds
 from vlora.memory.host_to_device import Inline
 from vlora.models.loading import dummy_model
-from vlora.orchestrator import Costs, StepSize, TokenThresholds
+from vlora.orchestrator import CostModel, Costs, StepSize, TokenThresholds
 from vlora.types import Request, SamplingParams
+
+
+class RecordingCostModel(CostModel):
+    """Records the sizes of steps and the number of encoded patches. All may be reset from outside.
+
+    Attributes:
+        last_step: Size of the last step that computed tokens; None before the first.
+        sizes: Sizes of all steps that computed tokens.
+        num_patches: Patches encoded so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last_step: StepSize | None = None
+        self.sizes: list[StepSize] = []
+        self.num_patches = 0.0
+
+    def observe_step(self, size: StepSize, seconds: float) -> None:
+        self.last_step = size
+        self.sizes.append(size)
+        super().observe_step(size, seconds)
+
+    def observe_encoding(self, num_patches: float, seconds: float) -> None:
+        self.num_patches += num_patches
+        super().observe_encoding(num_patches, seconds)
+
 
 RANK = 64
 _NUM_ADAPTERS = 8

@@ -13,9 +13,8 @@ import msgspec
 import torch
 
 from vlora.bench.dummy import dummy_picture
-from vlora.bench.engine.fixed_mode import FixedModePolicy
 from vlora.bench.engine.prefill import prefill_flops
-from vlora.bench.engine.timed_engine import TimedEngine
+from vlora.bench.engine.timed_engine import FixedModePolicy, TimedEngine
 from vlora.bench.gpu import models
 from vlora.bench.gpu.context import Context
 from vlora.bench.gpu.timing import host_seconds, repeats

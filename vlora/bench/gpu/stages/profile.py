@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from vlora.bench.engine.fixed_mode import FixedModePolicy
+from vlora.bench.engine.timed_engine import FixedModePolicy
 from vlora.bench.gpu import models
 from vlora.bench.gpu.context import Context
 from vlora.bench.gpu.profiling import memory_gib, profiled

@@ -15,7 +15,7 @@ from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
 import atmm
 from atmm.tuning.search import Case, Shape, error
 from vlora.bench.dummy import dummy_picture, language_shapes, small_served_config, write_adapter
-from vlora.bench.engine.fixed_mode import FixedModePolicy
+from vlora.bench.engine.timed_engine import FixedModePolicy
 from vlora.bench.gpu.context import Context
 from vlora.bench.serving.serve.model_folder import answering_weights
 from vlora.config import EngineConfig

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from atmm import fp8
-from vlora.bench.engine.fixed_mode import FixedModePolicy
-from vlora.bench.engine.timed_engine import Step
+from vlora.bench.engine.timed_engine import FixedModePolicy, Step
 from vlora.bench.gpu import models
 from vlora.bench.gpu.context import Context
 from vlora.bench.gpu.profiling import memory_gib, profiled

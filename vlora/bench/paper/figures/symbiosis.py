@@ -12,7 +12,7 @@ from vlora.bench.paper.figure import Fact, Figure, Found
 from vlora.bench.paper.measuring import Measuring
 from vlora.bench.report import Goal
 from vlora.bench.split import mixed, plots, split
-from vlora.bench.split.published import FITTING_CLIENTS, FITTING_COPIES, TABLE_5, TOKEN_S
+from vlora.bench.split.plots import FITTING_CLIENTS, FITTING_COPIES, TABLE_5, TOKEN_S
 from vlora.bench.split.rows import FULL, QUICK, Size
 
 _SIZE = FULL._replace(clients=(1, 4, 8), rounds=5, mix=FULL.mix._replace(rounds=2))

@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 
 from vlora.bench.dummy import language_shapes, write_adapter
-from vlora.bench.engine.fixed_mode import FixedModePolicy
-from vlora.bench.engine.timed_engine import TimedEngine
+from vlora.bench.engine.timed_engine import FixedModePolicy, TimedEngine
 from vlora.bench.paper.measuring import RANK, Setting
 from vlora.bench.scheduling.models import BenchModel
 from vlora.config import EngineConfig
