@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 _IMAGE_FIELDS = ("pixel_values", "image_grid_thw", "image_sizes", "batch_num_images")
 
+# Also of vocabularies that are shared with models of videos.
+_MARKERS = ("<image>", "<video>", "<|image_pad|>", "<|video_pad|>")
 # Private-use characters around a marker that a user typed, from the template to the tokenizer.
 _TYPED, _TYPED_END = "\U000f0000", "\U000f0001"
 _PROBE_TOOL = {"type": "function", "function": {"name": "probe", "description": "", "parameters": {"type": "object"}}}
@@ -75,7 +77,8 @@ class InputProcessor:
         self.image_token_id: int = config.image_token_id
         self.image_token: str = tokenizer.convert_ids_to_tokens([self.image_token_id])[0]
         ids = [self.image_token_id, getattr(config, "video_token_id", None)]
-        markers = [str(tokenizer.convert_ids_to_tokens([one])[0]) for one in ids if one is not None]
+        own = (str(tokenizer.convert_ids_to_tokens([one])[0]) for one in ids if one is not None)
+        markers = dict.fromkeys((*own, *(name for name in _MARKERS if name in tokenizer.added_tokens_encoder)))
         self._markers = re.compile("|".join(map(re.escape, markers)))
         self._typed_markers = re.compile(f"{_TYPED}({self._markers.pattern}){_TYPED_END}|[{_TYPED}{_TYPED_END}]")
         self._as_text = {marker: _ids_as_text(tokenizer, marker) for marker in markers}
