@@ -185,6 +185,20 @@ def test_admission_recovers_after_one_slow_step(only_first: bool) -> None:
     assert ends[200:] == ["length"] * 200
 
 
+def test_short_requests_do_not_admit_long_ones_that_would_be_late_again_and_again() -> None:
+    """One of a size that was never seen is tried; its answer then limits what is expected of the others."""
+    costs = PLAIN._replace(base_s=0.01, token_s=0.01)
+    simulation = box(max_step_tokens=32, costs=costs)
+    sizes = [4 + number % 5 for number in range(60)] + [400, 5] * 100
+    for number, size in enumerate(sizes):
+        prompt = tuple(1 + (7 * number + place) % 900 for place in range(size))
+        simulation.add(make_request(f"r{number}", prompt=prompt, max_tokens=1, max_ttft_s=1.0))
+        simulation.run()
+    ends = [ended(simulation, f"r{number}") for number in range(len(sizes))]
+    assert [end for end, size in zip(ends, sizes, strict=True) if size < 400] == ["length"] * 160
+    assert ends[60::2].count("length") <= 1
+
+
 @settings(max_examples=scaled(20))
 @given(
     history=st.lists(

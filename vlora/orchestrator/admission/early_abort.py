@@ -65,6 +65,7 @@ class Admission:
         self._period_s = _Average()
         self._full_since: float | None = None
         self._longest_s = 0.0  # first answer; 0 before any
+        self._relaxed = 1.0  # factor of the limit while no first answer can correct predictions
         self._trust = {False: _Trust(), True: _Trust()}  # for requests without (False) and with images (True)
 
     def __len__(self) -> int:
@@ -93,7 +94,7 @@ class Admission:
 
     def observe(self, tracked: TrackedRequest, seconds: float) -> None:
         """Update the limit and the margin of predictions from a measured first answer."""
-        self._longest_s = max(self._longest_s, measured_s(seconds))
+        self._longest_s, self._relaxed = max(self._longest_s, measured_s(seconds)), 1.0
         if tracked.expected_s > 0:
             self._trust[bool(tracked.request.vision)].observe(measured_s(seconds) / tracked.expected_s)
 
@@ -110,7 +111,7 @@ class Admission:
             self._period_s.add(now - self._full_since)
         text_margin, image_margin = (self._trust[shown].margin for shown in (False, True))
         refused: list[tuple[TrackedRequest, float]] = []
-        first_answer_s, limit_s = load.first_answer_s, _FAR * (self._longest_s or math.inf)
+        first_answer_s, limit_s = load.first_answer_s, _FAR * self._relaxed * (self._longest_s or math.inf)
 
         def in_time(tracked: TrackedRequest, wait_s: float = 0.0) -> bool:
             answer_by = tracked.answer_by
@@ -150,7 +151,7 @@ class Admission:
             for tracked in left:
                 num_ahead += in_time(tracked, num_ahead * entry_s)
         if refused and not admitted and not load.num_pending:
-            self._longest_s *= 1 - _RELAX
+            self._relaxed *= 1 - _RELAX
         for tracked in admitted:
             del self._waiting[tracked.request_id]
         return AdmissionDecision(admitted, refused)
