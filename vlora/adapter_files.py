@@ -17,12 +17,13 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 HEAD_FILES = ("heads.json", "heads.safetensors")
 ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE, *HEAD_FILES)  # in the order of the hash
 
-_WEIGHTS = re.compile(r".+\.(safetensors|bin|pt|pth|ckpt|npy|npz|gguf|h5|msgpack|pkl|pickle)", re.IGNORECASE)
+_WEIGHTS = re.compile(r".+\.(safetensors|bin|pt|pth|ckpt|h5|msgpack)", re.IGNORECASE)
 # Of transformers, accelerate, DeepSpeed and torchtune; `pytorch_model_fsdp` is a copy of the adapter too.
 _TRAINING_STATE = re.compile(
     r"(optim|(lr_)?scheduler|(grad_)?scaler|sampler|dl_state_dict|rng_state|random_states|custom_checkpoint|recipe_state"
     r"|train(ing|er)_(args|state)|pytorch_model_fsdp|.*_(optim|model)_states\.).*"
 )
+_POINTER = b"version https://git-lfs"
 _OWN = frozenset((*ADAPTER_FILES, "adapter_model.bin", "adapter_model.pt"))  # the latter: copies of the first
 
 
@@ -39,6 +40,12 @@ def other_weights(folder: Path) -> str:
                 "them into the base model, or remove the file if the adapter was trained without them"
             )
     return ""
+
+
+def is_pointer(file: Path) -> bool:
+    """Whether a file is a pointer of Git LFS, which stands in a clone in place of the file. Raises OSError."""
+    with file.open("rb") as stream:
+        return stream.read(len(_POINTER)) == _POINTER
 
 
 @contextlib.contextmanager

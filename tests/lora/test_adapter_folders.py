@@ -387,11 +387,10 @@ def test_a_folder_is_read_as_peft_does_or_refused_with_the_reason(row: Row, worl
 
 
 OTHER_WEIGHTS = (
-    *("v_head.bin", "mm_projector.bin", "resampler.pt", "ema_weights.pth", "Vit.Safetensors", "weights.npz", "a.ckpt"),
+    *("v_head.bin", "mm_projector.bin", "resampler.pt", "ema_weights.pth", "Vit.Safetensors", "a.ckpt"),
     *("model.safetensors", "pytorch_model.bin", "model-00001-of-00002.safetensors", "ft-model-00001.safetensors"),
     *(
         "adapters.safetensors",
-        "adapter.gguf",
         "adapter_0.pt",
         "flax_model.msgpack",
         "patch_predictor.pt",
@@ -412,6 +411,7 @@ NO_WEIGHTS = (
     *("training_state.pt", "pytorch_model_fsdp.bin", "pytorch_model_fsdp_rank0.bin", "dl_state_dict.bin"),
     *("zero_pp_rank_0_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt", "recipe_state.pt", "latest"),
     *("adapter_model.bin", "adapter_model.pt", "heads.safetensors", ".hidden.bin", "vocab.json", "tokenizer.model"),
+    *("metrics.pkl", "predictions.npz", "adapter.gguf"),  # results, and a copy for another engine
 )
 
 

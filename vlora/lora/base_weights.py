@@ -30,6 +30,7 @@ from transformers.utils import (
 )
 from transformers.utils.hub import get_checkpoint_shard_files
 
+from vlora.adapter_files import is_pointer
 from vlora.errors import BadConfig, EngineDead
 from vlora.lora.legacy_names import decoder_layers
 from vlora.lora.weight_slabs import WeightSlabs
@@ -76,8 +77,9 @@ class _Stamp(NamedTuple):
             now = _Stamp.of(self.file)
             if now.place == self.place and now.content != self.content:
                 raise EngineDead(
-                    f"{self.file} was written to, and in_place switching restores weights from it; restore it and "
-                    "start again (replace files of a served checkpoint by renaming others over them)"
+                    f"{self.file} was written to or touched (its size or modification time changed), and in_place "
+                    "switching restores weights from it; start again with the file restored, and replace files of a "
+                    "served checkpoint by renaming others over them"
                 )
 
 
@@ -176,9 +178,9 @@ def broken_files(files: Iterable[str]) -> list[str]:
         except FileNotFoundError:
             problems.append(f"{os.path.basename(file)}, a file of its weights, is missing; download it")
         except (OSError, ValueError, SafetensorError) as error:
-            problems.append(
-                f"{os.path.basename(file)}, a file of its weights, cannot be read: {error}; download it again"
-            )
+            pointer = os.path.exists(file) and is_pointer(Path(file))
+            why = "it is a pointer of Git LFS; run `git lfs pull`" if pointer else f"{error}; download it again"
+            problems.append(f"{os.path.basename(file)}, a file of its weights, cannot be read: {why}")
     return problems
 
 

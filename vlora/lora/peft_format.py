@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from heads import HeadSpec, TaskHead, load_heads
-from vlora.adapter_files import CONFIG_FILE, HEAD_FILES, WEIGHTS_FILE, content_hash, other_weights
+from vlora.adapter_files import CONFIG_FILE, HEAD_FILES, WEIGHTS_FILE, content_hash, is_pointer, other_weights
 from vlora.errors import BadAdapter, listed
 from vlora.lora.layout import run_bytes
 from vlora.lora.legacy_names import fused_sites
@@ -37,7 +37,6 @@ from vlora.lora.peft_target import (
 from vlora.parallel.adapter_sharding import FactorShape, ShardingKind
 from vlora.wording import json_errors
 
-_POINTER = b"version https://git-lfs"
 # In names of tensors that were saved while the model was wrapped: no layer of a model has these names.
 _WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 _NAMED = re.compile(r"(\.lora_(?:embedding_)?[AB])\.(?!weight$|bias$)\w+(?=\.(?:weight|bias)$|$)")
@@ -319,9 +318,8 @@ def _check_file(file: Path) -> None:
             raise BadAdapter(f"{file}: is a link to {file.readlink()}, which does not exist")
     elif not file.is_file():
         raise BadAdapter(f"{file}: is not a file")
-    with file.open("rb") as stream:
-        if stream.read(len(_POINTER)) == _POINTER:
-            raise BadAdapter(f"{file}: is a pointer of Git LFS, not the file; run `git lfs pull` in its repository")
+    if is_pointer(file):
+        raise BadAdapter(f"{file}: is a pointer of Git LFS, not the file; run `git lfs pull` in its repository")
 
 
 def _read_shapes(file: Path) -> dict[str, tuple[int, ...]]:

@@ -10,9 +10,10 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
+from vlora.adapter_files import is_pointer
 from vlora.errors import BadConfig
 
-_POINTER, _POINTER_BYTES = b"version https://git-lfs", 1024
+_READ = frozenset((".json", ".jinja", ".model", ".txt", ".tiktoken"))
 
 
 def from_pretrained(kind: Any, model: str | Path | None, **options: Any) -> Any:
@@ -44,12 +45,13 @@ def from_pretrained(kind: Any, model: str | Path | None, **options: Any) -> Any:
 
 
 def _refuse_pointers(folder: Path) -> None:
-    """Raises BadConfig for a clone without the files that Git LFS stores, of which some would be read as others."""
+    """Raises BadConfig for a clone without files that Git LFS stores, of which some would be read as others.
+
+    Pointers of weights, which a folder may have in several forms, are found when they are read.
+    """
     for file in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if file.is_file() and file.stat().st_size < _POINTER_BYTES:
-            with file.open("rb") as opened:
-                if opened.read(len(_POINTER)) == _POINTER:
-                    raise BadConfig(f"{file} is a pointer of Git LFS, not the file; run `git lfs pull` in its folder")
+        if file.suffix in _READ and file.is_file() and is_pointer(file):
+            raise BadConfig(f"{file} is a pointer of Git LFS, not the file; run `git lfs pull` in its folder")
 
 
 def load_complete(kind: Any, model: str | Path | None, **options: Any) -> Any:

@@ -47,8 +47,8 @@ def name_problem(name: str) -> str | None:
             f"{shown}: a name has 1 to {MAX_NAME} printable characters, no @, +, * or slash, no space at either end, "
             "and no dot at the beginning"
         )
-    if (plain := unicodedata.normalize("NFKC", name)) != name:
-        return f"{shown}: it has characters that look like others; write {plain!r}"
+    if (composed := unicodedata.normalize("NFC", name)) != name:
+        return f"{shown}: it has letters and accents as separate characters ({name!a}); write {composed!a}"
     if name in (BASE, UNKNOWN, COMPOSED, OTHER):
         return f"{shown}: metrics count other requests under the label {name!r}; choose another name"
     return None
