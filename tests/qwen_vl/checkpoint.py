@@ -80,9 +80,12 @@ def published_config(**changes: Any) -> dict[str, Any]:
     }
 
 
-def _shapes() -> dict[str, tuple[int, ...]]:
+def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Every tensor of a checkpoint with its shape, in the published names."""
-    shapes: dict[str, tuple[int, ...]] = {"transformer.wte.weight": (VOCAB, HIDDEN), "lm_head.weight": (VOCAB, HIDDEN)}
+    vocab, hidden, inner = config["vocab_size"], config["hidden_size"], config["intermediate_size"] // 2
+    own = config["visual"]
+    width, patch, tower_inner = own["width"], own["patch_size"], int(own["width"] * own["mlp_ratio"])
+    shapes: dict[str, tuple[int, ...]] = {"transformer.wte.weight": (vocab, hidden), "lm_head.weight": (vocab, hidden)}
 
     def norm(name: str, width: int) -> None:
         shapes[f"{name}.weight"] = shapes[f"{name}.bias"] = (width,)
@@ -92,45 +95,45 @@ def _shapes() -> dict[str, tuple[int, ...]]:
         if bias:
             shapes[f"{name}.bias"] = (d_out,)
 
-    shapes["transformer.ln_f.weight"] = (HIDDEN,)
-    for layer in range(LAYERS):
+    shapes["transformer.ln_f.weight"] = (hidden,)
+    for layer in range(config["num_hidden_layers"]):
         at = f"transformer.h.{layer}"
-        shapes[f"{at}.ln_1.weight"] = shapes[f"{at}.ln_2.weight"] = (HIDDEN,)
-        linear(f"{at}.attn.c_attn", HIDDEN, 3 * HIDDEN, bias=True)
-        linear(f"{at}.attn.c_proj", HIDDEN, HIDDEN, bias=False)
-        linear(f"{at}.mlp.w1", HIDDEN, INTER, bias=False)
-        linear(f"{at}.mlp.w2", HIDDEN, INTER, bias=False)
-        linear(f"{at}.mlp.c_proj", INTER, HIDDEN, bias=False)
+        shapes[f"{at}.ln_1.weight"] = shapes[f"{at}.ln_2.weight"] = (hidden,)
+        linear(f"{at}.attn.c_attn", hidden, 3 * hidden, bias=True)
+        linear(f"{at}.attn.c_proj", hidden, hidden, bias=False)
+        linear(f"{at}.mlp.w1", hidden, inner, bias=False)
+        linear(f"{at}.mlp.w2", hidden, inner, bias=False)
+        linear(f"{at}.mlp.c_proj", inner, hidden, bias=False)
     visual = "transformer.visual"
-    shapes[f"{visual}.conv1.weight"] = (WIDTH, 3, PATCH, PATCH)
-    shapes[f"{visual}.positional_embedding"] = (NUM_POSITIONS, WIDTH)
-    norm(f"{visual}.ln_pre", WIDTH)
-    for layer in range(TOWER_LAYERS):
+    shapes[f"{visual}.conv1.weight"] = (width, 3, patch, patch)
+    shapes[f"{visual}.positional_embedding"] = (NUM_POSITIONS, width)
+    norm(f"{visual}.ln_pre", width)
+    for layer in range(own["layers"]):
         at = f"{visual}.transformer.resblocks.{layer}"
-        norm(f"{at}.ln_1", WIDTH)
-        linear(f"{at}.attn.in_proj", WIDTH, 3 * WIDTH, bias=True)
-        linear(f"{at}.attn.out_proj", WIDTH, WIDTH, bias=True)
-        norm(f"{at}.ln_2", WIDTH)
-        linear(f"{at}.mlp.c_fc", WIDTH, TOWER_INTER, bias=True)
-        linear(f"{at}.mlp.c_proj", TOWER_INTER, WIDTH, bias=True)
+        norm(f"{at}.ln_1", width)
+        linear(f"{at}.attn.in_proj", width, 3 * width, bias=True)
+        linear(f"{at}.attn.out_proj", width, width, bias=True)
+        norm(f"{at}.ln_2", width)
+        linear(f"{at}.mlp.c_fc", width, tower_inner, bias=True)
+        linear(f"{at}.mlp.c_proj", tower_inner, width, bias=True)
     pool = f"{visual}.attn_pool"
-    shapes[f"{pool}.query"] = shapes[f"{pool}.pos_embed"] = (NUM_QUERIES, HIDDEN)
-    linear(f"{pool}.kv_proj", WIDTH, HIDDEN, bias=False)
-    shapes[f"{pool}.attn.in_proj_weight"] = (3 * HIDDEN, HIDDEN)
-    shapes[f"{pool}.attn.in_proj_bias"] = (3 * HIDDEN,)
-    linear(f"{pool}.attn.out_proj", HIDDEN, HIDDEN, bias=True)
-    norm(f"{pool}.ln_q", HIDDEN)
-    norm(f"{pool}.ln_kv", HIDDEN)
-    norm(f"{visual}.ln_post", HIDDEN)
-    shapes[f"{visual}.proj"] = (HIDDEN, HIDDEN)
+    shapes[f"{pool}.query"] = shapes[f"{pool}.pos_embed"] = (NUM_QUERIES, hidden)
+    linear(f"{pool}.kv_proj", width, hidden, bias=False)
+    shapes[f"{pool}.attn.in_proj_weight"] = (3 * hidden, hidden)
+    shapes[f"{pool}.attn.in_proj_bias"] = (3 * hidden,)
+    linear(f"{pool}.attn.out_proj", hidden, hidden, bias=True)
+    norm(f"{pool}.ln_q", hidden)
+    norm(f"{pool}.ln_kv", hidden)
+    norm(f"{visual}.ln_post", hidden)
+    shapes[f"{visual}.proj"] = (hidden, hidden)
     return shapes
 
 
-def random_weights(seed: int = 0) -> dict[str, Tensor]:
-    """Weights large enough that every part affects the logits."""
+def random_weights(seed: int = 0, config: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
+    """Weights large enough that every part affects the logits. config: by default `published_config()`."""
     generator = torch.Generator().manual_seed(seed)
     weights: dict[str, Tensor] = {}
-    for name, shape in _shapes().items():
+    for name, shape in _shapes(config or published_config()).items():
         value = torch.randn(shape, generator=generator)
         if len(shape) > 1:
             in_rows = name.endswith(("wte.weight", "embedding", "query", "pos_embed"))
