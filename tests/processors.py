@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import json
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +65,24 @@ def image_processor(family: str) -> Any:
     if family == "llava_next":
         return LlavaNextImageProcessorPil(size={"shortest_edge": 16}, crop_size=crop, image_grid_pinpoints=PINPOINTS)
     return LlavaOnevisionImageProcessorPil(size=crop, image_grid_pinpoints=PINPOINTS)
+
+
+@functools.cache
+def video_modules() -> dict[str, Any]:
+    """The modules of transformers' video processors by family, which need torchvision only for resizing."""
+    found = {}
+    for name in ("qwen2_vl", "qwen3_vl"):
+        spec = importlib.util.find_spec(f"transformers.models.{name}")
+        assert spec is not None and spec.submodule_search_locations is not None
+        file = Path(spec.submodule_search_locations[0]) / f"video_processing_{name}.py"
+        code = "\n".join(line for line in file.read_text().splitlines() if "import torchvision" not in line)
+        module: Any = types.ModuleType(f"{spec.name}.without_torchvision")
+        module.__package__, module.__file__ = spec.name, str(file)
+        sys.modules[module.__name__] = module
+        exec(compile(code, str(file), "exec"), module.__dict__)
+        del sys.modules[module.__name__]
+        found[name] = module
+    return {**found, "qwen2_5_vl": found["qwen2_vl"]}
 
 
 def write_checkpoint(folder: Path, family: str, *words: str) -> str:

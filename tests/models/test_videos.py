@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,7 @@ from PIL import Image
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from tests.families import VIDEO, build_model
-from tests.processors import VIDEO_SETTINGS, image_processor, tokenizer, write_checkpoint
+from tests.processors import VIDEO_SETTINGS, image_processor, tokenizer, video_modules, write_checkpoint
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
 from vlora.errors import BadImage, BadRequest
@@ -31,20 +28,7 @@ NUM_TOKENS = 6
 
 @pytest.fixture(scope="module")
 def transformers_code() -> dict[str, Any]:
-    """The modules of transformers' video processors by family, which need torchvision only for resizing."""
-    found = {}
-    for name in ("qwen2_vl", "qwen3_vl"):
-        spec = importlib.util.find_spec(f"transformers.models.{name}")
-        assert spec is not None and spec.submodule_search_locations is not None
-        file = Path(spec.submodule_search_locations[0]) / f"video_processing_{name}.py"
-        code = "\n".join(line for line in file.read_text().splitlines() if "import torchvision" not in line)
-        module: Any = types.ModuleType(f"{spec.name}.without_torchvision")
-        module.__package__, module.__file__ = spec.name, str(file)
-        sys.modules[module.__name__] = module
-        exec(compile(code, str(file), "exec"), module.__dict__)
-        del sys.modules[module.__name__]
-        found[name] = module
-    return {**found, "qwen2_5_vl": found["qwen2_vl"]}
+    return video_modules()
 
 
 def clip(num_frames: int, size: tuple[int, int] = (40, 56), fps: float = 2.0) -> Clip:
