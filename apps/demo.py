@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from apps.opencv import cv2
+from vlora.opencv import cv2
 from apps.server_process import VLORA, serving
 from apps.video_analytics import CHUNKS_IN_FLIGHT, AnnotatedVideo, ChunkResult, Source, analyse
 from vlora.client import Client

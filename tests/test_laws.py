@@ -42,6 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "vlora.lazy": set(),
     "vlora.logging_format": set(),
     "vlora.threads": set(),
+    "vlora.opencv": BASE,
     "vlora.config": BASE,
     "vlora.auth_rate_limit": BASE,
     "vlora.tls": BASE | {"vlora.config"},
@@ -114,10 +115,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         "vlora.lora",
         "vlora.models",
         "vlora.engine",
+        "vlora.opencv",
         "vlora.parallel",
         "vlora.plan_files",
     },
-    "apps": {"vlora.client", "vlora.errors", "vlora.types", "vlora.plan_files"},
+    "apps": {"vlora.client", "vlora.errors", "vlora.opencv", "vlora.types", "vlora.plan_files"},
 }
 
 

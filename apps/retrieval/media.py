@@ -14,11 +14,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from apps.found_files import find_files
-from apps.opencv import cv2
 from apps.video_analytics import ClipShape, Source, read_clips
 from apps.video_analytics.sampling import spread
 from apps.video_analytics.sources import PICTURE_SUFFIXES, VIDEO_SUFFIXES, read_picture
 from vlora.errors import BadImage
+from vlora.opencv import cv2
 
 _JPEG_QUALITY = 90
 _READ_BYTES = 1 << 20

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from apps.opencv import cv2, quiet
 from apps.video_analytics.answers import ChunkResult
-from apps.video_analytics.sampling import Chunk
+from apps.video_analytics.sampling import SHOWN_FPS, Chunk
 from vlora.errors import BadImage
+from vlora.opencv import cv2, quiet
 
 if TYPE_CHECKING:
     from apps.video_analytics.tracking import TrackedFrame
@@ -20,12 +20,17 @@ _WIDTH = 480  # small videos are enlarged, so that text is readable
 _BAR = 48  # pixels below the picture
 _SUFFIX, _CODEC = ".webm", "VP80"  # OpenCV's own build writes this format and every browser plays it
 
+LONGEST_S = 60.0  # for which a picture is repeated, of a camera that was lost
+
 _COLOUR = (80, 220, 255)
 
 
 class AnnotatedVideo:
     """A WebM file that grows with every chunk. If the process is killed, the file is playable except for its last
     seconds, which are not yet on the disk.
+
+    It has a constant rate: a picture is repeated until the time of the next one, of a camera that was lost for up to
+    `LONGEST_S`, and left out if another one has its time.
     """
 
     def __init__(self, path: Path) -> None:
@@ -33,6 +38,10 @@ class AnnotatedVideo:
         self.path = path.with_suffix(_SUFFIX)
         self._writer: cv2.VideoWriter | None = None
         self._size = (0, 0)
+        self._rate = SHOWN_FPS
+        self._began_s = self._end_s = 0.0
+        self._num_written = 0
+        self._last: cv2.typing.MatLike | None = None
 
     def add(self, chunk: Chunk, result: ChunkResult, frames: Sequence[TrackedFrame] = ()) -> None:
         """Draw a chunk's answer on its pictures.
@@ -48,20 +57,34 @@ class AnnotatedVideo:
             assert picture is not None, "pictures of a chunk are JPEGs made here"
             boxes = _tracked_boxes(frames[place]) if frames else _boxes(result)
             drawn = _draw_result(picture, chunk, result, boxes)
+            time_s = chunk.start_s + chunk.shown_s[place]
             if self._writer is None:
-                self._open(drawn, 1 / chunk.shown_s)
-            assert self._writer is not None
-            height, width = drawn.shape[:2]
-            self._writer.write(drawn if (width, height) == self._size else cv2.resize(drawn, self._size))
+                self._open(drawn, time_s, len(chunk.shown) / chunk.seconds)
+            self._write_until(time_s)
+            self._last = drawn if drawn.shape[1::-1] == self._size else cv2.resize(drawn, self._size)
+        if chunk.shown:
+            self._end_s = time_s + chunk.seconds / len(chunk.shown)
 
     def close(self) -> None:
         if self._writer is not None:
+            self._write_until(self._end_s)
             self._writer.release()
 
-    def _open(self, first: cv2.typing.MatLike, fps: float) -> None:
+    def _write_until(self, time_s: float) -> None:
+        """Write the last picture up to this time."""
+        self._began_s = max(self._began_s, time_s - self._num_written / self._rate - LONGEST_S)
+        wanted = round((time_s - self._began_s) * self._rate)
+        if self._writer is not None and self._last is not None:
+            for _ in range(self._num_written, wanted):
+                self._writer.write(self._last)
+            self._num_written = max(self._num_written, wanted)
+
+    def _open(self, first: cv2.typing.MatLike, time_s: float, rate: float) -> None:
         self._size = (first.shape[1], first.shape[0])
+        self._began_s = self._end_s = time_s
+        self._rate = max(SHOWN_FPS, float(round(rate)))  # more with every frame, for tracks
         with quiet():
-            self._writer = cv2.VideoWriter(str(self.path), cv2.VideoWriter.fourcc(*_CODEC), fps, self._size)
+            self._writer = cv2.VideoWriter(str(self.path), cv2.VideoWriter.fourcc(*_CODEC), self._rate, self._size)
         if not self._writer.isOpened():
             raise BadImage(f"cannot write video {str(self.path)!r}")
 

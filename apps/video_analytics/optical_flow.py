@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from apps.opencv import cv2
+from vlora.opencv import cv2
 
 Grey = npt.NDArray[np.uint8]
 """A grey picture [height, width]."""

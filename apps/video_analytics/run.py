@@ -7,13 +7,13 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from apps.opencv import STDERR
 from apps.video_analytics.analysis import Analysis, Job
 from apps.video_analytics.answers import ChunkResult
 from apps.video_analytics.asked import find_groups
 from apps.video_analytics.sources import Source
 from vlora.client import Client, wait_for_server
 from vlora.errors import BadConfig
+from vlora.opencv import STDERR
 
 
 def run(

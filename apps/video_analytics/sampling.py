@@ -1,4 +1,4 @@
-"""Selects the frames of a video that form a clip, and builds the clip."""
+"""Selects the frames of a video that form a clip, by their times, and builds the clip."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ CHUNK_S = 1.0
 SHOWN_FPS = 10.0
 """Maximum pictures per second kept for the annotated video."""
 
+_REACH = 0.85  # of the time to the next frame, in which a frame is the one to take; the rest are rounded time stamps
+_GAP = 3  # frames that are missing before a clip ends
+
 
 class Chunk(msgspec.Struct, frozen=True):
     """A clip of a video.
 
     start_s: from the beginning of the source. frames: JPEG, as many as the head reads. shown: JPEG, smaller and at most
     `SHOWN_FPS` per second, for the annotated video; or every frame of the video, for tracking. width: of `frames`, in
-    pixels. seconds: from its start to that of the next clip. shown_s: from one picture of `shown` to the next. read_s:
-    from its start to the end of the frame that completed it. problem: why it has no frames and is not answered.
+    pixels. seconds: its length. shown_s: the time of each picture of `shown`, from `start_s`. problem: why it has no
+    frames and is not answered.
     """
 
     index: int
@@ -30,8 +33,7 @@ class Chunk(msgspec.Struct, frozen=True):
     shown: tuple[bytes, ...] = ()
     width: int = 0
     seconds: float = CHUNK_S
-    shown_s: float = 1 / SHOWN_FPS
-    read_s: float = 0.0
+    shown_s: tuple[float, ...] = ()
     problem: str | None = None
 
 
@@ -64,84 +66,127 @@ class Frame:
 
 
 class Sampler:
-    """Collects the frames of one clip after another.
+    """Collects the frames of one clip after another. For each frame of the video, call `advance`, then `add`.
+
+    With `fps`, a frame is taken for each multiple of 1 / `fps`: the last one up to that time, if frames follow at the
+    distance of the latest ones. A frame is taken once; a clip of a slower video has fewer, which are repeated. The
+    seconds of a gap have no clip, and the next one begins with the first frame after it.
 
     Args:
         shape: of the clips.
-        rate: of the video, frames per second; at least that of the shape.
-        shown: keep pictures for the annotated video, evenly over each clip's time.
+        step_s: time between frames, until two are known.
+        shown: keep pictures for the annotated video.
     """
 
-    def __init__(self, shape: ClipShape, rate: float, shown: bool) -> None:
+    def __init__(self, shape: ClipShape, step_s: float, shown: bool) -> None:
         self._shape = shape
-        self._rate = rate
+        self._steps = step_s, step_s  # before the latest two frames
         self._keeps_shown = shown or shape.every_frame
-        num_frames, fps, _ = shape
-        self._length = max(num_frames, round(rate * CHUNK_S))  # frames of a clip without fps
-        self._seconds = self._length / rate if fps is None else num_frames / fps
-        self._index = -1
-        self._width = 0
-        self._first = self._end = 0  # indices in the video: of its first frame, and after its last
-        self._num_read = 0  # of the clip's frames, also those that are not wanted
-        self._reserve: Frame | None = None  # the clip's first frame that was decoded
-        self._next_clip()
+        self._seconds = CHUNK_S if shape.fps is None else shape.num_frames / shape.fps
+        self._index = 0
+        self._time_s = 0.0
+        self._start_s: float | None = None  # of the clip
+        self._even_s = 0.0  # where clips of exactly `CHUNK_S` would start
+        self._next_shown_s = 0.0
+        self._clear()
 
-    def wants(self, index: int) -> bool:
-        """Whether the video's frame with this index, from 0, has to be decoded."""
-        nothing_yet = index >= self._first and self._reserve is None
-        return nothing_yet or index in self._places or index in self._shown_places
+    def advance(self, time_s: float) -> Chunk | None:
+        """Go on to the frame of this time. Returns the clip that has ended before it, if any."""
+        ended = None
+        if self._start_s is None:
+            self._start_s = self._even_s = self._time_s = self._next_shown_s = time_s
+        else:
+            passed = time_s - self._time_s
+            gap = passed > max(CHUNK_S, _GAP * min(self._steps))
+            self._steps = self._steps[1], passed
+            if (start_s := self._start_at(time_s, gap)) > self._start_s:
+                ended = self.rest()
+                self._start_s = start_s
+                self._even_s += CHUNK_S
+                if abs(start_s - self._even_s) > min(self._steps):  # after a gap or a longer clip
+                    self._even_s = start_s
+                self._clear()
+        self._time_s = time_s
+        reach_s = time_s + _REACH * min(self._steps)
+        before = self._num_due
+        while self._num_due < self._shape.num_frames and self._due_s() < reach_s:
+            self._num_due += 1
+            if self._shape.fps is None:
+                break  # of a slow video, a clip has every frame
+        self._taken = self._num_due > before
+        self._is_shown = self._keeps_shown and (self._shape.every_frame or reach_s > self._next_shown_s)
+        if self._is_shown:
+            self._next_shown_s = max(self._next_shown_s + 1 / SHOWN_FPS, time_s + 0.5 / SHOWN_FPS)
+        return ended
 
-    def add(self, index: int, frame: Frame | None) -> Chunk | None:
-        """Add the next frame, or None if it is not wanted or cannot be decoded. Returns the clip that it completes, if
-        any.
+    @property
+    def wants(self) -> bool:
+        """Whether the frame has to be decoded."""
+        return not self._complete and (self._taken or self._is_shown or self._reserve is None)
+
+    def add(self, frame: Frame | None) -> Chunk | None:
+        """Add the frame, or None if it is not wanted or cannot be decoded. Returns the clip that it completes, if any;
+        one with pictures for the annotated video ends with the next clip's first frame.
         """
-        self._num_read = index + 1 - self._first
-        if frame is not None and index >= self._first:
+        if self._complete:
+            return None
+        if frame is not None:
             self._reserve = self._reserve or frame
-        if frame is not None and index in self._places:
-            self._frames.append(frame.jpeg)
-            self._width = frame.width
-        if frame is not None and index in self._shown_places:
-            self._shown.append(frame.small)
-        return self.rest() if index + 1 == self._end else None
+            if self._taken:
+                self._frames.append(frame.jpeg)
+                self._width = frame.width
+            if self._is_shown:
+                assert self._start_s is not None
+                self._shown.append((frame.small, self._time_s - self._start_s))
+        self._complete = not self._keeps_shown and self._num_due >= self._shape.num_frames
+        return self.rest() if self._complete else None
 
     def rest(self) -> Chunk | None:
         """The unfinished clip, with frames repeated if it has too few, or with its first frame if it has none of its
-        own; None if no frame was decoded. Starts the next clip.
+        own; None if no frame was decoded.
         """
-        frames, shown, index, width = self._frames, self._shown, self._index, self._width
+        frames, width = self._frames, self._width
         if not frames and self._reserve is not None:
             frames, width = [self._reserve.jpeg], self._reserve.width
-        shown_s = 1 / self._rate if self._shape.every_frame else self._seconds / max(1, len(self._shown_places))
-        read_s = max(0, self._num_read) / self._rate
-        self._next_clip()
-        if not frames:
+        if not frames or self._start_s is None:
             return None
+        step, seconds = min(self._steps), self._seconds
+        if self._shape.fps is None and (length_s := self._time_s + step - self._start_s) > CHUNK_S + step:
+            seconds = length_s
         chosen = tuple(frames[place] for place in spread(self._shape.num_frames, len(frames)))
-        return Chunk(index, index * self._seconds, chosen, tuple(shown), width, self._seconds, shown_s, read_s)
-
-    def _next_clip(self) -> None:
+        pictures, times = tuple(picture for picture, _ in self._shown), tuple(time for _, time in self._shown)
+        chunk = Chunk(self._index, self._start_s, chosen, pictures, width, seconds, times)
         self._index += 1
-        self._num_read = 0
-        self._frames: list[bytes] = []
-        self._shown: list[bytes] = []
-        self._reserve = None
-        num_frames, fps, every_frame = self._shape
-        if fps is None:
-            self._first, self._end = self._index * self._length, (self._index + 1) * self._length
-            self._places = {self._first + place for place in spread(num_frames, self._length)}
-        else:
-            self._first, self._end = self._place(0, fps), self._place(num_frames, fps)
-            self._places = {self._place(number, fps) for number in range(num_frames)}
-        length = self._end - self._first
-        kept = length if every_frame else min(length, max(1, round(SHOWN_FPS * self._seconds)))
-        self._shown_places = {self._first + place for place in spread(kept, length)} if self._keeps_shown else set()
-        if not self._keeps_shown:
-            self._end = max(self._places) + 1  # the clip is complete then
+        self._frames, self._reserve = [], None
+        return chunk
 
-    def _place(self, number: int, fps: float) -> int:
-        """Index in the video of this clip's frame with this number."""
-        return int((self._index * self._shape.num_frames + number) * self._rate / fps + 1e-6)
+    def _clear(self) -> None:
+        self._num_due = 0  # frames of the clip whose time has come
+        self._complete = self._taken = self._is_shown = False  # the latter two: of the current frame
+        self._width = 0
+        self._frames: list[bytes] = []
+        self._shown: list[tuple[bytes, float]] = []
+        self._reserve: Frame | None = None  # the clip's first frame that was decoded
+
+    def _start_at(self, time_s: float, gap: bool) -> float:
+        """When the clip of the frame of this time starts."""
+        assert self._start_s is not None
+        step = min(self._steps)
+        if gap:
+            return time_s
+        if self._shape.fps is not None:
+            return self._start_s + self._seconds * int((time_s + _REACH * step - self._start_s) / self._seconds)
+        ends = self._num_due >= self._shape.num_frames and time_s > self._even_s + CHUNK_S - step / 2
+        return time_s if ends else self._start_s
+
+    def _due_s(self) -> float:
+        """The time of the clip's next frame."""
+        assert self._start_s is not None
+        num_frames, fps, _ = self._shape
+        if fps is not None:
+            return self._start_s + self._num_due / fps
+        between = max(0.0, CHUNK_S - min(self._steps)) / max(1, num_frames - 1)
+        return self._start_s + (CHUNK_S / 2 if num_frames == 1 else self._num_due * between)
 
 
 def spread(count: int, length: int) -> list[int]:

@@ -7,18 +7,16 @@ import itertools
 import os
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import msgspec
 
-from apps.opencv import cv2
-from apps.video_analytics.sampling import CHUNK_S, Chunk, ClipShape, Frame, Sampler
+from apps.video_analytics.sampling import CHUNK_S, SHOWN_FPS, Chunk, ClipShape, Frame, Sampler
 from vlora.errors import BadImage
+from vlora.opencv import Video, clock, cv2
 
-FALLBACK_FPS = 30.0  # for containers without a frame rate
 VIDEO_SUFFIXES = {".mp4", ".avi", ".mkv", ".mov", ".webm", ".m4v", ".mpg", ".mpeg", ".ts"}
 PICTURE_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff"}
 
@@ -55,7 +53,8 @@ def find_sources(addresses: Sequence[str]) -> list[Source]:
         elif os.path.isdir(address):
             found += _of_folder(Path(address))
         else:
-            found.append(Source(Path(address).stem or "video", address, "file"))
+            kind = "pictures" if Path(address).suffix.lower() in PICTURE_SUFFIXES else "file"
+            found.append(Source(Path(address).stem or "video", address, kind))
     names = unique_names([source.name for source in found])
     return [source._replace(name=name) for source, name in zip(found, names, strict=True)]
 
@@ -121,16 +120,16 @@ def read_clips(
         yield from _read_pictures(Path(source.address), shapes, stop, shown)
         return
     indices, pause_s = [0] * len(shapes), FIRST_PAUSE_S
-    began = time.monotonic()
+    began = clock()
     while not stop.is_set():
         why = "the camera sends no more frames"
         try:
-            for place, chunk in read_video(source, shapes, stop, shown, say if not any(indices) else _ignore):
-                start_s = time.monotonic() - began - chunk.read_s if source.live else chunk.start_s
-                yield place, msgspec.structs.replace(chunk, index=indices[place], start_s=max(0.0, start_s))
+            since = began if source.live else None
+            for place, chunk in read_video(source, shapes, stop, shown, say if not any(indices) else _ignore, since):
+                yield place, msgspec.structs.replace(chunk, index=indices[place])
                 indices[place], pause_s = indices[place] + 1, FIRST_PAUSE_S
         except BadImage as error:
-            if not source.live or (not any(indices) and time.monotonic() - began >= wait_s):
+            if not source.live or (not any(indices) and clock() - began >= wait_s):
                 raise
             why = str(error)
         if not source.live:
@@ -145,100 +144,79 @@ def _ignore(text: str) -> None: ...
 
 
 def read_video(
-    source: Source, shapes: Sequence[ClipShape], stop: threading.Event, shown: bool, say: Callable[[str], None]
+    source: Source,
+    shapes: Sequence[ClipShape],
+    stop: threading.Event,
+    shown: bool,
+    say: Callable[[str], None],
+    since: float | None = None,
 ) -> Iterator[tuple[int, Chunk]]:
+    """The clips of a file, or of a camera until it is lost. since: see `Video`."""
     message = f"cannot read video {without_password(source.address)!r}"
-    _check_name(source.address, message)
+    number = source.address.isdecimal()
     try:
-        capture = cv2.VideoCapture(int(source.address) if source.address.isdecimal() else source.address)
-    except cv2.error as error:  # a number that is no C int
-        raise BadImage(f"{message}: {_why_closed(source)}") from error
-    try:
-        if not capture.isOpened():
-            raise BadImage(f"{message}: {_why_closed(source)}")
-        named = capture.get(cv2.CAP_PROP_FPS)
-        rate = named if 0 < named < 1000 else None
-        possible = _possible_shapes(shapes, rate, source, message, say)
-        samplers = [Sampler(shape, rate or FALLBACK_FPS, shown) for shape in possible]
+        video = Video(int(source.address) if number else source.address, since)
+    except BadImage as error:
+        raise BadImage(f"{message}: {_why_closed(source, str(error))}") from error
+    with video:
+        _check_rate(shapes, video.rate, source, message, say)
+        samplers = [Sampler(shape, 1 / (video.rate or SHOWN_FPS), shown) for shape in shapes]
         num_clips = 0
-        for index in itertools.count():
-            if stop.is_set() or not capture.grab():
-                break
-            wanting = [sampler for sampler in samplers if sampler.wants(index)]
-            frame = _retrieve(capture) if wanting else None
-            for place, sampler in enumerate(samplers):
-                if (chunk := sampler.add(index, frame)) is not None:
+        for time_s in video:
+            chunks = [(place, sampler.advance(time_s)) for place, sampler in enumerate(samplers)]
+            picture = video.picture() if any(sampler.wants for sampler in samplers) else None
+            frame = None if picture is None else _frame(picture)
+            chunks += [(place, sampler.add(frame)) for place, sampler in enumerate(samplers)]
+            for place, chunk in chunks:
+                if chunk is not None:
                     num_clips += 1
                     yield place, chunk
-        if not stop.is_set():
-            for place, sampler in enumerate(samplers):
-                if (chunk := sampler.rest()) is not None:
-                    num_clips += 1
-                    yield place, chunk
-            if num_clips == 0:
-                raise BadImage(f"{message}: it contains no frame that can be decoded")
-    finally:
-        capture.release()
+            if stop.is_set():
+                return
+        for place, sampler in enumerate(samplers):
+            if (chunk := sampler.rest()) is not None:
+                num_clips += 1
+                yield place, chunk
+        if num_clips == 0:
+            raise BadImage(f"{message}: it contains no frame that can be decoded")
 
 
-def _possible_shapes(
+def _check_rate(
     shapes: Sequence[ClipShape], rate: float | None, source: Source, message: str, say: Callable[[str], None]
-) -> list[ClipShape]:
-    """The shapes, limited to the video's rate; `say` is called once for all of them.
-
-    Args:
-        rate: frames per second; None if the video has none, and `FALLBACK_FPS` is assumed.
+) -> None:
+    """Refuse a file whose declared rate is lower than a shape's; `say` it once of a camera, whose rate may be wrong.
 
     Raises:
         BadImage: a file has a lower rate.
     """
-    highest = rate or FALLBACK_FPS
     wanted = max((shape.fps for shape in shapes if shape.fps is not None), default=0.0)
-    if wanted <= highest:
-        return list(shapes)
-    if rate is None:
-        warning = f"the video has no frame rate; {highest:g} frames per second are assumed, less than {wanted:g}"
-    elif source.live:
-        warning = f"the camera has {rate:g} frames per second, not {wanted:g}; every frame is used"
-    else:
+    if rate is None or wanted <= rate * 1.01:  # 30 frames per second are declared as 29.999
+        return
+    if not source.live:
         lower = "give a lower --fps, or a lower `rate` in a plan"
-        raise BadImage(f"{message} at {wanted:g} frames per second: it has {rate:g}; {lower}")
-    say(f"{source.name}: {warning}")
-    return [shape if shape.fps is None else shape._replace(fps=min(shape.fps, highest)) for shape in shapes]
-
-
-def _retrieve(capture: cv2.VideoCapture) -> Frame | None:
-    decoded, frame = capture.retrieve()
-    return _frame(frame) if decoded else None
+        raise BadImage(f"{message} at {wanted:g} frames per second: it has {rate:g} on average; {lower}")
+    say(f"{source.name}: the camera declares {rate:g} frames per second, not {wanted:g}; missing frames are repeated")
 
 
 def _frame(picture: cv2.typing.MatLike) -> Frame:
     return Frame(functools.partial(_jpeg, picture), lambda: _jpeg(_smaller(picture)), picture.shape[1])
 
 
-def _why_closed(source: Source) -> str:
+def _why_closed(source: Source, why: str) -> str:
     if source.address.isdecimal():
         path = f"; write ./{source.address} for the file or folder" if os.path.exists(source.address) else ""
         return f"no camera has that number, or another program uses it{path}"
     if source.live:
         return "the address does not respond, or it is not a video that this machine can decode"
-    if os.path.exists(source.address):
-        return "it is not a video that this machine can decode"
-    return "no such file or address"
-
-
-def _check_name(path: str, message: str) -> None:
-    """Reject names that OpenCV would abort on because they are not text. Raises BadImage."""
-    try:
-        path.encode()
-    except UnicodeEncodeError as error:
-        raise BadImage(f"{message}: its name is not UTF-8; rename it") from error
+    return why if "UTF-8" in why or os.path.exists(source.address) else "no such file or address"
 
 
 def _read_pictures(
     folder: Path, shapes: Sequence[ClipShape], stop: threading.Event, shown: bool
 ) -> Iterator[tuple[int, Chunk]]:
-    files = [path for path in _files(folder) if path.suffix.lower() in PICTURE_SUFFIXES]
+    files = (
+        [path for path in _files(folder) if path.suffix.lower() in PICTURE_SUFFIXES] if folder.is_dir() else [folder]
+    )
     groups: list[list[_Picture]] = [[] for _ in shapes]
     indices = [0] * len(shapes)
     num_decoded = 0
@@ -277,14 +255,17 @@ class _Picture(NamedTuple):
 def _clip_of_pictures(index: int, group: Sequence[_Picture]) -> Chunk:
     frames = tuple(picture.jpeg for picture in group)
     small = tuple(picture.small for picture in group if picture.small is not None)
-    return Chunk(index, index * CHUNK_S, frames, small, group[-1].width, shown_s=CHUNK_S / len(group))
+    times = tuple(place * CHUNK_S / len(group) for place in range(len(small)))
+    return Chunk(index, index * CHUNK_S, frames, small, group[-1].width, shown_s=times)
 
 
 def read_picture(path: Path) -> cv2.typing.MatLike:
     """The decoded picture, BGR. Raises BadImage."""
-    _check_name(str(path), f"cannot read picture {str(path)!r}")
     try:
+        str(path).encode()  # OpenCV aborts on others
         picture = cv2.imread(str(path))
+    except UnicodeEncodeError as error:
+        raise BadImage(f"cannot read picture {str(path)!r}: its name is not UTF-8; rename it") from error
     except cv2.error as error:
         raise BadImage(f"cannot read picture {str(path)!r}: OpenCV requires {error.err}") from error
     if picture is None:

@@ -15,10 +15,10 @@ import msgspec
 import numpy as np
 from edgefirst.tracker import ByteTrack
 
-from apps.opencv import cv2
 from apps.video_analytics.answers import ChunkResult
 from apps.video_analytics.optical_flow import Edges, Grey, move
 from apps.video_analytics.sampling import Chunk
+from vlora.opencv import cv2
 
 _MOST_MISSED = 2  # consecutive answers without a detection of the object
 _OVERLAP = 0.2  # IoU of a detection and an object's predicted box
@@ -114,11 +114,11 @@ class ObjectTracker:
             return []  # a clip with a problem: the next one begins after a gap
         self._skip_gap(clip)
         frames = []
-        for place, encoded in enumerate(clip.shown):
+        for place, (encoded, since_s) in enumerate(zip(clip.shown, clip.shown_s, strict=True)):
             picture = cv2.imdecode(np.frombuffer(encoded, np.uint8), cv2.IMREAD_GRAYSCALE)
             assert picture is not None, "pictures of a clip are JPEGs made here"
             now = picture.astype(np.uint8, copy=False)
-            time_s = clip.start_s + place * clip.shown_s
+            time_s = clip.start_s + since_s
             if self._before is not None and self._before.shape != now.shape:
                 self._before = None  # a camera with another resolution, or pictures of several sizes
             scale = now.shape[1] / clip.width
@@ -128,7 +128,7 @@ class ObjectTracker:
                 self._detect(result, time_s, scale)
             self._before = now
             frames.append(self._frame(now, time_s, scale))
-        self._next_index, self._end_s = clip.index + 1, clip.start_s + len(clip.shown) * clip.shown_s
+        self._next_index, self._end_s = clip.index + 1, time_s + clip.seconds / len(clip.shown)
         return frames
 
     def close(self) -> None:
@@ -143,10 +143,10 @@ class ObjectTracker:
         missing_s = clip.start_s - self._end_s
         if clip.index == self._next_index and missing_s < clip.seconds:
             return
-        self._before = None
-        for number in range(min(_MOST_SKIPPED, round(missing_s / clip.shown_s))):
+        self._before, step_s = None, clip.seconds / len(clip.shown)
+        for number in range(min(_MOST_SKIPPED, round(missing_s / step_s))):
             for tracks in self._tracks.values():
-                tracks.update([], self._end_s + number * clip.shown_s)
+                tracks.update([], self._end_s + number * step_s)
 
     def _move(self, now: Grey, time_s: float, *, update: bool) -> None:
         """Move the objects from the frame before to this one.

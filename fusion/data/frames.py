@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import hashlib
@@ -9,14 +10,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, overload
 
-import cv2
 import numpy as np
 from PIL import Image
 
+from vlora.errors import BadImage
 from vlora.models.vision.images import FORMATS, upright_rgb
+from vlora.opencv import Video, cv2
 
 PICTURE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 VIDEO_SUFFIXES = (".mp4", ".avi", ".mkv", ".mov", ".webm", ".m4v", ".mpg", ".mpeg")
+
+_ROUNDED_S = 1e-3  # error of time stamps in containers
 
 
 class FileInfo(NamedTuple):
@@ -75,7 +79,7 @@ class Picture(Frames):
 
 @dataclasses.dataclass(frozen=True)
 class Clip(Frames):
-    """Evenly spaced frames from `start_s` to `end_s` of a video (None: its end); a short video repeats frames."""
+    """Frames from `start_s` to `end_s` of a video (None: its end), evenly in time; a short video repeats frames."""
 
     file: Path
     num_frames: int
@@ -86,58 +90,54 @@ class Clip(Frames):
         return self.num_frames
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        first, length = self._span
-        wanted = [first + place for place in _spread(self.num_frames, length)]
-        capture = cv2.VideoCapture(str(self.file))
-        try:
+        wanted = list(self._places)
+        with self._open() as video:
             # Read in order: seeking is inexact in most containers.
-            place = -1
-            frame = None
-            for target in wanted:
-                while place < target:
-                    place += 1
-                    if not capture.grab():
-                        raise ValueError(f"{self.file}: frame {place} can no longer be read; the file may have changed")
-                    frame = None
-                if frame is None:
-                    decoded, frame = capture.retrieve()
-                    if not decoded:
+            for place, _ in enumerate(video):
+                if wanted[0] == place:
+                    picture = video.picture()
+                    if picture is None:
                         raise ValueError(f"{self.file}: frame {place} is broken")
-                yield cv2.cvtColor(frame, cv2.COLOR_BGR2RGB)
-        finally:
-            capture.release()
+                    while wanted and wanted[0] == place:
+                        yield cv2.cvtColor(picture, cv2.COLOR_BGR2RGB)
+                        del wanted[0]
+                    if not wanted:
+                        return
+        raise ValueError(f"{self.file}: frame {wanted[0]} can no longer be read; the file may have changed")
+
+    def _open(self) -> Video:
+        try:
+            return Video(str(self.file))
+        except BadImage as error:
+            raise ValueError(f"{self.file}: {error}") from error
 
     @functools.cached_property
-    def _span(self) -> tuple[int, int]:
-        """The first frame and the number of frames. Frames are counted, since headers can be wrong."""
-        capture = cv2.VideoCapture(str(self.file))
-        try:
-            if not capture.isOpened():
-                raise ValueError(f"{self.file} is not a video that this machine can decode")
-            fps = capture.get(cv2.CAP_PROP_FPS)
-            length = 0
-            while capture.grab():
-                length += 1
-        finally:
-            capture.release()
-        if not length:
+    def _places(self) -> list[int]:
+        """The places of the frames. All frames are read for their times: headers can be wrong."""
+        with self._open() as video:
+            times = list(video)
+        if not times:
             raise ValueError(f"{self.file} contains no frame that can be decoded")
-        if self.start_s == 0 and self.end_s is None:
-            return 0, length
-        if not 0 < fps < 1000:
-            raise ValueError(f"{self.file} has no valid frame rate, so times in seconds cannot be located in it")
-        first = round(self.start_s * fps)
-        last = length if self.end_s is None else min(length, round(self.end_s * fps))
+        first = bisect.bisect_left(times, self.start_s - _ROUNDED_S)
+        last = len(times) if self.end_s is None else bisect.bisect_left(times, self.end_s - _ROUNDED_S)
         if first >= last:
-            raise ValueError(
-                f"{self.file} has no frame from second {self.start_s:g} to "
-                f"{'its end' if self.end_s is None else f'{self.end_s:g}'}; its duration is {length / fps:.2f} s"
-            )
-        return first, last - first
+            end = "its end" if self.end_s is None else f"{self.end_s:g}"
+            why = f"its duration is {_duration_s(times):.2f} s"
+            if 0 < first < len(times):
+                why = f"its frames next to these are at {times[first - 1]:.2f} and {times[first]:.2f} s"
+            raise ValueError(f"{self.file} has no frame from second {self.start_s:g} to {end}; {why}")
+        own = times[first:last]
+        if self.num_frames == 1:
+            return [first + bisect.bisect_right(own, (own[0] + own[0] + _duration_s(own)) / 2 + _ROUNDED_S) - 1]
+        step = (own[-1] - own[0]) / (self.num_frames - 1)
+        return [first + _nearest(own, own[0] + number * step) for number in range(self.num_frames)]
 
 
-def _spread(count: int, length: int) -> list[int]:
-    """`count` evenly spaced indices from the first to the last of `length`; the middle for a count of 1."""
-    if count == 1:
-        return [length // 2]
-    return [round(i * (length - 1) / (count - 1)) for i in range(count)]
+def _duration_s(times: Sequence[float]) -> float:
+    """From the first frame to the end of the last one, which is shown as long as frames are on average."""
+    return (times[-1] - times[0]) * len(times) / max(1, len(times) - 1)
+
+
+def _nearest(times: Sequence[float], time_s: float) -> int:
+    after = bisect.bisect_left(times, time_s)
+    return min((max(0, after - 1), min(after, len(times) - 1)), key=lambda place: abs(times[place] - time_s))

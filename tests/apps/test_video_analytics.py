@@ -18,7 +18,6 @@ from typing import Any
 import cv2
 import pytest
 
-from apps.opencv import quiet
 from apps.video_analytics import Chunk, ChunkResult, ClipShape, Source, analyse, find_sources, read_clips, run
 from apps.video_analytics import sources as sources_module
 from apps.video_analytics.sources import read_picture
@@ -35,6 +34,7 @@ from vlora.errors import (
     UnknownHead,
     VLoraError,
 )
+from vlora.opencv import quiet
 from vlora.types import EngineStats
 
 BRIGHT = "bright"

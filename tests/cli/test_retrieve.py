@@ -146,7 +146,7 @@ def test_wrong_input_is_one_clear_line(vlora_command: Vlora, address: str, video
         (("index", str(videos), "-a", "cam", "-a", "cam"), "--adapter 'cam' is given more than once; give it once"),
     ):
         code, out, err = vlora_command(*arguments, *at)
-        # The tests have imported OpenCV before apps.opencv could disable FFmpeg's own output.
+        # The tests have imported OpenCV before vlora.opencv could disable FFmpeg's own output.
         (line,) = (line for line in err.splitlines() if "moov atom not found" not in line)
         assert code == 2 and out == "" and line.startswith("error: ") and message in line, (arguments, err)
 

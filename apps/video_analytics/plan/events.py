@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from apps.opencv import cv2
 from apps.video_analytics.answers import ChunkResult
 from apps.video_analytics.plan.schema import Condition, EventPlan, Point
 from apps.video_analytics.sampling import Chunk
 from apps.video_analytics.tracking import TrackedBox, TrackedFrame
 from vlora.client import HeadResult
+from vlora.opencv import cv2
 
 _MOST_REMEMBERED = 1000  # objects for which an event does not happen again
 
