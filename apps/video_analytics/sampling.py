@@ -138,8 +138,10 @@ class Sampler:
             if self._is_shown:
                 assert self._start_s is not None
                 self._shown.append((frame.small, self._time_s - self._start_s))
-        self._complete = not self._keeps_shown and self._num_due >= self._shape.num_frames
-        return self.rest() if self._complete else None
+        chunk = None
+        if not self._keeps_shown and self._num_due >= self._shape.num_frames:
+            chunk, self._complete = self.rest(), True
+        return chunk
 
     def rest(self) -> Chunk | None:
         """The unfinished clip, with frames repeated if it has too few, or with its first frame if it has none of its
@@ -148,22 +150,22 @@ class Sampler:
         frames, width = self._frames, self._width
         if not frames and self._reserve is not None:
             frames, width = [self._reserve.jpeg], self._reserve.width
-        if not frames or self._start_s is None:
+        if self._complete or not frames or self._start_s is None:
             return None
         step, seconds = min(self._steps), self._seconds
         if self._shape.fps is None and (length_s := self._time_s + step - self._start_s) > CHUNK_S + step:
             seconds = length_s
         chosen = tuple(frames[place] for place in spread(self._shape.num_frames, len(frames)))
         pictures, times = tuple(picture for picture, _ in self._shown), tuple(time for _, time in self._shown)
-        chunk = Chunk(self._index, self._start_s, chosen, pictures, width, seconds, times)
         self._index += 1
-        self._frames, self._reserve = [], None
-        return chunk
+        return Chunk(self._index - 1, self._start_s, chosen, pictures, width, seconds, times)
 
     def _clear(self) -> None:
         self._num_due = 0  # frames of the clip whose time has come
-        self._complete = self._taken = self._is_shown = False  # the latter two: of the current frame
-        self._width = 0
+        self._complete: bool = False  # returned before the next one starts
+        self._taken: bool = False  # the current frame
+        self._is_shown: bool = False
+        self._width: int = 0
         self._frames: list[bytes] = []
         self._shown: list[tuple[bytes, float]] = []
         self._reserve: Frame | None = None  # the clip's first frame that was decoded
@@ -185,8 +187,9 @@ class Sampler:
         num_frames, fps, _ = self._shape
         if fps is not None:
             return self._start_s + self._num_due / fps
-        between = max(0.0, CHUNK_S - min(self._steps)) / max(1, num_frames - 1)
-        return self._start_s + (CHUNK_S / 2 if num_frames == 1 else self._num_due * between)
+        length_s = self._even_s + CHUNK_S - self._start_s
+        between = max(0.0, length_s - min(self._steps)) / max(1, num_frames - 1)
+        return self._start_s + (length_s / 2 if num_frames == 1 else self._num_due * between)
 
 
 def spread(count: int, length: int) -> list[int]:

@@ -53,8 +53,8 @@ def find_sources(addresses: Sequence[str]) -> list[Source]:
         elif os.path.isdir(address):
             found += _of_folder(Path(address))
         else:
-            kind = "pictures" if Path(address).suffix.lower() in PICTURE_SUFFIXES else "file"
-            found.append(Source(Path(address).stem or "video", address, kind))
+            still = Path(address).suffix.lower() in PICTURE_SUFFIXES
+            found.append(Source(Path(address).stem or "video", address, "pictures" if still else "file"))
     names = unique_names([source.name for source in found])
     return [source._replace(name=name) for source, name in zip(found, names, strict=True)]
 

@@ -20,7 +20,7 @@ import pytest
 from PIL import Image
 
 from apps.retrieval.media import Media, read_media
-from apps.video_analytics import AnnotatedVideo, ClipShape, Source, annotate, find_sources, read_clips
+from apps.video_analytics import AnnotatedVideo, Chunk, ClipShape, Source, annotate, find_sources, read_clips
 from fusion.data.frames import Clip
 from tests.apps.moving_objects import clip_result
 from tests.apps.test_video_analytics import file_source
@@ -278,7 +278,8 @@ def camera() -> Iterator[Source]:
 @pytest.mark.slow
 def test_a_camera_is_answered_by_the_clock(camera: Source, tmp_path: Path) -> None:
     """OpenCV declares 25 frames per second for it."""
-    stop, clips = threading.Event(), [[], []]  # type: list[list[Chunk]]
+    stop = threading.Event()
+    clips: list[list[Chunk]] = [[], []]
     began = time.monotonic()
     for head, clip in read_clips(camera, [ClipShape(1), ClipShape(1, 2)], stop=stop, shown=True, say=print):
         clips[head].append(clip)

@@ -542,7 +542,7 @@ def test_videos_that_do_not_open(tmp_path: Path) -> None:
         (tmp_path / "videos" / label).mkdir(parents=True)
         (tmp_path / "videos" / label / "a.mp4").write_bytes(b"no video " + label.encode())
     errors = errors_of(write_plan(tmp_path, "data: {format: video_folder, path: videos}"))
-    assert len(errors) == 2 and "left/a.mp4 is not a video that this machine can decode" in errors[0]
+    assert len(errors) == 2 and "left/a.mp4: it is not a video that this machine can decode" in errors[0]
     video(tmp_path / "b.avi", 0)
     write_csv(tmp_path / "labels.csv", ["video", "label", "start_s"], [["b.avi", "x", "7"], ["b.avi", "x", "soon"]])
     errors = errors_of(write_plan(tmp_path, "data: {format: video_folder, path: ., labels: labels.csv}"))
