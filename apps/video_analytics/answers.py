@@ -36,12 +36,14 @@ _Take = Callable[[threading.Event], Chunk | None]
 class ChunkResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a chunk. latency_s: on the server, from its arrival to the last of its answers.
 
-    head: empty for a question, `question` for a head. label: of the head's answer, or the text. answer, text: None if
+    task: short name of the head or question, unique in the source; the one of its files and of a plan. head: empty for
+    a question, `question` for a head. label: of the head's answer, or the text. answer, text: None if
     the chunk was dropped or failed; problem is then the cause. time: of the answer, UTC. tracks: numbers of the
     objects of a tracked detection, in the order of the answer's boxes.
     """
 
     source: str
+    task: str = ""
     head: str
     index: int
     start_s: float
@@ -234,6 +236,7 @@ def _chunk_result(
     head_result = None if answer is None else answer.answer
     return ChunkResult(
         source=source.name,
+        task=asked.name,
         head=asked.head,
         index=chunk.index,
         start_s=chunk.start_s,

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from apps.found_files import find_files
 from apps.video_analytics.sampling import CHUNK_S, SHOWN_FPS, Chunk, ClipShape, Frame, Sampler
 from vlora.errors import BadImage
 from vlora.opencv import Video, clock, cv2
@@ -38,8 +39,8 @@ class Source(NamedTuple):
 
 
 def find_sources(addresses: Sequence[str]) -> list[Source]:
-    """A source for each address: a file, a camera number, a URL; for a folder its videos, and its pictures as one
-    source.
+    """A source for each address: a file, a camera number, a URL; for a folder and those inside each video, and the
+    pictures of each folder together.
 
     Raises BadImage for a folder that has neither or cannot be read. Equal names are numbered.
     """
@@ -75,13 +76,30 @@ def unique_names(names: Sequence[str]) -> list[str]:
 
 
 def _of_folder(folder: Path) -> list[Source]:
-    files = _files(folder)
-    found = [Source(path.stem, str(path), "file") for path in files if path.suffix.lower() in VIDEO_SUFFIXES]
-    if any(path.suffix.lower() in PICTURE_SUFFIXES for path in files):
-        found.append(Source(folder.resolve().name, str(folder), "pictures"))
-    if not found:
-        raise BadImage(f"folder {str(folder)!r} contains no video and no picture")
+    """The videos in a folder and the folders inside, and the pictures of each, without the results of an earlier run.
+
+    Raises BadImage.
+    """
+
+    def refuse(error: BadImage) -> None:
+        raise error
+
+    files = find_files(folder, VIDEO_SUFFIXES | PICTURE_SUFFIXES, "no video and no picture", refuse)
+    files = [path for path in files if not _is_result(path)]
+    top, found = folder.resolve().name, []
+    for path in files:
+        if path.suffix.lower() in VIDEO_SUFFIXES:
+            inside = path.relative_to(folder).with_suffix("").parts
+            found.append(Source("-".join(inside), str(path), "file"))
+    for parent in dict.fromkeys(path.parent for path in files if path.suffix.lower() in PICTURE_SUFFIXES):
+        found.append(Source("-".join(parent.relative_to(folder).parts) or top, str(parent), "pictures"))
     return found
+
+
+def _is_result(path: Path) -> bool:
+    """Whether `vlora stream` wrote a video with its rows beside it, or a picture of an event."""
+    rows = path.with_suffix("") if path.suffix == ".webm" else path.parent
+    return (path.suffix == ".webm" or rows.suffix == ".events") and rows.with_name(f"{rows.name}.jsonl").exists()
 
 
 def _files(folder: Path) -> list[Path]:

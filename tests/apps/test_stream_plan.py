@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import csv
-import errno
 import json
-import os
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,6 +20,7 @@ from apps.video_analytics.plan.plan_file import check_server, check_sources, rea
 from apps.video_analytics.plan.run_plan import PlanCounts, camera_groups, lines, run_plan, summarize
 from apps.video_analytics.plan.schema import Condition, EventPlan
 from apps.video_analytics.tracking import ObjectTracker
+from tests.apps.folders import refuse_to_list
 from tests.apps.moving_objects import FPS, HEIGHT, SIDE, WIDTH, Mover, clip_result, head_answer, write_movers
 from tests.apps.test_video_analytics import file_source, labels
 from tests.server.running import Running, running_server
@@ -111,19 +110,20 @@ def test_errors_name_line_and_field(tmp_path: Path, text: str, error: str) -> No
 
 def test_a_folder_is_one_source_or_refused(tmp_path: Path) -> None:
     (tmp_path / "gate.mp4").mkdir()
-    with pytest.raises(BadPlan, match=r"line 3, field `cameras\[0\].source`: a camera is one video, .* has 0 videos"):
+    with pytest.raises(BadPlan, match=r"line 3, field `cameras\[0\].source`: folder '.*' contains no video and no"):
         read_plan(plan(tmp_path, CAMERA))
     (tmp_path / "gate.mp4" / "a.mp4").touch()
     assert read_plan(plan(tmp_path, CAMERA)).plan.cameras[0].source == str(tmp_path / "gate.mp4")
+    (tmp_path / "gate.mp4" / "old").mkdir()
+    (tmp_path / "gate.mp4" / "old" / "b.png").touch()
+    with pytest.raises(BadPlan, match=r"a camera is one video, .* has 1 video and pictures$"):
+        read_plan(plan(tmp_path, CAMERA))
 
 
 def test_a_folder_that_cannot_be_read_is_named_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "gate.mp4").mkdir()
 
-    def refuse(folder: str) -> list[str]:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), folder)
-
-    monkeypatch.setattr(os, "listdir", refuse)
+    refuse_to_list(tmp_path / "gate.mp4", monkeypatch)
     with pytest.raises(
         BadPlan, match=r"line 3, field `cameras\[0\].source`: cannot read folder '.*': Permission denied$"
     ):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import errno
 import json
 import os
 import struct
@@ -21,6 +20,7 @@ import pytest
 from apps.video_analytics import Chunk, ChunkResult, ClipShape, Source, analyse, find_sources, read_clips, run
 from apps.video_analytics import sources as sources_module
 from apps.video_analytics.sources import read_picture
+from tests.apps.folders import refuse_to_list
 from tests.server.running import Running, png, running_server
 from tests.video_files import shades, write_video
 from vlora.client import Client, FrameStream
@@ -77,6 +77,14 @@ def test_addresses_become_sources_with_unique_names(tmp_path: Path) -> None:
         ("a", "file"),
         ("b", "file"),
         (tmp_path.name, "pictures"),
+    ]
+    (tmp_path / "gate" / "old").mkdir(parents=True)
+    (tmp_path / "gate" / "a.events").mkdir()
+    results = ("a.jsonl", "a.webm", "a.events.jsonl", "a.events/0001-car.jpg")  # of an earlier run
+    for name in ("a.mp4", "old/a.mp4", "old/1.png", *results):
+        (tmp_path / "gate" / name).write_bytes(b"")
+    assert [source.name for source in find_sources([str(tmp_path), str(tmp_path / "gate" / "a.mp4")])] == [
+        *("a", "b", "gate-a", "gate-old-a", tmp_path.name, "gate-old", "a-2"),
     ]
     (tmp_path / "empty").mkdir()
     with pytest.raises(BadImage, match="contains no video and no picture"):
@@ -158,16 +166,9 @@ def test_a_picture_above_opencvs_limits_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Permissions do not hold for the user that runs the tests in a container."""
-
-    def refuse(folder: Path) -> Iterator[Path]:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
-
-    monkeypatch.setattr(Path, "iterdir", refuse)
+    refuse_to_list(tmp_path, monkeypatch)
     with pytest.raises(BadImage, match=r"cannot read folder '.*': Permission denied$"):
         find_sources([str(tmp_path)])
-    with pytest.raises(BadImage, match=r"cannot read folder '.*': Permission denied$"):
-        next(clips_of(Source("pictures", str(tmp_path), "pictures"), 1))
 
 
 def test_a_file_name_that_is_not_utf8_is_an_error(tmp_path: Path) -> None:
@@ -177,7 +178,8 @@ def test_a_file_name_that_is_not_utf8_is_an_error(tmp_path: Path) -> None:
     for path in (tmp_path / "\udcff.mp4", folder / "\udcff.png"):
         path.write_bytes(png())
     with pytest.raises(BadImage, match="its name is not UTF-8; rename it"):
-        next(clips_of(file_source(tmp_path), 1))
+        next(clips_of(find_sources([str(tmp_path)])[0], 1))
+    folder = folder.rename(tmp_path.parent / "only pictures")
     problem = next(clips_of(file_source(folder), 1)).problem
     assert problem is not None and problem.endswith("its name is not UTF-8; rename it")
 

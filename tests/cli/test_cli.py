@@ -191,8 +191,8 @@ def test_heads_of_several_adapters_and_questions_answer_together(
     code, out, err = vlora_command("stream", video, *asked, "--server", address)
     assert (code, err) == (0, "")
     lines = sorted(" ".join(line.split()[:5]) for line in out.splitlines())
-    assert lines[0].startswith("cam/day 0.0 s dark ") and lines[4].startswith("signs/say:hello 0.0 s hel")
-    assert lines[3].startswith("cam/day 3.0 s bright ")  # the rest
+    assert lines[0].startswith("cam-day 0.0 s dark ") and lines[4].startswith("signs-say-hello 0.0 s hel")
+    assert lines[3].startswith("cam-day 3.0 s bright ")  # the rest
     assert len(lines) == 8, lines
 
 

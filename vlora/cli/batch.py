@@ -86,10 +86,11 @@ def stream(
         vlora stream plan.yaml --check
         vlora stream plan.yaml --out results
 
-    A source is a file, a camera number, a URL, or a folder of videos and images; all heads and questions read the same
-    source, and those that read the same number of frames share each frame's transfer and vision encoding. A source that
-    ends in .yaml is a plan: cameras with their own tasks and rates, tracked objects, and events that ask questions
-    (docs/guide.md). A lost camera or server is retried; at startup, for --wait-s. Ctrl-C completes the clips in
+    A source is a file, a camera number, a URL, or a folder of videos and images, with the folders inside (without results
+    of an earlier run); all heads and questions read the same source, and those that read the same number of frames share
+    each frame's transfer and vision encoding. A source that ends in .yaml is a plan: cameras with their own tasks and
+    rates, tracked objects, and events that ask questions (docs/guide.md). A lost camera or server is retried; at
+    startup, for --wait-s. Ctrl-C completes the clips in
     progress and closes the files. A clip that fails is reported and the command continues; the exit code is then 1.
     """
     if any(map(is_plan, sources)):
@@ -106,7 +107,6 @@ def stream(
         raise BadRequest(f"--fps is {fps}; it must be a number above 0")
     found = find_sources(sources)
     num_problems = 0
-    owners = len(adapters) > 1 or any("/" in head for head in heads)
     several = len(heads) + len(questions) * max(1, len(adapters)) > 1
 
     def on_result(result: ChunkResult) -> None:
@@ -115,7 +115,7 @@ def stream(
         if as_json:
             print_json(result)
         else:
-            click.echo(result_line(result, source=len(found) > 1, asked=several, owners=owners))
+            click.echo(result_line(result, source=len(found) > 1, task=several))
 
     with client, until_stopped() as stop:
         run(

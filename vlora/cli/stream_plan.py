@@ -30,16 +30,9 @@ def is_plan(source: str) -> bool:
     return source.lower().endswith(_PLAN_SUFFIXES)
 
 
-def result_line(result: ChunkResult, *, source: bool, asked: bool, owners: bool) -> str:
-    """A result as one line.
-
-    Args:
-        source, asked, owners: whether to show the source, the head or question, and its adapter.
-    """
-    name = f"{result.source:<20.20} " if source else ""
-    if asked:
-        what = result.question or result.head
-        name += f"{result.adapter or 'base model'}/{what}"[:24].ljust(25) if owners else what[:12].ljust(13)
+def result_line(result: ChunkResult, *, source: bool, task: bool) -> str:
+    """A result as one line. source, task: whether to show their names, which may differ only at their ends."""
+    name = (f"{result.source:<20} " if source else "") + (f"{result.task:<12} " if task else "")
     confidence = f"{result.confidence:6.1%}" if result.answer is not None else " " * 6
     label = " ".join(result.label.split())  # a text may have several lines
     outcome = f"{label:<20} {confidence}" if result.problem is None else result.problem
@@ -114,7 +107,7 @@ class _Printer:
             if self._as_json:
                 print_json(result)
             else:
-                click.echo(result_line(result, source=True, asked=True, owners=True))
+                click.echo(result_line(result, source=True, task=True))
 
     def event(self, event: EventResult) -> None:
         with self._lock:
@@ -125,4 +118,4 @@ class _Printer:
             thing = f"{event.label} {event.track}" if event.track is not None else event.label
             text = event.problem or ("" if event.text is None else " ".join(event.text.text.split()))
             answer = f": {text}" if text else ""
-            click.echo(f"{event.source:<20.20} event {event.event:<18} {event.start_s:7.1f} s  {thing}{answer}")
+            click.echo(f"{event.source:<20} event {event.event:<18} {event.start_s:7.1f} s  {thing}{answer}")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from apps.video_analytics.asked import find_head
 from apps.video_analytics.plan.schema import CameraPlan, Condition, StreamPlan, TaskPlan, is_path
-from apps.video_analytics.sources import PICTURE_SUFFIXES, VIDEO_SUFFIXES
-from vlora.errors import BadRequest
+from apps.video_analytics.sources import find_sources
+from vlora.errors import BadImage, BadRequest
 from vlora.plan_files.errors import PlanErrors, PlanText
 from vlora.plan_files.reading import read_model
 from vlora.types import AdapterStatus, composed_of
@@ -98,15 +98,14 @@ def _check_camera(camera: CameraPlan, errors: PlanErrors) -> None:
 def _why_no_folder(folder: str) -> str | None:
     """Why a folder is not one source of frames."""
     try:
-        suffixes = [Path(name).suffix.lower() for name in os.listdir(folder)]
-    except OSError as error:
-        return f"cannot read folder {folder!r}: {error.strerror}"
-    videos = sum(suffix in VIDEO_SUFFIXES for suffix in suffixes)
-    pictures = any(suffix in PICTURE_SUFFIXES for suffix in suffixes)
-    if videos + pictures == 1:
+        found = find_sources([folder])
+    except BadImage as error:
+        return str(error)
+    if len(found) == 1:
         return None
-    found = f"{videos} video{'s' * (videos != 1)}{' and pictures' * pictures}"
-    return f"a camera is one video, or one folder of pictures; {folder!r} has {found}"
+    videos = sum(source.kind == "file" for source in found)
+    counts = f"{videos} video{'s' * (videos != 1)}{' and pictures' * (videos < len(found))}"
+    return f"a camera is one video, or one folder of pictures; {folder!r} has {counts}"
 
 
 def _check_head(by_name: dict[str, AdapterStatus], task: TaskPlan, errors: PlanErrors) -> None:

@@ -105,8 +105,8 @@ def _stream_json(watched: WatchedStream, caller: Token | None) -> dict[str, Any]
         "number": watched.number,
         "owner": watched.owner,
         "asks": [
-            *(f"{adapter} / {head}" for adapter, head in stream.options.heads),
-            *(f"{each.adapter or 'base model'}: {each.question}" for each in stream.options.questions),
+            *(f"{head} / {adapter}" for adapter, head in stream.options.heads),  # cards cut the end of long texts
+            *(f"{each.question} / {each.adapter or 'base model'}" for each in stream.options.questions),
         ],
         "fps": stream.options.fps,
         "drop": stream.options.drop,
