@@ -5,12 +5,14 @@ The grey level of each frame is its second.
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import io
+import itertools
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -243,50 +245,85 @@ def test_a_written_video_has_the_seconds_of_its_source(tmp_path: Path, monkeypat
         assert middles == wanted
 
 
-class Camera(http.server.BaseHTTPRequestHandler):
-    """MJPEG: 10 frames per second for 1.2 s, then 20; each connection ends after `lasts_s`."""
-
-    lasts_s = 3.2
-
-    def log_message(self, *values: object) -> None: ...
-
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.send_header("Content-Type", "multipart/x-mixed-replace; boundary=frame")
-        self.end_headers()
-        began = time.monotonic()
-        while (at := time.monotonic() - began) < self.lasts_s:
-            data = picture(at)
-            head = b"--frame\r\nContent-Type: image/jpeg\r\nContent-Length: %d\r\n\r\n"
-            try:
-                self.wfile.write(head % len(data) + data + b"\r\n")
-            except OSError:
-                return
-            time.sleep(0.1 if at < 1.2 else 0.05)
+Frames = Callable[[float], Iterator[float]]
+"""For a connection that begins at this time of the camera's clock: how long to wait before each of its frames."""
 
 
-@pytest.fixture
-def camera() -> Iterator[Source]:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Camera)
+@contextlib.contextmanager
+def camera(frames: Frames) -> Iterator[Source]:
+    """MJPEG over HTTP, for which OpenCV declares 25 frames per second. The grey level is 10 x its clock + 5."""
+    began = time.monotonic()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def log_message(self, *values: object) -> None: ...
+
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "multipart/x-mixed-replace; boundary=frame")
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                for wait_s in frames(time.monotonic() - began):
+                    time.sleep(wait_s)
+                    data = picture((time.monotonic() - began) / 2)
+                    head = b"--frame\r\nContent-Type: image/jpeg\r\nContent-Length: %d\r\n\r\n" % len(data)
+                    self.wfile.write(head + data + b"\r\n")
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    (source,) = find_sources([f"http://127.0.0.1:{server.server_port}/"])
-    yield source
-    server.shutdown()
-    server.server_close()
+    try:
+        (source,) = find_sources([f"http://127.0.0.1:{server.server_port}/"])
+        yield source
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def watch(source: Source, shapes: Sequence[ClipShape], until_s: float) -> tuple[list[list[Chunk]], list[str]]:
+    """The clips by shape, and what is reported."""
+    stop, lines = threading.Event(), list[str]()
+    clips: list[list[Chunk]] = [[] for _ in shapes]
+    began = time.monotonic()
+    for head, clip in read_clips(source, shapes, stop=stop, shown=True, say=lines.append):
+        clips[head].append(clip)
+        if time.monotonic() - began > until_s:
+            stop.set()
+    return clips, lines
 
 
 @pytest.mark.slow
-def test_a_camera_is_answered_by_the_clock(camera: Source, tmp_path: Path) -> None:
-    """OpenCV declares 25 frames per second for it."""
-    stop = threading.Event()
-    clips: list[list[Chunk]] = [[], []]
-    began = time.monotonic()
-    for head, clip in read_clips(camera, [ClipShape(1), ClipShape(1, 2)], stop=stop, shown=True, say=print):
-        clips[head].append(clip)
-        if time.monotonic() - began > 2.9:
-            stop.set()
-    assert [round(clip.start_s) for clip in clips[0]][:2] == [0, 1]
-    assert 4 <= len(clips[1]) <= 6
-    for clip in clips[1]:
-        assert clip.frames and clip.seconds == 0.5
-        assert seconds(clip.shown) == [pytest.approx(clip.start_s + at, abs=1.3) for at in clip.shown_s]
+def test_a_camera_is_answered_by_the_clock() -> None:
+    """Ten frames per second, after a second twenty."""
+
+    def frames(began_s: float) -> Iterator[float]:
+        yield from itertools.repeat(0.1, 10)
+        yield from itertools.repeat(0.05)
+
+    with camera(frames) as source:
+        (seconds_long, twice), lines = watch(source, [ClipShape(1), ClipShape(1, 2)], 2.8)
+    assert not lines and len(seconds_long) == 2 and 4 <= len(twice) <= 6
+    assert seconds_long[1].start_s - seconds_long[0].start_s == pytest.approx(1, abs=0.2)
+    assert [clip.start_s - twice[0].start_s for clip in twice] == pytest.approx([n / 2 for n in range(len(twice))])
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_a_camera_that_stalls_and_ends_and_comes_back_keeps_the_time(tmp_path: Path) -> None:
+    def frames(began_s: float) -> Iterator[float]:
+        if began_s > 5:
+            yield from itertools.repeat(0.05)
+        yield from itertools.repeat(0.1, 20)
+        yield 10.0
+        yield from itertools.repeat(0.2, 15)  # at night
+
+    with camera(frames) as source:
+        ((*clips,),), lines = watch(source, [ClipShape(1)], 18.5)
+    video = AnnotatedVideo(tmp_path / "camera")
+    for clip in clips:
+        video.add(clip, clip_result(None, clip.index, clip.start_s))
+        for encoded, since_s in zip(clip.shown, clip.shown_s, strict=True):
+            assert 2 * second_of(Image.open(io.BytesIO(encoded))) == pytest.approx(clip.start_s + since_s, abs=2.2)
+    video.close()
+    assert [round(clip.start_s) for clip in clips][:5] == [0, 1, 12, 13, 14] and clips[-1].start_s > 16.5
+    assert len(lines) == 1 and "the camera sends no more frames; retrying in 1 s" in lines[0]
+    capture = cv2.VideoCapture(str(tmp_path / "camera.webm"))
+    assert capture.get(cv2.CAP_PROP_FRAME_COUNT) == pytest.approx(10 * (clips[-1].start_s + 1), abs=10)

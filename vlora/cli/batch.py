@@ -86,11 +86,11 @@ def stream(
         vlora stream plan.yaml --check
         vlora stream plan.yaml --out results
 
-    A source is a file, a camera number, a URL, or a folder of videos and images, with the folders inside (without results
-    of an earlier run); all heads and questions read the same source, and those that read the same number of frames share
-    each frame's transfer and vision encoding. A source that ends in .yaml is a plan: cameras with their own tasks and
-    rates, tracked objects, and events that ask questions (docs/guide.md). A lost camera or server is retried; at
-    startup, for --wait-s. Ctrl-C completes the clips in
+    A source is a file, a camera number, a URL, or a folder of videos and images, with the folders inside (without the
+    results of an earlier run); all heads and questions read the same source, and those that read the same number of
+    frames share each frame's transfer and vision encoding. A source that ends in .yaml is a plan: cameras with their
+    own tasks and rates, tracked objects, and events that ask questions (docs/guide.md). A lost camera or server is
+    retried; at startup, for --wait-s. Ctrl-C completes the clips in
     progress and closes the files. A clip that fails is reported and the command continues; the exit code is then 1.
     """
     if any(map(is_plan, sources)):
