@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from vlora.opencv import cv2
+from vlora.opencv import Video, cv2
 from apps.server_process import VLORA, serving
 from apps.video_analytics import CHUNKS_IN_FLIGHT, AnnotatedVideo, ChunkResult, Source, analyse
 from vlora.client import Client
@@ -54,15 +54,12 @@ def write_page(file: Path, fused: Path, result: Mapping[str, Any]) -> None:
 
 def poster(video: Path) -> str:
     """A frame of a video as a data URL (JPEG), which browsers show until playback."""
-    capture = cv2.VideoCapture(str(video))
-    try:
-        wanted = int(_POSTER_S * (capture.get(cv2.CAP_PROP_FPS) or 1))
-        shown = None
-        for _ in range(wanted + 1):
-            decoded, frame = capture.read()
-            shown = frame if decoded else shown
-    finally:
-        capture.release()
+    shown = None
+    with Video(str(video)) as frames:
+        for time_s in frames:
+            shown = frames.picture()
+            if time_s >= _POSTER_S:
+                break
     if shown is None:
         return ""
     encoded = cv2.imencode(".jpg", shown, [cv2.IMWRITE_JPEG_QUALITY, 85])[1].tobytes()

@@ -90,6 +90,15 @@ class Sampler:
         self._next_shown_s = 0.0
         self._clear()
 
+    def _clear(self) -> None:
+        self._num_due = 0  # frames of the clip whose time has come
+        self._complete = False  # returned before the next one starts
+        self._taken = self._is_shown = False  # the current frame
+        self._width = 0
+        self._frames: list[bytes] = []
+        self._shown: list[tuple[bytes, float]] = []
+        self._reserve: Frame | None = None  # the clip's first frame that was decoded
+
     def advance(self, time_s: float) -> Chunk | None:
         """Go on to the frame of this time. Returns the clip that has ended before it, if any."""
         ended = None
@@ -159,16 +168,6 @@ class Sampler:
         pictures, times = tuple(picture for picture, _ in self._shown), tuple(time for _, time in self._shown)
         self._index += 1
         return Chunk(self._index - 1, self._start_s, chosen, pictures, width, seconds, times)
-
-    def _clear(self) -> None:
-        self._num_due = 0  # frames of the clip whose time has come
-        self._complete: bool = False  # returned before the next one starts
-        self._taken: bool = False  # the current frame
-        self._is_shown: bool = False
-        self._width: int = 0
-        self._frames: list[bytes] = []
-        self._shown: list[tuple[bytes, float]] = []
-        self._reserve: Frame | None = None  # the clip's first frame that was decoded
 
     def _start_at(self, time_s: float, gap: bool) -> float:
         """When the clip of the frame of this time starts."""

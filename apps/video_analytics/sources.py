@@ -142,8 +142,9 @@ def read_clips(
     while not stop.is_set():
         why = "the camera sends no more frames"
         try:
-            since = began if source.live else None
-            for place, chunk in read_video(source, shapes, stop, shown, say if not any(indices) else _ignore, since):
+            report = say if not any(indices) else lambda text: None
+            clips = read_video(source, shapes, stop, shown, report, began if source.live else None)
+            for place, chunk in clips:
                 yield place, msgspec.structs.replace(chunk, index=indices[place])
                 indices[place], pause_s = indices[place] + 1, FIRST_PAUSE_S
         except BadImage as error:
@@ -156,9 +157,6 @@ def read_clips(
             say(f"{source.name}: {why}; retrying in {pause_s:.0f} s")
             stop.wait(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-
-
-def _ignore(text: str) -> None: ...
 
 
 def read_video(

@@ -18,7 +18,7 @@ from vlora.models.vision.images import FORMATS, upright_rgb
 from vlora.opencv import Video, cv2
 
 PICTURE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-VIDEO_SUFFIXES = (".mp4", ".avi", ".mkv", ".mov", ".webm", ".m4v", ".mpg", ".mpeg")
+VIDEO_SUFFIXES = (".mp4", ".avi", ".mkv", ".mov", ".webm", ".m4v", ".mpg", ".mpeg", ".ts")
 
 _ROUNDED_S = 1e-3  # error of time stamps in containers
 

@@ -300,7 +300,7 @@ def test_a_camera_is_answered_by_the_clock() -> None:
 
     with camera(frames) as source:
         (seconds_long, twice), lines = watch(source, [ClipShape(1), ClipShape(1, 2)], 2.8)
-    assert not lines and len(seconds_long) == 2 and 4 <= len(twice) <= 6
+    assert not lines and 2 <= len(seconds_long) <= 3 and 4 <= len(twice) <= 7
     assert seconds_long[1].start_s - seconds_long[0].start_s == pytest.approx(1, abs=0.2)
     assert [clip.start_s - twice[0].start_s for clip in twice] == pytest.approx([n / 2 for n in range(len(twice))])
 
