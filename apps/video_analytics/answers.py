@@ -139,6 +139,7 @@ def answer(
                     questions=group.questions,
                     max_latency_s=max_latency_s,
                     drop="newest" if source.live else "none",
+                    name=source.name.encode(errors="replace").decode()[:100],
                 ) as stream:
                     for pair in _answer_clips(stream, take, unanswered, source, group):
                         if pair[0].problem is None:

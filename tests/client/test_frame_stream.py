@@ -394,22 +394,22 @@ def test_hostile_messages_are_typed_errors(server: Running, hang_up: contextlib.
 
     peer = rpyc.connect("127.0.0.1", server.port, config={"sync_request_timeout": 5})
     hang_up.callback(peer.close)
-    good, packed = call("open_frames", (("cam", "night"),), (), None, None, "newest", 0)
+    good, packed = call("open_frames", (("cam", "night"),), (), None, None, "newest", 0, "")
     assert good
     stream_id = packed[1:].decode()
     for method, *args in (
         ("open_frames",),
         ("open_frames", 1, 2, 3, 4, 5, 6),
-        ("open_frames", (), (), None, None, "newest", 0),
-        ("open_frames", "cam", (), None, None, "newest", 0),
-        ("open_frames", (("cam",),), (), None, None, "newest", 0),
-        ("open_frames", (), ((1,),), None, None, "newest", 0),
-        ("open_frames", (), (("q", None, "8"),), None, None, "newest", 0),
-        ("open_frames", (("cam", "night"),) * 10_000, (), None, None, "newest", 0),
+        ("open_frames", (), (), None, None, "newest", 0, ""),
+        ("open_frames", "cam", (), None, None, "newest", 0, ""),
+        ("open_frames", (("cam",),), (), None, None, "newest", 0, ""),
+        ("open_frames", (), ((1,),), None, None, "newest", 0, ""),
+        ("open_frames", (), (("q", None, "8"),), None, None, "newest", 0, ""),
+        ("open_frames", (("cam", "night"),) * 10_000, (), None, None, "newest", 0, ""),
         ("open_frames", (("cam", "night"),), (), None, None, "newest", 11),
-        ("open_frames", (("cam", "night"),), (), -1.0, None, "none", 0),
-        ("open_frames", (("cam", "night"),), (), "soon", None, "none", 0),
-        ("open_frames", (("cam", "night"),), (), None, 0, "none", 0),
+        ("open_frames", (("cam", "night"),), (), -1.0, None, "none", 0, ""),
+        ("open_frames", (("cam", "night"),), (), "soon", None, "none", 0, ""),
+        ("open_frames", (("cam", "night"),), (), None, 0, "none", 0, ""),
         ("open_frames", (("cam", "night"),), (), None, None, "x" * 1000, 0),
         ("send_frame",),
         ("send_frame", "unknown", 0, (DARK,), 0.0),

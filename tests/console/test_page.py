@@ -192,7 +192,7 @@ def test_streams_show_their_preview(watched: Watched, api: Api) -> None:
     try:
         expect(card.locator(".says")).to_have_text(re.compile(r"bright \d\d % · .+"))
         expect(card.locator("img")).to_have_js_property("naturalWidth", 480)
-        expect(card).to_contain_text("night / cam")
+        expect(card).to_contain_text("gate · night / cam")
     finally:
         done.set()
         thread.join()

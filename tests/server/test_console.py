@@ -50,7 +50,7 @@ def api(folder: Path) -> Iterator[Api]:
 
 def open_stream(api: Api, owner: Token | None) -> str:
     async def opened() -> str:
-        return api.front_end.streams.open(StreamOptions(heads=(("cam", "night"),)), 1, owner, object())
+        return api.front_end.streams.open(StreamOptions(heads=(("cam", "night"),), name="gate"), 1, owner, object())
 
     made: str = api.on_loop(opened())
     return made
@@ -113,6 +113,7 @@ def test_a_frame_is_shown_to_its_owner_and_admins_while_viewed(api: Api, folder:
 
     send(api, stream_id, CAMERAS, 0)
     wait_for(lambda: state(api, CAMERAS)["streams"][-1]["num_answered"] == 1)
+    assert state(api, CAMERAS)["streams"][-1]["name"] == "gate"
     assert view(GUEST) == 404 and view(CAMERAS) == 204  # no frame was requested before, so none was drawn
     send(api, stream_id, CAMERAS, 1)
     wait_for(lambda: api.front_end.streams.watched()[-1].preview.read() is not None)

@@ -323,6 +323,7 @@ async def test_one_failing_question_leaves_the_others() -> None:
         ({"questions": (TextQuestion(" "),)}, "a question of the stream is empty"),
         ({"questions": (TextQuestion("q", None, 0),)}, "max_tokens is 0; it must be at least 1"),
         ({"questions": (TextQuestion("q", None, "8"),)}, "max_tokens"),  # type: ignore[arg-type]
+        ({"heads": (("cam", "night"),), "name": "x" * 101}, "name has 101 characters; the maximum is 100"),
     ],
 )
 def test_options_that_ask_nothing_or_the_same_twice(options: dict[str, Any], why: str) -> None:

@@ -228,7 +228,7 @@ TYPED = {"bad_request", "prompt_too_long", "too_large", "bad_image", "deadline_m
 
 @pytest.mark.parametrize("number", NUMBERS, ids=lambda number: str(number)[:12])
 def test_numbers_of_any_size_cause_typed_errors_or_none(peer: Any, number: Any) -> None:
-    good, opened = call(peer, "open_frames", (("cam", "night"),), (), None, None, "none", 0)
+    good, opened = call(peer, "open_frames", (("cam", "night"),), (), None, None, "none", 0, "")
     assert good
     stream_id = msgspec.msgpack.decode(opened)
     ask = ("say:x", (), None)
@@ -246,10 +246,10 @@ def test_numbers_of_any_size_cause_typed_errors_or_none(peer: Any, number: Any) 
         ("ask_heads", 1, (png(),), (("cam", "night"),), number, 0),
         ("ask_heads", 1, (png(),), (("cam", "night"),), None, number),
         ("cancel", number),
-        ("open_frames", (("cam", "night"),), (), number, None, "newest", 0),
-        ("open_frames", (), (("q", None, number),), None, None, "newest", 0),
-        ("open_frames", (("cam", "night"),), (), None, number, "newest", 0),
-        ("open_frames", (("cam", "night"),), (), None, None, "newest", number),
+        ("open_frames", (("cam", "night"),), (), number, None, "newest", 0, ""),
+        ("open_frames", (), (("q", None, number),), None, None, "newest", 0, ""),
+        ("open_frames", (("cam", "night"),), (), None, number, "newest", 0, ""),
+        ("open_frames", (("cam", "night"),), (), None, None, "newest", number, ""),
         ("send_frame", stream_id, number, (png(),), 0.0),
         ("send_frame", stream_id, 0, (png(),), number),
         ("send_frame", stream_id, 1, ((b"abc", number, 1),), 0.0),
@@ -274,11 +274,11 @@ def test_error_messages_do_not_repeat_long_names(server: Running, peer: Any) -> 
         ("ask_head", 1, (png(),), name, "night", None, 0),
         ("ask_head", 1, (png(),), "cam", name, None, 0),
         ("ask_heads", 1, (png(),), ((name,),), None, 0),
-        ("open_frames", ((name, "night"),), (), None, None, "newest", 0),
-        ("open_frames", (("cam", name),), (), None, None, "newest", 0),
-        ("open_frames", (("cam", name),) * 2, (), None, None, "newest", 0),
-        ("open_frames", (), ((name, name, 1),), None, None, "newest", 0),
-        ("open_frames", (), ((name, name, 1),) * 2, None, None, "newest", 0),
+        ("open_frames", ((name, "night"),), (), None, None, "newest", 0, ""),
+        ("open_frames", (("cam", name),), (), None, None, "newest", 0, ""),
+        ("open_frames", (("cam", name),) * 2, (), None, None, "newest", 0, ""),
+        ("open_frames", (), ((name, name, 1),), None, None, "newest", 0, ""),
+        ("open_frames", (), ((name, name, 1),) * 2, None, None, "newest", 0, ""),
         ("open_frames", (("cam", "night"),), (), None, None, name, 0),
         ("end_frames", name),
     ):

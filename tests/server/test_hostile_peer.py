@@ -267,7 +267,7 @@ def test_errors_are_values_not_exceptions(peer: Any) -> None:
 def test_an_infinite_wait_is_refused(peer: Any, tmp_path: Path, wait_s: Any) -> None:
     assert call(peer, "load_adapter", "waiting", write_adapter(tmp_path, {"kind": 1}))[0]
     stream_id = msgspec.msgpack.decode(
-        call(peer, "open_frames", (("waiting", "kind"),), (), None, None, "newest", 0)[1]
+        call(peer, "open_frames", (("waiting", "kind"),), (), None, None, "newest", 0, "")[1]
     )
     assert "wait_s" in call(peer, "pull_results", stream_id, -1, wait_s)[2]
     assert call(peer, "close_frames", stream_id)[0]

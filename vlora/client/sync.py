@@ -207,6 +207,7 @@ class Client:
         fps: float | None = None,
         drop: Literal["newest", "none"] = "newest",
         priority: int = 0,
+        name: str = "",
     ) -> Call[str]:
         """Open a stream of frames, each of which one or several heads and questions answer; results are in order.
 
@@ -222,6 +223,7 @@ class Client:
             drop: policy when frames arrive faster than they are answered: "newest" replaces a waiting frame by a newer
                 one (the replaced frame's result reports it), "none" makes sending wait.
             priority: priority of the stream's requests among all waiting requests.
+            name: of the camera, which the console shows beside what is asked.
 
         Raises:
             UnknownAdapter, UnknownHead: the server does not have them.
@@ -229,8 +231,8 @@ class Client:
                 images.
             OverCapacity: the server has too many streams.
         """
-        pairs = calls.stream_heads(adapter, head, heads)
-        return Call("open_frames", (pairs, calls.stream_questions(questions), max_latency_s, fps, drop, priority), str)
+        asked = calls.stream_heads(adapter, head, heads), calls.stream_questions(questions)
+        return Call("open_frames", (*asked, max_latency_s, fps, drop, priority, name), str)
 
     @_asks
     def adapters(self) -> Call[tuple[AdapterStatus, ...]]:

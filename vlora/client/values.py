@@ -23,7 +23,7 @@ from vlora.types.learning import Correction, LearningStatus
 from vlora.types.replicas import AdapterPlace, ClusterStatus
 from vlora.wording import msgspec_errors
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 18861
 
@@ -112,7 +112,7 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     heads: pairs of an adapter and one of its heads, which answer each frame, as do the `questions`. max_latency_s
     bounds each frame, from its arrival; fps is the maximum number started per second; priority is that of
     its requests. drop: policy for frames that arrive faster than they are answered. "newest": a newer frame replaces a
-    waiting one; "none": sending waits.
+    waiting one; "none": sending waits. name: shown beside the stream, such as its camera's.
 
     Raises BadRequest for invalid values.
     """
@@ -123,6 +123,7 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     fps: float | None = None
     drop: Literal["newest", "none"] = "newest"
     priority: int = 0
+    name: str = ""
 
     def __post_init__(self) -> None:
         if not self.heads and not self.questions:
@@ -142,6 +143,8 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
                 raise BadRequest(f"{field} is {value}; it must be above 0")
         if self.drop not in ("newest", "none"):
             raise BadRequest(f"drop is {self.drop[:20]!r}; choose newest or none")
+        if len(self.name) > 100:
+            raise BadRequest(f"name has {len(self.name)} characters; the maximum is 100", field="name")
         check_priority(self.priority)
 
 

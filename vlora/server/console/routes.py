@@ -104,6 +104,7 @@ def _stream_json(watched: WatchedStream, caller: Token | None) -> dict[str, Any]
     return {
         "number": watched.number,
         "owner": watched.owner,
+        "name": stream.options.name,
         "asks": [
             *(f"{head} / {adapter}" for adapter, head in stream.options.heads),  # cards cut the end of long texts
             *(f"{each.question} / {each.adapter or 'base model'}" for each in stream.options.questions),

@@ -668,7 +668,7 @@ function drawStreams() {
       setText(says, !last ? "waiting for frames" : last.label === null ? last.problem : `${last.label}${confidence}${latency}`);
       says.title = says.textContent;
       if (!frame.firstElementChild) setText(frame, stream.num_answered ? "waiting for its next frame" : "no frame yet");
-      setText(whose, stream.asks.join(", "));
+      setText(whose, [stream.name, stream.asks.join(", ")].filter(Boolean).join(" · "));
       whose.title = stream.owner === null ? whose.textContent : `${whose.textContent}, opened with token ${stream.owner}`;
       const lost = [stream.num_dropped && `${stream.num_dropped} dropped`, stream.num_failed && `${stream.num_failed} failed`];
       setText(counts, [`${stream.num_answered.toLocaleString("en")} answered`, ...lost].filter(Boolean).join(" · "));

@@ -298,7 +298,7 @@ class VLoraService(rpyc.Service):
             task.cancel()
 
     async def _open_frames(self, args: tuple[Any, ...]) -> str:
-        heads, questions, max_latency_s, fps, drop, priority = positional("open_frames", args, 6)
+        heads, questions, max_latency_s, fps, drop, priority, name = positional("open_frames", args, 7)
         options = StreamOptions(
             heads=checked("heads", heads, tuple[tuple[str, str], ...]),
             questions=checked("questions", questions, tuple[TextQuestion, ...]),
@@ -306,6 +306,7 @@ class VLoraService(rpyc.Service):
             fps=checked("fps", fps, float | None),
             drop=checked("drop", drop, str),
             priority=checked("priority", priority, int),
+            name=checked("name", name, str),
         )
         num_images = await images_per_frame(options, self._front_end.adapters, self._front_end.config)
         owner = self._frames_owner()
