@@ -93,6 +93,8 @@ def _of_folder(folder: Path) -> list[Source]:
             found.append(Source("-".join(inside), str(path), "file"))
     for parent in dict.fromkeys(path.parent for path in files if path.suffix.lower() in PICTURE_SUFFIXES):
         found.append(Source("-".join(parent.relative_to(folder).parts) or top, str(parent), "pictures"))
+    if not found:
+        raise BadImage(f"folder {str(folder)!r} contains results of `vlora stream` only; give a folder of videos")
     return found
 
 
@@ -230,9 +232,11 @@ def _why_closed(source: Source, why: str) -> str:
 def _read_pictures(
     folder: Path, shapes: Sequence[ClipShape], stop: threading.Event, shown: bool
 ) -> Iterator[tuple[int, Chunk]]:
-    files = (
-        [path for path in _files(folder) if path.suffix.lower() in PICTURE_SUFFIXES] if folder.is_dir() else [folder]
-    )
+    if folder.is_dir():
+        files = [path for path in _files(folder) if path.suffix.lower() in PICTURE_SUFFIXES]
+    else:
+        read_picture(folder)  # its error is that of the source
+        files = [folder]
     groups: list[list[_Picture]] = [[] for _ in shapes]
     indices = [0] * len(shapes)
     num_decoded = 0
@@ -285,7 +289,8 @@ def read_picture(path: Path) -> cv2.typing.MatLike:
     except cv2.error as error:
         raise BadImage(f"cannot read picture {str(path)!r}: OpenCV requires {error.err}") from error
     if picture is None:
-        raise BadImage(f"{str(path)!r} is not a picture that this machine can decode")
+        why = "is not a picture that this machine can decode" if path.exists() else "does not exist"
+        raise BadImage(f"{str(path)!r} {why}")
     return picture
 
 

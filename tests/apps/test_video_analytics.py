@@ -86,6 +86,8 @@ def test_addresses_become_sources_with_unique_names(tmp_path: Path) -> None:
     assert [source.name for source in find_sources([str(tmp_path), str(tmp_path / "gate" / "a.mp4")])] == [
         *("a", "b", "gate-a", "gate-old-a", tmp_path.name, "gate-old", "a-2"),
     ]
+    with pytest.raises(BadImage, match="contains results of `vlora stream` only"):
+        find_sources([str(tmp_path / "gate" / "a.events")])
     (tmp_path / "empty").mkdir()
     with pytest.raises(BadImage, match="contains no video and no picture"):
         find_sources([str(tmp_path / "empty")])
@@ -140,6 +142,7 @@ def test_a_folder_without_a_good_picture_is_an_error(client: Client, tmp_path: P
         ("20240101120000", "no camera has that number"),
         ("rtsp://127.0.0.1:1/main", "the address does not respond"),
         ("nowhere.mp4", "no such file or address"),
+        ("nowhere.png", "'nowhere.png' does not exist"),
         (__file__, "not a video that this machine can decode"),
     ],
 )
