@@ -25,11 +25,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from vlora.opencv import Video, cv2
 from apps.server_process import VLORA, serving
 from apps.video_analytics import CHUNKS_IN_FLIGHT, AnnotatedVideo, ChunkResult, Source, analyse
 from vlora.client import Client
 from vlora.errors import VLoraError
+from vlora.opencv import Video, cv2
 
 _END = "</main>"
 _POSTER_S = 1.5  # seconds from the start of a video
