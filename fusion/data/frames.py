@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import NamedTuple, overload
 
 import numpy as np
-from PIL import Image
 
 from vlora.errors import BadImage
-from vlora.models.vision.images import FORMATS, upright_rgb
+from vlora.models.vision.images import FORMATS, open_image, upright_rgb
 from vlora.opencv import Video, cv2
 
 PICTURE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
@@ -71,7 +70,7 @@ class Picture(Frames):
 
     def __iter__(self) -> Iterator[np.ndarray]:
         try:
-            with Image.open(self.file, formats=FORMATS) as image:
+            with open_image(self.file) as image:
                 yield np.asarray(upright_rgb(image))
         except Exception as error:  # Pillow's readers raise many exception types on broken input
             raise ValueError(f"{self.file} is not a valid picture ({', '.join(FORMATS)}): {error}") from error

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -254,18 +253,6 @@ def test_words_for_a_task_without_them_are_an_error_like_others(tmp_path: Path, 
     errors = errors_of(write_plan(tmp_path, lines, f"{COCO}\nhead: words", "source: nowhere"))
     assert [error.split("`")[1] for error in errors] == ["domains[0].head", "domains[1].head", "domains[2].source"]
     assert f"is 'words'; the task {task!r} is answered by {task}" in errors[0]
-
-
-def test_16_bit_and_rotated_pictures_are_read_as_by_the_server(tmp_path: Path) -> None:
-    from PIL import Image
-
-    grey = (np.arange(12, dtype=np.uint16) * 5000).reshape(3, 4)
-    Image.fromarray(grey).save(tmp_path / "deep.png")
-    assert np.array_equal(Picture(tmp_path / "deep.png")[0][..., 0], grey // 256)
-    exif = Image.Exif()
-    exif[0x0112] = 6  # rotation by 90 degrees
-    Image.new("RGB", (8, 4)).save(tmp_path / "turned.jpg", exif=exif)
-    assert Picture(tmp_path / "turned.jpg")[0].shape == (8, 4, 3)
 
 
 def test_a_short_clip_repeats_frames(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from vlora.errors import BadConfig, BadImage, BadRequest, VLoraError
 from vlora.models.families import family_of, placeholder_count
 from vlora.models.processor_files import TEMPLATE_FILES, read_parts
 from vlora.models.qwen_vl.tokenizer import byte_letters
-from vlora.models.vision.images import Clip, Region
+from vlora.models.vision.images import Clip, Region, upright_rgb
 from vlora.models.vision.videos import VIDEO_FAMILIES, VideoProcessor
 from vlora.types import TensorValue, VisionInput
 
@@ -352,7 +352,7 @@ class InputProcessor:
         try:
             if self.family.model_type == "llava_onevision" and len(images) > 1:
                 # Several images in one prompt are not tiled, so the processor must get them together.
-                together = self.image_processor([[image.convert("RGB") for image in images]], return_tensors="pt")
+                together = self.image_processor([[upright_rgb(image) for image in images]], return_tensors="pt")
                 fields = [
                     {
                         "pixel_values": together["pixel_values"][i : i + 1],
@@ -362,7 +362,7 @@ class InputProcessor:
                     for i in range(len(images))
                 ]
             else:
-                fields = [dict(self.image_processor(image.convert("RGB"), return_tensors="pt")) for image in images]
+                fields = [dict(self.image_processor(upright_rgb(image), return_tensors="pt")) for image in images]
         except (ValueError, TypeError, OSError) as error:
             sizes = ", ".join(f"{image.width}x{image.height}" for image in images)
             raise BadImage(f"the image processor rejects the images ({sizes}): {error}") from error

@@ -17,7 +17,7 @@ from vlora.errors import BadConfig, BadPlan, BadRequest
 from vlora.models.hf_model import HFModel, VisionFeatures
 from vlora.models.processing import InputProcessor, to_tensor
 from vlora.models.vision.encoder import VisionEncoder, VisionTask
-from vlora.models.vision.images import FORMATS, upright_rgb
+from vlora.models.vision.images import FORMATS, open_image, upright_rgb
 from vlora.plan_files.errors import MAX_LISTED
 from vlora.training.batch import IGNORED, Sample, check_sample
 from vlora.training.records import Record
@@ -212,12 +212,10 @@ def _read(file: Path) -> Image.Image:
 @contextmanager
 def _opened(file: Path) -> Iterator[Image.Image]:
     """The picture of a file. Errors of the block are those of the picture. Raises BadRequest."""
-    from PIL import Image  # an engine without trainings needs no Pillow
-
     if not file.is_file():  # a pipe would block
         raise BadRequest(f"there is no file {file}")
     try:
-        with Image.open(file, formats=FORMATS) as image:
+        with open_image(file) as image:
             yield image
     except Exception as error:  # Pillow's readers raise many exception types on broken input
         raise BadRequest(f"{file} is not a valid picture ({', '.join(FORMATS)}): {error}") from error

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from vlora.errors import BadImage, BadRequest
-from vlora.models.vision.images import Clip
+from vlora.models.vision.images import Clip, upright_rgb
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -97,10 +97,10 @@ class VideoProcessor:
         if self._resizes:
             rows, columns = self.size_of(len(clip.frames), height, width)
             frames = [
-                frame.convert("RGB").resize((columns, rows), self._image_processor.resample) for frame in clip.frames
+                upright_rgb(frame).resize((columns, rows), self._image_processor.resample) for frame in clip.frames
             ]
         else:
-            frames = [frame.convert("RGB") for frame in clip.frames]
+            frames = [upright_rgb(frame) for frame in clip.frames]
         made = [
             self._image_processor(frame, do_resize=False, return_tensors="pt", **self._normalization)
             for frame in frames

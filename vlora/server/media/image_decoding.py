@@ -11,7 +11,7 @@ from PIL import Image
 
 from vlora.config import ServerConfig
 from vlora.errors import BadImage, TooLarge
-from vlora.models.vision.images import FORMATS, upright_rgb
+from vlora.models.vision.images import FORMATS, open_image, upright_rgb
 
 # Pillow warns above a fixed number of pixels; the server enforces its own limit instead.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
@@ -74,14 +74,16 @@ def _open(encoded: bytes | RawImage, number: int, config: ServerConfig) -> Image
     if not encoded:
         raise BadImage(f"image {number} is empty")
     try:
-        image = Image.open(io.BytesIO(encoded), formats=FORMATS)
+        image = open_image(io.BytesIO(encoded))
     except Image.DecompressionBombError as error:
         most = 2 * (Image.MAX_IMAGE_PIXELS or 0)  # Pillow's hard limit
         raise TooLarge(
             f"image {number} has over {most} pixels; this server takes at most {min(most, config.max_image_pixels)}"
         ) from error
     except Exception as error:  # Pillow's decoders raise many error types on broken input
-        raise BadImage(f"image {number} ({len(encoded)} bytes) is broken or not one of {', '.join(FORMATS)}") from error
+        why = f": {error}" if isinstance(error, ValueError) else ""
+        message = f"image {number} ({len(encoded)} bytes) is broken or not one of {', '.join(FORMATS)}{why}"
+        raise BadImage(message) from error
     pixels = image.width * image.height
     if pixels > config.max_image_pixels:
         raise TooLarge(

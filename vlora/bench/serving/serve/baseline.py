@@ -17,6 +17,7 @@ from vlora.bench.serving.serve.measurements import LoadRun, ObservedAnswer
 from vlora.bench.serving.serve.workload import WorkloadRequest
 from vlora.models.pretrained import from_pretrained
 from vlora.models.processing import InputProcessor, to_tensor
+from vlora.models.vision.images import open_image
 from vlora.types import TensorValue
 
 
@@ -43,9 +44,7 @@ class PreparedRequest(NamedTuple):
 
 
 def prepare(processor: InputProcessor, request: WorkloadRequest) -> PreparedRequest:
-    from PIL import Image  # prompts without pictures need no Pillow
-
-    pictures = [Image.open(io.BytesIO(each)) for each in request.pictures]
+    pictures = [open_image(io.BytesIO(each)) for each in request.pictures]
     encoded = processor.encode(processor.chat(request.text, len(pictures)), pictures)
     return PreparedRequest(
         encoded.prompt_ids, tuple(item.fields for item in encoded.vision), request.adapter, request.answer_tokens
