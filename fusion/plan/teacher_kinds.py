@@ -101,7 +101,8 @@ class OnnxDetectorTeacher(_Detector):
     file. size: height and width in pixels, if the file leaves them open. mean, std: normalisation of
     colours from 0 to 1. resize: "letterbox" keeps the aspect ratio, with grey borders. layout: of the outputs
     (`fusion.teachers.detector_layouts`); None to recognise it. boxes: whether edges are pixels of the input or shares
-    of it. overlap: suppression drops the less confident of two boxes of one label with more IoU than this.
+    of it; None to recognise it. overlap: suppression drops the less confident of two boxes of one label with more IoU
+    than this.
     """
 
     kind: Literal["onnx_detector"]
@@ -111,8 +112,8 @@ class OnnxDetectorTeacher(_Detector):
     mean: Colors = (0.0, 0.0, 0.0)
     std: PositiveColors = (1.0, 1.0, 1.0)
     resize: Literal["letterbox", "stretch"] = "letterbox"
-    layout: Literal["anchor_free", "objectness", "end_to_end", "separate"] | None = None
-    boxes: Literal["pixels", "shares"] = "pixels"
+    layout: Literal["anchor_free", "objectness", "end_to_end", "separate", "detr"] | None = None
+    boxes: Literal["pixels", "shares"] | None = None
     overlap: Number = Field(0.45, gt=0, lt=1)
     min_confidence: Number = Field(0.25, gt=0, le=1)
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fusion.data.items import NamedBox
-from fusion.teachers.detector_layouts import SUPPRESSED, LayoutName, Output, raw_boxes, recognise
+from fusion.teachers.detector_layouts import LayoutName, Output, raw_boxes, recognise
 from fusion.teachers.letterbox import Placed, Resize, place
 from heads.boxes import Box, suppress
 
@@ -21,9 +21,9 @@ class DetectorSettings(NamedTuple):
     """Settings of a plan for an ONNX detector.
 
     labels: of each class, in order; None for the names in the file. size: height and width of the input; None for the
-    file's. mean, std: normalisation of colours from 0 to 1. layout: None to recognise it. shares: edges are shares of
-    the input instead of pixels. minimum: least score of a box. overlap: of two boxes of one label with more IoU than
-    this, suppression drops one.
+    file's. mean, std: normalisation of colours from 0 to 1. layout: None to recognise it. shares: whether edges are
+    shares of the input or pixels; None to recognise it. minimum: least score of a box.
+    overlap: of two boxes of one label with more IoU than this, suppression drops one.
     """
 
     labels: tuple[str, ...] | None
@@ -33,7 +33,7 @@ class DetectorSettings(NamedTuple):
     std: tuple[float, float, float] = (1.0, 1.0, 1.0)
     resize: Resize = "letterbox"
     layout: LayoutName | None = None
-    shares: bool = False
+    shares: bool | None = None
     overlap: float = 0.45
 
 
@@ -52,21 +52,26 @@ class OnnxDetector:
         self._session = open_session(file, threads)
         self._height, self._width, self._batched, self._type = self._input()
         self.labels = settings.labels or self._names()
-        self.layout = recognise(self._run(self._placed(_GREY)), len(self.labels), settings.layout)
+        outputs = self._run(self._placed(_GREY))
+        self.layout = recognise(
+            outputs, len(self.labels), settings.layout, shares=settings.shares, hint=self._layout_by_metadata()
+        )
         self.name = (
             f"ONNX detector {file.stem} ({self.layout}, {len(self.labels)} labels, {self._width} x {self._height})"
         )
 
     def find(self, frame: np.ndarray) -> list[NamedBox]:
         placed = self._placed(frame)
-        found = raw_boxes(self.layout, self._run(placed), self._settings.minimum)
+        found = raw_boxes(
+            self.layout, self._run(placed), self._settings.minimum, len(self.labels), self._settings.shares
+        )
         unknown = found.classes[(found.classes < 0) | (found.classes >= len(self.labels))]
         if len(unknown):
             raise ValueError(
                 f"a box has class {int(unknown[0])}, but `labels` has {len(self.labels)}: classes 0 to "
                 f"{len(self.labels) - 1}; list all of the model's labels in order, its background class included"
             )
-        scale = [self._width, self._height] * 2 if self._settings.shares else [1.0] * 4
+        scale = [self._width, self._height] * 2 if found.shares else [1.0] * 4
         edges = placed.shares(found.edges * scale)
         boxes = [
             Box(label, left, top, right, bottom, min(1.0, score))
@@ -74,8 +79,8 @@ class OnnxDetector:
                 found.classes.tolist(), edges.tolist(), found.scores.tolist(), strict=True
             )
         ]
-        if self.layout not in SUPPRESSED:
-            boxes = suppress(boxes, self._settings.overlap)
+        # Of rows after suppression, too: exporters leave several of one object.
+        boxes = suppress(boxes, self._settings.overlap)
         clipped = [(box, [min(1.0, max(0.0, edge)) for edge in box[1:5]]) for box in boxes]
         return [
             NamedBox(self.labels[box.label], left, top, right, bottom, box.score)
@@ -122,6 +127,14 @@ class OnnxDetector:
                 f"{self._file} takes pictures of {fixed[0]} x {fixed[1]}, not {self._settings.size}; remove `size`"
             )
         return int(fixed[0] or 0), int(fixed[1] or 0), batched, _TYPES[inputs[0].type]
+
+    def _layout_by_metadata(self) -> LayoutName | None:
+        """What Ultralytics stores in an exported file: its arguments, and the name of the model."""
+        stored = self._session.get_modelmeta().custom_metadata_map
+        if "'nms': True" in stored.get("args", "") or stored.get("end2end") == "True":
+            return "end_to_end"
+        named = stored.get("description", "").lower().replace("-", "")
+        return "detr" if "rtdetr" in named else None
 
     def _names(self) -> tuple[str, ...]:
         """The labels that Ultralytics stores in an exported file: "{0: 'person', 1: 'car'}"."""

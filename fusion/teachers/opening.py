@@ -114,7 +114,7 @@ def _detector_settings(plan: OnnxDetectorTeacher) -> DetectorSettings:
         std=plan.std,
         resize=plan.resize,
         layout=plan.layout,
-        shares=plan.boxes == "shares",
+        shares=None if plan.boxes is None else plan.boxes == "shares",
         minimum=min(plan.min_confidence, _COUNTED),
         overlap=plan.overlap,
     )

@@ -26,7 +26,7 @@ onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
 LABELS = ("car", "van", "bus")
-LAYOUTS = ("anchor_free", "objectness", "end_to_end", "separate")
+LAYOUTS = ("anchor_free", "objectness", "end_to_end", "separate", "detr")
 SIDE = 64
 
 
@@ -90,6 +90,8 @@ def drawn_outputs(layout: str, seed: int) -> dict[str, np.ndarray]:
         return {"output0": np.concatenate([boxes, scores], 1).T[None].astype(np.float32)}
     if layout == "objectness":
         return {"output": np.concatenate([boxes, rng.uniform(0, 1, (30, 1)), scores], 1)[None].astype(np.float32)}
+    if layout == "detr":
+        return {"output0": np.concatenate([boxes / SIDE, scores], 1)[None].astype(np.float32)}
     edges = np.concatenate([centers - sizes / 2, centers + sizes / 2], 1).astype(np.float32)
     classes, best = scores.argmax(1), scores.max(1).astype(np.float32)
     if layout == "end_to_end":
@@ -109,6 +111,10 @@ def decoded(layout: str, outputs: Mapping[str, np.ndarray], height: int, width: 
         for x, y, w, h, sure, *scores in outputs["output"][0].tolist():
             label = max(range(3), key=lambda each: scores[each])
             rows.append((sure * scores[label], label, x - w / 2, y - h / 2, x + w / 2, y + h / 2))
+    elif layout == "detr":
+        for x, y, w, h, *scores in outputs["output0"][0].tolist():
+            label = max(range(3), key=lambda each: scores[each])
+            rows.append((scores[label], label, *(SIDE * v for v in (x - w / 2, y - h / 2, x + w / 2, y + h / 2))))
     elif layout == "end_to_end":
         rows = [(score, int(label), *edges) for *edges, score, label in outputs["output0"][0].tolist()]
     else:
@@ -116,8 +122,7 @@ def decoded(layout: str, outputs: Mapping[str, np.ndarray], height: int, width: 
         rows = [(score, label, *edges) for edges, label, score in triples]
     kept: list[Any] = []
     for row in sorted((row for row in rows if row[0] >= floor), reverse=True):
-        final = layout in ("end_to_end", "separate")
-        if final or all(other[1] != row[1] or overlap(other[2:], row[2:]) <= 0.45 for other in kept):
+        if all(other[1] != row[1] or overlap(other[2:], row[2:]) <= 0.45 for other in kept):
             kept.append(row)
     # Padding as of Ultralytics' letterbox; the scale is that of the resized picture, which has whole pixels.
     gain = min(SIDE / height, SIDE / width)
@@ -156,13 +161,13 @@ def test_every_layout_is_decoded_as_written_out(tmp_path: Path, layout: str, hei
         assert len(expected) > 3 and found == expected
 
 
-def test_suppression_drops_boxes_of_raw_heads_only(tmp_path: Path) -> None:
-    """Negative control for the oracle: without suppression the raw heads give more boxes."""
+def test_suppression_drops_boxes_of_every_layout(tmp_path: Path) -> None:
+    """Negative control for the oracle: without suppression there are more boxes."""
     for layout in LAYOUTS:
         file = constant_model(tmp_path / f"{layout}.onnx", drawn_outputs(layout, 0))
         frame = np.zeros((SIDE, SIDE, 3), np.uint8)
         few, many = (len(boxes(opened(file, min_confidence=0.1, overlap=each), frame)) for each in (0.1, 0.99))
-        assert (few < many) == (layout in ("anchor_free", "objectness")), layout
+        assert few < many, layout
 
 
 # -- drawn boxes ------------------------------------------------------------------------------------------------------
@@ -192,6 +197,8 @@ class Painted(nn.Module):
             return torch.cat([centers, by_label], 1).T[None]
         if self.layout == "objectness":
             return torch.cat([centers, scores[:, None], (by_label > 0).float()], 1)[None]
+        if self.layout == "detr":
+            return torch.cat([centers / SIDE, by_label], 1)[None]
         numbers = torch.arange(2)
         if self.layout == "end_to_end":
             return torch.cat([edges, scores[:, None], numbers[:, None].float()], 1)[None]
@@ -206,8 +213,7 @@ def test_drawn_boxes_are_found_where_they_were_drawn(tmp_path: Path, layout: str
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.onnx.export(Painted(layout), (torch.zeros(shape),), file, output_names=names, dynamo=False)  # type: ignore[arg-type]
-    fields = {"boxes": "shares"} if layout == "separate" else {}
-    teacher = opened(file, labels=("red", "green"), **fields)
+    teacher = opened(file, labels=("red", "green"), **({"layout": "detr"} if layout == "detr" else {}))
     drawn = {"red": (30, 20, 110, 60), "green": (120, 40, 190, 90)}
     frame = np.full((100, 200, 3), 128, np.uint8)
     for number, (left, top, right, bottom) in enumerate(drawn.values()):
@@ -281,7 +287,7 @@ def test_a_wrong_number_of_labels_is_refused(tmp_path: Path, layout: str, labels
 
 
 def test_a_class_beyond_the_labels_is_an_error(tmp_path: Path) -> None:
-    for layout in LAYOUTS[2:]:
+    for layout in LAYOUTS[2:4]:
         teacher = opened(constant_model(tmp_path / "net.onnx", drawn_outputs(layout, 0)), labels=("car", "van"))
         with pytest.raises(ValueError, match="a box has class 2, but `labels` has 2: classes 0 to 1"):
             boxes(teacher, np.zeros((SIDE, SIDE, 3), np.uint8))
@@ -293,6 +299,114 @@ def test_outputs_that_fit_two_layouts_need_a_choice(tmp_path: Path) -> None:
     assert "fit objectness and end_to_end; set `layout` to one of them" in refused(file, labels=("car",))
     teacher = opened(file, labels=("car",), layout="end_to_end")
     assert [round(box.right * SIDE) for box in boxes(teacher, np.zeros((SIDE, SIDE, 3), np.uint8))] == [30, 60]
+
+
+CAR = [0.3, 0.4, 0.35, 0.5]  # centre and size; its edges are 0.125, 0.15, 0.475 and 0.65
+PIXELS = [24, 27, 40, 37, 0.9, 0]
+LOW = [0.0, 0.0, 0.0, 0.0]
+
+
+def table(*rows: Sequence[float], count: int = 84) -> dict[str, np.ndarray]:
+    values = np.zeros((1, count, len(rows[0])), np.float32)
+    values[0, : len(rows)] = rows
+    return {"rows": values}
+
+
+def pair(*classes: Sequence[float], box: str = "pred_boxes", scores: str = "logits") -> dict[str, np.ndarray]:
+    return {scores: np.array([classes], np.float32), box: np.array([[CAR, *[LOW] * (len(classes) - 1)]], np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("outputs", "fields", "layout", "expected"),
+    [
+        (table([*CAR, 0.9, 0.05]), {}, "detr", [("car", 0.9)]),
+        (table([*CAR, 0.9, 0.05]), {"boxes": "shares"}, "detr", [("car", 0.9)]),
+        (table([*CAR, 0.05, 0.9]), {}, "detr", [("van", 0.9)]),
+        (table([*CAR, 2.0, -3.0], [*LOW, -9, -9], count=2), {}, "detr", [("car", 1 / (1 + np.exp(-2)))]),
+        (table([*CAR, 0.1, 0.2, 0.7]), {"labels": LABELS}, "detr", [("bus", 0.7)]),
+        (
+            table([*[64 * edge for edge in CAR], 0.9, 0.05]),
+            {"layout": "detr", "boxes": "pixels"},
+            "detr",
+            [("car", 0.9)],
+        ),
+        # The last of DETR's classes is no object; RT-DETR has none.
+        (pair([3, 1, 0], [0, 0, 9]), {}, "detr", [("car", np.exp(3) / (np.exp(3) + np.exp(1) + 1))]),
+        (pair([0, 1, 5], [0, 0, 9]), {}, "detr", []),
+        (pair([0.8, 0.1, 0.1], [0, 0, 1]), {}, "detr", [("car", 0.8)]),
+        (pair([2, -3], [-9, -9]), {}, "detr", [("car", 1 / (1 + np.exp(-2)))]),
+        (
+            pair([-9, -9, -9, 2], [-9, -9, -9, -9]),
+            {"labels": (*LABELS, "tram")},
+            "detr",
+            [("tram", 1 / (1 + np.exp(-2)))],
+        ),
+        (pair([1, -9, -9, 2], [0, 0, 0, 9], box="b", scores="a"), {"labels": LABELS}, "detr", [("car", 0.2689)]),
+        # Rows after suppression in the file: one object, whatever the file has left of it.
+        (table(PIXELS, [25, 27, 41, 37, 0.85, 0], [24, 28, 40, 38, 0.8, 0]), {}, "end_to_end", [("car", 0.9)]),
+        (table(PIXELS, [24, 27, 40, 37, 0.8, 1]), {}, "end_to_end", [("car", 0.9), ("van", 0.8)]),
+        (table([0.2, 0.3, 0.4, 0.5, 0.9, 1]), {"layout": "end_to_end"}, "end_to_end", [("van", 0.9)]),
+        (table([*LOW, 0, 0]), {}, "end_to_end", []),
+        (table([0, 0, 0, 0, -1, -1]), {}, "end_to_end", []),
+        (table([*LOW[:2], 20, 20, 0.9, 0.8]), {"labels": ("car",)}, "objectness", [("car", 0.72)]),
+    ],
+)
+def test_values_decide_between_layouts_of_one_shape(
+    tmp_path: Path, outputs: dict[str, np.ndarray], fields: dict[str, Any], layout: str, expected: list[Any]
+) -> None:
+    teacher = opened(constant_model(tmp_path / "net.onnx", outputs), **{"labels": LABELS[:2], **fields})
+    assert f"({layout}, " in teacher.name
+    found = boxes(teacher, np.zeros((SIDE, SIDE, 3), np.uint8))
+    assert [box.label for box in found] == [label for label, _ in expected]
+    assert [box.confidence for box in found] == pytest.approx([score for _, score in expected], abs=1e-3)
+    if layout == "detr" and found:
+        assert found[0][1:5] == pytest.approx((0.125, 0.15, 0.475, 0.65), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "fields", "message"),
+    [
+        (table([0.2, 0.3, 0.4, 0.5, 0.9, 1]), {}, "fit end_to_end and detr; set `layout` to one of them"),
+        (table([*CAR, 0.9, 0.05]), {"labels": LABELS}, "with 3 labels; they would fit 2 labels as detr"),
+        (table([*CAR, 0.9, 0.05]), {"labels": ("car",)}, "with 1 labels; they would fit 2 labels as detr"),
+        (table([*CAR, 0.9, 0.05]), {"layout": "end_to_end"}, "do not fit 2 labels in [1, boxes, 6] of edges, score"),
+        (table([20, 20, 9, 9, 0.9, 0.05]), {}, "fit no supported layout with 2 labels"),
+        (pair([2, 1, 1, 1, 1]), {}, "fit no supported layout with 2 labels"),
+    ],
+)
+def test_outputs_that_stay_ambiguous_are_refused(
+    tmp_path: Path, outputs: dict[str, np.ndarray], fields: dict[str, Any], message: str
+) -> None:
+    file = constant_model(tmp_path / "net.onnx", outputs)
+    assert message in refused(file, **{"labels": LABELS[:2], **fields})
+
+
+@pytest.mark.parametrize(
+    ("metadata", "layout"),
+    [
+        ({"args": "{'batch': 1, 'nms': True}"}, "end_to_end"),
+        ({"end2end": "True"}, "end_to_end"),
+        ({"description": "Ultralytics RT-DETR-l model"}, "detr"),
+    ],
+)
+def test_metadata_decides_what_values_leave_open(tmp_path: Path, metadata: dict[str, str], layout: str) -> None:
+    file = constant_model(tmp_path / "net.onnx", table([0.2, 0.3, 0.4, 0.5, 0.9, 1]))
+    model = onnx.load(str(file))
+    onnx.helper.set_model_props(model, metadata)
+    onnx.save(model, str(file))
+    assert f"({layout}, " in opened(file, labels=LABELS[:2]).name
+
+
+@pytest.mark.parametrize(
+    ("row", "stated", "right"), [([0.2, 0.3, 0.4, 0.5], "pixels", "shares"), ([9, 9, 30, 30], "shares", "pixels")]
+)
+def test_a_stated_unit_that_the_boxes_contradict_is_an_error(
+    tmp_path: Path, row: list[float], stated: str, right: str
+) -> None:
+    file = constant_model(tmp_path / "net.onnx", table([*row, 0.9, 1]))
+    teacher = opened(file, boxes=stated)
+    with pytest.raises(ValueError, match=f"which are {right}; set `boxes: {right}`"):
+        boxes(teacher, np.zeros((SIDE, SIDE, 3), np.uint8))
 
 
 def test_logits_instead_of_scores_are_an_error(tmp_path: Path) -> None:
