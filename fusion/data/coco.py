@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from pydantic import BaseModel, Field, FiniteFloat, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, FiniteFloat, TypeAdapter, ValidationError, field_validator
 
-from fusion.data.frames import Picture
+from fusion.data.frames import QUARTER_TURNS, Picture, find_file, read_text
 from fusion.data.items import PARTS, Answer, Item, NamedBox, Part
-from fusion.plan.data_formats import Coco
+from fusion.plan.data_formats import Coco, Orientation
 from vlora.plan_files.errors import PlanErrors
 from vlora.wording import pydantic_errors
 
 Parsed = TypeVar("Parsed")
 _SLACK = 1.0  # pixels by which a box may exceed its picture, since annotators round
+_Numbers = list[FiniteFloat]
 
 
 class _Image(BaseModel):
+    """width, height: None for those of the file."""
+
     id: int
     file_name: str
-    width: int = Field(gt=0, lt=2**31)
-    height: int = Field(gt=0, lt=2**31)
+    width: int | None = Field(None, gt=0, lt=2**31)
+    height: int | None = Field(None, gt=0, lt=2**31)
 
 
 class _Category(BaseModel):
@@ -33,20 +35,54 @@ class _Category(BaseModel):
 
 
 class _Annotation(BaseModel):
-    """bbox: left, top, width, height in pixels. iscrowd: a region with many objects, which COCO's metrics ignore."""
+    """bbox: left, top, width, height in pixels, or all of a file as shares of the picture. segmentation: polygons of
+    x, y, x, y, ..., or a run-length encoding. iscrowd: a region with many objects, which COCO's metrics ignore."""
 
-    id: int
+    id: int | None = None
     image_id: int
     category_id: int | None = None
     bbox: tuple[FiniteFloat, FiniteFloat, FiniteFloat, FiniteFloat] | None = None
+    segmentation: list[_Numbers] | _Numbers | dict[str, Any] | None = None
     caption: str | None = None
-    iscrowd: int = 0
+    iscrowd: int | None = 0
+
+    @field_validator("bbox", mode="before")
+    @classmethod
+    def _without_empty(cls, value: object) -> object:
+        return None if value == [] else value
+
+    @property
+    def box(self) -> tuple[float, float, float, float] | None:
+        """The bbox, else that of the polygons."""
+        if self.bbox is not None or not isinstance(self.segmentation, list):
+            return self.bbox
+        points = [number for each in self.segmentation for number in (each if isinstance(each, list) else [each])]
+        if len(points) < 4:
+            return None
+        across, down = points[::2], points[1::2]
+        return min(across), min(down), max(across) - min(across), max(down) - min(down)
 
 
 class CocoFile(BaseModel):
     images: list[_Image]
     annotations: list[_Annotation]
-    categories: list[_Category] = []
+    categories: list[_Category] | None = None
+
+    @property
+    def in_shares(self) -> bool:
+        """Whether all boxes are shares of their pictures: with fractions, and none beyond 1."""
+        boxes = [annotation.box for annotation in self.annotations if annotation.box is not None]
+        inside = all(_within_1(box) for box in boxes)
+        return inside and any(number % 1 for box in boxes for number in box)
+
+
+class View(NamedTuple):
+    """What a picture's boxes refer to. size: width and height. orientation: by which EXIF turns boxes with the picture.
+    in_shares: whether they are shares instead of pixels."""
+
+    size: tuple[int, int]
+    orientation: int
+    in_shares: bool
 
 
 COCO = TypeAdapter(CocoFile)
@@ -59,7 +95,7 @@ def read_coco(data: Coco, task: str, errors: PlanErrors) -> list[Item]:
     for part, file in _files(data.path, errors):
         found = parse(file, COCO, "path", errors)
         if found is not None:
-            items += _items(found, file, data.images or file.parent, task, part, errors)
+            items += _items(found, file, data, task, part, errors)
     return items
 
 
@@ -86,9 +122,11 @@ def parse(file: Path, shape: TypeAdapter[Parsed], field: str, errors: PlanErrors
         The content, or None after reporting an error if the file cannot be read.
     """
     try:
-        return shape.validate_json(file.read_bytes())
+        return shape.validate_json(read_text(file))
     except OSError as error:
         errors.add(f"{file} cannot be read: {error.strerror}", field)
+    except UnicodeDecodeError as error:
+        errors.add(f"{file} is not UTF-8 ({error}); save it as UTF-8", field)
     except ValidationError as error:
         for entry in error.errors():
             place = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in entry["loc"])
@@ -96,20 +134,30 @@ def parse(file: Path, shape: TypeAdapter[Parsed], field: str, errors: PlanErrors
     return None
 
 
-def _items(
-    found: CocoFile, file: Path, folder: Path, task: str, part: Part | None, errors: PlanErrors
-) -> Iterator[Item]:
-    # In files merged without new ids, annotations would be assigned to the wrong images or categories.
-    for what, entries in (("images", found.images), ("categories", found.categories)):
-        for number, count in Counter(entry.id for entry in entries).items():
+def _items(found: CocoFile, file: Path, data: Coco, task: str, part: Part | None, errors: PlanErrors) -> Iterator[Item]:
+    # In files merged without new ids, annotations would be assigned to the wrong images or categories; of one picture
+    # with two ids, each would have a part of the boxes.
+    categories = found.categories or []
+    unique: list[tuple[str, Iterable[int | str]]] = [
+        ("images have the id", (entry.id for entry in found.images)),
+        ("categories have the id", (entry.id for entry in categories)),
+    ]
+    if task != "captioning":
+        unique.append(("images have the file_name", (entry.file_name for entry in found.images)))
+    for what, values in unique:
+        for value, count in Counter(values).items():
             if count > 1:
-                errors.add(f"{file}: {count} {what} have the id {number}", "path")
-    names = {category.id: category.name for category in found.categories}
+                errors.add(f"{file}: {count} {what} {value}", "path")
+    names = {category.id: category.name for category in categories}
     images = {image.id: image for image in found.images}
+    folder, in_shares = data.images or file.parent, found.in_shares
+    pictures = {image.id: find_file(folder, image.file_name, "picture") for image in found.images}
+    stated = data.orientation if task == "detection" else "upright"
+    views: dict[int, View | str] = {}
     boxes: dict[int, list[NamedBox]] = {image.id: [] for image in found.images}
     captions: dict[int, list[str]] = {image.id: [] for image in found.images}
-    for annotation in found.annotations:
-        place = f"{file}, annotation {annotation.id}"
+    for index, annotation in enumerate(found.annotations):
+        place = f"{file}, annotation {f'at index {index}' if annotation.id is None else annotation.id}"
         image = images.get(annotation.image_id)
         if image is None:
             errors.add(f"{place}: there is no image {annotation.image_id}", "path")
@@ -118,30 +166,31 @@ def _items(
                 captions[image.id].append(annotation.caption.strip())
             else:
                 errors.add(f"{place}: has no caption", "path")
+        elif annotation.iscrowd:
+            continue
         elif annotation.category_id not in names:
             errors.add(f"{place}: category {annotation.category_id} is unknown; known: {_list(names)}", "path")
-        elif annotation.bbox is None:
-            errors.add(f"{place}: has no bbox", "path")
-        elif not annotation.iscrowd:
-            box = box_of(annotation.bbox, names[annotation.category_id], image)
-            if isinstance(box, str):
-                errors.add(f"{place}: {box}", "path")
-            else:
-                boxes[image.id].append(box)
+        elif annotation.box is None:
+            errors.add(f"{place}: has no bbox and no polygon in its segmentation; add a bbox", "path")
+        elif isinstance(picture := pictures[image.id], Path):
+            if image.id not in views:
+                views[image.id] = view_of(image, picture, in_shares, stated)
+                if isinstance(view := views[image.id], str):
+                    errors.add(f"{file}, image {image.id}: {view}", "path")
+            if isinstance(view := views[image.id], View):
+                box = box_of(annotation.box, names[annotation.category_id], view)
+                if isinstance(box, str):
+                    errors.add(f"{place}: {box}", "path")
+                else:
+                    boxes[image.id].append(box)
     for image in found.images:
-        place = f"{file}, image {image.id}"
-        if not os.path.isfile(folder / image.file_name):  # also false for a name that is too long
-            errors.add(f"{place}: there is no picture {folder / image.file_name}", "path")
+        place, picture = f"{file}, image {image.id}", pictures[image.id]
+        if isinstance(picture, str):
+            errors.add(f"{place}: {picture}", "path")
             continue
         for answer in _answers(task, boxes[image.id], captions[image.id]):
-            yield Item(
-                Picture(folder / image.file_name),
-                answer,
-                place,
-                group=image.file_name,
-                part=part,
-                size=(image.width, image.height),
-            )
+            size = size_of(image, views.get(image.id))
+            yield Item(Picture(picture), answer, place, group=image.file_name, part=part, size=size)
 
 
 def _answers(task: str, boxes: list[NamedBox], captions: list[str]) -> list[Answer]:
@@ -154,19 +203,70 @@ def _answers(task: str, boxes: list[NamedBox], captions: list[str]) -> list[Answ
     return [tuple(boxes)]
 
 
-def box_of(bbox: tuple[float, float, float, float], label: str, image: _Image) -> NamedBox | str:
-    """Convert a bbox to shares of its picture, or return why it is invalid."""
+def view_of(image: _Image, file: Path, in_shares: bool, stated: Orientation | None) -> View | str:
+    """What the boxes of a picture refer to, or why that is unknown.
+
+    Args:
+        in_shares: whether the file's boxes are shares.
+        stated: the plan's `orientation`. Without it, the size in the COCO file decides for pictures that EXIF rotates.
+    """
+    try:
+        stored, orientation = Picture(file).stored()
+    except ValueError as error:
+        return str(error)
+    upright = (stored[1], stored[0]) if orientation in QUARTER_TURNS else stored
+    declared = (image.width or upright[0], image.height or upright[1])
+    if orientation == 1:
+        return View(declared, 1, in_shares)
+    if stated is None and stored != upright and image.width and image.height:
+        if declared not in (stored, upright):
+            return View(declared, 1, in_shares)  # the wrong size is reported when the picture is decoded
+        stated = "stored" if declared == stored else "upright"
+    if stated is None:
+        return (
+            f"{file} is rotated by EXIF (orientation {orientation}), and its size does not show whether the boxes are "
+            "of the pixels as stored or as shown; set `orientation: stored` or `orientation: upright` in `data`"
+        )
+    return View(stored, orientation, in_shares) if stated == "stored" else View(upright, 1, in_shares)
+
+
+def size_of(image: _Image, view: View | str | None) -> tuple[int, int] | None:
+    """The size of the upright picture, if the file states one."""
+    if isinstance(view, View):
+        return (view.size[1], view.size[0]) if view.orientation in QUARTER_TURNS else view.size
+    return (image.width, image.height) if image.width and image.height else None
+
+
+def box_of(bbox: tuple[float, float, float, float], label: str, view: View) -> NamedBox | str:
+    """Convert a bbox to shares of its upright picture, or return why it is invalid."""
     left, top, width, height = bbox
-    right, bottom = left + width, top + height
     if width <= 0 or height <= 0:
         return f"bbox {list(bbox)} has no area; it is [left, top, width, height] in pixels"
-    if min(left, top) < -_SLACK or right > image.width + _SLACK or bottom > image.height + _SLACK:
-        return f"bbox {list(bbox)} extends beyond its picture of {image.width} x {image.height}"
-    across, down = (
-        [min(1.0, max(0.0, edge)) for edge in edges]
-        for edges in ((left / image.width, right / image.width), (top / image.height, bottom / image.height))
-    )
-    return NamedBox(label, across[0], down[0], across[1], down[1])
+    if not view.in_shares and _within_1(bbox):
+        return f"bbox {list(bbox)} is in one pixel, so it seems to be in shares, but others of the file are in pixels"
+    across, down = (1, 1) if view.in_shares else view.size
+    slack = 0.01 if view.in_shares else _SLACK
+    if min(left, top) < -slack or left + width > across + slack or top + height > down + slack:
+        return f"bbox {list(bbox)} extends beyond its picture of {view.size[0]} x {view.size[1]}"
+    edges = left / across, top / down, (left + width) / across, (top + height) / down
+    return NamedBox(label, *_turned([min(1.0, max(0.0, edge)) for edge in edges], view.orientation))
+
+
+def _turned(edges: Sequence[float], orientation: int) -> tuple[float, float, float, float]:
+    """Edges in a stored picture as edges in the upright one."""
+    left, top, right, bottom = edges
+    if orientation in QUARTER_TURNS:
+        left, top, right, bottom = top, left, bottom, right
+    if orientation in (2, 3, 6, 7):
+        left, right = 1 - right, 1 - left
+    if orientation in (3, 4, 7, 8):
+        top, bottom = 1 - bottom, 1 - top
+    return left, top, right, bottom
+
+
+def _within_1(bbox: Sequence[float]) -> bool:
+    left, top, width, height = bbox
+    return min(left, top) >= -0.01 and max(left + width, top + height) <= 1.01
 
 
 def _list(names: dict[int, str]) -> str:

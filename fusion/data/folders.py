@@ -10,6 +10,8 @@ from fusion.data.items import PARTS, Item, Part
 from fusion.plan.data_formats import ImageFolder, Unlabelled, VideoFolder
 from vlora.plan_files.errors import PlanErrors
 
+_OF_WINDOWS = ("Thumbs.db", "desktop.ini")
+
 
 def read_images(data: ImageFolder, errors: PlanErrors) -> list[Item]:
     """Read DIR/LABEL/PICTURE, or DIR/PART/LABEL/PICTURE. Pictures in a subfolder of a label folder form one group, like
@@ -72,11 +74,11 @@ def _parts(root: Path, errors: PlanErrors) -> Iterator[tuple[Part | None, Path]]
 
 
 def _files(folder: Path, errors: PlanErrors) -> list[Path]:
-    """List all files in order, without hidden ones, such as those that file managers create. Broken links are included,
-    so that reading them fails with an error."""
+    """List all files in order, without hidden ones and others that file managers create. Broken links are included, so
+    that reading them fails with an error."""
     found = []
     for file in sorted(folder.rglob("*")):
-        if any(part.startswith(".") for part in file.relative_to(folder).parts):
+        if any(part.startswith(".") for part in file.relative_to(folder).parts) or file.name in _OF_WINDOWS:
             continue
         if file.is_symlink() and file.is_dir():
             errors.add(f"{file} is a link to a folder, which is not followed; name that folder, or copy it", "path")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import bisect
+import codecs
+import contextlib
 import dataclasses
 import functools
 import hashlib
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, overload
@@ -18,7 +21,9 @@ from vlora.opencv import Video, cv2
 
 PICTURE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 VIDEO_SUFFIXES = (".mp4", ".avi", ".mkv", ".mov", ".webm", ".m4v", ".mpg", ".mpeg", ".ts")
+QUARTER_TURNS = (5, 6, 7, 8)  # EXIF orientations that exchange width and height
 
+_ORIENTATION = 0x0112
 _ROUNDED_S = 1e-3  # error of time stamps in containers
 
 
@@ -74,6 +79,38 @@ class Picture(Frames):
                 yield np.asarray(upright_rgb(image))
         except Exception as error:  # Pillow's readers raise many exception types on broken input
             raise ValueError(f"{self.file} is not a valid picture ({', '.join(FORMATS)}): {error}") from error
+
+    def stored(self) -> tuple[tuple[int, int], int]:
+        """Width and height before rotation, and the EXIF orientation, 1 to 8. Raises ValueError as decoding does."""
+        try:
+            with open_image(self.file) as image:
+                size, orientation = image.size, image.getexif().get(_ORIENTATION, 1)
+                # Pillow gives TIFF's size after rotation.
+                turned = image.format == "TIFF" and orientation in QUARTER_TURNS
+        except Exception as error:  # see above
+            raise ValueError(f"{self.file} is not a valid picture ({', '.join(FORMATS)}): {error}") from error
+        return (size[1], size[0]) if turned else size, orientation if orientation in range(1, 9) else 1
+
+
+def find_file(folder: Path, name: str, what: str) -> Path | str:
+    """The file of this name, with slashes of any system, or why there is none. what: "picture" or "video"."""
+    file = folder / name
+    if os.path.isfile(file):  # also false for a name that is too long
+        return file
+    if "\\" in name and os.path.isfile(other := folder / name.replace("\\", "/")):
+        return other
+    with contextlib.suppress(OSError):
+        if similar := [each for each in file.parent.iterdir() if each.name.lower() == file.name.lower()]:
+            return f"there is no {what} {file}; its name in the folder is {similar[0].name}"
+    return f"there is no {what} {file}"
+
+
+def read_text(file: Path) -> str:
+    """The text of a file in UTF-8, or in UTF-16 or UTF-32 with a byte order mark. Raises OSError or a UnicodeError."""
+    data = file.read_bytes()
+    marks = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32"}  # begins as UTF-16's
+    marks |= {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
+    return data.decode(next((encoding for mark, encoding in marks.items() if data.startswith(mark)), "utf-8-sig"))
 
 
 @dataclasses.dataclass(frozen=True)

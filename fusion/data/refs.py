@@ -8,12 +8,12 @@ JSON.
 from __future__ import annotations
 
 import dataclasses
-import os
+from collections import Counter
 
 from pydantic import BaseModel, TypeAdapter
 
-from fusion.data.coco import COCO, box_of, parse
-from fusion.data.frames import Picture
+from fusion.data.coco import COCO, View, box_of, parse, size_of, view_of
+from fusion.data.frames import Picture, find_file
 from fusion.data.items import Item, Part
 from fusion.plan.data_formats import References
 from fusion.training.text_metrics import box_in_words
@@ -69,13 +69,16 @@ def read_references(data: References, question: str, errors: PlanErrors) -> list
         return []
     images = {image.id: image for image in boxes.images}
     things = {annotation.id: annotation for annotation in boxes.annotations}
-    folder = data.images or data.instances.parent
+    times = Counter(annotation.id for annotation in boxes.annotations)
+    folder, in_shares = data.images or data.instances.parent, boxes.in_shares
+    views: dict[int, View | str] = {}
     items: list[Item] = []
     for ref in refs:
         place = f"{data.path}, ref {ref.ref_id}"
         thing, image = things.get(ref.ann_id), images.get(ref.image_id)
-        if thing is None or thing.bbox is None:
-            what = "has no annotation" if thing is None else "has no bbox for annotation"
+        if thing is None or thing.box is None or times[ref.ann_id] > 1:
+            what = "has no bbox for annotation" if times[ref.ann_id] else "has no annotation"
+            what = f"has {times[ref.ann_id]} annotations" if times[ref.ann_id] > 1 else what
             errors.add(f"{place}: {data.instances} {what} {ref.ann_id}", "path")
         elif thing.image_id != ref.image_id:
             errors.add(f"{place}: annotation {ref.ann_id} is of image {thing.image_id}, not {ref.image_id}", "path")
@@ -83,9 +86,15 @@ def read_references(data: References, question: str, errors: PlanErrors) -> list
             errors.add(f"{place}: {data.instances} has no image {ref.image_id}", "path")
         elif ref.split is not None and ref.split not in _PARTS:
             errors.add(f"{place}: `split` is {ref.split!r}; choose {', '.join(_PARTS)}, or omit it", "path")
-        elif not os.path.isfile(file := folder / image.file_name):
-            errors.add(f"{place}: there is no picture {file}", "images" if data.images else "instances")
-        elif isinstance(box := box_of(thing.bbox, "", image), str):
+        elif isinstance(file := find_file(folder, image.file_name, "picture"), str):
+            errors.add(f"{place}: {file}", "images" if data.images else "instances")
+        elif isinstance(
+            view := views.get(image.id)
+            or views.setdefault(image.id, view_of(image, file, in_shares, data.orientation)),
+            str,
+        ):
+            errors.add(f"{place}: {view}", "instances")
+        elif isinstance(box := box_of(thing.box, "", view), str):
             errors.add(f"{place}: {box}", "instances")
         elif not ref.expressions or not all(ref.expressions):
             errors.add(f"{place}: has no sentence, or an empty one", "path")
@@ -96,7 +105,7 @@ def read_references(data: References, question: str, errors: PlanErrors) -> list
                 place,
                 group=str(file),
                 part=None if ref.split is None else _PARTS[ref.split],
-                size=(image.width, image.height),
+                size=size_of(image, view),
             )
             questions = (question.replace(EXPRESSION, words) for words in ref.expressions)
             items += [dataclasses.replace(item, question=one) for one in questions]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fusion.data.frames import Clip, Picture
+from fusion.data.frames import Clip, Picture, find_file, read_text
 from fusion.data.items import PARTS, Answer, Item, Part
 from fusion.plan.data_formats import Questions, VideoFolder
 from vlora.plan_files.errors import PlanErrors
@@ -24,12 +24,12 @@ def read_questions(data: Questions, several: bool, errors: PlanErrors) -> list[I
     items = []
     parts: dict[str, Part | None] = {}
     for place, row in _rows(data.path, ("image", "answer"), "path", errors):
-        image, answer = str(row["image"]), _answer(row["answer"], several)
+        image, answer = _text(row, "image"), _answer(row["answer"], several)
         part = _part(row, place, "path", errors)
         if not image:
             errors.add(f"{place}: `image` is empty", "path")
-        elif not os.path.isfile(folder / image):  # also false for a name that is too long
-            errors.add(f"{place}: there is no picture {folder / image}", "path" if data.images is None else "images")
+        elif isinstance(file := find_file(folder, image, "picture"), str):
+            errors.add(f"{place}: {file}", "path" if data.images is None else "images")
         elif answer == "":
             errors.add(f"{place}: `answer` is empty", "path")
         else:
@@ -38,7 +38,7 @@ def read_questions(data: Questions, several: bool, errors: PlanErrors) -> list[I
             before = parts.setdefault(group, part)
             if group != image and before != part:
                 errors.add(f"{place}: group {group!r} is in {part or 'no part'}, before in {before or 'none'}", "path")
-            items.append(Item(Picture(folder / image), answer, place, _text(row, "question"), group, part))
+            items.append(Item(Picture(file), answer, place, _text(row, "question"), group, part))
     return items
 
 
@@ -47,11 +47,11 @@ def read_labelled_videos(data: VideoFolder, errors: PlanErrors) -> list[Item]:
     assert data.labels is not None
     items = []
     for place, row in _rows(data.labels, ("video", "label"), "labels", errors):
-        file, label = data.path / str(row["video"]), str(row["label"])
+        file, label = find_file(data.path, _text(row, "video"), "video"), _text(row, "label")
         part = _part(row, place, "labels", errors)
         start, end = (_seconds(row, field, place, errors) for field in ("start_s", "end_s"))
-        if not os.path.isfile(file):
-            errors.add(f"{place}: there is no video {file}", "labels")
+        if isinstance(file, str):
+            errors.add(f"{place}: {file}", "labels")
         elif not label:
             errors.add(f"{place}: `label` is empty", "labels")
         else:
@@ -86,14 +86,19 @@ def _rows(
                 errors.add(
                     f"{place}: lacks {' and '.join(f'`{name}`' for name in missing)}; has {', '.join(row)}", field
                 )
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         errors.add(f"{file} cannot be read: {error}", field)
+    except UnicodeDecodeError as error:
+        errors.add(f"{file} is not UTF-8 ({error}); save it as UTF-8", field)
 
 
 def _csv(file: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    with file.open(newline="", encoding="utf-8-sig") as source:
+    with io.StringIO(read_text(file), newline="") as source:
+        # Spreadsheets also separate by semicolons and tabs.
+        delimiter = max(",;\t", key=source.readline().count)
+        source.seek(0)
         # Strict: otherwise an unclosed quote would join all following rows into one cell.
-        reader = csv.DictReader(source, strict=True)
+        reader = csv.DictReader(source, strict=True, delimiter=delimiter)
         last = 0  # the last line that could be read
         try:
             columns = list(reader.fieldnames or ())
@@ -113,7 +118,7 @@ def _csv(file: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
 
 
 def _jsonl(file: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    with file.open(encoding="utf-8") as source:
+    with io.StringIO(read_text(file), newline=None) as source:
         for line, text in enumerate(source, 1):
             if not text.strip():
                 continue

@@ -35,12 +35,17 @@ class ImageFolder(_Data):
     format: Literal["image_folder"]
 
 
+Orientation = Literal["stored", "upright"]
+
+
 class Coco(_Data):
     """path: a COCO instances file, or a folder with train.json, validation.json and test.json. images: the folder that
-    its `file_name`s are relative to; the file's own folder by default."""
+    its `file_name`s are relative to; the file's own folder by default. orientation: whether boxes of pictures that EXIF
+    rotates are of the pixels as stored or as shown; None to decide by their sizes."""
 
     format: Literal["coco"]
     images: PlanPath | None = None
+    orientation: Orientation | None = None
 
 
 class VideoFolder(_Data):
@@ -63,11 +68,12 @@ class Questions(_Data):
 class References(_Data):
     """path: a JSON list of referring expressions in RefCOCO's form (ref_id, ann_id, image_id, sentences and optionally
     split). instances: the COCO file with their annotations. images: the folder that its `file_name`s are relative to;
-    the file's own folder by default."""
+    the file's own folder by default. orientation: as of `coco`."""
 
     format: Literal["references"]
     instances: PlanPath
     images: PlanPath | None = None
+    orientation: Orientation | None = None
 
 
 class Unlabelled(_Data):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from fusion.data.frames import Clip, Picture
 from fusion.data.items import PARTS
@@ -152,6 +155,127 @@ def test_coco_captions(tmp_path: Path) -> None:
     assert all(sample.target == f"picture {file_of(sample).stem}" for sample in splits.test)
     seen = [{file_of(sample) for sample in part} for part in splits.parts.values()]
     assert sum(map(len, seen)) == 9  # both captions of a picture are in one part
+
+
+@pytest.mark.parametrize("suffix", ("jpg", "png", "tif"))
+@pytest.mark.parametrize("orientation", range(2, 9))
+def test_boxes_turn_with_pictures_that_exif_rotates(tmp_path: Path, suffix: str, orientation: int) -> None:
+    """Each box is around the one bright square of its picture. Sizes decide where EXIF exchanges width and height."""
+    for stated in ("stored", "upright", None):
+        content, exif = coco(tmp_path), Image.Exif()
+        exif[0x0112] = orientation
+        content["annotations"] = []
+        for image in content["images"]:
+            stored = np.zeros((24, 32), np.uint8)
+            stored[2:8, 4 : 12 + image["id"]] = 250
+            image["file_name"] = f"{image['id']}.{suffix}"
+            Image.fromarray(stored).save(tmp_path / "pictures" / image["file_name"], exif=exif)
+            shown = Picture(tmp_path / "pictures" / image["file_name"])[0][..., 0]
+            if stated == "upright":
+                image["height"], image["width"] = shown.shape
+            down, across = ((shown if stated == "upright" else stored) > 150).nonzero()
+            edges = [int(edge) for edge in (across.min(), down.min(), np.ptp(across) + 1, np.ptp(down) + 1)]
+            content["annotations"] += [{"image_id": image["id"], "category_id": 3, "bbox": edges}]
+        (tmp_path / "boxes.json").write_text(json.dumps(content))
+        lines = COCO if stated is None else COCO.replace("}", f", orientation: {stated}}}")
+        plan = write_plan(tmp_path, lines)
+        if stated is None and orientation < 5:
+            assert f"EXIF (orientation {orientation})" in (error := errors_of(plan)[0]) and "`orientation: st" in error
+            continue
+        for sample in load(plan).splits.train:
+            ((_, left, top, right, bottom, *_),) = sample.target  # type: ignore[union-attr, misc]
+            bright = sample.frames[0][..., 0] > 150
+            height, width = bright.shape
+            inside = bright[round(top * height) : round(bottom * height), round(left * width) : round(right * width)]
+            assert inside.mean() > 0.9 and inside.sum() > 0.9 * bright.sum()
+
+
+def each(change: Callable[[dict[str, Any]], object], key: str = "annotations") -> Callable[[dict[str, Any]], None]:
+    return lambda content: [change(entry) for entry in content[key]] and None  # type: ignore[func-returns-value]
+
+
+def as_shares(entry: dict[str, Any]) -> None:
+    left, top, width, height = entry["bbox"]
+    entry["bbox"] = [left / 32, top / 24, width / 32, height / 24]
+
+
+def as_polygon(entry: dict[str, Any]) -> None:
+    left, top, width, height = entry.pop("bbox")
+    middle = [left + width / 2, top, left + width, top + height / 2]
+    entry["segmentation"] = [middle, [left + width / 2, top + height, left, top + height / 2]]
+
+
+def flat(polygons: list[list[float]]) -> list[float]:
+    return [*itertools.chain(*polygons)]
+
+
+CROWD = {"id": 99, "image_id": 1, "iscrowd": 1, "segmentation": {"counts": "PQR", "size": [24, 32]}}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        each(as_shares),
+        each(as_polygon),
+        each(lambda entry: (as_shares(entry), as_polygon(entry))),
+        each(
+            lambda entry: (
+                as_polygon(entry),
+                entry.update(bbox=[], segmentation=flat(entry["segmentation"])),
+            )
+        ),
+        each(lambda entry: entry.update(iscrowd=None, segmentation=None, caption=None)),
+        each(lambda entry: entry.pop("id")),
+        each(lambda entry: entry.update(id=7)),
+        each(lambda entry: entry.update(width=None, height=None), "images"),
+        each(lambda entry: (entry.pop("width"), entry.pop("height")), "images"),
+        each(lambda entry: entry.update(file_name="..\\pictures\\" + entry["file_name"]), "images"),
+        lambda content: content["annotations"].append(CROWD),
+    ],
+)
+def test_coco_as_tools_write_it(tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    content = coco(tmp_path)
+    change(content)
+    (tmp_path / "boxes.json").write_text(json.dumps(content))
+    for sample in load(write_plan(tmp_path, COCO)).splits.train:
+        assert sample.target == (Box(0, 0.0, 0.25, 0.25, 0.75), Box(1, 0.25, 0.25, 0.5, 0.75))
+
+
+def test_absolute_paths_of_coco(tmp_path: Path) -> None:
+    content = coco(tmp_path)
+    each(lambda entry: entry.update(file_name=str(tmp_path / "pictures" / entry["file_name"])), "images")(content)
+    (tmp_path / "boxes.json").write_text(json.dumps(content))
+    assert len(load(write_plan(tmp_path, COCO.replace(", images: pictures", ""))).splits.train) > 3
+
+
+ENCODINGS = ("utf-8", "utf-8-sig", "utf-16", "utf-32")
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("end", ("\n", "\r\n"))
+def test_files_of_any_encoding_and_line_end(tmp_path: Path, encoding: str, end: str) -> None:
+    """Of Windows and its spreadsheets."""
+    (tmp_path / "boxes.json").write_bytes(json.dumps(coco(tmp_path), indent=1).replace("\n", end).encode(encoding))
+    assert load(write_plan(tmp_path, COCO)).splits.labels == ("car", "van")
+    rows = [(f"pictures\\{number}.jpg", f"ein Auto, grün {number % 2}") for number in range(1, 10)]
+    tables = {
+        f"{name}.csv": [f"image{mark}answer", *(f'{image}{mark}"{answer}"' for image, answer in rows)]
+        for name, mark in (("comma", ","), ("semicolon", ";"), ("tab", "\t"))
+    }
+    tables["rows.jsonl"] = [json.dumps({"image": a, "answer": b}, ensure_ascii=False) for a, b in rows]
+    for name, lines in tables.items():
+        (tmp_path / name).write_bytes((end.join(lines) + end).encode(encoding))
+        splits = load(write_plan(tmp_path, f"data: {{format: questions, path: {name}}}")).splits
+        assert {sample.target for sample in splits.train} <= {"ein Auto, grün 0", "ein Auto, grün 1"}
+
+
+def test_a_file_of_another_encoding_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    picture(tmp_path / "0.png", 0)
+    (tmp_path / "rows.csv").write_bytes("image,answer\n0.png,grün\n".encode("latin-1"))
+    (tmp_path / "boxes.json").write_bytes('{"images": "grün"}'.encode("latin-1"))
+    for lines in ("data: {format: questions, path: rows.csv}", "data: {format: coco, path: boxes.json}"):
+        (error,) = errors_of(write_plan(tmp_path, lines))
+        assert "is not UTF-8 ('utf-8' codec can't decode byte 0xfc" in error and "save it as UTF-8" in error
 
 
 def test_videos_in_folders(tmp_path: Path) -> None:
@@ -430,6 +554,16 @@ def test_a_threshold_above_the_best_possible_bound_is_refused(tmp_path: Path) ->
             "annotation 2: bbox [20.0, 6.0, 20.0, 12.0] extends beyond its picture",
         ),
         ({"annotations": [{"bbox": [20, 6, 0, 12]}]}, "has no area"),
+        ({"annotations": [{"bbox": [20, 6, -5, 12]}]}, "has no area"),
+        (
+            {"annotations": [{"bbox": [0.25, 0.5, 0.1, 0.2]}]},
+            "is in one pixel, so it seems to be in shares, but",
+        ),
+        ({"annotations": [{"bbox": None}]}, "annotation 2: has no bbox and no polygon in its segmentation; add a bbox"),
+        ({"annotations": [{"bbox": None, **{k: CROWD[k] for k in ("segmentation",)}}]}, "no polygon in its segm"),
+        ({"annotations": [{"id": None, "bbox": None}]}, "annotation at index 0: has no bbox"),
+        ({"images": [{}, {"file_name": "1.jpg"}]}, "2 images have the file_name 1.jpg"),
+        ({"images": [{"file_name": "1.JPG"}]}, "its name in the folder is 1.jpg"),
         (
             {"annotations": [{"bbox": [20, 6, float("nan"), 12]}]},
             "`annotations[0].bbox[2]`: is nan; it must be a finite number",

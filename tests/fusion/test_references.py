@@ -111,6 +111,11 @@ def test_fields_that_references_need(tmp_path: Path) -> None:
         things["annotations"][0]["bbox"] = None
         (tmp_path / "things.json").write_text(json.dumps(things))
         load_plan(plan)
+    with pytest.raises(BadPlan, match=r"things.json has 2 annotations 201"):
+        plan = write(tmp_path)
+        things["annotations"][0]["id"] = 201
+        (tmp_path / "things.json").write_text(json.dumps(things))
+        load_plan(plan)
     with pytest.raises(BadPlan, match=r"field `domains.0..metric`: is 'overlap', but the answer '.* lane .*'"):
         load_plan(write_plan(tmp_path, "source: drawn-traffic-references\nmetric: overlap"))
 

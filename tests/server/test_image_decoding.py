@@ -175,12 +175,15 @@ def test_every_kind_of_sample_becomes_the_grey_that_was_put_in(tmp_path: Path, d
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
 @pytest.mark.parametrize("orientation", range(2, 9))
-def test_pictures_are_rotated_by_exif(kind: str, orientation: int) -> None:
+def test_pictures_are_rotated_by_exif(tmp_path: Path, kind: str, orientation: int) -> None:
     stored = np.zeros((16, 32), np.uint8)
     stored[:8, :8] = 250
     exif = Image.Exif()
     exif[0x0112] = orientation
-    (image,) = decode_images([saved(Image.fromarray(stored), kind, exif=exif)], CONFIG)
+    data = saved(Image.fromarray(stored), kind, exif=exif)
+    (image,) = decode_images([data], CONFIG)
+    (tmp_path / "a").write_bytes(data)
+    assert np.array_equal(Picture(tmp_path / "a")[0], image)
     flipped = {2: stored[:, ::-1], 3: stored[::-1, ::-1], 4: stored[::-1], 5: stored.T}
     turned = {6: np.rot90(stored, -1), 7: stored[::-1, ::-1].T, 8: np.rot90(stored)}
     expected = (flipped | turned)[orientation]

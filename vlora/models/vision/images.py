@@ -31,7 +31,10 @@ def open_image(source: Path | IO[bytes]) -> Image.Image:
     from PIL import Image, TiffImagePlugin, UnidentifiedImageError  # an engine without a front end needs no Pillow
 
     try:
-        return Image.open(source, formats=FORMATS)
+        image = Image.open(source, formats=FORMATS)
+        # Without a name the file is not mapped into memory, where Pillow confuses the rows of a TIFF that EXIF rotates.
+        image.filename = ""
+        return image
     except UnidentifiedImageError as error:
         with nullcontext(source) if isinstance(source, IOBase) else open(source, "rb") as file:
             file.seek(0)
