@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from pydantic import BaseModel, Field, FiniteFloat, TypeAdapter, ValidationError, field_validator
 
@@ -17,7 +17,6 @@ from vlora.wording import pydantic_errors
 
 Parsed = TypeVar("Parsed")
 _SLACK = 1.0  # pixels by which a box may exceed its picture, since annotators round
-_Numbers = list[FiniteFloat]
 
 
 class _Image(BaseModel):
@@ -34,15 +33,18 @@ class _Category(BaseModel):
     name: str = Field(min_length=1)
 
 
+_Bbox = tuple[FiniteFloat, FiniteFloat, FiniteFloat, FiniteFloat]
+
+
 class _Annotation(BaseModel):
-    """bbox: left, top, width, height in pixels, or all of a file as shares of the picture. segmentation: polygons of
-    x, y, x, y, ..., or a run-length encoding. iscrowd: a region with many objects, which COCO's metrics ignore."""
+    """bbox: left, top, width, height in pixels, or all of a file as shares of the picture. segmentation: the bbox of its
+    polygons, None for other forms. iscrowd: a region with many objects, which COCO's metrics ignore."""
 
     id: int | None = None
     image_id: int
     category_id: int | None = None
-    bbox: tuple[FiniteFloat, FiniteFloat, FiniteFloat, FiniteFloat] | None = None
-    segmentation: list[_Numbers] | _Numbers | dict[str, Any] | None = None
+    bbox: _Bbox | None = None
+    segmentation: _Bbox | None = None
     caption: str | None = None
     iscrowd: int | None = 0
 
@@ -51,16 +53,20 @@ class _Annotation(BaseModel):
     def _without_empty(cls, value: object) -> object:
         return None if value == [] else value
 
-    @property
-    def box(self) -> tuple[float, float, float, float] | None:
-        """The bbox, else that of the polygons."""
-        if self.bbox is not None or not isinstance(self.segmentation, list):
-            return self.bbox
-        points = [number for each in self.segmentation for number in (each if isinstance(each, list) else [each])]
-        if len(points) < 4:
+    @field_validator("segmentation", mode="before")
+    @classmethod
+    def _around_polygons(cls, value: object) -> object:
+        """The polygons themselves, x, y, x, y, ..., would fill the memory."""
+        polygons = value if isinstance(value, list) else []
+        points = [number for each in polygons for number in (each if isinstance(each, list) else [each])]
+        if len(points) < 6 or not all(isinstance(number, int | float) for number in points):
             return None
         across, down = points[::2], points[1::2]
         return min(across), min(down), max(across) - min(across), max(down) - min(down)
+
+    @property
+    def box(self) -> _Bbox | None:
+        return self.bbox or self.segmentation
 
 
 class CocoFile(BaseModel):

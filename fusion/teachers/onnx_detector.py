@@ -56,6 +56,8 @@ class OnnxDetector:
         self.layout = recognise(
             outputs, len(self.labels), settings.layout, shares=settings.shares, hint=self._layout_by_metadata()
         )
+        if self.layout == "detr" and self.labels[-1].lower().replace("-", " ").replace("_", " ") == "no object":
+            raise ValueError(f"`labels` ends with {self.labels[-1]!r}; remove it: the class for no object has no label")
         self.name = (
             f"ONNX detector {file.stem} ({self.layout}, {len(self.labels)} labels, {self._width} x {self._height})"
         )

@@ -57,6 +57,7 @@ IMAGES = "data: {format: image_folder, path: pictures}"
 
 def test_an_image_folder_with_parts(tmp_path: Path) -> None:
     image_folder(tmp_path / "pictures", {"train": 3, "validation": 1, "test": 2})
+    (tmp_path / "pictures" / "train" / "cat" / "Thumbs.db").write_bytes(b"of a file manager")
     splits = load(write_plan(tmp_path, IMAGES)).splits
     assert splits.task == "classification" and splits.labels == ("cat", "dog") and splits.real
     assert [len(part) for part in splits.parts.values()] == [6, 2, 4]
@@ -183,15 +184,19 @@ def test_boxes_turn_with_pictures_that_exif_rotates(tmp_path: Path, suffix: str,
             assert f"EXIF (orientation {orientation})" in (error := errors_of(plan)[0]) and "`orientation: st" in error
             continue
         for sample in load(plan).splits.train:
-            ((_, left, top, right, bottom, *_),) = sample.target  # type: ignore[union-attr, misc]
+            ((_, left, top, right, bottom, *_),) = sample.target  # type: ignore[union-attr, misc, str-unpack]
             bright = sample.frames[0][..., 0] > 150
             height, width = bright.shape
             inside = bright[round(top * height) : round(bottom * height), round(left * width) : round(right * width)]
             assert inside.mean() > 0.9 and inside.sum() > 0.9 * bright.sum()
 
 
-def each(change: Callable[[dict[str, Any]], object], key: str = "annotations") -> Callable[[dict[str, Any]], None]:
-    return lambda content: [change(entry) for entry in content[key]] and None  # type: ignore[func-returns-value]
+def each(*changes: Callable[[dict[str, Any]], object], key: str = "annotations") -> Callable[[dict[str, Any]], None]:
+    def change(content: dict[str, Any]) -> None:
+        for change, entry in itertools.product(changes, content[key]):
+            change(entry)
+
+    return change
 
 
 def as_shares(entry: dict[str, Any]) -> None:
@@ -217,19 +222,14 @@ CROWD = {"id": 99, "image_id": 1, "iscrowd": 1, "segmentation": {"counts": "PQR"
     [
         each(as_shares),
         each(as_polygon),
-        each(lambda entry: (as_shares(entry), as_polygon(entry))),
-        each(
-            lambda entry: (
-                as_polygon(entry),
-                entry.update(bbox=[], segmentation=flat(entry["segmentation"])),
-            )
-        ),
+        each(as_shares, as_polygon),
+        each(as_polygon, lambda entry: entry.update(bbox=[], segmentation=flat(entry["segmentation"]))),
         each(lambda entry: entry.update(iscrowd=None, segmentation=None, caption=None)),
         each(lambda entry: entry.pop("id")),
         each(lambda entry: entry.update(id=7)),
-        each(lambda entry: entry.update(width=None, height=None), "images"),
-        each(lambda entry: (entry.pop("width"), entry.pop("height")), "images"),
-        each(lambda entry: entry.update(file_name="..\\pictures\\" + entry["file_name"]), "images"),
+        each(lambda entry: entry.update(width=None, height=None), key="images"),
+        each(lambda entry: (entry.pop("width"), entry.pop("height")), key="images"),
+        each(lambda entry: entry.update(file_name="..\\pictures\\" + entry["file_name"]), key="images"),
         lambda content: content["annotations"].append(CROWD),
     ],
 )
@@ -243,7 +243,7 @@ def test_coco_as_tools_write_it(tmp_path: Path, change: Callable[[dict[str, Any]
 
 def test_absolute_paths_of_coco(tmp_path: Path) -> None:
     content = coco(tmp_path)
-    each(lambda entry: entry.update(file_name=str(tmp_path / "pictures" / entry["file_name"])), "images")(content)
+    each(lambda entry: entry.update(file_name=str(tmp_path / "pictures" / entry["file_name"])), key="images")(content)
     (tmp_path / "boxes.json").write_text(json.dumps(content))
     assert len(load(write_plan(tmp_path, COCO.replace(", images: pictures", ""))).splits.train) > 3
 

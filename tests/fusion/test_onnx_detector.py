@@ -371,6 +371,7 @@ def test_values_decide_between_layouts_of_one_shape(
         (table([*CAR, 0.9, 0.05]), {"labels": ("car",)}, "with 1 labels; they would fit 2 labels as detr"),
         (table([*CAR, 0.9, 0.05]), {"layout": "end_to_end"}, "do not fit 2 labels in [1, boxes, 6] of edges, score"),
         (table([20, 20, 9, 9, 0.9, 0.05]), {}, "fit no supported layout with 2 labels"),
+        (pair([2, 1, 1]), {"labels": ("car", "van", "no-object")}, "`labels` ends with 'no-object'; remove it"),
         (pair([2, 1, 1, 1, 1]), {}, "fit no supported layout with 2 labels"),
     ],
 )

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from io import IOBase
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from PIL import Image
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
@@ -36,7 +34,7 @@ def open_image(source: Path | IO[bytes]) -> Image.Image:
         image.filename = ""
         return image
     except UnidentifiedImageError as error:
-        with nullcontext(source) if isinstance(source, IOBase) else open(source, "rb") as file:
+        with open(source, "rb") if isinstance(source, Path) else nullcontext(source) as file:
             file.seek(0)
             head = file.read(8)
             if head[:4] not in (b"II*\0", b"MM\0*"):
@@ -81,7 +79,8 @@ def _transparent_colour(image: Image.Image) -> int | tuple[int, ...] | None:
     """A PNG's transparent colour in the values that Pillow decodes to: of 2 and 4 bits scaled up, of 16 bits per
     channel without the lower half. None if it has none."""
     key = image.info.get("transparency")
-    raw = str(image.tile[0].args) if image.format == "PNG" and getattr(image, "tile", ()) else ""
+    tiles = getattr(image, "tile", None)  # how the file stores its samples, until they are decoded
+    raw = str(tiles[0].args) if image.format == "PNG" and tiles else ""
     if isinstance(key, int) and raw in ("L;2", "L;4"):
         return key * (85 if raw == "L;2" else 17)
     if isinstance(key, tuple) and raw.startswith("RGB;16"):
