@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import msgspec
+import numpy as np
 
 from apps.found_files import find_files
 from apps.video_analytics.sampling import CHUNK_S, SHOWN_FPS, Chunk, ClipShape, Frame, Sampler
@@ -20,6 +21,7 @@ from vlora.opencv import Video, clock, cv2
 
 VIDEO_SUFFIXES = {".mp4", ".avi", ".mkv", ".mov", ".webm", ".m4v", ".mpg", ".mpeg", ".ts"}
 PICTURE_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff"}
+_DEEP_OR_CLEAR = {".png", ".webp", ".tif", ".tiff"}  # may have more than 8 bits or transparency
 
 _SHOWN_WIDTH = 640
 _JPEG_QUALITY = 95
@@ -280,18 +282,34 @@ def _clip_of_pictures(index: int, group: Sequence[_Picture]) -> Chunk:
 
 
 def read_picture(path: Path) -> cv2.typing.MatLike:
-    """The decoded picture, BGR. Raises BadImage."""
+    """The decoded picture, BGR, with transparency composed over white as by the server. Raises BadImage, also for
+    samples that OpenCV would clip: those of more than 8 bits that are signed or floats."""
+    stored = None
     try:
         str(path).encode()  # OpenCV aborts on others
         picture = cv2.imread(str(path))
+        if path.suffix.lower() in _DEEP_OR_CLEAR:
+            stored = cv2.imread(str(path), cv2.IMREAD_UNCHANGED)  # without rotation by EXIF
     except UnicodeEncodeError as error:
         raise BadImage(f"cannot read picture {str(path)!r}: its name is not UTF-8; rename it") from error
     except cv2.error as error:
         raise BadImage(f"cannot read picture {str(path)!r}: OpenCV requires {error.err}") from error
+    if stored is not None and stored.dtype not in (np.uint8, np.uint16):
+        raise BadImage(f"{str(path)!r} has samples of type {stored.dtype}; convert it to 8 or 16 bits")
     if picture is None:
         why = "is not a picture that this machine can decode" if path.exists() else "does not exist"
         raise BadImage(f"{str(path)!r} {why}")
-    return picture
+    if stored is None or stored.ndim < 3 or stored.shape[2] != 4:
+        return picture
+    shares = stored / (255 if stored.dtype == np.uint8 else 65535)
+    colors, alpha = shares[..., :3], shares[..., 3:]
+    if alpha.min() == 1:
+        return picture
+    if stored.dtype == np.uint8 and not np.array_equal(picture, stored[..., :3]):
+        raise BadImage(f"{str(path)!r} is transparent and rotated by EXIF; save it upright")
+    # OpenCV multiplies the colors of a TIFF of 8 bits by its transparency.
+    shown = colors if path.suffix.lower().startswith(".tif") and stored.dtype == np.uint8 else colors * alpha
+    return np.rint(255 * (shown + 1 - alpha)).astype(np.uint8)
 
 
 def _smaller(frame: cv2.typing.MatLike) -> cv2.typing.MatLike:

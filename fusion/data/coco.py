@@ -37,8 +37,8 @@ _Bbox = tuple[FiniteFloat, FiniteFloat, FiniteFloat, FiniteFloat]
 
 
 class _Annotation(BaseModel):
-    """bbox: left, top, width, height in pixels, or all of a file as shares of the picture. segmentation: the bbox of its
-    polygons, None for other forms. iscrowd: a region with many objects, which COCO's metrics ignore."""
+    """bbox: left, top, width, height in pixels, or all of a file as shares of the picture. segmentation: the bbox of
+    its polygons, None for other forms. iscrowd: a region with many objects, which COCO's metrics ignore."""
 
     id: int | None = None
     image_id: int
@@ -89,6 +89,11 @@ class View(NamedTuple):
     size: tuple[int, int]
     orientation: int
     in_shares: bool
+
+    @property
+    def upright(self) -> tuple[int, int]:
+        """The size of the picture as shown."""
+        return (self.size[1], self.size[0]) if self.orientation in QUARTER_TURNS else self.size
 
 
 COCO = TypeAdapter(CocoFile)
@@ -195,7 +200,8 @@ def _items(found: CocoFile, file: Path, data: Coco, task: str, part: Part | None
             errors.add(f"{place}: {picture}", "path")
             continue
         for answer in _answers(task, boxes[image.id], captions[image.id]):
-            size = size_of(image, views.get(image.id))
+            shown = views.get(image.id)
+            size = shown.upright if isinstance(shown, View) else None  # without boxes it makes no difference
             yield Item(Picture(picture), answer, place, group=image.file_name, part=part, size=size)
 
 
@@ -234,13 +240,6 @@ def view_of(image: _Image, file: Path, in_shares: bool, stated: Orientation | No
             "of the pixels as stored or as shown; set `orientation: stored` or `orientation: upright` in `data`"
         )
     return View(stored, orientation, in_shares) if stated == "stored" else View(upright, 1, in_shares)
-
-
-def size_of(image: _Image, view: View | str | None) -> tuple[int, int] | None:
-    """The size of the upright picture, if the file states one."""
-    if isinstance(view, View):
-        return (view.size[1], view.size[0]) if view.orientation in QUARTER_TURNS else view.size
-    return (image.width, image.height) if image.width and image.height else None
 
 
 def box_of(bbox: tuple[float, float, float, float], label: str, view: View) -> NamedBox | str:

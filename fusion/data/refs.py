@@ -12,7 +12,7 @@ from collections import Counter
 
 from pydantic import BaseModel, TypeAdapter
 
-from fusion.data.coco import COCO, View, box_of, parse, size_of, view_of
+from fusion.data.coco import COCO, View, box_of, parse, view_of
 from fusion.data.frames import Picture, find_file
 from fusion.data.items import Item, Part
 from fusion.plan.data_formats import References
@@ -105,7 +105,7 @@ def read_references(data: References, question: str, errors: PlanErrors) -> list
                 place,
                 group=str(file),
                 part=None if ref.split is None else _PARTS[ref.split],
-                size=size_of(image, view),
+                size=view.upright,
             )
             questions = (question.replace(EXPRESSION, words) for words in ref.expressions)
             items += [dataclasses.replace(item, question=one) for one in questions]

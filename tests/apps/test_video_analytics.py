@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import cv2
+import numpy as np
 import pytest
+from PIL import Image
 
 from apps.video_analytics import Chunk, ChunkResult, ClipShape, Source, analyse, find_sources, read_clips, run
 from apps.video_analytics import sources as sources_module
@@ -25,6 +27,7 @@ from tests.server.running import Running, png, running_server
 from tests.video_files import shades, write_video
 from vlora.client import Client, FrameStream
 from vlora.client.connection import ServerConnection
+from vlora.config import ServerConfig
 from vlora.errors import (
     BadConfig,
     BadImage,
@@ -35,6 +38,7 @@ from vlora.errors import (
     VLoraError,
 )
 from vlora.opencv import quiet
+from vlora.server.media.image_decoding import decode_images
 from vlora.types import EngineStats
 
 BRIGHT = "bright"
@@ -166,6 +170,36 @@ def test_a_picture_above_opencvs_limits_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "huge.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunks))
     with pytest.raises(BadImage, match=r"huge\.png': OpenCV requires pixels <= \w+$"):
         read_picture(tmp_path / "huge.png")
+
+
+@pytest.mark.parametrize("kind", ["RGBA.png", "RGBA.webp", "RGBA.tif", "LA.png", "P.png", "I;16.png", "I;16.tif"])
+def test_pictures_have_the_pixels_that_the_server_decodes(tmp_path: Path, kind: str) -> None:
+    mode, _, suffix = kind.partition(".")
+    image = Image.new("RGBA", (8, 4), (200, 100, 50, 0))
+    for place, alpha in enumerate((255, 128, 1)):
+        image.putpixel((place, 0), (90, 60, 30, alpha))
+    if mode == "I;16":
+        image = Image.fromarray(np.linspace(0, 65535, 32).reshape(4, 8).astype(np.uint16))
+    elif mode == "P":
+        image = image.quantize(8)
+    options: dict[str, Any] = {"lossless": True, "exact": True} if suffix == "webp" else {}
+    (image if mode in ("P", "I;16") else image.convert(mode)).save(tmp_path / f"a.{suffix}", **options)
+    (served,) = decode_images([(tmp_path / f"a.{suffix}").read_bytes()], ServerConfig())
+    read = read_picture(tmp_path / f"a.{suffix}")[..., ::-1].astype(int)
+    assert np.abs(read - np.asarray(served)).max() <= 1
+
+
+def test_pictures_that_opencv_would_show_wrongly_are_refused(tmp_path: Path) -> None:
+    Image.fromarray(np.linspace(0, 1, 32, dtype=np.float32).reshape(4, 8)).save(tmp_path / "a.tif")
+    with pytest.raises(BadImage, match=r"a\.tif' has samples of type float32; convert it to 8 or 16 bits"):
+        read_picture(tmp_path / "a.tif")
+    exif = Image.Exif()
+    exif[0x0112] = 3
+    image = Image.new("RGBA", (8, 4), (200, 100, 50, 0))
+    image.putpixel((0, 0), (0, 0, 0, 255))
+    image.save(tmp_path / "a.png", exif=exif)
+    with pytest.raises(BadImage, match=r"a\.png' is transparent and rotated by EXIF; save it upright"):
+        read_picture(tmp_path / "a.png")
 
 
 def test_a_folder_that_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -241,6 +241,18 @@ def test_coco_as_tools_write_it(tmp_path: Path, change: Callable[[dict[str, Any]
         assert sample.target == (Box(0, 0.0, 0.25, 0.25, 0.75), Box(1, 0.25, 0.25, 0.5, 0.75))
 
 
+def test_rotated_pictures_without_boxes_are_read(tmp_path: Path) -> None:
+    content, exif = coco(tmp_path), Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (32, 24)).save(tmp_path / "pictures" / "9.jpg", exif=exif)
+    (tmp_path / "boxes.json").write_text(json.dumps(content))
+    assert load(write_plan(tmp_path, f"{COCO}\ntask: captioning")).splits.task == "captioning"
+    content["annotations"] = [each for each in content["annotations"] if each["image_id"] != 9]
+    (tmp_path / "boxes.json").write_text(json.dumps(content))
+    splits = load(write_plan(tmp_path, COCO)).splits
+    assert sum(sample.target == () for part in splits.parts.values() for sample in part) == 1
+
+
 def test_absolute_paths_of_coco(tmp_path: Path) -> None:
     content = coco(tmp_path)
     each(lambda entry: entry.update(file_name=str(tmp_path / "pictures" / entry["file_name"])), key="images")(content)

@@ -18,7 +18,7 @@ from tests.server.running import png
 from vlora.config import ServerConfig
 from vlora.errors import BadImage, TooLarge
 from vlora.server.media.image_decoding import decode_images
-from vlora.training.samples import _read
+from vlora.training.samples import read_picture
 
 CONFIG = ServerConfig(max_image_bytes=100_000, max_image_pixels=10_000, max_request_pixels=15_000, max_images=3)
 
@@ -170,7 +170,7 @@ def test_every_kind_of_sample_becomes_the_grey_that_was_put_in(tmp_path: Path, d
     assert image.mode == "RGB" and np.abs(served - np.asarray(grey)[..., None]).max() <= 1
     (tmp_path / "a").write_bytes(data)
     assert np.array_equal(Picture(tmp_path / "a")[0], served)
-    assert np.array_equal(np.asarray(_read(tmp_path / "a")), served)
+    assert np.array_equal(np.asarray(read_picture(tmp_path / "a")), served)
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])

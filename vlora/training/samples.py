@@ -48,7 +48,7 @@ def prepare(processor: InputProcessor, record: Record) -> Prepared:
         BadRequest, BadImage: The record cannot be used; with its file and line.
     """
     try:
-        images = [] if record.image is None else [_read(record.image)]
+        images = [] if record.image is None else [read_picture(record.image)]
         prompt = processor.encode(processor.chat(record.question, len(images)), images)
         answer = processor.tokenizer(record.answer, add_special_tokens=False)["input_ids"]
     except BadRequest as error:
@@ -204,7 +204,7 @@ class SampleSource:
         self._samples.clear()
 
 
-def _read(file: Path) -> Image.Image:
+def read_picture(file: Path) -> Image.Image:
     with _opened(file) as image:
         return upright_rgb(image)
 
