@@ -111,19 +111,21 @@ def _scaled(picture: Image.Image, tags: Mapping[int, Any]) -> Image.Image:
         samples = samples.view(np.uint32)  # Pillow decodes it as signed, and signed bytes as unsigned
     elif picture.mode == "L":
         samples = samples.view(np.int8)
-    values = samples.astype(np.float64)
-    low, high = _number(tags, _LOWEST, np.nan), _number(tags, _HIGHEST, np.nan)
+    low, high = (float(_number(tags, tag, np.nan)) for tag in (_LOWEST, _HIGHEST))
     if not -np.inf < low < high < np.inf and picture.mode.startswith("I;16"):
-        low, high = 0.0, 2 ** _number(tags, _BITS, 16) - 1
+        low, high = 0.0, 2.0 ** _number(tags, _BITS, 16) - 1
     elif not -np.inf < low < high < np.inf:
-        finite = values[np.isfinite(values)]
+        finite = samples[np.isfinite(samples)]
         if not finite.size:
-            raise ValueError(f"none of its {values.size} samples (mode {picture.mode}) is a finite number")
+            raise ValueError(f"none of its {samples.size} samples (mode {picture.mode}) is a finite number")
         low, high = float(finite.min()), float(finite.max())
-    shares = np.clip((values - low) / (high - low), 0, 1) if low < high else np.zeros_like(values)
-    if _number(tags, _PHOTOMETRIC, 1) == 0:  # WhiteIsZero, which Pillow inverts up to 8 bits only
-        shares = 1 - shares
-    grey = Image.fromarray(np.rint(255 * np.nan_to_num(shares)).astype(np.uint8))
+    levels = np.zeros(samples.shape, np.uint8)
+    for row, line in enumerate(samples if low < high else ()):  # by rows, since float64 takes much memory
+        shares = np.clip((line.astype(np.float64) - low) / (high - low), 0, 1)
+        if _number(tags, _PHOTOMETRIC, 1) == 0:  # WhiteIsZero, which Pillow inverts up to 8 bits only
+            shares = 1 - shares
+        levels[row] = np.rint(255 * np.nan_to_num(shares))
+    grey = Image.fromarray(levels)
     if "transparency" in picture.info:
         grey.putalpha(Image.fromarray(np.where(samples == picture.info["transparency"], 0, 255).astype(np.uint8)))
     return grey
