@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import types
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +17,7 @@ from torch import nn
 
 from fusion.data.items import NamedBox
 from fusion.plan.schema import DomainPlan
+from fusion.teachers.detector_layouts import Output, raw_boxes
 from fusion.teachers.letterbox import place
 from fusion.teachers.opening import open_teacher
 from fusion.teachers.protocol import Teacher
@@ -380,6 +383,26 @@ def test_outputs_that_stay_ambiguous_are_refused(
 ) -> None:
     file = constant_model(tmp_path / "net.onnx", outputs)
     assert message in refused(file, **{"labels": LABELS[:2], **fields})
+
+
+@pytest.mark.parametrize(("processor", "classes"), [("detr", 4), ("rt_detr", 3)])
+def test_queries_are_read_as_by_transformers(processor: str, classes: int) -> None:
+    module = importlib.import_module(f"transformers.models.{processor}.image_processing_pil_{processor}")
+    name = {"detr": "DetrImageProcessorPil", "rt_detr": "RTDetrImageProcessorPil"}[processor]
+    rng = torch.Generator().manual_seed(0)
+    logits, edges = torch.randn(1, 40, classes, generator=rng) * 3, torch.rand(1, 40, 4, generator=rng) / 2 + 0.2
+    (oracle,) = getattr(module, name)().post_process_object_detection(
+        types.SimpleNamespace(logits=logits, pred_boxes=edges), threshold=0.95, target_sizes=torch.ones(1, 2)
+    )
+    theirs: dict[Any, Any] = {}
+    for score, label, box in zip(*(oracle[key].tolist() for key in ("scores", "labels", "boxes")), strict=True):
+        key = tuple(np.round(box, 4))
+        theirs[key] = max(theirs.get(key, (0.0, 0)), (round(score, 4), label))  # RT-DETR gives a query several labels
+    found = raw_boxes("detr", [Output("logits", logits.numpy()), Output("pred_boxes", edges.numpy())], 0.95, 3)
+    assert len(found.scores) == len(theirs) > 5 and found.shares
+    for score, label, box in zip(found.scores, found.classes, found.edges, strict=True):
+        near = min(theirs, key=lambda each: float(np.abs(np.array(each) - box).max()))
+        assert near == pytest.approx(tuple(box), abs=2e-4) and theirs[near] == pytest.approx((score, label), abs=2e-4)
 
 
 @pytest.mark.parametrize(
