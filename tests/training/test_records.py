@@ -34,6 +34,13 @@ def test_a_share_of_whole_groups_is_held_out(tmp_path: Path) -> None:
     assert read(tmp_path, ROWS, held_out=0.0).held_out == ()
 
 
+def test_a_byte_order_mark_and_windows_line_ends_make_no_difference(tmp_path: Path) -> None:
+    found, file = read(tmp_path, ROWS), tmp_path / "questions.jsonl"
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes().replace(b"\n", b"\r\n"))
+    errors = PlanErrors(PlanText())
+    assert read_records(tmp_path, None, held_out=0.25, seed=0, errors=errors).train == found.train and not errors
+
+
 def test_one_group_alone_is_trained_on(tmp_path: Path) -> None:
     found = read(tmp_path, ROWS[:4], held_out=0.9)
     assert len(found.train) == 4 and not found.held_out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import os
@@ -134,7 +135,8 @@ def _lines(file: Path, errors: PlanErrors) -> Iterator[tuple[str, bytes]]:
         errors.add(f"{file} {problem}", "data")
         return
     try:
-        lines = file.read_bytes().split(b"\n")  # `splitlines` of text divides at characters that JSON may contain
+        text = file.read_bytes().removeprefix(codecs.BOM_UTF8)
+        lines = text.split(b"\n")  # `splitlines` of text divides at characters that JSON may contain
     except OSError as error:
         errors.add(f"{file} cannot be read: {error.strerror}", "data")
         return
