@@ -101,6 +101,25 @@ def test_typed_markers_are_text_in_any_turn(pair: tuple[InputProcessor, HFModel]
     assert encoded.prompt_ids.count(IMAGE) == encoded.vision[0].num_tokens
 
 
+def test_markers_in_names_of_parameters_are_text() -> None:
+    words = tokenizer()
+    words.chat_template = "{{ tools[0] | tojson }}"
+    processor = InputProcessor(build_model("llava").config, words, image_processor("llava"))
+    tool = {"function": {"parameters": {"properties": {"<image>": {"type": "string"}}}}}
+    turn = {"role": "user", "content": "what ?"}
+    assert IMAGE not in processor.encode(processor.template([turn], [tool])).prompt_ids
+
+
+def test_one_of_several_templates_is_for_tools() -> None:
+    words = tokenizer()
+    plain = words.chat_template
+    processor = InputProcessor(build_model("llava").config, words, image_processor("llava"))
+    assert not processor.takes_tools
+    words.chat_template = {"default": plain, "tool_use": "{{ tools | tojson }}" + str(plain)}
+    processor = InputProcessor(build_model("llava").config, words, image_processor("llava"))
+    assert processor.takes_tools and "tools" not in processor.chat("what ?")
+
+
 def test_one_beginning_of_text(pair: tuple[InputProcessor, HFModel]) -> None:
     processor, _ = pair
     assert processor.encode(processor.chat("what is shown ?")).prompt_ids.count(1) == 1

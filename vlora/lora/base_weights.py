@@ -190,14 +190,14 @@ def stored_tensors(file: str) -> dict[str, torch.Tensor]:
         with safe_open(file, framework="pt") as opened:
             return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
     try:
-        found: dict[str, torch.Tensor] = torch.load(
-            file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)
-        )
+        found = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except (FileNotFoundError, PermissionError):
         raise
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:  # with advice for torch's callers
         raise ValueError("it is truncated, or torch.save has not written it") from error
-    return found
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise ValueError("it holds no tensors by name")
+    return {name: tensor for name, tensor in found.items() if isinstance(tensor, torch.Tensor)}
 
 
 def floating_dtype(files: Iterable[str]) -> torch.dtype:

@@ -88,14 +88,13 @@ def check_weights(config: EngineConfig, skeleton: Any, linears: Mapping[str, tor
         files = _weight_files(config.model)
     except (OSError, ValueError) as error:
         raise BadConfig(f"the index of its weights (*.index.json) is broken: {error}; download it again") from error
-    if (
-        problems := broken_files(files)
-        if files
-        else [
+    problems = broken_files(files)
+    if not files:
+        problems = [
             "its weights are not on this machine: there is no model.safetensors, and no model.safetensors.index.json "
             "that names its parts; download them"
         ]
-    ):
+    if problems:
         raise BadConfig("; ".join(problems))
     groups = stored_groups(skeleton.config)
     if groups is None:

@@ -34,7 +34,8 @@ _IMAGE_FIELDS = ("pixel_values", "image_grid_thw", "image_sizes", "batch_num_ima
 _MARKERS = ("<image>", "<video>", "<|image_pad|>", "<|video_pad|>")
 # Private-use characters around a marker that a user typed, from the template to the tokenizer.
 _TYPED, _TYPED_END = "\U000f0000", "\U000f0001"
-_PROBE_TOOL = {"type": "function", "function": {"name": "probe", "description": "", "parameters": {"type": "object"}}}
+_PROBE = "cobalt0417"  # in no template
+_PROBE_TOOL = {"type": "function", "function": {"name": _PROBE, "description": "", "parameters": {"type": "object"}}}
 
 
 class EncodedPrompt(NamedTuple):
@@ -77,8 +78,9 @@ class InputProcessor:
         self.image_token_id: int = config.image_token_id
         self.image_token: str = tokenizer.convert_ids_to_tokens([self.image_token_id])[0]
         ids = [self.image_token_id, getattr(config, "video_token_id", None)]
-        own = (str(tokenizer.convert_ids_to_tokens([one])[0]) for one in ids if one is not None)
-        markers = dict.fromkeys((*own, *(name for name in _MARKERS if name in tokenizer.added_tokens_encoder)))
+        own = (tokenizer.convert_ids_to_tokens([one])[0] for one in ids if one is not None)
+        shared = (name for name in _MARKERS if name in tokenizer.added_tokens_encoder)
+        markers = [marker for marker in dict.fromkeys((*own, *shared)) if marker is not None]
         self._markers = re.compile("|".join(map(re.escape, markers)))
         self._typed_markers = re.compile(f"{_TYPED}({self._markers.pattern}){_TYPED_END}|[{_TYPED}{_TYPED_END}]")
         self._as_text = {marker: _ids_as_text(tokenizer, marker) for marker in markers}
@@ -127,7 +129,7 @@ class InputProcessor:
         """Whether the chat template writes tools."""
         turn = {"role": "user", "content": [{"type": "text", "text": "question"}]}
         try:
-            return "probe" in self.template([turn], [_PROBE_TOOL])
+            return _PROBE in self.template([turn], [_PROBE_TOOL])
         except (BadConfig, BadRequest):
             return False
 
@@ -156,7 +158,7 @@ class InputProcessor:
         if isinstance(value, str):
             return self._markers.sub(rf"{_TYPED}\g<0>{_TYPED_END}", value)
         if isinstance(value, Mapping):
-            return {name: self.as_text(one) for name, one in value.items()}
+            return {self.as_text(name): self.as_text(one) for name, one in value.items()}
         return [self.as_text(one) for one in value] if isinstance(value, list | tuple) else value
 
     def _check(self, path: str) -> None:
@@ -174,18 +176,18 @@ class InputProcessor:
                 f"the tokenizer of {path!r} belongs to another model: it has {len(self.tokenizer)} tokens, the model's "
                 f"embeddings have {rows} rows, and token {self.image_token_id} stands for images; {copy_tokenizer}"
             )
-        question, text = "question", ""
+        text = ""
         try:
-            text = self.chat(question, 1)
+            text = self.chat(_PROBE, 1)
         except BadConfig:
             problem = "is missing"
         except BadRequest as error:
             problem = f"takes no pictures ({error})"
         else:
             count = text.count(self.image_token)
-            if "'type'" in text or '"type"' in text:
+            if f"'text': '{_PROBE}'" in text or f'"text": "{_PROBE}"' in text:
                 problem = "takes text only: it prints a message's parts as a list"
-            elif question not in text:
+            elif _PROBE not in text:
                 problem = "leaves out the text of a message's parts"
             elif count != 1:
                 problem = (
@@ -288,7 +290,7 @@ class InputProcessor:
         if re.fullmatch("<0x[0-9A-F]{2}>", raw):
             return bytes([int(raw[3:5], 16)])
         letters = byte_letters()
-        return bytes(letters.index(each) for each in raw) if set(raw) <= set(letters) else text.encode()
+        return bytes(map(letters.__getitem__, raw)) if letters.keys() >= set(raw) else text.encode()
 
     @functools.cached_property
     def _special_ids(self) -> frozenset[int]:

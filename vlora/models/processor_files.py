@@ -61,10 +61,8 @@ def read_parts(path: str) -> ProcessorParts:
     )
     stored = _part(path, "chat template", TEMPLATE_FILES, lambda: ProcessorMixin.get_processor_dict(path)[0])
     template = stored.get("chat_template")
-    if isinstance(template, dict):
-        template = template.get("default")
-    if template:
-        tokenizer.chat_template = template
+    if isinstance(template, str) or (isinstance(template, dict) and "default" in template):
+        tokenizer.chat_template = template  # of several, one is for tools
     videos = _part(
         path, "video processor", "video_preprocessor_config.json or processor_config.json", lambda: video_settings(path)
     )

@@ -6,6 +6,7 @@ content is reported.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,9 +82,14 @@ def _templates(processor: InputProcessor) -> Iterator[str]:
     """The template that is used, then the tokenizer's own: trainers that save the tokenizer alone write that one."""
     yield _same_lines(processor.tokenizer.chat_template)
     if place := processor.tokenizer.name_or_path:
-        from vlora.models.pretrained import from_pretrained  # imports transformers, as the processor does
+        yield _same_lines(_template_of(type(processor.tokenizer), place))
 
-        yield _same_lines(from_pretrained(type(processor.tokenizer), place).chat_template)
+
+@functools.cache
+def _template_of(tokenizer: Any, place: str) -> Any:
+    from vlora.models.pretrained import from_pretrained  # imports transformers, as the processor does
+
+    return from_pretrained(tokenizer, place).chat_template
 
 
 def _same_lines(template: Any) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import itertools
 import json
 import os
@@ -124,7 +125,7 @@ def read_ranks(file: Path) -> dict[bytes, int]:
 
 def build(ranks: dict[bytes, int]) -> Tokenizer:
     """The tokenizer of a vocabulary without its special tokens."""
-    letters = byte_letters()
+    letters = list(byte_letters())
 
     def shown(token: bytes) -> str:
         return "".join(letters[byte] for byte in token)
@@ -154,11 +155,12 @@ def _pairs(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
         yield from sorted(found, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
 
 
-def byte_letters() -> list[str]:
-    """The letter that stands for each byte in a vocabulary of `ByteLevel`: itself, or one from 256 on."""
+@functools.cache
+def byte_letters() -> dict[str, int]:
+    """The letters that stand for bytes in a vocabulary of `ByteLevel`: themselves, or others from 256 on. In order."""
     kept = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = itertools.count(256)
-    return [chr(byte if byte in kept else next(others)) for byte in range(256)]
+    return {chr(byte if byte in kept else next(others)): byte for byte in range(256)}
 
 
 def _read_text(model: str | os.PathLike[str], name: str) -> str | None:
