@@ -35,7 +35,7 @@ from vlora.types import RequestOutput
 from vlora.types.replicas import DRAINING, SERVING, ClusterStatus
 
 pytestmark = [
-    pytest.mark.exhaustive,  # tests/server/test_serve_replicas.py is `make test`'s start of Ray
+    pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
 ]
 
@@ -169,6 +169,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Here]:
             found.close()
 
 
+@pytest.mark.exhaustive
 def test_the_start_is_announced_and_all_replicas_answer(here: Here) -> None:
     assert here.lines[0] == "starting Ray" and str(here.cluster.ray.ports) in here.lines[1]
     assert [line.partition(" serves ")[2] for line in here.lines[2:]] == ["(1 of 2)", "(2 of 2)"]
@@ -178,12 +179,14 @@ def test_the_start_is_announced_and_all_replicas_answer(here: Here) -> None:
     assert here.cluster.cause is None and not here.cluster.starting
 
 
+@pytest.mark.exhaustive
 def test_engines_have_the_niceness_of_the_front_end(here: Here) -> None:
     """Ray's default is 15."""
     for pids in here.cluster.pids.values():
         assert [psutil.Process(pid).nice() for pid in pids] == [psutil.Process().nice()] * 3
 
 
+@pytest.mark.exhaustive
 def test_engines_have_the_threads_and_the_folder_of_the_front_end(here: Here) -> None:
     """Ray sets OMP_NUM_THREADS to 1 for workers. Its token is not for engines."""
     for pids in here.cluster.pids.values():
@@ -192,6 +195,7 @@ def test_engines_have_the_threads_and_the_folder_of_the_front_end(here: Here) ->
         assert "OMP_NUM_THREADS" not in environ and not any(name.startswith("RAY_") for name in environ)
 
 
+@pytest.mark.exhaustive
 def test_only_the_announced_ports_are_open_to_others(here: Here) -> None:
     """Ray listens on all addresses; doors listen on loopback."""
     doors = {member.address.port for member in here.cluster.members.values()}
@@ -205,6 +209,7 @@ def test_only_the_announced_ports_are_open_to_others(here: Here) -> None:
     assert all(ports.first <= port <= ports.last for port in open_ports), open_ports
 
 
+@pytest.mark.exhaustive
 def test_the_token_is_our_own_and_without_it_ray_refuses(here: Here) -> None:
     assert not (here.home / ".ray").exists()  # where Ray's own, world-readable token would be
     own = Path(here.cluster.folder.token_file).read_text()
@@ -216,6 +221,7 @@ def test_the_token_is_our_own_and_without_it_ray_refuses(here: Here) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.exhaustive
 def test_actors_have_no_event_loop_that_ray_chooses(here: Here) -> None:
     """With uvloop installed, an asynchronous actor runs on it, and the transports of the lines fail there."""
     code = (
@@ -230,6 +236,7 @@ def test_actors_have_no_event_loop_that_ray_chooses(here: Here) -> None:
     assert not users & {pid for pids in here.cluster.pids.values() for pid in pids}
 
 
+@pytest.mark.exhaustive
 def test_the_front_end_is_no_driver_and_drivers_live_without_a_head(here: Here) -> None:
     assert "ray" not in sys.modules or not sys.modules["ray"].is_initialized()  # other tests may have imported it
     assert here.cluster.ray.keeper is not None and here.cluster.ray.head is not None
@@ -237,12 +244,14 @@ def test_the_front_end_is_no_driver_and_drivers_live_without_a_head(here: Here) 
         assert psutil.Process(pid).environ()["RAY_gcs_rpc_server_reconnect_timeout_s"] == "600"
 
 
+@pytest.mark.exhaustive
 def test_all_processes_belong_to_one_ray(here: Here) -> None:
     """An `init` without an address would have started or joined another one."""
     names = [process.name() for process in own_processes(here.cluster.folder)]
     assert names.count("gcs_server") == names.count("raylet") == 1
 
 
+@pytest.mark.exhaustive
 def test_actors_load_no_torch_and_are_small(here: Here) -> None:
     for pids in here.cluster.pids.values():
         actor = psutil.Process(pids.actor)
@@ -250,6 +259,7 @@ def test_actors_load_no_torch_and_are_small(here: Here) -> None:
         assert actor.memory_full_info().pss < 120 << 20
 
 
+@pytest.mark.exhaustive
 def test_a_killed_keeper_is_replaced_and_adopts_the_replicas(here: Here) -> None:
     former, pids = here.keeper_pid, dict(here.cluster.pids)
     assert former is not None
@@ -259,6 +269,7 @@ def test_a_killed_keeper_is_replaced_and_adopts_the_replicas(here: Here) -> None
     assert here.cluster.pids == pids and here.keeper_pid not in (None, former)
 
 
+@pytest.mark.exhaustive
 def test_a_killed_actor_is_replaced_and_its_replica_serves_on(here: Here) -> None:
     pids, before = dict(here.cluster.pids), here.status()
 
@@ -290,6 +301,7 @@ def test_a_killed_replica_loses_no_request_and_comes_back(here: Here, part: str)
     assert set(here.answer_all()) == {0}
 
 
+@pytest.mark.exhaustive
 def test_a_replica_that_hangs_is_started_again(here: Here) -> None:
     pids, hung = dict(here.cluster.pids), list[str]()
 
@@ -302,6 +314,7 @@ def test_a_replica_that_hangs_is_started_again(here: Here) -> None:
     assert not any(map(is_alive, pids[hung[0]]))
 
 
+@pytest.mark.exhaustive
 def test_a_drained_replica_stays_drained_after_a_restart(here: Here) -> None:
     name, other = NAMES
     former = here.cluster.pids[name]
@@ -315,6 +328,7 @@ def test_a_drained_replica_stays_drained_after_a_restart(here: Here) -> None:
     assert here.serves()
 
 
+@pytest.mark.exhaustive
 def test_a_replica_is_added_and_released_under_answers(here: Here) -> None:
     """The number holds also for a keeper that starts after it was changed."""
     pids, before = dict(here.cluster.pids), here.cluster.status()
@@ -343,6 +357,7 @@ def test_a_replica_is_added_and_released_under_answers(here: Here) -> None:
             here.run(here.cluster.scale(number, 1.0))
 
 
+@pytest.mark.exhaustive
 def test_replicas_follow_the_load_until_an_operator_sets_their_number(here: Here) -> None:
     pids, before = dict(here.cluster.pids), here.cluster.status()
     requests = [asked(f"busy{number}", 500) for number in range(24)]
@@ -366,6 +381,7 @@ def test_replicas_follow_the_load_until_an_operator_sets_their_number(here: Here
     assert scaling is not None and not scaling.automatic and scaling.decision == "2 as before: set by an operator"
 
 
+@pytest.mark.exhaustive
 def test_a_replica_that_does_not_start_is_reported_and_tried_again(here: Here) -> None:
     unusable = Path(here.cluster.folder.claim_file("replica-2"))
     unusable.unlink(missing_ok=True)
@@ -377,6 +393,7 @@ def test_a_replica_that_does_not_start_is_reported_and_tried_again(here: Here) -
     assert here.run(here.cluster.scale(2, 20.0)) and here.serves()
 
 
+@pytest.mark.exhaustive
 def test_an_added_replica_that_does_not_start_is_given_up(here: Here) -> None:
     unusable = Path(here.cluster.folder.claim_file("replica-2"))
     unusable.unlink(missing_ok=True)
@@ -393,6 +410,7 @@ def test_an_added_replica_that_does_not_start_is_given_up(here: Here) -> None:
     assert here.run(here.cluster.scale(2, 5.0)) and here.serves()
 
 
+@pytest.mark.exhaustive
 def test_replicas_serve_without_ray_and_the_next_one_adopts_them(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of Ray's processes end under answers, and no other Ray can start for a time."""
     pids, before = dict(here.cluster.pids), here.status()
@@ -424,6 +442,7 @@ def test_replicas_serve_without_ray_and_the_next_one_adopts_them(here: Here, mon
     here.wait(lambda: here.serves() and here.cluster.pids[NAMES[0]].replica != pids[NAMES[0]].replica)
 
 
+@pytest.mark.exhaustive
 def test_a_raylet_that_is_ended_is_replaced(here: Here) -> None:
     """`ray start --block` goes on when SIGTERM has ended its raylet."""
     ray, pids = ray_processes(here.cluster.folder), dict(here.cluster.pids)
@@ -434,6 +453,7 @@ def test_a_raylet_that_is_ended_is_replaced(here: Here) -> None:
     assert here.engines() == {each.engine for each in pids.values()}
 
 
+@pytest.mark.exhaustive
 def test_a_killed_head_leaves_no_ray_behind(here: Here) -> None:
     head = here.cluster.ray.head
     assert head is not None
@@ -444,6 +464,7 @@ def test_a_killed_head_leaves_no_ray_behind(here: Here) -> None:
     assert here.engines() == {each.engine for each in pids.values()}
 
 
+@pytest.mark.exhaustive
 def test_a_driver_without_a_connection_starts_no_ray(here: Here) -> None:
     """By default the first call of a driver, and one after the end of Ray, starts a Ray, which nothing would end."""
     code = "import ray, sys\ntry: ray.remote(int).remote()\nexcept Exception as error: sys.exit(f'refused: {error}')"
@@ -480,6 +501,7 @@ def test_nothing_is_left_after_a_kill_of_front_end_head_and_keeper() -> None:
             folder.remove()
 
 
+@pytest.mark.exhaustive
 def test_closing_ends_what_was_started_and_nothing_else(here: Here, tmp_path: Path) -> None:
     """`ray stop` would end every process named raylet."""
     sleep = shutil.which("sleep")
