@@ -38,7 +38,7 @@ PYTEST = PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -q -n $(WORKERS) 
 test: install $(KERNELS)
 	$(PYTEST)
 
-# With the tests that repeat others for more model families, forms, moments and sizes (the mark `exhaustive`).
+# With the tests of more model families, forms, sizes and moments and kinds of failure (the mark `exhaustive`).
 test-all: install $(KERNELS)
 	$(PYTEST) --exhaustive
 
@@ -47,12 +47,14 @@ test-gpu-sim: install $(KERNELS)
 	$(PYTEST) --gpu-sim --exhaustive -m gpu_sim
 
 # The tests that only these two run, of the packages that differ from the last full run (tests/touched.py), as many as
-# begin within LIMIT_S seconds. Exit code 5 of pytest: there are none.
+# begin within LIMIT_S seconds of the first. Exit code 5 of pytest: there are none. Files begin in the given order, and
+# tests of one file stay in theirs: some need what earlier ones have made.
 LIMIT_S ?= 150
 test-touched: install $(KERNELS)
 	@set -e; folders=$$($(VENV)/bin/python -m tests.touched); echo "touched: $${folders:-nothing}"; \
 	if [ -n "$$folders" ]; then \
-		$(PYTEST) --gpu-sim --exhaustive -m "gpu_sim or exhaustive" --stop-after $(LIMIT_S) $$folders || test $$? = 5; \
+		$(PYTEST) --dist loadfile --no-loadscope-reorder --gpu-sim --exhaustive -m "gpu_sim or exhaustive" \
+			--stop-after $(LIMIT_S) $$folders || test $$? = 5; \
 	fi
 
 # Before a release: all tiers, and their result in tests/full_run.json.

@@ -1,13 +1,15 @@
 """Which tests of the tiers that `make test` leaves out a change needs: `python -m tests.touched` prints their folders.
 
 A change is what differs from the commit of the last full run of all tiers, which `full_run.json` names. First come the
-folders of the changed packages, then those of packages that may import them, the lowest levels first.
+folders of the changed packages and tests, then those of packages that may import them, the lowest levels first. What
+all tests share, and a history without that commit, are a change of all packages.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -22,6 +24,8 @@ _ALSO = {
     "tests/qwen_vl": {"vlora.models"},
 }
 """Packages with tests in another folder than the one of their name."""
+_SHARED = re.compile(r"Makefile|pyproject\.toml|vlora/__init__\.py|tests/(?!test_)\w+\.py")
+"""Files that each test may depend on."""
 
 
 def git(*arguments: str) -> str:
@@ -29,27 +33,37 @@ def git(*arguments: str) -> str:
 
 
 def changed_files() -> list[str]:
-    """Files that differ from the last full run; from the commit before HEAD if that one is not in the history."""
-    recorded = json.loads(RECORD.read_text())["commit"]
-    for base in (recorded, "HEAD~1"):
-        if subprocess.run(
-            ["git", "merge-base", "--is-ancestor", base, "HEAD"], cwd=ROOT, capture_output=True
-        ).returncode:
-            continue
+    """Files that differ from the last full run. If git does not tell, a file that all tests share is one of them."""
+    base = json.loads(RECORD.read_text())["commit"]
+    try:
+        git("merge-base", "--is-ancestor", base, "HEAD")
         return git("diff", "--name-only", base).splitlines()
-    return []
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = getattr(error, "stderr", str(error)).partition("\n")[0] or "it is not in the history"
+        print(f"all packages count as changed since {base}, the last full run: {said}", file=sys.stderr)
+        return ["Makefile"]
 
 
 def folders_for(files: Iterable[str]) -> list[str]:
-    """The folders of tests to run for changed files, most important first."""
+    """The folders of tests, and modules of tests outside of them, to run for changed files, most important first."""
+    files = list(files)
     paths = [Path(file).with_suffix("").parts for file in files]
-    tests = {"/".join(parts[:2]) for parts in paths if parts[0] == "tests"}
+    tests = {"/".join(Path(file).parts[:2]) for file in files if file.startswith("tests/")}
     packages = {name for parts in paths for name in (".".join(parts[:2]), parts[0]) if name in MAY_IMPORT}
     packages |= {name for name in MAY_IMPORT if _folder(name) in tests}
-    importers = {name for name, imported in MAY_IMPORT.items() if imported & packages} - packages
-    found = [folder for folder, tested in _ALSO.items() if folder in tests or tested & packages]
-    found += map(_folder, (*sorted(packages), *sorted(importers, key=lambda name: (len(MAY_IMPORT[name]), name))))
-    return [folder for folder in dict.fromkeys(found) if (ROOT / folder).is_dir()]
+    importers = {name for name, imported in MAY_IMPORT.items() if imported & packages}
+    there = sorted(
+        f"tests/{path.name}"
+        for path in Path(__file__).parent.iterdir()
+        if path.match("test_*.py") or (path / "__init__.py").exists()
+    )
+    if shared := any(map(_SHARED.fullmatch, files)):
+        importers = set(MAY_IMPORT)
+    found = [folder for folder, tested in _ALSO.items() if shared or folder in tests or tested & packages]
+    found += [*map(_folder, sorted(packages)), *sorted(tests)]
+    found += map(_folder, sorted(importers, key=lambda name: (len(MAY_IMPORT[name]), name)))
+    found += there if shared else []
+    return [each for each in dict.fromkeys(found) if each in there]
 
 
 def _folder(package: str) -> str:
