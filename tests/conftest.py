@@ -86,7 +86,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Set the device of the oracle tests, and the number of hypothesis examples."""
-    if config.getoption("--hypothesis-profile") is None and not config.option.exhaustive:
+    if config.getoption("--hypothesis-profile", None) is None and not config.option.exhaustive:
         hypothesis.settings.load_profile("fast" if "not slow" in config.option.markexpr else "usual")
     name = config.getoption("--device")
     if name == "simulated-cuda":
