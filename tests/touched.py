@@ -22,6 +22,7 @@ RECORD = Path(__file__).with_name("full_run.json")
 _ALSO = {
     "tests/simulated_cuda": {"atmm", "vlora.models", "vlora.lora", "vlora.memory", "vlora.engine"},
     "tests/qwen_vl": {"vlora.models"},
+    "tests/hub": {"vlora.models", "vlora.server", "vlora.engine"},
 }
 """Packages with tests in another folder than the one of their name."""
 _SHARED = re.compile(r"Makefile|pyproject\.toml|vlora/__init__\.py|tests/(?!test_)\w+\.py")
