@@ -28,7 +28,7 @@ _OWN = frozenset((*ADAPTER_FILES, "adapter_model.bin", "adapter_model.pt"))  # t
 
 
 def other_weights(folder: Path) -> str:
-    """What is wrong with a folder with weights that neither PEFT nor an engine loads; empty if there are none.
+    """The reason to refuse a folder with weights that neither PEFT nor an engine loads; empty if there are none.
 
     Ignored are the state of the training, hidden files and all folders. Raises OSError.
     """

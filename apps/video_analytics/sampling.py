@@ -91,7 +91,7 @@ class Sampler:
         self._clear()
 
     def _clear(self) -> None:
-        self._num_due = 0  # frames of the clip whose time has come
+        self._num_due = 0  # frames of the clip that are due
         self._complete = False  # returned before the next one starts
         self._taken = self._is_shown = False  # the current frame
         self._width = 0

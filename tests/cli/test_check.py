@@ -82,7 +82,7 @@ def write_holes(file: Path, shapes: dict[str, list[int]]) -> None:
 
 
 def test_memory_of_another_machine_decides(folder: Path, vlora_command: Vlora) -> None:
-    """A 7B-shaped model, whose weights take no space on the disk."""
+    """A 7B-shaped model with sparse weights on the disk."""
     config = json.loads((folder / "config.json").read_text())
     config["dtype"] = "bfloat16"
     config["text_config"] |= {

@@ -179,7 +179,7 @@ NAMES = (*CHECKPOINTS, *QWEN_VL)
 
 
 def savers(name: str) -> tuple[SavedBy, ...]:
-    """What may have written the files of a checkpoint: its makers, and versions of transformers that read them."""
+    """Origin of the files of a checkpoint: its publisher, or a version of transformers that saved it."""
     if name in QWEN_VL or name.endswith(("-early", "-A3B")):
         return ("hub",)
     if CHECKPOINTS[name].quantization:
@@ -515,7 +515,7 @@ def _write_weights(folder: Path, weights: Mapping[str, Tensor], shards: int) -> 
 
 
 def _make_qwen_vl(folder: Path, *, chat: bool) -> None:
-    """The first Qwen-VL: pickled shards, tiktoken's vocabulary, and files of code, which stop whoever runs them."""
+    """The first Qwen-VL: pickled shards, tiktoken's vocabulary, and files of code, which must not run."""
     inner, side = INNER, 2 * TOWER
     changes = {
         **{"hidden_size": HIDDEN, "intermediate_size": 2 * inner, "num_hidden_layers": LAYERS, "vocab_size": 151_936},

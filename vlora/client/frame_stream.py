@@ -78,7 +78,7 @@ class SendTimeout:
 
 
 class _Handle:
-    """What both handles know of their stream."""
+    """State of a stream that both handles share."""
 
     def __init__(self, stream_id: str, timeout_s: float) -> None:
         self.stream_id = stream_id

@@ -301,7 +301,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def _without_config(path: Path) -> str:
-    """What a path is that is no adapter."""
+    """The reason why a path is not an adapter folder."""
     if not path.is_dir():
         return "it is a file; give the path of its folder" if path.exists() else "there is no such folder"
     if nested := sorted(file.parent.name for file in path.glob(f"*/{CONFIG_FILE}")):

@@ -280,7 +280,7 @@ class InputProcessor:
         return str(self.tokenizer.decode([token_id], skip_special_tokens=False))
 
     def token_bytes(self, token_id: int) -> bytes | None:
-        """What a token adds to the bytes of an answer; None for a special token, which answers do not contain."""
+        """The bytes that a token adds to an answer; None for a special token, which answers do not contain."""
         if token_id in self._special_ids:
             return None
         text = self.token_text(token_id)
