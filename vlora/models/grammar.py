@@ -27,6 +27,7 @@ _LIMITS: dict[str, Any] = {
     "verbose_errors": False,
 }
 _STACK_BYTES = 1 << 28  # four times what a chain in MAX_GRAMMAR_CHARS takes; reserved, not used
+_STACK_SIZE = threading.Lock()  # the process has one for new threads
 _MOST_REASON = 300  # characters
 _UNFORCED = '%llguidance {"no_forcing": true}\n'
 
@@ -60,12 +61,14 @@ class GrammarCompiler:
         if self._tokenizer is None:
             self._tokenizer = self._read_tokenizer()
         # The library calls itself for each rule and $ref in a row, and a stack overflow ends the process.
-        stack_bytes = threading.stack_size(_STACK_BYTES)
-        with ThreadPoolExecutor(1) as deep:
-            compiling = deep.submit(
-                LLMatcher, self._tokenizer, self._preamble + grammar, log_level=0, limits=LLParserLimits(**_LIMITS)
-            )
-            threading.stack_size(stack_bytes)
+        with ThreadPoolExecutor(1) as deep, _STACK_SIZE:
+            stack_bytes = threading.stack_size(_STACK_BYTES)
+            try:
+                compiling = deep.submit(
+                    LLMatcher, self._tokenizer, self._preamble + grammar, log_level=0, limits=LLParserLimits(**_LIMITS)
+                )
+            finally:
+                threading.stack_size(stack_bytes)
         matcher = compiling.result()
         if matcher.is_error():
             raise BadRequest(f"the grammar cannot be used: {_reason(matcher)}")

@@ -11,14 +11,14 @@ import itertools
 import math
 import re
 import urllib.parse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from fractions import Fraction
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 from vlora.errors import BadRequest
-from vlora.server.http.schemas.patterns import translated
+from vlora.server.http.schemas.patterns import FORMATS, translated
 
 MAX_DEPTH = 100
 """Nested arrays and objects in a schema, or in the arguments of a call."""
@@ -29,28 +29,28 @@ _LARGEST, _SMALLEST, _DIGITS = 1e18, Decimal("1e-18"), 15
 _EXACT = 2**53  # floats represent all integers up to this one
 _MOST_DIVISORS = 2**32  # product of all, as decimals without a point; the library multiplies in 32 bits
 _MOST_ALTERNATIVES = 100  # of a oneOf; each pair is compared
-_MOST_COMPARED = 8  # levels of properties
+_MOST_LEVELS = 30  # of properties that are compared
+_MOST_COMPARED = 1_000_000  # keywords and members of the schemas in all pairs; half a second
 _SHOWN = 100  # characters
 
-_COMBINED = {"allOf", "if", "then", "else", "not", "dependentSchemas", "unevaluatedProperties", "$dynamicRef"}
-_OPEN = {"additionalProperties", "patternProperties", "propertyNames", "minProperties", "anyOf", "oneOf", "$ref"}
+_UNSUPPORTED = {
+    *("not", "if", "then", "else", "propertyNames", "dependentSchemas", "dependentRequired", "dependencies"),
+    *("unevaluatedProperties", "unevaluatedItems", "uniqueItems", "contains", "minContains", "maxContains"),
+    *("$dynamicRef", "$dynamicAnchor", "$recursiveRef"),
+}
+_APPLIED = ("allOf", "anyOf", "oneOf", "$ref")  # to the same value
+_OPEN = {"additionalProperties", "patternProperties", "minProperties", *_APPLIED}
 _OF_NAMES = {"properties", "patternProperties", "$defs", "definitions"}  # from names to schemas
-DESCRIBE_PROPERTIES = frozenset(_COMBINED | _OPEN | {"properties", "required", "enum", "const"})
+_OF_OBJECTS = {"properties", "required", "additionalProperties", "patternProperties", "minProperties"}
+DESCRIBE_PROPERTIES = frozenset(_UNSUPPORTED | _OF_OBJECTS | {*_APPLIED, "enum", "const"})
 """Keywords of a schema that describes the properties of an object."""
 
-_NO_SCHEMAS = {"enum", "const", "default", "examples", "example"}
+_NO_SCHEMAS = {"enum", "const", "default", "examples", "example", "discriminator"}
+_FORMATS = {"duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}  # of the library; others are annotations
 _BOUNDS = (("minimum", "exclusiveMinimum", 1), ("maximum", "exclusiveMaximum", -1))
 _TYPES = {"null": (type(None),), "boolean": (bool,), "number": (int, float), "string": (str,), "array": (list,)}
+_ALL_TYPES = frozenset({*_TYPES, "object"})
 _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
-
-# The library's own dates include 29 February of every year and the year 0.
-_YEAR, _LEAP = "(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])", "(?:0[48]|[2468][048]|[13579][26])"
-_DATE = (
-    f"(?:{_YEAR}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
-    f"|02-(?:0[1-9]|1[0-9]|2[0-8]))|(?:[0-9]{{2}}{_LEAP}|{_LEAP}00)-02-29)"
-)
-_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-_FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
 
 
 def check_depth(value: Any, what: str, field: str) -> None:
@@ -93,11 +93,19 @@ class _Rewriting:
     def __init__(self, root: Mapping[str, Any], field: str) -> None:
         self._root = root
         self._field = field
-        self._closing = not _combines(root)
         self._targets: dict[str, Any] = {}  # by $ref
         self._divisors: set[Fraction] = set()
+        self._disjoint_pairs: dict[tuple[frozenset[int], frozenset[str]], bool] = {}
+        self._compared = 0
+        self._schemas: set[int] = set()  # ids
+        self._combining: list[Mapping[str, Any]] = []  # of several schemas for one value
         self._find_targets(root, "#")
+        for reference, target in self._targets.items():
+            if not (target is None or isinstance(target, bool) or id(target) in self._schemas):
+                raise self._refused(reference, "is no schema, but a $ref refers to it")
         self._check_cycles()
+        self._closing = not self._combines()
+        self._targets = {reference: self._resolved(target) for reference, target in self._targets.items()}
         self.schema: dict[str, Any] = self._schema(root, "#")
 
     def _refused(self, place: str, why: str) -> BadRequest:
@@ -106,7 +114,7 @@ class _Rewriting:
     # -- references ---------------------------------------------------------------------------------------------------
 
     def _find_targets(self, node: Any, place: str, names: bool = False) -> None:
-        """Check the forms of keywords, and find what each reference leads to."""
+        """Check the forms of keywords, and find what each reference leads to and which schemas are combined."""
         for key, each in _inner(node):
             here = f"{place}/{key}"
             if isinstance(node, Mapping) and not names:
@@ -114,8 +122,13 @@ class _Rewriting:
                     raise self._refused(here, f"is {_shown(each)}, which is not valid in JSON Schema")
                 if key == "$ref" and each not in self._targets:
                     self._targets[each] = self._target(each, place)
-            if names or key not in _NO_SCHEMAS:
+            if names or _holds_schemas(key):
                 self._find_targets(each, here, not names and key in _OF_NAMES)
+        if isinstance(node, Mapping) and not names:
+            self._schemas.add(id(node))
+            parts = sum(len(node[key]) if key == "allOf" else 1 for key in _APPLIED if key in node)
+            if parts + (not _OF_OBJECTS.isdisjoint(node)) > 1:
+                self._combining.append(node)
 
     def _target(self, reference: str, place: str) -> Any:
         """What a reference leads to; None for what the library resolves: anchors, and ids in the same document."""
@@ -151,6 +164,28 @@ class _Rewriting:
             node = self._targets.get(node["$ref"])
         return node
 
+    def _combines(self) -> bool:
+        """Whether a schema that names properties is one of several for the same value: closing it rules out theirs."""
+        known: set[int] = set()
+        branches = [branch for node in self._combining for branch in self._branches(node)]
+        while branches:
+            node = branches.pop()
+            if node is None or (isinstance(node, Mapping) and "properties" in node):
+                return True
+            if isinstance(node, Mapping) and id(node) not in known:
+                known.add(id(node))
+                branches += self._branches(node)
+        return False
+
+    def _branches(self, node: Mapping[str, Any]) -> list[Any]:
+        """The schemas that this one applies to the same value; None for one that the library finds."""
+        parts = [each for key in ("allOf", "anyOf", "oneOf") for each in node.get(key, ())]
+        return [*parts, self._targets[node["$ref"]]] if "$ref" in node else parts
+
+    def _closes(self, node: Mapping[str, Any]) -> bool:
+        named = "properties" in node and all(name in node["properties"] for name in node.get("required", ()))
+        return self._closing and named and _OPEN.isdisjoint(node)
+
     # -- rewriting ----------------------------------------------------------------------------------------------------
 
     def _schema(self, node: Any, place: str) -> Any:
@@ -161,7 +196,9 @@ class _Rewriting:
         found: dict[str, Any] = {}
         for key, value in node.items():
             here = f"{place}/{key}"
-            if key in _NO_SCHEMAS:
+            if key in _UNSUPPORTED and (key, value) != ("uniqueItems", False):
+                raise self._refused(here, "cannot be followed by a grammar; describe the values by other keywords")
+            if not _holds_schemas(key):
                 if key in ("const", "enum"):
                     self._check_value(value, here)
                     found[key] = value
@@ -177,8 +214,10 @@ class _Rewriting:
             elif (key, value) != ("uniqueItems", False):
                 found[key] = value
         found.pop("$schema", None)
+        if self._closes(node):
+            found["additionalProperties"] = False
         if "oneOf" in node:
-            self._check_alternatives(node["oneOf"], place)
+            self._check_alternatives(node, f"{place}/oneOf")
             _add(found, "anyOf", found.pop("oneOf"))
         self._rewrite_items(found)
         self._rewrite_numbers(found, place)
@@ -192,45 +231,52 @@ class _Rewriting:
             self._check_value([key, each] if isinstance(key, str) else each, place)
         if isinstance(value, str) and _UNWRITABLE.search(value):
             raise self._refused(place, "has a control character, which answers cannot contain")
-        if _is_number(value) and not _is_exact(value):
+        if isinstance(value, int | float) and not isinstance(value, bool) and not _is_exact(value):
             raise self._refused(place, f"has the number {_shown(value)}; the grammar takes {_DIGITS} digits")
 
-    def _check_alternatives(self, options: Sequence[Any], place: str) -> None:
+    def _check_alternatives(self, node: Mapping[str, Any], place: str) -> None:
         """Alternatives of which a value matches one at most are the library's anyOf; others are refused."""
+        options, types = node["oneOf"], frozenset(_types(node))
         if len(options) > _MOST_ALTERNATIVES:
-            raise self._refused(
-                f"{place}/oneOf", f"has {len(options)} alternatives; at most {_MOST_ALTERNATIVES} are allowed"
-            )
+            raise self._refused(place, f"has {len(options)} alternatives; at most {_MOST_ALTERNATIVES} are allowed")
         for (first, one), (second, other) in itertools.combinations(enumerate(options), 2):
-            if not self._disjoint(one, other):
+            if not self._disjoint(one, other, types):
                 raise self._refused(
-                    f"{place}/oneOf",
+                    place,
                     f"has alternatives {first} and {second} that one value may match; use anyOf, or give both a "
                     "required property with different constants",
                 )
 
-    def _disjoint(self, one: Any, other: Any, depth: int = 0) -> bool:
-        """Whether evidently no value matches both."""
+    def _disjoint(self, one: Any, other: Any, types: frozenset[str] = _ALL_TYPES, depth: int = 0) -> bool:
+        """Whether evidently no value of these types in the grammar of one matches the other."""
         one, other = self._resolved(one), self._resolved(other)
-        if one is False or other is False:
-            return True
-        if depth == _MOST_COMPARED or not (isinstance(one, Mapping) and isinstance(other, Mapping)):
-            return False
-        types = _types(one) & _types(other)
+        if not (isinstance(one, Mapping) and isinstance(other, Mapping)):
+            return one is False or other is False
+        pair = frozenset({id(one), id(other)}), types
+        if pair not in self._disjoint_pairs:
+            self._disjoint_pairs[pair] = False  # while it is compared: recursive schemas
+            self._compared += _size(one) + _size(other)
+            if self._compared <= _MOST_COMPARED and depth <= _MOST_LEVELS:
+                self._disjoint_pairs[pair] = self._exclude(one, other, types, depth)
+        return self._disjoint_pairs[pair]
+
+    def _exclude(self, one: Mapping[str, Any], other: Mapping[str, Any], types: frozenset[str], depth: int) -> bool:
+        types &= _types(one) & _types(other)
         if types != {"object"}:
             values = _constants(one), _constants(other)
             return not types or (None not in values and not values[0] & values[1])  # type: ignore[operator]
+        unlisted = 0  # sides that require a name that the other does not list
         for mine, others in ((one, other), (other, one)):
-            theirs = others.get("properties", {})
-            for name in mine.get("required", ()):
-                if name in theirs:
-                    inner = mine.get("properties", {}).get(name, True)
-                    found = self._disjoint(inner, theirs[name], depth + 1)
-                else:
-                    found = "patternProperties" not in others and others.get("additionalProperties") is False
-                if found:
+            ours, theirs = mine.get("properties", {}), others.get("properties", {})
+            required = dict.fromkeys(mine.get("required", ()))
+            for name in required:
+                if name in theirs and self._disjoint(ours.get(name, True), theirs[name], depth=depth + 1):
                     return True
-        return False
+            if not required.keys() <= theirs.keys():
+                if "patternProperties" not in others and others.get("additionalProperties") is False:
+                    return True
+                unlisted += 1
+        return unlisted == 2 and self._closes(one) and self._closes(other)
 
     def _rewrite_items(self, found: dict[str, Any]) -> None:
         """The form of older drafts becomes today's."""
@@ -269,14 +315,12 @@ class _Rewriting:
     def _rewrite_texts(self, found: dict[str, Any], place: str) -> None:
         if "pattern" in found:
             found["pattern"] = self._pattern(found["pattern"], place)
-        if found.get("format") in _FORMATS:
-            _add(found, "pattern", _FORMATS[found.pop("format")])
+        if found.get("format") in FORMATS:
+            _add(found, "pattern", FORMATS[found.pop("format")])
+        elif found.get("format") not in _FORMATS:
+            found.pop("format", None)
 
     def _rewrite_names(self, found: dict[str, Any], place: str) -> None:
-        required = found.get("required", [])
-        named = "properties" in found and all(name in found["properties"] for name in required)
-        if self._closing and named and _OPEN.isdisjoint(found):
-            found["additionalProperties"] = False
         patterns = found.get("patternProperties", {})
         if len(patterns) > _MOST_NAME_PATTERNS:
             raise self._refused(
@@ -284,11 +328,11 @@ class _Rewriting:
             )
         if patterns:
             found["patternProperties"] = {
-                self._pattern(name, place, of_names=True): each for name, each in patterns.items()
+                self._pattern(name, place, of_names=True): patterns[name] for name in patterns
             }
         least = found.get("minProperties", 0)
         unnamed = patterns or found.get("additionalProperties") is not False
-        if unnamed and least > len(set(required)) + 1:
+        if unnamed and least > len(set(found.get("required", []))) + 1:
             raise self._refused(
                 place,
                 f"has minProperties {least}, but a grammar cannot count different names; name them in properties and "
@@ -324,10 +368,12 @@ def _applied(node: Any) -> Iterator[str]:
                 yield from _applied(each)
 
 
-def _combines(value: Any, names: bool = False) -> bool:
-    if isinstance(value, Mapping) and not names and not _COMBINED.isdisjoint(value):
-        return True
-    return any(_combines(each, not names and key in _OF_NAMES) for key, each in _inner(value))
+def _holds_schemas(keyword: Any) -> bool:
+    return keyword not in _NO_SCHEMAS and not str(keyword).startswith("x-")
+
+
+def _size(node: Mapping[str, Any]) -> int:
+    return 1 + len(node) + sum(len(each) for each in node.values() if isinstance(each, list | dict))
 
 
 def _add(found: dict[str, Any], keyword: str, value: Any) -> None:
@@ -345,8 +391,8 @@ def _types(node: Mapping[str, Any]) -> set[str]:
         return {"number" if name == "integer" else str(name) for name in names}
     values = node.get("enum", [node["const"]] if "const" in node else None)
     if not isinstance(values, list):
-        return {*_TYPES, "object"}
-    return {next((name for name, kinds in _TYPES.items() if type(each) in kinds), "object") for each in values}
+        return {*_ALL_TYPES}
+    return {next((name for name, kinds in _TYPES.items() if kind in kinds), "object") for kind in {*map(type, values)}}
 
 
 def _constants(node: Mapping[str, Any]) -> set[Any] | None:
