@@ -82,7 +82,8 @@ def _templates(processor: InputProcessor) -> Iterator[str]:
     """The template that is used, then the tokenizer's own: trainers that save the tokenizer alone write that one."""
     yield _same_lines(processor.tokenizer.chat_template)
     if place := processor.tokenizer.name_or_path:
-        yield _same_lines(_template_of(type(processor.tokenizer), place))
+        kind: Any = type(processor.tokenizer)
+        yield _same_lines(_template_of(kind, place))
 
 
 @functools.cache
