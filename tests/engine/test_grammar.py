@@ -404,7 +404,7 @@ def test_other_threads_have_stacks_of_the_usual_size(
     before = threading.stack_size()
     compiler.compile('start: "a"')
     assert threading.stack_size() == before
-    monkeypatch.setattr("vlora.models.grammar.ThreadPoolExecutor.submit", no_thread)
+    monkeypatch.setattr("concurrent.futures.ThreadPoolExecutor.submit", no_thread)
     with pytest.raises(RuntimeError, match="can't start"):
         compiler.compile('start: "a"')
     assert threading.stack_size() == before

@@ -256,7 +256,7 @@ def test_an_adapter_that_another_rank_cannot_read_fails_alone(folder: Path, tmp_
         shutil.rmtree(path)  # after rank 0 has read it, and before the other rank does
         outputs = local.run([request("g", 2, "gone"), request("k", 2, "kept"), request("b", 2)])
         error = outputs["g"][-1].error
-        assert error is not None and error.code == "step_failed" and "rank 1: " in error.message
+        assert error is not None and error.code == "bad_adapter" and "rank 1: " in error.message
         assert len(tokens(outputs["k"])) == len(tokens(outputs["b"])) == 2
         local.engine.check_integrity()
     finally:

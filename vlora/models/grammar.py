@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from transformers import AutoTokenizer
 
 from vlora.errors import BadRequest
 from vlora.models.pretrained import from_pretrained
+from vlora.threads import background_executor
 
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,  # about 20 ms
@@ -61,7 +61,7 @@ class GrammarCompiler:
         if self._tokenizer is None:
             self._tokenizer = self._read_tokenizer()
         # The library calls itself for each rule and $ref in a row, and a stack overflow ends the process.
-        with ThreadPoolExecutor(1) as deep, _STACK_SIZE:
+        with background_executor("vlora-grammar") as deep, _STACK_SIZE:
             stack_bytes = threading.stack_size(_STACK_BYTES)
             try:
                 compiling = deep.submit(

@@ -49,12 +49,21 @@ def prepare(processor: InputProcessor, record: Record) -> Prepared:
     """
     try:
         images = [] if record.image is None else [read_picture(record.image)]
-        prompt = processor.encode(processor.chat(record.question, len(images)), images)
+        prompt = processor.encode(_chat(processor, record), images)
         answer = processor.tokenizer(record.answer, add_special_tokens=False)["input_ids"]
     except BadRequest as error:
         raise type(error)(f"{record.place}: {error}") from error
     ids = (*prompt.prompt_ids, *answer, processor.tokenizer.eos_token_id)
     return Prepared(ids, len(prompt.prompt_ids), prompt.vision)
+
+
+def _chat(processor: InputProcessor, record: Record) -> str:
+    """The prompt before its image is processed. Raises BadRequest for markers in the text: they may mean the image."""
+    num_images = int(record.image is not None)
+    prompt = processor.chat(record.question, num_images)
+    if (count := prompt.count(processor.image_token)) != num_images:
+        raise BadRequest(f"its text has {count - num_images} image markers; remove them")
+    return prompt
 
 
 def check_records(processor: InputProcessor, max_positions: int, records: Iterable[Record]) -> None:
@@ -85,12 +94,8 @@ def check_records(processor: InputProcessor, max_positions: int, records: Iterab
 
 def _text_problem(processor: InputProcessor, max_positions: int, record: Record) -> str:
     """Why a record cannot be used, whatever its picture has; empty if it can."""
-    num_images = int(record.image is not None)
     try:
-        prompt = processor.chat(record.question, num_images)
-        if (count := prompt.count(processor.image_token)) != num_images:
-            return f"its text has {count - num_images} image markers; remove them"
-        texts = (prompt, record.answer)
+        texts = (_chat(processor, record), record.answer)
         num_tokens = 1 + sum(len(processor.tokenizer(one, add_special_tokens=False)["input_ids"]) for one in texts)
     except BadConfig:  # of the model's folder
         raise

@@ -21,7 +21,7 @@ _SMOOTH = 0.1  # weight of the newest period in the moving averages of rates
 # absolute deviation: 2.5 are two standard deviations of normal ratios, so 2 % of the admitted are late.
 _MEAN, _DEVIATION, _DEVIATIONS = 1 / 8, 1 / 4, 2.5
 _FAR = 8.0  # no measured ratio counts as more, and no prediction exceeds so many times the longest first answer
-_RELAX = 1 / 32  # fraction of that longest time dropped per period while no first answer can correct it
+_RELAX = 1 / 32  # fraction of predictions dropped per period while no first answer can correct them
 _LEAST_RATE = 1 / 64  # admissions per period: an average of many periods without any would fall towards 0
 
 
@@ -52,7 +52,7 @@ class Admission:
     S-LoRA's rule is 1 to 3, with the longest prefill seen as the expected time. Here the expected time is the cost
     model's prediction, multiplied by the recent ratio of measured to predicted first-answer times, and at most a
     multiple of the longest first answer so far, for the request and each one ahead of it. Nothing is measured while all
-    requests are refused, so one exceptionally slow step could block admission permanently. The limit then shrinks a
+    requests are refused, so one exceptionally slow step could block admission permanently. Predictions then shrink a
     little in each period, until a request is admitted and its first answer gives a new measurement.
     """
 
@@ -65,7 +65,7 @@ class Admission:
         self._period_s = _Average()
         self._full_since: float | None = None
         self._longest_s = 0.0  # first answer; 0 before any
-        self._relaxed = 1.0  # factor of the limit while no first answer can correct predictions
+        self._relaxed = {False: 1.0, True: 1.0}  # factor of each one's predictions while no answer can correct them
         self._trust = {False: _Trust(), True: _Trust()}  # for requests without (False) and with images (True)
 
     def __len__(self) -> int:
@@ -94,7 +94,8 @@ class Admission:
 
     def observe(self, tracked: TrackedRequest, seconds: float) -> None:
         """Update the limit and the margin of predictions from a measured first answer."""
-        self._longest_s, self._relaxed = max(self._longest_s, measured_s(seconds)), 1.0
+        self._longest_s = max(self._longest_s, measured_s(seconds))
+        self._relaxed[bool(tracked.request.vision)] = 1.0
         if tracked.expected_s > 0:
             self._trust[bool(tracked.request.vision)].observe(measured_s(seconds) / tracked.expected_s)
 
@@ -111,14 +112,15 @@ class Admission:
             self._period_s.add(now - self._full_since)
         text_margin, image_margin = (self._trust[shown].margin for shown in (False, True))
         refused: list[tuple[TrackedRequest, float]] = []
-        first_answer_s, limit_s = load.first_answer_s, _FAR * self._relaxed * (self._longest_s or math.inf)
+        first_answer_s, limit_s = load.first_answer_s, _FAR * (self._longest_s or math.inf)
 
         def in_time(tracked: TrackedRequest, wait_s: float = 0.0) -> bool:
             answer_by = tracked.answer_by
             if answer_by is None:
                 return True
             margin = image_margin if tracked.request.vision else text_margin
-            needed_s = wait_s + min(margin * first_answer_s(tracked), limit_s * (1 + load.num_pending))
+            relaxed = self._relaxed[bool(tracked.request.vision)]
+            needed_s = wait_s + relaxed * min(margin * first_answer_s(tracked), limit_s * (1 + load.num_pending))
             if now + needed_s <= answer_by:
                 return True
             refused.append((tracked, needed_s))
@@ -151,7 +153,8 @@ class Admission:
             for tracked in left:
                 num_ahead += in_time(tracked, num_ahead * entry_s)
         if refused and not admitted and not load.num_pending:
-            self._relaxed *= 1 - _RELAX
+            for shown in {bool(tracked.request.vision) for tracked, _ in refused}:
+                self._relaxed[shown] *= 1 - _RELAX
         for tracked in admitted:
             del self._waiting[tracked.request_id]
         return AdmissionDecision(admitted, refused)
