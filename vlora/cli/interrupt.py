@@ -29,7 +29,8 @@ def stopping() -> Iterator[threading.Event]:
         if stop.is_set():
             os._exit(INTERRUPTED)
         stop.set()
-        print("stopping: finishing the work in progress; interrupt again to exit immediately", file=sys.stderr)
+        # Not by sys.stderr: the signal may interrupt a write to it, and a second one inside raises RuntimeError.
+        os.write(2, b"stopping: finishing the work in progress; interrupt again to exit immediately\n")
 
     before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
