@@ -130,7 +130,8 @@ def test_a_broken_part_is_named(case: Case, whole: Callable[[str, SavedBy], Path
         if content is not None:
             (folder / case.file).write_bytes(content)
         served = Served(case.name, folder)
-        served.oracle = Oracle(case.name, source, source)
+        template = change == OTHER and "chat_template" in case.file  # the prompts are then those of the folder
+        served.oracle = Oracle(case.name, folder if template else source, source)
         found = _outcome(served, [case.file, *[case.stem] * bool(case.stem)])
         if found != (EQUAL if change in case.harmless else "named"):
             wrong[change] = found

@@ -87,12 +87,15 @@ def check_weights(config: EngineConfig, skeleton: Any, linears: Mapping[str, tor
     try:
         files = _weight_files(config.model)
     except (OSError, ValueError) as error:
-        raise BadConfig(f"the index of its weights (*.index.json) is broken: {error}; download it again") from error
+        raise BadConfig(
+            "the index of its weights (model.safetensors.index.json or pytorch_model.bin.index.json) is broken: "
+            f"{error}; download it again"
+        ) from error
     problems = broken_files(files)
     if not files:
         problems = [
             "its weights are not on this machine: there is no model.safetensors, and no model.safetensors.index.json "
-            "that names its parts; download them"
+            "or pytorch_model.bin.index.json that names its parts; download them"
         ]
     if problems:
         raise BadConfig("; ".join(problems))

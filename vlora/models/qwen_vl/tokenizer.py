@@ -113,12 +113,13 @@ def read_ranks(file: Path) -> dict[bytes, int]:
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except (ValueError, binascii.Error) as error:
             raise BadConfig(
-                f"{file}, line {number}: expected a token in base64 and its rank; the file may be truncated"
+                f"{file}, line {number}: expected a token in base64 and its rank; the file may be truncated; download "
+                "it again"
             ) from error
     if sorted(ranks.values()) != list(range(len(ranks))) or any(bytes([byte]) not in ranks for byte in range(256)):
         raise BadConfig(
             f"{file}: {len(ranks)} tokens, which are not numbered from 0 on without gaps or lack a byte; the file may "
-            "be truncated"
+            "be truncated; download it again"
         )
     return ranks
 
