@@ -221,7 +221,7 @@ def test_a_folder_that_hangs_delays_no_other_load(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its configuration is a pipe without a writer, like an unresponsive file system."""
-    monkeypatch.setattr(peft_format, "_check_file", lambda _: None)  # it refuses pipes
+    monkeypatch.setattr(peft_format, "check_file", lambda _: None)  # it refuses pipes
     slow = tmp_path / "slow"
     shutil.copytree(adapter_folders["wide8"], slow)
     config = (slow / "adapter_config.json").read_bytes()

@@ -283,7 +283,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """An adapter's configuration, as stored in the folder. Raises BadAdapter if it is missing or malformed."""
     file = path / CONFIG_FILE
     try:
-        _check_file(file)
+        check_file(file)
         config = json.loads(file.read_text())
         problem = other_weights(path)
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -311,7 +311,7 @@ def _without_config(path: Path) -> str:
     return "an adapter is a folder in PEFT's format"
 
 
-def _check_file(file: Path) -> None:
+def check_file(file: Path) -> None:
     """Raises BadAdapter for what is no file, or stands for another one, which is missing. Raises OSError."""
     if not file.exists():
         if file.is_symlink():
@@ -324,7 +324,7 @@ def _check_file(file: Path) -> None:
 
 def _read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
     try:
-        _check_file(file)
+        check_file(file)
         with safe_open(file, framework="pt") as tensors:
             return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
     except FileNotFoundError as error:
