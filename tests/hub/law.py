@@ -15,7 +15,7 @@ from unittest import mock
 import numpy as np
 from PIL import Image
 
-from tests.engine.test_quantized_answers import EXACT
+from tests.engine.test_quantized_answers import EXACT, ExactInt4
 from tests.harness import FixedModes
 from tests.hub.checkpoints import CHECKPOINTS, SavedBy, make
 from tests.hub.oracle import HEAD, Oracle
@@ -23,7 +23,7 @@ from vlora.config import EngineConfig
 from vlora.engine import LocalEngine, quantize
 from vlora.engine.model_check import ModelCheck, check_model
 from vlora.errors import VLoraError
-from vlora.models import InputProcessor
+from vlora.models import InputProcessor, stored_groups
 from vlora.models.vision.images import Clip
 from vlora.server.http.chat_request import ChatRequest
 from vlora.server.http.tools import as_messages
@@ -143,7 +143,8 @@ class Served:
         if self.name not in CHECKPOINTS or not CHECKPOINTS[self.name].quantization:
             return LocalEngine(self.config())
         # Merged weights are rounded again, and eight-bit products round their inputs (`tests/engine`).
-        with mock.patch.object(quantize, "FORMATS", EXACT):
+        stored = mock.patch.object(stored_groups, "Grouped", ExactInt4)
+        with mock.patch.object(quantize, "FORMATS", EXACT), stored:
             engine = LocalEngine(self.config())
         engine.engine.parts.scheduler.policy = FixedModes(Mode.UNMERGED)
         return engine
