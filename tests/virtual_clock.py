@@ -30,3 +30,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self._idle_selector.elapsed_s
+
+    def pause(self, seconds: float) -> None:
+        """Let time pass while nothing runs, as when a caller blocks the loop."""
+        self._idle_selector.elapsed_s += seconds

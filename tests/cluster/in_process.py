@@ -3,47 +3,55 @@
 from __future__ import annotations
 
 import asyncio
-import selectors
-from collections.abc import Callable, Coroutine
-from typing import Any
+import contextlib
+import functools
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
 
-from tests.cluster.running import SLEEPING
+import pytest
+
+from tests.cluster.running import SECRET, SLEEPING
 from tests.cluster.sleeping_engine import SleepingEngine, version_of
+from tests.virtual_clock import VirtualClockLoop
+from vlora.cluster import members
+from vlora.cluster.cluster import Cluster
 from vlora.cluster.door import Address
+from vlora.cluster.members import Health
 from vlora.cluster.replica_client import ReplicaClient
 from vlora.engine.ipc import messages
 from vlora.engine.ipc.load_reports import LoadReporter
 from vlora.engine.ipc.output_coalescer import OutputCoalescer
 from vlora.errors import BadAdapter, BadRequest, Disconnected, VLoraError
+from vlora.routing import Router
 from vlora.types import AdapterStatus, ErrorValue, Request, RequestOutput
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 STEP_S = 0.02
+V1, V2, V3 = (version_of(text) for text in "123")
+"""The contents of the adapter `x`."""
+HEALTH = Health(beat_s=0.1, missed=4)
 
 
-class _Jump(selectors.SelectSelector):
-    """Instead of waiting, it moves the clock."""
-
-    now_s = 0.0
-
-    def select(self, timeout: float | None = None) -> Any:
-        self.now_s += timeout or 0.0
-        return super().select(0)
+def run_virtually(main: Coroutine[Any, Any, T]) -> T:
+    with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
+        return runner.run(asyncio.wait_for(main, 3600))
 
 
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop with timers that take no time."""
+def virtual(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    """Run a test in virtual time."""
 
-    def __init__(self) -> None:
-        self._jump = _Jump()
-        super().__init__(self._jump)
+    @functools.wraps(test)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        run_virtually(test(*args, **kwargs))
 
-    def time(self) -> float:
-        return self._jump.now_s
+    return run
 
 
-def run_virtually(main: Coroutine[Any, Any, None]) -> None:
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        runner.run(asyncio.wait_for(main, 3600))
+class _Died(Exception):
+    """A request has killed the engine."""
 
 
 class FaultyEngine(SleepingEngine):
@@ -55,7 +63,12 @@ class FaultyEngine(SleepingEngine):
 
     def __init__(self, faults: dict[str, str]) -> None:
         super().__init__(SLEEPING)
+        self._step_s = 0.0
+        self.clock = asyncio.get_running_loop().time
         self._faults = faults
+
+    def die(self) -> None:
+        raise _Died
 
     def pin_adapter(self, name: str, pinned: bool) -> AdapterStatus:
         if pinned and f"pin {name}" in self._faults:
@@ -78,6 +91,7 @@ class LocalReplica:
 
     Attributes:
         hung: It neither steps nor reads nor answers, as after SIGSTOP. What it is sent is kept.
+        opens_lines: Also while it hangs, as a process of which only the engine hangs.
         alive: False: it refuses connections, as a process that has ended.
         num_reports: Of its load, so far.
         faults: See FaultyEngine. They outlive a restart.
@@ -93,7 +107,7 @@ class LocalReplica:
         self.call_s = 0.0
         self.calls: list[messages.Call] = []
         self.num_requests = 0
-        self.alive = self.hung = False
+        self.alive = self.hung = self.opens_lines = False
         self.num_reports = 0
         self._line: _Line | None = None
         self._kept: list[tuple[_Line, bytes]] = []
@@ -132,7 +146,7 @@ class LocalReplica:
     async def connect(self) -> ReplicaClient:
         if not self.alive:
             raise Disconnected("the process has ended")
-        while self.hung:
+        while self.hung and not self.opens_lines:
             await asyncio.sleep(STEP_S)
         self._drop(self._line)
         self._line = line = _Line(self._receive)
@@ -186,9 +200,11 @@ class LocalReplica:
         outputs: tuple[RequestOutput, ...] = ()
         adapters: tuple[AdapterStatus, ...] = ()
         contents: dict[str, tuple[str, ...]] = {}
-        error = None
+        error = stats = None
         try:
             match call:
+                case messages.GetStats():
+                    stats = self.engine.stats()
                 case messages.ListAdapters():
                     adapters = self.engine.adapters(call.after)
                 case messages.RegisterAdapters():
@@ -206,7 +222,7 @@ class LocalReplica:
         except VLoraError as refused:
             error = ErrorValue.of(refused)
         self.calls.append(call)
-        reply = messages.Reply(call_id=call.call_id, adapters=adapters, contents=contents, error=error)
+        reply = messages.Reply(call_id=call.call_id, adapters=adapters, contents=contents, stats=stats, error=error)
         asyncio.get_running_loop().call_later(self.call_s, self._reply, self._line, reply)
         return outputs
 
@@ -218,8 +234,11 @@ class LocalReplica:
         while True:
             await asyncio.sleep(STEP_S)
             if not self.hung:
-                if self.engine.has_work:
-                    self._send_outputs(self.engine.step())
+                try:
+                    self._send_outputs(self.engine.step() if self.engine.has_work else ())
+                except _Died:
+                    self.kill()
+                    return
                 self._reports.poll()
 
     def _report(self, report: messages.LoadReport) -> None:
@@ -279,3 +298,92 @@ def connecting(replicas: dict[int, LocalReplica]) -> Callable[..., Coroutine[Any
             raise Disconnected("it did not answer") from error
 
     return connect
+
+
+def at(name: str) -> Address:
+    return Address("127.0.0.1", ord(name))
+
+
+class Here:
+    """A cluster of replicas `a`, `b`, ... The folder has files with three contents of an adapter `x`."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, folder: Path, names: str, cluster: Cluster, router: Router) -> None:
+        self.cluster, self.router = cluster, router
+        self.replicas = {name: LocalReplica() for name in names}
+        self.ports = {ord(name): replica for name, replica in self.replicas.items()}
+        patch.setattr(members, "connect", connecting(self.ports))
+        self.paths = {text: str(folder / text) for text in "123"}
+        for text, path in self.paths.items():
+            Path(path).write_text(text)
+
+    async def add(self, name: str, replica: LocalReplica | None = None) -> None:
+        """Add a replica to the cluster. replica: if it does not exist yet."""
+        if replica is not None:
+            self.ports[ord(name)] = self.replicas[name] = replica
+        await self.cluster.add(name, at(name))
+
+    def where(self, request_id: str) -> str:
+        name = self.router.where(request_id)
+        assert name is not None
+        return name
+
+    async def restart(self, name: str) -> None:
+        """Let a replica die, and come back."""
+        self.replicas[name].kill()
+        await asyncio.sleep(0.1)
+        self.replicas[name].start()
+        await self.cluster.members[name].wait_joined()
+
+    async def load(self, text: str) -> None:
+        assert (await self.cluster.load_adapter("x", self.paths[text])).version == version_of(text)
+
+    async def move_all(self) -> None:
+        for name in tuple(self.router.replicas):
+            await self.cluster.drain(name, 0.4)
+            self.cluster.resume(name)
+
+    def contents(self) -> set[str]:
+        """The versions of `x` on the replicas; empty where it is missing."""
+        found = [replica.engine.adapters() for replica in self.replicas.values() if replica.alive]
+        return {next((status.version for status in own if status.name == "x"), "") for own in found}
+
+    async def check_idle(self) -> None:
+        """Nothing of requests and of former contents is left."""
+        await asyncio.sleep(1.0)
+        self.router.check_integrity()
+        assert not (self.cluster.num_unfinished or self.router.num_waiting)
+        assert not any(standing.lacks or standing.holds for standing in self.router.replicas.values())
+        alive = [replica.engine for replica in self.replicas.values() if replica.alive]
+        assert not any(engine.kept or engine.has_work for engine in alive)
+
+
+class Maker:
+    """Makes clusters in virtual time; see the fixture `cluster`."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.patch, self.folder = patch, folder
+
+    @contextlib.asynccontextmanager
+    async def __call__(
+        self,
+        names: str = "ab",
+        rule: str = "placed",
+        *,
+        over: float = 4.0,
+        health: Health | None = None,
+        kind: type[Cluster] = Cluster,
+        router: Router | None = None,
+        **settings: Any,
+    ) -> AsyncIterator[Here]:
+        """The replicas are in the cluster for the block, and end after it."""
+        router = router or Router(rule, over=over)
+        cluster = kind(router, SECRET, absent_s=60.0, health=health, **settings)
+        here = Here(self.patch, self.folder, names, cluster, router)
+        try:
+            for name in names:
+                await here.add(name)
+            yield here
+        finally:
+            await cluster.close()
+            for replica in here.replicas.values():
+                replica.kill()

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 import psutil
 
-from tests.cluster.sleeping_engine import COMMAND
+from tests.cluster.sleeping_engine import COMMAND, expected
+from tests.processes import PATIENCE_S
 from vlora.cluster.adapter_sender import ShippingLimits
 from vlora.cluster.cluster import Cluster
 from vlora.cluster.door import Address
@@ -22,11 +24,13 @@ from vlora.cluster.members import Health
 from vlora.cluster.replica import ReplicaSettings
 from vlora.config import EngineConfig
 from vlora.routing import Router
-from vlora.types import Request, RequestOutput
+from vlora.types import Request, RequestOutput, SamplingParams, seed_of
+
+P = ParamSpec("P")
 
 SECRET = b"a secret of more than 16 bytes"
 ROOT = str(Path(__file__).parents[2])
-QUICK = Health(beat_s=0.1, missed=4)
+QUICK = Health(beat_s=0.1, missed=15)
 SLEEPING = EngineConfig(model="sleeping", max_batch_size=8, block_size=16)
 
 
@@ -66,7 +70,7 @@ class ReplicaProcess:
 
     async def wait_ended(self) -> int:
         """Wait for the end of both processes. Returns the exit code."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             code = await self.process.wait()
             while psutil.pid_exists(self.engine_pid):
                 await asyncio.sleep(0.01)
@@ -122,10 +126,11 @@ async def running(
     rule: str = "placed",
     over: float = 1.5,
     shipping: ShippingLimits | None = None,
+    router: Router | None = None,
     **settings: Any,
 ) -> AsyncIterator[Running]:
     """A cluster with replicas of these names."""
-    router = Router(rule, over=over)
+    router = router or Router(rule, over=over)
     found = Running(Cluster(router, SECRET, health=health, absent_s=2.0, shipping=shipping), router)
     try:
         await asyncio.gather(*(found.add(name, config, **settings) for name in names))
@@ -156,5 +161,49 @@ async def outputs_of(
     return found
 
 
+def real(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    """Run a test in an event loop of real time."""
+
+    @functools.wraps(test)
+    def run_test(*args: P.args, **kwargs: P.kwargs) -> None:
+        run(test(*args, **kwargs))
+
+    return run_test
+
+
 def run(test: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(test, 240))  # several real engines take a minute on a slow machine
+
+
+def asked(name: str, num_tokens: int = 60, **fields: Any) -> Request:
+    own = {key: fields.pop(key) for key in tuple(fields) if key in Request.__struct_fields__}
+    sampling = SamplingParams(max_tokens=num_tokens, **fields)
+    ids = tuple(1 + (7 * place + sum(name.encode())) % 480 for place in range(20))
+    return Request(request_id=name, **{"prompt_ids": ids, "sampling": sampling, **own})
+
+
+def check(request: Request, outputs: list[RequestOutput], version: str | None = None) -> RequestOutput:
+    last = outputs[-1]
+    assert last.error is None, last.error
+    tokens = tuple(token for output in outputs for token in output.token_ids)
+    assert tokens == expected(request, seed_of(request.request_id, request.sampling), version)
+    assert last.timings is not None and last.timings.num_completion_tokens == len(tokens)
+    if request.sampling.logprobs is not None:
+        scores = [score.logprob for output in outputs for score in output.scores]
+        assert scores == [-float(place) for place in range(len(tokens))]
+    assert max(last.timings.queue_s, last.timings.ttft_s or 0.0) <= last.timings.latency_s
+    return last
+
+
+async def answer_mixed(cluster: Cluster, then: Callable[[], object]) -> list[int]:
+    """Answer mixed requests; `then` is called in the middle of them. Returns the deaths under each."""
+    answers = (
+        outputs_of(cluster, each, 20 if each.request_id == "r0" else -1, then)  # type: ignore[arg-type]
+        for each in MIXED
+    )
+    lasts = [check(request, found) for request, found in zip(MIXED, await asyncio.gather(*answers), strict=True)]
+    return [last.timings.num_deaths for last in lasts if last.timings is not None]
+
+
+MIXED = [asked(f"r{number}", seed=None if number % 2 else number) for number in range(6)]
+MIXED += [asked("scored", logprobs=1), asked("whole", whole=True), asked("long", 150), asked("short", 3)]

@@ -57,11 +57,11 @@ def version_of(text: str) -> str:
 
 
 class _Running:
-    def __init__(self, request: Request, version: str | None) -> None:
+    def __init__(self, request: Request, version: str | None, began_s: float) -> None:
         self.request = request
         self.version = version
         self.tokens = list(request.answered)
-        self.began_s = time.monotonic()
+        self.began_s = began_s
         self.first_s: float | None = None
         self.num_steps = 0
 
@@ -70,6 +70,7 @@ class SleepingEngine:
     """The interface of `Engine`."""
 
     alarm: int | None = None
+    clock: Callable[[], float] = staticmethod(time.monotonic)
 
     def __init__(self, config: EngineConfig) -> None:
         self.limits = SimpleNamespace(max_context=100_000)
@@ -93,7 +94,7 @@ class SleepingEngine:
     def add(self, request: Request) -> None:
         version = None if request.adapter is None else self._version_for(request.adapter, request.adapter_version)
         assert request.request_id not in self._running
-        self._running[request.request_id] = _Running(request, version)
+        self._running[request.request_id] = _Running(request, version, self.clock())
 
     def cancel(self, request_id: str) -> RequestOutput | None:
         if request_id not in self._running:
@@ -104,13 +105,13 @@ class SleepingEngine:
     def step(self) -> tuple[RequestOutput, ...]:
         time.sleep(self._step_s)
         self._num_steps += 1
-        now = time.monotonic()
+        now = self.clock()
         outputs = []
         for request_id, running in list(self._running.items())[: self._config.max_batch_size]:
             request = running.request
             running.num_steps += 1
             if request.prompt_ids[0] == KILLER and running.num_steps > 2:
-                os._exit(9)
+                self.die()
             running.first_s = running.first_s or now
             if request.max_latency_s is not None and now - running.began_s > request.max_latency_s:
                 message = f"request {request_id!r} exceeded its max_latency_s of {request.max_latency_s:g} s"
@@ -130,6 +131,9 @@ class SleepingEngine:
             else:
                 outputs.append(RequestOutput(request_id=request_id, token_ids=(token,), scores=scores))
         return tuple(outputs)
+
+    def die(self) -> None:
+        os._exit(9)
 
     def version_of(self, request_id: str) -> str | None:
         running = self._running.get(request_id)
@@ -272,7 +276,7 @@ class SleepingEngine:
         head: HeadAnswer | None = None,
         error: VLoraError | None = None,
     ) -> RequestOutput:
-        running, now = self._running.pop(request_id), time.monotonic()
+        running, now = self._running.pop(request_id), self.clock()
         self._num_finished += error is None
         timings = Timings(
             queue_s=0.0,

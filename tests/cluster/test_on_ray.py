@@ -1,4 +1,7 @@
-"""Replicas of this machine on a real Ray, with sleeping engines: its traps, and what dies under answers."""
+"""Replicas of this machine on a real Ray, with sleeping engines: its traps, and what dies under answers.
+
+One Ray serves all tests of the file; the usual tier kills one engine on it, and checks that closing leaves nothing.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,9 @@ import psutil
 import pytest
 from msgspec.structs import replace
 
-from tests.cluster.running import SLEEPING, outputs_of
+from tests.cluster.running import SLEEPING, answer_mixed, asked, check, outputs_of
 from tests.cluster.sleeping_engine import COMMAND
-from tests.cluster.test_cluster import answer_mixed, asked, check
-from tests.processes import is_alive
+from tests.processes import PATIENCE_S, is_alive, until
 from vlora.cluster.members import Health
 from vlora.cluster.on_ray import settings
 from vlora.cluster.on_ray.cluster import LocalCluster
@@ -42,11 +44,15 @@ pytestmark = [
 T = TypeVar("T")
 
 NAMES = ("replica-0", "replica-1")
-WAIT_S = 40.0
+WAIT_S = PATIENCE_S
 
 
 def own_processes(folder: Folder) -> list[psutil.Process]:
     return ray_processes(folder) + replica_processes(folder)
+
+
+def exhaustive(value: str) -> Any:
+    return pytest.param(value, marks=pytest.mark.exhaustive)
 
 
 UVLOOP = """
@@ -113,10 +119,7 @@ class Here:
         return replace(self.cluster.status(), scaling=None)
 
     def wait(self, condition: Callable[[], bool]) -> None:
-        ends_s = time.monotonic() + WAIT_S
-        while not condition():
-            assert time.monotonic() < ends_s
-            time.sleep(0.02)
+        until(condition)
 
     def engines(self) -> set[int]:
         """The engines' processes that run."""
@@ -127,6 +130,12 @@ class Here:
     def answer_all(self, then: Callable[[], object] = lambda: None) -> list[int]:
         """See `answer_mixed`."""
         return self.run(answer_mixed(self.cluster, then))
+
+    def used(self) -> set[str]:
+        """The replicas that answer mixed requests."""
+        found: set[str] = set()
+        assert set(self.answer_all(lambda: found.update(map(self.where, ("r0", "r1", "long"))))) == {0}
+        return found
 
     def where(self, request_id: str) -> str:
         name = self.cluster.where(request_id)
@@ -166,152 +175,123 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Here]:
         try:
             yield found
         finally:
+            began = own_processes(found.cluster.folder)
             found.close()
+            assert not own_processes(found.cluster.folder) and not any(is_alive(each.pid) for each in began)
+            assert not os.path.exists(found.cluster.folder.path)
 
 
 @pytest.mark.exhaustive
-def test_the_start_is_announced_and_all_replicas_answer(here: Here) -> None:
+def test_the_processes_that_a_start_makes(here: Here) -> None:
     assert here.lines[0] == "starting Ray" and str(here.cluster.ray.ports) in here.lines[1]
     assert [line.partition(" serves ")[2] for line in here.lines[2:]] == ["(1 of 2)", "(2 of 2)"]
-    used: set[str] = set()
-    assert set(here.answer_all(lambda: used.update(here.where(each) for each in ("r0", "r1", "long")))) == {0}
-    assert here.serves() and used <= set(NAMES)
-    assert here.cluster.cause is None and not here.cluster.starting
-
-
-@pytest.mark.exhaustive
-def test_engines_have_the_niceness_of_the_front_end(here: Here) -> None:
-    """Ray's default is 15."""
+    used = here.used()
+    assert here.serves() and used <= set(NAMES) and here.cluster.cause is None and not here.cluster.starting
     for pids in here.cluster.pids.values():
-        assert [psutil.Process(pid).nice() for pid in pids] == [psutil.Process().nice()] * 3
-
-
-@pytest.mark.exhaustive
-def test_engines_have_the_threads_and_the_folder_of_the_front_end(here: Here) -> None:
-    """Ray sets OMP_NUM_THREADS to 1 for workers. Its token is not for engines."""
-    for pids in here.cluster.pids.values():
+        assert [psutil.Process(pid).nice() for pid in pids] == [psutil.Process().nice()] * 3  # Ray's default is 15
+        # Ray sets OMP_NUM_THREADS to 1 for workers. Its token is not for engines.
         environ = psutil.Process(pids.engine).environ()
         assert psutil.Process(pids.engine).cwd() == os.getcwd()
         assert "OMP_NUM_THREADS" not in environ and not any(name.startswith("RAY_") for name in environ)
-
-
-@pytest.mark.exhaustive
-def test_only_the_announced_ports_are_open_to_others(here: Here) -> None:
-    """Ray listens on all addresses; doors listen on loopback."""
-    doors = {member.address.port for member in here.cluster.members.values()}
-    open_ports: set[int] = set()
+        actor = psutil.Process(pids.actor)
+        assert not any("libtorch" in found.path for found in actor.memory_maps())
+        assert actor.memory_full_info().pss < 120 << 20
+    # Ray listens on all addresses, on the announced ports only; doors listen on loopback.
+    doors, open_ports = {member.address.port for member in here.cluster.members.values()}, set[int]()
     for process in own_processes(here.cluster.folder):
         for found in process.net_connections("inet"):
             if found.status == psutil.CONN_LISTEN and found.laddr.port not in doors:
                 open_ports.add(found.laddr.port)
     ports = here.cluster.ray.ports
-    assert ports.control in open_ports
-    assert all(ports.first <= port <= ports.last for port in open_ports), open_ports
-
-
-@pytest.mark.exhaustive
-def test_the_token_is_our_own_and_without_it_ray_refuses(here: Here) -> None:
-    assert not (here.home / ".ray").exists()  # where Ray's own, world-readable token would be
-    own = Path(here.cluster.folder.token_file).read_text()
-    for token in ({}, {"RAY_AUTH_TOKEN": "0" * 64}):
-        done = driver(here, token)
-        assert done.returncode == 1 and "refused: " in done.stderr, done.stderr
-        assert "uthentication token" in done.stderr
-    done = driver(here, {"RAY_AUTH_TOKEN": own})
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.exhaustive
-def test_actors_have_no_event_loop_that_ray_chooses(here: Here) -> None:
-    """With uvloop installed, an asynchronous actor runs on it, and the transports of the lines fail there."""
-    code = (
-        "class Asynchronous:\n"
-        "    async def pid(self): import os; return os.getpid()\n"
-        "print(ray.get(ray.remote(Asynchronous).options(num_cpus=0).remote().pid.remote()))\n"
-    )
-    done = driver(here, {"RAY_AUTH_TOKEN": Path(here.cluster.folder.token_file).read_text()}, code)
-    assert done.returncode == 0, done.stderr
-    users = set(map(int, (here.home / "users").read_text().split()))
-    assert int(done.stdout.split()[-1]) in users
-    assert not users & {pid for pids in here.cluster.pids.values() for pid in pids}
-
-
-@pytest.mark.exhaustive
-def test_the_front_end_is_no_driver_and_drivers_live_without_a_head(here: Here) -> None:
+    assert ports.control in open_ports and all(ports.first <= port <= ports.last for port in open_ports), open_ports
+    # The front end is no driver, drivers live without a head, and all processes belong to one Ray.
     assert "ray" not in sys.modules or not sys.modules["ray"].is_initialized()  # other tests may have imported it
     assert here.cluster.ray.keeper is not None and here.cluster.ray.head is not None
     for pid in (here.cluster.ray.keeper.pid, here.cluster.ray.head.pid):
         assert psutil.Process(pid).environ()["RAY_gcs_rpc_server_reconnect_timeout_s"] == "600"
-
-
-@pytest.mark.exhaustive
-def test_all_processes_belong_to_one_ray(here: Here) -> None:
-    """An `init` without an address would have started or joined another one."""
     names = [process.name() for process in own_processes(here.cluster.folder)]
     assert names.count("gcs_server") == names.count("raylet") == 1
 
 
 @pytest.mark.exhaustive
-def test_actors_load_no_torch_and_are_small(here: Here) -> None:
-    for pids in here.cluster.pids.values():
-        actor = psutil.Process(pids.actor)
-        assert not any("libtorch" in found.path for found in actor.memory_maps())
-        assert actor.memory_full_info().pss < 120 << 20
+def test_other_drivers_of_ray(here: Here) -> None:
+    """Without the token they are refused. A driver without a connection starts no Ray, which nothing would end."""
+    assert not (here.home / ".ray").exists()  # where Ray's own, world-readable token would be
+    own = {"RAY_AUTH_TOKEN": Path(here.cluster.folder.token_file).read_text()}
+    for token in ({}, {"RAY_AUTH_TOKEN": "0" * 64}):
+        done = driver(here, token)
+        assert done.returncode == 1 and "refused: " in done.stderr, done.stderr
+        assert "uthentication token" in done.stderr
+    # With uvloop installed, an asynchronous actor runs on it, and the transports of the lines fail there.
+    code = (
+        "class Asynchronous:\n"
+        "    async def pid(self): import os; return os.getpid()\n"
+        "print(ray.get(ray.remote(Asynchronous).options(num_cpus=0).remote().pid.remote()))\n"
+    )
+    done = driver(here, own, code)
+    assert done.returncode == 0, done.stderr
+    users = set(map(int, (here.home / "users").read_text().split()))
+    assert int(done.stdout.split()[-1]) in users
+    assert not users & {pid for pids in here.cluster.pids.values() for pid in pids}
+    code = "import ray, sys\ntry: ray.remote(int).remote()\nexcept Exception as error: sys.exit(f'refused: {error}')"
+    environ = settings.environment(here.cluster.folder, os.environ)
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "refused: " in done.stderr and "ray.init" in done.stderr, done.stderr
 
 
 @pytest.mark.exhaustive
-def test_a_killed_keeper_is_replaced_and_adopts_the_replicas(here: Here) -> None:
-    former, pids = here.keeper_pid, dict(here.cluster.pids)
-    assert former is not None
-    here.cluster.pids.clear()
-    assert set(here.answer_all(lambda: os.kill(former, signal.SIGKILL))) == {0}
-    here.wait(lambda: set(here.cluster.pids) == set(NAMES))
-    assert here.cluster.pids == pids and here.keeper_pid not in (None, former)
-
-
-@pytest.mark.exhaustive
-def test_a_killed_actor_is_replaced_and_its_replica_serves_on(here: Here) -> None:
-    pids, before = dict(here.cluster.pids), here.status()
+@pytest.mark.parametrize("what", ["keeper", "actors", "raylet", "head"])
+def test_replicas_serve_on_when_a_part_of_ray_is_killed_and_are_adopted(here: Here, what: str) -> None:
+    """`ray start --block` goes on when SIGTERM has ended its raylet."""
+    pids, before, keeper = dict(here.cluster.pids), here.status(), here.keeper_pid
+    ray, head = ray_processes(here.cluster.folder), here.cluster.ray.head
+    assert keeper is not None and head is not None
 
     def kill() -> None:
-        for each in pids.values():
-            os.kill(each.actor, signal.SIGKILL)
+        if what == "raylet":
+            next(process for process in ray if process.name() == "raylet").terminate()
+        for pid in {"keeper": [keeper], "actors": [each.actor for each in pids.values()], "head": [head.pid]}.get(
+            what, []
+        ):
+            os.kill(pid, signal.SIGKILL)
 
+    if what == "keeper":
+        here.cluster.pids.clear()
     assert set(here.answer_all(kill)) == {0}
-    here.wait(lambda: all(here.cluster.pids[name].actor != pids[name].actor for name in NAMES))
+    if what == "keeper":
+        here.wait(lambda: set(here.cluster.pids) == set(NAMES))
+        assert here.cluster.pids == pids and here.keeper_pid not in (None, keeper)
+    else:
+        here.wait(lambda: all(here.cluster.pids[name].actor != pids[name].actor for name in NAMES))
+    if what in ("raylet", "head"):
+        assert not any(is_alive(process.pid) for process in ray)
     assert here.engines() == {each.engine for each in pids.values()}
     assert here.status() == before and here.serves()
 
 
-@pytest.mark.parametrize("part", ["replica", "engine"])
-def test_a_killed_replica_loses_no_request_and_comes_back(here: Here, part: str) -> None:
+@pytest.mark.parametrize(
+    "how",
+    ["engine killed", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("replica killed", "hangs"))],
+)
+def test_a_lost_replica_loses_no_request_and_comes_back(here: Here, how: str) -> None:
     before, pids = here.cluster.status(), dict(here.cluster.pids)
-    killed: list[str] = []
+    lost: list[str] = []
 
-    def kill() -> None:
-        killed.append(here.where("r0"))
-        os.kill(getattr(pids[killed[0]], part), signal.SIGKILL)
+    def lose() -> None:
+        lost.append(here.where("r0"))
+        found = pids[lost[0]]
+        if how == "hangs":
+            os.kill(found.engine, signal.SIGSTOP)
+        else:
+            os.kill(found.engine if how == "engine killed" else found.replica, signal.SIGKILL)
 
-    assert set(here.answer_all(kill)) == {0, 1}
+    assert set(here.answer_all(lose)) == {0, 1}
     here.wait(lambda: here.serves() and here.cluster.pids != pids)
-    assert {name for name in NAMES if here.cluster.pids[name] != pids[name]} == set(killed)
-    assert not any(map(is_alive, pids[killed[0]]))
+    assert {name for name in NAMES if here.cluster.pids[name] != pids[name]} == set(lost)
+    assert not any(map(is_alive, pids[lost[0]]))
     after = here.cluster.status()
     assert after.num_deaths == before.num_deaths + 1 and after.num_resubmitted > before.num_resubmitted
     assert set(here.answer_all()) == {0}
-
-
-@pytest.mark.exhaustive
-def test_a_replica_that_hangs_is_started_again(here: Here) -> None:
-    pids, hung = dict(here.cluster.pids), list[str]()
-
-    def hang() -> None:
-        hung.append(here.where("r0"))
-        os.kill(pids[hung[0]].engine, signal.SIGSTOP)
-
-    assert set(here.answer_all(hang)) == {0, 1}
-    here.wait(lambda: here.serves() and here.cluster.pids[hung[0]] != pids[hung[0]])
-    assert not any(map(is_alive, pids[hung[0]]))
 
 
 @pytest.mark.exhaustive
@@ -321,9 +301,7 @@ def test_a_drained_replica_stays_drained_after_a_restart(here: Here) -> None:
     assert here.run(here.cluster.drain(name))
     os.kill(former.engine, signal.SIGKILL)
     here.wait(lambda: here.cluster.pids[name] != former and here.states() == [DRAINING, SERVING])
-    used: set[str] = set()
-    assert set(here.answer_all(lambda: used.update(here.where(each) for each in ("r0", "r1", "long")))) == {0}
-    assert used == {other}
+    assert here.used() == {other}
     here.cluster.resume(name)
     assert here.serves()
 
@@ -382,7 +360,7 @@ def test_replicas_follow_the_load_until_an_operator_sets_their_number(here: Here
 
 
 @pytest.mark.exhaustive
-def test_a_replica_that_does_not_start_is_reported_and_tried_again(here: Here) -> None:
+def test_a_replica_that_does_not_start_is_reported_and_tried_again_or_given_up(here: Here) -> None:
     unusable = Path(here.cluster.folder.claim_file("replica-2"))
     unusable.unlink(missing_ok=True)
     unusable.mkdir()
@@ -391,11 +369,7 @@ def test_a_replica_that_does_not_start_is_reported_and_tried_again(here: Here) -
     unusable.rmdir()
     assert here.run(here.cluster.scale(3, 20.0)) and here.states() == [SERVING] * 3
     assert here.run(here.cluster.scale(2, 20.0)) and here.serves()
-
-
-@pytest.mark.exhaustive
-def test_an_added_replica_that_does_not_start_is_given_up(here: Here) -> None:
-    unusable = Path(here.cluster.folder.claim_file("replica-2"))
+    # One that automatic scaling has added is given up.
     unusable.unlink(missing_ok=True)
     unusable.mkdir()
     assert here.run(here.cluster.scale("auto", 0.0))
@@ -443,36 +417,6 @@ def test_replicas_serve_without_ray_and_the_next_one_adopts_them(here: Here, mon
 
 
 @pytest.mark.exhaustive
-def test_a_raylet_that_is_ended_is_replaced(here: Here) -> None:
-    """`ray start --block` goes on when SIGTERM has ended its raylet."""
-    ray, pids = ray_processes(here.cluster.folder), dict(here.cluster.pids)
-    raylet = next(process for process in ray if process.name() == "raylet")
-    assert set(here.answer_all(raylet.terminate)) == {0}
-    here.wait(lambda: all(here.cluster.pids[name].actor != pids[name].actor for name in NAMES))
-    assert not any(is_alive(process.pid) for process in ray)
-    assert here.engines() == {each.engine for each in pids.values()}
-
-
-@pytest.mark.exhaustive
-def test_a_killed_head_leaves_no_ray_behind(here: Here) -> None:
-    head = here.cluster.ray.head
-    assert head is not None
-    ray, pids = ray_processes(here.cluster.folder), dict(here.cluster.pids)
-    assert set(here.answer_all(lambda: os.kill(head.pid, signal.SIGKILL))) == {0}
-    here.wait(lambda: all(here.cluster.pids[name].actor != pids[name].actor for name in NAMES))
-    assert not any(is_alive(process.pid) for process in ray)
-    assert here.engines() == {each.engine for each in pids.values()}
-
-
-@pytest.mark.exhaustive
-def test_a_driver_without_a_connection_starts_no_ray(here: Here) -> None:
-    """By default the first call of a driver, and one after the end of Ray, starts a Ray, which nothing would end."""
-    code = "import ray, sys\ntry: ray.remote(int).remote()\nexcept Exception as error: sys.exit(f'refused: {error}')"
-    environ = settings.environment(here.cluster.folder, os.environ)
-    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and "refused: " in done.stderr and "ray.init" in done.stderr, done.stderr
-
-
 def test_nothing_is_left_after_a_kill_of_front_end_head_and_keeper() -> None:
     code = (
         "import asyncio\n"
@@ -502,7 +446,7 @@ def test_nothing_is_left_after_a_kill_of_front_end_head_and_keeper() -> None:
 
 
 @pytest.mark.exhaustive
-def test_closing_ends_what_was_started_and_nothing_else(here: Here, tmp_path: Path) -> None:
+def test_closing_ends_nothing_else(here: Here, tmp_path: Path) -> None:
     """`ray stop` would end every process named raylet."""
     sleep = shutil.which("sleep")
     assert sleep is not None
@@ -513,8 +457,6 @@ def test_closing_ends_what_was_started_and_nothing_else(here: Here, tmp_path: Pa
             titles = {process.cmdline()[0] for process in began}
             assert {"ray::DashboardAgent", "ray::RuntimeEnvAgent"} < titles and len(began) > 10
             here.run(here.cluster.close())
-            assert not own_processes(here.cluster.folder) and not any(is_alive(each.pid) for each in began)
-            assert not os.path.exists(here.cluster.folder.path)
             assert foreign.poll() is None
         finally:
             foreign.kill()

@@ -9,8 +9,7 @@ import httpx
 import pytest
 
 from tests.cluster.in_process import LocalReplica, connecting
-from tests.cluster.running import QUICK, SECRET, outputs_of, run
-from tests.cluster.test_cluster import asked, check
+from tests.cluster.running import QUICK, SECRET, asked, check, outputs_of, run
 from tests.server.api import running_api
 from tests.server.running import running_server
 from tests.server.scripted import ByteProcessor

@@ -27,9 +27,9 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 
-from tests.cluster.running import outputs_of
-from tests.cluster.test_cluster import answer_mixed, asked, check
-from tests.cluster.test_shipped_adapters import write
+from tests.cluster.running import answer_mixed, asked, check, outputs_of
+from tests.cluster.test_shipping import write
+from tests.processes import until
 from vlora.cluster.door import connect
 from vlora.cluster.members import Health
 from vlora.cluster.nodes.cluster import NodesCluster
@@ -44,6 +44,7 @@ from vlora.types.replicas import SERVING
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.exhaustive,  # `test_on_ray` has the start of Ray of the usual tier
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
     pytest.mark.skipif(sys.platform != "linux", reason="only Linux has all of 127.0.0.0/8"),
 ]
@@ -175,10 +176,7 @@ class Machines:
         return {psutil.Process(pids.engine).environ()["CUDA_VISIBLE_DEVICES"] for pids in self.cluster.pids.values()}
 
     def wait(self, condition: Callable[[], bool]) -> None:
-        ends_s = time.monotonic() + WAIT_S
-        while not condition():
-            assert time.monotonic() < ends_s, (self.hosts(), self.cluster.status())
-            time.sleep(0.02)
+        until(condition, WAIT_S)
 
     def answer_all(self, then: Callable[[], object] = lambda: None) -> list[int]:
         """See `answer_mixed`."""
@@ -231,9 +229,15 @@ def test_each_machine_has_a_replica_and_answers_are_as_on_one_engine(machines: M
     ports = machines.plan.door_ports
     assert all(member.address.port in ports for member in machines.cluster.members.values())
     assert f"{machines.network.node} joins\n" in machines.head.log.read_text()
+    # No other user can change the files of a run. Ray gives its own folder to all, also if it was there before.
+    folders = [run.folder for run in running()]
+    assert len(folders) == 3
+    for folder in folders:
+        assert folder is not None and is_private(folder.path) and not is_private(folder.ray_folder)
+    with pytest.raises(BadConfig, match=r"^a front end of \S+ runs already on this machine"):
+        machines.run(machines.join())
 
 
-@pytest.mark.exhaustive
 def test_adapters_are_sent_to_the_machines(machines: Machines, tmp_path: Path) -> None:
     """Their path leads to the files in the front end's process only."""
     version = write(tmp_path)
@@ -253,16 +257,6 @@ def test_adapters_are_sent_to_the_machines(machines: Machines, tmp_path: Path) -
         os.close(opened)
 
 
-@pytest.mark.exhaustive
-def test_no_other_user_can_change_the_files_of_a_run(machines: Machines) -> None:
-    """Ray gives its own folder to all users, also if it was there before."""
-    folders = [run.folder for run in running()]
-    assert len(folders) == 3
-    for folder in folders:
-        assert folder is not None and is_private(folder.path) and not is_private(folder.ray_folder)
-
-
-@pytest.mark.exhaustive
 def test_connections_without_the_cluster_s_certificates_are_refused(machines: Machines) -> None:
     """By a door, and by Ray, which requires a certificate of its peers too."""
     member = next(iter(machines.cluster.members.values()))
@@ -288,13 +282,6 @@ def test_connections_without_the_cluster_s_certificates_are_refused(machines: Ma
     assert len(answer(machines.cluster.folder)) == 9
 
 
-@pytest.mark.exhaustive
-def test_a_second_front_end_is_refused(machines: Machines) -> None:
-    with pytest.raises(BadConfig, match=r"^a front end of \S+ runs already on this machine"):
-        machines.run(machines.join())
-
-
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_replicas_serve_on_without_a_head_and_the_next_one_finds_them(
     machines: Machines, number: signal.Signals
@@ -314,7 +301,6 @@ def test_replicas_serve_on_without_a_head_and_the_next_one_finds_them(
     assert set(machines.answer_all()) == {0}
 
 
-@pytest.mark.exhaustive
 def test_a_head_starts_its_ray_again_beside_that_of_a_front_end(machines: Machines) -> None:
     """The front end's Ray, on the same machine, still uses the address of the former one."""
     names, pids = machines.hosts(), dict(machines.cluster.pids)
@@ -328,7 +314,6 @@ def test_a_head_starts_its_ray_again_beside_that_of_a_front_end(machines: Machin
     assert set(machines.answer_all()) == {0}
 
 
-@pytest.mark.exhaustive
 def test_a_killed_machine_loses_no_request_and_its_replica_moves(machines: Machines) -> None:
     before = machines.cluster.status().num_deaths
     assert 1 in machines.answer_all(lambda: kill_machine(machines.node))
@@ -338,7 +323,6 @@ def test_a_killed_machine_loses_no_request_and_its_replica_moves(machines: Machi
     assert machines.gpus() == {"0", "1"}
 
 
-@pytest.mark.exhaustive
 def test_a_machine_that_joins_gets_the_next_replica(machines: Machines) -> None:
     machines.node = machines.start_node()
     assert machines.run(machines.cluster.scale(3, 30.0))
@@ -363,7 +347,6 @@ def forget_classes(machines: Machines) -> None:
     subprocess.run(command, env=node_settings.environment(folder, os.environ), check=True, capture_output=True)
 
 
-@pytest.mark.exhaustive
 def test_a_killed_replica_stays_on_its_machine(machines: Machines) -> None:
     """Also where Ray has forgotten the class of its actor."""
     forget_classes(machines)
@@ -373,7 +356,6 @@ def test_a_killed_replica_stays_on_its_machine(machines: Machines) -> None:
     assert machines.on(machines.network.node) == ["replica-2"]
 
 
-@pytest.mark.exhaustive
 def test_a_machine_without_a_network_loses_no_request(machines: Machines) -> None:
     """No end is notified of the cut. Its replica ends by itself, and is started again when the network is back."""
     if not machines.network.has_namespace:

@@ -1,0 +1,387 @@
+"""Replicas in processes of their own that are killed, hang, or are behind bad lines: nothing lost, doubled or changed.
+
+One proof for each kind of end; `test_requests` and `test_random_lives` have the others in virtual time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.running import (
+    MIXED,
+    SECRET,
+    SLEEPING,
+    ReplicaProcess,
+    Running,
+    answer_mixed,
+    asked,
+    check,
+    outputs_of,
+    real,
+    run,
+    running,
+)
+from tests.cluster.serving import serving
+from tests.cluster.test_doors import written
+from tests.processes import PATIENCE_S
+from tests.server.running import png
+from tests.server.scripted import write_adapter
+from vlora.client import Client, FrameResult
+from vlora.cluster import claim
+from vlora.cluster.claim import RunningReplica
+from vlora.cluster.door import Address, connect
+from vlora.cluster.journal_file import JournalFile
+from vlora.cluster.members import Health
+from vlora.errors import BadConfig
+from vlora.routing import RecordedRouter, replay_file
+from vlora.types import TensorValue, VisionInput
+
+pytestmark = pytest.mark.slow
+
+
+def rows(first: str, *others: str) -> list[object]:
+    """Values of a parameter: all but the first in the tier of all tests."""
+    return [first, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in others)]
+
+
+@pytest.mark.parametrize("victim", rows("engine", "replica", "both"))
+def test_a_killed_replica_loses_nothing_and_its_run_replays(victim: str, tmp_path: Path) -> None:
+    path = tmp_path / "routing.jsonl"
+    journal = JournalFile(str(path))
+
+    async def main() -> None:
+        router = RecordedRouter(journal.write, rule="placed", over=1.0).as_router
+        async with running("a", "b", router=router) as here:
+            requests = [*MIXED, *(asked(f"x{number}", 40) for number in range(20))]
+            answers = [asyncio.create_task(outputs_of(here.cluster, request)) for request in requests]
+            await asyncio.sleep(0.1)
+            assert await here.cluster.drain("a", 5.0)
+            here.cluster.resume("a")
+            here.replicas["b"].signal(signal.SIGKILL, engine=victim != "replica", actor=victim != "engine")
+            for request, outputs in zip(requests, await asyncio.gather(*answers), strict=True):
+                check(request, outputs)
+            status = here.cluster.status()
+            assert status.num_moves and status.num_deaths == 1 and status.num_resubmitted
+            assert [name for name, member in here.cluster.members.items() if member.client] == ["a"]
+            check(asked("after"), await outputs_of(here.cluster, asked("after")))
+            assert here.is_idle
+
+    run(main())
+    journal.close()
+    found = replay_file(str(path))
+    assert found.difference is None and found.num_calls > 100 and path.stat().st_mode & 0o777 == 0o600
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines) + b'["submit",[["cut o')  # killed while it wrote
+    assert replay_file(str(path)) == found
+    place, line = next((place, line) for place, line in enumerate(lines) if b'"submit"' in line and b'"a"]]]' in line)
+    lines[place] = line.replace(b'"a"]]]', b'"b"]]]')
+    path.write_bytes(b"".join(lines))
+    changed = replay_file(str(path))
+    assert changed.difference is not None and (changed.num_calls, changed.difference[0]) == (place - 1, "submit")
+
+
+@pytest.mark.parametrize("what", rows("engine", "both"))
+@real
+async def test_a_hung_replica_is_given_up_and_heard_no_more_when_it_wakes(what: str) -> None:
+    async with running("a", "b") as here:
+        hung: list[ReplicaProcess] = []
+
+        def hang() -> None:
+            hung.append(here.replicas[here.where("r0")])
+            hung[0].signal(signal.SIGSTOP, actor=what == "both")
+
+        assert set(await answer_mixed(here.cluster, hang)) == {0, 1}
+        waking = [asked(f"w{number}", 150) for number in range(6)]
+        tasks = [asyncio.create_task(outputs_of(here.cluster, each)) for each in waking]
+        await asyncio.sleep(0.1)
+        hung[0].signal(signal.SIGCONT)
+        for request, outputs in zip(waking, await asyncio.gather(*tasks), strict=True):
+            check(request, outputs)
+        await asyncio.gather(*(member.wait_joined() for member in here.cluster.members.values()))
+        # The replica has cancelled what the former line had asked for.
+        async with asyncio.timeout(PATIENCE_S):
+            while (await here.cluster.stats()).num_running:
+                await asyncio.sleep(0.05)
+
+
+@pytest.mark.exhaustive
+@real
+async def test_random_moves_deaths_and_pauses_of_processes() -> None:
+    draws = random.Random(0)
+    async with running("a", "b", "c", over=4.0, health=Health(beat_s=0.1, missed=4)) as here:
+        busy, failed = True, list[int]()
+
+        async def trouble() -> None:
+            while busy:
+                await asyncio.sleep(draws.uniform(0.02, 0.1))
+                name = draws.choice(sorted(here.replicas))
+                replica, what = here.replicas[name], draws.random()
+                if what < 0.6:
+                    if name in here.router.replicas:
+                        await here.cluster.drain(name, 0.1)
+                    if name in here.router.replicas:
+                        here.cluster.resume(name)
+                elif what < 0.8:
+                    replica.signal(signal.SIGKILL, engine=draws.random() < 0.5)
+                    await replica.process.wait()
+                    here.replicas[name] = await ReplicaProcess.start(SLEEPING, port=replica.address.port)
+                else:
+                    replica.signal(signal.SIGSTOP)
+                    await asyncio.sleep(draws.choice([0.1, 0.8]))
+                    replica.signal(signal.SIGCONT)
+
+        async def life(number: int) -> None:
+            await asyncio.sleep(draws.uniform(0, 2.0))
+            request = asked(f"r{number}", draws.randint(1, 120), whole=draws.random() < 0.2)
+            found = await outputs_of(here.cluster, request)
+            if (error := found[-1].error) is None:
+                check(request, found)
+            else:  # chance may let three replicas die under one request, which then counts as their cause
+                assert error.code == "step_failed" and "3 replicas died" in error.message
+                failed.append(number)
+
+        making = asyncio.create_task(trouble())
+        await asyncio.gather(*(life(number) for number in range(60)))
+        busy = False
+        await making
+        assert len(failed) <= 6 and here.is_idle
+
+
+# -- lines ------------------------------------------------------------------------------------------------------------
+
+
+class SlowLink:
+    """Passes bytes on between a front end and a replica.
+
+    Attributes:
+        is_open: If not set, nothing is passed on, and both connections stay open.
+    """
+
+    def __init__(self, target: Address, bytes_per_s: float | None = None) -> None:
+        """bytes_per_s: the line's rate, without delay; None for one with delay."""
+        self.is_open = asyncio.Event()
+        self.is_open.set()
+        self._target = target
+        self._bytes_per_s = bytes_per_s
+        self._draws = random.Random(0)
+        self._pumps: set[asyncio.Task[None]] = set()
+
+    async def listen(self) -> Address:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        return Address("127.0.0.1", self._server.sockets[0].getsockname()[1])
+
+    def close(self) -> None:
+        self._server.close()
+        for pump in self._pumps:
+            pump.cancel()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there = await asyncio.open_connection(*self._target)
+        for source, target in ((reader, there[1]), (there[0], writer)):
+            pump = asyncio.create_task(self._pass_on(source, target))
+            self._pumps.add(pump)
+            pump.add_done_callback(self._pumps.discard)
+
+    async def _pass_on(self, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await source.read(1000 if self._bytes_per_s is None else 1 << 16):
+                await asyncio.sleep(self._pause_s(len(data)))
+                await self.is_open.wait()
+                target.write(data)
+        await self.is_open.wait()
+        target.close()
+
+    def _pause_s(self, num_bytes: int) -> float:
+        if self._bytes_per_s is not None:
+            return num_bytes / self._bytes_per_s
+        # 10 ms a way; in one of 50 cases a retransmission.
+        return self._draws.gauss(0.01, 0.002) + 0.2 * (self._draws.random() < 0.02)
+
+
+@real
+async def test_a_slow_line_and_a_cut_one_lose_nothing() -> None:
+    """Neither end is notified of the cut."""
+    async with running(over=8.0) as here:
+        links: dict[str, SlowLink] = {}
+        for name in ("a", "b"):
+            here.replicas[name] = await ReplicaProcess.start()
+            links[name] = SlowLink(here.replicas[name].address)
+            await here.cluster.add(name, await links[name].listen())
+        requests = [asked(f"r{number}", 250) for number in range(12)]
+        answers = [asyncio.create_task(outputs_of(here.cluster, request)) for request in requests]
+        for name in ("a", "b"):
+            await asyncio.sleep(0.1)
+            assert await here.cluster.drain(name, 5.0)
+            here.cluster.resume(name)
+        links["a"].is_open.clear()
+        async with asyncio.timeout(PATIENCE_S):  # the cut is noticed, and the requests continue on the other replica
+            while here.cluster.members["a"].client is not None:
+                await asyncio.sleep(0.01)
+        links["a"].is_open.set()
+        timings = [check(request, await answer).timings for request, answer in zip(requests, answers, strict=True)]
+        assert sum(each.num_moves for each in timings if each is not None) >= 12
+        await asyncio.wait_for(here.cluster.members["a"].wait_joined(), PATIENCE_S)
+        check(asked("after"), await outputs_of(here.cluster, asked("after")))
+        for link in links.values():
+            link.close()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("then", ["", "tls", "line", "engine"])
+@real
+async def test_a_large_image_on_a_narrow_line_is_no_death_and_hides_none(then: str, tmp_path: Path) -> None:
+    """Pings wait behind it for longer than a dead replica is given. then: the line is cut, or the engine hangs."""
+    certificate = written(tmp_path)._asdict() if then == "tls" else {}
+    health = Health(beat_s=0.1, missed=6)
+    num_bytes = 20_000_000 if then in ("line", "engine") else 4_000_000
+    pixels = TensorValue("uint8", (num_bytes,), bytes(num_bytes))
+    image = VisionInput(kind="image", content_hash="x", num_tokens=1, fields={"pixels": pixels})
+    async with running(health=health) as here:
+        replica = here.replicas["a"] = await ReplicaProcess.start(**certificate)
+        link = SlowLink(replica.address, 2e6)
+        await here.cluster.add("a", await link.listen(), tls=then == "tls")
+        request = asked("r", 5, vision=(image,))
+        answer = asyncio.create_task(outputs_of(here.cluster, request))
+        if then in ("line", "engine"):
+            await asyncio.sleep(0.6)
+            assert here.cluster.members["a"].client is not None
+            if then == "line":
+                link.is_open.clear()
+            else:
+                replica.signal(signal.SIGSTOP, actor=False)  # its replica still takes the image
+            async with asyncio.timeout(8.0):  # the image takes 10 s
+                while here.cluster.members["a"].client is not None:
+                    await asyncio.sleep(0.01)
+            answer.cancel()
+            await asyncio.wait({answer})
+        else:
+            timings = check(request, await answer).timings
+            assert timings is not None and timings.num_deaths == 0
+            assert timings.latency_s + num_bytes / 2e6 > 3 * health.beat_s * health.missed
+        link.close()
+
+
+# -- a client's frame stream ------------------------------------------------------------------------------------------
+
+NUM_FRAMES = 60
+HUNG_AT = 20  # one replica stops at this frame, with frames that it has accepted
+
+
+def is_bright(number: int) -> bool:
+    return number % 3 == 0
+
+
+def frames_of(port: int, hang: threading.Event) -> list[FrameResult]:
+    """Send all frames; `hang` is set in the middle of them. Returns the results as they come."""
+    results: list[FrameResult] = []
+    with (
+        Client(port=port) as client,
+        client.open_stream(adapter="cam", head="night", drop="none") as stream,
+    ):
+        receiving = threading.Thread(target=lambda: results.extend(stream))
+        receiving.start()
+        for number in range(NUM_FRAMES):
+            if number == HUNG_AT:
+                hang.set()
+            assert stream.send(png(230 if is_bright(number) else 20)) == number
+            time.sleep(0.002)
+        stream.end()
+        receiving.join(PATIENCE_S)
+    return results
+
+
+async def kill_under_frames(found: Running, hang: threading.Event) -> int:
+    """Stop a replica, wait until it has frames, and kill it. Returns the number of its frames."""
+    await asyncio.to_thread(hang.wait)
+    found.replicas["a"].signal(signal.SIGSTOP)
+    while not (frames := len(found.router.replicas["a"].holds)):
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(0.05)
+    found.replicas["a"].signal(signal.SIGKILL)
+    return frames
+
+
+@real
+async def test_a_frame_stream_loses_no_frame_when_a_replica_is_killed(tmp_path: Path) -> None:
+    async with serving("a", "b") as (found, front_end, port):
+        await front_end.adapters.load("cam", write_adapter(tmp_path / "cam", {"night": 1}))
+        hang = threading.Event()
+        killing = asyncio.create_task(kill_under_frames(found, hang))
+        results = await asyncio.to_thread(frames_of, port, hang)
+        assert await killing and found.cluster.status().num_resubmitted
+        assert [result.number for result in results] == list(range(NUM_FRAMES))
+        labels = [result.answer.label if result.answer is not None else result.error for result in results]
+        assert labels == ["bright" if is_bright(number) else "dark" for number in range(NUM_FRAMES)]
+        assert found.is_idle
+
+
+# -- the claim of a replica's process ---------------------------------------------------------------------------------
+
+ALONE_S = 1.5
+HOLDER = """
+import sys; from vlora.cluster import claim
+file = claim.hold(sys.argv[1]); print(flush=True); sys.stdin.readline()
+claim.publish(file, claim.RunningReplica('h', 1, 2, 3)); print(flush=True); sys.stdin.read()
+"""
+
+
+def test_a_claim_lasts_until_its_process_is_killed(tmp_path: Path) -> None:
+    path = str(tmp_path / "claim")
+    assert claim.clear(path)
+    command = [sys.executable, "-c", HOLDER, path]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdout.readline()
+        assert not claim.clear(path) and claim.find(path) is None
+        process.stdin.write(b"\n")
+        process.stdout.readline()
+        assert not claim.clear(path) and claim.find(path) == RunningReplica("h", 1, 2, 3)
+        with pytest.raises(BadConfig, match=f"^another process is the replica of {path}; end it first$"):
+            claim.hold(path)
+        waiting = threading.Thread(target=claim.wait_released, args=(path,))
+        waiting.start()
+        time.sleep(0.1)
+        assert waiting.is_alive()
+        process.kill()
+        waiting.join(PATIENCE_S)
+        assert not waiting.is_alive()
+    assert claim.find(path) == RunningReplica("h", 1, 2, 3)  # of a process that has ended
+    assert claim.clear(path) and claim.find(path) is None
+
+
+@real
+async def test_a_replica_with_a_claim_ends_after_a_time_without_a_front_end(tmp_path: Path) -> None:
+    path = str(tmp_path / "claim")
+    replica = await ReplicaProcess.start(claim_file=path, alone_s=ALONE_S)
+    found = claim.find(path)
+    assert found is not None and (found.port, found.engine_pid) == (replica.address.port, replica.engine_pid)
+    assert replica.process.stdin is not None
+    replica.process.stdin.close()  # the process that has started it ends
+    client = await connect(replica.address, SECRET, tls=False, beat_s=0.1)
+
+    async def ping() -> None:
+        while True:
+            client.ping()
+            await asyncio.sleep(0.1)
+
+    pinging = asyncio.create_task(ping())  # it keeps the line
+    with pytest.raises(AssertionError, match="another process is the replica of"):
+        await ReplicaProcess.start(claim_file=path)
+    await asyncio.sleep(1.5 * ALONE_S)
+    pinging.cancel()
+    assert replica.process.returncode is None and client.cause is None and not claim.clear(path)
+    began_s = time.monotonic()
+    await client.disconnect("the front end ends")
+    assert await replica.wait_ended() == 0
+    assert time.monotonic() - began_s >= ALONE_S * 0.9
+    assert claim.clear(path)
