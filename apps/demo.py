@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -187,7 +188,7 @@ def _ask_in_words(
     client: Client, tests: Path, domains: list[dict[str, Any]], console: Console, *, num_each: int = 2
 ) -> list[float]:
     """Ask each domain's question as text, of the base model and of its adapter, and print the answers."""
-    table = Table("question", "shown", "base model", "adapter")
+    table = Table("domain", "correct", "base model", "adapter", box=SIMPLE, padding=0, pad_edge=False)
     latencies = []
     for domain in _shown(domains, len(domains), "text answers", console):
         for frames, question, label in _samples(tests / domain["name"])[:num_each]:
@@ -198,7 +199,7 @@ def _ask_in_words(
                 started = time.monotonic()
                 texts.append(client.generate(question, frames, adapter, max_tokens=_WORDS).text)
                 latencies.append(time.monotonic() - started)
-            table.add_row(question, label, *texts)
+            table.add_row(domain["name"], label, *texts)
     console.print(table)
     return latencies
 
@@ -290,8 +291,8 @@ def _percentiles(seconds: Sequence[float], at_once: int) -> dict[str, float | in
 
 
 def _table(result: dict[str, Any]) -> Table:
-    table = Table(title="accuracy on test data")
-    for column in ("domain", "data", "adapter"):
+    table = Table(title="accuracy on test data", box=SIMPLE, padding=0, pad_edge=False)
+    for column in ("domain", "pixels", "adapter", "answered by"):
         table.add_column(column)
     for column in ("threshold", "before", "after", "served"):
         table.add_column(column, justify="right")
@@ -300,10 +301,11 @@ def _table(result: dict[str, Any]) -> Table:
             domain["name"],
             domain["real_or_synthetic"],
             domain["adapter"],
+            domain["answered_by"].split()[-1],
             f"{domain['threshold']:.2f}",
             f"{domain['before']:.3f}",
             f"{domain['after']:.3f}",
-            "-" if domain["served"] is None else f"{domain['served']:.3f} of {domain['num_served']}",
+            "-" if domain["served"] is None else f"{domain['served']:.3f}",
         )
     return table
 
@@ -325,7 +327,7 @@ def _print_totals(result: dict[str, Any], console: Console) -> None:
         if values["p50_s"] is not None:
             p50, p95 = (f"{values[name] * 1e3:.0f} ms" for name in ("p50_s", "p95_s"))
             say[f"latency, {kind}"] = f"p50 {p50}, p95 {p95} ({values['count']} asked, {values['at_once']} at once)"
-    table = Table(show_header=False)
+    table = Table(show_header=False, box=None, pad_edge=False)
     for name, value in say.items():
         table.add_row(name, value)
     console.print(table)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 Adapter = tuple[str, ...]
-_LONGEST_NAME = 120  # characters
+_LONGEST_JOINED = 20  # characters of a name that lists all domains
 
 
 class History(NamedTuple):
@@ -228,23 +228,27 @@ def by_value(train: Train) -> Train:
 
 
 def names_of(adapters: Iterable[Adapter]) -> dict[Adapter, str]:
-    """Folder names, which are also the served names: the adapter's domains joined by hyphens.
+    """Folder names, which are also the served names: the adapter's domains joined by hyphens, or the first of them and
+    the number of the others if that is long.
 
-    A name that is too long for a file system, or the same for two adapters, such as (a, b-c) and (a-b, c), is cut and
-    gets a hash.
+    A name that two adapters would share gets a hash.
     """
-    plain = {adapter: "-".join(adapter) for adapter in adapters}
+    plain = {adapter: _short(adapter) for adapter in adapters}
     # Compared without case, as a case-insensitive file system does.
     count = Counter(name.casefold() for name in plain.values())
     return {
-        adapter: name if len(name) <= _LONGEST_NAME and count[name.casefold()] == 1 else _hashed(name, adapter)
-        for adapter, name in plain.items()
+        adapter: name if count[name.casefold()] == 1 else f"{name}-{_hash(adapter)}" for adapter, name in plain.items()
     }
 
 
-def _hashed(name: str, adapter: Adapter) -> str:
-    # Domain names contain no comma.
-    return f"{name[:80]}-{hashlib.sha256(','.join(adapter).encode()).hexdigest()[:12]}"
+def _short(adapter: Adapter) -> str:
+    first, *others = adapter
+    joined = "-".join(adapter)
+    return joined if len(joined) <= _LONGEST_JOINED or not others else f"{first}-and-{len(others)}-more"
+
+
+def _hash(adapter: Adapter) -> str:
+    return hashlib.sha256(",".join(adapter).encode()).hexdigest()[:12]  # names of domains contain no comma
 
 
 def below_threshold(scores: Mapping[str, Score], thresholds: Mapping[str, float]) -> dict[str, Score]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.table import Table
 
 from fusion.plan.image_heads import head_training, trains_by_itself
@@ -135,13 +136,14 @@ class FusionReport:
         file.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
 
     def table(self) -> Table:
-        """A table that wraps on a narrow terminal. It has a column of lower bounds if a confidence is set."""
+        """A table for 80 columns, which wraps if names are long. It has a column of lower bounds if a confidence is
+        set."""
         numbers = f"{_number(len(self.domains), 'domain')} in {_number(len(self.adapters), 'adapter')}"
-        table = Table(title=f"{numbers}, {self.seconds:.0f} s")
-        for column in ("domain", "data", "adapter"):
+        table = Table(title=f"{numbers}, {self.seconds:.0f} s", box=SIMPLE, padding=0, pad_edge=False)
+        for column in ("domain", "pixels", "adapter"):
             table.add_column(column, overflow="fold")
-        bound = () if self.confidence is None else ("lower bound",)
-        for column in ("threshold", "validation", *bound, "test before", "test after"):
+        bound = () if self.confidence is None else ("lower\nbound",)
+        for column in ("threshold", "validation", *bound, "test\nbefore", "test\nafter"):
             table.add_column(column, justify="right", overflow="fold")
         for domain in self.domains:
             judged = [f"{domain.validation:.3f}", *([f"{domain.bound:.3f}"] if bound else [])]

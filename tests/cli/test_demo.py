@@ -20,7 +20,7 @@ COMMAND = (sys.executable, "-m", "tests.cli.scripted_vlora")
 
 
 def test_the_report_counts_what_was_served(tmp_path: Path) -> None:
-    console = Console(file=io.StringIO(), width=140)
+    console = Console(file=io.StringIO(), width=80)
     result = apps.demo.run(tmp_path, command=COMMAND, console=console)
     assert json.loads((tmp_path / "report.json").read_text()) == result
     night, day, words = result["domains"]
@@ -37,7 +37,7 @@ def test_the_report_counts_what_was_served(tmp_path: Path) -> None:
     for values in result["latencies"].values():
         assert values["p50_s"] is None or 0 < values["p50_s"] <= values["p95_s"]
     shown = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "1 for 3 domains, 0 rolled back" in shown and "0.750 of 12" in shown and "is it night?" in shown
+    assert "1 for 3 domains, 0 rolled back" in shown and "0.750" in shown and max(map(len, shown.splitlines())) <= 80
 
 
 def test_the_page_has_fusing_and_serving_in_one(tmp_path: Path) -> None:

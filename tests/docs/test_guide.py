@@ -37,7 +37,7 @@ def test_every_snippet_runs(folder: Path) -> None:
     log = served.read_text() if served.exists() else "the server did not start"
     assert done.returncode == 0, f"{done.stderr}\n{done.stdout}\n{log}"
     assert log.count("\n") == 1, f"a quiet server prints one line: {log}"
-    assert "digits-photos-signs-actions  rank 8" in done.stdout and '"num_running":0' in done.stdout
+    assert "digits-and-3-more  rank 8" in done.stdout and '"num_running":0' in done.stdout
     answers = [json.loads(line) for line in (folder / "signs.jsonl").read_text().splitlines()]
     assert [answer["text"] for answer in answers] == ["dark", "bright", "dark"]
     assert sorted(path.name for path in (folder / "results").iterdir()) == [
