@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import importlib.util
 import io
 import os
@@ -102,9 +101,12 @@ def actor_settings(tmp_path: Path, config: EngineConfig, command: tuple[str, ...
 def test_replicas_divide_the_cores_and_have_fixed_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A later Ray does not know which GPUs the replicas have that it finds."""
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
-    config = EngineConfig(model="m")
-    for changes, threads in (({}, 4), ({"tensor_parallel": 2}, 2), ({"threads": 3}, 3)):
-        assert with_shared_cores(dataclasses.replace(config, **changes), 2).threads == threads
+    for config, threads in (
+        (EngineConfig(model="m"), 4),
+        (EngineConfig(model="m", tensor_parallel=2), 2),
+        (EngineConfig(model="m", threads=3), 3),
+    ):
+        assert with_shared_cores(config, 2).threads == threads
     folder, marked = Folder("/tmp/f"), {"VLORA_REPLICAS_OF": "/tmp/f"}
     given = {"OMP_NUM_THREADS": "3", "CUDA_VISIBLE_DEVICES": "4,5,6,7", "RAY_AUTH_TOKEN": "t"}
     found = [settings.replica_environment(folder, given, place=place, num_gpus=2) for place in (0, 1)]

@@ -1,17 +1,30 @@
-"""The settings in deploy/ are valid for `vlora serve`: options, environment variables, values, HTTP paths, ports."""
+"""The settings in deploy/ are valid for `vlora serve` and for the validators of the programs that read them."""
 
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import click
 import pytest
 
-from tests.deploy.files import DEPLOY, DOCKERFILE, ROOT, compose, env_file, manifests, read_yaml, unit_settings
+from tests.deploy.files import (
+    DEPLOY,
+    DOCKERFILE,
+    ROOT,
+    RULES,
+    UNIT,
+    compose,
+    env_file,
+    manifests,
+    read_yaml,
+    unit_settings,
+)
 from tests.server.api import running_api
 from vlora.cli import cli
 from vlora.cli.environment import refuse_unknown
@@ -21,6 +34,8 @@ from vlora.config import EngineConfig, ServerConfig, Token
 from vlora.logging_format import JSON_VARIABLE
 
 TOKENS = (Token(name="VLORA_TOKEN", secret="0123456789abcdef"),)
+
+
 OURS = re.compile(r"\bVLORA_[A-Z_]+\b")
 
 
@@ -201,3 +216,47 @@ def test_the_health_check_reports_the_engine_state(dead: bool) -> None:
         environment = {"VLORA_SERVE_HTTP_PORT": str(api.port), "http_proxy": "http://127.0.0.1:9"}
         done = subprocess.run(check, env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, "503" in done.stderr) == ((1, True) if dead else (0, False)), done.stderr
+
+
+KUBERNETES = DEPLOY / "kubernetes" / "vlora.yaml"
+
+
+SCRIPT = DEPLOY / "cluster" / "ssh.sh"
+
+
+def check(*command: str) -> None:
+    """Raises AssertionError with the program's output; skips if it is not installed."""
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"{command[0]} is not installed")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["vlora", "vlora-head", "vlora-node"])
+def test_systemd_accepts_the_unit(name: str, tmp_path: Path) -> None:
+    unit = tmp_path / f"{name}.service"
+    # The check requires an existing program.
+    unit.write_text(UNIT.with_name(unit.name).read_text().replace("/opt/vlora/bin/vlora", "/bin/echo"))
+    drop_ins = tmp_path / f"{name}.service.d"
+    drop_ins.mkdir()
+    for file in ("gpu.conf", "cluster.conf"):
+        shutil.copy(DEPLOY / "systemd" / file, drop_ins)
+    check("systemd-analyze", "verify", "--man=no", str(unit))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("promtool", "check", "rules", RULES),
+        ("promtool", "check", "config", "--syntax-only", RULES.with_name("prometheus.yml")),
+        ("promtool", "test", "rules", Path(__file__).with_name("alerts.yml")),  # alerts fire and resolve
+        ("hadolint", DOCKERFILE),
+        ("bash", "-n", SCRIPT),
+        ("shellcheck", SCRIPT),
+        ("kubeconform", "-strict", KUBERNETES),
+        ("kubernetes-validate", KUBERNETES),
+    ],
+    ids=lambda command: " ".join(command[:-1]),
+)
+def test_validators_accept_the_files(command: tuple[object, ...]) -> None:
+    check(*map(str, command))

@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.processes import PATIENCE_S
-from tests.split.test_faults import until
+from tests.processes import PATIENCE_S, until
 from vlora.config import Token
 from vlora.engine.base_executor import EngineExecutor
 from vlora.errors import Disconnected, Unauthorized, VLoraError

@@ -17,8 +17,9 @@ from peft import PeftModel
 
 from tests.engine.served_base import config, plain_model, request, running, write_adapter, write_checkpoint
 from tests.families import FAMILIES
+from tests.processes import until
 from tests.split.test_equality import WITHIN, apart, losses
-from tests.split.test_faults import GOOD, WRONG, admitted, all_of, until
+from tests.split.test_faults import GOOD, WRONG, admitted, all_of
 from tests.training.beside import Alone, Case, losses_of
 from vlora.config import ServedBase, Token
 from vlora.engine import Engine, device_runtime

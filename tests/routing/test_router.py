@@ -1,4 +1,4 @@
-"""The router's rules, order, reports, moves and advice, one at a time."""
+"""The router's rules, order, reports, moves, recalls and contents, one at a time; and the index of first blocks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from vlora.orchestrator.admission.kv_admission import OLDEST_EVERY, entry_order
 from vlora.orchestrator.fairness import FairShares, adapter_of, tenant_of
 from vlora.orchestrator.request_state import TrackedRequest
 from vlora.routing import RULES, MoveCosts, Need, Report, Room, Router, Rule
+from vlora.routing.prefixes import PrefixIndex
+from vlora.routing.router import Refusal
 from vlora.routing.rules import PlacedAdapters
 from vlora.types import Request, SamplingParams
 
@@ -407,3 +409,168 @@ def test_invalid_settings_are_reported() -> None:
         Router("random")
     with pytest.raises(BadConfig, match=r"over is 0\.5"):
         Router(over=0.5)
+
+
+QUEUEING = [name for name, rule in RULES.items() if rule.queues]
+
+
+# -- contents ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", list(RULES))
+def test_only_replicas_with_the_content_get_an_answer(rule: str) -> None:
+    router = routed(rule, "abc", Room(20, 1000))
+    router.lack("a", "x", "1")
+    router.lack("c", "x", "1")
+    began = [need("x", version="1") for _ in range(5)]
+    assert {send(router, each) for each in began} == {"b"}
+    # Other contents of this adapter, and other adapters, are not concerned.
+    router.lack("b", "x", "2")
+    router.lack("b", "y", "1")
+    assert {send(router, need("x", version="2")), send(router, need("y", version="1"))} <= {"a", "c"}
+    router.lack("b", "x", "1")
+    router.lack("a", "x", "1", False)
+    assert send(router, need("x", version="1")) == "a"
+    router.check_integrity()
+
+
+@pytest.mark.parametrize("rule", QUEUEING)
+def test_a_drained_answer_is_not_moved_to_other_content(rule: str) -> None:
+    router = routed(rule, "ab")
+    name = send(router, first := need("x"))
+    other = "b" if name == "a" else "a"
+    router.lack(other, "x", "1")
+    router.began(first.request_id, "1")
+    assert name is not None
+    router.drain(name)
+    assert router.consolidate() == []
+    router.lack(other, "x", "1", False)
+    assert [move[:] for move in router.consolidate()] == [(first.request_id, name, other)]
+
+
+@pytest.mark.parametrize("rule", QUEUEING)
+def test_a_drained_replica_takes_an_answer_that_no_other_can_continue(rule: str) -> None:
+    router = routed(rule, "ab")
+    router.drain("a")
+    router.lack("b", "x", "1")
+    returned = need("x", version="1", returned=True)
+    assert send(router, returned) is None
+    placed = router.refuse(0.0)
+    assert placed.refusals == [] and placed.placed == [(returned, "a")]
+    router.lack("a", "x", "1")
+    # One that is lost is no reason to refuse another one of the same size and adapter, which waits for a place.
+    lost, other = (need("x", blocks=100, version=version, returned=True) for version in ("1", "2"))
+    for each in (need(blocks=50, returned=True), lost, other):
+        send(router, each)
+    assert router.refuse(0.0).refusals == [Refusal(lost, "content")] and router.is_waiting(other.request_id)
+    router.ended(other.request_id)
+    large = need("x", blocks=1000, version="1")
+    assert send(router, large) is None
+    assert router.refuse(0.0).refusals == [Refusal(large, "room")]
+    router.check_integrity()
+
+
+# -- recalls: draining while requests wait ----------------------------------------------------------------------------
+
+
+def full() -> Router:
+    """Replica a has requests 0 to 3, replica b 4 to 7; 8 and 9 wait. a drains."""
+    router = Router("placed", over=1.0)
+    router.join("a", Room(4, 100))
+    for number in range(4):
+        router.submit(Need(str(number), None, 5, number, answer_by=1.0))
+    router.join("b", Room(4, 100))
+    for number in range(4, 10):
+        router.submit(Need(str(number), None, 5, number, priority=5))
+    assert router.num_waiting == 2
+    router.drain("a")
+    return router
+
+
+def test_requests_of_a_draining_replica_get_the_next_places() -> None:
+    router = full()
+    assert router.consolidate() == []
+    recalled = router.recall()
+    assert [need.request_id for need in recalled.needs] == ["3", "2"]  # the newest
+    assert recalled.placed == [] and router.recall().needs == []  # two at a time
+    router.refuse(2.0)  # after the bound on their first answer
+    assert [place.need.request_id for place in router.ended("4")] == ["2"]
+    assert [need.request_id for need in router.recall().needs] == ["1"]
+    for number in (5, 6, 7):
+        router.ended(str(number))
+        router.recall()
+    assert [router.where(str(number)) for number in range(4)] == ["b"] * 4
+    assert not router.replicas["a"].holds and router.num_waiting == 2  # 8 and 9, in spite of their priority
+    router.check_integrity()
+
+
+def test_a_request_that_fits_nowhere_else_stays() -> None:
+    router = full()
+    router.bar("b", "x")
+    router.drain("a", False)
+    router.ended("2")
+    router.ended("8")
+    router.ended("9")
+    (place,) = router.submit(Need("barred", "x", 1, 20))
+    assert place.replica == "a"
+    router.grew("3", 101)
+    router.submit(Need("waits", None, 5, 21))
+    router.drain("a")
+    assert [need.request_id for need in router.recall(9).needs] == ["1", "0"]
+    assert {router.where(name) for name in ("3", "barred")} == {"a"}
+
+
+def test_nothing_is_recalled_unless_requests_wait_and_others_serve() -> None:
+    router = full()
+    router.drain("b")
+    assert router.recall().needs == []
+    router.drain("b", False)
+    router.ended("8")
+    router.ended("9")
+    assert router.num_waiting == 0 and router.recall().needs == []
+    router.ended("4")
+    assert [move.request_id for move in router.consolidate()] == ["0"]
+
+
+# -- the index of first blocks ----------------------------------------------------------------------------------------
+
+
+def keys(text: str) -> tuple[bytes, ...]:
+    """Chained keys, as those of `TokenChain`: each includes all before it."""
+    return tuple(text[: place + 1].encode() for place in range(len(text)))
+
+
+def test_leading_blocks_are_counted_by_replica() -> None:
+    index = PrefixIndex()
+    for name in "ab":
+        index.add(name, 100)
+    index.record("a", keys("frame"), 8)
+    index.record("b", keys("fresh"), 8)
+    assert index.known(keys("framed")) == {"a": 5, "b": 2}
+    assert index.known(keys("other")) == index.known(()) == {}
+    index.remove("a")
+    assert index.known(keys("framed")) == {"b": 2} and len(index) == 5
+
+
+def test_blocks_expire_with_the_blocks_computed_since() -> None:
+    index = PrefixIndex()
+    index.add("a", 10)
+    index.record("a", keys("old"), 4)
+    index.record("a", keys("new"), 6)
+    assert index.known(keys("old")) == {"a": 3}, "ten blocks fit"
+    index.record("a", keys("new"), 5)
+    assert index.known(keys("old")) == {} and index.known(keys("new")) == {"a": 3}
+
+
+def test_use_renews_and_the_number_of_keys_is_bounded() -> None:
+    index = PrefixIndex()
+    index.add("a", 10)
+    index.record("a", keys("old"), 4)
+    index.record("a", keys("x"), 5)
+    index.record("a", keys("old"), 5)
+    index.record("a", keys("y"), 5)
+    assert index.known(keys("old")) == {"a": 3}
+    index.add("b", 10**9)
+    for number in range(20_000):
+        index.record("b", (str(number).encode(),), 1)
+    assert len(index) < 10_000 and index.known((b"19999",)) == {"b": 1} and index.known((b"1",)) == {}

@@ -1,7 +1,8 @@
-"""Random lives of the router: nothing is lost or doubled, no replica is over its room, the order is kept."""
+"""Random lives of the router: nothing is lost or doubled, no replica is over its room, and records repeat."""
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
+from typing import cast
 
 import pytest
 from hypothesis import given, settings
@@ -16,8 +18,11 @@ from hypothesis import strategies as st
 
 from tests.example_counts import scaled
 from vlora.routing import RULES, Need, Placed, Report, Room, Router
+from vlora.routing.journal import RecordedRouter, replay_calls
 
 QUEUEING = [name for name, rule in RULES.items() if rule.queues]
+
+
 STEPS = 120
 
 
@@ -280,3 +285,92 @@ def test_decisions_do_not_depend_on_the_order_of_sets() -> None:
         for seed in ("1", "2", "3")
     }
     assert len(found) == 1 and len(found.pop()) > 200
+
+
+class ContentLife(Life):
+    """Answers begin with one of two contents of their adapter, and replicas lack some of them at times."""
+
+    num_confined = 0
+
+    def put(self, request_id: str, name: str) -> None:
+        super().put(request_id, name)
+        standing = self.router.replicas[name]
+        assert standing.has_content(standing.holds[request_id])
+        self.num_confined += bool(standing.holds[request_id].version and standing.lacks)
+
+    def step(self) -> None:
+        what = self.draws.random()
+        if what < 0.1 and self.where:
+            request_id = self.draws.choice(list(self.where))
+            if self.alive[request_id].adapter is not None and self.alive[request_id].version is None:
+                version = self.draws.choice("12")
+                self.alive[request_id] = self.alive[request_id]._replace(version=version)
+                self.router.began(request_id, version)
+        elif what < 0.2 and self.router.replicas:
+            name, lacks = self.draws.choice(list(self.router.replicas)), self.draws.random() < 0.6
+            self.note(self.router.lack(name, self.draws.choice("abcd"), self.draws.choice("12"), lacks))
+        else:
+            super().step()
+
+
+@pytest.mark.parametrize("rule", QUEUEING)
+def test_random_lives_with_contents_lose_nothing(rule: str) -> None:
+    num_confined = 0
+    for seed in range(scaled(30)):
+        life = ContentLife(rule, seed)
+        for _ in range(150):
+            life.step()
+            life.check()
+        num_confined += life.num_confined
+    assert num_confined > 0
+
+
+def test_contents_are_recorded_and_replayed() -> None:
+    lines: list[bytes] = []
+    router = RecordedRouter(lines.append, rule="placed")
+    for name in "ab":
+        router.join(name, Room(4, 100))
+    [(_, name)] = router.submit(Need("1", "x", 1, 0))
+    router.began("1", "v")
+    router.lack("b" if name == "a" else "a", "x", "v")
+    router.drain(name)
+    router.consolidate()
+    assert replay_calls(lines) == (len(lines) - 1, None)
+    without = [line for line in lines if b'"lack"' not in line]
+    assert replay_calls(without).difference is not None
+
+
+def recorded(rule: str, seed: int, number: int = 300) -> list[bytes]:
+    """The record of a random life."""
+    lines: list[bytes] = []
+    life = Life(rule, seed)
+    settings = {"rule": rule, "tenant_weights": {"x": 2.0} if seed % 2 else None}
+    life.router = cast(Router, RecordedRouter(lines.append, **settings))
+    for _ in range(number):
+        life.step()
+    life.router.advice()
+    return lines
+
+
+@pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.queues])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_record_repeats_all_decisions(rule: str, seed: int) -> None:
+    lines = recorded(rule, seed)
+    found = replay_calls(lines)
+    assert found.difference is None and found.num_calls == len(lines) - 1 > 300
+
+
+def test_an_unlimited_number_of_requests_is_recorded() -> None:
+    lines: list[bytes] = []
+    router = RecordedRouter(lines.append, rule="placed", over=math.inf)
+    router.join("a", Room(1, 100))
+    for number in range(3):
+        assert router.submit(Need(f"{number}", None, 1, number))
+    assert replay_calls(lines) == (4, None)
+
+
+def test_another_router_decides_otherwise() -> None:
+    lines = recorded("punica", 1)
+    other = [lines[0].replace(b"punica", b"placed"), *lines[1:]]
+    found = replay_calls(other)
+    assert found.difference is not None and found.num_calls < len(lines) - 1

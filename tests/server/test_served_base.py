@@ -15,10 +15,10 @@ import msgspec
 import pytest
 
 from tests.engine.served_base import config, plain_model, write_checkpoint
+from tests.processes import until
 from tests.server.scripted import ENGINE_COMMAND
 from tests.server.test_training_metrics import stats_with
 from tests.split.test_equality import WITHIN, apart, losses
-from tests.split.test_faults import until
 from vlora.config import EngineConfig, ServedBase, Token
 from vlora.engine.ipc.client import EngineClient
 from vlora.engine.ipc.supervisor import SupervisedEngine

@@ -1,4 +1,4 @@
-"""Through a base executor, training and inference equal plain PEFT and transformers."""
+"""Through a base executor, training and inference equal plain PEFT and transformers; so do the files of Trainer."""
 
 from __future__ import annotations
 
@@ -11,15 +11,20 @@ from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, PeftConfig, PrefixTuningConfig, get_peft_model
+from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, PrefixTuningConfig, get_peft_model
+from transformers import Trainer, TrainingArguments
 
-from tests.split.running import MODELS, Serving, example, serving, tiny
+from tests.split.running import Serving, example, serving, tiny
 from vlora.errors import BadConfig, Disconnected
 from vlora.split import connect
 from vlora.split.greeting import Limits
 
 NUM_STEPS = 13
+
+
 WITHIN = 1e-5
+
+
 LINEARS: dict[str, tuple[Any, Any, Any]] = {
     "gpt2": (["c_attn", "c_proj", "c_fc"], ["c_attn", "mlp.c_proj"], ["mlp.c_proj"]),
     "others": (
@@ -28,11 +33,15 @@ LINEARS: dict[str, tuple[Any, Any, Any]] = {
         r".*language_model.*\.down_proj",
     ),
 }
+
+
 DRAWING = threading.Lock()  # threads share torch's generator
+
+
 METHODS = ("lora", "ia3", "prefix", "checkpointing")
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=["qwen2_vl", "gpt2", pytest.param("llava", marks=pytest.mark.exhaustive)])
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -158,3 +167,46 @@ def test_large_calls_are_divided(family: str, model: Any, tmp_path: Path) -> Non
         for address in (served.unix, served.tcp):
             with connect(address) as base:
                 assert apart(losses("lora", family, base.wrap(copy.deepcopy(model)), 4), plain) < WITHIN
+
+
+def train(model: Any, folder: Path) -> tuple[list[float], Any]:
+    """Losses, and the trained model; its adapter is saved in the folder."""
+    torch.manual_seed(0)
+    peft = get_peft_model(model, LoraConfig(r=4, target_modules=["c_attn", "c_fc"], task_type="CAUSAL_LM"))
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(3, 180, (16,), generator=generator) for _ in range(12)]
+    arguments = TrainingArguments(
+        str(folder / "checkpoints"),
+        max_steps=6,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        learning_rate=5e-3,
+        logging_steps=1,
+        save_steps=3,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    trainer = Trainer(peft, arguments, train_dataset=[{"input_ids": row, "labels": row} for row in rows])
+    trainer.train()
+    peft.save_pretrained(str(folder / "adapter"))
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], peft.eval()
+
+
+@pytest.mark.slow
+def test_trainer_and_files_are_those_of_plain_peft(tmp_path: Path) -> None:
+    model = tiny("gpt2")
+    wanted_losses, plain = train(copy.deepcopy(model), tmp_path / "plain")
+    ids = torch.tensor([[5, 6, 7, 8]])
+    wanted = plain.generate(input_ids=ids, max_new_tokens=8, do_sample=False)
+    with serving(model, tmp_path) as served, connect(served.unix) as base:
+        ours, trained = train(base.wrap(copy.deepcopy(model)), tmp_path / "split")
+        assert max(abs(a - b) for a, b in zip(wanted_losses, ours, strict=True)) < 1e-4  # Trainer rounds what it logs
+        assert torch.equal(trained.generate(input_ids=ids, max_new_tokens=8, do_sample=False), wanted)
+        split = PeftModel.from_pretrained(base.wrap(copy.deepcopy(model)), str(tmp_path / "plain" / "adapter"))
+        assert torch.equal(split.generate(input_ids=ids, max_new_tokens=8, do_sample=False), wanted)
+    # The adapter that was trained through the base works on a full copy, and the other way round.
+    loaded = PeftModel.from_pretrained(copy.deepcopy(model), str(tmp_path / "split" / "adapter"))
+    assert torch.equal(loaded.generate(input_ids=ids, max_new_tokens=8, do_sample=False), wanted)
+    saved = (tmp_path / "split" / "checkpoints" / "checkpoint-6" / "adapter_model.safetensors").stat().st_size
+    assert saved < 100_000

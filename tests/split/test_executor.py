@@ -1,12 +1,12 @@
-"""The executor's products, the choice of layers, and virtual layers by themselves."""
+"""The executor's products, the choice of layers, virtual layers, and noise against an executor that watches."""
 
 from __future__ import annotations
 
 import copy
+import logging
 import pickle
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,14 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from tests.split.running import MODELS, Serving, example, serving, tiny
+from tests.processes import until
+from tests.split.running import Serving, example, serving, tiny
 from vlora.errors import BadConfig
-from vlora.split import connect
+from vlora.split import Noise, connect
 from vlora.split.executor import BaseExecutor
 from vlora.split.frames import Direction, LayerInfo
 from vlora.split.layers import bias_of, frozen_layers, groups_of
+from vlora.split.noise import NoisyCalls
 from vlora.split.virtual_linear import VirtualGroup
 
 
@@ -37,7 +39,7 @@ def served(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
         yield found
 
 
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", ["qwen2_vl", "gpt2", pytest.param("llava", marks=pytest.mark.exhaustive)])
 def test_products_equal_autograd(family: str) -> None:
     model = tiny(family)
     layers = frozen_layers(model)
@@ -58,32 +60,25 @@ def test_products_equal_autograd(family: str) -> None:
         torch.testing.assert_close(dx, x.grad, rtol=1e-5, atol=1e-5)
 
 
-def test_every_linear_layer_is_served_except_tied_heads() -> None:
-    model = tiny("gpt2")
-    names = set(frozen_layers(model))
-    assert names == {n for n, m in model.named_modules() if isinstance(m, Conv1D)} and len(names) == 12
-    untied = tiny("qwen2_vl")
-    assert "lm_head" in frozen_layers(untied)
-    assert set(frozen_layers(untied)) == {n for n, m in untied.named_modules() if type(m) is nn.Linear}
-
-
-def test_layers_of_one_input_are_one_group() -> None:
-    names = ("a.q_proj", "a.o_proj", "a.k_proj", "b.v_proj", "b.up_proj", "head")
-    assert groups_of(names) == [
+def test_the_layers_that_are_served_and_their_groups(model: Any, served: Serving) -> None:
+    """Every linear layer except tied heads; those of one input in one call."""
+    gpt2 = tiny("gpt2")
+    names = set(frozen_layers(gpt2))
+    assert names == {n for n, m in gpt2.named_modules() if isinstance(m, Conv1D)} and len(names) == 12
+    assert "lm_head" in frozen_layers(model)
+    assert set(frozen_layers(model)) == {n for n, m in model.named_modules() if type(m) is nn.Linear}
+    assert groups_of(("a.q_proj", "a.o_proj", "a.k_proj", "b.v_proj", "b.up_proj", "head")) == [
         ("a.q_proj", "a.k_proj"),
-        ("a.o_proj",),
-        ("b.v_proj",),
-        ("b.up_proj",),
-        ("head",),
+        *((name,) for name in ("a.o_proj", "b.v_proj", "b.up_proj", "head")),
     ]
-
-
-def test_one_call_for_layers_of_one_input(model: Any, served: Serving) -> None:
-    arguments = example("qwen2_vl", model, 0, num_images=0)
     before = served.server.num_calls
     with connect(served.unix) as base:
-        base.wrap(copy.deepcopy(model))(**arguments)
+        base.wrap(copy.deepcopy(model))(**example("qwen2_vl", model, 0, num_images=0))
     assert served.server.num_calls - before == 4 * len(model.model.language_model.layers) + 1  # qkv, o, gate-up, down
+    with pytest.raises(BadConfig, match="no linear layers"):
+        BaseExecutor(frozen_layers(nn.Sequential(nn.LayerNorm(4))), name="norms")
+    with pytest.raises(BadConfig, match="bfloat16, float32"):
+        BaseExecutor(frozen_layers(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).bfloat16())), name="mixed")
 
 
 def test_rows_of_several_clients_do_not_mix(model: Any) -> None:
@@ -113,21 +108,18 @@ def test_weights_in_bfloat16(tmp_path: Path) -> None:
 # -- a client with another model --------------------------------------------------------------------------------------
 
 
-def test_a_client_with_other_weights_is_refused(model: Any, served: Serving) -> None:
-    for change in ("weight", "bias"):
-        other = copy.deepcopy(model)
-        with torch.no_grad():
-            getattr(other.model.language_model.layers[2].self_attn.k_proj, change)[0] += 1e-3
-        with connect(served.unix) as base, pytest.raises(BadConfig, match="k_proj' has other weights"):
-            base.wrap(other)
-        assert type(other.model.language_model.layers[0].self_attn.q_proj) is nn.Linear, "it was changed anyway"
-
-
-def test_a_client_with_other_layers_is_refused(served: Serving) -> None:
+def test_a_client_with_another_model_is_refused(model: Any, served: Serving) -> None:
     with connect(served.unix) as base:
+        for change in ("weight", "bias"):
+            other = copy.deepcopy(model)
+            with torch.no_grad():
+                getattr(other.model.language_model.layers[2].self_attn.k_proj, change)[0] += 1e-3
+            with pytest.raises(BadConfig, match="k_proj' has other weights"):
+                base.wrap(other)
+            assert type(other.model.language_model.layers[0].self_attn.q_proj) is nn.Linear, "it was changed anyway"
         with pytest.raises(BadConfig, match="that this model lacks"):
             base.wrap(tiny("gpt2"))
-        wider = tiny("qwen2_vl")
+        wider = copy.deepcopy(model)
         wider.model.language_model.layers[1].mlp.down_proj = nn.Linear(130, 64, bias=False)
         with pytest.raises(BadConfig, match=r"shape \[64, 128\]; this model's has \[64, 130\]"):
             base.wrap(wider)
@@ -148,20 +140,20 @@ def test_virtual_layers_hold_no_weights(model: Any, served: Serving) -> None:
         assert not any("q_proj" in name for name in wrapped.state_dict())
 
 
-@pytest.mark.parametrize(
-    "settings", [{"use_dora": True}, {"init_lora_weights": "pissa"}, {"modules_to_save": ["lm_head"]}], ids=str
-)
-def test_adapters_that_need_the_weights_are_refused(settings: dict[str, Any], model: Any, served: Serving) -> None:
-    with connect(served.unix) as base, pytest.raises(BadConfig, match="keep"):
-        get_peft_model(base.wrap(copy.deepcopy(model)), LoraConfig(target_modules=["q_proj"], **settings))
-
-
-def test_kept_layers_can_have_such_adapters(model: Any, served: Serving) -> None:
+def test_adapters_that_need_the_weights_are_for_kept_layers(model: Any, served: Serving) -> None:
+    needs: tuple[dict[str, Any], ...] = (
+        {"use_dora": True},
+        {"init_lora_weights": "pissa"},
+        {"modules_to_save": ["lm_head"]},
+    )
     arguments = example("qwen2_vl", model, 0)
     config = LoraConfig(target_modules=["q_proj"], use_dora=True, modules_to_save=["lm_head"], init_lora_weights=True)
     torch.manual_seed(0)
     plain = get_peft_model(copy.deepcopy(model), config)(**arguments, labels=arguments["input_ids"]).loss
     with connect(served.unix) as base:
+        for settings in needs:
+            with pytest.raises(BadConfig, match="keep"):
+                get_peft_model(base.wrap(copy.deepcopy(model)), LoraConfig(target_modules=["q_proj"], **settings))
         torch.manual_seed(0)
         ours = get_peft_model(base.wrap(copy.deepcopy(model), keep=["q_proj", "lm_head"]), config)
         loss = ours(**arguments, labels=arguments["input_ids"]).loss
@@ -205,10 +197,9 @@ def test_threads_that_share_a_model_get_their_own_values() -> None:
     """Of one group, a thread must not get the q of its own input with the k of another thread's."""
     group = VirtualGroup(Doubling(), 0, (0, 1))
     wrong: list[str] = []
-    deadline = time.monotonic() + 1.5
 
     def compute(value: float) -> None:
-        while time.monotonic() < deadline and not wrong:
+        for _ in range(2000):
             x = torch.full((1, 1), value)
             try:
                 found = [float(group.output(place, x)) for place in (0, 1)]
@@ -216,6 +207,8 @@ def test_threads_that_share_a_model_get_their_own_values() -> None:
                 wrong.append(repr(error))
             else:
                 wrong.extend(f"{each} for {value}" for each in found if each != 2 * value)
+            if wrong:
+                return
 
     threads = [threading.Thread(target=compute, args=(value,)) for value in (1.0, 10.0, 100.0)]
     interval = sys.getswitchinterval()
@@ -241,8 +234,187 @@ def test_groups_can_be_copied_and_saved_without_outputs() -> None:
     assert group.output(1, x) == 2
 
 
-def test_models_without_such_layers_are_refused() -> None:
-    with pytest.raises(BadConfig, match="no linear layers"):
-        BaseExecutor(frozen_layers(nn.Sequential(nn.LayerNorm(4))), name="norms")
-    with pytest.raises(BadConfig, match="bfloat16, float32"):
-        BaseExecutor(frozen_layers(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).bfloat16())), name="mixed")
+ATTEMPTS = 20
+
+
+ROWS = 24
+
+
+class Watching:
+    """An executor that computes correctly and records all that it sees."""
+
+    def __init__(self, executor: BaseExecutor) -> None:
+        self.dtype, self.groups = executor.dtype, executor.groups
+        self.seen: list[tuple[Direction, torch.Tensor]] = []
+        self._executor = executor
+
+    def call(
+        self, direction: Direction, group: int, mask: int, inputs: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        self.seen.append((direction, inputs[0].clone()))
+        return self._executor.compute(direction, group, mask, inputs)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def executor(model: Any) -> BaseExecutor:
+    return BaseExecutor(frozen_layers(model))
+
+
+@pytest.fixture
+def two(model: Any, tmp_path: Path) -> Iterator[tuple[Serving, Serving]]:
+    (tmp_path / "second").mkdir()
+    with serving(model, tmp_path) as first, serving(model, tmp_path / "second") as second:
+        yield first, second
+
+
+def activations(executor: BaseExecutor, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    width = executor.groups[0][0].d_in
+    return torch.randn(ROWS, width, generator=generator) * (1 + 3 * torch.rand(width, generator=generator))
+
+
+@pytest.mark.parametrize("direction", [Direction.FORWARD, Direction.BACKWARD])
+@pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "pool"])
+def test_noise_is_exact_after_removal(fresh: bool, direction: Direction, executor: BaseExecutor) -> None:
+    noise = Noise(scale=10.0, second="other:1") if fresh else Noise(scale=10.0, pool=4)
+    calls = NoisyCalls(Watching(executor), noise, Watching(executor) if fresh else None)
+    for index, group in enumerate(executor.groups):
+        mask = (1 << len(group)) - 1
+        widths = [layer.width for layer in group] if direction == Direction.BACKWARD else [group[0].d_in]
+        inputs = [torch.randn(ROWS, width) for width in widths]
+        for plain, ours in zip(
+            executor.compute(direction, index, mask, inputs), calls.call(direction, index, mask, inputs), strict=True
+        ):
+            assert (plain - ours).norm() < 2e-5 * plain.norm()
+
+
+def test_training_with_noise_follows_plain_training(model: Any, two: tuple[Serving, Serving]) -> None:
+    from tests.split.test_equality import losses
+
+    plain = losses("lora", "qwen2_vl", copy.deepcopy(model), 6)
+    with connect(two[0].unix, noise=Noise(scale=5.0, second=two[1].unix)) as base:
+        noisy = losses("lora", "qwen2_vl", base.wrap(copy.deepcopy(model)), 6)
+    assert max(abs(a - b) for a, b in zip(plain, noisy, strict=True)) < 1e-4
+    assert two[0].server.num_calls == two[1].server.num_calls > 0, "there was no noise"
+
+
+def attack(base: Watching, truth: torch.Tensor) -> float:
+    """Error of the base's best guess: the last tensor that it received, minus each noise that it knows."""
+    _, sent = base.seen[-1]
+    noises = [seen for direction, seen in base.seen if direction == Direction.WITHOUT_BIAS] or [torch.zeros_like(sent)]
+    guess = min((sent - noise for noise in noises), key=lambda rest: float(rest.norm()))
+    return float((guess - truth).norm() / truth.norm())
+
+
+def test_a_base_that_watches_recovers_activations_of_any_pool(executor: BaseExecutor) -> None:
+    """The negative result of section 3.8: the base has computed the effect of each noise, so it knows all of them."""
+    for pool in (2, 16, 256):
+        base = Watching(executor)
+        calls = NoisyCalls(base, Noise(scale=10.0, pool=pool), None)
+        for attempt in range(ATTEMPTS):
+            x = activations(executor, attempt)
+            calls.call(Direction.FORWARD, 0, 1, [x])
+            assert attack(base, x) < 1e-5, (pool, attempt)
+
+
+def test_the_same_attack_fails_on_fresh_noise_unless_both_executors_collude(executor: BaseExecutor) -> None:
+    base, second = Watching(executor), Watching(executor)
+    calls = NoisyCalls(base, Noise(scale=10.0, second="other:1"), second)
+    for attempt in range(ATTEMPTS):
+        x = activations(executor, attempt)
+        calls.call(Direction.FORWARD, 0, 1, [x])
+        assert attack(base, x) > 5
+        seen = base.seen[-1][1]
+        # The bound: with noise of 10 times the size, the best linear guess explains 1 / 101 of the variance.
+        assert float(torch.corrcoef(torch.stack([seen.flatten(), x.flatten()]))[0, 1]) < 0.2
+        assert (seen - second.seen[-1][1] - x).norm() < 1e-5 * x.norm(), "together they recover everything"
+    assert all(direction == Direction.WITHOUT_BIAS for direction, _ in second.seen)
+    assert len({float(noise.sum()) for _, noise in second.seen}) == ATTEMPTS, "a noise was used twice"
+
+
+def test_repeated_calls_average_fresh_noise_out(executor: BaseExecutor) -> None:
+    """The limit of the bound: m calls with the same rows leave 1 / sqrt(m) of the noise."""
+    base = Watching(executor)
+    calls = NoisyCalls(base, Noise(scale=10.0, second="other:1"), Watching(executor))
+    x = activations(executor, 0)
+    for _ in range(400):
+        calls.call(Direction.FORWARD, 0, 1, [x])
+    mean = torch.stack([seen for _, seen in base.seen]).mean(0)
+    assert float((mean - x).norm() / x.norm()) == pytest.approx(10 / 20, rel=0.1)
+
+
+def test_settings_of_noise_without_a_meaning(executor: BaseExecutor, caplog: pytest.LogCaptureFixture) -> None:
+    wrong: tuple[dict[str, Any], ...] = (
+        {},
+        {"second": "a:1", "pool": 2},
+        {"pool": -1},
+        {"scale": 0.0, "pool": 2},
+        {"scale": 1e9, "pool": 2},
+    )
+    for settings in wrong:
+        with pytest.raises(BadConfig, match="noise"):
+            Noise(**settings)
+    narrow = Watching(executor)
+    narrow.dtype = torch.bfloat16
+    with pytest.raises(BadConfig, match="noise scale is 10; for a base in bfloat16 it is at most 1"):
+        NoisyCalls(narrow, Noise(scale=10.0, second="other:1"), narrow)
+    NoisyCalls(narrow, Noise(scale=1.0, second="other:1"), narrow)
+    with caplog.at_level(logging.WARNING):
+        NoisyCalls(Watching(executor), Noise(pool=2), None)
+    assert "does not hide activations from the base executor" in caplog.text
+
+
+def test_the_second_executor_is_another_one_of_the_same_base(two: tuple[Serving, Serving], tmp_path: Path) -> None:
+    port = two[0].tcp.rpartition(":")[2]
+    for first, second in (
+        (two[0].unix, two[0].unix),
+        (two[0].unix, two[0].tcp),
+        (two[0].tcp, two[0].unix),
+        (two[0].tcp, f"localhost:{port}"),
+    ):
+        with pytest.raises(BadConfig, match=f"second executor '{second}' is the base itself"):
+            connect(first, noise=Noise(second=second))
+    until(lambda: two[0].server.num_clients == 0)  # a refusal leaves no connection
+    (tmp_path / "third").mkdir()
+    with serving(tiny("gpt2"), tmp_path / "third") as third, pytest.raises(BadConfig, match="another base model"):
+        connect(two[0].unix, noise=Noise(second=third.unix))
+
+
+def test_shards_can_have_a_second_executor(model: Any, tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("shards", "second", "changed")]
+    for folder in folders:
+        folder.mkdir()
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        changed.model.language_model.layers[0].self_attn.q_proj.weight[0] += 1
+    with (
+        serving(model, folders[0], shard=(0, 2)) as first,
+        serving(model, folders[0], shard=(1, 2)) as last,
+        serving(model, folders[1]) as second,
+        serving(changed, folders[2]) as other,
+    ):
+        executor = BaseExecutor(frozen_layers(model))
+        with connect(first.unix, last.unix, noise=Noise(scale=10.0, second=second.unix)) as base:
+            for index, group in enumerate(base.calls.groups):
+                mask, inputs = (1 << len(group)) - 1, [torch.randn(ROWS, group[0].d_in)]
+                plain = executor.compute(Direction.FORWARD, index, mask, inputs)
+                for expected, ours in zip(plain, base.calls.call(Direction.FORWARD, index, mask, inputs), strict=True):
+                    assert (expected - ours).norm() < 2e-5 * expected.norm()
+            assert second.server.num_calls == first.server.num_calls == len(base.calls.groups), "there was no noise"
+            base.wrap(copy.deepcopy(model))
+        for address in (first.unix, last.tcp):
+            with pytest.raises(BadConfig, match="is the base itself"):
+                connect(first.unix, last.unix, noise=Noise(second=address))
+        # The shards' digests are of other rows than the second executor's; wrapping compares both with the model.
+        with (
+            connect(first.unix, last.unix, noise=Noise(second=other.unix)) as base,
+            pytest.raises(BadConfig, match="q_proj' has other weights"),
+        ):
+            base.wrap(copy.deepcopy(model))
+        with pytest.raises(BadConfig, match="serves another base model"):
+            connect(second.unix, noise=Noise(second=other.unix))
+        with pytest.raises(BadConfig, match="or one shard of it"):
+            connect(second.unix, noise=Noise(second=first.unix))

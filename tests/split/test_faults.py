@@ -1,31 +1,38 @@
-"""Faults of clients and executors: others go on, one clear line each, nothing lost."""
+"""Clients and executors that are hostile, die or do not know the token: others go on, one clear line each."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import datetime
 import logging
 import os
 import resource
 import select
 import signal
 import socket
+import ssl
 import struct
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import trustme
 
+import vlora.split.greeting as greeting_module
+from tests.processes import PATIENCE_S, until
 from tests.split.running import Serving, serving, tiny
 from tests.split.test_equality import WITHIN, apart, losses
-from vlora.errors import BadConfig, BadRequest, Disconnected, OverCapacity
-from vlora.split import Base, connect, transport
+from vlora.auth_rate_limit import AuthRateLimit
+from vlora.config import Token
+from vlora.errors import BadConfig, BadRequest, Disconnected, OverCapacity, Unauthorized
+from vlora.split import Base, challenge, connect, transport
 from vlora.split.addresses import Address, secured
 from vlora.split.batching import Call, CallQueue
 from vlora.split.connection import BaseConnection
@@ -33,6 +40,7 @@ from vlora.split.frames import (
     CALL_BYTES,
     DTYPES,
     MAX_WELCOME_BYTES,
+    NONCE_BYTES,
     PROTOCOL,
     CallHead,
     Challenge,
@@ -45,6 +53,7 @@ from vlora.split.greeting import Greeter, Limits
 
 ROOT = Path(__file__).parents[2]
 STALL_S = 0.5
+IDS = torch.tensor([[5, 6, 7]])
 
 
 @pytest.fixture(scope="module")
@@ -57,15 +66,15 @@ def plain(model: Any) -> list[float]:
     return losses("lora", "qwen2_vl", copy.deepcopy(model))
 
 
-@pytest.fixture
-def served(model: Any, tmp_path: Path) -> Iterator[Serving]:
-    with serving(model, tmp_path, limits=Limits(stall_s=STALL_S, greeting_s=STALL_S)) as found:
+@pytest.fixture(scope="module")
+def served(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    with serving(model, tmp_path_factory.mktemp("base"), limits=Limits(stall_s=STALL_S, greeting_s=STALL_S)) as found:
         yield found
 
 
-@pytest.fixture
-def steady(served: Serving, model: Any, plain: list[float]) -> Iterator[None]:
-    """A client that trains during the test, with its losses checked after it."""
+@contextlib.contextmanager
+def training(served: Serving, model: Any, plain: list[float]) -> Iterator[None]:
+    """A client that trains during the block, with its losses checked after it."""
     found: list[float] = []
 
     def train() -> None:
@@ -79,26 +88,30 @@ def steady(served: Serving, model: Any, plain: list[float]) -> Iterator[None]:
     assert apart(found, plain) < WITHIN
 
 
-def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+def lines(caplog: pytest.LogCaptureFixture, number: int = 1) -> list[str]:
+    """The warnings so far, once there are as many."""
+
+    def found() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+    until(lambda: len(found()) >= number)
+    return found()
 
 
-def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.01)
+def forward(base: Base, rows: int = 1) -> torch.Tensor:
+    layer = base.calls.groups[0][0]
+    return base.calls.call(Direction.FORWARD, 0, 1, [torch.zeros(rows, layer.d_in)])[0]
 
 
 def admitted(address: str) -> tuple[socket.socket, Welcome]:
     """A raw connection over TCP after its greeting."""
-    sock = transport.open_connection(Address.parse(address), None, 5.0)
-    deadline = time.monotonic() + 5
+    sock = transport.open_connection(Address.parse(address), None, PATIENCE_S)
+    deadline = time.monotonic() + PATIENCE_S
     transport.send_message(sock, Hello(PROTOCOL, b"n" * 32, "", "raw", False))
     transport.receive_message(sock, Challenge, 4096, deadline)
     transport.send_message(sock, Proof(b""))
     welcome = transport.receive_message(sock, Welcome, MAX_WELCOME_BYTES, deadline)
-    sock.settimeout(5.0)
+    sock.settimeout(PATIENCE_S)
     return sock, welcome
 
 
@@ -128,18 +141,56 @@ WRONG = {
 }
 
 
-def test_nonsense_calls_end_their_connections_only(
-    served: Serving, steady: None, caplog: pytest.LogCaptureFixture
+def test_hostile_calls_end_their_connections_only(
+    served: Serving, model: Any, plain: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
-    for wrong, (head, reason) in WRONG.items():
-        caplog.clear()
+    with training(served, model, plain):
+        for wrong, (head, reason) in WRONG.items():
+            caplog.clear()
+            sock, _ = admitted(served.tcp)
+            sock.sendall(head.pack() + bytes(min(head.num_bytes, 256)))
+            assert reason in all_of(sock)[16:].decode(), wrong
+            (line,) = lines(caplog)
+            assert line.startswith("client 'raw' at 127.0.0.1: ") and reason in line
+        for sent in (GOOD.pack(), GOOD.pack() + bytes(256)):  # closed during a call
+            sock, _ = admitted(served.tcp)
+            sock.sendall(sent)
+            sock.close()
+        with connect(served.unix) as base:  # rows without numbers stay with their client
+            rows = torch.full((3, base.calls.groups[0][0].d_in), torch.nan)
+            for _ in range(50):
+                assert base.calls.call(Direction.FORWARD, 0, 1, [rows])[0].isnan().all()
+        with connect(served.tcp) as base, pytest.raises(BadRequest, match="refused a call: a call has direction 7"):
+            base.calls.call(7, 0, 1, [torch.zeros(1, 32)])  # type: ignore[arg-type]
+    until(lambda: served.server.num_clients == 0)
+
+
+def test_a_call_over_a_clients_share_of_the_memory_is_refused(model: Any, tmp_path: Path) -> None:
+    """A client of this version divides it."""
+    with serving(model, tmp_path, limits=Limits(half_bytes=8192)) as served:
         sock, _ = admitted(served.tcp)
-        sock.sendall(head.pack() + bytes(min(head.num_bytes, 256)))
-        answer = all_of(sock)
-        assert reason in answer[16:].decode(), wrong
-        until(lambda: lines(caplog))
-        (line,) = lines(caplog)
-        assert line.startswith("client 'raw' at 127.0.0.1: ") and reason in line
+        sock.sendall(GOOD._replace(rows=64, num_bytes=64 * 128).pack() + bytes(64 * 128))
+        assert b"a call of 64 rows exceeds 8192 bytes" in all_of(sock)
+
+
+def test_half_sent_calls_and_greetings_time_out(
+    served: Serving, model: Any, plain: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    with training(served, model, plain):
+        for sent in (GOOD.pack()[:10], GOOD.pack() + bytes(100)):
+            caplog.clear()
+            sock, _ = admitted(served.tcp)
+            sock.sendall(sent)
+            assert all_of(sock) == b""
+            reason = f"a call or its reply was incomplete for {STALL_S:g} s; its connection is closed"
+            assert lines(caplog) == [f"client 'raw' at 127.0.0.1: {reason}"]
+        caplog.clear()
+        greetings = (b"", b"\x01", b"GET / HTTP/1.1\r\n\r\n", b"\x05\0\0\0hello")
+        for sent in greetings:
+            sock = transport.open_connection(Address.parse(served.tcp), None, PATIENCE_S)
+            sock.sendall(sent)
+            assert all_of(sock) == b""
+        assert all(line.startswith("127.0.0.1 was not admitted: ") for line in lines(caplog, len(greetings)))
 
 
 class Never(CallQueue[Any]):
@@ -152,34 +203,28 @@ class Never(CallQueue[Any]):
         return None
 
 
-def test_a_second_call_before_the_answer_ends_the_connection(model: Any, tmp_path: Path) -> None:
-    """The two calls arrive together, so that the first is in the queue, waiting, when the second is read."""
+def test_calls_that_are_not_answered(model: Any, tmp_path: Path) -> None:
+    """A second one ends the connection; closing ends the one that another thread waits for."""
     with serving(model, tmp_path, queue=Never()) as served:
         sock, _ = admitted(served.tcp)
-        sock.sendall(GOOD.pack() + bytes(256) + b"more")
+        sock.sendall(GOOD.pack() + bytes(256) + b"more")  # together, so that the first is in the queue by then
         assert b"second call before the first" in all_of(sock)
+        for address in (served.unix, served.tcp):
+            base = connect(address)
+            failures: list[Exception] = []
 
+            def call(base: Base = base, failures: list[Exception] = failures) -> None:
+                try:
+                    forward(base)
+                except Disconnected as error:
+                    failures.append(error)
 
-def test_half_sent_calls_time_out(served: Serving, steady: None, caplog: pytest.LogCaptureFixture) -> None:
-    for sent in (GOOD.pack()[:10], GOOD.pack() + bytes(100)):
-        caplog.clear()
-        sock, _ = admitted(served.tcp)
-        with sock:
-            sock.sendall(sent)
-            assert sock.recv(1) == b""
-        assert lines(caplog) == [
-            f"client 'raw' at 127.0.0.1: a call or its reply was incomplete for {STALL_S:g} s; its connection is closed"
-        ]
-
-
-def test_a_half_sent_greeting_times_out(served: Serving, steady: None, caplog: pytest.LogCaptureFixture) -> None:
-    for sent in (b"", b"\x01", b"GET / HTTP/1.1\r\n\r\n", b"\x05\0\0\0hello"):
-        with transport.open_connection(Address.parse(served.tcp), None, 5.0) as sock:
-            sock.sendall(sent)
-            with contextlib.suppress(ConnectionResetError):
-                assert sock.recv(1) == b""
-    until(lambda: len(lines(caplog)) == 4)
-    assert all(line.startswith("127.0.0.1 was not admitted: ") for line in lines(caplog))
+            thread = threading.Thread(target=call)
+            thread.start()
+            time.sleep(0.1)  # the call is sent
+            base.close()
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive() and "is closed" in str(failures)
 
 
 def test_silent_peers_of_one_listener_do_not_block_the_others(
@@ -187,14 +232,13 @@ def test_silent_peers_of_one_listener_do_not_block_the_others(
 ) -> None:
     with serving(model, tmp_path) as served, contextlib.ExitStack() as silent:
         for _ in range(33):
-            sock = silent.enter_context(transport.open_connection(Address.parse(served.tcp), None, 5.0))
+            sock = silent.enter_context(transport.open_connection(Address.parse(served.tcp), None, PATIENCE_S))
         assert sock.recv(1) == b"", "one more than 32 was accepted"
-        connect(served.unix, patience_s=5.0).close()
+        connect(served.unix, patience_s=PATIENCE_S).close()
         with pytest.raises(Disconnected):
             connect(served.tcp, patience_s=5.0)
         silent.close()
-        until(lambda: len(lines(caplog)) == 2 + 32)
-    assert lines(caplog)[0] == "a connection was closed: 32 others are not authenticated yet"
+        assert lines(caplog, 2 + 32)[0] == "a connection was closed: 32 others are not authenticated yet"
 
 
 def test_a_peer_that_is_gone_before_its_greeting_is_one_line(served: Serving, caplog: pytest.LogCaptureFixture) -> None:
@@ -204,7 +248,7 @@ def test_a_peer_that_is_gone_before_its_greeting_is_one_line(served: Serving, ca
         peer.close()  # with a reset
         sock, _ = listener.accept()
         greeter = Greeter(served.executor, Limits(), places=served.server.places)
-        until(lambda: select.select([sock], [], [], 0)[0])
+        until(lambda: bool(select.select([sock], [], [], 0)[0]))
         assert greeter.greet(sock) is None and sock.fileno() == -1
     (line,) = lines(caplog)
     assert line.startswith("a client over TCP was not admitted: ")
@@ -213,24 +257,20 @@ def test_a_peer_that_is_gone_before_its_greeting_is_one_line(served: Serving, ca
 def test_a_client_that_does_not_read_its_reply_times_out(
     model: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with serving(model, tmp_path, limits=Limits(stall_s=STALL_S, max_rows=2**15)) as served:
+    rows = 2**15  # a reply of 26 MB, more than the kernel's buffers
+    with serving(model, tmp_path, limits=Limits(stall_s=STALL_S, max_rows=rows)) as served:
         sock, welcome = admitted(served.tcp)
         index, group = next((i, g) for i, g in enumerate(welcome.groups) if g[0].name == "lm_head")
-        rows = 2**15  # a reply of 26 MB, more than the kernel's buffers
         with sock:
             size = rows * group[0].d_in * 4
             sock.sendall(CallHead(1, Direction.FORWARD, 0, index, 1, rows, group[0].d_in, size).pack() + bytes(size))
-            until(lambda: lines(caplog))
             (line,) = lines(caplog)
             assert "a call or its reply was incomplete" in line and served.server.num_clients == 0
 
 
-def kill_during(direction: str) -> str:
-    """A client process that ends at its 20th call of a direction, after it was sent."""
-    return f"""
+KILLED = """
 import os, sys
 from vlora.split import connect
-from vlora.split.batching import Call, CallQueue
 from vlora.split.connection import BaseConnection
 from vlora.split.frames import Direction
 from tests.split.running import tiny
@@ -239,7 +279,7 @@ send, count = BaseConnection.send, 0
 def dying(self, direction, *rest):
     global count
     send(self, direction, *rest)
-    count += direction == Direction.{direction}
+    count += direction == Direction[sys.argv[2]]
     if count == 20:
         os.kill(os.getpid(), 9)
 BaseConnection.send = dying
@@ -249,40 +289,21 @@ with connect(sys.argv[1]) as base:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("direction", ["FORWARD", "BACKWARD"])
+@pytest.mark.parametrize("direction", [pytest.param("FORWARD", marks=pytest.mark.exhaustive), "BACKWARD"])
 def test_a_client_killed_within_a_call(
-    direction: str, served: Serving, steady: None, caplog: pytest.LogCaptureFixture
+    direction: str, served: Serving, model: Any, plain: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
-    done = subprocess.run([sys.executable, "-c", kill_during(direction), served.unix], cwd=ROOT, timeout=60)
-    assert done.returncode == -signal.SIGKILL
-    until(lambda: served.server.num_clients <= 1)
-    until(lambda: lines(caplog))
-    (line,) = lines(caplog)
-    assert "during a call" in line or "the connection broke" in line
-
-
-def test_a_client_that_closes_its_connection_during_a_call(served: Serving, steady: None) -> None:
-    for sent in (GOOD.pack(), GOOD.pack() + bytes(256)):
-        sock, _ = admitted(served.tcp)
-        sock.sendall(sent)
-        sock.close()
-    until(lambda: served.server.num_clients <= 1)
-
-
-def test_rows_without_numbers_stay_with_their_client(served: Serving, steady: None, model: Any) -> None:
-    with connect(served.unix) as base:
-        rows = torch.full((3, base.calls.groups[0][0].d_in), torch.nan)
-        for _ in range(50):
-            assert base.calls.call(Direction.FORWARD, 0, 1, [rows])[0].isnan().all()
-
-
-def test_a_refused_call_is_one_line_at_the_client(served: Serving, steady: None) -> None:
-    with connect(served.tcp) as base, pytest.raises(BadRequest, match="refused a call: a call has direction 7"):
-        base.calls.call(7, 0, 1, [torch.zeros(1, 32)])  # type: ignore[arg-type]
+    """At its 20th call of a direction, after it was sent."""
+    with training(served, model, plain):
+        command = [sys.executable, "-c", KILLED, served.unix, direction]
+        assert subprocess.run(command, cwd=ROOT, timeout=PATIENCE_S).returncode == -signal.SIGKILL
+        (line,) = lines(caplog)
+        assert "during a call" in line or "the connection broke" in line
+    until(lambda: served.server.num_clients == 0)
 
 
 def test_a_product_that_fails_refuses_its_call_only(
-    served: Serving, steady: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    served: Serving, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     compute = served.executor.compute
 
@@ -292,20 +313,42 @@ def test_a_product_that_fails_refuses_its_call_only(
         return compute(direction, group, mask, inputs, out)
 
     monkeypatch.setattr(served.executor, "compute", without_memory)
-    with connect(served.tcp) as base, pytest.raises(BadRequest, match="the product failed: not enough memory"):
-        base.calls.call(Direction.FORWARD, 0, 1, [torch.zeros(77, 32)])
-    until(lambda: lines(caplog))
+    with connect(served.tcp) as base, connect(served.unix) as other:
+        with pytest.raises(BadRequest, match="the product failed: not enough memory"):
+            forward(base, 77)
+        forward(other)
     assert len(lines(caplog)) == 1
 
 
-def test_more_clients_than_allowed_are_refused(model: Any, tmp_path: Path) -> None:
-    with (
-        serving(model, tmp_path, limits=Limits(max_clients=2)) as served,
-        connect(served.unix),
-        connect(served.tcp),
-        pytest.raises(OverCapacity, match="has 2 clients, its maximum"),
-    ):
-        connect(served.unix)
+def test_a_client_more_than_allowed_is_refused_until_one_leaves(model: Any, tmp_path: Path) -> None:
+    with serving(model, tmp_path, limits=Limits(max_clients=2)) as served:
+        for _ in range(3):
+            full = pytest.raises(OverCapacity, match="has 2 clients, its maximum")
+            with connect(served.unix), connect(served.tcp), full:
+                connect(served.unix)
+            until(lambda: served.server.num_clients == 0)
+
+
+def test_a_connection_is_used_by_one_call_at_a_time(served: Serving) -> None:
+    connection = BaseConnection(served.unix)
+    width = connection.groups[0][0].d_in
+
+    def product(value: int) -> torch.Tensor:
+        return connection.call(Direction.FORWARD, 0, 1, [torch.full((2, width), float(value))])[0].clone()
+
+    expected = {value: product(value) for value in range(4)}
+    wrong: list[int] = []
+
+    def call(value: int) -> None:
+        wrong.extend(value for _ in range(50) if not torch.equal(product(value), expected[value]))
+
+    threads = [threading.Thread(target=call, args=(value,)) for value in expected]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    connection.close()
+    assert not wrong
 
 
 # -- executors --------------------------------------------------------------------------------------------------------
@@ -338,42 +381,43 @@ def base_process(checkpoint: Path, address: str) -> Iterator[subprocess.Popen[st
 def test_an_executor_killed_within_a_training_loses_nothing(
     checkpoint: Path, model: Any, plain: list[float], tmp_path: Path
 ) -> None:
-    address = f"unix:{tmp_path}/base.sock"
-    with base_process(checkpoint, address) as first, connect(address) as base, contextlib.ExitStack() as later:
-        wrapped = base.wrap(copy.deepcopy(model))
-        calls = 0
-        layer = wrapped.model.language_model.layers[2].mlp.down_proj
+    """The next one listens at the same address."""
+    at, first_at = tmp_path / "at.sock", tmp_path / "first.sock"
+    with serving(model, tmp_path) as following, base_process(checkpoint, f"unix:{first_at}") as first:
+        at.symlink_to(first_at)
+        with connect(f"unix:{at}") as base:
+            wrapped = base.wrap(copy.deepcopy(model))
+            calls = 0
 
-        def restart(*_: object) -> None:
-            nonlocal calls
-            calls += 1
-            if calls == 5:
-                first.kill()
-                starting = threading.Thread(target=lambda: later.enter_context(base_process(checkpoint, address)))
-                starting.start()
-                later.callback(starting.join)
+            def restart(*_: object) -> None:
+                nonlocal calls
+                calls += 1
+                if calls == 5:
+                    first.kill()
+                    at.unlink()
+                    at.symlink_to(following.unix.removeprefix("unix:"))
 
-        layer.register_full_backward_pre_hook(restart)
-        found = losses("lora", "qwen2_vl", wrapped)
-        assert base.num_repeated >= 1
+            wrapped.model.language_model.layers[2].mlp.down_proj.register_full_backward_pre_hook(restart)
+            found = losses("lora", "qwen2_vl", wrapped)
+            assert base.num_repeated >= 1
     assert apart(found, plain) < WITHIN
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_executor_without_free_descriptors_waits_for_some(checkpoint: Path, tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/base.sock"
     with base_process(checkpoint, address) as process, connect(address):
         open_files = len(os.listdir(f"/proc/{process.pid}/fd"))
         _, hard = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
         resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (open_files, hard))
-        with transport.open_connection(Address.parse(address), None, 5.0) as waiting:
+        with transport.open_connection(Address.parse(address), None, PATIENCE_S) as waiting:
             time.sleep(0.2)
             before = cpu_seconds(process.pid)
             time.sleep(1.5)
-            assert cpu_seconds(process.pid) - before < 0.5, "the server polls a connection that it cannot accept"
+            assert cpu_seconds(process.pid) - before < 0.75, "the server polls a connection that it cannot accept"
             resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (hard, hard))
             transport.send_message(waiting, Hello(PROTOCOL, b"n" * 32, "", "raw", False))
-            transport.receive_message(waiting, Challenge, 4096, time.monotonic() + 5)
+            transport.receive_message(waiting, Challenge, 4096, time.monotonic() + PATIENCE_S)
 
 
 def cpu_seconds(pid: int) -> float:
@@ -381,31 +425,39 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def test_an_executor_that_is_gone_is_one_line(model: Any, tmp_path: Path) -> None:
+def test_an_executor_that_is_gone_or_has_another_model_is_one_line(model: Any, tmp_path: Path) -> None:
     with serving(model, tmp_path) as served:
-        base = connect(served.tcp, patience_s=0.3)
-        wrapped = base.wrap(copy.deepcopy(model))
-    ids = torch.tensor([[5, 6, 7]])
+        gone, other = connect(served.tcp, patience_s=0.3), connect(served.unix, patience_s=PATIENCE_S)
+        wrapped, replaced = (base.wrap(copy.deepcopy(model)) for base in (gone, other))
     with pytest.raises(Disconnected, match=r"does not answer for 0.3 s .* restart it, and run the step again"):
-        wrapped(input_ids=ids, mm_token_type_ids=torch.zeros_like(ids))
-    base.close()
+        wrapped(input_ids=IDS, mm_token_type_ids=torch.zeros_like(IDS))
     for address in (served.tcp, served.unix):
         with pytest.raises(Disconnected, match="start one with vlora base serve"):
             connect(address)
+    with serving(tiny("gpt2"), tmp_path), pytest.raises(BadConfig, match="another base model is served here now"):
+        replaced(input_ids=IDS, mm_token_type_ids=torch.zeros_like(IDS))
+    gone.close()
+    other.close()
 
 
-class DyingExecutor:
-    """Admits clients, and closes the connection at each call. delay_s: before it does so."""
+class Impostor:
+    """In place of an executor: admits clients, and closes the connection at each call.
 
-    def __init__(self, welcome: Welcome, delay_s: float = 0.0) -> None:
+    Attributes:
+        received: What clients sent after the greeting.
+    """
+
+    def __init__(self, welcome: Welcome, *, delay_s: float = 0.0, token_required: bool = False) -> None:
+        """delay_s: before it closes a connection."""
         self.num_calls = 0
-        self._welcome = welcome
+        self.received = b""
+        self._answers = Challenge(b"n" * NONCE_BYTES, token_required), welcome
         self._delay_s = delay_s
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._thread = threading.Thread(target=self._run)
 
-    def __enter__(self) -> DyingExecutor:
+    def __enter__(self) -> Impostor:
         self._thread.start()
         return self
 
@@ -420,30 +472,33 @@ class DyingExecutor:
                 sock, _ = self._listener.accept()
             except OSError:
                 return
-            deadline = time.monotonic() + 5
+            deadline = time.monotonic() + PATIENCE_S
             with sock, contextlib.suppress(OSError):
                 transport.receive_message(sock, Hello, 4096, deadline)
-                transport.send_message(sock, Challenge(b"n" * 32, False))
+                transport.send_message(sock, self._answers[0])
                 transport.receive_message(sock, Proof, 4096, deadline)
-                transport.send_message(sock, self._welcome)
-                transport.receive(sock, CALL_BYTES, deadline)
+                transport.send_message(sock, self._answers[1])
+                self.received += transport.receive(sock, CALL_BYTES, deadline)
                 self.num_calls += 1
                 time.sleep(self._delay_s)
 
 
-def test_a_call_that_ends_every_connection_is_given_up(served: Serving) -> None:
-    sock, welcome = admitted(served.tcp)
+@pytest.fixture(scope="module")
+def welcome(served: Serving) -> Welcome:
+    sock, found = admitted(served.tcp)
     sock.close()
-    with DyingExecutor(welcome) as dying, connect(dying.address, patience_s=30.0) as base:
-        rows = torch.zeros(1, welcome.groups[0][0].d_in)
+    return found
+
+
+def test_a_call_that_ends_every_connection_is_given_up(welcome: Welcome) -> None:
+    with Impostor(welcome) as dying, connect(dying.address, patience_s=30.0) as base:
         with pytest.raises(Disconnected, match=r"failed 4 times during one call .* see its log") as failure:
-            base.calls.call(Direction.FORWARD, 0, 1, [rows])
+            forward(base)
         assert dying.num_calls == 4 and base.num_repeated == 3 and "\n" not in str(failure.value)
-    with DyingExecutor(welcome, delay_s=0.3) as slow, connect(slow.address, patience_s=0.5) as base:
-        before = time.monotonic()
+    with Impostor(welcome, delay_s=0.3) as slow, connect(slow.address, patience_s=0.5) as base:
         with pytest.raises(Disconnected, match=r"does not answer for 0.5 s"):
-            base.calls.call(Direction.FORWARD, 0, 1, [rows])
-        assert 1 <= slow.num_calls <= 2 and time.monotonic() - before < 5
+            forward(base)
+        assert 1 <= slow.num_calls <= 2
 
 
 def test_a_closed_base_is_not_opened_again_by_a_call(served: Serving, model: Any) -> None:
@@ -452,76 +507,226 @@ def test_a_closed_base_is_not_opened_again_by_a_call(served: Serving, model: Any
         wrapped = base.wrap(copy.deepcopy(model))
         base.close()
         before = served.server.num_calls
-        ids = torch.tensor([[5, 6, 7]])
         with pytest.raises(Disconnected, match="is closed; connect and wrap the model again"):
-            wrapped(input_ids=ids, mm_token_type_ids=torch.zeros_like(ids))
+            wrapped(input_ids=IDS, mm_token_type_ids=torch.zeros_like(IDS))
         assert served.server.num_calls == before
     until(lambda: served.server.num_clients == 0)
 
 
-def test_closing_ends_the_call_that_another_thread_waits_for(model: Any, tmp_path: Path) -> None:
-    with serving(model, tmp_path, queue=Never()) as served:
+# -- tokens and TLS ---------------------------------------------------------------------------------------------------
+
+SECRET, OTHER, UNKNOWN = "correct-horse-battery", "staple-staple-staple", "wrong-wrong-wrong-wrong"
+_PAST = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
+TOKENS = (
+    Token(name="a", secret=SECRET),
+    Token(name="b", secret=OTHER),
+    Token(name="old", secret="expired-expired-expired", expires=_PAST),
+)
+
+
+def ask(address: str, **settings: Any) -> None:
+    with connect(address, patience_s=PATIENCE_S, **settings) as base:
+        assert forward(base).shape == (1, base.calls.groups[0][0].d_out)
+
+
+class Relay:
+    """Passes a connection on and records its bytes."""
+
+    def __init__(self, address: str) -> None:
+        self.recorded = bytearray()
+        self._target = Address.parse(address)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        client, _ = self._listener.accept()
+        server = socket.create_connection((self._target.host, self._target.port))
+        threading.Thread(target=self._pump, args=(server, client), daemon=True).start()
+        self._pump(client, server)
+
+    def _pump(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError), target:
+            while data := source.recv(65_536):
+                self.recorded += data
+                target.sendall(data)
+
+
+def test_only_a_right_token_is_admitted_and_none_is_sent(
+    model: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(model, tmp_path, tokens=TOKENS) as served:
         for address in (served.unix, served.tcp):
-            base = connect(address)
-            failures: list[Exception] = []
+            for secret in (SECRET, OTHER):
+                ask(address, token=secret)
+            for token, reason in (
+                (None, "requires a token"),
+                (UNKNOWN, "is not valid"),
+                (TOKENS[2].secret, "expired at 2020"),
+            ):
+                with pytest.raises(Unauthorized, match=reason):
+                    connect(address, token=token)
+        assert served.server.num_clients <= 4
+        refusals = [record.getMessage() for record in caplog.records if "was refused" in record.getMessage()]
+        assert len(refusals) == 6 and not any(token.secret in caplog.text for token in TOKENS)
+        first, second = Relay(served.tcp), Relay(served.tcp)
+        for relay in (first, second):
+            ask(relay.address, token=SECRET)
+            assert len(relay.recorded) > 1000 and SECRET.encode() not in relay.recorded
+        assert first.recorded[:200] != second.recorded[:200], "a recorded greeting could be sent again"
+        proofs = {challenge.prove(SECRET, role, b"c" * 32, b"b" * 32) for role in ("client", "base")}
+        assert len(proofs) == 2, "a proof could be sent back as the other side's"
+        # Wrong tokens are limited.
+        limits = {"tokens": TOKENS, "rate_limit": AuthRateLimit(), "places": served.server.places}
+        sock = transport.listen(Address.parse("127.0.0.1:0"))
+        served.server.listen(sock, Greeter(served.executor, Limits(), **limits))  # type: ignore[arg-type]
+        address = f"127.0.0.1:{sock.getsockname()[1]}"
+        with pytest.raises(OverCapacity, match="too many wrong tokens from 127"):
+            for _ in range(50):
+                with pytest.raises(Unauthorized):
+                    connect(address, token=UNKNOWN)
+        with pytest.raises(OverCapacity):
+            connect(address, token=SECRET)
 
-            def call(base: Base = base, failures: list[Exception] = failures) -> None:
-                try:
-                    base.calls.call(Direction.FORWARD, 0, 1, [torch.zeros(1, base.calls.groups[0][0].d_in)])
-                except Disconnected as error:
-                    failures.append(error)
 
-            thread = threading.Thread(target=call)
-            thread.start()
-            time.sleep(0.1)  # the call is sent
-            base.close()
-            thread.join(5.0)
-            assert not thread.is_alive() and "is closed" in str(failures)
+def test_a_client_with_a_token_sends_nothing_to_an_executor_that_does_not_know_it(
+    served: Serving, welcome: Welcome, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for address in (served.unix, served.tcp):
+        with pytest.raises(Unauthorized, match=r"does not ask for a token.* connect without token= ") as refusal:
+            connect(address, token=SECRET)
+        assert "\n" not in str(refusal.value)
+        ask(address)
+    for token_required in (False, True):
+        refused = pytest.raises(Unauthorized, match=r"does not (ask for a token|know the token)")
+        with Impostor(welcome, token_required=token_required) as impostor, refused:
+            forward(connect(impostor.address, token=SECRET, patience_s=PATIENCE_S))
+        assert impostor.received == b""
+    with Impostor(welcome) as trusted, pytest.raises(Disconnected):
+        forward(connect(trusted.address, patience_s=0.2))  # without a token to check it by
+    assert trusted.received != b""
+
+    class Gullible:
+        """Accepts any proof."""
+
+        def check(self, *_: object) -> Token:
+            return Token(name="x", secret="an-impostors-own-secret")
+
+        def prove(self, *arguments: Any) -> bytes:
+            return challenge.prove(*arguments)
+
+    with serving(model, tmp_path, tokens=TOKENS) as gullible:
+        monkeypatch.setattr(greeting_module, "challenge", Gullible())
+        with pytest.raises(Unauthorized, match="does not know the token"):
+            connect(gullible.tcp, token=SECRET)
 
 
-def test_an_executor_that_comes_back_with_another_model(model: Any, tmp_path: Path) -> None:
-    with serving(model, tmp_path) as served:
-        base = connect(served.unix, patience_s=5.0)
-        wrapped = base.wrap(copy.deepcopy(model))
-    ids = torch.tensor([[5, 6, 7]])
-    with serving(tiny("gpt2"), tmp_path), pytest.raises(BadConfig, match="another base model is served here now"):
-        wrapped(input_ids=ids, mm_token_type_ids=torch.zeros_like(ids))
-    base.close()
+def contexts() -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """Of the executor, and of its clients."""
+    authority = trustme.CA()
+    server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("127.0.0.1").configure_cert(server)
+    client = ssl.create_default_context()
+    authority.configure_trust(client)
+    return server, client
 
 
-def test_addresses_that_cannot_be_used(tmp_path: Path, model: Any) -> None:
+def test_tls(served: Serving, model: Any, tmp_path: Path) -> None:
+    server, client = contexts()
+    with serving(model, tmp_path, tls=server, tokens=TOKENS) as secure:
+        ask(secure.tcp, token=SECRET, tls=client)
+        ask(secure.unix, token=SECRET)  # on one machine there is no network to protect
+        relay = Relay(secure.tcp)
+        ask(relay.address, token=SECRET, tls=client)
+        assert b"q_proj" not in relay.recorded
+        refused: tuple[tuple[dict[str, Any], str], ...] = (
+            ({"tls": contexts()[1]}, "no TLS connection"),
+            ({}, "require TLS"),
+        )
+        for settings, reason in refused:
+            with pytest.raises(Disconnected, match=reason):
+                connect(secure.tcp, token=SECRET, patience_s=5.0, **settings)
+        ask(secure.tcp, token=SECRET, tls=client)
+    with pytest.raises(Disconnected, match="no TLS connection"):
+        connect(served.tcp, tls=client, patience_s=5.0)
+
+
+# -- addresses and Unix sockets ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def at(tmp_path: Path) -> Address:
+    return Address.parse(f"unix:{tmp_path / 'base.sock'}")
+
+
+def listens(address: Address) -> bool:
+    try:
+        transport.open_connection(address, None, 1.0).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_addresses_that_cannot_be_used(tmp_path: Path, at: Address, model: Any) -> None:
+    with pytest.raises(BadConfig, match="needs the address"):
+        connect()
     for address in ("nowhere", "host:x", "host:99999", "unix:", ":5"):
         with pytest.raises(BadConfig, match=r"write .*unix:PATH"):
             connect(address)
-    (tmp_path / "file").write_text("")
     with pytest.raises(BadConfig, match=r"'127\.0\.0\.1:7' is given twice"):
         secured(["127.0.0.1:7", f"unix:{tmp_path}/one", "127.0.0.1:7"], has_tokens=False)
-    with pytest.raises(BadConfig, match="another file"):
-        transport.listen(Address.parse(f"unix:{tmp_path}/file"))
     with serving(model, tmp_path) as served, pytest.raises(BadConfig, match="another process listens there"):
         transport.listen(Address.parse(served.unix))
     assert not os.path.exists(served.unix.removeprefix("unix:")), "the socket was left"
+    Path(at.path).write_text("mine")
+    with pytest.raises(BadConfig, match="there is another file"):
+        transport.listen(at)
+    assert Path(at.path).read_text() == "mine"
 
 
-def test_a_connection_is_used_by_one_call_at_a_time(served: Serving) -> None:
-    connection = BaseConnection(served.unix)
-    width = connection.groups[0][0].d_in
-    expected = {
-        value: connection.call(Direction.FORWARD, 0, 1, [torch.full((2, width), float(value))])[0] for value in range(4)
-    }
-    wrong: list[int] = []
+def test_of_two_servers_that_find_a_stale_socket_one_listens(at: Address) -> None:
+    for _ in range(100):
+        with socket.socket(socket.AF_UNIX) as dead:  # of a process that was killed
+            dead.bind(at.path)
+        both = threading.Barrier(2)
+        listening: list[socket.socket] = []
 
-    def call(value: int) -> None:
-        for _ in range(50):
-            if not torch.equal(
-                connection.call(Direction.FORWARD, 0, 1, [torch.full((2, width), float(value))])[0], expected[value]
-            ):
-                wrong.append(value)
+        def start(both: threading.Barrier = both, listening: list[socket.socket] = listening) -> None:
+            both.wait()
+            try:
+                listening.append(transport.listen(at))
+            except BadConfig as error:
+                assert "another process listens there" in str(error)
 
-    threads = [threading.Thread(target=call, args=(value,)) for value in expected]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    connection.close()
-    assert not wrong
+        threads = [threading.Thread(target=start) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(listening) == 1 and listens(at)
+        transport.close_listener(listening[0])
+        assert not os.path.exists(at.path)
+
+
+def test_a_server_that_stops_leaves_its_successors_socket(at: Address) -> None:
+    former = transport.listen(at)
+    os.unlink(at.path)  # as by an operator
+    successor = transport.listen(at)
+    transport.close_listener(former)
+    assert listens(at)
+    transport.close_listener(successor)
+    assert not os.path.exists(at.path)
+    transport.close_listener(transport.listen(at))
+
+
+def test_a_server_with_a_full_backlog_is_reported_at_once(at: Address) -> None:
+    with socket.socket(socket.AF_UNIX) as busy, contextlib.ExitStack() as waiting:
+        busy.bind(at.path)
+        busy.listen(0)
+        for _ in range(3):
+            one = waiting.enter_context(socket.socket(socket.AF_UNIX))
+            one.setblocking(False)
+            one.connect_ex(at.path)
+        with pytest.raises(BadConfig, match="another process listens there"):
+            transport.listen(at)
+    assert os.path.exists(at.path)

@@ -8,8 +8,8 @@ worth depends on the process that computes the effect of n:
   the base in each call. That is a bound, not secrecy: m calls with the same rows divide the noise by sqrt(m) when they
   are averaged.
 * The base itself, once for each noise of a pool, as in the paper. THIS PROTECTS NOTHING against a base that records
-  what it computes: it has seen every n, and the nearest one gives x (tests/split/test_noise.py does so in all attempts,
-  for any size of the pool). It hides activations only from an observer of the calls that does not know the pool.
+  what it computes: it has seen every n, and the nearest one gives x (tests/split/test_executor.py does so in all
+  attempts, for any size of the pool). It hides activations only from an observer of the calls that does not know it.
 """
 
 from __future__ import annotations
