@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy
 import pytest
-import rpyc
-from rpyc.core import consts
 
+from tests.processes import PATIENCE_S, until
 from tests.server.running import Running, png, running_server
 from tests.server.scripted import write_adapter
 from vlora.client import AsyncClient, Client, FrameResult, FrameStream, TextQuestion, frame_stream
@@ -34,15 +33,15 @@ from vlora.errors import (
     UnknownAdapter,
     UnknownHead,
     UnknownStream,
-    error_from_code,
 )
 
 DARK, BRIGHT = png(10), png(250)
+NIGHT: dict[str, Any] = {"adapter": "cam", "head": "night"}
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    adapters = {"cam": {"night": 1, "motion": 2, "never": 1, "dusk": 1}}
+    adapters = {"cam": {"night": 1, "motion": 2, "never": 1, "dusk": 1, "overloaded": 1}, "dim": {}}
     with running_server(adapters, max_image_pixels=10_000, max_streams=8, stream_keep_s=0.4) as running:
         yield running
 
@@ -50,20 +49,7 @@ def server() -> Iterator[Running]:
 @pytest.fixture(autouse=True)
 def frees_everything(server: Running) -> Iterator[None]:
     yield
-    assert wait_until(lambda: len(server.front_end.streams) == 0 and not server.engine.engine.running)
-
-
-@pytest.fixture
-def hang_up(frees_everything: None) -> Iterator[contextlib.ExitStack]:
-    with contextlib.ExitStack() as stack:
-        yield stack
-
-
-def wait_until(ready: Any) -> bool:
-    deadline = time.monotonic() + 5
-    while not ready() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return bool(ready())
+    until(lambda: len(server.front_end.streams) == 0 and not server.engine.engine.running)
 
 
 def cut(client: Client) -> None:
@@ -73,7 +59,7 @@ def cut(client: Client) -> None:
 
 def answer_of(client: Client, call: Call[Any]) -> Any:
     connection = client.connection()
-    return connection.wait(connection.start(call), 10)
+    return connection.wait(connection.start(call), PATIENCE_S)
 
 
 def labels(stream: FrameStream) -> list[tuple[int, str]]:
@@ -98,8 +84,8 @@ def test_every_frame_gets_its_answer_in_order(client: Client, tmp_path: Path) ->
         assert next(stream).answer is not None
 
 
-ASKED = [("cam", "night", None), ("cam", "dusk", None), ("cam", None, "say:hello"), (None, None, "say:world")]
-QUESTIONS = [TextQuestion("say:hello", "cam", max_tokens=3), TextQuestion("say:world")]
+ASKED = [("cam", "night", None), ("cam", "dusk", None), ("cam+dim", None, "say:hello"), (None, None, "say:world")]
+QUESTIONS = [TextQuestion("say:hello", "cam+dim", max_tokens=3), TextQuestion("say:world")]
 
 
 def asked_and_labels(result: FrameResult) -> list[tuple[tuple[str | None, str | None, str | None], str | None]]:
@@ -145,6 +131,23 @@ def test_words_alone_take_frames_of_any_number_of_images(client: Client) -> None
     ("options", "error", "why"),
     [
         ({}, BadRequest, "no head and no question"),
+        ({**NIGHT, "max_latency_s": 0}, BadRequest, "max_latency_s is 0"),
+        ({**NIGHT, "fps": float("nan")}, BadRequest, "fps is nan"),
+        ({**NIGHT, "drop": "oldest"}, BadRequest, "choose newest or none"),
+        ({**NIGHT, "name": "x" * 101}, BadRequest, "name has 101 characters; the maximum is 100"),
+        (
+            {"adapter": "cam+dim", "head": "night"},
+            UnknownAdapter,
+            r"'cam\+dim' is a composition; a task head belongs",
+        ),
+        ({"questions": [TextQuestion("q", "cam+zoo")]}, UnknownAdapter, "no adapter named 'zoo'"),
+        (
+            {"questions": [TextQuestion("q"), TextQuestion("q", None, 3)]},
+            BadRequest,
+            "'q' to the base model is given",
+        ),
+        ({"questions": [TextQuestion("q", "cam")] * 2}, BadRequest, "'q' to adapter 'cam' is given twice"),
+        ({"questions": [TextQuestion("q", None, "8")]}, BadRequest, "must be a whole number"),  # type: ignore[arg-type]
         ({"adapter": "cam"}, BadRequest, "adapter is 'cam' and head is None; give both, or neither"),
         ({"heads": [("cam",)]}, BadRequest, "heads must be pairs"),
         ({"heads": [("cam", "night")] * 2}, BadRequest, "head 'night' of adapter 'cam' is given twice"),
@@ -222,6 +225,13 @@ def test_a_broken_frame_fails_alone_and_other_types_are_not_sent(client: Client)
         assert good.answer is not None and good.number == 1
 
 
+def test_service_levels_of_a_stream_reach_the_engine(client: Client) -> None:
+    with client.open_stream(adapter="cam", head="overloaded", priority=4) as stream:
+        stream.send(DARK)
+        error = next(stream).error
+    assert error is not None and (error.code, error.message) == ("deadline_unreachable", "latency None ttft None +4")
+
+
 def test_a_broken_connection_loses_and_repeats_no_result(client: Client) -> None:
     expected = [(number, "bright" if number % 3 == 0 else "dark") for number in range(60)]
     with client.open_stream(adapter="cam", head="night", drop="none") as stream:
@@ -296,10 +306,10 @@ def test_asyncio_reconnects_after_a_broken_connection(server: Running, monkeypat
 def test_a_stream_expires_without_its_client(server: Running, client: Client) -> None:
     stream = client.open_stream(adapter="cam", head="never")
     stream.send(DARK)
-    assert wait_until(lambda: server.engine.engine.running)
+    until(lambda: server.engine.engine.running)
     client.close()
     assert len(server.front_end.streams) == 1
-    assert wait_until(lambda: len(server.front_end.streams) == 0 and not server.engine.engine.running)
+    until(lambda: len(server.front_end.streams) == 0 and not server.engine.engine.running)
     with pytest.raises(UnknownStream, match="open a new one"):
         stream.send(DARK)
 
@@ -317,11 +327,9 @@ def test_streams_of_one_connection_do_not_block_one_another(server: Running) -> 
             stuck.send(DARK)
         for _ in range(20):
             unread.send(DARK)
-        started = time.monotonic()
         for number in range(10):
             good.send(BRIGHT)
             assert next(good).number == number
-        assert time.monotonic() - started < 3
 
 
 def test_waiting_for_results_sends_few_calls(client: Client, server: Running) -> None:
@@ -339,7 +347,7 @@ def test_waiting_for_results_sends_few_calls(client: Client, server: Running) ->
         time.sleep(0.3)
         assert num_calls == 1
         reading.send(DARK)
-        reader.join(5)
+        reader.join(PATIENCE_S)
         assert num_calls == 2 and not reader.is_alive()
 
 
@@ -350,19 +358,11 @@ def test_closing_ends_a_reader(client: Client) -> None:
     reader.start()
     time.sleep(0.05)
     stream.close()
-    reader.join(5)
+    reader.join(PATIENCE_S)
     assert not reader.is_alive() and read == []
 
 
-def test_invalid_streams_cannot_be_opened(client: Client) -> None:
-    for options, error, why in (
-        ({"head": "day"}, UnknownHead, "its heads"),
-        ({"max_latency_s": 0}, BadRequest, "max_latency_s is 0"),
-        ({"fps": float("nan")}, BadRequest, "fps is nan"),
-        ({"drop": "oldest"}, BadRequest, "choose newest or none"),
-    ):
-        with pytest.raises(error, match=why):
-            client.open_stream(**{"adapter": "cam", "head": "night"} | options)
+def test_the_number_of_streams_is_limited(client: Client) -> None:
     with contextlib.ExitStack() as streams:
         for _ in range(8):
             streams.enter_context(client.open_stream(adapter="cam", head="night"))
@@ -386,55 +386,3 @@ def test_a_stream_belongs_to_its_token(tmp_path: Path) -> None:
                     steal()
             thief.close()
             assert next(stream).answer is not None
-
-
-def test_hostile_messages_are_typed_errors(server: Running, hang_up: contextlib.ExitStack) -> None:
-    def call(method: str, *args: Any) -> Any:
-        return peer.sync_request(consts.HANDLE_CALLATTR, peer.root, f"exposed_{method}", args, ())
-
-    peer = rpyc.connect("127.0.0.1", server.port, config={"sync_request_timeout": 5})
-    hang_up.callback(peer.close)
-    good, packed = call("open_frames", (("cam", "night"),), (), None, None, "newest", 0, "")
-    assert good
-    stream_id = packed[1:].decode()
-    for method, *args in (
-        ("open_frames",),
-        ("open_frames", 1, 2, 3, 4, 5, 6),
-        ("open_frames", (), (), None, None, "newest", 0, ""),
-        ("open_frames", "cam", (), None, None, "newest", 0, ""),
-        ("open_frames", (("cam",),), (), None, None, "newest", 0, ""),
-        ("open_frames", (), ((1,),), None, None, "newest", 0, ""),
-        ("open_frames", (), (("q", None, "8"),), None, None, "newest", 0, ""),
-        ("open_frames", (("cam", "night"),) * 10_000, (), None, None, "newest", 0, ""),
-        ("open_frames", (("cam", "night"),), (), None, None, "newest", 11),
-        ("open_frames", (("cam", "night"),), (), -1.0, None, "none", 0, ""),
-        ("open_frames", (("cam", "night"),), (), "soon", None, "none", 0, ""),
-        ("open_frames", (("cam", "night"),), (), None, 0, "none", 0, ""),
-        ("open_frames", (("cam", "night"),), (), None, None, "x" * 1000, 0),
-        ("send_frame",),
-        ("send_frame", "unknown", 0, (DARK,), 0.0),
-        ("send_frame", b"bytes", 0, (DARK,), 0.0),
-        ("send_frame", stream_id, 0, DARK, 0.0),
-        ("send_frame", stream_id, 0, ("text",), 0.0),
-        ("send_frame", stream_id, 0, (), 0.0),
-        ("send_frame", stream_id, 0, ((b"", 10**40, 10**40),), 0.0),
-        ("send_frame", stream_id, 0, ((b"", -1, -1),), 0.0),
-        ("send_frame", stream_id, 0, ((b"abc", 1.0, True),), 0.0),
-        ("send_frame", stream_id, 0, ((b"abc", 1),), 0.0),
-        ("send_frame", stream_id, 10**40, (DARK,), 0.0),
-        ("send_frame", stream_id, "0", (DARK,), 0.0),
-        ("send_frame", stream_id, 0, (DARK,), float("nan")),
-        ("send_frame", stream_id, 0, (DARK,), -1.0),
-        ("pull_results", stream_id, 10**40, 0.0),
-        ("pull_results", stream_id, -2, 0.0),
-        ("pull_results", stream_id, 0, 0.0),
-        ("pull_results", stream_id, None, None),
-        ("pull_results", stream_id * 1000, -1, 0.0),
-        ("end_frames", (stream_id,)),
-        ("close_frames", 7),
-    ):
-        good, *error = call(method, *args)
-        assert not good and isinstance(error_from_code(*error), BadRequest), (method, args, error)
-        assert "mistake" not in error[1] and len(error[1]) < 400
-    assert call("close_frames", "unknown")[0]
-    assert call("send_frame", stream_id, 0, (DARK,), 0.0)[0]

@@ -19,10 +19,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.parallel.test_death import is_left, ranks_of
-from tests.server.test_end_to_end import QUESTION, Local, picture
+from tests.server.served import Caller, call, children, last_code, until_alive
+from tests.server.test_end_to_end import QUESTION, Local, chat, picture
 from tests.server.test_end_to_end import folder as folder  # a fixture
-from tests.server.test_serve import children, until_alive
-from tests.server.test_supervisor import Caller, call, chat, last_code
 from vlora.client import Client
 from vlora.types import SamplingParams
 

@@ -1,4 +1,4 @@
-"""A front end with its RPyC server on a scripted engine, in a thread of the test process."""
+"""A front end on a scripted engine with its RPyC server, and HTTP if asked for, in a thread of the test process."""
 
 from __future__ import annotations
 
@@ -18,16 +18,21 @@ from tests.processes import PATIENCE_S
 from tests.server.scripted import ByteProcessor, ScriptedInterface, write_adapter
 from vlora.config import ServerConfig
 from vlora.server.frontend import FrontEnd
+from vlora.server.http.routes import make_app
+from vlora.server.http.server import HttpServer
 from vlora.server.rpyc.server import RpycServer
 from vlora.server.security.access import Access
 from vlora.tls import server_context
 
 
 class Running(NamedTuple):
+    """port: RPyC's. http_port: 0 without HTTP."""
+
     port: int
-    engine: ScriptedInterface
+    engine: Any
     front_end: FrontEnd
     loop: asyncio.AbstractEventLoop
+    http_port: int = 0
 
     def on_loop(self, coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(PATIENCE_S)
@@ -35,7 +40,15 @@ class Running(NamedTuple):
 
 @contextmanager
 def running_server(
-    adapters: Mapping[str, Mapping[str, int]] | None = None, port: int = 0, **settings: Any
+    adapters: Mapping[str, Mapping[str, int]] | None = None,
+    port: int = 0,
+    *,
+    engine: Any = None,
+    processor: Any = None,
+    model: str = "scripted",
+    http: bool = False,
+    other_listener: Any = None,
+    **settings: Any,
 ) -> Iterator[Running]:
     """Run the server until the end of the block.
 
@@ -44,20 +57,27 @@ def running_server(
         port: The RPyC port; 0 for a free one.
         settings: Fields of ServerConfig.
     """
-    config = ServerConfig(rpyc_port=port, **settings)
+    config = ServerConfig(rpyc_port=port, http_port=0 if http else None, **settings)
     started: Future[Running] = Future()
     stopping = asyncio.Event()
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        engine = ScriptedInterface()
-        front_end = FrontEnd(engine, ByteProcessor(), config, "scripted")  # type: ignore[arg-type]
-        server = RpycServer(config.host, config.rpyc_port, config.max_message_bytes, server_context(config))
+        used: Any = engine or ScriptedInterface()
+        read: Any = processor or ByteProcessor()
+        front_end = FrontEnd(used, read, config, model)
         access = Access(config.tokens)
-        server.start_in_thread(front_end, loop, "scripted", access)
-        started.set_result(Running(server.port, engine, front_end, loop))
+        rpyc = RpycServer(config.host, config.rpyc_port, config.max_message_bytes, server_context(config))
+        rpyc.start_in_thread(front_end, loop, model, access)
+        web = HttpServer(config) if http else None
+        if web is not None:
+            web.start(make_app(front_end, model, access, other_listener))
+        http_port = 0 if web is None else int(web.address.split(":")[1])
+        started.set_result(Running(rpyc.port, used, front_end, loop, http_port))
         await stopping.wait()
-        await asyncio.to_thread(server.close)
+        if web is not None:
+            await web.close()
+        await asyncio.to_thread(rpyc.close)
         await front_end.close()
 
     thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
@@ -71,6 +91,7 @@ def running_server(
     finally:
         running.loop.call_soon_threadsafe(stopping.set)
         thread.join(PATIENCE_S)
+        assert not thread.is_alive()
 
 
 def png(brightness: int = 200, size: tuple[int, int] = (8, 8), kind: str = "PNG", mode: str = "RGB") -> bytes:

@@ -1,12 +1,14 @@
-"""`vlora serve` with a real model in its own process, over RPyC: the answers equal those of `LocalEngine`."""
+"""`vlora serve` with a real model in its own process, over both wires: the answers equal those of `LocalEngine`, and
+they go on after kill -9 of the engine.
+"""
 
 from __future__ import annotations
 
 import io
-import re
+import json
+import os
+import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,8 +26,11 @@ from fusion.embedded.model import build_model as build_embedded
 from fusion.embedded.processor import build_processor
 from heads import HeadSpec, TaskHead, save_heads
 from tests.families import build_model
+from tests.processes import PATIENCE_S, until
 from tests.processors import write_checkpoint
+from tests.server.served import Caller, Served, call, children, last_code, served, until_alive
 from vlora.client import Client
+from vlora.client.values import FrameResult
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
 from vlora.errors import BadAdapter, BadImage, PromptTooLong, UnknownAdapter, UnknownHead
@@ -33,8 +38,6 @@ from vlora.models import InputProcessor
 from vlora.types import Request, RequestOutput, SamplingParams
 
 pytestmark = pytest.mark.slow  # test_serve.py and test_openai_client.py are fast
-
-ROOT = Path(__file__).parents[2]
 
 EMBEDDED = "embedded"  # the small LLaVA that ships with the package
 SERVED = (
@@ -79,29 +82,19 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="module")
-def client(folder: Path) -> Iterator[Client]:
-    args = ["serve", "--model", str(folder / "model"), "--adapters", str(folder / "adapters"), "--dtype", "float32"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "vlora.cli", *args, "--rpyc-port", "0", "--threads", "1"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        match = re.match(r"ready: rpyc 127\.0\.0\.1:(\d+) .* adapters: large, small\n", line)
-        assert match, process.communicate()
-        assert process.stdout.readline().startswith("ATMM table: ")
-        with Client(port=int(match[1])) as made:
-            assert made.stats().cpu_kernels == ("compiled" if atmm.load_kernels() else "plain torch")
-            yield made
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
-        assert (process.returncode, err) == (0, "")
-    finally:
-        process.kill()
+def serving(folder: Path) -> Iterator[Served]:
+    with served("--model", str(folder / "model"), "--adapters", str(folder / "adapters"), "--dtype", "float32") as on:
+        assert on.ready.endswith(" adapters: large, small\n")
+        assert on.process.stdout is not None and on.process.stdout.readline().startswith("ATMM table: ")
+        assert on.client.stats().cpu_kernels == ("compiled" if atmm.load_kernels() else "plain torch")
+        yield on
+    deaths = on.log.count("killed by SIGKILL")
+    assert on.log.count(" warning ") == on.log.count("\n") == 2 * deaths, on.log
+
+
+@pytest.fixture
+def client(serving: Served) -> Client:
+    return serving.client
 
 
 class Local:
@@ -196,23 +189,76 @@ def test_streams_join_to_the_answer_and_stop_strings_cut_it(client: Client) -> N
 
 
 def test_errors_are_typed_and_the_engine_continues(client: Client, folder: Path) -> None:
-    with pytest.raises(PromptTooLong, match=r"has \d{4} tokens and up to 128 output tokens .* context of 1024"):
-        client.generate("word " * 2000)
+    broken = folder / "broken"
+    broken.mkdir()
+    for file in (folder / "adapters" / "small").iterdir():
+        size = 1000 if file.suffix == ".safetensors" else None
+        (broken / file.name).write_bytes(file.read_bytes()[:size])
+    for ask, error, message in (
+        (lambda: client.generate("word " * 2000), PromptTooLong, r"has \d{4} tokens and up to 128 .* context of 1024"),
+        (lambda: client.generate(QUESTION, [picture(0)[:500]]), BadImage, "image 1"),
+        (lambda: client.generate(QUESTION, adapter="absent"), UnknownAdapter, "registered: large, small"),
+        (lambda: client.ask_head([picture(0)], "small", "digit"), UnknownHead, "its heads: letter"),
+        (lambda: client.load_adapter("broken", broken), BadAdapter, "cannot be read as safetensors"),
+        (lambda: client.load_adapter("a", "a\x00b"), BadAdapter, "null byte"),
+    ):
+        with pytest.raises(error, match=message):
+            ask()
     assert client.generate("what is <image> ?", [picture(0)], max_tokens=1, ignore_eos=True).num_completion_tokens == 1
-    with pytest.raises(BadImage):
-        client.generate(QUESTION, [picture(0)[:500]])
-    with pytest.raises(UnknownAdapter, match="registered: large, small"):
-        client.generate(QUESTION, adapter="absent")
-    with pytest.raises(UnknownHead, match="its heads: letter"):
-        client.ask_head([picture(0)], "small", "digit")
-    with pytest.raises(BadAdapter, match="cannot be read as safetensors"):
-        broken = folder / "broken"
-        broken.mkdir()
-        for file in (folder / "adapters" / "small").iterdir():
-            (broken / file.name).write_bytes(
-                file.read_bytes()[:1000] if file.suffix == ".safetensors" else file.read_bytes()
-            )
-        client.load_adapter("broken", broken)
-    assert client.generate(QUESTION, max_tokens=2, ignore_eos=True).num_completion_tokens == 2
     stats = client.stats()
     assert stats.num_running == stats.num_waiting == 0
+
+
+# -- last, since it ends the engine -----------------------------------------------------------------------------------
+
+
+def chat(port: int, **fields: Any) -> tuple[int, str]:
+    body = {"messages": [{"role": "user", "content": QUESTION}], **fields}
+    return call(port, "POST", "/v1/chat/completions", body)
+
+
+def code_of(frame: FrameResult) -> str | None:
+    return frame.error.code if frame.error else None
+
+
+@pytest.mark.exhaustive  # test_serve.py kills a scripted engine
+def test_adapters_and_streams_survive_a_kill_of_the_engine(serving: Served, folder: Path) -> None:
+    client, port = serving.client, serving.http_port
+    extra = shutil.copytree(folder / "adapters" / "small", folder / "extra")
+    (engine,) = children(serving.process.pid)
+    frames = client.open_stream(adapter="small", head="letter", drop="none")
+    status, _ = call(port, "POST", "/v1/adapters", {"name": "more", "path": str(extra)})
+    assert status == 201 and call(port, "PUT", "/v1/adapters/more/pin")[0] == 200
+    status, before = chat(port, model="more", max_tokens=5)
+    assert status == 200 and frames.send(picture(0)) == 0
+    answered = next(frames).answer
+    assert answered is not None
+    # A random model may draw the end token at any place, and which place depends on the processor's rounding.
+    long = {"model": "more", "max_tokens": 900, "temperature": 1.0, "seed": 1, "ignore_eos": True}
+    callers = [
+        Caller(lambda: last_code(chat(port, **long, stream=True))),
+        Caller(lambda: last_code(chat(port, **long))),
+        Caller(lambda: last_code(chat(port, **long, n=3))),
+        Caller(lambda: client.generate(QUESTION, max_tokens=900, ignore_eos=True)),
+        Caller(lambda: list(client.stream(QUESTION, max_tokens=900, ignore_eos=True))),
+    ]
+    until(lambda: client.stats().num_running >= 7)
+    os.kill(engine, signal.SIGSTOP)  # so that the frames wait on any machine
+    assert [frames.send(picture(number)) for number in (1, 2, 3)] == [1, 2, 3]
+    callers.append(Caller(lambda: code_of(next(frames))))
+    os.kill(engine, signal.SIGKILL)
+    for caller in callers:
+        caller.join(PATIENCE_S)
+    assert [caller.result for caller in callers] == ["engine_dead"] * 6
+    assert call(port, "GET", "/ready")[0] == 503 and "vlora_engine_up 0.0" in call(port, "GET", "/metrics")[1]
+    assert frames.send(picture(0)) == 4  # accepted without an engine: waits for the replacement
+    assert until_alive(client).num_restarts == 1
+    pins = {"large": False, "more": True, "small": False}
+    assert {each.name: each.pinned for each in client.adapters()} == pins
+    after = chat(port, model="more", max_tokens=5)
+    assert [json.loads(text)["choices"] for text in (before, after[1])] == [json.loads(before)["choices"]] * 2
+    assert [code_of(next(frames)), code_of(next(frames))] == ["engine_dead"] * 2
+    resumed = next(frames)
+    assert resumed.number == 4 and resumed.answer is not None
+    assert resumed.answer.scores == pytest.approx(answered.scores, rel=1e-3)
+    frames.close()

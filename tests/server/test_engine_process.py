@@ -1,25 +1,29 @@
-"""The engine process and its client: answers, refused requests, process death."""
+"""The engine process and its client: answers, refused requests, process death, and the replacement that follows."""
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.processes import until
 from tests.server.scripted import ENGINE_COMMAND, write_adapter
-from vlora.config import EngineConfig
-from vlora.engine.ipc import messages
+from tests.server.served import children
+from vlora.config import EngineConfig, ServedBase
+from vlora.engine.ipc import messages, supervisor
 from vlora.engine.ipc.client import EngineClient
+from vlora.engine.ipc.supervisor import SupervisedEngine
 from vlora.engine.ipc.transport import ClientTransport
-from vlora.errors import BadAdapter, BadConfig, BadRequest, EngineDead, UnknownAdapter
+from vlora.errors import BadAdapter, BadConfig, BadPlan, BadRequest, EngineDead, UnknownAdapter
 from vlora.types import Request, RequestOutput, SamplingParams
 
 
@@ -72,7 +76,7 @@ def test_large_blocks_of_an_engine_are_never_kept_in_its_heap(tmp_path: Path) ->
     assert found.read_text() == "1"
 
 
-@pytest.mark.parametrize(("own", "expected"), [(None, "2000"), ("7", "7")])
+@pytest.mark.parametrize(("own", "expected"), [(None, "2000"), pytest.param("7", "7", marks=pytest.mark.exhaustive)])
 def test_threads_of_an_engine_wait_for_each_other_briefly(
     own: str | None, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,25 +254,183 @@ def test_the_engine_ends_when_its_parent_is_gone(monkeypatch: pytest.MonkeyPatch
     run(main())
 
 
-@pytest.mark.slow
 def test_cancelling_a_start_leaves_no_process() -> None:
     async def main() -> None:
-        before = _children()  # the fork server of an earlier test, for one
+        before = set(children(os.getpid()))  # the fork server of an earlier test, for one
         starting = asyncio.create_task(start("slow"))
-        await asyncio.sleep(1)
-        children = [child for child in _children() if child not in before]
-        assert children
+        while not set(children(os.getpid())) - before:
+            await asyncio.sleep(0.01)
         starting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await starting
-        for _ in range(50):
-            if not any(child in _children() for child in children):
-                return
-            await asyncio.sleep(0.1)
-        raise AssertionError("the engine process is still there")
+        until(lambda: set(children(os.getpid())) <= before)
 
     run(main())
 
 
-def _children() -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+# -- the supervisor ---------------------------------------------------------------------------------------------------
+
+
+async def supervised(logged: list[str], model: str = "scripted") -> SupervisedEngine:
+    return await SupervisedEngine.start(EngineConfig(model=model), log=logged.append, command=ENGINE_COMMAND)
+
+
+class Listener:
+    """Calls a function on every change of the engine."""
+
+    def __init__(self, on_change: Callable[[], None]) -> None:
+        self._on_change = on_change
+
+    def engine_changed(self) -> None:
+        self._on_change()
+
+
+async def kill(engine: SupervisedEngine) -> None:
+    """Kill the process and wait until its death is detected."""
+    assert engine.pid is not None
+    os.kill(engine.pid, signal.SIGKILL)
+    while engine.pid is not None:
+        await asyncio.sleep(0.01)
+
+
+async def alive(engine: SupervisedEngine) -> None:
+    while engine.cause is not None:
+        await asyncio.sleep(0.01)
+
+
+def test_a_hanging_load_blocks_nothing_and_ends_with_its_process(tmp_path: Path) -> None:
+    async def main() -> None:
+        logged: list[str] = []
+        engine = await supervised(logged)
+        folder = write_adapter(tmp_path / "one")
+        hanging = asyncio.create_task(engine.load_adapter("hangs", folder))
+        await engine.load_adapter("one", folder)
+        request = Request(request_id="r", prompt_ids=tuple(b"say:x"))
+        assert [output async for output in engine.generate(request)][-1].finish_reason is not None
+        assert not hanging.done()
+        await kill(engine)
+        with pytest.raises(EngineDead):
+            await hanging
+        await alive(engine)
+        assert [status.name for status in await engine.adapters()] == ["one"]
+        # A server that stops waits for no restart either.
+        hanging = asyncio.create_task(engine.load_adapter("hangs", folder))
+        await asyncio.sleep(0)
+        await engine.close()
+        with pytest.raises(EngineDead):
+            await hanging
+
+    run(main())
+
+
+def test_a_replacement_process_has_the_adapters_and_pins(tmp_path: Path) -> None:
+    async def main() -> None:
+        logged: list[str] = []
+        restarts: list[str] = []
+        engine = await supervised(logged)
+        engine.add_listener(Listener(lambda: restarts.append("restarted")))
+        await engine.register_adapters({name: write_adapter(tmp_path / name) for name in ("one", "two", "lost")})
+        await engine.load_adapter("three", write_adapter(tmp_path / "three"))
+        await engine.load_adapter("gone", write_adapter(tmp_path / "gone"))
+        for name in ("one", "three", "lost"):
+            await engine.pin_adapter(name, True)
+        await engine.pin_adapter("one", False)
+        await engine.unload_adapter("gone")
+        assert [one.name for one in await engine.train("/plans/signs")] == ["signs"]
+        with pytest.raises(BadPlan, match="/plans/bad: cannot be read"):
+            await engine.train("/plans/bad")
+        shutil.rmtree(tmp_path / "lost")
+        assert not engine.starting
+        await kill(engine)
+        assert engine.starting
+        request = Request(request_id="r", prompt_ids=tuple(b"say:x"))
+        for call in (engine.stats, engine.adapters, lambda: anext(engine.generate(request))):  # type: ignore[call-overload]
+            with pytest.raises(EngineDead, match="killed by SIGKILL; it is being restarted"):
+                await call()
+        await alive(engine)
+        assert [one.name for one in await engine.trainings()] == ["signs"]
+        assert not engine.starting
+        assert [(each.name, each.pinned) for each in await engine.adapters()] == [
+            ("one", False),
+            ("three", True),
+            ("two", False),
+        ]
+        first, *_ = [output async for output in engine.generate(request)]
+        assert first.token_ids == tuple(b"x")
+        assert (await engine.stats()).num_restarts == 1 == len(restarts)
+        assert logged[0] == "the engine process was killed by SIGKILL; it is being restarted"
+        assert "adapter 'lost' was not restored" in logged[1] and logged[2:] == ["the engine is ready again"]
+        # A missing adapter is not looked up a second time.
+        await kill(engine)
+        await alive(engine)
+        assert len(logged) == 5 and len(await engine.adapters()) == 3
+        with pytest.raises(UnknownAdapter):
+            await engine.unload_adapter("lost")
+        await engine.close()
+        assert engine.cause == "the engine was closed" and not engine.starting
+
+    run(main())
+
+
+@pytest.mark.slow
+def test_an_engine_that_fails_at_every_start_stays_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first start succeeds, every later start fails immediately."""
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.001)
+
+    async def main() -> None:
+        logged: list[str] = []
+        engine = await supervised(logged, f"gone after {tmp_path / 'started'}")
+        changes: list[bool] = []
+        engine.add_listener(Listener(lambda: changes.append(engine.starting)))
+        await kill(engine)
+        while not changes:
+            await asyncio.sleep(0.01)
+        assert changes == [False]  # no call waits for a restart any more
+        assert engine.cause is not None and "exit code 3" in engine.cause and "gave up after" in engine.cause
+        assert len(logged) == 1 + 5 + 1 and logged[-1] == engine.cause
+        with pytest.raises(EngineDead, match="gave up after"):
+            await engine.stats()
+        await engine.close()
+
+    run(main())
+
+
+def test_closing_during_a_restart_leaves_no_process(tmp_path: Path) -> None:
+    async def main() -> None:
+        before = set(children(os.getpid()))  # the fork server of an earlier test, for one
+        engine = await supervised([], f"slow after {tmp_path / 'started'}")
+        await kill(engine)
+        await asyncio.sleep(0.3)
+        assert before < set(children(os.getpid()))
+        await engine.close()
+        assert before == set(children(os.getpid()))
+
+    run(main())
+
+
+def test_an_address_that_is_lost_does_not_keep_the_next_engine_from_serving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripted engines; the second one finds another process at its address."""
+    starts: list[bool] = []
+    start = EngineClient.start
+
+    async def listening_once(config: EngineConfig, *, command: Any) -> EngineClient:
+        starts.append(config.serve_base is not None)
+        if starts == [True, True]:
+            raise BadConfig("cannot listen on unix:base.sock: another process listens there; choose another path")
+        return await start(config, command=command)
+
+    monkeypatch.setattr(EngineClient, "start", listening_once)
+
+    async def main() -> None:
+        config = EngineConfig(model="scripted", serve_base=ServedBase(addresses=("unix:base.sock",)))
+        logged: list[str] = []
+        engine = await SupervisedEngine.start(config, log=logged.append, command=ENGINE_COMMAND)
+        assert engine.pid is not None
+        os.kill(engine.pid, signal.SIGKILL)
+        while len(logged) < 3:
+            await asyncio.sleep(0.01)
+        assert logged[1].startswith("starting without --serve-base: cannot listen on unix:base.sock")
+        assert logged[2] == "the engine is ready again" and starts == [True, True, False]
+        await engine.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import random
 import struct
 import zlib
 from collections.abc import Sequence
@@ -50,37 +52,47 @@ def test_supported_formats_become_rgb(kind: str) -> None:
     assert isinstance(pixel, tuple) and all(abs(value - 200) <= 2 for value in pixel)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"no image",
-        png()[:40],
-        png(kind="JPEG")[:150],
-        NOISE[: len(NOISE) // 2],
-        b"\x89PNG\r\n\x1a\n" + b"\0" * 50,
-        bomb(0, 10),
-    ],
-    ids=["empty", "text", "cut png", "cut jpeg", "half a png", "png of zeros", "0 x 10"],
-)
-def test_bytes_that_are_not_an_image_are_refused(data: bytes) -> None:
+NOT_IMAGES = {
+    "empty": b"",
+    "text": b"no image",
+    "cut png": png()[:40],
+    "cut jpeg": png(kind="JPEG")[:150],
+    "half a png": NOISE[: len(NOISE) // 2],
+    "png of zeros": b"\x89PNG\r\n\x1a\n" + b"\0" * 50,
+    "0 x 10": bomb(0, 10),
+}
+
+
+@pytest.mark.parametrize("name", NOT_IMAGES)
+def test_bytes_that_are_not_an_image_are_refused(name: str) -> None:
     with pytest.raises(BadImage, match="image 2"):
-        decode_images([png(), data], CONFIG)
+        decode_images([png(), NOT_IMAGES[name]], CONFIG)
 
 
 def test_limits_are_checked_before_decoding() -> None:
-    with pytest.raises(TooLarge, match="image 1 has 100001 bytes; this server takes at most 100000"):
-        decode_images([b"x" * 100_001], CONFIG)
-    with pytest.raises(
-        TooLarge, match=rf"image 1 has over \d+ pixels; this server takes at most {CONFIG.max_image_pixels}"
+    most = CONFIG.max_image_pixels
+    for images, message in (
+        ([b"x" * 100_001], "image 1 has 100001 bytes; this server takes at most 100000"),
+        ([bomb(20_000, 20_000)], rf"image 1 has over \d+ pixels; this server takes at most {most}"),
+        ([bomb(2**31 - 1, 1)], rf"image 1 .* pixels; this server takes at most {most}"),
+        ([bomb(101, 100)], "image 1 is 101x100, 10100 pixels; this server takes at most 10000"),
+        ([bomb(100, 100)] * 2, "2 images have 20000 pixels together"),
+        ([png()] * 4, "has 4 images; this server takes at most 3"),
     ):
-        decode_images([bomb(20_000, 20_000)], CONFIG)
-    with pytest.raises(TooLarge, match="image 1 is 101x100, 10100 pixels; this server takes at most 10000"):
-        decode_images([bomb(101, 100)], CONFIG)
-    with pytest.raises(TooLarge, match="2 images have 20000 pixels together"):
-        decode_images([bomb(100, 100)] * 2, CONFIG)
-    with pytest.raises(TooLarge, match="has 4 images; this server takes at most 3"):
-        decode_images([png()] * 4, CONFIG)
+        with pytest.raises(TooLarge, match=message):
+            decode_images(images, CONFIG)
+
+
+def test_images_with_flipped_bytes_are_decoded_or_refused() -> None:
+    source = random.Random(0)
+    for kind in ("PNG", "JPEG", "WEBP", "GIF", "TIFF", "BMP"):
+        whole = png(size=(24, 24), kind=kind)
+        for _ in range(12):
+            data = bytearray(whole)
+            for _ in range(source.randint(1, 6)):
+                data[source.randrange(len(data))] = source.randrange(256)
+            with contextlib.suppress(BadImage, TooLarge):
+                decode_images([bytes(data)], CONFIG)
 
 
 def png_of(rows: np.ndarray, color: int, bits: int = 16, transparent: Sequence[int] = ()) -> bytes:

@@ -6,7 +6,6 @@ import base64
 import json
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -117,25 +116,6 @@ def test_answers_and_log_probabilities_are_those_of_plain_transformers(
     assert ask(client, 200).choices[0].logprobs is None
 
 
-def test_a_stream_joins_to_the_whole_answer(client: openai.OpenAI) -> None:
-    fields: dict[str, Any] = {"temperature": 1.5, "seed": 11, "logprobs": True}
-    whole = ask(client, 200, **fields)
-    chunks = list(ask(client, 200, stream=True, stream_options={"include_usage": True}, **fields))
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-    assert text == whole.choices[0].message.content
-    tokens = [
-        score.token
-        for chunk in chunks
-        if chunk.choices and chunk.choices[0].logprobs
-        for score in chunk.choices[0].logprobs.content
-    ]
-    assert tokens == [score.token for score in whole.choices[0].logprobs.content]
-    usage = chunks[-1].usage
-    assert usage.total_tokens == whole.usage.total_tokens and chunks[-1].choices == []
-    assert usage.prompt_tokens_details.cached_tokens >= usage.prompt_tokens - 16, "cached except for the last block"
-    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == whole.choices[0].finish_reason
-
-
 DRAWN = {"temperature": 2.0, "seed": 5}
 
 
@@ -166,11 +146,8 @@ def test_every_choice_of_a_stream_is_that_of_the_whole_answer(client: openai.Ope
         for score, want in zip(scores, wanted, strict=True):
             assert score.logprob == pytest.approx(want.logprob, abs=1e-4)
             assert [other.token for other in score.top_logprobs] == [other.token for other in want.top_logprobs]
-    counted, expected_usage = chunks[-1].usage, whole.usage
-    assert (counted.prompt_tokens, counted.completion_tokens) == (
-        expected_usage.prompt_tokens,
-        expected_usage.completion_tokens,
-    )
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert getattr(chunks[-1].usage, name) == getattr(whole.usage, name)
 
 
 def test_choices_and_seeds(client: openai.OpenAI) -> None:
@@ -183,8 +160,6 @@ def test_choices_and_seeds(client: openai.OpenAI) -> None:
     # With a small top_p, nucleus sampling keeps only the most likely token.
     narrow = ask(client, 90, temperature=1.0, top_p=1e-6)
     assert narrow.choices[0].message.content == ask(client, 90).choices[0].message.content
-    several = list(ask(client, 90, n=2, stream=True, **drawn))
-    assert {chunk.choices[0].index for chunk in several} == {0, 1}
 
 
 def test_stop_ends_an_answer(client: openai.OpenAI) -> None:
@@ -259,30 +234,18 @@ def test_the_adapter_is_the_models_name(client: openai.OpenAI) -> None:
     assert not math.isclose(*first, abs_tol=1e-3)
 
 
-def test_errors_are_those_of_the_openai_client(api: Api, client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="no adapter named 'absent'; registered: streets") as missing:
-        ask(client, 90, model="absent")
-    assert missing.value.code == "unknown_adapter"
-    with pytest.raises(openai.BadRequestError, match="temperature is -1") as refused:
-        ask(client, 90, temperature=-1)
-    assert refused.value.type == "invalid_request_error"
-    with pytest.raises(
-        openai.BadRequestError, match="modalities: this field is not supported; answers are text"
-    ) as audio:
-        ask(client, 90, modalities=["text", "audio"])
-    assert audio.value.param == "modalities"
-    with pytest.raises(openai.BadRequestError, match="logit_bias has token id 1000000; this model's ids") as biased:
-        ask(client, 90, logit_bias={"1000000": 1})
-    assert biased.value.code == "bad_request"
-    with pytest.raises(openai.BadRequestError, match="image 1"):
-        messages: Any = [
-            {"role": "user", "content": [*content(), {"type": "image_url", "image_url": {"url": "data:;base64,AA=="}}]}
-        ]
-        client.chat.completions.create(model="embedded", messages=messages)
-    with pytest.raises(openai.BadRequestError, match="does not fetch images"):
-        messages = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://10.0.0.1/"}}]}]
-        messages[0]["content"].append({"type": "text", "text": QUESTION})
-        client.chat.completions.create(model="embedded", messages=messages)
+def test_errors_are_those_of_the_openai_client(client: openai.OpenAI) -> None:
+    bad = openai.BadRequestError
+    rows: list[tuple[dict[str, Any], type[openai.APIStatusError], str, str]] = [
+        ({"model": "absent"}, openai.NotFoundError, "unknown_adapter", "no adapter named 'absent'; registered: s"),
+        ({"temperature": -1}, bad, "bad_request", "temperature is -1"),
+        ({"modalities": ["text", "audio"]}, bad, "bad_request", "modalities: this field is not supported; answers are"),
+        ({"logit_bias": {"1000000": 1}}, bad, "bad_request", "logit_bias has token id 1000000; this model's ids"),
+    ]
+    for fields, kind, code, message in rows:
+        with pytest.raises(kind, match=message) as caught:
+            ask(client, 90, **fields)
+        assert caught.value.code == code
     with pytest.raises(openai.AuthenticationError, match="not valid on this server"):
         ask(client.with_options(api_key="wrong-token-0123456789"), 90)
     with pytest.raises(openai.PermissionDeniedError, match="an admin token"):
@@ -303,18 +266,6 @@ def test_a_conversation_continues_with_its_answers(client: openai.OpenAI) -> Non
     assert details.cached_tokens >= first.usage.prompt_tokens // 16 * 16 > 0
 
 
-def test_paths_in_names_reach_no_file(api: Api, tmp_path: Path) -> None:
-    admin = api._replace(token=ADMIN)
-    for name in ("..", "../x", "/etc", "a/b", "a\\b", "a\x00b", "a\nb", ".hidden", "", " a", "a@b", "x" * 129):
-        status, answer = admin.call("POST", "/v1/adapters", {"name": name, "path": str(tmp_path)})
-        assert status == 400 and answer["error"]["code"] == "bad_adapter"
-        assert "is invalid" in answer["error"]["message"]
-    status, answer = admin.call("POST", "/v1/adapters", {"name": "a", "path": "a\x00b"})
-    assert status == 400 and "null byte" in answer["error"]["message"]
-    status, answer = admin.call("DELETE", f"/v1/adapters/{'x' * 5000}")
-    assert status == 404 and len(answer["error"]["message"]) < 300, "an unknown name is truncated"
-
-
 @pytest.mark.anyio
 async def test_the_asyncio_client_of_openai(api: Api) -> None:
     async with openai.AsyncOpenAI(base_url=f"{api.url}/v1", api_key=TOKEN) as client:
@@ -330,17 +281,17 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-def test_metrics_of_a_real_engine(api: Api, tmp_path: Path) -> None:
+def test_metrics_of_a_real_engine(api: Api) -> None:
     _, text = api._replace(token=TOKEN).call("GET", "/metrics")
-    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-    assert float(values['vlora_vision_cache_total{result="hit"}']) > 0
-    assert float(values['vlora_adapters{state="registered"}']) == 1
-    assert float(values['vlora_arena_bytes{use="adapters"}']) > 0
-    assert float(values['vlora_arena_bytes{use="kv"}']) == 0  # no request is active
-    assert float(values['vlora_arena_bytes{use="free"}']) > 0
-    assert float(values['vlora_arena_bytes{use="cached"}']) > 0 and float(values["vlora_prefix_cache_blocks"]) > 0
-    for source in ("computed", "reused"):
-        assert float(values[f'vlora_engine_prompt_tokens_total{{source="{source}"}}']) > 0
+    values = {key: float(value) for key, value in (line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")}
+    assert values['vlora_adapters{state="registered"}'] == 1
+    assert values['vlora_arena_bytes{use="kv"}'] == 0  # no request is active
+    for name in (
+        *("vlora_prefix_cache_blocks", 'vlora_vision_cache_total{result="hit"}'),
+        *(f'vlora_arena_bytes{{use="{use}"}}' for use in ("adapters", "free", "cached")),
+        *(f'vlora_engine_prompt_tokens_total{{source="{source}"}}' for source in ("computed", "reused")),
+    ):
+        assert values[name] > 0, name
     assert TOKEN not in text and ADMIN not in text
 
 

@@ -1,4 +1,4 @@
-"""`vlora serve` as a process: the ready line, Ctrl-C, and the errors of a failed start and of an engine that dies."""
+"""`vlora serve` as a process: the ready line, signals, tokens that change, and failed starts and engines."""
 
 from __future__ import annotations
 
@@ -10,49 +10,46 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import pytest
 from fastapi import FastAPI
 
+from tests.processes import PATIENCE_S, until
 from tests.server.scripted import ByteProcessor, ScriptedInterface, write_adapter
+from tests.server.served import call, children, until_alive
+from tests.server.test_security import ADMIN, USER
 from vlora.client import Client
-from vlora.config import ServerConfig
-from vlora.errors import Aborted, BadConfig, EngineDead, OverCapacity, VLoraError
+from vlora.config import EngineConfig, ServerConfig
+from vlora.errors import Aborted, BadConfig, EngineDead, OverCapacity, Unauthorized
 from vlora.server.frontend import FrontEnd
 from vlora.server.http.server import HttpServer
+from vlora.server.launch import serve
 from vlora.server.rpyc.server import RpycServer
 from vlora.server.security.access import Access
-from vlora.types import EngineStats
 
 ROOT = Path(__file__).parents[2]
 
 
 def launch(*args: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.server.scripted_serve", *args],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
+    command = [sys.executable, "-m", "tests.server.scripted_serve", *args]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
 
 
 @contextmanager
-def serving(*args: str) -> Iterator[tuple[subprocess.Popen[str], Client, str]]:
+def serving(*args: str, token: str | None = None) -> Iterator[tuple[subprocess.Popen[str], Client, str]]:
     process = launch(*args)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
-        match = re.match(r"ready: rpyc 127\.0\.0\.1:(\d+) \| ", line)
+        match = re.match(r"ready: rpyc 127\.0\.0\.1:(\d+) \| http 127\.0\.0\.1:\d+ \| ", line)
         assert match, process.communicate()
-        with Client(port=int(match[1])) as client:
+        with Client(port=int(match[1]), token=token) as client:
             yield process, client, line
     finally:
         if process.poll() is None:
@@ -60,11 +57,14 @@ def serving(*args: str) -> Iterator[tuple[subprocess.Popen[str], Client, str]]:
         process.communicate()
 
 
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+def ended(process: subprocess.Popen[str], *, code: int = 0) -> list[str]:
+    """Wait for the end. Returns the log's messages, without time and source."""
+    assert process.wait(PATIENCE_S) == code and process.stderr is not None
+    form = r"\d{4}-\d\d-\d\dT\S+ warning vlora\.server\.launch: (.*)"
+    return [found[1] if (found := re.fullmatch(form, line)) else line for line in process.stderr.read().splitlines()]
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive), signal.SIGTERM])
 def test_ready_line_then_a_signal_drains_and_ends_with_code_0(tmp_path: Path, number: int) -> None:
     adapters = [f"{name}={write_adapter(tmp_path / name)}" for name in ("signs", "cam")]
     text = "under way " * 40
@@ -82,82 +82,49 @@ def test_ready_line_then_a_signal_drains_and_ends_with_code_0(tmp_path: Path, nu
                 client.generate("say:late")
         assert first + "".join(stream) == text
         holding.close()
-        assert process.wait(30) == 0
-        assert process.stderr is not None and process.stderr.read() == ""
+        assert ended(process) == []
         assert not Path(f"/proc/{engine}").exists()
 
 
 @pytest.mark.slow
 def test_requests_that_do_not_end_are_aborted_at_the_drain_limit() -> None:
-    with serving("scripted", "0.3") as (process, client, _):
-        errors: list[VLoraError] = []
-
-        def wait() -> None:
-            try:
-                client.generate("never")
-            except VLoraError as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=wait)
-        thread.start()
-        while not client.stats().num_running:
-            time.sleep(0.01)
+    with serving("scripted", "0.3") as (process, client, _), ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(client.generate, "never")
+        until(lambda: bool(client.stats().num_running))
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
-        thread.join(30)
-        assert [type(error) for error in errors] == [Aborted]
+        ended(process)
+        assert isinstance(waiting.exception(), Aborted)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_second_signal_ends_the_server_at_once() -> None:
     with serving("scripted", "60") as (process, client, _):
-        stream = client.stream("forever", max_tokens=90_000)
-        next(stream)
+        next(client.stream("forever", max_tokens=90_000))
         process.send_signal(signal.SIGINT)
         time.sleep(0.2)
         assert process.poll() is None
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0
+        ended(process)
 
 
 @pytest.mark.slow
-def test_a_killed_engine_is_reported_and_restarted() -> None:
-    with serving("scripted", "1") as (process, client, _):
+def test_a_killed_engine_is_reported_over_both_wires_and_restarted() -> None:
+    with serving("scripted", "1") as (process, client, line):
+        port = int(line.split("http 127.0.0.1:")[1].split()[0])
+        assert json.loads(call(port, "GET", "/health")[1]) == {"status": "ok", "model": "scripted"}
         (engine,) = children(process.pid)
         stream = client.stream("forever", max_tokens=90_000)
         next(stream)
-        died = time.monotonic()
         os.kill(engine, signal.SIGKILL)
         with pytest.raises(EngineDead, match="the engine process was killed by SIGKILL"):
             list(stream)
-        assert time.monotonic() - died < 20  # long before the request's own limit
+        status, body = call(port, "GET", "/health")
+        assert status == 200 or json.loads(body)["error"]["code"] == "engine_dead"
         assert until_alive(client).num_restarts == 1
         assert client.generate("say:again").text == "again" and children(process.pid) != [engine]
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
-        assert process.stderr is not None
-        assert warnings(process.stderr.read()) == [
-            "the engine process was killed by SIGKILL; it is being restarted",
-            "the engine is ready again",
-        ]
-
-
-def warnings(written: str) -> list[str]:
-    """The log messages, without time and source."""
-    lines = [
-        re.fullmatch(r"\d{4}-\d\d-\d\dT\S+ warning vlora\.server\.launch: (.*)", line) for line in written.splitlines()
-    ]
-    return [line[1] if line else written for line in lines]
-
-
-def until_alive(client: Client) -> EngineStats:
-    deadline = time.monotonic() + 200
-    while True:
-        try:
-            return client.stats()
-        except EngineDead:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        cause = "the engine process was killed by SIGKILL; it is being restarted"
+        assert ended(process) == [cause, "the engine is ready again"]
 
 
 @pytest.mark.slow
@@ -166,13 +133,10 @@ def test_a_server_stopped_while_its_engine_restarts_ends_cleanly() -> None:
         with pytest.raises(EngineDead, match="exit code 3"):
             client.generate("exit")
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
-        assert process.stderr is not None
-        logged = warnings(process.stderr.read())
-        assert logged == ["the engine process ended with exit code 3; it is being restarted"]
+        assert ended(process) == ["the engine process ended with exit code 3; it is being restarted"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # several starts of engines, with pauses
 def test_a_server_stopped_with_a_dead_engine_reports_the_cause() -> None:
     with serving("scripted", "0") as (process, client, _):
         cause = ""
@@ -183,51 +147,67 @@ def test_a_server_stopped_with_a_dead_engine_reports_the_cause() -> None:
                 cause = str(error)
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 1
-        assert process.stderr is not None
-        assert process.stderr.read().splitlines()[-1].startswith("error: the engine process ended with exit code 3")
+        assert ended(process, code=1)[-1].startswith("error: the engine process ended with exit code 3")
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["broken", "1"], "error: model 'broken' cannot be loaded: there is no such folder"),
+        (("broken", "1"), "error: model 'broken' cannot be loaded: there is no such folder"),
         (
-            ["scripted", "1", "signs=/nowhere"],
-            "error: /nowhere: no adapter_config.json; an adapter is a folder in PEFT's",
+            ("scripted", "1", "signs=/nowhere"),
+            "error: /nowhere: no adapter_config.json; an adapter is a folder",
         ),
     ],
 )
-def test_a_failed_start_is_reported_in_one_line(args: list[str], message: str) -> None:
+def test_a_failed_start_is_reported_in_one_line(args: tuple[str, ...], message: str) -> None:
     process = launch(*args)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 2 and out == ""
     assert err.startswith(message) and err.count("\n") == 1
 
 
 def test_ctrl_c_while_the_model_loads_ends_at_once() -> None:
     process = launch("slow", "1")
-    deadline = time.monotonic() + 60
-    while not children(process.pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    until(lambda: bool(children(process.pid)))
     (engine,) = children(process.pid)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=5)
-    assert (process.returncode, out, err) == (0, "", "")
-    assert not Path(f"/proc/{engine}").exists()
+    out, err = process.communicate(timeout=PATIENCE_S)  # the engine would load for that long
+    assert (process.returncode, out, err) == (0, "", "") and not Path(f"/proc/{engine}").exists()
+
+
+def test_tokens_are_read_again_on_sighup(tmp_path: Path) -> None:
+    file = tmp_path / "tokens.yaml"
+    file.write_text(f"old: {{token: {USER}}}")
+    file.chmod(0o600)
+    with serving("scripted", "1", str(file), token=USER) as (process, client, line):
+        assert process.stdout is not None and process.stderr is not None
+        log, out = process.stderr, process.stdout
+        rows: list[tuple[str, IO[str], str]] = [
+            ("new: {token: [", log, "tokens not reloaded: the token file"),
+            (f"a: {{token: {USER}}}\nb: {{token: {USER}}}", log, "tokens not reloaded: token 'a' has the same secret"),
+            (f"new: {{token: {ADMIN}, admin: true}}", out, "tokens: new\n"),
+        ]
+        for text, stream, shown in rows:
+            client.stats()
+            file.write_text(text)
+            process.send_signal(signal.SIGHUP)
+            assert shown in stream.readline()
+        with pytest.raises(Unauthorized):  # in the middle of its connection
+            client.stats()
+        with Client(port=int(line.split("127.0.0.1:")[1].split()[0]), token=ADMIN) as renewed:
+            renewed.stats()
+
+
+# -- addresses in use, in process -------------------------------------------------------------------------------------
 
 
 def test_a_port_in_use_is_reported_before_the_model_loads() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        code = (
-            "import asyncio\n"
-            "from vlora.server.launch import serve\n"
-            "from vlora.config import EngineConfig, ServerConfig\n"
-            f"config = ServerConfig(rpyc_port={taken.getsockname()[1]})\n"
-            "asyncio.run(serve(EngineConfig(model='x'), config, {}, announce=print, engine_command=('false',)))"
-        )
-        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert "BadConfig: cannot listen on 127.0.0.1:" in done.stderr and "choose another --rpyc-port" in done.stderr
+        config = ServerConfig(rpyc_port=taken.getsockname()[1])
+        starting = serve(EngineConfig(model="x"), config, {}, announce=print, engine_command=("false",))
+        with pytest.raises(BadConfig, match=r"cannot listen on 127.0.0.1:\d+: .*choose another --rpyc-port"):
+            asyncio.run(starting)
 
 
 def test_of_two_servers_that_bind_one_port_the_later_one_fails() -> None:
@@ -252,35 +232,3 @@ def test_of_two_servers_that_bind_one_port_the_later_one_fails() -> None:
         await asyncio.gather(one.close(), two.close())
 
     asyncio.run(web())
-
-
-def test_http_is_served_beside_rpyc() -> None:
-    code = (
-        "import asyncio\n"
-        "from tests.server.scripted import ENGINE_COMMAND, ByteProcessor\n"
-        "from vlora.server.launch import serve\n"
-        "from vlora.config import EngineConfig, ServerConfig\n"
-        "config = ServerConfig(rpyc_port=0, http_port=0)\n"
-        "asyncio.run(serve(EngineConfig(model='scripted'), config, {}, announce=lambda line: print(line, flush=True),\n"
-        "                  engine_command=ENGINE_COMMAND, load_processor=lambda model: ByteProcessor()))"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None
-    line = process.stdout.readline().decode()
-    match = re.match(r"ready: rpyc \S+ \| http 127\.0\.0\.1:(\d+) \| model scripted", line)
-    assert match, process.communicate()
-    (engine,) = children(process.pid)
-    with urllib.request.urlopen(f"http://127.0.0.1:{match[1]}/health", timeout=30) as response:
-        assert json.load(response) == {"status": "ok", "model": "scripted"}
-    os.kill(engine, signal.SIGKILL)
-    statuses: list[int] = []
-    while statuses[-1:] != [200] or 503 not in statuses:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{match[1]}/health", timeout=30) as response:
-                statuses.append(response.status)
-        except urllib.error.HTTPError as error:
-            statuses.append(error.code)
-            assert json.load(error)["error"]["code"] == "engine_dead"
-        time.sleep(0.02)
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)

@@ -11,19 +11,14 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from tests.engine.served_base import config, plain_model, write_checkpoint
 from tests.processes import until
-from tests.server.scripted import ENGINE_COMMAND
-from tests.server.test_training_metrics import stats_with
 from tests.split.test_equality import WITHIN, apart, losses
 from vlora.config import EngineConfig, ServedBase, Token
-from vlora.engine.ipc.client import EngineClient
 from vlora.engine.ipc.supervisor import SupervisedEngine
-from vlora.errors import BadConfig, Unauthorized
-from vlora.server.metrics import Metrics
+from vlora.errors import Unauthorized
 from vlora.split import connect
 
 OLD, NEW = (Token(name=name, secret=name * 16) for name in "on")
@@ -88,42 +83,3 @@ def _admits(address: str, token: Token) -> bool:
     except Unauthorized:
         return False
     return True
-
-
-def test_an_address_that_is_lost_does_not_keep_the_next_engine_from_serving(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scripted engines; the second one finds another process at its address."""
-    starts: list[bool] = []
-    start = EngineClient.start
-
-    async def listening_once(config: EngineConfig, *, command: Any) -> EngineClient:
-        starts.append(config.serve_base is not None)
-        if starts == [True, True]:
-            raise BadConfig("cannot listen on unix:base.sock: another process listens there; choose another path")
-        return await start(config, command=command)
-
-    monkeypatch.setattr(EngineClient, "start", listening_once)
-
-    async def main() -> None:
-        config = EngineConfig(model="scripted", serve_base=ServedBase(addresses=("unix:base.sock",)))
-        logged: list[str] = []
-        engine = await SupervisedEngine.start(config, log=logged.append, command=ENGINE_COMMAND)
-        assert engine.pid is not None
-        os.kill(engine.pid, signal.SIGKILL)
-        while len(logged) < 3:
-            await asyncio.sleep(0.01)
-        assert logged[1].startswith("starting without --serve-base: cannot listen on unix:base.sock")
-        assert logged[2] == "the engine is ready again" and starts == [True, True, False]
-        await engine.close()
-
-    asyncio.run(asyncio.wait_for(main(), 60))
-
-
-def test_clients_calls_and_rows_are_in_the_metrics() -> None:
-    stats = msgspec.structs.replace(stats_with(), num_base_clients=2, num_base_calls=30, num_base_rows=900, base_s=1.5)
-    lines = Metrics().render(stats).decode().splitlines()
-    assert {line for line in lines if line.startswith("vlora_base_")} == {
-        "vlora_base_clients 2.0",
-        "vlora_base_calls_total 30.0",
-        "vlora_base_rows_total 900.0",
-        "vlora_base_seconds_total 1.5",
-    }

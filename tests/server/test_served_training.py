@@ -22,7 +22,8 @@ from vlora.client import Client
 from vlora.errors import EngineDead
 from vlora.types import TrainingStatus
 
-pytestmark = pytest.mark.slow
+# The supervisor submits trainings again (test_engine_process.py), and they resume (tests/training).
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
 ROOT = Path(__file__).parents[2]
 NUM_STEPS = 60

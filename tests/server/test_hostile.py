@@ -1,0 +1,856 @@
+"""Hostile peers on the server's wires: malformed, huge, slow, silent and wrongly typed messages, and too many of them.
+
+Each test ends with a served request, no running one, and no byte of a message in the budget.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import queue
+import random
+import resource
+import socket
+import ssl
+import struct
+import threading
+import time
+import tracemalloc
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import rpyc
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rpyc.core import brine, consts
+
+from tests.example_counts import scaled
+from tests.processes import PATIENCE_S, until
+from tests.server.api import Api, image_part, running_api
+from tests.server.running import Running, png, running_server
+from tests.server.scripted import write_adapter
+from tests.server.test_security import TOKENS, USER, Certificates
+from vlora.client import Client
+from vlora.config import ServerConfig, Token
+from vlora.errors import BadConfig, BadRequest, Unauthorized, VLoraError, error_from_code
+from vlora.server.http import protocol as http_protocol
+from vlora.server.http import server as http_server
+from vlora.server.rpyc import channel
+from vlora.server.rpyc import server as rpyc_server
+from vlora.server.rpyc import service as rpyc_service
+from vlora.server.rpyc.channel import BoundedChannel
+from vlora.server.rpyc.protocol import ValueConnection
+from vlora.server.rpyc.unpacked_size import MAX_DEPTH, MAX_VALUES, check_values
+from vlora.server.security import connection_limits
+from vlora.server.security.message_budget import ByteBudget, ByteCharge
+
+SETTINGS = settings(max_examples=scaled(200))
+SIMPLE = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.complex_numbers() | st.binary(max_size=300) | st.text()
+)
+VALUES = st.recursive(
+    SIMPLE | st.just(...) | st.just(NotImplemented),
+    lambda inner: st.lists(inner, max_size=6).map(tuple) | st.frozensets(SIMPLE, max_size=4),
+    max_leaves=30,
+)
+HUGE = 10**4000  # close to the limit of RPyC's serializer
+PNG, NAN = png(), float("nan")
+ENDLESS = (("max_tokens", 90_000),)
+REQUEST = bytes([consts.MSG_REQUEST])
+
+
+@pytest.fixture(scope="module")
+def api() -> Iterator[Api]:
+    with running_api(adapters={"cam": {"night": 1}}, max_message_bytes=2_000_000) as running:
+        yield running
+
+
+@pytest.fixture
+def peer(api: Api) -> Iterator[Any]:
+    """A stock RPyC connection, with everything allowed on its own side."""
+    config = {"allow_all_attrs": True, "allow_pickle": True, "sync_request_timeout": PATIENCE_S}
+    connection = rpyc.connect("127.0.0.1", api.rpyc_port, config=config)
+    yield connection
+    connection.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(api: Api) -> Iterator[None]:
+    yield
+    with api.client() as client:
+        assert client.generate("say:alive").text == "alive"
+    until(lambda: not api.engine.engine.running and len(api.front_end.streams) == 0)
+    until(lambda: api.front_end.message_budget.used == 0)
+
+
+def call(connection: Any, method: Any, *args: Any) -> Any:
+    return connection.sync_request(consts.HANDLE_CALLATTR, connection.root, f"exposed_{method}", args, ())
+
+
+def framed(payload: bytes, *, length: int | None = None, compressed: bool = False) -> bytes:
+    payload = zlib.compress(payload) if compressed else payload
+    return struct.pack("!LB", len(payload) if length is None else length, compressed) + payload + b"\n"
+
+
+def request(*args: Any) -> bytes:
+    return REQUEST + brine.dump(args)
+
+
+def connect(port: int, data: bytes = b"", *, receive_buffer: int | None = None) -> socket.socket:
+    made = socket.socket()
+    if receive_buffer is not None:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    made.settimeout(PATIENCE_S)
+    made.connect(("127.0.0.1", port))
+    made.sendall(data)
+    return made
+
+
+def wait_ended(connection: socket.socket) -> None:
+    """Until the server has ended a connection."""
+    with connection, contextlib.suppress(ConnectionError):
+        while connection.recv(65536):
+            pass
+
+
+@contextlib.contextmanager
+def silent(port: int, count: int) -> Iterator[list[socket.socket]]:
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(connect(port)) for _ in range(count)]
+
+
+# -- messages: their unpacked size ------------------------------------------------------------------------------------
+
+
+def count(value: Any) -> int:
+    """Values of a message in serialized form: a text as its bytes, a set as its tuple."""
+    if isinstance(value, str):
+        return 2
+    if isinstance(value, frozenset):
+        return 1 + count(tuple(value))
+    return 1 + sum(map(count, value)) if isinstance(value, tuple) else 1
+
+
+@given(VALUES)
+@SETTINGS
+def test_a_serialized_value_is_checked_to_its_end(value: Any) -> None:
+    data = brine.dump(value)
+    check_values(b"?" + data, 1)
+    if len(data) > 1:
+        for cut in {1, len(data) // 2}:
+            try:
+                brine.load(data[:cut])
+            except Exception:
+                continue
+            check_values(data[:cut], 0)  # valid data is not refused
+
+
+@given(st.binary(max_size=40))
+@SETTINGS
+def test_arbitrary_bytes_are_bounded_values_or_refused(data: bytes) -> None:
+    try:
+        check_values(data, 0)
+    except ValueError:
+        return
+    try:
+        value = brine.load(data)
+    except Exception:
+        return  # for example a text that is not UTF-8
+    assert count(value) <= MAX_VALUES
+
+
+def test_the_number_and_the_depth_of_values_are_bounded() -> None:
+    within: tuple[Any, ...] = ((None,),) * ((MAX_VALUES - 2) // 2)
+    check_values(brine.dump(within), 0)
+    assert count(within) <= MAX_VALUES < count((*within, (None,)))
+    deep: Any = 1
+    for _ in range(MAX_DEPTH - 1):
+        deep = (deep,)
+    check_values(brine.dump(deep), 0)
+    for data, why in (
+        *((brine.dump(large), "over 65536") for large in ((*within, (None,)), (frozenset((1.5,)),) * 100_000)),
+        (brine.dump(("ab",) * 100_000), "over 65536 values"),
+        (b"\x15\xff\xff\xff\xff" + bytes(70_000), "over 65536 values"),
+        (b"\x15\xff\xff\xff\xff", "truncated"),
+        (brine.dump((deep, (deep,))), "32 deep"),
+        *((kind * 1_000_000, "32 deep") for kind in (b"\x10", b"\x1a", b"\x08")),
+    ):
+        with pytest.raises(ValueError, match=why):
+            check_values(data, 0)
+
+
+BYTES_OF_NO_PROTOCOL = {
+    "HTTP": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "zeros": b"\0" * 100,
+    "empty message": framed(b""),
+    "garbage": framed(b"\x07garbage"),
+    "no request": framed(request(1, 2, 3)),
+    "root of a number": framed(request(1, (consts.HANDLE_GETROOT, (consts.LABEL_TUPLE, 5)))),
+    "foreign object": framed(request(1, (consts.HANDLE_CALLATTR, (consts.LABEL_LOCAL_REF, ("x", 1, 2))))),
+    "foreign object deleted": framed(request(1, (consts.HANDLE_DEL, (consts.LABEL_LOCAL_REF, ("x", 1, 2))))),
+    "nested": framed(REQUEST + b"\x11" * 50_000),
+    "a number of 65536 digits": framed(REQUEST + b"\x17\x00\x01\x00\x00" + b"9" * 65536),
+    "reply": framed(bytes([consts.MSG_REPLY]) + brine.dump((77, (consts.LABEL_VALUE, 1)))),
+    "exception": framed(bytes([consts.MSG_EXCEPTION]) + brine.dump((77, (("os", "system"), ("x",), (), "")))),
+    "4 GB": framed(b"x", length=4_000_000_000),
+    "bomb": framed(b"\0" * 100_000_000, compressed=True),
+    "no zlib": struct.pack("!LB", 7, 1) + b"no zlib\n",
+    "cut zlib": struct.pack("!LB", 500, 1) + zlib.compress(random.Random(0).randbytes(600))[:500] + b"\n",
+    **{
+        f"{name}{', compressed' * compressed}": framed(REQUEST + data, compressed=compressed)
+        for compressed in (False, True)
+        for name, data in {
+            "tuples of one, 36 times as large": b"\x15" + struct.pack("!L", 900_000) + b"\x10\x00" * 900_000,
+            "sets of one, 75 times": b"\x15" + struct.pack("!L", 600_000) + b"\x1a\x10\x00" * 600_000,
+            "deep": b"\x10" * 1_000_000,
+            "cut tuple": b"\x15\xff\xff\xff\xff",
+            "no value": b"",
+        }.items()
+    },
+}
+ANSWERED = {
+    "HTTP",
+    "zeros",
+    "empty message",
+    "no request",
+    "root of a number",
+    "foreign object",
+    "foreign object deleted",
+}
+ANSWERED |= {"reply", "exception"}
+
+
+@pytest.mark.parametrize("name", BYTES_OF_NO_PROTOCOL)
+def test_bytes_that_are_not_the_protocol_end_that_connection_only(api: Api, name: str) -> None:
+    connection = connect(api.rpyc_port)
+    with contextlib.suppress(ConnectionError):
+        connection.sendall(BYTES_OF_NO_PROTOCOL[name])
+        if name in ANSWERED:
+            connection.shutdown(socket.SHUT_WR)
+    wait_ended(connection)
+
+
+def channel_of(data: bytes, budget: ByteBudget, max_bytes: int) -> BoundedChannel:
+    class Wire(io.BytesIO):
+        MAX_IO_CHUNK = 65_536
+
+    unused: Any = None  # only a message that is large on the wire is timed and may end its caller
+    return BoundedChannel(Wire(data), max_bytes, budget, unused)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("around", [65_536, 100_000])
+def test_a_compressed_message_of_any_length_is_received_whole(around: int) -> None:
+    budget = ByteBudget(10_000_000)
+    for length in (*range(around - 300, around + 300, 7), around):
+        message = REQUEST + brine.dump(b"x" * length)
+        received = channel_of(framed(message, compressed=True), budget, 110_000)
+        assert received.recv() == message
+        received.take_charge().release()
+    assert budget.used == 0
+
+
+def test_a_bomb_is_not_inflated_beyond_the_limit() -> None:
+    bomb = framed(bytes(50_000_000), compressed=True)
+    tracemalloc.start()
+    try:
+        with pytest.raises(EOFError, match="limit of 110000 bytes"):
+            channel_of(bomb, ByteBudget(10_000_000), 110_000).recv()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2_000_000
+
+
+def test_a_limit_raised_during_inflation_counts_correctly() -> None:
+    class AuthenticatingBudget(ByteBudget):
+        def reserve(self, num_bytes: int, wait_s: float = 0.0) -> bool:
+            received.max_bytes = 5_000_000  # as when the sender authenticates at this moment
+            return super().reserve(num_bytes, wait_s)
+
+    message = REQUEST + brine.dump(b"x" * 90_000)
+    budget = AuthenticatingBudget(10_000_000)
+    received = channel_of(framed(message, compressed=True), budget, 100_000)
+    assert received.recv() == message and budget.used == len(message)
+    received.take_charge().release()
+    assert budget.used == 0
+
+
+def test_a_compressed_message_counts_its_inflated_size(api: Api, peer: Any) -> None:
+    picture = PNG + bytes(1_500_000)  # a few kilobytes on the wire
+    assert call(peer, "stream", 1, "forever", (picture,), None, ENDLESS, None, None, 0)[0]
+    assert 1_500_000 < api.front_end.message_budget.used < 1_510_000
+    assert call(peer, "cancel", 1)[0]
+
+
+# -- RPyC: what a peer can reach --------------------------------------------------------------------------------------
+
+NO_NAMES = ("_front_end", "_loop", "__class__", "__init__", "__dict__", "__doc__", "on_disconnect", "_connect")
+
+
+def test_no_attribute_object_or_reference_can_be_reached(peer: Any) -> None:
+    root = peer.root
+    for name in (*NO_NAMES, "exposed_stats"):
+        for handler, more in ((consts.HANDLE_GETATTR, ()), (consts.HANDLE_SETATTR, (1,)), (consts.HANDLE_DELATTR, ())):
+            with pytest.raises(ValueError, match="only exposed methods can be called"):
+                peer.sync_request(handler, root, name, *more)
+    others: list[tuple[Any, ...]] = [
+        *((handler,) for handler in (consts.HANDLE_DIR, consts.HANDLE_REPR, consts.HANDLE_STR, consts.HANDLE_HASH, 99)),
+        (consts.HANDLE_PICKLE, 2),
+        (consts.HANDLE_CMP, 1, "__eq__"),
+        (consts.HANDLE_CALL, (), ()),
+        (consts.HANDLE_BUFFITER, 3),
+        (consts.HANDLE_CTXEXIT, None),
+        (consts.HANDLE_INSTANCECHECK, ("builtins.object", 1, 0)),
+        (consts.HANDLE_OLDSLICING, "__getitem__", "__getslice__", 0, 1, ()),
+    ]
+    for other in others:
+        with pytest.raises(ValueError) as caught:
+            peer.sync_request(other[0], root, *other[1:])
+        assert "File" not in str(caught.value) and "denied" in str(caught.value), "no traceback is shown"
+    for unexposed in (*NO_NAMES, "_reply", "get_service_name.__func__", "", 7):
+        with pytest.raises((AttributeError, TypeError)):
+            peer.sync_request(consts.HANDLE_CALLATTR, root, unexposed, (), ())
+
+    class Trap:
+        def __len__(self) -> int:
+            raise AssertionError("the server called back")
+
+    for value in (Trap(), [b"a list"], {"a": 1}, lambda: 1, bytearray(b"x")):
+        with pytest.raises(ValueError, match="only values can be sent"):
+            call(peer, "ask_head", 1, value, "a", "b", None, 0)
+    names = {name for name, _ in peer.sync_request(consts.HANDLE_INSPECT, ("anything", 1, 2))}
+    assert "exposed_generate" in names and all(name.startswith("exposed_") for name in names)
+
+
+def test_a_refusal_contains_no_details_of_the_server(peer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    refusals: list[Any] = []
+
+    def unbox(self: Any, raw: Any) -> Exception:
+        refusals.append(raw)
+        return RuntimeError("refused")
+
+    monkeypatch.setattr(rpyc.Connection, "_unbox_exc", unbox)
+    for name in ("nothing", "_reply", "x" * 100_000, "exposed_stats"):
+        with pytest.raises(RuntimeError, match="refused"):
+            peer.sync_request(consts.HANDLE_CALLATTR, peer.root, name, (1, 2), ())
+    with pytest.raises(RuntimeError, match="refused"):
+        peer.sync_request(consts.HANDLE_CALLATTR, peer.root, "exposed_cancel", (), (("call_id", 1),))
+    for _, (message,), attributes, traceback in refusals:
+        assert (attributes, traceback) == ((), "<traceback denied>"), "no details such as memory addresses"
+        assert len(message) <= 200 and "0x" not in message
+    assert len(refusals) == 5
+
+
+def test_a_ping_is_limited_in_size(peer: Any) -> None:
+    assert peer.sync_request(consts.HANDLE_PING, b"x" * 4096) == b"x" * 4096
+    for data in (b"x" * 4097, "x" * 100_000, 5, (b"x",)):
+        with pytest.raises(ValueError, match="at most 4096"):
+            peer.sync_request(consts.HANDLE_PING, data)
+
+
+# -- RPyC: values of calls --------------------------------------------------------------------------------------------
+
+CAM, NO_QUESTIONS = (("cam", "night"),), ()
+NUMBERS = [HUGE, -HUGE, NAN, float("inf"), -float("inf"), 1e308, 5e-324, 2**64, 2j]
+LONG = "\U000e0001" * 20_000  # each takes ten characters in a repr
+SAY = (1, "say:x", (), None)  # a call's id, question, images, adapter
+
+# Calls with a value of the wrong kind; STREAM stands for the id of an open stream.
+STREAM = "<stream>"
+QUESTIONS: list[tuple[Any, ...]] = [
+    (),
+    (1,),
+    (1, 2, 3, 4, 5, 6, 7, 8),
+    (None, "say:x", (), None, (), None, None, 0),
+    (True, "say:x", (), None, (), None, None, 0),
+    (1, "say:x", "not a tuple", None, (), None, None, 0),
+    (1, "say:x", (1, 2), None, (), None, None, 0),
+    (1, "say:x", ("text",), None, (), None, None, 0),
+    (1, b"bytes", (), None, (), None, None, 0),
+    (1, "say:x", (), 7, (), None, None, 0),
+    (*SAY, "nonsense", None, None, 0),
+    *((*SAY, pairs, None, None, 0) for pairs in ((("max_tokens", "many"),), (("max_tokens", -1),))),
+    *((*SAY, pairs, None, None, 0) for pairs in ((("temperature", NAN),), (("__class__", 1),))),
+    (*SAY, ((frozenset(), ...),), None, None, 0),
+    *((*SAY, (), latency, None, 0) for latency in (-1.0, 2j)),
+    *((*SAY, (), None, ttft, 0) for ttft in (0.0, "soon")),
+    *((*SAY, (), None, None, priority) for priority in (11, 0.5)),
+]
+WRONG: list[tuple[Any, ...]] = [
+    *((method, *each) for method in ("generate", "stream") for each in QUESTIONS),
+    ("ask_head",),
+    ("ask_head", 1, (PNG,), None, "h", None, 0),
+    *(("ask_heads", 1, (PNG,), heads, None, 0) for heads in ((), "cam", (("cam",),))),
+    ("cancel", None),
+    ("load_adapter", 1, 2),
+    ("unload_adapter", b"x"),
+    ("unload_adapter", "x", 1),
+    ("open_frames",),
+    ("open_frames", 1, 2, 3, 4, 5, 6),
+    *(("open_frames", heads, (), None, None, "newest", 0, "") for heads in ((), "cam", (("cam",),), CAM * 10_000)),
+    *(("open_frames", (), asked, None, None, "newest", 0, "") for asked in (((1,),), (("q", None, "8"),))),
+    *(("open_frames", CAM, (), latency, None, "none", 0, "") for latency in (-1.0, "soon")),
+    ("open_frames", CAM, (), None, 0, "none", 0, ""),
+    ("open_frames", CAM, (), None, None, "newest", 11),
+    ("open_frames", CAM, (), None, None, "x" * 1000, 0),
+    ("send_frame",),
+    *(("send_frame", stream, 0, (PNG,), 0.0) for stream in ("unknown", b"bytes")),
+    *(("send_frame", STREAM, 0, frame, 0.0) for frame in (PNG, ("text",), (), ((b"", 10**40, 10**40),))),
+    *(("send_frame", STREAM, 0, ((b"abc", *size),), 0.0) for size in ((-1, -1), (1.0, True), (1,))),
+    *(("send_frame", STREAM, number, (PNG,), 0.0) for number in (10**40, "0")),
+    *(("send_frame", STREAM, 0, (PNG,), wait_s) for wait_s in (NAN, -1.0)),
+    *(("pull_results", STREAM, number, 0.0) for number in (10**40, -2, 0, None)),
+    *(("pull_results", STREAM, -1, wait_s) for wait_s in (NAN, float("inf"), -1.0, None)),
+    ("pull_results", STREAM * 1000, -1, 0.0),
+    ("end_frames", (STREAM,)),
+    ("close_frames", 7),
+]
+
+
+@pytest.fixture
+def stream_id(peer: Any) -> Iterator[str]:
+    good, opened = call(peer, "open_frames", CAM, NO_QUESTIONS, None, None, "none", 0, "")
+    assert good
+    found: str = msgspec.msgpack.decode(opened)
+    yield found
+    assert call(peer, "close_frames", "unknown")[0] and call(peer, "close_frames", found)[0]
+
+
+def test_values_of_the_wrong_kind_are_typed_errors(peer: Any, stream_id: str) -> None:
+    for method, *args in WRONG:
+        good, *error = call(peer, method, *(stream_id if arg == STREAM else arg for arg in args))
+        assert not good and isinstance(error_from_code(*error), BadRequest), (method, args, error)
+        assert "internal" not in error[1] and len(error[1]) < 400, (method, args, error)
+    with pytest.raises(TypeError):
+        call(peer, "stats", 1, 2, 3)
+    assert call(peer, "send_frame", stream_id, 0, (PNG,), 0.0)[0]
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=lambda number: str(number)[:12])
+def test_numbers_of_any_size_cause_typed_errors_or_none(peer: Any, stream_id: str, number: Any) -> None:
+    typed = {"bad_request", "prompt_too_long", "too_large", "bad_image", "deadline_missed"}
+    options = ("max_tokens", "temperature", "top_p", "top_k", "seed", "logprobs")
+    calls: list[tuple[Any, ...]] = [
+        ("generate", number, *SAY[1:], (), None, None, 0),
+        ("generate", *SAY, (), number, None, 0),
+        ("generate", *SAY, (), None, number, 0),
+        ("generate", *SAY, (), None, None, number),
+        *(("generate", *SAY, ((name, number),), None, None, 0) for name in options),
+        ("ask_head", 1, (PNG,), "cam", "night", number, 0),
+        ("ask_head", 1, (PNG,), "cam", "night", None, number),
+        ("ask_heads", 1, (PNG,), CAM, number, 0),
+        ("ask_heads", 1, (PNG,), CAM, None, number),
+        ("cancel", number),
+        ("open_frames", CAM, (), number, None, "newest", 0, ""),
+        ("open_frames", (), (("q", None, number),), None, None, "newest", 0, ""),
+        ("open_frames", CAM, (), None, number, "newest", 0, ""),
+        ("open_frames", CAM, (), None, None, "newest", number, ""),
+        ("send_frame", stream_id, number, (PNG,), 0.0),
+        ("send_frame", stream_id, 0, (PNG,), number),
+        *(("send_frame", stream_id, 1, ((b"abc", *size),), 0.0) for size in ((number, 1), (1, number), (number,) * 2)),
+        ("pull_results", stream_id, number, 0.0),
+        ("pull_results", stream_id, -1, number),
+    ]
+    for method, *args in calls:
+        good, *reply = call(peer, method, *args)
+        if good and method == "open_frames":
+            assert call(peer, "close_frames", msgspec.msgpack.decode(reply[0]))[0]
+        if not good:
+            assert reply[0] in typed and "internal" not in reply[1], (method, args, reply)
+
+
+def test_error_messages_do_not_repeat_long_names(peer: Any) -> None:
+    calls: list[tuple[Any, ...]] = [
+        ("generate", 1, "say:x", (), LONG, (), None, None, 0),
+        ("generate", *SAY, ((LONG, 1),), None, None, 0),
+        ("ask_head", 1, (PNG,), LONG, "night", None, 0),
+        ("ask_head", 1, (PNG,), "cam", LONG, None, 0),
+        ("ask_heads", 1, (PNG,), ((LONG,),), None, 0),
+        ("open_frames", ((LONG, "night"),), (), None, None, "newest", 0, ""),
+        *(("open_frames", (("cam", LONG),) * number, (), None, None, "newest", 0, "") for number in (1, 2)),
+        *(("open_frames", (), ((LONG, LONG, 1),) * number, None, None, "newest", 0, "") for number in (1, 2)),
+        ("open_frames", CAM, (), None, None, LONG, 0),
+        ("end_frames", LONG),
+    ]
+    for method, *args in calls:
+        good, *reply = call(peer, method, *args)
+        assert not good and len(reply[1]) < 2000, (method, reply[0], len(reply[1]))
+
+
+def test_a_duplicate_call_id_is_refused(peer: Any) -> None:
+    args = (3, "forever", (), None, ENDLESS, None, None, 0)
+    assert call(peer, "stream", *args)[0]
+    for method in ("stream", "generate"):
+        assert call(peer, method, *args)[:2] == (False, "bad_request")
+    assert call(peer, "cancel", 3)[0]
+
+
+def test_a_broken_connection_cancels_its_requests(api: Api) -> None:
+    stream = rpyc.SocketStream.connect("127.0.0.1", api.rpyc_port)
+    connection = rpyc.connect_stream(stream)
+    for call_id in range(3):
+        assert call(connection, "stream", call_id, "forever", (), None, ENDLESS, None, None, 0)[0]
+    until(lambda: len(api.engine.engine.running) == 3)
+    stream.sock.shutdown(socket.SHUT_RDWR)
+    until(lambda: not api.engine.engine.running)
+
+
+def test_file_names_that_are_not_text_do_not_end_the_engine(peer: Any, tmp_path: Path) -> None:
+    folder = Path(write_adapter(tmp_path / "odd"))
+    (folder / "extra\udcff.safetensors").write_bytes(b"?")
+    good, *reply = call(peer, "load_adapter", "odd", str(folder))
+    assert good or reply[0] == "bad_adapter", reply
+
+
+# -- peers that do not read -------------------------------------------------------------------------------------------
+
+
+def test_unanswered_calls_of_a_connection_are_bounded() -> None:
+    """A further call waits, so that the peer's messages stay in its socket."""
+    unanswered: list[Future[Any]] = []
+
+    class Root:
+        _conn = None
+
+        def exposed_wait(self) -> Future[Any]:
+            unanswered.append(Future())
+            return unanswered[-1]
+
+    class Unread:
+        closed = False
+
+        def take_charge(self) -> ByteCharge:
+            return ByteCharge(ByteBudget(1))
+
+        def send(self, data: bytes) -> None:
+            pass
+
+        def close(self) -> None:
+            self.closed = True
+
+    root: Any = Root()
+    connection = ValueConnection(root, Unread(), {})  # type: ignore[arg-type]
+    handle, label = consts.HANDLE_CALLATTR, consts.LABEL_VALUE
+    name: Any = (consts.LABEL_TUPLE, ((consts.LABEL_LOCAL_REF, 1), (label, "exposed_wait"), (label, ())))
+    connection._local_objects = {1: connection._local_root}  # type: ignore[assignment]  # noqa: SLF001
+
+    def calls() -> None:
+        for number in range(1100):
+            connection._dispatch_request(number, (handle, name))  # noqa: SLF001
+
+    with ThreadPoolExecutor(1) as threads:
+        calling = threads.submit(calls)
+        until(lambda: len(unanswered) == 1024)
+        time.sleep(0.05)
+        assert len(unanswered) == 1024 and not calling.done()
+        for each in range(1100):
+            until(lambda: len(unanswered) > each)  # noqa: B023
+            unanswered[each].set_result((True, b""))
+        calling.result(PATIENCE_S)
+
+
+@pytest.mark.slow
+def test_a_peer_that_never_reads_blocks_no_other_connection(api: Api) -> None:
+    with connect(api.rpyc_port, receive_buffer=4096) as raw:
+        raw.settimeout(1)
+        # Compressible data would give replies so small that all fit into the system's buffers.
+        noise = random.Random(0).randbytes(10_000)
+        ping = framed(request(1, (consts.HANDLE_PING, (consts.LABEL_TUPLE, ((consts.LABEL_VALUE, noise),)))))
+        with pytest.raises(TimeoutError):  # the server reads no more from this peer: back-pressure
+            for _ in range(50_000):  # more than the buffers of both sides may grow to
+                raw.sendall(ping)
+        with api.client() as client:
+            assert client.generate("say:others").text == "others"
+
+
+def post(body: bytes) -> bytes:
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+
+@pytest.mark.slow
+def test_a_caller_that_does_not_read_frees_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "SEND_S", 0.3)
+    with running_api(max_requests=4) as api:
+        api.engine.engine.limits.max_context = 10**9
+        messages = [{"role": "user", "content": "forever"}]
+        fields: dict[str, Any] = {"model": "base", "n": 4, "stream": True, "max_tokens": 10**6, "messages": messages}
+        with connect(api.port, post(json.dumps(fields).encode()), receive_buffer=2048):
+            until(lambda: api.front_end.num_active == 4)
+            assert api.chat("say:x")[0] == 429
+            until(lambda: api.front_end.num_active == 0)
+            assert api.chat("say:x")[0] == 200 and api.idle()
+
+
+# -- peers that send slowly, or nothing -------------------------------------------------------------------------------
+
+BEGUN = [
+    b"",
+    b"GET /v1/models HTTP/1.1\r\nHost: x\r\n",
+    b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /he",
+    post(b"")[:-5] + b"100\r\n\r\n{",
+    post(b"").replace(b"Content-Length: 0\r\n", b"Transfer-Encoding: chunked\r\n") + b"1\r\n{\r\n",
+]
+
+
+@pytest.mark.parametrize("tokens", [(), TOKENS], ids=["no tokens", "tokens"])
+def test_silent_callers_have_a_time_limit(tokens: tuple[Token, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name in ((http_protocol, "HEADER_S"), (http_protocol, "BODY_S"), (rpyc_service, "AUTHENTICATE_S")):
+        monkeypatch.setattr(module, name, 0.3)
+    monkeypatch.setattr(http_server, "KEEP_ALIVE_S", 1)
+    with running_api(tokens=tokens) as api, api._replace(token=USER).client() as known:
+        known.stats()
+        connections = [connect(api.port, data) for data in BEGUN]
+        if tokens:
+            connections.append(connect(api.rpyc_port))  # does not authenticate
+        for each in connections:
+            wait_ended(each)
+        assert api._replace(token=USER).chat("say:x")[0] == 200
+        assert known.generate("say:still here").text == "still here"
+
+
+@pytest.mark.slow
+def test_a_body_may_take_long_while_data_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "BODY_S", 0.3)
+    monkeypatch.setattr(http_protocol, "LEAST_BYTES_PER_S", 10)
+    with running_api() as api:
+        data = post(json.dumps({"model": "base", "messages": [{"role": "user", "content": "say:x"}]}).encode())
+        head, body = data.partition(b"\r\n\r\n")[::2]
+        with connect(api.port, head + b"\r\n\r\n") as connection:
+            for place in range(0, len(body), 10):
+                connection.sendall(body[place : place + 10])
+                time.sleep(0.1)
+            assert connection.recv(100).startswith(b"HTTP/1.1 200")
+
+
+def test_a_message_that_arrives_too_slowly_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "FRAME_S", 0.2)
+    with running_server() as server:
+        slow = connect(server.port, BoundedChannel.FRAME_HEADER.pack(100_000, 0) + b"x" * 1000)
+        until(lambda: server.front_end.message_budget.used == 100_000)
+        wait_ended(slow)
+        until(lambda: server.front_end.message_budget.used == 0)
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return Certificates(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.mark.slow
+def test_a_slow_handshake_has_a_deadline(certificates: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes that arrive one at a time do not extend it."""
+    for module in (rpyc_server, http_server):
+        monkeypatch.setattr(module, "HANDSHAKE_S", 0.5)
+    outgoing = ssl.MemoryBIO()
+    with pytest.raises(ssl.SSLWantReadError):
+        ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname="localhost").do_handshake()
+    hello = outgoing.read()
+    with running_api(tls_cert=certificates.cert, tls_key=certificates.key) as api:
+        for port in (api.rpyc_port, api.port):
+            ended = False
+            with connect(port) as sock:
+                sock.settimeout(0.05)
+                for byte in hello[:-1]:
+                    try:
+                        sock.sendall(bytes([byte]))
+                        ended = not sock.recv(1)
+                    except TimeoutError:
+                        continue
+                    except OSError:
+                        ended = True
+                    if ended:
+                        break
+            assert ended, "all bytes but one were accepted"
+        assert api._replace(tls=certificates.context()).call("GET", "/health")[0] == 200
+
+
+# -- too many connections, messages and failures ----------------------------------------------------------------------
+
+
+def test_silent_connections_make_room_for_new_ones_and_busy_ones_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "connection_share", lambda: 5)
+    with running_api() as api, ThreadPoolExecutor(1) as threads:
+        asking = threads.submit(api.chat, "forever", max_tokens=90_000)
+        until(lambda: bool(api.engine.engine.running))
+        with silent(api.port, 12) as connections:
+            assert api.call("GET", "/health")[0] == 200
+            for first in connections[:7]:
+                wait_ended(first)
+            (request_id,) = api.engine.engine.running
+            api.on_loop(api.engine.cancel(request_id))
+            assert asking.result()[1]["error"]["code"] == "aborted", "the caller received its answer"
+
+
+def test_unauthenticated_connections_make_room_for_authenticated_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpyc_server, "MAX_UNAUTHENTICATED", 5)
+    with (
+        running_server(tokens=TOKENS) as server,
+        Client(port=server.port, token=USER) as old,
+        silent(server.port, 20) as unauthenticated,
+    ):
+        for first in unauthenticated[:15]:
+            assert first.recv(1) == b""
+        with Client(port=server.port, token=USER) as new:
+            assert new.generate("say:new").text == "new" and old.generate("say:old").text == "old"
+
+
+def test_authenticated_connections_are_not_closed_for_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    def connection(authenticated: bool) -> connection_limits.PeerSocket:
+        made = connection_limits.PeerSocket(socket.socket())
+        made.authenticated = authenticated
+        return made
+
+    limits = connection_limits.ConnectionLimits(2, 2)
+    unauthenticated = connection(False)
+    assert limits.admit(connection(True)) and limits.admit(unauthenticated) and limits.admit(connection(True))
+    assert not limits.admit(connection(False))
+    limits.remove(unauthenticated)
+    assert not limits.admit(connection(False))
+    for soft, share in ((1024, 298), (resource.RLIM_INFINITY, 2048), (10, 8)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, soft=soft: (soft, soft))
+        assert connection_limits.connection_share() == share
+
+
+@pytest.mark.slow
+def test_handshakes_count_as_connections(certificates: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (http_server, http_protocol, rpyc_server):
+        monkeypatch.setattr(module, "connection_share", lambda: 4)
+    with running_api(tls_cert=certificates.cert, tls_key=certificates.key) as api:
+        for port in (api.port, api.rpyc_port):
+            with silent(port, 9) as connections:
+                for oldest in connections[:5]:
+                    wait_ended(oldest)
+                for other in connections[5:]:
+                    other.setblocking(False)
+                    with pytest.raises(BlockingIOError):
+                        other.recv(1)
+        over = api._replace(tls=certificates.context())
+        assert over.client().generate("say:x").text == "x" and over.call("GET", "/health")[0] == 200
+
+
+@pytest.mark.parametrize("lack", ["descriptors", "threads"])
+def test_rpyc_survives_a_lack_of_descriptors_and_threads(lack: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed: list[str] = []
+    accept, start = socket.socket.accept, threading.Thread.start
+
+    def failing_accept(self: socket.socket) -> Any:
+        taken = accept(self)
+        if lack == "descriptors" and len(failed) < 2:
+            failed.append(lack)
+            taken[0].close()
+            raise OSError(24, "Too many open files")
+        return taken
+
+    def failing_start(self: threading.Thread) -> None:
+        if lack == "threads" and self.name == "vlora-rpyc-reader" and not failed:
+            failed.append(lack)
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    with running_server() as server, Client(port=server.port) as old:
+        old.stats()
+        monkeypatch.setattr(socket.socket, "accept", failing_accept)
+        monkeypatch.setattr(threading.Thread, "start", failing_start)
+        with silent(server.port, 3) as (first, *_):
+            assert lack == "descriptors" or first.recv(1) == b""
+            until(lambda: len(failed) == (2 if lack == "descriptors" else 1))
+        assert old.generate("say:old").text == "old"
+        with Client(port=server.port) as new:
+            assert new.generate("say:new").text == "new"
+
+
+def test_unauthenticated_rpyc_peers_call_nothing_and_send_little() -> None:
+    with running_server(tokens=TOKENS) as server:
+        peer: Any = rpyc.connect("127.0.0.1", server.port)
+        for name in ("generate", "stream", "ask_head", "ask_heads", "cancel", "adapters", "load_adapter", "stats"):
+            reply = call(peer, name, *{"cancel": (1,), "load_adapter": ("a", "b")}.get(name, ()))
+            assert reply[:2] == (False, "unauthorized"), (name, reply)
+        with pytest.raises(EOFError):
+            call(peer, "hello", b"x" * 100_000)
+        with Client(port=server.port, token=USER) as client:
+            assert client.generate("say:x").text == "x"
+        with Client(port=server.port, token="x" * 20) as wrong, pytest.raises(Unauthorized):
+            wrong.stats()
+
+
+def test_http_bodies_share_one_limit() -> None:
+    with running_api(max_message_bytes=200_000, max_held_bytes=400_000) as api:
+        budget = api.front_end.message_budget
+        slow = [connect(api.port, post(b" " * 190_000)[:-10_000]) for _ in range(2)]
+        until(lambda: budget.used == 360_000)
+        status, answer = api.chat([{"type": "text", "text": "say:x" + "y" * 60_000}])
+        assert status == 429 and "400000 bytes" in json.dumps(answer)
+        assert api.chat("say:x")[0] == 200
+        for each in slow:
+            each.close()
+        until(lambda: budget.used == 0)
+        assert api.chat([{"type": "text", "text": "say:x"}, image_part(PNG)])[0] == 200
+        until(lambda: budget.used == 0)
+
+
+def test_rpyc_messages_wait_for_the_end_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    picture = PNG + b"\0" * 150_000
+    with running_server(max_message_bytes=200_000, max_held_bytes=200_000) as server, ThreadPoolExecutor(1) as threads:
+        budget = server.front_end.message_budget
+        with Client(port=server.port) as one, Client(port=server.port) as two:
+            stream = one.stream("forever", [picture], max_tokens=90_000)
+            next(stream)
+            assert budget.used > 150_000
+            waiting = threads.submit(two.generate, "say:x", [picture])
+            time.sleep(0.1)
+            assert not waiting.done()
+            stream.close()
+            assert waiting.result(PATIENCE_S).text == "x"
+        until(lambda: budget.used == 0)
+        monkeypatch.setattr(channel, "ROOM_S", 0.1)
+        assert budget.reserve(200_000)
+        with Client(port=server.port) as refused, pytest.raises(VLoraError):
+            refused.generate("say:x", [picture])
+        budget.release(200_000)
+        until(lambda: budget.used == 0)
+
+
+def test_a_frame_counts_until_it_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    frame = PNG + b"\0" * 100_000
+    most: queue.SimpleQueue[int] = queue.SimpleQueue()
+    reserve: Callable[..., bool] = ByteBudget.reserve
+
+    def recorded(self: ByteBudget, num_bytes: int, wait_s: float = 0.0) -> bool:
+        reserved = reserve(self, num_bytes, wait_s)
+        most.put(self.used)
+        return reserved
+
+    monkeypatch.setattr(ByteBudget, "reserve", recorded)
+    server: Running
+    with running_server({"cam": {"night": 1}}) as server, Client(port=server.port) as client:
+        with client.open_stream(adapter="cam", head="night", drop="none") as stream:
+            for _ in range(6):
+                stream.send(frame)
+            stream.end()
+            assert all(result.answer is not None for result in stream)
+        until(lambda: server.front_end.message_budget.used == 0)
+    assert max(most.get() for _ in range(most.qsize())) > 100_000
+
+
+def test_a_budget_is_bounded_and_a_charge_is_released_once() -> None:
+    budget = ByteBudget(10)
+    assert budget.reserve(6) and not budget.reserve(5) and budget.reserve(4)
+    budget.release(6)
+    assert budget.reserve(5)
+    charge = ByteCharge(budget)
+    assert not charge.add(2, 0) and charge.add(1, 0) and budget.used == 10
+    moved = charge.move()
+    charge.release()
+    assert budget.used == 10
+    for _ in range(2):
+        moved.release()
+        assert budget.used == 9
+    with pytest.raises(BadConfig, match="max_held_bytes is 5"):
+        ServerConfig(max_held_bytes=5)
