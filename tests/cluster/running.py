@@ -8,9 +8,11 @@ import functools
 import os
 import signal
 import sys
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TypeVar
 
 import psutil
 
@@ -27,6 +29,7 @@ from vlora.routing import Router
 from vlora.types import Request, RequestOutput, SamplingParams, seed_of
 
 P = ParamSpec("P")
+T = TypeVar("T")
 
 SECRET = b"a secret of more than 16 bytes"
 ROOT = str(Path(__file__).parents[2])
@@ -159,6 +162,34 @@ async def outputs_of(
                     await made
     assert found[-1].finished
     return found
+
+
+class InThread:
+    """A cluster on Ray with its event loop in a thread."""
+
+    cluster: Any
+
+    def __init__(self, starting: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+        self.cluster = self.run(starting())
+
+    def begin(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self.begin(coroutine).result(PATIENCE_S)
+
+    def answer_all(self, then: Callable[[], object] = lambda: None) -> list[int]:
+        """See `answer_mixed`."""
+        return self.run(answer_mixed(self.cluster, then))
+
+    def close(self) -> None:
+        self.run(self.cluster.close())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()
 
 
 def real(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:

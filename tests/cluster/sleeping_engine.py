@@ -216,17 +216,8 @@ class SleepingEngine:
             raise BadAdapter(f"{path}: there is no such file")
         if wanted not in ("", version):
             raise BadAdapter(f"{path}: its content is {version}, but {wanted} was registered")
-        return AdapterStatus(
-            name=name,
-            version=version,
-            rank=8,
-            num_bytes=1000,
-            resident=True,
-            mergeable=True,
-            merge_fidelity=1.0,
-            touches_vision=False,
-            heads=(),
-        )
+        plain = {"rank": 8, "num_bytes": 1000, "merge_fidelity": 1.0, "touches_vision": False, "heads": ()}
+        return AdapterStatus(name=name, version=version, resident=True, mergeable=True, **plain)  # type: ignore[arg-type]
 
     def load_in_background(self, name: str, path: str, version: str = "") -> Future[AdapterStatus]:
         return _done(lambda: self.load_adapter(name, path, version))

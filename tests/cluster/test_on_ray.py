@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ import psutil
 import pytest
 from msgspec.structs import replace
 
-from tests.cluster.running import SLEEPING, answer_mixed, asked, check, outputs_of
+from tests.cluster.running import SLEEPING, InThread, asked, check, outputs_of
 from tests.cluster.sleeping_engine import COMMAND
 from tests.processes import PATIENCE_S, is_alive, until
 from vlora.cluster.members import Health
@@ -69,40 +69,27 @@ def install():
 """
 
 
-class Here:
-    """A running cluster, in a thread with its event loop."""
+class Here(InThread):
+    """A running cluster of two replicas, at most three."""
+
+    cluster: LocalCluster
 
     def __init__(self, home: Path) -> None:
         self.home = home
         self.lines: list[str] = []
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
-        self.thread.start()
-        health = Health(missed=10)  # a loaded machine is no reason to give a replica up
-        starting = LocalCluster.start(
-            SLEEPING,
-            2,
-            max_replicas=3,
-            scale_up_s=0.5,
-            scale_down_s=1.0,
-            announce=self.lines.append,
-            command=COMMAND,
-            health=health,
-            hung_s=0.5,
+        super().__init__(
+            lambda: LocalCluster.start(
+                SLEEPING,
+                2,
+                max_replicas=3,
+                scale_up_s=0.5,
+                scale_down_s=1.0,
+                announce=self.lines.append,
+                command=COMMAND,
+                health=Health(missed=10),  # a loaded machine is no reason to give a replica up
+                hung_s=0.5,
+            )
         )
-        self.cluster: LocalCluster = self.run(starting)
-
-    def begin(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return self.begin(coroutine).result(60)
-
-    def close(self) -> None:
-        self.run(self.cluster.close())
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join()
-        self.loop.close()
 
     @property
     def keeper_pid(self) -> int | None:
@@ -118,18 +105,11 @@ class Here:
         """Without the time since the last change of the number."""
         return replace(self.cluster.status(), scaling=None)
 
-    def wait(self, condition: Callable[[], bool]) -> None:
-        until(condition)
-
     def engines(self) -> set[int]:
         """The engines' processes that run."""
         command = list(COMMAND)
         found = replica_processes(self.cluster.folder)
         return {process.pid for process in found if is_alive(process.pid) and process.cmdline()[:3] == command}
-
-    def answer_all(self, then: Callable[[], object] = lambda: None) -> list[int]:
-        """See `answer_mixed`."""
-        return self.run(answer_mixed(self.cluster, then))
 
     def used(self) -> set[str]:
         """The replicas that answer mixed requests."""
@@ -259,10 +239,10 @@ def test_replicas_serve_on_when_a_part_of_ray_is_killed_and_are_adopted(here: He
         here.cluster.pids.clear()
     assert set(here.answer_all(kill)) == {0}
     if what == "keeper":
-        here.wait(lambda: set(here.cluster.pids) == set(NAMES))
+        until(lambda: set(here.cluster.pids) == set(NAMES))
         assert here.cluster.pids == pids and here.keeper_pid not in (None, keeper)
     else:
-        here.wait(lambda: all(here.cluster.pids[name].actor != pids[name].actor for name in NAMES))
+        until(lambda: all(here.cluster.pids[name].actor != pids[name].actor for name in NAMES))
     if what in ("raylet", "head"):
         assert not any(is_alive(process.pid) for process in ray)
     assert here.engines() == {each.engine for each in pids.values()}
@@ -286,7 +266,7 @@ def test_a_lost_replica_loses_no_request_and_comes_back(here: Here, how: str) ->
             os.kill(found.engine if how == "engine killed" else found.replica, signal.SIGKILL)
 
     assert set(here.answer_all(lose)) == {0, 1}
-    here.wait(lambda: here.serves() and here.cluster.pids != pids)
+    until(lambda: here.serves() and here.cluster.pids != pids)
     assert {name for name in NAMES if here.cluster.pids[name] != pids[name]} == set(lost)
     assert not any(map(is_alive, pids[lost[0]]))
     after = here.cluster.status()
@@ -300,7 +280,7 @@ def test_a_drained_replica_stays_drained_after_a_restart(here: Here) -> None:
     former = here.cluster.pids[name]
     assert here.run(here.cluster.drain(name))
     os.kill(former.engine, signal.SIGKILL)
-    here.wait(lambda: here.cluster.pids[name] != former and here.states() == [DRAINING, SERVING])
+    until(lambda: here.cluster.pids[name] != former and here.states() == [DRAINING, SERVING])
     assert here.used() == {other}
     here.cluster.resume(name)
     assert here.serves()
@@ -316,18 +296,18 @@ def test_a_replica_is_added_and_released_under_answers(here: Here) -> None:
     assert here.keeper_pid is not None
     here.cluster.pids.clear()
     os.kill(here.keeper_pid, signal.SIGKILL)
-    here.wait(lambda: len(here.cluster.pids) == 3)
+    until(lambda: len(here.cluster.pids) == 3)
     added = here.cluster.pids["replica-2"]
     releasing: list[Future[bool]] = []
     scaling = functools.partial(here.cluster.scale, 2, 30.0)
     assert set(here.answer_all(lambda: releasing.append(here.begin(scaling())))) == {0}
     assert releasing[0].result(30)
-    here.wait(lambda: not any(map(is_alive, added)))
+    until(lambda: not any(map(is_alive, added)))
     assert here.cluster.pids == pids and here.serves()
     assert here.cluster.status().num_deaths == before.num_deaths
     os.kill(here.keeper_pid, signal.SIGKILL)
     here.cluster.pids.clear()
-    here.wait(lambda: len(here.cluster.pids) == 2)
+    until(lambda: len(here.cluster.pids) == 2)
     time.sleep(0.5)
     assert here.cluster.pids == pids
     for number in (0, 4):
@@ -345,12 +325,12 @@ def test_replicas_follow_the_load_until_an_operator_sets_their_number(here: Here
 
     assert here.run(here.cluster.scale("auto", 0.0))
     answering = here.begin(answer())
-    here.wait(lambda: here.states() == [SERVING] * 3)
+    until(lambda: here.states() == [SERVING] * 3)
     scaling = here.cluster.status().scaling
     assert scaling is not None and scaling.automatic and scaling.decision.startswith("3 instead of 2: ")
     for request, outputs in zip(requests, answering.result(60), strict=True):
         check(request, outputs)
-    here.wait(lambda: here.serves() and here.cluster.pids == pids)
+    until(lambda: here.serves() and here.cluster.pids == pids)
     scaling = here.cluster.status().scaling
     assert scaling is not None and scaling.decision.startswith("2 instead of 3: the others had room for all requests")
     assert here.cluster.status().num_deaths == before.num_deaths
@@ -374,8 +354,8 @@ def test_a_replica_that_does_not_start_is_reported_and_tried_again_or_given_up(h
     unusable.mkdir()
     assert here.run(here.cluster.scale("auto", 0.0))
     answering = [here.begin(outputs_of(here.cluster, asked(f"given{number}", 400))) for number in range(24)]
-    here.wait(lambda: (scaling := here.cluster.status().scaling) is not None and bool(scaling.problem))
-    here.wait(lambda: here.cluster.num_replicas == 2)
+    until(lambda: (scaling := here.cluster.status().scaling) is not None and bool(scaling.problem))
+    until(lambda: here.cluster.num_replicas == 2)
     unusable.rmdir()
     for number, found in enumerate(answering):
         check(asked(f"given{number}", 400), found.result(60))
@@ -403,17 +383,17 @@ def test_replicas_serve_without_ray_and_the_next_one_adopts_them(here: Here, mon
             process.kill()
 
     assert set(here.answer_all(kill)) == {0}
-    here.wait(lambda: here.cluster.ray.head is None and not ray_processes(here.cluster.folder))
+    until(lambda: here.cluster.ray.head is None and not ray_processes(here.cluster.folder))
     assert set(here.answer_all()) == {0}
     assert here.engines() == {each.engine for each in pids.values()} and here.status() == before
     ends.set()
-    here.wait(lambda: all(here.cluster.pids[name].actor != pids[name].actor for name in NAMES))
+    until(lambda: all(here.cluster.pids[name].actor != pids[name].actor for name in NAMES))
     assert here.engines() == {each.engine for each in pids.values()} and here.status() == before
     names = [process.name() for process in ray_processes(here.cluster.folder)]
     assert names.count("gcs_server") == names.count("raylet") == 1
     # The replicas that were found are started again as others are.
     os.kill(here.cluster.pids[NAMES[0]].replica, signal.SIGKILL)
-    here.wait(lambda: here.serves() and here.cluster.pids[NAMES[0]].replica != pids[NAMES[0]].replica)
+    until(lambda: here.serves() and here.cluster.pids[NAMES[0]].replica != pids[NAMES[0]].replica)
 
 
 @pytest.mark.exhaustive

@@ -83,21 +83,6 @@ def test_paths_versions_and_ports(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert {"--include-dashboard=false", "--disable-usage-stats"} <= set(command)
 
 
-def actor_settings(tmp_path: Path, config: EngineConfig, command: tuple[str, ...]) -> bytes:
-    (secret := tmp_path / "secret").write_bytes(b"a secret of more than 16 bytes")
-    return msgspec.msgpack.encode(
-        ActorSettings(
-            config=config,
-            secret_file=str(secret),
-            claim_file=str(tmp_path / "claim"),
-            log_pipe=str(tmp_path / "log"),
-            command=command,
-            environ={},
-            alone_s=60.0,
-        )
-    )
-
-
 def test_replicas_divide_the_cores_and_have_fixed_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A later Ray does not know which GPUs the replicas have that it finds."""
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
@@ -115,6 +100,15 @@ def test_replicas_divide_the_cores_and_have_fixed_gpus(monkeypatch: pytest.Monke
     assert found == [{"OMP_NUM_THREADS": None, "CUDA_VISIBLE_DEVICES": gpu, **marked} for gpu in ("0", "1")]
     found = [settings.replica_environment(folder, given, place=1, num_gpus=0)]
     assert found == [{"OMP_NUM_THREADS": "3", "CUDA_VISIBLE_DEVICES": "4,5,6,7", **marked}]
+
+
+def actor_settings(tmp_path: Path, config: EngineConfig, command: tuple[str, ...]) -> bytes:
+    (tmp_path / "secret").write_bytes(b"a secret of more than 16 bytes")
+    files: dict[str, Any] = {"secret_file": str(tmp_path / "secret"), "claim_file": str(tmp_path / "claim")}
+    settings = ActorSettings(
+        config=config, log_pipe=str(tmp_path / "log"), command=command, environ={}, alone_s=60.0, **files
+    )
+    return msgspec.msgpack.encode(settings)
 
 
 @pytest.mark.parametrize(
@@ -221,17 +215,15 @@ def test_a_later_keeper_waits_for_the_machine_of_a_running_replica() -> None:
 def a_site(tmp_path: Path, *, ports: int = 3, num_gpus: int = 0, **variables: str) -> Site:
     # Above the ports that the system gives to connections.
     first = next(first for first in range(61_000, 65_000, 10) if all(map(is_free, range(first, first + ports))))
+    files = {"cert_file": "c", "key_file": "k", "model": "m", "host": "127.0.0.1"}
     return Site(
         key="vlora-1",
         folder=str(tmp_path),
-        host="127.0.0.1",
         first_port=first,
         last_port=first + ports - 1,
-        cert_file="c",
-        key_file="k",
-        model="m",
         num_gpus=num_gpus,
         variables=variables,
+        **files,
     )
 
 

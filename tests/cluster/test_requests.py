@@ -53,7 +53,6 @@ async def test_answers_statistics_and_an_id_in_use(cluster: Maker) -> None:
 @virtual
 async def test_a_lost_replica_loses_nothing_and_comes_back(cluster: Maker, how: str) -> None:
     """Also where the process opens lines while its engine hangs. What a replica that wakes still sends is not heard."""
-
     async with cluster(over=1.5) as here:
         lost: list[LocalReplica] = []
 
@@ -87,7 +86,6 @@ async def test_a_lost_replica_loses_nothing_and_comes_back(cluster: Maker, how: 
 @virtual
 async def test_a_pause_gives_no_replica_up(cluster: Maker, who: str) -> None:
     """One of the front end, of twice the time after which a replica counts as dead; or many short ones of a replica."""
-
     async with cluster("a", health=HEALTH) as here:
         loop = cast(VirtualClockLoop, asyncio.get_running_loop())
 
@@ -185,7 +183,6 @@ async def test_finished_answers_take_no_place_until_they_are_read(cluster: Maker
 @virtual
 async def test_the_latency_bound_is_that_of_the_whole_answer(cluster: Maker, comes_back: bool) -> None:
     """It counts while the answer waits for a replica, and goes on at the next one."""
-
     async with cluster("a") as here:
         loop = asyncio.get_running_loop()
         began_s = loop.time()

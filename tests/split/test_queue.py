@@ -232,46 +232,6 @@ def test_every_call_is_computed_once_and_in_time(seed: int) -> None:
     assert min(done.values()) > 3
 
 
-def run_decoders(calls: CallQueue[str], starts: list[float], passes: int) -> tuple[int, int, float]:
-    """Clients that decode: 24 layers of 1 ms, whatever the rows, and 0.2 ms of their own. (batches, calls, time)"""
-    clients = [f"decoder-{index}" for index in range(len(starts))]
-    for client in clients:
-        calls.join(client)
-    arrivals = list(zip(starts, clients, strict=True))
-    heapq.heapify(arrivals)
-    done = dict.fromkeys(clients, 0)
-    now, batches, computed = 0.0, 0, 0
-    while arrivals or len(calls):
-        while arrivals and arrivals[0][0] <= now:
-            at, client = heapq.heappop(arrivals)
-            calls.add(Call(client, done[client] % 24, 1, at))
-        batch = calls.next(now)
-        if not batch:
-            wait = calls.wait_s(now)
-            coming = arrivals[0][0] - now if arrivals else None
-            now += min(each for each in (wait, coming) if each is not None) + 1e-9
-            continue
-        now += 0.001
-        calls.computed(batch, 0.001, now)
-        batches, computed = batches + 1, computed + len(batch)
-        for place, call in enumerate(batch):
-            done[call.client] += 1
-            if done[call.client] < 24 * passes:
-                heapq.heappush(arrivals, (now + 0.0002 * (1 + place / 4), call.client))
-    return batches, computed, now
-
-
-def test_decoders_that_start_apart_come_to_travel_together() -> None:
-    starts = [0.0, 0.005, 0.011, 0.017]
-    patient: CallQueue[str] = CallQueue()
-    batches, computed, took = run_decoders(patient, starts, 30)
-    assert computed == 4 * 24 * 30 and computed / batches > 3.5
-    without: CallQueue[str] = CallQueue(max_wait_s=0.0)
-    alone_batches, _, alone_took = run_decoders(without, starts, 30)
-    assert computed / alone_batches < 2.1, "they travel together without waiting: the test shows nothing"
-    assert took < 0.75 * alone_took
-
-
 LAYERS = 12
 
 
@@ -320,10 +280,11 @@ SLOW = Product()
 
 
 class Simulation(NamedTuple):
-    """Seconds of a pass through all layers, by client, and the executor's share of the time at work."""
+    """Seconds of a pass through all layers, by client; the executor's share of the time at work; calls in a product."""
 
     passes: Sequence[Sequence[float]]
     busy: float
+    together: float
 
     def mean_s(self, clients: slice) -> float:
         return statistics.fmean(took for each in self.passes[clients] for took in each[3:])
@@ -341,6 +302,7 @@ def simulate(
     passes: list[list[float]] = [[] for _ in clients]
     computed = [0] * len(clients)
     now = busy = 0.0
+    batches: list[int] = []
     for number in range(len(clients)):
         queue.join(number)
     while now < seconds:
@@ -359,13 +321,23 @@ def simulate(
         took = product.took_s(sum(call.rows for call in batch))
         now, busy = now + took, busy + took
         queue.computed(batch, took, now)
+        batches.append(len(batch))
         for call in batch:
             computed[call.client] += call.rows
             if computed[call.client] == clients[call.client].rows_of(done[call.client]):
                 computed[call.client] = 0
                 done[call.client] += 1
                 heapq.heappush(arrivals, (now + clients[call.client].own_s, call.client))
-    return Simulation(passes, busy / now)
+    return Simulation(passes, busy / now, statistics.fmean(batches))
+
+
+def test_decoders_that_start_apart_come_to_travel_together() -> None:
+    decoders, flat = [Simulated(1, 0.0002 * (1 + place / 4)) for place in range(4)], Product(0.001, 0.0)
+    patient = simulate(CallQueue(), decoders, 1.0, flat)
+    without = simulate(CallQueue(max_wait_s=0.0), decoders, 1.0, flat)
+    assert patient.together > 3.5
+    assert without.together < 2.5, "they travel together without waiting: the test shows nothing"
+    assert patient.mean_s(slice(4)) < 0.75 * without.mean_s(slice(4))
 
 
 def test_trainings_slow_decoding_by_at_most_their_share_of_the_clients() -> None:

@@ -47,21 +47,9 @@ RAY = f"print('Ray runtime started', flush=True); {SLEEP}"
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Folder]:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     found = Folder.create(derived(TOKEN, "ray"), derived(TOKEN, "doors"))
-    write_site(
-        found,
-        Site(
-            key="vlora-1",
-            folder=found.path,
-            host=HOST,
-            first_port=1,
-            last_port=2,
-            cert_file="",
-            key_file="",
-            model="embedded",
-            num_gpus=0,
-            variables={},
-        ),
-    )
+    files = {"cert_file": "", "key_file": "", "model": "embedded", "variables": {}}
+    site = Site(key="vlora-1", folder=found.path, host=HOST, first_port=1, last_port=2, num_gpus=0, **files)  # type: ignore[arg-type]
+    write_site(found, site)
     yield found
     found.remove()
 
@@ -123,18 +111,19 @@ def test_the_next_head_finds_the_replicas_of_one_that_was_killed(
     assert replica.poll() is not None and not os.path.exists(folder.path) and runs.end_left() == []
 
 
-def test_an_error_while_a_head_ends_leaves_its_replicas_to_the_next_one(
+def test_replicas_are_left_to_the_next_head_or_end_with_the_next_node(
     folder: Folder, replica: subprocess.Popen[bytes]
 ) -> None:
-    """As that of its last line, if its output was a pipe to a program that Ctrl-C has ended too."""
+    """Also after an error of a head that ends, as that of its last line to a program that Ctrl-C has ended too."""
     with pytest.raises(BrokenPipeError), runs.registered(HEAD, f"{HOST}:1") as entry:
         entry.note(folder)
+        assert runs.end_left() == [] and replica.poll() is None, "what runs is not ended as left"
         raise BrokenPipeError
     with runs.registered(HEAD, f"{HOST}:1") as entry:
         assert entry.former == folder and replica.poll() is None
-        folder.remove()
-    with runs.registered(HEAD, f"{HOST}:1") as entry:
-        assert entry.former is None
+    left_by(NODE, folder)
+    with runs.registered(NODE, f"{HOST}:1") as entry:
+        assert entry.former is None and replica.poll() is not None
 
 
 def test_a_killed_head_without_replicas_leaves_nothing(folder: Folder) -> None:
@@ -143,34 +132,23 @@ def test_a_killed_head_without_replicas_leaves_nothing(folder: Folder) -> None:
         assert entry.former is None and not os.path.exists(folder.path)
 
 
-def test_the_replicas_of_a_killed_node_end_with_the_next_one(folder: Folder, replica: subprocess.Popen[bytes]) -> None:
-    left_by(NODE, folder)
-    with runs.registered(NODE, f"{HOST}:1") as entry:
-        assert entry.former is None and replica.poll() is not None
-
-
-@pytest.mark.parametrize(("token", "host"), [(TOKEN[::-1], HOST), (TOKEN, "10.0.0.2")])
-def test_replicas_of_another_token_or_address_end(
-    token: bytes, host: str, folder: Folder, replica: subprocess.Popen[bytes]
-) -> None:
-    assert taken_over(folder, token, host) is None
-    assert replica.poll() is not None and not os.path.exists(folder.path)
-
-
-@pytest.mark.parametrize("is_link", [False, True])
-def test_a_folder_that_others_may_change_is_not_taken_over(
-    is_link: bool, folder: Folder, replica: subprocess.Popen[bytes], tmp_path: Path
+@pytest.mark.parametrize("what", ["token", "address", "mode", "link"])
+def test_replicas_of_another_head_or_in_a_folder_that_others_may_change_end(
+    what: str, folder: Folder, replica: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
     real = tmp_path / "real"
-    if is_link:
+    if what == "link":
         shutil.move(folder.path, real)
         os.symlink(real, folder.path)
-    else:
+    elif what == "mode":
         os.chmod(folder.path, 0o770)
-    assert taken_over(folder, TOKEN, HOST) is None and replica.poll() is not None
-    if is_link:
+    token, host = TOKEN[::-1] if what == "token" else TOKEN, "10.0.0.2" if what == "address" else HOST
+    assert taken_over(folder, token, host) is None and replica.poll() is not None
+    if what == "link":
         os.unlink(folder.path)
         assert os.listdir(real)  # the folder behind a link stays
+    else:
+        assert what == "mode" or not os.path.exists(folder.path)
 
 
 def test_no_id_of_a_killed_process_is_in_a_locked_file(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,12 +171,6 @@ def test_a_head_does_not_start_while_down_ends_the_replicas(folder: Folder, monk
     monkeypatch.setattr(runs, "end_run", start)
     left_by(HEAD, folder)
     assert [run.kind for run in runs.end_left()] == [HEAD]
-
-
-def test_what_runs_is_not_ended_as_left(folder: Folder, replica: subprocess.Popen[bytes]) -> None:
-    with runs.registered(HEAD, f"{HOST}:1") as entry:
-        entry.note(folder)
-        assert runs.end_left() == [] and replica.poll() is None
 
 
 def test_the_next_head_reads_the_log_of_replicas(folder: Folder, capfd: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,6 @@ The second machine is a network namespace, as root; otherwise another address of
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import importlib.util
 import json
@@ -17,17 +16,15 @@ import ssl
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 import pytest
 
-from tests.cluster.running import answer_mixed, asked, check, outputs_of
+from tests.cluster.running import InThread, asked, check, outputs_of
 from tests.cluster.test_shipping import write
 from tests.processes import until
 from vlora.cluster.door import connect
@@ -44,7 +41,6 @@ from vlora.types.replicas import SERVING
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.exhaustive,  # `test_on_ray` has the start of Ray of the usual tier
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
     pytest.mark.skipif(sys.platform != "linux", reason="only Linux has all of 127.0.0.0/8"),
 ]
@@ -117,8 +113,10 @@ class Part:
             time.sleep(0.05)
 
 
-class Machines:
-    """A head and a node, and a front end in a thread with its event loop."""
+class Machines(InThread):
+    """A head and a node, and a front end."""
+
+    cluster: NodesCluster
 
     def __init__(self, tmp: Path, network: Network) -> None:
         self.tmp, self.network = tmp, network
@@ -136,10 +134,7 @@ class Machines:
         self.config = EngineConfig(model=str(tmp / "model"), max_batch_size=8, block_size=16, device="cuda")
         self.head = self.start_head()
         self.node = self.start_node()
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
-        self.thread.start()
-        self.cluster: NodesCluster = self.run(self.join())
+        super().__init__(self.join)
 
     def join(self) -> Coroutine[Any, Any, NodesCluster]:
         return NodesCluster.join(self.config, self.plan, command=COMMAND, health=Health(missed=10), alone_s=5.0)
@@ -156,12 +151,6 @@ class Machines:
         part.wait_for("has joined")
         return part
 
-    def begin(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return self.begin(coroutine).result(60)
-
     def hosts(self) -> dict[str, str]:
         """The machine of each replica that serves."""
         serving = {replica.name for replica in self.cluster.status().replicas if replica.state == SERVING}
@@ -177,16 +166,6 @@ class Machines:
 
     def wait(self, condition: Callable[[], bool]) -> None:
         until(condition, WAIT_S)
-
-    def answer_all(self, then: Callable[[], object] = lambda: None) -> list[int]:
-        """See `answer_mixed`."""
-        return self.run(answer_mixed(self.cluster, then))
-
-    def close(self) -> None:
-        self.run(self.cluster.close())
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join()
-        self.loop.close()
 
 
 def kill_machine(part: Part) -> None:
@@ -238,6 +217,7 @@ def test_each_machine_has_a_replica_and_answers_are_as_on_one_engine(machines: M
         machines.run(machines.join())
 
 
+@pytest.mark.exhaustive
 def test_adapters_are_sent_to_the_machines(machines: Machines, tmp_path: Path) -> None:
     """Their path leads to the files in the front end's process only."""
     version = write(tmp_path)
@@ -257,6 +237,7 @@ def test_adapters_are_sent_to_the_machines(machines: Machines, tmp_path: Path) -
         os.close(opened)
 
 
+@pytest.mark.exhaustive
 def test_connections_without_the_cluster_s_certificates_are_refused(machines: Machines) -> None:
     """By a door, and by Ray, which requires a certificate of its peers too."""
     member = next(iter(machines.cluster.members.values()))
@@ -282,7 +263,9 @@ def test_connections_without_the_cluster_s_certificates_are_refused(machines: Ma
     assert len(answer(machines.cluster.folder)) == 9
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.exhaustive
 def test_replicas_serve_on_without_a_head_and_the_next_one_finds_them(
     machines: Machines, number: signal.Signals
 ) -> None:
@@ -301,6 +284,7 @@ def test_replicas_serve_on_without_a_head_and_the_next_one_finds_them(
     assert set(machines.answer_all()) == {0}
 
 
+@pytest.mark.exhaustive
 def test_a_head_starts_its_ray_again_beside_that_of_a_front_end(machines: Machines) -> None:
     """The front end's Ray, on the same machine, still uses the address of the former one."""
     names, pids = machines.hosts(), dict(machines.cluster.pids)
@@ -314,6 +298,7 @@ def test_a_head_starts_its_ray_again_beside_that_of_a_front_end(machines: Machin
     assert set(machines.answer_all()) == {0}
 
 
+@pytest.mark.exhaustive
 def test_a_killed_machine_loses_no_request_and_its_replica_moves(machines: Machines) -> None:
     before = machines.cluster.status().num_deaths
     assert 1 in machines.answer_all(lambda: kill_machine(machines.node))
@@ -323,6 +308,7 @@ def test_a_killed_machine_loses_no_request_and_its_replica_moves(machines: Machi
     assert machines.gpus() == {"0", "1"}
 
 
+@pytest.mark.exhaustive
 def test_a_machine_that_joins_gets_the_next_replica(machines: Machines) -> None:
     machines.node = machines.start_node()
     assert machines.run(machines.cluster.scale(3, 30.0))
@@ -347,6 +333,7 @@ def forget_classes(machines: Machines) -> None:
     subprocess.run(command, env=node_settings.environment(folder, os.environ), check=True, capture_output=True)
 
 
+@pytest.mark.exhaustive
 def test_a_killed_replica_stays_on_its_machine(machines: Machines) -> None:
     """Also where Ray has forgotten the class of its actor."""
     forget_classes(machines)
@@ -356,6 +343,7 @@ def test_a_killed_replica_stays_on_its_machine(machines: Machines) -> None:
     assert machines.on(machines.network.node) == ["replica-2"]
 
 
+@pytest.mark.exhaustive
 def test_a_machine_without_a_network_loses_no_request(machines: Machines) -> None:
     """No end is notified of the cut. Its replica ends by itself, and is started again when the network is back."""
     if not machines.network.has_namespace:
