@@ -283,7 +283,7 @@ async def scaled(cluster: Maker, rule: str = "placed") -> AsyncIterator[Run]:
         running.cancel()
 
 
-@pytest.mark.parametrize("rule", ["placed", "punica"])
+@pytest.mark.parametrize("rule", ["placed", pytest.param("punica", marks=pytest.mark.exhaustive)])
 @virtual
 async def test_replicas_follow_the_load_and_lose_nothing(cluster: Maker, rule: str) -> None:
     async with scaled(cluster, rule) as run:
