@@ -81,16 +81,8 @@ def head_answer(task: str, vision: Sequence[VisionInput]) -> HeadAnswer:
     answer = HeadAnswer(task=task, label=LABELS[best], confidence=scores[best], labels=LABELS)
     match task:
         case "detection":
-            box = FoundBox(
-                label=LABELS[best],
-                label_id=best,
-                score=scores[best],
-                left=-0.1,
-                top=0.25,
-                right=0.5,
-                bottom=1.5,
-                image=len(vision) - 1,
-            )
+            named: dict[str, Any] = {"label": LABELS[best], "label_id": best, "score": scores[best]}
+            box = FoundBox(**named, left=-0.1, top=0.25, right=0.5, bottom=1.5, image=len(vision) - 1)
             return msgspec.structs.replace(answer, boxes=(box,))
         case "counting":
             return msgspec.structs.replace(answer, count=best, scores=scores)
@@ -332,17 +324,9 @@ class ScriptedEngine:
             for head, frames in json.loads(file.read_text()).get("heads", {}).items()
         )
         self._paths[name] = path
-        self._adapters[name] = AdapterStatus(
-            name=name,
-            version=self.version_in(Path(path)),
-            rank=8,
-            num_bytes=1000,
-            resident=False,
-            mergeable=True,
-            merge_fidelity=1.0,
-            touches_vision=False,
-            heads=heads,
-        )
+        flags: dict[str, Any] = {"resident": False, "mergeable": True, "merge_fidelity": 1.0, "touches_vision": False}
+        version = self.version_in(Path(path))
+        self._adapters[name] = AdapterStatus(name=name, version=version, rank=8, num_bytes=1000, heads=heads, **flags)
         return self._adapters[name]
 
     def unload_adapter(self, name: str, drain: bool = False) -> tuple[RequestOutput, ...]:
@@ -376,23 +360,20 @@ class ScriptedEngine:
         return tuple(self._adapters[name] for name in sorted(self._adapters) if name > after)[:most]
 
     def stats(self) -> EngineStats:
+        none = dict.fromkeys(("num_switches", "switch_s", "num_waiting", "num_failed", "num_preemptions"), 0)
         return EngineStats(
             model=self.config.model,
             num_steps=self.num_steps,
             steps_by_mode={"unmerged": self.num_steps},
             requests_by_mode={"unmerged": self._num_finished},
-            num_switches=0,
-            switch_s=0.0,
-            num_waiting=0,
             num_running=len(self.running),
             num_finished=self._num_finished,
-            num_failed=0,
             num_cancelled=len(self.cancelled),
-            num_preemptions=0,
             free_blocks=10,
             total_blocks=10,
             arena_basis="arena_bytes",
             cpu_kernels="plain torch",
+            **none,  # type: ignore[arg-type]
         )
 
     def version_of(self, request_id: str) -> str | None:
@@ -465,15 +446,10 @@ class ScriptedEngine:
     ) -> RequestOutput:
         request, _ = self.running.pop(request_id)
         self._num_finished += error is None
-        timings = Timings(
-            queue_s=0.0,
-            ttft_s=0.001,
-            latency_s=0.002,
-            num_prompt_tokens=len(request.prompt_ids),
-            num_completion_tokens=self.sampled[request_id],
-            num_preemptions=0,
-            steps_by_mode={"unmerged": self.sampled[request_id] + 1},
-        )
+        sampled = self.sampled[request_id]
+        times: dict[str, Any] = {"queue_s": 0.0, "ttft_s": 0.001, "latency_s": 0.002, "num_preemptions": 0}
+        times |= {"num_prompt_tokens": len(request.prompt_ids), "num_completion_tokens": sampled}
+        timings = Timings(**times, steps_by_mode={"unmerged": sampled + 1})
         value = None if error is None else ErrorValue.of(error)
         return RequestOutput(
             request_id=request_id, token_ids=tokens, head=head, finish_reason=reason, error=value, timings=timings

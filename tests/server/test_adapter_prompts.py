@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 from collections.abc import Callable
@@ -14,14 +13,14 @@ from transformers import AddedToken
 
 from tests.families import build_model
 from tests.processors import image_processor, tokenizer
-from vlora.cluster.summary import failed_status
+from tests.server.scripted import ScriptedInterface, write_adapter
 from vlora.models.processing import InputProcessor
 from vlora.server.adapter_catalog import AdapterCatalog
 from vlora.server.adapter_prompts import prompt_warnings
 from vlora.server.metrics import Metrics
-from vlora.types import AdapterStatus
 
 TEMPLATE, TOKENS, IMAGES = "another chat template", "other tokens", "image processor has another"
+CONFIG = "tokenizer_config.json"
 OWN = "{{ 'Q: ' + messages[0].content[0].text + ' A:' }}"
 
 
@@ -36,6 +35,15 @@ def text_of(name: str, text: Callable[[InputProcessor], str]) -> Callable[[Input
 
 def json_of(name: str, value: Callable[[InputProcessor], Any]) -> Callable[[InputProcessor, Path], Any]:
     return text_of(name, lambda base: json.dumps(value(base)))
+
+
+def several(*templates: str | None) -> Callable[[InputProcessor, Path], Any]:
+    """Names, each followed by its template; None for the base model's."""
+    pairs = tuple(zip(templates[::2], templates[1::2], strict=True))
+    return json_of(
+        CONFIG,
+        lambda base: {"chat_template": [{"name": name, "template": own or template(base)} for name, own in pairs]},
+    )
 
 
 def copied(base: InputProcessor, folder: Path) -> None:
@@ -65,38 +73,24 @@ FOLDERS: dict[str, tuple[Callable[[InputProcessor, Path], Any], str | None]] = {
     "a copy": (copied, None),
     "a copy of the template": (text_of("chat_template.jinja", template), None),
     "with a line end": (text_of("chat_template.jinja", lambda base: template(base) + "\n"), None),
-    "in the tokenizer's": (json_of("tokenizer_config.json", lambda base: {"chat_template": template(base)}), None),
-    "among several": (
-        json_of(
-            "tokenizer_config.json",
-            lambda base: {
-                "chat_template": [
-                    {"name": "tool_use", "template": OWN},
-                    {"name": "default", "template": template(base)},
-                ]
-            },
-        ),
-        None,
-    ),
+    "in the tokenizer's": (json_of(CONFIG, lambda base: {"chat_template": template(base)}), None),
+    "among several": (several("tool_use", OWN, "default", None), None),
     "another template": (text_of("chat_template.jinja", lambda _: OWN), TEMPLATE),
-    "another in the tokenizer's": (json_of("tokenizer_config.json", lambda _: {"chat_template": OWN}), TEMPLATE),
+    "another in the tokenizer's": (json_of(CONFIG, lambda _: {"chat_template": OWN}), TEMPLATE),
     "another in the processor's": (json_of("chat_template.json", lambda _: {"chat_template": OWN}), TEMPLATE),
-    "another of several": (
-        json_of("tokenizer_config.json", lambda _: {"chat_template": [{"name": "default", "template": OWN}]}),
-        TEMPLATE,
-    ),
+    "another of several": (several("default", OWN), TEMPLATE),
     "further tokens": (with_tokens, f"{TOKENS} than the base model's: '<action>', '<stop>'"),
     "further tokens of before": (json_of("added_tokens.json", lambda _: {"<s>": 1, "<action>": 9}), "'<action>'"),
     "moved tokens": (
-        json_of("tokenizer_config.json", lambda _: {"added_tokens_decoder": {"1": {"content": "</s>"}}}),
+        json_of(CONFIG, lambda _: {"added_tokens_decoder": {"1": {"content": "</s>"}}}),
         f"{TOKENS} than the base model's: '</s>'",
     ),
     "other pictures": (json_of("preprocessor_config.json", pixels), f"{IMAGES} size"),
-    "other pictures of a processor": (
+    "of a processor": (
         json_of("processor_config.json", lambda base: {"image_processor": pixels(base)}),
         f"{IMAGES} size",
     ),
-    "no JSON": (text_of("tokenizer_config.json", lambda _: "{"), "cannot be compared with the base model's"),
+    "no JSON": (text_of(CONFIG, lambda _: "{"), "cannot be compared with the base model's"),
     "no text": (lambda _, folder: (folder / "chat_template.jinja").write_bytes(b"\xff"), "cannot be compared"),
 }
 
@@ -128,48 +122,21 @@ def test_a_copy_of_the_tokenizer_s_template_is_silent_where_the_processor_has_an
     assert len(prompt_warnings("signs", adapter, used)) == 1
 
 
-class Engine:
-    """Accepts every adapter."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    async def adapters(self) -> tuple[AdapterStatus, ...]:
-        return tuple(failed_status(name, "") for name in self.names)
-
-    async def register_adapters(self, paths: dict[str, str]) -> None:
-        self.names += paths
-
-    async def load_adapter(self, name: str, path: str) -> AdapterStatus:
-        self.names.append(name)
-        return failed_status(name, "")
-
-    async def pin_adapter(self, name: str, pinned: bool) -> AdapterStatus:
-        return failed_status(name, "")
-
-    async def unload_adapter(self, name: str, drain: bool) -> None:
-        self.names.remove(name)
-
-
-def test_answers_to_a_load_and_lists_have_the_warnings(processor: InputProcessor, tmp_path: Path) -> None:
+async def test_answers_to_a_load_and_lists_have_the_warnings(processor: InputProcessor, tmp_path: Path) -> None:
     plain, own = tmp_path / "plain", tmp_path / "own"
-    plain.mkdir()
-    own.mkdir()
+    for folder in (plain, own):
+        write_adapter(folder)
     (own / "chat_template.jinja").write_text(OWN)
+    catalog = AdapterCatalog(ScriptedInterface(), Metrics(), "model", processor)  # type: ignore[arg-type]
 
-    async def main() -> None:
-        catalog = AdapterCatalog(Engine(), Metrics(), "model", processor)  # type: ignore[arg-type]
+    async def warned() -> list[str]:
+        return [status.name for status in await catalog.list() if TEMPLATE in "".join(status.warnings)]
 
-        async def warned() -> list[str]:
-            return [status.name for status in await catalog.list() if TEMPLATE in "".join(status.warnings)]
-
-        await catalog.register({"a": str(own), "b": str(plain)})
-        assert await warned() == ["a"]
-        assert TEMPLATE in (await catalog.load("c", str(own))).warnings[0]
-        assert TEMPLATE in (await catalog.pin("c", True)).warnings[0]
-        assert await warned() == ["a", "c"]
-        await catalog.unload("c")
-        assert not (await catalog.load("c", str(plain))).warnings
-        assert await warned() == ["a"]
-
-    asyncio.run(main())
+    await catalog.register({"a": str(own), "b": str(plain)})
+    assert await warned() == ["a"]
+    assert TEMPLATE in (await catalog.load("c", str(own))).warnings[0]
+    assert TEMPLATE in (await catalog.pin("c", True)).warnings[0]
+    assert await warned() == ["a", "c"]
+    await catalog.unload("c")
+    assert not (await catalog.load("c", str(plain))).warnings
+    assert await warned() == ["a"]

@@ -9,12 +9,10 @@ import httpx
 import pytest
 
 from tests.cluster.in_process import LocalReplica, connecting
-from tests.cluster.running import QUICK, SECRET, asked, check, outputs_of, run
+from tests.cluster.running import QUICK, SECRET, asked, check, outputs_of
 from tests.server.api import running_api
-from tests.server.running import running_server
 from tests.server.scripted import ByteProcessor
 from tests.server.test_security import ADMIN, TOKENS, USER
-from vlora.client import Client
 from vlora.cluster import members
 from vlora.cluster.cluster import Cluster
 from vlora.cluster.door import Address
@@ -41,82 +39,46 @@ def states(answer: Any) -> dict[str, str]:
     return {each["name"]: each["state"] for each in answer["replicas"]}
 
 
-def test_replicas_are_drained_and_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_replicas_are_drained_and_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
     replicas: dict[int, LocalReplica] = {}
     monkeypatch.setattr(members, "connect", connecting(replicas))
-
-    async def main() -> None:
-        replicas.update({0: LocalReplica(), 1: LocalReplica()})
-        cluster = Cluster(Router("round_robin"), SECRET, health=QUICK)
-        for port, name in enumerate("ab"):
-            await cluster.add(name, Address("127.0.0.1", port))
-        front_end = FrontEnd(cluster, ByteProcessor(), ServerConfig(), "base")  # type: ignore[arg-type]
-        transport = httpx.ASGITransport(make_app(front_end, "base", Access(())))  # type: ignore[arg-type]
-        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
-            call = Caller(client)
-            answering = asyncio.create_task(outputs_of(cluster, asked("r", 100)))
-            await asyncio.sleep(0.1)
-            status, answer = await call("GET", "/v1/cluster")
-            assert status == 200 and states(answer) == {"a": "serving", "b": "serving"}
-            assert answer["num_waiting"] == 0 and answer["scaling"] is None
-            assert cluster.where("r") == "a"
-            status, answer = await call("PUT", f"{DRAIN_A}?wait_s=0")
-            assert (status, answer["done"], states(answer)["a"]) == (202, False, "draining")
-            status, answer = await call("PUT", f"{DRAIN_A}?wait_s=10")
-            assert (status, answer["done"], answer["num_moves"]) == (200, True, 1)
-            check(asked("r", 100), await answering)
-            status, answer = await call("PUT", "/v1/cluster/replicas/b/drain")
-            assert status == 400 and answer["error"]["message"].startswith("no other replica than 'b' serves")
-            status, answer = await call("DELETE", DRAIN_A)
-            assert (status, answer["done"], states(answer)["a"]) == (200, True, "serving")
-            for method in ("PUT", "DELETE"):
-                status, answer = await call(method, "/v1/cluster/replicas/c/drain")
-                assert status == 404 and answer["error"] == {
-                    "message": "there is no replica 'c'; the replicas are a, b",
-                    "type": "invalid_request_error",
-                    "code": "unknown_replica",
-                    "param": None,
-                }
-            status, answer = await call("PUT", "/v1/cluster/scale", {"replicas": 3})
-            assert status == 400 and answer["error"]["message"].endswith("their number cannot be changed here")
-        await front_end.close()
-        await cluster.close()
-        for replica in replicas.values():
-            replica.kill()
-
-    run(main())
-
-
-def test_a_server_with_one_engine_has_no_replicas_over_http() -> None:
-    with running_api() as api:
-        for method, path, body in (
-            ("GET", "/v1/cluster", None),
-            ("PUT", DRAIN_A, None),
-            ("DELETE", DRAIN_A, None),
-            ("PUT", "/v1/cluster/scale", {"replicas": "auto"}),
-        ):
-            status, answer = api.call(method, path, body)
-            assert status == 404 and answer["error"]["code"] == "unknown_replica"
-            assert answer["error"]["message"].startswith("this server has one engine; start it with --replicas 2 or")
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "message"),
-    [
-        ("scale", {"replicas": "two"}, 'replicas: it must be a whole number, or "auto"'),
-        ("scale", {"replicas": True}, 'replicas: it must be a whole number, or "auto"'),
-        ("scale", {"replicas": 1.5}, 'replicas: it must be a whole number, or "auto"'),
-        ("scale", {}, "replicas is missing"),
-        ("scale", {"replicas": 2, "max": 3}, "max: this field is not supported"),
-        ("scale?wait_s=31", {"replicas": 2}, "query.wait_s is '31'; it must be at most 30"),
-        ("scale?wait_s=nan", {"replicas": 2}, "query.wait_s is 'nan'; it must be a finite number"),
-        ("replicas/a/drain?wait_s=-1", None, "query.wait_s is '-1'; it must be at least 0"),
-    ],
-)
-def test_bad_input_is_named(path: str, body: Any, message: str) -> None:
-    with running_api() as api:
-        status, answer = api.call("PUT", f"/v1/cluster/{path}", body)
-        assert (status, answer["error"]["message"]) == (400, message)
+    replicas.update({0: LocalReplica(), 1: LocalReplica()})
+    cluster = Cluster(Router("round_robin"), SECRET, health=QUICK)
+    for port, name in enumerate("ab"):
+        await cluster.add(name, Address("127.0.0.1", port))
+    front_end = FrontEnd(cluster, ByteProcessor(), ServerConfig(), "base")  # type: ignore[arg-type]
+    transport = httpx.ASGITransport(make_app(front_end, "base", Access(())))  # type: ignore[arg-type]
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        call = Caller(client)
+        answering = asyncio.create_task(outputs_of(cluster, asked("r", 100)))
+        await asyncio.sleep(0.1)
+        status, answer = await call("GET", "/v1/cluster")
+        assert status == 200 and states(answer) == {"a": "serving", "b": "serving"}
+        assert answer["num_waiting"] == 0 and answer["scaling"] is None
+        assert cluster.where("r") == "a"
+        status, answer = await call("PUT", f"{DRAIN_A}?wait_s=0")
+        assert (status, answer["done"], states(answer)["a"]) == (202, False, "draining")
+        status, answer = await call("PUT", f"{DRAIN_A}?wait_s=10")
+        assert (status, answer["done"], answer["num_moves"]) == (200, True, 1)
+        check(asked("r", 100), await answering)
+        status, answer = await call("PUT", "/v1/cluster/replicas/b/drain")
+        assert status == 400 and answer["error"]["message"].startswith("no other replica than 'b' serves")
+        status, answer = await call("DELETE", DRAIN_A)
+        assert (status, answer["done"], states(answer)["a"]) == (200, True, "serving")
+        for method in ("PUT", "DELETE"):
+            status, answer = await call(method, "/v1/cluster/replicas/c/drain")
+            assert status == 404 and answer["error"] == {
+                "message": "there is no replica 'c'; the replicas are a, b",
+                "type": "invalid_request_error",
+                "code": "unknown_replica",
+                "param": None,
+            }
+        status, answer = await call("PUT", "/v1/cluster/scale", {"replicas": 3})
+        assert status == 400 and answer["error"]["message"].endswith("their number cannot be changed here")
+    await front_end.close()
+    await cluster.close()
+    for replica in replicas.values():
+        replica.kill()
 
 
 PLACE = AdapterPlace(
@@ -141,30 +103,22 @@ async def cluster_status() -> ClusterStatus:
     return STATUS
 
 
-def test_user_tokens_see_no_causes_of_replicas() -> None:
-    with running_api(tokens=TOKENS) as api:
-        api.front_end.replicas.status = cluster_status  # type: ignore[method-assign]
-        for token, cause in ((USER, HIDDEN), (ADMIN, "/srv/model: no such folder")):
-            (replica,) = api._replace(token=token).call("GET", "/v1/cluster")[1]["replicas"]
-            assert (replica["state"], replica["cause"]) == (DOWN, cause)
-    with running_server(tokens=TOKENS) as server:
-        server.front_end.replicas.status = cluster_status  # type: ignore[method-assign]
-        with Client(port=server.port, token=USER) as user, Client(port=server.port, token=ADMIN) as admin:
-            assert (admin.cluster(), user.cluster()) == (STATUS, STATUS.without_causes())
-
-
-def test_user_tokens_see_no_reasons_of_failed_adapters() -> None:
+def test_user_tokens_see_no_causes_of_replicas_and_adapters() -> None:
     with running_api(adapters={"signs": {}}, tokens=TOKENS) as api:
-        api.front_end.replicas.adapters = places  # type: ignore[method-assign]
-        api.front_end.replicas._cluster = object()  # type: ignore[assignment] # noqa: SLF001
-        for token, cause in ((USER, "an admin token shows the reason"), (ADMIN, PLACE.cause)):
-            ((listed,),) = [
-                each["replicas"] for each in api._replace(token=token).call("GET", "/v1/adapters")[1]["data"]
-            ]
-            assert (listed["state"], listed["cause"]) == ("failed", cause)
-    with running_server(tokens=TOKENS) as server:
-        server.front_end.replicas.adapters = places  # type: ignore[method-assign]
-        with Client(port=server.port, token=USER) as user, Client(port=server.port, token=ADMIN) as admin:
-            assert admin.cluster_adapters() == (PLACE,)
-            assert user.cluster_adapters() == (PLACE.without_cause(),)
+        replicas = api.front_end.replicas
+        replicas.status = cluster_status  # type: ignore[method-assign]
+        replicas.adapters = places  # type: ignore[method-assign]
+        replicas._cluster = object()  # type: ignore[assignment] # noqa: SLF001
+        for token, cause, why in (
+            (USER, HIDDEN, "an admin token shows the reason"),
+            (ADMIN, "/srv/model: no such folder", PLACE.cause),
+        ):
+            mine = api._replace(token=token)
+            (replica,) = mine.call("GET", "/v1/cluster")[1]["replicas"]
+            assert (replica["state"], replica["cause"]) == (DOWN, cause)
+            (listed,) = [each for named in mine.call("GET", "/v1/adapters")[1]["data"] for each in named["replicas"]]
+            assert (listed["state"], listed["cause"]) == ("failed", why)
+        with api._replace(token=USER).client() as user, api._replace(token=ADMIN).client() as admin:
+            assert (admin.cluster(), user.cluster()) == (STATUS, STATUS.without_causes())
+            assert (admin.cluster_adapters(), user.cluster_adapters()) == ((PLACE,), (PLACE.without_cause(),))
             assert "/srv" not in str(user.cluster_adapters())

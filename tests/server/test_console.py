@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import http.client
 import io
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from PIL import Image
 
+from tests.processes import until
 from tests.server.api import Api, running_api
 from tests.server.running import png
 from tests.server.scripted import ScriptedEngine, write_adapter
@@ -69,6 +68,11 @@ def state(api: Api, token: Token | None, since: int = 0) -> dict[str, Any]:
     return found
 
 
+TIMINGS = Timings(
+    queue_s=0, ttft_s=0, latency_s=0, num_prompt_tokens=1, num_completion_tokens=0, num_preemptions=0, steps_by_mode={}
+)
+
+
 # -- the page ---------------------------------------------------------------------------------------------------------
 
 
@@ -112,11 +116,11 @@ def test_a_frame_is_shown_to_its_owner_and_admins_while_viewed(api: Api, folder:
         return api.call("GET", path, headers={"Authorization": f"Bearer {token.secret}"})[0]
 
     send(api, stream_id, CAMERAS, 0)
-    wait_for(lambda: state(api, CAMERAS)["streams"][-1]["num_answered"] == 1)
+    until(lambda: state(api, CAMERAS)["streams"][-1]["num_answered"] == 1)
     assert state(api, CAMERAS)["streams"][-1]["name"] == "gate"
     assert view(GUEST) == 404 and view(CAMERAS) == 204  # no frame was requested before, so none was drawn
     send(api, stream_id, CAMERAS, 1)
-    wait_for(lambda: api.front_end.streams.watched()[-1].preview.read() is not None)
+    until(lambda: api.front_end.streams.watched()[-1].preview.read() is not None)
     connection = http.client.HTTPConnection("127.0.0.1", api.port)
     connection.request("GET", path, headers={"Authorization": f"Bearer {OPS.secret}"})
     response = connection.getresponse()
@@ -131,21 +135,15 @@ def test_a_frame_is_shown_to_its_owner_and_admins_while_viewed(api: Api, folder:
     assert stream_id not in str(state(api, OPS)), "a stream's id allows resuming it"
 
 
-def test_the_state_of_a_dead_engine_is_its_cause(folder: Path) -> None:
+def test_adapters_are_listed_and_a_dead_engine_is_its_cause(folder: Path) -> None:
     with running_api() as api:
-        assert state(api, None)["admin"] is True
-        api.engine.dead = "the engine process was killed by SIGKILL"
-        time.sleep(0.55)
-        status, body = api.call("GET", "/console/state")
-        assert status == 503 and "SIGKILL" in body["error"]["message"]
-
-
-def test_adapters_and_heads_are_listed_and_updated(folder: Path) -> None:
-    with running_api() as api:
-        assert api.call("GET", "/console/adapters")[1] == []
+        assert api.call("GET", "/console/adapters")[1] == [] and state(api, None)["admin"] is True
         api.on_loop(api.front_end.adapters.load("<b>cam", str(folder)))
         (found,) = api.call("GET", "/console/adapters")[1]
         assert found["name"] == "<b>cam" and found["heads"][0]["name"] == "night"
+        api.engine.dead = "the engine process was killed by SIGKILL"
+        until(lambda: api.call("GET", "/console/state")[0] == 503)  # after the last snapshot's time
+        assert "SIGKILL" in api.call("GET", "/console/state")[1]["error"]["message"]
 
 
 # -- cost for the engine ----------------------------------------------------------------------------------------------
@@ -229,43 +227,11 @@ def test_the_steps_of_a_restarted_engine_count_from_one() -> None:
     ],
 )
 def test_any_frame_that_was_answered_can_be_drawn(image: bytes | RawImage) -> None:
-    timings = Timings(
-        queue_s=0,
-        ttft_s=0,
-        latency_s=0,
-        num_prompt_tokens=1,
-        num_completion_tokens=0,
-        num_preemptions=0,
-        steps_by_mode={},
-    )
     label = "ночь 夜 " + "x" * 300
     boxes = (FoundBox(label=label, label_id=0, score=0.9, left=0, top=0, right=1, bottom=1),)
-    answer = HeadResult(
-        task="detection",
-        label=label,
-        confidence=0.5,
-        labels=(label,),
-        boxes=boxes,
-        adapter="a",
-        head="h",
-        timings=timings,
-        total_s=0,
-    )
+    named: dict[str, Any] = {"label": label, "labels": (label,), "adapter": "a", "head": "h"}
+    answer = HeadResult(task="detection", confidence=0.5, boxes=boxes, timings=TIMINGS, total_s=0, **named)
     answers = (FrameAnswer(adapter="a", head="h", answer=answer),)
     result = FrameResult(number=0, latency_s=0.1, answers=answers)
     picture = draw(image, result, ServerConfig())
     assert Image.open(io.BytesIO(picture)).size == (480, 320) and len(picture) < 60_000
-
-
-def wait_for(ready: Any, longest_s: float = 5.0) -> None:
-    until = time.monotonic() + longest_s
-    while not ready():
-        assert time.monotonic() < until, "it did not happen"
-        time.sleep(0.02)
-
-
-def test_a_snapshot_is_serializable() -> None:
-    engine = ScriptedEngine(EngineConfig(model="scripted"))
-    engine.num_steps = 5
-    snapshot = engine.snapshot()
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(snapshot), type=EngineSnapshot) == snapshot

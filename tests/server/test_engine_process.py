@@ -93,95 +93,89 @@ def test_threads_of_an_engine_wait_for_each_other_briefly(
     assert f"GOMP_SPINCOUNT = '{expected}'" in report.read_text()
 
 
-def test_requests_calls_refusals_and_a_clean_stop(tmp_path: Path) -> None:
-    async def main() -> None:
-        engine = await start(max_context=500)
-        assert engine.ready.model == "scripted" and engine.ready.max_context == 500
-        answers = [answer(engine, request(f"r{i}", f"say:answer {i}")) for i in range(8)]
-        for i, (text, last) in enumerate(await asyncio.gather(*answers)):
-            assert text == f"answer {i}" and last.finish_reason == "stop" and last.timings is not None
-        # Whole answers arrive in one message, other answers token by token.
-        whole, parts = await asyncio.gather(
-            outputs(engine, request("whole", "say:word", whole=True)), outputs(engine, request("parts", "say:word"))
-        )
-        assert len(whole) == 1 < len(parts) and whole[0].finish_reason == "stop"
-        assert whole[0].token_ids == tuple(token for output in parts for token in output.token_ids)
-        # Refused, internal error, single failure: each request has its own final output; the engine stays up.
-        _, refused = await answer(engine, request("long", "x" * 600))
-        assert refused.error is not None and refused.error.code == "prompt_too_long"
-        _, tripped = await answer(engine, request("trip", "trip"))
-        assert tripped.error is not None and tripped.error.code == "step_failed"
-        _, failed = await answer(engine, request("fail", "fail"))
-        assert failed.error is not None and failed.error.code == "step_failed"
-        with pytest.raises(BadRequest, match="a number in the request is too large"):
-            await answer(engine, request("number", "say:x", sampling=SamplingParams(seed=10**30)))
-        with pytest.raises(BadRequest, match="unpaired surrogate"):
-            await engine.load_adapter("\ud800", str(tmp_path))
-        # Closing a stream cancels its request; cancelling a request ends its stream.
-        leaving = engine.generate(request("left", "forever", sampling=SamplingParams(max_tokens=400)))
-        await anext(leaving)
-        assert isinstance(leaving, AsyncGenerator)
-        await leaving.aclose()
-        cancelling = engine.generate(request("cancelled", "forever", sampling=SamplingParams(max_tokens=400)))
-        await anext(cancelling)
-        await engine.cancel("cancelled")
-        assert [output async for output in cancelling][-1].finish_reason == "cancelled"
-        # So does a passed deadline, with and without outputs from the engine.
-        loop = asyncio.get_running_loop()
-        for prompt in ("never", "forever"):
-            late = request(prompt, prompt, sampling=SamplingParams(max_tokens=400))
-            with pytest.raises(TimeoutError):
-                async for _ in engine.generate(late, loop.time() + 0.05):
-                    pass
-        stats = await engine.stats()
-        assert stats.num_running == 0 and stats.num_cancelled == 4
-        # Adapters.
-        status = await engine.load_adapter("signs", write_adapter(tmp_path / "signs", {"kind": 1}))
-        assert status.name == "signs" and await engine.adapters() == (status,)
-        # More than one batch, and exactly one batch.
-        for count in (2 * messages.ADAPTERS_PER_REPLY, 2 * messages.ADAPTERS_PER_REPLY + 1):
-            await engine.register_adapters({f"cam{number}": str(tmp_path / "signs") for number in range(count - 1)})
-            names = [each.name for each in await engine.adapters()]
-            assert len(names) == count and names == sorted({*names, "signs"})
-        for name in names:
-            if name != "signs":
-                await engine.unload_adapter(name)
-        with pytest.raises(BadAdapter, match=r"no adapter_config\.json"):
-            await engine.load_adapter("nothing", str(tmp_path))
-        pinned = await engine.pin_adapter("signs", True)
-        assert pinned.pinned and await engine.adapters() == (pinned,)
-        assert not (await engine.pin_adapter("signs", False)).pinned
-        with pytest.raises(UnknownAdapter):
-            await engine.pin_adapter("nothing", True)
+async def test_requests_calls_refusals_and_a_clean_stop(tmp_path: Path) -> None:
+    engine = await start(max_context=500)
+    assert engine.ready.model == "scripted" and engine.ready.max_context == 500
+    answers = [answer(engine, request(f"r{i}", f"say:answer {i}")) for i in range(8)]
+    for i, (text, last) in enumerate(await asyncio.gather(*answers)):
+        assert text == f"answer {i}" and last.finish_reason == "stop" and last.timings is not None
+    # Whole answers arrive in one message, other answers token by token.
+    whole, parts = await asyncio.gather(
+        outputs(engine, request("whole", "say:word", whole=True)), outputs(engine, request("parts", "say:word"))
+    )
+    assert len(whole) == 1 < len(parts) and whole[0].finish_reason == "stop"
+    assert whole[0].token_ids == tuple(token for output in parts for token in output.token_ids)
+    # Refused, internal error, single failure: each request has its own final output; the engine stays up.
+    _, refused = await answer(engine, request("long", "x" * 600))
+    assert refused.error is not None and refused.error.code == "prompt_too_long"
+    _, tripped = await answer(engine, request("trip", "trip"))
+    assert tripped.error is not None and tripped.error.code == "step_failed"
+    _, failed = await answer(engine, request("fail", "fail"))
+    assert failed.error is not None and failed.error.code == "step_failed"
+    with pytest.raises(BadRequest, match="a number in the request is too large"):
+        await answer(engine, request("number", "say:x", sampling=SamplingParams(seed=10**30)))
+    with pytest.raises(BadRequest, match="unpaired surrogate"):
+        await engine.load_adapter("\ud800", str(tmp_path))
+    # Closing a stream cancels its request; cancelling a request ends its stream.
+    leaving = engine.generate(request("left", "forever", sampling=SamplingParams(max_tokens=400)))
+    await anext(leaving)
+    assert isinstance(leaving, AsyncGenerator)
+    await leaving.aclose()
+    cancelling = engine.generate(request("cancelled", "forever", sampling=SamplingParams(max_tokens=400)))
+    await anext(cancelling)
+    await engine.cancel("cancelled")
+    assert [output async for output in cancelling][-1].finish_reason == "cancelled"
+    # So does a passed deadline, with and without outputs from the engine.
+    loop = asyncio.get_running_loop()
+    for prompt in ("never", "forever"):
+        late = request(prompt, prompt, sampling=SamplingParams(max_tokens=400))
+        with pytest.raises(TimeoutError):
+            async for _ in engine.generate(late, loop.time() + 0.05):
+                pass
+    stats = await engine.stats()
+    assert stats.num_running == 0 and stats.num_cancelled == 4
+    # Adapters.
+    status = await engine.load_adapter("signs", write_adapter(tmp_path / "signs", {"kind": 1}))
+    assert status.name == "signs" and await engine.adapters() == (status,)
+    # More than one batch, and exactly one batch.
+    for count in (2 * messages.ADAPTERS_PER_REPLY, 2 * messages.ADAPTERS_PER_REPLY + 1):
+        await engine.register_adapters({f"cam{number}": str(tmp_path / "signs") for number in range(count - 1)})
+        names = [each.name for each in await engine.adapters()]
+        assert len(names) == count and names == sorted({*names, "signs"})
+    for name in names:
+        if name != "signs":
+            await engine.unload_adapter(name)
+    with pytest.raises(BadAdapter, match=r"no adapter_config\.json"):
+        await engine.load_adapter("nothing", str(tmp_path))
+    pinned = await engine.pin_adapter("signs", True)
+    assert pinned.pinned and await engine.adapters() == (pinned,)
+    assert not (await engine.pin_adapter("signs", False)).pinned
+    with pytest.raises(UnknownAdapter):
+        await engine.pin_adapter("nothing", True)
+    await engine.unload_adapter("signs")
+    with pytest.raises(UnknownAdapter):
         await engine.unload_adapter("signs")
-        with pytest.raises(UnknownAdapter):
-            await engine.unload_adapter("signs")
-        await engine.register_adapters({name: write_adapter(tmp_path / name) for name in ("one", "two")})
-        assert [each.name for each in await engine.adapters()] == ["one", "two"]
-        draining = engine.generate(request("draining", "forever", adapter="one", sampling=SamplingParams(max_tokens=9)))
-        await anext(draining)
-        await engine.unload_adapter("one", drain=True)
-        assert [output async for output in draining][-1].finish_reason == "length"
-        # A stop ends running requests, and every later call fails with the cause.
-        running = asyncio.create_task(answer(engine, request("running", "never")))
-        await asyncio.sleep(0.05)
-        await engine.close()
-        assert (await running)[1].finish_reason == "cancelled"
-        with pytest.raises(EngineDead, match="the engine was closed"):
-            await engine.stats()
-        with pytest.raises(ProcessLookupError):
-            os.kill(engine.ready.pid, 0)
-
-    run(main())
+    await engine.register_adapters({name: write_adapter(tmp_path / name) for name in ("one", "two")})
+    assert [each.name for each in await engine.adapters()] == ["one", "two"]
+    draining = engine.generate(request("draining", "forever", adapter="one", sampling=SamplingParams(max_tokens=9)))
+    await anext(draining)
+    await engine.unload_adapter("one", drain=True)
+    assert [output async for output in draining][-1].finish_reason == "length"
+    # A stop ends running requests, and every later call fails with the cause.
+    running = asyncio.create_task(answer(engine, request("running", "never")))
+    await asyncio.sleep(0.05)
+    await engine.close()
+    assert (await running)[1].finish_reason == "cancelled"
+    with pytest.raises(EngineDead, match="the engine was closed"):
+        await engine.stats()
+    with pytest.raises(ProcessLookupError):
+        os.kill(engine.ready.pid, 0)
 
 
-def test_an_idle_engine_that_loses_a_rank_is_reported_dead() -> None:
-    async def main() -> None:
-        engine = await start("lonely")
-        assert await asyncio.wait_for(engine.wait_dead(), 30) == "rank 1 was killed by SIGKILL"
-        await engine.close()
-
-    run(main())
+async def test_an_idle_engine_that_loses_a_rank_is_reported_dead() -> None:
+    engine = await start("lonely")
+    assert await asyncio.wait_for(engine.wait_dead(), 30) == "rank 1 was killed by SIGKILL"
+    await engine.close()
 
 
 @pytest.mark.parametrize(
@@ -192,30 +186,27 @@ def test_an_idle_engine_that_loses_a_rank_is_reported_dead() -> None:
         ("crash", "the engine stopped: RuntimeError: the script says crash"),
     ],
 )
-def test_a_dead_engine_fails_all_calls_with_its_cause(deed: str, cause: str) -> None:
-    async def main() -> None:
-        engine = await start()
-        waiting = [asyncio.create_task(answer(engine, request(f"r{i}", "never"))) for i in range(3)]
-        await asyncio.sleep(0.05)
-        if deed == "kill":
-            os.kill(engine.ready.pid, signal.SIGKILL)
-        else:
-            waiting.append(asyncio.create_task(answer(engine, request("killer", deed))))
-        for _, last in await asyncio.gather(*waiting):
-            assert last.error is not None and (last.error.code, last.error.message) == ("engine_dead", cause)
-        assert engine.cause == cause  # all requests fail at the same time
-        for call in (
-            engine.stats(),
-            engine.adapters(),
-            engine.load_adapter("a", "b"),
-            anext(engine.generate(request("z", "z"))),
-        ):
-            with pytest.raises(EngineDead, match=cause):
-                await call
-        assert await engine.wait_dead() == cause
-        await engine.close()
-
-    run(main())
+async def test_a_dead_engine_fails_all_calls_with_its_cause(deed: str, cause: str) -> None:
+    engine = await start()
+    waiting = [asyncio.create_task(answer(engine, request(f"r{i}", "never"))) for i in range(3)]
+    await asyncio.sleep(0.05)
+    if deed == "kill":
+        os.kill(engine.ready.pid, signal.SIGKILL)
+    else:
+        waiting.append(asyncio.create_task(answer(engine, request("killer", deed))))
+    for _, last in await asyncio.gather(*waiting):
+        assert last.error is not None and (last.error.code, last.error.message) == ("engine_dead", cause)
+    assert engine.cause == cause  # all requests fail at the same time
+    for call in (
+        engine.stats(),
+        engine.adapters(),
+        engine.load_adapter("a", "b"),
+        anext(engine.generate(request("z", "z"))),
+    ):
+        with pytest.raises(EngineDead, match=cause):
+            await call
+    assert await engine.wait_dead() == cause
+    await engine.close()
 
 
 @pytest.mark.parametrize(
@@ -226,17 +217,14 @@ def test_a_dead_engine_fails_all_calls_with_its_cause(deed: str, cause: str) -> 
         ("gone", EngineDead, "the engine process ended with exit code 3 while starting"),
     ],
 )
-def test_a_failed_start_of_an_engine_is_reported_with_its_cause(
+async def test_a_failed_start_of_an_engine_is_reported_with_its_cause(
     model: str, error: type[Exception], message: str
 ) -> None:
-    async def main() -> None:
-        with pytest.raises(error, match=message):
-            await start(model)
-
-    run(main())
+    with pytest.raises(error, match=message):
+        await start(model)
 
 
-def test_the_engine_ends_when_its_parent_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_engine_ends_when_its_parent_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[ClientTransport] = []
     open_transport = ClientTransport.open
 
@@ -245,27 +233,20 @@ def test_the_engine_ends_when_its_parent_is_gone(monkeypatch: pytest.MonkeyPatch
         return opened[-1]
 
     monkeypatch.setattr(ClientTransport, "open", recording)
-
-    async def main() -> None:
-        engine = await start()
-        opened[0].close()  # as after a kill of the parent
-        assert "exit code 0" in await engine.wait_dead()
-
-    run(main())
+    engine = await start()
+    opened[0].close()  # as after a kill of the parent
+    assert "exit code 0" in await engine.wait_dead()
 
 
-def test_cancelling_a_start_leaves_no_process() -> None:
-    async def main() -> None:
-        before = set(children(os.getpid()))  # the fork server of an earlier test, for one
-        starting = asyncio.create_task(start("slow"))
-        while not set(children(os.getpid())) - before:
-            await asyncio.sleep(0.01)
-        starting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await starting
-        until(lambda: set(children(os.getpid())) <= before)
-
-    run(main())
+async def test_cancelling_a_start_leaves_no_process() -> None:
+    before = set(children(os.getpid()))  # the fork server of an earlier test, for one
+    starting = asyncio.create_task(start("slow"))
+    while not set(children(os.getpid())) - before:
+        await asyncio.sleep(0.01)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    until(lambda: set(children(os.getpid())) <= before)
 
 
 # -- the supervisor ---------------------------------------------------------------------------------------------------
@@ -298,117 +279,106 @@ async def alive(engine: SupervisedEngine) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_a_hanging_load_blocks_nothing_and_ends_with_its_process(tmp_path: Path) -> None:
-    async def main() -> None:
-        logged: list[str] = []
-        engine = await supervised(logged)
-        folder = write_adapter(tmp_path / "one")
-        hanging = asyncio.create_task(engine.load_adapter("hangs", folder))
-        await engine.load_adapter("one", folder)
-        request = Request(request_id="r", prompt_ids=tuple(b"say:x"))
-        assert [output async for output in engine.generate(request)][-1].finish_reason is not None
-        assert not hanging.done()
-        await kill(engine)
-        with pytest.raises(EngineDead):
-            await hanging
-        await alive(engine)
-        assert [status.name for status in await engine.adapters()] == ["one"]
-        # A server that stops waits for no restart either.
-        hanging = asyncio.create_task(engine.load_adapter("hangs", folder))
-        await asyncio.sleep(0)
-        await engine.close()
-        with pytest.raises(EngineDead):
-            await hanging
-
-    run(main())
+async def test_a_hanging_load_blocks_nothing_and_ends_with_its_process(tmp_path: Path) -> None:
+    logged: list[str] = []
+    engine = await supervised(logged)
+    folder = write_adapter(tmp_path / "one")
+    hanging = asyncio.create_task(engine.load_adapter("hangs", folder))
+    await engine.load_adapter("one", folder)
+    request = Request(request_id="r", prompt_ids=tuple(b"say:x"))
+    assert [output async for output in engine.generate(request)][-1].finish_reason is not None
+    assert not hanging.done()
+    await kill(engine)
+    with pytest.raises(EngineDead):
+        await hanging
+    await alive(engine)
+    assert [status.name for status in await engine.adapters()] == ["one"]
+    # A server that stops waits for no restart either.
+    hanging = asyncio.create_task(engine.load_adapter("hangs", folder))
+    await asyncio.sleep(0)
+    await engine.close()
+    with pytest.raises(EngineDead):
+        await hanging
 
 
-def test_a_replacement_process_has_the_adapters_and_pins(tmp_path: Path) -> None:
-    async def main() -> None:
-        logged: list[str] = []
-        restarts: list[str] = []
-        engine = await supervised(logged)
-        engine.add_listener(Listener(lambda: restarts.append("restarted")))
-        await engine.register_adapters({name: write_adapter(tmp_path / name) for name in ("one", "two", "lost")})
-        await engine.load_adapter("three", write_adapter(tmp_path / "three"))
-        await engine.load_adapter("gone", write_adapter(tmp_path / "gone"))
-        for name in ("one", "three", "lost"):
-            await engine.pin_adapter(name, True)
-        await engine.pin_adapter("one", False)
-        await engine.unload_adapter("gone")
-        assert [one.name for one in await engine.train("/plans/signs")] == ["signs"]
-        with pytest.raises(BadPlan, match="/plans/bad: cannot be read"):
-            await engine.train("/plans/bad")
-        shutil.rmtree(tmp_path / "lost")
-        assert not engine.starting
-        await kill(engine)
-        assert engine.starting
-        request = Request(request_id="r", prompt_ids=tuple(b"say:x"))
-        for call in (engine.stats, engine.adapters, lambda: anext(engine.generate(request))):  # type: ignore[call-overload]
-            with pytest.raises(EngineDead, match="killed by SIGKILL; it is being restarted"):
-                await call()
-        await alive(engine)
-        assert [one.name for one in await engine.trainings()] == ["signs"]
-        assert not engine.starting
-        assert [(each.name, each.pinned) for each in await engine.adapters()] == [
-            ("one", False),
-            ("three", True),
-            ("two", False),
-        ]
-        first, *_ = [output async for output in engine.generate(request)]
-        assert first.token_ids == tuple(b"x")
-        assert (await engine.stats()).num_restarts == 1 == len(restarts)
-        assert logged[0] == "the engine process was killed by SIGKILL; it is being restarted"
-        assert "adapter 'lost' was not restored" in logged[1] and logged[2:] == ["the engine is ready again"]
-        # A missing adapter is not looked up a second time.
-        await kill(engine)
-        await alive(engine)
-        assert len(logged) == 5 and len(await engine.adapters()) == 3
-        with pytest.raises(UnknownAdapter):
-            await engine.unload_adapter("lost")
-        await engine.close()
-        assert engine.cause == "the engine was closed" and not engine.starting
-
-    run(main())
+async def test_a_replacement_process_has_the_adapters_and_pins(tmp_path: Path) -> None:
+    logged: list[str] = []
+    restarts: list[str] = []
+    engine = await supervised(logged)
+    engine.add_listener(Listener(lambda: restarts.append("restarted")))
+    await engine.register_adapters({name: write_adapter(tmp_path / name) for name in ("one", "two", "lost")})
+    await engine.load_adapter("three", write_adapter(tmp_path / "three"))
+    await engine.load_adapter("gone", write_adapter(tmp_path / "gone"))
+    for name in ("one", "three", "lost"):
+        await engine.pin_adapter(name, True)
+    await engine.pin_adapter("one", False)
+    await engine.unload_adapter("gone")
+    assert [one.name for one in await engine.train("/plans/signs")] == ["signs"]
+    with pytest.raises(BadPlan, match="/plans/bad: cannot be read"):
+        await engine.train("/plans/bad")
+    shutil.rmtree(tmp_path / "lost")
+    assert not engine.starting
+    await kill(engine)
+    assert engine.starting
+    request = Request(request_id="r", prompt_ids=tuple(b"say:x"))
+    for call in (engine.stats, engine.adapters, lambda: anext(engine.generate(request))):  # type: ignore[call-overload]
+        with pytest.raises(EngineDead, match="killed by SIGKILL; it is being restarted"):
+            await call()
+    await alive(engine)
+    assert [one.name for one in await engine.trainings()] == ["signs"]
+    assert not engine.starting
+    assert [(each.name, each.pinned) for each in await engine.adapters()] == [
+        ("one", False),
+        ("three", True),
+        ("two", False),
+    ]
+    first, *_ = [output async for output in engine.generate(request)]
+    assert first.token_ids == tuple(b"x")
+    assert (await engine.stats()).num_restarts == 1 == len(restarts)
+    assert logged[0] == "the engine process was killed by SIGKILL; it is being restarted"
+    assert "adapter 'lost' was not restored" in logged[1] and logged[2:] == ["the engine is ready again"]
+    # A missing adapter is not looked up a second time.
+    await kill(engine)
+    await alive(engine)
+    assert len(logged) == 5 and len(await engine.adapters()) == 3
+    with pytest.raises(UnknownAdapter):
+        await engine.unload_adapter("lost")
+    await engine.close()
+    assert engine.cause == "the engine was closed" and not engine.starting
 
 
 @pytest.mark.slow
-def test_an_engine_that_fails_at_every_start_stays_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_fails_at_every_start_stays_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first start succeeds, every later start fails immediately."""
     monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.001)
-
-    async def main() -> None:
-        logged: list[str] = []
-        engine = await supervised(logged, f"gone after {tmp_path / 'started'}")
-        changes: list[bool] = []
-        engine.add_listener(Listener(lambda: changes.append(engine.starting)))
-        await kill(engine)
-        while not changes:
-            await asyncio.sleep(0.01)
-        assert changes == [False]  # no call waits for a restart any more
-        assert engine.cause is not None and "exit code 3" in engine.cause and "gave up after" in engine.cause
-        assert len(logged) == 1 + 5 + 1 and logged[-1] == engine.cause
-        with pytest.raises(EngineDead, match="gave up after"):
-            await engine.stats()
-        await engine.close()
-
-    run(main())
+    logged: list[str] = []
+    engine = await supervised(logged, f"gone after {tmp_path / 'started'}")
+    changes: list[bool] = []
+    engine.add_listener(Listener(lambda: changes.append(engine.starting)))
+    await kill(engine)
+    while not changes:
+        await asyncio.sleep(0.01)
+    assert changes == [False]  # no call waits for a restart any more
+    assert engine.cause is not None and "exit code 3" in engine.cause and "gave up after" in engine.cause
+    assert len(logged) == 1 + 5 + 1 and logged[-1] == engine.cause
+    with pytest.raises(EngineDead, match="gave up after"):
+        await engine.stats()
+    await engine.close()
 
 
-def test_closing_during_a_restart_leaves_no_process(tmp_path: Path) -> None:
-    async def main() -> None:
-        before = set(children(os.getpid()))  # the fork server of an earlier test, for one
-        engine = await supervised([], f"slow after {tmp_path / 'started'}")
-        await kill(engine)
-        await asyncio.sleep(0.3)
-        assert before < set(children(os.getpid()))
-        await engine.close()
-        assert before == set(children(os.getpid()))
-
-    run(main())
+async def test_closing_during_a_restart_leaves_no_process(tmp_path: Path) -> None:
+    before = set(children(os.getpid()))  # the fork server of an earlier test, for one
+    engine = await supervised([], f"slow after {tmp_path / 'started'}")
+    await kill(engine)
+    await asyncio.sleep(0.3)
+    assert before < set(children(os.getpid()))
+    await engine.close()
+    assert before == set(children(os.getpid()))
 
 
-def test_an_address_that_is_lost_does_not_keep_the_next_engine_from_serving(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_starts_without_an_address_that_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Scripted engines; the second one finds another process at its address."""
     starts: list[bool] = []
     start = EngineClient.start
@@ -420,17 +390,13 @@ def test_an_address_that_is_lost_does_not_keep_the_next_engine_from_serving(monk
         return await start(config, command=command)
 
     monkeypatch.setattr(EngineClient, "start", listening_once)
-
-    async def main() -> None:
-        config = EngineConfig(model="scripted", serve_base=ServedBase(addresses=("unix:base.sock",)))
-        logged: list[str] = []
-        engine = await SupervisedEngine.start(config, log=logged.append, command=ENGINE_COMMAND)
-        assert engine.pid is not None
-        os.kill(engine.pid, signal.SIGKILL)
-        while len(logged) < 3:
-            await asyncio.sleep(0.01)
-        assert logged[1].startswith("starting without --serve-base: cannot listen on unix:base.sock")
-        assert logged[2] == "the engine is ready again" and starts == [True, True, False]
-        await engine.close()
-
-    asyncio.run(asyncio.wait_for(main(), 60))
+    config = EngineConfig(model="scripted", serve_base=ServedBase(addresses=("unix:base.sock",)))
+    logged: list[str] = []
+    engine = await SupervisedEngine.start(config, log=logged.append, command=ENGINE_COMMAND)
+    assert engine.pid is not None
+    os.kill(engine.pid, signal.SIGKILL)
+    while len(logged) < 3:
+        await asyncio.sleep(0.01)
+    assert logged[1].startswith("starting without --serve-base: cannot listen on unix:base.sock")
+    assert logged[2] == "the engine is ready again" and starts == [True, True, False]
+    await engine.close()

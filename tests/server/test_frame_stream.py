@@ -6,7 +6,7 @@ import asyncio
 import datetime
 import gc
 import re
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
@@ -33,6 +33,9 @@ def answer(label: str) -> HeadResult:
 
 def no_bytes() -> ByteCharge:
     return ByteCharge(ByteBudget(1))
+
+
+LOOP = VirtualClockLoop
 
 
 class Head:
@@ -89,15 +92,6 @@ class Head:
         self._gates[image].set()
 
 
-def on_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    def run() -> None:
-        with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
-            runner.run(asyncio.wait_for(test(), 10))
-
-    run.__doc__ = test.__doc__
-    return run
-
-
 def make(head: Head, metrics: Metrics | None = None, **options: Any) -> StreamSession:
     stream_options = StreamOptions(**{"heads": (("cam", "night"),)} | options)
     return StreamSession(head, stream_options, 1 if stream_options.heads else None, metrics or Metrics())
@@ -118,7 +112,6 @@ def labels(results: Sequence[FrameResult]) -> list[tuple[int, str]]:
     return [(each.number, each.answer.label if each.answer else "dropped" if each.dropped else "") for each in results]
 
 
-@on_loop
 async def test_results_come_in_frame_order() -> None:
     head = Head(at_once=False)
     stream = make(head, drop="none")
@@ -130,7 +123,6 @@ async def test_results_come_in_frame_order() -> None:
     assert labels((await stream.pull(-1, 1)).results) == [(0, "a"), (1, "b"), (2, "c")]
 
 
-@on_loop
 async def test_a_newer_frame_replaces_a_waiting_one() -> None:
     head = Head(at_once=False)
     stream = make(head)
@@ -146,7 +138,6 @@ async def test_a_newer_frame_replaces_a_waiting_one() -> None:
     assert results[4].dropped == "frame 5 arrived before this one was started"
 
 
-@on_loop
 async def test_without_dropping_a_send_waits_for_room() -> None:
     head = Head(at_once=False)
     stream = make(head, drop="none")
@@ -159,7 +150,6 @@ async def test_without_dropping_a_send_waits_for_room() -> None:
     assert await waiting
 
 
-@on_loop
 async def test_unread_results_are_bounded() -> None:
     for drop in ("newest", "none"):
         stream = make(Head(), drop=drop)
@@ -171,7 +161,6 @@ async def test_unread_results_are_bounded() -> None:
         assert await stream.send(MAX_UNACKNOWLEDGED, (b"x",), 0, no_bytes())
 
 
-@on_loop
 async def test_acknowledged_results_are_forgotten() -> None:
     """A camera may send for days."""
     stream = make(Head(), drop="none")
@@ -184,7 +173,6 @@ async def test_acknowledged_results_are_forgotten() -> None:
     assert mine == [], "the console shows the last one"
 
 
-@on_loop
 async def test_results_stay_until_they_are_acknowledged() -> None:
     stream = make(Head())
     await send(stream, b"a", b"b")
@@ -196,7 +184,6 @@ async def test_results_stay_until_they_are_acknowledged() -> None:
             await stream.pull(number, 0)
 
 
-@on_loop
 async def test_a_frame_sent_again_is_accepted_once() -> None:
     head = Head()
     stream = make(head)
@@ -211,7 +198,6 @@ async def test_a_frame_sent_again_is_accepted_once() -> None:
         await stream.send(1, (b"c", b"d"), 0, no_bytes())
 
 
-@on_loop
 async def test_a_later_pull_or_send_replaces_the_waiting_one() -> None:
     head = Head(at_once=False)
     stream = make(head, drop="none")
@@ -228,7 +214,6 @@ async def test_a_later_pull_or_send_replaces_the_waiting_one() -> None:
     assert await second and labels((await new).results) == [(0, "0")]
 
 
-@on_loop
 async def test_a_failure_belongs_to_its_frame() -> None:
     stream = make(Head(), drop="none")
     await send(stream, b"fail", b"trip", b"late", b"a")
@@ -239,7 +224,6 @@ async def test_a_failure_belongs_to_its_frame() -> None:
     assert good.answer is not None
 
 
-@on_loop
 async def test_each_frame_has_the_streams_latency_bound() -> None:
     head = Head(at_once=False)
     stream = make(head, drop="none", max_latency_s=0.05)
@@ -252,7 +236,6 @@ async def test_each_frame_has_the_streams_latency_bound() -> None:
     assert all(bound is not None and 0 < bound <= 0.05 for bound in head.bounds)
 
 
-@on_loop
 async def test_every_head_and_question_answers_each_frame() -> None:
     head = Head()
     questions = (TextQuestion("what ?", "cam", 4), TextQuestion("where ?"))
@@ -270,7 +253,6 @@ async def test_every_head_and_question_answers_each_frame() -> None:
     assert second.answers[1].label == "b" and head.num_read == 2, "the images of each frame are processed once"
 
 
-@on_loop
 async def test_one_failing_question_leaves_the_others() -> None:
     head = Head()
     metrics = Metrics()
@@ -284,7 +266,6 @@ async def test_one_failing_question_leaves_the_others() -> None:
     assert (stream.num_answered, stream.num_failed) == (1, 1)
 
 
-@on_loop
 async def test_no_more_frames_are_started_than_the_frame_rate() -> None:
     head = Head()
     stream = make(head, drop="none", fps=20)
@@ -300,7 +281,6 @@ async def test_no_more_frames_are_started_than_the_frame_rate() -> None:
     assert (await stream.pull(3, 0)).finished
 
 
-@on_loop
 async def test_end_answers_accepted_frames_and_cancel_frees_them() -> None:
     head = Head(at_once=False)
     stream = make(head)
@@ -320,7 +300,6 @@ async def test_end_answers_accepted_frames_and_cancel_frees_them() -> None:
     assert head.cancelled == 1
 
 
-@on_loop
 async def test_streams_belong_to_their_token_and_expire_without_a_connection() -> None:
     head = Head(at_once=False)
     metrics = Metrics()
@@ -350,7 +329,6 @@ async def test_streams_belong_to_their_token_and_expire_without_a_connection() -
     assert len(streams) == 0 and b"vlora_streams_open 0.0" in metrics.render(None)
 
 
-@on_loop
 async def test_metrics_count_every_frame_at_its_start_and_end() -> None:
     metrics = Metrics()
     head = Head(at_once=False)
@@ -378,11 +356,7 @@ async def test_metrics_count_every_frame_at_its_start_and_end() -> None:
 
 
 @pytest.mark.parametrize("drop", ["newest", "none"])
-def test_every_frame_releases_its_bytes_once(drop: str) -> None:
-    on_loop(lambda: frames_release_bytes(drop))()
-
-
-async def frames_release_bytes(drop: str) -> None:
+async def test_every_frame_releases_its_bytes_once(drop: str) -> None:
     head = Head(at_once=False)
     stream = make(head, drop=drop)
     budget = ByteBudget(1000)
@@ -413,7 +387,6 @@ async def frames_release_bytes(drop: str) -> None:
 # -- while there is no engine ------------------------------------------------------------------------------------------
 
 
-@on_loop
 async def test_the_newest_frame_waits_while_an_engine_starts() -> None:
     head = Head(engine_starting=True)
     stream = make(head)
@@ -427,7 +400,6 @@ async def test_the_newest_frame_waits_while_an_engine_starts() -> None:
     assert head.requested == [b"c"] and labels(results) == [(0, "dropped"), (1, "dropped"), (2, "c")]
 
 
-@on_loop
 async def test_with_drop_none_frames_and_then_the_sender_wait_for_an_engine() -> None:
     head = Head(engine_starting=True)
     stream = make(head, drop="none")
@@ -439,7 +411,6 @@ async def test_with_drop_none_frames_and_then_the_sender_wait_for_an_engine() ->
     assert head.requested == [b"a", b"b", b"c", b"d"]
 
 
-@on_loop
 async def test_a_waiting_frame_fails_at_its_bound_while_an_engine_starts() -> None:
     head, budget, metrics = Head(engine_starting=True), ByteBudget(2), Metrics()
     stream = make(head, metrics, drop="none", max_latency_s=0.05)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import random
-import time
 import warnings
 from typing import Any, Literal
 
@@ -91,13 +90,8 @@ def test_numbers_are_within_their_bounds(schema: dict[str, Any], seed: int) -> N
     near = []
     for bound in (value for value in schema.values() if isinstance(value, int | float)):
         shown = f"{bound:.20f}".rstrip("0").rstrip(".")
-        near += [
-            shown,
-            f"{bound:.25f}",
-            f"{bound:.0f}",
-            f"{shown}{'' if '.' in shown else '.'}{'0' * 15}1",
-            f"-{shown}",
-        ]
+        many = f"{shown}{'' if '.' in shown else '.'}{'0' * 15}1"
+        near += [shown, f"{bound:.25f}", f"{bound:.0f}", many, f"-{shown}"]
     try:
         check(schema, [*near, "0", "-0", "0.0", "1", "1.0", "null"], random.Random(seed))
     except BadRequest as error:
@@ -128,24 +122,7 @@ PATTERNS = [
     "^a$|^b", "(?i)^k+$", "(?s)^.$", "^.$", r"^\u0061\x62$", r"\.", "a{2,}?b", r"^\p{Lu}$", "^[a-z_][a-z0-9_]*$", "é",
 ]  # fmt: skip
 TEXTS = [
-    "a",
-    "b",
-    "é",
-    "٣",
-    "a٣",
-    "\x85",
-    "\ufeff",
-    "\u2028",
-    "\u212a",
-    "a\n",
-    "&",
-    "[",
-    ":]",
-    "A",
-    "ac",
-    "k",
-    "aab",
-    "_",
+    *("a", "b", "é", "٣", "a٣", "\x85", "\ufeff", "\u2028", "\u212a", "a\n", "&", "[", ":]", "A", "ac", "k", "aab", "_")
 ]
 
 
@@ -288,11 +265,10 @@ def deep() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("schema", [recursive(10), recursive(400), wide(), deep()])
+@pytest.mark.timeout(60)  # without a bound, hours
 def test_alternatives_are_compared_in_bounded_time(schema: dict[str, Any]) -> None:
-    began = time.process_time()
     with pytest.raises(BadRequest, match="alternatives 0 and 1"):
         matcher(schema)
-    assert time.process_time() - began < 1
 
 
 @pytest.mark.parametrize(
@@ -396,13 +372,9 @@ def test_schemas_that_define_other_properties_stay_unchanged(schema: dict[str, A
     assert grammar_schema(schema, "tools") == before == schema
 
 
-def test_a_property_named_like_a_keyword_is_closed_too() -> None:
-    schema = {"type": "object", "properties": {"allOf": {"type": "object", "properties": {"$ref": {}}}}}
-    found = grammar_schema(schema, "tools")
-    assert found["additionalProperties"] is False
-    assert found["properties"]["allOf"]["additionalProperties"] is False
-
-
-def test_every_alternative_is_closed_by_itself() -> None:
+def test_alternatives_and_properties_named_like_keywords_are_closed_too() -> None:
     schema = {"anyOf": [{"type": "object", "properties": {"a": {"type": "integer"}}}, {"type": "null"}]}
     assert accepts(schema, '{"a": 1}') and accepts(schema, "null") and not accepts(schema, '{"a": 1, "b": 2}')
+    found = grammar_schema(object_of(properties={"allOf": object_of(properties={"$ref": {}})}), "tools")
+    assert found["additionalProperties"] is False
+    assert found["properties"]["allOf"]["additionalProperties"] is False

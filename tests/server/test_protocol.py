@@ -508,31 +508,25 @@ async def ask(front: FrontEnd, *args: Any, **kwargs: Any) -> tuple[list[str], An
     return [str(part) for part in parts], answer
 
 
-def test_text_streams_in_whole_characters_and_no_part_of_a_stop_string() -> None:
-    async def main() -> None:
-        engine = ScriptedInterface()
-        front = front_end(engine)
-        assert (await ask(front, "say:grün", [PNG]))[0] == ["g", "r", "ü", "n"]
-        sampling = SamplingParams(stop=("END", "zzz"))
-        assert not any("E" in piece for piece in (await ask(front, "say:one END two", sampling=sampling))[0])
-        assert len(engine.engine.cancelled) == 1 and not engine.engine.running
-        messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "say:yes"}]}]
-        assert (await ask(front, messages, [PNG]))[1].text == "yes"
-
-    in_loop(main)
+async def test_text_streams_in_whole_characters_and_no_part_of_a_stop_string() -> None:
+    engine = ScriptedInterface()
+    front = front_end(engine)
+    assert (await ask(front, "say:grün", [PNG]))[0] == ["g", "r", "ü", "n"]
+    sampling = SamplingParams(stop=("END", "zzz"))
+    assert not any("E" in piece for piece in (await ask(front, "say:one END two", sampling=sampling))[0])
+    assert len(engine.engine.cancelled) == 1 and not engine.engine.running
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "say:yes"}]}]
+    assert (await ask(front, messages, [PNG]))[1].text == "yes"
 
 
 @pytest.mark.parametrize("prompt", ["never", "forever"])
 @pytest.mark.parametrize("whole", [False, True])
-def test_every_request_has_a_time_limit(prompt: str, whole: bool) -> None:
-    async def main() -> None:
-        engine = ScriptedInterface()
-        front = front_end(engine, request_timeout_s=0.2)
-        with pytest.raises(DeadlineMissed, match=r"not answered within 0\.2 s"):
-            await ask(front, prompt, sampling=SamplingParams(max_tokens=90_000), whole=whole)
-        assert len(engine.engine.cancelled) == 1 and not engine.engine.running and front.num_active == 0
-
-    in_loop(main)
+async def test_every_request_has_a_time_limit(prompt: str, whole: bool) -> None:
+    engine = ScriptedInterface()
+    front = front_end(engine, request_timeout_s=0.2)
+    with pytest.raises(DeadlineMissed, match=r"not answered within 0\.2 s"):
+        await ask(front, prompt, sampling=SamplingParams(max_tokens=90_000), whole=whole)
+    assert len(engine.engine.cancelled) == 1 and not engine.engine.running and front.num_active == 0
 
 
 def test_a_reader_that_is_slower_than_the_engine_has_the_time_limit_too() -> None:
@@ -556,116 +550,98 @@ def test_a_reader_that_is_slower_than_the_engine_has_the_time_limit_too() -> Non
         runner.run(main())
 
 
-def test_requests_over_capacity_are_refused_until_others_end() -> None:
-    async def main() -> None:
-        front = front_end(max_requests=2)
-        held = [front.generate("forever") for _ in range(2)]
-        for stream in held:
-            await anext(stream)
-        with pytest.raises(OverCapacity, match="2 requests are in progress"):
-            await ask(front, "say:x")
-        await held[0].aclose()  # type: ignore[attr-defined]
-        assert (await ask(front, "say:x"))[1].text == "x"
-        await held[1].aclose()  # type: ignore[attr-defined]
-        with pytest.raises(BadRequest, match=r"1000000 heads are asked; the number must be from 1 to 2"):
-            await front.ask_heads([PNG], [("cam", "night")] * 10**6)
-
-    in_loop(main)
+async def test_requests_over_capacity_are_refused_until_others_end() -> None:
+    front = front_end(max_requests=2)
+    held = [front.generate("forever") for _ in range(2)]
+    for stream in held:
+        await anext(stream)
+    with pytest.raises(OverCapacity, match="2 requests are in progress"):
+        await ask(front, "say:x")
+    await held[0].aclose()  # type: ignore[attr-defined]
+    assert (await ask(front, "say:x"))[1].text == "x"
+    await held[1].aclose()  # type: ignore[attr-defined]
+    with pytest.raises(BadRequest, match=r"1000000 heads are asked; the number must be from 1 to 2"):
+        await front.ask_heads([PNG], [("cam", "night")] * 10**6)
 
 
-def test_draining_refuses_new_requests_and_waits_for_old_ones() -> None:
-    async def main() -> None:
-        front = front_end()
-        under_way = asyncio.create_task(ask(front, "say:" + "long " * 20))
-        await asyncio.sleep(0.02)
-        draining = asyncio.create_task(front.drain())
-        await asyncio.sleep(0)
-        with pytest.raises(OverCapacity, match="shutting down"):
-            await ask(front, "say:x")
-        await draining
-        assert under_way.done() and (await under_way)[1].text == "long " * 20
-
-    in_loop(main)
+async def test_draining_refuses_new_requests_and_waits_for_old_ones() -> None:
+    front = front_end()
+    under_way = asyncio.create_task(ask(front, "say:" + "long " * 20))
+    await asyncio.sleep(0.02)
+    draining = asyncio.create_task(front.drain())
+    await asyncio.sleep(0)
+    with pytest.raises(OverCapacity, match="shutting down"):
+        await ask(front, "say:x")
+    await draining
+    assert under_way.done() and (await under_way)[1].text == "long " * 20
 
 
-def test_a_load_completes_when_its_caller_is_cancelled(tmp_path: Path) -> None:
-    async def main() -> None:
-        engine = ScriptedInterface()
-        read = asyncio.Event()
-        at_once = engine.load_adapter
+async def test_a_load_completes_when_its_caller_is_cancelled(tmp_path: Path) -> None:
+    engine = ScriptedInterface()
+    read = asyncio.Event()
+    at_once = engine.load_adapter
 
-        async def slowly(name: str, path: str) -> AdapterStatus:
-            await read.wait()
-            return await at_once(name, path)
+    async def slowly(name: str, path: str) -> AdapterStatus:
+        await read.wait()
+        return await at_once(name, path)
 
-        front = front_end(engine)
-        await front.adapters.load("cam", write_adapter(tmp_path / "cam", {"night": 1}))
+    front = front_end(engine)
+    await front.adapters.load("cam", write_adapter(tmp_path / "cam", {"night": 1}))
+    await front.adapters.find_head("cam", "night")
+    engine.load_adapter = slowly  # type: ignore[method-assign]
+    good = asyncio.create_task(front.adapters.load("cam", write_adapter(tmp_path / "cam2", {"rain": 1})))
+    bad = asyncio.create_task(front.adapters.load("cam", str(tmp_path / "nothing")))
+    await asyncio.sleep(0)
+    for leaving in (good, bad):
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+    assert await front.adapters.find_head("cam", "night"), "the new adapter is not read yet"
+    read.set()
+    await asyncio.sleep(0.01)
+    assert await front.adapters.find_head("cam", "rain"), "the old heads are no longer cached"
+    with pytest.raises(UnknownHead):
         await front.adapters.find_head("cam", "night")
-        engine.load_adapter = slowly  # type: ignore[method-assign]
-        good = asyncio.create_task(front.adapters.load("cam", write_adapter(tmp_path / "cam2", {"rain": 1})))
-        bad = asyncio.create_task(front.adapters.load("cam", str(tmp_path / "nothing")))
-        await asyncio.sleep(0)
-        for leaving in (good, bad):
-            leaving.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await leaving
-        assert await front.adapters.find_head("cam", "night"), "the new adapter is not read yet"
-        read.set()
-        await asyncio.sleep(0.01)
-        assert await front.adapters.find_head("cam", "rain"), "the old heads are no longer cached"
-        with pytest.raises(UnknownHead):
-            await front.adapters.find_head("cam", "night")
-
-    in_loop(main)
 
 
-def test_pictures_of_several_heads_are_processed_once(tmp_path: Path) -> None:
-    async def main() -> None:
-        processor = ByteProcessor()
-        front = FrontEnd(ScriptedInterface(), processor, ServerConfig())  # type: ignore[arg-type]
-        for name in ("cam", "signs"):
-            await front.adapters.load(name, write_adapter(tmp_path / name, {"kind": 2, "night": 2}))
-        pairs = [(adapter, head) for adapter in ("cam", "signs") for head in ("kind", "night")] + [("no", "no")]
-        outcomes = await front.ask_heads([png(20), png(30)], pairs)
-        assert [each.error and each.error.code for each in outcomes] == [None] * 4 + ["unknown_adapter"]
-        assert processor.num_processed == 2
-        outcomes = await front.ask_heads([png(20), png(30, size=(1001, 5))], pairs[:2])
-        rejected = "the image processor rejects the images: aspect ratio"
-        assert [each.error and each.error.message for each in outcomes] == [rejected] * 2
-        assert processor.num_processed == 4
-
-    in_loop(main)
+async def test_pictures_of_several_heads_are_processed_once(tmp_path: Path) -> None:
+    processor = ByteProcessor()
+    front = FrontEnd(ScriptedInterface(), processor, ServerConfig())  # type: ignore[arg-type]
+    for name in ("cam", "signs"):
+        await front.adapters.load(name, write_adapter(tmp_path / name, {"kind": 2, "night": 2}))
+    pairs = [(adapter, head) for adapter in ("cam", "signs") for head in ("kind", "night")] + [("no", "no")]
+    outcomes = await front.ask_heads([png(20), png(30)], pairs)
+    assert [each.error and each.error.code for each in outcomes] == [None] * 4 + ["unknown_adapter"]
+    assert processor.num_processed == 2
+    outcomes = await front.ask_heads([png(20), png(30, size=(1001, 5))], pairs[:2])
+    rejected = "the image processor rejects the images: aspect ratio"
+    assert [each.error and each.error.message for each in outcomes] == [rejected] * 2
+    assert processor.num_processed == 4
 
 
-def test_long_lists_of_names_are_shortened(tmp_path: Path) -> None:
-    async def main() -> None:
-        front = front_end()
-        await front.adapters.load("cam", write_adapter(tmp_path / "cam", {"night": 1}))
-        folder = write_adapter(tmp_path / "signs", {"kind": 1})
-        for number in range(101):
-            await front.adapters.load(f"t{number:03}", folder)
-        with pytest.raises(UnknownAdapter, match=r"registered: cam, t000, .*, t018 and 82 more$"):
-            await front.ask_head([PNG], "zzz", "kind")
-        with pytest.raises(UnknownHead, match=r"belongs to adapter 't000', .*, 't019' and 81 more$"):
-            await front.ask_head([PNG], "cam", "kind")
-
-    in_loop(main)
+async def test_long_lists_of_names_are_shortened(tmp_path: Path) -> None:
+    front = front_end()
+    await front.adapters.load("cam", write_adapter(tmp_path / "cam", {"night": 1}))
+    folder = write_adapter(tmp_path / "signs", {"kind": 1})
+    for number in range(101):
+        await front.adapters.load(f"t{number:03}", folder)
+    with pytest.raises(UnknownAdapter, match=r"registered: cam, t000, .*, t018 and 82 more$"):
+        await front.ask_head([PNG], "zzz", "kind")
+    with pytest.raises(UnknownHead, match=r"belongs to adapter 't000', .*, 't019' and 81 more$"):
+        await front.ask_head([PNG], "cam", "kind")
 
 
-def test_labels_are_those_of_the_adapter_version_that_answered(tmp_path: Path) -> None:
-    async def main() -> None:
-        engine = ScriptedInterface()
-        front = front_end(engine)
-        status = await front.adapters.load("cam", write_adapter(tmp_path / "cam", {"night": 1}))
-        old = msgspec.structs.replace(status.heads[0], labels=("cat", "dog", "bird"))
-        current = engine.adapters
+async def test_labels_are_those_of_the_adapter_version_that_answered(tmp_path: Path) -> None:
+    engine = ScriptedInterface()
+    front = front_end(engine)
+    status = await front.adapters.load("cam", write_adapter(tmp_path / "cam", {"night": 1}))
+    old = msgspec.structs.replace(status.heads[0], labels=("cat", "dog", "bird"))
+    current = engine.adapters
 
-        async def adapters() -> tuple[AdapterStatus, ...]:
-            engine.adapters = current  # type: ignore[method-assign]
-            return (msgspec.structs.replace(status, heads=(old,)),)  # the state before a reload
+    async def adapters() -> tuple[AdapterStatus, ...]:
+        engine.adapters = current  # type: ignore[method-assign]
+        return (msgspec.structs.replace(status, heads=(old,)),)  # the state before a reload
 
-        engine.adapters = adapters  # type: ignore[method-assign]
-        result = await front.ask_head([png(20)], "cam", "night")
-        assert (result.label, result.labels, len(result.scores)) == ("dark", ("dark", "bright"), 2)
-
-    in_loop(main)
+    engine.adapters = adapters  # type: ignore[method-assign]
+    result = await front.ask_head([png(20)], "cam", "night")
+    assert (result.label, result.labels, len(result.scores)) == ("dark", ("dark", "bright"), 2)

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.server.served import call
 from vlora.client import Client
 from vlora.errors import BadRequest
 
@@ -72,18 +72,11 @@ def vlora(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
 
 
-def read(address: str, path: str) -> str:
-    with urllib.request.urlopen(f"http://{address.removeprefix('http://')}{path}", timeout=10) as reply:
-        text: str = reply.read().decode()
-    return text
-
-
-def put(address: str, path: str, body: object) -> dict[str, object]:
-    url, headers = f"http://{address.removeprefix('http://')}{path}", {"Content-Type": "application/json"}
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers, method="PUT")
-    with urllib.request.urlopen(request, timeout=40) as reply:
-        found: dict[str, object] = json.loads(reply.read())
-    return found
+def address_of(ready: str) -> tuple[str, int, int]:
+    """For `--server`, and the ports of RPyC and HTTP."""
+    found = re.search(r"rpyc (127\.0\.0\.1:(\d+)) \| http 127\.0\.0\.1:(\d+) ", ready)
+    assert found
+    return found[1], int(found[2]), int(found[3])
 
 
 def wait_ready(process: subprocess.Popen[str]) -> list[str]:
@@ -104,46 +97,36 @@ def test_replicas_serve_both_apis_and_end_with_the_server(folder: Path) -> None:
         *lines, ready = wait_ready(process)
         assert lines[0] == "starting Ray" and re.match(r"Ray listens on ports 2\d{4}-2\d{4} of all addresses", lines[1])
         assert [line.partition(" serves ")[2] for line in lines[2:]] == ["(1 of 2)", "(2 of 2)"]
-        address = re.search(r"rpyc 127\.0\.0\.1:(\d+) \| http (\S+) ", ready)
-        assert address
-        with Client(port=int(address[1])) as client, ThreadPoolExecutor(8) as threads:
+        server, rpyc_port, port = address_of(ready)
+        with Client(port=rpyc_port) as client, ThreadPoolExecutor(8) as threads:
             answers = threads.map(lambda _: client.generate("say:light").text, range(8))
             assert list(answers) == ["light"] * 8
             assert client.stats().num_finished == 8
-            scaled = vlora("cluster", "scale", "3", "--server", f"127.0.0.1:{address[1]}")
+            scaled = vlora("cluster", "scale", "3", "--server", server)
             assert (scaled.returncode, scaled.stdout, scaled.stderr) == (0, "3 replicas\n", "")
             assert [each.state for each in client.cluster().replicas] == ["serving"] * 3
-            scaled = vlora("cluster", "scale", "auto", "--server", f"127.0.0.1:{address[1]}")
+            scaled = vlora("cluster", "scale", "auto", "--server", server)
             assert (scaled.returncode, scaled.stdout, scaled.stderr) == (0, "automatic\n", "")
-            *_, scaling, change = vlora("cluster", "status", "--server", f"127.0.0.1:{address[1]}").stdout.splitlines()
+            *_, scaling, change = vlora("cluster", "status", "--server", server).stdout.splitlines()
             assert scaling == "scaled automatically: 3 replicas, 2 to 3"
             assert re.fullmatch(r"last change \d+ s ago: 3 instead of 2: set by an operator", change)
-            assert put(address[2], "/v1/cluster/scale?wait_s=20", {"replicas": 2})["done"]
+            assert json.loads(call(port, "PUT", "/v1/cluster/scale?wait_s=20", {"replicas": 2})[1])["done"]
             with pytest.raises(BadRequest, match=r"^the number of replicas is 4; it must be between 1 and 3"):
                 client.scale(4)
-        metrics = read(address[2], "/metrics")
-        replicas = json.loads(read(address[2], "/console/state"))["replicas"]
+        metrics = call(port, "GET", "/metrics")[1]
+        replicas = json.loads(call(port, "GET", "/console/state")[1])["replicas"]
         assert [(each["name"], each["state"], each["num_requests"]) for each in replicas] == [
             ("replica-0", "serving", 0),
             ("replica-1", "serving", 0),
         ]
         for row in (
-            'vlora_replicas{state="serving"} 2.0',
-            'vlora_replicas{state="down"} 0.0',
-            'vlora_replica_requests{replica="replica-0"} 0.0',
-            'vlora_replica_requests{replica="replica-1"} 0.0',
-            'vlora_replica_failed_adapters{replica="replica-1"} 0.0',
-            'vlora_shipped_bytes_total{replica="replica-1"} 0.0',
-            "vlora_cluster_waiting 0.0",
-            "vlora_resubmitted_total 0.0",
-            "vlora_replica_deaths_total 0.0",
-            "vlora_moves_total 0.0",
-            "vlora_replicas_wanted 2.0",
-            "vlora_scaling_automatic 0.0",
-            'vlora_scaling_decisions_total{reason="operator"} 2.0',
-            'vlora_scaling_decisions_total{reason="waiting"} 0.0',
+            *('replicas{state="serving"} 2', 'replicas{state="down"} 0', "replicas_wanted 2", "cluster_waiting 0"),
+            *(f'{name}{{replica="replica-1"}} 0' for name in ("replica_requests", "replica_failed_adapters")),
+            *('shipped_bytes_total{replica="replica-1"} 0', "resubmitted_total 0", "replica_deaths_total 0"),
+            *("moves_total 0", "scaling_automatic 0", 'scaling_decisions_total{reason="operator"} 2'),
+            'scaling_decisions_total{reason="waiting"} 0',
         ):
-            assert f"\n{row}\n" in metrics
+            assert f"\nvlora_{row}.0\n" in metrics
         engines = [each for each in left(folder) if "tests.server.scripted_process" in each.cmdline()]
         assert len(engines) == 2
         assert len(left(folder)) > 8
@@ -170,9 +153,8 @@ def test_a_killed_server_leaves_nothing_running_but_its_adapters_state(folder: P
     try:
         ready = wait_ready(process)[-1]
         assert ready.endswith("| adapters: given, unloaded")
-        address = re.search(r"rpyc 127\.0\.0\.1:(\d+) \| http (\S+) ", ready)
-        assert address
-        with Client(port=int(address[1])) as client:
+        server, rpyc_port, port = address_of(ready)
+        with Client(port=rpyc_port) as client:
             client.load_adapter("loaded", folder / "loaded")
             client.pin_adapter("loaded", True)
             client.unload_adapter("unloaded")
@@ -188,14 +170,13 @@ def test_a_killed_server_leaves_nothing_running_but_its_adapters_state(folder: P
         *lines, ready = wait_ready(process)
         assert lines[0] == "adapters unloaded later, and not served: unloaded"
         assert ready.endswith("| adapters: given, loaded")
-        address = re.search(r"rpyc 127\.0\.0\.1:(\d+) \| http (\S+) ", ready)
-        assert address
-        listed = {each["name"]: each for each in json.loads(read(address[2], "/v1/adapters"))["data"]}
+        server, rpyc_port, port = address_of(ready)
+        listed = {each["name"]: each for each in json.loads(call(port, "GET", "/v1/adapters")[1])["data"]}
         assert [(name, each["pinned"]) for name, each in listed.items()] == [("given", False), ("loaded", True)]
         assert listed["given"]["error"].startswith(f"replica 'replica-0': {folder / 'given'}: no adapter_config.json")
         places = [(each["replica"], each["state"], each["cause"]) for each in listed["loaded"]["replicas"]]
         assert places == [("replica-0", "device", ""), ("replica-1", "device", "")]
-        shown = vlora("cluster", "status", "--adapters", "--server", f"127.0.0.1:{address[1]}").stdout.splitlines()
+        shown = vlora("cluster", "status", "--adapters", "--server", server).stdout.splitlines()
         assert [line.split()[:3] for line in shown] == [
             [name, replica, state]
             for name, state in (("given", "failed"), ("loaded", "device"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -71,36 +70,32 @@ def make_front_end(folder: Path) -> FrontEnd:
 
 
 @pytest.mark.parametrize("activated", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-def test_a_frame_is_encoded_once_and_its_kv_shared(tmp_path: Path, activated: bool) -> None:
+async def test_a_frame_is_encoded_once_and_its_kv_shared(tmp_path: Path, activated: bool) -> None:
     paths = write(tmp_path, activated=activated)
     heads = tuple((name, "letter") for name in paths)
     questions = tuple(TextQuestion(QUESTION, name, 4) for name in paths)
     frames = [png(brightness, (96, 64)) for brightness in (40, 200)]
+    front, separate = make_front_end(tmp_path), make_front_end(tmp_path)
+    for name, path in paths.items():
+        await front.adapters.load(name, path)
+        await separate.adapters.load(name, path)
+    results = await answered(front, frames, heads=heads, questions=questions)
+    stats = await front.stats()
+    assert stats.num_vision_encoded == len(frames)
+    assert results[0].answers[-1].text is not None
+    prompt = results[0].answers[-1].text.num_prompt_tokens
+    shared = prompt // BLOCK * BLOCK  # the invocation is in the last block
+    # An ordinary adapter shares only between its own head and question.
+    per_frame = prompt + 5 * (prompt - shared) if activated else NUM_ADAPTERS * (2 * prompt - shared)
+    assert stats.num_computed_tokens == len(frames) * per_frame
+    assert stats.num_computed_tokens + stats.num_reused_tokens == len(frames) * 2 * NUM_ADAPTERS * prompt
 
-    async def main() -> None:
-        front, separate = make_front_end(tmp_path), make_front_end(tmp_path)
-        for name, path in paths.items():
-            await front.adapters.load(name, path)
-            await separate.adapters.load(name, path)
-        results = await answered(front, frames, heads=heads, questions=questions)
-        stats = await front.stats()
-        assert stats.num_vision_encoded == len(frames)
-        assert results[0].answers[-1].text is not None
-        prompt = results[0].answers[-1].text.num_prompt_tokens
-        shared = prompt // BLOCK * BLOCK  # the invocation is in the last block
-        # An ordinary adapter shares only between its own head and question.
-        per_frame = prompt + 5 * (prompt - shared) if activated else NUM_ADAPTERS * (2 * prompt - shared)
-        assert stats.num_computed_tokens == len(frames) * per_frame
-        assert stats.num_computed_tokens + stats.num_reused_tokens == len(frames) * 2 * NUM_ADAPTERS * prompt
-
-        for place, (name, head) in enumerate(heads):
-            alone = await answered(separate, frames, heads=((name, head),), questions=(questions[place],))
-            for together, single in zip(results, alone, strict=True):
-                expected, got = single.answer, together.answers[place].answer
-                assert got is not None and expected is not None
-                assert got.scores == pytest.approx(expected.scores, abs=1e-4)
-                assert together.answers[NUM_ADAPTERS + place].label == single.answers[1].label
-        await front.close()
-        await separate.close()
-
-    asyncio.run(main())
+    for place, (name, head) in enumerate(heads):
+        alone = await answered(separate, frames, heads=((name, head),), questions=(questions[place],))
+        for together, single in zip(results, alone, strict=True):
+            expected, got = single.answer, together.answers[place].answer
+            assert got is not None and expected is not None
+            assert got.scores == pytest.approx(expected.scores, abs=1e-4)
+            assert together.answers[NUM_ADAPTERS + place].label == single.answers[1].label
+    await front.close()
+    await separate.close()

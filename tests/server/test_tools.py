@@ -1,9 +1,8 @@
-"""Tools: the grammar of calls, calls in an answer's text, and their form in the API."""
+"""Tools: the grammar of calls, calls in an answer's text, and templates without tools."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 from pydantic import TypeAdapter
 
-from tests.server.api import Api, events, running_api
 from vlora.errors import BadRequest
 from vlora.server.http.tools import Choice, Tool, ToolCallParser, as_messages, call_grammar
 
@@ -45,8 +43,7 @@ def in_grammar(text: str, choice: Any = "auto", parallel: bool = True) -> bool:
     return all(matcher.consume_token(byte) for byte in text.encode()) and matcher.is_accepting()
 
 
-DEEP = '{"items": ' * 400 + "{}" + "}" * 400
-ONLY_STOP = {"type": "function", "function": {"name": "stop"}}
+NO_OBJECT = '<tool_call>{"name": "x", "arguments": 5}</tool_call>'
 
 
 @pytest.mark.parametrize(
@@ -69,7 +66,7 @@ def test_calls_follow_the_declared_schema(text: str, auto: bool, one: bool, requ
     assert in_grammar(text) == auto
     assert in_grammar(text, parallel=False) == one
     assert in_grammar(text, "required") == required
-    assert in_grammar(text, ONLY_STOP) == named
+    assert in_grammar(text, STOP) == named
 
 
 @pytest.mark.parametrize(
@@ -126,11 +123,7 @@ def read(*pieces: str) -> tuple[str, list[tuple[str, Any]]]:
         (f"{call('stop')}\n done now ", "done now", ["stop"]),
         ("<tool_call>\n{\n</tool_call> x", "<tool_call>\n{\n</tool_call> x", []),
         ('cut <tool_call>\n{"name": "st', 'cut <tool_call>\n{"name": "st', []),
-        (
-            '<tool_call>{"name": "x", "arguments": 5}</tool_call>',
-            '<tool_call>{"name": "x", "arguments": 5}</tool_call>',
-            [],
-        ),
+        (NO_OBJECT, NO_OBJECT, []),
         ("ends with <tool", "ends with <tool", []),
     ],
 )
@@ -169,110 +162,3 @@ def test_a_template_without_tools_gets_text() -> None:
     assert texts[2] == f"{call('count', what='cars')}\n{call('count', what='cars')}"
     assert texts[3] == "<tool_response>\n3\n</tool_response>\n<tool_response>\n4\n</tool_response>"
     assert as_messages(messages[1:2], [COUNT])[0]["role"] == "system" and len(as_messages(messages[1:2], [])) == 1
-
-
-# -- over HTTP, on a scripted engine ----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def api() -> Iterator[Api]:
-    with running_api() as made:
-        yield made
-
-
-def ask(api: Api, text: str, **fields: Any) -> tuple[int, Any]:
-    # The script is the end of the prompt, after the declared tools.
-    return api.chat(f"say:{text}", **{"tools": [COUNT, STOP], "max_tokens": 500, **fields})
-
-
-def test_calls_have_the_form_of_openai(api: Api) -> None:
-    status, answer = ask(api, f"I look.\n{call('count', what='é')}\n{call('stop')}")
-    (choice,) = answer["choices"]
-    assert status == 200 and choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "I look."
-    first, second = choice["message"]["tool_calls"]
-    assert first["type"] == "function" and first["id"] != second["id"]
-    assert (first["function"]["name"], json.loads(first["function"]["arguments"])) == ("count", {"what": "é"})
-    assert second["function"] == {"name": "stop", "arguments": "{}"}
-    message = ask(api, call("stop"))[1]["choices"][0]["message"]
-    assert message["content"] is None and len(message["tool_calls"]) == 1
-    plain = ask(api, "no car")[1]["choices"][0]
-    assert plain["finish_reason"] == "stop" and plain["message"] == {"role": "assistant", "content": "no car"}
-    cut = ask(api, call("stop"), max_tokens=20)[1]["choices"][0]
-    assert cut["finish_reason"] == "length" and cut["message"]["content"] == call("stop")[:20]
-
-
-def test_a_stream_sends_each_call_as_a_whole(api: Api) -> None:
-    text = f"I look.\n{call('count', what='x')}\n{call('stop')}"
-    chunks = [each["choices"][0] for each in events(ask(api, text, stream=True)[1])]
-    assert "".join(chunk["delta"].get("content") or "" for chunk in chunks) == "I look."
-    calls = [made for chunk in chunks for made in chunk["delta"].get("tool_calls", ())]
-    assert [(made["index"], made["function"]["name"]) for made in calls] == [(0, "count"), (1, "stop")]
-    assert chunks[-1]["finish_reason"] == "tool_calls"
-
-
-def test_tools_are_in_the_prompt_unless_none_may_be_called(api: Api) -> None:
-    counts = {
-        choice: ask(api, "x", tool_choice=choice)[1]["usage"]["prompt_tokens"]
-        for choice in ("auto", "none", "required")
-    }
-    assert counts["auto"] == counts["required"] > counts["none"] + 200
-
-
-def test_tool_results_are_in_the_prompt(api: Api) -> None:
-    made = ask(api, call("stop"))[1]["choices"][0]["message"]
-    messages = [
-        {"role": "user", "content": "stop"},
-        made,
-        {"role": "tool", "tool_call_id": made["tool_calls"][0]["id"], "content": "say:stopped"},
-    ]
-    status, answer = api.chat("", messages=messages, tools=[STOP])
-    assert status == 200, answer
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"tools": [{"type": "retrieval"}]}, "tools.0.type"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
-        ({"tools": [], "tool_choice": "required"}, "tool_choice requires a call, but there are no tools"),
-        (
-            {"tool_choice": {"type": "function", "function": {"name": "f"}}},
-            "tool_choice is 'f'; declared tools: count, stop",
-        ),
-        ({"response_format": {"type": "json_object"}}, "response_format and tools cannot be combined"),
-        ({"min_tokens": 1}, "min_tokens cannot be combined with a grammar (response_format, tools)"),
-        ({"messages": [{"role": "user"}]}, "a message has no content"),
-        (
-            {
-                "messages": [
-                    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
-                    {"role": "user", "content": "x"},
-                ]
-            },
-            "arguments of the call of 'f' are not a JSON object",
-        ),
-        *(
-            (
-                {
-                    "messages": [
-                        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]},
-                        {"role": "user", "content": "x"},
-                    ]
-                },
-                "messages: more than 100 levels of nested arrays and objects in the arguments of a call",
-            )
-            for arguments in (DEEP, "[" * 100_000)
-        ),
-        (
-            {"tools": [{"type": "function", "function": {"name": "f", "parameters": json.loads(DEEP)}}]},
-            "tools: more than 100 levels",
-        ),
-        (
-            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
-            "tools.0.function.parameters: has type 'array'; arguments are an object",
-        ),
-    ],
-)
-def test_errors_name_the_field(api: Api, fields: dict[str, Any], message: str) -> None:
-    status, answer = ask(api, "x", **fields)
-    assert status == 400 and message in answer["error"]["message"], answer
