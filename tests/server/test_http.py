@@ -602,7 +602,7 @@ def test_no_request_of_the_openapi_document_is_answered_with_500(api: Api, mode:
         send()
 
 
-def test_fuzzing_leaves_no_adapter(api: Api, tmp_path: Path) -> None:
+def test_a_loaded_adapter_is_listed_with_the_same_fields(api: Api, tmp_path: Path) -> None:
     status, made = api.call("POST", "/v1/adapters", {"name": "signs", "path": write_adapter(tmp_path, {"kind": 1})})
     assert status == 201 and made["name"] == "signs"
     (listed,) = [each for each in api.call("GET", "/v1/adapters")[1]["data"] if each["name"] == "signs"]

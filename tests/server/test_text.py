@@ -209,13 +209,9 @@ def test_the_bytes_of_the_tokens_are_those_of_the_text(kind: Callable[[], Tokeni
     assert text.logprobs[0].token == "<mark>" and text.logprobs[0].data is None is text.logprobs[0].top_data[0]
     builder = TextResponseBuilder({}, 1, [""], logprobs=True, counts=False)
     offsets = builder.piece(0, Piece(text.text, text.logprobs))
-    starts = [
-        answer.encode()[:end].decode(errors="ignore")
-        for end in itertools.accumulate((len(token.data or b"") for token in text.logprobs[:-1]), initial=0)
-    ]
-    assert json.loads(offsets.removeprefix(b"data: "))["choices"][0]["logprobs"]["text_offset"] == list(
-        map(len, starts)
-    )
+    ends = itertools.accumulate((len(token.data or b"") for token in text.logprobs[:-1]), initial=0)
+    starts = [len(answer.encode()[:end].decode(errors="ignore")) for end in ends]
+    assert json.loads(offsets.removeprefix(b"data: "))["choices"][0]["logprobs"]["text_offset"] == starts
 
 
 # -- choices that are merged ------------------------------------------------------------------------------------------
@@ -324,52 +320,38 @@ class RecordingTransport(asyncio.Transport):
         self.calls.append("aborted")
 
 
-def calls_after(*turns: Callable[[JoinedWrites], None]) -> list[Any]:
-    """The calls to the wrapped transport after the given number of loop iterations."""
+def write(joined: JoinedWrites) -> None:
+    joined.write(b"header")
+    joined.write(bytearray(b" body"))
 
-    async def run() -> list[Any]:
+
+def write_and_close(joined: JoinedWrites) -> None:
+    write(joined)
+    joined.close()
+
+
+def write_and_abort(joined: JoinedWrites) -> None:
+    write(joined)
+    joined.abort()
+
+
+async def test_the_writes_of_a_loop_iteration_are_joined() -> None:
+    for turns, calls in (
+        ((write, write), [b"header body"] * 2),
+        ((write_and_close,), [b"header body", "closed"]),
+        ((write_and_abort,), ["aborted"]),
+    ):
         transport = RecordingTransport()
         joined = JoinedWrites(transport)
         for turn in turns:
             turn(joined)
             await asyncio.sleep(0)
-        return transport.calls
-
-    return asyncio.run(run())
-
-
-def header_and_body(joined: JoinedWrites) -> None:
-    joined.write(b"header")
-    joined.write(bytearray(b" body"))
-
-
-def test_the_writes_of_a_loop_iteration_are_joined() -> None:
-    assert calls_after(header_and_body, header_and_body) == [b"header body", b"header body"]
-
-
-def test_close_flushes_and_abort_discards() -> None:
-    def last(joined: JoinedWrites) -> None:
-        header_and_body(joined)
-        joined.close()
-
-    def cut(joined: JoinedWrites) -> None:
-        header_and_body(joined)
-        joined.abort()
-
-    assert calls_after(last, lambda joined: None) == [b"header body", "closed"]
-    assert calls_after(cut, lambda joined: None) == ["aborted"]
-
-
-def test_large_data_is_written_immediately() -> None:
-    """Otherwise a slow reader would be noticed too late."""
-
-    async def run() -> None:
-        transport = RecordingTransport()
-        joined = JoinedWrites(transport)
-        for count in range(1, 11):
-            joined.write(b"x" * 30_000)
-            assert 30_000 * count - len(b"".join(transport.calls)) <= 65_536
-        await asyncio.sleep(0)
-        assert len(b"".join(transport.calls)) == 300_000
-
-    asyncio.run(run())
+        assert transport.calls == calls
+    # Much data is written at once; otherwise a slow reader would be noticed too late.
+    transport = RecordingTransport()
+    joined = JoinedWrites(transport)
+    for count in range(1, 11):
+        joined.write(b"x" * 30_000)
+        assert 30_000 * count - len(b"".join(transport.calls)) <= 65_536
+    await asyncio.sleep(0)
+    assert len(b"".join(transport.calls)) == 300_000
