@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import importlib.util
 import os
 import shutil
 import signal
@@ -76,18 +77,23 @@ def test_large_blocks_of_an_engine_are_never_kept_in_its_heap(tmp_path: Path) ->
     assert found.read_text() == "1"
 
 
-@pytest.mark.parametrize(("own", "expected"), [(None, "2000"), pytest.param("7", "7", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(("own", "expected"), [(None, "2000"), ("7", "7")])
 def test_threads_of_an_engine_wait_for_each_other_briefly(
     own: str | None, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As OpenMP reports it, which reads the variable when torch loads it."""
+    """As torch's OpenMP reports it, which reads the variable when it is loaded."""
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     if own is not None:
         monkeypatch.setenv("GOMP_SPINCOUNT", own)
     monkeypatch.setenv("OMP_DISPLAY_ENV", "verbose")
     report = tmp_path / "report"
-    probe = ("bash", "-c", f"exec {sys.executable} -c 'import torch' 2>{report}")
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.origin is not None
+    library = next((Path(spec.origin).parent / "lib").glob("libgomp*"), None)
+    if library is None:
+        pytest.skip("this torch uses the system's OpenMP")
+    probe = ("bash", "-c", f"exec {sys.executable} -c 'import ctypes; ctypes.CDLL(\"{library}\")' 2>{report}")
     with pytest.raises(EngineDead):
         asyncio.run(EngineClient.start(EngineConfig(model="scripted"), command=probe))
     assert f"GOMP_SPINCOUNT = '{expected}'" in report.read_text()

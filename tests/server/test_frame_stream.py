@@ -159,6 +159,8 @@ async def test_unread_results_are_bounded() -> None:
         assert len(results) == 64
         await stream.pull(results[-1].number, 0)
         assert await stream.send(MAX_UNACKNOWLEDGED, (b"x",), 0, no_bytes())
+        stream.cancel()
+        await settle()
 
 
 async def test_acknowledged_results_are_forgotten() -> None:

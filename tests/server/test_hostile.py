@@ -555,7 +555,7 @@ def test_unanswered_calls_of_a_connection_are_bounded() -> None:
         calling.result(PATIENCE_S)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # half a gigabyte
 def test_a_peer_that_never_reads_blocks_no_other_connection(api: Api) -> None:
     with connect(api.rpyc_port, receive_buffer=4096) as raw:
         raw.settimeout(1)
@@ -574,8 +574,14 @@ def post(body: bytes) -> bytes:
     return head + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
 
-@pytest.mark.slow
 def test_a_caller_that_does_not_read_frees_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = http_protocol.BoundedProtocol.connection_made
+
+    def with_small_buffer(self: Any, transport: Any) -> None:
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        made(self, transport)
+
+    monkeypatch.setattr(http_protocol.BoundedProtocol, "connection_made", with_small_buffer)
     monkeypatch.setattr(http_protocol, "SEND_S", 0.3)
     with running_api(max_requests=4) as api:
         api.engine.engine.limits.max_context = 10**9

@@ -62,7 +62,11 @@ def finished_by_the_crowd_when_the_guest_is_answered(tenant_weight: tuple[str, .
 @pytest.mark.slow
 def test_many_requests_of_one_token_do_not_delay_another() -> None:
     assert finished_by_the_crowd_when_the_guest_is_answered(("*=1",)) <= 7
-    # Negative control: without shares the guest is served last.
+
+
+@pytest.mark.exhaustive
+def test_without_shares_the_guest_is_served_last() -> None:
+    """The control of the test above."""
     assert finished_by_the_crowd_when_the_guest_is_answered(()) >= 10
 
 
