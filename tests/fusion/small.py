@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
 import torch
+from PIL import Image
 from transformers import LlavaForConditionalGeneration
 
-from fusion.data.samples import Sample, Splits
+from fusion.data.samples import Sample, Splits, Target
 from fusion.embedded.model import model_config
 from fusion.embedded.processor import build_processor
 from fusion.plan.schema import DomainPlan, LoraPlan, Plan, TrainingPlan
@@ -19,9 +21,12 @@ from fusion.progress.progress import Progress, ProgressCallback
 from fusion.training.domain import Domain
 from fusion.training.frozen_base import FrozenBase
 from fusion.training.trainer import LoraTrainer
+from heads import Box
 from vlora.config import EngineConfig
+from vlora.engine import LocalEngine
 from vlora.models import InputProcessor
 from vlora.models.loading import load_model
+from vlora.types import HeadAnswer, Request, RequestOutput
 
 COLORS = ("red", "green", "blue")
 
@@ -112,3 +117,46 @@ def write_folders(folder: Path, told: tuple[str, ...] = COLORS, by_chance: bool 
                 shown = picture(int(rng.integers(3)) if by_chance else label, rng)
                 cv2.imwrite(str(folder / part / name / f"{place}.png"), shown[..., ::-1])
     return folder
+
+
+def ask_engine(base: str, domain: Domain, adapter: Path | None = None, **fields: Any) -> list[list[RequestOutput]]:
+    """The outputs of an engine in float32 for each test sample of a domain.
+
+    Args:
+        adapter: A folder to load; None: the base model answers.
+        fields: Of the requests, for example `head`.
+    """
+    engine = LocalEngine(EngineConfig(model=base, dtype="float32", arena_bytes=64 * 2**20))
+    if adapter is not None:
+        engine.engine.load_adapter("own", str(adapter))
+        fields = {"adapter": "own", **fields}
+    processor = InputProcessor.from_pretrained(base)
+    requests = []
+    for number, sample in enumerate(domain.splits.test):
+        prompt = processor.chat(sample.question or domain.plan.question, len(sample.frames))
+        encoded = processor.encode(prompt, [Image.fromarray(frame) for frame in sample.frames])
+        requests.append(Request(request_id=str(number), prompt_ids=encoded.prompt_ids, vision=encoded.vision, **fields))
+    outputs = engine.run(requests)
+    return [outputs[request.request_id] for request in requests]
+
+
+def texts_of(base: str, outputs: Sequence[Sequence[RequestOutput]]) -> list[str]:
+    """The answers in words of `ask_engine`."""
+    processor = InputProcessor.from_pretrained(base)
+    return [processor.decode([token for one in parts for token in one.token_ids]).strip() for parts in outputs]
+
+
+def value_of(answer: HeadAnswer | None) -> Target:
+    assert answer is not None
+    match answer.task:
+        case "detection":
+            return tuple(Box(b.label_id, b.left, b.top, b.right, b.bottom, b.score, b.image) for b in answer.boxes)
+        case "counting":
+            assert answer.count is not None
+            return answer.count
+        case "multi_label":
+            return answer.chosen
+        case "regression":
+            return answer.values
+    assert answer.label_id is not None
+    return answer.label_id

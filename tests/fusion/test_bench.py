@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -12,8 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
-from fusion.bench import draw, jobs
+from fusion.bench import compare, draw, jobs, parity, retrieval
+from fusion.bench.activated import METHODS
 from fusion.bench.domains import FAMILIES, BenchDomain, Sizes
 from fusion.bench.measuring import (
     ALL,
@@ -25,15 +28,18 @@ from fusion.bench.measuring import (
     PACKED,
     Meter,
     SmallScores,
-    score_small_model,
 )
-from fusion.bench.result_store import ResultStore
+from fusion.bench.result_store import ResultStore, origins
+from fusion.bench.retrieval import Collection, Prepared
 from fusion.bench.suite import SUITE, suspected
 from fusion.packing.algorithm import History, Score, TrainingResult
-from fusion.plan.tasks import METRICS
+from fusion.plan.schema import LoraPlan
+from fusion.synthetic.searched_videos import Query
 from tests.fusion import bench_jobs
 from tests.fusion.bench_jobs import a_curve
 from tests.processes import is_alive, until
+from vlora.cli import cli
+from vlora.errors import BadConfig
 
 EVERY = {made.name: made for made in (*SUITE, *(made for family in FAMILIES.values() for made in family))}
 
@@ -55,30 +61,6 @@ def test_a_domains_parts_share_no_picture_and_hold_every_label(made: BenchDomain
     assert not np.array_equal(made.splits(1, Sizes(2, 1, 1)).train[0].frames[0], splits.train[0].frames[0])
 
 
-def test_the_digits_are_cut_so_that_five_hundred_test() -> None:
-    pytest.importorskip("sklearn")
-    splits = EVERY["digits"].splits(0, Sizes(1200, 500, 500))
-    assert (len(splits.train), len(splits.validation), len(splits.test)) == (797, 500, 500)
-    shown = [sample.frames[0].tobytes() for part in (splits.train, splits.validation, splits.test) for sample in part]
-    assert len(set(shown)) > 1780  # some scans are identical
-
-
-def test_a_detector_of_one_class_learns_that_class_only() -> None:
-    targets = [sample.target for sample in EVERY["find-bus"].splits(0, Sizes(40, 10, 10)).train]
-    assert all(box.label == 0 for target in targets for box in target)  # type: ignore[union-attr]
-    assert 20 < sum(bool(target) for target in targets) < 40
-
-
-def test_the_suite_has_ten_domains_over_six_tasks_and_contradictions() -> None:
-    assert len(SUITE) >= 10 and len({made.task for made in SUITE}) >= 6
-    assert suspected(SUITE) == (
-        ("things", "paints"),
-        ("things", "captions"),
-        ("paints", "captions"),
-        ("places", "mirrored"),
-    )
-
-
 def test_contradicting_domains_expect_other_words_for_the_same_pictures() -> None:
     words = [{str(s.target) for s in EVERY[name].splits(0, Sizes(80, 1, 1)).train} for name in suspected(SUITE)[0]]
     assert not words[0] & words[1]
@@ -88,15 +70,6 @@ def test_contradicting_domains_expect_other_words_for_the_same_pictures() -> Non
     pairs = [(places(np.random.default_rng(seed)), mirrored(np.random.default_rng(seed))) for seed in range(40)]
     assert all(np.array_equal(one.frames[0], other.frames[0]) for one, other in pairs)
     assert all((one.target == other.target) == (one.target == "middle lane middle") for one, other in pairs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["places"])
-def test_a_small_model_learns_more_than_its_start(name: str) -> None:
-    made = EVERY[name]
-    splits, metric = made.splits(0, Sizes(320, 60, 60)), METRICS[made.task][0]
-    before, after = (score_small_model(splits, metric, epochs) for epochs in (0, 6))
-    assert after.validation > before.validation and 0 < after.test <= 1
 
 
 class Stored:
@@ -260,6 +233,7 @@ def test_a_domain_that_misses_alone_is_not_counted(folder: Path) -> None:
     assert next(row for row in found.rows if row["method"] == DEFAULT)["broken"] == 0
 
 
+@pytest.mark.exhaustive
 def test_missing_results_are_measured_in_their_own_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "action-1.json").unlink()
     monkeypatch.setattr(jobs, "run_job", bench_jobs.quick_job)
@@ -280,9 +254,10 @@ def test_a_job_that_fails_is_named_and_ends_the_others(folder: Path, monkeypatch
     assert not alive_jobs(folder)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # for a busy machine
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive), signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_no_job_outlives_the_bench(tmp_path: Path, number: signal.Signals) -> None:
     bench = subprocess.Popen(
         [sys.executable, "-m", "tests.fusion.bench_jobs", str(tmp_path)],
@@ -312,3 +287,141 @@ def test_plots_are_written(folder: Path, tmp_path: Path) -> None:
     for name in ("capacity", "small_models", "methods", "growth"):
         picture = cv2.imread(str(tmp_path / "pictures" / f"{name}.png"))
         assert picture is not None and picture.std() > 10
+
+
+DOMAINS = ("digits", "photos", "signs", "actions")
+
+
+def test_the_table_has_every_domain_by_method(tmp_path: Path) -> None:
+    store = ResultStore(tmp_path / "activated" / "work", {"commit": "1f" * 20})
+    for place, domain in enumerate(DOMAINS):
+        for number, method in enumerate(METHODS):
+            run = {
+                "domain": domain,
+                "method": method,
+                "test": (place + number) / 10,
+                "in words": number / 10,
+                "spent": {"cpu s": 1.0},
+            }
+            store.write(f"{domain}-{number}", run)
+    result = CliRunner().invoke(cli, ["bench", "activated", "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "activated.json").read_text())
+    assert [row["method"] for row in report["rows"]] == list(METHODS) and report["goals"] == []
+    last = report["rows"][2]
+    assert [last[domain] for domain in DOMAINS] == [0.2, 0.3, 0.4, 0.5] and last["mean"] == 0.35
+    assert last["mean in words"] == 0.2 and len(report["runs"]) == 12
+    [origin] = report["origins"]
+    assert origin["commit"] == "1f" * 20 and len(origin["results"]) == 12
+
+
+def numbers(lora: LoraPlan) -> int:
+    """Two layers of the embedded model's widths: one sharded by outputs, one by inputs."""
+    return lora.rank * (256 + 640 // lora.blocks) + lora.rank * (640 // lora.blocks + 256)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 4])
+def test_no_other_rank_has_a_parameter_count_nearer_to_the_loras(blocks: int) -> None:
+    rank = parity.matched_rank(numbers, blocks)
+    wanted = numbers(LoraPlan(rank=parity.RANK))
+    found = abs(numbers(LoraPlan(rank=rank, blocks=blocks)) - wanted)
+    assert rank % blocks == 0 and (rank == parity.RANK if blocks == 1 else rank > parity.RANK)
+    for other in (rank - blocks, rank + blocks):
+        assert abs(numbers(LoraPlan(rank=other, blocks=blocks)) - wanted) >= found
+
+
+def a_run(blocks: int, seed: int, digits: float) -> dict[str, Any]:
+    return {
+        "seed": seed,
+        "blocks": blocks,
+        "rank": 8 * blocks,
+        "parameters": 100,
+        "test": {"digits": digits, "photos": 0.6, "signs": 0.6},
+        "spent": {"cpu s": 1.0},
+    }
+
+
+@pytest.fixture
+def stored_runs(tmp_path: Path) -> Path:
+    for seed in (0, 1, 2):
+        for blocks, digits in ((1, 0.9), (2, 0.9 + 0.1 * (seed - 1)), (4, 0.75)):
+            ResultStore(tmp_path, {}).write(f"{blocks}-{seed}", a_run(blocks, seed, digits))
+    return tmp_path
+
+
+def test_mean_and_spread_are_over_seeds_and_a_gap_misses_the_goal(stored_runs: Path) -> None:
+    """All results are stored, so nothing is trained."""
+    found = compare(False, stored_runs, lambda line: None)
+    assert [row["method"] for row in found.rows] == ["LoRA", "BD-LoRA, 2 blocks", "BD-LoRA, 4 blocks"]
+    two = found.rows[1]
+    assert two["digits"] == pytest.approx(0.9) and two["digits +-"] == pytest.approx(0.1 * (2 / 3) ** 0.5)
+    assert two["mean"] == pytest.approx(0.7)
+    # Per seed the differences are a third of -0.1, 0 and 0.1; their spread gives the standard error.
+    assert two["less LoRA"] == pytest.approx(0) and two["standard error"] == pytest.approx(0.1 / 3 / 3**0.5)
+    near, far = found.goals
+    assert near.value == pytest.approx(0) and far.value == pytest.approx(-0.05)
+    assert (near.goal, near.at_most) == (-0.02, False) and len(found.runs) == 9
+
+
+def test_only_missing_measurements_are_trained(stored_runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (stored_runs / "4-1.json").unlink()
+    trained: list[tuple[int, int]] = []
+
+    def measure(seed: int, blocks: int, quick: bool, features: Path) -> dict[str, Any]:
+        trained.append((seed, blocks))
+        return a_run(blocks, seed, 0.75)
+
+    monkeypatch.setattr(parity, "measure", measure)
+    compare(False, stored_runs, lambda line: None)
+    assert trained == [(1, 4)] and (stored_runs / "4-1.json").exists()
+
+
+def test_the_command_takes_a_number_of_seeds(stored_runs: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    out = tmp_path_factory.mktemp("out")
+    (out / "bd").mkdir()
+    stored_runs.rename(out / "bd" / "work")
+    two = CliRunner().invoke(cli, ["bench", "bd", "--seeds", "2", "--out", str(out)])
+    assert len(json.loads(two.output.splitlines()[-1])["runs"]) == 6
+    for wrong in (["bench", "step", "--seeds", "2"], ["bench", "bd", "--quick", "--seeds", "2"]):
+        refused = CliRunner().invoke(cli, wrong)
+        assert isinstance(refused.exception, BadConfig) and "--seeds is valid for `vlora bench bd`" in str(
+            refused.exception
+        )
+
+
+HERE: dict[str, Any] = {"commit": "a", "machine": "m", "gpu": None, "versions": {}, "threads": 2}
+THERE = {**HERE, "commit": "b"}
+
+
+def test_a_result_is_measured_once_and_keeps_its_origin(tmp_path: Path) -> None:
+    first = ResultStore(tmp_path / "work", HERE).once("x", lambda: {"value": 1})
+    later = ResultStore(tmp_path / "work", THERE).once("x", lambda: {"value": 2})
+    assert first == later == {"value": 1, "origin": {"commit": "a", "machine": "m", "gpu": None, "versions": {}}}
+    other = ResultStore(tmp_path / "work", THERE).once("y", lambda: {"value": 2})
+    found = [(each["commit"], each["results"]) for each in origins({"x": first, "y": other, "z": first})]
+    assert found == [("a", ["x", "z"]), ("b", ["y"])]
+
+
+def test_the_origin_of_an_earlier_versions_result_is_unknown(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text('{"value": 1}')
+    [origin] = origins({"x": ResultStore(tmp_path, HERE).once("x", dict)})
+    assert origin["commit"] is None and origin["results"] == ["x"]
+
+
+def test_a_prepared_collection_is_read_as_it_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    query = Query("a red car", "a.mp4", 2)
+    made = Prepared("base", "adapters", [Collection("streets", "videos", 1, "?", "!", [query])], {"x": 0.5}, 2.0)
+    monkeypatch.setattr(retrieval, "make_prepared", lambda *_: made)
+    first = retrieval.prepare(True, tmp_path, print, HERE)
+    monkeypatch.setattr(retrieval, "make_prepared", pytest.fail)
+    again = retrieval.prepare(True, tmp_path, print, THERE)
+    assert (
+        first == again == made._replace(origin={name: HERE[name] for name in ("commit", "machine", "gpu", "versions")})
+    )
+
+
+def test_a_latency_is_measured_again_elsewhere(tmp_path: Path) -> None:
+    for environment, value in ((HERE, 1), (THERE, 2), (THERE, 2)):
+        found = ResultStore(tmp_path, environment).once("times", lambda value=value: {"value": value}, here=True)  # type: ignore[misc]
+        assert found["value"] == value
+    assert ResultStore(tmp_path, THERE).once("times", dict, here=True)["value"] == 2

@@ -19,7 +19,7 @@ from fusion.plan.schema import LoraPlan
 from fusion.training.checkpoint import Checkpoint
 from fusion.training.fingerprint import identity_of
 from fusion.training.trainer import LoraTrainer
-from tests.fusion.small import color_splits, plan_of, trainer_of, write_base
+from tests.fusion.small import color_splits, plan_of, trainer_of
 from tests.fusion.test_check import run
 from tests.harness import FixedModes, RecordingEngine
 from vlora.errors import BadPlan
@@ -30,11 +30,6 @@ from vlora.types import Mode
 pytestmark = pytest.mark.slow
 
 LORA = LoraPlan(rank=8, alpha=8, rslora=True, blocks=2)
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_base(tmp_path_factory.mktemp("base"))
 
 
 @pytest.fixture(scope="module")

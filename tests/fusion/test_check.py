@@ -28,6 +28,9 @@ pytestmark = pytest.mark.slow
 DOMAIN = {"name": "a", "source": "drawn-signs", "question": "what ?", "threshold": 0.5}
 
 
+PICTURES = "data: {format: image_folder, path: pictures}"
+
+
 def animals(root: Path, count: int = 20) -> None:
     for place, label in enumerate(("cat", "dog")):
         for number in range(count):
@@ -43,9 +46,7 @@ def run(*arguments: str) -> tuple[int, str]:
 
 def test_a_plan_is_summarized_as_json(tmp_path: Path) -> None:
     animals(tmp_path)
-    plan = write_plan(
-        tmp_path, "data: {format: image_folder, path: pictures}", more="confidence: 0.95\ntraining: {seconds: 6}\n"
-    )
+    plan = write_plan(tmp_path, PICTURES, more="confidence: 0.95\ntraining: {seconds: 6}\n")
     code, output = run(str(plan), "--check", "--json")
     summary = json.loads(output)
     assert code == 0 and output.count("\n") == 1
@@ -67,7 +68,7 @@ def test_a_plan_is_summarized_as_json(tmp_path: Path) -> None:
 def test_a_plan_is_summarized_as_text(tmp_path: Path) -> None:
     animals(tmp_path)
     more = "confidence: 0.95\n"
-    code, output = run(str(write_plan(tmp_path, "data: {format: image_folder, path: pictures}", more=more)), "--check")
+    code, output = run(str(write_plan(tmp_path, PICTURES, more=more)), "--check")
     assert code == 0
     for text in (
         "what is it ?",
@@ -83,19 +84,24 @@ def test_a_plan_is_summarized_as_text(tmp_path: Path) -> None:
         assert text in output
 
 
-def test_without_a_confidence_no_sample_size_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("more", "shown", "absent"),
+    [
+        ("confidence: null\n", ["decided by the score itself"], ["power"]),
+        (
+            "packing: jointly\ntraining: {seconds: 60}\n",
+            ["all domains of an adapter at once", "packing   jointly, seed 0"],
+            ["rehears", "order"],
+        ),
+    ],
+    ids=["without a confidence", "joint training"],
+)
+def test_the_summary_names_what_the_plan_chooses(
+    tmp_path: Path, more: str, shown: list[str], absent: list[str]
+) -> None:
     animals(tmp_path)
-    lines = "data: {format: image_folder, path: pictures}"
-    code, output = run(str(write_plan(tmp_path, lines, more="confidence: null\n")), "--check")
-    assert code == 0 and "power" not in output and "decided by the score itself" in output
-
-
-def test_the_summary_names_joint_training(tmp_path: Path) -> None:
-    animals(tmp_path)
-    lines = "data: {format: image_folder, path: pictures}"
-    code, output = run(str(write_plan(tmp_path, lines, more="packing: jointly\ntraining: {seconds: 60}\n")), "--check")
-    assert code == 0 and "all domains of an adapter at once" in output and "packing   jointly, seed 0" in output
-    assert "rehears" not in output and "order" not in output
+    code, output = run(str(write_plan(tmp_path, PICTURES, more=more)), "--check")
+    assert code == 0 and all(text in output for text in shown) and not any(text in output for text in absent)
 
 
 def test_the_summary_names_heads_that_train_by_themselves(tmp_path: Path) -> None:
@@ -113,7 +119,7 @@ def test_the_summary_names_heads_that_train_by_themselves(tmp_path: Path) -> Non
 )
 def test_invalid_plans_are_refused_before_training(tmp_path: Path, more: str, message: str) -> None:
     animals(tmp_path)
-    plan = write_plan(tmp_path, "data: {format: image_folder, path: pictures}", more=more)
+    plan = write_plan(tmp_path, PICTURES, more=more)
     for arguments in (("--check",), ("--out", str(tmp_path / "out"))):
         code, output = run(str(plan), *arguments)
         assert code != 0 and message in output
@@ -168,7 +174,7 @@ def test_a_threshold_relative_to_a_teacher_becomes_a_number(tmp_path: Path) -> N
 def test_invalid_data_gives_a_non_zero_exit_code(tmp_path: Path) -> None:
     animals(tmp_path)
     (tmp_path / "pictures" / "cat" / "0.png").write_bytes(b"")
-    code, output = run(str(write_plan(tmp_path, "data: {format: image_folder, path: pictures}")), "--check")
+    code, output = run(str(write_plan(tmp_path, PICTURES)), "--check")
     assert code == 1 and "cat/0.png is not a valid picture (JPEG" in output
 
 

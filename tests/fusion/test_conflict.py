@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from fusion.data.samples import Sample, Splits
 from fusion.packing.algorithm import by_value, pack, pack_in_sequence
 from fusion.packing.joint import pack_jointly
 from fusion.training.checkpoint import Checkpoint
 from fusion.training.run_cache import RunCache
-from tests.fusion.small import COLORS, color_splits, plan_of, trainer_of, write_base
+from tests.fusion.small import COLORS, color_splits, plan_of, trainer_of
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> str:
-    torch.set_num_threads(1)
-    return write_base(tmp_path_factory.mktemp("base"))
 
 
 def in_words(labels: dict[int, int] | None = None) -> Splits:

@@ -23,7 +23,7 @@ from fusion.plan.plan_file import read_plan_file
 from fusion.plan.schema import LoraPlan
 from heads import TASKS, HeadSpec, TaskHead, save_heads
 from tests.example_counts import scaled
-from tests.fusion.small import COLORS, color_splits, plan_of, trainer_of, write_base, write_folders
+from tests.fusion.small import COLORS, color_splits, plan_of, trainer_of, write_folders
 from vlora.cli import cli
 from vlora.errors import BadAdapter, BadConfig, BadPlan
 from vlora.parallel.adapter_sharding import Blocks, Side
@@ -99,12 +99,6 @@ def test_a_zero_delta_has_no_error() -> None:
 
 
 # -- a whole adapter --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> str:
-    torch.set_num_threads(1)
-    return write_base(tmp_path_factory.mktemp("base"))
 
 
 @pytest.fixture(scope="module")

@@ -65,11 +65,6 @@ def test_an_image_folder_with_parts(tmp_path: Path) -> None:
     assert sorted(sample.target for sample in splits.test) == [0, 0, 1, 1]
 
 
-def test_a_source_may_be_an_image_folder(tmp_path: Path) -> None:
-    image_folder(tmp_path / "pictures", {"train": 3, "validation": 1, "test": 2})
-    assert len(load(write_plan(tmp_path, "source: pictures")).splits.train) == 6
-
-
 def test_an_image_folder_is_split_the_same_way_for_a_seed(tmp_path: Path) -> None:
     image_folder(tmp_path / "pictures", {"": 20})
 

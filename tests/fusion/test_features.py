@@ -5,15 +5,40 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
 
-from fusion.data.samples import Splits
+from fusion.data.samples import Sample, Splits, held_back
+from fusion.phases.data_ready import load_frozen_base
+from fusion.plan.schema import DomainPlan
+from fusion.progress.progress import Progress
+from fusion.training import precision
+from fusion.training.domain import Domain
 from fusion.training.features import FeatureCache
 from fusion.training.frozen_base import FrozenBase
+from fusion.training.quantized_base import round_base
+from fusion.training.scoring import Evaluator
+from heads import Box
+from heads.boxes import into_windows, out_of_windows
+from tests.families import build_model
 from tests.fusion.small import COLORS, colors, plan_of, trainer_of, write_base
+from vlora.config import EngineConfig, Quantize
+from vlora.engine.local import LocalEngine
+from vlora.errors import BadConfig
+from vlora.memory.arena import PAGE_BYTES
+from vlora.models import InputProcessor
+from vlora.models.loading import load_model
+from vlora.models.processing import shown_region
 from vlora.models.vision.encoder import VisionEncoder
+from vlora.server.head_results import in_pixels
+from vlora.types import FoundBox, HeadAnswer
 
 _AT_ONCE = 8
 
@@ -73,3 +98,142 @@ def test_features_held_do_not_grow_with_samples(number: int, tmp_path: Path, mon
     assert not alive
     one = shape[0] * shape[1] * 4
     assert one <= most <= 2 * _AT_ONCE * one
+
+
+@pytest.mark.parametrize("quantize", ["int8", "fp8"])
+def test_the_base_has_the_weights_that_are_served(quantize: Quantize) -> None:
+    model = build_model("qwen2_vl")
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    engine = LocalEngine(
+        EngineConfig(model="tiny", quantize=quantize, arena_bytes=256 * PAGE_BYTES), model=build_model("qwen2_vl")
+    ).engine
+    served = {
+        f"{name}.weight": linear.quantized.float()
+        for name, linear in engine.parts.device.hf_model.language_linears.items()
+        if linear.quantized is not None
+    }
+    round_base(model, quantize)
+    changed = {name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])}
+    assert changed == served.keys()
+    for name, weight in served.items():
+        torch.testing.assert_close(model.get_parameter(name), weight, rtol=0, atol=0)
+
+
+def test_a_plan_rounds_its_base(tmp_path: Path) -> None:
+    path = write_base(tmp_path)
+    plain, rounded = (
+        load_frozen_base(plan_of(path, ("a",)).model_copy(update={"quantize": quantize}), "cpu", Progress())
+        for quantize in ("none", "int8")
+    )
+    assert plain.weights != rounded.weights, "a run cannot be resumed with another format"
+
+
+def test_a_layer_that_the_format_cannot_store_is_named() -> None:
+    model = build_model("qwen2_vl")
+    model.model.language_model.layers[0].mlp.down_proj = nn.Linear(40, 32)
+    message = "quantize int4 needs layers with inputs in multiples of 32; .*mlp.down_proj has 40; set another format"
+    with pytest.raises(BadConfig, match=message):
+        round_base(model, "int4")
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("faster", [True, False])
+@pytest.mark.parametrize("wanted", [True, False])
+def test_bfloat16_only_where_it_is_allowed_and_faster(
+    wanted: bool, faster: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precision, "multiplies_bfloat16", lambda: faster)
+    with precision.mixed_precision(CPU, wanted):
+        product = torch.ones(2, 3) @ torch.ones(3, 2)
+    assert product.dtype == (torch.bfloat16 if wanted and faster else torch.float32)
+
+
+FRAME = (np.zeros((1, 1, 3), np.uint8),)
+
+
+@given(st.lists(st.integers(0, 12), max_size=150))
+def test_groups_are_kept_whole(numbers: list[int]) -> None:
+    """Group 0 means no group: independent samples."""
+    samples = [Sample(FRAME, 0, group=str(number or "")) for number in numbers]
+    kept = held_back(samples)
+    inside = {samples[place].group for place in kept} - {""}
+    outside = {sample.group for place, sample in enumerate(samples) if place not in kept}
+    assert not inside & outside
+    assert len(kept) <= len(samples) // 10 and list(kept) == sorted(set(kept))
+
+
+def test_samples_that_stand_alone_are_the_first_tenth() -> None:
+    samples = [Sample(FRAME, 0) for _ in range(1000)]
+    assert held_back(samples[:59]) == tuple(range(5))
+    assert held_back(samples) == tuple(range(64))
+    assert held_back(samples[:9]) == ()
+
+
+def test_a_group_too_large_to_hold_back_is_trained_on() -> None:
+    large = [Sample(FRAME, 0, group="long")] * 18
+    assert held_back([*large, Sample(FRAME, 0, group="short"), Sample(FRAME, 0, group="short")]) == (18, 19)
+    assert held_back(large) == ()
+
+
+@pytest.mark.parametrize("decides", [True, False])
+def test_a_calibration_that_changes_answers_is_independent_of_validation(decides: bool) -> None:
+    """Validation samples would decide the answers by which they are scored."""
+    parts = {name: [SimpleNamespace(learned=name)] * 3 for name in ("held_back", "validation")}
+    task = SimpleNamespace(calibration_decides=decides, calibrated=lambda batches, head, learned: set(learned))
+    adapter: Any = SimpleNamespace(
+        domains={"a": SimpleNamespace(task=task, **parts)}, heads={}, forward=lambda batch: None
+    )
+    used: Any = Evaluator(adapter, None, Progress()).calibrated("a")
+    assert used == {"held_back" if decides else "validation"}
+
+
+edges = st.floats(0, 1)
+
+
+@given(edges, edges, edges, edges, st.floats(0, 0.5), st.floats(0, 0.5))
+def test_visible_boxes_survive_the_way_into_windows_and_back(
+    a: float, b: float, c: float, d: float, left: float, top: float
+) -> None:
+    box = Box(2, min(a, b), min(c, d), max(a, b), max(c, d), 0.7)
+    window = (left, top, 1 - 2 * left + 1e-3, 1 - 2 * top + 1e-3)
+    seen = into_windows([box], [window])
+    across = min(box.right, window[0] + window[2]) - max(box.left, window[0])
+    down = min(box.bottom, window[1] + window[3]) - max(box.top, window[1])
+    if not seen:
+        assert across <= 1e-9 or down <= 1e-9
+        return
+    (back,) = out_of_windows(seen, [window])
+    assert (back.label, back.score) == (2, 0.7)
+    assert (back.right - back.left, back.bottom - back.top) == pytest.approx((across, down), abs=1e-9)
+    assert back.left >= box.left - 1e-9 and back.bottom <= box.bottom + 1e-9
+
+
+def test_boxes_are_learned_where_serving_finds_them(tmp_path: Path) -> None:
+    """A picture of 200 x 100 pixels, of which the model sees the central 100 x 100."""
+    path = write_base(tmp_path)
+    processor = InputProcessor.from_pretrained(path)
+    image_processor = processor.image_processor
+    side = dict(image_processor.size)["height"]
+    image_processor.size = {"shortest_edge": side}
+    image_processor.do_center_crop, image_processor.crop_size = True, {"height": side, "width": side}
+    base = FrozenBase(load_model(EngineConfig(model=path)), processor)
+    frame = np.random.default_rng(0).integers(0, 256, (100, 200, 3)).astype(np.uint8)
+    inside, cut, outside = Box(0, 0.3, 0.2, 0.5, 0.6), Box(1, 0.1, 0.0, 0.5, 1.0), Box(0, 0.8, 0.1, 0.95, 0.4)
+    samples = [Sample((frame,), (inside, cut, outside))]
+    splits = Splits("detection", ("car", "bus"), samples, samples, samples, real=True)
+    plan = DomainPlan(name="cars", source="made", question="where are cars ?", threshold=0.5)
+    domain = Domain(plan, splits, base)
+    (sample,) = domain.train
+    first, second = cast(tuple[Box, ...], sample.learned)
+    assert first[1:5] == pytest.approx((0.1, 0.2, 0.5, 0.6)) and second[1:5] == pytest.approx((0, 0, 0.5, 1))
+    assert sample.target == (inside, cut, outside)  # invisible boxes count as missed
+    _, left, top, right, bottom, _, _ = first
+    found = FoundBox(label_id=0, label="car", score=1.0, image=0, left=left, top=top, right=right, bottom=bottom)
+    answer = HeadAnswer(task="detection", label="1 car", labels=("car", "bus"), confidence=1.0, boxes=(found,))
+    served = in_pixels(answer, [shown_region(image_processor, 200, 100)])
+    (box,) = served.boxes
+    assert (box.left, box.top, box.right, box.bottom) == pytest.approx((60, 20, 100, 60))
+    (judged,) = cast(tuple[Box, ...], sample.of_whole_pictures((first,)))
+    assert judged[1:5] == pytest.approx(inside[1:5])

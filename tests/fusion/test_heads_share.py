@@ -10,7 +10,6 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from fusion.data.samples import Sample, Splits, Target
 from fusion.plan.schema import DomainPlan, LoraPlan, Plan, TrainingPlan
@@ -19,12 +18,10 @@ from fusion.training.domain import Domain
 from fusion.training.frozen_base import FrozenBase
 from fusion.training.trainer import LoraTrainer
 from heads import Box, load_heads
-from tests.fusion.small import write_base
+from tests.fusion.small import ask_engine, value_of, write_base
 from vlora.config import EngineConfig
-from vlora.engine import LocalEngine
 from vlora.models import InputProcessor
 from vlora.models.loading import load_model
-from vlora.types import HeadAnswer, Request
 
 pytestmark = pytest.mark.slow
 
@@ -161,38 +158,9 @@ def test_heads_are_saved_and_served_with_their_calibration(trained: SharedAdapte
     assert heads.keys() == TARGETS.keys()
     for head in heads.values():
         assert head.task.parameters.get("temperature") != 1.0  # a regression has none
-    engine = LocalEngine(EngineConfig(model=trained.base, arena_bytes=64 * 2**20))
-    engine.engine.load_adapter("all", str(tmp_path))
-    processor = InputProcessor.from_pretrained(trained.base)
-    requests = []
     for task, domain in trainer.domains.items():
-        for number, sample in enumerate(domain.splits.test):
-            encoded = processor.encode(processor.chat(domain.plan.question, 1), [Image.fromarray(sample.frames[0])])
-            requests.append(
-                Request(
-                    request_id=f"{task} {number}",
-                    prompt_ids=encoded.prompt_ids,
-                    vision=encoded.vision,
-                    adapter="all",
-                    head=task,
-                )
-            )
-    outputs = engine.run(requests)
-    for task, domain in trainer.domains.items():
-        answers = [outputs[f"{task} {number}"][-1].head for number in range(len(domain.splits.test))]
-        found = [value_of(answer) for answer in answers]
+        outputs = ask_engine(trained.base, domain, tmp_path, head=task)
+        found = [value_of(parts[-1].head) for parts in outputs]
         metrics = heads[task].task.metrics(found, [sample.target for sample in domain.splits.test])
         # Training evaluates in bfloat16 autocast, serving in float32: two samples may be answered differently.
         assert abs(metrics[domain.task.metric_name] - trainer.evaluator.score(task, domain.test)) < 2.1 / len(found)
-
-
-def value_of(answer: HeadAnswer | None) -> Target:
-    assert answer is not None
-    if answer.task == "detection":
-        return tuple(
-            Box(box.label_id, box.left, box.top, box.right, box.bottom, box.score, box.image) for box in answer.boxes
-        )
-    if answer.task == "regression":
-        return answer.values
-    assert answer.label_id is not None
-    return answer.label_id

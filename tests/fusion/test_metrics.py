@@ -11,18 +11,21 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from fusion.data.samples import Sample, Splits
+from fusion.embedded.object_names import NUMBERS
 from fusion.plan.tasks import METRICS, TASKS
+from fusion.synthetic.streets import KINDS, ask_traffic, count_vehicles, find_things
 from fusion.training.decoding import Prompt, greedy
 from fusion.training.embedding import TextInput
-from fusion.training.objectives import objective_of
+from fusion.training.objectives import ForwardOutputs, answer_in_words, objective_of
 from fusion.training.text_metrics import token_f1
 from fusion.training.zero_shot import score_texts
-from heads import Box
-from tests.families import build_model, make_prompt
+from heads import Box, detection
+from tests.families import VOCAB, build_model, make_prompt
 from tests.fusion.small import color_splits, plan_of, trainer_of, write_base
-from vlora.models.hf_model import HFModel
+from vlora.models.hf_model import HFModel, Positions
 
 BOX, MISSED = Box(0, 0.1, 0.1, 0.4, 0.4), Box(1, 0.6, 0.6, 0.9, 0.9)
 LABELS = {"binary": ("no", "yes"), "regression": ("value",), "counting": tuple("0123456789")}
@@ -150,3 +153,98 @@ def test_a_domain_in_words_is_scored_by_decoded_text(tmp_path: Path) -> None:
     assert score.value > 0.4 and score.lower < score.value
     exact = np.mean([a == b for a, b in zip(texts, targets, strict=True)])
     assert abs(exact - trainer.evaluator.accuracy_in_words("colors", own.test)) <= 1 / len(targets) + 1e-9
+
+
+def read_of(
+    last: torch.Tensor, images: list[torch.Tensor] | None = None, exact: list[bool] | None = None
+) -> ForwardOutputs:
+    count = len(last)
+    images = images or [torch.zeros(4, 2)] * count
+    return ForwardOutputs(
+        last, images, images, [((2, 2),)] * count, torch.ones(count), torch.tensor(exact or [True] * count)
+    )
+
+
+def no_samples(task: str, labels: tuple[str, ...]) -> Splits:
+    return Splits(task, labels, (), (), (), real=True)
+
+
+def test_a_choice_is_the_likeliest_label() -> None:
+    task = objective_of(no_samples("classification", ("left", "right")))
+    head = nn.Linear(2, 2)
+    with torch.no_grad():
+        head.weight.copy_(torch.eye(2))
+        head.bias.zero_()
+    read = read_of(torch.tensor([[3.0, 1.0], [0.0, 2.0], [1.0, 5.0]]))
+    answers = task.answers(read, head, [0, 1, 0])
+    assert answers == [0, 1, 1] and abs(task.metric(answers, [0, 1, 0]) - 2 / 3) < 1e-9
+    assert task.loss(read, head, [0, 1, 1]) < task.loss(read, head, [1, 0, 0])
+
+
+def test_words_are_right_word_for_word() -> None:
+    task = objective_of(no_samples("vqa", ()))
+    assert task.num_outputs == 0
+    read = read_of(torch.zeros(4, 2), exact=[True, False, True, True])
+    assert task.metric(task.answers(read, None, ["a"] * 4), ["a"] * 4) == 0.75
+
+
+def test_detection_reads_every_image_token() -> None:
+    boxes = (Box(1, 0.1, 0.1, 0.4, 0.4), Box(0, 0.6, 0.5, 0.9, 0.9))
+    task = objective_of(no_samples("detection", ("car", "bus")))
+    classes, edges = detection.targets(boxes, (2, 2))
+    logits = torch.cat([nn.functional.one_hot(classes, 3) * 20.0, edges], -1)
+    head = nn.Linear(task.num_outputs, task.num_outputs)
+    with torch.no_grad():
+        head.weight.copy_(torch.eye(task.num_outputs))
+        head.bias.zero_()
+    read = read_of(torch.zeros(1, task.num_outputs), [logits])
+    answers = task.answers(read, head, [boxes])
+    assert task.metric(answers, [boxes]) == 1.0
+    assert task.metric(answers, [boxes[:1]]) < 1.0
+    assert task.loss(read, head, [boxes]) < task.loss(read_of(read.last, [logits.flip(0)]), head, [boxes])
+
+
+def test_the_answer_in_words_of_a_sample() -> None:
+    rng = np.random.default_rng(0)
+    for own, sample in (
+        (no_samples("counting", NUMBERS[:6]), count_vehicles(rng)),
+        (no_samples("vqa", ()), ask_traffic(rng)),
+        (no_samples("detection", KINDS), find_things(rng)),
+    ):
+        words = answer_in_words(own, sample)
+        assert bool(words) == (own.task != "detection")
+        assert words == (own.labels[sample.target] if isinstance(sample.target, int) else words)
+    assert answer_in_words(no_samples("vqa", ()), Sample((), "a car")) == "a car"
+
+
+LIMIT = 6
+
+
+def recomputed(hf_model: HFModel, prompt: Prompt) -> tuple[int, ...]:
+    """Greedy tokens without a cache: each from a forward over the prompt and the tokens so far."""
+    positions = Positions(prompt.positions.numpy())
+    embeddings, tokens = prompt.input.embeddings, []
+    for _ in range(LIMIT):
+        rows = torch.from_numpy(positions.span(0, len(embeddings)))
+        hidden = hf_model.text_model(inputs_embeds=embeddings[None], position_ids=rows[:, None]).last_hidden_state
+        token = hf_model.lm_head(hidden[0, -1]).argmax()
+        tokens.append(int(token))
+        embeddings = torch.cat([embeddings, hf_model.embed(token[None])])
+    return tuple(tokens)
+
+
+@torch.no_grad()
+def test_an_answer_continues_from_the_last_position_not_the_largest() -> None:
+    model = build_model("qwen2_vl")
+    hf_model = HFModel(model)
+    model.set_attn_implementation({"text_config": "eager"})  # as `FrozenBase` trains
+    generator = torch.Generator().manual_seed(0)
+    prompts = []
+    for length, longest in ((9, 3), (9, 40), (14, 25)):  # the time index of a video of so many frames
+        embeddings = hf_model.embed(torch.randint(VOCAB, (length,), generator=generator))
+        positions = torch.arange(length).repeat(3, 1)
+        positions[0, 2:-3] = torch.linspace(2, longest, length - 5).long()
+        prompts.append(Prompt(TextInput(embeddings, torch.zeros(length, dtype=torch.bool), (), None), positions))
+    expected = [recomputed(hf_model, prompt) for prompt in prompts]
+    assert len(set(expected)) == 3
+    assert greedy(hf_model, prompts, LIMIT) == expected

@@ -15,20 +15,19 @@ from PIL import Image
 from rich.console import Console
 
 from fusion.commands import fuse
-from fusion.data.samples import Target
 from fusion.progress.progress import ProgressCallback
 from fusion.training.collator import EncodedSample
 from fusion.training.objectives import HeadObjective
 from fusion.training.scoring import Evaluator
-from heads import Answer, Box, load_heads
+from heads import Answer, load_heads
 from tests.fusion.made import load_plan, picture, video, write_plan
-from tests.fusion.small import write_base
+from tests.fusion.small import value_of, write_base
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
 from vlora.errors import BadConfig
 from vlora.models import InputProcessor
 from vlora.plan_files.run_lock import lock_folder
-from vlora.types import HeadAnswer, Request
+from vlora.types import Request
 
 TASKS = ("binary", "counting", "multi_label", "regression", "detection")
 
@@ -161,19 +160,3 @@ def test_every_head_answers_in_the_engine_as_in_training(tmp_path: Path, monkeyp
             assert served.confidence == pytest.approx(expected.confidence, abs=1e-4)
             assert served.scores == pytest.approx(expected.scores, abs=1e-4)
             assert served.values == pytest.approx(expected.values, abs=1e-3)
-
-
-def value_of(answer: HeadAnswer | None) -> Target:
-    assert answer is not None
-    match answer.task:
-        case "detection":
-            return tuple(Box(b.label_id, b.left, b.top, b.right, b.bottom, b.score, b.image) for b in answer.boxes)
-        case "counting":
-            assert answer.count is not None
-            return answer.count
-        case "multi_label":
-            return answer.chosen
-        case "regression":
-            return answer.values
-    assert answer.label_id is not None
-    return answer.label_id

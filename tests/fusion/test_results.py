@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +16,7 @@ from fusion.commands import fuse
 from fusion.report import results
 from fusion.report.results import refuse_foreign, refuse_to_overwrite, replace_results
 from vlora.errors import BadConfig
+from vlora.plan_files.run_lock import lock_folder
 
 PLAN = "domains:\n  - {name: a, source: /nowhere, question: q, threshold: 0.5}\n"
 
@@ -169,3 +173,43 @@ def test_an_interrupted_replacement_can_be_repeated(
     with replace_results(tmp_path) as folder:
         write(folder, "third")
     assert found(tmp_path) == {"third"}
+
+
+_HOLD = """
+import sys
+from pathlib import Path
+from vlora.plan_files.run_lock import lock_folder
+with lock_folder(Path(sys.argv[1])):
+    print(flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_second_process_is_refused_and_the_first_is_named(tmp_path: Path) -> None:
+    message = rf"out is in use by process {os.getpid()} on .* since 20"
+    with lock_folder(tmp_path / "out"):
+        with pytest.raises(BadConfig, match=message), lock_folder(tmp_path / "out"):
+            pass
+        with lock_folder(tmp_path / "another"):
+            pass
+    with lock_folder(tmp_path / "out"):
+        pass
+
+
+def test_a_folder_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "out"):
+        with pytest.raises(BadConfig, match=rf"^{tmp_path}/file\S* cannot be created: .*; choose"), lock_folder(folder):
+            pass
+
+
+def test_a_killed_process_holds_no_lock(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _HOLD, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline()
+        with pytest.raises(BadConfig, match=f"in use by process {other.pid} "), lock_folder(tmp_path):
+            pass
+        other.kill()
+        other.wait()
+        with lock_folder(tmp_path):
+            pass

@@ -104,7 +104,13 @@ def small(source: str) -> Splits:
     return Splits(task, labels, [draw(rng) for _ in range(40)], (), [draw(rng) for _ in range(6)], real=False)
 
 
-@pytest.mark.parametrize("source", DRAWN)
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param(name, marks=[pytest.mark.exhaustive] * (task not in ("detection", "action")))
+        for name, (task, _, _) in DRAWN.items()
+    ],
+)
 def test_a_seed_determines_a_training_and_its_file_answers_alike(tmp_path: Path, source: str) -> None:
     splits = small(source)
     torch.set_num_threads(1)
@@ -128,7 +134,11 @@ def test_a_seed_determines_a_training_and_its_file_answers_alike(tmp_path: Path,
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("task", "source"), [("classification", "drawn-signs"), ("detection", "drawn-traffic-detection")]
+    ("task", "source"),
+    [
+        ("classification", "drawn-signs"),
+        pytest.param("detection", "drawn-traffic-detection", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_small_models_learn_from_the_training_part(tmp_path: Path, task: str, source: str) -> None:
     torch.set_num_threads(1)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 from rich.console import Console
 from transformers import AutoModelForImageTextToText
 
@@ -16,21 +14,21 @@ from fusion.commands import fuse
 from fusion.data.samples import Sample, Splits
 from fusion.embedded import checkpoint_path
 from fusion.training.zero_shot import decode_in_parts, score_before_training
-from tests.fusion.small import color_splits, colors, plan_of, trainer_of, write_base, write_folders
-from vlora.config import EngineConfig
-from vlora.engine import LocalEngine
-from vlora.models import InputProcessor
-from vlora.types import Request, SamplingParams
+from tests.fusion.small import (
+    ask_engine,
+    color_splits,
+    colors,
+    plan_of,
+    texts_of,
+    trainer_of,
+    write_base,
+    write_folders,
+)
+from vlora.types import SamplingParams
 
 pytestmark = pytest.mark.slow
 
 LIMIT = 6
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> str:
-    torch.set_num_threads(1)
-    return write_base(tmp_path_factory.mktemp("base"))
 
 
 def clips() -> Splits:
@@ -47,19 +45,7 @@ def clips() -> Splits:
 def test_answers_equal_the_engines(make: Callable[[], Splits]) -> None:
     splits, base = make(), checkpoint_path()  # random weights give no meaningful answers
     domain = trainer_of(plan_of(base, ("fields",)), {"fields": splits}).domains["fields"]
-    processor = InputProcessor.from_pretrained(base)
-    engine = LocalEngine(EngineConfig(model=base, dtype="float32", arena_bytes=64 * 2**20))
-    requests = []
-    for number, sample in enumerate(splits.test):
-        prompt = processor.chat(sample.question or domain.plan.question, len(sample.frames))
-        encoded = processor.encode(prompt, [Image.fromarray(frame) for frame in sample.frames])
-        fields: dict[str, Any] = {"prompt_ids": encoded.prompt_ids, "vision": encoded.vision}
-        requests.append(Request(request_id=str(number), sampling=SamplingParams(max_tokens=LIMIT), **fields))
-    outputs = engine.run(requests)
-    expected = [
-        processor.decode([token for output in outputs[request.request_id] for token in output.token_ids]).strip()
-        for request in requests
-    ]
+    expected = texts_of(base, ask_engine(base, domain, sampling=SamplingParams(max_tokens=LIMIT)))
     answers = decode_in_parts(domain, domain.test, LIMIT)
     assert answers == expected
     assert len(set(answers)) > 1  # otherwise the comparison is meaningless

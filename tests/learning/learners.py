@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
+import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -92,6 +94,28 @@ async def settle(learner: Learner, most: int = 20) -> None:
 
 def run(coroutine: Any) -> Any:
     return asyncio.run(asyncio.wait_for(coroutine, 30))
+
+
+def learning(trusted: Mapping[str, str] | None = None, **settings: Any) -> Callable[[Any], Callable[..., None]]:
+    """Run a test, a coroutine of a `school` and its open `learner`, in a folder of its own (`tmp_path`)."""
+
+    def decorate(test: Any) -> Callable[..., None]:
+        parameters = dict(inspect.signature(test).parameters)
+        takes_path = "tmp_path" in parameters
+        fixtures = [one for name, one in parameters.items() if name not in ("school", "learner")]
+        if not takes_path:
+            fixtures.append(inspect.Parameter("tmp_path", inspect.Parameter.KEYWORD_ONLY))
+
+        @functools.wraps(test)
+        def run_it(tmp_path: Path, **given: Any) -> None:
+            school = School(tmp_path, trusted or {}, settings)
+            own = {"tmp_path": tmp_path} if takes_path else {}
+            with_learner(school, lambda learner: test(school=school, learner=learner, **own, **given))
+
+        run_it.__signature__ = inspect.Signature(fixtures)  # type: ignore[attr-defined]
+        return run_it
+
+    return decorate
 
 
 def with_learner(school: School, work: Callable[[Learner], object]) -> None:

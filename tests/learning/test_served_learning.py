@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 import sqlite3
 import threading
 from collections.abc import Callable, Coroutine, Iterable
@@ -38,6 +40,22 @@ def fresh(world: World, tmp_path: Path, **settings: Any) -> World:
     copy.__dict__ |= world.__dict__ | {"folder": tmp_path}
     copy.plan_with(**settings)
     return copy
+
+
+def in_a_server(test: Any) -> Callable[..., None]:
+    """Run a test, a coroutine of a running front end (`serving`) and its files (`own`)."""
+    parameters = dict(inspect.signature(test).parameters)
+
+    @functools.wraps(test)
+    def run_it(world: World, tmp_path: Path, **given: Any) -> None:
+        files = fresh(world, tmp_path)
+        own = {"own": files} if "own" in parameters else {}
+        serve(files, lambda serving: test(serving=serving, **own, **given))
+
+    fixtures = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("world", "tmp_path")]
+    more = [one for name, one in parameters.items() if name not in ("serving", "own")]
+    run_it.__signature__ = inspect.Signature([*more, *fixtures])  # type: ignore[attr-defined]
+    return run_it
 
 
 def other_version(world: World) -> Path:
@@ -115,58 +133,46 @@ def test_only_answers_that_can_be_learned_are_kept(world: World, tmp_path: Path)
     assert rows[0][2] == picture(1) and rows[1][2].startswith(b"\x89PNG")
 
 
-def test_an_adapter_without_the_setting_is_not_kept(world: World, tmp_path: Path) -> None:
-    own = fresh(world, tmp_path)
-
-    async def work(serving: Serving) -> None:
-        await serving.front.adapters.load("second", str(own.initial))
-        answer = await serving.ask("what is shown ?", adapter="second")
-        with pytest.raises(BadRequest, match="no answer with id"):
-            await serving.learning.correct(answer.request_id, "red", ADMIN)
-        assert (await serving.learner.status()).num_records == 0
-
-    serve(own, work)
+@in_a_server
+async def test_an_adapter_without_the_setting_is_not_kept(serving: Serving, own: World) -> None:
+    await serving.front.adapters.load("second", str(own.initial))
+    answer = await serving.ask("what is shown ?", adapter="second")
+    with pytest.raises(BadRequest, match="no answer with id"):
+        await serving.learning.correct(answer.request_id, "red", ADMIN)
+    assert (await serving.learner.status()).num_records == 0
 
 
-def test_a_learning_adapter_is_changed_by_promotion_only(world: World, tmp_path: Path) -> None:
-    own = fresh(world, tmp_path)
-
-    async def work(serving: Serving) -> None:
-        adapters = serving.front.adapters
-        with pytest.raises(BadRequest, match="adapter 'signs' learns, so `vlora train promote`"):
-            await adapters.load(NAME, str(own.initial))
-        with pytest.raises(BadRequest, match="adapter 'signs' learns"):
-            await adapters.unload(NAME)
-        await adapters.pin(NAME, True)
-        await serving.learner.promote("ann", version=None, path=str(other_version(own)), force=True)
-        (status,) = await adapters.list()
-        assert status.pinned and status.version == serving.learner.loaded, "a pinned one is replaced too"
-
-    serve(own, work)
+@in_a_server
+async def test_a_learning_adapter_is_changed_by_promotion_only(serving: Serving, own: World) -> None:
+    adapters = serving.front.adapters
+    with pytest.raises(BadRequest, match="adapter 'signs' learns, so `vlora train promote`"):
+        await adapters.load(NAME, str(own.initial))
+    with pytest.raises(BadRequest, match="adapter 'signs' learns"):
+        await adapters.unload(NAME)
+    await adapters.pin(NAME, True)
+    await serving.learner.promote("ann", version=None, path=str(other_version(own)), force=True)
+    (status,) = await adapters.list()
+    assert status.pinned and status.version == serving.learner.loaded, "a pinned one is replaced too"
 
 
-def test_a_version_under_evaluation_is_hidden(world: World, tmp_path: Path) -> None:
-    own = fresh(world, tmp_path)
+@in_a_server
+async def test_a_version_under_evaluation_is_hidden(serving: Serving, own: World) -> None:
+    await serving.teach(range(8), "w7")
+    await serving.learner.promote("ann", version=None, path=str(other_version(own)), force=False)
+    seen: list[str] = []
 
-    async def work(serving: Serving) -> None:
-        await serving.teach(range(8), "w7")
-        await serving.learner.promote("ann", version=None, path=str(other_version(own)), force=False)
-        seen: list[str] = []
+    async def watch() -> None:
+        while True:
+            seen.extend(one.name for one in await serving.front.adapters.list())
+            with pytest.raises(UnknownAdapter):
+                await serving.ask("what ?", adapter=f"{NAME}~candidate")
+            with pytest.raises(UnknownAdapter):
+                await serving.front.adapters.unload(f"{NAME}~candidate")
 
-        async def watch() -> None:
-            while True:
-                seen.extend(one.name for one in await serving.front.adapters.list())
-                with pytest.raises(UnknownAdapter):
-                    await serving.ask("what ?", adapter=f"{NAME}~candidate")
-                with pytest.raises(UnknownAdapter):
-                    await serving.front.adapters.unload(f"{NAME}~candidate")
-
-        watching = asyncio.create_task(watch())
-        await serving.settle()
-        watching.cancel()
-        assert set(seen) == {NAME} and own.events() == ["imported", "evaluated"]
-
-    serve(own, work)
+    watching = asyncio.create_task(watch())
+    await serving.settle()
+    watching.cancel()
+    assert set(seen) == {NAME} and own.events() == ["imported", "evaluated"]
 
 
 def test_a_label_that_no_training_can_have_is_refused(world: World, tmp_path: Path) -> None:
@@ -199,137 +205,113 @@ def test_sampled_and_cut_answers_are_not_held_to_be_right(world: World, tmp_path
         assert database.execute("SELECT repeatable FROM records").fetchall() == [(0,)] * 3
 
 
-def test_the_queue_has_room_for_answers_of_other_tenants(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@in_a_server
+async def test_the_queue_has_room_for_answers_of_other_tenants(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the disk is slow, one tenant's answers fill half of it, by number and by bytes."""
     monkeypatch.setattr("vlora.learning.learning.MAX_QUEUED", 20)
     monkeypatch.setattr("vlora.learning.learning.MAX_QUEUED_BYTES", 2000)
-    own = fresh(world, tmp_path)
+    learning, learner = serving.learning, serving.learner
+    version, held = learner.loaded, threading.Event()
+    add = learner.store.add
 
-    async def work(serving: Serving) -> None:
-        learning, learner = serving.learning, serving.learner
-        version, held = learner.loaded, threading.Event()
-        add = learner.store.add
+    def slow(answers: Iterable[AnsweredRequest]) -> int:
+        held.wait(30)
+        return add(answers)
 
-        def slow(answers: Iterable[AnsweredRequest]) -> int:
-            held.wait(30)
-            return add(answers)
+    monkeypatch.setattr(learner.store, "add", slow)
 
-        monkeypatch.setattr(learner.store, "add", slow)
+    def keep(tenant: str, numbers: range, num_bytes: int) -> None:
+        for number in numbers:
+            answer = AnsweredRequest(f"{tenant}{number}", tenant, version, "what ?", "old", None)
+            learning.keep(NAME, answer, num_bytes, lambda: None)
 
-        def keep(tenant: str, numbers: range, num_bytes: int) -> None:
-            for number in numbers:
-                answer = AnsweredRequest(f"{tenant}{number}", tenant, version, "what ?", "old", None)
-                learning.keep(NAME, answer, num_bytes, lambda: None)
-
-        keep("bad", range(30), 1)
-        keep("good", range(9), 1)
-        assert learner.num_dropped == 20
-        keep("large", range(3), 600)
-        assert learner.num_dropped == 22, "two of them are more than half of the bytes"
-        held.set()
-        await learner.status()  # after the writes so far
-        assert (await learner.status()).num_records == 20
-        keep("bad", range(30, 40), 1)
-        assert learner.num_dropped == 22, "the queue is empty again"
-
-    serve(own, work)
+    keep("bad", range(30), 1)
+    keep("good", range(9), 1)
+    assert learner.num_dropped == 20
+    keep("large", range(3), 600)
+    assert learner.num_dropped == 22, "two of them are more than half of the bytes"
+    held.set()
+    await learner.status()  # after the writes so far
+    assert (await learner.status()).num_records == 20
+    keep("bad", range(30, 40), 1)
+    assert learner.num_dropped == 22, "the queue is empty again"
 
 
-def test_an_answer_is_written_though_the_event_loop_is_busy(world: World, tmp_path: Path) -> None:
+@in_a_server
+async def test_an_answer_is_written_though_the_event_loop_is_busy(serving: Serving) -> None:
     """The thread has written the answers before, and the loop has not seen it yet."""
-    own = fresh(world, tmp_path)
-
-    async def work(serving: Serving) -> None:
-        learning, learner = serving.learning, serving.learner
-        for number in range(2):
-            answer = AnsweredRequest(f"r{number}", None, learner.loaded, "what ?", "old", None)
-            learning.keep(NAME, answer, 0, lambda: None)
-            if number == 0:
-                await asyncio.sleep(0)
-                while learner._executor.submit(learner.store.size).result().records == 0:  # noqa: SLF001
-                    pass
-        for _ in range(2):
-            await learner.status()
-        assert (await learner.status()).num_records == 2
-
-    serve(own, work)
+    learning, learner = serving.learning, serving.learner
+    for number in range(2):
+        answer = AnsweredRequest(f"r{number}", None, learner.loaded, "what ?", "old", None)
+        learning.keep(NAME, answer, 0, lambda: None)
+        if number == 0:
+            await asyncio.sleep(0)
+            while learner._executor.submit(learner.store.size).result().records == 0:  # noqa: SLF001
+                pass
+    for _ in range(2):
+        await learner.status()
+    assert (await learner.status()).num_records == 2
 
 
-def test_one_answer_that_cannot_be_written_drops_no_other(world: World, tmp_path: Path) -> None:
-    own = fresh(world, tmp_path)
-
+@in_a_server
+async def test_one_answer_that_cannot_be_written_drops_no_other(serving: Serving) -> None:
     def broken() -> bytes:
         raise ValueError("not enough image data")
 
-    async def work(serving: Serving) -> None:
-        learning, version = serving.learning, serving.learner.loaded
-        for number in range(9):
-            encode = broken if number == 4 else lambda: None
-            learning.keep(NAME, AnsweredRequest(f"r{number}", None, version, "what ?", "old", None), 0, encode)
-        await serving.learner.status()
-        status = await serving.learner.status()
-        assert (status.num_records, status.num_dropped) == (8, 1)
-
-    serve(own, work)
+    learning, version = serving.learning, serving.learner.loaded
+    for number in range(9):
+        encode = broken if number == 4 else lambda: None
+        learning.keep(NAME, AnsweredRequest(f"r{number}", None, version, "what ?", "old", None), 0, encode)
+    await serving.learner.status()
+    status = await serving.learner.status()
+    assert (status.num_records, status.num_dropped) == (8, 1)
 
 
-def test_the_queue_counts_the_bytes_of_texts(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_a_server
+async def test_the_queue_counts_the_bytes_of_texts(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vlora.learning.learning.MAX_QUEUED_BYTES", 2000)
-    own = fresh(world, tmp_path)
-
-    async def work(serving: Serving) -> None:
-        question = "what " * 250  # more than half of the room
-        answer = AnsweredRequest("r1", None, serving.learner.loaded, question, "old", None)
-        serving.learning.keep(NAME, answer, 0, lambda: None)
-        assert serving.learner.num_dropped == 1
-
-    serve(own, work)
+    question = "what " * 250  # more than half of the room
+    answer = AnsweredRequest("r1", None, serving.learner.loaded, question, "old", None)
+    serving.learning.keep(NAME, answer, 0, lambda: None)
+    assert serving.learner.num_dropped == 1
 
 
-def test_a_pinned_adapter_remains_pinned_if_a_version_cannot_be_loaded(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@in_a_server
+async def test_a_pinned_adapter_remains_pinned_if_a_version_cannot_be_loaded(
+    serving: Serving, own: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = fresh(world, tmp_path)
+    front, first = serving.front, serving.learner.loaded
+    await front.adapters.pin(NAME, True)
 
-    async def work(serving: Serving) -> None:
-        front, first = serving.front, serving.learner.loaded
-        await front.adapters.pin(NAME, True)
+    async def full(name: str, path: str) -> AdapterStatus:
+        raise OverCapacity("there is no room")
 
-        async def full(name: str, path: str) -> AdapterStatus:
-            raise OverCapacity("there is no room")
-
-        with monkeypatch.context() as patched:
-            patched.setattr(front.adapters, "replace", full)
-            with pytest.raises(OverCapacity):
-                await serving.learner.promote("ann", version=None, path=str(other_version(own)), force=True)
-        (status,) = await front.adapters.list()
-        assert (status.version, status.pinned) == (first, True)
-
-    serve(own, work)
+    with monkeypatch.context() as patched:
+        patched.setattr(front.adapters, "replace", full)
+        with pytest.raises(OverCapacity):
+            await serving.learner.promote("ann", version=None, path=str(other_version(own)), force=True)
+    (status,) = await front.adapters.list()
+    assert (status.version, status.pinned) == (first, True)
 
 
-def test_a_pinned_adapter_that_is_unloaded_meanwhile_is_loaded_once(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@in_a_server
+async def test_a_pinned_adapter_that_is_unloaded_meanwhile_is_loaded_once(
+    serving: Serving, own: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second load would succeed without a pin, or repeat a long one that has failed."""
-    own = fresh(world, tmp_path)
+    adapters, model, calls = serving.front.adapters, serving.learner._model, 0  # noqa: SLF001
+    await adapters.pin(NAME, True)
 
-    async def work(serving: Serving) -> None:
-        adapters, model, calls = serving.front.adapters, serving.learner._model, 0  # noqa: SLF001
-        await adapters.pin(NAME, True)
+    async def unloaded(name: str, path: str) -> AdapterStatus:
+        nonlocal calls
+        calls += 1
+        await model.unload(name)
+        raise OverCapacity("there is no room")
 
-        async def unloaded(name: str, path: str) -> AdapterStatus:
-            nonlocal calls
-            calls += 1
-            await model.unload(name)
-            raise OverCapacity("there is no room")
-
-        with monkeypatch.context() as patched:
-            patched.setattr(adapters, "replace", unloaded)
-            with pytest.raises(OverCapacity):
-                await model.load(NAME, other_version(own))
-        assert calls == 1
-
-    serve(own, work)
+    with monkeypatch.context() as patched:
+        patched.setattr(adapters, "replace", unloaded)
+        with pytest.raises(OverCapacity):
+            await model.load(NAME, other_version(own))
+    assert calls == 1

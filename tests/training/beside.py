@@ -29,7 +29,7 @@ from vlora.models.vision.encoder import VisionEncoder
 from vlora.training import LoraSettings, PackedTrainer
 from vlora.training.records import Record
 from vlora.training.samples import finish, prepare
-from vlora.types import Request, SamplingParams
+from vlora.types import Request, SamplingParams, TrainingStatus
 
 STEPS, BATCH, NUM_RECORDS = 3, 4, 6
 PLANS: dict[str, dict[str, Any]] = {
@@ -171,3 +171,15 @@ class Alone:
     def adapter(self, name: str, folder: Path) -> dict[str, torch.Tensor]:
         self.trainer.adapters[name].save(folder / "adapter")
         return adapter_of(folder)
+
+
+def submit(engine: Engine, plan: Path | str) -> tuple[TrainingStatus, ...]:
+    done = engine.parts.trainings.submit(str(plan), reopen=True)
+    while not done.done():
+        engine.parts.trainings.advance()
+        time.sleep(1e-3)
+    return done.result()
+
+
+def states(engine: Engine) -> dict[str, str]:
+    return {status.name: status.state for status in engine.parts.trainings.statuses()}

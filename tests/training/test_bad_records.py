@@ -14,8 +14,7 @@ import pytest
 import torch
 import yaml
 
-from tests.training.beside import Case, adapter_of, losses_of, settle
-from tests.training.test_training_folders import states, submit
+from tests.training.beside import Case, adapter_of, losses_of, settle, states, submit
 from vlora.errors import BadPlan
 from vlora.models.processing import InputProcessor
 from vlora.training import MicroStep, PackedTrainer, samples
@@ -34,11 +33,6 @@ BAD_IN_USE: list[dict[str, Any]] = [
 ]
 BAD_LINES = ['{"question": "what ?", "answer": NaN, "split": "train"}', '{"question": "what', '"text"']
 STEPS, BATCH = 5, 4
-
-
-@pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return Case.make(tmp_path_factory.mktemp("bad") / "case")
 
 
 def write(case: Case, name: str, lines: list[str | dict[str, Any]]) -> str:

@@ -16,11 +16,6 @@ from tests.training.beside import Case, adapter_of, losses_of, settle
 from vlora.errors import BadPlan
 
 
-@pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return Case.make(tmp_path_factory.mktemp("base") / "case")
-
-
 def other_model(case: Case, layer: str) -> Case:
     """The same model but for one layer's weight."""
     folder = case.folder / f"other {layer}"

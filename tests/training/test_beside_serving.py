@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.training.beside import STEPS, Alone, Case, adapter_of, losses_of, request, settle
+from tests.training.beside import STEPS, Alone, Case, adapter_of, losses_of, request, settle, submit
 from vlora.engine import Engine, LocalEngine
 from vlora.errors import BadConfig, BadPlan, BadRequest
 from vlora.types import RequestOutput
@@ -176,10 +175,7 @@ def test_a_cancelled_training_ends_and_others_go_on(one: Case) -> None:
     trainings = engine.parts.trainings
     assert {one.name: one.state for one in trainings.statuses()} == {"first": "cancelled", "second": "finished"}
     assert [status.name for status in engine.adapters()] == ["second"]
-    done = trainings.submit(str(plan), reopen=True)
-    while not done.done():
-        trainings.advance()
-        time.sleep(1e-3)
+    submit(engine, plan)
     settle(trainings, engine)
     assert {one.name: (one.state, one.step) for one in trainings.statuses()}["first"] == ("finished", STEPS)
     assert losses_of(one.folder / "cancel" / "first") == pytest.approx(Alone(one).losses["first"], abs=1e-5)
@@ -200,11 +196,7 @@ def test_trainings_may_be_cancelled_and_submitted_again_at_any_piece(one: Case) 
         trainings.cancel(name)
         num_cancelled += 1
         settle(trainings, engine, most=number % 3)
-        done = trainings.submit(str(one.plan("often", [name])), reopen=True)
-        while not done.done():
-            trainings.advance()
-            time.sleep(1e-3)
-        done.result()
+        submit(engine, one.plan("often", [name]))
     settle(trainings, engine)
     assert {status.state for status in trainings.statuses()} == {"finished"} and num_cancelled > 10
     engine.close()
@@ -246,10 +238,7 @@ def test_an_internal_error_ends_trainings_and_not_the_engine(one: Case, monkeypa
     while engine.has_work:
         assert all(output.error is None for output in engine.step())
     # Another loop continues from the checkpoint.
-    done = trainings.submit(str(plan), reopen=True)
-    while not done.done():
-        trainings.advance()
-        time.sleep(1e-3)
+    submit(engine, plan)
     settle(trainings, engine)
     assert trainings.statuses()[0].state == "finished"
     assert losses_of(one.folder / "internal" / "first") == Alone(one, ["first"]).losses["first"]
@@ -286,15 +275,8 @@ def test_names_in_use_and_other_settings_are_refused(one: Case) -> None:
     engine = one.engine(plan)
     trainings = engine.parts.trainings
 
-    def submit(file: Path) -> None:
-        done = trainings.submit(str(file), reopen=True)
-        while not done.done():
-            trainings.advance()
-            time.sleep(1e-3)
-        done.result()
-
     with pytest.raises(BadRequest, match="training 'first' is running already"):
-        submit(plan)
+        submit(engine, plan)
     # An adapter that is registered while its name is in training is not replaced.
     other = one.engine(one.plan("taken", ["first"]))
     settle(other.parts.trainings, other)
@@ -303,12 +285,12 @@ def test_names_in_use_and_other_settings_are_refused(one: Case) -> None:
     (status,) = trainings.statuses()
     assert status.state == "failed" and status.error is not None and "was registered meanwhile" in status.error
     engine.unload_adapter("first")
-    submit(plan)
+    submit(engine, plan)
     settle(trainings, engine)
     other.close()
     with pytest.raises(BadPlan, match="has training 'first' with other settings or data; remove the folder"):
-        submit(one.plan("names", ["first"], steps=STEPS + 1))
+        submit(engine, one.plan("names", ["first"], steps=STEPS + 1))
     with pytest.raises(BadRequest, match="an adapter 'first' is registered already; unload it first"):
-        submit(one.plan("other", ["first"]))
-    submit(one.plan("names", ["first"]))  # it is finished
+        submit(engine, one.plan("other", ["first"]))
+    submit(engine, one.plan("names", ["first"]))  # it is finished
     engine.close()

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from atmm import processor
-from tests.training.beside import Case, losses_of, settle
-from tests.training.test_training_folders import states, submit
+from tests.training.beside import Case, losses_of, settle, states, submit
 from vlora.engine.limits import Room
 from vlora.errors import BadPlan, BadRequest, OverCapacity
 from vlora.models.hf_model import HFModel
@@ -22,11 +21,6 @@ from vlora.models.loading import load_model
 from vlora.training import LoraSettings, MicroStep, PackedTrainer, Sample
 from vlora.training.plan import read_plan
 from vlora.training.samples import SampleSource
-
-
-@pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return Case.make(tmp_path_factory.mktemp("bounds") / "case")
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "large"])

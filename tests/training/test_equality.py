@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft import PeftModel
 
-from tests.families import EACH_FAMILY, build_model
+from tests.families import FAMILIES, build_model
 from tests.training.cases import SETTINGS, PlainTraining, prompts, samples
 from vlora.models.hf_model import HFModel
 from vlora.training import PackedTrainer
@@ -47,12 +47,17 @@ def apart(found: dict[str, tuple[torch.Tensor, torch.Tensor]], wanted: dict[str,
     )
 
 
+FORMS = [(("wide",), False), (tuple(SETTINGS), False), (tuple(SETTINGS), True)]
+
+
 @pytest.mark.parametrize(
-    ("adapters", "recompute"),
-    [(("wide",), False), (tuple(SETTINGS), False), (tuple(SETTINGS), True)],
-    ids=["1", "3", "3 recomputed"],
+    ("family", "adapters", "recompute"),
+    [  # each family in one form by default
+        pytest.param(family, *form, marks=[pytest.mark.exhaustive] * ((row + column) % 3 > 0))
+        for row, family in enumerate(FAMILIES)
+        for column, form in enumerate(FORMS)
+    ],
 )
-@pytest.mark.parametrize("family", EACH_FAMILY)
 def test_losses_gradients_and_values_equal_plain_peft(family: str, adapters: tuple[str, ...], recompute: bool) -> None:
     """Ragged batches with images; adapters of different ranks, targets, scales and learning rates."""
     hf_model, trainer = trainer_of(family, adapters, max_norm=1.0)

@@ -27,11 +27,6 @@ class Clock:
         return self.now
 
 
-@pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return Case.make(tmp_path_factory.mktemp("promise"))
-
-
 def test_pieces_run_beside_requests_only_with_room(case: Case) -> None:
     clock = Clock()
     config = case.config(train=str(case.plan("promised", ["first"], steps=1000)), train_slowdown=1.5)

@@ -17,7 +17,7 @@ import pytest
 import torch
 import yaml
 
-from tests.training.beside import STEPS, Case, settle
+from tests.training.beside import STEPS, Case, settle, states, submit
 from vlora.engine import Engine
 from vlora.errors import BadConfig, BadPlan, BadRequest, VLoraError
 from vlora.lora import Registration
@@ -33,23 +33,6 @@ with lock_folder(Path(sys.argv[1])):
     print("locked", flush=True)
     sys.stdin.read()
 """
-
-
-@pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return Case.make(tmp_path_factory.mktemp("folders") / "case")
-
-
-def submit(engine: Engine, plan: Path | str) -> tuple[TrainingStatus, ...]:
-    done = engine.parts.trainings.submit(str(plan), reopen=True)
-    while not done.done():
-        engine.parts.trainings.advance()
-        time.sleep(1e-3)
-    return done.result()
-
-
-def states(engine: Engine) -> dict[str, str]:
-    return {status.name: status.state for status in engine.parts.trainings.statuses()}
 
 
 def test_two_processes_do_not_train_in_one_folder(case: Case) -> None:
