@@ -99,7 +99,8 @@ def test_requests_that_do_not_end_are_aborted_at_the_drain_limit() -> None:
 @pytest.mark.exhaustive
 def test_a_second_signal_ends_the_server_at_once() -> None:
     with serving("scripted", "60") as (process, client, _):
-        next(client.stream("forever", max_tokens=90_000))
+        stream = client.stream("forever", max_tokens=90_000)
+        next(stream)
         process.send_signal(signal.SIGINT)
         time.sleep(0.2)
         assert process.poll() is None
