@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +23,7 @@ from fusion.training.checkpoint import Checkpoint
 from fusion.training.fingerprint import hash_of_processing, identity_of
 from fusion.training.resume_hint import UNFINISHED, ResumeHint, same_command
 from tests.fusion.small import write_base, write_folders
+from tests.processes import until
 from vlora.errors import BadPlan
 from vlora.models import InputProcessor
 
@@ -211,9 +211,7 @@ def test_the_last_line_of_a_stopped_run_resumes_it(
     run = subprocess.Popen(
         command, cwd=made, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    end = time.monotonic() + 120
-    while not trained(out) and run.poll() is None and time.monotonic() < end:
-        time.sleep(0.01)
+    until(lambda: bool(trained(out)) or run.poll() is not None, 120)
     run.send_signal(number)
     _, told = run.communicate(timeout=60)
     assert run.returncode == code, told

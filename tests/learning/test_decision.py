@@ -56,25 +56,35 @@ def test_without_live_records_the_operators_decide() -> None:
     assert why_not(nothing, None, 0) == "no held-out record counts; see `max_share`, or give `trusted` records"
 
 
-def test_a_version_with_more_corrections_is_rolled_back() -> None:
-    before = [ServedCount("a", 100, 5, 0), ServedCount("b", 100, 5, 0)]
-    worse = [ServedCount("a", 20, 9, 0), ServedCount("b", 20, 9, 0)]
-    reason = why_roll_back(before, worse, None, max_share=0.5, confidence=0.95)
-    assert reason is not None and reason.startswith("18 of its 40 answers were corrected, a share with a lower bound")
-    few = [ServedCount("a", 20, 1, 0), ServedCount("b", 20, 2, 0)]
-    assert why_roll_back(before, few, None, max_share=0.5, confidence=0.95) is None
-    by_one = [ServedCount("a", 20, 20, 0), ServedCount("b", 20, 0, 0)]
-    assert why_roll_back(before, by_one, None, max_share=0.5, confidence=0.95) is None, "one tenant alone"
-    assert why_roll_back(before, by_one, None, max_share=1.0, confidence=0.95) is not None
-    attacked = [*few, ServedCount("bad", 200, 200, 0)]
-    assert why_roll_back(before, attacked, None, max_share=0.5, confidence=0.95) is None, "beside honest ones"
-    gone = [*before, ServedCount("bad", 1000, 900, 0)]
-    assert why_roll_back(gone, worse, None, max_share=0.5, confidence=0.95) is not None, "no answers of this version"
-    assert why_roll_back(before, [*few, ServedCount("new", 50, 50, 0)], None, max_share=1.0, confidence=0.95) is None
-    one, new = ServedCount("a", 100, 5, 0), ServedCount("new", 50, 50, 0)
-    assert why_roll_back([one], [few[0], new], None, max_share=1.0, confidence=0.95) is None, "a new tenant"
-    hidden = [*before, ServedCount("bad", 1000, 900, 0)]
-    assert why_roll_back(hidden, [*worse, ServedCount("bad", 9, 9, 0)], None, max_share=0.5, confidence=0.95) is None
+BEFORE = [ServedCount("a", 100, 5, 0), ServedCount("b", 100, 5, 0)]
+WORSE = [ServedCount("a", 20, 9, 0), ServedCount("b", 20, 9, 0)]
+FEW = [ServedCount("a", 20, 1, 0), ServedCount("b", 20, 2, 0)]
+BY_ONE = [ServedCount("a", 20, 20, 0), ServedCount("b", 20, 0, 0)]
+NEW, BAD = ServedCount("new", 50, 50, 0), ServedCount("bad", 1000, 900, 0)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "max_share", "rolls_back"),
+    [
+        pytest.param(BEFORE, WORSE, 0.5, True, id="worse"),
+        pytest.param(BEFORE, FEW, 0.5, False, id="few corrections"),
+        pytest.param([ServedCount("a", 40, 0, 0)], [ServedCount("a", 30, 1, 1)], 0.5, False, id="one correction"),
+        pytest.param(BEFORE, BY_ONE, 0.5, False, id="of one tenant alone"),
+        pytest.param(BEFORE, BY_ONE, 1.0, True, id="of one tenant, which suffices"),
+        pytest.param(BEFORE, [*FEW, ServedCount("bad", 200, 200, 0)], 0.5, False, id="an attacker beside honest ones"),
+        pytest.param([*BEFORE, BAD], WORSE, 0.5, True, id="an attacker without answers of this version"),
+        pytest.param(BEFORE, [*FEW, NEW], 1.0, False, id="a new tenant"),
+        pytest.param(BEFORE[:1], [FEW[0], NEW], 1.0, False, id="a new tenant beside one"),
+        pytest.param([*BEFORE, BAD], [*WORSE, ServedCount("bad", 9, 9, 0)], 0.5, False, id="hidden by an attacker"),
+    ],
+)
+def test_a_version_with_more_corrections_is_rolled_back(
+    before: list[ServedCount], after: list[ServedCount], max_share: float, rolls_back: bool
+) -> None:
+    reason = why_roll_back(before, after, None, max_share=max_share, confidence=0.95)
+    assert (reason is not None) == rolls_back
+    if after is WORSE:
+        assert str(reason).startswith("18 of its 40 answers were corrected, a share with a lower bound")
 
 
 def test_without_earlier_answers_the_evaluation_is_the_measure() -> None:
@@ -138,11 +148,6 @@ def test_an_equal_version_that_is_watched_is_rarely_rolled_back() -> None:
         ever += rolled_back
         by_one_look += one_look
     assert by_one_look > 6 and ever <= 3, (by_one_look, ever)
-
-
-def test_one_correction_is_no_reason_to_roll_back() -> None:
-    after = [ServedCount("a", 30, 1, 1)]
-    assert why_roll_back([ServedCount("a", 40, 0, 0)], after, None, max_share=0.5, confidence=0.95) is None
 
 
 def record(
