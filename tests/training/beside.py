@@ -92,6 +92,14 @@ class Case:
     def engine(self, train: Path | None = None, **settings: Any) -> Engine:
         return Engine(self.config(train=None if train is None else str(train), **settings))
 
+    def run(self, train: Path, **settings: Any) -> tuple[TrainingStatus, ...]:
+        """Train a plan to its end. Returns the state of its trainings."""
+        engine = self.engine(train, **settings)
+        settle(engine.parts.trainings, engine)
+        statuses = engine.parts.trainings.statuses()
+        engine.close()
+        return statuses
+
 
 def request(name: str, adapter: str | None, num_tokens: int = 6, num_prompt: int = 7) -> Request:
     ids = tuple(random.Random(name).choices(range(4, 150), k=num_prompt))

@@ -122,9 +122,7 @@ def test_a_training_with_bad_records_continues_with_the_same_bytes(
     """An engine that closes leaves the checkpoint. Records that were set aside are not named again."""
     data = write(case, "again.jsonl", mixed())
     whole, cut = plan(case, "whole", data), plan(case, "cut", data)
-    engine = case.engine(whole)
-    settle(engine.parts.trainings, engine)
-    engine.close()
+    case.run(whole)
     engine = case.engine(cut)
     trainings = engine.parts.trainings
     settle(trainings, engine, until=lambda: trainings.statuses()[0].step == 3)
@@ -132,12 +130,9 @@ def test_a_training_with_bad_records_continues_with_the_same_bytes(
     engine.close()
     assert before.state == "running" and before.num_bad == 7
     caplog.clear()
-    engine = case.engine(cut)
-    settle(engine.parts.trainings, engine)
-    (status,) = engine.parts.trainings.statuses()
+    (status,) = case.run(cut)
     assert (status.state, status.num_bad, sorted(status.bad)) == ("finished", 7, sorted(before.bad))
     assert not [one for one in caplog.records if "set aside" in one.getMessage() and "line 2:" in one.getMessage()]
-    engine.close()
     assert losses_of(case.folder / "cut" / "first") == losses_of(case.folder / "whole" / "first")
     found, wanted = (adapter_of(case.folder / one / "first") for one in ("cut", "whole"))
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
@@ -254,10 +249,7 @@ def test_a_picture_that_cannot_be_decoded_fails_a_strict_training(case: Case) ->
 
 
 def run(case: Case, results: str, lines: list[str | dict[str, Any]]) -> TrainingStatus:
-    engine = case.engine(plan(case, results, write(case, f"{results}.jsonl", lines)))
-    settle(engine.parts.trainings, engine)
-    (status,) = engine.parts.trainings.statuses()
-    engine.close()
+    (status,) = case.run(plan(case, results, write(case, f"{results}.jsonl", lines)))
     return status
 
 
@@ -308,8 +300,5 @@ def test_many_bad_records_are_counted_and_few_are_named(case: Case) -> None:
     ]
     more: list[str | dict[str, Any]] = [{**GOOD[0], "question": f"what is w{number}"} for number in range(40)]
     data = write(case, "many.jsonl", [*bad, *more])
-    engine = case.engine(plan(case, "many", data, steps=10, batch=6, micro_batch_tokens=200))
-    settle(engine.parts.trainings, engine)
-    (status,) = engine.parts.trainings.statuses()
+    (status,) = case.run(plan(case, "many", data, steps=10, batch=6, micro_batch_tokens=200))
     assert (status.state, status.num_bad, len(status.bad)) == ("finished", 20, MAX_NAMED)
-    engine.close()

@@ -30,9 +30,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Case:
 @pytest.fixture(scope="module")
 def served(case: Case) -> str:
     """An adapter to serve beside trainings."""
-    engine = case.engine(case.plan("served", ["first"], name="served", steps=2))
-    settle(engine.parts.trainings, engine)
-    engine.close()
+    case.run(case.plan("served", ["first"], name="served", steps=2))
     return str(case.folder / "served" / "served" / "adapter")
 
 

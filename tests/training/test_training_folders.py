@@ -177,9 +177,7 @@ def test_a_refused_plan_begins_and_changes_nothing(case: Case) -> None:
 
 def test_a_plan_whose_finished_adapter_is_gone_begins_nothing(case: Case) -> None:
     plan = case.plan("gone", ["first"])
-    engine = case.engine(plan)
-    settle(engine.parts.trainings, engine)
-    engine.close()
+    case.run(plan)
     shutil.rmtree(case.folder / "gone" / "first" / "adapter")
     engine = case.engine()
     with pytest.raises(VLoraError, match="adapter"):
@@ -203,10 +201,7 @@ def test_an_engine_that_closes_does_not_fail_a_complete_training(case: Case, mon
     assert begun == ["first"]
     assert states(engine) == {"first": "running"}
     engine.close()
-    engine = case.engine(plan)
-    settle(engine.parts.trainings, engine)
-    assert states(engine) == {"first": "finished"}
-    engine.close()
+    assert {one.name: one.state for one in case.run(plan)} == {"first": "finished"}
 
 
 def test_ended_trainings_keep_no_tensors_and_are_listed_to_a_limit(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
