@@ -11,15 +11,19 @@ import jsonschema
 import openai
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
 from fusion.embedded import checkpoint_path
+from tests.example_counts import scaled
 from tests.server.api import Api, running_api
 from tests.server.running import png
 from vlora.config import EngineConfig, Token
 from vlora.engine import LocalEngine
+from vlora.errors import BadRequest
 from vlora.models import InputProcessor
 
 TOKEN, ADMIN = "user-token-0123456789", "admin-token-0123456789"
@@ -319,3 +323,16 @@ def test_an_invalid_response_format_is_a_400(client: openai.OpenAI) -> None:
         # A stream may have begun already; then its last event has the error.
         with pytest.raises(openai.APIError, match=reason):
             list(ask(client, 120, response_format=form, stream=True, max_tokens=100))
+
+
+@given(st.text(max_size=60), st.integers(0, 2))
+@settings(max_examples=scaled(60))
+def test_any_text_is_tokenized_or_refused(processor: InputProcessor, text: str, num_images: int) -> None:
+    try:
+        encoded = processor.encode(processor.chat(text, num_images), [Image.new("RGB", (20, 20))] * num_images)
+    except BadRequest as error:
+        assert "image markers" in str(error)
+        return
+    assert len(encoded.vision) == num_images
+    assert all(processor.token_text(token) for token in encoded.prompt_ids)
+    json.dumps(processor.decode(encoded.prompt_ids))
