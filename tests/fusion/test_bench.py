@@ -245,6 +245,7 @@ def test_missing_results_are_measured_in_their_own_process(folder: Path, monkeyp
     assert (now["commit"], now["machine"], now["results"]) == ("2e" * 20, "here", ["action-1"])
 
 
+@pytest.mark.exhaustive
 def test_a_job_that_fails_is_named_and_ends_the_others(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in (0, 1):
         (folder / f"action-{seed}.json").unlink()
