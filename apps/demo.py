@@ -1,5 +1,5 @@
-"""The demonstration: fuse domains, serve them, query every head, generate text, stream cameras; then a table and a
-page.
+"""The demonstration: fuse domains, serve them, query every head, generate text, stream cameras, compare modes; then a
+table and a page.
 
 Run by `vlora demo`. Fusing and serving run in other processes, started through the `vlora` command; this process is
 only a client.
@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -73,6 +74,8 @@ MODES = ("merged", "mixed", "unmerged")
 _THREADS = 16  # concurrent requests
 _LINE_S = 10.0  # between two lines of progress in a log
 _WORDS = 12  # maximum tokens of a text answer
+_BUSY = 10  # concurrent requests to the busy adapter
+TURNS, TURN_S = 12, 0.7  # of each server
 
 
 def run(
@@ -91,12 +94,17 @@ def run(
         raise VLoraError("the demo ends here: `vlora fuse` failed, see above")
     report = json.loads((fused / "report.json").read_text())
     console.rule("2. serve: engine and front end")
-    with serving(
-        report["base"],
-        fused / "adapters",
-        command=command,
-        announce=lambda line: console.print(line, highlight=False),
-    ) as client:
+
+    def server(*options: str) -> AbstractContextManager[Client]:
+        return serving(
+            report["base"],
+            fused / "adapters",
+            command=command,
+            options=options,
+            announce=lambda line: console.print(line, highlight=False),
+        )
+
+    with server() as client:
         console.rule("3. test pictures of every domain, all domains concurrently")
         head_latencies, beside_heads = _ask_all(client, fused / "test", report["domains"], console)
         for domain in report["domains"]:
@@ -106,6 +114,9 @@ def run(
         word_latencies = _ask_in_words(client, fused / "test", report["domains"], console)
         console.rule("5. camera streams, with concurrent questions to other adapters")
         streamed, beside_streams = _stream_all(client, report["domains"], fused / "test", out, console)
+        console.rule("6. one busy adapter beside others, by turns with a server that never merges")
+        with server("--policy", "unmerged_only") as unmerged:
+            gained = _compare(client, unmerged, fused / "test", report["domains"], console)
         stats = client.stats()
     num_cameras = sum("stream" in domain for domain in report["domains"])
     result = {
@@ -114,6 +125,7 @@ def run(
         "rollbacks": report["rollbacks"],
         "served": {mode: stats.requests_by_mode.get(mode, 0) for mode in MODES},
         "switches": stats.num_switches,
+        "gained": gained,
         "latencies": {
             "head": _percentiles(head_latencies, _THREADS),
             "words": _percentiles(word_latencies, 1),
@@ -123,7 +135,7 @@ def run(
         },
     }
     (out / "report.json").write_text(json.dumps(result, indent=2) + "\n")
-    console.rule("6. results")
+    console.rule("7. results")
     console.print(_table(result))
     _print_totals(result, console)
     write_page(out / "report.html", fused, result)
@@ -250,6 +262,62 @@ def _stream_all(
     return [result for stream in streams for result in stream], latencies
 
 
+def _compare(
+    client: Client, unmerged: Client, tests: Path, domains: list[dict[str, Any]], console: Console
+) -> dict[str, Any]:
+    """Answers per second of both servers by turns, under `_BUSY` concurrent text requests to the adapter with most
+    domains, one to its head, and one to each other adapter and to the base model; and the first server's requests by
+    mode.
+    """
+    heads = {head.name for status in client.adapters() for head in status.heads}
+    by_adapter: dict[str | None, list[dict[str, Any]]] = {None: domains[:1]}
+    for domain in sorted(domains, key=lambda domain: domain["name"] in heads):  # those without a head first
+        by_adapter.setdefault(domain["adapter"], []).append(domain)
+    busy = max(reversed(by_adapter), key=lambda adapter: len(by_adapter[adapter]))
+    callers = [
+        (adapter, own[0], False) for adapter, own in by_adapter.items() for _ in range(_BUSY if adapter == busy else 1)
+    ]
+    callers += [(busy, domain, True) for domain in by_adapter[busy] if domain["name"] in heads][-1:]
+
+    def answers_per_s(server: Client) -> float:
+        ends = time.monotonic() + TURN_S
+
+        def ask(adapter: str | None, domain: dict[str, Any], by_head: bool) -> int:
+            for count, (frames, question, _) in enumerate(itertools.cycle(samples[domain["name"]])):
+                if time.monotonic() >= ends:
+                    return count
+                if by_head and adapter is not None:
+                    server.ask_head(frames, adapter, domain["name"])
+                else:
+                    server.generate(question, frames, adapter, max_tokens=_WORDS)
+            raise AssertionError("a domain has test samples")
+
+        with ThreadPoolExecutor(len(callers)) as threads:
+            counts = list(threads.map(lambda caller: ask(*caller), callers))
+        return sum(counts) / (time.monotonic() - ends + TURN_S)
+
+    samples = {domain["name"]: _samples(tests / domain["name"]) for _, domain, _ in callers}
+    before = client.stats().requests_by_mode
+    turns = [(answers_per_s(client), answers_per_s(unmerged)) for _ in range(TURNS)]
+    after = client.stats().requests_by_mode
+    ours, theirs = (statistics.median(rates) for rates in zip(*turns, strict=True))
+    found = {
+        "answers_per_s": ours,
+        "unmerged_only_per_s": theirs,
+        "gain": statistics.median(one / other for one, other in turns) - 1,
+        "requests": {mode: after.get(mode, 0) - before.get(mode, 0) for mode in MODES},
+    }
+    console.print(_gain_line(found), highlight=False)
+    return found
+
+
+def _gain_line(gained: dict[str, Any]) -> str:
+    return (
+        f"{gained['gain']:+.0%} answers per second ({gained['answers_per_s']:.0f}, "
+        f"{gained['unmerged_only_per_s']:.0f} unmerged only)"
+    )
+
+
 def _stream(client: Client, domain: dict[str, Any], tests: Path, out: Path, console: Console) -> list[ChunkResult]:
     """Stream a domain's test video and write it with the answers drawn on it; adds `stream` to the domain."""
     folder = tests / domain["name"]
@@ -292,7 +360,7 @@ def _percentiles(seconds: Sequence[float], at_once: int) -> dict[str, float | in
 
 def _table(result: dict[str, Any]) -> Table:
     table = Table(title="accuracy on test data", box=SIMPLE, padding=0, pad_edge=False)
-    for column in ("domain", "pixels", "adapter", "answered by"):
+    for column in ("domain", "pixels", "adapter", "by"):
         table.add_column(column)
     for column in ("threshold", "before", "after", "served"):
         table.add_column(column, justify="right")
@@ -322,6 +390,8 @@ def _print_totals(result: dict[str, Any], console: Console) -> None:
         + ", ".join(f"{count} {outcome}" for outcome, count in _outcomes(result["rollbacks"]).items()),
         "requests per mode": ", ".join(f"{mode} {count}" for mode, count in result["served"].items()),
         "switches": str(result["switches"]),
+        "modes, busy adapter": ", ".join(f"{mode} {count}" for mode, count in result["gained"]["requests"].items()),
+        "gain by modes": _gain_line(result["gained"]),
     }
     for kind, values in result["latencies"].items():
         if values["p50_s"] is not None:

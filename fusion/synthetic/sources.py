@@ -6,6 +6,7 @@ no picture (and, if pictures are crops of a few photographs, no region of one).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -48,6 +49,16 @@ def _digits(seed: int) -> Splits:
         canvas[12:84, 12:84] = cv2.resize(small, (72, 72), interpolation=cv2.INTER_CUBIC)
         samples.append(Sample((cv2.cvtColor(canvas, cv2.COLOR_GRAY2RGB),), int(data.target[index])))
     return Splits("classification", NUMBERS, samples[:1100], samples[1100:1400], samples[1400:], real=True)
+
+
+def _readings(seed: int) -> Splits:
+    """The pictures of `_digits` with a sentence as the answer."""
+    digits = _digits(seed).in_words()
+    train, validation, test = (
+        [dataclasses.replace(sample, target=f"the number shown is {sample.target}") for sample in part]
+        for part in digits.parts.values()
+    )
+    return Splits("vqa", (), train, validation, test, real=True)
 
 
 # Label -> picture that ships inside scikit-image or scikit-learn.
@@ -163,6 +174,7 @@ def _drawn(task: str, labels: tuple[str, ...], draw: Callable[[np.random.Generat
 
 BUILT_IN: dict[str, Source] = {
     "sklearn-digits": _digits,
+    "sklearn-readings": _readings,
     "lfw-faces": _faces,
     "library-photos": _photos,
     "drawn-signs": _signs,

@@ -75,7 +75,8 @@ if __name__ == "__main__":
             sys.exit(2)
         case ["fuse", _, "--out", out, "--restart"]:
             fuse(Path(out))
-        case ["serve", "--model", "scripted", "--adapters", folder, "--rpyc-port", "0"]:
+        case ["serve", "--model", "scripted", "--adapters", folder, "--rpyc-port", "0", *policy]:
+            assert policy in ([], ["--policy", "unmerged_only"]), policy
             serve(Path(folder))
         case other:
             sys.exit(f"unexpected: {other}")

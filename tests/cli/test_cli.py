@@ -292,7 +292,10 @@ def test_heads_of_several_adapters_and_questions_answer_together(
             "device 'cuda:7' was requested, but torch finds no CUDA device",
         ),
         (["gpu-check", "--out", "nowhere"], "torch finds no CUDA device; --device cpu runs the stages"),
-        (["fuse", "nowhere.yaml"], "nowhere.yaml: no such file, and no plan of that name in the package (demo, small)"),
+        (
+            ["fuse", "nowhere.yaml"],
+            "nowhere.yaml: no such file, and no plan of that name in the package (demo-full, demo, small)",
+        ),
         (["fuse", "demo", "--out", "x", "--resume", "--restart"], "give one of them"),
     ],
 )

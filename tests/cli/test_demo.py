@@ -16,6 +16,13 @@ from vlora.errors import VLoraError
 
 pytestmark = pytest.mark.slow
 
+
+@pytest.fixture(autouse=True)
+def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apps.demo, "TURNS", 2)
+    monkeypatch.setattr(apps.demo, "TURN_S", 0.1)
+
+
 COMMAND = (sys.executable, "-m", "tests.cli.scripted_vlora")
 
 
@@ -33,7 +40,9 @@ def test_the_report_counts_what_was_served(tmp_path: Path) -> None:
     # Two questions per domain, to the base model and to the adapter.
     beside = counts.pop("words beside streams")
     assert counts == {"head": 24, "words": 12, "stream": 3, "words beside heads": 12} and beside > 0
-    assert result["served"] == {"merged": 0, "mixed": 0, "unmerged": 51 + beside}
+    gained = result["gained"]
+    assert result["served"] == {"merged": 0, "mixed": 0, "unmerged": 51 + beside + gained["requests"]["unmerged"]}
+    assert gained["requests"]["unmerged"] > 0 < gained["unmerged_only_per_s"] and gained["answers_per_s"] > 0
     for values in result["latencies"].values():
         assert values["p50_s"] is None or 0 < values["p50_s"] <= values["p95_s"]
     shown = console.file.getvalue()  # type: ignore[attr-defined]

@@ -38,9 +38,12 @@ def test_a_good_plan(tmp_path: Path) -> None:
     assert plan.training.steps == 10 and plan.lora.rank == 8
 
 
-def test_the_plan_that_ships() -> None:
-    plan = read_plan(Path(fusion.__file__).parent / "plans" / "demo.yaml")
-    assert sum(domain.source in ("sklearn-digits", "library-photos") for domain in plan.domains) >= 2
+def test_the_demo_has_real_pixels_heads_and_words() -> None:
+    plans = Path(fusion.__file__).parent / "plans"
+    own, full = (read_plan(plans / f"{name}.yaml").domains for name in ("demo", "demo-full"))
+    assert len(own) == 5 and len(full) == 8
+    assert sum(str(domain.source).startswith("drawn-") for domain in own) <= 2
+    assert {"digits", "readings"} <= {domain.name for domain in own}  # in words; the others have heads
 
 
 @pytest.mark.parametrize(
