@@ -9,9 +9,11 @@ from pathlib import Path
 
 import cv2
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
 
 import apps.demo
+from vlora.cli import cli
 from vlora.errors import VLoraError
 
 pytestmark = pytest.mark.slow
@@ -72,3 +74,8 @@ def test_the_annotated_video_shows_every_frame(tmp_path: Path) -> None:
 def test_a_failed_step_ends_the_demo_with_one_line(tmp_path: Path) -> None:
     with pytest.raises(VLoraError, match="`vlora fuse` failed"):
         apps.demo.run(tmp_path, plan="broken", command=COMMAND, console=Console(file=io.StringIO()))
+
+
+def test_the_long_plan_and_a_plan_of_the_caller_exclude_each_other() -> None:
+    result = CliRunner().invoke(cli, ["demo", "--full", "--plan", "mine.yaml"])
+    assert result.exit_code == 2 and "give --full or --plan, not both" in result.output

@@ -220,6 +220,8 @@ def demo(out: Path, plan: str, full: bool, as_json: bool) -> None:
         vlora demo --full
         vlora demo --json | jq .latencies
     """
+    if full and plan != "demo":
+        raise click.UsageError("give --full or --plan, not both")
     import signal
 
     from rich.console import Console
