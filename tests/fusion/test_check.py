@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+import fusion
 from fusion.embedded.model import build_model
 from fusion.embedded.processor import build_processor
 from fusion.phases.plan_checked import check_plan
@@ -211,16 +212,22 @@ def test_a_packaged_plan_is_found_beside_a_folder_of_its_name(
         assert words in capsys.readouterr().err
 
 
-def test_the_plan_that_ships_can_be_run() -> None:
-    import fusion
+# Name -> test samples, validation samples, frames of each domain.
+SHIPPED = {
+    "demo": ([397, 397, 400, 70, 500], [300, 300, 640, 30, 640], [1] * 5),
+    "demo-full": ([397, 400, 400, 500, 500, 500, 500, 320], [300, 640, 400, 640, 640, 640, 640, 240], [1] * 7 + [2]),
+}
 
-    file = Path(fusion.__file__).parent / "plans" / "demo.yaml"
-    domains = summarize(check_plan(read_plan_file(file)))
-    assert [domain.counts["test"] for domain in domains] == [397, 400, 400, 500, 500, 500, 500, 320]
-    assert [domain.frames for domain in domains] == [1, 1, 1, 1, 1, 1, 1, 2]
-    # Scores around a half need most samples: photos, counts, boxes and references have enough for any score.
-    assert [domain.needs for domain in domains] == [619] * 8
-    assert [domain.counts["validation"] for domain in domains] == [300, 640, 400, 640, 640, 640, 640, 240]
+
+@pytest.mark.parametrize(("name", "shipped"), SHIPPED.items(), ids=list(SHIPPED))
+def test_the_plans_that_ship_can_be_run(name: str, shipped: tuple[list[int], list[int], list[int]]) -> None:
+    domains = summarize(check_plan(read_plan_file(Path(fusion.__file__).parent / "plans" / f"{name}.yaml")))
+    test, validation, frames = shipped
+    assert [domain.counts["test"] for domain in domains] == test
+    assert [domain.counts["validation"] for domain in domains] == validation
+    assert [domain.frames for domain in domains] == frames
+    if name == "demo-full":  # scores around a half need most samples: photos, counts, boxes, references have enough
+        assert [domain.needs for domain in domains] == [619] * 8
 
 
 @pytest.mark.parametrize(
