@@ -27,7 +27,9 @@ clock = time.monotonic
 
 _ASSUMED_RATE = 30.0  # of frames without time stamps in a video without a declared rate
 _RESTART_S = 1.0  # time stamps that go back by more start again, as in files that were joined
-_LOST_S = 40.0  # a camera whose stamps differ more from the clock has others; OpenCV waits 30 s for a frame
+_LOST_S = 40.0  # stamps of a camera that fall behind the clock by more are no times; OpenCV waits 30 s for a frame
+_OPENING_S, _FAST_S = 5.0, 0.01  # frames of a camera are skipped for at most the first time, if read in the second
+_DRIFT = 2e-4  # seconds per second by which a camera's clock may be slower
 
 
 class Video:
@@ -35,8 +37,9 @@ class Video:
 
     The time in a file counts from its first frame, by the container's time stamps: declared rates and numbers of frames
     are wrong if frames have different durations. A frame without a stamp follows the one before at the declared rate.
-    The time of a camera's frame is its stamp too, as frames may arrive in bursts; or when it arrives, if the camera
-    sends no stamps: for those of MJPEG over HTTP and of devices OpenCV assumes a rate. Times never decrease.
+    The time of a camera's frame is its stamp too, as frames may arrive in bursts, counted from the frame that arrived
+    with the least delay; or when it arrives, if the camera sends no stamps: for those of MJPEG over HTTP and of devices
+    OpenCV assumes a rate. Frames that waited while it was opened are left out. Times never decrease.
 
     Attributes:
         rate: declared frames per second, often an average; None if there is none.
@@ -61,10 +64,11 @@ class Video:
             raise BadImage("it is not a video that this machine can decode")
         declared = self._capture.get(cv2.CAP_PROP_FPS)
         self.rate = declared if 0 < declared < 1000 else None
-        self._since = since
         mjpeg = self._capture.get(cv2.CAP_PROP_FOURCC) == cv2.VideoWriter.fourcc(*"MJPG")
         endless = self._capture.get(cv2.CAP_PROP_FRAME_COUNT) <= 0
-        self._stamped = since is None or (isinstance(address, str) and not (mjpeg and endless))
+        self._since = since
+        self._by_clock = since is not None and (endless or not isinstance(address, str))  # no file behind a URL
+        self._stamped = isinstance(address, str) and (address.startswith("rtsp") or not (mjpeg and self._by_clock))
 
     def __enter__(self) -> Video:
         return self
@@ -75,25 +79,29 @@ class Video:
     def __iter__(self) -> Iterator[float]:
         """The time of each frame, in seconds; `picture` decodes the frame."""
         step = 1 / (self.rate or _ASSUMED_RATE)
-        time_s, shift, ahead_s = 0.0, None, 0.0
+        time_s, read_s, first_s, last, shift = 0.0, 0.0, 0.0, 0.0, None
+        opening = self._by_clock and self._stamped
         while self._capture.grab():
-            now = None if self._since is None else clock() - self._since
             stamp = self._capture.get(cv2.CAP_PROP_POS_MSEC) / 1e3
+            before, now = read_s, 0.0 if self._since is None else clock() - self._since
+            read_s = now if self._by_clock else time_s + step  # the time of a frame without a stamp
             if shift is None:
-                time_s = now or 0.0
+                time_s = first_s = before = read_s = now
                 shift = time_s - stamp
-            elif self._stamped and stamp > 0:
-                known = stamp + shift
-                restarted = known < time_s - _RESTART_S
-                if now is not None:
-                    restarted |= now - known > _LOST_S or known - now > ahead_s + _LOST_S
-                if restarted:
-                    known = time_s + step if now is None else now
-                    shift = known - stamp
-                time_s = max(time_s, known)
+            elif not self._stamped or stamp <= 0:
+                time_s = max(time_s, read_s)
             else:
-                time_s = time_s + step if now is None else max(time_s, now)
-            ahead_s = 0.0 if now is None else max(0.0, time_s - now)
+                if self._by_clock:  # some frames travel longer
+                    shift = min(shift + _DRIFT * (read_s - before), read_s - stamp)
+                late = self._by_clock and read_s - stamp - shift > _LOST_S
+                if late or stamp + shift < time_s - _RESTART_S:
+                    shift = read_s - stamp
+                time_s = max(time_s, stamp + shift)
+            # Frames that waited while the camera was opened are read faster than they were taken.
+            opening &= read_s - before < max(_FAST_S, (stamp - last) / 2) and now - first_s < _OPENING_S
+            last = stamp
+            if opening:
+                continue
             yield round(time_s, 6)
 
     def picture(self) -> cv2.typing.MatLike | None:
