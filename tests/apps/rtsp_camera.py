@@ -16,6 +16,7 @@ import time
 from typing import Any
 
 gi: Any = importlib.import_module("gi")  # of the system's Python only
+gi.require_version("Gst", "1.0")
 gi.require_version("GstRtspServer", "1.0")
 GLib: Any
 Gst: Any
