@@ -27,7 +27,7 @@ clock = time.monotonic
 
 _ASSUMED_RATE = 30.0  # of frames without time stamps in a video without a declared rate
 _RESTART_S = 1.0  # time stamps that go back by more start again, as in files that were joined
-_LOST_S = 40.0  # stamps of a camera that fall behind the clock by more are no times; OpenCV waits 30 s for a frame
+_LOST_S = 100.0  # stamps of a camera that fall behind by more are no times; stalls of 40 s occur
 _OPENING_S, _FAST_S = 5.0, 0.01  # frames of a camera are skipped for at most the first time, if read in the second
 _DRIFT = 2e-4  # seconds per second by which a camera's clock may be slower
 

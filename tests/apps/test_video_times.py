@@ -147,10 +147,11 @@ CAMERAS: dict[str, tuple[list[float], list[float], str, int, list[float]]] = {
     "MJPEG over HTTP": ([0.5, 0.6, 0.7, 0.8], [0, 0.04, 0.08, 0.12], "MJPG", 0, [0.5, 0.6, 0.7, 0.8]),
     "no stamps": ([0.5, 0.6, 0.7, 0.8], [0, 0, 0, 0], "h264", -1, [0.5, 0.6, 0.7, 0.8]),
     "a stall": ([0, 0.1, 10.1, 10.2], [5, 5.1, 15.1, 15.2], "h264", 0, [0, 0.1, 10.1, 10.2]),
+    "a burst after a long stall": ([0, 40, 40, 40.1], [5, 5.1, 45, 45.1], "h264", 0, [0, 0.1, 40, 40.1]),
     "a burst after a stall": ([0, 10, 10, 10, 10.1], [5, 5.1, 9, 14.9, 15.1], "h264", 0, [0, 0.1, 4, 9.9, 10.1]),
     "started again": ([0, 1, 2, 3], [50, 51, 0.1, 1.1], "h264", 0, [0, 1, 2, 3]),
     "a camera clock that is set": ([0, 1, 2, 3], [50, 51, 9052, 9053], "h264", 0, [0, 1, 2, 3]),
-    "stamps too slow": ([0, 50, 100, 150], [1, 11, 21, 31], "h264", 0, [0, 10, 100, 110]),
+    "stamps too slow": ([0, 100, 200, 300], [1, 11, 21, 31], "h264", 0, [0, 10, 200, 210]),
 }
 
 
@@ -170,7 +171,7 @@ def test_frames_of_a_camera_have_their_own_times_or_those_of_their_arrival(
     address = "http://camera" if "HTTP" in request.node.name else "rtsp://camera"
     with opencv.Video(address, since=100.0) as video:
         skipped = {"frames that waited": 3}.get(request.node.callspec.id, int("HTTP" not in request.node.name))
-        assert list(video) == pytest.approx(right[skipped:], abs=0.02)
+        assert list(video) == pytest.approx(right[skipped:], abs=0.03)
 
 
 @pytest.mark.parametrize(
