@@ -741,6 +741,31 @@ def test_handshakes_count_as_connections(certificates: Certificates, monkeypatch
         assert over.client().generate("say:x").text == "x" and over.call("GET", "/health")[0] == 200
 
 
+def test_a_connection_displaced_as_its_handshake_begins_is_closed(
+    certificates: Certificates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rpyc_server, "connection_share", lambda: 1)
+    displaced, wrap, end = threading.Event(), ssl.SSLContext.wrap_socket, connection_limits.PeerSocket.end
+
+    def slow_wrap(self: ssl.SSLContext, *args: Any, **options: Any) -> ssl.SSLSocket:
+        wrapped = wrap(self, *args, **options)  # from here the accepted socket has no descriptor
+        assert displaced.wait(PATIENCE_S)
+        return wrapped
+
+    def noted_end(self: connection_limits.PeerSocket) -> None:
+        end(self)
+        displaced.set()
+
+    monkeypatch.setattr(ssl.SSLContext, "wrap_socket", slow_wrap)
+    monkeypatch.setattr(connection_limits.PeerSocket, "end", noted_end)
+    with running_api(tls_cert=certificates.cert, tls_key=certificates.key) as api:
+        with silent(api.rpyc_port, 2) as (first, second):
+            wait_ended(first)
+            second.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                second.recv(1)
+
+
 @pytest.mark.parametrize("lack", ["descriptors", "threads"])
 def test_rpyc_survives_a_lack_of_descriptors_and_threads(lack: str, monkeypatch: pytest.MonkeyPatch) -> None:
     failed: list[str] = []

@@ -132,6 +132,8 @@ class RpycServer(ThreadedServer):
                 self.clients.discard(sock)
                 peer.sock = sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
                 self.clients.add(sock)
+                if peer.ended:
+                    return
                 with end_after(HANDSHAKE_S, peer):
                     sock.do_handshake()
             sock.settimeout(_SEND_S)

@@ -22,14 +22,16 @@ def connection_share() -> int:
 
 
 class PeerSocket:
-    """One connection: its socket, which a TLS handshake may exchange, and whether it is authenticated."""
+    """One connection: its socket, which a TLS handshake exchanges, and whether it is authenticated."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.authenticated = False
+        self.ended = False
 
     def end(self) -> None:
         """Shut the connection down; its reader thread closes it."""
+        self.ended = True  # for a reader that exchanges the socket now: the former one has no descriptor left
         shut_down(self.sock)
 
 
