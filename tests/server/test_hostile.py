@@ -758,12 +758,14 @@ def test_a_connection_displaced_as_its_handshake_begins_is_closed(
 
     monkeypatch.setattr(ssl.SSLContext, "wrap_socket", slow_wrap)
     monkeypatch.setattr(connection_limits.PeerSocket, "end", noted_end)
-    with running_api(tls_cert=certificates.cert, tls_key=certificates.key) as api:
-        with silent(api.rpyc_port, 2) as (first, second):
-            wait_ended(first)
-            second.setblocking(False)
-            with pytest.raises(BlockingIOError):
-                second.recv(1)
+    with (
+        running_api(tls_cert=certificates.cert, tls_key=certificates.key) as api,
+        silent(api.rpyc_port, 2) as (first, second),
+    ):
+        wait_ended(first)
+        second.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            second.recv(1)
 
 
 @pytest.mark.parametrize("lack", ["descriptors", "threads"])
