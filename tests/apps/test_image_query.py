@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from apps.image_query import AT_ONCE, ask_all, find_pictures
-from tests.apps.folders import refuse_to_list
+from tests.apps.scripted import refuse_to_list
 from tests.server.running import Running, png, running_server
 from vlora.client import Client
 from vlora.errors import BadImage, BadRequest, Disconnected, UnknownAdapter, UnknownHead
