@@ -86,9 +86,7 @@ _QWEN25_VL = Published(
     shards=5,
 )
 _QWEN25_VL_3B = dataclasses.replace(
-    _QWEN25_VL,
-    shards=2,
-    changes={"max_window_layers": 70, "vocab_size": 151_936, "tie_word_embeddings": True},
+    _QWEN25_VL, shards=2, changes={"max_window_layers": 70, "vocab_size": 151_936, "tie_word_embeddings": True}
 )
 _LLAVA_FIELDS = {"image_token": "<image>", "num_additional_image_tokens": 1, "patch_size": 14}
 _LLAVA = Published(
@@ -154,11 +152,7 @@ CHECKPOINTS: Mapping[str, Published] = {
     "llava-1.5-7b": _LLAVA,
     "llava-v1.6-vicuna-7b": _LLAVA_NEXT,
     "llava-v1.6-mistral-7b": dataclasses.replace(
-        _LLAVA_NEXT,
-        config="llava-v1.6-mistral-7b",
-        vision_template="mistral",
-        text_template="mistral_text",
-        shards=4,
+        _LLAVA_NEXT, config="llava-v1.6-mistral-7b", vision_template="mistral", text_template="mistral_text", shards=4
     ),
     "llava-onevision-qwen2-0.5b": dataclasses.replace(
         _INTERLEAVE,

@@ -389,13 +389,7 @@ def test_a_folder_is_read_as_peft_does_or_refused_with_the_reason(row: Row, worl
 OTHER_WEIGHTS = (
     *("v_head.bin", "mm_projector.bin", "resampler.pt", "ema_weights.pth", "Vit.Safetensors", "a.ckpt"),
     *("model.safetensors", "pytorch_model.bin", "model-00001-of-00002.safetensors", "ft-model-00001.safetensors"),
-    *(
-        "adapters.safetensors",
-        "adapter_0.pt",
-        "flax_model.msgpack",
-        "patch_predictor.pt",
-        "tf_model.h5",
-    ),
+    *("adapters.safetensors", "adapter_0.pt", "flax_model.msgpack", "patch_predictor.pt", "tf_model.h5"),
 )
 NO_WEIGHTS = (
     *(

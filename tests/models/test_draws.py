@@ -95,15 +95,7 @@ def test_every_token_follows_the_definition(
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(
-    "chosen",
-    [
-        {},
-        {"top_k": 40},
-        {"top_p": 0.8},
-        {"min_p": 0.1},
-        {"top_k": 100, "top_p": 0.9, "min_p": 0.01},
-    ],
-    ids=str,
+    "chosen", [{}, {"top_k": 40}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 100, "top_p": 0.9, "min_p": 0.01}], ids=str
 )
 def test_frequencies_follow_the_definition(device: str, chosen: dict[str, float]) -> None:
     """Pearson's chi-square statistic over many draws, below its 0.9999 quantile."""

@@ -109,9 +109,7 @@ def test_the_compiled_attention_equals_the_plain_one(
 
 
 @pytest.mark.parametrize(
-    "read",
-    ([[2, 3, 4], [12]], [[0, 3, 6], [7, 12, 13]], [[], [9, 13]], [list(range(7)), []]),
-    ids=str,
+    "read", ([[2, 3, 4], [12]], [[0, 3, 6], [7, 12, 13]], [[], [9, 13]], [list(range(7)), []]), ids=str
 )
 def test_rows_that_are_read_in_the_last_layer(read: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """A head reads some tokens of a prompt: the tokens between them are computed, and undefined."""

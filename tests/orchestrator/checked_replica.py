@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tests.orchestrator.checked_machine import CheckedMachine
 from tests.orchestrator.sample_requests import EOS, IMAGE_TOKEN
@@ -22,10 +23,11 @@ from vlora.orchestrator import (
     Scheduler,
     evict_for_kv,
     load_needed_adapters,
+    make_policy,
 )
 from vlora.simulator.machine import Clock
 from vlora.simulator.replica import Loader
-from vlora.types import Batch, MemoryView, Request, RequestOutput
+from vlora.types import Batch, EngineStats, MemoryView, Mode, Request, RequestOutput
 
 SMALL_COSTS = Costs(
     base_s=0.01,
@@ -37,27 +39,15 @@ SMALL_COSTS = Costs(
     short_lane=4,
     patch_s=0.0005,
 )
+SECONDS = Costs(base_s=1.0, merge_s=0.5, patch_s=0.0005)
+"""A second per step."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckedReplicaConfig:
-    """The memory, costs and settings of a checked replica.
+    """The memory, costs and settings of a checked replica, most of them as in `EngineConfig`.
 
-    Attributes:
-        num_pages: pages of the arena, for adapters and KV blocks.
-        pages_per_block: pages of a KV block.
-        block_size: tokens of a KV block.
-        max_adapter_pages: pages that adapters may occupy.
-        max_batch_size: see `EngineConfig`.
-        max_step_tokens: see `EngineConfig`.
-        theta_s: see `EngineConfig`.
-        adapters: number of pages by name.
-        lossy: adapters that may not be merged.
-        load_s: seconds to load an adapter.
-        costs: of the machine.
-        prefix_cache: whether requests with the same prefix share blocks.
-        weights: fair shares between adapters.
-        tenant_weights: fair shares between tenants.
+    adapters: number of pages by name. lossy: those that may not be merged. weights, tenant_weights: fair shares.
     """
 
     num_pages: int = 256
@@ -112,15 +102,7 @@ class CheckedReplica:
     the bookkeeping of memory and requests is consistent.
 
     Attributes:
-        config: the settings.
-        clock: simulated seconds.
-        allocator: the pages.
-        block_manager: the KV blocks.
-        adapter_cache: the resident adapters.
-        loader: the adapter loads.
         policy: the policy, with the inputs of its last decision.
-        machine: runs the batches.
-        scheduler: the scheduler.
         log: all steps.
         outputs: outputs by request id.
         num_copied: pages moved within the arena.
@@ -129,13 +111,7 @@ class CheckedReplica:
     def __init__(
         self, config: CheckedReplicaConfig, *, policy: Policy | None = None, failing: Mapping[str, int] | None = None
     ) -> None:
-        """Start without requests.
-
-        Args:
-            config: the settings.
-            policy: the default is Algorithm 1.
-            failing: by request id, the number of its step that fails.
-        """
+        """`policy`: the default is Algorithm 1. `failing`: by request id, the number of its step that fails."""
         self.config = config
         self.num_copied = 0
         self.clock = Clock()
@@ -236,6 +212,37 @@ class CheckedReplica:
                 self.step()
         raise AssertionError(f"not done after {max_steps} steps")
 
+    def step_with(self, resident: str = "", loading: str = "") -> Batch:
+        """Run a step with given adapters in memory, whether or not they are in the cache, and without its checks."""
+        view = MemoryView(resident=frozenset(resident), mergeable=frozenset(resident), loading=frozenset(loading))
+        batch = self.scheduler.schedule(view)
+        assert batch is not None
+        self.scheduler.record(batch, self.machine.run(batch))
+        return batch
+
+    def last(self, request_id: str) -> RequestOutput:
+        return self.outputs[request_id][-1]
+
+    def end(self, request_id: str) -> str | None:
+        """The finish reason of a request, or its error code; None while unfinished."""
+        outputs = self.outputs[request_id]
+        if not outputs or not outputs[-1].finished:
+            return None
+        error = outputs[-1].error
+        return outputs[-1].finish_reason if error is None else error.code
+
+    def tokens(self, request_id: str) -> list[int]:
+        return [token for output in self.outputs[request_id] for token in output.token_ids]
+
+    def first_answer_s(self, request_id: str) -> float:
+        timings = self.last(request_id).timings
+        assert timings is not None and timings.ttft_s is not None
+        return timings.ttft_s
+
+    @property
+    def stats(self) -> EngineStats:
+        return self.scheduler.stats("simulated")
+
     def check_integrity(self) -> None:
         """Assert the invariants of memory and requests."""
         self.allocator.check_integrity()
@@ -256,3 +263,47 @@ class CheckedReplica:
         load_needed_adapters(demand, self.adapter_cache, lambda name: self.loader.load(name, pages[name]))
         evict_for_kv(demand, self.adapter_cache, self.machine.merged)
         self.adapter_cache.drain_evicted()
+
+
+class Script:
+    """A policy that selects given requests per step, unmerged; after its last line, all in order of arrival."""
+
+    def __init__(self, *orders: str) -> None:
+        self.orders = [tuple(order) for order in orders]
+        self.seen: list[tuple[tuple[Candidate, ...], PolicyState]] = []
+
+    def decide(self, ready: Sequence[Candidate], state: PolicyState) -> Decision:
+        self.seen.append((tuple(ready), state))
+        order = self.orders.pop(0) if self.orders else tuple(c.request_id for c in ready)
+        return Decision(Mode.UNMERGED, None, order[: state.max_batch_size])
+
+
+def box(
+    policy: Policy | str | None = None, failing: Mapping[str, int] | None = None, **settings: Any
+) -> CheckedReplica:
+    """One second per step, one page per block of four tokens. A policy's name: with all adapters resident."""
+    config = CheckedReplicaConfig(**{"adapters": {"a": 2, "b": 2}, "costs": SECONDS, "theta_s": 10.0, **settings})
+    if not isinstance(policy, str):
+        return CheckedReplica(config, policy=policy, failing=failing)
+    return all_resident(config, policy, pinned=False)
+
+
+def all_resident(config: CheckedReplicaConfig, policy: str, *, pinned: bool = True) -> CheckedReplica:
+    """All adapters resident from the start, so that every request is always ready."""
+    simulation = CheckedReplica(config, policy=make_policy(policy))
+    for name, pages in config.adapters.items():
+        assert simulation.adapter_cache.allocate(name, pages) is not None
+        if pinned:
+            simulation.adapter_cache.pin(name)
+    return simulation
+
+
+def tight(policy: Policy, num_blocks: int, **settings: Any) -> CheckedReplica:
+    """No adapters; `num_blocks` blocks of four tokens. For tests with the fixture `no_kv_admission`."""
+    return box(policy, num_pages=num_blocks, max_adapter_pages=0, **settings)
+
+
+def shares(batch: Batch | None) -> dict[str, tuple[int, int]]:
+    """The tokens that run, by request."""
+    assert batch is not None
+    return {item.request_id: (item.start, item.start + item.num_tokens) for item in batch.items}

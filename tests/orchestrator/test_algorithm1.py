@@ -1,14 +1,18 @@
-"""Algorithm 1 against a literal transcription from the paper, and each change on its own."""
+"""Algorithm 1 against a literal transcription from the paper, each change on its own, and camera loads in a replica."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from tests.orchestrator.checked_replica import CheckedReplica, CheckedReplicaConfig
+from tests.orchestrator.sample_requests import make_request
 from vlora.errors import BadConfig
-from vlora.orchestrator import POLICIES, Algorithm1, Candidate, Decision, PolicyState, make_policy
-from vlora.types import Mode
+from vlora.orchestrator import POLICIES, Algorithm1, Candidate, Costs, Decision, PolicyState, make_policy
+from vlora.types import Batch, Mode
 
 THETA_S = 1.0
 ADAPTERS = ("a", "b", "c")
@@ -45,13 +49,13 @@ def requests_of(*adapters: str | None, credit: float = 0.5) -> list[Candidate]:
     return [Candidate(f"r{i}", adapter, credit) for i, adapter in enumerate(adapters)]
 
 
-adapters_only = st.lists(st.tuples(st.sampled_from(ADAPTERS), st.floats(0, 2)), min_size=1, max_size=24)
-with_the_base = st.lists(st.tuples(st.sampled_from([None, *ADAPTERS]), st.floats(0, 2)), min_size=1, max_size=24)
+def queues(*adapters: str | None) -> st.SearchStrategy[list[tuple[str | None, float]]]:
+    return st.lists(st.tuples(st.sampled_from(adapters), st.floats(0, 2)), min_size=1, max_size=24)
 
 
-@given(queue=adapters_only, max_batch_size=st.integers(1, 16), merged=st.sampled_from([None, *ADAPTERS]))
+@given(queue=queues(*ADAPTERS), max_batch_size=st.integers(1, 16), merged=st.sampled_from([None, *ADAPTERS]))
 def test_decisions_equal_the_paper_where_no_change_applies(
-    queue: list[tuple[str, float]], max_batch_size: int, merged: str | None
+    queue: list[tuple[str | None, float]], max_batch_size: int, merged: str | None
 ) -> None:
     """Decisions match the paper where none of the changes applies.
 
@@ -70,7 +74,7 @@ def test_decisions_equal_the_paper_where_no_change_applies(
 
 
 @given(
-    queue=with_the_base,
+    queue=queues(None, *ADAPTERS),
     max_batch_size=st.integers(1, 16),
     merged=st.sampled_from([None, *ADAPTERS]),
     mergeable=st.sets(st.sampled_from(ADAPTERS)),
@@ -94,9 +98,9 @@ def test_every_decision_is_feasible(
     assert decision.order[: len(starving)] == ids(scheduling_order), "starving requests run first"
 
 
-def test_merges_at_low_load() -> None:
+def test_a_single_request_is_merged_where_the_paper_waits_for_half_a_batch() -> None:
     assert decide(requests_of("a"), 32) == Decision(Mode.MERGED, "a", ("r0",))
-    assert paper(requests_of("a"), 32).mode is Mode.UNMERGED, "without the change it does not merge"
+    assert paper(requests_of("a"), 32).mode is Mode.UNMERGED
 
 
 def test_starving_requests_are_sorted_by_credit_and_cut_to_the_batch() -> None:
@@ -105,24 +109,29 @@ def test_starving_requests_are_sorted_by_credit_and_cut_to_the_batch() -> None:
     assert len(paper(ready, 2).order) > 2, "without the change the batch overflows"
 
 
-def test_a_tie_keeps_the_merged_adapter() -> None:
-    ready = requests_of("a", "b", "a", "b", "a", "b")
-    assert decide(ready, 4, merged="b") == Decision(Mode.MERGED, "b", ("r1", "r3", "r5"))
-    assert decide(ready, 4, merged="a").merged_adapter == "a"
-    assert decide(ready, 4, merged="c").merged_adapter == "a", "the earliest group wins if neither is merged"
-
-
-def test_base_model_requests_form_a_group_merged_as_w0() -> None:
-    assert decide(requests_of(None, None, "a")) == Decision(Mode.MERGED, None, ("r0", "r1"))
-    tie = requests_of("a", None, "a", None)
-    assert decide(tie, 2, merged=None).order == ("r1", "r3"), "a tie keeps W0"
-    assert decide(tie, 2, merged="a").order == ("r0", "r2")
-
-
-def test_an_adapter_below_the_fidelity_floor_is_never_merged() -> None:
-    ready = requests_of("a", "a", "a", "b")
-    assert decide(ready, mergeable=frozenset("b")) == Decision(Mode.UNMERGED, None, ("r0", "r1", "r2", "r3"))
-    assert decide(ready, mergeable=frozenset("ab")).mode is Mode.MERGED
+@pytest.mark.parametrize(
+    ("adapters", "most", "merged", "mergeable", "decided", "order"),
+    [
+        # A tie keeps the merged adapter; the earliest group wins if neither is merged.
+        ("ababab", 4, "b", "abc", "b", "135"),
+        ("ababab", 4, "a", "abc", "a", "024"),
+        ("ababab", 4, "c", "abc", "a", "024"),
+        # Requests of the base model form a group, which is merged as W0.
+        ("--a", 8, None, "abc", "-", "01"),
+        ("a-a-", 2, None, "abc", "-", "13"),
+        ("a-a-", 2, "a", "abc", "a", "02"),
+        # An adapter below the fidelity floor is never merged.
+        ("aaab", 8, None, "b", None, "0123"),
+        ("aaab", 8, None, "ab", "a", "012"),
+    ],
+)
+def test_which_group_is_merged(
+    adapters: str, most: int, merged: str | None, mergeable: str, decided: str | None, order: str
+) -> None:
+    ready = requests_of(*(None if adapter == "-" else adapter for adapter in adapters))
+    found = decide(ready, most, merged=merged, mergeable=frozenset(mergeable))
+    mode = Mode.UNMERGED if decided is None else Mode.MERGED
+    assert found == Decision(mode, None if decided in (None, "-") else decided, tuple(f"r{i}" for i in order))
 
 
 def test_policies_are_chosen_by_name() -> None:
@@ -130,3 +139,112 @@ def test_policies_are_chosen_by_name() -> None:
     with pytest.raises(BadConfig, match="'fifo'") as caught:
         make_policy("fifo")
     assert all(name in str(caught.value) for name in POLICIES)
+
+
+# -- camera loads in a replica: steps of 0.1 s, theta is half a second ------------------------------------------------
+
+CAMERAS = ("traffic", "parking", "gate", "yard")
+
+
+def cameras_box(*, max_batch_size: int = 8, room: int = 4) -> CheckedReplica:
+    """`room`: adapters in memory."""
+    config = CheckedReplicaConfig(
+        num_pages=1024,
+        max_adapter_pages=2 * room,
+        max_batch_size=max_batch_size,
+        max_step_tokens=256,
+        theta_s=0.5,
+        adapters=dict.fromkeys(CAMERAS, 2),
+        costs=Costs(base_s=0.1, merge_s=0.02),
+    )
+    return CheckedReplica(config)
+
+
+def ask(simulation: CheckedReplica, camera: str | None, number: int, *, first: int = 0, max_tokens: int = 100) -> None:
+    names = (f"{camera or 'base'}{i}" for i in range(first, first + number))
+    simulation.add(*(make_request(name, camera, max_tokens=max_tokens) for name in names))
+
+
+def served(simulation: CheckedReplica) -> tuple[Batch, list[str | None]]:
+    """The next step, and the adapters of its requests."""
+    batch = simulation.step()
+    assert batch is not None
+    return batch, [item.adapter for item in batch.items]
+
+
+@pytest.mark.parametrize("other", ["parking", None])
+def test_one_starving_request_is_mixed_in(other: str | None) -> None:
+    simulation = cameras_box()
+    ask(simulation, "traffic", 6)
+    ask(simulation, other, 1)
+    steps = [served(simulation) for _ in range(7)]
+    first = next(place for place, (batch, _) in enumerate(steps) if batch.mode is not Mode.MERGED)
+    assert 1 <= first <= 5, "half a second covers at most five steps"
+    assert steps[first][0].mode is Mode.MIXED and steps[first][0].merged_adapter == "traffic"
+    assert steps[first][1] == [other, *["traffic"] * 6], "starving requests run first, others fill the batch"
+    assert steps[first + 1][0].mode is Mode.MERGED, "it no longer starves after running"
+
+
+def test_many_starving_requests_end_merging() -> None:
+    simulation = cameras_box()
+    ask(simulation, "traffic", 6)
+    served(simulation)
+    for camera in CAMERAS[1:]:
+        ask(simulation, camera, 2)
+    while (step := served(simulation))[0].mode is Mode.MERGED:
+        pass
+    assert step[0].mode is Mode.UNMERGED
+    assert step[1] == ["parking"] * 2 + ["gate"] * 2 + ["yard"] * 2 + ["traffic"] * 2
+
+
+def test_starving_requests_of_the_merged_adapter_stay_merged() -> None:
+    simulation = cameras_box(max_batch_size=2)
+    ask(simulation, "traffic", 3)
+    batches = [served(simulation)[0] for _ in range(12)]
+    assert {batch.mode for batch in batches} == {Mode.MERGED}, "mixing the merged adapter with itself is merged"
+    assert any(item.request_id == "traffic2" for batch in batches for item in batch.items)
+
+
+def test_an_adapter_without_room_takes_turns_with_the_resident_one() -> None:
+    simulation = cameras_box(room=1)
+    ask(simulation, "traffic", 6, max_tokens=400)
+    served(simulation)
+    ask(simulation, "gate", 1, max_tokens=30)
+    turns = ["".join(sorted({str(camera)[0] for camera in served(simulation)[1]})) for _ in range(60)]
+    assert "g" in turns[:7], "after half a second"
+    assert 6 <= turns.count("g") <= 54 and turns.count("t") + turns.count("g") == 60, "both progress, one at a time"
+    changes = sum(turn != before for before, turn in itertools.pairwise(turns))
+    assert changes <= 2 * 60 / 5 + 2, "they alternate every half second, not every step"
+    assert simulation.stats.num_preemptions == 0, "waiting requests keep their KV"
+
+
+def test_two_requests_finish_with_room_for_one_adapter_and_context() -> None:
+    """A preempted request keeps its adapter until it yields a token; otherwise both preempt each other forever."""
+    settings = {"max_adapter_pages": 2, "max_batch_size": 1, "max_step_tokens": 2, "theta_s": 0.001}
+    simulation = CheckedReplica(CheckedReplicaConfig(num_pages=30, block_size=1, adapters={"t": 2, "g": 2}, **settings))  # type: ignore[arg-type]
+    simulation.add(make_request("rg", "g", prompt=25, head="h"), make_request("rt", "t", prompt=25, max_tokens=1))
+    simulation.run(max_steps=200)
+    assert (simulation.end("rg"), simulation.end("rt")) == ("head", "length")
+
+
+def test_a_day_of_camera_traffic() -> None:
+    """Night: one camera. Morning: more traffic, sometimes a gate. Noon: all. Evening: traffic, then the base."""
+    simulation = cameras_box()
+    loads = (
+        {"yard": (1, 4)},
+        {"traffic": (6, 20), "gate": (1, 1)},
+        dict.fromkeys(CAMERAS, (2, 6)),
+        {"traffic": (3, 6)},
+    )
+    for number, load in enumerate((*loads, {None: (2, 3)})):
+        for camera, (count, max_tokens) in load.items():
+            ask(simulation, camera, count, first=10 * number, max_tokens=max_tokens)
+        simulation.run()
+    merged, mixed, unmerged = Mode.MERGED, Mode.MIXED, Mode.UNMERGED
+    assert [mode for mode, _ in itertools.groupby(line.batch.mode for line in simulation.log)] == [
+        *(merged, mixed, merged, unmerged, merged)
+    ]
+    stats = simulation.stats
+    assert stats.requests_by_mode == {"merged": 1 + 6 + 3 + 2, "mixed": 1 + 6, "unmerged": 8}
+    assert stats.num_switches == 5, "to yard, to traffic, back to W0, to traffic, back to W0"
+    assert stats.num_finished == 21

@@ -9,44 +9,52 @@ from tests.orchestrator.sample_requests import IMAGE_TOKEN, expected_tokens, mak
 from vlora.orchestrator import POLICIES, make_policy
 from vlora.orchestrator.encoder_budget import EncodeQueue
 from vlora.orchestrator.request_state import TrackedRequest
-from vlora.types import Encoded, Request, RequestStatus
+from vlora.types import Encode, Encoded, Request, RequestStatus
 
 
-def entered(queue: EncodeQueue, name: str, num_tokens: int, vision_key: str | None = None) -> TrackedRequest:
+def shown(name: str, num_tokens: int, content: str | None = None, adapter: str | None = None) -> Request:
+    """A request with one image of `num_tokens` placeholders, 4 patches each."""
     prompt = (1, *[IMAGE_TOKEN] * num_tokens, 2)
-    tracked = TrackedRequest(make_request(name, prompt=prompt, images=[(name, num_tokens)]), 0.0, None)
-    queue.add(tracked, vision_key)
-    tracked.enter(0.0)
-    return tracked
+    return make_request(name, adapter, prompt=prompt, images=[(content or name, num_tokens)], max_tokens=3)
 
 
-def make_queue(max_step_tokens: int) -> EncodeQueue:
-    return EncodeQueue({"image": IMAGE_TOKEN}, lambda key: False, max_step_tokens)
+class Queue:
+    """Two requests with images of five tokens, where one may be held ahead; the first image is being encoded."""
+
+    def __init__(self) -> None:
+        self.queue = EncodeQueue({"image": IMAGE_TOKEN}, lambda key: False, 1)
+        self.first, self.second = (TrackedRequest(shown(name, 5), 0.0, None) for name in ("first", "second"))
+        for tracked in (self.first, self.second):
+            self.queue.add(tracked, None)
+            tracked.enter(0.0)
+        encode = self.choose(self.first, self.second)
+        assert encode is not None and encode.items == (("first", 0),)
+        self.encode = encode
+
+    def choose(self, *waiting: TrackedRequest) -> Encode | None:
+        return self.queue.choose(waiting, frozenset(), 1.0, alone=True)
+
+    def record(self) -> None:
+        self.queue.record(self.encode, Encoded(num_patches=20, seconds=0.1, done=True))
 
 
 def test_embeddings_of_waiting_requests_block_others_beyond_the_limit() -> None:
-    queue = make_queue(1)
-    first, second = entered(queue, "first", 5), entered(queue, "second", 5)
-    encode = queue.choose([first, second], frozenset(), 1.0, alone=True)
-    assert encode is not None and encode.items == (("first", 0),)
-    queue.record(encode, Encoded(num_patches=20, seconds=0.1, done=True))
-    assert queue.is_ready(first) and queue.choose([second], frozenset(), 1.0, alone=True) is None
-    queue.mark_started(first, 0)
-    assert queue.choose([second], frozenset(), 1.0, alone=True) is not None
+    queue = Queue()
+    queue.record()
+    assert queue.queue.is_ready(queue.first) and queue.choose(queue.second) is None
+    queue.queue.mark_started(queue.first, 0)
+    assert queue.choose(queue.second) is not None
 
 
 def test_embeddings_of_preempted_requests_block_no_others() -> None:
     """The request starts from the prefix cache while its image is encoded, and is preempted before the call ends."""
-    queue = make_queue(1)
-    first, second = entered(queue, "first", 5), entered(queue, "second", 5)
-    encode = queue.choose([first], frozenset(), 1.0, alone=True)
-    assert encode is not None
-    queue.mark_started(first, 6)
-    first.status = RequestStatus.RUNNING
-    first.preempt()
-    first.entered = False
-    queue.record(encode, Encoded(num_patches=20, seconds=0.1, done=True))
-    assert queue.choose([second], frozenset(), 1.0, alone=True) is not None
+    queue = Queue()
+    queue.queue.mark_started(queue.first, 6)
+    queue.first.status = RequestStatus.RUNNING
+    queue.first.preempt()
+    queue.first.entered = False
+    queue.record()
+    assert queue.choose(queue.second) is not None
 
 
 def test_an_adapter_stays_resident_while_its_images_are_encoded() -> None:
@@ -60,24 +68,14 @@ def test_an_adapter_stays_resident_while_its_images_are_encoded() -> None:
     )
     simulation = CheckedReplica(machine)
     for name in "ab":
-        request = make_request(f"r{name}", name, prompt=(1, *[IMAGE_TOKEN] * 9, 2), images=[(name, 9)], max_tokens=3)
-        simulation.add(request, vision_key=name)
+        simulation.add(shown(f"r{name}", 9, adapter=name), vision_key=name)
         simulation.add(make_request(f"t{name}", name, prompt=4, max_tokens=60))
     calls: list[int] = []
     for _ in range(400):
-        if not simulation.scheduler.has_work:
-            break
-        batch = simulation.step()
-        if batch is not None and batch.encode is not None:
+        if simulation.scheduler.has_work and (batch := simulation.step()) is not None and batch.encode is not None:
             calls.append(batch.encode.number)
     assert not simulation.scheduler.has_work
     assert set(calls) == {1, 2} and len(calls) > 4, "each started call must finish"
-
-
-def shown(name: str, num_tokens: int, content: str | None = None) -> Request:
-    """A request with one image of `num_tokens` placeholders, 4 patches each."""
-    prompt = (1, *[IMAGE_TOKEN] * num_tokens, 2)
-    return make_request(name, prompt=prompt, images=[(content or name, num_tokens)], max_tokens=3)
 
 
 def warm() -> CheckedReplica:
@@ -88,20 +86,20 @@ def warm() -> CheckedReplica:
     return simulation
 
 
+def encoding(simulation: CheckedReplica) -> Encode:
+    batch = simulation.step()
+    assert batch is not None and batch.encode is not None
+    return batch.encode
+
+
 def test_a_broken_image_fails_its_own_request_alone() -> None:
     simulation = warm()
     simulation.machine.broken.add("bad")
     simulation.add(shown("r1", 5), shown("r2", 5, "bad"), shown("r3", 5), shown("r4", 5, "bad"))
-    batch = simulation.step()
-    assert batch is not None and batch.encode is not None
-    assert {name for name, _ in batch.encode.items} == {"r1", "r2", "r3", "r4"}, "the images share a call"
+    assert {name for name, _ in encoding(simulation).items} == {"r1", "r2", "r3", "r4"}, "the images share a call"
     simulation.run()
-    reasons = {name: outputs[-1].finish_reason for name, outputs in simulation.outputs.items() if name != "first"}
-    assert reasons == {"r1": "length", "r2": "error", "r3": "length", "r4": "error"}
-    error = simulation.outputs["r2"][-1].error
-    assert error is not None and error.code == "bad_image"
-    answer = [token for output in simulation.outputs["r1"] for token in output.token_ids]
-    assert answer == expected_tokens(simulation.machine.requests["r1"])
+    assert [simulation.end(f"r{i}") for i in (1, 2, 3, 4)] == ["length", "bad_image", "length", "bad_image"]
+    assert simulation.tokens("r1") == expected_tokens(simulation.machine.requests["r1"])
 
 
 def test_cancelling_a_request_does_not_restart_its_shared_encoding() -> None:
@@ -110,14 +108,13 @@ def test_cancelling_a_request_does_not_restart_its_shared_encoding() -> None:
     simulation.add(make_request("text", max_tokens=400))
     simulation.step()
     simulation.add(shown("r1", 40, "same"), shown("r2", 40, "same"))
-    batch = simulation.step()
-    assert batch is not None and batch.encode is not None and len(batch.encode.items) == 2
-    number = batch.encode.number
+    encode = encoding(simulation)
+    assert len(encode.items) == 2
     simulation.cancel("r1")
     num_steps = 0
     while not simulation.outputs["r2"]:
         batch = simulation.step()
-        assert batch is not None and (batch.encode is None or batch.encode.number == number), "no call is restarted"
+        assert batch is not None and (batch.encode is None or batch.encode.number == encode.number), "it is restarted"
         num_steps += batch.encode is not None
     assert num_steps > 1 and simulation.machine.num_encoded["same"] == 1
 
@@ -127,12 +124,10 @@ def test_encoding_stops_when_its_last_request_is_cancelled() -> None:
     simulation.add(make_request("text", max_tokens=40))
     simulation.step()
     simulation.add(shown("r1", 100))
-    batch = simulation.step()
-    assert batch is not None and batch.encode is not None
+    encoding(simulation)
     simulation.cancel("r1")
     simulation.add(shown("r2", 5))
-    batch = simulation.step()
-    assert batch is not None and batch.encode is not None and batch.encode.items == (("r2", 0),)
+    assert encoding(simulation).items == (("r2", 0),)
 
 
 def test_embeddings_held_ahead_of_need_are_limited() -> None:
@@ -147,10 +142,9 @@ def test_embeddings_held_ahead_of_need_are_limited() -> None:
         batch = simulation.step()
         assert batch is not None
         started.update(item.request_id for item in batch.items)
-        ahead = {name for name, _ in simulation.machine.held if name not in started}
-        most = max(most, 5 * len(ahead))
+        most = max(most, 5 * len({name for name, _ in simulation.machine.held if name not in started}))
     assert 8 < most <= 4 * 8
-    assert all(outputs[-1].finish_reason == "length" for outputs in simulation.outputs.values())
+    assert {simulation.end(name) for name in simulation.outputs} == {"length"}
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
@@ -170,12 +164,7 @@ def test_embeddings_that_wait_for_an_adapter_do_not_deadlock(policy: str) -> Non
         adapters={"a": 2, "b": 5},
     )
     simulation = CheckedReplica(machine, policy=make_policy(policy))
-    requests = [
-        make_request("r0", "a", prompt=(1, *[IMAGE_TOKEN] * 2, 2), images=[("small", 2)]),
-        make_request("r1", "b", prompt=(1, *[IMAGE_TOKEN] * 9, 2), images=[("large", 9)]),
-    ]
+    requests = [shown("r0", 2, adapter="a"), shown("r1", 9, adapter="b")]
     simulation.add(*requests)
     simulation.run(max_steps=200)
-    for request in requests:
-        tokens = [token for output in simulation.outputs[request.request_id] for token in output.token_ids]
-        assert tokens == expected_tokens(request)
+    assert all(simulation.tokens(request.request_id) == expected_tokens(request) for request in requests)

@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.example_counts import scaled
-from tests.orchestrator.checked_replica import SMALL_COSTS, CheckedReplica, CheckedReplicaConfig
+from tests.orchestrator.checked_replica import SMALL_COSTS, CheckedReplica, CheckedReplicaConfig, all_resident
 from tests.orchestrator.sample_requests import expected_tokens, make_request
-from tests.orchestrator.test_properties import all_resident, assert_answered, every_policy, longest_over_bound
-from vlora.memory.block_manager import BlockManager
+from tests.orchestrator.test_properties import assert_answered, every_policy, longest_over_bound
 from vlora.memory.page_allocator import PageAllocator
 from vlora.memory.written_blocks import WrittenBlocks
 from vlora.orchestrator import POLICIES
@@ -22,16 +21,9 @@ from vlora.types import Request
 ADAPTERS = {"a": 2, "b": 2, "c": 2}
 
 
-# -- expected answer lengths ------------------------------------------------------------------------------------------
-
-
-def test_answers_are_expected_at_full_length_before_any_has_ended() -> None:
-    assert AnswerLengths().expected(0, 100) == 100
-    assert AnswerLengths().expected(99, 100) == 100
-
-
 def test_the_expected_length_is_the_mean_of_answers_at_least_as_long() -> None:
     lengths = AnswerLengths()
+    assert lengths.expected(0, 100) == lengths.expected(99, 100) == 100, "the full length before any has ended"
     for _ in range(500):
         lengths.observe(10, 160)
         lengths.observe(150, 160)
@@ -56,10 +48,10 @@ def entries(admission: KvAdmission, tracked: list[TrackedRequest]) -> list[str]:
     return order
 
 
-def waiting(requests: list[Request]) -> tuple[KvAdmission, WrittenBlocks, list[TrackedRequest]]:
-    """The requests wait for a room of eight blocks of four tokens."""
+def waiting(requests: list[Request], blocks_beside: int = 8) -> tuple[KvAdmission, WrittenBlocks, list[TrackedRequest]]:
+    """The requests wait for a room of eight blocks of four tokens. blocks_beside: of them, beside the adapters."""
     block_manager = WrittenBlocks(PageAllocator(8, 1), 4)
-    admission = KvAdmission(block_manager, 8, ())
+    admission = KvAdmission(block_manager, blocks_beside, ())
     tracked = [TrackedRequest(request, 0.0, None) for request in requests]
     for number, t in enumerate(tracked):
         t.admit(number, 0.0)
@@ -97,11 +89,7 @@ def test_a_request_enters_if_others_end_before_it_needs_their_blocks() -> None:
 
 
 def test_no_request_enters_the_adapters_part_while_an_adapter_starves() -> None:
-    block_manager = BlockManager(PageAllocator(8, 1), 4)
-    admission = KvAdmission(block_manager, 4, ())
-    tracked = [TrackedRequest(make_request(name, prompt=8, max_tokens=1), 0.0, None) for name in "xyz"]
-    for t in tracked:
-        admission.add(t)
+    admission, _, tracked = waiting([make_request(name, prompt=8, max_tokens=1) for name in "xyz"], blocks_beside=4)
     assert len(admission.admit(0.0, tracked, adapter_starves=True)) == 2
     assert len(admission.admit(0.0, tracked, adapter_starves=False)) == 1
 
@@ -127,9 +115,7 @@ def test_blocks_that_a_step_in_flight_keeps_count_as_room() -> None:
         max_size=60,
     )
 )
-def test_the_nth_oldest_request_is_among_the_first_8n_to_enter(
-    kinds: list[tuple[int, int, float | None]],
-) -> None:
+def test_the_nth_oldest_request_is_among_the_first_8n_to_enter(kinds: list[tuple[int, int, float | None]]) -> None:
     requests = [
         make_request(f"r{i}", prompt=prompt, priority=priority, max_ttft_s=bound_s)
         for i, (prompt, priority, bound_s) in enumerate(kinds)
@@ -201,7 +187,7 @@ def _length(request: Request) -> int:
 
 
 @pytest.mark.slow
-@settings(max_examples=scaled(60))
+@settings(max_examples=scaled(40))
 @given(overload=overloads(), policy=every_policy)
 def test_overload_keeps_throughput_and_recomputes_almost_nothing(
     overload: tuple[CheckedReplicaConfig, list[Request]], policy: str
@@ -211,7 +197,7 @@ def test_overload_keeps_throughput_and_recomputes_almost_nothing(
     simulation.run([(0.0, request) for request in requests])
     for request in requests:
         assert_answered(simulation, request)
-    stats = simulation.scheduler.stats("simulated")
+    stats = simulation.stats
     assert stats.num_needed_tokens == sum(_length(request) for request in requests)
     assert stats.num_step_tokens <= 1.15 * stats.num_needed_tokens
     assert simulation.clock.now <= fed(machine, policy, requests).clock.now / 0.9
@@ -220,7 +206,8 @@ def test_overload_keeps_throughput_and_recomputes_almost_nothing(
 
 
 @pytest.mark.parametrize(
-    "policy", [pytest.param(name, marks=() if name == "cost_based" else pytest.mark.slow) for name in sorted(POLICIES)]
+    "policy",
+    [pytest.param(name, marks=() if name == "cost_based" else pytest.mark.exhaustive) for name in sorted(POLICIES)],
 )
 def test_a_crowd_beyond_kv_memory_is_computed_once(policy: str) -> None:
     """96 requests of 256 and 32 tokens, room for 24 of them, a batch of 32, steps longer than half of theta."""
@@ -236,9 +223,9 @@ def test_a_crowd_beyond_kv_memory_is_computed_once(policy: str) -> None:
     )
     simulation = all_resident(machine, policy)
     simulation.add(*(make_request(f"r{i}", "abc"[i % 3], prompt=256, max_tokens=32) for i in range(96)))
-    assert simulation.scheduler.stats("simulated").num_waiting_for_kv == 96
+    assert simulation.stats.num_waiting_for_kv == 96
     simulation.step()
-    assert simulation.scheduler.stats("simulated").num_waiting_for_kv == 96 - 24
+    assert simulation.stats.num_waiting_for_kv == 96 - 24
     simulation.run()
-    stats = simulation.scheduler.stats("simulated")
+    stats = simulation.stats
     assert stats.num_preemptions == 0 and stats.num_step_tokens == stats.num_needed_tokens == 96 * (256 + 31)

@@ -14,6 +14,20 @@ from vlora.orchestrator.latency_promise import QUIET_S, LatencyPromise
 NUM_STEPS = 20  # of a request
 
 
+class Clocked(LatencyPromise):
+    """A promise with a clock of its own, idle since long."""
+
+    def __init__(self, slowdown: float, max_batch_size: int) -> None:
+        self.now = -100.0
+        super().__init__(slowdown, lambda: self.now, max_batch_size)
+        self.now = 0.0
+
+    def works(self, seconds: float, *step: float) -> None:
+        """Spend a step of these seconds on requests."""
+        self.now += seconds
+        self.served(seconds, *step)
+
+
 class Run(NamedTuple):
     """durations: of the requests, in order of arrival. other_s: time of other work. end_s: of the last request."""
 
@@ -65,16 +79,10 @@ def simulate(
     schedule: Schedule | None = None,
     max_batch_size: int | None = None,
 ) -> Run:
-    """Serve random arrivals.
+    """Serve random arrivals at a share of the capacity.
 
-    Args:
-        load: Share of the capacity.
-        slowdown: None runs no other work.
-        piece_s: Of other work.
-        costs: Of the engine.
-        num_requests: That arrive.
-        schedule: Decides instead of the promise.
-        max_batch_size: As the promise knows it, where another limit is lower.
+    slowdown: None runs no other work. piece_s: of other work. schedule: decides instead of the promise.
+    max_batch_size: as the promise knows it, where another limit is lower.
     """
     now = 0.0
     promise = LatencyPromise(slowdown or math.inf, lambda: now, max_batch_size or costs.most)
@@ -108,28 +116,26 @@ def simulate(
 
 
 @pytest.mark.parametrize(
-    ("costs", "load", "least"),
+    ("costs", "load", "slowdown", "least"),
     [
-        (ONE, 0.3, 0.5),
-        (ONE, 0.6, 0.2),
-        (ONE, 0.9, 0.02),
-        (BATCHED, 0.03, 0.3),
-        (BATCHED, 0.3, 0.09),
-        (BATCHED, 0.6, 0.05),
-        (BATCHED, 0.9, 0.01),
+        (ONE, 0.3, 1.5, 0.5),
+        (ONE, 0.6, 1.15, 0.2),
+        (ONE, 0.9, 1.5, 0.02),
+        (BATCHED, 0.03, 1.15, 0.3),
+        (BATCHED, 0.3, 1.5, 0.09),
+        (BATCHED, 0.6, 1.15, 0.05),
+        (BATCHED, 0.9, 1.5, 0.01),
     ],
 )
-@pytest.mark.parametrize("slowdown", [1.15, 1.5])
-def test_requests_take_at_most_the_promised_time(costs: Costs, load: float, least: float, slowdown: float) -> None:
+def test_requests_take_at_most_the_promised_time(costs: Costs, load: float, slowdown: float, least: float) -> None:
     """least: share of the time that other work gets, to show that there is some."""
     alone, beside = simulate(load, None, 0.0, costs), simulate(load, slowdown, 0.005, costs)
     assert 1 < beside.p99 / alone.p99 <= slowdown
     assert beside.other_s / beside.end_s > least
 
 
-@pytest.mark.parametrize(("load", "least"), [(0.3, 0.09), (0.6, 0.05), (0.9, 0.01)])
-@pytest.mark.parametrize("slowdown", [1.15, 1.5])
-def test_the_promise_holds_where_memory_limits_a_batch(load: float, least: float, slowdown: float) -> None:
+@pytest.mark.parametrize(("load", "slowdown", "least"), [(0.3, 1.15, 0.09), (0.6, 1.5, 0.05), (0.9, 1.15, 0.01)])
+def test_the_promise_holds_where_memory_limits_a_batch(load: float, slowdown: float, least: float) -> None:
     """Of 256 requests that a step may serve it serves 32. Holds at each quantile, not only at the 99th percentile."""
     alone = simulate(load, None, 0.0, BATCHED)
     beside = simulate(load, slowdown, 0.005, BATCHED, max_batch_size=256)
@@ -141,12 +147,9 @@ def test_the_promise_holds_where_memory_limits_a_batch(load: float, least: float
 
 def test_a_batch_is_full_while_others_wait() -> None:
     """A limit that memory sets is forgotten once no request has waited for some time."""
-    now = -100.0
-    promise = LatencyPromise(1.5, lambda: now, 16)
-    now = 0.0  # idle since long
+    promise = Clocked(1.5, 16)
     promise.add("first")
-    now += 1.0
-    promise.served(1.0, 1.0, 1)
+    promise.works(1.0, 1.0, 1)
     promise.release("first")
     for name in ("a", "b", "c", "d"):
         promise.add(name)
@@ -156,12 +159,12 @@ def test_a_batch_is_full_while_others_wait() -> None:
     assert promise.granted_s > 0, "images were encoded"
     promise.served(0.1, 0.1, 2)
     assert promise.granted_s == 0 and promise.utilization == pytest.approx(0.1 / QUIET_S, rel=0.01)
-    now += 1.0
+    promise.now += 1.0
     for name in ("a", "b", "c"):
         promise.release(name)
     half = promise.granted_s
     assert half > 0, "one of two places is empty"
-    now += QUIET_S
+    promise.now += QUIET_S
     promise.served(0.1, 0.1, 1)
     assert promise.granted_s > 1.5 * half
 
@@ -212,13 +215,10 @@ def test_other_work_is_near_the_most_that_the_promise_allows(load: float, least:
 
 def test_a_full_batch_grants_nothing_at_an_arrival() -> None:
     """Requests behind it would wait for the work that was granted to those before them."""
-    now = -100.0
-    promise = LatencyPromise(1.5, lambda: now, 4)
-    now = 0.0  # idle since long
+    promise = Clocked(1.5, 4)
     for name in ("a", "b"):
         promise.add(name)
-        now += 1.0
-        promise.served(1.0)
+        promise.works(1.0)
         promise.release(name)
     rooms = []
     for place in range(5):
@@ -235,52 +235,43 @@ def test_other_work_without_a_promise_breaks_it() -> None:
 
 
 def test_a_piece_too_long_for_usual_requests_waits_for_quiet() -> None:
-    now = -100.0
-    promise = LatencyPromise(1.15, lambda: now, 1)
-    now = 0.0  # idle since long
+    promise = Clocked(1.15, 1)
     assert promise.room_s == math.inf, "no request was seen yet"
     promise.add("a")
     assert promise.room_s == 0
     for _ in range(10):
-        now += 0.1
-        promise.served(0.1)
+        promise.works(0.1)
     assert 0 < promise.room_s < 0.15
     promise.release("a")
     assert promise.room_s == pytest.approx(0.15)
     assert promise.quiet_in_s == QUIET_S
-    now += QUIET_S - 1
+    promise.now += QUIET_S - 1
     assert promise.room_s == pytest.approx(0.15) and promise.quiet_in_s == pytest.approx(1)
-    now += 1
+    promise.now += 1
     assert promise.room_s == math.inf
 
 
 def test_a_request_is_not_delayed_twice_by_the_piece_it_came_in() -> None:
     """It waited for the piece, so the next one must fit what its steps have earned since."""
-    now = -100.0
-    promise = LatencyPromise(1.5, lambda: now, 1)
-    now = 0.0  # idle since long
+    promise = Clocked(1.5, 1)
     for name, piece_s in (("at rest", 0.0), ("in a piece", 0.1)):
         promise.served(0.0)
         if piece_s:
-            now += piece_s
+            promise.now += piece_s
             promise.spent(piece_s)
         promise.add(name)
         assert promise.room_s == pytest.approx(-piece_s)
-        now += 0.1
-        promise.served(0.1)
+        promise.works(0.1)
         assert promise.room_s == pytest.approx(0.05 - piece_s, abs=0.005)
         promise.release(name)
 
 
 def test_the_oldest_requests_do_not_pay_for_the_newest() -> None:
     """A piece must fit the allowance of each request; a new one has none."""
-    now = -100.0
-    promise = LatencyPromise(1.5, lambda: now, 1)
-    now = 0.0  # idle since long
+    promise = Clocked(1.5, 1)
     promise.add("old")
     for _ in range(10):
-        now += 0.1
-        promise.served(0.1)
+        promise.works(0.1)
     before = promise.room_s
     assert before > 0.3
     promise.add("new")
@@ -300,12 +291,10 @@ def test_utilization_is_that_since_the_start_at_first() -> None:
 
 def test_a_promise_set_later_holds_from_then_on() -> None:
     """Time without a promise leaves no trace in the allowance."""
-    now = -100.0
-    promise = LatencyPromise(math.inf, lambda: now, 1)
-    now = 0.0
+    promise = Clocked(math.inf, 1)
     promise.add("before")
     for _ in range(10):
-        now += 0.2
+        promise.now += 0.2
         promise.served(0.1)
         promise.spent(0.1)
     promise.slowdown = 1.5

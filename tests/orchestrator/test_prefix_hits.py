@@ -2,40 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from tests.orchestrator.checked_replica import CheckedReplica
+from tests.orchestrator.checked_replica import CheckedReplica, Script, box, shares, tight
 from tests.orchestrator.sample_requests import IMAGE_TOKEN, make_request, sampled_token
-from tests.orchestrator.test_scheduler import Script, box, last, shares
-from vlora.orchestrator import Candidate, Decision, PolicyState, request_state
+from vlora.orchestrator import request_state
 from vlora.types import Batch
 
 
-def sharing(policy: object = None, **settings: Any) -> CheckedReplica:
-    """Blocks of four tokens, one second per step."""
+def sharing(policy: Any = None, **settings: Any) -> CheckedReplica:
     return box(policy, prefix_cache=True, **settings)
 
 
-def preempted(batch: Batch | None) -> tuple[str, ...]:
+def preempted(batch: Batch | None) -> set[str]:
     assert batch is not None
-    return batch.preempted
+    return set(batch.preempted)
 
 
 def test_the_next_turn_computes_only_new_tokens() -> None:
     simulation = sharing()
     simulation.add(make_request("first", prompt=10, max_tokens=7))
     simulation.run()
-    answer = tuple(sampled_token("first", place) for place in range(7))
-    turn = (*range(1, 11), *answer, 30, 31)
+    turn = (*range(1, 11), *simulation.tokens("first"), 30, 31)
     simulation.add(make_request("second", prompt=turn, max_tokens=1))
     # The first turn's KV covers 16 of its tokens: the last token of an answer is never computed.
     assert shares(simulation.step()) == {"second": (16, 19)}
-    timings = last(simulation, "second").timings
+    timings, stats = simulation.last("second").timings, simulation.stats
     assert timings is not None and (timings.num_prompt_tokens, timings.num_cached_tokens) == (19, 16)
-    stats = simulation.scheduler.stats("simulated")
     assert (stats.num_computed_tokens, stats.num_reused_tokens) == (10 + 3, 16)
     assert stats.free_blocks == stats.total_blocks and stats.cached_blocks == 4
 
@@ -50,51 +45,37 @@ def test_the_same_text_with_another_image_is_computed() -> None:
         assert step == {name: (found, 12)}
 
 
-def test_requests_with_a_common_prefix_wait_for_the_first_to_compute_it() -> None:
-    simulation = sharing(max_step_tokens=32)
-    simulation.add(*(make_request(f"q{i}", prompt=(*range(1, 17), 20 + i, 30), max_tokens=1) for i in range(4)))
-    assert shares(simulation.step()) == {"q0": (0, 18)}
-    assert shares(simulation.step()) == {f"q{i}": (16, 18) for i in (1, 2, 3)}
-    assert simulation.scheduler.stats("simulated").num_computed_tokens == 18 + 3 * 2
-
-
-def test_a_common_prefix_longer_than_a_step_is_computed_once() -> None:
-    simulation = sharing(max_step_tokens=10)
-    simulation.add(*(make_request(f"q{i}", prompt=(*range(1, 25), 30 + i), max_tokens=1) for i in range(2)))
-    assert [shares(simulation.step()) for _ in range(3)] == [
-        {"q0": (0, 10)},
-        {
-            "q0": (10, 20),
-        },
-        {"q0": (20, 25)},
-    ]
-    assert shares(simulation.step()) == {"q1": (24, 25)}
-
-
-def test_a_starving_request_runs_and_reuses_blocks_of_others() -> None:
-    simulation = sharing(Script(), max_step_tokens=10)
-    simulation.add(*(make_request(f"q{i}", prompt=(*range(1, 25), 30 + i), max_tokens=1) for i in range(2)))
-    simulation.step()
-    simulation.clock.now += 20
-    assert shares(simulation.step()) == {"q0": (10, 19), "q1": (8, 9)}, "one token after the known blocks"
-    assert shares(simulation.step()) == {"q0": (19, 25)}
-    assert shares(simulation.step()) == {"q1": (24, 25)}
-    assert simulation.scheduler.stats("simulated").num_computed_tokens == 25 + 2
+@pytest.mark.parametrize(
+    ("number", "common", "most", "starve_after", "steps"),
+    [
+        # Requests with a common prefix wait for the first to compute it.
+        (4, 16, 32, None, [{"q0": (0, 18)}, {f"q{i}": (16, 18) for i in (1, 2, 3)}]),
+        # A prefix that is longer than a step is computed once.
+        (2, 24, 10, None, [{"q0": (0, 10)}, {"q0": (10, 20)}, {"q0": (20, 26)}, {"q1": (24, 26)}]),
+        # A starving request gets one token after the known blocks.
+        (2, 24, 10, 1, [{"q0": (0, 10)}, {"q0": (10, 19), "q1": (8, 9)}, {"q0": (19, 26)}, {"q1": (24, 26)}]),
+    ],
+)
+def test_a_common_prefix_is_computed_once(
+    number: int, common: int, most: int, starve_after: int | None, steps: list[object]
+) -> None:
+    simulation = sharing(Script(), max_step_tokens=most)
+    simulation.add(
+        *(make_request(f"q{i}", prompt=(*range(1, common + 1), 30 + i, 40), max_tokens=1) for i in range(number))
+    )
+    for place, expected in enumerate(steps):
+        if place == starve_after:
+            simulation.clock.now += 20
+        assert shares(simulation.step()) == expected
+    assert simulation.stats.num_computed_tokens == common + 2 * number + (starve_after is not None)
 
 
 def test_policies_see_the_tokens_left_to_compute() -> None:
-    seen: list[tuple[int, int]] = []
-
-    class Spy(Script):
-        def decide(self, ready: Sequence[Candidate], state: PolicyState) -> Decision:
-            seen.extend((c.new_tokens, c.cached_len) for c in ready)
-            return super().decide(ready, state)
-
-    simulation = sharing(Spy())
+    simulation = sharing(policy := Script())
     for name in "ab":
         simulation.add(make_request(name, prompt=18, max_tokens=1))
         simulation.run()
-    assert seen == [(18, 0), (2, 16)]
+    assert [(c.new_tokens, c.cached_len) for ready, _ in policy.seen for c in ready] == [(18, 0), (2, 16)]
 
 
 def test_prefix_lookups_are_spread_over_steps_and_exact_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,13 +91,13 @@ def test_blocks_of_a_failed_step_are_not_reused() -> None:
     simulation = sharing(failing={"bad": 2}, max_step_tokens=8)
     simulation.add(make_request("bad", prompt=20, max_tokens=1))
     simulation.run()
-    assert last(simulation, "bad").finish_reason == "error"
+    assert simulation.end("bad") == "bad_image"
     simulation.add(make_request("good", prompt=20, max_tokens=1))
     assert shares(simulation.step()) == {"good": (8, 16)}, "the tokens of the first step are valid"
 
 
 def test_evicted_blocks_are_computed_again() -> None:
-    simulation = sharing(Script("a", "b", "c"), num_pages=5, max_adapter_pages=0)
+    simulation = tight(Script("a", "b", "c"), 5, prefix_cache=True)
     simulation.add(make_request("a", prompt=17, max_tokens=1))
     simulation.step()
     simulation.add(make_request("b", prompt=(99, *range(10)), max_tokens=1))
@@ -128,52 +109,45 @@ def test_evicted_blocks_are_computed_again() -> None:
 # -- preemption -------------------------------------------------------------------------------------------------------
 
 
-def tight(policy: object, num_blocks: int, **settings: object) -> CheckedReplica:
-    return sharing(policy, num_pages=num_blocks, max_adapter_pages=0, **settings)
-
-
 @pytest.mark.usefixtures("no_kv_admission")
 def test_requests_that_share_all_blocks_are_preempted_together() -> None:
     # x and y share three blocks and have one each; z needs four of six.
-    simulation = tight(Script("x", "xy", "z"), 6)
+    simulation = tight(Script("x", "xy", "z"), 6, prefix_cache=True)
     simulation.add(make_request("z", prompt=tuple(range(50, 66)), max_tokens=1))
     simulation.add(make_request("x", prompt=13, max_tokens=4), make_request("y", prompt=13, max_tokens=4))
     simulation.step()
     simulation.step()
     assert simulation.allocator.num_free_blocks == 1
-    assert set(preempted(simulation.step())) == {"x", "y"}
+    assert preempted(simulation.step()) == {"x", "y"}
     simulation.run()
-    assert all(last(simulation, name).finish_reason == "length" for name in "xyz")
+    assert {simulation.end(name) for name in "xyz"} == {"length"}
 
 
 @pytest.mark.usefixtures("no_kv_admission")
 def test_a_request_that_shares_all_blocks_is_not_preempted_alone() -> None:
-    simulation = tight(Script("xw", "y", "z"), 6, max_step_tokens=10)
-    simulation.add(make_request("z", prompt=tuple(range(90, 99)), max_tokens=1))
-    simulation.add(make_request("x", prompt=13), make_request("y", prompt=(80, 81, 82, 83, 84)))
-    simulation.add(make_request("w", prompt=13))
+    simulation = tight(Script("xw", "y", "z"), 6, max_step_tokens=10, prefix_cache=True)
+    prompts = {"z": tuple(range(90, 99)), "x": 13, "y": (80, 81, 82, 83, 84), "w": 13}
+    simulation.add(*(make_request(name, prompt=prompt) for name, prompt in prompts.items()))
     simulation.scheduler.admit(frozenset())
     simulation.clock.now += 20
     assert shares(simulation.step()) == {"x": (0, 9), "w": (0, 1)}
     simulation.step()
-    assert simulation.block_manager.table("w") == simulation.block_manager.table("x")[:2], (
-        "w reuses the blocks that x computed"
-    )
+    tables = simulation.block_manager.table
+    assert tables("w") == tables("x")[:2], "w reuses the blocks that x computed"
     assert simulation.allocator.num_free_blocks == 1
-    assert preempted(simulation.step()) == ("y",), "w is newer, but preempting it would free no block"
+    assert preempted(simulation.step()) == {"y"}, "w is newer, but preempting it would free no block"
     simulation.run()
 
 
 @pytest.mark.usefixtures("no_kv_admission")
 def test_a_preempted_request_resumes_from_its_cached_blocks() -> None:
-    simulation = tight(Script("x", "x", "x", "y", "x"), 3)
+    simulation = tight(Script("x", "x", "x", "y", "x"), 3, prefix_cache=True)
     simulation.add(make_request("y", prompt=(40, 41, 42, 43, 44), max_tokens=1))
     simulation.add(make_request("x", prompt=6, max_tokens=5))
     for _ in range(3):
         simulation.step()
-    assert preempted(simulation.step()) == ("x",)
+    assert preempted(simulation.step()) == {"x"}
     # Two blocks hold its first eight tokens; y took the free block and the later of the two.
     assert shares(simulation.step()) == {"x": (4, 9)}
     simulation.run()
-    tokens = [token for output in simulation.outputs["x"] for token in output.token_ids]
-    assert tokens == [sampled_token("x", place) for place in range(5)]
+    assert simulation.tokens("x") == [sampled_token("x", place) for place in range(5)]

@@ -1,22 +1,32 @@
-"""Properties for every load and machine: complete answers, budgets respected, bounded waiting, determinism."""
+"""Properties for every load and machine: complete answers, budgets, bounded waiting, decisions without shortcuts."""
 
 from __future__ import annotations
 
 import dataclasses
+import heapq
+import math
 import os
 import subprocess
 import sys
+from collections.abc import Collection, Iterable, Sequence, Set
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.example_counts import scaled
-from tests.orchestrator.checked_replica import SMALL_COSTS, CheckedReplica, CheckedReplicaConfig
+from tests.orchestrator import checked_replica
+from tests.orchestrator.checked_replica import SMALL_COSTS, CheckedReplica, CheckedReplicaConfig, all_resident
 from tests.orchestrator.sample_requests import IMAGE_TOKEN, expected_tokens, make_request
 from vlora.errors import PromptTooLong
-from vlora.orchestrator import POLICIES, make_policy
-from vlora.types import Mode, Request
+from vlora.orchestrator import POLICIES, Candidate, CostModel, Costs, budgets, make_policy, scheduler
+from vlora.orchestrator.adapter_prefetch import MemoryDemand
+from vlora.orchestrator.cost_model import FEATURE_SCALES
+from vlora.orchestrator.credits import Credits
+from vlora.orchestrator.encoder_budget import SHARE
+from vlora.orchestrator.request_state import TrackedRequest
+from vlora.types import Mode, Request, RequestStatus
 
 ADAPTERS = {"a": 2, "b": 5, "c": 3, "d": 4}
 Arrivals = list[tuple[float, Request]]
@@ -114,7 +124,15 @@ def assert_answered(simulation: CheckedReplica, request: Request) -> None:
         assert last.timings.steps_by_mode == {} and bounds, "only requests with a deadline may be refused"
 
 
-def check_every_request_ends_once(
+@settings(max_examples=scaled(100))
+@given(
+    machine=machines(),
+    arrivals=loads(),
+    failing=st.dictionaries(st.sampled_from([f"r{i}" for i in range(14)]), st.integers(1, 4), max_size=2),
+    cancels=st.lists(st.tuples(st.integers(0, 30), st.sampled_from([f"r{i}" for i in range(14)])), max_size=3),
+    policy=every_policy,
+)
+def test_every_request_ends_once_within_every_budget(
     machine: CheckedReplicaConfig,
     arrivals: Arrivals,
     failing: dict[str, int],
@@ -139,41 +157,7 @@ def check_every_request_ends_once(
     }
 
 
-any_load = given(
-    machine=machines(),
-    arrivals=loads(),
-    failing=st.dictionaries(st.sampled_from([f"r{i}" for i in range(14)]), st.integers(1, 4), max_size=2),
-    cancels=st.lists(st.tuples(st.integers(0, 30), st.sampled_from([f"r{i}" for i in range(14)])), max_size=3),
-    policy=every_policy,
-)
-
-
-@settings(max_examples=scaled(40))
-@any_load
-def test_every_request_ends_once_within_every_budget(
-    machine: CheckedReplicaConfig,
-    arrivals: Arrivals,
-    failing: dict[str, int],
-    cancels: list[tuple[int, str]],
-    policy: str,
-) -> None:
-    check_every_request_ends_once(machine, arrivals, failing, cancels, policy)
-
-
-@pytest.mark.slow
-@settings(max_examples=scaled(250))
-@any_load
-def test_every_request_ends_once_in_many_examples(
-    machine: CheckedReplicaConfig,
-    arrivals: Arrivals,
-    failing: dict[str, int],
-    cancels: list[tuple[int, str]],
-    policy: str,
-) -> None:
-    check_every_request_ends_once(machine, arrivals, failing, cancels, policy)
-
-
-@settings(max_examples=scaled(200))
+@settings(max_examples=scaled(100))
 @given(machine=machines(), arrivals=loads(bounded=False), policy=every_policy)
 def test_memory_pressure_does_not_change_answers(
     machine: CheckedReplicaConfig, arrivals: Arrivals, policy: str
@@ -215,16 +199,9 @@ def longest_over_bound(simulation: CheckedReplica) -> float:
     return worst
 
 
-def all_resident(machine: CheckedReplicaConfig, policy: str) -> CheckedReplica:
-    """All adapters resident from the start, so that every request is always ready."""
-    simulation = CheckedReplica(machine, policy=make_policy(policy))
-    for name, pages in machine.adapters.items():
-        assert simulation.adapter_cache.allocate(name, pages) is not None
-        simulation.adapter_cache.pin(name)
-    return simulation
-
-
-def check_waiting_is_bounded_with_long_prompts(machine: CheckedReplicaConfig, arrivals: Arrivals, policy: str) -> None:
+@settings(max_examples=scaled(100))
+@given(machine=machines(), arrivals=loads(max_prompt=60, max_tokens=20), policy=every_bounded_policy)
+def test_waiting_is_bounded_with_long_prompts(machine: CheckedReplicaConfig, arrivals: Arrivals, policy: str) -> None:
     """With memory for all: for any token budget, long prompts ahead never keep a starving request from running."""
     blocks = 14 * -(-80 // machine.block_size)
     machine = dataclasses.replace(
@@ -236,25 +213,9 @@ def check_waiting_is_bounded_with_long_prompts(machine: CheckedReplicaConfig, ar
     assert longest_over_bound(simulation) <= 1e-9
 
 
-long_prompts = given(machine=machines(), arrivals=loads(max_prompt=60, max_tokens=20), policy=every_bounded_policy)
-
-
-@settings(max_examples=scaled(40))
-@long_prompts
-def test_waiting_is_bounded_with_long_prompts(machine: CheckedReplicaConfig, arrivals: Arrivals, policy: str) -> None:
-    check_waiting_is_bounded_with_long_prompts(machine, arrivals, policy)
-
-
-@pytest.mark.slow
-@settings(max_examples=scaled(250))
-@long_prompts
-def test_waiting_is_bounded_with_long_prompts_in_many_examples(
-    machine: CheckedReplicaConfig, arrivals: Arrivals, policy: str
-) -> None:
-    check_waiting_is_bounded_with_long_prompts(machine, arrivals, policy)
-
-
-def check_waiting_is_bounded_under_preemption(machine: CheckedReplicaConfig, arrivals: Arrivals, policy: str) -> None:
+@settings(max_examples=scaled(100))
+@given(machine=machines(), arrivals=loads(), policy=every_bounded_policy)
+def test_waiting_is_bounded_under_preemption(machine: CheckedReplicaConfig, arrivals: Arrivals, policy: str) -> None:
     """Memory for only one full batch, and prompts that fit in a step: paused requests delay no others."""
     longest = 24 + 8
     blocks = machine.max_batch_size * -(-longest // machine.block_size)
@@ -269,33 +230,10 @@ def check_waiting_is_bounded_under_preemption(machine: CheckedReplicaConfig, arr
     assert longest_over_bound(simulation) <= 1e-9
 
 
-preemptions = given(machine=machines(), arrivals=loads(), policy=every_bounded_policy)
-
-
-@settings(max_examples=scaled(40))
-@preemptions
-def test_waiting_is_bounded_under_preemption(machine: CheckedReplicaConfig, arrivals: Arrivals, policy: str) -> None:
-    check_waiting_is_bounded_under_preemption(machine, arrivals, policy)
-
-
-@pytest.mark.slow
-@settings(max_examples=scaled(250))
-@preemptions
-def test_waiting_is_bounded_under_preemption_in_many_examples(
-    machine: CheckedReplicaConfig, arrivals: Arrivals, policy: str
-) -> None:
-    check_waiting_is_bounded_under_preemption(machine, arrivals, policy)
-
-
 def crowd() -> tuple[CheckedReplicaConfig, Arrivals]:
     """Twelve simultaneous requests of three adapters on a machine with room for two or three requests."""
     machine = CheckedReplicaConfig(
-        num_pages=16 + 16,
-        max_adapter_pages=16,
-        max_batch_size=2,
-        max_step_tokens=64,
-        theta_s=0.05,
-        adapters=ADAPTERS,
+        num_pages=16 + 16, max_adapter_pages=16, max_batch_size=2, max_step_tokens=64, theta_s=0.05, adapters=ADAPTERS
     )
     names = "aaabaaacaaab"
     return machine, [(0.0, make_request(f"r{i}", name, prompt=20, max_tokens=12)) for i, name in enumerate(names)]
@@ -317,6 +255,139 @@ def test_the_measure_detects_a_policy_without_a_bound() -> None:
     simulation = CheckedReplica(machine, policy=make_policy("merged_only"))
     simulation.run(arrivals)
     assert longest_over_bound(simulation) > 0
+
+
+# -- shortcuts of the scheduler change no decision: it matches a plain implementation ---------------------------------
+
+
+class PlainCostModel(CostModel):
+    @property
+    def costs(self) -> Costs:
+        each = [weight * unit for weight, unit in zip(self._weights, FEATURE_SCALES, strict=True)]
+        patch_s = self._encode_s / self._patches if self._patches else 0.0
+        return Costs._make((*each, self._switch_s or 0.0, self._back_s or 0.0, patch_s, *self._thresholds))
+
+
+class PlainMemoryDemand(MemoryDemand):
+    """Recomputes the demand from all requests."""
+
+    def blocks_short(self) -> int:
+        requests, blocks, budget = self._queue.admitted.values(), self._block_manager, self._budget
+        running_first = [
+            t
+            for status in (RequestStatus.RUNNING, RequestStatus.WAITING)
+            for t in requests
+            if t.status is status and t.entered
+        ]
+        left, wanted = budget.max_step_tokens, 0
+        for t in running_first[: budget.max_batch_size]:
+            tokens = min(t.new_tokens, left)
+            left -= tokens
+            if tokens:
+                held = len(blocks.table(t.request_id)) or blocks.blocks_for(t.cached_len)
+                wanted += max(0, blocks.blocks_for(t.cached_len + tokens) - held)
+        return max(0, wanted - blocks.num_free_blocks)
+
+
+class PlainCredits(Credits):
+    """Computes each credit on its own, from the formula."""
+
+    def theta(self, ready: Sequence[TrackedRequest], merged: str | None, admitted: Collection[TrackedRequest]) -> float:
+        costs, most = self._cost.costs, self._budget.max_batch_size
+        tokens = min(sum(heapq.nlargest(most, (t.new_tokens for t in ready))), self._budget.max_step_tokens)
+        context = sum(heapq.nlargest(most, (t.cached_len for t in ready)))
+        lanes = min(len({t.active for t in ready}), most)
+        step_s = costs.merged_s(tokens, context) + costs.lanes_s(tokens, lanes)
+        if merged is not None:
+            step_s += costs.lanes_s(tokens, 1)
+        if len(ready) < len(admitted) and any(t.images for t in admitted):
+            step_s *= 1 + SHARE
+        return max(self._theta_s, (1 + math.ceil(len(ready) / most)) * (step_s + costs.merge_s))
+
+    def of(self, requests: Iterable[TrackedRequest], now: float, merged: str | None) -> list[float]:
+        costs = self._cost.costs
+        credits = []
+        for t in requests:
+            lanes = 0 if t.active == merged else (t.active is not None) + (merged is not None)
+            tokens = min(t.new_tokens, self._budget.max_step_tokens)
+            short = tokens <= costs.short_lane
+            lane_s, adapter_s = (costs.lane_s, costs.adapter_s) if short else (costs.long_lane_s, costs.long_adapter_s)
+            fixed_s = costs.base_s + lanes * adapter_s
+            if t.active != merged and merged is not None:
+                fixed_s += costs.merge_s
+            tokens_s = costs.token_s * max(0, tokens - costs.hidden_tokens)
+            tokens_s += costs.thin_token_s * min(tokens, costs.thin_tokens)
+            own_s = fixed_s + tokens_s + lanes * lane_s * tokens + costs.context_token_s * t.cached_len
+            own_s += costs.patch_s * self._encoding.patches_left(t)
+            credits.append(now - t.last_ran_s + own_s)
+        return credits
+
+    def candidates(
+        self, ready: Sequence[TrackedRequest], now: float, merged: str | None, theta_s: float
+    ) -> list[Candidate]:
+        starves = math.nextafter(theta_s, math.inf)
+        candidates = []
+        for t, credit in zip(ready, self.of(ready, now, merged), strict=True):
+            urgent = False
+            if t.answer_by is not None and t.first_answer_s is None:
+                urgent = t.last_ran_s + credit + theta_s >= t.answer_by
+            if urgent and credit < starves:
+                credit = starves
+            waits = now - t.last_ran_s, now - t.last_answer_s
+            candidates.append(
+                Candidate(t.request_id, t.active, credit, t.new_tokens, t.cached_len, t.is_head, urgent, *waits)
+            )
+        return candidates
+
+
+def plain_share_tokens(order: Sequence[TrackedRequest], starving: Set[str], max_step_tokens: int) -> dict[str, int]:
+    shares = {t.request_id: 1 for t in order if t.new_tokens == 1 or t.request_id in starving}
+    left = max_step_tokens - len(shares)
+    being_computed = set()
+    for tracked in order:
+        if left == 0:
+            break
+        if tracked.next_key in being_computed:
+            continue
+        share = shares.get(tracked.request_id, 0)
+        more = min(tracked.step_tokens - share, left)
+        if more:
+            shares[tracked.request_id] = share + more
+            left -= more
+            being_computed.update(tracked.keys(tracked.cached_len, tracked.cached_len + share + more))
+    return shares
+
+
+def decided(machine: CheckedReplicaConfig, arrivals: Arrivals, policy: str) -> str:
+    """Every step with its times, and every answer, as text."""
+    simulation = CheckedReplica(machine, policy=make_policy(policy))
+    simulation.run(arrivals)
+    return repr(simulation.log) + repr(simulation.outputs)
+
+
+def decided_plainly(machine: CheckedReplicaConfig, arrivals: Arrivals, policy: str) -> str:
+    with (
+        mock.patch.object(scheduler, "Credits", PlainCredits),
+        mock.patch.object(scheduler, "MemoryDemand", PlainMemoryDemand),
+        mock.patch.object(checked_replica, "CostModel", PlainCostModel),
+        mock.patch.object(budgets, "share_tokens", plain_share_tokens),
+    ):
+        return decided(machine, arrivals, policy)
+
+
+@settings(max_examples=scaled(60))
+@given(machine=machines(), arrivals=loads(), policy=every_policy)
+def test_decisions_equal_the_plain_implementation(
+    machine: CheckedReplicaConfig, arrivals: Arrivals, policy: str
+) -> None:
+    arrivals = admitted(machine, arrivals)
+    assert decided(machine, arrivals, policy) == decided_plainly(machine, arrivals, policy)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_decisions_equal_the_plain_ones_under_memory_pressure(policy: str) -> None:
+    machine, arrivals = crowd()
+    assert decided(machine, arrivals, policy) == decided_plainly(machine, arrivals, policy)
 
 
 # -- determinism ------------------------------------------------------------------------------------------------------
@@ -349,11 +420,9 @@ def test_decisions_do_not_depend_on_the_hash_seed() -> None:
     assert len(sums) == 1
 
 
-@pytest.mark.parametrize(
-    "module",
-    ["vlora.orchestrator", "vlora.memory.block_manager", "vlora.memory.adapter_cache", "vlora.memory.prefix_cache"],
-)
-def test_imports_neither_torch_nor_numpy(module: str) -> None:
-    program = f"import sys, {module}; print('torch' in sys.modules, 'numpy' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "False"]
+def test_scheduling_imports_neither_torch_nor_numpy() -> None:
+    program = """
+import sys, vlora.orchestrator, vlora.memory.block_manager, vlora.memory.adapter_cache, vlora.memory.prefix_cache
+assert not {"torch", "numpy"} & sys.modules.keys()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

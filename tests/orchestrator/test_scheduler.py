@@ -1,4 +1,4 @@
-"""Scheduler behavior, one aspect per test: budgets, ends of requests, preemption, counters."""
+"""Scheduler behavior, one aspect per test: budgets, ends of requests, adapters, preemption, counters."""
 
 from __future__ import annotations
 
@@ -8,77 +8,47 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from tests.orchestrator.checked_replica import CheckedReplica, CheckedReplicaConfig
+from tests.example_counts import scaled
+from tests.orchestrator.checked_replica import CheckedReplica, CheckedReplicaConfig, Script, box, shares, tight
 from tests.orchestrator.sample_requests import EOS, make_request, sampled_token
 from vlora.errors import PromptTooLong
-from vlora.orchestrator import Candidate, CostModel, Costs, Decision, PolicyState, StepSize
+from vlora.orchestrator import POLICIES, Candidate, CostModel, Costs, Decision, PolicyState, StepSize, make_policy
 from vlora.orchestrator.request_state import TrackedRequest
-from vlora.types import Batch, ErrorValue, MemoryView, Mode, RequestOutput
+from vlora.orchestrator.residency_quantum import ResidencyQuantum
+from vlora.types import ErrorValue, MemoryView, Mode
 
 NOTHING = MemoryView(resident=frozenset(), mergeable=frozenset())
-PLAIN = Costs(base_s=1.0, merge_s=0.5, patch_s=0.0005)
-
-
-def box(policy: object = None, failing: dict[str, int] | None = None, **settings: object) -> CheckedReplica:
-    """One second per step, one page per block of four tokens."""
-    machine = CheckedReplicaConfig(**{"adapters": {"a": 2, "b": 2}, "costs": PLAIN, "theta_s": 10.0, **settings})  # type: ignore[arg-type]
-    return CheckedReplica(machine, policy=policy, failing=failing)  # type: ignore[arg-type]
-
-
-def shares(batch: Batch | None) -> dict[str, tuple[int, int]]:
-    """The tokens that run, by request."""
-    assert batch is not None
-    return {item.request_id: (item.start, item.start + item.num_tokens) for item in batch.items}
-
-
-def last(simulation: CheckedReplica, request_id: str) -> RequestOutput:
-    return simulation.outputs[request_id][-1]
-
-
-class Script:
-    """A policy that selects given requests per step, unmerged; after its last line, all in order of arrival."""
-
-    def __init__(self, *orders: str) -> None:
-        self.orders = [tuple(order) for order in orders]
-
-    def decide(self, ready: Sequence[Candidate], state: PolicyState) -> Decision:
-        order = self.orders.pop(0) if self.orders else tuple(c.request_id for c in ready)
-        return Decision(Mode.UNMERGED, None, order[: state.max_batch_size])
 
 
 # -- token budget -----------------------------------------------------------------------------------------------------
 
 
-def test_a_long_prompt_runs_in_chunks_and_answers_with_the_last() -> None:
-    simulation = box(max_step_tokens=8)
-    simulation.add(make_request("x", prompt=20, max_tokens=2))
-    batches = [simulation.step() for _ in range(4)]
-    assert [shares(batch)["x"] for batch in batches] == [(0, 8), (8, 16), (16, 20), (20, 21)]
-    assert [batch.items[0].answers for batch in batches if batch] == [False, False, True, True]
-    assert simulation.outputs["x"][0].token_ids == (sampled_token("x", 0),)
-    assert last(simulation, "x").finish_reason == "length"
-
-
-def test_decoding_requests_get_their_token_before_any_prefill() -> None:
-    simulation = box(Script("xy", "zxy"), max_step_tokens=10)
-    simulation.add(make_request("x", prompt=3), make_request("y", prompt=4), make_request("z", prompt=30))
-    simulation.step()
-    assert shares(simulation.step()) == {"z": (0, 8), "x": (3, 4), "y": (4, 5)}
-
-
-def test_prefill_chunks_follow_the_order_of_the_policy() -> None:
-    simulation = box(Script("zxy"), max_step_tokens=10)
-    simulation.add(*(make_request(name, prompt=7) for name in "xyz"))
-    assert shares(simulation.step()) == {"z": (0, 7), "x": (0, 3)}
-
-
-def test_a_starving_request_runs_beside_a_prompt_that_fills_the_step() -> None:
-    simulation = box(Script("x", "x", "x", "xy"), max_step_tokens=10, theta_s=2.5)
-    simulation.add(make_request("x", prompt=60), make_request("y", prompt=5))
-    for _ in range(3):
-        assert "y" not in shares(simulation.step())
-    assert shares(simulation.step()) == {"x": (30, 39), "y": (0, 1)}
+@pytest.mark.parametrize(
+    ("orders", "prompts", "theta_s", "steps"),
+    [
+        # A long prompt runs in chunks, its answer continues.
+        ((), {"x": 26}, 10.0, [{"x": (0, 10)}, {"x": (10, 20)}, {"x": (20, 26)}, {"x": (26, 27)}]),
+        # Decoding requests get their token before any prefill.
+        (("xy", "zxy"), {"x": 3, "y": 4, "z": 30}, 10.0, [..., {"z": (0, 8), "x": (3, 4), "y": (4, 5)}]),
+        # Chunks follow the order of the policy.
+        (("zxy",), {"x": 7, "y": 7, "z": 7}, 10.0, [{"z": (0, 7), "x": (0, 3)}]),
+        # A starving request runs beside a prompt that fills the step.
+        (("x", "x", "x", "xy"), {"x": 60, "y": 5}, 2.5, [..., ..., ..., {"x": (30, 39), "y": (0, 1)}]),
+    ],
+)
+def test_the_tokens_of_a_step(
+    orders: tuple[str, ...], prompts: dict[str, int], theta_s: float, steps: list[object]
+) -> None:
+    simulation = box(Script(*orders), max_step_tokens=10, theta_s=theta_s)
+    simulation.add(*(make_request(name, prompt=prompt) for name, prompt in prompts.items()))
+    for expected in steps:
+        found = simulation.step()
+        assert found is not None and (expected is ... or shares(found) == expected)
+        for item in found.items:
+            assert item.answers == (item.start + item.num_tokens >= prompts[item.request_id])
 
 
 # -- ends of requests -------------------------------------------------------------------------------------------------
@@ -93,29 +63,27 @@ def test_a_head_answers_in_one_pass_over_the_prompt() -> None:
     assert len(simulation.log) == 1
 
 
-def test_an_end_token_stops_a_request_unless_it_ignores_it() -> None:
+@pytest.mark.parametrize(("ignore_eos", "reason", "number"), [(False, "stop", 2), (True, "length", 5)])
+def test_an_end_token_stops_a_request_unless_it_ignores_it(ignore_eos: bool, reason: str, number: int) -> None:
     name = next(f"r{i}" for i in range(1000) if sampled_token(f"r{i}", 1) == EOS)
-    for ignore_eos, reason, number in ((False, "stop", 2), (True, "length", 5)):
-        simulation = box()
-        simulation.add(make_request(name, max_tokens=5, ignore_eos=ignore_eos))
-        simulation.run()
-        assert last(simulation, name).finish_reason == reason
-        assert sum(len(output.token_ids) for output in simulation.outputs[name]) == number
+    simulation = box()
+    simulation.add(make_request(name, max_tokens=5, ignore_eos=ignore_eos))
+    simulation.run()
+    assert simulation.end(name) == reason and len(simulation.tokens(name)) == number
 
 
 def test_an_error_fails_only_its_own_request() -> None:
     simulation = box(failing={"bad": 2})
     simulation.add(make_request("good"), make_request("bad"))
     simulation.run()
-    assert last(simulation, "bad").error == ErrorValue("bad_image", "this one fails alone")
-    assert last(simulation, "good").finish_reason == "length"
-    stats = simulation.scheduler.stats("simulated")
-    assert (stats.num_finished, stats.num_failed, stats.num_cancelled) == (1, 1, 0)
-    assert stats.highest_credit_s == 0
+    assert simulation.last("bad").error == ErrorValue("bad_image", "this one fails alone")
+    assert simulation.end("good") == "length"
+    stats = simulation.stats
+    assert (stats.num_finished, stats.num_failed, stats.num_cancelled, stats.highest_credit_s) == (1, 1, 0, 0)
     simulation.add(make_request("left"))
-    assert simulation.scheduler.stats("simulated").highest_credit_s > 0
+    assert simulation.stats.highest_credit_s > 0
     simulation.scheduler.cancel("left")
-    stats = simulation.scheduler.stats("simulated")
+    stats = simulation.stats
     assert (stats.num_finished, stats.num_failed, stats.num_cancelled) == (1, 1, 1)
 
 
@@ -139,8 +107,7 @@ def test_cancelling_during_a_step_leaves_no_state() -> None:
     assert batch is not None
     result = simulation.machine.run(batch)
     assert simulation.scheduler.cancel("x") is not None
-    outputs = simulation.scheduler.record(batch, result)
-    assert [output.request_id for output in outputs] == ["y"]
+    assert [output.request_id for output in simulation.scheduler.record(batch, result)] == ["y"]
     simulation.check_integrity()
 
 
@@ -153,8 +120,7 @@ def test_a_head_over_image_tokens_waits_for_its_adapter() -> None:
     simulation = box()
     simulation.add(head)
     assert simulation.scheduler.schedule(NOTHING) is None
-    view = MemoryView(resident=frozenset("a"), mergeable=frozenset())
-    assert shares(simulation.scheduler.schedule(view)) == {"h": (0, 6)}
+    assert shares(simulation.step_with("a")) == {"h": (0, 6)}
 
 
 def test_a_step_is_scheduled_while_its_requests_are_in_the_last_one() -> None:
@@ -197,24 +163,22 @@ def test_a_request_that_waits_past_its_deadline_fails() -> None:
         simulation.step()
         assert not simulation.outputs["late"], "two seconds pass only in the third step"
     simulation.step()
-    output = last(simulation, "late")
-    assert output.finish_reason == "error" and output.error is not None and output.error.code == "deadline_missed"
-    assert output.timings is not None and output.timings.latency_s == output.timings.queue_s == 3.0
+    timings = simulation.last("late").timings
+    assert simulation.end("late") == "deadline_missed"
+    assert timings is not None and timings.latency_s == timings.queue_s == 3.0
 
 
-def test_a_late_answer_is_an_error() -> None:
+@pytest.mark.parametrize(
+    ("head", "bound", "end"),
+    [(None, 2.5, "deadline_missed"), (None, 3.5, "length"), ("h", 0.9, "deadline_missed"), ("h", 1.5, "head")],
+)
+def test_a_late_answer_is_an_error(head: str | None, bound: float, end: str) -> None:
+    """The tokens are returned, but the request did not finish."""
     simulation = box()
-    simulation.add(make_request("text", max_tokens=3, max_latency_s=2.5))
+    simulation.add(make_request("r", "a" if head else None, head=head, max_tokens=3, max_latency_s=bound))
     simulation.run()
-    output = last(simulation, "text")
-    assert output.error is not None and output.error.code == "deadline_missed"
-    assert output.token_ids == (sampled_token("text", 2),), "the tokens are returned, but the request did not finish"
-    for bound, reason in ((0.9, "error"), (1.5, "head")):
-        simulation = box()
-        simulation.add(make_request("head", "a", head="kind", max_latency_s=bound))
-        simulation.run()
-        output = last(simulation, "head")
-        assert output.finish_reason == reason and (output.head is None) == (reason == "error")
+    assert simulation.end("r") == end and (simulation.last("r").head is not None) == (end == "head")
+    assert len(simulation.tokens("r")) == (0 if head else 3)
 
 
 def test_ended_requests_are_released_before_their_deadline() -> None:
@@ -249,8 +213,7 @@ def test_a_request_too_long_for_memory_is_refused() -> None:
         simulation.add(make_request("long", prompt=16, max_tokens=5))
     simulation.add(make_request("head", "a", head="kind", prompt=20, max_tokens=500))
     simulation.run()
-    assert last(simulation, "fits").finish_reason == "length"
-    assert last(simulation, "head").finish_reason == "head"
+    assert (simulation.end("fits"), simulation.end("head")) == ("length", "head")
 
 
 # -- adapters ---------------------------------------------------------------------------------------------------------
@@ -258,75 +221,62 @@ def test_a_request_too_long_for_memory_is_refused() -> None:
 
 def test_only_requests_with_a_resident_adapter_run() -> None:
     simulation = box()
-    simulation.scheduler.add(make_request("x", "a"))
-    simulation.scheduler.add(make_request("base"))
-    batch = simulation.scheduler.schedule(NOTHING)
-    assert list(shares(batch)) == ["base"]
+    simulation.add(make_request("x", "a"), make_request("base"))
+    assert list(shares(simulation.step_with())) == ["base"]
     assert simulation.scheduler.demand.adapters_by_credit() == ("a",)
     assert simulation.scheduler.demand.adapters_in_use() == frozenset()
 
 
 def test_adapters_are_ordered_by_the_credit_of_their_requests() -> None:
     simulation = box()
-    simulation.scheduler.add(make_request("x", "a"))
-    simulation.scheduler.admit(frozenset())
-    simulation.clock.now = 1.0
-    simulation.scheduler.add(make_request("y", "b"))
-    simulation.scheduler.admit(frozenset())
-    simulation.clock.now = 2.0
-    assert simulation.scheduler.demand.adapters_by_credit() == ("a", "b")
-    view = MemoryView(resident=frozenset("a"), mergeable=frozenset())
-    batch = simulation.scheduler.schedule(view)
-    assert batch is not None
-    simulation.machine.add(make_request("x", "a"))
-    simulation.scheduler.record(batch, simulation.machine.run(batch))
-    assert simulation.scheduler.demand.adapters_by_credit() == ("b", "a"), "x has just run"
-    assert simulation.scheduler.demand.adapters_in_use() == {"a"}
+    demand = simulation.scheduler.demand
+    for name, adapter in (("x", "b"), ("y", "a")):
+        simulation.add(make_request(name, adapter))
+        simulation.scheduler.admit(frozenset())
+        simulation.clock.now += 1.0
+    assert demand.adapters_by_credit() == ("b", "a")
+    simulation.step_with("b")
+    assert demand.adapters_by_credit() == ("a", "b"), "x has just run"
+    assert demand.adapters_in_use() == {"b"}
 
 
-@pytest.mark.parametrize("on_its_way", [True, False])
-def test_running_requests_keep_their_adapter_during_another_load(on_its_way: bool) -> None:
+@pytest.mark.parametrize("loading", ["b", ""])
+def test_running_requests_keep_their_adapter_during_another_load(loading: str) -> None:
     """Evicting adapters of running requests helps a request without room, but does not speed up a slow file read."""
     simulation = box()
     simulation.add(make_request("runs", "a", max_tokens=50))
     simulation.scheduler.add(make_request("waits", "b"))
     simulation.scheduler.admit(frozenset("a"))
-    loading = frozenset("b") if on_its_way else frozenset[str]()
     for _ in range(2):
         simulation.clock.now += 5.0
-        batch = simulation.scheduler.schedule(
-            MemoryView(resident=frozenset("a"), mergeable=frozenset(), loading=loading)
-        )
-        assert batch is not None and list(shares(batch)) == ["runs"]
-        simulation.scheduler.record(batch, simulation.machine.run(batch))
-    assert simulation.scheduler.demand.adapters_in_use() == (frozenset("a") if on_its_way else frozenset())
+        assert list(shares(simulation.step_with("a", loading))) == ["runs"]
+    assert simulation.scheduler.demand.adapters_in_use() == (frozenset("a") if loading else frozenset())
+
+
+class Merging:
+    """Runs all requests in one mode with adapter a merged, if it may be."""
+
+    def __init__(self, mode: Mode = Mode.MIXED) -> None:
+        self.mode = mode
+        self.seen: list[str | None] = []
+
+    def decide(self, ready: Sequence[Candidate], state: PolicyState) -> Decision:
+        self.seen.append(state.merged_adapter)
+        order = tuple(c.request_id for c in ready)
+        return Decision(self.mode, "a", order) if "a" in state.mergeable else Decision(Mode.UNMERGED, None, order)
 
 
 def test_an_evicted_adapter_does_not_count_as_merged() -> None:
-    seen: list[str | None] = []
-
-    class Spy(Script):
-        def decide(self, ready: Sequence[Candidate], state: PolicyState) -> Decision:
-            seen.append(state.merged_adapter)
-            merged = "a" if "a" in state.mergeable else None
-            mode = Mode.UNMERGED if merged is None else Mode.MIXED
-            return Decision(mode, merged, tuple(c.request_id for c in ready))
-
-    simulation = box(Spy())
+    policy = Merging()
+    simulation = box(policy)
     simulation.add(make_request("x"), make_request("y"))
-    for resident in (frozenset("a"), frozenset("a"), frozenset[str]()):
-        batch = simulation.scheduler.schedule(MemoryView(resident=resident, mergeable=resident))
-        assert batch is not None
-        simulation.scheduler.record(batch, simulation.machine.run(batch))
-    assert seen == [None, "a", None]
+    for resident in ("a", "a", ""):
+        simulation.step_with(resident)
+    assert policy.seen == [None, "a", None]
 
 
 def test_merged_mode_with_other_adapters_is_rejected() -> None:
-    class Wrong(Script):
-        def decide(self, ready: Sequence[Candidate], state: PolicyState) -> Decision:
-            return Decision(Mode.MERGED, "a", tuple(c.request_id for c in ready))
-
-    simulation = box(Wrong())
+    simulation = box(Merging(Mode.MERGED))
     simulation.add(make_request("x", "a"), make_request("y", "b"))
     with pytest.raises(AssertionError, match="merged mode serves one adapter"):
         simulation.step()
@@ -335,51 +285,30 @@ def test_merged_mode_with_other_adapters_is_rejected() -> None:
 # -- preemption -------------------------------------------------------------------------------------------------------
 
 
-def tight(policy: object, num_blocks: int, **settings: object) -> CheckedReplica:
-    """No adapters; `num_blocks` blocks of four tokens. For tests with the fixture `no_kv_admission`."""
-    return box(policy, num_pages=num_blocks, max_adapter_pages=0, **settings)  # type: ignore[arg-type]
-
-
 @pytest.mark.usefixtures("no_kv_admission")
-def test_the_newest_paused_request_is_preempted_first() -> None:
-    simulation = tight(Script("wxy", "z"), 7)
-    simulation.add(make_request("z", prompt=8), *(make_request(name, prompt=7) for name in "wxy"))
+@pytest.mark.parametrize(
+    ("first", "second", "num_blocks", "prompts", "preempted", "ran"),
+    [
+        pytest.param("wxy", "z", 7, "z8 w7 x7 y7", "y", "z", id="the newest paused request first"),
+        pytest.param("wxy", "wxy", 3, "w4 x4 y4", "y", "w", id="selected ones if none is paused; none is left for x"),
+        pytest.param("wxy", "xy", 3, "w4 x4 y4", "w", "x", id="a paused one before a newer selected one"),
+        pytest.param("wx", "wyx", 8, "y20 w14 x3", "", "wx", id="none without benefit: y would not fit with x's"),
+        pytest.param("x", "vx", 3, "z9 x9 v9", "", "x", id="none for a newer request without KV"),
+        pytest.param("x", "zx", 3, "z9 x9 v9", "x", "z", id="one for the oldest request without KV"),
+    ],
+)
+def test_which_requests_are_preempted(
+    first: str, second: str, num_blocks: int, prompts: str, preempted: str, ran: str
+) -> None:
+    simulation = tight(Script(first, second), num_blocks)
+    names = [each[0] for each in prompts.split()]
+    simulation.add(*(make_request(each[0], prompt=int(each[1:]), max_tokens=3) for each in prompts.split()))
     simulation.step()
     batch = simulation.step()
-    assert batch is not None and batch.preempted == ("y",)
-    assert simulation.block_manager.holders == {"w", "x", "z"}
-
-
-@pytest.mark.usefixtures("no_kv_admission")
-def test_selected_requests_are_preempted_if_none_is_paused() -> None:
-    simulation = tight(Script("wxy", "wxy"), 3)
-    simulation.add(*(make_request(name, prompt=4, max_tokens=3) for name in "wxy"))
-    simulation.step()
-    batch = simulation.step()
-    assert batch is not None and batch.preempted == ("y",), "w takes y's block; none is left for x"
-    assert list(shares(batch)) == ["w"]
+    assert batch is not None and "".join(batch.preempted) == preempted and "".join(shares(batch)) == ran
+    assert simulation.block_manager.holders == {*first, *ran} - {*preempted}
     simulation.run()
-    assert all(last(simulation, name).finish_reason == "length" for name in "wxy")
-
-
-@pytest.mark.usefixtures("no_kv_admission")
-def test_a_paused_request_is_preempted_before_a_newer_selected_one() -> None:
-    simulation = tight(Script("wxy", "xy"), 3)
-    simulation.add(*(make_request(name, prompt=4, max_tokens=3) for name in "wxy"))
-    simulation.step()
-    batch = simulation.step()
-    assert batch is not None and batch.preempted == ("w",)
-    assert simulation.block_manager.holders == {"x", "y"}, "y does not run in this step, but keeps its block"
-
-
-@pytest.mark.usefixtures("no_kv_admission")
-def test_no_request_is_preempted_without_benefit() -> None:
-    simulation = tight(Script("wx", "wyx"), 8)
-    simulation.add(make_request("y", prompt=20), make_request("w", prompt=14), make_request("x", prompt=3))
-    simulation.step()
-    batch = simulation.step()
-    assert batch is not None and batch.preempted == ()
-    assert list(shares(batch)) == ["w", "x"], "y would not fit even with x's block"
+    assert {simulation.end(name) for name in names} == {"length"}
 
 
 @pytest.mark.usefixtures("no_kv_admission")
@@ -392,25 +321,10 @@ def test_a_preempted_request_keeps_its_tokens_and_recomputes_its_kv() -> None:
     assert batch is not None and batch.preempted == ("x",)
     assert shares(simulation.step()) == {"x": (0, 9)}, "six prompt tokens and three sampled ones"
     simulation.run()
-    tokens = [token for output in simulation.outputs["x"] for token in output.token_ids]
-    assert tokens == [sampled_token("x", place) for place in range(5)]
-    timings = last(simulation, "x").timings
+    assert simulation.tokens("x") == [sampled_token("x", place) for place in range(5)]
+    timings, stats = simulation.last("x").timings, simulation.stats
     assert timings is not None and timings.num_preemptions == 1 and timings.num_completion_tokens == 5
-    stats = simulation.scheduler.stats("simulated")
     assert stats.num_needed_tokens == 9 + 6 + 4 and stats.num_step_tokens == stats.num_needed_tokens + 8
-
-
-@pytest.mark.usefixtures("no_kv_admission")
-def test_only_the_oldest_request_without_kv_preempts_others() -> None:
-    for taker, preempted in (("v", ()), ("z", ("x",))):
-        simulation = tight(Script("x", taker + "x"), 3)
-        simulation.add(*(make_request(name, prompt=9, max_tokens=3) for name in "zxv"))
-        simulation.step()
-        batch = simulation.step()
-        assert batch is not None and batch.preempted == preempted
-        assert list(shares(batch)) == (["z"] if preempted else ["x"])
-        simulation.run()
-        assert all(last(simulation, name).finish_reason == "length" for name in "xzv")
 
 
 def test_preempted_requests_enter_before_new_ones() -> None:
@@ -424,7 +338,7 @@ def test_preempted_requests_enter_before_new_ones() -> None:
     starts = [item.request_id for step in simulation.log for item in step.batch.items if item.start == 0]
     assert starts[:4] == ["w", "x", "y", "z"] and starts[-1] == "late"
     assert sorted(starts[4:-1]) == ["x", "y", "z"], "each was preempted once and entered before the new request"
-    assert all(last(simulation, name).finish_reason == "length" for name in ("w", "x", "y", "z", "late"))
+    assert {simulation.end(name) for name in ("w", "x", "y", "z", "late")} == {"length"}
 
 
 @pytest.mark.usefixtures("no_kv_admission")
@@ -432,23 +346,15 @@ def test_the_oldest_ready_request_preempts_an_older_protected_one_that_is_not_re
     simulation = tight(Script("x", "y", "x", "y"), 3, max_step_tokens=8)
     simulation.add(make_request("x", "a", prompt=10, max_tokens=2), make_request("y", prompt=10, max_tokens=2))
     for resident, preempted in (("a", ""), ("", "x"), ("a", "y"), ("", "x")):  # x cannot run without its adapter
-        batch = simulation.scheduler.schedule(MemoryView(resident=frozenset(resident), mergeable=frozenset()))
-        assert batch is not None and batch.preempted == tuple(preempted)
-        simulation.scheduler.record(batch, simulation.machine.run(batch))
+        assert simulation.step_with(resident).preempted == tuple(preempted)
 
 
 @pytest.mark.usefixtures("no_kv_admission")
 def test_the_oldest_runs_if_no_selected_request_gets_blocks() -> None:
     simulation = tight(Script(*"xxxxxxy"), 3)
     simulation.add(make_request("x", "a", prompt=4, max_tokens=8), make_request("y", prompt=4, max_tokens=8))
-    view = MemoryView(resident=frozenset("a"), mergeable=frozenset())
-    modes = []
-    for _ in range(7):
-        batch = simulation.scheduler.schedule(view)
-        assert batch is not None
-        simulation.scheduler.record(batch, simulation.machine.run(batch))
-        modes.append((batch.mode, "".join(shares(batch))))
-    assert modes[6] == (Mode.UNMERGED, "x"), "y was selected, but no block is available to it"
+    batches = [simulation.step_with("a") for _ in range(7)]
+    assert batches[6].mode is Mode.UNMERGED and list(shares(batches[6])) == ["x"], "no block is available to y"
 
 
 # -- counters ---------------------------------------------------------------------------------------------------------
@@ -460,11 +366,11 @@ def test_a_request_counts_once_per_mode() -> None:
     simulation.run()
     simulation.add(make_request("u", "a", max_tokens=2), make_request("v", "b", max_tokens=2))
     simulation.run()
-    stats = simulation.scheduler.stats("simulated")
+    stats, timings = simulation.stats, simulation.last("x").timings
     assert stats.steps_by_mode == {"merged": 3, "unmerged": 2}
     assert stats.requests_by_mode == {"merged": 2, "unmerged": 2}
     assert stats.num_switches == 2 and stats.switch_s == 0.5, "one switch to a; restoring W0 is free"
-    timings = last(simulation, "x").timings
+    assert simulation.scheduler.costs.merge_s == 0.5, "and is not part of the average"
     assert timings is not None and timings.steps_by_mode == {"merged": 3}
 
 
@@ -473,7 +379,7 @@ def test_timings_start_at_arrival() -> None:
     simulation.add(make_request("x", max_tokens=9), make_request("y", prompt=5, max_tokens=2))
     for _ in range(3):
         simulation.step()
-    timings = last(simulation, "y").timings
+    timings = simulation.last("y").timings
     assert timings is not None
     assert (timings.queue_s, timings.ttft_s, timings.latency_s) == (1.0, 2.0, 3.0)
     assert (timings.num_prompt_tokens, timings.num_completion_tokens) == (5, 2)
@@ -483,20 +389,12 @@ def test_waiting_and_running_requests_are_counted() -> None:
     simulation = box(max_batch_size=2)
     simulation.add(*(make_request(f"r{i}") for i in range(5)))
     simulation.step()
-    stats = simulation.scheduler.stats("simulated")
-    assert (stats.num_waiting, stats.num_running) == (3, 2)
-    assert stats.total_blocks - stats.free_blocks == 2
-
-
-class Mixed:
-    """Runs all requests, with adapter a merged."""
-
-    def decide(self, ready: Sequence[Candidate], state: PolicyState) -> Decision:
-        return Decision(Mode.MIXED, "a", tuple(c.request_id for c in ready))
+    stats = simulation.stats
+    assert (stats.num_waiting, stats.num_running, stats.total_blocks - stats.free_blocks) == (3, 2, 2)
 
 
 def test_credit_is_wait_plus_next_step_plus_switch() -> None:
-    simulation = box(Mixed())
+    simulation = box(Merging())
     simulation.add(make_request("w", "a", max_tokens=5))
     simulation.step()
     assert simulation.policy.credits == {"w": 0.0}, "no costs are known yet"
@@ -515,43 +413,23 @@ def test_credit_is_wait_plus_next_step_plus_switch() -> None:
 
 
 def test_the_cost_model_observes_the_contents_of_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    simulation = box(Mixed())
+    simulation = box(Merging())
     samples: list[tuple[StepSize, float]] = []
     monkeypatch.setattr(CostModel, "observe_step", lambda self, *sample: samples.append(sample))
-    simulation.add(
-        make_request("x", "a", prompt=3), make_request("y", "b", prompt=5), make_request("z", None, prompt=2)
-    )
+    simulation.add(*(make_request(f"r{i}", adapter, prompt=i) for i, adapter in ((3, "a"), (5, "b"), (2, None))))
     simulation.step()
     simulation.step()
     # Tokens of the merged adapter have no lane, those of the other adapter their own; all others share the branch.
     assert samples == [(StepSize(10, (5, 5 + 2), 0), 1.0), (StepSize(3, (1, 1 + 1), 10), 1.0)]
 
 
-def test_only_merges_count_towards_the_switch_cost() -> None:
-    simulation = box()
-    simulation.add(make_request("x", "a", max_tokens=2))
-    simulation.run()
-    simulation.add(make_request("z", None, max_tokens=2))
-    simulation.run()
-    assert simulation.scheduler.stats("simulated").num_switches == 2
-    assert simulation.scheduler.costs.merge_s == 0.5, "restoring W0 was free and is not part of the average"
-
-
-def test_theta_is_at_least_two_of_the_longest_steps() -> None:
-    simulation = box(theta_s=0.001)
-    simulation.add(make_request("x", "a", max_tokens=20), make_request("y", "b", max_tokens=20))
-    for _ in range(10):
-        simulation.step()
-    assert simulation.policy.theta_s == pytest.approx(2.0, rel=0.01), "steps take one second"
-
-
-@pytest.mark.parametrize("num_requests", [4, 16])
+@pytest.mark.parametrize("num_requests", [2, 4, 16])
 def test_theta_grows_with_the_number_of_ready_requests(num_requests: int) -> None:
-    """Steps of 0.2 s, theta 0.1 s: a request that only waits for its turn does not starve."""
+    """Steps of 0.2 s, theta 0.1 s: theta is at least two of them, and one that waits for its turn does not starve."""
     simulation = box(theta_s=0.1, max_batch_size=4, costs=Costs(base_s=0.2))
     simulation.add(*(make_request(f"r{i}", "ab"[i % 2], max_tokens=50) for i in range(num_requests)))
     num_starving = num_ready = 0
-    for step in range(100):
+    for step in range(40):
         simulation.step()
         if step > 1 and simulation.policy.credits:  # step times are unknown before a step of each kind
             theta_s, credits = simulation.policy.theta_s, simulation.policy.credits.values()
@@ -564,33 +442,103 @@ def test_theta_grows_with_the_number_of_ready_requests(num_requests: int) -> Non
 # -- adapters and KV share one memory ---------------------------------------------------------------------------------
 
 
+def crowded(num_pages: int, adapters: str) -> CheckedReplica:
+    """Adapters of two pages, one of the KV blocks' size, in memory."""
+    simulation = box(num_pages=num_pages, max_adapter_pages=2 * len(adapters), adapters=dict.fromkeys(adapters, 2))
+    for name in adapters:
+        simulation.adapter_cache.allocate(name, 2)
+    return simulation
+
+
 def test_unneeded_adapters_are_evicted_before_requests_are_preempted() -> None:
-    """Twelve pages of one block each, half of them occupied by adapters, one of which is needed."""
-    machine = CheckedReplicaConfig(
-        num_pages=12, block_size=4, max_adapter_pages=6, adapters={"cold": 2, "warm": 2, "used": 2}, theta_s=10.0
-    )
-    simulation = CheckedReplica(machine)
-    for name, pages in machine.adapters.items():
-        simulation.adapter_cache.allocate(name, pages)
-    simulation.add(
-        make_request("r1", "used", prompt=8, max_tokens=8), make_request("r2", "used", prompt=8, max_tokens=8)
-    )
+    """The needed one was loaded first, and is the most recently used one."""
+    simulation = crowded(12, "ucw")
+    simulation.add(*(make_request(name, "u", prompt=8, max_tokens=8) for name in ("r1", "r2")))
     simulation.run()
-    assert simulation.scheduler.stats("m").num_preemptions == 0
-    assert simulation.adapter_cache.resident == {"warm", "used"}, "only the least recently used one"
+    assert simulation.stats.num_preemptions == 0
+    assert simulation.adapter_cache.resident == {"w", "u"}, "only the least recently used one"
+    simulation.adapter_cache.evict_for_blocks(1, kept=frozenset())
+    assert simulation.adapter_cache.resident == {"u"}, "requests renew their adapter"
 
 
 def test_needed_and_merged_adapters_are_not_evicted() -> None:
-    machine = CheckedReplicaConfig(
-        num_pages=8, block_size=4, max_adapter_pages=4, adapters={"a": 2, "b": 2}, theta_s=10.0
-    )
-    simulation = CheckedReplica(machine)
-    for name, pages in machine.adapters.items():
-        simulation.adapter_cache.allocate(name, pages)
-    simulation.add(make_request("r1", "a", prompt=8, max_tokens=8), make_request("r2", "b", prompt=8, max_tokens=8))
+    simulation = crowded(8, "ab")
+    simulation.add(*(make_request(f"r{name}", name, prompt=8, max_tokens=8) for name in "ab"))
     simulation.run()
-    assert simulation.scheduler.stats("m").num_preemptions == 0
+    assert simulation.stats.num_preemptions == 0
     assert [len(step.batch.items) for step in simulation.log] == [1] * 16, "one after the other"
     assert simulation.adapter_cache.resident == {"a", "b"}
     simulation.adapter_cache.evict_for_blocks(8, kept={"a"})
     assert simulation.adapter_cache.resident == {"a"}
+
+
+# -- more adapters than memory holds: each stays for a quantum --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("views", "expired", "not_expired"),
+    [
+        # "a" took 4 s, of which an eighth counts; then "b" 4 s more: 0.5 + (4 - 0.5) / 8.
+        ([("", "a", 0.0), ("", "ab", 1.0), ("a", "b", 4.0)], {"a": 8.0}, {"a": 7.9, "unknown": 100.0}),
+        ([("", "a", 0.0), ("", "ab", 1.0), ("a", "b", 4.0), ("ab", "", 5.0)], {"b": 12.5}, {"b": 12.4}),
+        # Time without a running load is not load time.
+        ([("", "a", 0.0), ("", "", 1.0), ("", "a", 90.0), ("a", "", 91.0)], {"a": 92.0}, {"a": 91.9}),
+        # The quantum restarts when an adapter is loaded again.
+        ([("", "a", 0.0), ("a", "", 1.0), ("", "", 50.0), ("a", "", 51.0)], {}, {"a": 51.5}),
+        # Loads take no time.
+        ([("a", "", 3.0)], {"a": 3.0}, {}),
+    ],
+)
+def test_the_quantum_is_a_multiple_of_the_load_time(
+    views: list[tuple[str, str, float]], expired: dict[str, float], not_expired: dict[str, float]
+) -> None:
+    quantum = ResidencyQuantum()
+    for resident, loading, now in views:
+        view = MemoryView(resident=frozenset(resident), mergeable=frozenset(), loading=frozenset(loading))
+        quantum.observe(view, now)
+    assert all(quantum.has_expired(name, now) for name, now in expired.items())
+    assert not any(quantum.has_expired(name, now) for name, now in not_expired.items())
+
+
+def rotating(policy: str, num_places: int, num_adapters: int, load_s: float, costs: Costs) -> CheckedReplica:
+    """Memory holds some of the adapters a0, a1, ... of one page."""
+    config = CheckedReplicaConfig(
+        num_pages=200,
+        max_adapter_pages=num_places,
+        max_batch_size=32,
+        max_step_tokens=128,
+        theta_s=0.05,
+        adapters={f"a{i}": 1 for i in range(num_adapters)},
+        load_s=load_s,
+        costs=costs,
+    )
+    return CheckedReplica(config, policy=make_policy(policy))
+
+
+@settings(max_examples=scaled(15))
+@given(
+    policy=st.sampled_from(sorted(POLICIES.keys() - {"merged_only"})),
+    num_adapters=st.integers(2, 6),
+    num_places=st.integers(1, 3),
+    load_s=st.sampled_from([0.01, 0.05]),
+    each=st.integers(1, 2),
+)
+def test_the_wait_for_an_adapter_is_bounded_by_the_quanta_before_it(
+    policy: str, num_adapters: int, num_places: int, load_s: float, each: int
+) -> None:
+    """Answers are much longer than a quantum; without quanta the last adapters would wait for all of them."""
+    simulation = rotating(policy, num_places, num_adapters, load_s, Costs(base_s=0.05, merge_s=0.01))
+    names = [(f"r{i}-{n}", f"a{i}") for n in range(each) for i in range(num_adapters)]
+    simulation.add(*(make_request(name, adapter, max_tokens=60) for name, adapter in names))
+    simulation.run()
+    bring_s = num_places * load_s + 0.1  # with as many loads as slots; the last one is observed one step late
+    rounds = math.ceil(num_adapters / num_places)
+    assert max(simulation.first_answer_s(name) for name, _ in names) <= 0.3 + rounds * (9 * bring_s + 0.5)
+
+
+@pytest.mark.parametrize("policy", ["algorithm1", "unmerged_only"])
+def test_an_adapter_is_loaded_for_several_steps(policy: str) -> None:
+    simulation = rotating(policy, 3, 12, 0.05, Costs(base_s=0.02, merge_s=0.02))
+    simulation.add(*(make_request(f"r{i}", f"a{i % 12}", max_tokens=20) for i in range(48)))
+    simulation.run()
+    assert simulation.loader.num_loads < 36, "answers take 20 steps, and each load serves several requests"

@@ -11,39 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.example_counts import scaled
-from tests.orchestrator.checked_replica import SMALL_COSTS, CheckedReplica, CheckedReplicaConfig
+from tests.orchestrator.checked_replica import SECONDS, SMALL_COSTS, CheckedReplica, CheckedReplicaConfig, all_resident
+from tests.orchestrator.checked_replica import box as any_box
 from tests.orchestrator.sample_requests import make_request
-from vlora.orchestrator import POLICIES, Costs, make_policy
+from vlora.orchestrator import POLICIES, Costs
 from vlora.orchestrator.admission.early_abort import Admission
 from vlora.orchestrator.fairness import FairShares, adapter_of, scheduling_order, tenant_of
 from vlora.orchestrator.request_state import TrackedRequest
 from vlora.types import Request
 
-PLAIN = Costs(base_s=1.0, merge_s=0.5, patch_s=0.0005)
+BOUNDED = sorted(POLICIES.keys() - {"merged_only"})
 
 
-def box(policy: str = "unmerged_only", **changes: object) -> CheckedReplica:
+def box(policy: str = "unmerged_only", **settings: object) -> CheckedReplica:
     """One second per step, all adapters resident."""
-    machine = CheckedReplicaConfig(**{"adapters": {"a": 2, "b": 2}, "costs": PLAIN, "theta_s": 10.0, **changes})  # type: ignore[arg-type]
-    simulation = CheckedReplica(machine, policy=make_policy(policy))
-    for name, pages in machine.adapters.items():
-        simulation.adapter_cache.allocate(name, pages)
-    return simulation
-
-
-def ended(simulation: CheckedReplica, request_id: str) -> str | None:
-    """The finish reason of a request, or its error code; None while unfinished."""
-    outputs = simulation.outputs[request_id]
-    if not outputs or not outputs[-1].finished:
-        return None
-    error = outputs[-1].error
-    return outputs[-1].finish_reason if error is None else error.code
-
-
-def first_answer_s(simulation: CheckedReplica, request_id: str) -> float:
-    timings = simulation.outputs[request_id][-1].timings
-    assert timings is not None and timings.ttft_s is not None
-    return timings.ttft_s
+    return any_box(policy, **settings)
 
 
 # -- early abort ------------------------------------------------------------------------------------------------------
@@ -139,27 +121,19 @@ def test_an_unreachable_deadline_is_refused_at_once() -> None:
     for _ in range(3):
         simulation.step()
     simulation.add(make_request("late", max_ttft_s=0.5), make_request("fine", max_ttft_s=5.0, max_tokens=3))
+    simulation.add(make_request("head", "a", head="kind", max_latency_s=0.5))
     simulation.step()
+    assert simulation.end("head") == "deadline_unreachable", "max_latency_s also bounds the first answer"
     (output,) = simulation.outputs["late"]
     assert output.error is not None and output.error.code == "deadline_unreachable"
     message = output.error.message
     assert "the first answer of request 'late' is predicted to take" in message and "0.500 s are left" in message
     assert output.timings is not None and output.timings.latency_s == 0.0 and not output.token_ids
     simulation.run()
-    assert ended(simulation, "fine") == ended(simulation, "x") == "length"
-    assert first_answer_s(simulation, "fine") == 1.0
-    stats = simulation.scheduler.stats("simulated")
-    assert (stats.num_finished, stats.num_failed, stats.num_waiting) == (2, 1, 0)
-
-
-def test_max_latency_also_bounds_the_first_answer() -> None:
-    simulation = box()
-    simulation.add(make_request("x", max_tokens=9))
-    for _ in range(3):
-        simulation.step()
-    simulation.add(make_request("late", "a", head="kind", max_latency_s=0.5))
-    simulation.step()
-    assert ended(simulation, "late") == "deadline_unreachable"
+    assert simulation.end("fine") == simulation.end("x") == "length"
+    assert simulation.first_answer_s("fine") == 1.0
+    stats = simulation.stats
+    assert (stats.num_finished, stats.num_failed, stats.num_waiting) == (2, 2, 0)
 
 
 def test_an_admitted_request_is_answered_even_if_late() -> None:
@@ -167,7 +141,7 @@ def test_an_admitted_request_is_answered_even_if_late() -> None:
     simulation = box()
     simulation.add(make_request("x", max_ttft_s=0.5, max_tokens=2))
     simulation.run()
-    assert ended(simulation, "x") == "length" and first_answer_s(simulation, "x") == 1.0
+    assert simulation.end("x") == "length" and simulation.first_answer_s("x") == 1.0
 
 
 @pytest.mark.parametrize("only_first", [True, False])
@@ -177,24 +151,24 @@ def test_admission_recovers_after_one_slow_step(only_first: bool) -> None:
     simulation.machine.costs = Costs(base_s=100.0, merge_s=0.02)
     simulation.add(make_request("first", max_tokens=1, max_ttft_s=None if only_first else 500.0))
     simulation.run()
-    simulation.machine.costs = PLAIN
+    simulation.machine.costs = SECONDS
     requests = [make_request(f"r{number}", max_tokens=2, max_ttft_s=4.0) for number in range(400)]
     simulation.run([(1000.0 + 10 * number, request) for number, request in enumerate(requests)])
-    ends = [ended(simulation, request.request_id) for request in requests]
+    ends = [simulation.end(request.request_id) for request in requests]
     assert ends[0] == "deadline_unreachable"
     assert ends[200:] == ["length"] * 200
 
 
 def test_short_requests_do_not_admit_long_ones_that_would_be_late_again_and_again() -> None:
     """One of a size that was never seen is tried; its answer then limits what is expected of the others."""
-    costs = PLAIN._replace(base_s=0.01, token_s=0.01)
+    costs = SECONDS._replace(base_s=0.01, token_s=0.01)
     simulation = box(max_step_tokens=32, costs=costs)
     sizes = [4 + number % 5 for number in range(60)] + [400, 5] * 100
     for number, size in enumerate(sizes):
         prompt = tuple(1 + (7 * number + place) % 900 for place in range(size))
         simulation.add(make_request(f"r{number}", prompt=prompt, max_tokens=1, max_ttft_s=1.0))
         simulation.run()
-    ends = [ended(simulation, f"r{number}") for number in range(len(sizes))]
+    ends = [simulation.end(f"r{number}") for number in range(len(sizes))]
     assert [end for end, size in zip(ends, sizes, strict=True) if size < 400] == ["length"] * 160
     assert ends[60::2].count("length") <= 1
 
@@ -223,7 +197,7 @@ def test_an_idle_machine_refuses_no_bound_far_above_anything_measured(
         simulation.add(make_request(name, prompt=tokens, max_tokens=1, max_ttft_s=bound * longest_s))
         simulation.run()
         if bound > 8:
-            assert ended(simulation, name) == "length", simulation.outputs[name][-1].error
+            assert simulation.end(name) == "length", simulation.outputs[name][-1].error
         took_s = simulation.clock.now - start_s
         longest_s = took_s if number == 0 else max(longest_s, took_s)
 
@@ -248,12 +222,12 @@ def test_requests_outside_can_be_cancelled_and_load_no_adapter() -> None:
     simulation.add(make_request("x", max_ttft_s=50.0), make_request("y", "b", max_ttft_s=50.0))
     simulation.step()
     assert simulation.scheduler.demand.needed_adapters == set()
-    assert simulation.scheduler.stats("simulated").num_waiting == 1
+    assert simulation.stats.num_waiting == 1
     output = simulation.scheduler.cancel("y")
     assert output is not None and output.finish_reason == "cancelled"
     assert simulation.scheduler.cancel("y") is None
     simulation.run()
-    assert ended(simulation, "x") == "length"
+    assert simulation.end("x") == "length"
 
 
 def test_a_deadline_shorter_than_theta_interrupts_merged_steps() -> None:
@@ -265,17 +239,17 @@ def test_a_deadline_shorter_than_theta_interrupts_merged_steps() -> None:
             simulation.step()
         simulation.add(make_request("b", "b", head="kind", max_ttft_s=bound))
         simulation.run()
-        waited[bound] = first_answer_s(simulation, "b")
+        waited[bound] = simulation.first_answer_s("b")
     assert waited[3.0] <= 3.0 < 5.0 <= waited[None]
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"merged_only"}))
+@pytest.mark.parametrize("policy", BOUNDED)
 def test_urgent_requests_do_not_break_the_waiting_bound_of_others(policy: str) -> None:
     """One of them is admitted at a time, so two are ready: the bound is theta and two steps."""
     simulation = box(policy, max_batch_size=1, theta_s=4.0)
     flood = [(0.9 * i, make_request(f"u{i}", "a", head="kind", priority=9, max_ttft_s=3.0)) for i in range(40)]
     simulation.run([(0.0, make_request("old", "b", max_tokens=3)), *flood])
-    assert sum(ended(simulation, f"u{i}") == "head" for i in range(40)) > 20
+    assert sum(simulation.end(f"u{i}") == "head" for i in range(40)) > 20
     waits_since = 0.0
     for step in simulation.log:
         if any(item.request_id == "old" for item in step.batch.items):
@@ -305,20 +279,12 @@ def overload(simulation: CheckedReplica, rate: float, bound: float, seed: int = 
 
 @pytest.mark.parametrize(
     "policy",
-    [
-        pytest.param(name, marks=() if name in ("algorithm1", "cost_based") else pytest.mark.slow)
-        for name in sorted(POLICIES.keys() - {"merged_only"})
-    ],
+    [pytest.param(name, marks=() if name in ("algorithm1", "cost_based") else pytest.mark.slow) for name in BOUNDED],
 )
 def test_deadlines_and_throughput_hold_at_three_times_capacity(policy: str) -> None:
     def machine() -> CheckedReplica:
         adapters = {"a": 2, "b": 5, "c": 3}
-        simulation = CheckedReplica(
-            CheckedReplicaConfig(adapters=adapters, theta_s=0.05, num_pages=512), policy=make_policy(policy)
-        )
-        for name, pages in adapters.items():
-            simulation.adapter_cache.allocate(name, pages)
-        return simulation
+        return all_resident(CheckedReplicaConfig(adapters=adapters, theta_s=0.05, num_pages=512), policy, pinned=False)
 
     full = machine()
     overload(full, rate=1e6, bound=1e6)
@@ -326,10 +292,10 @@ def test_deadlines_and_throughput_hold_at_three_times_capacity(policy: str) -> N
     simulation = machine()
     bound = 0.6
     requests = overload(simulation, rate=3 * capacity, bound=bound)
-    by_end = Counter(ended(simulation, request.request_id) for request in requests)
+    by_end = Counter(simulation.end(request.request_id) for request in requests)
     assert by_end.keys() == {"length", "head", "deadline_unreachable"}
-    answered = [r for r in requests if ended(simulation, r.request_id) != "deadline_unreachable"]
-    kept = [r for r in answered if first_answer_s(simulation, r.request_id) <= bound]
+    answered = [r for r in requests if simulation.end(r.request_id) != "deadline_unreachable"]
+    kept = [r for r in answered if simulation.first_answer_s(r.request_id) <= bound]
     assert len(kept) >= 0.95 * len(answered)
     assert len(answered) / simulation.clock.now >= 0.8 * capacity
     for request in requests:
@@ -357,7 +323,7 @@ def test_starvation_precedes_priority() -> None:
     simulation = box(max_batch_size=1, theta_s=2.5)
     crowd = [(0.9 * i, make_request(f"high{i}", "a", head="kind", priority=9)) for i in range(30)]
     simulation.run([(0.0, make_request("low", "a", head="kind", priority=-9)), *crowd])
-    assert 2.5 < first_answer_s(simulation, "low") <= 2.5 + 3.0
+    assert 2.5 < simulation.first_answer_s("low") <= 2.5 + 3.0
 
 
 def test_priority_orders_admission() -> None:
@@ -373,54 +339,51 @@ def test_priority_orders_admission() -> None:
 # -- fair shares ------------------------------------------------------------------------------------------------------
 
 
-def served(simulation: CheckedReplica, num_steps: int) -> Counter[str | None]:
-    tokens: Counter[str | None] = Counter()
-    for step in simulation.log[:num_steps]:
-        for item in step.batch.items:
-            tokens[item.adapter] += item.num_tokens
-    return tokens
-
-
 @pytest.mark.slow
+@pytest.mark.parametrize("by", ["adapter", "tenant"])
 @settings(max_examples=scaled(12))
 @given(
-    weight=st.sampled_from([1.0, 2.0, 5.0]),
-    flood=st.integers(20, 40),
+    weight=st.sampled_from([1.0, 2.0, 4.0]),
+    flood=st.integers(30, 60),
     batch=st.integers(1, 6),
+    policy=st.sampled_from(BOUNDED),
     bounded=st.booleans(),
+    theta_s=st.sampled_from([0.01, 10.0]),
 )
-def test_served_tokens_follow_the_weights_of_adapters(weight: float, flood: int, batch: int, bounded: bool) -> None:
-    """While both have waiting requests, their weighted service differs by at most two full steps' tokens."""
-    simulation = box(
-        max_batch_size=batch,
-        max_step_tokens=64,
-        theta_s=1e6,
-        weights={"b": weight},
-        num_pages=320,
-        max_adapter_pages=8,
-    )
-    bound = 1e6 if bounded else None
-    for number in range(flood):
-        simulation.add(make_request(f"a{number}", "a", max_tokens=6, max_ttft_s=bound))
-    for number in range(20):
-        simulation.add(make_request(f"b{number}", "b", max_tokens=6, max_ttft_s=bound))
+def test_shares_follow_the_weights_under_a_flood_of_another(
+    by: str, weight: float, flood: int, batch: int, policy: str, bounded: bool, theta_s: float
+) -> None:
+    """While both have waiting requests, their weighted service differs by at most the largest requests of two batches.
+
+    Between tenants with any policy, and if all requests of the flood wait longer than theta.
+    """
+    tenants = by == "tenant"
+    names: dict[str, object] = {"tenant_weights" if tenants else "weights": {"y": weight}}
+    if not tenants:
+        policy, theta_s, names = "unmerged_only", 1e6, {**names, "adapters": {"x": 2, "y": 2}}
+    simulation = box(policy, max_batch_size=batch, max_step_tokens=64, theta_s=theta_s, num_pages=320, **names)
+
+    def request(name: str, number: int, max_tokens: int) -> Request:
+        adapter, tenant = ("ab"[number % 2], name) if tenants else (name, None)
+        bound = 1e6 if bounded else None
+        return make_request(f"{name}{number}", adapter, tenant=tenant, max_tokens=max_tokens, max_ttft_s=bound)
+
+    simulation.add(*(request("x", number, 8) for number in range(flood)))
+    for _ in range(3):
+        simulation.step()
+    simulation.add(*(request("y", number, 1 + number % 8) for number in range(12)))
+    came_s = simulation.clock.now
     simulation.run()
-    a = b = 0.0
-    left = {"a": flood, "b": 20}
+    served, waiting = {"x": 0.0, "y": 0.0}, {"x": flood, "y": 12}
     for step in simulation.log:
         for item in step.batch.items:
-            if item.adapter == "a":
-                a += item.num_tokens
-            else:
-                b += item.num_tokens / weight
-        for request_id in {item.request_id for item in step.batch.items}:
-            ends = simulation.outputs[request_id][-1].timings
-            assert ends is not None
-            left[request_id[0]] -= abs(ends.latency_s - step.end_s) < 1e-9
-        if min(left.values()) <= batch:
-            break  # one adapter can no longer fill a batch
-        # An admitted request is served to its end, so shares even out one batch later.
-        assert abs(a - b) <= 2 * 64 + (batch * 10 if bounded else 0)
+            name = item.request_id[0]
+            waiting[name] -= item.answers and item.start == 0
+            served[name] += item.num_tokens / (weight if name == "y" else 1) * (step.start_s >= came_s)
+        if min(waiting.values()) <= 0:
+            break
+        assert abs(served["x"] - served["y"]) <= 2 * batch * (4 + 8)
+    assert all(simulation.last(f"x{number}").error is None for number in range(flood)), "no request is refused"
 
 
 def test_unused_shares_do_not_delay_others() -> None:
@@ -488,7 +451,7 @@ def test_fair_shares_protect_an_adapter_from_a_flood_of_another() -> None:
         flood = [(draws.uniform(0, 200), make_request(f"a{i}", "a", max_tokens=4, max_ttft_s=6.0)) for i in range(300)]
         few = [(draws.uniform(0, 200), make_request(f"b{i}", "b", max_tokens=4, max_ttft_s=6.0)) for i in range(40)]
         simulation.run(sorted([*flood, *few], key=lambda pair: pair[0]))
-        refused[bool(weights)] = sum(ended(simulation, f"b{i}") == "deadline_unreachable" for i in range(40))
+        refused[bool(weights)] = sum(simulation.end(f"b{i}") == "deadline_unreachable" for i in range(40))
     assert 2.5 * refused[True] < refused[False]
 
 
@@ -507,55 +470,6 @@ def test_tenant_shares_precede_adapter_shares() -> None:
     assert order == ["xa1", "ya", "xb", "xa2"]
 
 
-@pytest.mark.slow
-@settings(max_examples=scaled(12))
-@given(
-    weight=st.sampled_from([1.0, 2.0, 4.0]),
-    flood=st.integers(30, 60),
-    batch=st.integers(1, 6),
-    policy=st.sampled_from(sorted(POLICIES.keys() - {"merged_only"})),
-    bounded=st.booleans(),
-    theta_s=st.sampled_from([0.01, 10.0]),
-)
-def test_a_tenant_gets_its_share_under_a_flood_of_another(
-    weight: float, flood: int, batch: int, policy: str, bounded: bool, theta_s: float
-) -> None:
-    """All requests of the flood wait longer than theta.
-
-    While both tenants have waiting requests, their service follows their weights within the largest request of each
-    batch slot.
-    """
-    simulation = box(
-        policy, max_batch_size=batch, max_step_tokens=64, theta_s=theta_s, tenant_weights={"y": weight}, num_pages=320
-    )
-    bound = 1e6 if bounded else None
-    largest = 4 + 8
-    for number in range(flood):
-        simulation.add(make_request(f"x{number}", "ab"[number % 2], tenant="x", max_tokens=8, max_ttft_s=bound))
-    for _ in range(3):
-        simulation.step()
-    for number in range(12):
-        simulation.add(make_request(f"y{number}", "a", tenant="y", max_tokens=1 + number % 8, max_ttft_s=bound))
-    came_s = simulation.clock.now
-    simulation.run()
-    x = y = 0.0
-    waiting = {"x": flood, "y": 12}
-    for step in simulation.log:
-        waiting["y"] -= sum(item.request_id[0] == "y" and item.answers and item.start == 0 for item in step.batch.items)
-        waiting["x"] -= sum(item.request_id[0] == "x" and item.answers and item.start == 0 for item in step.batch.items)
-        if step.start_s < came_s:
-            continue
-        for item in step.batch.items:
-            if item.request_id[0] == "x":
-                x += item.num_tokens
-            else:
-                y += item.num_tokens / weight
-        if min(waiting.values()) <= 0:
-            break
-        assert abs(x - y) <= 2 * batch * largest
-    assert all(simulation.outputs[f"x{number}"][-1].error is None for number in range(flood)), "no request is refused"
-
-
 def test_a_backlog_of_one_tenant_does_not_delay_another() -> None:
     first_s = {}
     for weights in ({}, {"*": 1.0}):
@@ -564,7 +478,7 @@ def test_a_backlog_of_one_tenant_does_not_delay_another() -> None:
         simulation.step()
         simulation.add(make_request("y", "b", tenant="y", max_tokens=4))
         simulation.run()
-        first_s[bool(weights)] = first_answer_s(simulation, "y")
+        first_s[bool(weights)] = simulation.first_answer_s("y")
     assert first_s[True] <= 5.0 < 20.0 < first_s[False]
 
 
