@@ -85,7 +85,6 @@ class Command(click.Command):
         self._unnamed = [each for each in self.params if isinstance(each, click.Option) and each.envvar is None]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """See click.Command."""
         prefix = ctx.auto_envvar_prefix  # None if a command runs by itself, without its group
         for option in self._unnamed:
             flag = long_flag(option).replace("-", "_")
@@ -94,7 +93,6 @@ class Command(click.Command):
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """See click.Command."""
         write_headed(ctx, formatter, self.get_params(ctx))
 
 

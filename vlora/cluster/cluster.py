@@ -154,7 +154,6 @@ class Cluster:
     # -- EngineInterface ----------------------------------------------------------------------------------------------
 
     async def generate(self, request: Request, until: float | None = None) -> AsyncIterator[RequestOutput]:
-        """See EngineInterface."""
         if self._cause is not None:
             raise EngineDead(self._cause)
         stream = OutputStream()
@@ -168,23 +167,18 @@ class Cluster:
             self._flights.abandon(flight)
 
     async def cancel(self, request_id: str) -> None:
-        """See EngineInterface."""
         self._flights.cancel(request_id)
 
     async def register_adapters(self, paths: Mapping[str, str]) -> None:
-        """See EngineInterface."""
         await self._adapters.register(paths)
 
     async def load_adapter(self, name: str, path: str) -> AdapterStatus:
-        """See EngineInterface."""
         return await self._adapters.load(name, path)
 
     async def unload_adapter(self, name: str, drain: bool = False) -> None:
-        """See EngineInterface."""
         await self._adapters.unload(name, drain)
 
     async def pin_adapter(self, name: str, pinned: bool) -> AdapterStatus:
-        """See EngineInterface."""
         return await self._adapters.pin(name, pinned)
 
     async def adapters(self) -> tuple[AdapterStatus, ...]:

@@ -114,7 +114,6 @@ class EngineExecutor(BaseExecutor):
     # -- the engine's thread ------------------------------------------------------------------------------------------
 
     def advance(self) -> bool:
-        """See OtherWork."""
         product = self._product
         self.waits = False
         if product is None:
@@ -143,7 +142,6 @@ class EngineExecutor(BaseExecutor):
 
     @property
     def retry_s(self) -> float | None:
-        """See OtherWork."""
         return self._promise.quiet_in_s if self.waits else None
 
     def close(self) -> None:

@@ -95,7 +95,6 @@ class Engine:
         return output
 
     def version_of(self, request_id: str) -> str | None:
-        """See AdapterVersions."""
         return self.parts.versions.version_of(request_id)
 
     @property

@@ -56,7 +56,6 @@ class LocalEngine:
     # -- asyncio ------------------------------------------------------------------------------------------------------
 
     async def generate(self, request: Request, until: float | None = None) -> AsyncIterator[RequestOutput]:
-        """See EngineInterface."""
         loop = asyncio.get_running_loop()
         stream = OutputStream()
 
@@ -84,20 +83,15 @@ class LocalEngine:
                 self._post(lambda: self._cancel(request.request_id))
 
     async def cancel(self, request_id: str) -> None:
-        """See EngineInterface."""
         await self._call(lambda: self._cancel(request_id))
 
     async def register_adapters(self, paths: Mapping[str, str]) -> None:
-        """See EngineInterface."""
         await self._call(lambda: self.engine.register_adapters(paths))
 
     async def load_adapter(self, name: str, path: str) -> AdapterStatus:
-        """See EngineInterface."""
         return await asyncio.wrap_future(await self._call(lambda: self.engine.load_in_background(name, path)))
 
     async def unload_adapter(self, name: str, drain: bool = False) -> None:
-        """See EngineInterface."""
-
         def unload() -> None:
             for output in self.engine.unload_adapter(name, drain):
                 self._deliver(output)
@@ -105,38 +99,30 @@ class LocalEngine:
         await self._call(unload)
 
     async def pin_adapter(self, name: str, pinned: bool) -> AdapterStatus:
-        """See EngineInterface."""
         if not pinned:
             return await self._call(lambda: self.engine.pin_adapter(name, False))
         return await asyncio.wrap_future(await self._call(lambda: self.engine.pin_in_background(name)))
 
     async def adapters(self) -> tuple[AdapterStatus, ...]:
-        """See EngineInterface."""
         return await self._call(self.engine.adapters)
 
     async def train(self, plan: str, *, reopen: bool = True) -> tuple[TrainingStatus, ...]:
-        """See EngineInterface."""
         submit = functools.partial(self.engine.parts.trainings.submit, plan, reopen=reopen)
         return await asyncio.wrap_future(await self._call(submit))
 
     async def trainings(self) -> tuple[TrainingStatus, ...]:
-        """See EngineInterface."""
         return await self._call(self.engine.parts.trainings.statuses)
 
     async def cancel_training(self, name: str) -> TrainingStatus:
-        """See EngineInterface."""
         return await self._call(lambda: self.engine.parts.trainings.cancel(name))
 
     async def stats(self) -> EngineStats:
-        """See EngineInterface."""
         return await self._call(self.engine.stats)
 
     async def snapshot(self, since: int = 0) -> EngineSnapshot:
-        """See EngineInterface."""
         return await self._call(lambda: self.engine.snapshot(since))
 
     async def close(self) -> None:
-        """See EngineInterface."""
         if self._thread is not None and self._thread.is_alive():
             self._calls.put(None)
             await asyncio.to_thread(self._thread.join)

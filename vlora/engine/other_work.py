@@ -59,7 +59,6 @@ class WorkByTurns:
         first.wake = second.wake = self._wake
 
     def advance(self) -> bool:
-        """See OtherWork."""
         behind = int(self._ahead_s > 0)  # the index of the kind that has had less time
         for place in (behind, 1 - behind):
             kind, before_s = self._kinds[place], self._promise.spent_s
@@ -74,7 +73,6 @@ class WorkByTurns:
 
     @property
     def retry_s(self) -> float | None:
-        """See OtherWork."""
         return min((kind.retry_s for kind in self._kinds if kind.retry_s is not None), default=None)
 
     def _wake(self) -> None:

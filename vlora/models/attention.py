@@ -123,7 +123,6 @@ class PrefillSpan:
     mask: torch.Tensor | None
 
     def attend(self, layer: LayerTensors) -> None:
-        """See `Queries`."""
         out, q, new, cache, scale = layer
         if self.rows is None:
             k, v = (side[self.start : self.stop] for side in new)
@@ -160,7 +159,6 @@ class PagedChunk:
         return cls(*(torch.from_numpy(indices) for indices in (places, context, places + (offset + 1))))
 
     def attend(self, layer: LayerTensors) -> None:
-        """See `Queries`."""
         atmm.attend_chunk(layer.out, layer.q, *layer.cache, self.places, self.rows, self.seen, layer.scale)
 
 
@@ -179,5 +177,4 @@ class PagedDecodes:
         return cls(torch.tensor(places), torch.from_numpy(np.concatenate(contexts)), torch.tensor(starts))
 
     def attend(self, layer: LayerTensors) -> None:
-        """See `Queries`."""
         atmm.attend(layer.out, layer.q, *layer.cache, self.places, self.rows, self.starts, layer.scale)

@@ -50,7 +50,6 @@ class GatheredDecodes:
         return cls(places, torch.from_numpy(np.concatenate(padded)).to(device), mask=mask)
 
     def attend(self, layer: LayerTensors) -> None:
-        """See `vlora.models.attention.Queries`."""
         out, q, _, cache, scale = layer
         _, num_heads, head_dim = q.shape
         shape = (cache[0].shape[1] // head_dim, head_dim)

@@ -40,7 +40,6 @@ class ExactReplica:
 
     @property
     def contention(self) -> TenantContention:
-        """See `contested_shares`."""
         return self._replica.contention
 
     def send(self, job: Job, now: float) -> None:

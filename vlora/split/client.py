@@ -53,7 +53,6 @@ class ShardedCalls:
     def call(
         self, direction: Direction, group: int, mask: int, inputs: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor]:
-        """See LayerCalls."""
         limit = min(shard.rows_per_call(direction, group, mask) for shard in self._shards)
         pieces = zip(*(each.split(limit) for each in inputs), strict=True)
         with self._lock:

@@ -101,7 +101,6 @@ class NoisyCalls:
     def call(
         self, direction: Direction, group: int, mask: int, inputs: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor]:
-        """See LayerCalls."""
         rows = len(inputs[0])
         if self._second is not None:
             prepared = self._prepare(self._second, direction, group, mask, inputs)

@@ -38,7 +38,6 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_shipped_bytes: int = 0
 
     def without_cause(self) -> ReplicaStatus:
-        """See `ClusterStatus.without_causes`."""
         return msgspec.structs.replace(self, cause=self.cause and HIDDEN)
 
 

@@ -287,37 +287,30 @@ class LocalCluster(Cluster):
 
     @property
     def in_operation(self) -> bool:
-        """See Scaled."""
         return self._scaling.locked()
 
     def absent(self) -> dict[int, str]:
-        """See Scaled."""
         joined = clients(self.members)
         names = enumerate(replica_names(self.number))
         failures = {name: f"{name} does not start: {cause}" for name, cause in self._failures.items()}
         return {place: failures.get(name, "") for place, name in names if name not in joined}
 
     def serves(self, number: int) -> bool:
-        """See Scaled."""
         states = {each.name: each.state for each in super().status().replicas}
         return all(states.get(name) == SERVING for name in replica_names(number))
 
     def advice(self) -> Advice:
-        """See Scaled."""
         return self._router.advice()
 
     def longest_wait_s(self) -> float:
-        """See Scaled."""
         return self._flights.longest_wait_s
 
     async def advance(self, number: int) -> bool:
-        """See Scaled."""
         async with self._scaling:
             self._check_remaining(number)
             return await self._reach(number, self._loop.time())
 
     async def stats(self) -> EngineStats:
-        """See EngineInterface."""
         return msgspec.structs.replace(await super().stats(), num_restarts=self.events.num_deaths)
 
     async def close(self) -> None:

@@ -130,5 +130,4 @@ def write_site(folder: Folder, site: Site) -> None:
 
 
 def variables_of(environ: Mapping[str, str]) -> dict[str, str]:
-    """See `Site.variables`."""
     return {name: environ[name] for name in (THREADS_VARIABLE, GPUS_VARIABLE) if name in environ}

@@ -88,7 +88,6 @@ class EngineClient:
     # -- EngineInterface ----------------------------------------------------------------------------------------------
 
     async def generate(self, request: Request, until: float | None = None) -> AsyncIterator[RequestOutput]:
-        """See EngineInterface."""
         stream = OutputStream()
         self.submit(request, stream.put)
         stream.end_at(until)
@@ -132,7 +131,6 @@ class EngineClient:
             self._post(messages.Cancel(request_id))
 
     async def cancel(self, request_id: str) -> None:
-        """See EngineInterface."""
         self._check_alive()
         self._post(messages.Cancel(request_id))
 
@@ -145,15 +143,12 @@ class EngineClient:
         return (await self._call(messages.LoadAdapter(next(self._call_ids), name, path, version))).adapters[0]
 
     async def unload_adapter(self, name: str, drain: bool = False) -> None:
-        """See EngineInterface."""
         await self._call(messages.UnloadAdapter(next(self._call_ids), name, drain))
 
     async def pin_adapter(self, name: str, pinned: bool) -> AdapterStatus:
-        """See EngineInterface."""
         return (await self._call(messages.PinAdapter(next(self._call_ids), name, pinned))).adapters[0]
 
     async def adapters(self) -> tuple[AdapterStatus, ...]:
-        """See EngineInterface."""
         found: tuple[AdapterStatus, ...] = ()
         while True:
             page = (
@@ -164,25 +159,20 @@ class EngineClient:
                 return found
 
     async def train(self, plan: str, *, reopen: bool = True) -> tuple[TrainingStatus, ...]:
-        """See EngineInterface."""
         return (await self._call(messages.Train(next(self._call_ids), plan, reopen))).trainings
 
     async def trainings(self) -> tuple[TrainingStatus, ...]:
-        """See EngineInterface."""
         return (await self._call(messages.ListTrainings(next(self._call_ids)))).trainings
 
     async def cancel_training(self, name: str) -> TrainingStatus:
-        """See EngineInterface."""
         return (await self._call(messages.CancelTraining(next(self._call_ids), name))).trainings[0]
 
     async def stats(self) -> EngineStats:
-        """See EngineInterface."""
         stats = (await self._call(messages.GetStats(next(self._call_ids)))).stats
         assert stats is not None
         return stats
 
     async def snapshot(self, since: int = 0) -> EngineSnapshot:
-        """See EngineInterface."""
         snapshot = (await self._call(messages.GetSnapshot(next(self._call_ids), since))).snapshot
         assert snapshot is not None
         return snapshot

@@ -102,38 +102,31 @@ class SupervisedEngine:
     # -- EngineInterface ----------------------------------------------------------------------------------------------
 
     def generate(self, request: Request, until: float | None = None) -> AsyncIterator[RequestOutput]:
-        """See EngineInterface."""
         return self._alive().generate(request, until)
 
     async def cancel(self, request_id: str) -> None:
-        """See EngineInterface."""
         await self._alive().cancel(request_id)
 
     async def register_adapters(self, paths: Mapping[str, str]) -> None:
-        """See EngineInterface."""
         await self._alive().register_adapters(paths)
         self._paths |= paths
 
     async def load_adapter(self, name: str, path: str) -> AdapterStatus:
-        """See EngineInterface."""
         status = await self._alive().load_adapter(name, path)
         self._paths[name] = path
         return status
 
     async def unload_adapter(self, name: str, drain: bool = False) -> None:
-        """See EngineInterface."""
         await self._alive().unload_adapter(name, drain)
         self._paths.pop(name, None)
         self._pinned.discard(name)
 
     async def pin_adapter(self, name: str, pinned: bool) -> AdapterStatus:
-        """See EngineInterface."""
         status = await self._alive().pin_adapter(name, pinned)
         (self._pinned.add if pinned else self._pinned.discard)(name)
         return status
 
     async def adapters(self) -> tuple[AdapterStatus, ...]:
-        """See EngineInterface."""
         return await self._alive().adapters()
 
     async def train(self, plan: str, *, reopen: bool = True) -> tuple[TrainingStatus, ...]:
@@ -148,7 +141,6 @@ class SupervisedEngine:
         return await self._alive().trainings()
 
     async def cancel_training(self, name: str) -> TrainingStatus:
-        """See EngineInterface."""
         return await self._alive().cancel_training(name)
 
     def replace_base_tokens(self, tokens: tuple[Token, ...]) -> None:

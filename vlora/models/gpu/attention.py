@@ -121,7 +121,6 @@ class BlockDecodes:
     scratch: Scratch | None = None
 
     def attend(self, layer: LayerTensors) -> None:
-        """See `vlora.models.attention.Queries`."""
         out, q, _, cache, scale = layer
         from atmm.triton.attention import decode, make_scratch
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 
 class EngineModel:
-    """See `ServedModel`."""
-
     def __init__(
         self,
         engine: EngineInterface,
@@ -39,7 +37,6 @@ class EngineModel:
         self._config = config
 
     async def answer(self, question: str, image: bytes | None, *, adapter: str, version: str, label: str) -> str:
-        """See `ServedModel`."""
         clock = RequestClock(self._config.request_timeout_s)
         encoded = await self._encoder.encode(question, () if image is None else [image], clock)
         request = Request(
@@ -62,7 +59,6 @@ class EngineModel:
         return text.text
 
     def check_label(self, label: str) -> None:
-        """See `ServedModel`."""
         for token in self._processor.special_tokens:
             if token in label:
                 raise BadRequest(
@@ -86,7 +82,6 @@ class EngineModel:
                 await self._engine.pin_adapter(name, True)
 
     async def check(self, name: str) -> None:
-        """See `ServedModel`."""
         if (status := await self._adapters.current(name)).heads:
             heads = ", ".join(head.name for head in status.heads)
             raise BadRequest(
@@ -94,7 +89,6 @@ class EngineModel:
             )
 
     async def unload(self, name: str) -> None:
-        """See `ServedModel`."""
         with contextlib.suppress(UnknownAdapter):
             await self._engine.unload_adapter(name)
         self._adapters.invalidate()
@@ -104,5 +98,4 @@ class EngineModel:
         await self._engine.train(str(plan), reopen=False)
 
     async def trainings(self) -> tuple[TrainingStatus, ...]:
-        """See `ServedModel`."""
         return await self._engine.trainings()
