@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Iterator, Set
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +16,6 @@ from atmm.layers import ROW_ALIGNMENT, Packed, Site, SiteGroup
 from atmm.places import Places, PlaceSource
 from atmm.segments import SegmentPlan
 from atmm.strategies.shared_shrink import CachedInput
-from atmm.triton.branch import Branch
 from atmm.triton.handles import Handle, handle
 from atmm.triton.plan import tiles_of
 from atmm.triton.tiling import Tiling, block_r, shrink_programs, usual
@@ -233,3 +234,40 @@ class SingleLaunch(InPlace):
         kernel, programs, column = self._launch(site)
         strides = y.stride(0), x.stride(0), places.rows.stride(0)
         kernel(programs, (y, x, places.origin, places.rows), (column, x.shape[1], *strides), self._tiles.expand)
+
+
+class Branch:
+    """Kernels that start after the caller's work so far and end before its work after `join`.
+
+    In the capture of a CUDA graph they become a branch of the graph. On a CPU everything runs in order.
+    """
+
+    __slots__ = ("_device", "_open")
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._open = False
+
+    @contextmanager
+    def begun(self) -> Iterator[None]:
+        """Context in which kernels are launched on the branch. Memory that they use must be kept until `join`."""
+        if self._device.type != "cuda":
+            yield
+            return
+        stream = _stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._open = True
+        with torch.cuda.stream(stream):
+            yield
+
+    def join(self) -> None:
+        """Make later work of the current stream wait for the branch."""
+        if self._open:
+            torch.cuda.current_stream(self._device).wait_stream(_stream(self._device))
+            self._open = False
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Of all branches of a device: they are used one after the other."""
+    return torch.cuda.Stream(device)

@@ -6,6 +6,7 @@ name covers processor, versions and threads, so that later starts do not measure
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -14,6 +15,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -22,7 +24,6 @@ from atmm import cache, matmul, processor
 from atmm.cpu import library
 from atmm.cpu.products import Weights
 from atmm.matmul import MEASURED_ROWS, Key, Method
-from atmm.tuning.contention import Contention
 from atmm.tuning.racing import race
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,9 @@ _ENOUGH_S = 0.03
 _IN_RACE = 1.5
 _MEASUREMENT = 2  # raised when results of an earlier version must not be used any more
 _MARGIN = 0.93  # of the rule's time: smaller gains are noise, and choices that differ between starts change rounding
+
+TASKS = Path("/proc/self/task")
+_MOST = 0.05  # share of the time; an idle machine has less than 0.01
 
 
 def measure(weights: Sequence[Tensor], clock: Callable[[], float] = time.perf_counter) -> None:
@@ -156,3 +160,27 @@ def _write(name: str, known: dict[Key, Method]) -> None:
             "writable folder",
             error,
         )
+
+
+class Contention:
+    """The time since construction in which threads of this process were runnable but had no core.
+
+    Only Linux reports it; on other systems every measurement counts as undisturbed.
+    """
+
+    def __init__(self) -> None:
+        self._began_s = time.monotonic()
+        self._before_s = _waited_s()
+
+    def disturbs(self) -> bool:
+        """Whether timings since construction were disturbed by other load."""
+        return _waited_s() - self._before_s > _MOST * (time.monotonic() - self._began_s)
+
+
+def _waited_s() -> float:
+    """Run-queue wait in seconds, summed over the current threads (proc(5): schedstat, nanoseconds)."""
+    waited = 0
+    for task in TASKS.iterdir() if TASKS.is_dir() else ():
+        with contextlib.suppress(OSError, ValueError, IndexError):  # the thread has ended
+            waited += int((task / "schedstat").read_text().split()[1])
+    return waited / 1e9

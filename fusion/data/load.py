@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
 from fusion.data.coco import read_coco
 from fusion.data.folders import read_images, read_unlabelled, read_videos
-from fusion.data.frames import FileInfo
+from fusion.data.frames import FileInfo, Frames
 from fusion.data.items import PARTS, Item, Part
 from fusion.data.refs import EXPRESSION, read_references
 from fusion.data.samples import Sample, Splits, held_back
 from fusion.data.split import clusters_of, split
 from fusion.data.tables import read_labelled_videos, read_questions
 from fusion.data.targets import labels_shown, targets_of
-from fusion.data.verify import check_parts, verify_items
 from fusion.plan.data_formats import Coco, DataPlan, ImageFolder, Questions, References, Unlabelled, VideoFolder
 from fusion.plan.schema import DomainPlan, Plan, RelativeThreshold
 from fusion.plan.tasks import HEADS, METRICS, MIN_LABELS, WORDS
@@ -43,6 +44,8 @@ _TASKS: dict[str, tuple[str, ...]] = {
         *("classification", "binary", "counting", "action", "multi_label", "detection", "captioning", "regression"),
     ),
 }
+
+_SHOWS_LABELS = ("classification", "binary", "action", "multi_label", "detection")  # every part needs every label
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,3 +301,72 @@ def _split_samples(
     if not errors:
         check_parts(splits, errors)
     return splits
+
+
+# Data checks: unreadable files, one picture in two parts, empty parts, and labels missing from a part.
+
+
+def verify_items(items: Sequence[Item], errors: PlanErrors, progress: Progress, name: str) -> list[FileInfo]:
+    """Decode every file once, and report pictures that occur in two parts. name: the domain's name."""
+    field = "path"
+    different = list(dict.fromkeys(item.frames for item in items))  # a picture may have many questions
+    found: dict[Frames, FileInfo | str] = {}
+    with (
+        ThreadPoolExecutor() as pool,
+        progress.work(f"checking the files of {name}", len(different), "files") as update,
+    ):
+        for frames, one in zip(different, pool.map(_verify_file, different), strict=True):
+            found[frames] = one
+            update(len(found))
+    files: list[FileInfo] = []
+    first: dict[str, Item] = {}
+    reported: set[tuple[str, Path]] = set()
+    for why in found.values():
+        if isinstance(why, str):
+            errors.add(why, field)
+    for item in items:
+        one = found[item.frames]
+        if isinstance(one, str):
+            continue
+        files.append(one)
+        if item.size not in (None, one.size):
+            errors.add(f"{item.place} has size {item.size}, but {item.frames.file} has {one.size}", field)
+        before = first.setdefault(one.digest, item)
+        pair = (one.digest, item.frames.file)
+        if before.part != item.part and pair not in reported:
+            reported.add(pair)
+            same = (
+                "is also in" if before.frames.file == item.frames.file else f"is identical to {before.frames.file} in"
+            )
+            errors.add(
+                f"{item.frames.file} in {item.part} {same} {before.part}; parts must not share a picture",
+                field,
+            )
+    return files
+
+
+def _verify_file(frames: Frames) -> FileInfo | str:
+    try:
+        return frames.verify()
+    except ValueError as error:
+        return str(error)
+
+
+def check_parts(splits: Splits, errors: PlanErrors) -> None:
+    """Check that every part has samples, and samples of every label."""
+    for name, part in splits.parts.items():
+        if not part:
+            errors.add(f"{name} is empty", "path")
+    if errors or splits.task not in _SHOWS_LABELS:
+        return
+    shown = {
+        name: Counter(itertools.chain.from_iterable(labels_shown(splits.task, sample.target) for sample in part))
+        for name, part in splits.parts.items()
+    }
+    for number, label in enumerate(splits.labels):
+        missing = [name for name, counts in shown.items() if not counts[number]]
+        if missing:
+            there = ", ".join(f"{counts[number]} in {name}" for name, counts in shown.items() if counts[number])
+            errors.add(
+                f"the label {label!r} is missing from {' and '.join(missing)}: {there or 'none anywhere'}", "path"
+            )

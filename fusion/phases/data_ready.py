@@ -5,7 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from atmm.formats import FORMATS
+from atmm.quantized import BLOCK
 from fusion.embedded import checkpoint_path
 from fusion.phases.plan_checked import PlanChecked
 from fusion.plan.schema import Plan
@@ -15,11 +20,11 @@ from fusion.training.checkpoint import refuse_others
 from fusion.training.domain import Domain
 from fusion.training.fingerprint import hash_of_processing, identity_of
 from fusion.training.frozen_base import FrozenBase
-from fusion.training.quantized_base import round_base
-from vlora.config import EngineConfig
-from vlora.errors import BadPlan
+from vlora.config import EngineConfig, Quantize
+from vlora.errors import BadConfig, BadPlan
 from vlora.models import InputProcessor
 from vlora.models.loading import load_model
+from vlora.models.stored_quantized import language_linears
 from vlora.plan_files.errors import PlanErrors
 
 
@@ -84,3 +89,32 @@ def encode_domains(checked: PlanChecked, base: FrozenBase) -> dict[str, Domain]:
             errors.inside("domains", index).add(str(error))
     errors.raise_if_any()
     return domains
+
+
+# A base model that is served quantized: adapters are trained on its rounded weights (QLoRA, arXiv:2305.14314).
+
+
+def round_base(model: Any, quantize: Quantize) -> None:
+    """Round the weights that `vlora serve --quantize` rounds, in place and in their dtype.
+
+    Products round their inputs too when they are served; trainings do not.
+
+    Args:
+        model: A transformers model.
+        quantize: The format.
+
+    Raises:
+        BadConfig: The format cannot store one of the layers.
+    """
+    if quantize == "none":
+        return
+    weight_format = FORMATS[quantize]
+    with torch.no_grad():
+        for name, linear in language_linears(model).items():
+            if linear.in_features % weight_format.alignment:
+                raise BadConfig(
+                    f"quantize {quantize} needs layers with inputs in multiples of {weight_format.alignment}; "
+                    f"{name} has {linear.in_features}; set another format"
+                )
+            for rows in linear.weight.split(max(1, BLOCK // linear.in_features)):
+                rows.copy_(weight_format.decode(*weight_format.encode(rows)))

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import cv2
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from fusion.data.samples import Splits
 from fusion.packing.algorithm import Adapter, Packing, names_of
 from fusion.phases.base_scored import BaseScored
 from fusion.phases.data_ready import DataReady
@@ -15,8 +20,8 @@ from fusion.phases.packing import OracleResult
 from fusion.phases.session import Session
 from fusion.phases.thresholds import Thresholds
 from fusion.plan.schema import Plan
-from fusion.report.examples import confusion_of, examples_of
-from fusion.report.page import page
+from fusion.report.charts import capacity_chart, lanes_of, timeline_chart
+from fusion.report.examples import Example, confusion_of, examples_of
 from fusion.report.report import (
     AdapterReport,
     BrokenReport,
@@ -28,7 +33,12 @@ from fusion.report.report import (
     model_card,
 )
 from fusion.report.results import replace_results
-from fusion.report.sample_files import write_test_data
+from fusion.synthetic.sources import STREAMS
+from fusion.training.objectives import answer_in_words
+
+_MAX_SAMPLES = 100  # per domain
+
+_PALE, _DEEP = (247, 251, 255), (8, 81, 156)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,3 +196,67 @@ def _oracle_report(result: OracleResult) -> OracleReport:
     bound, best = result.bound, result.optimum
     adapters = None if best is None else tuple(tuple(sorted(together)) for together in best.adapters)
     return OracleReport(bound.adapters, bound.missed, bound.conflicts, adapters)
+
+
+def write_test_data(folder: Path, plan: Plan, splits: Mapping[str, Splits]) -> None:
+    """Write some test samples of every domain as PNG with their labels, and a video if its source has one.
+
+    FOLDER/DOMAIN/labels.json: [{"frames": [file, ...], "question": text, "label": text}, ...].
+    FOLDER/DOMAIN/stream.json: {"video": file, "labels": one per second, or null}.
+    """
+    for domain in plan.domains:
+        own = splits[domain.name]
+        here = folder / domain.name
+        here.mkdir(parents=True, exist_ok=True)
+        entries = []
+        for number, sample in enumerate(own.test[:_MAX_SAMPLES]):
+            files = [f"{number:04d}-{place}.png" for place in range(len(sample.frames))]
+            for file, frame in zip(files, sample.frames, strict=True):
+                cv2.imwrite(str(here / file), cv2.cvtColor(frame, cv2.COLOR_RGB2BGR))
+            question = sample.question or domain.question
+            entries.append({"frames": files, "question": question, "label": answer_in_words(own, sample)})
+        (here / "labels.json").write_text(json.dumps(entries, indent=1) + "\n")
+        if domain.source in STREAMS:
+            labels = STREAMS[domain.source](here / "stream.mp4", plan.seed)
+            (here / "stream.json").write_text(json.dumps({"video": "stream.mp4", "labels": labels}) + "\n")
+
+
+def page(report: FusionReport, examples: Mapping[str, Sequence[Example]]) -> str:
+    """Render the page; its links to adapters are relative to its folder. examples: by domain."""
+    environment = Environment(
+        loader=PackageLoader("fusion.report", "."),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
+    values = [value for step in report.timeline for value in step.values.values()]
+    low = min(values, default=0.0)
+    thresholds = {domain.name: domain.threshold for domain in report.domains}
+    adapters = [adapter.domains for adapter in report.adapters]
+    return environment.get_template("report.html.j2").render(
+        report=report,
+        thresholds=thresholds,
+        rules={domain["name"]: _rule(domain["threshold"]) for domain in report.plan["domains"]},
+        lanes=lanes_of(report.timeline, adapters),
+        timeline=timeline_chart(report.timeline, adapters, thresholds),
+        capacity=capacity_chart(report.timeline),
+        examples=examples,
+        shade=lambda value: shade((value - low) / (1 - low or 1)),
+        share=shade,
+    )
+
+
+def shade(share: float) -> str:
+    """A cell's style: a background from pale (0) to deep (1), with readable text."""
+    mixed = [round(pale + (deep - pale) * min(1.0, max(0.0, share))) for pale, deep in zip(_PALE, _DEEP, strict=True)]
+    ink = "#fff" if share > 0.55 else "#1a1d21"
+    return f"background:rgb({mixed[0]},{mixed[1]},{mixed[2]});color:{ink}"
+
+
+def _rule(threshold: object) -> str:
+    """The rule that set a threshold."""
+    if not isinstance(threshold, Mapping):
+        return "given"
+    rule = str(threshold["relative_to"])
+    return f"{rule} minus {threshold['minus']:g}" if threshold["minus"] else rule

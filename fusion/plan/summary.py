@@ -8,12 +8,13 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 from rich.console import Console
+from scipy.stats import binom
 
 from fusion.data.load import DomainData
 from fusion.data.samples import Sample
 from fusion.data.targets import labels_shown
-from fusion.packing.sample_sizes import MOST, POWER, samples_needed
 from fusion.packing.training_counts import max_trainings, trained_alone
 from fusion.phases.plan_checked import PlanChecked
 from fusion.plan.estimate import Estimate
@@ -28,13 +29,16 @@ from heads import TASKS
 _MAX_CLASSES = 12
 _BETTER = 0.05  # what an adapter exceeds an absolute threshold by, for the number of samples
 
+POWER = 0.8  # probability with which a good adapter passes
+MOST = 5_000
+
 
 @dataclasses.dataclass(frozen=True)
 class DomainSummary:
     """Summary of one domain.
 
     counts: number of samples per part. needs: number of validation samples that the threshold needs
-    (`fusion.packing.sample_sizes`); None without a confidence, or if it is too large to be computed. better: by how
+    (`samples_needed`); None without a confidence, or if it is too large to be computed. better: by how
     much an adapter must exceed the threshold for that. classes: per label, the number of samples with it, per part.
     answers: number of distinct training answers. threshold: its value if known before training, else None.
     also_in_words: the language model also learns the head's answers.
@@ -267,3 +271,22 @@ def _max_training_s(checked: PlanChecked) -> float | None:
 
 def _rounded(plan: Plan) -> str:
     return "" if plan.quantize == "none" else f", its weights in {plan.quantize}"
+
+
+def samples_needed(threshold: float | None, better: float, confidence: float) -> int | None:
+    """The smallest number n of validation samples at which an adapter that is `better` above its threshold t passes
+    with probability `POWER`; None above `MOST`.
+
+    For a share of correct answers. Clopper and Pearson's lower bound of k correct answers among n reaches t exactly if
+    P(Bin(n, t) >= k) <= 1 - confidence. With c(n) the smallest such k, the adapter passes with probability
+    P(Bin(n, min(1, t + better)) >= c(n)).
+
+    Args:
+        threshold: None if it is unknown: then the one that needs most samples; t and t + better are near a half.
+    """
+    if threshold is None:
+        threshold = 0.5 - better / 2
+    numbers = np.arange(1, MOST + 1)
+    below = binom.isf(1 - confidence, numbers, threshold)  # c(n) - 1
+    passes = binom.sf(below, numbers, min(1.0, threshold + better)) >= POWER
+    return int(numbers[passes.argmax()]) if passes.any() else None

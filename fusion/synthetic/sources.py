@@ -161,7 +161,7 @@ def _drawn(task: str, labels: tuple[str, ...], draw: Callable[[np.random.Generat
     """A source that draws every sample independently.
 
     Its validation part is large enough for promises at a confidence of 0.95 on scores around a half
-    (`fusion.packing.sample_sizes`).
+    (`fusion.plan.summary.samples_needed`).
     """
 
     def load(seed: int) -> Splits:

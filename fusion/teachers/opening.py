@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import torch
+from safetensors.torch import load_file
 
 from fusion.plan.teacher_kinds import (
     BuiltInTeacher,
@@ -18,14 +26,12 @@ from fusion.plan.teacher_kinds import (
 )
 from fusion.teachers import boxes
 from fusion.teachers.boxes import Detector
-from fusion.teachers.classifier import Preprocessing
-from fusion.teachers.estimator import Estimator, load_estimator
-from fusion.teachers.function import UserFunction
-from fusion.teachers.module import ModuleClassifier, load_module
+from fusion.teachers.classifier import Preprocessing, classify
+from fusion.teachers.function import UserFunction, import_function
 from fusion.teachers.onnx_detector import DetectorSettings, OnnxDetector
 from fusion.teachers.opencv import Cascade, OnnxClassifier, People
 from fusion.teachers.pretrained import PretrainedDetector, load_pretrained
-from fusion.teachers.protocol import Teacher
+from fusion.teachers.protocol import Clip, Labelled, Teacher
 from vlora.plan_files.errors import PlanErrors
 
 _NAMES = ("file", "path", "function")  # fields that identify a teacher
@@ -118,3 +124,100 @@ def _detector_settings(plan: OnnxDetectorTeacher) -> DetectorSettings:
         minimum=min(plan.min_confidence, _COUNTED),
         overlap=plan.overlap,
     )
+
+
+def load_module(file: Path, builder: str | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Load a module, which runs code in all three formats. Raises ValueError if that fails."""
+    try:
+        if file.suffix == ".safetensors":
+            if builder is None:
+                raise ValueError("weights alone are not a model; set `module` to the PACKAGE:NAME that builds it")
+            module = import_function(builder)()
+            module.load_state_dict(load_file(file))
+            return module.eval()  # type: ignore[no-any-return]
+        if file.suffix == ".pt2":
+            return torch.export.load(file).module()
+        return torch.jit.load(str(file), map_location="cpu").eval()  # type: ignore[no-any-return, no-untyped-call]
+    except Exception as error:  # foreign code may raise any exception
+        raise ValueError(f"{file} cannot be loaded: {error}") from error
+
+
+class ModuleClassifier:
+    """A module from [1, 3, size, size] to logits [1, labels]. Raises ValueError if its outputs have another shape."""
+
+    def __init__(self, module: Any, name: str, labels: tuple[str, ...], preprocessing: Preprocessing) -> None:
+        self.name = f"torch {name}"
+        self._module, self.labels, self._preprocessing = module, labels, preprocessing
+        try:
+            outputs = self._run([np.zeros((8, 8, 3), np.uint8)])
+        except Exception as error:  # a module may raise any exception
+            raise ValueError(f"it fails on a black picture: {type(error).__name__}: {error}") from error
+        if outputs.shape != (1, len(labels)):
+            raise ValueError(f"it gives outputs of the shape {outputs.shape} for {len(labels)} labels")
+
+    def label(self, clips: Sequence[Clip]) -> list[Labelled]:
+        return [classify(self._run(clip), self.labels) for clip in clips]
+
+    @torch.no_grad()
+    def _run(self, clip: Clip) -> np.ndarray:
+        # One at a time: an exported module may accept only batches of 1.
+        inputs = [torch.from_numpy(self._preprocessing(frame))[None] for frame in clip]
+        return torch.cat([self._module(one) for one in inputs]).float().numpy()
+
+
+def load_estimator(file: Path, allow_code: bool) -> Any:
+    """Load a skops file, or any file that joblib reads, which runs code.
+
+    Without allow_code, a skops file may contain only types that skops trusts. Raises ValueError if loading fails.
+    """
+    try:
+        if file.suffix == ".skops":
+            import skops.io
+
+            unknown = skops.io.get_untrusted_types(file=file)
+            if unknown and not allow_code:
+                raise ValueError(f"{', '.join(unknown)} may be unsafe; set `allow_code: true` if you trust it")
+            return skops.io.load(file, trusted=unknown)
+        import joblib
+
+        return joblib.load(file)
+    except ImportError as error:
+        raise ValueError(f"{file} needs {error.name}; install it with pip install 'vlora[teachers]'") from error
+    except Exception as error:  # both raise arbitrary exceptions, depending on the content
+        raise ValueError(f"{file} cannot be loaded: {error}") from error
+
+
+class Estimator:
+    """Labels grey pixels of size x size, 0 to 1, row by row, with the model's `classes_`, or with `labels` instead.
+
+    The confidence comes from `predict_proba`; it is 1 without that method. Raises ValueError if the model does not fit.
+    """
+
+    def __init__(self, model: Any, name: str, size: int, labels: tuple[str, ...] | None) -> None:
+        self.name = f"scikit-learn {name}"
+        self._model, self._size = model, size
+        if not hasattr(model, "predict") or not hasattr(model, "classes_"):
+            raise ValueError(f"{type(model).__name__} is not a fitted classifier")
+        wanted = getattr(model, "n_features_in_", size * size)
+        if wanted != size * size:
+            raise ValueError(f"it takes {wanted} features, but size {size} makes {size * size} grey pixels")
+        self._classes = list(model.classes_)
+        self.labels = labels or tuple(map(str, self._classes))
+        if len(self.labels) != len(self._classes):
+            raise ValueError(
+                f"it has {len(self._classes)} classes ({self._classes}), but `labels` has {len(self.labels)}"
+            )
+
+    def label(self, clips: Sequence[Clip]) -> list[Labelled]:
+        return [classify(self._probabilities(clip), self.labels) for clip in clips]
+
+    def _probabilities(self, clip: Clip) -> np.ndarray:
+        features = np.stack([self._features(frame) for frame in clip])
+        if hasattr(self._model, "predict_proba"):
+            return np.asarray(self._model.predict_proba(features))
+        chosen = [self._classes.index(label) for label in self._model.predict(features)]
+        return np.eye(len(self._classes))[chosen]
+
+    def _features(self, frame: np.ndarray) -> np.ndarray:
+        grey = cv2.cvtColor(frame, cv2.COLOR_RGB2GRAY)
+        return cv2.resize(grey, (self._size, self._size), interpolation=cv2.INTER_AREA).ravel() / 255

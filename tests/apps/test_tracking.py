@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from apps.video_analytics import ClipShape, read_clips, tracking
-from apps.video_analytics.optical_flow import Edges
-from apps.video_analytics.tracking import ObjectTracker, TrackedBox, TrackedFrame
+from apps.video_analytics.tracking import Edges, ObjectTracker, TrackedBox, TrackedFrame
 from tests.apps.scripted import FPS, SIDE, Mover, clip_result, file_source, head_answer, write_movers
 
 EVERY = 5  # the head answers about every fifth frame

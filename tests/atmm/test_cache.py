@@ -17,7 +17,7 @@ import torch
 
 from atmm import cache, cpu, matmul
 from atmm.tuning import matmul_choice, tables
-from atmm.tuning.contention import Contention
+from atmm.tuning.matmul_choice import Contention
 from tests.atmm.test_cpu import copying_compiler as copying_compiler  # a fixture
 from tests.atmm.test_cpu import fresh as fresh
 from tests.atmm.test_cpu import needs_compiler

@@ -16,8 +16,16 @@ from atmm.batch_stats import BatchStats
 from atmm.layers import SiteGroup
 from atmm.places import PackedPlaces
 from atmm.tuning import search
-from atmm.tuning.compiling import KernelKey, KernelSample, compile_kernels
-from atmm.tuning.search import Case, Shape, cases, kernel_samples, replayed_calls
+from atmm.tuning.search import (
+    Case,
+    KernelKey,
+    KernelSample,
+    Shape,
+    cases,
+    compile_kernels,
+    kernel_samples,
+    replayed_calls,
+)
 
 tiling = pytest.importorskip("atmm.triton.tiling")
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from atmm.tuning import contention
-from atmm.tuning.contention import Contention
+from atmm.tuning import matmul_choice
+from atmm.tuning.matmul_choice import Contention
 
 
 def tasks(folder: Path, *waited_ns: int) -> None:
@@ -17,9 +17,9 @@ def tasks(folder: Path, *waited_ns: int) -> None:
 
 
 def test_time_without_a_core_is_summed_over_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contention, "TASKS", tmp_path)
+    monkeypatch.setattr(matmul_choice, "TASKS", tmp_path)
     now = 10.0
-    monkeypatch.setattr(contention.time, "monotonic", lambda: now)
+    monkeypatch.setattr(matmul_choice.time, "monotonic", lambda: now)
     tasks(tmp_path, 5_000_000_000, 0)
     found = Contention()
     now += 2.0
@@ -30,5 +30,5 @@ def test_time_without_a_core_is_summed_over_threads(tmp_path: Path, monkeypatch:
 
 
 def test_systems_without_schedstat_count_as_undisturbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contention, "TASKS", tmp_path / "none")
+    monkeypatch.setattr(matmul_choice, "TASKS", tmp_path / "none")
     assert not Contention().disturbs()

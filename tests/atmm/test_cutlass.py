@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from atmm import Lane, SegmentPlan, SiteGroup, add_delta, cutlass, dispatch
 from atmm.batch_stats import BatchStats
 from atmm.cutlass import build, lanes
-from atmm.cutlass.plan import legal, problems_of
+from atmm.cutlass.lanes import legal, problems_of
 from atmm.cutlass.tiling import SPACE
 from atmm.layers import Layout
 from atmm.strategies.registry import Batched, known, served

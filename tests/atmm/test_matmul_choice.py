@@ -13,7 +13,7 @@ from torch import Tensor
 from atmm import matmul, processor
 from atmm.cpu.products import Weights
 from atmm.tuning import matmul_choice
-from atmm.tuning.contention import Contention
+from atmm.tuning.matmul_choice import Contention
 
 
 class Machine:

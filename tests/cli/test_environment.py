@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import vlora.cli
-from vlora.cli.environment import refuse_unknown
+from vlora.cli.group import refuse_unknown
 from vlora.errors import BadConfig
 
 

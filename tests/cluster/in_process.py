@@ -21,7 +21,7 @@ from vlora.cluster.members import Health
 from vlora.cluster.replica_client import ReplicaClient
 from vlora.engine.ipc import messages
 from vlora.engine.ipc.load_reports import LoadReporter
-from vlora.engine.ipc.output_coalescer import OutputCoalescer
+from vlora.engine.ipc.worker import OutputCoalescer
 from vlora.errors import BadAdapter, BadRequest, Disconnected, VLoraError
 from vlora.routing import Router
 from vlora.types import AdapterStatus, ErrorValue, Request, RequestOutput

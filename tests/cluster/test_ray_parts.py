@@ -27,9 +27,9 @@ from vlora.cluster.nodes.certificates import Authority
 from vlora.cluster.on_ray import settings
 from vlora.cluster.on_ray.actor import ActorSettings, NotOpened, Opened, ReplicaActor
 from vlora.cluster.on_ray.cluster import with_shared_cores
+from vlora.cluster.on_ray.keeper import Machine, Places
 from vlora.cluster.on_ray.log_pipe import LogPipe
 from vlora.cluster.on_ray.own_processes import end_all, replica_processes
-from vlora.cluster.on_ray.places import Machine, Places
 from vlora.cluster.on_ray.reports import Event, Failed, KeeperSettings, Need, replica_names
 from vlora.cluster.on_ray.settings import Folder, Ports, is_free
 from vlora.cluster.on_ray.site import SITE_VARIABLE, Site, taken_slot, write_site

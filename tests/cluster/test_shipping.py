@@ -39,10 +39,10 @@ from vlora.cluster.adapter_messages import (
     ShippedFile,
     decode_from_replica,
 )
-from vlora.cluster.adapter_receiver import AdapterReceiver
 from vlora.cluster.adapter_sender import AdapterContent, AdapterSender, ReplicaFiles, ShippingLimits
 from vlora.cluster.adapter_state import DesiredAdapter
 from vlora.cluster.adapter_store import AdapterStore, Busy, default_root
+from vlora.cluster.replica import AdapterReceiver
 from vlora.errors import Aborted, BadAdapter, BadRequest, OverCapacity
 from vlora.server.cluster_metrics import ClusterCollector
 from vlora.types.replicas import AdapterPlace

@@ -27,7 +27,7 @@ from tests.deploy.files import (
 )
 from tests.server.api import running_api
 from vlora.cli import cli
-from vlora.cli.environment import refuse_unknown
+from vlora.cli.group import refuse_unknown
 from vlora.cli.options import long_flag
 from vlora.cli.settings import make_config
 from vlora.config import EngineConfig, ServerConfig, Token

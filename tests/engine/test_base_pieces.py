@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from vlora.engine.base_executor import EngineExecutor
-from vlora.engine.other_work import WorkByTurns
+from vlora.engine.build import WorkByTurns
 from vlora.orchestrator.latency_promise import QUIET_S, LatencyPromise
 from vlora.split.base_server import Stopped
 from vlora.split.batching import FIXED_ROWS

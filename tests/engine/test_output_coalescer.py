@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlora.engine.ipc.output_coalescer import PACE_S, SEARCH_PACE_S, OutputCoalescer
+from vlora.engine.ipc.worker import PACE_S, SEARCH_PACE_S, OutputCoalescer
 from vlora.errors import StepFailed
 from vlora.types import ErrorValue, Request, RequestOutput, SamplingParams, TokenScore
 

@@ -14,7 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
-from fusion.plan.lora_size import lora_size, shapes_of
+from fusion.phases.plan_checked import lora_size, shapes_of
 from fusion.plan.schema import LoraPlan
 from fusion.training.checkpoint import Checkpoint
 from fusion.training.fingerprint import identity_of

@@ -15,16 +15,14 @@ from scipy.stats import binom
 
 from fusion.data.load import DomainData
 from fusion.data.samples import Splits, Target
-from fusion.packing.bounds import score_with_bound
-from fusion.packing.sample_sizes import POWER, samples_needed
-from fusion.phases.plan_checked import PlanChecked
+from fusion.phases.plan_checked import LoraSize, PlanChecked
 from fusion.plan.estimate import Estimate
-from fusion.plan.lora_size import LoraSize
 from fusion.plan.schema import DomainPlan, Plan, RelativeThreshold
-from fusion.plan.summary import print_summary
+from fusion.plan.summary import POWER, print_summary, samples_needed
 from fusion.plan.tasks import MEANS
 from fusion.teachers.labelling import TeacherResult
 from fusion.training.objectives import objective_of
+from fusion.training.scoring import score_with_bound
 from heads import Box
 from tests.fusion.small import color_splits
 from vlora.plan_files.errors import PlanText

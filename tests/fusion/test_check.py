@@ -12,8 +12,7 @@ from click.testing import CliRunner
 import fusion
 from fusion.embedded.model import build_model
 from fusion.embedded.processor import build_processor
-from fusion.phases.plan_checked import check_plan
-from fusion.plan.lora_size import lora_size, shapes_of
+from fusion.phases.plan_checked import check_plan, lora_size, shapes_of
 from fusion.plan.plan_file import read_plan_file
 from fusion.plan.schema import LoraPlan, Plan
 from fusion.plan.summary import summarize

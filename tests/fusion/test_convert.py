@@ -17,8 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from fusion.block_diagonal.blocks import block_side
-from fusion.block_diagonal.convert import convert
-from fusion.block_diagonal.svd import nearest_blocks
+from fusion.block_diagonal.convert import convert, nearest_blocks
 from fusion.plan.plan_file import read_plan_file
 from fusion.plan.schema import LoraPlan
 from heads import TASKS, HeadSpec, TaskHead, save_heads

@@ -16,14 +16,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fusion.data.samples import Sample, Splits, held_back
-from fusion.phases.data_ready import load_frozen_base
+from fusion.phases.data_ready import load_frozen_base, round_base
 from fusion.plan.schema import DomainPlan
 from fusion.progress.progress import Progress
 from fusion.training import precision
 from fusion.training.domain import Domain
 from fusion.training.features import FeatureCache
 from fusion.training.frozen_base import FrozenBase
-from fusion.training.quantized_base import round_base
 from fusion.training.scoring import Evaluator
 from heads import Box
 from heads.boxes import into_windows, out_of_windows

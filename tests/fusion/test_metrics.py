@@ -17,8 +17,8 @@ from fusion.data.samples import Sample, Splits
 from fusion.embedded.object_names import NUMBERS
 from fusion.plan.tasks import METRICS, TASKS
 from fusion.synthetic.streets import KINDS, ask_traffic, count_vehicles, find_things
-from fusion.training.decoding import Prompt, greedy
 from fusion.training.embedding import TextInput
+from fusion.training.frozen_base import Prompt, greedy
 from fusion.training.objectives import ForwardOutputs, answer_in_words, objective_of
 from fusion.training.text_metrics import token_f1
 from fusion.training.zero_shot import score_texts

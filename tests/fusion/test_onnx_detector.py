@@ -18,7 +18,7 @@ from torch import nn
 from fusion.data.items import NamedBox
 from fusion.plan.schema import DomainPlan
 from fusion.teachers.detector_layouts import Output, raw_boxes
-from fusion.teachers.letterbox import place
+from fusion.teachers.onnx_detector import place
 from fusion.teachers.opening import open_teacher
 from fusion.teachers.protocol import Teacher
 from tests.fusion.made import load_plan, write_plan

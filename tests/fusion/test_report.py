@@ -18,11 +18,10 @@ from rich.console import Console
 
 from fusion.data.samples import Sample, Splits
 from fusion.packing.algorithm import Score, TrainingResult, format_scores, pack
-from fusion.phases.report import timeline
+from fusion.phases.report import page, timeline
 from fusion.plan.schema import DomainPlan, LoraPlan, Plan
 from fusion.report.charts import capacity_points, lanes_of, timeline_chart
 from fusion.report.examples import Example, confusion_of, examples_of
-from fusion.report.page import page
 from fusion.report.report import (
     AdapterReport,
     BrokenReport,

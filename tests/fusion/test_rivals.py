@@ -14,9 +14,8 @@ from fusion.data.samples import Sample, Splits
 from fusion.embedded.object_names import NUMBERS
 from fusion.rivals import RIVALS, SmallModel
 from fusion.rivals.detector_loss import generalised_iou, loss, targets
-from fusion.rivals.models import export
+from fusion.rivals.models import export, pixels
 from fusion.rivals.networks import AnchorFreeDetector
-from fusion.rivals.training import pixels
 from fusion.synthetic.road_signs import ACTIONS, SIGNS, draw_action, draw_sign
 from fusion.synthetic.streets import KINDS, count_vehicles, find_things
 from fusion.training.objectives import objective_of

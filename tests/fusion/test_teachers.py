@@ -26,7 +26,7 @@ from fusion.teachers import TEACHERS, SmallNetwork
 from fusion.teachers.boxes import FromBoxes
 from fusion.teachers.classifier import classify
 from fusion.teachers.function import UserFunction
-from fusion.teachers.narrowing import restrict_answers
+from fusion.teachers.labelling import restrict_answers
 from fusion.teachers.opening import open_teacher
 from fusion.teachers.protocol import Teacher
 from fusion.training.objectives import objective_of

@@ -10,7 +10,7 @@ import torch
 
 import atmm
 from vlora.models.attention import KVCache, PagedDecodes, Queries, StepAttention, paged_attention
-from vlora.models.gathered_decodes import GatheredDecodes
+from vlora.models.forward_batch import GatheredDecodes
 
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 8, 16
 CPU = torch.device("cpu")

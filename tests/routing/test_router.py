@@ -12,7 +12,7 @@ from vlora.orchestrator.admission.kv_admission import OLDEST_EVERY, entry_order
 from vlora.orchestrator.fairness import FairShares, adapter_of, tenant_of
 from vlora.orchestrator.request_state import TrackedRequest
 from vlora.routing import RULES, MoveCosts, Need, Report, Room, Router, Rule
-from vlora.routing.prefixes import PrefixIndex
+from vlora.routing.fleet import PrefixIndex
 from vlora.routing.router import Refusal
 from vlora.routing.rules import PlacedAdapters
 from vlora.types import Request, SamplingParams

@@ -15,8 +15,7 @@ from tests.families import build_model
 from tests.processors import image_processor, tokenizer
 from tests.server.scripted import ScriptedInterface, write_adapter
 from vlora.models.processing import InputProcessor
-from vlora.server.adapter_catalog import AdapterCatalog
-from vlora.server.adapter_prompts import prompt_warnings
+from vlora.server.adapter_catalog import AdapterCatalog, prompt_warnings
 from vlora.server.metrics import Metrics
 
 TEMPLATE, TOKENS, IMAGES = "another chat template", "other tokens", "image processor has another"

@@ -20,8 +20,8 @@ from vlora.client.values import FrameAnswer, FrameResult, HeadResult, StreamOpti
 from vlora.config import EngineConfig, ServerConfig, Token
 from vlora.engine.snapshot import EngineSnapshot
 from vlora.errors import EngineDead
-from vlora.server.console.feed import SnapshotFeed
 from vlora.server.console.files import CONSOLE_FILES
+from vlora.server.console.routes import SnapshotFeed
 from vlora.server.media.image_decoding import RawImage
 from vlora.server.security.message_budget import ByteBudget, ByteCharge
 from vlora.server.streams.preview import draw

@@ -44,9 +44,8 @@ from vlora.server.http import server as http_server
 from vlora.server.rpyc import channel
 from vlora.server.rpyc import server as rpyc_server
 from vlora.server.rpyc import service as rpyc_service
-from vlora.server.rpyc.channel import BoundedChannel
+from vlora.server.rpyc.channel import MAX_DEPTH, MAX_VALUES, BoundedChannel, check_values
 from vlora.server.rpyc.protocol import ValueConnection
-from vlora.server.rpyc.unpacked_size import MAX_DEPTH, MAX_VALUES, check_values
 from vlora.server.security import connection_limits
 from vlora.server.security.message_budget import ByteBudget, ByteCharge
 

@@ -22,10 +22,16 @@ from vlora.config import EngineConfig
 from vlora.errors import BadConfig, VLoraError
 from vlora.lora.base_weights import broken_files, checkpoint_files, floating_dtype, pickled_files, stored_tensors
 from vlora.models.families import family_of
-from vlora.models.grouped_loading import load_grouped
 from vlora.models.pretrained import from_pretrained, load_complete
-from vlora.models.stored_groups import GroupedFiles
-from vlora.models.stored_quantized import refuse_unmarked, restore_stored, scales_expected, stored_format, stored_groups
+from vlora.models.stored_groups import GroupedFiles, GroupedForm
+from vlora.models.stored_quantized import (
+    language_linears,
+    refuse_unmarked,
+    restore_stored,
+    scales_expected,
+    stored_format,
+    stored_groups,
+)
 from vlora.models.supported import max_positions
 
 log = logging.getLogger(__name__)
@@ -244,3 +250,37 @@ def named_device(config: EngineConfig) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise BadConfig(f"device {name!r} is not supported; use cpu, cuda or cuda:N")
     return device
+
+
+def load_grouped(name: str, config: Any, form: GroupedForm, dtype: torch.dtype, *, keep: bool) -> Any:
+    """Load a transformers model on the host. Everything is checked before anything is loaded.
+
+    Args:
+        name: A folder or hub name.
+        config: Its transformers config, without `quantization_config`.
+        form: How its weights are stored.
+        dtype: The type of the other weights and of products.
+        keep: Whether the language model's linear layers have the stored values, as `quantized` of `StoredLinear`, and a
+            `weight` of zeros without memory. Otherwise they have restored weights.
+
+    Raises:
+        BadConfig: The files are incomplete.
+        UnsupportedModel: The form is not served.
+    """
+    with torch.device("meta"):
+        skeleton = AutoModelForImageTextToText.from_config(config, trust_remote_code=False)
+    linears = language_linears(skeleton)
+    files = GroupedFiles(form, checkpoint_files(name))
+    files.check(linears)
+    # transformers takes tensors in place of a name, and then does not read its generation config.
+    tensors = files.tensors(linears, dtype)
+    model = load_complete(type(skeleton), None, config=config, state_dict=tensors, dtype=dtype)
+    with contextlib.suppress(OSError):  # there is none
+        model.generation_config = from_pretrained(GenerationConfig, name)
+    for layer, linear in language_linears(model).items():
+        held = files.weight(layer, dtype)
+        if keep:
+            linear.quantized = held
+        else:
+            linear.weight.data = held.float().to(dtype)
+    return model

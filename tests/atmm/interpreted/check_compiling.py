@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from atmm.tuning.compiling import launch
-from atmm.tuning.search import Case, Shape, kernel_samples
+from atmm.tuning.search import Case, Shape, kernel_samples, launch
 
 
 def test_every_sample_can_be_launched() -> None:

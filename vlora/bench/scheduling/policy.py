@@ -16,15 +16,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import matplotlib
+from matplotlib import pyplot
+
 from vlora.bench.journal import Journal
 from vlora.bench.report import Goal, Report, environment
 from vlora.bench.scheduling.costs import costs_as_dict, measure_costs
 from vlora.bench.scheduling.fit import RANK
 from vlora.bench.scheduling.models import model_named
 from vlora.bench.scheduling.policy_engine import BASELINE, FLOOR, OURS, SKEWS, measure_policies, most
-from vlora.bench.scheduling.policy_plots import draw
 from vlora.bench.timing import thread_counts, threads
-from vlora.config import EngineConfig
+from vlora.config import POLICY_ALIASES, EngineConfig
 from vlora.models.loading import device_of
 from vlora.orchestrator import POLICIES, Costs
 from vlora.simulator import Arrival, ReplicaConfig, replay
@@ -238,3 +240,61 @@ def decision_ms(policy: str, costs: Costs, num_waiting: int = 1000, **settings: 
         assert batch is not None, "without load times, some request can always run"
         replica.record(batch)
     return statistics.median(spent[10:]) * 1e3
+
+
+matplotlib.use("agg")
+
+Row = Mapping[str, Any]
+_FORMER_NAMES = {name: alias for alias, name in POLICY_ALIASES.items()}
+
+
+def draw(rows: Sequence[Row], folder: Path) -> None:
+    """Write load.png, skew.png and adapters.png for retrieval, video.png for video."""
+    retrieval = [row for row in rows if row["app"] == "retrieval"]
+    _panels(retrieval, "load", ["skew"], folder / "load.png", adapters=_middle(retrieval, "adapters"))
+    _panels(retrieval, "skew", ["load"], folder / "skew.png", adapters=_middle(retrieval, "adapters"))
+    _panels(retrieval, "adapters", ["load"], folder / "adapters.png", skew=_middle(retrieval, "skew"))
+    video = [row for row in rows if row["app"] == "video"]
+    _panels(video, "load", ["streams", "adapters"], folder / "video.png")
+
+
+def _latency_ms(row: Row, policy: str) -> float:
+    """A row's value for a policy; reports of earlier releases have its former name."""
+    value: float = row[policy if policy in row else _FORMER_NAMES[policy]]
+    return value
+
+
+def _middle(rows: Sequence[Row], name: str) -> Any:
+    found = sorted({row[name] for row in rows})
+    return found[len(found) // 2]
+
+
+def _panels(rows: Sequence[Row], across: str, panel_by: Sequence[str], path: Path, **fixed: Any) -> None:
+    """A panel for each combination of values of `panel_by`, a line for each policy, `across` on the x axis."""
+    rows = [row for row in rows if all(row[name] == value for name, value in fixed.items())]
+    by_panel: dict[tuple[float, ...], list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row[across]):
+        by_panel.setdefault(tuple(row[name] for name in panel_by), []).append(row)
+    values = sorted(by_panel)
+    figure, panels = pyplot.subplots(1, len(values), figsize=(3.4 * len(values) + 1, 3.6), squeeze=False, sharey=True)
+    for panel, value in zip(panels[0], values, strict=True):
+        shown = by_panel[value]
+        for place, policy in enumerate(POLICIES):
+            panel.plot(
+                [row[across] for row in shown],
+                [_latency_ms(row, policy) for row in shown],
+                "o-",
+                color=f"C{place}",
+                label=policy,
+            )
+        title = ", ".join(f"{name} {each:g}" for name, each in zip(panel_by, value, strict=True))
+        panel.set(title=title, xlabel=across, yscale="log")
+        if across == "adapters":
+            panel.set_xscale("log")
+        panel.grid(alpha=0.3)
+    panels[0][0].set_ylabel("average token latency, ms")
+    panels[0][0].legend(fontsize=8)
+    figure.suptitle(", ".join(f"{name} {value:g}" for name, value in fixed.items()))
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
