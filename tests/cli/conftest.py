@@ -1,39 +1,65 @@
-"""The `vlora` command in this process, and a scripted server for it."""
+"""The `vlora` command in this process, a scripted server for it, and a folder of its inputs."""
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import cv2
+import numpy as np
 import pytest
 
 import vlora.cli
 from tests.server.running import Running, png, running_server
+from tests.video_files import write_video
 
-Vlora = Callable[..., tuple[int, str, str]]
+
+class Vlora:
+    """Runs the command: exit code, stdout, stderr."""
+
+    def __init__(self, run: Callable[..., tuple[int, str, str]]) -> None:
+        self._run = run
+
+    def __call__(self, *args: object) -> tuple[int, str, str]:
+        return self._run(*map(str, args))
+
+    def out(self, *args: object, code: int = 0) -> str:
+        """The output of a command that writes nothing on stderr."""
+        found = self(*args)
+        assert (found[0], found[2]) == (code, ""), found
+        return found[1]
+
+    def json(self, *args: object, code: int = 0) -> list[Any]:
+        """The lines of its output, which are JSON."""
+        return [json.loads(line) for line in self.out(*args, "--json", code=code).splitlines()]
+
+    def refusal(self, *args: object) -> str:
+        """The only line of a user error."""
+        code, out, error = self(*args)
+        # The tests have imported OpenCV before vlora.opencv could disable FFmpeg's own output.
+        (line,) = (line for line in error.splitlines() if "moov atom not found" not in line)
+        assert (code, out) == (2, "") and line.startswith("error: "), (args, error)
+        return line.removeprefix("error: ")
 
 
 @pytest.fixture
 def vlora_command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Vlora:
-    """Run the command: exit code, stdout, stderr.
-
-    What it does to the loggers ends with the test: its handler writes to a stream that is closed then.
-    """
+    """What the command does to the loggers ends with the test: its handler writes to a stream that is closed then."""
     for name in ("vlora", "atmm"):
-        logger = logging.getLogger(name)
         for field, value in (("handlers", []), ("propagate", True), ("level", logging.NOTSET)):
-            monkeypatch.setattr(logger, field, value)
+            monkeypatch.setattr(logging.getLogger(name), field, value)
 
     def run(*args: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["vlora", *args])
         with pytest.raises(SystemExit) as exit:
             vlora.cli.main()
-        code = exit.value.code
-        return (0 if code is None else int(code), *capfd.readouterr())
+        return (int(exit.value.code or 0), *capfd.readouterr())
 
-    return run
+    return Vlora(run)
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +71,28 @@ def server() -> Iterator[Running]:
 @pytest.fixture
 def address(server: Running) -> str:
     return f"127.0.0.1:{server.port}"
+
+
+@pytest.fixture
+def asking(vlora_command: Vlora, address: str, monkeypatch: pytest.MonkeyPatch) -> Vlora:
+    """Commands for the scripted server, which its address in the environment names."""
+    monkeypatch.setenv("VLORA_SERVER", address)
+    return vlora_command
+
+
+@pytest.fixture
+def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with pictures and videos: two dark seconds, one bright, and a bright rest."""
+    (tmp_path / "videos").mkdir()
+    for name, brightness in (("a.png", 200), ("dark.png", 10), ("bright.png", 250)):
+        (tmp_path / name).write_bytes(png(brightness))
+    write_video(tmp_path / "videos" / "street.mp4", [20, 230])
+    writer = cv2.VideoWriter(str(tmp_path / "video.mp4"), cv2.VideoWriter.fourcc(*"mp4v"), 10, (64, 48))
+    for place in range(34):
+        writer.write(np.full((48, 64, 3), 20 if place < 20 else 230, np.uint8))
+    writer.release()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 @pytest.fixture

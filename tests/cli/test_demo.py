@@ -9,26 +9,18 @@ from pathlib import Path
 
 import cv2
 import pytest
-from click.testing import CliRunner
 from rich.console import Console
 
 import apps.demo
-from vlora.cli import cli
 from vlora.errors import VLoraError
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(apps.demo, "TURNS", 2)
-    monkeypatch.setattr(apps.demo, "TURN_S", 0.1)
-
-
 COMMAND = (sys.executable, "-m", "tests.cli.scripted_vlora")
 
 
-def test_the_report_counts_what_was_served(tmp_path: Path) -> None:
+def test_the_demo_reports_what_was_served_and_shows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apps.demo, "TURNS", 2)
+    monkeypatch.setattr(apps.demo, "TURN_S", 0.1)
     console = Console(file=io.StringIO(), width=80)
     result = apps.demo.run(tmp_path, command=COMMAND, console=console)
     assert json.loads((tmp_path / "report.json").read_text()) == result
@@ -49,33 +41,20 @@ def test_the_report_counts_what_was_served(tmp_path: Path) -> None:
         assert values["p50_s"] is None or 0 < values["p50_s"] <= values["p95_s"]
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "1 for 3 domains, 0 rolled back" in shown and "0.750" in shown and max(map(len, shown.splitlines())) <= 80
-
-
-def test_the_page_has_fusing_and_serving_in_one(tmp_path: Path) -> None:
-    apps.demo.run(tmp_path, command=COMMAND, console=Console(file=io.StringIO()))
+    # The page has fusing and serving in one.
     page = (tmp_path / "report.html").read_text()
     assert page.count("<main>") == page.count("</main>") == 1
-    assert 'href="fused/adapters/night-day/"' in page
+    assert 'href="fused/adapters/night-day/"' in page and "0.750" in page and "http" not in page
     assert 'src="day.webm" poster="data:image/jpeg;base64,' in page and "3 seconds, 2 right" in page
-    assert "0.750" in page and "http" not in page
-
-
-def test_the_annotated_video_shows_every_frame(tmp_path: Path) -> None:
-    apps.demo.run(tmp_path, command=COMMAND, console=Console(file=io.StringIO()))
+    # The annotated video shows every frame, with the answer below the picture.
     capture = cv2.VideoCapture(str(tmp_path / "day.webm"))
     frames = []
     while (read := capture.read())[0]:
         frames.append(read[1])
-    assert len(frames) == 30
-    assert frames[5][:300].mean() < 60 < 200 < frames[25][:300].mean()  # the picture
-    assert frames[5][-48:].max() > 200  # the answer below it
+    assert len(frames) == 30 and frames[5][:300].mean() < 60 < 200 < frames[25][:300].mean()
+    assert frames[5][-48:].max() > 200
 
 
 def test_a_failed_step_ends_the_demo_with_one_line(tmp_path: Path) -> None:
     with pytest.raises(VLoraError, match="`vlora fuse` failed"):
         apps.demo.run(tmp_path, plan="broken", command=COMMAND, console=Console(file=io.StringIO()))
-
-
-def test_the_long_plan_and_a_plan_of_the_caller_exclude_each_other() -> None:
-    result = CliRunner().invoke(cli, ["demo", "--full", "--plan", "mine.yaml"])
-    assert result.exit_code == 2 and "give --full or --plan, not both" in result.output

@@ -14,9 +14,12 @@ import atmm.tuning.search
 from atmm.cutlass import build
 from atmm.cutlass.tiling import SPACE
 from atmm.tuning import tables
+from fusion.embedded import checkpoint_path
 from vlora.cli import cli
 from vlora.errors import BadConfig
 from vlora.tune import shapes_of
+
+SEARCH = ("--model", "embedded", "--dtype", "float32")
 
 
 @pytest.fixture(autouse=True)
@@ -35,15 +38,9 @@ def tune(*arguments: str) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
-def embedded() -> str:
-    from fusion.embedded import checkpoint_path
-
-    return str(checkpoint_path())
-
-
 def test_a_search_writes_a_valid_table(tmp_path: Path) -> None:
     out = tmp_path / "tables" / "here.json"
-    code, output = tune("--model", "embedded", "--dtype", "float32", "--threads", "1", "--out", str(out))
+    code, output = tune(*SEARCH, "--threads", "1", "--out", str(out))
     # Four groups of sites, eight tokens of two adapters, even and ragged.
     assert code == 0 and "8 buckets measured" in output
     assert not list(out.parent.glob("*.partial"))
@@ -57,24 +54,19 @@ def test_a_search_writes_a_valid_table(tmp_path: Path) -> None:
 
 def test_a_search_out_of_time_reports_its_progress_and_resumes(tmp_path: Path) -> None:
     out = tmp_path / "here.json"
-    arguments = ("--model", "embedded", "--dtype", "float32", "--out", str(out))
-    code, output = tune(*arguments, "--minutes", "0")
+    code, output = tune(*SEARCH, "--out", str(out), "--minutes", "0")
     assert code == 0 and "0 of 8 cases" in output and "run the same command to continue" in output
-    code, output = tune(*arguments, "--minutes", "0", "--json")
+    code, output = tune(*SEARCH, "--out", str(out), "--minutes", "0", "--json")
     facts = {"table": str(out), "num_measured": 0, "num_rows": 0, "num_done": 0, "num_cases": 8}
     assert code == 0 and json.loads(output.splitlines()[-1]) == facts
     assert list(tmp_path.glob("*.partial"))
-    assert "8 buckets measured" in tune(*arguments)[1]
-
-
-def test_a_search_keeps_the_rows_of_other_shapes(tmp_path: Path) -> None:
-    out = tmp_path / "here.json"
+    assert "8 buckets measured" in tune(*SEARCH, "--out", str(out))[1]
+    # Rows of other shapes are kept.
     row = [64, 4, 16, 4096, 4096, 1, "EVEN", "float32", "loop"]
-    tune("--model", "embedded", "--dtype", "float32", "--out", str(out))
     document = json.loads(out.read_text())
     out.write_text(json.dumps({**document, "rows": [*document["rows"], row]}))
     for more in ((), ("--minutes", "0")):
-        assert tune("--model", "embedded", "--dtype", "float32", "--out", str(out), *more)[0] == 0
+        assert tune(*SEARCH, "--out", str(out), *more)[0] == 0
         assert row in json.loads(out.read_text())["rows"]
 
 
@@ -84,7 +76,7 @@ def test_the_engine_finds_the_table_of_a_search_by_its_threads(tmp_path: Path, m
     tables.choose_table.cache_clear()
     try:
         torch.set_num_threads(2)
-        assert tune("--model", "embedded", "--dtype", "float32", "--threads", "2")[0] == 0
+        assert tune(*SEARCH, "--threads", "2")[0] == 0
         written = tmp_path / "vlora" / "tables" / f"{tables.device_name('cpu')}-t2.json"
         assert json.loads(written.read_text())["threads"] == 2
         tables.choose_table.cache_clear()
@@ -101,7 +93,7 @@ def test_the_engine_finds_the_table_of_a_search_by_its_threads(tmp_path: Path, m
 @pytest.mark.parametrize(("field", "value"), (("threads", 7), ("device", "cpu-other")))
 def test_tables_of_other_threads_and_processors_are_not_mixed(tmp_path: Path, field: str, value: object) -> None:
     out = tmp_path / "here.json"
-    command = ("--model", "embedded", "--dtype", "float32", "--threads", "1", "--minutes", "0", "--out", str(out))
+    command = (*SEARCH, "--threads", "1", "--minutes", "0", "--out", str(out))
     assert tune(*command)[0] == 0
     text = json.dumps({**json.loads(out.read_text()), field: value})
     out.write_text(text)
@@ -110,23 +102,9 @@ def test_tables_of_other_threads_and_processors_are_not_mixed(tmp_path: Path, fi
     assert out.read_text() == text
 
 
-def test_a_table_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(BadConfig, match=r"cannot write the table .*here\.json.*set --out"):
-        CliRunner().invoke(
-            cli, ["tune", "--minutes", "0", "--out", str(tmp_path / "file" / "here.json")], catch_exceptions=False
-        )
-
-
-@pytest.mark.parametrize("wrong", (("--minutes", "-1"), ("--threads", "0"), ("--dtype", "int8"), ("--device", "tpu")))
-def test_invalid_options_are_refused_by_name(wrong: tuple[str, str]) -> None:
-    code, output = tune(*wrong)
-    assert code == 2 and wrong[0] in output
-
-
 def test_a_row_with_wrong_results_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "here.json"
-    tune("--model", "embedded", "--dtype", "float32", "--out", str(out))
+    tune(*SEARCH, "--minutes", "0", "--out", str(out))
     document = json.loads(out.read_text())
     document["rows"] = [[8, 2, 8, 64, 64, 1, "EVEN", "float32", "loop"]]
     out.write_text(json.dumps(document))
@@ -135,31 +113,9 @@ def test_a_row_with_wrong_results_is_reported(tmp_path: Path, monkeypatch: pytes
     assert code == 1 and "loop: Bucket(tokens=8" in output and "0 of 1 rows" in output
 
 
-@pytest.mark.parametrize("text", (None, "{"))
-def test_a_table_that_cannot_be_read_is_named(tmp_path: Path, text: str | None) -> None:
-    out = tmp_path / "here.json"
-    if text is not None:
-        out.write_text(text)
-    with pytest.raises(BadConfig, match=r"cannot read the table .*here\.json"):
-        CliRunner().invoke(cli, ["tune", "--check", "--out", str(out)], catch_exceptions=False)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
-def test_a_missing_gpu_is_refused() -> None:
-    with pytest.raises(BadConfig, match="no CUDA device"):
-        CliRunner().invoke(cli, ["tune", "--device", "cuda"], catch_exceptions=False)
-
-
-def test_shapes_of_a_model_are_its_groups() -> None:
-    assert [tuple(shape) for shape in shapes_of(embedded())] == [
-        (256, (256,)),
-        (256, (256, 256, 256)),
-        (256, (640, 640)),
-        (640, (256,)),
-    ]
-
-
-def test_a_missing_model_is_refused(tmp_path: Path) -> None:
+def test_shapes_of_a_model_are_its_groups(tmp_path: Path) -> None:
+    groups = [(256, (256,)), (256, (256, 256, 256)), (256, (640, 640)), (640, (256,))]
+    assert [tuple(shape) for shape in shapes_of(str(checkpoint_path()))] == groups
     with pytest.raises(BadConfig, match="cannot load model"):
         shapes_of(str(tmp_path / "nothing"))
 
@@ -202,23 +158,13 @@ def test_tiles_that_spill_or_do_not_compile_are_left_out(nvcc: Path) -> None:
     assert [file.name for file in build.library_path().parent.iterdir()] == [build.library_path().name]
 
 
-def test_a_build_without_tools_names_the_missing_ones(nvcc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_that_fails_names_its_cause(nvcc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> build.Toolchain:
         raise FileNotFoundError("there is no nvcc")
 
-    monkeypatch.setattr(build, "find_toolchain", missing)
-    with pytest.raises(BadConfig, match="cannot build the grouped products: there is no nvcc"):
-        CliRunner().invoke(cli, ["tune", "--build-cutlass"], catch_exceptions=False)
-    assert not build.library_path().parent.exists()
-
-
-def test_a_failing_compiler_is_reported(nvcc: Path) -> None:
     nvcc.write_text("#!/bin/sh\necho 'no host compiler' >&2\nexit 1\n")
-    with pytest.raises(BadConfig, match="nvcc failed: no host compiler"):
-        CliRunner().invoke(cli, ["tune", "--build-cutlass"], catch_exceptions=False)
-    assert not build.library_path().exists()
-
-
-def test_capabilities_require_a_build() -> None:
-    with pytest.raises(BadConfig, match="--capability requires --build-cutlass"):
-        CliRunner().invoke(cli, ["tune", "--capability", "80"], catch_exceptions=False)
+    for cause in ("nvcc failed: no host compiler", "cannot build the grouped products: there is no nvcc"):
+        with pytest.raises(BadConfig, match=cause):
+            CliRunner().invoke(cli, ["tune", "--build-cutlass"], catch_exceptions=False)
+        assert not build.library_path().exists()
+        monkeypatch.setattr(build, "find_toolchain", missing)

@@ -1,11 +1,15 @@
 """The `vlora` command as in an installation without some packages: their modules cannot be found.
 
-Run as `python -m tests.cli.without_extras EXTRA ARGUMENT...`; EXTRA is installed in addition to the client: one of
-`vlora.cli.extras.EXTRAS`, or `nothing`.
+Run as `python -m tests.cli.without_extras EXTRA` with a JSON list of commands, each a list of arguments, on stdin;
+EXTRA is installed in addition to the client: one of `vlora.cli.extras.EXTRAS`, or `nothing`.
+Prints the exit code, stdout and stderr of each as JSON.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
@@ -31,16 +35,25 @@ def hide(modules: set[str]) -> None:
     sys.meta_path[:] = [Finder if finder is PathFinder else finder for finder in sys.meta_path]
 
 
+def run(command: list[str]) -> tuple[int, str, str]:
+    out, err = io.TextIOWrapper(io.BytesIO()), io.StringIO()
+    sys.argv = ["vlora", *command]
+    code = 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            vlora.cli.main()
+        except SystemExit as exit:
+            code = int(exit.code or 0)
+    out.flush()
+    return code, out.buffer.getvalue().decode(), err.getvalue()  # type: ignore[attr-defined]
+
+
 if __name__ == "__main__":
-    extra, *sys.argv[1:] = sys.argv[1:]
-    every = {
-        "triton",
-        "starlette",
-        "markupsafe",
-        "matplotlib",
-        *EXTRAS["demo"].values(),
-        *EXTRAS["plans"].values(),
-        "ray",
-    }
-    hide(every - set(EXTRAS.get(extra, {}).values()))
-    vlora.cli.main()
+    own = EXTRAS.get(sys.argv[1], {}).values()
+    others = (
+        EXTRAS["demo"].values(),
+        EXTRAS["plans"].values(),
+        ("triton", "starlette", "markupsafe", "matplotlib", "ray"),
+    )
+    hide({module for each in others for module in each} - set(own))
+    print(json.dumps([run(command) for command in json.load(sys.stdin)]))

@@ -42,12 +42,10 @@ class Head:
     """Answers a frame with its bytes, and a question with itself: immediately, or after `allow`."""
 
     def __init__(self, at_once: bool = True, engine_starting: bool = False) -> None:
-        self.at_once = at_once
-        self.engine_starting = engine_starting
+        self.at_once, self.engine_starting = at_once, engine_starting
         self.requested: list[bytes] = []
         self.bounds: list[float | None] = []
-        self.num_read = 0
-        self.cancelled = 0
+        self.num_read = self.cancelled = 0
         self._gates: dict[bytes, asyncio.Event] = {}
 
     async def ask_head(
@@ -88,8 +86,10 @@ class Head:
         self.num_read += 1
         return images
 
-    def allow(self, image: bytes) -> None:
-        self._gates[image].set()
+    async def allow(self, *images: bytes) -> None:
+        for image in images:
+            self._gates[image].set()
+        await settle()
 
 
 def make(head: Head, metrics: Metrics | None = None, **options: Any) -> StreamSession:
@@ -112,55 +112,19 @@ def labels(results: Sequence[FrameResult]) -> list[tuple[int, str]]:
     return [(each.number, each.answer.label if each.answer else "dropped" if each.dropped else "") for each in results]
 
 
-async def test_results_come_in_frame_order() -> None:
+async def test_results_come_in_frame_order_and_stay_until_they_are_acknowledged() -> None:
     head = Head(at_once=False)
     stream = make(head, drop="none")
     await send(stream, b"a", b"b", b"c")
-    for image in (b"c", b"b"):
-        head.allow(image)
+    await head.allow(b"c", b"b")
     assert (await stream.pull(-1, 0.01)).results == ()
-    head.allow(b"a")
-    assert labels((await stream.pull(-1, 1)).results) == [(0, "a"), (1, "b"), (2, "c")]
-
-
-async def test_a_newer_frame_replaces_a_waiting_one() -> None:
-    head = Head(at_once=False)
-    stream = make(head)
-    await send(stream, b"0", b"1", b"2", b"3", b"4", b"5", b"6")
-    assert head.requested == [b"0", b"1", b"2", b"3"]
-    for image in head.requested[:]:
-        head.allow(image)
-    await settle()
-    head.allow(b"6")
-    await settle()
-    results = (await stream.pull(-1, 1)).results
-    assert labels(results) == [(0, "0"), (1, "1"), (2, "2"), (3, "3"), (4, "dropped"), (5, "dropped"), (6, "6")]
-    assert results[4].dropped == "frame 5 arrived before this one was started"
-
-
-async def test_without_dropping_a_send_waits_for_room() -> None:
-    head = Head(at_once=False)
-    stream = make(head, drop="none")
-    await send(stream, *(b"%d" % number for number in range(8)))
-    assert not await stream.send(8, (b"8",), 0.01, no_bytes())
-    waiting = asyncio.create_task(stream.send(8, (b"8",), 5, no_bytes()))
-    await settle()
-    assert not waiting.done()
-    head.allow(b"0")
-    assert await waiting
-
-
-async def test_unread_results_are_bounded() -> None:
-    for drop in ("newest", "none"):
-        stream = make(Head(), drop=drop)
-        await send(stream, *[b"x"] * MAX_UNACKNOWLEDGED)
-        assert not await stream.send(MAX_UNACKNOWLEDGED, (b"x",), 0.01, no_bytes())
-        results = (await stream.pull(-1, 1)).results
-        assert len(results) == 64
-        await stream.pull(results[-1].number, 0)
-        assert await stream.send(MAX_UNACKNOWLEDGED, (b"x",), 0, no_bytes())
-        stream.cancel()
-        await settle()
+    await head.allow(b"a")
+    first = (await stream.pull(-1, 1)).results
+    assert labels(first) == [(0, "a"), (1, "b"), (2, "c")] and (await stream.pull(-1, 1)).results == first
+    assert labels((await stream.pull(0, 1)).results) == [(1, "b"), (2, "c")]
+    for number, why in ((-1, "acknowledged and are no longer available"), (3, "no result"), (10**30, "no result")):
+        with pytest.raises(BadRequest, match=why):
+            await stream.pull(number, 0)
 
 
 async def test_acknowledged_results_are_forgotten() -> None:
@@ -175,15 +139,46 @@ async def test_acknowledged_results_are_forgotten() -> None:
     assert mine == [], "the console shows the last one"
 
 
-async def test_results_stay_until_they_are_acknowledged() -> None:
-    stream = make(Head())
-    await send(stream, b"a", b"b")
-    first = (await stream.pull(-1, 1)).results
-    assert (await stream.pull(-1, 1)).results == first
-    assert labels((await stream.pull(0, 1)).results) == [(1, "b")]
-    for number, why in ((-1, "acknowledged and are no longer available"), (2, "no result"), (10**30, "no result")):
-        with pytest.raises(BadRequest, match=why):
-            await stream.pull(number, 0)
+async def test_a_newer_frame_replaces_a_waiting_one() -> None:
+    head = Head(at_once=False)
+    stream = make(head)
+    await send(stream, *(b"%d" % number for number in range(7)))
+    assert head.requested == [b"0", b"1", b"2", b"3"]
+    await head.allow(*head.requested)
+    await head.allow(b"6")
+    results = (await stream.pull(-1, 1)).results
+    assert labels(results) == [(0, "0"), (1, "1"), (2, "2"), (3, "3"), (4, "dropped"), (5, "dropped"), (6, "6")]
+    assert results[4].dropped == "frame 5 arrived before this one was started"
+
+
+async def test_without_dropping_a_send_waits_for_room_and_a_later_call_replaces_it() -> None:
+    head = Head(at_once=False)
+    stream = make(head, drop="none")
+    old = asyncio.create_task(stream.pull(-1, 5))
+    await settle()
+    new = asyncio.create_task(stream.pull(-1, 5))
+    assert (await old).results == () and not new.done()
+    await send(stream, *(b"%d" % number for number in range(8)))
+    assert not await stream.send(8, (b"8",), 0.01, no_bytes())
+    first = asyncio.create_task(stream.send(8, (b"old",), 5, no_bytes()))
+    await settle()
+    second = asyncio.create_task(stream.send(8, (b"new",), 5, no_bytes()))
+    assert not await first and not second.done()
+    await head.allow(b"0")
+    assert await second and labels((await new).results) == [(0, "0")]
+
+
+@pytest.mark.parametrize("drop", ["newest", "none"])
+async def test_unread_results_are_bounded(drop: str) -> None:
+    stream = make(Head(), drop=drop)
+    await send(stream, *[b"x"] * MAX_UNACKNOWLEDGED)
+    assert not await stream.send(MAX_UNACKNOWLEDGED, (b"x",), 0.01, no_bytes())
+    results = (await stream.pull(-1, 1)).results
+    assert len(results) == 64
+    await stream.pull(results[-1].number, 0)
+    assert await stream.send(MAX_UNACKNOWLEDGED, (b"x",), 0, no_bytes())
+    stream.cancel()
+    await settle()
 
 
 async def test_a_frame_sent_again_is_accepted_once() -> None:
@@ -193,36 +188,22 @@ async def test_a_frame_sent_again_is_accepted_once() -> None:
     assert await stream.send(0, (b"a",), 0, no_bytes())
     await settle()
     assert head.requested == [b"a"]
-    for number in (2, -1):
-        with pytest.raises(BadRequest, match="expected frame 1"):
-            await stream.send(number, (b"c",), 0, no_bytes())
-    with pytest.raises(BadRequest, match="reads 1 image per frame; got 2"):
-        await stream.send(1, (b"c", b"d"), 0, no_bytes())
-
-
-async def test_a_later_pull_or_send_replaces_the_waiting_one() -> None:
-    head = Head(at_once=False)
-    stream = make(head, drop="none")
-    old = asyncio.create_task(stream.pull(-1, 5))
-    await settle()
-    new = asyncio.create_task(stream.pull(-1, 5))
-    assert (await old).results == () and not new.done()
-    await send(stream, *(b"%d" % number for number in range(8)))
-    first = asyncio.create_task(stream.send(8, (b"old",), 5, no_bytes()))
-    await settle()
-    second = asyncio.create_task(stream.send(8, (b"new",), 5, no_bytes()))
-    assert not await first
-    head.allow(b"0")
-    assert await second and labels((await new).results) == [(0, "0")]
+    for number, images, why in (
+        *((number, (b"c",), "expected frame 1") for number in (2, -1)),
+        (1, (b"c", b"d"), "reads 1 image per frame; got 2"),
+    ):
+        with pytest.raises(BadRequest, match=why):
+            await stream.send(number, images, 0, no_bytes())
 
 
 async def test_a_failure_belongs_to_its_frame() -> None:
     stream = make(Head(), drop="none")
     await send(stream, b"fail", b"trip", b"late", b"a")
-    failed, tripped, late, good = (await stream.pull(-1, 1)).results
-    assert late.error is not None and "TimeoutError: a socket" in late.error.message
-    assert failed.error is not None and isinstance(failed.error.to_exception(), StepFailed)
-    assert tripped.error is not None and "ValueError: tripped" in tripped.error.message
+    *failed, good = (await stream.pull(-1, 1)).results
+    messages = ("the step failed", "ValueError: tripped", "TimeoutError: a socket")
+    for result, message in zip(failed, messages, strict=True):
+        assert result.error is not None and message in result.error.message
+    assert failed[0].error is not None and isinstance(failed[0].error.to_exception(), StepFailed)
     assert good.answer is not None
 
 
@@ -238,26 +219,21 @@ async def test_each_frame_has_the_streams_latency_bound() -> None:
     assert all(bound is not None and 0 < bound <= 0.05 for bound in head.bounds)
 
 
-async def test_every_head_and_question_answers_each_frame() -> None:
-    head = Head()
-    questions = (TextQuestion("what ?", "cam", 4), TextQuestion("where ?"))
-    stream = make(head, heads=(("cam", "night"), ("signs", "kind")), questions=questions, drop="none")
+async def test_every_head_and_question_answers_each_frame_and_one_may_fail() -> None:
+    head, metrics = Head(), Metrics()
+    heads, questions = (
+        (("cam", "night"), ("signs", "kind")),
+        (TextQuestion("what ?", "cam", 4), TextQuestion("where ?")),
+    )
+    stream = make(head, heads=heads, questions=questions, drop="none")
     await send(stream, b"a", b"b")
     first, second = (await stream.pull(-1, 1)).results
-    asked = [(each.adapter, each.head, each.question, each.label) for each in first.answers]
-    assert asked == [
-        ("cam", "night", None, "a"),
-        ("signs", "kind", None, "a"),
-        ("cam", None, "what ?", "what"),
-        (None, None, "where ?", "where ?"),
+    assert [(each.adapter, each.head, each.question, each.label) for each in first.answers] == [
+        *(("cam", "night", None, "a"), ("signs", "kind", None, "a")),
+        *(("cam", None, "what ?", "what"), (None, None, "where ?", "where ?")),
     ]
     assert first.answer is not None and first.answer.label == "a" and first.error is None
     assert second.answers[1].label == "b" and head.num_read == 2, "the images of each frame are processed once"
-
-
-async def test_one_failing_question_leaves_the_others() -> None:
-    head = Head()
-    metrics = Metrics()
     heads = (("cam", "unknown"), ("cam", "night"))
     stream = make(head, metrics, heads=heads, questions=(TextQuestion("slow"),), max_latency_s=1.0, drop="none")
     await send(stream, b"a", b"fail")
@@ -290,7 +266,7 @@ async def test_end_answers_accepted_frames_and_cancel_frees_them() -> None:
     stream.end()
     with pytest.raises(BadRequest, match="has ended"):
         await stream.send(2, (b"c",), 0, no_bytes())
-    head.allow(b"a")
+    await head.allow(b"a")
     part = await stream.pull(-1, 1)
     assert labels(part.results) == [(0, "a")] and not part.finished
     waiting = asyncio.create_task(stream.pull(0, 5))
@@ -347,12 +323,8 @@ async def test_metrics_count_every_frame_at_its_start_and_end() -> None:
     await quick.pull(-1, 1)
     quick.cancel()
     counted = re.findall(rb"^vlora_frames_total\{outcome=\"(\w+)\"\} (\S+)$", metrics.render(None), re.MULTILINE)
-    assert {name.decode(): float(value) for name, value in counted if float(value)} == {
-        "dropped": 3,
-        "closed": 5,
-        "deadline_missed": 1,
-        "answered": 2,
-    }
+    outcomes = {"dropped": 3, "closed": 5, "deadline_missed": 1, "answered": 2}
+    assert {name.decode(): float(value) for name, value in counted if float(value)} == outcomes
     assert b"vlora_frames_taken_total 11.0" in metrics.render(None)
     assert b"vlora_frame_seconds_count 2.0" in metrics.render(None)
 
@@ -378,39 +350,27 @@ async def test_every_frame_releases_its_bytes_once(drop: str) -> None:
     if drop == "none":
         assert not await stream.send(8, (b"8",), 0, charge(256))
     assert budget.used == 0b11111111 - dropped
-    head.allow(b"1")
-    await settle()
+    await head.allow(b"1")
     assert budget.used & 0b10 == 0
     stream.cancel()
     await settle()
     assert budget.used == 0
 
 
-# -- while there is no engine ------------------------------------------------------------------------------------------
-
-
-async def test_the_newest_frame_waits_while_an_engine_starts() -> None:
+@pytest.mark.parametrize(("drop", "kept"), [("newest", [b"d"]), ("none", [b"a", b"b", b"c", b"d"])])
+async def test_frames_and_then_the_sender_wait_while_an_engine_starts(drop: str, kept: list[bytes]) -> None:
     head = Head(engine_starting=True)
-    stream = make(head)
-    await send(stream, b"a", b"b", b"c")
+    stream = make(head, drop=drop)
+    await send(stream, b"a", b"b", b"c", b"d")
     await settle()
-    assert head.requested == [] and stream.num_waiting == 1
+    assert head.requested == [] and stream.num_waiting == len(kept)
+    assert drop == "newest" or not await stream.send(4, (b"e",), 0.01, no_bytes())
     head.engine_starting = False
     stream.resume()
     await settle()
     results = (await stream.pull(-1, 5)).results
-    assert head.requested == [b"c"] and labels(results) == [(0, "dropped"), (1, "dropped"), (2, "c")]
-
-
-async def test_with_drop_none_frames_and_then_the_sender_wait_for_an_engine() -> None:
-    head = Head(engine_starting=True)
-    stream = make(head, drop="none")
-    await send(stream, b"a", b"b", b"c", b"d")
-    assert not await stream.send(4, (b"e",), 0.01, no_bytes())
-    head.engine_starting = False
-    stream.resume()
-    await settle()
-    assert head.requested == [b"a", b"b", b"c", b"d"]
+    assert head.requested == kept and len(results) == 4
+    assert labels(results) == [(n, each if each.encode() in kept else "dropped") for n, each in enumerate("abcd")]
 
 
 async def test_a_waiting_frame_fails_at_its_bound_while_an_engine_starts() -> None:

@@ -11,18 +11,22 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 
+from tests.cluster.in_process import LocalReplica, connecting
+from tests.cluster.running import QUICK, SECRET, asked, check, outputs_of
 from tests.processes import PATIENCE_S, until
 from tests.server.api import Api, image_part, running_api
 from tests.server.running import png, running_server
 from tests.server.scripted import ByteProcessor, ScriptedEngine, ScriptedInterface, write_adapter
 from tests.server.test_security import ADMIN, TOKENS, USER
 from tests.server.wires import WIRES, InProcess, Wire
-from tests.virtual_clock import VirtualClockLoop
 from vlora.client import AsyncClient, Client
-from vlora.client.values import Answer
+from vlora.cluster import members
+from vlora.cluster.cluster import Cluster
+from vlora.cluster.door import Address
 from vlora.config import EngineConfig, ServerConfig
 from vlora.errors import (
     Aborted,
@@ -33,14 +37,16 @@ from vlora.errors import (
     Disconnected,
     EngineDead,
     Forbidden,
-    OverCapacity,
     UnknownAdapter,
-    UnknownHead,
     UnknownReplica,
     VLoraError,
 )
+from vlora.routing import Router
 from vlora.server.frontend import FrontEnd
-from vlora.types import AdapterStatus, ErrorValue, Request, RequestOutput, SamplingParams
+from vlora.server.http.routes import make_app
+from vlora.server.security.access import Access
+from vlora.types import AdapterStatus, ErrorValue, Request, RequestOutput
+from vlora.types.replicas import DOWN, HIDDEN, AdapterPlace, ClusterStatus, ReplicaStatus
 
 PNG = png()
 ADAPTERS = {
@@ -80,8 +86,6 @@ def guarded_wire(request: pytest.FixtureRequest, guarded: Api) -> Callable[[str]
     return lambda token: WIRES[request.param](guarded._replace(token=token))
 
 
-# -- answers ----------------------------------------------------------------------------------------------------------
-
 ANSWERS: dict[str, tuple[str, int, dict[str, Any], tuple[str, str, int, int]]] = {
     "text": ("say:grün", 0, {}, ("grün", "stop", 9, 6)),
     "with images": ("say:fünf Bilder", 2, {}, ("fünf Bilder", "stop", 18, 13)),
@@ -108,21 +112,14 @@ def test_an_answer_is_the_same_over_each_wire(wire: Wire, name: str, stream: boo
     ("adapter", "name"),
     [("a+b", "a+b"), ("b + 0.5*a", "0.5*a+b"), ({"b": -0.3, "a": 0.7}, "0.7*a+-0.3*b"), ({"a": 1}, "a")],
 )
-def test_an_adapter_may_be_a_composition(wire: Wire, adapter: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    names: list[str | None] = []
-    add = ScriptedEngine.add
-
-    def recorded(self: ScriptedEngine, request: Request) -> None:
-        names.append(request.adapter)
-        add(self, request)
-
-    monkeypatch.setattr(ScriptedEngine, "add", recorded)
+def test_an_adapter_may_be_a_composition(wire: Wire, adapter: Any, name: str, requested: list[Request]) -> None:
     for stream in (False, True):
         assert wire.ask("say:x", adapter=adapter, stream=stream).text == "x"
-    assert names == [name] * 2
+    assert [request.adapter for request in requested] == [name] * 2
 
 
 # Prompt, images, fields, code, and part of the message.
+LATE = {"max_latency_s": 9.0, "max_ttft_s": 0.5, "priority": -3}
 ERRORS: dict[str, tuple[str, list[bytes], dict[str, Any], str, str]] = {
     "nothing": ("", [], {}, "bad_request", "the prompt is empty"),
     "only images": (" \n", [PNG], {}, "bad_request", "has images but no text, and the base model has no default"),
@@ -149,24 +146,12 @@ ERRORS: dict[str, tuple[str, list[bytes], dict[str, Any], str, str]] = {
     "half": ("say:x", [], {"adapter": "a+"}, "bad_request", "'' is no adapter's name; write a+b, or 0.7*a+0.3*b"),
     "twice": ("say:x", [], {"adapter": "a+a"}, "bad_request", "it names 'a' twice; give it one weight, as in 2*a"),
     "weight 0": ("say:x", [], {"adapter": "0*a+b"}, "bad_request", "weight of 'a' is 0; it must be from -100 to 100"),
-    "weight of text": (
-        "say:x",
-        [],
-        {"adapter": {"a": "2"}},
-        "bad_request",
-        "the weight of 'a' is of type str",
-    ),
+    "weight of text": ("say:x", [], {"adapter": {"a": "2"}}, "bad_request", "the weight of 'a' is of type str"),
     "weight": ("say:x", [], {"adapter": {"a": 1e300}}, "bad_request", "the weight of 'a' is 1e+300"),
     "nested": ("say:x", [], {"adapter": {"a+b": 1.0}}, "bad_request", "'a+b' is no adapter's name"),
     "a step fails": ("fail", [], {}, "step_failed", "the script says fail"),
     "a mistake": ("trip", [], {}, "error", "internal server error (ValueError"),
-    "too late": (
-        "overloaded",
-        [],
-        {"max_latency_s": 9.0, "max_ttft_s": 0.5, "priority": -3},
-        "deadline_unreachable",
-        "latency 9.0 ttft 0.5 -3",
-    ),
+    "too late": ("overloaded", [], LATE, "deadline_unreachable", "latency 9.0 ttft 0.5 -3"),
     "as late as it may": ("overloaded", [], {}, "deadline_unreachable", "latency None ttft None +0"),
 }
 
@@ -198,9 +183,6 @@ def test_a_dead_engine_is_reported_with_its_cause(wire: Wire, monkeypatch: pytes
     monkeypatch.setattr(wire.api.engine, "dead", "the engine process was killed by SIGKILL")
     with pytest.raises(EngineDead, match="SIGKILL"):
         wire.ask("say:x")
-
-
-# -- heads ------------------------------------------------------------------------------------------------------------
 
 
 def test_heads_answer_together_and_each_error_is_its_own(wire: Wire) -> None:
@@ -237,9 +219,6 @@ def test_boxes_of_a_detection_are_pixels_of_its_picture(api: Api) -> None:
         chosen = client.ask_head(pictures[:1], "tasks", "multi_label").chosen
     assert (box.label, box.left, box.top, box.right, box.bottom, box.image) == ("bright", 0, 5, 5, 20, 1)
     assert (count.count, values.values, values.deviations, chosen) == (1, (1.0, 1.0), (0.1, 0.2), (1,))
-
-
-# -- administration ---------------------------------------------------------------------------------------------------
 
 
 def test_adapters_are_loaded_pinned_listed_and_unloaded(wire: Wire, tmp_path: Path) -> None:
@@ -302,20 +281,23 @@ def test_stats_name_the_model_and_not_its_folder() -> None:
         assert "/folders" not in json.dumps(state)
 
 
-# -- tokens -----------------------------------------------------------------------------------------------------------
-
-
-def test_the_token_decides_the_tenant(
-    guarded_wire: Callable[[str], Wire], guarded: Api, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tenants: list[str | None] = []
+@pytest.fixture
+def requested(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+    """The requests that the engine gets."""
+    found: list[Request] = []
     add = ScriptedEngine.add
 
     def recorded(self: ScriptedEngine, request: Request) -> None:
-        tenants.append(request.tenant)
+        found.append(request)
         add(self, request)
 
     monkeypatch.setattr(ScriptedEngine, "add", recorded)
+    return found
+
+
+def test_the_token_decides_the_tenant(
+    guarded_wire: Callable[[str], Wire], guarded: Api, requested: list[Request]
+) -> None:
     for token in (USER, ADMIN):
         wire = guarded_wire(token)
         wire.ask("say:x")
@@ -324,7 +306,7 @@ def test_the_token_decides_the_tenant(
     with guarded._replace(token=USER).client() as client, client.open_stream(adapter="signs", head="night") as stream:
         stream.send(PNG)
         next(stream)
-    assert tenants == ["cameras"] * 3 + ["ops"] * 3 + ["cameras"]
+    assert [request.tenant for request in requested] == ["cameras"] * 3 + ["ops"] * 3 + ["cameras"]
 
 
 FOLDER, CAUSE = "/srv/my: adapters/signs", "no adapter_config.json; an adapter is a folder in PEFT's format"
@@ -370,26 +352,36 @@ def test_only_operators_see_paths_in_errors(
     assert result.error is not None and result.error.message == message and result.answers[0].error == result.error
 
 
+NOT_LEARNING, ONE_ENGINE = "no adapter of this server learns", "this server has one engine; start it with --replicas 2"
+
+
 def test_user_tokens_may_ask_and_admin_tokens_change(guarded_wire: Callable[[str], Wire], tmp_path: Path) -> None:
-    folder = write_adapter(tmp_path / "cam")
     user, admin = guarded_wire(USER), guarded_wire(ADMIN)
-    assert user.ask("say:x").text == "x" and len(user.do("adapters")) == 1 and user.do("trainings") == []
-    for call, args in (
-        ("load_adapter", ("cam", folder)),
-        ("unload_adapter", ("signs",)),
-        ("pin_adapter", ("signs", True)),
-        ("train", ("/plans/bad",)),
-        ("cancel_training", ("x",)),
+    assert user.ask("say:x").text == "x" and len(user.do("adapters")) == 1
+    # A call, its arguments, and the error for an administrator.
+    for call, args, error in (
+        ("load_adapter", ("cam", write_adapter(tmp_path / "cam")), None),
+        ("pin_adapter", ("cam", True), None),
+        ("unload_adapter", ("cam",), None),
+        ("train", ("/plans/spoiled",), None),
+        ("cancel_training", ("spoiled",), None),
+        *((f"{change}_replica", ("a",), ONE_ENGINE) for change in ("drain", "resume")),
+        ("scale", (2,), ONE_ENGINE),
+        ("promote", ("signs",), NOT_LEARNING),
+        ("roll_back", ("signs",), NOT_LEARNING),
     ):
         with pytest.raises(Forbidden, match="requires an admin token"):
             user.do(call, *args)
-    assert admin.do("load_adapter", "cam", folder)["pinned"] is False and admin.do("pin_adapter", "cam", True)["pinned"]
-    admin.do("unload_adapter", "cam")
-    with pytest.raises(UnknownReplica, match="this server has one engine; start it with --replicas 2 or"):
-        admin.do("cluster")
-
-
-# -- ends of requests -------------------------------------------------------------------------------------------------
+        if error is None:
+            admin.do(call, *args)
+        else:
+            with pytest.raises(VLoraError, match=error):
+                admin.do(call, *args)
+    for wire in (user, admin):
+        with pytest.raises(UnknownReplica, match=ONE_ENGINE):
+            wire.do("cluster")
+    # The files that a training's records were in are for operators.
+    assert [bool(each["bad"]) for wire in (user, admin) for each in wire.do("trainings")] == [False, True]
 
 
 def leave_http(api: Api, stream: bool) -> None:
@@ -477,153 +469,90 @@ def test_a_lost_server_is_reported_and_a_new_one_found() -> None:
         client.close()
 
 
-# -- the front end, in process ----------------------------------------------------------------------------------------
+DRAIN_A = "/v1/cluster/replicas/a/drain"
 
 
-def front_end(engine: ScriptedInterface | None = None, **settings: Any) -> FrontEnd:
-    return FrontEnd(engine or ScriptedInterface(), ByteProcessor(), ServerConfig(**settings))  # type: ignore[arg-type]
+def states(answer: Any) -> dict[str, str]:
+    return {each["name"]: each["state"] for each in answer["replicas"]}
 
 
-async def ask(front: FrontEnd, *args: Any, **kwargs: Any) -> tuple[list[str], Answer]:
-    *parts, answer = [part async for part in front.generate(*args, **kwargs)]
-    assert isinstance(answer, Answer)
-    return [str(part) for part in parts], answer
+async def test_replicas_are_drained_and_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    replicas = {0: LocalReplica(), 1: LocalReplica()}
+    monkeypatch.setattr(members, "connect", connecting(replicas))
+    cluster = Cluster(Router("round_robin"), SECRET, health=QUICK)
+    for port, name in enumerate("ab"):
+        await cluster.add(name, Address("127.0.0.1", port))
+    front_end = FrontEnd(cluster, ByteProcessor(), ServerConfig(), "base")  # type: ignore[arg-type]
+    transport = httpx.ASGITransport(make_app(front_end, "base", Access(())))  # type: ignore[arg-type]
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+
+        async def call(method: str, path: str, body: Any = None) -> tuple[int, Any]:
+            response = await client.request(method, path, json=body)
+            return response.status_code, response.json()
+
+        answering = asyncio.create_task(outputs_of(cluster, asked("r", 100)))
+        await asyncio.sleep(0.1)
+        status, answer = await call("GET", "/v1/cluster")
+        assert status == 200 and states(answer) == {"a": "serving", "b": "serving"}
+        assert answer["num_waiting"] == 0 and answer["scaling"] is None
+        assert cluster.where("r") == "a"
+        status, answer = await call("PUT", f"{DRAIN_A}?wait_s=0")
+        assert (status, answer["done"], states(answer)["a"]) == (202, False, "draining")
+        status, answer = await call("PUT", f"{DRAIN_A}?wait_s=10")
+        assert (status, answer["done"], answer["num_moves"]) == (200, True, 1)
+        check(asked("r", 100), await answering)
+        status, answer = await call("PUT", "/v1/cluster/replicas/b/drain")
+        assert status == 400 and answer["error"]["message"].startswith("no other replica than 'b' serves")
+        status, answer = await call("DELETE", DRAIN_A)
+        assert (status, answer["done"], states(answer)["a"]) == (200, True, "serving")
+        for method in ("PUT", "DELETE"):
+            status, answer = await call(method, "/v1/cluster/replicas/c/drain")
+            assert status == 404 and answer["error"] == {
+                **{"message": "there is no replica 'c'; the replicas are a, b", "code": "unknown_replica"},
+                **{"type": "invalid_request_error", "param": None},
+            }
+        status, answer = await call("PUT", "/v1/cluster/scale", {"replicas": 3})
+        assert status == 400 and answer["error"]["message"].endswith("their number cannot be changed here")
+    await front_end.close()
+    await cluster.close()
+    for replica in replicas.values():
+        replica.kill()
 
 
-async def test_text_streams_in_whole_characters_and_no_part_of_a_stop_string() -> None:
-    engine = ScriptedInterface()
-    front = front_end(engine)
-    assert (await ask(front, "say:grün", [PNG]))[0] == ["g", "r", "ü", "n"]
-    sampling = SamplingParams(stop=("END", "zzz"))
-    assert not any("E" in piece for piece in (await ask(front, "say:one END two", sampling=sampling))[0])
-    assert len(engine.engine.cancelled) == 1 and not engine.engine.running
-    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "say:yes"}]}]
-    assert (await ask(front, messages, [PNG]))[1].text == "yes"
+PLACE = AdapterPlace(
+    adapter="signs", replica="a", state="failed", version="", pinned=False, cause="/srv/signs: no adapter_config.json"
+)
 
 
-@pytest.mark.parametrize("prompt", ["never", "forever"])
-@pytest.mark.parametrize("whole", [False, True])
-async def test_every_request_has_a_time_limit(prompt: str, whole: bool) -> None:
-    engine = ScriptedInterface()
-    front = front_end(engine, request_timeout_s=0.2)
-    with pytest.raises(DeadlineMissed, match=r"not answered within 0\.2 s"):
-        await ask(front, prompt, sampling=SamplingParams(max_tokens=90_000), whole=whole)
-    assert len(engine.engine.cancelled) == 1 and not engine.engine.running and front.num_active == 0
+async def places() -> tuple[AdapterPlace, ...]:
+    return (PLACE,)
 
 
-def test_a_reader_that_is_slower_than_the_engine_has_the_time_limit_too() -> None:
-    class Ready(ScriptedInterface):
-        """Its outputs need no wait."""
-
-        async def generate(self, request: Request, until: float | None = None) -> AsyncIterator[RequestOutput]:
-            while True:
-                yield RequestOutput(request_id=request.request_id, token_ids=(ord("x"),))
-
-    async def main() -> None:
-        num_read = 0
-        with pytest.raises(DeadlineMissed):
-            async for _ in front_end(Ready(), request_timeout_s=10.0).generate("forever"):
-                num_read += 1
-                assert num_read < 100
-                await asyncio.sleep(1)
-        assert num_read == 11
-
-    with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
-        runner.run(main())
+NONE: dict[str, Any] = dict.fromkeys(("num_waiting", "num_deaths", "num_resubmitted", "num_moves"), 0)
+LOST = ReplicaStatus(name="a", state=DOWN, cause="/srv/model: no such folder", num_requests=0)
+STATUS = ClusterStatus(replicas=(LOST,), **NONE)
 
 
-async def test_requests_over_capacity_are_refused_until_others_end() -> None:
-    front = front_end(max_requests=2)
-    held = [front.generate("forever") for _ in range(2)]
-    for stream in held:
-        await anext(stream)
-    with pytest.raises(OverCapacity, match="2 requests are in progress"):
-        await ask(front, "say:x")
-    await held[0].aclose()  # type: ignore[attr-defined]
-    assert (await ask(front, "say:x"))[1].text == "x"
-    await held[1].aclose()  # type: ignore[attr-defined]
-    with pytest.raises(BadRequest, match=r"1000000 heads are asked; the number must be from 1 to 2"):
-        await front.ask_heads([PNG], [("cam", "night")] * 10**6)
+async def cluster_status() -> ClusterStatus:
+    return STATUS
 
 
-async def test_draining_refuses_new_requests_and_waits_for_old_ones() -> None:
-    front = front_end()
-    under_way = asyncio.create_task(ask(front, "say:" + "long " * 20))
-    await asyncio.sleep(0.02)
-    draining = asyncio.create_task(front.drain())
-    await asyncio.sleep(0)
-    with pytest.raises(OverCapacity, match="shutting down"):
-        await ask(front, "say:x")
-    await draining
-    assert under_way.done() and (await under_way)[1].text == "long " * 20
-
-
-async def test_a_load_completes_when_its_caller_is_cancelled(tmp_path: Path) -> None:
-    engine = ScriptedInterface()
-    read = asyncio.Event()
-    at_once = engine.load_adapter
-
-    async def slowly(name: str, path: str) -> AdapterStatus:
-        await read.wait()
-        return await at_once(name, path)
-
-    front = front_end(engine)
-    await front.adapters.load("cam", write_adapter(tmp_path / "cam", {"night": 1}))
-    await front.adapters.find_head("cam", "night")
-    engine.load_adapter = slowly  # type: ignore[method-assign]
-    good = asyncio.create_task(front.adapters.load("cam", write_adapter(tmp_path / "cam2", {"rain": 1})))
-    bad = asyncio.create_task(front.adapters.load("cam", str(tmp_path / "nothing")))
-    await asyncio.sleep(0)
-    for leaving in (good, bad):
-        leaving.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await leaving
-    assert await front.adapters.find_head("cam", "night"), "the new adapter is not read yet"
-    read.set()
-    await asyncio.sleep(0.01)
-    assert await front.adapters.find_head("cam", "rain"), "the old heads are no longer cached"
-    with pytest.raises(UnknownHead):
-        await front.adapters.find_head("cam", "night")
-
-
-async def test_pictures_of_several_heads_are_processed_once(tmp_path: Path) -> None:
-    processor = ByteProcessor()
-    front = FrontEnd(ScriptedInterface(), processor, ServerConfig())  # type: ignore[arg-type]
-    for name in ("cam", "signs"):
-        await front.adapters.load(name, write_adapter(tmp_path / name, {"kind": 2, "night": 2}))
-    pairs = [(adapter, head) for adapter in ("cam", "signs") for head in ("kind", "night")] + [("no", "no")]
-    outcomes = await front.ask_heads([png(20), png(30)], pairs)
-    assert [each.error and each.error.code for each in outcomes] == [None] * 4 + ["unknown_adapter"]
-    assert processor.num_processed == 2
-    outcomes = await front.ask_heads([png(20), png(30, size=(1001, 5))], pairs[:2])
-    rejected = "the image processor rejects the images: aspect ratio"
-    assert [each.error and each.error.message for each in outcomes] == [rejected] * 2
-    assert processor.num_processed == 4
-
-
-async def test_long_lists_of_names_are_shortened(tmp_path: Path) -> None:
-    front = front_end()
-    await front.adapters.load("cam", write_adapter(tmp_path / "cam", {"night": 1}))
-    folder = write_adapter(tmp_path / "signs", {"kind": 1})
-    for number in range(101):
-        await front.adapters.load(f"t{number:03}", folder)
-    with pytest.raises(UnknownAdapter, match=r"registered: cam, t000, .*, t018 and 82 more$"):
-        await front.ask_head([PNG], "zzz", "kind")
-    with pytest.raises(UnknownHead, match=r"belongs to adapter 't000', .*, 't019' and 81 more$"):
-        await front.ask_head([PNG], "cam", "kind")
-
-
-async def test_labels_are_those_of_the_adapter_version_that_answered(tmp_path: Path) -> None:
-    engine = ScriptedInterface()
-    front = front_end(engine)
-    status = await front.adapters.load("cam", write_adapter(tmp_path / "cam", {"night": 1}))
-    old = msgspec.structs.replace(status.heads[0], labels=("cat", "dog", "bird"))
-    current = engine.adapters
-
-    async def adapters() -> tuple[AdapterStatus, ...]:
-        engine.adapters = current  # type: ignore[method-assign]
-        return (msgspec.structs.replace(status, heads=(old,)),)  # the state before a reload
-
-    engine.adapters = adapters  # type: ignore[method-assign]
-    result = await front.ask_head([png(20)], "cam", "night")
-    assert (result.label, result.labels, len(result.scores)) == ("dark", ("dark", "bright"), 2)
+def test_user_tokens_see_no_causes_of_replicas_and_adapters() -> None:
+    with running_api(adapters={"signs": {}}, tokens=TOKENS) as api:
+        replicas = api.front_end.replicas
+        replicas.status = cluster_status  # type: ignore[method-assign]
+        replicas.adapters = places  # type: ignore[method-assign]
+        replicas._cluster = object()  # type: ignore[assignment] # noqa: SLF001
+        for token, cause, why in (
+            (USER, HIDDEN, "an admin token shows the reason"),
+            (ADMIN, "/srv/model: no such folder", PLACE.cause),
+        ):
+            mine = api._replace(token=token)
+            (replica,) = mine.call("GET", "/v1/cluster")[1]["replicas"]
+            assert (replica["state"], replica["cause"]) == (DOWN, cause)
+            (listed,) = [each for named in mine.call("GET", "/v1/adapters")[1]["data"] for each in named["replicas"]]
+            assert (listed["state"], listed["cause"]) == ("failed", why)
+        with api._replace(token=USER).client() as user, api._replace(token=ADMIN).client() as admin:
+            assert (admin.cluster(), user.cluster()) == (STATUS, STATUS.without_causes())
+            assert (admin.cluster_adapters(), user.cluster_adapters()) == ((PLACE,), (PLACE.without_cause(),))
+            assert "/srv" not in str(user.cluster_adapters())

@@ -167,6 +167,11 @@ class Http(Wire):
             "trainings": lambda: ("GET", "/v1/trainings", None),
             "cancel_training": lambda name: ("DELETE", f"/v1/trainings/{name}", None),
             "cluster": lambda: ("GET", "/v1/cluster", None),
+            "drain_replica": lambda name: ("PUT", f"/v1/cluster/replicas/{name}/drain", None),
+            "resume_replica": lambda name: ("DELETE", f"/v1/cluster/replicas/{name}/drain", None),
+            "scale": lambda number: ("PUT", "/v1/cluster/scale", {"replicas": number}),
+            "promote": lambda name: ("POST", f"/v1/learning/{name}/promote", {}),
+            "roll_back": lambda name: ("POST", f"/v1/learning/{name}/rollback", {}),
         }
         method, path, body = calls[name](*args, **options)
         found = self._checked(self.api.call(method, path, body))

@@ -1,0 +1,804 @@
+"""The front end in process: limits, ends, metrics, logs, adapters and their names, tenants, and errors of callers."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import logging
+import re
+import threading
+import unicodedata
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+from pydantic import ValidationError
+from transformers import AddedToken
+
+from fusion.plan.schema import DomainPlan
+from tests.families import build_model
+from tests.orchestrator.sample_requests import make_request
+from tests.processes import until
+from tests.processors import image_processor, tokenizer
+from tests.server.api import Api, data_url, running_api
+from tests.server.running import png
+from tests.server.scripted import ByteProcessor, Encoded, Processed, ScriptedEngine, ScriptedInterface, write_adapter
+from tests.server.test_security import ADMIN, TOKENS, USER
+from tests.virtual_clock import VirtualClockLoop
+from vlora import logging_format
+from vlora.cli.serve import named_adapters
+from vlora.client.values import Answer
+from vlora.cluster.nodes.plan import ClusterPlan
+from vlora.cluster.summary import failed_status, merged_stats
+from vlora.config import EngineConfig, ServerConfig, Token
+from vlora.engine import LocalEngine
+from vlora.errors import (
+    BadAdapter,
+    BadConfig,
+    BadRequest,
+    DeadlineMissed,
+    EngineDead,
+    OverCapacity,
+    UnknownAdapter,
+    UnknownHead,
+    VLoraError,
+)
+from vlora.learning.plan import LearningSettings
+from vlora.lora import AdapterRegistry
+from vlora.lora.peft_format import read_header
+from vlora.models.processing import InputProcessor
+from vlora.plan_files.fields import PlanModel
+from vlora.server import adapter_catalog
+from vlora.server.adapter_catalog import AdapterCatalog, prompt_warnings
+from vlora.server.frontend import FrontEnd
+from vlora.server.metrics import MAX_ADAPTERS, MAX_TENANTS, MAX_TRAININGS, LabelSlots, Metrics
+from vlora.server.security.public_errors import error_for, named, without_places
+from vlora.training.plan import TrainingPlan
+from vlora.types import AdapterStatus, EngineStats, ErrorValue, Request, RequestOutput, SamplingParams, TrainingStatus
+from vlora.types.composition import OTHER, name_problem
+
+PNG = png()
+
+
+def front_end(engine: ScriptedInterface | None = None, **settings: Any) -> FrontEnd:
+    return FrontEnd(engine or ScriptedInterface(), ByteProcessor(), ServerConfig(**settings))  # type: ignore[arg-type]
+
+
+async def ask(front: FrontEnd, *args: Any, **kwargs: Any) -> tuple[list[str], Answer]:
+    *parts, answer = [part async for part in front.generate(*args, **kwargs)]
+    assert isinstance(answer, Answer)
+    return [str(part) for part in parts], answer
+
+
+async def test_text_streams_in_whole_characters_and_no_part_of_a_stop_string() -> None:
+    engine = ScriptedInterface()
+    front = front_end(engine)
+    assert (await ask(front, "say:grün", [PNG]))[0] == ["g", "r", "ü", "n"]
+    sampling = SamplingParams(stop=("END", "zzz"))
+    assert not any("E" in piece for piece in (await ask(front, "say:one END two", sampling=sampling))[0])
+    assert len(engine.engine.cancelled) == 1 and not engine.engine.running
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "say:yes"}]}]
+    assert (await ask(front, messages, [PNG]))[1].text == "yes"
+
+
+@pytest.mark.parametrize("prompt", ["never", "forever"])
+@pytest.mark.parametrize("whole", [False, True])
+async def test_every_request_has_a_time_limit(prompt: str, whole: bool) -> None:
+    engine = ScriptedInterface()
+    front = front_end(engine, request_timeout_s=0.2)
+    with pytest.raises(DeadlineMissed, match=r"not answered within 0\.2 s"):
+        await ask(front, prompt, sampling=SamplingParams(max_tokens=90_000), whole=whole)
+    assert len(engine.engine.cancelled) == 1 and not engine.engine.running and front.num_active == 0
+
+
+def test_a_reader_that_is_slower_than_the_engine_has_the_time_limit_too() -> None:
+    class Ready(ScriptedInterface):  # its outputs need no wait
+        async def generate(self, request: Request, until: float | None = None) -> AsyncIterator[RequestOutput]:
+            while True:
+                yield RequestOutput(request_id=request.request_id, token_ids=(ord("x"),))
+
+    async def main() -> None:
+        num_read = 0
+        with pytest.raises(DeadlineMissed):
+            async for _ in front_end(Ready(), request_timeout_s=10.0).generate("forever"):
+                num_read += 1
+                assert num_read < 100
+                await asyncio.sleep(1)
+        assert num_read == 11
+
+    with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
+        runner.run(main())
+
+
+async def test_requests_over_capacity_are_refused_until_others_end() -> None:
+    front = front_end(max_requests=2)
+    held = [front.generate("forever") for _ in range(2)]
+    for stream in held:
+        await anext(stream)
+    with pytest.raises(OverCapacity, match="2 requests are in progress"):
+        await ask(front, "say:x")
+    await held[0].aclose()  # type: ignore[attr-defined]
+    assert (await ask(front, "say:x"))[1].text == "x"
+    await held[1].aclose()  # type: ignore[attr-defined]
+    with pytest.raises(BadRequest, match=r"1000000 heads are asked; the number must be from 1 to 2"):
+        await front.ask_heads([PNG], [("cam", "night")] * 10**6)
+
+
+async def test_draining_refuses_new_requests_and_waits_for_old_ones() -> None:
+    front = front_end()
+    under_way = asyncio.create_task(ask(front, "say:" + "long " * 20))
+    await asyncio.sleep(0.02)
+    draining = asyncio.create_task(front.drain())
+    await asyncio.sleep(0)
+    with pytest.raises(OverCapacity, match="shutting down"):
+        await ask(front, "say:x")
+    await draining
+    assert under_way.done() and (await under_way)[1].text == "long " * 20
+
+
+async def test_a_load_completes_when_its_caller_is_cancelled(tmp_path: Path) -> None:
+    engine = ScriptedInterface()
+    read = asyncio.Event()
+    at_once = engine.load_adapter
+
+    async def slowly(name: str, path: str) -> AdapterStatus:
+        await read.wait()
+        return await at_once(name, path)
+
+    front = front_end(engine)
+    await front.adapters.load("cam", write_adapter(tmp_path / "cam", {"night": 1}))
+    await front.adapters.find_head("cam", "night")
+    engine.load_adapter = slowly  # type: ignore[method-assign]
+    good = asyncio.create_task(front.adapters.load("cam", write_adapter(tmp_path / "cam2", {"rain": 1})))
+    bad = asyncio.create_task(front.adapters.load("cam", str(tmp_path / "nothing")))
+    await asyncio.sleep(0)
+    for leaving in (good, bad):
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+    assert await front.adapters.find_head("cam", "night"), "the new adapter is not read yet"
+    read.set()
+    await asyncio.sleep(0.01)
+    assert await front.adapters.find_head("cam", "rain"), "the old heads are no longer cached"
+    with pytest.raises(UnknownHead):
+        await front.adapters.find_head("cam", "night")
+
+
+async def test_pictures_of_several_heads_are_processed_once(tmp_path: Path) -> None:
+    processor = ByteProcessor()
+    front = FrontEnd(ScriptedInterface(), processor, ServerConfig())  # type: ignore[arg-type]
+    for name in ("cam", "signs"):
+        await front.adapters.load(name, write_adapter(tmp_path / name, {"kind": 2, "night": 2}))
+    pairs = [(adapter, head) for adapter in ("cam", "signs") for head in ("kind", "night")] + [("no", "no")]
+    outcomes = await front.ask_heads([png(20), png(30)], pairs)
+    assert [each.error and each.error.code for each in outcomes] == [None] * 4 + ["unknown_adapter"]
+    assert processor.num_processed == 2
+    outcomes = await front.ask_heads([png(20), png(30, size=(1001, 5))], pairs[:2])
+    rejected = "the image processor rejects the images: aspect ratio"
+    assert [each.error and each.error.message for each in outcomes] == [rejected] * 2
+    assert processor.num_processed == 4
+
+
+async def test_long_lists_of_names_are_shortened(tmp_path: Path) -> None:
+    front = front_end()
+    await front.adapters.load("cam", write_adapter(tmp_path / "cam", {"night": 1}))
+    folder = write_adapter(tmp_path / "signs", {"kind": 1})
+    for number in range(101):
+        await front.adapters.load(f"t{number:03}", folder)
+    with pytest.raises(UnknownAdapter, match=r"registered: cam, t000, .*, t018 and 82 more$"):
+        await front.ask_head([PNG], "zzz", "kind")
+    with pytest.raises(UnknownHead, match=r"belongs to adapter 't000', .*, 't019' and 81 more$"):
+        await front.ask_head([PNG], "cam", "kind")
+
+
+async def test_labels_are_those_of_the_adapter_version_that_answered(tmp_path: Path) -> None:
+    engine = ScriptedInterface()
+    front = front_end(engine)
+    status = await front.adapters.load("cam", write_adapter(tmp_path / "cam", {"night": 1}))
+    old = msgspec.structs.replace(status.heads[0], labels=("cat", "dog", "bird"))
+    current = engine.adapters
+
+    async def adapters() -> tuple[AdapterStatus, ...]:
+        engine.adapters = current  # type: ignore[method-assign]
+        return (msgspec.structs.replace(status, heads=(old,)),)  # the state before a reload
+
+    engine.adapters = adapters  # type: ignore[method-assign]
+    result = await front.ask_head([png(20)], "cam", "night")
+    assert (result.label, result.labels, len(result.scores)) == ("dark", ("dark", "bright"), 2)
+
+
+def series(text: str) -> dict[str, float]:
+    """The metrics in a scraper's view, by name and label values."""
+    return {
+        " ".join((sample.name.removeprefix("vlora_"), *sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def scraped(api: Api) -> dict[str, float]:
+    return series(api.call("GET", "/metrics")[1])
+
+
+def within(found: Mapping[str, float], expected: Mapping[str, float]) -> bool:
+    assert {name: found.get(name) for name in expected} == expected
+    return True
+
+
+def test_requests_tokens_and_times_are_counted_by_adapter_and_outcome() -> None:
+    with running_api(adapters={"cam": {"night": 1}, "signs": {"night": 1}}) as api:
+        # A series exists before its first event; otherwise the first event is no increase.
+        assert within(
+            scraped(api),
+            {
+                **dict.fromkeys(("engine_up", "server_info base 0.1.0"), 1),
+                **dict.fromkeys(("requests_active", "requests_total base engine_dead", "frames_total dropped"), 0),
+                **dict.fromkeys(("engine_steps_total mixed", "requests_total signs step_failed"), 0),
+                "adapter_loads_total signs": 0,
+            },
+        )
+        assert api.chat("say:four", n=2)[0] == 200 and api.chat("")[0] == 400
+        api.chat("forever", stream=True, max_tokens=5)
+        assert api.chat("say:four", model="cam")[0] == 200 and api.chat("fail", model="signs")[0] == 500
+        assert api.chat("say:x", model="absent")[0] == 404
+        assert api.call("POST", "/v1/heads/cam/night", {"images": [data_url(png())]})[0] == 200
+        with api.client() as client:
+            assert "".join(client.stream("say:x", adapter="signs")) == "x"
+        after = scraped(api)
+        counts = {"time_to_first_token", "time_per_output_token", "request_queue"}
+        assert within(
+            after,
+            {
+                "requests_total base ok": 2,
+                "requests_total base bad_request": 1,
+                **{f"{name}_seconds_count base": 3 for name in counts},
+                "tokens_total base completion": 2 * 5 + 5,
+                **dict.fromkeys(("requests_active", "queue_requests running", "requests_total signs cancelled"), 0),
+                "requests_total cam ok": 2,
+                "tokens_total cam completion": 5,
+                "request_seconds_count cam": 2,
+                "requests_total signs step_failed": 1,
+                "requests_total signs ok": 1,
+                "request_seconds_count signs": 1,
+                "requests_total unknown unknown_adapter": 1,
+            },
+        )
+        assert not any("absent" in name for name in after) and after["engine_steps_total unmerged"] > 0
+        for name in (
+            *("switches_total", "arena_bytes kv", "arena_bytes adapters", "vision_cache_total hit", "streams_open"),
+            *("encoded_patches_total", "encode_seconds_total", "adapter_requests_total hit", "frames_taken_total"),
+            *("engine_prompt_tokens_total reused", "highest_credit_seconds", "engine_restarts_total"),
+        ):
+            assert name in after
+        api.engine.dead = "killed"
+        assert within(scraped(api), {"engine_up": 0, "requests_total base ok": 2})
+
+
+def test_compositions_have_one_series() -> None:
+    with running_api(adapters={"a": {}, "b": {}}) as api:
+        for number in range(1, 2 * MAX_ADAPTERS):
+            assert api.chat("say:x", model={"a": 1 + number / 1000, "b": 1})[0] == 200
+        assert api.chat("say:x", model="1.0*a")[0] == 200 and api.chat("fail", model="a+b")[0] == 500
+        found = scraped(api)
+        labels = {name.split()[1] for name in found if name.startswith("requests_total ")}
+        assert labels == {"base", "unknown", "composed", "other", "a", "b"}
+        ok = {"requests_total composed ok": 2 * MAX_ADAPTERS - 1, "requests_total a ok": 1}
+        assert within(found, ok | {"requests_total composed step_failed": 1})
+
+
+def test_names_beyond_the_limit_count_as_other_until_they_are_busier() -> None:
+    evicted: list[str] = []
+    slots = LabelSlots(2, evicted.append)
+    assert [slots.label(name) for name in ("a", "b", "c", "a")] == ["a", "b", OTHER, "a"]
+    busy = [slots.label("c") for _ in range(10)]
+    assert busy[0] == OTHER and busy[-1] == "c" and evicted == ["b"]
+    assert slots.label("b") == OTHER == slots.current_label("b") and slots.current_label("a") == "a"
+    alternating = LabelSlots(1, evicted.append)
+    for _ in range(10_000):
+        alternating.label("a")
+        alternating.label("b")
+    assert len(evicted) <= 2, "two equally busy names do not alternate"
+    slots = LabelSlots(1, evicted.append)
+    for _ in range(20_000):
+        slots.label("old")
+    labels = [slots.label("new") for _ in range(60_000)]
+    assert labels[0] == OTHER and labels[-1] == "new", "a name without recent requests loses its slot"
+
+
+@given(st.lists(st.sampled_from("abcdef"), max_size=300), st.integers(1, 3))
+def test_labels_are_bounded_and_counters_only_increase(names: list[str], limit: int) -> None:
+    found: Counter[str] = Counter()
+
+    def forget(name: str) -> None:
+        found.pop(name)
+
+    slots = LabelSlots(limit, forget)
+    for name in names:
+        before = dict(found)
+        found[slots.label(name)] += 1
+        assert all(found[label] >= count for label, count in before.items() if label in found)
+        assert len(found.keys() - {OTHER}) <= limit
+
+
+@pytest.mark.slow
+def test_a_thousand_adapters_and_tenants_make_few_series() -> None:
+    metrics = Metrics("base", "0")
+    few = len(metrics.render(None).splitlines())
+    metrics.expect(f"early{number}" for number in range(1000))
+    for number in range(1000):
+        for _ in range(1 + number // 100):
+            request = make_request("r", f"adapter{number}", tenant=f"tenant{number}")
+            metrics.answered(request, total_s=1.0, first_s=0.5, queue_s=0.1, num_completion=4)
+            metrics.count("ok", f"adapter{number}", f"tenant{number}")
+    text = metrics.render(None).decode()
+    for label, most in (("adapter", MAX_ADAPTERS + 4), ("tenant", MAX_TENANTS + 1)):
+        parts = (line.partition(f'{label}="')[2] for line in text.splitlines())
+        assert len({part.partition('"')[0] for part in parts if part}) <= most
+    assert len(text.splitlines()) < few + 150 * MAX_ADAPTERS
+
+
+def stats_with(*trainings: TrainingStatus, **fields: Any) -> EngineStats:
+    stats = ScriptedEngine(EngineConfig(model="scripted")).stats()
+    return msgspec.structs.replace(stats, trainings=trainings, **fields)
+
+
+RUNNING = TrainingStatus(name="signs", state="running", step=3, num_steps=9, num_tokens=70, loss=0.25, seconds=1.5)
+NEW = TrainingStatus(name="cars", state="running", step=0, num_steps=9)
+
+
+def test_trainings_and_clients_of_the_base_model_have_series() -> None:
+    base = {"num_base_clients": 2, "num_base_calls": 30, "num_base_rows": 900, "base_s": 1.5}
+    found = series(Metrics().render(stats_with(RUNNING, NEW, **base)).decode())
+    training = {"training_steps_total": 3, "training_tokens_total": 70, "training_seconds_total": 1.5}
+    assert within(
+        found,
+        {f"{name} signs": value for name, value in (training | {"training_loss": 0.25}).items()}
+        | {"training_steps_total cars": 0, "trainings running": 2, "trainings failed": 0}
+        | {"base_clients": 2, "base_calls_total": 30, "base_rows_total": 900, "base_seconds_total": 1.5},
+    )
+    assert "training_loss cars" not in found, "it has no loss yet"
+    many = [TrainingStatus(name=f"t{n}", state="failed", step=0, num_steps=1) for n in range(MAX_TRAININGS + 9)]
+    found = series(Metrics().render(stats_with(*many)).decode())
+    assert found["trainings failed"] == MAX_TRAININGS + 9
+    assert sum(name.startswith("training_steps_total ") for name in found) == MAX_TRAININGS
+    assert merged_stats([stats_with(RUNNING), stats_with(), stats_with(NEW)]).trainings == (RUNNING, NEW)
+
+
+FORM = "a name has 1 to 128 printable characters, no @, +, * or slash"
+LABEL = "metrics count other requests under the label"
+APART = "it has letters and accents as separate characters ("
+
+LABELS = ("base", "other", "composed", "unknown")
+NAMES: dict[str, str | None] = {
+    **dict.fromkeys(LABELS, LABEL),
+    **dict.fromkeys(("", " ", " a", "a ", "x" * 129, ".", "..", ".hidden", "..data", "a/b", "../a", "a\\b"), FORM),
+    **dict.fromkeys(("a@b", "a+b", "0.5*a", "*", "a\nb", "a\x00", "a\ud800"), FORM),
+    "a\u200bb": FORM,  # without width
+    "\u202eab": FORM,  # written from right to left
+    "a\u00a0b": FORM,  # a space that does not break
+    "cafe\u0301": APART,  # as macOS writes names of files
+    "\uff42ase": None,  # a wide b, as of Chinese keyboards
+    "Base": None,  # labels of metrics have a case
+    **dict.fromkeys(("x" * 128, "\u533b\u7597\uff08v2\uff09", "\u00b5-net", "caf\u00e9", "\u8eca", "default", "none")),
+    **dict.fromkeys(("lost", "a b", "a:b", "a=b", "0.7", "-", "checkpoint-500")),
+}
+
+
+@pytest.mark.parametrize("name", NAMES, ids=ascii)
+def test_each_name_is_accepted_or_refused_with_its_reason(name: str) -> None:
+    problem, want = name_problem(name), NAMES[name]
+    assert (problem is None) == (want is None) and (want or "") in (problem or "")
+    if want == APART:
+        assert problem is not None and ascii(unicodedata.normalize("NFC", name)) in problem
+
+
+def in_catalog(name: str, folder: Path) -> None:
+    catalog = AdapterCatalog(None, Metrics(), "model", None)  # type: ignore[arg-type]
+    asyncio.run(catalog.load(name, str(folder)))
+
+
+def in_registry(name: str, folder: Path) -> None:
+    AdapterRegistry({}, None, 64).register({name: str(folder)})  # type: ignore[arg-type]
+
+
+def on_command_line(name: str, folder: Path) -> None:
+    named_adapters((f"{name}={folder}",), None)
+
+
+def in_folder(name: str, folder: Path) -> None:
+    (folder / name).mkdir()
+    (folder / name / "adapter_config.json").write_text("{}")
+    named_adapters((), folder)
+
+
+def in_plans(name: str, folder: Path) -> None:
+    named = {"name": name}
+    plans: list[tuple[type[PlanModel], dict[str, Any]]] = [
+        (DomainPlan, named),
+        (TrainingPlan, named),
+        (LearningSettings, named),
+        (ClusterPlan, {"adapters": {name: "folder"}}),
+    ]
+    reasons = []
+    for plan, fields in plans:
+        with pytest.raises(ValidationError) as caught:  # of this and of the missing fields
+            plan.model_validate(fields)
+        reasons += [str(error["msg"]) for error in caught.value.errors() if name in (*error["loc"], error["input"])]
+    assert len(reasons) == len(plans) and len(set(reasons)) == 1
+    raise BadAdapter(reasons[0])
+
+
+@pytest.mark.parametrize("entry", [in_catalog, in_registry, on_command_line, in_folder, in_plans])
+@pytest.mark.parametrize("name", LABELS)
+def test_labels_of_metrics_are_refused_at_every_entry(
+    entry: Callable[[str, Path], None], name: str, tmp_path: Path
+) -> None:
+    with pytest.raises(BadAdapter, match=re.escape(f"{LABEL} {name!r}")):
+        entry(name, tmp_path)
+
+
+def test_a_token_is_not_named_as_all_others_in_metrics() -> None:
+    with pytest.raises(BadConfig, match="token 'other' has the label of all other tokens in metrics"):
+        Token(name="other", secret="0123456789abcdef")
+
+
+class Listing:
+    """An engine with one adapter, which has failed."""
+
+    def __init__(self) -> None:
+        self.num_lists = 0
+        self.error = "broken"
+
+    async def adapters(self) -> tuple[AdapterStatus, ...]:
+        self.num_lists += 1
+        return (failed_status("signs", self.error),)
+
+
+async def test_requests_of_a_failed_adapter_do_not_list_all_adapters_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Listing()
+    catalog = AdapterCatalog(engine, Metrics(), "base", None)  # type: ignore[arg-type]
+    monkeypatch.setattr(adapter_catalog, "ERROR_S", 1000.0)
+    for _ in range(100):
+        assert (await catalog.get("signs")).error == "broken"
+    assert engine.num_lists == 1
+    monkeypatch.setattr(adapter_catalog, "ERROR_S", 0.0)
+    engine.error = "other"
+    assert (await catalog.get("signs")).error == "other"
+
+
+TEMPLATE, MORE_TOKENS, IMAGES = "another chat template", "other tokens", "image processor has another"
+TOKENIZER = "tokenizer_config.json"
+OWN = "{{ 'Q: ' + messages[0].content[0].text + ' A:' }}"
+
+
+@pytest.fixture(scope="module")
+def processor() -> InputProcessor:
+    return InputProcessor(build_model("qwen2_vl").config, tokenizer(), image_processor("qwen2_vl"))
+
+
+def text_of(name: str, text: Callable[[InputProcessor], str]) -> Callable[[InputProcessor, Path], Any]:
+    return lambda base, folder: (folder / name).write_text(text(base))
+
+
+def json_of(name: str, value: Callable[[InputProcessor], Any]) -> Callable[[InputProcessor, Path], Any]:
+    return text_of(name, lambda base: json.dumps(value(base)))
+
+
+def several(*templates: str | None) -> Callable[[InputProcessor, Path], Any]:
+    """Names, each followed by its template; None for the base model's."""
+    pairs = tuple(zip(templates[::2], templates[1::2], strict=True))
+    return json_of(
+        TOKENIZER,
+        lambda base: {"chat_template": [{"name": name, "template": own or template(base)} for name, own in pairs]},
+    )
+
+
+def copied(base: InputProcessor, folder: Path) -> None:
+    """As trainers save it."""
+    base.tokenizer.save_pretrained(folder)
+    base.image_processor.save_pretrained(folder)
+
+
+def with_tokens(base: InputProcessor, folder: Path) -> None:
+    copied(base, folder)
+    tokens = type(base.tokenizer).from_pretrained(folder)
+    tokens.add_tokens([AddedToken("<action>"), AddedToken("<stop>", special=True)])
+    tokens.save_pretrained(folder)
+
+
+def template(base: InputProcessor) -> str:
+    return str(base.tokenizer.chat_template)
+
+
+def pixels(base: InputProcessor) -> dict[str, Any]:
+    fields = json.loads(base.image_processor.to_json_string())
+    return fields | {"size": {"shortest_edge": 16, "longest_edge": 32 * 32}}
+
+
+FOLDERS: dict[str, tuple[Callable[[InputProcessor, Path], Any], str | None]] = {
+    "nothing": (lambda base, folder: None, None),
+    "a copy": (copied, None),
+    "a copy of the template": (text_of("chat_template.jinja", template), None),
+    "with a line end": (text_of("chat_template.jinja", lambda base: template(base) + "\n"), None),
+    "in the tokenizer's": (json_of(TOKENIZER, lambda base: {"chat_template": template(base)}), None),
+    "among several": (several("tool_use", OWN, "default", None), None),
+    "another template": (text_of("chat_template.jinja", lambda _: OWN), TEMPLATE),
+    "another in the tokenizer's": (json_of(TOKENIZER, lambda _: {"chat_template": OWN}), TEMPLATE),
+    "another in the processor's": (json_of("chat_template.json", lambda _: {"chat_template": OWN}), TEMPLATE),
+    "another of several": (several("default", OWN), TEMPLATE),
+    "further tokens": (with_tokens, f"{MORE_TOKENS} than the base model's: '<action>', '<stop>'"),
+    "further tokens of before": (json_of("added_tokens.json", lambda _: {"<s>": 1, "<action>": 9}), "'<action>'"),
+    "moved tokens": (
+        json_of(TOKENIZER, lambda _: {"added_tokens_decoder": {"1": {"content": "</s>"}}}),
+        f"{MORE_TOKENS} than the base model's: '</s>'",
+    ),
+    "other pictures": (json_of("preprocessor_config.json", pixels), f"{IMAGES} size"),
+    "of a processor": (
+        json_of("processor_config.json", lambda base: {"image_processor": pixels(base)}),
+        f"{IMAGES} size",
+    ),
+    "no JSON": (text_of(TOKENIZER, lambda _: "{"), "cannot be compared with the base model's"),
+    "no text": (lambda _, folder: (folder / "chat_template.jinja").write_bytes(b"\xff"), "cannot be compared"),
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_difference_is_reported_and_a_copy_is_not(
+    name: str, processor: InputProcessor, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make, want = FOLDERS[name]
+    make(processor, tmp_path)
+    with caplog.at_level(logging.WARNING):
+        found = prompt_warnings("signs", tmp_path, processor)
+    assert len(found) == (want is not None) and all(want is not None and want in each for each in found)
+    assert [record.getMessage() for record in caplog.records] == [f"adapter 'signs': {each}" for each in found]
+
+
+def test_a_copy_of_the_tokenizer_s_template_is_silent_where_the_processor_has_another(
+    processor: InputProcessor, tmp_path: Path
+) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    tokens = tokenizer()
+    for folder in (base, adapter):
+        tokens.save_pretrained(folder)
+    tokens = type(tokens).from_pretrained(base)
+    tokens.chat_template = OWN  # the processor's
+    used = InputProcessor(processor.config, tokens, processor.image_processor)
+    assert prompt_warnings("signs", adapter, used) == ()
+    (adapter / "chat_template.jinja").write_text("a third")
+    assert len(prompt_warnings("signs", adapter, used)) == 1
+
+
+async def test_answers_to_a_load_and_lists_have_the_warnings(processor: InputProcessor, tmp_path: Path) -> None:
+    plain, own = tmp_path / "plain", tmp_path / "own"
+    for folder in (plain, own):
+        write_adapter(folder)
+    (own / "chat_template.jinja").write_text(OWN)
+    catalog = AdapterCatalog(ScriptedInterface(), Metrics(), "model", processor)  # type: ignore[arg-type]
+
+    async def warned() -> list[str]:
+        return [status.name for status in await catalog.list() if TEMPLATE in "".join(status.warnings)]
+
+    await catalog.register({"a": str(own), "b": str(plain)})
+    assert await warned() == ["a"]
+    assert TEMPLATE in (await catalog.load("c", str(own))).warnings[0]
+    assert TEMPLATE in (await catalog.pin("c", True)).warnings[0]
+    assert await warned() == ["a", "c"]
+    await catalog.unload("c")
+    assert not (await catalog.load("c", str(plain))).warnings
+    assert await warned() == ["a"]
+
+
+@pytest.fixture
+def loggers() -> Iterator[None]:
+    """Put the loggers back."""
+    found = [logging.getLogger(name) for name in ("vlora", "uvicorn", "asyncio")]
+    before = [(logger.handlers, logger.level, logger.propagate) for logger in found]
+    yield
+    for logger, (handlers, level, propagate) in zip(found, before, strict=True):
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
+
+
+def test_nothing_is_logged_by_default(loggers: None, capsys: pytest.CaptureFixture[str]) -> None:
+    logging_format.configure({})
+    with running_api() as api:
+        assert api.chat("say:x")[0] == 200
+    assert capsys.readouterr().err == ""
+    logging.getLogger("vlora.server").warning("odd %s", "thing")
+    assert re.fullmatch(
+        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00 warning vlora\.server: odd thing\n", capsys.readouterr().err
+    )
+    logging_format.configure({logging_format.LEVEL_VARIABLE: "shouting"})
+    assert logging.getLogger("vlora").level == logging.WARNING
+
+
+def test_a_log_line_for_each_request_without_its_text(loggers: None, capsys: pytest.CaptureFixture[str]) -> None:
+    logging_format.configure({logging_format.LEVEL_VARIABLE: "info"})
+    token = "a-token-of-somebody"
+    with running_api(tokens=(Token(name="u", secret=token),)) as api:
+        mine = api._replace(token=token)
+        assert mine.chat("say:private")[0] == 200
+        assert mine.chat("")[0] == 400
+    written = capsys.readouterr().err
+    first, second = [line for line in written.splitlines() if "vlora.server.frontend" in line]
+    assert re.search(r"info vlora\.server\.frontend: a request ended outcome=ok seconds=\d\S* choices=1$", first)
+    assert "outcome=bad_request" in second
+    assert "private" not in written and token not in written
+
+
+def test_json_lines_carry_fields_and_tracebacks(loggers: None, capsys: pytest.CaptureFixture[str]) -> None:
+    logging_format.configure({logging_format.LEVEL_VARIABLE: "info", logging_format.JSON_VARIABLE: "1"})
+    log = logging.getLogger("vlora.engine")
+    log.info("loaded", extra={"fields": {"adapter": 'a"b', "seconds": 0.5}})
+    try:
+        raise RuntimeError("two\nlines")
+    except RuntimeError:
+        log.exception("failed")
+    loaded, failed = map(json.loads, capsys.readouterr().err.splitlines())
+    fields = {"level": "info", "logger": "vlora.engine", "message": "loaded", "adapter": 'a"b', "seconds": 0.5}
+    assert {name: loaded[name] for name in fields} == fields
+    assert failed["level"] == "error" and "RuntimeError: two\nlines" in failed["traceback"]
+
+
+def test_internal_errors_are_json_lines_too(
+    loggers: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logging_format.configure({logging_format.JSON_VARIABLE: "1"})
+    with running_api() as api:
+        monkeypatch.setattr(api.front_end, "read_metrics", None)
+        status, answer = api.call("GET", "/metrics")
+        assert status == 500 and answer["error"]["message"].startswith("internal server error (TypeError)")
+    (line,) = map(json.loads, capsys.readouterr().err.splitlines())
+    assert (line["level"], line["logger"]) == ("error", "uvicorn.error") and "TypeError" in line["traceback"]
+
+
+FOLDER = "/srv/my: adapters/signs"
+CAUSE = "no adapter_config.json; an adapter is a folder in PEFT's format"
+FAILURE = ErrorValue("bad_adapter", f"{FOLDER}: {CAUSE}")
+SHOWN = f"adapter 'signs': {CAUSE}"
+WHOLE = f"adapter 'signs': {FOLDER}: {CAUSE}"
+
+
+ODD = ("plain", "with spaces", "a: b", "it's", 'quote"s', "(1); x", "ünï-code", "a b/c: d")
+
+
+@pytest.mark.parametrize("folder", ODD)
+def test_errors_of_files_show_no_folder(folder: str, tmp_path: Path) -> None:
+    path = tmp_path / folder
+
+    def error() -> str:
+        with pytest.raises(BadAdapter) as caught:
+            read_header(path, {}, 8)
+        return str(caught.value)
+
+    def check(cause: str) -> None:
+        message = error()
+        assert str(path) in message  # the control
+        for prefix in ("", "adapter 'x': ", "replica 'replica-0': ", "replica 'it\\'s': adapter \"y's\": "):
+            shown = without_places(prefix + message)
+            assert shown.startswith(prefix) and shown.endswith(cause) and "/" not in shown.removeprefix(prefix)
+
+    check("no adapter_config.json; there is no such folder")
+    path.mkdir(parents=True)
+    check("no adapter_config.json; an adapter is a folder in PEFT's format")
+    (path / "adapter_config.json").write_text("{")
+    check(error().rpartition(": is not JSON: ")[2])
+    (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4}))
+    check("no adapter_model.safetensors; pickled weights (.bin) are not supported, save as safetensors")
+
+
+ENDED = "the engine ended with code -9: runner.cpp:123, rank 1:2"
+SHAPES = "layer 'visual.blocks.0' has shapes (3, 4) and/or (4, 3)"
+REFUSED = "[Errno 111] Connect call failed"
+PLACES = {
+    "rel/ative: no such file": "no such file",
+    "gone: [Errno 2] No such file: '/srv/a b/c.json'": "gone: [Errno 2] No such file: 'c.json'",
+    "reading failed (No such file: /srv/a b/c.json)": "reading failed (No such file: c.json)",
+    SHAPES: SHAPES,
+    "see https://a.example/b/c": "see https://a.example/b/c",
+    "see https://a.example/b: no file '/srv/a b/c'": "see https://a.example/b: no file 'c'",
+    "no file '/srv/a b/c'; see https://a.example/b/c": "no file 'c'; see https://a.example/b/c",
+    "": "",
+    f"no replica at 10.0.0.2:7001: {REFUSED} ('10.0.0.2', 7001)": f"no replica at [address]: {REFUSED} [address]",
+    "a: [fe80::1%eth0]:7001 did not; b: gpu-a.example:7001 did not": "a: [address] did not; b: [address] did not",
+    "Connect call failed ('::1', 7001, 0, 0)": "Connect call failed [address]",
+    ENDED: ENDED,
+    "adapter '10.0.0.2:7001': no such file": "adapter '10.0.0.2:7001': no such file",
+}
+
+
+def test_paths_and_addresses_within_a_message_are_for_admins() -> None:
+    user, admin, _ = TOKENS
+    for message, shown in PLACES.items():
+        assert without_places(message) == shown
+        dead = EngineDead(message)
+        assert str(error_for(dead, user)) == shown and error_for(dead, admin) is error_for(dead, None) is dead
+
+    # The caller's own words stay, and the adapter is named once.
+    error = BadRequest("image 0: /home/me/a.png is no URL", field="images")
+    assert not user.admin and error_for(error, user) is error
+    internal = VLoraError("internal server error (OSError: /srv/x); see the server log")
+    assert str(error_for(internal, user)) == "internal server error (OSError: x); see the server log"
+    assert str(named(FAILURE, "signs")) == WHOLE
+    assert str(named(ErrorValue("bad_adapter", SHOWN), "signs")) == SHOWN
+    assert str(named(FAILURE, None)) == FAILURE.message
+
+
+@pytest.mark.parametrize("tokens", [TOKENS, ()])
+def test_health_checks_show_no_places_where_there_are_tokens(tokens: tuple[Token, ...]) -> None:
+    """They need none. Without tokens the server is for its operator only."""
+
+    async def stats() -> EngineStats:
+        raise EngineDead("a: no connection to a replica at 10.0.0.2:7001; /srv/x: no such file")
+
+    with running_api(tokens=tokens) as api:
+        api.engine.stats = stats  # type: ignore[method-assign]
+        for path in ("/health", "/ready"):
+            status, answer = api._replace(token=None).call("GET", path)
+            assert status == 503 and ("10.0.0.2" in str(answer) or "/srv" in str(answer)) == (not tokens)
+            assert "no such file" in str(answer)
+
+
+class SmallVocabulary(ByteProcessor):
+    """Bytes as token ids, valid for any model."""
+
+    def encode_processed(self, prompt: str, images: Processed) -> Encoded:
+        return Encoded(tuple(3 + byte % 32 for byte in prompt.encode()), (), ())
+
+
+def finished_by_the_crowd_when_the_guest_is_answered(tenant_weight: tuple[str, ...]) -> int:
+    """One tenant requests 16 answers of 40 tokens at once, then a guest requests one."""
+    config = EngineConfig(
+        model="llava",
+        arena_bytes=64 * 2**20,
+        max_context=128,
+        max_batch_size=2,
+        max_step_tokens=64,
+        theta_s=100.0,  # so that a long wait does not override shares
+        tenant_weight=tenant_weight,
+    )
+    engine = LocalEngine(config, model=build_model("llava"))
+
+    def stats(api: Api) -> Any:
+        return api.on_loop(api.front_end.stats())
+
+    with running_api(engine, SmallVocabulary(), tokens=TOKENS, max_requests=64) as api:
+        crowd, guest = api._replace(token=USER), api._replace(token=ADMIN)
+        answers: list[Any] = []
+        flood = threading.Thread(target=lambda: answers.append(crowd.chat("many", n=16, max_tokens=40)))
+        flood.start()
+        until(lambda: stats(api).num_waiting >= 12)
+        status, answer = guest.chat("one", max_tokens=4)
+        finished = stats(api).num_finished - 1
+        assert status == 200 and answer["usage"]["completion_tokens"] >= 1
+        flood.join()
+        status, answer = answers[0]
+        assert status == 200 and len(answer["choices"]) == 16, "no request of the first tenant is refused"
+        assert answer["usage"]["completion_tokens"] >= 320, "the answers are not short"
+    return finished
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("weights", "least", "most"), [(("*=1",), 0, 7), pytest.param((), 10, 15, marks=pytest.mark.exhaustive)]
+)
+def test_many_requests_of_one_token_do_not_delay_another(weights: tuple[str, ...], least: int, most: int) -> None:
+    """Without shares the guest is served last."""
+    assert least <= finished_by_the_crowd_when_the_guest_is_answered(weights) <= most
+
+
+@pytest.mark.parametrize("pair", ["crowd", "crowd=0", "=2", "crowd=nan"])
+def test_an_invalid_weight_is_refused(pair: str) -> None:
+    with pytest.raises(BadConfig, match="tenant_weight is "):
+        EngineConfig(model="m", tenant_weight=(pair,))
+    with pytest.raises(BadConfig, match="tenant_weight sets 'a' twice"):
+        EngineConfig(model="m", tenant_weight=("a=1", "a=2"))
+    assert dataclasses.replace(EngineConfig(model="m"), tenant_weight=("a=2",)).tenant_weights == {"a": 2.0}
