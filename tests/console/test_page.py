@@ -193,6 +193,8 @@ def test_streams_show_their_preview(watched: Watched, api: Api) -> None:
         expect(card.locator(".says")).to_have_text(re.compile(r"bright \d\d % · .+"))
         expect(card.locator("img")).to_have_js_property("naturalWidth", 480)
         expect(card).to_contain_text("gate · night / cam")
+        card.evaluate("card => { card.style.width = '4rem' }")
+        assert card.locator(".whose").evaluate("each => each.scrollWidth <= each.clientWidth"), "all its tasks are read"
     finally:
         done.set()
         thread.join()

@@ -648,7 +648,7 @@ function drawStreams() {
     () => {
       const card = element("li", "card");
       const words = element("div", "words");
-      words.append(element("p", "says"), element("p"), element("p", "quiet"));
+      words.append(element("p", "says"), element("p", "whose"), element("p", "quiet"));
       const frame = element("div", "frame", "no frame yet");
       card.append(frame, words);
       seen.observe(card);
