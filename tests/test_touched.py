@@ -24,7 +24,7 @@ from tests import conftest, touched
         ("vlora/config.py", "tests/orchestrator", "tests/server"),
         ("apps/streams.py", "tests/apps", "tests/cli"),
         ("tests/cluster/nodes/test_joining.py", "tests/cluster", "tests/server"),
-        ("tests/docs/guide_run.py", "tests/docs", None),
+        ("tests/docs/test_guides.py", "tests/docs", None),
         ("tests/test_gpu_tests.py", "tests/test_gpu_tests.py", None),
         ("tests/full_run.json", None, None),
         ("docs/gpu.md", None, None),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -122,6 +123,7 @@ class LocalReplica:
             self._coalescer = OutputCoalescer(clock, self.engine.version_of)
             self._reports = LoadReporter(self.engine.load, self._report, clock)
             self.alive, self.hung = True, False
+            self._asked = asyncio.Event()
             self._stepping = asyncio.create_task(self._step())
 
     def kill(self) -> None:
@@ -170,6 +172,7 @@ class LocalReplica:
         outputs: tuple[RequestOutput, ...] = ()
         match message := messages.decode_to_engine(data):
             case messages.Add():
+                self._asked.set()
                 self._reports.count_request()
                 outputs = self._add(message.request)
             case messages.Cancel():
@@ -234,6 +237,11 @@ class LocalReplica:
         while True:
             await asyncio.sleep(STEP_S)
             if not self.hung:
+                if not self.engine.has_work:  # it looks less often, so that hours pass quickly
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(4 * STEP_S):
+                            await self._asked.wait()
+                    self._asked.clear()
                 try:
                     self._send_outputs(self.engine.step() if self.engine.has_work else ())
                 except _Died:
@@ -262,15 +270,19 @@ class _Line:
         self.num_bytes_received = 0
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._receive = receive
+        self._sent, self._answered = deque[bytes](), deque[bytes]()  # of two timers at once, either may be the first
 
     def send(self, data: bytes) -> None:
         if not self.closed.done():
-            asyncio.get_running_loop().call_later(0.0005, self._receive, self, data)
+            self._sent.append(data)
+            asyncio.get_running_loop().call_later(0.0005, lambda: self._receive(self, self._sent.popleft()))
 
     def deliver(self, data: bytes) -> None:
-        asyncio.get_running_loop().call_later(0.0005, self._arrive, data)
+        self._answered.append(data)
+        asyncio.get_running_loop().call_later(0.0005, self._arrive)
 
-    def _arrive(self, data: bytes) -> None:
+    def _arrive(self) -> None:
+        data = self._answered.popleft()
         if not self.closed.done():
             self.num_bytes_received += len(data)
             self.on_message(data)

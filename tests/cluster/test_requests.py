@@ -10,15 +10,17 @@ from unittest.mock import patch
 import pytest
 from msgspec.structs import replace
 
-from tests.cluster.in_process import HEALTH, Here, LocalReplica, Maker, at, virtual
+from tests.cluster.in_process import HEALTH, STEP_S, Here, LocalReplica, Maker, at, virtual
 from tests.cluster.running import MIXED, answer_mixed, asked, check, outputs_of
 from tests.cluster.sleeping_engine import KILLER, SleepingEngine, expected
 from tests.virtual_clock import VirtualClockLoop
 from vlora.cluster import members
 from vlora.cluster.adapters import ReplicatedAdapters
 from vlora.cluster.cluster import Cluster
+from vlora.cluster.members import Health
 from vlora.cluster.placement import LivePlacement
 from vlora.cluster.prefix_keys import MAX_BLOCKS, prefix_keys
+from vlora.engine.ipc.messages import Train
 from vlora.errors import BadRequest, DeadlineUnreachable, Disconnected, EngineDead
 from vlora.routing import Router
 from vlora.routing.router import Recalled
@@ -46,6 +48,12 @@ async def test_answers_statistics_and_an_id_in_use(cluster: Maker) -> None:
         same = (outputs_of(here.cluster, asked("same")) for _ in range(2))
         answer, refused = await asyncio.gather(*same, return_exceptions=True)
         assert isinstance(answer, list) and isinstance(refused, BadRequest)
+        # Replicas would train the same adapters in the same folder.
+        assert await here.cluster.trainings() == ()
+        for call in (here.cluster.train("plan.yaml"), here.cluster.cancel_training("signs")):
+            with pytest.raises(BadRequest, match="a cluster does not train"):
+                await call
+        assert not any(isinstance(call, Train) for replica in here.replicas.values() for call in replica.calls)
         await here.check_idle()
 
 
@@ -174,6 +182,32 @@ async def test_finished_answers_take_no_place_until_they_are_read(cluster: Maker
         for number, (first, stream) in enumerate(zip(firsts, unread, strict=True)):
             timings = check(asked(f"r{number}", 3), [first, *[output async for output in stream]]).timings
             assert timings is not None and timings.num_deaths == 0
+
+
+@pytest.mark.parametrize("dies", [False, True])
+@virtual
+async def test_a_request_that_leaves_a_replica_that_hangs(cluster: Maker, dies: bool) -> None:
+    """Tokens that come after it went on elsewhere are not delivered; a death meanwhile counts once."""
+    async with cluster(over=1.5, health=Health(beat_s=0.1, missed=20)) as here:
+
+        async def leave() -> None:
+            name = here.where("r")
+            replica = here.replicas[name]
+            replica.hung = True
+            if dies:
+                here.router.drain(name)
+                assert here.cluster.consolidate() == 1
+                replica.kill()
+            else:
+                assert await here.cluster.drain(name, 1.0)
+                replica.hung = False
+                await asyncio.sleep(2 * STEP_S)  # it computes on, and then reads the cancellation
+                replica.wake()
+
+        request = asked("r", 200)
+        timings = check(request, await outputs_of(here.cluster, request, 5, leave)).timings
+        assert timings is not None and (timings.num_moves, timings.num_deaths) == (1, int(dies))
+        await here.check_idle()
 
 
 # -- bounds and cancellations -----------------------------------------------------------------------------------------

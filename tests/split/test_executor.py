@@ -323,14 +323,16 @@ def test_a_base_that_watches_recovers_activations_of_any_pool(executor: BaseExec
 def test_the_same_attack_fails_on_fresh_noise_unless_both_executors_collude(executor: BaseExecutor) -> None:
     base, second = Watching(executor), Watching(executor)
     calls = NoisyCalls(base, Noise(scale=10.0, second="other:1"), second)
+    shared: list[float] = []
     for attempt in range(ATTEMPTS):
         x = activations(executor, attempt)
         calls.call(Direction.FORWARD, 0, 1, [x])
         assert attack(base, x) > 5
         seen = base.seen[-1][1]
-        # The bound: with noise of 10 times the size, the best linear guess explains 1 / 101 of the variance.
-        assert float(torch.corrcoef(torch.stack([seen.flatten(), x.flatten()]))[0, 1]) < 0.2
+        shared.append(float(torch.corrcoef(torch.stack([seen.flatten(), x.flatten()]))[0, 1]))
         assert (seen - second.seen[-1][1] - x).norm() < 1e-5 * x.norm(), "together they recover everything"
+    # The bound: with noise of 10 times the size, the best linear guess explains 1 / 101 of the variance.
+    assert sum(shared) / ATTEMPTS < 0.15, "their mean is 0.1, with a deviation of 0.01"
     assert all(direction == Direction.WITHOUT_BIAS for direction, _ in second.seen)
     assert len({float(noise.sum()) for _, noise in second.seen}) == ATTEMPTS, "a noise was used twice"
 

@@ -1,0 +1,149 @@
+"""What pages say is so: links, named files, functions, fields, extras, and values of runs."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import get_args
+from xml.etree import ElementTree
+
+import pytest
+from pydantic import BaseModel
+
+from examples import tour
+from fusion.plan.data_formats import DataPlan
+from fusion.plan.plan_file import read_plan
+from fusion.plan.schema import DomainPlan, LoraPlan, Plan, TrainingPlan
+from fusion.plan.tasks import METRICS, TASKS
+from fusion.plan.teacher_kinds import TeacherPlan
+from tests.core_size import ROOT
+
+DOCS = [page for page in sorted((ROOT / "docs").rglob("*.md")) if "results" not in page.relative_to(ROOT).parts]
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS)
+PLAN_GUIDE = (ROOT / "docs" / "plan.md").read_text()
+TOUR = tour.PAGE.read_text()
+
+
+def without_code(page: Path) -> str:
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", without_code(page), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_lead_to_files_and_headings() -> None:
+    for page in PAGES:
+        targets = re.findall(r"\]\((?!\w+:)([^)\s]+)\)", without_code(page))
+        targets += re.findall(r"""(?:src|href)=["'](?!\w+:)([^"']+)["']""", without_code(page))
+        for target in targets:
+            path, _, anchor = target.partition("#")
+            file = (page.parent / path).resolve() if path else page
+            assert file.exists() and (not anchor or file.suffix != ".md" or anchor in anchors(file)), (page, target)
+
+
+def test_the_files_of_the_picture_exist() -> None:
+    """A name without a folder follows a path, and is beside it: `vlora/server/rpyc, http`."""
+    paths: list[str] = []
+    for text in ElementTree.parse(ROOT / "docs" / "architecture.svg").iter("{http://www.w3.org/2000/svg}text"):
+        if text.get("class") == "file":
+            for name in re.findall(r"[\w/.]+", (text.text or "").rpartition(": ")[2]):
+                paths.append(("" if "/" in name else paths[-1].rpartition("/")[0] + "/") + name)
+    assert len(paths) >= 10 and "vlora/server/http" in paths
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_commands_and_extras_are_named_as_they_are() -> None:
+    from vlora.cli import cli
+
+    shown = "".join((ROOT / file).read_text() for file in ("README.md", "docs/guide.md", "docs/api.md"))
+    assert [name for name in cli.commands if f"vlora {name}" not in shown and name != "model"] == []
+    extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+    named = [found for page in PAGES for found in re.findall(r"'(?:vlora|\.)\[([\w,]+)\]'", page.read_text())]
+    assert {"serve", "fuse", "video"} <= set(named)
+    assert {extra for each in named for extra in each.split(",")} <= extras
+
+
+def test_the_reference_is_current(tmp_path: Path) -> None:
+    script = "import sys; from pathlib import Path; import make_reference\n"
+    script += "for file, text in make_reference.pages().items(): (Path(sys.argv[1]) / file.name).write_text(text)\n"
+    script += "assert not {'vlora', 'atmm', 'heads', 'fusion', 'torch'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], cwd=ROOT / "docs", check=True)
+    written = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    committed = {file.name: file.read_text() for file in (ROOT / "docs" / "reference").iterdir()}
+    assert written.keys() == committed.keys()
+    old = [name for name, text in written.items() if committed[name] != text]
+    assert not old, f"run `python docs/make_reference.py`: {old} are out of date"
+
+
+# -- docs/plan.md -----------------------------------------------------------------------------------------------------
+
+
+def test_the_example_of_a_plan_can_be_read_and_its_defaults_are_right(tmp_path: Path) -> None:
+    (example,) = re.findall(r"^```yaml\n(.*?)^```$", PLAN_GUIDE, re.MULTILINE | re.DOTALL)
+    (tmp_path / "plan.yaml").write_text(example)
+    assert [domain.name for domain in read_plan(tmp_path / "plan.yaml").domains] == ["signs", "lots", "gates"]
+    stated: dict[tuple[str, str], str] = {}
+    for names, defaults in re.findall(r"^\| (`[\w.`, ]+`) \| ([^|]+) \|", PLAN_GUIDE, re.MULTILINE):
+        section = ""
+        for name, default in zip(re.findall(r"`([\w.]+)`", names), defaults.split(", "), strict=False):
+            *before, field = name.split(".")
+            section = section if before == [""] else ".".join(before)
+            stated[section, field] = default.strip(" `")
+    for section, model in (("", Plan), ("lora", LoraPlan), ("training", TrainingPlan)):
+        for name in model.model_fields.keys() - {"lora", "training", "domains"}:
+            default = model.model_fields[name].default
+            default = default[0] if isinstance(default, tuple) else default
+            assert stated[section, name] in (("none", "all") if default is None else (str(default).lower(),)), name
+
+
+def test_every_field_task_format_and_teacher_of_a_plan_is_named() -> None:
+    for model in (Plan, LoraPlan, TrainingPlan, DomainPlan):
+        assert issubclass(model, BaseModel)
+        for field in model.model_fields:
+            assert re.search(rf"`[\w.\[\]]*{field}\b", PLAN_GUIDE), field
+    for union, key in ((DataPlan, "format"), (TeacherPlan, "kind")):
+        for form in get_args(get_args(union)[0]):
+            (name,) = get_args(form.model_fields[key].annotation)
+            assert f"`{name}`" in PLAN_GUIDE, name
+            for field in set(form.model_fields) - {key, "allow_code"}:
+                assert f"`{field}" in PLAN_GUIDE or f"{field}:" in PLAN_GUIDE, f"{name}.{field}"
+    assert [task for task in TASKS if f"`{task}`" not in PLAN_GUIDE] == []
+    for task, metrics in METRICS.items():
+        row = next(line for line in PLAN_GUIDE.splitlines() if line.startswith("| `") and f"`{task}`" in line)
+        assert all(metric in row for metric in metrics if metric != "accuracy" or "words" not in row), task
+
+
+# -- docs/tour.md -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_tour_has_the_values_of_a_run() -> None:
+    values = tour.collect()
+    assert [name for _, name in tour.BLOCK.findall(TOUR)] == list(values)
+    assert tour.with_values(TOUR, values) == TOUR, "run `python examples/tour.py`: the page is out of date"
+
+
+def test_the_tour_has_eight_stops_and_names_what_exists() -> None:
+    assert re.findall(r"^## (\d)\. ", TOUR, re.MULTILINE) == list("12345678")
+    named = re.findall(r"\[`([\w.]+)`\]\(\.\./([\w/]+\.py)\)", TOUR)
+    assert len(named) > 30
+    assert [f"{path}: {name}" for name, path in named if name not in definitions(path)] == []
+
+
+def definitions(path: str) -> set[str]:
+    """The classes and functions of a file, and methods as `Class.method`."""
+    found = set()
+    for node in ast.parse((ROOT / path).read_text()).body:
+        if isinstance(node, ast.ClassDef):
+            methods = [item for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)]
+            found |= {node.name, *(f"{node.name}.{method.name}" for method in methods)}
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+    return found
