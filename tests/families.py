@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import pytest
 import torch
 from transformers import (
     CLIPVisionConfig,
@@ -36,12 +35,6 @@ from vlora.types import VisionInput
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, INTER, VOCAB = 64, 4, 4, 2, 16, 128, 200
 IMAGE, VIDEO, VISION_START, VISION_END = 190, 191, 192, 193
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen_vl", "llava", "llava_next", "llava_onevision")
-EXHAUSTIVE_FAMILIES = ("qwen3_vl", "llava_next")
-"""Left out of tests of one form of adapters by default: they differ in what `test_same_answers` covers."""
-EACH_FAMILY = [
-    pytest.param(family, marks=pytest.mark.exhaustive) if family in EXHAUSTIVE_FAMILIES else family
-    for family in FAMILIES
-]
 MROPE_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 VIDEO_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_onevision")
 _PINPOINTS = [[16, 32], [32, 16], [32, 32]]

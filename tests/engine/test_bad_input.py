@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,7 +12,8 @@ import torch
 from transformers import AutoConfig, BitsAndBytesConfig, Qwen2VLConfig
 
 from heads import HeadSpec, TaskHead, save_heads
-from tests.families import IMAGE, Prompt, build_model, make_prompt
+from tests.engine.asking import ask, tokens
+from tests.families import IMAGE, build_model, make_prompt
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
 from vlora.errors import (
@@ -30,20 +31,19 @@ from vlora.models.families import family_of
 from vlora.types import Request, RequestOutput, SamplingParams, TensorValue
 
 FAMILY = "llava"
+PROMPT = make_prompt(FAMILY, build_model(FAMILY), 0, num_images=1)
 
 
 @pytest.fixture(scope="module")
 def folders(adapter_folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Adapter folders; `wide8` has a head."""
-    with_head = shutil.copytree(adapter_folders["wide8"], tmp_path_factory.mktemp("adapters") / "wide8")
-    folders = {**adapter_folders, "wide8": str(with_head)}
+    folder = shutil.copytree(adapter_folders["wide8"], tmp_path_factory.mktemp("adapters") / "wide8")
     spec = HeadSpec(
         name="kind", task="classification", labels=("cat", "dog"), prompt="what is it", num_frames=1, hidden_size=64
     )
-    generator = torch.Generator().manual_seed(0)
-    head = TaskHead(spec, torch.randn(2, 64, generator=generator), torch.zeros(2))
-    save_heads(folders["wide8"], {"kind": head})
-    return folders
+    weight = torch.randn(2, 64, generator=torch.Generator().manual_seed(0))
+    save_heads(str(folder), {"kind": TaskHead(spec, weight, torch.zeros(2))})
+    return {**adapter_folders, "wide8": str(folder)}
 
 
 @pytest.fixture
@@ -54,84 +54,60 @@ def local(folders: dict[str, str]) -> LocalEngine:
     return local
 
 
-@pytest.fixture(scope="module")
-def prompt() -> Prompt:
-    return make_prompt(FAMILY, build_model(FAMILY), 0, num_images=1)
+def request(name: str = "good", adapter: str | None = "wide8", **changes: Any) -> Request:
+    return ask(PROMPT, name, adapter, 8, **changes)
 
 
-def request(prompt: Prompt, name: str = "good", **changes: object) -> Request:
-    base = Request(
-        request_id=name,
-        prompt_ids=prompt.prompt_ids,
-        vision=prompt.vision,
-        adapter="wide8",
-        sampling=SamplingParams(max_tokens=8, ignore_eos=True),
-    )
-    return msgspec.structs.replace(base, **changes)  # type: ignore[return-value]
+def finish(local: LocalEngine) -> list[RequestOutput]:
+    outputs: list[RequestOutput] = []
+    while local.engine.has_work:
+        outputs += local.engine.step()
+    local.engine.check_integrity()
+    return outputs
 
 
-def bad_requests(prompt: Prompt) -> dict[str, tuple[Request, type[VLoraError], str]]:
-    image = prompt.vision[0]
-    short = TensorValue("float32", (1, 3, 16, 16), b"\0" * 12)
-    wrong = TensorValue("float32", (1, 3, 5, 5), b"\0" * 300)
-    return {
-        "unknown adapter": (request(prompt, "x", adapter="nobody"), UnknownAdapter, "wide8"),
-        "unknown head": (request(prompt, "x", head="color"), UnknownHead, "kind"),
-        "head of another adapter": (request(prompt, "x", adapter="everywhere64", head="kind"), UnknownHead, "none"),
-        "beyond context": (request(prompt, "x", sampling=SamplingParams(max_tokens=10_000)), PromptTooLong, "256"),
-        "token out of range": (request(prompt, "x", prompt_ids=(5, 4711), vision=()), BadRequest, "4711"),
-        "image without placeholder": (request(prompt, "x", prompt_ids=(5, 6)), BadRequest, "placeholder"),
-        "placeholder without image": (request(prompt, "x", vision=()), BadRequest, "placeholder"),
-        "pixels cut short": (
-            request(
-                prompt, "x", vision=(msgspec.structs.replace(image, content_hash="s", fields={"pixel_values": short}),)
-            ),
-            BadRequest,
-            "cannot be read",
-        ),
-        "pixels of the wrong size": (
-            request(
-                prompt, "x", vision=(msgspec.structs.replace(image, content_hash="w", fields={"pixel_values": wrong}),)
-            ),
-            BadRequest,
-            "cannot be encoded",
-        ),
-        "pixels left out": (
-            request(prompt, "x", vision=(msgspec.structs.replace(image, content_hash="n", fields={}),)),
-            BadRequest,
-            "cannot be encoded: KeyError",
-        ),
-        "used request id": (request(prompt, "good"), BadRequest, "already in use"),
-    }
+def image(**changes: Any) -> tuple[Any, ...]:
+    return (msgspec.structs.replace(PROMPT.vision[0], **changes),)
 
 
-CASES = tuple(bad_requests(Prompt({}, (1,), make_prompt(FAMILY, build_model(FAMILY), 0, num_images=1).vision)))
+SHORT = {"pixel_values": TensorValue("float32", (1, 3, 16, 16), b"\0" * 12)}
+WRONG = {"pixel_values": TensorValue("float32", (1, 3, 5, 5), b"\0" * 300)}
+BAD_REQUESTS: dict[str, tuple[dict[str, Any], type[VLoraError], str]] = {
+    "unknown adapter": ({"adapter": "nobody"}, UnknownAdapter, "wide8"),
+    "unknown head": ({"head": "color"}, UnknownHead, "kind"),
+    "head of another adapter": ({"adapter": "everywhere64", "head": "kind"}, UnknownHead, "none"),
+    "beyond context": ({"sampling": SamplingParams(max_tokens=10_000)}, PromptTooLong, "256"),
+    "token out of range": ({"prompt_ids": (5, 4711), "vision": ()}, BadRequest, "4711"),
+    "image without placeholder": ({"prompt_ids": (5, 6)}, BadRequest, "placeholder"),
+    "placeholder without image": ({"vision": ()}, BadRequest, "placeholder"),
+    "placeholder in a text": ({"prompt_ids": (5, IMAGE), "vision": ()}, BadRequest, "placeholder"),
+    "pixels cut short": ({"vision": image(content_hash="s", fields=SHORT)}, BadRequest, "cannot be read"),
+    "pixels of the wrong size": ({"vision": image(content_hash="w", fields=WRONG)}, BadRequest, "cannot be encoded"),
+    "pixels left out": ({"vision": image(content_hash="n", fields={})}, BadRequest, "cannot be encoded: KeyError"),
+    "used request id": ({"name": "good"}, BadRequest, "already in use"),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_a_bad_request_fails_alone_with_the_reason(case: str, local: LocalEngine, prompt: Prompt) -> None:
-    bad, error, text = bad_requests(prompt)[case]
-    alone = local.run([request(prompt)])["good"]
-    engine = local.engine
-    engine.add(request(prompt))
-    outputs: list[RequestOutput] = []
+@pytest.mark.parametrize("case", BAD_REQUESTS)
+def test_a_bad_request_fails_alone_with_the_reason(case: str, local: LocalEngine) -> None:
+    changes, error, text = BAD_REQUESTS[case]
+    bad, engine = request(**{"name": "x", **changes}), local.engine
+    alone = local.run([request()])["good"]
+    engine.add(request())
+    failed: list[RequestOutput] = []
     try:
         engine.add(bad)
     except VLoraError as refused:
-        assert isinstance(refused, error) and text in str(refused)
+        found: Exception = refused
+        outputs = finish(local)
     else:
-        failed: list[RequestOutput] = []
-        while engine.has_work:
-            for output in engine.step():
-                (failed if output.request_id == bad.request_id else outputs).append(output)
-        assert [output.finish_reason for output in failed] == ["error"]
-        assert failed[0].error is not None
-        assert isinstance(failed[0].error.to_exception(), error) and text in failed[0].error.message
-    while engine.has_work:
-        outputs += engine.step()
-    assert [o.token_ids for o in outputs] == [o.token_ids for o in alone]
-    engine.check_integrity()
+        outputs = finish(local)
+        failed = [output for output in outputs if output.request_id == bad.request_id]
+        assert [output.finish_reason for output in failed] == ["error"] and failed[0].error is not None
+        found = failed[0].error.to_exception()
+    assert isinstance(found, error) and text in str(found)
+    assert [o.token_ids for o in outputs if o not in failed] == [o.token_ids for o in alone]
     assert engine.stats().free_blocks > 0 and engine.stats().num_running == 0
 
 
@@ -145,36 +121,28 @@ def test_a_bad_request_fails_alone_with_the_reason(case: str, local: LocalEngine
         ({"top_p": 0.0}, "top_p"),
         ({"top_k": -2}, "top_k"),
         ({"stop": ("",)}, "stop"),
+        ({}, "empty"),  # the prompt
     ],
 )
-def test_sampling_values_out_of_range(settings: dict[str, object], text: str) -> None:
+def test_values_out_of_range(settings: dict[str, Any], text: str) -> None:
     with pytest.raises(BadRequest, match=text):
-        SamplingParams(**settings)  # type: ignore[arg-type]
+        Request(request_id="x", prompt_ids=(), sampling=SamplingParams(**settings))
 
 
-def test_an_empty_prompt() -> None:
-    with pytest.raises(BadRequest, match="empty"):
-        Request(request_id="x", prompt_ids=())
-
-
-def test_a_failing_batch_fails_only_its_requests(
-    local: LocalEngine, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_batch_fails_only_its_requests(local: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("out of luck")
 
     with monkeypatch.context() as patch:
         patch.setattr(local.engine.parts.device.hf_model, "forward", broken)
-        lost = local.run([request(prompt, "lost")])["lost"]
-    assert (
-        lost[-1].error is not None and lost[-1].error.code == "step_failed" and "out of luck" in lost[-1].error.message
-    )
-    assert local.run([request(prompt)])["good"][-1].finish_reason == "length"
+        error = local.run([request("lost")])["lost"][-1].error
+    assert error is not None and error.code == "step_failed" and "out of luck" in error.message
+    assert local.run([request()])["good"][-1].finish_reason == "length"
     local.engine.check_integrity()
 
 
-def test_a_head_answers_in_one_pass(local: LocalEngine, prompt: Prompt) -> None:
-    outputs = local.run([request(prompt, "head", head="kind"), request(prompt, "text")])
+def test_a_head_answers_in_one_pass(local: LocalEngine) -> None:
+    outputs = local.run([request("head", head="kind"), request("text")])
     (answer,) = outputs["head"]
     assert answer.finish_reason == "head" and answer.head is not None
     assert answer.head.label in ("cat", "dog") and abs(sum(answer.head.scores) - 1) < 1e-6
@@ -190,80 +158,75 @@ def test_an_adapter_larger_than_its_share_of_memory(folders: dict[str, str]) -> 
 
 
 def test_running_requests_finish_on_the_old_version_of_a_reloaded_name(
-    local: LocalEngine, folders: dict[str, str], prompt: Prompt, tmp_path: Path
+    local: LocalEngine, folders: dict[str, str]
 ) -> None:
-    old = [o.token_ids for o in local.run([request(prompt)])["good"]]
-    new_folder = shutil.copytree(folders["narrow4"], tmp_path / "new")
-    engine = local.engine
-    engine.add(request(prompt))
+    old, engine = tokens(local.run([request()])["good"]), local.engine
+    engine.add(request())
     outputs = list(engine.step())
-    engine.load_adapter("wide8", str(new_folder))
-    engine.add(request(prompt, "after"))
-    while engine.has_work:
-        outputs += engine.step()
-    assert [o.token_ids for o in outputs if o.request_id == "good"] == old
-    assert [o.token_ids for o in outputs if o.request_id == "after"] != old
+    engine.load_adapter("wide8", folders["narrow4"])
+    engine.add(request("after"))
+    outputs += finish(local)
+    assert tokens(outputs, "good") == old != tokens(outputs, "after")
     first, second = engine.adapters()
     assert engine.adapters(most=1) == (first,) and engine.adapters(after=first.name) == (second,)
     assert len(engine.parts.device.pool.resident) <= 2
-    engine.check_integrity()
 
 
-def test_unloading_ends_its_requests_with_an_error(local: LocalEngine, prompt: Prompt) -> None:
+def test_unloading_ends_its_requests_with_an_error(local: LocalEngine) -> None:
     engine = local.engine
-    engine.add(request(prompt))
-    engine.add(request(prompt, "other", adapter="everywhere64"))
+    engine.add(request())
+    engine.add(request("other", adapter="everywhere64"))
     engine.step()
-    ended = engine.unload_adapter("wide8")
-    assert [o.request_id for o in ended] == ["good"]
-    assert ended[0].error is not None and "unloaded" in ended[0].error.message
-    outputs: list[RequestOutput] = []
-    while engine.has_work:
-        outputs += engine.step()
-    assert outputs[-1].request_id == "other" and outputs[-1].finish_reason == "length"
+    (ended,) = engine.unload_adapter("wide8")
+    assert ended.request_id == "good" and ended.error is not None and "unloaded" in ended.error.message
+    last = finish(local)[-1]
+    assert last.request_id == "other" and last.finish_reason == "length"
     with pytest.raises(UnknownAdapter):
         engine.unload_adapter("wide8")
     assert engine.parts.device.pool.resident == frozenset({engine.parts.registry.get("everywhere64").key})
 
 
-def test_cancel_frees_everything(local: LocalEngine, prompt: Prompt) -> None:
+def test_cancel_frees_everything(local: LocalEngine) -> None:
     engine = local.engine
     free = engine.stats().free_blocks
-    engine.add(request(prompt))
+    engine.add(request())
     engine.step()
     last = engine.cancel("good")
     assert last is not None and last.finish_reason == "cancelled"
-    assert engine.cancel("good") is None
-    assert not engine.has_work
+    assert engine.cancel("good") is None and not engine.has_work
     engine.unload_adapter("wide8")
     assert engine.stats().free_blocks >= free - 1
     engine.check_integrity()
 
 
-def test_missed_deadline(local: LocalEngine, prompt: Prompt) -> None:
-    outputs = local.run([request(prompt, max_latency_s=1e-6), request(prompt, "patient")])
+def test_missed_deadline(local: LocalEngine) -> None:
+    outputs = local.run([request(max_latency_s=1e-6), request("patient")])
     error = outputs["good"][-1].error
     assert error is not None and error.code == "deadline_missed"
     assert outputs["patient"][-1].finish_reason == "length"
 
 
-def test_unsupported_families_are_refused_with_the_reason() -> None:
-    with pytest.raises(UnsupportedModel, match="both directions"):
-        family_of(AutoConfig.for_model("gemma3"))
-    sliding = Qwen2VLConfig(text_config={"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1})
-    with pytest.raises(UnsupportedModel, match="sliding"):
-        family_of(sliding)
+def stored(settings: object) -> Qwen2VLConfig:
+    config = Qwen2VLConfig()
+    config.quantization_config = settings
+    return config
+
+
+SLIDING = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
 
 
 @pytest.mark.parametrize(
-    ("stored", "method"),
-    [({"quant_method": "hqq", "bits": 4}, "hqq"), (BitsAndBytesConfig(load_in_8bit=True), "bitsandbytes")],
-    ids=["a checkpoint's", "a model's"],
+    ("config", "text"),
+    [
+        (AutoConfig.for_model("gemma3"), "both directions"),
+        (Qwen2VLConfig(text_config=SLIDING), "sliding"),
+        (stored({"quant_method": "hqq", "bits": 4}), "quant_method 'hqq'.*quantize fp8, int8 or int4 rounds"),
+        (stored(BitsAndBytesConfig(load_in_8bit=True)), "quant_method 'bitsandbytes'.*quantize fp8, int8 or int4"),
+    ],
+    ids=["gemma3", "sliding", "a quantized checkpoint", "a quantized model"],
 )
-def test_weights_that_are_stored_quantized_are_refused_by_name(stored: object, method: str) -> None:
-    config = Qwen2VLConfig()
-    config.quantization_config = stored
-    with pytest.raises(UnsupportedModel, match=f"quant_method '{method}'.*quantize fp8, int8 or int4 rounds"):
+def test_other_models_are_refused_with_the_reason(config: Any, text: str) -> None:
+    with pytest.raises(UnsupportedModel, match=text):
         family_of(config)
 
 
@@ -278,32 +241,30 @@ def test_weights_that_are_stored_quantized_are_refused_by_name(stored: object, m
         ({"model": FAMILY, "max_batch_size": 64, "max_step_tokens": 8}, "max_step_tokens"),
     ],
 )
-def test_invalid_settings_are_refused(settings: dict[str, object], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def test_invalid_settings_are_refused(settings: dict[str, Any], text: str) -> None:
     model = None if settings["model"] != FAMILY or "device" in settings else build_model(FAMILY)
     with pytest.raises(BadConfig, match=text):
-        LocalEngine(EngineConfig(**settings), model=model)  # type: ignore[arg-type]
+        LocalEngine(EngineConfig(**settings), model=model)
 
 
-def test_asyncio_calls_of_the_local_engine(local: LocalEngine, prompt: Prompt) -> None:
-    alone = [o.token_ids for o in local.run([request(prompt)])["good"]]
+def test_asyncio_calls_of_the_local_engine(local: LocalEngine) -> None:
+    alone = [o.token_ids for o in local.run([request()])["good"]]
+    long = SamplingParams(max_tokens=200, ignore_eos=True)
+
+    async def collect(made: Request) -> list[tuple[int, ...]]:
+        return [o.token_ids async for o in local.generate(made)]
 
     async def talk() -> None:
-        async def collect(made: Request) -> list[tuple[int, ...]]:
-            return [o.token_ids async for o in local.generate(made)]
-
-        both = await asyncio.gather(collect(request(prompt, "a")), collect(request(prompt, "b")))
-        assert both == [alone, alone]
-        refused = [o async for o in local.generate(request(prompt, "c", adapter="nobody"))]
+        assert await asyncio.gather(collect(request("a")), collect(request("b"))) == [alone, alone]
+        refused = [o async for o in local.generate(request("c", adapter="nobody"))]
         assert refused[-1].error is not None and refused[-1].error.code == "unknown_adapter"
         # Closing a stream early cancels its request.
-        stream = local.generate(request(prompt, "d", sampling=SamplingParams(max_tokens=200, ignore_eos=True)))
+        stream = local.generate(request("d", sampling=long))
         await anext(stream)
         await stream.aclose()  # type: ignore[attr-defined]
         # A timeout cancels its request too.
         with pytest.raises(TimeoutError):
-            long = request(prompt, "e", sampling=SamplingParams(max_tokens=200, ignore_eos=True))
-            async for _ in local.generate(long, asyncio.get_running_loop().time() + 0.01):
+            async for _ in local.generate(request("e", sampling=long), asyncio.get_running_loop().time() + 0.01):
                 pass
         stats = await local.stats()
         assert stats.num_running == 0 and stats.num_waiting == 0
@@ -312,8 +273,3 @@ def test_asyncio_calls_of_the_local_engine(local: LocalEngine, prompt: Prompt) -
         await local.close()
 
     asyncio.run(talk())
-
-
-def test_image_token_in_prompt_ids_needs_an_image(local: LocalEngine) -> None:
-    outputs = local.run([Request(request_id="x", prompt_ids=(5, IMAGE))])
-    assert outputs["x"][-1].error is not None and "placeholder" in outputs["x"][-1].error.message

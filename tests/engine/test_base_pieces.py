@@ -61,6 +61,11 @@ class Case:
         self.left = len(x)
         return Call(self.executor, x)
 
+    def compute_all(self, call: Call) -> None:
+        while self.left:
+            assert self.executor.advance()
+        call.join()
+
     def serve(self, name: str, num_steps: int, between: Callable[[], object]) -> float:
         """A request of so many steps, and other work after each of them. Returns its duration."""
         began = self.clock.now
@@ -108,9 +113,7 @@ def test_an_idle_engine_computes_calls_at_once(case: Case) -> None:
     """In few pieces: the first one has few rows, because its price is not known, and none takes over 0.2 s."""
     x = torch.randn(6 * ROWS, 8)
     call = case.call(x)
-    while case.left:
-        assert case.executor.advance()
-    call.join()
+    case.compute_all(call)
     torch.testing.assert_close(call.y[0], case.layer(x).detach())
     assert case.rows[0] == FIXED_ROWS and len(case.rows) < 7
     assert max(case.rows[1:]) == pytest.approx(0.2 / ROW_S - FIXED_ROWS, abs=1)
@@ -157,10 +160,7 @@ def test_without_the_promise_a_request_takes_too_long(case: Case) -> None:
 
 
 def test_a_call_without_room_waits_until_the_engine_was_quiet(case: Case) -> None:
-    call = case.call()
-    while case.left:
-        case.executor.advance()  # its price is known from now on
-    call.join()
+    case.compute_all(case.call())  # its price is known from now on
     for number in range(8):
         case.promise.add(str(number))
         case.clock.now += 0.01  # less time than a piece takes
@@ -305,9 +305,7 @@ def test_an_error_of_a_product_reaches_the_call_alone(case: Case, monkeypatch: p
     assert isinstance(call.error, RuntimeError) and "KeyError: 'layer'" in str(call.error)
     monkeypatch.setattr(BaseExecutor, "compute", good)
     call = case.call()
-    while case.left:
-        assert case.executor.advance()
-    call.join()
+    case.compute_all(call)
     assert call.error is None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import shutil
 from pathlib import Path
 
@@ -11,8 +10,10 @@ from peft import IA3Config, LoraConfig
 from safetensors.torch import load_file, save_file
 
 from heads import save_heads
+from tests.engine.asking import ask, tokens
+from tests.engine.forms import PARTS
 from tests.engine.test_heads import heads_of
-from tests.families import Prompt, build_model, make_prompt
+from tests.families import build_model, make_prompt
 from tests.oracle import save_adapter
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
@@ -20,7 +21,7 @@ from vlora.engine.compositions import MAX_UNUSED, MAX_USED
 from vlora.errors import Aborted, BadAdapter, BadRequest, OverCapacity, UnknownAdapter, UnknownHead, VLoraError
 from vlora.memory.arena import PAGE_BYTES
 from vlora.memory.host_to_device import Inline
-from vlora.types import Request, RequestOutput, SamplingParams
+from vlora.types import Request, RequestOutput, adapter_name
 
 FAMILY = "llava"
 QUERIES = r".*language_model.*\.q_proj"
@@ -53,37 +54,38 @@ def engine(folders: dict[str, str], num_pages: int = 400, **names: str) -> Local
     return local
 
 
-@functools.cache
-def prompt_with_image() -> Prompt:
-    return make_prompt(FAMILY, build_model(FAMILY), 0, num_images=1)
+PROMPT = make_prompt(FAMILY, build_model(FAMILY), 0, num_images=1)
 
 
 def request(adapter: str, request_id: str = "r", num_tokens: int = 6, head: str | None = None) -> Request:
-    prompt = prompt_with_image()
-    return Request(
-        request_id=request_id,
-        prompt_ids=prompt.prompt_ids,
-        vision=prompt.vision,
-        adapter=adapter,
-        head=head,
-        sampling=SamplingParams(max_tokens=num_tokens, ignore_eos=True),
-    )
+    return ask(PROMPT, request_id, adapter, num_tokens, head=head)
 
 
-def tokens(outputs: list[RequestOutput]) -> list[int]:
-    return [token for output in outputs for token in output.token_ids]
-
-
-def answer(local: LocalEngine, adapter: str) -> tuple[list[int], int]:
-    """The tokens of the answer, and the cached tokens of its prompt."""
-    outputs = local.run([request(adapter)])["r"]
+def finish(local: LocalEngine) -> list[RequestOutput]:
+    outputs: list[RequestOutput] = []
+    while local.engine.has_work:
+        outputs += local.engine.step()
     local.engine.check_integrity()
-    assert outputs[-1].finish_reason == "length" and outputs[-1].timings is not None, outputs[-1]
-    return tokens(outputs), outputs[-1].timings.num_cached_tokens
+    return outputs
+
+
+def answer(local: LocalEngine, adapter: str, running: list[RequestOutput] | None = None) -> tuple[list[int], int]:
+    """The tokens of the answer, and the cached tokens of its prompt. Outputs of others go to `running`."""
+    local.engine.add(request(adapter, "asked"))
+    outputs = finish(local)
+    own = [output for output in outputs if output.request_id == "asked"]
+    if running is not None:
+        running += outputs
+    assert own[-1].finish_reason == "length" and own[-1].timings is not None, own[-1]
+    return tokens(own), own[-1].timings.num_cached_tokens
 
 
 def num_known(local: LocalEngine) -> int:
     return local.engine.parts.registry.num_known
+
+
+def test_names_of_compositions_are_canonical() -> None:
+    assert [adapter_name(weights) for weights in PARTS.values()] == list(PARTS)
 
 
 def test_an_order_or_a_spelling_is_the_same_composition(folders: dict[str, str]) -> None:
@@ -104,27 +106,17 @@ def test_a_replaced_part_changes_the_next_answer(folders: dict[str, str], used: 
     local = engine(folders, a="narrow4", b="wide8")
     before, _ = answer(local, "a+b")
     alone, _ = answer(local, "b")
-    running = [request("a+b", "composed", num_tokens=6), request("b", "alone", num_tokens=6)] if used else []
-    for each in running:
-        local.engine.add(each)
+    running = ("a+b", "b") if used else ()
+    for name in running:
+        local.engine.add(request(name, name))
     outputs = list(local.engine.step())
     local.engine.load_adapter("b", folders["patterned16"])
-    after, cached = answer_beside(local, outputs)
+    after, cached = answer(local, "a+b", outputs)
     assert cached == 0 and after != before
     assert (after, 0) == answer(engine(folders, a="narrow4", b="patterned16"), "a+b")
-    for each, want in zip(running, (before, alone), strict=False):
-        assert tokens([output for output in outputs if output.request_id == each.request_id]) == want
+    for name, want in zip(running, (before, alone), strict=False):
+        assert tokens(outputs, name) == want
     assert num_known(local) == 3
-
-
-def answer_beside(local: LocalEngine, outputs: list[RequestOutput]) -> tuple[list[int], int]:
-    """As `answer` of a+b, beside running requests, the outputs of which are added to `outputs`."""
-    local.engine.add(request("a+b", "new"))
-    while local.engine.has_work:
-        outputs += local.engine.step()
-    own = [output for output in outputs if output.request_id == "new"]
-    assert own[-1].timings is not None
-    return tokens(own), own[-1].timings.num_cached_tokens
 
 
 def test_unloading_a_part_cancels_its_compositions(folders: dict[str, str]) -> None:
@@ -139,14 +131,12 @@ def test_unloading_a_part_cancels_its_compositions(folders: dict[str, str]) -> N
     assert num_known(local) == 3  # a, c and a+c
     with pytest.raises(UnknownAdapter, match="no adapter named 'b'; registered: a, c"):
         local.engine.add(request("a+b", "late"))
-    while local.engine.has_work:
-        outputs = local.engine.step()
+    outputs = finish(local)
     assert outputs[-1].request_id == "a+c" and outputs[-1].finish_reason == "length"
     for name in "ac":
         local.engine.unload_adapter(name)
     assert num_known(local) == 0 and local.engine.stats().adapter_bytes == 0
     assert local.engine.stats().host_adapter_bytes == 0
-    local.engine.check_integrity()
 
 
 def test_requests_for_a_composition_finish_when_a_part_drains(folders: dict[str, str]) -> None:
@@ -155,9 +145,7 @@ def test_requests_for_a_composition_finish_when_a_part_drains(folders: dict[str,
     local.engine.add(request("a+b"))
     outputs = list(local.engine.step())
     assert local.engine.unload_adapter("b", drain=True) == ()
-    while local.engine.has_work:
-        outputs += local.engine.step()
-    assert tokens(outputs) == want and num_known(local) == 1
+    assert tokens([*outputs, *finish(local)]) == want and num_known(local) == 1
 
 
 def test_compositions_that_no_request_uses_are_bounded(folders: dict[str, str]) -> None:
@@ -179,8 +167,7 @@ def test_compositions_in_use_are_bounded(folders: dict[str, str]) -> None:
         local.engine.add(request("1.5*a+b"))
     local.engine.add(request("b+2*a", "shared", num_tokens=1))
     local.engine.add(request("a", "alone", num_tokens=1))
-    while local.engine.has_work:
-        local.engine.step()
+    finish(local)
     answer(local, "1.5*a+b")
 
 
@@ -273,8 +260,7 @@ def test_a_pin_leaves_room_for_a_composition_in_use(folders: dict[str, str]) -> 
     local.engine.add(request("a+b"))
     with pytest.raises(OverCapacity, match=r"pinning adapter 'c' would leave 24 .* adapter 'a\+b' needs 25"):
         local.engine.pin_adapter("c", True)
-    while local.engine.has_work:
-        local.engine.step()
+    finish(local)
     assert local.engine.pin_adapter("c", True).pinned
     with pytest.raises(BadRequest, match=r"'a\+b' has rank 72 and needs 25 contiguous pages"):
         local.engine.add(request("a+b"))

@@ -62,17 +62,14 @@ def cudnn_attention() -> Iterator[None]:
     torch.backends.cuda.enable_cudnn_sdp(before)
 
 
-def test_an_engine_on_a_gpu_has_no_cudnn_attention(chosen: list[tuple[str, torch.device]]) -> None:
-    use_device(torch.device("cpu"))
-    assert torch.backends.cuda.cudnn_sdp_enabled() and not chosen
-    use_device(GPU)
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
-    assert [device for _, device in chosen] == [GPU]
-
-
-def test_a_gpu_without_a_number_is_the_current_one(chosen: list[tuple[str, torch.device]]) -> None:
-    use_device(torch.device("cuda"))
-    assert not chosen and not torch.backends.cuda.cudnn_sdp_enabled()
+@pytest.mark.parametrize(("name", "num_chosen"), [("cpu", 0), ("cuda", 0), ("cuda:1", 1)])
+def test_an_engine_on_a_gpu_has_no_cudnn_attention(
+    chosen: list[tuple[str, torch.device]], name: str, num_chosen: int
+) -> None:
+    """A GPU without a number is the current one."""
+    use_device(torch.device(name))
+    assert torch.backends.cuda.cudnn_sdp_enabled() == (name == "cpu")
+    assert [device for _, device in chosen] == num_chosen * [GPU]
 
 
 @pytest.mark.parametrize("patient", [False, True])
@@ -108,18 +105,27 @@ def test_adapters_are_read_and_copied_on_the_device(
     assert sorted(chosen) == [("vlora-copy_0", GPU), ("vlora-load_0", GPU), ("vlora-read_0", GPU)]
 
 
-def test_an_engine_uses_its_device_before_it_loads_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rank", [None, 1])
+def test_an_engine_or_a_rank_uses_its_device_before_it_loads_the_model(
+    monkeypatch: pytest.MonkeyPatch, rank: int | None
+) -> None:
+    wanted = torch.device("cpu") if rank is None else torch.device("cuda", rank)
     used: list[tuple[int, torch.device]] = []
-    monkeypatch.setattr(build, "use_device", lambda device: used.append((threading.get_ident(), device)))
 
-    def load_model(config: EngineConfig) -> None:
-        assert used == [(threading.get_ident(), torch.device("cpu"))]
+    def load_model(*_: Any) -> None:
+        assert used == [(threading.get_ident(), wanted)]
         raise _Reached
 
-    monkeypatch.setattr(build, "load_model", load_model)
+    for module in (build, worker):
+        monkeypatch.setattr(module, "use_device", lambda device: used.append((threading.get_ident(), device)))
+        monkeypatch.setattr(module, "load_model", load_model)
     monkeypatch.setattr(build, "with_stored_format", lambda config: config)  # there is no such model
+    monkeypatch.setattr(worker, "set_threads", lambda config: 1)
+    monkeypatch.setattr(worker, "device_of", lambda config, rank: torch.device("cuda", rank))
+    start: Any = SimpleNamespace(config=CONFIG, rank=rank)
+    reports: Any = None
     with pytest.raises(_Reached):
-        LocalEngine(CONFIG)
+        LocalEngine(CONFIG) if rank is None else worker.TensorParallelWorker(start, {}, reports)
 
 
 def test_an_engine_reads_adapters_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,23 +140,6 @@ def test_an_engine_reads_adapters_on_its_device(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(_Reached):
         LocalEngine(CONFIG, model=model)
     assert given["device"] == model.device and isinstance(given["measure"], MergeFidelity)
-
-
-def test_a_rank_uses_its_device_before_it_loads_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    used: list[torch.device] = []
-    monkeypatch.setattr(worker, "set_threads", lambda config: 1)
-    monkeypatch.setattr(worker, "device_of", lambda config, rank: torch.device("cuda", rank))
-    monkeypatch.setattr(worker, "use_device", used.append)
-
-    def load_model(config: EngineConfig, rank: int) -> None:
-        assert used == [torch.device("cuda", rank)]
-        raise _Reached
-
-    monkeypatch.setattr(worker, "load_model", load_model)
-    start: Any = SimpleNamespace(config=CONFIG, rank=1)
-    reports: Any = None
-    with pytest.raises(_Reached):
-        worker.TensorParallelWorker(start, {}, reports)
 
 
 def test_the_thread_of_a_local_engine_launches_on_its_device(chosen: list[tuple[str, torch.device]]) -> None:

@@ -4,7 +4,6 @@ and prefix caching, and with several adapters' heads and language-model rows in 
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,15 +11,23 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from heads import Grid, HeadSpec, TaskHead, load_heads, save_heads
-from tests.engine.test_reuse import BLOCK, MODES, continued, words
-from tests.families import HIDDEN, IMAGE, VIDEO, Prompt, make_prompt
+from tests import device
+from tests.engine.asking import ask, tokens
+from tests.engine.forms import INVOCATIONS, FormReference, continued, words
+from tests.engine.test_reuse import BLOCK, MODES
+from tests.families import HIDDEN, IMAGE, VIDEO, Prompt, build_model, make_prompt
 from tests.harness import FixedModes, RecordingEngine
+from tests.queued_executor import QueuedExecutor
 from tests.references import Reference
+from vlora.config import EngineConfig
+from vlora.engine import LocalEngine
 from vlora.errors import BadRequest
 from vlora.lora.adapter_pool import AdapterPool
+from vlora.memory.arena import PAGE_BYTES
 from vlora.models import runner
 from vlora.models.forward_batch import ForwardBatch
 from vlora.models.head_reading import read_heads
@@ -130,18 +137,6 @@ def read_logits(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
     return seen
 
 
-def head_request(request_id: str, prompt: Prompt, adapter: str | None, head: str | None = None) -> Request:
-    sampling = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
-    return Request(
-        request_id=request_id,
-        prompt_ids=prompt.prompt_ids,
-        vision=prompt.vision,
-        adapter=adapter,
-        head=head,
-        sampling=sampling,
-    )
-
-
 def requests_of(headed: Headed) -> tuple[list[Request], Mapping[str, Prompt]]:
     """Every head of every adapter on two images and some text, and text requests of other adapters in between."""
     prompts: dict[str, Prompt] = {}
@@ -150,11 +145,11 @@ def requests_of(headed: Headed) -> tuple[list[Request], Mapping[str, Prompt]]:
         for task in TASKS:
             prompt = continued(headed.picture(number, num_images=2), words(number, 5))
             prompts[f"{adapter} {task}"] = prompt
-            requests.append(head_request(f"{adapter} {task}", prompt, adapter, task))
+            requests.append(ask(prompt, f"{adapter} {task}", adapter, head=task))
         for speaker in (None, "patterned16", adapter):
             prompt = continued(headed.picture(7 + number), words(9 + number, 4))
             prompts[f"{number} {speaker} says"] = prompt
-            requests.append(head_request(f"{number} {speaker} says", prompt, speaker))
+            requests.append(ask(prompt, f"{number} {speaker} says", speaker))
     return requests, prompts
 
 
@@ -166,7 +161,7 @@ def check(headed: Headed, prompts: Mapping[str, Prompt], outputs: Mapping[str, A
         if task.endswith("says"):
             speaker = task.removesuffix(" says")
             expected, _ = headed.oracle.generate(prompt, None if speaker == "None" else speaker, NUM_TOKENS)
-            assert [token for part in outputs[request_id] for token in part.token_ids] == expected
+            assert tokens(outputs[request_id]) == expected
             continue
         want = headed.logits(prompt, adapter, task)
         assert read[request_id].shape == want.shape
@@ -190,8 +185,7 @@ def same(got: HeadAnswer, head: TaskHead, logits: torch.Tensor, grids: tuple[Gri
         assert (box.left, box.top, box.right, box.bottom, box.score) == pytest.approx(edges, abs=1e-3)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("max_step_tokens", [512, 11])
+@pytest.mark.parametrize(("mode", "max_step_tokens"), zip(MODES, (512, 512, 11, 11), strict=True))
 def test_every_head_of_two_adapters_in_a_batch_with_text(
     headed: Headed, mode: str, max_step_tokens: int, read_logits: dict[str, torch.Tensor]
 ) -> None:
@@ -218,10 +212,11 @@ def test_a_head_over_image_tokens_reuses_no_block_after_the_first_image(
     qwen: Headed, read_logits: dict[str, torch.Tensor]
 ) -> None:
     recorded = RecordingEngine(qwen, MODES["unmerged"], max_step_tokens=13)
-    prompt = continued(dataclasses.replace(with_words_before(qwen, 3 * BLOCK + 2)), words(1, 9))
+    pictures = make_prompt(qwen.family, qwen.model, 5, num_images=2, text=(3 * BLOCK + 2, 0))
+    prompt = continued(pictures, words(1, 9))
     first_image = prompt.prompt_ids.index(IMAGE)
     for number in range(2):
-        requests = [head_request(f"wide8 {task}", prompt, "wide8", task) for task in ("classification", "detection")]
+        requests = [ask(prompt, f"wide8 {task}", "wide8", head=task) for task in ("classification", "detection")]
         for request in requests:
             outputs = recorded.local.run([request])
             check(qwen, {request.request_id: prompt}, outputs, read_logits)
@@ -232,10 +227,6 @@ def test_a_head_over_image_tokens_reuses_no_block_after_the_first_image(
             first = number == 0 and request.head == "classification"
             assert timings.num_cached_tokens == (0 if first else reusable)
     assert first_image // BLOCK * BLOCK >= 3 * BLOCK, "a prefix before the image is reused"
-
-
-def with_words_before(headed: Headed, count: int) -> Prompt:
-    return make_prompt(headed.family, headed.model, 5, num_images=2, text=(count, 0))
 
 
 class Pausing(FixedModes):
@@ -259,7 +250,7 @@ def test_rows_gathered_before_a_preemption_are_gathered_again(
     speakers = [
         Request(request_id=f"{i}", prompt_ids=tuple(words(i, 9)), adapter="wide8", sampling=long) for i in range(8)
     ]
-    outputs = recorded.local.run([head_request("wide8 detection", prompt, "wide8", "detection"), *speakers])
+    outputs = recorded.local.run([ask(prompt, "wide8 detection", "wide8", head="detection"), *speakers])
     timings = outputs["wide8 detection"][-1].timings
     assert timings is not None and timings.num_preemptions > 0
     check(qwen, {"wide8 detection": prompt}, outputs, read_logits)
@@ -270,7 +261,7 @@ def test_frames_of_a_video_are_separate_pictures(qwen: Headed, read_logits: dict
     prompt = make_prompt("qwen2_vl", qwen.model, 1, num_videos=1)
     times, rows, columns = prompt.kwargs["video_grid_thw"][0].tolist()
     assert image_grids(qwen.model.config, prompt.vision) == ((rows // 2, columns // 2),) * times
-    outputs = recorded.local.run([head_request("wide8 detection", prompt, "wide8", "detection")])
+    outputs = recorded.local.run([ask(prompt, "wide8 detection", "wide8", head="detection")])
     check(qwen, {"wide8 detection": prompt}, outputs, read_logits)
 
 
@@ -281,9 +272,9 @@ def test_requests_that_a_head_over_image_tokens_refuses(tmp_path: Path) -> None:
         recorded = RecordingEngine(headed, MODES["unmerged"])
         prompt = make_prompt(family, headed.model, 0, num_images=num_images)
         with pytest.raises(BadRequest, match=text):
-            recorded.engine.add(head_request("x", prompt, "wide8", "detection"))
+            recorded.engine.add(ask(prompt, "x", "wide8", head="detection"))
         assert not recorded.engine.has_work
-        outputs = recorded.local.run([head_request("y", prompt, "wide8", "classification")])
+        outputs = recorded.local.run([ask(prompt, "y", "wide8", head="classification")])
         assert outputs["y"][-1].head is not None
 
 
@@ -314,18 +305,65 @@ def test_heads_written_by_an_older_version_still_answer(qwen: Headed, tmp_path: 
         '{"format": 1, "heads": [{"name": "kind", "task": "classification", "labels": ["cat", "dog"], '
         '"prompt": "what is it", "num_frames": 1, "hidden_size": 64}]}'
     )
-    spec = load_spec(folder)
+    save_file({"kind.weight": torch.ones(2, HIDDEN), "kind.bias": torch.zeros(2)}, str(folder / "heads.safetensors"))
     recorded = RecordingEngine(qwen, MODES["unmerged"])
     recorded.engine.load_adapter("old", str(folder))
-    (output,) = recorded.local.run([head_request("q", qwen.picture(1), "old", "kind")])["q"]
-    assert output.head is not None and output.head.label in spec.labels
+    (output,) = recorded.local.run([ask(qwen.picture(1), "q", "old", head="kind")])["q"]
+    assert output.head is not None and output.head.label in load_heads(folder)["kind"].spec.labels
 
 
-def load_spec(folder: Path) -> HeadSpec:
-    """Rows for an older description."""
-    from safetensors.torch import save_file
+# -- heads of activated adapters --------------------------------------------------------------------------------------
 
-    generator = torch.Generator().manual_seed(0)
-    tensors = {"kind.weight": torch.randn(2, HIDDEN, generator=generator), "kind.bias": torch.zeros(2)}
-    save_file(tensors, str(folder / "heads.safetensors"))
-    return load_heads(folder)["kind"].spec
+
+@pytest.fixture(scope="module")
+def activated(tmp_path_factory: pytest.TempPathFactory) -> FormReference:
+    found = FormReference("activated", "qwen2_vl", tmp_path_factory.mktemp("activated"))
+    heads = heads_of(0)
+    save_heads(found.adapters["wide8"], {name: heads[name] for name in ("classification", "detection")})
+    return found
+
+
+def invoked(reference: FormReference, num_images: int = 1) -> Prompt:
+    prompt = make_prompt(reference.family, reference.model, 0, num_images=num_images)
+    return continued(prompt, [*INVOCATIONS["wide8"], *words(0, 4)])
+
+
+@pytest.mark.parametrize("budget", [12, 512])
+def test_heads_read_activated_hidden_states(activated: FormReference, budget: int) -> None:
+    recorded = RecordingEngine(activated, FixedModes(Mode.MIXED, "wide8"), max_step_tokens=budget)
+    prompt, adapter = invoked(activated), "wide8"
+    outputs = recorded.local.run([ask(prompt, "asked", adapter, head="classification"), ask(prompt, "text", adapter)])
+    answer, timings = outputs["asked"][-1].head, outputs["asked"][-1].timings
+    assert answer is not None and timings is not None and timings.num_adapter_tokens == 6
+    with torch.no_grad():
+        hidden = activated.peft(adapter)(**prompt.kwargs, output_hidden_states=True).hidden_states[-1][0, -1]
+    head = heads_of(0)["classification"]
+    assert answer.scores == pytest.approx(torch.softmax(head.weight @ hidden + head.bias, 0).tolist(), abs=1e-4)
+    off = make_prompt(activated.family, activated.model, 0, num_images=1)
+    with pytest.raises(BadRequest, match=r"head .classification. needs the invocation tokens of .*'wide8' .* 150, 151"):
+        recorded.engine.add(ask(off, "not invoked", adapter, head="classification"))
+    found = recorded.local.run([ask(off, "off", adapter)])["off"][-1].timings
+    assert found is not None and found.num_adapter_tokens == 0
+
+
+@pytest.mark.parametrize("head", ["classification", "detection"])
+def test_a_head_asked_before_its_adapter_is_loaded(activated: FormReference, head: str) -> None:
+    prompt, files = invoked(activated, 2), QueuedExecutor()
+    loaded = RecordingEngine(activated, None)
+    expected = loaded.local.run([ask(prompt, "asked", "wide8", head=head)])["asked"][-1].head
+    config = EngineConfig(model=activated.family, device=device.name, block_size=8, arena_bytes=1024 * PAGE_BYTES)
+    engine = LocalEngine(config, model=build_model(activated.family).to(device.name), executor=files).engine
+    engine.register_adapters(activated.adapters)
+    engine.add(ask(prompt, "asked", "wide8", head=head))
+    engine.add(ask(prompt, "of the base model"))
+    outputs: list[RequestOutput] = []
+    while not outputs or not outputs[-1].finished:
+        outputs += engine.step()
+    assert {output.request_id for output in outputs} == {"of the base model"} and outputs[-1].error is None
+    while engine.has_work:
+        files.run()
+        outputs += engine.step()
+    answer = outputs[-1].head
+    assert answer is not None and expected is not None, outputs[-1]
+    assert answer.label == expected.label and answer.scores == pytest.approx(expected.scores, abs=1e-4)
+    assert len(answer.boxes) == len(expected.boxes)

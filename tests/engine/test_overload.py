@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import msgspec
+from typing import Any
+
 import pytest
 
-from tests.families import Prompt, build_model, make_prompt
+from tests.engine.asking import ask, tokens
+from tests.families import build_model, make_prompt
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
-from vlora.types import Request, RequestOutput, SamplingParams
+from vlora.types import Request, RequestOutput
 
 FAMILY = "llava"
 ADAPTERS = (None, "wide8", "everywhere64")
@@ -22,29 +24,20 @@ def make_engine(adapter_folders: dict[str, str], **settings: object) -> LocalEng
     return local
 
 
-def ask(prompt: Prompt, number: int, **changes: object) -> Request:
-    request = Request(
-        request_id=f"r{number}",
-        prompt_ids=prompt.prompt_ids,
-        vision=prompt.vision,
-        adapter=ADAPTERS[number % 3],
-        sampling=SamplingParams(max_tokens=4, ignore_eos=True),
-    )
-    return msgspec.structs.replace(request, **changes)
+PROMPT = make_prompt(FAMILY, build_model(FAMILY), 0, num_images=1)
 
 
-def tokens(outputs: list[RequestOutput]) -> list[int]:
-    return [token for output in outputs for token in output.token_ids]
+def numbered(number: int, **changes: Any) -> Request:
+    return ask(PROMPT, f"r{number}", ADAPTERS[number % 3], 4, **changes)
 
 
 @pytest.mark.parametrize("policy", ["algorithm1", "cost_based"])
 def test_every_request_of_an_overload_is_answered_or_refused(adapter_folders: dict[str, str], policy: str) -> None:
-    prompt = make_prompt(FAMILY, build_model(FAMILY), 0, num_images=1)
     local = make_engine(adapter_folders, policy=policy, weight=("*=1",))
-    right = [tokens(local.run([ask(prompt, number)])[f"r{number}"]) for number in range(3)]
+    right = [tokens(local.run([numbered(number)])[f"r{number}"]) for number in range(3)]
     # By the learned step times no step can meet the shortest bound.
     bounds = (None, 60.0, 1e-5, 0.03)
-    crowd = [ask(prompt, i, max_ttft_s=bounds[i % 4], priority=i % 5 - 2) for i in range(60)]
+    crowd = [numbered(i, max_ttft_s=bounds[i % 4], priority=i % 5 - 2) for i in range(60)]
     outputs = local.run(crowd)
     for number, request in enumerate(crowd):
         found = outputs[request.request_id]
@@ -65,10 +58,9 @@ def test_every_request_of_an_overload_is_answered_or_refused(adapter_folders: di
 
 
 def test_a_refusal_does_not_wait_for_the_step_of_others(adapter_folders: dict[str, str]) -> None:
-    prompt = make_prompt(FAMILY, build_model(FAMILY), 0, num_images=1)
     local = make_engine(adapter_folders)
     for number in range(3):
-        local.run([ask(prompt, number)])  # the engine learns its step times
+        local.run([numbered(number)])  # the engine learns its step times
     engine, steps_before = local.engine, []
     sent: list[RequestOutput] = []
 
@@ -77,16 +69,16 @@ def test_a_refusal_does_not_wait_for_the_step_of_others(adapter_folders: dict[st
         steps_before.append(sum(engine.stats().steps_by_mode.values()))
 
     num_steps = sum(engine.stats().steps_by_mode.values())
-    engine.add(ask(prompt, 3))
-    engine.add(ask(prompt, 4, max_ttft_s=1e-9))
+    engine.add(numbered(3))
+    engine.add(numbered(4, max_ttft_s=1e-9))
     engine.send_early = send
     returned = engine.step()
     assert [output.request_id for output in sent] == ["r4"] and sent[0].error is not None
     assert steps_before == [num_steps]  # before the step that computes the other request
     assert all(output.request_id == "r3" for output in returned)
     engine.send_early = None
-    engine.add(ask(prompt, 4))  # its id is free again
-    engine.add(ask(prompt, 5, max_ttft_s=1e-9))
+    engine.add(numbered(4))  # its id is free again
+    engine.add(numbered(5, max_ttft_s=1e-9))
     assert "r5" in {output.request_id for output in engine.step()}  # without a receiver it is returned
     while engine.has_work:
         engine.step()
@@ -94,11 +86,10 @@ def test_a_refusal_does_not_wait_for_the_step_of_others(adapter_folders: dict[st
 
 
 def test_the_engine_s_bound_applies_to_requests_without_one(adapter_folders: dict[str, str]) -> None:
-    prompt = make_prompt(FAMILY, build_model(FAMILY), 0, num_images=1)
     local = make_engine(adapter_folders, max_ttft_s=1e-5)
     for number in range(3):
-        local.run([ask(prompt, number, max_ttft_s=60.0)])
-    outputs = local.run([ask(prompt, 3), ask(prompt, 4, max_ttft_s=60.0)])
+        local.run([numbered(number, max_ttft_s=60.0)])
+    outputs = local.run([numbered(3), numbered(4, max_ttft_s=60.0)])
     error = outputs["r3"][-1].error
     assert error is not None and error.code == "deadline_unreachable"
     assert outputs["r4"][-1].finish_reason == "length", outputs["r4"][-1].error

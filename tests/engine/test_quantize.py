@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +29,7 @@ from vlora.memory.host_to_device import Inline
 from vlora.models.hf_model import HFModel
 from vlora.models.loading import load_model
 
-GPU = torch.device("cuda", 0)
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 PLAIN = SimpleNamespace(config=None)  # a model that is not stored quantized
 CONFIG = EngineConfig(model="tiny", quantize="fp8", arena_bytes=256 * PAGE_BYTES)
 
@@ -73,65 +74,52 @@ def test_a_gpu_without_eight_bit_products_is_refused(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("linear", "words"),
+    ("quantize", "device", "linear", "words"),
     [
-        (torch.nn.Linear(32, 16), "needs dtype bfloat16; the weights are torch.float32"),
-        (torch.nn.Linear(32, 16, dtype=torch.float16), "needs dtype bfloat16; the weights are torch.float16"),
-        (torch.nn.Linear(24, 16, dtype=torch.bfloat16), "multiples of 16; q_proj has 16 x 24; set quantize none"),
+        ("fp8", GPU, {}, "needs dtype bfloat16; the weights are torch.float32"),
+        ("fp8", GPU, {"dtype": torch.float16}, "needs dtype bfloat16; the weights are torch.float16"),
+        ("fp8", GPU, {"in_features": 24, "dtype": torch.bfloat16}, "multiples of 16; q_proj has 16 x 24; set quantize"),
+        ("int8", GPU, {}, "quantize int8 is for CPUs; on a GPU set quantize fp8"),
+        ("int4", GPU, {}, "quantize int4 is for CPUs; on a GPU set quantize fp8"),
+        ("int4", CPU, {"in_features": 48}, "needs layers with inputs in multiples of 32; q_proj has 48; set quantize"),
     ],
 )
-def test_layers_that_a_gpu_cannot_multiply_are_refused(linear: torch.nn.Linear, words: str) -> None:
-    hf_model: Any = SimpleNamespace(language_linears={"q_proj": linear}, model=PLAIN)
-    with pytest.raises(BadConfig, match=words):
-        format_of(CONFIG, GPU, hf_model)
-
-
-INTEGERS = pytest.mark.parametrize("quantize", ["int8", "int4"])
-
-
-@INTEGERS
-def test_integers_are_refused_on_a_gpu(quantize: Quantize) -> None:
+def test_layers_that_a_device_cannot_multiply_are_refused(
+    quantize: Quantize, device: torch.device, linear: dict[str, Any], words: str
+) -> None:
+    layer = torch.nn.Linear(**{"in_features": 32, "out_features": 16, **linear})
+    hf_model: Any = SimpleNamespace(language_linears={"q_proj": layer}, model=PLAIN)
     config = EngineConfig(model="tiny", quantize=quantize)
-    with pytest.raises(BadConfig, match=f"quantize {quantize} is for CPUs; on a GPU set quantize fp8"):
-        check_device(config, GPU)
-    with pytest.raises(BadConfig, match=f"quantize {quantize} is for CPUs"):
-        format_of(config, GPU, HFModel(build_model("llava")))
+    with pytest.raises(BadConfig, match=words):
+        format_of(config, device, hf_model)
+    if quantize != "fp8" and device == GPU:
+        with pytest.raises(BadConfig, match=words):
+            check_device(config, device)
 
 
-def test_inputs_that_are_no_multiple_of_a_group_are_refused() -> None:
-    hf_model: Any = SimpleNamespace(language_linears={"q_proj": torch.nn.Linear(48, 16)}, model=PLAIN)
-    with pytest.raises(
-        BadConfig, match="int4 needs layers with inputs in multiples of 32; q_proj has 48; set quantize"
-    ):
-        format_of(EngineConfig(model="tiny", quantize="int4"), torch.device("cpu"), hf_model)
-
-
-@INTEGERS
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
 @pytest.mark.parametrize("fast", [True, False])
 def test_integers_are_slow_without_the_kernel(
     fast: bool, quantize: Quantize, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("atmm.int8.multiplies_int8", lambda: fast)
     with caplog.at_level(logging.WARNING):
-        check_device(EngineConfig(model="tiny", quantize=quantize), torch.device("cpu"))
+        check_device(EngineConfig(model="tiny", quantize=quantize), CPU)
     assert ("slower than quantize none" in caplog.text) is not fast
 
 
 def test_a_cpu_warns_of_slow_products(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        check_device(CONFIG, torch.device("cpu"))
+        check_device(CONFIG, CPU)
     assert "slower than quantize none" in caplog.text
-    assert format_of(CONFIG, torch.device("cpu"), HFModel(build_model("llava"))) is FORMATS["fp8"]
+    assert format_of(CONFIG, CPU, HFModel(build_model("llava"))) is FORMATS["fp8"]
 
 
-def test_the_language_models_linear_weights_take_half(slabs: WeightSlabs) -> None:
+def test_the_language_models_linear_weights_alone_take_half(slabs: WeightSlabs) -> None:
     plain = WeightSlabs(HFModel(build_model("qwen2_vl", torch.bfloat16)).language_linears)
     num_scales = sum(slab.shape[0] * slab.shape[1] for slab in slabs.base)
     assert slabs.num_bytes <= 0.52 * plain.num_bytes + 4 * num_scales
     assert all(isinstance(slabs.entry(name), QuantizedWeight) for name in slabs.slots)
-
-
-def test_other_weights_are_not_quantized() -> None:
     model = build_model("qwen2_vl", torch.bfloat16)
     hf_model = HFModel(model)
     lay_out(CONFIG, hf_model, None, loaded=False)
@@ -157,16 +145,11 @@ def test_layers_are_quantized_one_after_the_other(monkeypatch: pytest.MonkeyPatc
 
 def test_a_model_to_be_quantized_is_loaded_on_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build_model("qwen2_vl", torch.bfloat16).save_pretrained(tmp_path)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    config = EngineConfig(model=str(tmp_path), device="cuda", quantize="fp8")
-    assert load_model(config).device.type == "cpu"
-
-
-def test_a_loaded_model_answers(tmp_path: Path) -> None:
-    build_model("qwen2_vl").save_pretrained(tmp_path)
     config = EngineConfig(model=str(tmp_path), quantize="fp8", arena_bytes=256 * PAGE_BYTES)
     linears = LocalEngine(config).engine.parts.device.slabs.linears
     assert all(linear.quantized is not None for linear in linears.values())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert load_model(dataclasses.replace(config, device="cuda")).device.type == "cpu"
 
 
 def test_weights_and_merged_weights_have_two_addresses(local: LocalEngine, tmp_path: Path) -> None:
@@ -192,7 +175,8 @@ def test_weights_and_merged_weights_have_two_addresses(local: LocalEngine, tmp_p
 
 @pytest.mark.parametrize("size", [1.0, 0.3, 0.1, 0.01])
 def test_fidelity_is_that_of_the_format(slabs: WeightSlabs, size: float) -> None:
-    factors = make_factors(_plain_copy(slabs), size)
+    restored: Any = SimpleNamespace(order=slabs.order, entry=lambda name: slabs.entry(name).float().bfloat16())
+    factors = make_factors(restored, size)
     lost = total = 0.0
     for name, (a, bt) in factors.items():
         entry = slabs.entry(name)
@@ -201,18 +185,6 @@ def test_fidelity_is_that_of_the_format(slabs: WeightSlabs, size: float) -> None
         lost += float((entry.rounded((weight + delta).float()).double() - weight - delta).square().sum())
         total += float(delta.square().sum())
     assert MergeFidelity(slabs)(factors) == pytest.approx(max(0.0, 1 - (lost / total) ** 0.5), abs=1e-3)
-
-
-def _plain_copy(slabs: WeightSlabs) -> Any:
-    """The restored weights in bfloat16, by name."""
-
-    class Plain:
-        order = slabs.order
-
-        def entry(self, name: str) -> torch.Tensor:
-            return slabs.entry(name).float().bfloat16()
-
-    return Plain()
 
 
 def test_a_small_adapter_is_not_merged(local: LocalEngine, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.engine.asking import ask
 from tests.families import build_model, make_prompt
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
@@ -17,9 +18,10 @@ from vlora.engine.monitor import Rates, arena_cells
 from vlora.engine.snapshot import EngineSnapshot
 from vlora.memory.arena import PAGE_BYTES
 from vlora.memory.page_allocator import PageRun
-from vlora.types import Request, SamplingParams
+from vlora.types import Request
 
 FAMILY = "llava"
+PROMPT = make_prompt(FAMILY, build_model(FAMILY), 0, num_images=1)
 
 
 @pytest.fixture
@@ -32,17 +34,8 @@ def local(adapter_folders: dict[str, str]) -> LocalEngine:
 
 
 def requests(count: int) -> list[Request]:
-    prompt = make_prompt(FAMILY, build_model(FAMILY), 0, num_images=1)
-    return [
-        Request(
-            request_id=f"r{number}",
-            prompt_ids=prompt.prompt_ids,
-            vision=prompt.vision,
-            adapter=("wide8", "wide8", "everywhere64", None)[number % 4],
-            sampling=SamplingParams(max_tokens=4, ignore_eos=True),
-        )
-        for number in range(count)
-    ]
+    adapters = ("wide8", "wide8", "everywhere64", None)
+    return [ask(PROMPT, f"r{number}", adapters[number % 4], 4) for number in range(count)]
 
 
 def check(snapshot: EngineSnapshot) -> None:
@@ -108,8 +101,7 @@ def test_only_adapters_in_demand_or_on_the_device_are_listed(
 def test_only_the_last_steps_are_kept(adapter_folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vlora.engine.monitor.MAX_STEPS", 10)
     local = LocalEngine(EngineConfig(model=FAMILY, arena_bytes=32 * 2**20), model=build_model(FAMILY))
-    sampling = SamplingParams(max_tokens=13, ignore_eos=True)
-    local.run([Request(request_id="r", prompt_ids=(3, 4, 5), sampling=sampling)])
+    local.run([ask(PROMPT, num_tokens=13, prompt_ids=(3, 4, 5), vision=())])
     assert [step.number for step in local.engine.snapshot().steps] == list(range(4, 14))
     assert [step.number for step in local.engine.snapshot(11).steps] == [12, 13]
 

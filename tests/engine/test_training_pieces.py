@@ -18,7 +18,6 @@ class Transport:
         self.waiting: deque[bytes] = deque()
         self.blocked: list[float | None] = []
         self.sent: list[Any] = []
-
         self.num_wakes = 0
 
     def wake(self) -> None:
@@ -108,7 +107,10 @@ class Engine:
         return ()
 
 
-def test_a_message_is_handled_after_the_piece_in_which_it_came() -> None:
+def test_messages_and_work_take_turns() -> None:
+    """A message is handled after the piece in which it came, and work that came during a step runs after it: a message
+    that only wakes the loop would let a message, and thus another step, come first.
+    """
     transport = Transport()
     engine = Engine(transport)
     EngineWorker(engine, transport).loop()  # type: ignore[arg-type]
@@ -120,12 +122,6 @@ def test_a_message_is_handled_after_the_piece_in_which_it_came() -> None:
     between = log[log.index("add r5") : log.index("add r8")]
     assert between.count("step") == 2 and "piece 6" in between
 
-
-def test_work_that_comes_during_a_step_runs_after_it() -> None:
-    """A message that only wakes the loop would let a message, and thus another step, come first."""
-    transport = Transport()
-    engine = Engine(transport)
-    EngineWorker(engine, transport).loop()  # type: ignore[arg-type]
     steps = [place for place, what in enumerate(engine.log) if what == "step"]
     assert steps and all(engine.log[place + 1].startswith("piece") for place in steps if place + 1 < len(engine.log))
     assert transport.num_wakes == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +59,6 @@ def test_injected_latency_is_paid_for_each_collective(tmp_path: Path) -> None:
         # Two collectives per layer for the base model, four more for split factors.
         assert min(fastest.values()) >= 2 * NUM_LAYERS * LATENCY_S
         assert fastest["slora-16"] >= 6 * NUM_LAYERS * LATENCY_S
-    assert statistics.median(decode.seconds["bd-16"]) < statistics.median(decode.seconds["slora-16"])
     nbytes = memory.adapters
     assert nbytes["slora-16"] < nbytes["replicated-16"] and nbytes["bd-16"] < nbytes["replicated-16"]
     linears = {name: module for name, module in whole.named_modules() if name in shapes}

@@ -11,10 +11,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.engine.asking import ask as ask_for
+from tests.engine.asking import tokens
 from tests.harness import FixedModes, RecordingEngine
 from tests.parallel.test_same_answers import Family
 from vlora.engine.tensor_parallel.coordinator import TensorParallelRunner
-from vlora.types import Mode, Request, RequestOutput, SamplingParams
+from vlora.types import Mode, RequestOutput
 
 NUM_REQUESTS = 28
 NUM_TOKENS = 60
@@ -49,7 +51,7 @@ def recorded(family: Family) -> Iterator[RecordingEngine]:
 @pytest.mark.usefixtures("no_kv_admission")
 def test_finished_answers_are_correct_under_mixed_load(family: Family, recorded: RecordingEngine) -> None:
     draws = random.Random(4)
-    expected = [family.oracle.generate(prompt, adapter, NUM_TOKENS)[0] for adapter, prompt in family.cases]
+    expected = [family.answer(adapter, prompt, NUM_TOKENS)[0] for adapter, prompt in family.cases]
     engine = recorded.engine
     cases_of: dict[str, int] = {}  # case by request
     outputs: dict[str, list[RequestOutput]] = {}
@@ -66,15 +68,7 @@ def test_finished_answers_are_correct_under_mixed_load(family: Family, recorded:
         name, case = f"r{len(cases_of)}", draws.randrange(len(family.cases))
         adapter, prompt = family.cases[case]
         cases_of[name], outputs[name] = case, []
-        engine.add(
-            Request(
-                request_id=name,
-                prompt_ids=prompt.prompt_ids,
-                vision=prompt.vision,
-                adapter=adapter,
-                sampling=SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True),
-            )
-        )
+        engine.add(ask_for(prompt, name, adapter, NUM_TOKENS))
 
     while engine.has_work or len(cases_of) < NUM_REQUESTS:
         if len(cases_of) < NUM_REQUESTS:
@@ -99,7 +93,7 @@ def test_finished_answers_are_correct_under_mixed_load(family: Family, recorded:
         assert is_over(name)
         if outputs[name][-1].finish_reason == "length":
             answered += 1
-            assert [token for output in outputs[name] for token in output.token_ids] == expected[case]
+            assert tokens(outputs[name]) == expected[case]
         else:
             error = outputs[name][-1].error  # cancelled, or its adapter was num_unloaded: no other error
             assert error is not None and error.code in ("cancelled", "aborted"), error

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.test_swap import ask, tokens
+from tests.engine.asking import ask, tokens
 from tests.families import build_model, make_prompt
 from tests.oracle import Oracle
 from vlora.config import EngineConfig

@@ -9,104 +9,61 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
-from peft.tuners.lora.config import BdLoraConfig
 
 from heads import HeadSpec, TaskHead, save_heads
-from tests.engine.test_relocation import shuffled
-from tests.families import HIDDEN, LANGUAGE_LINEARS, LAYERS, Prompt, build_model, make_prompt
+from tests.engine.asking import ask
+from tests.engine.forms import BLOCKS, FORMS, Form, FormReference, lora
+from tests.engine.moves import shuffled
+from tests.families import HIDDEN, LAYERS, make_prompt
 from tests.harness import FixedModes, RecordingEngine
-from tests.oracle import Oracle
-from vlora.types import Mode, Request
+from tests.oracle import adapter_configs
+from tests.references import TOLERANCE
+from vlora.types import Mode
 
 NUM_TOKENS = 5
-TOLERANCE = 2e-5  # two ranks add in another order: 1.05e-5 on Zen 5
-CASES = (
-    ("everywhere64", 1),
-    (None, 0),
-    ("wide8", 1),
-    ("blocks4", 1),
-    ("narrow4", 2),
-    ("patterned16", 0),
-    ("blocks4", 0),
-    (None, 1),
-)
+HEAD_ROWS = (10, 20)
 # Adapters of every kind: the others are replicated; in patterned16, layer 1's q has rank 5, which no number of ranks
 # divides.
-HEAD_ROWS = (10, 20)
 SHARDING = ("wide8=slora", "everywhere64=slora", "patterned16=slora", "*=replicated")
+FORM = Form(
+    lambda family: {**adapter_configs(family), "blocks4": lora(8, lora_alpha=16, use_rslora=True, use_bdlora=BLOCKS)},
+    (
+        *(("everywhere64", 1), (None, 0), ("wide8", 1), ("blocks4", 1), ("narrow4", 2), ("patterned16", 0)),
+        *(("blocks4", 0), (None, 1)),
+    ),
+    ("wide8", "blocks4", "patterned16"),
+    {},
+)
 
 
-def add_blocks(oracle: Oracle, name: str, num_blocks: int) -> None:
-    """Give the oracle a block-diagonal adapter of every language layer, created and computed by PEFT."""
-    assert oracle.peft is not None
-    blocks = BdLoraConfig(
-        target_modules_bd_a=["o_proj", "down_proj"],
-        target_modules_bd_b=["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"],
-        nblocks=num_blocks,
-    )
-    oracle.peft.add_adapter(
-        name, LoraConfig(r=8, lora_alpha=16, use_rslora=True, target_modules=LANGUAGE_LINEARS, use_bdlora=blocks)
-    )
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for parameter_name, parameter in oracle.peft.named_parameters():
-            if f".{name}." in parameter_name:
-                # As large as the oracle's other adapters, with factors as wide as these without zeros.
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    oracle.peft.eval()
-
-
-class Family:
-    """A family's model and adapters on disk, and reference answers."""
+class Family(FormReference):
+    """A family's adapters of every sharding, one with a head whose rows are two of the output head's."""
 
     def __init__(self, family: str, folder: Path) -> None:
-        self.family = family
-        model = build_model(family)
-        self.checkpoint = str(folder / "model")
-        model.save_pretrained(self.checkpoint)
-        self.oracle = oracle = Oracle(family, model)
-        add_blocks(oracle, "blocks4", 4)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(FORMS, "ranks", FORM)
+            super().__init__("ranks", family, folder)
         spec = HeadSpec(
             name="kind", task="classification", labels=("a", "b"), prompt="which", num_frames=1, hidden_size=HIDDEN
         )
-        head = TaskHead(spec, model.get_output_embeddings().weight[list(HEAD_ROWS)].detach().clone(), torch.zeros(2))
-        self.adapters = {**oracle.save(folder / "adapters"), "blocks4": str(folder / "adapters" / "blocks4")}
-        save_heads(self.adapters["wide8"], {"kind": head})
-        self.cases: list[tuple[str | None, Prompt]] = [
-            (adapter, make_prompt(family, model, seed, num_images=images))
-            for seed, (adapter, images) in enumerate(CASES)
-        ]
-        self.answers = [oracle.generate(prompt, adapter, NUM_TOKENS) for adapter, prompt in self.cases]
+        rows = self.model.get_output_embeddings().weight[list(HEAD_ROWS)].detach().clone()
+        save_heads(self.adapters["wide8"], {"kind": TaskHead(spec, rows, torch.zeros(2))})
 
 
 class TensorParallelEngine:
     """A family's model on several ranks."""
 
     def __init__(self, family: Family, size: int, **settings: Any) -> None:
-        self.family, self.adapters, self.checkpoint = family.family, family.adapters, family.checkpoint
-        self.cases, self.answers = family.cases, family.answers
-        self.size = size
-        self.recorded = RecordingEngine(
-            self,
-            FixedModes(Mode.UNMERGED),
-            checkpoint=self.checkpoint,
-            tensor_parallel=size,
-            sharding=SHARDING,
-            threads=1,
-            **settings,
-        )
+        self.reference, self.size = family, size
+        fields = {"tensor_parallel": size, "sharding": SHARDING, "threads": 1, **settings}
+        self.recorded = RecordingEngine(family, None, checkpoint=family.checkpoint, **fields)
 
     def check(self, mode: Mode, merged: str | None = None) -> None:
         self.recorded.modes.clear()
         self.recorded.engine.parts.scheduler.policy = FixedModes(mode, merged)
-        own = [i for i, (adapter, _) in enumerate(self.cases) if mode is not Mode.MERGED or adapter == merged]
-        answers = self.recorded.answer([self.cases[i] for i in own], NUM_TOKENS)
+        own = self.reference.of(merged) if mode is Mode.MERGED else self.reference.cases
+        self.reference.expect(self.recorded.answer(own, NUM_TOKENS), own)
         assert mode in self.recorded.modes
-        for i, (tokens, logits) in zip(own, answers, strict=True):
-            want_tokens, want_logits = self.answers[i]
-            assert tokens == want_tokens
-            assert float((logits - want_logits).abs().max()) < TOLERANCE
 
 
 @pytest.fixture(scope="module")
@@ -156,10 +113,10 @@ def test_collectives_match_the_formulas(replica: TensorParallelEngine) -> None:
     for case, (adapters, ranks) in enumerate(
         [((None,), ()), (("narrow4", "blocks4", None), ()), (("wide8",), (8,)), (("wide8", "everywhere64"), (8, 64))]
     ):
-        model = build_model(replica.family)
-        cases = [(name, make_prompt(replica.family, model, 50 + 10 * case + i)) for i, name in enumerate(adapters)]
+        family, model = replica.reference.family, replica.reference.model
+        cases = [(name, make_prompt(family, model, 50 + 10 * case + i)) for i, name in enumerate(adapters)]
         replica.recorded.engine.parts.scheduler.policy = FixedModes(Mode.UNMERGED)
-        replica.recorded.answer([(None, make_prompt(replica.family, model, 99 + case))], 1)  # flushes pending orders
+        replica.recorded.answer([(None, make_prompt(family, model, 99 + case))], 1)  # flushes pending orders
         for name, _ in cases:
             if name is not None:
                 replica.recorded.engine.pin_adapter(name, True)
@@ -198,11 +155,11 @@ def test_packed_copies_on_all_ranks(replica: TensorParallelEngine, monkeypatch: 
         keys = {key for group in groups if group.packed is not None for key in group.packed.layout.keys}
         return {key.rpartition("@")[0] for key in keys}
 
-    assert packed() == set(replica.adapters)
+    assert packed() == set(replica.reference.adapters)
     replica.check(Mode.MIXED, "wide8")
     replica.recorded.engine.unload_adapter("narrow4")
     assert not packed()
-    replica.recorded.engine.load_adapter("narrow4", replica.adapters["narrow4"])
+    replica.recorded.engine.load_adapter("narrow4", replica.reference.adapters["narrow4"])
     replica.check(Mode.UNMERGED)
 
 
@@ -210,7 +167,9 @@ def test_packed_copies_on_all_ranks(replica: TensorParallelEngine, monkeypatch: 
 def test_an_adapter_s_status_shows_its_sharding(replica: TensorParallelEngine) -> None:
     found = {status.name: status.sharding for status in replica.recorded.engine.adapters()}
     kinds = {"narrow4": "replicated", "blocks4": "bd"}
-    assert found == {name: None if replica.size == 1 else kinds.get(name, "slora") for name in replica.adapters}
+    assert found == {
+        name: None if replica.size == 1 else kinds.get(name, "slora") for name in replica.reference.adapters
+    }
 
 
 @on(("llava", 2))
@@ -228,41 +187,37 @@ def test_adapters_are_loaded_moved_and_evicted_in_a_tiny_arena(replica: TensorPa
     """Every adapter under two names; the largest do not fit at the same time. Threads read and load them, and all
     movable pages move between steps.
     """
-    twice = copy.copy(replica)
-    twice.adapters = {f"{name}-{i}": path for i in (0, 1) for name, path in replica.adapters.items()}
+    reference = replica.reference
+    twice = copy.copy(reference)
+    twice.adapters = {f"{name}-{i}": path for i in (0, 1) for name, path in reference.adapters.items()}
     recorded = RecordingEngine(
         twice,
         FixedModes(Mode.MIXED, "wide8-1"),
-        checkpoint=replica.checkpoint,
+        checkpoint=reference.checkpoint,
         scarce_memory=True,
         background=True,
         tensor_parallel=replica.size,
-        sharding=tuple(f"{name}-1=slora" for name in replica.adapters),
+        sharding=tuple(f"{name}-1=slora" for name in reference.adapters),
         threads=1,
     )
     moved = shuffled(recorded)
-    cases = [(name and f"{name}-{i}", prompt) for i in (0, 1) for name, prompt in replica.cases]
+    cases = [(name and f"{name}-{i}", prompt) for i in (0, 1) for name, prompt in reference.cases]
     answers = recorded.answer(cases, NUM_TOKENS)
     stats = recorded.engine.stats()
     recorded.engine.close()
     assert stats.num_adapter_loads >= len(twice.adapters) > stats.num_resident_adapters
     assert sum(moved) > len(moved)
-    for (tokens, logits), (want_tokens, want_logits) in zip(answers, 2 * replica.answers, strict=True):
-        assert tokens == want_tokens
-        assert float((logits - want_logits).abs().max()) < TOLERANCE
+    reference.expect(answers, 2 * reference.cases)
 
 
 @on(("qwen2_vl", 2), ("qwen3_vl", 4))
 def test_a_head_reads_the_hidden_states_of_one_rank(replica: TensorParallelEngine) -> None:
     """The head's rows are two of the output head's, so the reference's logits determine its answer."""
-    case = next(case for case, (adapter, _) in enumerate(replica.cases) if adapter == "wide8")
-    prompt, (_, logits) = replica.cases[case][1], replica.answers[case]
+    case = replica.reference.of("wide8")[0]
+    _, logits = replica.reference.answer(*case, num_tokens=NUM_TOKENS)
     for mode in (Mode.UNMERGED, Mode.MERGED):
         replica.recorded.engine.parts.scheduler.policy = FixedModes(mode, "wide8" if mode is Mode.MERGED else None)
-        outputs = replica.recorded.local.run(
-            [Request(request_id="h", prompt_ids=prompt.prompt_ids, vision=prompt.vision, adapter="wide8", head="kind")]
-        )
-        answer = outputs["h"][-1].head
+        answer = replica.recorded.local.run([ask(case[1], "h", "wide8", head="kind")])["h"][-1].head
         assert answer is not None
         expected = logits[0, list(HEAD_ROWS)].softmax(0)
         torch.testing.assert_close(torch.tensor(answer.scores), expected, atol=TOLERANCE, rtol=0)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.test_relocation import shuffle
+from tests.engine.moves import shuffle
 from tests.families import build_model
 from tests.simulated_cuda import Kind, counting
 from tests.simulated_cuda.capture import Operation

@@ -10,7 +10,8 @@ from tests.simulated_cuda.own_process import passes
 pytest.importorskip("triton")
 
 ENGINE = "tests/engine"
-ANSWERS = f"{ENGINE}/test_same_answers.py"
+ANSWERS = f"{ENGINE}/test_answers.py"
+LORA = f"{ANSWERS}::test_lora"
 FAST = "qwen2_vl"  # its fast tests run apart from the others
 LEFT = f"{FAST} and (chunks or evicted)"
 SELECTED = " or ".join([LEFT, *(family for family in FAMILIES if family != FAST)])
@@ -20,14 +21,14 @@ SELECTED = " or ".join([LEFT, *(family for family in FAMILIES if family != FAST)
 @pytest.mark.timeout(600)
 def test_modes_that_change_give_the_reference_answers() -> None:
     """What `make test` runs on the simulated device: every mode of one family."""
-    passes(f"{ANSWERS}::test_modes_change_in_the_middle_of_requests[{FAST}]")
+    passes(f"{LORA}[modes_change:shadow-{FAST}]")
 
 
 @pytest.mark.gpu_sim
 @pytest.mark.timeout(600)
 def test_one_family_gives_the_reference_answers_within_the_limits_of_a_step() -> None:
     """Qwen2-VL in every mode, and the counts of launches, copies and synchronizations."""
-    passes(ANSWERS, "tests/simulated_cuda/check_steps.py", "-m", "not slow")
+    passes(LORA, "tests/simulated_cuda/check_steps.py", "-m", "not slow")
 
 
 # Families share a process, and modules share one: to start one takes as long as a third of a family's tests.
@@ -38,8 +39,8 @@ def test_every_family_gives_the_reference_answers_in_every_mode() -> None:
 
     Of the tests that differ only by the merged adapter or the policy, one runs.
     """
-    alike = ["patterned16", "narrow4", "everywhere64", "algorithm_1", "paper"]
-    passes(ANSWERS, "-k", f"({SELECTED}) and not ({' or '.join(alike)})")
+    alike = ["patterned16", "narrow4", "everywhere64", "paper", "rewriting"]
+    passes(LORA, "-k", f"({SELECTED}) and not ({' or '.join(alike)})")
 
 
 @pytest.mark.gpu_sim
@@ -52,18 +53,15 @@ def test_two_ranks_give_the_reference_answers_in_every_mode() -> None:
 @pytest.mark.gpu_sim
 @pytest.mark.timeout(600)
 def test_other_oracle_tests_and_their_negative_controls() -> None:
-    modules = ("heads", "relocation", "in_place_answers", "swap", "negative_controls")
-    files = [f"{ENGINE}/test_{module}.py" for module in modules]
+    files = [f"{ENGINE}/test_{module}.py" for module in ("heads", "switching", "swap")]
     # Every negative control, and the others on one family.
-    passes(*files, "-k", "negative_controls or qwen2_5_vl or not (qwen or llava)")
+    passes(
+        *files, f"{ANSWERS}::test_without_a_part_answers_are_wrong", "-k", "wrong or qwen2_5_vl or not (qwen or llava)"
+    )
 
 
 @pytest.mark.gpu_sim
 @pytest.mark.timeout(600)
 def test_own_layers_and_compositions_in_every_mode() -> None:
     """No decode graph serves a merged adapter that has an output head of its own."""
-    passes(
-        *(f"{ENGINE}/test_{module}.py" for module in ("own_layers", "composition")),
-        "-k",
-        "qwen2_5_vl and (merged or mixed)",
-    )
+    passes(f"{ANSWERS}::test_other_forms", "-k", "(own_layers or composed) and qwen2_5_vl and (merged or mixed)")

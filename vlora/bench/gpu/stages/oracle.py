@@ -20,15 +20,14 @@ from vlora.bench.gpu.record import ROOT
 _FILES = (
     "tests/atmm/test_merge.py",
     "tests/atmm/test_add_delta.py",
-    "tests/engine/test_same_answers.py",
+    "tests/engine/test_answers.py::test_lora",
+    "tests/engine/test_answers.py::test_without_a_part_answers_are_wrong",
+    "tests/engine/test_answers.py::test_in_bfloat16_every_mode_is_as_close_to_float32_as_unmerged",
     "tests/engine/test_heads.py",
     "tests/engine/test_reuse.py",
-    "tests/engine/test_relocation.py",
-    "tests/engine/test_in_place_answers.py",
-    "tests/engine/test_bfloat16.py",
-    "tests/engine/test_negative_controls.py",
+    "tests/engine/test_switching.py",
 )
-_SMALL_TESTS = ("tests/engine/test_same_answers.py::test_unmerged_batch_of_all_ranks[llava]",)
+_SMALL_TESTS = ("tests/engine/test_answers.py::test_lora[unmerged-llava]",)
 _WORKERS = 8
 _MOST_FAILURES = 20
 _RESERVE_S = 5.0
