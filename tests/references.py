@@ -7,15 +7,14 @@ and family, so that test modules do not repeat it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftConfig
 
-from tests.families import VIDEO_FAMILIES, Prompt, build_model, make_prompt
-from tests.oracle import Oracle, peft_answer, save_adapter
+from tests.families import Prompt, build_model, make_prompt
+from tests.oracle import Oracle
 
 NUM_TOKENS = 16
 """Answer tokens of a `CaseReference`."""
@@ -84,8 +83,6 @@ class CaseReference:
     adapters: dict[str, str]
     cases: list[tuple[str | None, Prompt]]
     answers: list[Answer]
-    video_case: tuple[str | None, Prompt] | None = None
-    video_answer: Answer | None = None
 
     @classmethod
     def of(cls, family: str, folder: Path) -> CaseReference:
@@ -94,37 +91,4 @@ class CaseReference:
         oracle = Oracle(family, model)
         cases = prompts_of(family, model, CASES)
         answers = [oracle.generate(prompt, adapter, NUM_TOKENS) for adapter, prompt in cases]
-        found = cls(family, oracle.save(folder), cases, answers)
-        if family in VIDEO_FAMILIES:
-            prompt = make_prompt(family, model, 3, num_videos=1 if family == "llava_onevision" else 2)
-            found.video_case = ("everywhere64", prompt)
-            found.video_answer = oracle.generate(prompt, "everywhere64", NUM_TOKENS)
-        return found
-
-    @classmethod
-    def of_configs(
-        cls,
-        family: str,
-        model: Any,
-        configs: Mapping[str, PeftConfig],
-        cases: Sequence[tuple[str | None, int]],
-        folder: Path,
-    ) -> CaseReference:
-        """Adapters of any kind, each under PEFT alone.
-
-        Args:
-            family: The model's family.
-            model: The base model.
-            configs: The adapters by name.
-            cases: As `CASES`.
-            folder: Gets the adapters' folders.
-        """
-        adapters = {name: save_adapter(model, config, folder / name) for name, config in configs.items()}
-        prompts = prompts_of(family, model, cases)
-        answers = [peft_answer(model, name and adapters[name], prompt, NUM_TOKENS) for name, prompt in prompts]
-        return cls(family, adapters, prompts, answers)
-
-    def expect(self, got: Sequence[Answer]) -> None:
-        """Assert that an engine's answers to all cases are the reference answers."""
-        for own, want in zip(got, self.answers, strict=True):
-            assert_same(own, want)
+        return cls(family, oracle.save(folder), cases, answers)

@@ -12,14 +12,14 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 from fusion.embedded import checkpoint_path
-from tests.families import VisionInput, vision_input
+from tests.engine.asking import ask
+from tests.families import Prompt, VisionInput, vision_input
 from tests.harness import FixedModes
 from vlora.bench.dummy import language_shapes, small_config, write_adapter
 from vlora.config import EngineConfig
@@ -85,7 +85,7 @@ def main(folder: Path, *, bounded: bool) -> None:
 
 
 def request(name: str, adapter: str | None = None, *, image: bool = False, grammar: str | None = None) -> Request:
-    vision: Sequence[VisionInput] = ()
+    vision: tuple[VisionInput, ...] = ()
     prompt = list(range(10, 138))
     if image:
         fields = {
@@ -95,7 +95,7 @@ def request(name: str, adapter: str | None = None, *, image: bool = False, gramm
         vision = (vision_input("image", fields, _SIDE**2 // 4),)
         prompt += [small_config().image_token_id] * (_SIDE**2 // 4)
     sampling = SamplingParams(max_tokens=4, ignore_eos=grammar is None, grammar=grammar)
-    return Request(request_id=name, prompt_ids=tuple(prompt), vision=tuple(vision), adapter=adapter, sampling=sampling)
+    return ask(Prompt({}, tuple(prompt), vision), name, adapter, sampling=sampling)
 
 
 if __name__ == "__main__":

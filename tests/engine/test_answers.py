@@ -246,7 +246,7 @@ def without_deepstack_levels(patch: pytest.MonkeyPatch) -> None:
 
 
 PLAIN, MIXED = FixedModes(Mode.UNMERGED), FixedModes(Mode.MIXED, "wide8")
-CONTROLS = [
+CONTROLS: list[tuple[str, Any, str | None, FixedModes]] = [
     ("qwen2_vl", without_the_rope_delta, "everywhere64", PLAIN),
     ("qwen2_vl", without_the_de_lora_branch, "everywhere64", MIXED),
     ("qwen2_vl", without_the_adapter_in_the_keys_of_images, "everywhere64", PLAIN),
@@ -256,7 +256,7 @@ CONTROLS = [
 
 @pytest.mark.parametrize(
     ("reference", "left_out", "adapter", "policy"),
-    [pytest.param(("lora", family), *others, id=others[0].__name__) for family, *others in CONTROLS],
+    [pytest.param(("lora", family), part, *others, id=part.__name__) for family, part, *others in CONTROLS],
     indirect=["reference"],
 )
 def test_without_a_part_answers_are_wrong(

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, BitsAndBytesConfig, Qwen2VLConfig
 
 from heads import HeadSpec, TaskHead, save_heads
-from tests.engine.asking import ask, tokens
+from tests.engine.asking import ask
 from tests.families import IMAGE, build_model, make_prompt
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
@@ -20,7 +20,6 @@ from vlora.errors import (
     BadAdapter,
     BadConfig,
     BadRequest,
-    OverCapacity,
     PromptTooLong,
     UnknownAdapter,
     UnknownHead,
@@ -150,28 +149,6 @@ def test_a_head_answers_in_one_pass(local: LocalEngine) -> None:
     assert outputs["text"][-1].finish_reason == "length"
 
 
-def test_an_adapter_larger_than_its_share_of_memory(folders: dict[str, str]) -> None:
-    local = LocalEngine(EngineConfig(model=FAMILY, arena_bytes=8 * 65536), model=build_model(FAMILY))
-    with pytest.raises(OverCapacity, match="arena_bytes"):
-        local.engine.load_adapter("everywhere64", folders["everywhere64"])
-    assert local.engine.adapters() == ()
-
-
-def test_running_requests_finish_on_the_old_version_of_a_reloaded_name(
-    local: LocalEngine, folders: dict[str, str]
-) -> None:
-    old, engine = tokens(local.run([request()])["good"]), local.engine
-    engine.add(request())
-    outputs = list(engine.step())
-    engine.load_adapter("wide8", folders["narrow4"])
-    engine.add(request("after"))
-    outputs += finish(local)
-    assert tokens(outputs, "good") == old != tokens(outputs, "after")
-    first, second = engine.adapters()
-    assert engine.adapters(most=1) == (first,) and engine.adapters(after=first.name) == (second,)
-    assert len(engine.parts.device.pool.resident) <= 2
-
-
 def test_unloading_ends_its_requests_with_an_error(local: LocalEngine) -> None:
     engine = local.engine
     engine.add(request())
@@ -197,13 +174,6 @@ def test_cancel_frees_everything(local: LocalEngine) -> None:
     engine.unload_adapter("wide8")
     assert engine.stats().free_blocks >= free - 1
     engine.check_integrity()
-
-
-def test_missed_deadline(local: LocalEngine) -> None:
-    outputs = local.run([request(max_latency_s=1e-6), request("patient")])
-    error = outputs["good"][-1].error
-    assert error is not None and error.code == "deadline_missed"
-    assert outputs["patient"][-1].finish_reason == "length"
 
 
 def stored(settings: object) -> Qwen2VLConfig:

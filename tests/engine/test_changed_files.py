@@ -13,6 +13,7 @@ import torch
 from peft import LoraConfig
 
 from heads import HeadSpec, TaskHead, save_heads
+from tests.engine.asking import ask
 from tests.families import HIDDEN, LANGUAGE_LINEARS, Prompt, build_model, make_prompt
 from tests.harness import FixedModes
 from tests.oracle import save_adapter
@@ -69,19 +70,13 @@ class Served:
             self.local.engine.load_adapter(name, str(folder / name))
 
     def answers(self, *names: str | None) -> Mapping[str, object]:
-        requests = [
-            Request(
-                request_id=str(name),
-                prompt_ids=self.prompt.prompt_ids,
-                vision=self.prompt.vision,
-                adapter=name,
-                head="kind" if name == "heads" else None,
-                sampling=SamplingParams(max_tokens=6, ignore_eos=True, logprobs=1),
-            )
-            for name in names
-        ]
-        # One by one: the rounding of products depends on the batch.
-        return {one.request_id: self.what(self.local.run([one])[one.request_id]) for one in requests}
+        """Of requests one by one: the rounding of products depends on the batch."""
+        sampling = SamplingParams(max_tokens=6, ignore_eos=True, logprobs=1)
+        found = {}
+        for name in names:
+            request = ask(self.prompt, "r", name, head="kind" if name == "heads" else None, sampling=sampling)
+            found[str(name)] = self.what(self.local.run([request])["r"])
+        return found
 
     @staticmethod
     def what(outputs: list[RequestOutput]) -> object:

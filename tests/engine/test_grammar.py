@@ -40,6 +40,7 @@ from vlora.types import MAX_GRAMMAR_CHARS, Mode, Request, RequestOutput, Samplin
 pytestmark = pytest.mark.slow
 
 EOS = 2
+BYTES = LLTokenizer("byte")
 JSON = ['{"', '":', ' "', '",']
 LONGER = (*JSON, *("tr", "ue", "true", "al", "se", "12", "34", "123", "aa", "ab", "ba", "aba", "na", "me", "name"))
 FAMILY = "qwen2_vl"
@@ -213,7 +214,7 @@ def test_a_random_model_calls_tools_as_declared(local: LocalEngine, tokenizer: A
 
 def parsed(grammar: str, text: str) -> LLMatcher | None:
     """The parser after a text, byte by byte without a model's tokens; None if it is no prefix of the grammar."""
-    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
+    matcher = LLMatcher(BYTES, grammar, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     return matcher if all(matcher.consume_token(byte) for byte in text.encode()) else None
 

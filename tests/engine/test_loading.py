@@ -58,6 +58,8 @@ def test_steps_continue_while_a_folder_is_read_and_the_name_keeps_its_content(st
     story.said("before", "narrow4")  # earlier requests keep the old content
     story.said("after", "wide8")
     assert new.result().name == "new" and names(story) == {"mine", "new"}
+    first_status, second_status = engine.adapters()
+    assert engine.adapters(most=1) == (first_status,) and engine.adapters(after="mine") == (second_status,)
     assert engine.parts.registry.num_known == 2, "the old content is dropped with its last request"
 
 

@@ -7,7 +7,6 @@ other adapters are then computed with the merged adapter subtracted, as PEFT doe
 from __future__ import annotations
 
 import copy
-import dataclasses
 import statistics
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,10 +22,10 @@ from atmm.fp8 import CAPABILITY, Fp8
 from atmm.grouped import Grouped
 from atmm.int8 import Int8, multiplies_int8
 from tests import device
-from tests.families import FAMILIES, LANGUAGE_LINEARS, Prompt, build_model, make_prompt
-from tests.harness import FixedModes, RecordingEngine, run_engine
+from tests.families import FAMILIES, LANGUAGE_LINEARS, Prompt, build_model
+from tests.harness import FixedModes, RecordingEngine, Run, run_engine
 from tests.oracle import Oracle
-from tests.references import NUM_TOKENS, TOLERANCE, Answer, assert_same
+from tests.references import NUM_TOKENS, TOLERANCE, Answer, assert_same, prompts_of
 from vlora.engine import quantize
 from vlora.types import Mode
 
@@ -108,16 +107,19 @@ def restored_model(quantize: Quantize, model: Any, kind: type[nn.Linear] = nn.Li
     return model
 
 
-class QuantizedOracle:
+class Reference:
     """Transformers + PEFT on restored weights: W0, and W0 with one adapter merged."""
 
-    def __init__(self, quantize: Quantize, family: str, model: Any) -> None:
-        self._quantize = quantize
-        self.own = Oracle(family, restored_model(quantize, model))
-        self.merged = Oracle(family, restored_model(quantize, model))
+    def __init__(self, quantize: Quantize, family: str, folder: Path) -> None:
+        self.quantize, self.family, self.model = quantize, family, build_model(family)
+        self.oracle = Oracle(family, restored_model(quantize, self.model))
+        self.adapters = self.oracle.save(folder)
+        self.cases = prompts_of(family, self.model, CASES)
+        self.answers = [self.oracle.generate(prompt, adapter, NUM_TOKENS) for adapter, prompt in self.cases]
+        self._merged = Oracle(family, restored_model(quantize, self.model))
         self._layers: dict[str, Any] = {}
-        assert self.merged.peft is not None
-        for name, layer in self.merged.peft.named_modules():
+        assert self._merged.peft is not None
+        for name, layer in self._merged.peft.named_modules():
             if "language_model" in name and MERGED in getattr(layer, "lora_A", {}):
                 self._layers[name.removeprefix("base_model.model.")] = layer
                 layer.scaling[MERGED] *= -1
@@ -125,56 +127,42 @@ class QuantizedOracle:
             name: layer.base_layer.weight - layer.get_delta_weight(MERGED) for name, layer in self._layers.items()
         }
 
+    def run(self, mode: Mode, num_tokens: int = NUM_TOKENS, **settings: Any) -> Run:
+        """All cases, or in merged mode those of the merged adapter."""
+        cases = [case for case in self.cases if mode is not Mode.MERGED or case[0] == MERGED]
+        policy = FixedModes(mode, None if mode is Mode.UNMERGED else MERGED)
+        return run_engine(self, policy, num_tokens, cases=cases, quantize=self.quantize, **settings)
+
     def use(self, merged: Mapping[str, torch.Tensor]) -> None:
         """Take an engine's merged weights, which may differ from the oracle's where the sum is between two values."""
         assert merged.keys() == self._layers.keys()
         with torch.no_grad():
             for name, layer in self._layers.items():
-                want = restored(self._quantize, self._sums[name])
+                want = restored(self.quantize, self._sums[name])
                 differences = (merged[name] - want).abs()
                 assert (differences > 1e-5 * want.abs()).float().mean() < 1e-3, name
-                assert (differences <= EXACT[self._quantize].step(want)).all(), name
+                assert (differences <= EXACT[self.quantize].step(want)).all(), name
                 layer.base_layer.weight.copy_(merged[name])
 
     def mixed(self, prompt: Prompt, adapter: str | None) -> Answer:
         """The answer while `MERGED` is merged."""
-        peft: Any = self.merged.peft
+        peft: Any = self._merged.peft
         if adapter == MERGED:
-            return self.merged.generate(prompt, None, NUM_TOKENS)
+            return self._merged.generate(prompt, None, NUM_TOKENS)
         with pytest.MonkeyPatch.context() as patch:
             both = [MERGED] if adapter is None else [MERGED, adapter]
             patch.setattr(peft, "set_adapter", lambda name: peft.base_model.set_adapter(both))
-            return self.merged.generate(prompt, MERGED, NUM_TOKENS)
+            return self._merged.generate(prompt, MERGED, NUM_TOKENS)
 
 
-@dataclasses.dataclass
-class QuantizedReference:
-    quantize: Quantize
-    family: str
-    model: Any
-    oracle: QuantizedOracle
-    adapters: dict[str, str]
-    cases: list[tuple[str | None, Prompt]]
-    answers: list[Answer]
+FORMATS = [("fp8", family) for family in FAMILIES]
+FORMATS += [("int8", "qwen2_vl"), ("int8", "llava"), ("int4", "qwen2_5_vl"), ("int4", "llava_onevision")]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[("fp8", family) for family in FAMILIES]
-    + [("int8", "qwen2_vl"), ("int8", "llava"), ("int4", "qwen2_5_vl"), ("int4", "llava_onevision")],
-    ids="-".join,
-)
-def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> QuantizedReference:
+@pytest.fixture(scope="module", params=FORMATS, ids="-".join)
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     chosen, family = request.param
-    model = build_model(family)
-    oracle = QuantizedOracle(chosen, family, model)
-    cases: list[tuple[str | None, Prompt]] = [
-        (adapter, make_prompt(family, model, seed, num_images=images, text=(5 + 3 * seed, 4 + 2 * seed)))
-        for seed, (adapter, images) in enumerate(CASES)
-    ]
-    folder: Path = tmp_path_factory.mktemp(family)
-    answers = [oracle.own.generate(prompt, adapter, NUM_TOKENS) for adapter, prompt in cases]
-    return QuantizedReference(chosen, family, model, oracle, oracle.own.save(folder), cases, answers)
+    return Reference(chosen, family, tmp_path_factory.mktemp(family))
 
 
 @pytest.fixture
@@ -184,9 +172,8 @@ def exact_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("exact_inputs")
 @pytest.mark.parametrize("max_step_tokens", [512, 24])
-def test_unmerged_requests(reference: QuantizedReference, max_step_tokens: int) -> None:
-    policy = FixedModes(Mode.UNMERGED)
-    run = run_engine(reference, policy, NUM_TOKENS, quantize=reference.quantize, max_step_tokens=max_step_tokens)
+def test_unmerged_requests(reference: Reference, max_step_tokens: int) -> None:
+    run = reference.run(Mode.UNMERGED, max_step_tokens=max_step_tokens)
     assert Mode.UNMERGED in run.modes
     for got, want in zip(run.answers, reference.answers, strict=True):
         assert_same(got, want)
@@ -194,70 +181,64 @@ def test_unmerged_requests(reference: QuantizedReference, max_step_tokens: int) 
 
 @pytest.mark.usefixtures("exact_inputs")
 @pytest.mark.parametrize("mode", [Mode.MERGED, Mode.MIXED])
-def test_merged_and_mixed_requests(reference: QuantizedReference, mode: Mode) -> None:
+def test_merged_and_mixed_requests(reference: Reference, mode: Mode) -> None:
     cases = reference.cases if mode is Mode.MIXED else [case for case in reference.cases if case[0] == MERGED]
     # All images first: in every step a request uses the merged adapter.
     recorded = RecordingEngine(reference, FixedModes(mode, MERGED), quantize=reference.quantize, encode_share=1e9)
     answers = recorded.answer(cases, NUM_TOKENS)
     assert recorded.modes == {mode}
     linears = recorded.engine.parts.device.slabs.linears
-    reference.oracle.use({name: linear.stored.float().cpu() for name, linear in linears.items()})
+    reference.use({name: linear.stored.float().cpu() for name, linear in linears.items()})
     for got, (adapter, prompt) in zip(answers, cases, strict=True):
-        assert_same(got, reference.oracle.mixed(prompt, adapter))
+        assert_same(got, reference.mixed(prompt, adapter))
 
 
 @pytest.mark.usefixtures("exact_inputs")
-def test_a_quantized_head(reference: QuantizedReference) -> None:
+def test_a_quantized_head(reference: Reference) -> None:
     """The embeddings stay as loaded, also where they are tied to the head."""
     model = restored_model(reference.quantize, reference.model)
     head = model.get_output_embeddings()
     head.weight = nn.Parameter(restored(reference.quantize, head.weight.data), requires_grad=False)
     oracle = Oracle(reference.family, model)
-    run = run_engine(reference, FixedModes(Mode.UNMERGED), 4, quantize=reference.quantize, quantize_head=True)
+    run = reference.run(Mode.UNMERGED, 4, quantize_head=True)
     for got, (adapter, prompt) in zip(run.answers, reference.cases, strict=True):
         assert_same(got, oracle.generate(prompt, adapter, 4))
 
 
 @pytest.mark.usefixtures("exact_inputs")
-def test_dora_takes_the_norms_of_the_quantized_weights(reference: QuantizedReference, tmp_path: Path) -> None:
+def test_dora_takes_the_norms_of_the_quantized_weights(reference: Reference, tmp_path: Path) -> None:
     configs = {"dora8": LoraConfig(r=8, use_dora=True, target_modules=LANGUAGE_LINEARS)}
     oracle = Oracle(reference.family, restored_model(reference.quantize, reference.model), configs=configs)
-    own = dataclasses.replace(reference, adapters=oracle.save(tmp_path), cases=[("dora8", reference.cases[0][1])])
-    run = run_engine(own, FixedModes(Mode.UNMERGED), 4, quantize=reference.quantize)
-    assert_same(run.answers[0], oracle.generate(own.cases[0][1], "dora8", 4))
+    own, prompt = copy.copy(reference), reference.cases[0][1]
+    own.adapters, own.cases = oracle.save(tmp_path), [("dora8", prompt)]
+    assert_same(own.run(Mode.UNMERGED, 4).answers[0], oracle.generate(prompt, "dora8", 4))
 
 
 @pytest.mark.usefixtures("exact_inputs")
-def test_answers_without_the_scales_are_wrong(reference: QuantizedReference, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_without_the_scales_are_wrong(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control."""
     kind = type(EXACT[reference.quantize])
     decode = kind.decode
     monkeypatch.setattr(
         kind, "decode", lambda own, values, scales: decode(own, values, scales.abs().mean().expand_as(scales))
     )
-    run = run_engine(reference, FixedModes(Mode.UNMERGED), 1, quantize=reference.quantize)
-    for (_, got), (_, want) in zip(run.answers, reference.answers, strict=True):
+    for (_, got), (_, want) in zip(reference.run(Mode.UNMERGED, 1).answers, reference.answers, strict=True):
         assert (got[0] - want[0]).abs().max() > 100 * TOLERANCE
 
 
-def test_rounded_inputs(reference: QuantizedReference) -> None:
+def test_rounded_inputs(reference: Reference) -> None:
     """Most logits are the oracle's; an input between two eight-bit values changes the tokens behind it."""
     if reference.quantize == "int4" and not multiplies_int8():
         pytest.skip("inputs are rounded only by products of bytes, which this processor lacks")
-    run = run_engine(reference, FixedModes(Mode.UNMERGED), 1, quantize=reference.quantize)
     oracle = Oracle(reference.family, restored_model(reference.quantize, reference.model, InputsRounded))
-    differences = torch.stack(
-        [
-            (got - oracle.generate(prompt, adapter, 1)[1]).abs().max()
-            for (_, got), (adapter, prompt) in zip(run.answers, reference.cases, strict=True)
-        ]
-    )
-    assert differences.median() < TOLERANCE and differences.max() < 0.05
+    pairs = zip(reference.run(Mode.UNMERGED, 1).answers, reference.cases, strict=True)
+    found = [(got - oracle.generate(prompt, adapter, 1)[1]).abs().max() for (_, got), (adapter, prompt) in pairs]
+    assert torch.stack(found).median() < TOLERANCE and max(found) < 0.05
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("mode", "limit"), [(Mode.UNMERGED, 0.15), (Mode.MIXED, 0.3)])
-def test_bfloat16_on_the_device(reference: QuantizedReference, mode: Mode, limit: float) -> None:
+def test_bfloat16_on_the_device(reference: Reference, mode: Mode, limit: float) -> None:
     """On a GPU by products of eight-bit floats. The reference has neither rounded inputs nor rounded merged weights.
 
     Both errors are large, because models and adapters are random. Measured on a CPU: at most 0.07, and 0.21 if mixed.
@@ -268,11 +249,9 @@ def test_bfloat16_on_the_device(reference: QuantizedReference, mode: Mode, limit
         pytest.skip("for CPUs")
     if reference.quantize == "int4" and mode is Mode.MIXED:
         pytest.skip("merged weights in four bits are far from the reference's")
-    merged = MERGED if mode is Mode.MIXED else None
-    policy = FixedModes(mode, merged)
-    recorded = RecordingEngine(reference, policy, dtype=torch.bfloat16, quantize=reference.quantize, encode_share=1e9)
-    answers = recorded.answer(reference.cases, 8)  # requests of the merged adapter run until all have begun
-    assert recorded.modes == {mode}
-    pairs = [(got[0], want[0]) for (_, got), (_, want) in zip(answers, reference.answers, strict=True)]
+    # Requests of the merged adapter run until all have begun.
+    run = reference.run(mode, 8, dtype=torch.bfloat16, encode_share=1e9)
+    assert run.modes == {mode}
+    pairs = [(got[0], want[0]) for (_, got), (_, want) in zip(run.answers, reference.answers, strict=True)]
     errors = [float((got - want).norm() / want.norm()) for got, want in pairs]
     assert statistics.mean(errors) < limit, errors

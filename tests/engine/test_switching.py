@@ -102,9 +102,9 @@ def test_weights_do_not_depend_on_the_adapters_merged_before(
         switch(local, None)
     assert 0 < len(pool.shapes(key)) < len(base)
     limit = MAX_DRIFT if kind == "subtracting" else 1e-6
-    for name in ("wide8", "narrow4", "wide8", "narrow4", None, "narrow4", "wide8", None):
-        switch(local, name)
-        assert apart(local, base if name is None else wanted[name]) <= limit, name
+    for merged in ("wide8", "narrow4", "wide8", "narrow4", None, "narrow4", "wide8", None):
+        switch(local, merged)
+        assert apart(local, base if merged is None else wanted[merged]) <= limit, merged
 
 
 @pytest.mark.slow

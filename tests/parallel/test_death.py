@@ -32,7 +32,7 @@ from vlora.memory.host_to_device import Inline
 from vlora.parallel.socket_collectives import CollectiveFailed
 from vlora.types import Request, RequestOutput
 
-pytestmark = pytest.mark.slow  # test_rank_reports.py, test_messages.py and test_worker.py are fast
+pytestmark = pytest.mark.slow  # test_orders.py is fast
 
 PROMPT = (5, 6, 7, 8, 9)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from peft import IA3Config, PeftConfig
@@ -22,7 +23,7 @@ TOKEN = 7
 def configs(family: str) -> Mapping[str, PeftConfig]:
     """Forms with further rows need layers whose inputs are whole on every rank."""
     columns = f"({LANGUAGE_LINEARS.replace('|o', '').replace('|down', '')}|{vision_linears(family)})"
-    invoked = {"task_type": "CAUSAL_LM", "alora_invocation_tokens": INVOCATIONS["wide8"]}
+    invoked: dict[str, Any] = {"task_type": "CAUSAL_LM", "alora_invocation_tokens": INVOCATIONS["wide8"]}
     return {
         "plain": lora(8),
         "dora": lora(8, columns, use_dora=True),
@@ -35,7 +36,7 @@ def configs(family: str) -> Mapping[str, PeftConfig]:
     }
 
 
-CASES = (
+CASES: Sequence[Any] = (
     *(("dora", 1), ("plain", 1), (None, 0), ("bias", 1), ("head", 0), ("dora", 0), ("ia3", 1), ("tokens", 1)),
     ("token", 0, [TOKEN, 31]),
     *(("activated", 1, [*INVOCATIONS["wide8"], last, 31]) for last in (10, 11)),
@@ -49,7 +50,7 @@ SHARDING = {
 class Replica:
     def __init__(self, form: str, family: str, folder: Path) -> None:
         self.reference = FormReference(form, family, folder)
-        settings = {"tensor_parallel": 2, "sharding": SHARDING[form], "threads": 1}
+        settings: dict[str, Any] = {"tensor_parallel": 2, "sharding": SHARDING[form], "threads": 1}
         self.recorded = RecordingEngine(self.reference, None, checkpoint=self.reference.checkpoint, **settings)
 
     def check(self, mode: Mode, merged: str | None) -> None:

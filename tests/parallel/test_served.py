@@ -11,7 +11,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.parallel.test_death import is_left, ranks_of
+from tests.processes import PATIENCE_S, until
 from tests.server.served import Caller, call, children, last_code, until_alive
 from tests.server.test_end_to_end import QUESTION, Local, chat, picture
 from tests.server.test_end_to_end import folder as folder  # a fixture
@@ -81,19 +81,16 @@ def test_answers_streams_and_heads_equal_those_of_one_rank(serving: Serving, fol
     image = picture(1)
     sampling = SamplingParams(max_tokens=NUM_TOKENS)
     base = json.loads(call(serving.http_port, "GET", "/v1/models")[1])["data"][0]["id"]
-    texts = set()
+    texts, path = set(), "/v1/chat/completions"
     for model, adapter in ((base, None), ("small", "small"), ("large", "large")):
         wanted = local.text([image], adapter, sampling)
-        status, answer = call(
-            serving.http_port, "POST", "/v1/chat/completions", {"model": model, **question_about(image)}
-        )
+        status, answer = call(serving.http_port, "POST", path, {"model": model, **question_about(image)})
         assert status == 200 and json.loads(answer)["choices"][0]["message"]["content"] == wanted
         body = {"model": model, **question_about(image), "stream": True}
-        status, events = call(serving.http_port, "POST", "/v1/chat/completions", body)
+        status, events = call(serving.http_port, "POST", path, body)
         chunks = [json.loads(event.removeprefix("data: ")) for event in events.split("\n\n")[:-2]]
-        assert (
-            status == 200 and "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == wanted
-        )
+        assert status == 200
+        assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == wanted
         texts.add(wanted)
     assert len(texts) == 3, "the adapters make no difference"
     images = {"small": [image], "large": [image, picture(2)]}
@@ -111,7 +108,7 @@ def test_the_status_shows_the_sharding(serving: Serving) -> None:
     assert {each["name"]: each["sharding"] for each in adapters} == {"large": "replicated", "small": "slora"}
 
 
-def test_a_killed_rank_fails_all_requests_within_3_s_and_is_restarted(serving: Serving) -> None:
+def test_a_killed_rank_fails_all_requests_and_is_restarted(serving: Serving) -> None:
     (engine,) = children(serving.process.pid)
     before = chat(serving.http_port, model="small", max_tokens=5)[1]
     long = {"max_tokens": 900, "temperature": 1.0, "seed": 1, "ignore_eos": True}
@@ -121,16 +118,12 @@ def test_a_killed_rank_fails_all_requests_within_3_s_and_is_restarted(serving: S
         Caller(lambda: serving.client.generate(QUESTION, max_tokens=900, ignore_eos=True)),
         Caller(lambda: list(serving.client.stream(QUESTION, max_tokens=900, ignore_eos=True))),
     ]
-    while serving.client.stats().num_running < len(callers):
-        assert all(caller.is_alive() for caller in callers), "an answer ended before all were running"
-        time.sleep(0.01)
+    until(lambda: serving.client.stats().num_running == len(callers))
     pids = ranks_of(engine)
-    killed = time.monotonic()
     os.kill(pids[1], signal.SIGKILL)
     for caller in callers:
-        caller.join(10)
+        caller.join(PATIENCE_S)
     assert [caller.result for caller in callers] == ["engine_dead"] * len(callers)
-    assert max(caller.at for caller in callers) - killed < 3
     until_alive(serving.client)
     after = chat(serving.http_port, model="small", max_tokens=5)[1]
     assert json.loads(after)["choices"] == json.loads(before)["choices"]

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from heads import HeadSpec, TaskHead, save_heads
+from tests.engine.asking import ask
 from tests.families import Prompt
-from tests.harness import FixedModes, RecordingEngine, run_engine
+from tests.harness import FixedModes, RecordingEngine, Run, run_engine
 from tests.qwen_vl import checkpoint as small
 from tests.qwen_vl import literal
 from tests.qwen_vl.published import CONFIGS, make_adapter
 from tests.qwen_vl.test_model import pixels, prompt_ids
 from tests.references import Answer, assert_same
-from vlora.errors import BadAdapter
+from vlora.errors import BadAdapter, BadRequest
 from vlora.lora.legacy_names import fused_sites, resolve
 from vlora.models.processing import vision_input
 from vlora.types import Mode
@@ -38,14 +40,28 @@ def prompt_of(seed: int, num_images: int) -> Prompt:
 
 @dataclasses.dataclass
 class Published:
-    """A checkpoint, adapters for its published code, cases, and the answers of the literal implementation."""
+    """A checkpoint, adapters for its published code, cases, and the answers of the literal implementation.
 
-    folder: Path
-    family: str
+    Attributes:
+        weights: The model's weights with each adapter merged.
+        unadapted: The answers of the base model to the same prompts.
+    """
+
+    checkpoint: str
     adapters: dict[str, str]
+    weights: dict[str | None, dict[str, torch.Tensor]]
     cases: list[tuple[str | None, Prompt]]
     answers: list[Answer]
     unadapted: list[Answer]
+    family: str = "qwen_vl"
+
+    def run(self, policy: FixedModes, adapter: str | None = None, **settings: Any) -> Run:
+        """Answer all cases, or those of an adapter, as defined."""
+        own = [i for i, case in enumerate(CASES) if adapter in (None, case[0])]
+        run = run_engine(self, policy, NUM_TOKENS, only=own, checkpoint=self.checkpoint, **settings)
+        for got, case in zip(run.answers, own, strict=True):
+            assert_same(got, self.answers[case])
+        return run
 
 
 @pytest.fixture(scope="module")
@@ -64,55 +80,39 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Published:
         for own in (weights, dict.fromkeys(weights, base))
     )
     adapters = {name: str(folder / name) for name in CONFIGS}
-    return Published(folder / "model", "qwen_vl", adapters, cases, answers, unadapted)
+    return Published(str(folder / "model"), adapters, weights, cases, answers, unadapted)
 
 
 @pytest.mark.exhaustive
 def test_the_adapters_change_every_answer(published: Published) -> None:
-    for (adapter, _), (_, with_it), (_, without) in zip(
-        published.cases, published.answers, published.unadapted, strict=True
-    ):
-        changed = float((with_it[0] - without[0]).abs().max())
+    for (adapter, _), (_, own), (_, base) in zip(published.cases, published.answers, published.unadapted, strict=True):
+        changed = float((own[0] - base[0]).abs().max())
         assert changed > 0.01 if adapter else changed == 0, (adapter, changed)
 
 
 @pytest.mark.parametrize(
-    ("mode", "merged"), [(Mode.UNMERGED, None), (Mode.MIXED, "finetuned"), (Mode.MIXED, "everywhere")]
+    ("mode", "merged"),
+    [
+        (Mode.UNMERGED, None),
+        (Mode.MIXED, "finetuned"),
+        (Mode.MIXED, "everywhere"),
+        (Mode.MERGED, "finetuned"),
+        (Mode.MERGED, "dora"),
+    ],
 )
-def test_batch_of_all_adapters(published: Published, mode: Mode, merged: str | None) -> None:
-    run = run_engine(
-        published, FixedModes(mode, merged), NUM_TOKENS, checkpoint=str(published.folder), encode_share=1e9
-    )
-    assert mode in run.modes
-    for got, want in zip(run.answers, published.answers, strict=True):
-        assert_same(got, want)
-
-
-@pytest.mark.parametrize("merged", ["finetuned", "dora"])
-def test_merged_batch(published: Published, merged: str) -> None:
-    own = [i for i, (adapter, _) in enumerate(CASES) if adapter == merged]
-    run = run_engine(published, FixedModes(Mode.MERGED, merged), NUM_TOKENS, only=own, checkpoint=str(published.folder))
-    assert run.modes == {Mode.MERGED}
-    assert_same(run.answers[0], published.answers[own[0]])
+def test_answers_are_those_of_the_definition(published: Published, mode: Mode, merged: str | None) -> None:
+    adapter = merged if mode is Mode.MERGED else None
+    assert mode in published.run(FixedModes(mode, merged), adapter, encode_share=1e9).modes
 
 
 def test_in_place_switching_restores_the_split_weights(published: Published) -> None:
     plan: list[tuple[Mode, str | None]] = [(Mode.MIXED, "finetuned"), (Mode.UNMERGED, None), (Mode.MIXED, "everywhere")]
-    run = run_engine(
-        published,
-        FixedModes(*plan[0], plan=plan),
-        NUM_TOKENS,
-        checkpoint=str(published.folder),
-        switching="in_place",
-        max_step_tokens=96,
-    )
+    run = published.run(FixedModes(*plan[0], plan=plan), switching="in_place", max_step_tokens=96)
     assert run.num_switches > 3
-    for got, want in zip(run.answers, published.answers, strict=True):
-        assert_same(got, want)
 
 
 def test_prompts_run_in_chunks_and_prefixes_are_reused(published: Published) -> None:
-    recorded = RecordingEngine(published, None, max_step_tokens=40, checkpoint=str(published.folder))
+    recorded = RecordingEngine(published, None, max_step_tokens=40, checkpoint=published.checkpoint)
     for again in (False, True):
         answers = recorded.answer(published.cases[:3], NUM_TOKENS)
         for got, want in zip(answers, published.answers, strict=False):
@@ -123,12 +123,11 @@ def test_prompts_run_in_chunks_and_prefixes_are_reused(published: Published) -> 
 @pytest.mark.slow
 def test_two_ranks_have_their_part_of_every_layer(published: Published) -> None:
     """c_attn is cut into layers first, and each of these over the ranks. Biases of mlp.c_proj need a single rank."""
-    served = [name for name in published.adapters if name not in ("biased", "ia3")]
-    replica = dataclasses.replace(published, adapters={name: published.adapters[name] for name in served})
+    served = {name: path for name, path in published.adapters.items() if name not in ("biased", "ia3")}
     recorded = RecordingEngine(
-        replica,
+        dataclasses.replace(published, adapters=served),
         FixedModes(Mode.MIXED, "finetuned"),
-        checkpoint=str(published.folder),
+        checkpoint=published.checkpoint,
         tensor_parallel=2,
         sharding=("finetuned=slora", "*=replicated"),
         threads=1,
@@ -144,6 +143,31 @@ def test_two_ranks_have_their_part_of_every_layer(published: Published) -> None:
         recorded.engine.close()
 
 
+def test_a_head_reads_the_last_token_and_none_reads_queries(published: Published, tmp_path: Path) -> None:
+    """Learned queries form no grid of image tokens, which detection needs."""
+    folder = shutil.copytree(published.adapters["everywhere"], tmp_path / "tuned")
+    heads = {}
+    for task in ("classification", "detection"):
+        labels = ("cat", "dog", "bird")
+        spec = HeadSpec(name=task, task=task, labels=labels, prompt="what ?", num_frames=1, hidden_size=small.HIDDEN)
+        count = spec.make_task().num_outputs
+        weight = torch.randn(count, small.HIDDEN, generator=torch.Generator().manual_seed(0)) / 8
+        heads[task] = TaskHead(spec, weight, torch.zeros(count))
+    save_heads(folder, heads)
+    headed = dataclasses.replace(published, adapters={"tuned": str(folder)})
+    recorded = RecordingEngine(headed, None, checkpoint=published.checkpoint)
+    prompt = prompt_of(3, 1)
+    answer = recorded.local.run([ask(prompt, "r", "tuned", head="classification")])["r"][-1].head
+    assert answer is not None
+    last = literal.hidden_states(published.weights["everywhere"], prompt.prompt_ids, [pixels(3)])[-1]
+    scores = torch.softmax(heads["classification"].weight.double() @ last, 0)
+    torch.testing.assert_close(torch.tensor(answer.scores, dtype=torch.float64), scores, rtol=0, atol=1e-4)
+    assert float(scores.max()) < 0.999  # not decided by the largest value alone
+    reason = "reads image tokens as a grid, and qwen_vl reduces an image to learned queries"
+    with pytest.raises(BadRequest, match=reason):
+        recorded.engine.add(ask(prompt, "r", "tuned", head="detection"))
+
+
 def test_names_of_qwen_s_text_models_stay_unknown_to_other_families() -> None:
     """Their sizes may be those of another decoder, which must not get their adapters."""
     layers = "model.language_model.layers.0"
@@ -154,34 +178,32 @@ def test_names_of_qwen_s_text_models_stay_unknown_to_other_families() -> None:
     assert resolve(names[0], own) == f"{layers}.mlp.up_proj" and len(fused_sites(names[2], own)) == 3
 
 
-class TestRefused:
-    """Each error is one line with the reason."""
-
-    @pytest.fixture
-    def changed(self, published: Published, tmp_path: Path) -> functools.partial[str]:
-        return functools.partial(self._load, published, tmp_path / "changed")
-
-    @staticmethod
-    def _load(
-        published: Published, folder: Path, changed_b: Callable[[torch.Tensor], torch.Tensor], **settings: object
-    ) -> str:
-        """The error of an adapter with other settings, and other factors B of c_attn."""
-        shutil.copytree(published.adapters["finetuned"], folder)
-        config = json.loads((folder / "adapter_config.json").read_text())
-        (folder / "adapter_config.json").write_text(json.dumps({**config, **settings}))
-        tensors = load_file(folder / "adapter_model.safetensors")
-        made = {name: changed_b(t).contiguous() if "c_attn.lora_B" in name else t for name, t in tensors.items()}
-        save_file(made, folder / "adapter_model.safetensors")
-        recorded = RecordingEngine(dataclasses.replace(published, adapters={}), None, checkpoint=str(published.folder))
-        with pytest.raises(BadAdapter) as raised:
-            recorded.engine.load_adapter("changed", str(folder))
-        assert "\n" not in str(raised.value)
-        return str(raised.value)
-
-    def test_another_width(self, changed: functools.partial[str]) -> None:
-        error = changed(lambda b: torch.cat([b, b[:3]]))
-        assert "has 768 outputs; the adapter was made for another model" in error
-
-    def test_blocks_over_the_outputs_of_three_layers(self, changed: functools.partial[str]) -> None:
-        error = changed(lambda b: b[:, :4], use_bdlora={"nblocks": 2, "target_modules_bd_b": ["c_attn"]})
-        assert "use_bdlora is not supported for 'transformer.h.0.attn.c_attn'" in error
+@pytest.mark.parametrize(
+    ("changed_b", "settings", "why"),
+    [
+        (lambda b: torch.cat([b, b[:3]]), {}, "has 768 outputs; the adapter was made for another model"),
+        (
+            lambda b: b[:, :4],
+            {"use_bdlora": {"nblocks": 2, "target_modules_bd_b": ["c_attn"]}},
+            "use_bdlora is not supported for 'transformer.h.0.attn.c_attn'",
+        ),
+    ],
+    ids=["another width", "blocks over the outputs of three layers"],
+)
+def test_other_factors_of_c_attn_are_refused(
+    published: Published,
+    tmp_path: Path,
+    changed_b: Callable[[torch.Tensor], torch.Tensor],
+    settings: dict[str, Any],
+    why: str,
+) -> None:
+    folder = shutil.copytree(published.adapters["finetuned"], tmp_path / "changed")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, **settings}))
+    tensors = load_file(folder / "adapter_model.safetensors")
+    made = {name: changed_b(t).contiguous() if "c_attn.lora_B" in name else t for name, t in tensors.items()}
+    save_file(made, folder / "adapter_model.safetensors")
+    recorded = RecordingEngine(dataclasses.replace(published, adapters={}), None, checkpoint=published.checkpoint)
+    with pytest.raises(BadAdapter, match=why) as raised:
+        recorded.engine.load_adapter("changed", str(folder))
+    assert "\n" not in str(raised.value)

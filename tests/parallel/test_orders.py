@@ -1,0 +1,153 @@
+"""Orders to other ranks and their reports: each request once, with its first step; causes and ends of ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vlora.engine.tensor_parallel import messages
+from vlora.engine.tensor_parallel.coordinator import TensorParallelRunner
+from vlora.engine.tensor_parallel.rank_reports import RankReports
+from vlora.engine.tensor_parallel.worker import ShardLoader
+from vlora.errors import EngineDead, StepFailed
+from vlora.memory.adapter_cache import WorkerAdapterCache
+from vlora.types import Batch, BatchItem, ErrorValue, Mode, Request, StepResult
+
+
+class RecordingCoordinator:
+    """Records its orders. Its ranks live."""
+
+    def __init__(self) -> None:
+        self.orders: list[messages.Order] = []
+        self.reports = RankReports()
+
+    def send_later(self, order: messages.Order) -> None:
+        self.orders.append(order)
+
+    def run(self, batch: Batch) -> None:
+        self.orders.append(messages.RunBatch(batch))
+
+
+class Runner:
+    def add(self, request: Request, vision_key: str | None) -> None: ...
+
+    def release(self, request_id: str) -> None: ...
+
+    def run(self, batch: Batch) -> StepResult:
+        return StepResult(tokens={item.request_id: 7 for item in batch.items})
+
+
+def batch(*request_ids: str) -> Batch:
+    items = tuple(BatchItem(request_id, None, 0, 1, (0,), True) for request_id in request_ids)
+    return Batch(Mode.MERGED, None, items)
+
+
+def test_a_request_is_sent_once_with_its_first_step() -> None:
+    coordinator: Any = RecordingCoordinator()
+    runner = TensorParallelRunner(coordinator, Runner())  # type: ignore[arg-type]
+    requests = {name: Request(request_id=name, prompt_ids=(1,)) for name in ("runs", "refused", "later")}
+    for request in requests.values():
+        runner.add(request, None)
+    runner.release("refused")
+    assert coordinator.orders == []
+    first, second = batch("runs"), batch("later", "runs")
+    runner.run(first)
+    runner.run(second)
+    for request_id in ("runs", "unknown", "runs"):
+        runner.release(request_id)
+    assert coordinator.orders == [
+        messages.AddRequest(requests["runs"], None),
+        messages.RunBatch(first),
+        messages.SampledTokens({"runs": 7}),
+        messages.AddRequest(requests["later"], None),
+        messages.RunBatch(second),
+        messages.SampledTokens({"later": 7, "runs": 7}),
+        messages.ReleaseRequest("runs"),
+    ]
+    coordinator.reports.close()
+
+
+def test_the_dead_rank_is_the_cause_regardless_of_message_order() -> None:
+    """Rank 1 ends because it waited for rank 2, and its message arrives first."""
+    reports = RankReports()
+    follows = messages.RankFailed(ErrorValue.of(EngineDead("rank 2 is gone")), follows=True)
+    ends: list[Connection] = []
+    threads = []
+    for rank, code in ((1, 1), (2, -signal.SIGKILL)):
+        here, there = Pipe()
+        ends.append(there)
+        process: Any = SimpleNamespace(join=lambda: None, exitcode=code)
+        threads.append(threading.Thread(target=reports.listen, args=(rank, here, process)))
+        threads[-1].start()
+    ends[0].send_bytes(messages.encode(follows))
+    ends[0].close()
+    time.sleep(0.1)
+    ends[1].close()
+    for thread in threads:
+        thread.join()
+    with pytest.raises(EngineDead, match="rank 2 was killed by SIGKILL"):
+        reports.check()
+    assert os.read(reports.alarm, 1)
+    reports.close()
+    # Without another cause it is reported.
+    reports = RankReports()
+    here, there = Pipe()
+    there.send_bytes(messages.encode(follows))
+    there.close()
+    reports.listen(1, here, SimpleNamespace(join=lambda: None, exitcode=1))  # type: ignore[arg-type]
+    with pytest.raises(EngineDead, match="rank 2 is gone"):
+        reports.check()
+    reports.close()
+
+
+def test_a_read_is_done_when_every_rank_has_reported_it() -> None:
+    """A failure is reported after the last rank too: a later report would count for the next attempt."""
+    reports = RankReports()
+    read, failed, pending = (reports.expect_read(key, (1, 2)) for key in ("read", "failed", "pending"))
+    ends: list[Connection] = []
+    threads = []
+    process: Any = SimpleNamespace(join=lambda: None, exitcode=1)
+    for rank in (1, 2):
+        here, there = Pipe()
+        ends.append(there)
+        threads.append(threading.Thread(target=reports.listen, args=(rank, here, process)))
+        threads[-1].start()
+    for end, error in zip(ends, (ErrorValue.of(StepFailed("no such file")), None), strict=True):
+        time.sleep(0.1)
+        assert not read.done() and not failed.done()
+        for message in (messages.AdapterRead("read"), messages.AdapterRead("failed", error)):
+            end.send_bytes(messages.encode(message))
+    assert read.result(10) is None
+    with pytest.raises(StepFailed, match="rank 1: no such file"):
+        failed.result(10)
+    for end in ends:
+        end.close()
+    for thread in threads:
+        thread.join()
+    with pytest.raises(EngineDead, match=r"rank \d ended with exit code 1"):
+        pending.result(10)
+    reports.close()
+
+
+def test_a_failed_copy_to_the_device_ends_the_rank() -> None:
+    """It failed on this rank only: rank 0 knows that the files were read, and uses the adapter in the next step."""
+    loads: list[object] = []
+    pool: Any = SimpleNamespace(load=loads.append, resident=frozenset())
+    adapter: Any = "adapter"
+    reports: list[messages.AdapterRead] = []
+    with ThreadPoolExecutor(1) as executor:
+        shards = ShardLoader(pool, WorkerAdapterCache(), lambda order: adapter, reports.append, executor)
+        shards.start(messages.LoadShard("a", (messages.AdapterFolder("a", "/a", "1", "replicated"),), 0, 1))
+    assert reports == [messages.AdapterRead("a")]
+    with pytest.raises(EngineDead, match="adapter 'a' was read, but could not be copied to this rank's device"):
+        shards.load_read()
+    assert loads == [adapter]
